@@ -1,0 +1,28 @@
+"""One interface, one backend per kind of device."""
+
+from __future__ import annotations
+
+from functools import cache
+
+from herta_gpu.backends.base import Backend
+
+
+@cache
+def _cpu() -> Backend:
+    from herta_gpu.backends.cpu import CPUBackend
+
+    return CPUBackend()
+
+
+def get_backend(device: str) -> Backend:
+    """The backend for ``"cpu"``, ``"cuda"`` or ``"auto"``; never a silent fallback."""
+    if device == "cpu":
+        return _cpu()
+    if device == "auto":
+        # There is no CUDA backend yet, so "auto" has one device to choose from.
+        return _cpu()
+    if device == "cuda":
+        raise RuntimeError(
+            'device="cuda" is not available in this version: use device="cpu" or "auto".'
+        )
+    raise ValueError(f'device must be "auto", "cpu" or "cuda", not {device!r}.')

@@ -1,0 +1,155 @@
+"""The primitives that need a kernel, documented once.
+
+The algorithms of this package are written once, over a `Backend` and its array module ``xp``
+(NumPy or CuPy).  A backend holds only what cannot be said in array operations: the product with
+H = I + lam * L, one step of block CG and of Chebyshev, the two Gaussian sketches of Algorithm 2,
+edge scores, edge sampling, and the Hadamard sketch of Algorithm 1.
+
+All blocks are row-major n x k.  All randomness comes from Philox-4x32-10 counters, so the same
+seed gives the same numbers on every backend, whatever the number of threads.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from herta_gpu.graph import Graph
+
+Array = Any  # numpy.ndarray or cupy.ndarray, as the backend says
+
+# Philox streams: one number per use, so that no two uses share random bits.
+STREAM_INCIDENCE = 0  # Pi_1, keyed by the edge's two ends
+STREAM_IDENTITY = 1  # Pi_2, keyed by the node
+STREAM_SAMPLE = 2  # edge sampling, keyed by the draw (or by the edge for Bernoulli)
+STREAM_SIGNS = 3  # the Rademacher matrix R of the SRHT
+STREAM_ROWS = 4  # the uniform rows of the SRHT
+STREAM_PROBE = 5  # random start vectors
+
+
+@dataclass
+class Laplacian:
+    """L = D^-1/2 (diag(A 1) - A) D^-1/2 on a device, A without self-loops.
+
+    This one form covers the normalised Laplacian L_hat and the sampled L_tilde, whose ``D`` is
+    the original one, so that its diagonal (A 1) / D is not 1.
+    """
+
+    n: int
+    indptr: Array  # (n + 1,) int64
+    indices: Array  # (nnz,) int32, or int64 from 2^31 nodes on
+    weights: Array | None  # (nnz,) of A; None when every weight is 1
+    inv_sqrt_degree: Array  # (n,) D^-1/2
+    diagonal: Array  # (n,) diag(L)
+    lambda_max: float  # proven upper bound of the largest eigenvalue
+
+    @property
+    def nnz(self) -> int:
+        return int(self.indices.shape[0])
+
+
+@dataclass
+class CGState:
+    """Where k columns of block CG stand; everything of it lives on the device."""
+
+    Z: Array  # n x k, the correction found so far
+    R: Array  # n x k, residuals of the recurrence
+    P: Array  # n x k, search directions
+    HP: Array  # n x k, H P
+    rho: Array  # (k,) float64, ||R||^2 by column
+    energy: Array  # (k,) float64, a lower bound of ||H^-1 b||_H^2
+    tol: float  # a column freezes when ||R|| <= tol * sqrt(energy)
+    floor: Array  # (k,) float64, ... or when ||R||^2 <= floor
+    active: Array  # (k,) bool
+    iterations: Array  # (k,) int64
+
+
+class Backend(ABC):
+    """What a device must be able to do."""
+
+    name: str
+    xp: Any
+
+    # ---- arrays -------------------------------------------------------------------------
+    @abstractmethod
+    def asarray(self, x: Any, dtype: str | None = None) -> Array:
+        """`x` as a C-contiguous array of this device."""
+
+    @abstractmethod
+    def to_numpy(self, x: Array) -> Any:
+        """`x` as a NumPy array on the host."""
+
+    @abstractmethod
+    def solve_triangular(self, C: Array, B: Array, trans: bool = False) -> Array:
+        """C^-1 B (or C^-T B) for a lower triangular C."""
+
+    @abstractmethod
+    def memory_available(self) -> int:
+        """Bytes that can still be allocated on this device."""
+
+    @abstractmethod
+    def laplacian(self, graph: Graph, dtype: str) -> Laplacian:
+        """The Laplacian of `graph` on this device."""
+
+    # ---- H = I + lam L -------------------------------------------------------------------
+    @abstractmethod
+    def apply_H(self, L: Laplacian, lam: float, X: Array, out: Array | None = None) -> Array:
+        """Y = (I + lam L) X = (1 + lam diag(L)) X - lam D^-1/2 A D^-1/2 X for an n x k block."""
+
+    @abstractmethod
+    def column_dots(self, X: Array, Y: Array) -> Array:
+        """(k,) column dot products of two n x k blocks, accumulated in float64."""
+
+    @abstractmethod
+    def cg_start(
+        self, L: Laplacian, lam: float, R: Array, energy: Array, tol: float, floor: float
+    ) -> CGState:
+        """Block CG for H Z = R from Z = 0; columns of R that are 0 start frozen.
+
+        A column also freezes once ||R|| <= floor * ||R at the start||, where rounding rules.
+        """
+
+    @abstractmethod
+    def cg_step(self, L: Laplacian, lam: float, state: CGState) -> None:
+        """One CG step for all active columns together; frozen columns do not change."""
+
+    @abstractmethod
+    def cg_active(self, state: CGState) -> int:
+        """How many columns are still active.  The only call of CG that waits for the device."""
+
+    @abstractmethod
+    def chebyshev_step(
+        self, L: Laplacian, lam: float, Z: Array, Z_prev: Array, B: Array, c1: float, c2: float
+    ) -> None:
+        """Z_prev <- Z + c1 (Z - Z_prev) + c2 (B - H Z), in place: the next iterate."""
+
+    # ---- Algorithm 2 ---------------------------------------------------------------------
+    @abstractmethod
+    def sketch_incidence(self, L: Laplacian, k: int, seed: int) -> Array:
+        """(Pi_1 B_hat)^T, n x k, with Pi_1 ~ N(0, 1/k); neither factor is stored."""
+
+    @abstractmethod
+    def sketch_identity(self, L: Laplacian, k: int, seed: int) -> Array:
+        """Pi_2^T, n x k, with Pi_2 ~ N(0, 1/k)."""
+
+    @abstractmethod
+    def edge_scores(self, L: Laplacian, B_S: Array, Pi_S: Array, lam: float) -> Array:
+        """(m,) float64 l_i = ||B_S b_i||^2 + ||Pi_S b_i||^2 / lam, edges as in `Graph.edges`."""
+
+    @abstractmethod
+    def sample_edges(self, scores: Array, s: int, seed: int, replace: bool) -> Array:
+        """(m,) float64 factors c_i with E[c_i] = 1; an edge that was not drawn has 0.
+
+        With replacement, s draws with probability p_i = l_i / sum(l): c_i = (times drawn) /
+        (s p_i).  Otherwise each edge is kept with p_i = min(1, tau l_i), sum(p) = s: c_i = 1/p_i.
+        """
+
+    # ---- SRHT ----------------------------------------------------------------------------
+    @abstractmethod
+    def srht(self, Q: Array, s: int, seed: int) -> Array:
+        """S Hadamard(R Q): signs, Walsh-Hadamard along the rows padded to n', s rows (s x k).
+
+        The rows are drawn without replacement and scaled by sqrt(n'/s); s = n' loses nothing.
+        """

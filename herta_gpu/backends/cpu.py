@@ -1,0 +1,358 @@
+"""The primitives in NumPy and SciPy: the readable reference that every other backend must match.
+
+A graph is cut once into chunks of rows with about equal work.  Chunks run on a thread pool
+(SciPy's sparse products and NumPy's loops release the interpreter lock) and each row is computed
+by one thread in one fixed order, so results do not depend on the number of threads.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import scipy.linalg
+import scipy.sparse as sp
+
+from herta_gpu.backends import philox
+from herta_gpu.backends.base import (
+    STREAM_IDENTITY,
+    STREAM_INCIDENCE,
+    STREAM_ROWS,
+    STREAM_SAMPLE,
+    STREAM_SIGNS,
+    Array,
+    Backend,
+    CGState,
+    Laplacian,
+)
+
+_CHUNK_WORK = 1 << 16  # non-zeros plus four per row: a block of 64 columns stays in the L2 cache
+_EDGE_CHUNK = 1 << 15  # edges handled at once by the sketch and the scores
+_DRAW_CHUNK = 1 << 20  # draws handled at once by the sampler
+_HADAMARD_FACTOR = 32  # rows mixed by one matrix product of the Walsh-Hadamard transform
+
+
+def num_threads() -> int:
+    """Threads to use: ``HERTA_NUM_THREADS``, or every core this process may run on."""
+    given = os.environ.get("HERTA_NUM_THREADS", "")
+    if given:
+        if not given.isdigit() or int(given) < 1:
+            raise ValueError(f"HERTA_NUM_THREADS must be a positive integer, not {given!r}.")
+        return int(given)
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@lru_cache(maxsize=2)
+def _pool(threads: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(threads, thread_name_prefix="herta")
+
+
+def _each(function: Callable[[Any], Any], items: list[Any]) -> list[Any]:
+    """[function(item) for item in items], on the thread pool when that can help."""
+    threads = num_threads()
+    if threads == 1 or len(items) == 1:
+        return [function(item) for item in items]
+    return list(_pool(threads).map(function, items))
+
+
+@dataclass
+class CPULaplacian(Laplacian):
+    """A Laplacian cut into row chunks, each a SciPy CSR matrix over views of the graph's arrays."""
+
+    chunks: list[tuple[slice, Any]] = field(default_factory=list)
+
+
+def _row_chunks(indptr: Array, indices: Array, weights: Array | None, dtype: str) -> list[Any]:
+    n = indptr.shape[0] - 1
+    work = indptr + 4 * np.arange(n + 1)
+    steps = np.arange(_CHUNK_WORK, work[-1], _CHUNK_WORK)
+    cuts = np.unique(np.concatenate([[0], np.searchsorted(work, steps), [n]]))
+    # Unweighted graphs have no values: all chunks share one short array of ones.
+    longest = int(np.diff(indptr[cuts]).max(initial=0))
+    ones = np.ones(longest if weights is None else 0, dtype=dtype)
+    chunks = []
+    for a, b in zip(cuts[:-1].tolist(), cuts[1:].tolist(), strict=True):
+        first, last = int(indptr[a]), int(indptr[b])
+        data = ones[: last - first] if weights is None else weights[first:last]
+        local = (indptr[a : b + 1] - first).astype(indices.dtype, copy=False)
+        A = sp.csr_array((data, indices[first:last], local), shape=(b - a, n))
+        chunks.append((slice(a, b), A))
+    return chunks
+
+
+def _flat_chunks(n: int, k: int) -> list[slice]:
+    """Rows of an n x k block in pieces that stay in the cache."""
+    rows = max(1, (1 << 18) // max(k, 1))
+    return [slice(a, min(a + rows, n)) for a in range(0, n, rows)] or [slice(0, 0)]
+
+
+def _dots(X: Array, Y: Array) -> Array:
+    return np.einsum("ij,ij->j", X, Y, dtype=np.float64)
+
+
+class CPUBackend(Backend):
+    """NumPy and SciPy on the host."""
+
+    name = "cpu"
+    xp = np
+
+    def asarray(self, x: Any, dtype: str | None = None) -> Array:
+        return np.ascontiguousarray(x, dtype=dtype)
+
+    def to_numpy(self, x: Array) -> Any:
+        return np.asarray(x)
+
+    def solve_triangular(self, C: Array, B: Array, trans: bool = False) -> Array:
+        return scipy.linalg.solve_triangular(
+            C, B, lower=True, trans="T" if trans else "N", check_finite=False
+        )
+
+    def memory_available(self) -> int:
+        try:
+            with open("/proc/meminfo", encoding="ascii") as lines:
+                for line in lines:
+                    if line.startswith("MemAvailable:"):
+                        return int(line.split()[1]) * 1024
+        except OSError:
+            pass  # not Linux: ask for the physical memory below
+        if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
+            return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+        return 4 << 30
+
+    def laplacian(self, graph: Any, dtype: str) -> CPULaplacian:
+        weights = None if graph.weights is None else graph.weights.astype(dtype)
+        return CPULaplacian(
+            n=graph.num_nodes,
+            indptr=graph.indptr,
+            indices=graph.indices,
+            weights=weights,
+            inv_sqrt_degree=(1.0 / np.sqrt(graph.degree)).astype(dtype),
+            diagonal=(graph.sampled_degree / graph.degree).astype(dtype),
+            lambda_max=graph.lambda_max_bound(),
+            chunks=_row_chunks(graph.indptr, graph.indices, weights, dtype),
+        )
+
+    # ---- H = I + lam L -------------------------------------------------------------------
+    def apply_H(self, L: Laplacian, lam: float, X: Array, out: Array | None = None) -> Array:
+        assert isinstance(L, CPULaplacian)
+        Y = np.empty_like(X) if out is None else out
+        s = L.inv_sqrt_degree[:, None]
+        h = (1 + lam * L.diagonal).astype(X.dtype)[:, None]
+        lam_s = (lam * L.inv_sqrt_degree).astype(X.dtype)[:, None]
+        SX = s * X
+
+        def rows(chunk: tuple[slice, Any]) -> None:
+            at, A = chunk
+            np.multiply(h[at], X[at], out=Y[at])
+            ASX = A @ SX
+            ASX *= lam_s[at]
+            Y[at] -= ASX
+
+        _each(rows, L.chunks)
+        return Y
+
+    def column_dots(self, X: Array, Y: Array) -> Array:
+        parts = _each(lambda at: _dots(X[at], Y[at]), _flat_chunks(*X.shape))
+        return np.sum(parts, axis=0)
+
+    def cg_start(
+        self, L: Laplacian, lam: float, R: Array, energy: Array, tol: float, floor: float
+    ) -> CGState:
+        rho = self.column_dots(R, R)
+        return CGState(
+            Z=np.zeros_like(R),
+            R=R,
+            P=R.copy(),
+            HP=np.empty_like(R),
+            rho=rho,
+            energy=energy,
+            tol=tol,
+            floor=floor**2 * rho,
+            active=rho > np.maximum(tol**2 * energy, 0.0),
+            iterations=np.zeros(R.shape[1], dtype=np.int64),
+        )
+
+    def cg_step(self, L: Laplacian, lam: float, state: CGState) -> None:
+        Z, R, P = state.Z, state.R, state.P
+        HP = self.apply_H(L, lam, P, out=state.HP)
+        pHp = self.column_dots(P, HP)
+        alpha = np.where(state.active, state.rho / np.where(pHp > 0, pHp, 1.0), 0.0)
+        alpha_w = alpha.astype(R.dtype)
+        blocks = _flat_chunks(*R.shape)
+
+        def advance(at: slice) -> Array:
+            Z[at] += alpha_w * P[at]
+            R[at] -= alpha_w * HP[at]
+            return _dots(R[at], R[at])
+
+        rho = np.sum(_each(advance, blocks), axis=0)
+        # ||x||_H^2 grows by alpha * rho with each CG step: that is what tol is relative to.
+        state.energy = state.energy + alpha * state.rho
+        state.iterations += state.active
+        beta = np.where(state.active, rho / np.where(state.rho > 0, state.rho, 1.0), 0.0)
+        state.rho = np.where(state.active, rho, state.rho)
+        state.active = state.active & (rho > np.maximum(state.tol**2 * state.energy, state.floor))
+        beta_w = beta.astype(R.dtype)
+
+        def turn(at: slice) -> None:
+            P[at] *= beta_w
+            P[at] += R[at]
+
+        _each(turn, blocks)
+
+    def cg_active(self, state: CGState) -> int:
+        return int(np.count_nonzero(state.active))
+
+    def chebyshev_step(
+        self, L: Laplacian, lam: float, Z: Array, Z_prev: Array, B: Array, c1: float, c2: float
+    ) -> None:
+        dtype = Z.dtype.type
+        HZ = self.apply_H(L, lam, Z)
+
+        def advance(at: slice) -> None:
+            np.subtract(B[at], HZ[at], out=HZ[at])
+            HZ[at] *= dtype(c2)
+            Z_prev[at] *= dtype(-c1)
+            Z_prev[at] += dtype(1 + c1) * Z[at]
+            Z_prev[at] += HZ[at]
+
+        _each(advance, _flat_chunks(*Z.shape))
+
+    # ---- Algorithm 2 ---------------------------------------------------------------------
+    def sketch_incidence(self, L: Laplacian, k: int, seed: int) -> Array:
+        lo, hi, root_w = _edge_ends(L)
+        s = L.inv_sqrt_degree.astype(np.float64)
+        out = np.zeros((L.n, k))
+        blocks = [slice(a, a + _EDGE_CHUNK) for a in range(0, lo.shape[0], _EDGE_CHUNK)]
+        width = num_threads()
+        for a in range(0, len(blocks), width):  # generated in parallel, summed in order
+            for at, G in zip(
+                blocks[a : a + width],
+                _each(
+                    lambda at: philox.gaussians(lo[at], hi[at], k, seed, STREAM_INCIDENCE),
+                    blocks[a : a + width],
+                ),
+                strict=True,
+            ):
+                out += _incidence(lo[at], hi[at], root_w[at], s, L.n).T @ G
+        return (out / np.sqrt(k)).astype(L.inv_sqrt_degree.dtype)
+
+    def sketch_identity(self, L: Laplacian, k: int, seed: int) -> Array:
+        out = np.empty((L.n, k), dtype=L.inv_sqrt_degree.dtype)
+
+        def rows(at: slice) -> None:
+            node = np.arange(at.start, at.stop, dtype=np.uint64)
+            out[at] = philox.gaussians(
+                node & np.uint64(0xFFFFFFFF), node >> np.uint64(32), k, seed, STREAM_IDENTITY
+            ) / np.sqrt(k)
+
+        _each(rows, _flat_chunks(L.n, k))
+        return out
+
+    def edge_scores(self, L: Laplacian, B_S: Array, Pi_S: Array, lam: float) -> Array:
+        lo, hi, root_w = _edge_ends(L)
+        s = L.inv_sqrt_degree.astype(np.float64)
+        scores = np.empty(lo.shape[0])
+
+        def edges(at: slice) -> None:
+            b = _incidence(lo[at], hi[at], root_w[at], s, L.n)
+            from_B, from_Pi = b @ B_S, b @ Pi_S
+            scores[at] = (from_B**2).sum(axis=1) + (from_Pi**2).sum(axis=1) / lam
+
+        _each(edges, [slice(a, a + _EDGE_CHUNK) for a in range(0, lo.shape[0], _EDGE_CHUNK)])
+        return scores
+
+    def sample_edges(self, scores: Array, s: int, seed: int, replace: bool) -> Array:
+        return _with_replacement(scores, s, seed) if replace else _bernoulli(scores, s, seed)
+
+    # ---- SRHT ----------------------------------------------------------------------------
+    def srht(self, Q: Array, s: int, seed: int) -> Array:
+        n, k = Q.shape
+        padded = 1 << max(0, n - 1).bit_length()
+        negative = (philox.words64(0, n, seed, STREAM_SIGNS) & np.uint64(1)).astype(bool)
+        Y = np.zeros((padded, k), dtype=Q.dtype)
+        np.multiply(Q, np.where(negative, -1, 1).astype(Q.dtype)[:, None], out=Y[:n])
+        Y = walsh_hadamard(Y)
+        keys = philox.words64(0, padded, seed, STREAM_ROWS)
+        rows = np.sort(np.argsort(keys, kind="stable")[:s])
+        return Y[rows] * Q.dtype.type(np.sqrt(padded / s))
+
+
+def walsh_hadamard(Y: Array) -> Array:
+    """(1/sqrt(n)) H_n Y for n a power of two, as a chain of small matrix products."""
+    n, k = Y.shape
+    left = 1
+    while left < n:
+        factor = min(_HADAMARD_FACTOR, n // left)
+        H = (scipy.linalg.hadamard(factor) / np.sqrt(factor)).astype(Y.dtype)
+        Y = np.matmul(H, Y.reshape(left, factor, n // (left * factor) * k)).reshape(n, k)
+        left *= factor
+    return Y
+
+
+def _edge_ends(L: Laplacian) -> tuple[Array, Array, Array]:
+    """(lo, hi, sqrt(w)) of each edge once, lo < hi, in the order of `Graph.edges`."""
+    row = np.repeat(np.arange(L.n), np.diff(L.indptr))
+    upper = L.indices > row
+    lo, hi = row[upper], L.indices[upper].astype(np.int64)
+    if L.weights is None:
+        return lo, hi, np.ones(lo.shape[0])
+    return lo, hi, np.sqrt(L.weights[upper].astype(np.float64))
+
+
+def _incidence(lo: Array, hi: Array, root_w: Array, s: Array, n: int) -> Any:
+    """The rows b_e = sqrt(w) (delta_lo / sqrt(d_lo) - delta_hi / sqrt(d_hi)) of B_hat."""
+    e = lo.shape[0]
+    data = np.column_stack([root_w * s[lo], -root_w * s[hi]]).ravel()
+    columns = np.column_stack([lo, hi]).ravel()
+    return sp.csr_array((data, columns, np.arange(0, 2 * e + 1, 2)), shape=(e, n))
+
+
+def _integer_scores(scores: Array) -> Array:
+    """floor(2^e * score) with e from the largest score alone: sums are exact in 64 bits."""
+    exponent = 61 - int(np.ceil(np.log2(max(scores.shape[0], 2))))
+    exponent -= int(np.ceil(np.log2(scores.max())))
+    return np.maximum(np.ldexp(scores, exponent).astype(np.int64), scores > 0)
+
+
+def _with_replacement(scores: Array, s: int, seed: int) -> Array:
+    q = _integer_scores(scores)
+    prefix = np.cumsum(q)
+    total = int(prefix[-1])
+    counts = np.zeros(scores.shape[0], dtype=np.int64)
+
+    def draw(start: int) -> Array:
+        words = philox.words64(start, min(start + _DRAW_CHUNK, s), seed, STREAM_SAMPLE)
+        target = philox.multiply_high(words, total).astype(np.int64)
+        return np.searchsorted(prefix, target, side="right")
+
+    for drawn in _each(draw, list(range(0, s, _DRAW_CHUNK))):
+        np.add.at(counts, drawn, 1)
+    factors = np.zeros(scores.shape[0])
+    hit = counts > 0
+    factors[hit] = counts[hit] / (s * (q[hit] / total))
+    return factors
+
+
+def keep_probabilities(scores: Array, s: int) -> Array:
+    """p = min(1, tau * score) with sum(p) = s: what is capped at 1 is shared out again."""
+    p = np.minimum(1.0, s * scores / scores.sum())
+    for _ in range(50):
+        free = p < 1.0
+        budget = s - np.count_nonzero(~free)
+        if budget <= 0 or not free.any() or p.sum() >= s * (1 - 1e-12):
+            break
+        p[free] = np.minimum(1.0, budget * scores[free] / scores[free].sum())
+    return p
+
+
+def _bernoulli(scores: Array, s: int, seed: int) -> Array:
+    p = keep_probabilities(scores, s)
+    words = philox.words64(0, scores.shape[0], seed, STREAM_SAMPLE)
+    uniform = (words >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    return np.where(uniform < p, 1.0 / np.where(p > 0, p, 1.0), 0.0)

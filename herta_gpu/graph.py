@@ -1,0 +1,307 @@
+"""From an edge list to a graph: CSR, degrees, and everything the Laplacian needs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import scipy.sparse as sp
+from numpy.typing import ArrayLike, NDArray
+
+Edges = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64] | None]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Graph:
+    """An undirected graph with self-loops, as the paper assumes it (Section 4).
+
+    Stored once: the CSR arrays of A without self-loops, and the degrees D *with* them.  The
+    Laplacian is L = D^-1/2 (diag(A 1) - A) D^-1/2; for a graph made by `from_edges` this is
+    L_hat = I - D^-1/2 (A + self-loops) D^-1/2.  The incidence matrix B_hat is never stored.
+
+    Examples
+    --------
+    >>> from herta_gpu import Graph
+    >>> g = Graph.from_edges([[0, 1, 2], [1, 2, 0]], num_nodes=4)
+    >>> g
+    Graph(4 nodes, 3 edges, unweighted, 1 isolated node)
+    >>> g.to_csr().toarray().round(2).tolist()[3]
+    [0.0, 0.0, 0.0, 0.0]
+    """
+
+    indptr: NDArray[np.int64]  # (n + 1,)
+    indices: NDArray[Any]  # (2m,) int32, or int64 from 2^31 nodes on
+    weights: NDArray[np.float64] | None  # (2m,); None when every weight is 1
+    degree: NDArray[np.float64]  # (n,) D, self-loops included
+    order: NDArray[np.int64] | None = None  # row i holds the caller's node order[i]
+
+    @classmethod
+    def from_edges(
+        cls, edge_index: ArrayLike, num_nodes: int | None = None, edge_weight: Any = None
+    ) -> Graph:
+        """Build a graph from (2, m) node ids, in any direction and order.
+
+        (u, v) and (v, u) of equal weight are one edge; repeated edges of one direction add up;
+        two directions of different weight are an error.  Self-loops keep their weight, missing
+        ones get weight 1, edges of weight 0 are dropped.
+
+        Parameters
+        ----------
+        edge_index : array of ints, shape (2, m)
+        num_nodes : int, optional
+            Needed when the last nodes have no edge; by default the largest id plus one.
+        edge_weight : array of m non-negative numbers, optional
+        """
+        u, v, n = _checked_edges(edge_index, num_nodes)
+        w = _checked_weights(edge_weight, u.shape[0])
+        if w is not None:
+            keep = w > 0
+            u, v, w = u[keep], v[keep], w[keep]
+        loop = u == v
+        loops = np.bincount(u[loop], weights=None if w is None else w[loop], minlength=n)
+        loops = np.where(loops > 0, loops, 1.0)
+        if loop.any():
+            u, v, w = u[~loop], v[~loop], None if w is None else w[~loop]
+        lo, hi, weight = _merged(u, v, w, n)
+        return _from_unique(lo, hi, weight, n, loops=loops)
+
+    @property
+    def num_nodes(self) -> int:
+        return self.indptr.shape[0] - 1
+
+    @property
+    def num_edges(self) -> int:
+        """Edges without self-loops, each counted once."""
+        return self.indices.shape[0] // 2
+
+    @cached_property
+    def sampled_degree(self) -> NDArray[np.float64]:
+        """A 1: the degrees without self-loops (in L_tilde, those of the sampled edges)."""
+        if self.weights is None:
+            return np.diff(self.indptr).astype(np.float64)
+        return _row_sums(self.weights, self.indptr)
+
+    @property
+    def num_isolated(self) -> int:
+        return int(np.count_nonzero(np.diff(self.indptr) == 0))
+
+    @cached_property
+    def num_components(self) -> int:
+        """Connected components, isolated nodes included."""
+        return int(sp.csgraph.connected_components(self._adjacency_off(), directed=False)[0])
+
+    def edges(self) -> Edges:
+        """(u, v, weight) of each edge once, without self-loops; weight is None if all are 1."""
+        row = np.repeat(np.arange(self.num_nodes), np.diff(self.indptr))
+        upper = self.indices > row
+        lo, hi = row[upper], self.indices[upper].astype(np.int64)
+        weight = None if self.weights is None else self.weights[upper]
+        if self.order is None:
+            return lo, hi, weight
+        return self.order[lo], self.order[hi], weight
+
+    def to_csr(self) -> Any:
+        """L_hat (for a sampled graph L_tilde) as a SciPy CSR matrix, float64, caller's order."""
+        s = sp.diags_array(1.0 / np.sqrt(self.degree))
+        L = s @ (sp.diags_array(self.sampled_degree) - self._adjacency_off()) @ s
+        return self._callers_order(L)
+
+    def adjacency(self) -> Any:
+        """A with self-loops as a SciPy CSR matrix, float64, in the caller's order."""
+        return self._callers_order(
+            self._adjacency_off() + sp.diags_array(self.degree - self.sampled_degree)
+        )
+
+    def lambda_max_bound(self) -> float:
+        """A proven bound of the largest eigenvalue: max of dt_u/d_u + dt_v/d_v over the edges.
+
+        It is the largest row sum of |W^1/2 B D^-1 B^T W^1/2| up to a similarity, dt the degrees
+        without self-loops; below 2 for L_hat, and valid for L_tilde, whose diagonal is not 1.
+        """
+        if self.num_edges == 0:
+            return 0.0
+        ratio = self.sampled_degree / self.degree
+        largest = np.zeros(self.num_nodes)
+        filled = np.diff(self.indptr) > 0
+        largest[filled] = np.maximum.reduceat(ratio[self.indices], self.indptr[:-1][filled])
+        return float((ratio + largest)[filled].max() * (1 + 1e-12))
+
+    def reordered(self, method: str = "rcm") -> Graph:
+        """The same graph, stored in an order that keeps neighbours close in memory.
+
+        Invisible to the caller: node ids, X, y and results keep the caller's order.
+
+        Parameters
+        ----------
+        method : {"rcm", "degree"}
+            Reverse Cuthill-McKee, or nodes by falling degree.
+        """
+        if method == "rcm":
+            p = sp.csgraph.reverse_cuthill_mckee(self._adjacency_off(), symmetric_mode=True)
+        elif method == "degree":
+            p = np.argsort(-np.diff(self.indptr), kind="stable")
+        else:
+            raise ValueError(f'method must be "rcm" or "degree", not {method!r}.')
+        p = p.astype(np.int64)
+        inverse = np.empty_like(p)
+        inverse[p] = np.arange(p.shape[0])
+        row = np.repeat(np.arange(self.num_nodes), np.diff(self.indptr))
+        upper = self.indices > row
+        a, b = inverse[row[upper]], inverse[self.indices[upper]]
+        lo, hi = np.minimum(a, b), np.maximum(a, b)
+        sort = np.lexsort((hi, lo))
+        weight = None if self.weights is None else self.weights[upper][sort]
+        order = p if self.order is None else self.order[p]
+        return _from_unique(
+            lo[sort], hi[sort], weight, self.num_nodes, degree=self.degree[p], order=order
+        )
+
+    def with_edges(self, keep: NDArray[np.bool_], factor: NDArray[np.float64]) -> Graph:
+        """The edges `keep` of `edges`, weights times `factor`, with this graph's degrees kept."""
+        row = np.repeat(np.arange(self.num_nodes), np.diff(self.indptr))
+        upper = self.indices > row
+        lo, hi = row[upper][keep], self.indices[upper][keep].astype(np.int64)
+        weight = factor[keep] if self.weights is None else self.weights[upper][keep] * factor[keep]
+        return _from_unique(lo, hi, weight, self.num_nodes, degree=self.degree, order=self.order)
+
+    def inverse_order(self) -> NDArray[np.int64] | None:
+        """The row that holds each of the caller's nodes."""
+        if self.order is None:
+            return None
+        inverse = np.empty_like(self.order)
+        inverse[self.order] = np.arange(self.order.shape[0])
+        return inverse
+
+    def _adjacency_off(self) -> Any:
+        data = np.ones(self.indices.shape[0]) if self.weights is None else self.weights
+        n = self.num_nodes
+        return sp.csr_array((data, self.indices, self.indptr), shape=(n, n))
+
+    def _callers_order(self, M: Any) -> Any:
+        M = sp.csr_array(M)
+        inverse = self.inverse_order()
+        if inverse is not None:
+            M = M[inverse][:, inverse]
+        M.sort_indices()
+        return M
+
+    def __repr__(self) -> str:
+        parts = [
+            f"{self.num_nodes:,} nodes",
+            f"{self.num_edges:,} edges",
+            "unweighted" if self.weights is None else "weighted",
+        ]
+        if self.num_isolated:
+            parts.append(f"{self.num_isolated:,} isolated node" + "s" * (self.num_isolated > 1))
+        return f"Graph({', '.join(parts)})"
+
+
+def _checked_edges(edge_index: Any, num_nodes: int | None) -> tuple[Any, Any, int]:
+    edges = np.asarray(edge_index)
+    if edges.ndim != 2 or edges.shape[0] != 2:
+        raise ValueError(
+            f"edge_index must have shape (2, m), not {edges.shape}: one column per edge."
+        )
+    if edges.size and edges.dtype.kind not in "iu":
+        raise ValueError(f"edge_index must hold integers, not {edges.dtype}.")
+    edges = edges.astype(np.int64, copy=False)
+    largest = int(edges.max(initial=-1))
+    if num_nodes is not None and (num_nodes != int(num_nodes) or num_nodes < 0):
+        raise ValueError(f"num_nodes must be a non-negative integer, not {num_nodes!r}.")
+    n = largest + 1 if num_nodes is None else int(num_nodes)
+    if n == 0:
+        raise ValueError("The graph is empty: give num_nodes, or at least one edge.")
+    if edges.min(initial=0) < 0 or largest >= n:
+        bad = int(edges.min(initial=0)) if edges.min(initial=0) < 0 else largest
+        raise ValueError(f"edge_index holds node id {bad}, but ids must lie in 0..{n - 1}.")
+    return edges[0], edges[1], n
+
+
+def _checked_weights(edge_weight: Any, m: int) -> NDArray[np.float64] | None:
+    if edge_weight is None:
+        return None
+    w = np.asarray(edge_weight)
+    if w.shape != (m,):
+        raise ValueError(f"edge_weight must have shape ({m},), one per edge, not {w.shape}.")
+    w = w.astype(np.float64, copy=False)
+    if not np.isfinite(w).all():
+        raise ValueError("edge_weight holds NaN or infinity: every weight must be finite.")
+    if (w < 0).any():
+        raise ValueError(f"edge_weight holds {w.min():g}: weights must not be negative.")
+    return w
+
+
+def _merged(u: Any, v: Any, w: Any, n: int) -> Edges:
+    """Each undirected edge once, sorted by (lo, hi)."""
+    key = np.minimum(u, v) * np.int64(n) + np.maximum(u, v)
+    forward = u < v
+    ahead = _summed(key[forward], None if w is None else w[forward])
+    back = _summed(key[~forward], None if w is None else w[~forward])
+    keys, weight = ahead if back[0].size == 0 else back
+    if ahead[0].size and back[0].size:
+        keys, weight = _union(ahead, back, n)
+    lo, hi = keys // n, keys % n
+    return lo, hi, None if (weight == 1).all() else weight
+
+
+def _summed(key: Any, w: Any) -> tuple[Any, Any]:
+    """Distinct keys in order, with their weights added up."""
+    if w is None:
+        keys, counts = np.unique(key, return_counts=True)
+        return keys, counts.astype(np.float64)
+    sort = np.argsort(key, kind="stable")
+    keys, first = np.unique(key[sort], return_index=True)
+    return keys, np.add.reduceat(w[sort], first) if keys.size else w[:0]
+
+
+def _union(ahead: tuple[Any, Any], back: tuple[Any, Any], n: int) -> tuple[Any, Any]:
+    """Both directions in one list; an edge present in both must have one weight."""
+    at = np.minimum(np.searchsorted(ahead[0], back[0]), ahead[0].size - 1)
+    twice = ahead[0][at] == back[0]
+    w_ahead, w_back = ahead[1][at[twice]], back[1][twice]
+    differ = ~np.isclose(w_ahead, w_back, rtol=1e-6, atol=0.0)
+    if differ.any():
+        i = int(np.argmax(differ))
+        key = int(back[0][twice][i])
+        a, b = key // n, key % n
+        raise ValueError(
+            f"Edge ({a}, {b}) has weight {w_ahead[i]:g} but ({b}, {a}) has {w_back[i]:g}: "
+            "an undirected graph needs one weight for both directions."
+        )
+    keys = np.concatenate([ahead[0], back[0][~twice]])
+    weight = np.concatenate([ahead[1], back[1][~twice]])
+    if twice.all():
+        return keys, weight
+    sort = np.argsort(keys, kind="stable")
+    return keys[sort], weight[sort]
+
+
+def _from_unique(
+    lo: Any, hi: Any, weight: Any, n: int, loops: Any = None, degree: Any = None, order: Any = None
+) -> Graph:
+    """CSR from edges with lo < hi, sorted by (lo, hi); columns come out sorted as well."""
+    counts = np.bincount(lo, minlength=n) + np.bincount(hi, minlength=n)
+    indptr = np.zeros(n + 1, dtype=np.int64)
+    np.cumsum(counts, out=indptr[1:])
+    index_type = np.int32 if n < 2**31 else np.int64
+    # Entries below the diagonal first: within a row they precede those above it, and a
+    # counting sort by row keeps that order.
+    rows, columns = np.concatenate([hi, lo]), np.concatenate([lo, hi]).astype(index_type)
+    data = np.arange(rows.shape[0]) if weight is not None else np.ones(rows.shape[0], np.int8)
+    csr = sp.coo_array((data, (rows, columns)), shape=(n, n)).tocsr()
+    indices = csr.indices.astype(index_type, copy=False)
+    weights = None if weight is None else np.concatenate([weight, weight])[csr.data]
+    if degree is None:
+        off = np.diff(indptr).astype(np.float64) if weights is None else _row_sums(weights, indptr)
+        degree = off + loops
+    return Graph(indptr, indices, weights, degree, order)
+
+
+def _row_sums(values: Any, indptr: Any) -> Any:
+    """Sum of the values of each CSR row, 0 for an empty one."""
+    total = np.zeros(indptr.shape[0] - 1)
+    filled = np.diff(indptr) > 0
+    total[filled] = np.add.reduceat(values, indptr[:-1][filled])
+    return total
