@@ -1,0 +1,187 @@
+"""Algorithm 2: the regularised spectral sparsifier.
+
+L_tilde + I/lam approximates L_hat + I/lam with O(n_lambda log(n) / eps^2) edges, sampled by their
+ridge leverage scores l_i = b_i^T (L_hat + I/lam)^-1 b_i, whose sum is n_lambda.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from herta_gpu.backends import get_backend
+from herta_gpu.backends.base import Array
+from herta_gpu.graph import Graph
+from herta_gpu.solver import RegularizedLaplacian, block_cg, block_width
+from herta_gpu.validation import (
+    check_choice,
+    check_count,
+    check_dtype,
+    check_graph,
+    check_positive,
+    parse_bytes,
+)
+
+# s = C n_lambda ln(n) / eps^2.  The paper proves that some C exists, not which; with C = 4 the
+# true error was at most 0.6 eps on every graph tried, with C = 1 up to 1.4 eps at lam = 20.
+EMPIRICAL_SAMPLE_CONSTANT = 4.0
+# k = K ln(m) sketch rows.  A score is then off by more than a factor of 3 with probability at most
+# 2 m^-1.7 (chi-square tails), so all m are within it except with probability 2 m^-0.7.
+SKETCH_CONSTANT = 8.0
+# The paper prints 2^(1/4), which is no accuracy at all; 1e-2 moves a score by a few per cent.
+SOLVE_TOL = 1e-2
+
+
+class Sparsifier:
+    """Sample a graph's edges by ridge leverage scores, keeping its degrees.
+
+    Parameters
+    ----------
+    lam : float
+        The regularisation is I / lam.
+    eps : float
+        Target: (1 - eps) (L_hat + I/lam) <= L_tilde + I/lam <= (1 + eps) (L_hat + I/lam).
+    n_samples : int, optional
+        By default C n_lambda ln(n) / eps^2 with C = 4 (measured, not proven; see the module).
+        When that reaches m, every edge is kept and L_tilde = L_hat.
+    scores : {"sketch", "degree"}
+        "sketch" is Algorithm 2.  "degree" is (1/d_u + 1/d_v) w / (1 + 1/lam), which needs no
+        solve and is an estimate without the sketch's guarantee.
+    replace : bool
+        True: s draws with replacement, as in the paper.  False: each edge is kept or not, with
+        probabilities that sum to s, which gives a better L_tilde for the same s.
+    random_state : int
+    device, dtype, memory_budget
+        As in `HERTA`.
+
+    Attributes
+    ----------
+    graph_ : Graph
+        The sampled and reweighted graph with the degrees of the original: its `to_csr` is L_tilde.
+    n_lambda_ : float
+        The effective Laplacian dimension Tr[L_hat (L_hat + I/lam)^-1], as the sum of the scores.
+    n_samples_ : int
+    scores_ : array, one per edge of ``graph.edges()``
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from herta_gpu import Graph, Sparsifier
+    >>> g = Graph.from_edges(np.array(np.triu_indices(200, 1)))  # complete: 19,900 edges
+    >>> sp = Sparsifier(lam=1.0, eps=0.5).fit(g)
+    >>> sp.graph_.num_edges < 0.4 * g.num_edges
+    True
+    """
+
+    def __init__(
+        self,
+        lam: float = 1.0,
+        eps: float = 0.5,
+        n_samples: int | None = None,
+        scores: str = "sketch",
+        replace: bool = True,
+        random_state: int = 0,
+        device: str = "auto",
+        dtype: str = "float32",
+        memory_budget: int | str | None = None,
+    ) -> None:
+        self.lam, self.eps, self.n_samples, self.scores = lam, eps, n_samples, scores
+        self.replace, self.random_state = replace, random_state
+        self.device, self.dtype, self.memory_budget = device, dtype, memory_budget
+
+    def fit(self, graph: Graph) -> Sparsifier:
+        """Score and sample the edges of `graph`."""
+        check_graph(graph)
+        check_positive("lam", self.lam)
+        check_positive("eps", self.eps)
+        check_choice("scores", self.scores, ("sketch", "degree"))
+        check_count("random_state", self.random_state, least=0)
+        if self.n_samples is not None:
+            check_count("n_samples", self.n_samples)
+        backend = get_backend(self.device)
+        m = graph.num_edges
+        if m == 0:
+            self._keep_all(graph, np.zeros(0))
+            return self
+        H = RegularizedLaplacian(graph, self.lam, backend, check_dtype(self.dtype))
+        scores = self._sketched(H) if self.scores == "sketch" else degree_scores(graph, self.lam)
+        self.scores_ = backend.to_numpy(scores)
+        self.n_lambda_ = float(self.scores_.sum())
+        s = self.n_samples or sample_size(self.n_lambda_, graph.num_nodes, self.eps)
+        if self.n_samples is None and s >= m:
+            self._keep_all(graph, self.scores_)
+            return self
+        self.n_samples_ = int(s)
+        # Subsample s rows of B_hat with probabilities l_i / Z; repeated edges are merged.
+        factors = backend.sample_edges(backend.asarray(scores), s, self.random_state, self.replace)
+        factors = backend.to_numpy(factors)
+        self.graph_ = graph.with_edges(factors > 0, factors)
+        return self
+
+    def _keep_all(self, graph: Graph, scores: Any) -> None:
+        self.scores_, self.n_lambda_ = scores, float(scores.sum())
+        self.n_samples_, self.graph_ = graph.num_edges, graph
+
+    def _sketched(self, H: RegularizedLaplacian) -> Array:
+        """Lines 1-8 of Algorithm 2, in blocks of sketch rows that fit the memory budget."""
+        backend, L, n, m = H.backend, H.laplacian(), H.n, H.graph.num_edges
+        k = max(4, math.ceil(SKETCH_CONSTANT * math.log(max(m, 2))))
+        budget = (
+            backend.memory_available() // 4
+            if self.memory_budget is None
+            else parse_bytes(self.memory_budget)
+        )
+        width = max(1, min(k, block_width(n, k, H.dtype, budget)))
+        scores, done, block = backend.xp.zeros(m), 0, 0
+        while done < k:
+            rows = min(width, k - done)
+            seed = self.random_state + (block << 32)  # every block of rows draws afresh
+            # (L_hat + I/lam)^-1 = lam H^-1, so one solver serves both lines.
+            B_S, _ = block_cg(H, backend.sketch_incidence(L, rows, seed), SOLVE_TOL)
+            Pi_S, _ = block_cg(H, backend.sketch_identity(L, rows, seed), SOLVE_TOL)
+            part = backend.edge_scores(L, B_S, Pi_S, self.lam)
+            scores += part * (self.lam**2 * rows / k)  # N(0, 1/rows) entries -> N(0, 1/k)
+            done, block = done + rows, block + 1
+        # A ridge leverage score lies in (0, 1]; the cap removes only sketching noise.
+        return backend.xp.clip(scores, 1e-12, 1.0)
+
+    def __repr__(self) -> str:
+        return f"Sparsifier(lam={self.lam}, eps={self.eps}, scores={self.scores!r})"
+
+
+def sample_size(n_lambda: float, n: int, eps: float) -> int:
+    """s = C n_lambda ln(n) / eps^2 with the measured constant C."""
+    return max(1, math.ceil(EMPIRICAL_SAMPLE_CONSTANT * n_lambda * math.log(max(n, 2)) / eps**2))
+
+
+def degree_scores(graph: Graph, lam: float) -> Any:
+    """w (1/d_u + 1/d_v) / (1 + 1/lam): the score if L_hat were the identity around the edge."""
+    inverse = graph.inverse_order()
+    u, v, w = graph.edges()
+    if inverse is not None:
+        u, v = inverse[u], inverse[v]
+    scores = (1.0 / graph.degree[u] + 1.0 / graph.degree[v]) / (1.0 + 1.0 / lam)
+    return np.minimum(1.0, scores if w is None else scores * w)
+
+
+def effective_dimension(graph: Graph, lam: float, random_state: int = 0) -> float:
+    """n_lambda = Tr[L_hat (L_hat + I/lam)^-1] by Hutchinson's estimator with 64 probes.
+
+    Examples
+    --------
+    >>> from herta_gpu import Graph, effective_dimension
+    >>> g = Graph.from_edges([[0], [1]])        # eigenvalues of L_hat: 0 and 1
+    >>> abs(effective_dimension(g, lam=1.0) - 0.5) < 0.1
+    True
+    """
+    check_graph(graph)
+    check_positive("lam", lam)
+    backend = get_backend("cpu")
+    H = RegularizedLaplacian(graph, lam, backend, "float64")
+    rng = np.random.default_rng(random_state)
+    probes = rng.choice([-1.0, 1.0], size=(graph.num_nodes, 64))
+    Z, _ = block_cg(H, probes, 1e-4)
+    # L (L + I/lam)^-1 = I - H^-1, and <g, (I - H^-1) g> = n - <g, H^-1 g> for signs g.
+    return float(graph.num_nodes - backend.column_dots(probes, Z).mean())
