@@ -1,0 +1,240 @@
+"""Certificates: how a fit proves how far it is from the optimum.
+
+G bounds objective - optimum from above, and the certificate is G / (objective - G).  Solves are
+never assumed exact: H >= I, so a solution with true residual r is off by at most ||r||, and
+
+    ||P^-1/2 (g_computed - g)|| <= sqrt(b) ||r1|| + ||H^-1 X P^-1/2|| ||r2||
+
+with r1, r2 the measured residuals of the forward and the adjoint solve, and [a, b] an interval
+that holds the eigenvalues of P^-1/2 T P^-1/2 (T: the Hessian).
+
+* ridge > 0: strong convexity gives G = ||g||^2 / (2 ridge), the duality gap at the natural point.
+* MSE: G = ||P^-1/2 g||^2 / (2 a), with a > 0 proven in advance (all rows in training), computed
+  from R = X - H Q (deterministic), or from Lanczos with a random start (probabilistic).
+* otherwise there is no bound, and none is printed.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from herta_gpu.backends.base import Array
+from herta_gpu.preconditioner import Preconditioner
+from herta_gpu.solver import block_cg
+from herta_gpu.unfolded import Point, UnfoldedMap
+
+LANCZOS_STEPS = 20
+_LANCZOS_TOL = 1e-4
+_USEFUL = 0.02  # a below this makes the certificate too pessimistic to be worth having
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """A bound on the relative suboptimality of a fit.
+
+    Attributes
+    ----------
+    value : float
+        (objective - optimum) / optimum is at most this; inf when nothing is proven.
+    kind : str
+        "duality", "spectral-proven", "spectral-deterministic", "spectral-probabilistic" or "none".
+    probability : float
+        That the bound fails, over the random start of Lanczos; 0 for the other kinds.
+    gap : float
+        The bound of objective - optimum itself.
+    note : str
+        Against which optimum, or why there is no certificate.
+    """
+
+    value: float
+    kind: str
+    probability: float = 0.0
+    gap: float = math.inf
+    note: str = ""
+
+    def __str__(self) -> str:
+        if self.kind == "none":
+            return f"no certificate ({self.note})"
+        chance = f", fails with probability <= {self.probability:.1e}" if self.probability else ""
+        note = f"; {self.note}" if self.note else ""
+        return f"relative gap <= {self.value:.2e} ({self.kind}{chance}{note})"
+
+
+@dataclass(frozen=True)
+class Spectrum:
+    """What is known of P^-1/2 T P^-1/2: a <= eigenvalues <= b, and ||H^-1 X P^-1/2|| <= norm."""
+
+    a: float
+    b: float
+    norm: float
+    kind: str
+    probability: float = 0.0
+    note: str = ""
+
+
+def choose_spectrum(
+    kind: str, P: Preconditioner, A: UnfoldedMap, ridge: float, seed: int
+) -> Spectrum | None:
+    """Bounds of the preconditioned Hessian: of the kind planned, or the next that works."""
+    found = None
+    if kind == "spectral-proven":
+        found = proven_spectrum(P, A)
+    if kind == "spectral-deterministic":
+        found = deterministic_spectrum(P, A.H.backend.xp)
+    if found is None and kind.startswith("spectral"):
+        found = probabilistic_spectrum(P, A, ridge, seed)
+    return found
+
+
+def proven_spectrum(P: Preconditioner, A: UnfoldedMap) -> Spectrum | None:
+    """All rows in training, Q = p(H) X: (1 - eps)^2 T <= P <= (1 + eps)^2 T for any X."""
+    # Rounding of Q, as seen from the smallest direction that P keeps.
+    unit = float(np.finfo(A.H.dtype).eps)
+    rounding = 8 * unit * math.sqrt(A.H.lambda_max * P.factor.condition)
+    eps = P.Q_error + rounding
+    if P.damped or not eps < 1:
+        return None
+    b = 1 / (1 - eps) ** 2
+    return Spectrum(1 / (1 + eps) ** 2, b, math.sqrt(b), "spectral-proven", note=P.factor.note)
+
+
+def deterministic_spectrum(P: Preconditioner, xp: Any) -> Spectrum | None:
+    """| ||A v|| - ||M Q v|| | <= ||R v|| with R = X - H Q, hence sqrt(a) >= 1 - ||R P^-1/2||."""
+    if P.damped or P.gram_R is None:
+        return None
+    rho = math.sqrt(_norm_bound(_congruent(P, P.gram_R), xp))
+    if (1 - rho) ** 2 < _USEFUL or rho >= 1:
+        return None
+    # With all rows in training P = Q^T Q (+ ridge), so ||Q P^-1/2|| <= 1.
+    top = 1.0 if P.gram_Q is None else math.sqrt(_norm_bound(_congruent(P, P.gram_Q), xp))
+    return Spectrum(
+        (1 - rho) ** 2, (1 + rho) ** 2, top + rho, "spectral-deterministic", note=P.factor.note
+    )
+
+
+def _congruent(P: Preconditioner, S: Array) -> Array:
+    """P^-1/2 S P^-1/2 for a symmetric S."""
+    return P.factor.half_T(P.factor.half_T(S).T)
+
+
+def _norm_bound(S: Array, xp: Any) -> float:
+    """An upper bound of the largest eigenvalue of S >= 0, within d^(1/16) of it."""
+    power, bound = S, 1.0
+    scale = 1.0
+    for doubling in range(4):
+        size = float(xp.linalg.norm(power))  # synchronize!
+        if size == 0:
+            return 0.0
+        scale *= size ** (0.5**doubling)
+        power = power / size
+        bound = scale
+        if doubling < 3:
+            power = power @ power
+    return bound * (1 + 1e-6)
+
+
+def probabilistic_spectrum(
+    P: Preconditioner, A: UnfoldedMap, ridge: float, seed: int
+) -> Spectrum | None:
+    """Lanczos from a random start, with Kuczynski and Wozniakowski's bound on what it misses.
+
+    Two processes share the solves: one on P^-1/2 (T + ridge) P^-1/2, one on the same without the
+    mask, whose largest eigenvalue is ||H^-1 X P^-1/2||^2.  Each of three events fails with
+    probability at most 1/(3n).
+    """
+    if P.damped:
+        return None
+    n, rank = A.H.n, P.factor.rank
+    ritz, r1, r2 = _two_lanczos(P, A, ridge, seed)
+    steps = ritz[0].shape[0]
+    miss = (math.log(1.648 * math.sqrt(rank) * 3 * n) / (2 * steps - 1)) ** 2
+    if steps == rank:
+        miss = 0.0  # the whole space: the Ritz values are the eigenvalues
+    if miss >= 1:
+        return None
+    norm2 = float(ritz[1][-1]) / (1 - miss)
+    b = float(ritz[0][-1]) / (1 - miss)
+    # Each inexact product moves the Ritz values by at most its error.
+    slip = math.sqrt(b) * r1 + math.sqrt(norm2) * r2
+    b, low = b + slip, float(ritz[0][0]) - slip
+    a = b - (b - low) / (1 - miss)
+    if a < _USEFUL:
+        return None
+    norm = math.sqrt(norm2) + slip
+    return Spectrum(a, b, norm, "spectral-probabilistic", 1.0 / n, P.factor.note)
+
+
+def ritz_interval(P: Preconditioner, A: UnfoldedMap, ridge: float, seed: int) -> tuple[float, float]:
+    """An estimate, not a bound, of the spectrum of the preconditioned Hessian."""
+    values = _two_lanczos(P, A, ridge, seed)[0][0]
+    top = float(values[-1])
+    return max(float(values[0]), 1e-6 * top), top
+
+
+def _two_lanczos(
+    P: Preconditioner, A: UnfoldedMap, ridge: float, seed: int
+) -> tuple[list[Any], float, float]:
+    """Ritz values of both processes, and the Frobenius sums of the solves' residuals."""
+    H, X, xp = A.H, A.X, A.H.backend.xp
+    dim = P.w_start.shape[0]
+    v = H.backend.asarray(np.random.default_rng(seed).standard_normal((dim, 2)))
+    steps = min(LANCZOS_STEPS, P.factor.rank)
+    mask = xp.zeros((H.n, 1), dtype=bool)
+    mask[A.train] = True
+    bases = [xp.zeros((steps, dim)), xp.zeros((steps, dim))]
+    images = [xp.zeros((steps, dim)), xp.zeros((steps, dim))]
+    r1 = r2 = 0.0
+    for j in range(steps):
+        _orthogonalise(v, bases, j)
+        v = P.factor.project(v)  # what rounding leaves outside the subspace would grow
+        _orthogonalise(v, bases, j)  # twice is enough
+        v = v / xp.linalg.norm(v, axis=0)
+        bases[0][j], bases[1][j] = v[:, 0], v[:, 1]
+        W = P.factor.half(v)
+        Z, there = block_cg(H, X.times(W), _LANCZOS_TOL)
+        Z[:, 0:1] *= mask
+        V, back = block_cg(H, Z, _LANCZOS_TOL)
+        v = P.factor.half_T(X.transpose_times(V) + ridge * W)
+        images[0][j], images[1][j] = v[:, 0], v[:, 1]
+        r1 += float(there.residuals.max()) ** 2
+        r2 += float(back.residuals.max()) ** 2
+    ritz = []
+    for basis, image in zip(bases, images, strict=True):
+        T = H.backend.to_numpy(basis @ image.T)
+        ritz.append(np.linalg.eigvalsh((T + T.T) / 2))
+    return ritz, math.sqrt(r1), math.sqrt(r2)
+
+
+def _orthogonalise(v: Array, bases: list[Array], j: int) -> None:
+    for i, basis in enumerate(bases):
+        v[:, i] -= basis[:j].T @ (basis[:j] @ v[:, i])
+
+
+def gradient_error(point: Point, spectrum: Spectrum) -> float:
+    """How far the preconditioned gradient can be off."""
+    return math.sqrt(spectrum.b) * point.forward_residual + spectrum.norm * point.adjoint_residual
+
+
+def certify(
+    point: Point, spectrum: Spectrum | None, ridge: float, X_norm: float, xp: Any, why_not: str
+) -> Certificate:
+    """The best certificate that is valid at `point`."""
+    choices = []
+    if ridge > 0:
+        error = X_norm * (point.forward_residual + point.adjoint_residual)
+        size = float(xp.linalg.norm(point.gradient)) + error  # synchronize!
+        choices.append((size**2 / (2 * ridge), "duality", 0.0, ""))
+    if spectrum is not None:
+        size = float(xp.linalg.norm(point.g)) + gradient_error(point, spectrum)  # synchronize!
+        gap = size**2 / (2 * spectrum.a)
+        choices.append((gap, spectrum.kind, spectrum.probability, spectrum.note))
+    if not choices:
+        return Certificate(math.inf, "none", note=why_not)
+    gap, kind, probability, note = min(choices)
+    below = point.objective - point.objective_error - gap
+    value = gap / below if below > 0 else math.inf
+    return Certificate(value, kind, probability, gap, note)

@@ -1,0 +1,440 @@
+"""Algorithm 1 of the paper: HERTA, in its order.
+
+Where the paper prints something that does not work (masks, ranks, tolerances, the returned
+weights), the correction stands beside the line it concerns.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Any
+
+import numpy as np
+import scipy.sparse as sp
+
+from herta_gpu.backends import get_backend
+from herta_gpu.backends.base import Array, Backend
+from herta_gpu.certificate import (
+    Certificate,
+    Spectrum,
+    certify,
+    choose_spectrum,
+    gradient_error,
+    ritz_interval,
+)
+from herta_gpu.estimator import Estimator, Targets, accuracy_or_r2, make_targets
+from herta_gpu.features import Features
+from herta_gpu.graph import Graph
+from herta_gpu.losses import LOSSES
+from herta_gpu.optimizers import OPTIMIZERS, GradientDescent, Momentum, Optimizer, make_optimizer
+from herta_gpu.planner import Options, Sizes, make_plan
+from herta_gpu.preconditioner import Preconditioner, build, no_preconditioner
+from herta_gpu.profiling import Stages
+from herta_gpu.solver import RegularizedLaplacian
+from herta_gpu.sparsifier import Sparsifier
+from herta_gpu.unfolded import DenseMap, LinearMap, Point, Problem, UnfoldedMap
+from herta_gpu.validation import (
+    check_choice,
+    check_count,
+    check_dtype,
+    check_graph,
+    check_not_negative,
+    check_positive,
+    check_rows,
+    node_rows,
+    parse_bytes,
+)
+
+_TIGHTENINGS = 6  # of the inner tolerance within one outer step
+_TRANSFORM_TOL = 1e-6
+
+
+class HERTA(Estimator):
+    """Train the unfolded GNN Z*(W) = (I + lam L_hat)^-1 X W to a certified optimum.
+
+    Parameters
+    ----------
+    lam : float
+        Weight of the graph in the energy (equation 4.1).
+    alpha : float, optional
+        APPNP's teleport probability in place of lam: lam = 1/alpha - 1.
+    loss : {"mse", "ce"}
+        1/2 ||Z - Y||^2 or cross entropy, summed over the training rows.
+    optimizer : {"cg", "gd", "momentum", "adam", "lbfgs"}
+        On preconditioned weights; "gd" is the paper's loop.
+    ridge : float
+        Adds ridge/2 ||W||^2 to the objective.
+    tol : float
+        Stop when the relative suboptimality is certified to be at most this.
+    max_iter : int
+        Outer steps.
+    strategy : {"auto", "herta", "direct"}
+        "herta" iterates with two block solves per gradient; "direct" solves tightly once for
+        H^-1 X (or H^-1 M^T) and trains on that; "auto" takes the cheaper.
+    sparsify : "auto", bool, int or "mixed"
+        Build P on a sampled graph: if that is cheaper, always (Algorithm 2), never, or with so
+        many samples.  "mixed" is the appendix's rule: it also iterates on a sampled graph when
+        n_lambda / tol <= m log(1 / tol), and finishes on the full one.
+    sketch : "auto", bool or int
+        Build P from an SRHT of Q: if memory asks for it, always, never, or with so many rows.
+    precondition : bool
+        False is the standard training that the paper compares with.
+    device : {"auto", "cpu", "cuda"}
+    dtype : {"float32", "float64"}
+        Of the large blocks; everything d x d is float64.
+    memory_budget : int or str, optional
+        Bytes or "8GB"; by default 80% of what is free.
+    random_state : int
+    verbose : bool
+        Show stages and steps on standard error.
+    learning_rate : float or "spectral", optional
+        For "gd" instead of exact line search ("spectral": 2/(a+b) from Lanczos), for "adam"
+        (default 0.01) and "momentum" (default: optimal for the estimated spectrum).
+
+    Attributes
+    ----------
+    W_ : array (d, c)
+    classes_ : array (c,) or None for float targets
+    history_ : list of dict
+        One per outer step: step, loss (the objective), grad_norm, certificate, inner_iterations,
+        seconds.  The first entry is the starting point.
+    certificate_ : Certificate
+    status_ : "certified", "converged" (uncertified), "max_iter" or "stagnated"
+    plan_ : Plan
+    stages_ : dict of stage to seconds
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from herta_gpu import HERTA, Graph
+    >>> rng = np.random.default_rng(0)
+    >>> g = Graph.from_edges(rng.integers(0, 300, (2, 900)), num_nodes=300)
+    >>> X, y = rng.standard_normal((300, 5)), rng.integers(0, 3, 300)
+    >>> model = HERTA(lam=20.0).fit(g, X, y, train=np.arange(200))
+    >>> model.status_, model.certificate_.value <= 1e-6, model.W_.shape
+    ('certified', True, (5, 3))
+    """
+
+    def __init__(
+        self,
+        lam: float = 1.0,
+        alpha: float | None = None,
+        loss: str = "mse",
+        optimizer: str = "cg",
+        ridge: float = 0.0,
+        tol: float = 1e-6,
+        max_iter: int = 100,
+        strategy: str = "auto",
+        sparsify: bool | int | str = "auto",
+        sketch: bool | int | str = "auto",
+        precondition: bool = True,
+        device: str = "auto",
+        dtype: str = "float32",
+        memory_budget: int | str | None = None,
+        random_state: int = 0,
+        verbose: bool = False,
+        learning_rate: float | str | None = None,
+    ) -> None:
+        self.lam, self.alpha, self.loss, self.optimizer = lam, alpha, loss, optimizer
+        self.ridge, self.tol, self.max_iter = ridge, tol, max_iter
+        self.strategy, self.sparsify, self.sketch = strategy, sparsify, sketch
+        self.precondition, self.device, self.dtype = precondition, device, dtype
+        self.memory_budget, self.random_state, self.verbose = memory_budget, random_state, verbose
+        self.learning_rate = learning_rate
+
+    def fit(self, graph: Graph, X: Any, y: Any, train: Any = None) -> HERTA:
+        """Train on the nodes `train` (ids, a mask, or None: all labelled ones).
+
+        Parameters
+        ----------
+        graph : Graph
+        X : array or SciPy sparse matrix, (n, d)
+        y : int array (n,), -1 for unlabelled, or float array (n,) or (n, c)
+        train : optional
+        """
+        backend, lam = self._checked(), self._lam()
+        check_graph(graph)
+        X = _two_dimensional(X)
+        check_rows("X", X, graph)
+        targets = make_targets(y, train, graph.num_nodes, self.loss)
+        stages = Stages(self.verbose)
+        H = RegularizedLaplacian(graph, lam, backend, self.dtype)  # I + lam L_hat
+        with stages("plan"):
+            plan = self.plan_ = make_plan(
+                H, _sizes(graph, X, targets, self.dtype), self._options(backend)
+            )
+        features = Features(X, backend, self.dtype, graph.order)
+        inverse = graph.inverse_order()
+        rows = backend.asarray(targets.rows if inverse is None else inverse[targets.rows])
+        Y = backend.asarray(targets.Y)
+
+        # L_tilde <- Sparsify(L_hat)
+        with stages("sparsify"):
+            H_tilde = H if plan.n_samples is None else self._sparsified(H, plan.n_samples)
+        # Q <- SDDSolver(I + lam L_tilde; X); Q' <- Hadamard(R Q); Q_tilde <- s rows of Q';
+        # P <- Q_tilde^T Q_tilde; P' <- P^-1/2.  Q is cut to the training rows: with a mask, a P
+        # from all rows would miss the Hessian.
+        with stages("preconditioner"):
+            if self.precondition:
+                P = build(plan.recipe, H_tilde, H, features, Y, rows, self.ridge, H_tilde is not H)
+            else:
+                P = no_preconditioner(backend, features.shape[1], Y.shape[1])
+        A = UnfoldedMap(H, features, rows, plan.solve_width)
+        with stages("spectrum"):
+            spectrum = choose_spectrum(plan.certificate, P, A, self.ridge, self.random_state)
+        # for t = 1..T: u <- X P' w - y_hat, two solves, g <- P' X^T u'', w <- w - eta g
+        run = _Run(self, backend, Y, P, spectrum, features, stages)
+        with stages("train"):
+            w = P.w_start if self.loss == "mse" else backend.xp.zeros_like(P.w_start)
+            if plan.recipe.keep_rows and P.rows is not None:
+                w = run.loop(DenseMap(P.rows), w, certified=False).w
+            elif plan.loop_samples is not None:
+                H_loop = self._sparsified(H, plan.loop_samples)
+                w = run.loop(UnfoldedMap(H_loop, features, rows, plan.solve_width), w, False).w
+            point = run.loop(A, w, certified=True)
+
+        # Output: W = P^-1/2 w, not w: the loop ran in preconditioned coordinates.
+        self.W_ = backend.to_numpy(point.W)
+        self.classes_, self._flat = targets.classes, targets.flat
+        self.history_, self.certificate_, self.status_ = run.history, run.certificate, run.status
+        self.stages_, self.n_features_in_ = stages.seconds, X.shape[1]
+        return self
+
+    def transform(self, graph: Graph, X: Any) -> Any:
+        """Z* = H^-1 X W (n, c), to a relative H-norm error of 1e-6."""
+        self._check_fitted()
+        backend = get_backend(self.device)
+        check_graph(graph)
+        X = _two_dimensional(X)
+        check_rows("X", X, graph)
+        if X.shape[1] != self.n_features_in_:
+            raise ValueError(
+                f"X has {X.shape[1]:,} features but the model was fitted with "
+                f"{self.n_features_in_:,}."
+            )
+        H = RegularizedLaplacian(graph, self._lam(), backend, check_dtype(self.dtype))
+        everything = backend.xp.arange(graph.num_nodes)
+        A = UnfoldedMap(H, Features(X, backend, self.dtype, graph.order), everything, 64)
+        Z = backend.to_numpy(A.forward(backend.asarray(self.W_), _TRANSFORM_TOL).value)
+        inverse = graph.inverse_order()
+        return (Z if inverse is None else Z[inverse]).astype(self.dtype)
+
+    def predict(self, graph: Graph, X: Any) -> Any:
+        """Class labels, or the model's output for float targets."""
+        Z = self.transform(graph, X)
+        if self.classes_ is not None:
+            return self.classes_[Z.argmax(axis=1)]
+        return Z[:, 0] if self._flat else Z
+
+    def score(self, graph: Graph, X: Any, y: Any, idx: Any = None) -> float:
+        """Accuracy on the labelled nodes of `idx` (default all), or R^2 for float targets."""
+        rows = node_rows(idx, graph.num_nodes)
+        return accuracy_or_r2(self.predict(graph, X), y, rows, self.classes_)
+
+    # ---- the parts of fit ----------------------------------------------------------------
+    def _lam(self) -> float:
+        if self.alpha is None:
+            return float(self.lam)
+        check_positive("alpha", self.alpha)
+        if self.alpha >= 1:
+            raise ValueError(f"alpha must lie between 0 and 1, not {self.alpha!r}.")
+        return 1.0 / float(self.alpha) - 1.0
+
+    def _checked(self) -> Backend:
+        check_positive("lam", self._lam())
+        check_choice("loss", self.loss, tuple(LOSSES))
+        check_choice("optimizer", self.optimizer, OPTIMIZERS)
+        check_choice("strategy", self.strategy, ("auto", "herta", "direct"))
+        check_dtype(self.dtype)
+        check_not_negative("ridge", self.ridge)
+        check_positive("tol", self.tol)
+        check_count("max_iter", self.max_iter)
+        check_count("random_state", self.random_state, least=0)
+        _check_wish("sparsify", self.sparsify, ("auto", "mixed"))
+        _check_wish("sketch", self.sketch, ("auto",))
+        if self.learning_rate not in (None, "spectral"):
+            check_positive("learning_rate", self.learning_rate)
+        return get_backend(self.device)
+
+    def _options(self, backend: Backend) -> Options:
+        if self.memory_budget is None:
+            budget = int(0.8 * backend.memory_available())
+        else:
+            budget = parse_bytes(self.memory_budget)
+        return Options(
+            self.loss, self.optimizer, self.ridge, self.tol, self.strategy, self.sparsify,
+            self.sketch, self.precondition, budget, self.random_state,
+        )  # fmt: skip
+
+    def _sparsified(self, H: RegularizedLaplacian, n_samples: int) -> RegularizedLaplacian:
+        """I + lam L_tilde: Algorithm 2 when it was asked for, its cheap relative otherwise."""
+        faithful = self.sparsify is True or isinstance(self.sparsify, (int, np.integer))
+        sampled = Sparsifier(
+            lam=H.lam,
+            n_samples=n_samples,
+            scores="sketch" if faithful else "degree",
+            replace=faithful,
+            random_state=self.random_state,
+            device=self.device,
+            dtype=self.dtype,
+            memory_budget=self.memory_budget,
+        ).fit(H.graph)
+        return RegularizedLaplacian(sampled.graph_, H.lam, H.backend, H.dtype)
+
+    def _check_fitted(self) -> None:
+        if not hasattr(self, "W_"):
+            raise RuntimeError("This HERTA is not fitted yet: call fit first.")
+
+
+class _Run:
+    """The loop of Algorithm 1, its history and its certificate."""
+
+    def __init__(
+        self,
+        model: HERTA,
+        backend: Backend,
+        Y: Array,
+        P: Preconditioner,
+        spectrum: Spectrum | None,
+        X: Features,
+        stages: Stages,
+    ) -> None:
+        self.model, self.xp, self.Y, self.P = model, backend.xp, Y, P
+        self.spectrum, self.stages = spectrum, stages
+        self.X_norm = X.norm_bound() if model.ridge > 0 else math.inf
+        self.loss = LOSSES[model.loss]()
+        self.history: list[dict[str, Any]] = []
+        self.certificate = Certificate(math.inf, "none")
+        self.status = "max_iter"
+        self.started = time.perf_counter()
+        self.loss_at_zero = self.loss.value(self.xp, self.xp.zeros_like(Y), Y)
+        self.first_gradient = math.inf
+
+    def loop(self, A: LinearMap, w: Array, certified: bool) -> Point:
+        """From w to the optimum of the model A; `certified`: A is the true one."""
+        tol = self.model.tol
+        # A damped P amplifies what the solves leave over, and no certificate watches it.
+        inner = min(1e-4, math.sqrt(tol) / 10) * (0.1 if self.P.damped else 1.0)
+        problem = Problem(A, self.loss, self.Y, self.model.ridge, self.P.factor, self.xp, inner)
+        optimizer = self._optimizer(A)
+        point = problem.start(w)
+        self.status = "max_iter"
+        for step in range(self.model.max_iter + 1):
+            if certified:
+                point = self._sharpened(problem, point)
+                self.certificate = self._certify(point)
+            self._record(point, certified)
+            if self._stop(point, certified):
+                break
+            if step < self.model.max_iter:
+                direction = optimizer.direction(point.w, point.g)
+                point = problem.move(point, direction, optimizer.searches)
+                if not math.isfinite(point.objective):
+                    self.status = "diverged"
+                    break
+        return point
+
+    def _optimizer(self, A: LinearMap) -> Optimizer:
+        model, rate = self.model, self.model.learning_rate
+        spectral = rate == "spectral" or (model.optimizer == "momentum" and rate is None)
+        if spectral and isinstance(A, UnfoldedMap):
+            a, b = ritz_interval(self.P, A, model.ridge, model.random_state)
+            if model.optimizer == "momentum":
+                return Momentum.for_spectrum(a, b)
+            if model.optimizer == "gd":
+                return GradientDescent(2.0 / (a + b))
+        number = None if isinstance(rate, str) else rate
+        return make_optimizer(model.optimizer, number, self.xp, self.loss.separable)
+
+    def _certify(self, point: Point) -> Certificate:
+        why = "cross entropy without a ridge has no strong convexity"
+        if not self.model.precondition:
+            why = "precondition=False gives no bound on the spectrum"
+        elif self.model.loss == "mse":
+            why = "P does not bound the Hessian from below; a ridge would"
+        return certify(point, self.spectrum, self.model.ridge, self.X_norm, self.xp, why)
+
+    def _sharpened(self, problem: Problem, point: Point) -> Point:
+        """Solve tighter while the solves' errors, not the gradient, dominate the certificate."""
+        for _ in range(_TIGHTENINGS):
+            size, error, goal = self._sizes(point)
+            if point.stagnated or error <= 0.3 * max(size, goal):
+                break
+            problem.tol *= max(0.01, 0.2 * max(size, goal) / error)
+            point = problem.point(point.w, point.Z, point.V, point.inner_iterations)
+        return point
+
+    def _sizes(self, point: Point) -> tuple[float, float, float]:
+        """(||gradient||, its possible error, the norm that would be good enough)."""
+        norm, goal = self.xp.linalg.norm, 2 * self.model.tol * max(point.objective, 0.0)
+        if self.spectrum is not None:
+            error = gradient_error(point, self.spectrum)
+            return float(norm(point.g)), error, math.sqrt(goal * self.spectrum.a)
+        if self.model.ridge > 0:
+            error = self.X_norm * (point.forward_residual + point.adjoint_residual)
+            return float(norm(point.gradient)), error, math.sqrt(goal * self.model.ridge)
+        return 1.0, 0.0, 1.0
+
+    def _stop(self, point: Point, certified: bool) -> bool:
+        tol, size = self.model.tol, float(self.xp.linalg.norm(point.g))
+        if certified and self.certificate.kind != "none":
+            if self.certificate.value <= tol:
+                self.status = "certified"
+            elif self.model.ridge == 0 and point.objective <= tol**2 * self.loss_at_zero:
+                self.status = "converged"  # an optimum of about 0 has no relative gap
+            elif point.stagnated and self._sizes(point)[1] > self._sizes(point)[0]:
+                self.status = "stagnated"  # rounding hides the gradient
+            return self.status != "max_iter"
+        if self.model.precondition:
+            done = size**2 <= tol * point.objective
+        else:
+            self.first_gradient = min(self.first_gradient, size)
+            done = size <= tol * self.first_gradient
+        done = done or point.objective <= tol**2 * self.loss_at_zero
+        if done:
+            self.status = "converged"
+        return done
+
+    def _record(self, point: Point, certified: bool) -> None:
+        value = self.certificate.value if certified else math.inf
+        step = len(self.history)
+        self.history.append(
+            {
+                "step": step,
+                "loss": point.objective,
+                "grad_norm": float(self.xp.linalg.norm(point.gradient)),
+                "certificate": value,
+                "inner_iterations": point.inner_iterations,
+                "seconds": time.perf_counter() - self.started,
+            }
+        )
+        self.stages.step(step, self.model.max_iter, value, self.model.tol, point.objective)
+
+
+def _two_dimensional(X: Any) -> Any:
+    if not sp.issparse(X):
+        X = X if isinstance(X, np.ndarray) else np.asarray(X)
+        if X.ndim == 1:
+            X = X[:, None]
+    return X
+
+
+def _check_wish(name: str, value: Any, words: tuple[str, ...]) -> None:
+    if isinstance(value, (bool, np.bool_)) or (isinstance(value, str) and value in words):
+        return
+    if isinstance(value, (int, np.integer)) and value > 0:
+        return
+    allowed = ", ".join(f'"{w}"' for w in words)
+    raise ValueError(f"{name} must be {allowed}, True, False or a positive count, not {value!r}.")
+
+
+def _sizes(graph: Graph, X: Any, targets: Targets, dtype: str) -> Sizes:
+    if X.shape[1] == 0:
+        raise ValueError("X has no columns: give at least one feature.")
+    X_bytes = 24 * X.nnz if sp.issparse(X) else 0
+    word = np.dtype(dtype).itemsize
+    return Sizes(
+        graph.num_nodes, graph.num_edges, X.shape[1], targets.Y.shape[1], targets.Y.shape[0],
+        word, X_bytes,
+    )  # fmt: skip

@@ -1,0 +1,86 @@
+"""The outer losses of the paper, as sums over the training rows.
+
+Each is a function of F = M Z*(W), the model's output on the training rows.  Because F is linear in
+W, the loss along a direction costs no solve: line searches are exact and free.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from herta_gpu.backends.base import Array
+
+_NEWTON_STEPS = 40
+
+
+class Loss(Protocol):
+    """What training needs of a loss."""
+
+    separable: bool  # columns of W are independent problems
+
+    def value(self, xp: Any, F: Array, Y: Array) -> float: ...
+    def residual(self, xp: Any, F: Array, Y: Array) -> Array: ...
+    def step(self, xp: Any, F: Array, FD: Array, Y: Array, ridge: tuple[Array, Array]) -> Array: ...
+
+
+class MSE:
+    """1/2 ||F - Y||_F^2 (equation 4.7)."""
+
+    separable = True
+
+    def value(self, xp: Any, F: Array, Y: Array) -> float:
+        return 0.5 * float(xp.sum((F - Y) ** 2))  # synchronize!
+
+    def residual(self, xp: Any, F: Array, Y: Array) -> Array:
+        """The gradient with respect to F."""
+        return F - Y
+
+    def step(self, xp: Any, F: Array, FD: Array, Y: Array, ridge: tuple[Array, Array]) -> Array:
+        """The minimiser of the objective along each column of the direction.
+
+        `ridge` holds the column-wise slope and curvature of the ridge term.
+        """
+        slope = xp.sum((F - Y) * FD, axis=0) + ridge[0]
+        curvature = xp.sum(FD * FD, axis=0) + ridge[1]
+        return -slope / xp.where(curvature > 0, curvature, 1.0)
+
+
+class CrossEntropy:
+    """Sum over the training rows of -<y, log softmax(f)>."""
+
+    separable = False
+
+    def value(self, xp: Any, F: Array, Y: Array) -> float:
+        top = F.max(axis=1, keepdims=True)
+        log_sum = xp.log(xp.exp(F - top).sum(axis=1)) + top[:, 0]
+        return float(xp.sum(log_sum - xp.sum(F * Y, axis=1)))  # synchronize!
+
+    def residual(self, xp: Any, F: Array, Y: Array) -> Array:
+        return _softmax(xp, F) - Y
+
+    def step(self, xp: Any, F: Array, FD: Array, Y: Array, ridge: tuple[Array, Array]) -> Array:
+        """The minimiser along the direction, by Newton's method kept inside a bracket."""
+        slope0, curvature0 = (float(r.sum()) for r in ridge)  # synchronize!
+        low, high, eta = 0.0, float("inf"), 1.0
+        for _ in range(_NEWTON_STEPS):
+            S = _softmax(xp, F + eta * FD)
+            mean = xp.sum(S * FD, axis=1, keepdims=True)
+            slope = float(xp.sum((S - Y) * FD)) + slope0 + eta * curvature0
+            curvature = float(xp.sum(S * (FD - mean) ** 2)) + curvature0
+            low, high = (eta, high) if slope < 0 else (low, eta)
+            new = eta - slope / curvature if curvature > 0 else float("inf")
+            if not low < new < high:
+                new = 2 * eta if high == float("inf") else 0.5 * (low + high)
+            done = abs(new - eta) <= 1e-6 * eta
+            eta = new
+            if done or eta > 1e8:  # without a minimiser (separable classes) a long step will do
+                break
+        return xp.full(FD.shape[1], eta)
+
+
+def _softmax(xp: Any, F: Array) -> Array:
+    S = xp.exp(F - F.max(axis=1, keepdims=True))
+    return S / S.sum(axis=1, keepdims=True)
+
+
+LOSSES: dict[str, type[MSE] | type[CrossEntropy]] = {"mse": MSE, "ce": CrossEntropy}

@@ -1,0 +1,142 @@
+"""Optimizers on preconditioned weights w, W = P^-1/2 w.
+
+An optimizer turns the gradient at w into a direction; how far to go along it is decided exactly
+by the loss (`searches` is True) or by the optimizer itself (the direction is the whole step).
+Where the columns of W are independent problems (MSE) the scalars below are one per column.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from herta_gpu.backends.base import Array
+
+LBFGS_MEMORY = 20
+
+
+class Optimizer(Protocol):
+    """One direction at a time."""
+
+    searches: bool  # the step length comes from a line search
+
+    def direction(self, w: Array, g: Array) -> Array: ...
+
+
+class GradientDescent:
+    """w <- w - eta g, the loop of Algorithm 1; eta by exact line search unless it is given."""
+
+    def __init__(self, learning_rate: float | None = None) -> None:
+        self.learning_rate, self.searches = learning_rate, learning_rate is None
+
+    def direction(self, w: Array, g: Array) -> Array:
+        return -g if self.learning_rate is None else -self.learning_rate * g
+
+
+class Momentum:
+    """Polyak's heavy ball; optimal for eigenvalues in [a, b] with the step and the weight below."""
+
+    searches = False
+
+    def __init__(self, learning_rate: float, momentum: float) -> None:
+        self.learning_rate, self.momentum, self._step = learning_rate, momentum, 0.0
+
+    @classmethod
+    def for_spectrum(cls, a: float, b: float) -> Momentum:
+        root_a, root_b = a**0.5, b**0.5
+        rate = 4.0 / (root_a + root_b) ** 2
+        return cls(rate, ((root_b - root_a) / (root_b + root_a)) ** 2)
+
+    def direction(self, w: Array, g: Array) -> Array:
+        self._step = self.momentum * self._step - self.learning_rate * g
+        return self._step
+
+
+class Adam:
+    """Kingma and Ba (2015) with the usual constants."""
+
+    searches = False
+
+    def __init__(self, learning_rate: float, xp: Any) -> None:
+        self.learning_rate, self.xp = learning_rate, xp
+        self._m, self._v, self._t = 0.0, 0.0, 0
+
+    def direction(self, w: Array, g: Array) -> Array:
+        self._t += 1
+        self._m = 0.9 * self._m + 0.1 * g
+        self._v = 0.999 * self._v + 0.001 * g * g
+        m, v = self._m / (1 - 0.9**self._t), self._v / (1 - 0.999**self._t)
+        return -self.learning_rate * m / (self.xp.sqrt(v) + 1e-8)
+
+
+class ConjugateGradients:
+    """Polak-Ribiere CG, which is linear CG for MSE and forgives inexact gradients."""
+
+    searches = True
+
+    def __init__(self, xp: Any, by_column: bool) -> None:
+        self.xp, self.axis = xp, 0 if by_column else None
+        self._g: Array | None = None
+        self._d: Array | None = None
+
+    def direction(self, w: Array, g: Array) -> Array:
+        xp = self.xp
+        if self._g is None or self._d is None:
+            self._d = -g
+        else:
+            old = xp.sum(self._g**2, axis=self.axis)
+            change = xp.sum((g - self._g) * g, axis=self.axis)
+            beta = xp.maximum(0.0, change / xp.where(old > 0, old, 1.0))
+            self._d = -g + beta * self._d
+            uphill = xp.sum(self._d * g, axis=self.axis) > 0
+            self._d = xp.where(uphill, -g, self._d)
+        self._g = g
+        return self._d
+
+
+class LBFGS:
+    """Limited-memory BFGS (Nocedal's two loops)."""
+
+    searches = True
+
+    def __init__(self, xp: Any) -> None:
+        self.xp = xp
+        self._pairs: list[tuple[Array, Array, float]] = []
+        self._last: tuple[Array, Array] | None = None
+
+    def direction(self, w: Array, g: Array) -> Array:
+        xp = self.xp
+        if self._last is not None:
+            s, y = w - self._last[0], g - self._last[1]
+            sy = float(xp.sum(s * y))  # synchronize!
+            if sy > 0:
+                self._pairs = [*self._pairs, (s, y, 1.0 / sy)][-LBFGS_MEMORY:]
+        self._last = (w, g)
+        q, coefficients = g.copy(), []
+        for s, y, rho in reversed(self._pairs):
+            a = rho * xp.sum(s * q)
+            q = q - a * y
+            coefficients.append(a)
+        if self._pairs:
+            _, y, rho = self._pairs[-1]
+            q = q / (rho * xp.sum(y * y))
+        for (s, y, rho), a in zip(self._pairs, reversed(coefficients), strict=True):
+            q = q + s * (a - rho * xp.sum(y * q))
+        return -q
+
+
+OPTIMIZERS = ("cg", "gd", "momentum", "adam", "lbfgs")
+
+
+def make_optimizer(
+    name: str, learning_rate: float | None, xp: Any, by_column: bool
+) -> Optimizer:
+    """An optimizer by name; `by_column`: the columns of W are independent problems."""
+    if name == "cg":
+        return ConjugateGradients(xp, by_column)
+    if name == "gd":
+        return GradientDescent(learning_rate)
+    if name == "lbfgs":
+        return LBFGS(xp)
+    if name == "adam":
+        return Adam(learning_rate or 0.01, xp)
+    return Momentum(learning_rate or 0.5, 0.9)

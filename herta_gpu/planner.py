@@ -1,0 +1,333 @@
+"""What will be done and why, decided from sizes alone, before anything large is allocated.
+
+Costs are in seconds of a nominal 2-core machine.  They need not be right on yours: only their
+ratios decide, and those are between the same few operations everywhere.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from herta_gpu.preconditioner import Recipe
+from herta_gpu.solver import BLOCK_WIDTH, RegularizedLaplacian, block_width, chebyshev_degree
+from herta_gpu.sparsifier import degree_scores, sample_size
+
+BETA = 1.0 / 64.0  # Algorithm 1; with K = C = 1 its sample sizes exceed m and n on real graphs
+SKETCH_ROWS_PER_COLUMN = 16  # measured: condition number about 2.7 after preconditioning
+AUTO_EPS = 0.5  # accuracy of a sparsifier that "auto" may use
+
+# Measured on the CPU backend, per non-zero plus four per node and column (seconds).
+_CHEBYSHEV_STEP = 0.8e-9
+_CG_STEP = 1.2e-9
+_NARROW = 8  # a block of one or two columns costs about as much as this many of a wide one
+_GEMM_FLOP = 1.0 / 75e9  # float64
+_FACTOR_FLOP = 1.0 / 30e9
+_OUTER_STEPS = 2  # of CG with a tight enough Q
+
+
+@dataclass
+class Sizes:
+    """The numbers that costs and memory depend on."""
+
+    n: int
+    m: int
+    d: int
+    c: int
+    n_train: int
+    word: int  # bytes per number
+    X_bytes: int
+
+
+@dataclass
+class Options:
+    """The caller's wishes, checked."""
+
+    loss: str
+    optimizer: str
+    ridge: float
+    tol: float
+    strategy: str
+    sparsify: bool | int | str
+    sketch: bool | int | str
+    precondition: bool
+    budget: int
+    seed: int
+
+
+@dataclass
+class Plan:
+    """The decisions of a fit; prints as a table.
+
+    Attributes
+    ----------
+    strategy : "herta" or "direct"
+    n_samples : int or None
+        Edges to sample for L_tilde; None: the full graph.
+    sketch_rows : int or None
+        Rows of the SRHT; None: the exact Gram matrix.
+    loop_samples : int or None
+        Edges to sample for the loop itself (sparsify="mixed").
+    certificate : str
+        The kind that will be tried first.
+    memory : dict of stage to bytes
+    cost : dict of strategy to predicted seconds on a nominal machine
+    decisions : list of (what, decision, why)
+    """
+
+    strategy: str
+    n_samples: int | None
+    sketch_rows: int | None
+    certificate: str
+    recipe: Recipe
+    solve_width: int
+    loop_samples: int | None = None
+    memory: dict[str, int] = field(default_factory=dict)
+    cost: dict[str, float] = field(default_factory=dict)
+    decisions: list[tuple[str, str, str]] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        rows = [("", "decision", "why"), *self.decisions]
+        widths = [max(len(r[i]) for r in rows) for i in range(2)]
+        lines = [f"{a:<{widths[0]}}  {b:<{widths[1]}}  {c}".rstrip() for a, b, c in rows]
+        return "\n".join(lines)
+
+
+def make_plan(H: RegularizedLaplacian, sizes: Sizes, options: Options) -> Plan:
+    """Choose strategy, sparsifier, sketch and certificate within the memory budget."""
+    decisions: list[tuple[str, str, str]] = []
+    cost = _costs(H, sizes, options)
+    strategy = _strategy(sizes, options, cost, decisions)
+    n_samples = _samples(H, sizes, options, strategy, decisions)
+    by_rows = strategy == "direct" and sizes.n_train < sizes.d and n_samples is None
+    degree = chebyshev_degree(H, Q_tolerance(H, sizes, options, strategy))
+    certificate = _certificate(H, sizes, options, by_rows, n_samples)
+    keep_rows = options.loss == "ce" and strategy == "direct"
+    sketch_rows, certificate, memory, width = _fit_memory(
+        sizes, options, by_rows, certificate, keep_rows, decisions
+    )
+    recipe = Recipe(
+        degree=degree,
+        width=width,
+        sketch_rows=sketch_rows,
+        by_rows=by_rows,
+        row_tol=min(1e-4, math.sqrt(options.tol) / 10),
+        measure=certificate == "spectral-deterministic",
+        keep_rows=keep_rows and sketch_rows is None,
+        symmetric=options.optimizer == "adam",
+        seed=options.seed,
+    )
+    solved = "H^-1 M^T (fewer train rows than features)" if by_rows else f"Chebyshev degree {degree}"
+    decisions.append(("Q", solved, "solves with " + ("CG" if by_rows else "one polynomial")))
+    decisions.append(("certificate", certificate, _CERTIFICATE_WHY[certificate]))
+    total = sum(memory.values())
+    decisions.append(
+        ("memory", f"{total / 2**20:,.1f} MB", f"budget {options.budget / 2**20:,.0f} MB")
+    )
+    loop_samples = _loop_samples(H, sizes, options, decisions)
+    return Plan(
+        strategy, n_samples, sketch_rows, certificate, recipe, width, loop_samples, memory, cost,
+        decisions,
+    )  # fmt: skip
+
+
+_CERTIFICATE_WHY = {
+    "spectral-proven": "every row is in training: the polynomial proves it",
+    "spectral-deterministic": "R = X - H Q is cheap to measure",
+    "spectral-probabilistic": "Lanczos is cheaper than measuring R = X - H Q",
+    "duality": "the ridge makes the objective strongly convex",
+    "none": "no strong convexity to build on: the gradient decides",
+}
+
+
+def Q_tolerance(H: RegularizedLaplacian, sizes: Sizes, options: Options, strategy: str) -> float:
+    """How well Q must approximate H^-1 X."""
+    top = H.lambda_max
+    if strategy == "direct":
+        return min(1e-3, math.sqrt(options.tol) / (10 * math.sqrt(top)))
+    if sizes.n_train == sizes.n:
+        return 0.1
+    # With a mask the error counts against the masked rows: tighter as lam grows.
+    loose = min(0.1, 0.1 / top)
+    return min(loose, 0.003) if sizes.n_train < sizes.d else loose
+
+
+def _costs(H: RegularizedLaplacian, sizes: Sizes, options: Options) -> dict[str, float]:
+    """Predicted seconds of each strategy: solves for Q, d x d work, the loop."""
+    work = 2 * sizes.m + 4 * sizes.n
+    inner = chebyshev_degree(H, 1e-4)
+    evaluation = 2 * sizes.c * inner * work * _CG_STEP + 4 * sizes.n * sizes.d * sizes.c * _GEMM_FLOP
+    small = min(sizes.n_train, sizes.d)
+    dense = sizes.n_train * sizes.d * small * _GEMM_FLOP + small**3 / 3 * _FACTOR_FLOP
+    evaluations = 1 + (_OUTER_STEPS if options.loss == "mse" else 40)
+    cost = {}
+    for strategy in ("herta", "direct"):
+        degree = chebyshev_degree(H, Q_tolerance(H, sizes, options, strategy))
+        if strategy == "direct" and sizes.n_train < sizes.d:
+            solves = sizes.n_train * degree * work * _CG_STEP
+            solves += 2 * sizes.n * sizes.n_train * sizes.d * _GEMM_FLOP
+        else:
+            solves = sizes.d * degree * work * _CHEBYSHEV_STEP
+        loop = evaluation * (evaluations if strategy == "herta" else 1)
+        if strategy == "direct" and options.loss == "ce":
+            loop += evaluations * 4 * sizes.n_train * sizes.d * sizes.c * _GEMM_FLOP
+        cost[strategy] = solves + dense + loop
+    return cost
+
+
+def _strategy(
+    sizes: Sizes, options: Options, cost: dict[str, float], decisions: list[tuple[str, str, str]]
+) -> str:
+    if not options.precondition:
+        decisions.append(("strategy", "herta", "precondition=False: standard training"))
+        return "herta"
+    if options.strategy != "auto":
+        decisions.append(("strategy", options.strategy, "as asked"))
+        return options.strategy
+    if options.sparsify not in ("auto", False) or options.sketch not in ("auto", False):
+        decisions.append(("strategy", "herta", "sparsify or sketch was asked for"))
+        return "herta"
+    best = min(cost, key=lambda s: cost[s])
+    why = ", ".join(f"{s} {cost[s]:.3g}" for s in cost)
+    decisions.append(("strategy", best, f"predicted cost: {why}"))
+    return best
+
+
+def _samples(
+    H: RegularizedLaplacian,
+    sizes: Sizes,
+    options: Options,
+    strategy: str,
+    decisions: list[tuple[str, str, str]],
+) -> int | None:
+    """How many edges to sample for L_tilde."""
+    m, wish = sizes.m, options.sparsify
+    if wish is False or strategy == "direct" or m == 0 or not options.precondition:
+        decisions.append(("sparsify", "no", "not asked for" if wish is False else "not useful"))
+        return None
+    if wish is not True and isinstance(wish, (int, np.integer)):
+        decisions.append(("sparsify", f"{int(wish):,} samples", f"as asked, of {m:,} edges"))
+        return int(wish)
+    n_lambda = float(degree_scores(H.graph, H.lam).sum())
+    if wish is True:
+        s = sample_size(n_lambda, sizes.n, BETA / (3 * max(H.lam, 1.0)))
+        capped = f"Algorithm 2 wants {s:.2g}, capped at m" if s > m else "Algorithm 2"
+        decisions.append(("sparsify", f"{min(s, m):,} samples", capped))
+        return min(s, m)
+    s = sample_size(n_lambda, sizes.n, AUTO_EPS)
+    degree = chebyshev_degree(H, 0.1)
+    saved = sizes.d * degree * 2 * (m - s) * _CHEBYSHEV_STEP
+    # A rougher P: about three more outer steps, and Lanczos for the certificate.
+    extra = (3 * 2 * sizes.c + 40 * _NARROW) * degree * 2 * m * _CG_STEP
+    if s < m and saved > extra:
+        decisions.append(("sparsify", f"{s:,} samples", f"of {m:,} edges: cheaper solves for Q"))
+        return s
+    why = f"{s:,} samples would not save work on {m:,} edges"
+    decisions.append(("sparsify", "no", why))
+    return None
+
+
+def _loop_samples(
+    H: RegularizedLaplacian, sizes: Sizes, options: Options, decisions: list[tuple[str, str, str]]
+) -> int | None:
+    """The appendix's mixed strategy: samples for the loop if n_lambda / tol <= m log(1 / tol)."""
+    if options.sparsify != "mixed":
+        return None
+    n_lambda = float(degree_scores(H.graph, H.lam).sum()) if sizes.m else 0.0
+    s = sample_size(n_lambda, sizes.n, math.sqrt(options.tol))
+    rule = n_lambda / options.tol <= sizes.m * math.log(1 / min(options.tol, 0.5))
+    if rule and s < sizes.m:
+        decisions.append(("loop", f"{s:,} samples", "n_lambda / tol <= m log(1 / tol)"))
+        return s
+    why = f"needs {s:,} samples of {sizes.m:,} edges" if rule else "n_lambda / tol > m log(1 / tol)"
+    decisions.append(("loop", "full graph", why))
+    return None
+
+
+def _certificate(
+    H: RegularizedLaplacian, sizes: Sizes, options: Options, by_rows: bool, n_samples: int | None
+) -> str:
+    """The kind of certificate to try first."""
+    if options.loss == "ce" or not options.precondition:
+        return "duality" if options.ridge > 0 else "none"
+    if by_rows or (sizes.n_train < sizes.d and options.ridge == 0):
+        return "duality" if options.ridge > 0 else "none"
+    if n_samples is not None or options.sketch not in ("auto", False):
+        return "spectral-probabilistic"
+    if sizes.n_train == sizes.n:
+        return "spectral-proven"
+    work = 2 * sizes.m + 4 * sizes.n
+    grams = (2 * 2 * sizes.n * sizes.d**2 + 8 * sizes.d**3) * _GEMM_FLOP
+    measured = sizes.d * work * _CHEBYSHEV_STEP + grams
+    lanczos = 40 * chebyshev_degree(H, 1e-4) * work * _NARROW * _CG_STEP
+    lanczos += 80 * 2 * sizes.n * sizes.d * _GEMM_FLOP
+    return "spectral-deterministic" if measured <= 2 * lanczos else "spectral-probabilistic"
+
+
+def _fit_memory(
+    sizes: Sizes,
+    options: Options,
+    by_rows: bool,
+    certificate: str,
+    keep_rows: bool,
+    decisions: list[tuple[str, str, str]],
+) -> tuple[int | None, str, dict[str, int], int]:
+    """Sketch rows, certificate, bytes per stage and block width within the budget."""
+    padded = 1 << max(0, sizes.n_train - 1).bit_length()
+    rows, why = _sketch_wish(sizes, options, padded)
+    if by_rows or not options.precondition:
+        rows, why = None, "no Q to sketch"
+    for attempt in ("as planned", "without R", "sketched"):
+        if attempt == "without R" and certificate == "spectral-deterministic":
+            certificate = "spectral-probabilistic"
+        if attempt == "sketched":
+            can = options.sketch == "auto" and not by_rows and options.precondition
+            if not can or SKETCH_ROWS_PER_COLUMN * sizes.d >= sizes.n_train:
+                continue
+            rows, why = SKETCH_ROWS_PER_COLUMN * sizes.d, "Q does not fit the memory budget"
+            if certificate == "spectral-proven":
+                certificate = "spectral-probabilistic"
+        memory = _memory(sizes, options, rows, certificate)
+        left = options.budget - sum(memory.values())
+        width = block_width(sizes.n, max(sizes.d, sizes.c), f"float{8 * sizes.word}", left)
+        if width >= 1:
+            memory["one block of columns"] = width * sizes.n * (7 * sizes.word + 24)
+            shown = "no" if rows is None else f"{rows:,} rows"
+            decisions.append(("sketch", shown, why))
+            decisions.append(("columns at once", f"{width}", f"at most {BLOCK_WIDTH}, as they fit"))
+            return rows, certificate, memory, width
+    need = sum(memory.values()) + sizes.n * (7 * sizes.word + 24)
+    raise MemoryError(
+        f"This fit needs at least {need / 2**20:,.0f} MB but the budget is "
+        f"{options.budget / 2**20:,.0f} MB: raise memory_budget, free memory or use fewer features."
+    )
+
+
+def _sketch_wish(sizes: Sizes, options: Options, padded: int) -> tuple[int | None, str]:
+    wish = options.sketch
+    if wish is True:
+        s = math.ceil(sizes.d * math.log(max(sizes.n, 2)) / BETA**2)
+        why = f"Algorithm 1 wants {s:.2g}, capped at n padded to a power of two"
+        return min(s, padded), why if s > padded else "Algorithm 1"
+    if wish is not False and isinstance(wish, (int, np.integer)):
+        s = min(int(wish), padded)
+        return s, "as asked" if s == wish else "as asked, capped at n padded to a power of two"
+    return None, "not asked for" if wish is False else "the exact Gram matrix is cheaper"
+
+
+def _memory(
+    sizes: Sizes, options: Options, rows: int | None, certificate: str
+) -> dict[str, int]:
+    """Bytes per stage that stay allocated, blocks of columns apart."""
+    n, d, c, word = sizes.n, sizes.d, sizes.c, sizes.word
+    graph = 2 * sizes.m * 4 + 8 * n + 4 * 8 * n
+    memory = {"graph": graph, "X (copies)": sizes.X_bytes, "outputs": 6 * n * c * 8}
+    if options.precondition:
+        q_rows = sizes.n_train if rows is None else rows
+        memory["Q"] = q_rows * d * word
+        memory["P and its factor"] = 3 * min(d, max(sizes.n_train, 1)) * d * 8
+    if certificate == "spectral-deterministic":
+        memory["Q and R on all rows"] = 2 * n * d * word + 3 * d * d * 8
+    return memory

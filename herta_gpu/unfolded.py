@@ -1,0 +1,190 @@
+"""The model as a linear map, and the training problem through it.
+
+Z*(W) = H^-1 X W is linear in W, so training needs two products only: A W and A^T E with
+A = M H^-1 X (M picks the training rows).  `UnfoldedMap` computes them by two block solves with the
+full graph, as the loop of Algorithm 1 does; `DenseMap` multiplies with a stored A.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from herta_gpu.backends.base import Array
+from herta_gpu.features import Features
+from herta_gpu.losses import Loss
+from herta_gpu.preconditioner import Factor
+from herta_gpu.solver import RegularizedLaplacian, SolveInfo, block_cg
+
+
+@dataclass
+class Solved:
+    """A product with A or A^T, with what its solve left over."""
+
+    value: Array
+    block: Array | None  # the n x c solution behind it (of `correct`: the residual)
+    residual: float  # ||true residual||_F, measured
+    iterations: int
+    stagnated: bool
+
+
+class LinearMap(Protocol):
+    """A = M H^-1 X."""
+
+    def forward(self, W: Array, tol: float) -> Solved: ...
+    def rows(self, Z: Array) -> Array: ...
+    def correct(self, W: Array, Z: Array, limit: float) -> Solved: ...
+    def adjoint(self, E: Array, tol: float, guess: Array | None) -> Solved: ...
+
+
+class UnfoldedMap:
+    """A and A^T by solves with H = I + lam L_hat, on the whole graph."""
+
+    def __init__(self, H: RegularizedLaplacian, X: Features, rows: Array, width: int) -> None:
+        self.H, self.X, self.train, self.width = H, X, rows, width
+
+    def forward(self, W: Array, tol: float) -> Solved:
+        """Z = H^-1 X W (n x c), of which the training rows are A W."""
+        return self._solve(self.X.times(W), tol, None)
+
+    def rows(self, Z: Array) -> Array:
+        return Z[self.train].astype("float64")
+
+    def correct(self, W: Array, Z: Array, limit: float) -> Solved:
+        """Measure X W - H Z (the result's `block`); above `limit`, solve for what is missing."""
+        xp, U = self.H.backend.xp, self.X.times(W)
+        R = self.H.residual(U, Z)
+        size = float(xp.linalg.norm(R))  # synchronize!
+        if size <= limit:
+            return Solved(Z, R, size, 0, False)
+        scale = float(xp.linalg.norm(Z)) or 1.0  # synchronize!
+        again = self._solve(U, 0.3 * min(1.0, limit / scale), Z)
+        R = self.H.residual(U, again.value)
+        return Solved(again.value, R, again.residual, again.iterations, again.stagnated)
+
+    def adjoint(self, E: Array, tol: float, guess: Array | None) -> Solved:
+        """X^T H^-1 M^T E (d x c)."""
+        full = self.H.backend.xp.zeros((self.H.n, E.shape[1]))
+        full[self.train] = E
+        V = self._solve(full, tol, guess)
+        return Solved(
+            self.X.transpose_times(V.value), V.value, V.residual, V.iterations, V.stagnated
+        )
+
+    def _solve(self, B: Array, tol: float, guess: Array | None) -> Solved:
+        xp, parts = self.H.backend.xp, []
+        for j in range(0, B.shape[1], self.width):
+            J = slice(j, j + self.width)
+            start = None if guess is None else xp.ascontiguousarray(guess[:, J])
+            parts.append(block_cg(self.H, xp.ascontiguousarray(B[:, J]), tol, start))
+        Z = parts[0][0] if len(parts) == 1 else xp.concatenate([Z for Z, _ in parts], axis=1)
+        return _gathered(Z, [info for _, info in parts])
+
+
+def _gathered(Z: Array, infos: list[SolveInfo]) -> Solved:
+    residual = float(np.sqrt(sum(float((i.residuals**2).sum()) for i in infos)))
+    iterations = max(int(i.iterations.max(initial=0)) for i in infos)
+    return Solved(Z, Z, residual, iterations, any(i.status != "converged" for i in infos))
+
+
+class DenseMap:
+    """A stored: what the strategy "direct" trains on before the true model is checked."""
+
+    def __init__(self, A: Array) -> None:
+        self.A = A.astype("float64")
+
+    def forward(self, W: Array, tol: float) -> Solved:
+        return Solved(self.A @ W, None, 0.0, 0, False)
+
+    def rows(self, Z: Array) -> Array:
+        return Z
+
+    def correct(self, W: Array, Z: Array, limit: float) -> Solved:
+        return Solved(Z, None, 0.0, 0, False)
+
+    def adjoint(self, E: Array, tol: float, guess: Array | None) -> Solved:
+        return Solved(self.A.T @ E, None, 0.0, 0, False)
+
+
+@dataclass
+class Point:
+    """Everything known at one iterate."""
+
+    w: Array  # preconditioned weights
+    W: Array  # d x c, W = P^-1/2 w
+    Z: Array  # H^-1 X W on all rows (or on the training rows of a DenseMap)
+    V: Array | None  # H^-1 M^T E, E the gradient of the loss with respect to M Z
+    objective: float  # loss + ridge/2 ||W||^2 at W
+    objective_error: float  # it is right up to this much
+    gradient: Array  # d x c, of the objective
+    g: Array  # the same in preconditioned coordinates, P^-1/2 gradient
+    forward_residual: float  # ||X W - H Z||_F
+    adjoint_residual: float  # ||M^T E - H V||_F
+    inner_iterations: int
+    stagnated: bool  # a solve did not reach what was asked of it
+
+
+@dataclass
+class Problem:
+    """min over W of loss(A W) + ridge/2 ||W||^2, in preconditioned coordinates."""
+
+    map: LinearMap
+    loss: Loss
+    Y: Array
+    ridge: float
+    factor: Factor
+    xp: Any
+    tol: float  # of the inner solves, relative; tightened when it limits the certificate
+
+    def point(self, w: Array, Z: Array, V: Array | None = None, spent: int = 0) -> Point:
+        """Objective and gradient at w; Z must approximate H^-1 X W and is corrected if needed."""
+        xp, W = self.xp, self.factor.half(w)
+        scale = float(xp.linalg.norm(self.loss.residual(xp, self.map.rows(Z), self.Y)))
+        there = self.map.correct(W, Z, self.tol * scale)
+        F = self.map.rows(there.value)
+        E = self.loss.residual(xp, F, self.Y)
+        back = self.map.adjoint(E, self.tol, V)
+        gradient = back.value + self.ridge * W
+        objective = self.loss.value(xp, F, self.Y)
+        objective += 0.5 * self.ridge * float(xp.sum(W * W))  # synchronize!
+        r1, r2 = there.residual, back.residual
+        if there.block is not None and back.block is not None:
+            # Z is off by H^-1 R, and <E, M H^-1 R> = <V, R> with V = H^-1 M^T E at hand: what is
+            # left is of second order, ||r1|| ||r2|| + ||r1||^2 / 2.
+            objective += float(xp.sum(back.block * there.block))  # synchronize!
+        return Point(
+            w=w,
+            W=W,
+            Z=there.value,
+            V=back.block,
+            objective=objective,
+            objective_error=r1 * r2 + 0.5 * r1**2,
+            gradient=gradient,
+            g=self.factor.half_T(gradient),
+            forward_residual=r1,
+            adjoint_residual=r2,
+            inner_iterations=spent + there.iterations + back.iterations,
+            stagnated=there.stagnated or back.stagnated,
+        )
+
+    def start(self, w: Array) -> Point:
+        """The first point, from scratch."""
+        Z = self.map.forward(self.factor.half(w), self.tol)
+        return self.point(w, Z.value, spent=Z.iterations)
+
+    def move(self, at: Point, direction: Array, search: bool) -> Point:
+        """The next point along `direction`: two block solves, whatever the line search does."""
+        D = self.factor.half(direction)
+        ahead = self.map.forward(D, self.tol)
+        eta = self.xp.ones(D.shape[1])
+        if search:
+            FD = self.map.rows(ahead.value)
+            ridge = (
+                self.ridge * self.xp.sum(at.W * D, axis=0),
+                self.ridge * self.xp.sum(D * D, axis=0),
+            )
+            eta = self.loss.step(self.xp, self.map.rows(at.Z), FD, self.Y, ridge)
+        Z = at.Z + ahead.value * eta.astype(ahead.value.dtype)
+        return self.point(at.w + eta * direction, Z, at.V, spent=ahead.iterations)
