@@ -66,7 +66,10 @@ class Certificate:
 
 @dataclass(frozen=True)
 class Spectrum:
-    """What is known of P^-1/2 T P^-1/2: a <= eigenvalues <= b, and ||H^-1 X P^-1/2|| <= norm."""
+    """What is known of P^-1/2 T P^-1/2: a <= eigenvalues <= b, and ||H^-1 X P^-1/2|| <= norm.
+
+    Of the kind "estimate" it proves nothing and only tells a good moment to stop.
+    """
 
     a: float
     b: float
@@ -142,6 +145,8 @@ def probabilistic_spectrum(
 ) -> Spectrum | None:
     """Lanczos from a random start, with Kuczynski and Wozniakowski's bound on what it misses.
 
+    When that bound leaves nothing, the Ritz values are returned as an estimate.
+
     Two processes share the solves: one on P^-1/2 (T + ridge) P^-1/2, one on the same without the
     mask, whose largest eigenvalue is ||H^-1 X P^-1/2||^2.  Each of three events fails with
     probability at most 1/(3n).
@@ -154,18 +159,18 @@ def probabilistic_spectrum(
     miss = (math.log(1.648 * math.sqrt(rank) * 3 * n) / (2 * steps - 1)) ** 2
     if steps == rank:
         miss = 0.0  # the whole space: the Ritz values are the eigenvalues
+    low, top = float(ritz[0][0]), float(ritz[0][-1])
+    estimate = Spectrum(max(low, 1e-6 * top), top, math.sqrt(float(ritz[1][-1])), "estimate")
     if miss >= 1:
-        return None
-    norm2 = float(ritz[1][-1]) / (1 - miss)
-    b = float(ritz[0][-1]) / (1 - miss)
+        return estimate
+    b, norm = top / (1 - miss), math.sqrt(float(ritz[1][-1]) / (1 - miss))
     # Each inexact product moves the Ritz values by at most its error.
-    slip = math.sqrt(b) * r1 + math.sqrt(norm2) * r2
-    b, low = b + slip, float(ritz[0][0]) - slip
+    slip = math.sqrt(b) * r1 + norm * r2
+    b, low = b + slip, low - slip
     a = b - (b - low) / (1 - miss)
     if a < _USEFUL:
-        return None
-    norm = math.sqrt(norm2) + slip
-    return Spectrum(a, b, norm, "spectral-probabilistic", 1.0 / n, P.factor.note)
+        return estimate
+    return Spectrum(a, b, norm + slip, "spectral-probabilistic", 1.0 / n, P.factor.note)
 
 
 def ritz_interval(P: Preconditioner, A: UnfoldedMap, ridge: float, seed: int) -> tuple[float, float]:
@@ -228,7 +233,7 @@ def certify(
         error = X_norm * (point.forward_residual + point.adjoint_residual)
         size = float(xp.linalg.norm(point.gradient)) + error  # synchronize!
         choices.append((size**2 / (2 * ridge), "duality", 0.0, ""))
-    if spectrum is not None:
+    if spectrum is not None and spectrum.kind != "estimate":
         size = float(xp.linalg.norm(point.g)) + gradient_error(point, spectrum)  # synchronize!
         gap = size**2 / (2 * spectrum.a)
         choices.append((gap, spectrum.kind, spectrum.probability, spectrum.note))

@@ -387,7 +387,8 @@ class _Run:
                 self.status = "stagnated"  # rounding hides the gradient
             return self.status != "max_iter"
         if self.model.precondition:
-            done = size**2 <= tol * point.objective
+            a = 0.5 if self.spectrum is None else self.spectrum.a
+            done = size**2 <= 2 * a * tol * point.objective and self._settled(point.objective)
         else:
             self.first_gradient = min(self.first_gradient, size)
             done = size <= tol * self.first_gradient
@@ -395,6 +396,14 @@ class _Run:
         if done:
             self.status = "converged"
         return done
+
+    def _settled(self, objective: float) -> bool:
+        """Where curvature varies (cross entropy) a small gradient is not enough: the last three
+        steps must have gained next to nothing, too."""
+        if self.loss.separable:
+            return True
+        losses = [h["loss"] for h in self.history[-4:]]
+        return len(losses) == 4 and losses[0] - objective <= 0.3 * self.model.tol * objective
 
     def _record(self, point: Point, certified: bool) -> None:
         value = self.certificate.value if certified else math.inf
