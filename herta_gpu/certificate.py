@@ -173,7 +173,9 @@ def probabilistic_spectrum(
     return Spectrum(a, b, norm + slip, "spectral-probabilistic", 1.0 / n, P.factor.note)
 
 
-def ritz_interval(P: Preconditioner, A: UnfoldedMap, ridge: float, seed: int) -> tuple[float, float]:
+def ritz_interval(
+    P: Preconditioner, A: UnfoldedMap, ridge: float, seed: int
+) -> tuple[float, float]:
     """An estimate, not a bound, of the spectrum of the preconditioned Hessian."""
     values = _two_lanczos(P, A, ridge, seed)[0][0]
     top = float(values[-1])

@@ -33,8 +33,11 @@ class Estimator:
         return self
 
     def __repr__(self) -> str:
-        changed = [f"{k}={getattr(self, k)!r}" for k, v in self._defaults().items()
-                   if getattr(self, k) != v]
+        changed = [
+            f"{k}={getattr(self, k)!r}"
+            for k, v in self._defaults().items()
+            if getattr(self, k) != v
+        ]
         return f"{type(self).__name__}({', '.join(changed)})"
 
 

@@ -418,7 +418,7 @@ class _Run:
                 "seconds": time.perf_counter() - self.started,
             }
         )
-        self.stages.step(step, self.model.max_iter, value, self.model.tol, point.objective)
+        self.stages.step(step, value, self.model.tol, point.objective)
 
 
 def _two_dimensional(X: Any) -> Any:

@@ -127,9 +127,7 @@ class LBFGS:
 OPTIMIZERS = ("cg", "gd", "momentum", "adam", "lbfgs")
 
 
-def make_optimizer(
-    name: str, learning_rate: float | None, xp: Any, by_column: bool
-) -> Optimizer:
+def make_optimizer(name: str, learning_rate: float | None, xp: Any, by_column: bool) -> Optimizer:
     """An optimizer by name; `by_column`: the columns of W are independent problems."""
     if name == "cg":
         return ConjugateGradients(xp, by_column)

@@ -119,7 +119,9 @@ def make_plan(H: RegularizedLaplacian, sizes: Sizes, options: Options) -> Plan:
         symmetric=options.optimizer == "adam",
         seed=options.seed,
     )
-    solved = "H^-1 M^T (fewer train rows than features)" if by_rows else f"Chebyshev degree {degree}"
+    solved = (
+        "H^-1 M^T (fewer train rows than features)" if by_rows else f"Chebyshev degree {degree}"
+    )
     decisions.append(("Q", solved, "solves with " + ("CG" if by_rows else "one polynomial")))
     decisions.append(("certificate", certificate, _CERTIFICATE_WHY[certificate]))
     total = sum(memory.values())
@@ -158,7 +160,9 @@ def _costs(H: RegularizedLaplacian, sizes: Sizes, options: Options) -> dict[str,
     """Predicted seconds of each strategy: solves for Q, d x d work, the loop."""
     work = 2 * sizes.m + 4 * sizes.n
     inner = chebyshev_degree(H, 1e-4)
-    evaluation = 2 * sizes.c * inner * work * _CG_STEP + 4 * sizes.n * sizes.d * sizes.c * _GEMM_FLOP
+    evaluation = (
+        2 * sizes.c * inner * work * _CG_STEP + 4 * sizes.n * sizes.d * sizes.c * _GEMM_FLOP
+    )
     small = min(sizes.n_train, sizes.d)
     dense = sizes.n_train * sizes.d * small * _GEMM_FLOP + small**3 / 3 * _FACTOR_FLOP
     evaluations = 1 + (_OUTER_STEPS if options.loss == "mse" else 40)
@@ -317,9 +321,7 @@ def _sketch_wish(sizes: Sizes, options: Options, padded: int) -> tuple[int | Non
     return None, "not asked for" if wish is False else "the exact Gram matrix is cheaper"
 
 
-def _memory(
-    sizes: Sizes, options: Options, rows: int | None, certificate: str
-) -> dict[str, int]:
+def _memory(sizes: Sizes, options: Options, rows: int | None, certificate: str) -> dict[str, int]:
     """Bytes per stage that stay allocated, blocks of columns apart."""
     n, d, c, word = sizes.n, sizes.d, sizes.c, sizes.word
     graph = 2 * sizes.m * 4 + 8 * n + 4 * 8 * n

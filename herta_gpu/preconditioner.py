@@ -282,9 +282,7 @@ def gram_product(backend: Backend, Q: Array, Y: Array) -> Array:
     return out
 
 
-def _factorise(
-    recipe: Recipe, backend: Backend, Q: Array, ridge: float, damped: bool
-) -> Factor:
+def _factorise(recipe: Recipe, backend: Backend, Q: Array, ridge: float, damped: bool) -> Factor:
     """P^-1/2, or a cheaper factor that gives the same iterates."""
     d = Q.shape[1]
     if (damped or ridge > 0) and 2 * Q.shape[0] < d:

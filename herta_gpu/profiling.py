@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from math import inf, log10
 
 
 @dataclass
@@ -18,35 +19,38 @@ class Stages:
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        self._show(f"{name} ...")
+        self._show(f"{name} ...", passing=True)
         start = time.perf_counter()
         try:
             yield
         finally:
             spent = time.perf_counter() - start
             self.seconds[name] = self.seconds.get(name, 0.0) + spent
-            self._show(f"{name}: {spent:.2f} s", end="\n")
+            self._show(f"{name:<15}{spent:8.2f} s")
 
-    def step(self, step: int, limit: int, gap: float, goal: float, loss: float) -> None:
+    def step(self, step: int, gap: float, goal: float, loss: float) -> None:
         """One outer step: a bar that fills as the certified gap falls to its goal."""
-        if self.verbose:
-            decades = _decades(gap, goal)
-            shown = f"{gap:.1e}" if gap < float("inf") else "none"
-            text = f"step {step:3d}  [{decades}]  certified gap {shown}  loss {loss:.6g}"
-            self._show(text, end="\n")
+        shown = f"{gap:.1e}" if gap < inf else "none"
+        self._show(
+            f"step {step:4d}  [{_bar(gap, goal)}]  certified gap {shown:>7}  loss {loss:.6g}",
+            passing=True,
+        )
 
-    def _show(self, text: str, end: str = "") -> None:
-        if self.verbose:
-            print(f"\r\033[K{text}" if sys.stderr.isatty() else text, end=end or "\r",
-                  file=sys.stderr, flush=True)
+    def _show(self, text: str, passing: bool = False) -> None:
+        """A line; one that is `passing` is overwritten by the next on a terminal."""
+        if not self.verbose or (passing and text.endswith("...") and not sys.stderr.isatty()):
+            return
+        if sys.stderr.isatty():
+            print(f"\r\033[K{text}", end="" if passing else "\n", file=sys.stderr, flush=True)
+        else:
+            print(text, file=sys.stderr, flush=True)
 
 
-def _decades(gap: float, goal: float, width: int = 24) -> str:
-    """A bar from a gap of 1 (empty) down to the goal (full), on a logarithmic scale."""
-    from math import inf, log10
-
+def _bar(gap: float, goal: float, width: int = 24) -> str:
+    """From a gap of 1 (empty) down to the goal (full), on a logarithmic scale."""
     if gap == inf or goal >= 1:
-        filled = 0
+        share = 0.0
     else:
-        filled = int(width * min(1.0, max(0.0, log10(max(gap, 1e-300)) / log10(goal))))
+        share = min(1.0, max(0.0, log10(max(gap, 1e-300)) / log10(goal)))
+    filled = int(width * share)
     return "#" * filled + "." * (width - filled)

@@ -331,7 +331,8 @@ def _joined(infos: list[SolveInfo]) -> SolveInfo:
     if not infos:
         none = np.zeros(0)
         return SolveInfo(none.astype(np.int64), none, none, "converged", "float32")
-    worst = [s for s in ("max_iter", "stagnated", "converged") if s in {i.status for i in infos}][0]
+    seen = {info.status for info in infos}
+    worst = next(status for status in ("max_iter", "stagnated", "converged") if status in seen)
     return SolveInfo(
         np.concatenate([i.iterations for i in infos]),
         np.concatenate([i.residuals for i in infos]),
