@@ -20,6 +20,7 @@ class Loss(Protocol):
 
     def value(self, xp: Any, F: Array, Y: Array) -> float: ...
     def residual(self, xp: Any, F: Array, Y: Array) -> Array: ...
+    def curvature(self, xp: Any, F: Array) -> float: ...
     def step(self, xp: Any, F: Array, FD: Array, Y: Array, ridge: tuple[Array, Array]) -> Array: ...
 
 
@@ -34,6 +35,10 @@ class MSE:
     def residual(self, xp: Any, F: Array, Y: Array) -> Array:
         """The gradient with respect to F."""
         return F - Y
+
+    def curvature(self, xp: Any, F: Array) -> float:
+        """The mean diagonal of the Hessian with respect to F."""
+        return 1.0
 
     def step(self, xp: Any, F: Array, FD: Array, Y: Array, ridge: tuple[Array, Array]) -> Array:
         """The minimiser of the objective along each column of the direction.
@@ -57,6 +62,10 @@ class CrossEntropy:
 
     def residual(self, xp: Any, F: Array, Y: Array) -> Array:
         return _softmax(xp, F) - Y
+
+    def curvature(self, xp: Any, F: Array) -> float:
+        S = _softmax(xp, F)
+        return float(xp.mean(S * (1 - S)))  # synchronize!
 
     def step(self, xp: Any, F: Array, FD: Array, Y: Array, ridge: tuple[Array, Array]) -> Array:
         """The minimiser along the direction, by Newton's method kept inside a bracket."""

@@ -116,6 +116,8 @@ def make_plan(H: RegularizedLaplacian, sizes: Sizes, options: Options) -> Plan:
         row_tol=min(1e-4, math.sqrt(options.tol) / 10),
         measure=certificate == "spectral-deterministic",
         keep_rows=keep_rows and sketch_rows is None,
+        # Softmax is flattest-known at W = 0: its curvature there is (1 - 1/c) / c per class.
+        curvature=1.0 if options.loss == "mse" or sizes.c < 2 else (1 - 1 / sizes.c) / sizes.c,
         symmetric=options.optimizer == "adam",
         seed=options.seed,
     )

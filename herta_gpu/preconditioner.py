@@ -8,137 +8,14 @@ P.  Gram matrices and factors are float64 whatever the working precision.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Protocol
-
-import numpy as np
+from dataclasses import dataclass, replace
 
 from herta_gpu.backends.base import Array, Backend
+from herta_gpu.factors import DenseGram, Factor, Gram, Identity, LowRankGram
 from herta_gpu.features import Features
 from herta_gpu.solver import RegularizedLaplacian, block_cg, chebyshev, chebyshev_error
 
-RANK_CUT = 1e-12  # eigenvalues of P below this share of the largest are rounding, not data
-DAMPING = 1e-8  # share of the largest eigenvalue added when there are fewer train rows than columns
 _GRAM_BYTES = 64 << 20  # of float64 copies of rows of Q
-
-
-class Factor(Protocol):
-    """C with C C^T = P^-1: the coordinates w, W = C w, that make the problem well conditioned."""
-
-    kind: str
-    note: str  # what was cut or damped, for the user
-    condition: float  # of P on the kept subspace, estimated
-
-    @property
-    def rank(self) -> int:
-        """Dimension of the kept subspace."""
-
-    def half(self, w: Array) -> Array:
-        """C w: from preconditioned weights to W."""
-
-    def half_T(self, g: Array) -> Array:
-        """C^T g: the gradient in preconditioned coordinates."""
-
-    def project(self, v: Array) -> Array:
-        """v without what lies outside the kept subspace, in preconditioned coordinates."""
-
-
-@dataclass
-class Identity:
-    """No preconditioner: the standard training that the paper compares with."""
-
-    d: int
-    kind: str = "none"
-    note: str = ""
-    condition: float = 1.0
-
-    @property
-    def rank(self) -> int:
-        return self.d
-
-    def half(self, w: Array) -> Array:
-        return w
-
-    def half_T(self, g: Array) -> Array:
-        return g
-
-    def project(self, v: Array) -> Array:
-        return v
-
-
-@dataclass
-class Cholesky:
-    """P = L L^T, C = L^-T: the same iterates as P^-1/2 at a tenth of the cost."""
-
-    backend: Backend
-    L: Array
-    condition: float
-    note: str = ""
-    kind: str = "cholesky"
-
-    @property
-    def rank(self) -> int:
-        return self.L.shape[0]
-
-    def half(self, w: Array) -> Array:
-        return self.backend.solve_triangular(self.L, w, trans=True)
-
-    def half_T(self, g: Array) -> Array:
-        return self.backend.solve_triangular(self.L, g)
-
-    def project(self, v: Array) -> Array:
-        return v
-
-
-@dataclass
-class Eigen:
-    """P^-1/2 = V diag(values^-1/2) V^T as the paper prints it, on the kept eigenvectors V."""
-
-    V: Array  # d x r
-    values: Array  # (r,)
-    condition: float
-    note: str = ""
-    kind: str = "eigen"
-
-    @property
-    def rank(self) -> int:
-        return self.V.shape[1]
-
-    def half(self, w: Array) -> Array:
-        return self.V @ ((self.V.T @ w) / self.values[:, None] ** 0.5)
-
-    def half_T(self, g: Array) -> Array:
-        return self.half(g)  # symmetric
-
-    def project(self, v: Array) -> Array:
-        return self.V @ (self.V.T @ v)
-
-
-@dataclass
-class LowRank:
-    """(A^T A + shift I)^-1/2 for A with few rows, from the eigenvectors of A A^T."""
-
-    U: Array  # d x r, orthonormal
-    values: Array  # (r,) eigenvalues of A A^T
-    shift: float
-    condition: float
-    note: str = ""
-    kind: str = "low rank"
-
-    @property
-    def rank(self) -> int:
-        return self.U.shape[0]
-
-    def half(self, w: Array) -> Array:
-        Uw = self.U.T @ w
-        keep = (self.values + self.shift) ** -0.5 - self.shift**-0.5
-        return w / self.shift**0.5 + self.U @ (keep[:, None] * Uw)
-
-    def half_T(self, g: Array) -> Array:
-        return self.half(g)  # symmetric
-
-    def project(self, v: Array) -> Array:
-        return v
 
 
 @dataclass
@@ -146,6 +23,7 @@ class Preconditioner:
     """P^-1/2 and what is known about how well P approximates the Hessian."""
 
     factor: Factor
+    gram: Gram | None  # Q^T Q; None without a preconditioner
     w_start: Array  # P^-1/2 Q^T Y, so that W = P^-1 Q^T Y: least squares on Q, the warm start
     Q_error: float  # proven ||p(H) x - H^-1 x|| <= Q_error ||H^-1 x||; inf on L_tilde or a sketch
     damped: bool  # P carries an extra multiple of I that the Hessian does not have
@@ -153,10 +31,16 @@ class Preconditioner:
     gram_Q: Array | None = None  # Q^T Q over all rows
     gram_R: Array | None = None  # R^T R, R = X - H Q over all rows
 
+    def rescaled(self, curvature: float, ridge: float, symmetric: bool) -> Preconditioner:
+        """The same Q with P = curvature Q^T Q + ridge I: the loss has become flatter."""
+        if self.gram is None:
+            return self
+        return replace(self, factor=self.gram.factor(curvature, ridge, symmetric))
+
 
 def no_preconditioner(backend: Backend, d: int, c: int) -> Preconditioner:
     """W itself, started from zero as the paper does."""
-    return Preconditioner(Identity(d), backend.xp.zeros((d, c)), float("inf"), damped=False)
+    return Preconditioner(Identity(d), None, backend.xp.zeros((d, c)), float("inf"), damped=False)
 
 
 @dataclass
@@ -170,6 +54,7 @@ class Recipe:
     row_tol: float  # of those solves
     measure: bool  # keep R = X - H Q for the deterministic certificate
     keep_rows: bool  # keep Q's training rows
+    curvature: float  # of the loss where training starts: P = curvature Q^T Q + ridge I
     symmetric: bool  # the optimizer depends on the coordinates: P^-1/2 itself
     seed: int
 
@@ -199,9 +84,13 @@ def build(
         if not sampled:
             error = chebyshev_error(H_tilde, recipe.degree)
     damped = ridge == 0 and Q.shape[0] < d
-    factor = _factorise(recipe, backend, Q, ridge, damped)
+    if (damped or ridge > 0) and 2 * Q.shape[0] < d:
+        QtQ: Gram = LowRankGram.of_rows(backend, Q, damped)
+    else:
+        QtQ = DenseGram(backend, gram(backend, Q), damped)
+    factor = QtQ.factor(recipe.curvature, ridge, recipe.symmetric)
     kept = Q if recipe.keep_rows and recipe.sketch_rows is None else None
-    return Preconditioner(factor, factor.half_T(QtY), error, damped, kept, gram_Q, gram_R)
+    return Preconditioner(factor, QtQ, factor.half_T(QtY), error, damped, kept, gram_Q, gram_R)
 
 
 def _solved_columns(
@@ -280,69 +169,3 @@ def gram_product(backend: Backend, Q: Array, Y: Array) -> Array:
         part = Q[a : a + rows].astype("float64")
         out += part.T @ (part if Y is Q else Y[a : a + rows])
     return out
-
-
-def _factorise(recipe: Recipe, backend: Backend, Q: Array, ridge: float, damped: bool) -> Factor:
-    """P^-1/2, or a cheaper factor that gives the same iterates."""
-    d = Q.shape[1]
-    if (damped or ridge > 0) and 2 * Q.shape[0] < d:
-        return _low_rank(backend, Q, ridge)
-    P = gram(backend, Q)
-    top = _largest_eigenvalue(backend, P)
-    shift = ridge if ridge > 0 else (DAMPING * top if damped else 0.0)
-    note = f"damped by {shift:.1e} (fewer train rows than features)" if damped else ""
-    P[backend.xp.arange(d), backend.xp.arange(d)] += shift
-    if not recipe.symmetric:
-        found = _cholesky(backend, P, top + shift)
-        if found is not None:
-            return Cholesky(backend, *found, note)
-    values, V = backend.xp.linalg.eigh(P)
-    keep = values > RANK_CUT * values[-1]
-    if not bool(keep.all()):  # synchronize!
-        note = f"rank {int(keep.sum()):,} of {d:,}: eigenvalues below {RANK_CUT:g} cut"
-    V, values = backend.xp.ascontiguousarray(V[:, keep]), values[keep]
-    return Eigen(V, values, float(values[-1] / values[0]), note)
-
-
-def _cholesky(backend: Backend, P: Array, top: float) -> tuple[Array, float] | None:
-    """(L, condition) of P = L L^T, or None when P is too close to singular for it."""
-    xp = backend.xp
-    try:
-        L = xp.linalg.cholesky(P)
-    except np.linalg.LinAlgError:
-        return None
-    v = xp.ones((P.shape[0], 1)) / P.shape[0] ** 0.5
-    smallest = top
-    for _ in range(12):  # inverse iteration
-        v = backend.solve_triangular(L, backend.solve_triangular(L, v), trans=True)
-        size = float(xp.linalg.norm(v))  # synchronize!
-        if not np.isfinite(size) or size == 0:
-            return None
-        smallest, v = 1.0 / size, v / size
-    return (L, top / smallest) if smallest > 10 * RANK_CUT * top else None
-
-
-def _largest_eigenvalue(backend: Backend, P: Array) -> float:
-    """Power iteration; a few per cent are enough to scale the damping."""
-    xp = backend.xp
-    v = xp.ones(P.shape[0])
-    size = 0.0
-    for _ in range(20):
-        v = P @ v
-        size = float(xp.linalg.norm(v))  # synchronize!
-        if size == 0:
-            return 1.0
-        v = v / size
-    return size
-
-
-def _low_rank(backend: Backend, A: Array, ridge: float) -> LowRank:
-    xp = backend.xp
-    A = A.astype("float64")
-    values, V = xp.linalg.eigh(A @ A.T)
-    keep = values > RANK_CUT * max(float(values[-1]), 1e-300)  # synchronize!
-    values, V = values[keep], V[:, keep]
-    shift = ridge if ridge > 0 else DAMPING * (float(values[-1]) if values.shape[0] else 1.0)
-    U = (A.T @ V) / xp.sqrt(values)
-    note = "" if ridge > 0 else f"damped by {shift:.1e} (fewer train rows than features)"
-    return LowRank(U, values, shift, (float(values[-1]) + shift) / shift, note)

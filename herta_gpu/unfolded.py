@@ -13,9 +13,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from herta_gpu.backends.base import Array
+from herta_gpu.factors import Factor
 from herta_gpu.features import Features
 from herta_gpu.losses import Loss
-from herta_gpu.preconditioner import Factor
 from herta_gpu.solver import RegularizedLaplacian, SolveInfo, block_cg
 
 

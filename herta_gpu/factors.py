@@ -1,0 +1,246 @@
+"""P^-1/2, and cheaper factors that give the same iterates.
+
+P = curvature * Q^T Q + shift * I.  The curvature is 1 for MSE and that of the softmax for cross
+entropy; the shift is the ridge or, where there are fewer training rows than columns, a damping.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from herta_gpu.backends.base import Array, Backend
+
+RANK_CUT = 1e-12  # eigenvalues of P below this share of the largest are rounding, not data
+DAMPING = 1e-8  # share of the largest eigenvalue added when there are fewer train rows than columns
+
+
+class Factor(Protocol):
+    """C with C C^T = P^-1: the coordinates w, W = C w, that make the problem well conditioned."""
+
+    kind: str
+    note: str  # what was cut or damped, for the user
+    condition: float  # of P on the kept subspace, estimated
+
+    @property
+    def rank(self) -> int:
+        """Dimension of the kept subspace."""
+
+    def half(self, w: Array) -> Array:
+        """C w: from preconditioned weights to W."""
+
+    def half_T(self, g: Array) -> Array:
+        """C^T g: the gradient in preconditioned coordinates."""
+
+    def unhalf(self, W: Array) -> Array:
+        """C^-1 W: from W to preconditioned weights."""
+
+    def project(self, v: Array) -> Array:
+        """v without what lies outside the kept subspace, in preconditioned coordinates."""
+
+
+@dataclass
+class Identity:
+    """No preconditioner: the standard training that the paper compares with."""
+
+    d: int
+    kind: str = "none"
+    note: str = ""
+    condition: float = 1.0
+
+    @property
+    def rank(self) -> int:
+        return self.d
+
+    def half(self, w: Array) -> Array:
+        return w
+
+    def half_T(self, g: Array) -> Array:
+        return g
+
+    def unhalf(self, W: Array) -> Array:
+        return W
+
+    def project(self, v: Array) -> Array:
+        return v
+
+
+@dataclass
+class Cholesky:
+    """P = L L^T, C = L^-T: the same iterates as P^-1/2 at a tenth of the cost."""
+
+    backend: Backend
+    L: Array
+    condition: float
+    note: str = ""
+    kind: str = "cholesky"
+
+    @property
+    def rank(self) -> int:
+        return self.L.shape[0]
+
+    def half(self, w: Array) -> Array:
+        return self.backend.solve_triangular(self.L, w, trans=True)
+
+    def half_T(self, g: Array) -> Array:
+        return self.backend.solve_triangular(self.L, g)
+
+    def unhalf(self, W: Array) -> Array:
+        return self.L.T @ W
+
+    def project(self, v: Array) -> Array:
+        return v
+
+
+@dataclass
+class Eigen:
+    """P^-1/2 = V diag(values^-1/2) V^T as the paper prints it, on the kept eigenvectors V."""
+
+    V: Array  # d x r
+    values: Array  # (r,)
+    condition: float
+    note: str = ""
+    kind: str = "eigen"
+
+    @property
+    def rank(self) -> int:
+        return self.V.shape[1]
+
+    def half(self, w: Array) -> Array:
+        return self.V @ ((self.V.T @ w) / self.values[:, None] ** 0.5)
+
+    def half_T(self, g: Array) -> Array:
+        return self.half(g)  # symmetric
+
+    def unhalf(self, W: Array) -> Array:
+        return self.V @ ((self.V.T @ W) * self.values[:, None] ** 0.5)
+
+    def project(self, v: Array) -> Array:
+        return self.V @ (self.V.T @ v)
+
+
+@dataclass
+class LowRank:
+    """(A^T A + shift I)^-1/2 for A with few rows, from the eigenvectors of A A^T."""
+
+    U: Array  # d x r, orthonormal
+    values: Array  # (r,) eigenvalues of A A^T
+    shift: float
+    condition: float
+    note: str = ""
+    kind: str = "low rank"
+
+    @property
+    def rank(self) -> int:
+        return self.U.shape[0]
+
+    def half(self, w: Array) -> Array:
+        Uw = self.U.T @ w
+        keep = (self.values + self.shift) ** -0.5 - self.shift**-0.5
+        return w / self.shift**0.5 + self.U @ (keep[:, None] * Uw)
+
+    def half_T(self, g: Array) -> Array:
+        return self.half(g)  # symmetric
+
+    def unhalf(self, W: Array) -> Array:
+        keep = (self.values + self.shift) ** 0.5 - self.shift**0.5
+        return W * self.shift**0.5 + self.U @ (keep[:, None] * (self.U.T @ W))
+
+    def project(self, v: Array) -> Array:
+        return v
+
+
+class Gram(Protocol):
+    """Q^T Q, from which P and its factor are made for any curvature and ridge."""
+
+    def factor(self, curvature: float, ridge: float, symmetric: bool) -> Factor:
+        """C with C C^T = (curvature Q^T Q + shift I)^-1; `symmetric`: P^-1/2 itself."""
+
+
+@dataclass
+class DenseGram:
+    """Q^T Q as a d x d matrix."""
+
+    backend: Backend
+    QtQ: Array
+    damped: bool
+
+    def factor(self, curvature: float, ridge: float, symmetric: bool) -> Factor:
+        xp, d = self.backend.xp, self.QtQ.shape[0]
+        P = curvature * self.QtQ
+        top = _largest_eigenvalue(self.backend, P)
+        shift = ridge if ridge > 0 else (DAMPING * top if self.damped else 0.0)
+        note = _damping_note(shift) if self.damped else ""
+        P[xp.arange(d), xp.arange(d)] += shift
+        if not symmetric:
+            found = _cholesky(self.backend, P, top + shift)
+            if found is not None:
+                return Cholesky(self.backend, *found, note)
+        values, V = xp.linalg.eigh(P)
+        keep = values > RANK_CUT * values[-1]
+        if not bool(keep.all()):  # synchronize!
+            note = f"rank {int(keep.sum()):,} of {d:,}: eigenvalues below {RANK_CUT:g} cut"
+        V, values = xp.ascontiguousarray(V[:, keep]), values[keep]
+        return Eigen(V, values, float(values[-1] / values[0]), note)
+
+
+@dataclass
+class LowRankGram:
+    """Q^T Q = U diag(values) U^T for a Q with few rows."""
+
+    U: Array  # d x r
+    values: Array  # (r,)
+    damped: bool
+
+    @classmethod
+    def of_rows(cls, backend: Backend, Q: Array, damped: bool) -> LowRankGram:
+        xp, Q = backend.xp, Q.astype("float64")
+        values, V = xp.linalg.eigh(Q @ Q.T)
+        keep = values > RANK_CUT * max(float(values[-1]), 1e-300)  # synchronize!
+        values, V = values[keep], V[:, keep]
+        return cls((Q.T @ V) / xp.sqrt(values), values, damped)
+
+    def factor(self, curvature: float, ridge: float, symmetric: bool) -> Factor:
+        values = curvature * self.values
+        top = float(values[-1]) if values.shape[0] else 1.0  # synchronize!
+        shift = ridge if ridge > 0 else DAMPING * top
+        note = _damping_note(shift) if self.damped else ""
+        return LowRank(self.U, values, shift, (top + shift) / shift, note)
+
+
+def _damping_note(shift: float) -> str:
+    return f"damped by {shift:.1e} (fewer train rows than features)"
+
+
+def _cholesky(backend: Backend, P: Array, top: float) -> tuple[Array, float] | None:
+    """(L, condition) of P = L L^T, or None when P is too close to singular for it."""
+    xp = backend.xp
+    try:
+        L = xp.linalg.cholesky(P)
+    except np.linalg.LinAlgError:
+        return None
+    v = xp.ones((P.shape[0], 1)) / P.shape[0] ** 0.5
+    smallest = top
+    for _ in range(12):  # inverse iteration
+        v = backend.solve_triangular(L, backend.solve_triangular(L, v), trans=True)
+        size = float(xp.linalg.norm(v))  # synchronize!
+        if not np.isfinite(size) or size == 0:
+            return None
+        smallest, v = 1.0 / size, v / size
+    return (L, top / smallest) if smallest > 10 * RANK_CUT * top else None
+
+
+def _largest_eigenvalue(backend: Backend, P: Array) -> float:
+    """Power iteration; a few per cent are enough to scale the damping."""
+    xp = backend.xp
+    v = xp.ones(P.shape[0])
+    size = 0.0
+    for _ in range(20):
+        v = P @ v
+        size = float(xp.linalg.norm(v))  # synchronize!
+        if size == 0:
+            return 1.0
+        v = v / size
+    return size
