@@ -59,6 +59,8 @@ class Certificate:
     def __str__(self) -> str:
         if self.kind == "none":
             return f"no certificate ({self.note})"
+        if self.value == math.inf:
+            return f"gap <= {self.gap:.2e}, of an optimum too close to 0 for a relative gap"
         chance = f", fails with probability <= {self.probability:.1e}" if self.probability else ""
         note = f"; {self.note}" if self.note else ""
         return f"relative gap <= {self.value:.2e} ({self.kind}{chance}{note})"
@@ -77,6 +79,11 @@ class Spectrum:
     kind: str
     probability: float = 0.0
     note: str = ""
+
+    @property
+    def kappa(self) -> float:
+        """b / a: the condition number of the preconditioned Hessian, or a bound of it."""
+        return self.b / self.a
 
 
 def choose_spectrum(

@@ -179,11 +179,12 @@ class DenseGram:
             if found is not None:
                 return Cholesky(self.backend, *found, note)
         values, V = xp.linalg.eigh(P)
-        keep = values > RANK_CUT * values[-1]
+        keep = values > RANK_CUT * xp.maximum(values[-1], 1e-300)
         if not bool(keep.all()):  # synchronize!
             note = f"rank {int(keep.sum()):,} of {d:,}: eigenvalues below {RANK_CUT:g} cut"
         V, values = xp.ascontiguousarray(V[:, keep]), values[keep]
-        return Eigen(V, values, float(values[-1] / values[0]), note)
+        condition = float(values[-1] / values[0]) if values.shape[0] else 1.0  # synchronize!
+        return Eigen(V, values, condition, note)
 
 
 @dataclass

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import time
+import warnings
 from dataclasses import replace
 from typing import Any
 
@@ -32,7 +33,7 @@ from herta_gpu.optimizers import OPTIMIZERS, GradientDescent, Momentum, Optimize
 from herta_gpu.planner import Options, Sizes, make_plan
 from herta_gpu.preconditioner import Preconditioner, build, no_preconditioner
 from herta_gpu.profiling import Stages
-from herta_gpu.solver import RegularizedLaplacian
+from herta_gpu.solver import RegularizedLaplacian, block_width
 from herta_gpu.sparsifier import Sparsifier
 from herta_gpu.unfolded import DenseMap, LinearMap, Point, Problem, UnfoldedMap
 from herta_gpu.validation import (
@@ -104,6 +105,8 @@ class HERTA(Estimator):
     certificate_ : Certificate
     status_ : "certified", "converged" (uncertified), "max_iter" or "stagnated"
     plan_ : Plan
+    spectrum_ : Spectrum or None
+        What is known of the preconditioned Hessian; ``kappa`` bounds its condition number.
     stages_ : dict of stage to seconds
 
     Examples
@@ -200,7 +203,7 @@ class HERTA(Estimator):
         self.W_ = backend.to_numpy(point.W)
         self.classes_, self._flat = targets.classes, targets.flat
         self.history_, self.certificate_, self.status_ = run.history, run.certificate, run.status
-        self.stages_, self.n_features_in_ = stages.seconds, X.shape[1]
+        self.stages_, self.n_features_in_, self.spectrum_ = stages.seconds, X.shape[1], spectrum
         return self
 
     def transform(self, graph: Graph, X: Any) -> Any:
@@ -217,7 +220,9 @@ class HERTA(Estimator):
             )
         H = RegularizedLaplacian(graph, self._lam(), backend, check_dtype(self.dtype))
         everything = backend.xp.arange(graph.num_nodes)
-        A = UnfoldedMap(H, Features(X, backend, self.dtype, graph.order), everything, 64)
+        budget = self._options(backend).budget
+        width = max(1, block_width(graph.num_nodes, self.W_.shape[1], self.dtype, budget))
+        A = UnfoldedMap(H, Features(X, backend, self.dtype, graph.order), everything, width)
         Z = backend.to_numpy(A.forward(backend.asarray(self.W_), _TRANSFORM_TOL).value)
         inverse = graph.inverse_order()
         return (Z if inverse is None else Z[inverse]).astype(self.dtype)
@@ -318,7 +323,8 @@ class _Run:
         """From w to the optimum of the model A; `certified`: A is the true one."""
         tol = self.model.tol
         # A damped P amplifies what the solves leave over, and no certificate watches it.
-        inner = min(1e-4, math.sqrt(tol) / 10) * (0.1 if self.P.damped else 1.0)
+        blind = self.P.damped or not self.model.precondition
+        inner = min(1e-4, math.sqrt(tol) / 10) * (0.1 if blind else 1.0)
         problem = Problem(A, self.loss, self.Y, self.model.ridge, self.P.factor, self.xp, inner)
         optimizer = self._optimizer(A)
         point = problem.start(w)
@@ -334,10 +340,12 @@ class _Run:
                 if self._flatter(problem, point):
                     point, optimizer = self._rescaled(problem, point), self._optimizer(A)
                 direction = optimizer.direction(point.w, point.g)
-                point = problem.move(point, direction, optimizer.searches)
-                if not math.isfinite(point.objective):
-                    self.status = "diverged"
+                ahead = problem.move(point, direction, optimizer.searches)
+                if not math.isfinite(ahead.objective):
+                    warnings.warn("Training diverged: lower learning_rate.", stacklevel=3)
+                    self.status = "stagnated"
                     break
+                point = ahead
         return point
 
     def _flatter(self, problem: Problem, point: Point) -> bool:
@@ -368,13 +376,19 @@ class _Run:
         return make_optimizer(model.optimizer, number, self.xp, self.loss.separable)
 
     def _certify(self, point: Point, certified: bool) -> Certificate:
-        why = "cross entropy without a ridge has no strong convexity"
-        if not self.model.precondition:
-            why = "precondition=False gives no bound on the spectrum"
-        elif self.model.loss == "mse":
-            why = "P does not bound the Hessian from below; a ridge would"
         spectrum = self.spectrum if certified else None
+        why = self._why_not(point) if spectrum is None and self.model.ridge == 0 else ""
         return certify(point, spectrum, self.model.ridge, self.X_norm, self.xp, why)
+
+    def _why_not(self, point: Point) -> str:
+        """Why there is no certificate, for the user."""
+        if not self.model.precondition:
+            return "precondition=False gives no bound on the spectrum"
+        if self.model.loss == "mse":
+            return f"{self.P.factor.note or 'P misses too much of the Hessian'}; a ridge would help"
+        if point.objective < math.log(2):  # every training row has more than half of the softmax
+            return "the training classes are separable, so there is no minimiser; a ridge gives one"
+        return "cross entropy without a ridge is not strongly convex"
 
     def _sharpened(self, problem: Problem, point: Point) -> Point:
         """Solve tighter while the solves' errors, not the gradient, dominate the certificate."""
@@ -412,8 +426,9 @@ class _Run:
             a = 0.5 if self.spectrum is None else self.spectrum.a
             done = size**2 <= 2 * a * tol * point.objective and self._settled(point.objective)
         else:
-            self.first_gradient = min(self.first_gradient, size)
-            done = size <= tol * self.first_gradient
+            if len(self.history) == 1:
+                self.first_gradient = size
+            done = size <= math.sqrt(tol) / 10 * self.first_gradient
         done = done or point.objective <= tol**2 * self.loss_at_zero
         if done:
             self.status = "converged"

@@ -83,7 +83,7 @@ def build(
         QtY = gram_product(backend, Q, Y)
         if not sampled:
             error = chebyshev_error(H_tilde, recipe.degree)
-    damped = ridge == 0 and Q.shape[0] < d
+    damped = ridge == 0 and rows.shape[0] < d
     if (damped or ridge > 0) and 2 * Q.shape[0] < d:
         QtQ: Gram = LowRankGram.of_rows(backend, Q, damped)
     else:

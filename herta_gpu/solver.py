@@ -265,8 +265,14 @@ class SDDSolver:
         self.H = RegularizedLaplacian(graph, lam, self.backend, self.dtype)
         self.info_: SolveInfo | None = None
 
+    @property
+    def kappa(self) -> float:
+        """A proven bound of the condition number of H."""
+        return self.H.lambda_max
+
     def solve(self, B: Any) -> Any:
         """Z = H^-1 B for B of shape (n,) or (n, k), dense or SciPy sparse; see `info_`."""
+        B = B if sp.issparse(B) else np.asarray(B)
         check_rows("B", B, self.graph)
         flat = B.ndim == 1
         if flat:

@@ -18,6 +18,8 @@ from herta_gpu.features import Features
 from herta_gpu.losses import Loss
 from herta_gpu.solver import RegularizedLaplacian, SolveInfo, block_cg
 
+_LEAST_TOL = 1e-14  # of a solve; below is rounding, even in float64
+
 
 @dataclass
 class Solved:
@@ -74,7 +76,7 @@ class UnfoldedMap:
         )
 
     def _solve(self, B: Array, tol: float, guess: Array | None) -> Solved:
-        xp, parts = self.H.backend.xp, []
+        xp, parts, tol = self.H.backend.xp, [], max(tol, _LEAST_TOL)
         for j in range(0, B.shape[1], self.width):
             J = slice(j, j + self.width)
             start = None if guess is None else xp.ascontiguousarray(guess[:, J])
