@@ -85,3 +85,22 @@ class Features:
     def _chunk(self, at: slice) -> Any:
         rows = self._dense[at] if self._order is None else self._dense[self._order[at]]
         return np.asarray(rows, dtype=np.float64)
+
+
+def has_hidden_columns(X: Any, rows: Any) -> bool:
+    """Whether some column of X is zero on `rows` but not everywhere."""
+    if sp.issparse(X):
+        X = sp.csr_array(X)
+        inside, everywhere = (np.unique(M.indices[M.data != 0]) for M in (X[rows], X))
+        return inside.shape[0] < everywhere.shape[0]
+    step = max(1, _CHUNK_BYTES // (8 * max(X.shape[1], 1)))
+    train = np.zeros(X.shape[0], dtype=bool)
+    train[rows] = True
+    inside, everywhere = np.zeros((2, X.shape[1]), dtype=bool)
+    for a in range(0, X.shape[0], step):
+        filled = np.asarray(X[a : a + step]) != 0
+        everywhere |= filled.any(axis=0)
+        inside |= filled[train[a : a + step]].any(axis=0)
+        if inside.all():
+            return False
+    return bool((everywhere & ~inside).any())

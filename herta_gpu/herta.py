@@ -26,14 +26,14 @@ from herta_gpu.certificate import (
     ritz_interval,
 )
 from herta_gpu.estimator import Estimator, Targets, accuracy_or_r2, make_targets
-from herta_gpu.features import Features
+from herta_gpu.features import Features, has_hidden_columns
 from herta_gpu.graph import Graph
 from herta_gpu.losses import LOSSES
 from herta_gpu.optimizers import OPTIMIZERS, GradientDescent, Momentum, Optimizer, make_optimizer
-from herta_gpu.planner import Options, Sizes, make_plan
+from herta_gpu.planner import HIDDEN_TOL, Options, Sizes, make_plan
 from herta_gpu.preconditioner import Preconditioner, build, no_preconditioner
 from herta_gpu.profiling import Stages
-from herta_gpu.solver import RegularizedLaplacian, block_width
+from herta_gpu.solver import RegularizedLaplacian, block_width, chebyshev_degree
 from herta_gpu.sparsifier import Sparsifier
 from herta_gpu.unfolded import DenseMap, LinearMap, Point, Problem, UnfoldedMap
 from herta_gpu.validation import (
@@ -180,14 +180,8 @@ class HERTA(Estimator):
         # Q <- SDDSolver(I + lam L_tilde; X); Q' <- Hadamard(R Q); Q_tilde <- s rows of Q';
         # P <- Q_tilde^T Q_tilde; P' <- P^-1/2.  Q is cut to the training rows: with a mask, a P
         # from all rows would miss the Hessian.
-        with stages("preconditioner"):
-            if self.precondition:
-                P = build(plan.recipe, H_tilde, H, features, Y, rows, self.ridge, H_tilde is not H)
-            else:
-                P = no_preconditioner(backend, features.shape[1], Y.shape[1])
         A = UnfoldedMap(H, features, rows, plan.solve_width)
-        with stages("spectrum"):
-            spectrum = choose_spectrum(plan.certificate, P, A, self.ridge, self.random_state)
+        P, spectrum = self._preconditioned(H_tilde, A, Y, stages)
         # for t = 1..T: u <- X P' w - y_hat, two solves, g <- P' X^T u'', w <- w - eta g
         run = _Run(self, backend, Y, P, spectrum, features, stages)
         with stages("train"):
@@ -289,6 +283,25 @@ class HERTA(Estimator):
         ).fit(H.graph)
         return RegularizedLaplacian(sampled.graph_, H.lam, H.backend, H.dtype)
 
+    def _preconditioned(
+        self, H_tilde: RegularizedLaplacian, A: UnfoldedMap, Y: Array, stages: Stages
+    ) -> tuple[Preconditioner, Spectrum | None]:
+        """P^-1/2 and bounds of the Hessian it leaves; without any, Q is solved tighter once."""
+        plan, recipe = self.plan_, self.plan_.recipe
+        if not self.precondition:
+            return no_preconditioner(A.H.backend, A.X.shape[1], Y.shape[1]), None
+        for degree in (recipe.degree, chebyshev_degree(A.H, HIDDEN_TOL)):
+            recipe.degree = degree
+            with stages("preconditioner"):
+                P = build(recipe, H_tilde, A.H, A.X, Y, A.train, self.ridge, H_tilde is not A.H)
+            with stages("spectrum"):
+                spectrum = choose_spectrum(plan.certificate, P, A, self.ridge, self.random_state)
+            exact = H_tilde is A.H and recipe.sketch_rows is None
+            if spectrum is None or spectrum.kind != "estimate" or not exact:
+                break
+            plan.decisions.append(("Q again", "tighter", "P missed too much of the Hessian"))
+        return P, spectrum
+
     def _check_fitted(self) -> None:
         if not hasattr(self, "W_"):
             raise RuntimeError("This HERTA is not fitted yet: call fit first.")
@@ -377,8 +390,9 @@ class _Run:
 
     def _certify(self, point: Point, certified: bool) -> Certificate:
         spectrum = self.spectrum if certified else None
-        why = self._why_not(point) if spectrum is None and self.model.ridge == 0 else ""
-        return certify(point, spectrum, self.model.ridge, self.X_norm, self.xp, why)
+        return certify(
+            point, spectrum, self.model.ridge, self.X_norm, self.xp, self._why_not(point)
+        )
 
     def _why_not(self, point: Point) -> str:
         """Why there is no certificate, for the user."""
@@ -482,5 +496,5 @@ def _sizes(graph: Graph, X: Any, targets: Targets, dtype: str) -> Sizes:
     word = np.dtype(dtype).itemsize
     return Sizes(
         graph.num_nodes, graph.num_edges, X.shape[1], targets.Y.shape[1], targets.Y.shape[0],
-        word, X_bytes,
+        word, X_bytes, has_hidden_columns(X, targets.rows),
     )  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from pathlib import Path
 
 from herta_gpu.backends.base import Backend
 
@@ -26,3 +27,12 @@ def get_backend(device: str) -> Backend:
             'device="cuda" is not available in this version: use device="cpu" or "auto".'
         )
     raise ValueError(f'device must be "auto", "cpu" or "cuda", not {device!r}.')
+
+
+def kernel_folder() -> Path:
+    """Where the CUDA sources are: inside the installed package, or beside it in a checkout."""
+    package = Path(__file__).resolve().parent.parent
+    for folder in (package / "kernels", package.parent / "kernels"):
+        if (folder / "common.cuh").exists():
+            return folder
+    raise FileNotFoundError("The CUDA sources are missing: reinstall herta_gpu.")

@@ -1,0 +1,95 @@
+"""Graphs, data and independent references that the tests compare with."""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import scipy.sparse as sp
+import scipy.sparse.linalg as sla
+
+from herta_gpu import Graph
+
+
+def random_graph(n: int, m: int, seed: int = 0, weighted: bool = False) -> Graph:
+    """m distinct random edges, each in a random direction."""
+    rng = np.random.default_rng(seed)
+    lo, hi = np.triu_indices(n, 1)
+    pick = rng.choice(lo.shape[0], size=min(m, lo.shape[0]), replace=False)
+    u, v = lo[pick], hi[pick]
+    flip = rng.random(pick.shape[0]) < 0.5
+    edges = np.where(flip, np.stack([u, v]), np.stack([v, u]))
+    return Graph.from_edges(edges, n, rng.uniform(0.1, 3, pick.shape[0]) if weighted else None)
+
+
+def dense_H(graph: Graph, lam: float) -> Any:
+    """I + lam L from the definition, without the package's own products."""
+    u, v, w = graph.edges()
+    n = graph.num_nodes
+    A = np.zeros((n, n))
+    A[u, v] = 1.0 if w is None else w
+    A += A.T
+    order = np.arange(n) if graph.order is None else graph.inverse_order()
+    D = graph.degree[order]
+    return np.eye(n) + lam * (np.diag(A.sum(axis=1)) - A) / np.sqrt(np.outer(D, D))
+
+
+def least_squares(A: Any, Y: Any, ridge: float = 0.0) -> tuple[Any, float]:
+    """(W, optimum) of 1/2 ||A W - Y||^2 + ridge/2 ||W||^2 by a float64 SVD, cut at 1e-6."""
+    U, s, Vt = np.linalg.svd(A, full_matrices=False)
+    keep = s > 1e-6 * s[0]
+    U, s, Vt = U[:, keep], s[keep], Vt[keep]
+    W = Vt.T @ ((s / (s**2 + ridge))[:, None] * (U.T @ Y))
+    return W, 0.5 * float(((A @ W - Y) ** 2).sum() + ridge * (W**2).sum())
+
+
+class Shared:
+    """A real data set: graph, row-normalised features, labels, 80% random training rows."""
+
+    def __init__(self, path: Path) -> None:
+        with np.load(path, allow_pickle=False) as f:
+            self.graph = Graph.from_edges(f["edge_index"], int(f["num_nodes"]))
+            X = sp.csr_array(
+                (f["feature_data"].astype(float), f["feature_indices"], f["feature_indptr"]),
+                shape=tuple(f["feature_shape"]),
+            )
+            self.y = f["labels"].astype(int)
+        sums = np.asarray(abs(X).sum(axis=1)).ravel()
+        self.X = sp.csr_array(sp.diags_array(1 / np.where(sums > 0, sums, 1)) @ X)
+        n = self.graph.num_nodes
+        self.train = np.sort(np.random.default_rng(0).permutation(n)[: int(0.8 * n)])
+        self.Y = np.eye(self.y.max() + 1)[self.y[self.train]]
+        self._maps: dict[float, Any] = {}
+
+    def A(self, lam: float) -> Any:
+        """M H^-1 X by a sparse LU with one step of refinement."""
+        if lam not in self._maps:
+            H = sp.csc_array(sp.eye_array(self.graph.num_nodes) + lam * self.graph.to_csr())
+            lu, X = sla.splu(H), self.X.toarray()
+            Q = lu.solve(X)
+            Q += lu.solve(X - H @ Q)
+            self._maps[lam] = Q[self.train]
+        return self._maps[lam]
+
+    @cache  # noqa: B019  one instance per data set and session
+    def optimum(self, lam: float) -> float:
+        return least_squares(self.A(lam), self.Y)[1]
+
+
+@cache
+def _load(name: str) -> Shared | None:
+    folder = os.environ.get("HERTA_DATA", "")
+    path = Path(folder) / f"{name}.npz"
+    return Shared(path) if folder and path.exists() else None
+
+
+def shared(name: str) -> Shared:
+    """A shared data set, or a skip that says what is missing."""
+    data = _load(name)
+    if data is None:
+        pytest.skip(f"{name}.npz is not there: set HERTA_DATA to the folder that holds it")
+    return data

@@ -1,0 +1,171 @@
+"""The CPU backend's primitives against closed forms, dense algebra and published vectors."""
+
+from __future__ import annotations
+
+import inspect
+
+import numpy as np
+import pytest
+import scipy.linalg
+import scipy.stats
+
+from herta_gpu.backends import base, get_backend, philox
+from herta_gpu.backends.base import Backend
+from herta_gpu.backends.cpu import CPUBackend, keep_probabilities, walsh_hadamard
+from tests.conftest import dense_H, random_graph
+
+BACKENDS = [CPUBackend]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_every_backend_has_the_documented_signatures(backend):
+    for name, wanted in inspect.getmembers(Backend, inspect.isfunction):
+        ours = inspect.signature(getattr(backend, name))
+        assert list(ours.parameters) == list(inspect.signature(wanted).parameters), name
+
+
+@pytest.mark.parametrize(
+    ("counter", "key", "answer"),
+    [
+        ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+        (
+            (0xFFFFFFFF,) * 4,
+            (0xFFFFFFFF,) * 2,
+            (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD),
+        ),
+        (
+            (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+            (0xA4093822, 0x299F31D0),
+            (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+        ),
+    ],
+)
+def test_philox_known_answers(counter, key, answer):
+    """The vectors published with Random123."""
+    assert tuple(int(w) for w in philox.philox4x32(counter, key)) == answer
+
+
+def test_gaussians_are_normal_and_keyed_by_row_and_column():
+    rows = np.arange(4000)
+    G = philox.gaussians(rows, rows * 0, 25, seed=7, stream=1)
+    # Kolmogorov-Smirnov on 100,000 draws; a right generator fails with probability 1e-4.
+    assert scipy.stats.kstest(G.ravel(), "norm").pvalue > 1e-4
+    correlation = np.corrcoef(G.T)
+    assert np.abs(correlation - np.eye(25)).max() < 5 / np.sqrt(4000)
+    np.testing.assert_array_equal(
+        G[100:103, :9], philox.gaussians(rows[100:103], rows[:3] * 0, 9, 7, 1)
+    )
+    assert (G[:3] != philox.gaussians(rows[:3], rows[:3] * 0, 25, 8, 1)).all()
+
+
+def test_multiply_high_is_exact():
+    rng = np.random.default_rng(0)
+    a = rng.integers(0, 2**64, 200, dtype=np.uint64)
+    for b in (1, 12345, 2**40 + 3, 2**62 - 1):
+        ours = philox.multiply_high(a, b)
+        assert [int(x) for x in ours] == [(int(x) * b) >> 64 for x in a]
+
+
+@pytest.mark.parametrize("n", [1, 2, 31, 32, 33, 3000])
+@pytest.mark.parametrize("k", [1, 3, 8, 64])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_apply_H_is_the_dense_product(n, k, weighted):
+    backend, lam = get_backend("cpu"), 7.0
+    g = random_graph(min(n, 400), 3 * min(n, 400), weighted=weighted)
+    X = np.random.default_rng(0).standard_normal((g.num_nodes, k))
+    exact = dense_H(g, lam) @ X
+    for dtype, atol in (("float64", 1e-12), ("float32", 1e-4)):
+        L = backend.laplacian(g, dtype)
+        np.testing.assert_allclose(
+            backend.apply_H(L, lam, X.astype(dtype)), exact, atol=atol * max(1, abs(exact).max())
+        )
+
+
+def test_results_do_not_depend_on_the_number_of_threads(monkeypatch):
+    g = random_graph(600, 60000)  # several chunks
+    backend = get_backend("cpu")
+    L = backend.laplacian(g, "float32")
+    assert len(L.chunks) > 1
+    X = np.random.default_rng(0).standard_normal((600, 40)).astype("float32")
+    results = []
+    for threads in ("1", "2", "3"):
+        monkeypatch.setenv("HERTA_NUM_THREADS", threads)
+        results.append(
+            [
+                backend.apply_H(L, 3.0, X),
+                backend.column_dots(X, X),
+                backend.sketch_incidence(L, 6, 1),
+                backend.edge_scores(L, X, X, 2.0),
+            ]
+        )
+    for other in results[1:]:
+        for a, b in zip(results[0], other, strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+def test_sketches_are_the_stated_products():
+    g, k = random_graph(40, 120, weighted=True), 6
+    backend = get_backend("cpu")
+    L = backend.laplacian(g, "float64")
+    u, v, w = g.edges()
+    B_hat = np.zeros((120, 40))
+    B_hat[np.arange(120), u] = np.sqrt(w / g.degree[u])
+    B_hat[np.arange(120), v] = -np.sqrt(w / g.degree[v])
+    np.testing.assert_allclose(B_hat.T @ B_hat, g.to_csr().toarray(), atol=1e-14)
+    Pi_1 = philox.gaussians(u, v, k, 5, base.STREAM_INCIDENCE).T / np.sqrt(k)
+    np.testing.assert_allclose(backend.sketch_incidence(L, k, 5), (Pi_1 @ B_hat).T, atol=1e-14)
+    Pi_2 = philox.gaussians(np.arange(40), np.zeros(40, int), k, 5, base.STREAM_IDENTITY).T
+    np.testing.assert_allclose(backend.sketch_identity(L, k, 5), Pi_2.T / np.sqrt(k), atol=1e-14)
+    B_S, Pi_S = np.random.default_rng(0).standard_normal((2, 40, k))
+    ours = backend.edge_scores(L, B_S, Pi_S, 3.0)
+    theirs = ((B_hat @ B_S) ** 2).sum(axis=1) + ((B_hat @ Pi_S) ** 2).sum(axis=1) / 3.0
+    np.testing.assert_allclose(ours, theirs, rtol=1e-12)
+
+
+def test_sampling_with_replacement_draws_by_the_scores():
+    """Chi-square on 10^5 draws over 50 edges; fails with probability 1e-4 if right."""
+    scores = np.random.default_rng(0).uniform(0.01, 1, 50)
+    s = 100_000
+    factors = get_backend("cpu").sample_edges(scores, s, 3, True)
+    p = scores / scores.sum()
+    counts = factors * s * p
+    np.testing.assert_allclose(counts, np.round(counts), atol=1e-3)
+    assert scipy.stats.chisquare(np.round(counts), s * p).pvalue > 1e-4
+
+
+def test_bernoulli_sampling_caps_at_one_and_meets_the_budget():
+    scores = np.concatenate([np.full(5, 1.0), np.full(2000, 0.001)])
+    p = keep_probabilities(scores, 105)
+    assert p[:5].min() == 1.0
+    assert p.sum() == pytest.approx(105)
+    factors = get_backend("cpu").sample_edges(scores, 105, 0, False)
+    assert (factors[:5] == 1).all()
+    # 100 expected of 2,000: five standard deviations, probability below 1e-5.
+    assert abs(np.count_nonzero(factors[5:]) - 100) < 50
+    kept = factors[5:][factors[5:] > 0]
+    np.testing.assert_allclose(kept, 20.0)
+
+
+@pytest.mark.parametrize("n", [1, 2, 8, 32, 64, 512, 2048])
+def test_walsh_hadamard_is_the_recursive_definition(n):
+    Y = np.random.default_rng(0).standard_normal((n, 3))
+    np.testing.assert_allclose(
+        walsh_hadamard(Y), scipy.linalg.hadamard(n) @ Y / np.sqrt(n), atol=1e-12
+    )
+
+
+@pytest.mark.parametrize("n", [1, 5, 64, 100])
+def test_srht_keeps_everything_when_it_keeps_every_row(n):
+    Q = np.random.default_rng(0).standard_normal((n, 4))
+    padded = 1 << (n - 1).bit_length()
+    Q_tilde = get_backend("cpu").srht(Q, padded, 0)
+    np.testing.assert_allclose(Q_tilde.T @ Q_tilde, Q.T @ Q, atol=1e-12)
+
+
+def test_srht_is_the_same_for_every_column_block():
+    Q = np.random.default_rng(0).standard_normal((100, 6))
+    whole = get_backend("cpu").srht(Q, 32, 5)
+    parts = [
+        get_backend("cpu").srht(np.ascontiguousarray(Q[:, j : j + 2]), 32, 5) for j in (0, 2, 4)
+    ]
+    np.testing.assert_allclose(np.hstack(parts), whole, atol=1e-14)

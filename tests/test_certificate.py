@@ -1,0 +1,184 @@
+"""A certificate must bound the true gap, at every step, and must not be vacuous."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import scipy.optimize
+
+from herta_gpu import HERTA, Certificate
+from herta_gpu.certificate import _norm_bound
+from tests.conftest import dense_H, least_squares, random_graph
+
+
+def problem(seed=0, n=250, d=15, c=3, decades=2, separable=False):
+    g = random_graph(n, 3 * n, seed)
+    rng = np.random.default_rng(seed)
+    X = rng.standard_normal((n, d)) * np.logspace(0, -decades, d)
+    y = (
+        X @ rng.standard_normal((d, c)) + (0.0 if separable else 0.5) * rng.standard_normal((n, c))
+    ).argmax(1)
+    return g, X, y, np.sort(rng.choice(n, int(0.7 * n), replace=False))
+
+
+def true_gaps(model, g, X, y, train, lam, ridge=0.0):
+    A = np.linalg.solve(dense_H(g, lam), X)[train]
+    best = least_squares(A, np.eye(y.max() + 1)[y[train]], ridge)[1]
+    return [h["loss"] / best - 1 for h in model.history_], best
+
+
+KINDS = {
+    "spectral-proven": {"all_rows": True},
+    "spectral-deterministic": {},
+    "spectral-probabilistic": {"sketch": 128},
+    "duality": {"ridge": 0.5},
+}
+
+
+@pytest.mark.parametrize("optimizer", ["cg", "gd", "momentum", "lbfgs", "adam"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("lam", [1.0, 20.0])
+def test_it_bounds_the_true_gap_at_every_step(kind, optimizer, lam):
+    options = dict(KINDS[kind])
+    g, X, y, train = problem()
+    if options.pop("all_rows", False):
+        train = np.arange(g.num_nodes)
+    # A start far from the optimum, so that there are steps to look at.
+    model = HERTA(lam=lam, optimizer=optimizer, strategy="herta", max_iter=60, tol=1e-8, **options)
+    model.fit(g, X, y, train=train)
+    gaps, _ = true_gaps(model, g, X, y, train, lam, options.get("ridge", 0.0))
+    for gap, h in zip(gaps, model.history_, strict=True):
+        assert gap <= h["certificate"] + 1e-10
+    if optimizer != "adam":
+        assert model.status_ == "certified"
+        assert model.certificate_.value <= 1e-8
+    if kind != "duality":
+        assert model.certificate_.kind == kind
+    assert (model.certificate_.probability > 0) == (kind == "spectral-probabilistic")
+
+
+@pytest.mark.parametrize("kind", ["spectral-proven", "spectral-deterministic"])
+def test_it_is_within_ten_times_of_the_true_gap(kind):
+    """Near convergence, on gaps large enough to be known: steps of a slow optimizer."""
+    g, X, y, train = problem(decades=1)
+    if kind == "spectral-proven":
+        train = np.arange(g.num_nodes)
+    model = HERTA(
+        lam=5.0, optimizer="gd", learning_rate=0.3, strategy="herta", tol=1e-7, dtype="float64"
+    ).fit(g, X, y, train=train)
+    gaps, _ = true_gaps(model, g, X, y, train, 5.0)
+    checked = 0
+    for gap, h in zip(gaps, model.history_, strict=True):
+        if 1e-7 < gap < 1e-2:
+            assert gap <= h["certificate"] <= 10 * gap
+            checked += 1
+    assert checked >= 3
+
+
+def test_loose_inner_solves_are_paid_for_by_the_certificate(monkeypatch):
+    """With solves to 1e-2 only and no sharpening, the bound must grow, not break."""
+    import herta_gpu.herta as module
+
+    monkeypatch.setattr(module, "_TIGHTENINGS", 0)
+    real = module.Problem.__init__
+
+    def loose(self, *args, **kwargs):
+        real(self, *args, **kwargs)
+        self.tol = 1e-2
+
+    monkeypatch.setattr(module.Problem, "__init__", loose)
+    g, X, y, train = problem()
+    model = HERTA(lam=20.0, strategy="herta", max_iter=5).fit(g, X, y, train=train)
+    A = np.linalg.solve(dense_H(g, 20.0), X)[train]
+    Y = np.eye(3)[y[train]]
+    best = least_squares(A, Y)[1]
+    true = 0.5 * ((A @ model.W_ - Y) ** 2).sum() / best - 1
+    assert true <= model.certificate_.value
+    assert model.certificate_.value > 1e-6
+    assert model.status_ == "max_iter"
+
+
+@pytest.mark.parametrize("ridge", [1e-3, 1e-1, 10.0])
+def test_cross_entropy_with_a_ridge(ridge):
+    g, X, y, train = problem(seed=3)
+    model = HERTA(
+        lam=5.0, loss="ce", optimizer="lbfgs", ridge=ridge, max_iter=300, strategy="herta"
+    )
+    model.fit(g, X, y, train=train)
+    A = np.linalg.solve(dense_H(g, 5.0), X)[train]
+    Y = np.eye(3)[y[train]]
+
+    def objective(w):
+        W = w.reshape(-1, 3)
+        F = A @ W
+        top = F.max(axis=1, keepdims=True)
+        S = np.exp(F - top)
+        total = S.sum(axis=1, keepdims=True)
+        value = np.log(total).sum() + (top - F)[Y > 0].sum() + 0.5 * ridge * (W**2).sum()
+        return value, (A.T @ (S / total - Y) + ridge * W).ravel()
+
+    options = {"maxiter": 20000, "maxfun": 40000, "ftol": 1e-16, "gtol": 1e-10}
+    best = scipy.optimize.minimize(
+        objective, np.zeros(45), jac=True, method="L-BFGS-B", options=options
+    )
+    assert model.status_ == "certified"
+    assert model.certificate_.kind == "duality"
+    for h in model.history_:
+        assert h["loss"] / best.fun - 1 <= h["certificate"] + 1e-9
+    assert model.history_[-1]["loss"] <= best.fun * (1 + 1e-6)
+
+
+def test_cross_entropy_without_a_ridge_prints_no_number():
+    g, X, y, train = problem(seed=4)
+    model = HERTA(loss="ce", optimizer="lbfgs").fit(g, X, y, train=train)
+    assert model.status_ == "converged"
+    assert model.certificate_.kind == "none"
+    assert math.isinf(model.certificate_.value)
+    assert "strongly convex" in str(model.certificate_)
+    assert all(math.isinf(h["certificate"]) for h in model.history_)
+
+
+def test_separable_classes_say_so():
+    g, X, y, train = problem(seed=5)
+    X = np.hstack([X, 40 * np.eye(3)[y]])
+    model = HERTA(loss="ce", optimizer="lbfgs").fit(g, X, y, train=train)
+    assert "separable" in model.certificate_.note
+    assert model.score(g, X, y, train) == 1.0
+
+
+def test_an_optimum_of_zero_is_not_called_a_relative_gap():
+    g, X, y, _ = problem(d=40, decades=0)
+    model = HERTA(lam=1.0).fit(g, X, y, train=np.arange(20))
+    assert model.status_ == "converged"
+    assert model.history_[-1]["loss"] <= 1e-12 * 10
+
+
+def test_lanczos_interval_holds_the_spectrum():
+    """The probabilistic kind on 30 problems; each may fail with probability 1/n = 0.4%."""
+    for seed in range(30):
+        g, X, y, train = problem(seed=seed, decades=3)
+        model = HERTA(lam=20.0, strategy="herta", sketch=128, random_state=seed, tol=1e-2)
+        model.fit(g, X, y, train=train)
+        if model.spectrum_.kind == "estimate":
+            continue
+        gaps, _ = true_gaps(model, g, X, y, train, 20.0)
+        assert gaps[-1] <= model.certificate_.value
+
+
+def test_norm_bound_is_an_upper_bound_and_tight():
+    rng = np.random.default_rng(0)
+    for d in (1, 5, 200):
+        M = rng.standard_normal((d, d))
+        S = M @ M.T
+        top = np.linalg.eigvalsh(S)[-1]
+        assert top <= _norm_bound(S, np) <= top * d ** (1 / 16) * (1 + 1e-5)
+    assert _norm_bound(np.zeros((3, 3)), np) == 0
+
+
+def test_certificates_print():
+    assert "3.70e-04" in str(Certificate(3.7e-4, "spectral-proven", gap=1.0))
+    assert "fails with probability <= 1.0e-03" in str(
+        Certificate(1e-7, "spectral-probabilistic", 1e-3, 1.0)
+    )

@@ -1,0 +1,147 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import scipy.sparse as sp
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from herta_gpu import Graph
+from tests.conftest import dense_H, random_graph
+
+
+@st.composite
+def edge_lists(draw):
+    """n, a set of weighted undirected edges, and one way to list them."""
+    n = draw(st.integers(1, 12))
+    pairs = draw(
+        st.dictionaries(
+            st.tuples(st.integers(0, n - 1), st.integers(0, n - 1)).map(lambda p: (min(p), max(p))),
+            st.integers(1, 4),
+            max_size=25,
+        )
+    )
+    listed = []
+    for (u, v), w in pairs.items():
+        style = draw(st.sampled_from(["ahead", "back", "both", "split"]))
+        if u == v or style == "ahead":
+            listed.append((u, v, w))
+        elif style == "back":
+            listed.append((v, u, w))
+        elif style == "both":
+            listed += [(u, v, w), (v, u, w)]
+        else:  # repeated edges of one direction add up
+            listed += [(v, u, w / 2), (v, u, w / 2)]
+    return n, pairs, draw(st.permutations(listed))
+
+
+@settings(max_examples=150, deadline=None)
+@given(edge_lists())
+def test_laplacian_is_the_papers_definition(case):
+    n, pairs, listed = case
+    A = np.zeros((n, n))
+    for (u, v), w in pairs.items():
+        A[u, v] = A[v, u] = w
+    A[np.diag_indices(n)] = np.where(np.diag(A) > 0, np.diag(A), 1)
+    s = 1 / np.sqrt(A.sum(axis=1))
+    L_hat = np.eye(n) - s[:, None] * A * s[None, :]
+    edges = np.array([(u, v) for u, v, _ in listed], dtype=int).reshape(-1, 2).T
+    g = Graph.from_edges(edges, num_nodes=n, edge_weight=[w for *_, w in listed])
+    np.testing.assert_allclose(g.to_csr().toarray(), L_hat, atol=1e-14)
+    np.testing.assert_allclose(g.adjacency().toarray(), A, atol=1e-14)
+    assert g.lambda_max_bound() >= np.linalg.eigvalsh(L_hat)[-1] - 1e-12
+
+
+def test_unweighted_graphs_store_no_values_and_64_bit_offsets():
+    g = random_graph(50, 200)
+    assert g.weights is None
+    assert g.indptr.dtype == np.int64
+    assert g.indices.dtype == np.int32
+
+
+def test_repeated_edges_of_one_direction_add_up():
+    g = Graph.from_edges([[0, 0, 1], [1, 1, 2]])
+    assert g.adjacency().toarray()[0, 1] == 2
+    assert g.num_edges == 2
+
+
+def test_both_directions_are_one_edge():
+    g = Graph.from_edges([[0, 1, 1, 2], [1, 0, 2, 1]])
+    assert g.num_edges == 2
+    assert g.weights is None
+
+
+def test_conflicting_directions_are_an_error():
+    with pytest.raises(ValueError, match=r"Edge \(0, 1\) has weight 2 but \(1, 0\) has 3"):
+        Graph.from_edges([[0, 1], [1, 0]], edge_weight=[2.0, 3.0])
+
+
+def test_self_loops_keep_their_weight_and_missing_ones_get_one():
+    g = Graph.from_edges([[0, 0], [0, 1]], edge_weight=[5.0, 1.0])
+    assert g.adjacency().toarray().tolist() == [[5, 1], [1, 1]]
+
+
+def test_isolated_nodes_and_components():
+    g = Graph.from_edges([[0, 2], [1, 3]], num_nodes=7)
+    assert g.num_isolated == 3
+    assert g.num_components == 5
+    assert np.abs(g.to_csr().toarray()[4:]).max() == 0
+    assert "3 isolated nodes" in repr(g)
+
+
+def test_edges_of_weight_zero_are_no_edges():
+    g = Graph.from_edges([[0, 1], [1, 2]], edge_weight=[0.0, 1.0])
+    assert g.num_edges == 1
+
+
+@pytest.mark.parametrize("method", ["rcm", "degree"])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_reordering_is_invisible(method, weighted):
+    g = random_graph(60, 150, weighted=weighted)
+    r = g.reordered(method).reordered("degree")
+    assert r.order is not None
+    assert (r.order != np.arange(60)).any()
+    np.testing.assert_allclose(r.to_csr().toarray(), g.to_csr().toarray(), atol=1e-15)
+    np.testing.assert_allclose(r.adjacency().toarray(), g.adjacency().toarray(), atol=1e-15)
+    ours = {tuple(sorted(e)) for e in np.stack(r.edges()[:2]).T.tolist()}
+    assert ours == {tuple(sorted(e)) for e in np.stack(g.edges()[:2]).T.tolist()}
+
+
+def test_reverse_cuthill_mckee_brings_neighbours_together():
+    n = 400
+    path = np.random.default_rng(0).permutation(n)
+    g = Graph.from_edges(np.stack([path[:-1], path[1:]]), num_nodes=n)
+
+    def bandwidth(graph: Graph) -> int:
+        row = np.repeat(np.arange(n), np.diff(graph.indptr))
+        return int(np.abs(row - graph.indices).max())
+
+    assert bandwidth(g.reordered("rcm")) <= 2 < bandwidth(g)
+
+
+def test_columns_are_sorted():
+    g = random_graph(80, 500, weighted=True)
+    A = sp.csr_array((np.ones(g.indices.size), g.indices, g.indptr), shape=(80, 80))
+    assert A.has_sorted_indices
+
+
+def test_sampled_graph_keeps_the_degrees():
+    g = random_graph(30, 100)
+    keep = np.arange(100) % 3 == 0
+    factor = np.full(100, 3.0)
+    sampled = g.with_edges(keep, factor)
+    assert sampled.num_edges == keep.sum()
+    np.testing.assert_array_equal(sampled.degree, g.degree)
+    u, v, _ = g.edges()
+    B = np.zeros((100, 30))
+    B[np.arange(100), u], B[np.arange(100), v] = 1, -1
+    B /= np.sqrt(g.degree)
+    L_tilde = 3 * B[keep].T @ B[keep]
+    np.testing.assert_allclose(sampled.to_csr().toarray(), L_tilde, atol=1e-14)
+    top = np.linalg.eigvalsh(L_tilde)[-1]
+    assert top <= sampled.lambda_max_bound()
+
+
+def test_dense_reference_agrees_with_to_csr():
+    g = random_graph(25, 60, weighted=True).reordered("rcm")
+    np.testing.assert_allclose(dense_H(g, 3.0), np.eye(25) + 3 * g.to_csr().toarray(), atol=1e-13)

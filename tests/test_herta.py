@@ -1,0 +1,390 @@
+"""The whole of Algorithm 1 against closed forms, on made-up and on real data."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import scipy.optimize
+import scipy.sparse as sp
+from sklearn.base import clone
+
+from herta_gpu import HERTA, Graph
+from herta_gpu.datasets import digits
+from tests.conftest import dense_H, least_squares, random_graph, shared
+
+
+def problem(n=200, d=8, c=3, seed=0, weighted=False):
+    g = random_graph(n, 3 * n, seed, weighted)
+    rng = np.random.default_rng(seed)
+    return g, rng.standard_normal((n, d)), rng.integers(0, c, n), np.arange(0, n, 2)
+
+
+def closed_form(g, X, Y, train, lam, ridge=0.0):
+    return least_squares(np.linalg.solve(dense_H(g, lam), X)[train], Y, ridge)
+
+
+# ---- made-up data -------------------------------------------------------------------------
+@pytest.mark.parametrize("strategy", ["herta", "direct", "auto"])
+@pytest.mark.parametrize("lam", [1e-3, 1.0, 20.0, 1e3])
+@pytest.mark.parametrize("ridge", [0.0, 0.1])
+def test_weights_are_the_closed_form(strategy, lam, ridge):
+    g, X, y, train = problem(weighted=True)
+    W, best = closed_form(g, X, np.eye(3)[y[train]], train, lam, ridge)
+    model = HERTA(lam=lam, strategy=strategy, ridge=ridge, tol=1e-10).fit(g, X, y, train=train)
+    assert model.status_ == "certified"
+    assert model.history_[-1]["loss"] == pytest.approx(best, rel=1e-9)
+    np.testing.assert_allclose(model.W_, W, atol=1e-4 * np.abs(W).max())
+    Z = np.linalg.solve(dense_H(g, lam), X @ W)
+    np.testing.assert_allclose(model.transform(g, X), Z, atol=1e-4 * np.abs(Z).max())
+    assert (model.predict(g, X) == Z.argmax(axis=1)).mean() > 0.99
+
+
+@pytest.mark.parametrize("kind", ["csr", "float32", "float16", "fortran", "memmap", "int"])
+def test_every_kind_of_X(kind, tmp_path):
+    g, X, y, train = problem()
+    X = np.round(X * 4)  # exact in all of these types
+    given = {
+        "csr": lambda: sp.csr_matrix(X),
+        "float32": lambda: X.astype(np.float32),
+        "float16": lambda: X.astype(np.float16),
+        "fortran": lambda: np.asfortranarray(X),
+        "int": lambda: X.astype(np.int64),
+        "memmap": lambda: X,
+    }[kind]()
+    if kind == "memmap":
+        np.save(tmp_path / "X.npy", X.astype(np.float16))
+        given = np.load(tmp_path / "X.npy", mmap_mode="r")
+    _, best = closed_form(g, X, np.eye(3)[y[train]], train, 5.0)
+    model = HERTA(lam=5.0).fit(g, given, y, train=train)
+    assert model.history_[-1]["loss"] == pytest.approx(best, rel=1e-6)
+
+
+def test_train_as_ids_mask_or_none():
+    g, X, y, train = problem()
+    mask = np.zeros(200, bool)
+    mask[train] = True
+    unlabelled = np.where(mask, y, -1)
+    fits = [
+        HERTA().fit(g, X, y, train=train[::-1]),
+        HERTA().fit(g, X, y, train=mask),
+        HERTA().fit(g, X, unlabelled),
+    ]
+    for other in fits[1:]:
+        np.testing.assert_array_equal(fits[0].W_, other.W_)
+
+
+def test_float_targets_one_or_many():
+    g, X, _, train = problem()
+    Z = np.linalg.solve(dense_H(g, 2.0), X)
+    y = Z @ np.arange(8.0) + 0.01 * np.random.default_rng(0).standard_normal(200)
+    model = HERTA(lam=2.0).fit(g, X, y, train=train)
+    assert model.classes_ is None
+    assert model.predict(g, X).shape == (200,)
+    assert model.score(g, X, y) > 0.99
+    many = HERTA(lam=2.0).fit(g, X, np.stack([y, -y], axis=1), train=train)
+    assert many.predict(g, X).shape == (200, 2)
+    np.testing.assert_allclose(many.W_[:, 0], model.W_[:, 0], atol=1e-4)
+
+
+def test_labels_need_not_be_0_to_c():
+    g, X, y, train = problem()
+    named = np.array([7, 100, 3])[y]
+    model = HERTA().fit(g, X, named, train=train)
+    assert model.classes_.tolist() == [3, 7, 100]
+    assert set(model.predict(g, X)) <= {3, 7, 100}
+
+
+def test_alpha_is_appnps():
+    g, X, y, train = problem()
+    a, b = HERTA(alpha=0.1).fit(g, X, y, train), HERTA(lam=9.0).fit(g, X, y, train)
+    np.testing.assert_allclose(a.W_, b.W_, rtol=1e-6)
+    # APPNP's fixed point: Z = (1 - alpha) A_hat Z + alpha X W.
+    Z, s = a.transform(g, X).astype(float), 1 / np.sqrt(g.degree)
+    A_hat = s[:, None] * g.adjacency().toarray() * s[None, :]
+    np.testing.assert_allclose(Z, 0.9 * A_hat @ Z + 0.1 * X @ a.W_, atol=1e-4)
+
+
+@pytest.mark.parametrize("method", ["rcm", "degree"])
+def test_a_reordered_graph_changes_nothing_for_the_caller(method):
+    g, X, y, train = problem()
+    plain = HERTA(lam=20.0, tol=1e-9).fit(g, X, y, train=train)
+    r = g.reordered(method)
+    moved = HERTA(lam=20.0, tol=1e-9).fit(r, X, y, train=train)
+    np.testing.assert_allclose(moved.W_, plain.W_, atol=2e-4 * np.abs(plain.W_).max())
+    np.testing.assert_allclose(moved.transform(r, X), plain.transform(g, X), atol=1e-4)
+
+
+def test_the_same_seed_gives_the_same_bits():
+    g, X, y, train = problem()
+    options = {"lam": 20.0, "strategy": "herta", "sparsify": True, "sketch": True}
+    a, b = (HERTA(**options).fit(g, X, y, train=train) for _ in range(2))
+    np.testing.assert_array_equal(a.W_, b.W_)
+    assert [h["loss"] for h in a.history_] == [h["loss"] for h in b.history_]
+    other = HERTA(**options, random_state=1).fit(g, X, y, train=train)
+    assert (other.W_ != a.W_).any()
+
+
+@pytest.mark.parametrize("optimizer", ["gd", "momentum", "adam", "cg", "lbfgs"])
+@pytest.mark.parametrize("loss", ["mse", "ce"])
+def test_every_optimizer_reaches_the_optimum(optimizer, loss):
+    g, X, y, train = problem()
+    model = HERTA(
+        lam=5.0, loss=loss, optimizer=optimizer, ridge=1.0, strategy="herta", max_iter=600, tol=1e-5
+    ).fit(g, X, y, train=train)
+    reference = HERTA(lam=5.0, loss=loss, optimizer="lbfgs", ridge=1.0, tol=1e-9, dtype="float64")
+    best = reference.fit(g, X, y, train=train).history_[-1]["loss"]
+    assert model.status_ == "certified"
+    assert model.history_[-1]["loss"] <= best * (1 + 1e-5)
+
+
+def test_standard_training_is_slow_on_ill_conditioned_features():
+    """What the paper is about: the same optimizer, with and without the preconditioner."""
+    g, X, y, train = problem()
+    X = X * np.logspace(0, -3, 8)
+    _, best = closed_form(g, X, np.eye(3)[y[train]], train, 1.0)
+    fast = HERTA(optimizer="gd", strategy="herta", max_iter=100).fit(g, X, y, train=train)
+    slow = HERTA(optimizer="gd", precondition=False, max_iter=100).fit(g, X, y, train=train)
+    assert len(fast.history_) <= 5
+    assert fast.history_[-1]["loss"] <= best * (1 + 1e-6)
+    assert slow.history_[-1]["loss"] > best * (1 + 1e-4)
+    assert slow.status_ == "max_iter"
+    assert slow.certificate_.kind == "none"
+
+
+def test_a_step_from_the_spectral_estimate():
+    g, X, y, train = problem()
+    model = HERTA(optimizer="gd", learning_rate="spectral", strategy="herta").fit(g, X, y, train)
+    assert model.status_ == "certified"
+
+
+def test_a_learning_rate_that_is_too_large_warns_and_keeps_the_last_good_point():
+    g, X, y, train = problem()
+    model = HERTA(optimizer="gd", learning_rate=1e6, precondition=False)
+    with pytest.warns(UserWarning, match="lower learning_rate"):
+        model.fit(g, X, y, train=train)
+    assert model.status_ == "stagnated"
+    assert np.isfinite(model.W_).all()
+
+
+# ---- awkward input ------------------------------------------------------------------------
+def test_rank_deficient_features():
+    g, X, y, train = problem()
+    doubled = np.hstack([X, X[:, :3], np.zeros((200, 2))])
+    _, best = closed_form(g, doubled, np.eye(3)[y[train]], train, 20.0)
+    for strategy in ("herta", "direct"):
+        model = HERTA(lam=20.0, strategy=strategy).fit(g, doubled, y, train=train)
+        assert np.isfinite(model.W_).all()
+        assert model.history_[-1]["loss"] == pytest.approx(best, rel=1e-6)
+        assert "rank 8 of 13" in model.certificate_.note
+
+
+@pytest.mark.parametrize("strategy", ["herta", "direct"])
+@pytest.mark.parametrize("n_train", [1, 5, 20, 35])
+def test_fewer_training_rows_than_features(strategy, n_train):
+    g, X, y, _ = problem(d=40)
+    model = HERTA(lam=5.0, strategy=strategy).fit(g, X, y, train=np.arange(n_train))
+    assert model.status_ == "converged"
+    assert "damped" in model.certificate_.note
+    assert model.history_[-1]["loss"] < 1e-6 * n_train
+    ridged = HERTA(lam=5.0, strategy=strategy, ridge=0.5)
+    ridged.fit(g, X, y, train=np.arange(n_train))
+    Y = np.eye(ridged.classes_.size)[np.searchsorted(ridged.classes_, y[:n_train])]
+    W, _ = closed_form(g, X, Y, np.arange(n_train), 5.0, 0.5)
+    assert ridged.status_ == "certified"
+    np.testing.assert_allclose(ridged.W_, W, atol=2e-3 * np.abs(W).max())
+
+
+def test_no_edges_at_all_is_plain_least_squares():
+    _, X, y, train = problem()
+    g = Graph.from_edges(np.zeros((2, 0), dtype=int), num_nodes=200)
+    W = np.linalg.lstsq(X[train], np.eye(3)[y[train]], rcond=None)[0]
+    np.testing.assert_allclose(HERTA(lam=20.0).fit(g, X, y, train).W_, W, atol=1e-5)
+
+
+def test_disconnected_graphs_and_isolated_nodes():
+    rng = np.random.default_rng(0)
+    edges = np.hstack([rng.integers(0, 50, (2, 100)), rng.integers(60, 100, (2, 80))])
+    edges = np.unique(np.sort(edges, axis=0), axis=1)
+    g = Graph.from_edges(edges, num_nodes=120)
+    X, y = rng.standard_normal((120, 4)), rng.integers(0, 2, 120)
+    _, best = closed_form(g, X, np.eye(2)[y], np.arange(120), 20.0)
+    model = HERTA(lam=20.0).fit(g, X, y)
+    assert model.history_[-1]["loss"] == pytest.approx(best, rel=1e-6)
+
+
+@pytest.mark.parametrize("X", [np.zeros((200, 3)), np.ones((200, 1))])
+def test_features_that_say_nothing(X):
+    g, _, y, train = problem()
+    model = HERTA(lam=2.0).fit(g, X, y, train=train)
+    best = (
+        0.5 * train.size if not X.any() else closed_form(g, X, np.eye(3)[y[train]], train, 2.0)[1]
+    )
+    assert model.history_[-1]["loss"] == pytest.approx(best, rel=1e-6)
+
+
+def test_one_class_only():
+    g, X, y, train = problem()
+    for loss in ("mse", "ce"):
+        model = HERTA(loss=loss).fit(g, X, y * 0, train=train)
+        assert (model.predict(g, X) == 0).all()
+
+
+def test_features_that_only_occur_outside_the_training_rows():
+    """They reach the training rows through several hops, and P must see them as the Hessian does."""
+    n = 300
+    ring = np.stack([np.arange(n), (np.arange(n) + 1) % n])
+    g = Graph.from_edges(ring, n)
+    rng = np.random.default_rng(0)
+    train = np.arange(200)
+    X = rng.standard_normal((n, 6))
+    for j in range(4):
+        X[:, j] = 0
+        X[205 + 3 * j, j] = 1.0  # up to 15 hops away
+    y = rng.integers(0, 3, n)
+    model = HERTA(lam=5.0, strategy="herta").fit(g, X, y, train=train)
+    _, best = closed_form(g, X, np.eye(3)[y[train]], train, 5.0)
+    assert model.status_ == "certified"
+    assert model.history_[-1]["loss"] == pytest.approx(best, rel=1e-6)
+
+
+# ---- plan ----------------------------------------------------------------------------------
+def test_the_plan_tells_what_was_decided_and_why():
+    g, X, y, train = problem()
+    model = HERTA(strategy="herta", sparsify=True, sketch=True, optimizer="gd")
+    model.fit(g, X, y, train=train)
+    text = str(model.plan_)
+    assert "capped at m" in text
+    assert "capped at n" in text
+    assert model.plan_.n_samples == g.num_edges
+    assert model.plan_.sketch_rows == 128
+    assert model.status_ == "certified"
+    assert set(model.plan_.cost) == {"herta", "direct"}
+
+
+def test_auto_weighs_solves_for_Q_against_solves_for_gradients():
+    """ERRATA's rule: few features and many classes favour "direct", the reverse "herta"."""
+    g = random_graph(1500, 6000)
+    rng = np.random.default_rng(0)
+    narrow, wide = rng.standard_normal((1500, 10)), rng.standard_normal((1500, 700))
+    many, few = rng.standard_normal((1500, 30)), rng.standard_normal((1500, 1))
+    train = np.arange(1200)
+    assert HERTA(lam=20.0).fit(g, narrow, many, train).plan_.strategy == "direct"
+    assert HERTA(lam=20.0).fit(g, wide, few, train).plan_.strategy == "herta"
+
+
+def test_auto_sparsifies_dense_graphs_with_many_features_only():
+    rng = np.random.default_rng(0)
+    dense = Graph.from_edges(np.array(np.triu_indices(900, 1)))
+    X, y = rng.standard_normal((900, 800)), rng.standard_normal(900)
+    thick = HERTA(lam=1.0, strategy="herta", ridge=1.0).fit(dense, X, y)
+    assert thick.plan_.n_samples is not None
+    assert thick.plan_.n_samples < dense.num_edges
+    assert thick.status_ == "certified"
+    thin = HERTA(lam=1.0, strategy="herta").fit(random_graph(900, 3000), X[:, :50], y)
+    assert thin.plan_.n_samples is None
+
+
+def test_the_mixed_rule_iterates_on_a_sample_and_certifies_on_the_full_graph():
+    rng = np.random.default_rng(0)
+    g = Graph.from_edges(np.array(np.triu_indices(400, 1)))
+    X, y = rng.standard_normal((400, 6)), rng.integers(0, 3, 400)
+    mixed = HERTA(sparsify="mixed", strategy="herta", tol=0.08).fit(g, X, y)
+    assert mixed.plan_.loop_samples is not None
+    assert mixed.status_ == "certified"
+    tight = HERTA(sparsify="mixed", strategy="herta", tol=1e-6).fit(g, X, y)
+    assert tight.plan_.loop_samples is None
+
+
+def test_a_small_memory_budget_narrows_blocks_and_then_sketches():
+    g = random_graph(4000, 12000)
+    rng = np.random.default_rng(0)
+    X, y = rng.standard_normal((4000, 60)), rng.integers(0, 2, 4000)
+    wide = HERTA(lam=2.0, strategy="herta").fit(g, X, y)
+    tight = HERTA(lam=2.0, strategy="herta", memory_budget="2MB").fit(g, X, y)
+    assert tight.plan_.recipe.width < wide.plan_.recipe.width
+    assert tight.plan_.sketch_rows is not None
+    assert sum(tight.plan_.memory.values()) <= 2 * 2**20
+    assert tight.status_ == "certified"
+    assert tight.history_[-1]["loss"] == pytest.approx(wide.history_[-1]["loss"], rel=1e-5)
+
+
+# ---- scikit-learn manners -----------------------------------------------------------------
+def test_scikit_learn_clone_and_params():
+    model = HERTA(lam=3.0, memory_budget="8GB", sparsify=1000)
+    twin = clone(model)
+    assert twin is not model
+    assert twin.get_params() == model.get_params()
+    assert twin.set_params(lam=4.0) is twin
+    assert (twin.lam, model.lam) == (4.0, 3.0)
+    assert repr(model) == "HERTA(lam=3.0, sparsify=1000, memory_budget='8GB')"
+    with pytest.raises(ValueError, match="no parameter 'lamb'"):
+        model.set_params(lamb=1)
+
+
+def test_parameters_are_stored_as_given():
+    g, X, y, train = problem()
+    model = HERTA(alpha=0.5, memory_budget="1GB")
+    before = model.get_params()
+    model.fit(g, X, y, train)
+    assert model.get_params() == before
+
+
+# ---- real data -----------------------------------------------------------------------------
+@pytest.mark.parametrize("lam", [1.0, 20.0])
+@pytest.mark.parametrize(("optimizer", "steps"), [("cg", 10), ("gd", 15)])
+@pytest.mark.parametrize("name", ["cora", "pubmed"])
+def test_planetoid_reaches_the_closed_form(name, optimizer, steps, lam):
+    data = shared(name)
+    model = HERTA(lam=lam, optimizer=optimizer, strategy="herta")
+    model.fit(data.graph, data.X, data.y, train=data.train)
+    assert model.status_ == "certified"
+    assert len(model.history_) - 1 <= steps
+    assert model.history_[-1]["loss"] == pytest.approx(data.optimum(lam), rel=1e-6)
+    independent = 0.5 * ((data.A(lam) @ model.W_ - data.Y) ** 2).sum()
+    assert independent <= data.optimum(lam) * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("lam", [1.0, 20.0])
+def test_citeseer_with_fewer_rows_than_features(lam):
+    data = shared("citeseer")
+    assert data.train.size < data.X.shape[1]
+    model = HERTA(lam=lam, strategy="herta").fit(data.graph, data.X, data.y, train=data.train)
+    assert model.status_ == "converged"
+    assert "damped" in model.certificate_.note
+    assert len(model.history_) - 1 <= 15
+    independent = 0.5 * ((data.A(lam) @ model.W_ - data.Y) ** 2).sum()
+    assert independent <= data.optimum(lam) * (1 + 1e-6)
+    slow = HERTA(lam=lam, strategy="herta", optimizer="gd", max_iter=15)
+    slow.fit(data.graph, data.X, data.y, train=data.train)
+    reached = slow.history_[-1]["loss"] <= data.optimum(lam) * (1 + 1e-6)
+    assert reached or slow.status_ == "max_iter"
+
+
+def test_cross_entropy_on_pubmed_matches_a_long_independent_lbfgs():
+    data = shared("pubmed")
+    A, Y = data.A(1.0), data.Y
+    R = np.linalg.qr(A, mode="r")
+    whitened = np.linalg.solve(R.T, A.T).T
+
+    def objective(w):
+        F = whitened @ w.reshape(-1, 3)
+        top = F.max(axis=1, keepdims=True)
+        S = np.exp(F - top)
+        total = S.sum(axis=1, keepdims=True)
+        return np.log(total).sum() + (top - F)[Y > 0].sum(), (whitened.T @ (S / total - Y)).ravel()
+
+    options = {"maxiter": 5000, "maxfun": 5000, "ftol": 1e-14, "gtol": 1e-8, "maxcor": 50}
+    best = scipy.optimize.minimize(
+        objective, np.zeros(1500), jac=True, method="L-BFGS-B", options=options
+    )
+    model = HERTA(loss="ce", optimizer="lbfgs", strategy="herta", max_iter=120)
+    model.fit(data.graph, data.X, data.y, train=data.train)
+    assert model.status_ == "converged"
+    assert model.history_[-1]["loss"] == pytest.approx(best.fun, rel=1e-6)
+
+
+def test_digits_learns():
+    data = digits()
+    model = HERTA(lam=20.0, ridge=1e-3).fit(data.graph, data.X, data.y, data.split["train"])
+    assert model.status_ == "certified"
+    assert model.score(data.graph, data.X, data.y, data.split["test"]) > 0.95

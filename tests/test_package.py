@@ -1,0 +1,80 @@
+"""What a user installs: light to import, complete as a wheel."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+HEAVY = ("cupy", "cupyx", "cugraph", "torch", "ogb", "matplotlib", "numba", "sklearn", "pandas")
+
+
+def run(code: str, cwd: Path) -> str:
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_importing_loads_no_extra(tmp_path):
+    code = f"import sys, herta_gpu; print([m for m in {HEAVY!r} if m in sys.modules])"
+    assert run(code, tmp_path).strip() == "[]"
+
+
+def test_importing_costs_less_than_twice_its_dependencies(tmp_path):
+    """A ratio in one run: the package against the NumPy and SciPy modules it stands on."""
+    code = """
+import subprocess, sys, time
+def seconds(what):
+    best = 1e9
+    for _ in range(3):
+        start = time.perf_counter()
+        subprocess.run([sys.executable, "-c", what], check=True)
+        best = min(best, time.perf_counter() - start)
+    return best
+base = "import numpy, scipy.sparse.csgraph, scipy.sparse.linalg, scipy.linalg"
+print(seconds("import herta_gpu") / seconds(base))
+"""
+    assert float(run(code, tmp_path)) < 2
+
+
+@pytest.mark.skipif(not (ROOT / "pyproject.toml").exists(), reason="runs from the source tree only")
+def test_the_wheel_works_with_the_source_tree_out_of_the_way(tmp_path):
+    if importlib.util.find_spec("hatchling") is None:
+        pytest.skip("hatchling is not installed: the wheel cannot be built here")
+    build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
+    subprocess.run(build, cwd=ROOT, check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    inside = tmp_path / "inside"
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        archive.extractall(inside)
+    for kernel in (ROOT / "kernels").iterdir():
+        assert f"herta_gpu/kernels/{kernel.name}" in names
+    assert not [n for n in names if n.startswith(("tests", "bench"))]
+    code = f"""
+import sys
+sys.path.insert(0, {str(inside)!r})
+import herta_gpu
+from herta_gpu.backends import kernel_folder
+from herta_gpu.datasets import digits
+assert herta_gpu.__file__.startswith({str(inside)!r}), herta_gpu.__file__
+assert str(kernel_folder()).startswith({str(inside)!r}), kernel_folder()
+data = digits()
+model = herta_gpu.HERTA(lam=20.0, ridge=1e-3)
+model.fit(data.graph, data.X, data.y, data.split["train"])
+print(model.status_)
+"""
+    assert run(code, tmp_path).strip() == "certified"
+
+
+def test_kernels_are_found_from_the_source_tree():
+    from herta_gpu.backends import kernel_folder
+
+    assert {p.suffix for p in kernel_folder().iterdir()} <= {".cu", ".cuh"}
+    assert any(kernel_folder().iterdir())

@@ -1,0 +1,176 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import scipy.sparse as sp
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from herta_gpu import Graph, SDDSolver
+from herta_gpu.backends import get_backend
+from herta_gpu.solver import (
+    RegularizedLaplacian,
+    block_cg,
+    chebyshev,
+    chebyshev_degree,
+    chebyshev_error,
+)
+from tests.conftest import dense_H, random_graph
+
+
+def h_norm_error(H, Z, B):
+    """||z - H^-1 b||_H / ||H^-1 b||_H by dense float64 algebra, per column."""
+    exact = np.linalg.solve(H, B.astype(float))
+    E = Z - exact
+    error, size = (np.sqrt((M * (H @ M)).sum(axis=0)) for M in (E, exact))
+    return np.where(size > 0, error / np.where(size > 0, size, 1), error)
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    n=st.integers(1, 40),
+    density=st.floats(0, 1),
+    lam=st.floats(-3, 4).map(lambda x: 10.0**x),
+    tol=st.sampled_from([1e-1, 1e-3, 1e-6, 1e-9]),
+    method=st.sampled_from(["cg", "chebyshev"]),
+    dtype=st.sampled_from(["float32", "float64"]),
+    weighted=st.booleans(),
+    k=st.integers(1, 5),
+    seed=st.integers(0, 10**6),
+)
+def test_error_is_below_the_bound_and_the_bound_below_tol(
+    n, density, lam, tol, method, dtype, weighted, k, seed
+):
+    g = random_graph(n, int(density * n * (n - 1) / 2), seed, weighted)
+    B = np.random.default_rng(seed).standard_normal((n, k))
+    solver = SDDSolver(g, lam, method=method, tol=tol, dtype=dtype)
+    Z = solver.solve(B)
+    info = solver.info_
+    assert info.status == "converged"
+    error = h_norm_error(dense_H(g, lam), Z, B)
+    assert (error <= info.h_norm_bound * (1 + 1e-6) + 1e-14).all()
+    assert (info.h_norm_bound <= tol).all()
+    true = np.linalg.norm(B - dense_H(g, lam) @ Z, axis=0)
+    np.testing.assert_allclose(info.residuals, true, rtol=1e-5, atol=1e-12 * (1 + 2 * lam))
+
+
+@pytest.mark.parametrize("lam", [1e-3, 1.0, 20.0, 1e3, 1e4])
+@pytest.mark.parametrize("method", ["cg", "chebyshev"])
+def test_all_lam_on_a_power_law_graph(lam, method):
+    rng = np.random.default_rng(1)
+    n = 500
+    hub = np.stack([np.zeros(n - 1, int), np.arange(1, n)])
+    extra = np.stack([rng.zipf(1.8, 800) % n, rng.integers(0, n, 800)])
+    edges = np.unique(np.sort(np.concatenate([hub, extra], axis=1), axis=0), axis=1)
+    g = Graph.from_edges(edges, n)
+    B = rng.standard_normal((n, 3))
+    solver = SDDSolver(g, lam, method=method, tol=1e-5)
+    error = h_norm_error(dense_H(g, lam), solver.solve(B), B)
+    assert error.max() <= 1e-5
+    assert solver.info_.status == "converged"
+
+
+def test_columns_of_any_scale_and_zero_columns():
+    g = random_graph(100, 300)
+    B = np.random.default_rng(0).standard_normal((100, 5))
+    B[:, 1] = 0
+    B[:, 2] *= 1e-25
+    B[:, 3] *= 1e25
+    solver = SDDSolver(g, 20.0, tol=1e-6)
+    Z = solver.solve(B)
+    assert h_norm_error(dense_H(g, 20.0), Z, B).max() <= 1e-6
+    assert np.abs(Z[:, 1]).max() == 0
+    assert solver.info_.iterations[1] == 0
+
+
+def test_converged_columns_freeze():
+    g = random_graph(200, 600)
+    H = dense_H(g, 50.0)
+    _, vectors = np.linalg.eigh(H)
+    easy, hard = vectors[:, :1], np.random.default_rng(0).standard_normal((200, 1))
+    solver = SDDSolver(g, 50.0, tol=1e-6, dtype="float64")
+    solver.solve(np.hstack([easy, hard]))
+    assert solver.info_.iterations[0] <= 2 < solver.info_.iterations[1]
+
+
+def test_an_impossible_tolerance_stagnates_and_says_where():
+    g = random_graph(300, 900)
+    B = np.random.default_rng(0).standard_normal((300, 2))
+    solver = SDDSolver(g, 1e4, tol=1e-17)
+    solver.solve(B)
+    assert solver.info_.status == "stagnated"
+    assert (solver.info_.h_norm_bound > 1e-17).all()
+    assert (solver.info_.h_norm_bound < 1e-8).all()
+
+
+def test_max_iter_is_not_success():
+    g = random_graph(300, 900)
+    solver = SDDSolver(g, 1e3, tol=1e-8, max_iter=3)
+    solver.solve(np.ones((300, 1)) * np.arange(300)[:, None])
+    assert solver.info_.status == "max_iter"
+    assert solver.info_.h_norm_bound.max() > 1e-8
+
+
+def test_float32_refines_in_float64_only_when_tol_asks():
+    g = random_graph(100, 300)
+    B = np.random.default_rng(0).standard_normal((100, 2))
+    rough, fine = SDDSolver(g, 20.0, tol=1e-4), SDDSolver(g, 20.0, tol=1e-10)
+    assert rough.solve(B).dtype == np.float32
+    Z = fine.solve(B)
+    assert Z.dtype == np.float64
+    assert h_norm_error(dense_H(g, 20.0), Z, B).max() <= 1e-10
+
+
+def test_shapes_blocks_and_sparse_input():
+    g = random_graph(80, 200)
+    B = np.random.default_rng(0).standard_normal((80, 10))
+    exact = np.linalg.solve(dense_H(g, 5.0), B)
+    one_column = 80 * (7 * 4 + 24)
+    small = SDDSolver(g, 5.0, tol=1e-6, memory_budget=3 * one_column)
+    np.testing.assert_allclose(small.solve(B), exact, atol=1e-5)
+    assert small.info_.residuals.shape == (10,)
+    assert SDDSolver(g, 5.0).solve(B[:, 0]).shape == (80,)
+    sparse = SDDSolver(g, 5.0, tol=1e-6).solve(sp.csr_array(B))
+    np.testing.assert_allclose(sparse, exact, atol=1e-5)
+    with pytest.raises(MemoryError, match="raise memory_budget"):
+        SDDSolver(g, 5.0, memory_budget=100).solve(B)
+
+
+def test_a_reordered_graph_gives_the_same_answer():
+    g = random_graph(120, 400)
+    B = np.random.default_rng(0).standard_normal((120, 3))
+    ours = SDDSolver(g.reordered("rcm"), 20.0, tol=1e-6).solve(B)
+    assert h_norm_error(dense_H(g, 20.0), ours, B).max() <= 1e-6
+
+
+def test_chebyshev_is_linear_and_keeps_its_proven_bound_in_both_norms():
+    g = random_graph(150, 500)
+    H = RegularizedLaplacian(g, 20.0, get_backend("cpu"), "float64")
+    X = np.random.default_rng(0).standard_normal((150, 4))
+    z = np.array([[1.0], [-2.0], [0.5], [3.0]])
+    for eps in (0.3, 0.1, 1e-3):
+        degree = chebyshev_degree(H, eps)
+        assert chebyshev_error(H, degree) <= eps < chebyshev_error(H, degree - 1)
+        Q = chebyshev(H, X, degree)
+        np.testing.assert_allclose(chebyshev(H, X @ z, degree), Q @ z, atol=1e-12)
+        exact = np.linalg.solve(dense_H(g, 20.0), X)
+        plain = np.linalg.norm(Q - exact, axis=0) / np.linalg.norm(exact, axis=0)
+        assert plain.max() <= eps
+        assert h_norm_error(dense_H(g, 20.0), Q, X).max() <= eps
+
+
+def test_a_good_guess_saves_iterations():
+    g = random_graph(200, 800)
+    H = RegularizedLaplacian(g, 20.0, get_backend("cpu"), "float64")
+    B = np.random.default_rng(0).standard_normal((200, 2))
+    Z, cold = block_cg(H, B, 1e-8)
+    near, warm = block_cg(H, B, 1e-8, guess=Z + 1e-6)
+    assert warm.status == "converged"
+    assert warm.iterations.max() < cold.iterations.max() / 2
+    assert h_norm_error(dense_H(g, 20.0), near, B).max() <= 1e-8
+
+
+def test_kappa_bounds_the_condition_number():
+    g = random_graph(60, 150)
+    values = np.linalg.eigvalsh(dense_H(g, 20.0))
+    assert values[-1] / values[0] <= SDDSolver(g, 20.0).kappa <= 41
