@@ -50,6 +50,7 @@ from herta_gpu.validation import (
 
 _TIGHTENINGS = 6  # of the inner tolerance within one outer step
 _TRANSFORM_TOL = 1e-6
+_DIVERGED = 1e6  # growth of the objective in one step, or over its value at W = 0
 _FLATTER = 3.0  # loss of curvature after which P is factored again
 
 
@@ -354,7 +355,7 @@ class _Run:
                     point, optimizer = self._rescaled(problem, point), self._optimizer(A)
                 direction = optimizer.direction(point.w, point.g)
                 ahead = problem.move(point, direction, optimizer.searches)
-                if not math.isfinite(ahead.objective):
+                if not ahead.objective <= _DIVERGED * max(self.loss_at_zero, point.objective):
                     warnings.warn("Training diverged: lower learning_rate.", stacklevel=3)
                     self.status = "stagnated"
                     break

@@ -230,7 +230,7 @@ def test_one_class_only():
 
 
 def test_features_that_only_occur_outside_the_training_rows():
-    """They reach the training rows through several hops, and P must see them as the Hessian does."""
+    """They reach the training rows through several hops; P must see them as the Hessian does."""
     n = 300
     ring = np.stack([np.arange(n), (np.arange(n) + 1) % n])
     g = Graph.from_edges(ring, n)
@@ -300,10 +300,10 @@ def test_a_small_memory_budget_narrows_blocks_and_then_sketches():
     rng = np.random.default_rng(0)
     X, y = rng.standard_normal((4000, 60)), rng.integers(0, 2, 4000)
     wide = HERTA(lam=2.0, strategy="herta").fit(g, X, y)
-    tight = HERTA(lam=2.0, strategy="herta", memory_budget="2MB").fit(g, X, y)
+    tight = HERTA(lam=2.0, strategy="herta", memory_budget="1.6MB").fit(g, X, y)
     assert tight.plan_.recipe.width < wide.plan_.recipe.width
     assert tight.plan_.sketch_rows is not None
-    assert sum(tight.plan_.memory.values()) <= 2 * 2**20
+    assert sum(tight.plan_.memory.values()) <= 1.6 * 2**20
     assert tight.status_ == "certified"
     assert tight.history_[-1]["loss"] == pytest.approx(wide.history_[-1]["loss"], rel=1e-5)
 
