@@ -79,7 +79,7 @@ def test_it_is_within_ten_times_of_the_true_gap(kind):
 
 def test_loose_inner_solves_are_paid_for_by_the_certificate(monkeypatch):
     """With solves to 1e-2 only and no sharpening, the bound must grow, not break."""
-    import herta_gpu.herta as module
+    import herta_gpu.training as module
 
     monkeypatch.setattr(module, "_TIGHTENINGS", 0)
     real = module.Problem.__init__

@@ -1,0 +1,196 @@
+"""The loop of Algorithm 1: two block solves per gradient, a certificate per step."""
+
+from __future__ import annotations
+
+import math
+import time
+import warnings
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from herta_gpu.backends.base import Array, Backend
+from herta_gpu.certificate import (
+    Certificate,
+    Spectrum,
+    certify,
+    gradient_error,
+    ritz_interval,
+)
+from herta_gpu.features import Features
+from herta_gpu.losses import LOSSES
+from herta_gpu.optimizers import GradientDescent, Momentum, Optimizer, make_optimizer
+from herta_gpu.preconditioner import Preconditioner
+from herta_gpu.profiling import Stages
+from herta_gpu.unfolded import LinearMap, Point, Problem, UnfoldedMap
+
+if TYPE_CHECKING:
+    from herta_gpu.herta import HERTA
+
+_TIGHTENINGS = 6  # of the inner tolerance within one outer step
+_DIVERGED = 1e6  # growth of the objective in one step, or over its value at W = 0
+_FLATTER = 3.0  # loss of curvature after which P is factored again
+
+
+class Training:
+    """The loop of Algorithm 1, its history and its certificate."""
+
+    def __init__(
+        self,
+        model: HERTA,
+        backend: Backend,
+        Y: Array,
+        P: Preconditioner,
+        spectrum: Spectrum | None,
+        X: Features,
+        stages: Stages,
+    ) -> None:
+        self.model, self.xp, self.Y, self.P = model, backend.xp, Y, P
+        self.spectrum, self.stages = spectrum, stages
+        self.X_norm = X.norm_bound() if model.ridge > 0 else math.inf
+        self.loss = LOSSES[model.loss]()
+        self.curvature = model.plan_.recipe.curvature
+        self.history: list[dict[str, Any]] = []
+        self.certificate = Certificate(math.inf, "none")
+        self.status = "max_iter"
+        self.started = time.perf_counter()
+        self.loss_at_zero = self.loss.value(self.xp, self.xp.zeros_like(Y), Y)
+        self.first_gradient = math.inf
+
+    def loop(self, A: LinearMap, w: Array, certified: bool) -> Point:
+        """From w to the optimum of the model A; `certified`: A is the true one."""
+        tol = self.model.tol
+        # A damped P amplifies what the solves leave over, and no certificate watches it.
+        blind = self.P.damped or not self.model.precondition
+        inner = min(1e-4, math.sqrt(tol) / 10) * (0.1 if blind else 1.0)
+        problem = Problem(A, self.loss, self.Y, self.model.ridge, self.P.factor, self.xp, inner)
+        optimizer = self._optimizer(A)
+        point = problem.start(w)
+        self.status = "max_iter"
+        for step in range(self.model.max_iter + 1):
+            if certified:
+                point = self._sharpened(problem, point)
+            self.certificate = self._certify(point, certified)
+            self._record(point, certified)
+            if self._stop(point, certified):
+                break
+            if step < self.model.max_iter:
+                if self._flatter(problem, point):
+                    point, optimizer = self._rescaled(problem, point), self._optimizer(A)
+                direction = optimizer.direction(point.w, point.g)
+                ahead = problem.move(point, direction, optimizer.searches)
+                if not ahead.objective <= _DIVERGED * max(self.loss_at_zero, point.objective):
+                    warnings.warn("Training diverged: lower learning_rate.", stacklevel=3)
+                    self.status = "stagnated"
+                    break
+                point = ahead
+        return point
+
+    def _flatter(self, problem: Problem, point: Point) -> bool:
+        """Cross entropy loses curvature as it learns, the ridge does not: P must follow."""
+        if self.loss.separable or self.model.ridge == 0 or not self.model.precondition:
+            return False
+        now = self.loss.curvature(self.xp, problem.map.rows(point.Z))
+        return now < self.curvature / _FLATTER
+
+    def _rescaled(self, problem: Problem, point: Point) -> Point:
+        """The same point in the coordinates of a P with the present curvature."""
+        self.curvature = self.loss.curvature(self.xp, problem.map.rows(point.Z))
+        symmetric = self.model.optimizer == "adam"
+        self.P = self.P.rescaled(self.curvature, self.model.ridge, symmetric)
+        factor = problem.factor = self.P.factor
+        return replace(point, w=factor.unhalf(point.W), g=factor.half_T(point.gradient))
+
+    def _optimizer(self, A: LinearMap) -> Optimizer:
+        model, rate = self.model, self.model.learning_rate
+        spectral = rate == "spectral" or (model.optimizer == "momentum" and rate is None)
+        if spectral and isinstance(A, UnfoldedMap):
+            a, b = ritz_interval(self.P, A, model.ridge, model.random_state)
+            if model.optimizer == "momentum":
+                return Momentum.for_spectrum(a, b)
+            if model.optimizer == "gd":
+                return GradientDescent(2.0 / (a + b))
+        number = None if isinstance(rate, str) else rate
+        return make_optimizer(model.optimizer, number, self.xp, self.loss.separable)
+
+    def _certify(self, point: Point, certified: bool) -> Certificate:
+        spectrum = self.spectrum if certified else None
+        return certify(
+            point, spectrum, self.model.ridge, self.X_norm, self.xp, self._why_not(point)
+        )
+
+    def _why_not(self, point: Point) -> str:
+        """Why there is no certificate, for the user."""
+        if not self.model.precondition:
+            return "precondition=False gives no bound on the spectrum"
+        if self.model.loss == "mse":
+            return f"{self.P.factor.note or 'P misses too much of the Hessian'}; a ridge would help"
+        if point.objective < math.log(2):  # every training row has more than half of the softmax
+            return "the training classes are separable, so there is no minimiser; a ridge gives one"
+        return "cross entropy without a ridge is not strongly convex"
+
+    def _sharpened(self, problem: Problem, point: Point) -> Point:
+        """Solve tighter while the solves' errors, not the gradient, dominate the certificate."""
+        for _ in range(_TIGHTENINGS):
+            size, error, goal = self._sizes(point)
+            if point.stagnated or error <= 0.3 * max(size, goal):
+                break
+            problem.tol *= max(0.01, 0.2 * max(size, goal) / error)
+            point = problem.point(point.w, point.Z, point.V, point.inner_iterations)
+        return point
+
+    def _sizes(self, point: Point) -> tuple[float, float, float]:
+        """(||gradient||, its possible error, the norm that would be good enough)."""
+        norm, goal = self.xp.linalg.norm, 2 * self.model.tol * max(point.objective, 0.0)
+        if self.spectrum is not None:
+            error = gradient_error(point, self.spectrum)
+            return float(norm(point.g)), error, math.sqrt(goal * self.spectrum.a)
+        if self.model.ridge > 0:
+            error = self.X_norm * (point.forward_residual + point.adjoint_residual)
+            return float(norm(point.gradient)), error, math.sqrt(goal * self.model.ridge)
+        return 1.0, 0.0, 1.0
+
+    def _stop(self, point: Point, certified: bool) -> bool:
+        tol, size = self.model.tol, float(self.xp.linalg.norm(point.g))
+        if self.certificate.kind != "none":
+            # A model that only stands in for the true one is solved a little further.
+            if self.certificate.value <= (tol if certified else 0.1 * tol):
+                self.status = "certified"
+            elif self.model.ridge == 0 and point.objective <= tol**2 * self.loss_at_zero:
+                self.status = "converged"  # an optimum of about 0 has no relative gap
+            elif point.stagnated and self._sizes(point)[1] > self._sizes(point)[0]:
+                self.status = "stagnated"  # rounding hides the gradient
+            return self.status != "max_iter"
+        if self.model.precondition:
+            a = 0.5 if self.spectrum is None else self.spectrum.a
+            done = size**2 <= 2 * a * tol * point.objective and self._settled(point.objective)
+        else:
+            if len(self.history) == 1:
+                self.first_gradient = size
+            done = size <= math.sqrt(tol) / 10 * self.first_gradient
+        done = done or point.objective <= tol**2 * self.loss_at_zero
+        if done:
+            self.status = "converged"
+        return done
+
+    def _settled(self, objective: float) -> bool:
+        """Where curvature varies (cross entropy) a small gradient is not enough: the last three
+        steps must have gained next to nothing, too."""
+        if self.loss.separable:
+            return True
+        losses = [h["loss"] for h in self.history[-4:]]
+        return len(losses) == 4 and losses[0] - objective <= 0.3 * self.model.tol * objective
+
+    def _record(self, point: Point, certified: bool) -> None:
+        value = self.certificate.value if certified else math.inf
+        step = len(self.history)
+        self.history.append(
+            {
+                "step": step,
+                "loss": point.objective,
+                "grad_norm": float(self.xp.linalg.norm(point.gradient)),
+                "certificate": value,
+                "inner_iterations": point.inner_iterations,
+                "seconds": time.perf_counter() - self.started,
+            }
+        )
+        self.stages.step(step, value, self.model.tol, point.objective)
