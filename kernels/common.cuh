@@ -12,7 +12,7 @@ using u32 = unsigned int;
 using u64 = unsigned long long;
 
 constexpr int kThreads = 256;  // the most threads of a block, unless a kernel says otherwise
-constexpr u32 kAllLanes = 0xffffffffu;
+enum : u32 { kAllLanes = 0xffffffffu };
 
 // N values that move in one load or store instruction (16 bytes at most).
 template <class T, int N>

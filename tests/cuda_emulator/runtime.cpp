@@ -1,9 +1,9 @@
 // The scheduler of the emulator: one fiber per CUDA thread, one block after another.
 //
 // Compiled without sanitizers and linked to the instrumented kernels, so that a sanitizer sees the
-// kernels and not the scheduler.  TSan learns of the fibers through its fiber interface: every
-// thread is a fiber made by the main one (and so ordered after all earlier blocks), switches do
-// not order memory, and only __syncthreads and __syncwarp do.
+// kernels and not the scheduler.  TSan learns of the fibers through its fiber interface: switches
+// do not order memory, only __syncthreads and __syncwarp do; a block is ordered after all earlier
+// ones by a mark at its start and one at its end.
 
 #include <sys/mman.h>
 
@@ -102,7 +102,7 @@ int count, current, waiting_for_block, finished;
 Context scheduler;
 void* scheduler_fiber;
 char* stacks;
-char block_marks[2], warp_marks[kMaxThreads / 32][2], end_mark;  // addresses that TSan orders by
+char block_marks[2], warp_marks[kMaxThreads / 32][2], start_mark, end_mark;  // addresses that TSan orders by
 void (*kernel_body)(void**);
 void** kernel_args;
 char *shared_begin, *shared_end;
@@ -122,6 +122,7 @@ void run_thread(int t) {
 }
 
 void thread_main() {
+    if (__tsan_acquire) __tsan_acquire(&start_mark);
     kernel_body(kernel_args);
     threads[current].state = DONE;
     ++finished;
@@ -138,15 +139,20 @@ void start_block() {
         thread.warp_turn = thread.block_turn = 0;
         thread.index = {t % blockDim.x, t / blockDim.x % blockDim.y, t / (blockDim.x * blockDim.y)};
         make_context(&thread.context, stacks + t * kStack, kStack, thread_main);
-        if (__tsan_create_fiber) thread.fiber = __tsan_create_fiber(0);
+        if (__tsan_create_fiber && !thread.fiber) thread.fiber = __tsan_create_fiber(0);
     }
+    if (__tsan_release) __tsan_release(&start_mark);
 }
 
 void end_block() {
     if (__tsan_acquire) __tsan_acquire(&end_mark);
-    if (__tsan_destroy_fiber)
-        for (int t = 0; t < count; ++t) __tsan_destroy_fiber(threads[t].fiber);
-    if (failed && __asan_unpoison_memory_region)
+    if (!failed) return;
+    // Threads that stopped half-way leave marks of their frames behind.
+    for (int t = 0; t < count && __tsan_destroy_fiber; ++t) {
+        __tsan_destroy_fiber(threads[t].fiber);
+        threads[t].fiber = nullptr;
+    }
+    if (__asan_unpoison_memory_region)
         __asan_unpoison_memory_region(stacks, kMaxThreads * kStack);
 }
 
