@@ -32,8 +32,7 @@ _COMMON = ["-std=c++17", "-O1", "-g1", "-fPIC", "-fno-strict-aliasing", "-Wall"]
 _COMMON += ["-Wno-unknown-pragmas", "-Wno-unused-function", "-Wno-unused-variable"]
 VARIANTS = {
     "plain": [],
-    "asan": ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
-    + ["-fsanitize-sections=emu_shared"],
+    "asan": ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"],
     "tsan": ["-fsanitize=thread"],
     "count": ["-fsanitize=thread"],  # the access hooks of TSan, linked to counters instead
 }
@@ -105,12 +104,22 @@ def _build(text: str, variant: str) -> Path:
     return library
 
 
+def _shared_arrays(library: Path) -> list[tuple[int, int]]:
+    """(offset from emu_index, size) of each __shared__ array: the static variables of functions."""
+    symbols = re.findall(r"^(\w+) (\w+) [bBdD] (\w+)$", _run(["nm", "-S", str(library)]), re.M)
+    base = next(int(at, 16) for at, _, name in symbols if name == "emu_index")
+    own = re.compile(r"_ZZ(?!.*emu_|.*EmuKernel)")
+    return [(int(at, 16) - base, int(size, 16)) for at, size, name in symbols if own.match(name)]
+
+
 class Module:
     """A kernel file, compiled and loaded."""
 
     def __init__(self, library: Path) -> None:
         self._library = ctypes.CDLL(str(library))
         self._library.emu_message.restype = ctypes.c_char_p
+        pairs = [number for pair in _shared_arrays(library) for number in pair]
+        self._library.emu_set_shared((ctypes.c_longlong * len(pairs))(*pairs), len(pairs) // 2)
 
     @lru_cache  # noqa: B019 - modules live as long as the process
     def types(self, kernel: str) -> list[str]:

@@ -1,22 +1,32 @@
 // Counts the bytes that kernels move: the access hooks that -fsanitize=thread inserts, without TSan.
 //
-// Shared memory and the stacks of the threads are not global memory and do not count.  Every load
-// and store counts in full, as if there were no caches.
+// Shared memory and the stacks of the threads are not global memory and do not count.  An address
+// counts once per warp of a block: lanes that load the same word share one transaction.  Between
+// warps nothing is shared, as if there were no caches.
 
 #include <cstddef>
+#include <cstdint>
+#include <unordered_set>
+
+static unsigned long long moved[2];
+static std::unordered_set<std::uintptr_t> seen;  // (address, warp, kind) in this block
 
 extern "C" {
 
-static unsigned long long moved[2];
 bool emu_is_global(const void* at);
+int emu_warp();
 
 __attribute__((visibility("default"))) void emu_traffic(unsigned long long* counts) {
     for (int i = 0; i < 2; ++i) counts[i] = moved[i], moved[i] = 0;
 }
 
 static void count(int write, const void* at, std::size_t bytes) {
-    if (emu_is_global(at)) moved[write] += bytes;
+    if (!emu_is_global(at)) return;
+    const auto key = reinterpret_cast<std::uintptr_t>(at) << 6 | emu_warp() << 1 | write;
+    if (seen.insert(key).second) moved[write] += bytes;
 }
+
+void emu_new_block() { seen.clear(); }
 
 #define HOOKS(n)                                                             \
     void __tsan_read##n(void* at) { count(0, at, n); }                       \

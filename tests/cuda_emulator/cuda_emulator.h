@@ -1,8 +1,7 @@
 // CUDA C++ for g++: enough of the language to run kernels/*.cu unmodified on the CPU.
 //
 // Force-included before the kernels, which the loader wraps in an unnamed namespace, so that
-// shared arrays of templates are local symbols: they can then live in one section, which is
-// poisoned before each block, and AddressSanitizer can fence each of them.
+// shared arrays of templates are local symbols that AddressSanitizer can fence.
 #pragma once
 
 #include <cmath>
@@ -14,7 +13,7 @@
 #define __global__
 #define __device__ inline
 #define __launch_bounds__(...)
-#define __shared__ static __attribute__((section("emu_shared")))
+#define __shared__ static  // the loader finds them by name and has them poisoned before each block
 
 #define threadIdx emu_index[0]
 #define blockIdx emu_index[1]
@@ -36,8 +35,7 @@ unsigned long long emu_collective(EmuOp op, unsigned mask, unsigned long long va
 int emu_lane();
 void emu_fail(const char* format, ...);
 int emu_run(const unsigned* grid, const unsigned* block, int order, unsigned seed, long long first,
-            long long last, void (*body)(void**), void** args, char* shared_first,
-            char* shared_last);
+            long long last, void (*body)(void**), void** args);
 }
 
 // ---- collectives -------------------------------------------------------------------------------
@@ -174,15 +172,10 @@ struct EmuKernel {
 template <class... Args>
 EmuKernel<Args...> emu_kernel(void (*)(Args...));
 
-// One past-the-end pair around everything declared __shared__ in this file.
-extern "C" char __start_emu_shared[] __attribute__((weak, visibility("hidden")));
-extern "C" char __stop_emu_shared[] __attribute__((weak, visibility("hidden")));
-
 #define EMU_EXPORT(name)                                                                         \
     extern "C" const char* name##_types() { return decltype(emu_kernel(name))::types(); }        \
     extern "C" int name##_run(const unsigned* grid, const unsigned* block, int order,            \
                               unsigned seed, long long first, long long last, void** args) {     \
         return emu_run(grid, block, order, seed, first, last,                                    \
-                       &decltype(emu_kernel(name))::template body<name>, args,                   \
-                       __start_emu_shared, __stop_emu_shared);                                   \
+                       &decltype(emu_kernel(name))::template body<name>, args);                  \
     }

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from cuda_emulator import Module, load
+from cuda_emulator import EmulatorError, Module, load
 
 I32, I64, U32, U64 = np.int32, np.int64, np.uint32, np.uint64
 MAX_BLOCKS = 1024  # along x: bounds the partial sums of a reduction
@@ -59,6 +59,9 @@ class Emulated:
     def launch(self, file: str, kernel: str, grid: Any, block: Any, *args: Any) -> None:
         module = (self.modules or {}).get(file) or load(file, self.variant)
         module.launch(kernel, grid, block, args, self.order)
+        for array in args:  # tickets, the only uint32 arrays, must be ready for the next launch
+            if isinstance(array, np.ndarray) and array.dtype == U32 and array.any():
+                raise EmulatorError(f"{kernel} left its tickets at {array}")
 
     def row_blocks(self, n: int, rows: int) -> int:
         return max(1, min(-(-n // rows), self.max_blocks))

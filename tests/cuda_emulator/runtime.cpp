@@ -7,6 +7,7 @@
 
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <cstdarg>
 #include <cstdio>
 #include <cstdlib>
@@ -23,6 +24,7 @@ void* __tsan_get_current_fiber() __attribute__((weak));
 void __tsan_acquire(void*) __attribute__((weak));
 void __tsan_release(void*) __attribute__((weak));
 void __asan_unpoison_memory_region(const volatile void*, size_t) __attribute__((weak));
+void emu_new_block() __attribute__((weak));  // count.cpp, where it is linked
 }
 
 EmuIndex emu_index[4];
@@ -105,7 +107,11 @@ char* stacks;
 char block_marks[2], warp_marks[kMaxThreads / 32][2], start_mark, end_mark;  // addresses that TSan orders by
 void (*kernel_body)(void**);
 void** kernel_args;
-char *shared_begin, *shared_end;
+struct Range {
+    char* first;
+    unsigned long long bytes;
+};
+std::vector<Range> shared;
 bool failed;
 char message[1024];
 
@@ -133,6 +139,7 @@ void thread_main() {
 
 void start_block() {
     finished = waiting_for_block = 0;
+    if (emu_new_block) emu_new_block();
     for (int t = 0; t < count; ++t) {
         Thread& thread = threads[t];
         thread.state = READY;
@@ -225,7 +232,7 @@ void run_block(int order, unsigned* random) {
 }
 
 void poison() {
-    for (volatile char* at = shared_begin; at < shared_end; ++at) *at = static_cast<char>(0xFF);
+    for (const Range& range : shared) std::memset(range.first, 0xFF, range.bytes);
 }
 
 }  // namespace
@@ -233,13 +240,25 @@ void poison() {
 extern "C" {
 
 int emu_lane() { return current % 32; }
+int emu_warp() { return current / 32; }
 
 // Neither shared memory, nor a stack, nor the built-in indices: for the byte counter.
 bool emu_is_global(const void* at) {
     const char* p = static_cast<const char*>(at);
     auto within = [p](const void* first, const void* last) { return first <= p && p < last; };
-    return !within(stacks, stacks + kMaxThreads * kStack) && !within(shared_begin, shared_end) &&
-           !within(emu_index, emu_index + 4);
+    return !within(stacks, stacks + kMaxThreads * kStack) &&
+           !within(emu_index, emu_index + 4) &&
+           std::none_of(shared.begin(), shared.end(), [&](const Range& range) {
+               return within(range.first, range.first + range.bytes);
+           });
+}
+
+// Where the shared arrays are: `count` pairs of an offset from emu_index and a size.
+__attribute__((visibility("default"))) void emu_set_shared(const long long* pairs, int count) {
+    shared.clear();
+    for (int i = 0; i < count; ++i)
+        shared.push_back({reinterpret_cast<char*>(emu_index) + pairs[2 * i],
+                          static_cast<unsigned long long>(pairs[2 * i + 1])});
 }
 
 void emu_fail(const char* format, ...) {
@@ -284,15 +303,12 @@ unsigned long long emu_collective(EmuOp op, unsigned mask, unsigned long long va
 
 // Runs the blocks first <= number < last of a grid; 0, or -1 with a message.
 int emu_run(const unsigned* grid, const unsigned* block, int order, unsigned seed, long long first,
-            long long last, void (*body)(void**), void** args, char* shared_first,
-            char* shared_last) {
+            long long last, void (*body)(void**), void** args) {
     gridDim = {grid[0], grid[1], grid[2]};
     blockDim = {block[0], block[1], block[2]};
     count = block[0] * block[1] * block[2];
     kernel_body = body;
     kernel_args = args;
-    shared_begin = shared_first;
-    shared_end = shared_last;
     failed = false;
     blockIdx = {0, 0, 0};
     if (count < 1 || count > kMaxThreads) return emu_fail("a block of %d threads", count), -1;
