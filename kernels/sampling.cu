@@ -16,7 +16,7 @@
 // thread per edge or draw elsewhere.
 //
 // Bytes: scores 8 m + 2 m k w gathered (edges sorted by lo keep half of it in L1), 8 m out; prefix
-// sums 40 m against a bound of 16 m, in three plain launches; draws 8 s log2(m) gathered, mostly
+// sums 32 m against a bound of 16 m, in three plain launches; draws 8 s log2(m) gathered, mostly
 // from L2; filter 2 (4 nnz + 8 nnz) and one search of a row per lower entry.
 
 constexpr u32 kStreamSample = 2;

@@ -19,7 +19,10 @@ from typing import Any
 import pytest
 
 HERE = Path(__file__).parent
-KERNELS = HERE.parent / "kernels"
+sys.path.insert(0, str(HERE))
+
+from cuda_emulator import KERNELS, kernel_text  # noqa: E402
+
 TABLE = HERE / "nvrtc_table.json"
 FILES = sorted(path.name for path in KERNELS.glob("*.cu"))
 FLAGS = ["-std=c++17", "-ftz=true", "--device-as-default-execution-space", "--ptxas-options=-v"]
@@ -52,16 +55,11 @@ def nvrtc() -> Any:
     return None
 
 
-def source(name: str) -> str:
-    common, text = (KERNELS / "common.cuh").read_text(), (KERNELS / name).read_text()
-    return f'#line 1 "common.cuh"\n{common}\n#line 1 "{name}"\n{text}'
-
-
 def compile_log(name: str, arch: int) -> tuple[int, str, int]:
     """(status, log, bytes of cubin) of one file for one architecture."""
     lib, program, size = nvrtc(), ctypes.c_void_p(), ctypes.c_size_t()
     lib.nvrtcCreateProgram(
-        ctypes.byref(program), source(name).encode(), name.encode(), 0, None, None
+        ctypes.byref(program), kernel_text(name).encode(), name.encode(), 0, None, None
     )
     flags = [flag.encode() for flag in [*FLAGS, f"-arch=sm_{arch}"]]
     status = lib.nvrtcCompileProgram(program, len(flags), (ctypes.c_char_p * len(flags))(*flags))

@@ -2,7 +2,7 @@
 
 g++ compiles a kernel file behind ``cuda_emulator.h``; ``runtime.cpp`` schedules one fiber per CUDA
 thread; this module builds, loads and launches.  A launch checks what CUDA never does: the number
-and the exact types of the arguments.
+and the exact types of the arguments.  One launch at a time: the scheduler is not thread-safe.
 
 >>> from cuda_emulator import load
 >>> load("cg.cu").types("cg_direction_f32_v4")[:3]
@@ -34,6 +34,7 @@ VARIANTS = {
     "plain": [],
     "asan": ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"],
     "tsan": ["-fsanitize=thread"],
+    "portable": ["-DEMU_PORTABLE"],  # ucontext instead of the x86-64 context switch
     "count": ["-fsanitize=thread"],  # the access hooks of TSan, linked to counters instead
 }
 
@@ -73,7 +74,8 @@ def _run(command: list[str], text: str = "") -> str:
 def kernel_names(text: str) -> list[str]:
     """The names of all __global__ functions, macros expanded."""
     expanded = _run([compiler() or "g++", "-E", "-P", "-x", "c++", "-"], text)
-    return re.findall(r'extern\s+"C"\s+__global__\s+void[^({]*(?:\([^()]*\))?\s*(\w+)\s*\(', expanded)
+    head = r'extern\s+"C"\s+__global__\s+void\s+(?:__launch_bounds__\s*\([^)]*\)\s*)?(\w+)\s*\('
+    return re.findall(head, expanded)
 
 
 def _build(text: str, variant: str) -> Path:
@@ -97,7 +99,8 @@ def _build(text: str, variant: str) -> Path:
         objects = [str(at / "kernels.o")]
         for source in ["runtime"] + ["count"] * (variant == "count"):
             objects.append(str(at / f"{source}.o"))
-            _run([cxx, *_COMMON, "-c", str(HERE / f"{source}.cpp"), "-o", objects[-1]])
+            macros = [flag for flag in flags if flag.startswith("-D")]
+            _run([cxx, *_COMMON, *macros, "-c", str(HERE / f"{source}.cpp"), "-o", objects[-1]])
         link = [] if variant == "count" else VARIANTS[variant]
         _run([cxx, "-shared", *link, *objects, "-o", str(at / "out.so")])
         (at / "out.so").rename(library)  # at once, so that parallel builds do not meet
@@ -141,7 +144,7 @@ class Module:
         types = self.types(kernel)
         if len(types) != len(args):
             raise EmulatorError(f"{kernel} takes {len(types)} arguments, not {len(args)}")
-        held = [_argument(kernel, i, t, a) for i, (t, a) in enumerate(zip(types, args, strict=True))]
+        held = [_argument(f"{kernel}, argument {i}", types[i], a) for i, a in enumerate(args)]
         pointers = (ctypes.c_void_p * len(held))(*[h.ctypes.data for h in held])
         first, last = blocks or (0, 2**62)
         status = getattr(self._library, f"{kernel}_run")(
@@ -169,9 +172,8 @@ def _three(shape: tuple[int, ...]) -> tuple[int, ...]:
     return (*shape, 1, 1)[:3]
 
 
-def _argument(kernel: str, number: int, expected: str, value: Any) -> Any:
+def _argument(where: str, expected: str, value: Any) -> Any:
     """`value` as a NumPy array that holds what CUDA would copy to the device."""
-    where = f"{kernel}, argument {number}"
     if expected.endswith("*"):
         if value is None:
             return np.zeros(1, np.uint64)

@@ -15,11 +15,12 @@ from cuda_emulator import EmulatorError, Module, load
 
 I32, I64, U32, U64 = np.int32, np.int64, np.uint32, np.uint64
 MAX_BLOCKS = 1024  # along x: bounds the partial sums of a reduction
-SEGMENT = 1024  # neighbours a block takes of a long row
+SEGMENT = 512  # neighbours a block takes of a long row
 
 
 def suffix(dtype: Any) -> str:
-    return {"float32": "f32", "float64": "f64", "int32": "i32", "int64": "i64"}[np.dtype(dtype).name]
+    kind = np.dtype(dtype)
+    return f"{kind.kind}{8 * kind.itemsize}"
 
 
 def vector_width(k: int, dtype: Any) -> int:
@@ -194,7 +195,8 @@ class Emulated:
         name = f"{suffix(B_S.dtype)}_{suffix(lo.dtype)}_v{vector_width(k, B_S.dtype)}"
         self.launch(
             *("sampling.cu", f"edge_scores_{name}", (self.row_blocks(m, 32),), (8, 32)),
-            *(I64(m), I64(k), lo, hi, weights, L.inv_sqrt_degree, B_S, Pi_S, np.float64(lam), scores),
+            *(I64(m), I64(k), lo, hi, weights, L.inv_sqrt_degree, B_S, Pi_S, np.float64(lam)),
+            scores,
         )
         return scores
 
