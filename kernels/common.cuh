@@ -25,9 +25,19 @@ __device__ Vec<T, N> load(const T* at) {
     return *reinterpret_cast<const Vec<T, N>*>(at);
 }
 
-template <int N, class T>
-__device__ void store(T* at, const Vec<T, N>& x) {
-    *reinterpret_cast<Vec<T, N>*>(at) = x;
+// Stores by name: a plain assignment of a Vec can end up as N store instructions.
+template <class T>
+__device__ void store(T* at, const Vec<T, 1>& x) {
+    *at = x.v[0];
+}
+__device__ void store(float* at, const Vec<float, 2>& x) {
+    __stwb(reinterpret_cast<float2*>(at), make_float2(x.v[0], x.v[1]));
+}
+__device__ void store(float* at, const Vec<float, 4>& x) {
+    __stwb(reinterpret_cast<float4*>(at), make_float4(x.v[0], x.v[1], x.v[2], x.v[3]));
+}
+__device__ void store(double* at, const Vec<double, 2>& x) {
+    __stwb(reinterpret_cast<double2*>(at), make_double2(x.v[0], x.v[1]));
 }
 
 // The first index and the stride of a one-dimensional grid-stride loop.

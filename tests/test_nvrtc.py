@@ -55,22 +55,45 @@ def nvrtc() -> Any:
     return None
 
 
-def compile_log(name: str, arch: int) -> tuple[int, str, int]:
-    """(status, log, bytes of cubin) of one file for one architecture."""
+def text_of(program: ctypes.c_void_p, what: str) -> str:
+    """The log or the PTX of a program."""
+    size = ctypes.c_size_t()
+    getattr(nvrtc(), f"nvrtcGet{what}Size")(program, ctypes.byref(size))
+    text = ctypes.create_string_buffer(max(1, size.value))
+    getattr(nvrtc(), f"nvrtcGet{what}")(program, text)
+    return text.value.decode()
+
+
+def compiled(name: str, arch: int) -> tuple[str, str]:
+    """(log, PTX) of one file, compiled to a cubin for one architecture."""
     lib, program, size = nvrtc(), ctypes.c_void_p(), ctypes.c_size_t()
     lib.nvrtcCreateProgram(
         ctypes.byref(program), kernel_text(name).encode(), name.encode(), 0, None, None
     )
     flags = [flag.encode() for flag in [*FLAGS, f"-arch=sm_{arch}"]]
     status = lib.nvrtcCompileProgram(program, len(flags), (ctypes.c_char_p * len(flags))(*flags))
-    lib.nvrtcGetProgramLogSize(program, ctypes.byref(size))
-    log = ctypes.create_string_buffer(size.value)
-    lib.nvrtcGetProgramLog(program, log)
-    size.value = 0
-    if status == 0:
-        lib.nvrtcGetCUBINSize(program, ctypes.byref(size))
+    log = text_of(program, "ProgramLog")
+    assert status == 0, f"{name} for sm_{arch}: {log}"
+    assert "warning" not in log, log
+    lib.nvrtcGetCUBINSize(program, ctypes.byref(size))
+    assert size.value > 0, f"{name} for sm_{arch}: no cubin"
+    ptx = text_of(program, "PTX")
     lib.nvrtcDestroyProgram(ctypes.byref(program))
-    return status, log.value.decode(), size.value
+    return log, ptx
+
+
+def check_ptx(ptx: str) -> None:
+    """What the sources promise: no float atomics, no local memory, vector loads and stores."""
+    for part in ptx.split(".visible .entry ")[1:]:
+        kernel = re.match(r"\w+", part)[0]
+        assert not re.search(r"\b(atom|red)\.[\w.]*\.f(32|64)", part), f"{kernel}: float atomic"
+        assert not re.search(r"\b(ld|st)\.local", part), f"{kernel}: local memory"
+        width = re.search(r"_v([24])$", kernel)
+        for access in ("ld", "st") if width else ():
+            if access == "st" and kernel.startswith(("column_dots", "edge_scores")):
+                continue  # they write one number per column or edge
+            vector = rf"\b{access}\.global[\w.]*\.v{width[1]}\."
+            assert re.search(vector, part), f"{kernel}: no {access} of {width[1]} values"
 
 
 def occupancy(arch: int, threads: int, registers: int, shared: int) -> int:
@@ -86,10 +109,8 @@ def occupancy(arch: int, threads: int, registers: int, shared: int) -> int:
 
 def report(name: str, arch: int) -> Report:
     """Registers, shared memory, spills and occupancy of each kernel of a file."""
-    status, log, cubin = compile_log(name, arch)
-    assert status == 0, f"{name} for sm_{arch}: {log}"
-    assert cubin > 0
-    assert "warning" not in log, log
+    log, ptx = compiled(name, arch)
+    check_ptx(ptx)
     kernels: Report = {}
     for part in log.split("Compiling entry function")[1:]:
         kernel = re.search(r"'(\w+)'", part)[1]
@@ -138,11 +159,22 @@ def test_table_has_no_other_kernels(reports: Any) -> None:
     assert set(json.loads(TABLE.read_text())) == names
 
 
-def test_gate_sees_a_spill_and_a_drop() -> None:
+def test_occupancy_of_known_cases() -> None:
     assert occupancy(80, 256, 64, 8192) == 50
     assert occupancy(80, 256, 65, 8192) == 37
     assert occupancy(75, 512, 42, 37376) == 50
     assert occupancy(90, 256, 32, 0) == 100
+
+
+def test_gate_sees_float_atomics_and_scalar_loads() -> None:
+    bad = {
+        "float atomic": ".visible .entry f(\natom.global.add.f32 %f1, [%rd1], %f2;",
+        "local memory": ".visible .entry f(\nst.local.u32 [%rd1], %r1;",
+        "no ld": ".visible .entry f_v4(\nld.global.f32 %f1, [%rd1];",
+    }
+    for message, ptx in bad.items():
+        with pytest.raises(AssertionError, match=message):
+            check_ptx(ptx)
 
 
 def write_table() -> None:

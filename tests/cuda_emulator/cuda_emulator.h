@@ -128,6 +128,23 @@ inline void sincospif(float x, float* s, float* c) {
     *c = static_cast<float>(std::cos(M_PI * x));
 }
 
+#define EMU_VECTOR(T, N, ...)           \
+    struct alignas(N * sizeof(T)) T##N { \
+        T __VA_ARGS__;                   \
+    };
+EMU_VECTOR(float, 2, x, y)
+EMU_VECTOR(float, 4, x, y, z, w)
+EMU_VECTOR(double, 2, x, y)
+
+inline float2 make_float2(float x, float y) { return {x, y}; }
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+inline double2 make_double2(double x, double y) { return {x, y}; }
+
+template <class T>
+void __stwb(T* at, T value) {
+    *at = value;
+}
+
 // ---- what the loader sees ----------------------------------------------------------------------
 
 // "f4", "const i8*", ...: NumPy's names, so that a launch can be checked against them.
