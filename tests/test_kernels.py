@@ -320,23 +320,42 @@ def test_offsets_beyond_32_bits() -> None:
 # ---- traffic -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("k", [8, 40])
-def test_a_cg_step_moves_little_more_than_it_must(k: int, dtype: str) -> None:
-    rng = np.random.default_rng(0)
-    edges = np.unique(np.sort(rng.integers(0, 2000, (2, 28_000)), axis=0), axis=1)
-    L = CPU.laplacian(Graph.from_edges(edges, 2000), dtype)
-    state = CPU.cg_start(L, LAM, block(L.n, k, dtype), np.zeros(k), 1e-3, 1e-6)
-    counted = [load(f, "count") for f in ("laplacian.cu", "cg.cu")]
+def moved(action: Callable[[Emulated], Any], *files: str) -> int:
+    """Bytes of global memory that the kernels of `files` move in one action."""
+    counted = [load(file, "count") for file in files]
     for module in counted:
         module.traffic()
-    Emulated(variant="count", max_blocks=20).cg_step(L, LAM, state)
-    moved = sum(sum(module.traffic()) for module in counted)
-    width = np.dtype(dtype).itemsize
-    compulsory = 4 * L.nnz + 8 * L.n + 10 * L.n * k * width
+    action(Emulated("count", max_blocks=20))
+    return sum(sum(module.traffic()) for module in counted)
+
+
+@cache
+def dense(dtype: str) -> Any:
+    edges = np.unique(np.sort(np.random.default_rng(0).integers(0, 2000, (2, 28_000)), 0), axis=1)
+    return CPU.laplacian(Graph.from_edges(edges, 2000), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("k", [8, 40])
+def test_steps_move_little_more_than_they_must(k: int, dtype: str) -> None:
+    L, X, width = dense(dtype), block(2000, k, dtype), np.dtype(dtype).itemsize
     gathers = L.nnz * (k + 1) * width  # X_j and s_j
-    assert moved <= 1.3 * compulsory + gathers
-    assert moved >= 0.5 * (compulsory + gathers)  # the counter counts
+    start = CPU.cg_start(L, LAM, X.copy(), np.zeros(k), 1e-3, 1e-6)
+    cg = moved(lambda run: run.cg_step(L, LAM, start), "laplacian.cu", "cg.cu")
+    chebyshev = moved(
+        lambda run: run.chebyshev_step(L, LAM, X, X.copy(), X.copy(), 0.3, 0.2), "laplacian.cu"
+    )
+    for found, blocks in ((cg, 10), (chebyshev, 4)):
+        compulsory = 4 * L.nnz + 8 * L.n + blocks * L.n * k * width
+        assert 0.6 * (compulsory + gathers) < found <= 1.3 * compulsory + gathers
+
+
+def test_hadamard_reads_and_writes_once_per_pass() -> None:
+    n, k, s = 4000, 16, 100
+    Q = block(n, k, "float32")
+    found = moved(lambda run: run.srht(Q, s, SEED), "hadamard.cu")
+    blocks = 4 * k * (n + 4096 + 4096 + s)  # Q in, work out and in, the chosen rows out
+    assert blocks < found <= 1.001 * (blocks + 4096 * (8 + 8))  # keys out, places in
 
 
 # ---- the emulator itself -------------------------------------------------------------------------
