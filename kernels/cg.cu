@@ -99,21 +99,21 @@ __device__ void direction(i64 n, i64 k, const T* R, T* P, T* Z, const double* al
     }
 }
 
-#define KERNELS(T, t, N)                                                                         \
-    extern "C" __global__ void __launch_bounds__(kThreads, 4) column_dots_##t##_v##N(               \
-        i64 n, i64 k, const T* X, const T* Y, double* partials, u32* tickets, double* dots) {    \
-        dots_of<N>(n, k, X, Y, partials, tickets, dots);                                         \
-    }                                                                                            \
-    extern "C" __global__ void __launch_bounds__(kThreads, 4) cg_residual_##t##_v##N(               \
-        i64 n, i64 k, const T* HP, T* R, const double* pHp, double* rho, double* energy,         \
-        double tol, const double* floor, bool* active, i64* iterations, double* alpha,           \
-        double* beta, double* partials, u32* tickets) {                                          \
-        residual<N>(n, k, HP, R, pHp, rho, energy, tol, floor, active, iterations, alpha, beta,  \
-                    partials, tickets);                                                          \
-    }                                                                                            \
-    extern "C" __global__ void __launch_bounds__(kThreads, 4) cg_direction_##t##_v##N(              \
-        i64 n, i64 k, const T* R, T* P, T* Z, const double* alpha, const double* beta) {         \
-        direction<N>(n, k, R, P, Z, alpha, beta);                                                \
+#define KERNELS(T, t, N)                                                                        \
+    extern "C" __global__ void __launch_bounds__(kThreads, 4) column_dots_##t##_v##N(           \
+        i64 n, i64 k, const T* X, const T* Y, double* partials, u32* tickets, double* dots) {   \
+        dots_of<N>(n, k, X, Y, partials, tickets, dots);                                        \
+    }                                                                                           \
+    extern "C" __global__ void __launch_bounds__(kThreads, 4) cg_residual_##t##_v##N(           \
+        i64 n, i64 k, const T* HP, T* R, const double* pHp, double* rho, double* energy,        \
+        double tol, const double* floor, bool* active, i64* iterations, double* alpha,          \
+        double* beta, double* partials, u32* tickets) {                                         \
+        residual<N>(n, k, HP, R, pHp, rho, energy, tol, floor, active, iterations, alpha, beta, \
+                    partials, tickets);                                                         \
+    }                                                                                           \
+    extern "C" __global__ void __launch_bounds__(kThreads, 4) cg_direction_##t##_v##N(          \
+        i64 n, i64 k, const T* R, T* P, T* Z, const double* alpha, const double* beta) {        \
+        direction<N>(n, k, R, P, Z, alpha, beta);                                               \
     }
 
 KERNELS(float, f32, 1)

@@ -7,12 +7,12 @@
 // memory and mixes them by radix-8 steps in registers.  The first pass applies the signs, the last
 // one scales and writes the chosen rows only.
 //
-// Threads: t owns one column and eight rows of a step.  Each half-warp or more reads 64 neighbouring
-// bytes, full sectors even at the largest stride.  A row of padding after every eighth keeps the two
-// row groups of a warp in different banks.
+// Threads: t owns one column and eight rows of a step.  A half-warp reads 64 neighbouring bytes,
+// full sectors even at the largest stride.  A row of padding after every eighth keeps the two row
+// groups of a warp in different banks.
 //
-// Bytes: ceil(p / 9) passes of 2 n k w (two passes for n = 2^18), the first without the padding and
-// the last writing s k w instead of n' k w.  Shared memory moves four times as much, with several
+// Bytes: ceil(p / 9) passes of 2 n' k w (two passes for n = 2^18), the first without reading the
+// padding, the last writing s k w instead of n' k w.  Shared memory moves four times as much, with several
 // times four the bandwidth, so DRAM stays the limit.
 
 constexpr int kBlock = 512;
@@ -83,18 +83,18 @@ __device__ void pass(i64 n, i64 k, i32 log_rows, i32 log_stride, i32 flip, u64 s
     }
 }
 
-#define KERNELS(T, t)                                                                            \
-    extern "C" __global__ void __launch_bounds__(kBlock) hadamard_##t(                           \
-        i64 n, i64 k, i32 log_rows, i32 log_stride, i32 flip, u64 seed, const T* in, T* out,     \
-        const i64* place, T scale) {                                                             \
-        pass(n, k, log_rows, log_stride, flip, seed, in, out, place, scale);                     \
+#define KERNELS(T, t)                                                                             \
+    extern "C" __global__ void __launch_bounds__(kBlock)                                          \
+        hadamard_##t(i64 n, i64 k, i32 log_rows, i32 log_stride, i32 flip, u64 seed, const T* in, \
+                     T* out, const i64* place, T scale) {                                         \
+        pass(n, k, log_rows, log_stride, flip, seed, in, out, place, scale);                      \
     }
 
 KERNELS(float, f32)
 KERNELS(double, f64)
 
 // out[i] <- word i of a stream: the keys that choose the rows.
-extern "C" __global__ void __launch_bounds__(kThreads) random_words(i64 count, u32 stream, u64 seed,
-                                                                    u64* out) {
+extern "C" __global__ void __launch_bounds__(kThreads)
+    random_words(i64 count, u32 stream, u64 seed, u64* out) {
     for (i64 i = grid_first(); i < count; i += grid_step()) out[i] = random_word(i, stream, seed);
 }

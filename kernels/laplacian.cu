@@ -19,11 +19,11 @@
 template <class T, class I>
 struct Laplacian {
     i64 n, k;
-    const i64* indptr;   // n + 1
-    const I* indices;    // of A, without self-loops
-    const T* weights;    // of A; null when every weight is 1
-    const T* s;          // D^-1/2
-    const T* diagonal;   // L_ii
+    const i64* indptr;  // n + 1
+    const I* indices;   // of A, without self-loops
+    const T* weights;   // of A; null when every weight is 1
+    const T* s;         // D^-1/2
+    const T* diagonal;  // L_ii
     T lam;
     i32 segment;              // rows longer than this are cut
     i32 segments;             // how many pieces there are
@@ -41,7 +41,8 @@ struct Lane {
     bool inside, owner;
 
     __device__ explicit Lane(i64 k) {
-        const int width = blockDim.x, groups = static_cast<int>(min(k / N, static_cast<i64>(width)));
+        const int width = blockDim.x;
+        const i64 groups = min(k / N, static_cast<i64>(width));
         for (lanes = 1; lanes < groups;) lanes *= 2;
         if (groups == width) lanes = width;
         splits = width / lanes;
@@ -142,7 +143,8 @@ __device__ void multiply(const Laplacian<T, I>& L, const T* X, const Finish& fin
         const i64 start = static_cast<i64>(blockIdx.x - L.segments) * blockDim.y;
         for (i64 base = start; base < L.n; base += step) {  // the same turns for a whole warp
             const i64 row = base + threadIdx.y;
-            const i64 first = row < L.n ? L.indptr[row] : 0, last = row < L.n ? L.indptr[row + 1] : 0;
+            const i64 first = row < L.n ? L.indptr[row] : 0;
+            const i64 last = row < L.n ? L.indptr[row + 1] : 0;
             const bool mine = row < L.n && last - first <= L.segment;
             T sum[N];
             gather_share(L, X, lane, first, mine ? last : first, 0, 1, sum);
@@ -183,28 +185,30 @@ struct Chebyshev {
     }
 };
 
-#define LAPLACIAN(T, I)                                                                          \
-    i64 n, i64 k, const i64 *indptr, const I *indices, const T *weights, const T *s,             \
-        const T *diagonal, T lam, i32 segment, i32 segments, const i64 *segment_row,             \
+#define LAPLACIAN(T, I)                                                              \
+    i64 n, i64 k, const i64 *indptr, const I *indices, const T *weights, const T *s, \
+        const T *diagonal, T lam, i32 segment, i32 segments, const i64 *segment_row, \
         const i32 *segment_rank, double *segment_sums, u32 *tickets
 
-#define LAPLACIAN_FIELDS                                                                         \
-    {n, k, indptr, indices, weights, s, diagonal, lam, segment, segments, segment_row,           \
+// clang-format off
+#define LAPLACIAN_FIELDS                                                                \
+    {n, k, indptr, indices, weights, s, diagonal, lam, segment, segments, segment_row,  \
      segment_rank, segment_sums, tickets}
+// clang-format on
 
-#define KERNELS(T, t, I, i, N)                                                                   \
-    extern "C" __global__ void __launch_bounds__(kThreads, 4) apply_H_##t##_##i##_v##N(             \
-        LAPLACIAN(T, I), const T* X, T* Y, double* partials, double* dots) {                     \
-        const Laplacian<T, I> L = LAPLACIAN_FIELDS;                                              \
-        multiply<N>(L, X, Store<T>{Y}, partials, dots);                                          \
-    }                                                                                            \
-    extern "C" __global__ void __launch_bounds__(kThreads, 4) chebyshev_##t##_##i##_v##N(           \
-        LAPLACIAN(T, I), const T* Z, T* Z_prev, const T* B, T c1, T c2) {                        \
-        const Laplacian<T, I> L = LAPLACIAN_FIELDS;                                              \
-        multiply<N>(L, Z, Chebyshev<T>{B, Z_prev, c1, c2}, nullptr, nullptr);                    \
+#define KERNELS(T, t, I, i, N)                                                            \
+    extern "C" __global__ void __launch_bounds__(kThreads, 4) apply_H_##t##_##i##_v##N(   \
+        LAPLACIAN(T, I), const T* X, T* Y, double* partials, double* dots) {              \
+        const Laplacian<T, I> L = LAPLACIAN_FIELDS;                                       \
+        multiply<N>(L, X, Store<T>{Y}, partials, dots);                                   \
+    }                                                                                     \
+    extern "C" __global__ void __launch_bounds__(kThreads, 4) chebyshev_##t##_##i##_v##N( \
+        LAPLACIAN(T, I), const T* Z, T* Z_prev, const T* B, T c1, T c2) {                 \
+        const Laplacian<T, I> L = LAPLACIAN_FIELDS;                                       \
+        multiply<N>(L, Z, Chebyshev<T>{B, Z_prev, c1, c2}, nullptr, nullptr);             \
     }
 
-#define WIDTHS(I, i)             \
+#define WIDTHS(I, i)              \
     KERNELS(float, f32, I, i, 1)  \
     KERNELS(float, f32, I, i, 2)  \
     KERNELS(float, f32, I, i, 4)  \

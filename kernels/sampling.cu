@@ -7,15 +7,15 @@
 // Integer sums are exact in any order, so that the same scores and seed give the same edges on
 // every device, and the integer atomics of the counts cannot change a result.
 //
-// Edges are numbered as in Graph.edges: by row, the neighbours above the diagonal.  Rows are sorted,
-// hence edge (u, v) is number first_edge[u] + (place of v among u's upper neighbours), and L_tilde's
-// CSR is the old one with the entries dropped whose edge has factor 0: no sort, no atomics.
+// Edges are numbered as in Graph.edges: by row, the neighbours above the diagonal.  Rows are
+// sorted, so edge (u, v) is number first_edge[u] + (place of v among u's upper neighbours), and the
+// CSR of L_tilde is the old one without the entries whose edge has factor 0: no sort, no atomics.
 //
 // Threads: a warp per row to list edges and to filter rows (ballots give each kept entry its place;
 // a hub of 10^5 is 3,000 turns of one warp, once a fit), eight lanes per edge for the scores, one
 // thread per edge or draw elsewhere.
 //
-// Bytes: scores 8 m + 2 m k w gathered (edges sorted by lo keep half of it in L1), 8 m out; prefix
+// Bytes: scores 8 m + 4 m k w gathered (edges sorted by lo keep half of it in L1), 8 m out; prefix
 // sums 32 m against a bound of 16 m, in three plain launches; draws 8 s log2(m) gathered, mostly
 // from L2; filter 2 (4 nnz + 8 nnz) and one search of a row per lower entry.
 
@@ -53,8 +53,8 @@ __device__ void load_items(i64 n, i64 first, const i64* in, i64 (&x)[kItems]) {
 }
 
 // 1. Prefix sums within each tile, and the tiles' totals.
-extern "C" __global__ void __launch_bounds__(kThreads) scan_tiles(i64 n, const i64* in, i64* out,
-                                                                  i64* totals) {
+extern "C" __global__ void __launch_bounds__(kThreads)
+    scan_tiles(i64 n, const i64* in, i64* out, i64* totals) {
     const i64 first = blockIdx.x * static_cast<i64>(kTile) + threadIdx.x * kItems;
     i64 x[kItems];
     load_items(n, first, in, x);
@@ -80,7 +80,8 @@ extern "C" __global__ void __launch_bounds__(kThreads) scan_totals(i64 tiles, i6
 }
 
 // 3. Add it.
-extern "C" __global__ void __launch_bounds__(kThreads) scan_add(i64 n, const i64* totals, i64* out) {
+extern "C" __global__ void __launch_bounds__(kThreads)
+    scan_add(i64 n, const i64* totals, i64* out) {
     for (i64 i = grid_first(); i < n; i += grid_step()) out[i] += totals[i / kTile];
 }
 
@@ -168,15 +169,15 @@ __device__ void score(i64 m, i64 k, const I* lo, const I* hi, const T* weights, 
 // ---- draws --------------------------------------------------------------------------------------
 
 // q <- floor(2^exponent score), at least 1 where the score is not 0.
-extern "C" __global__ void __launch_bounds__(kThreads) integer_scores(i64 m, const double* scores,
-                                                                      i32 exponent, i64* q) {
+extern "C" __global__ void __launch_bounds__(kThreads)
+    integer_scores(i64 m, const double* scores, i32 exponent, i64* q) {
     for (i64 e = grid_first(); e < m; e += grid_step())
         q[e] = max(static_cast<i64>(ldexp(scores[e], exponent)), static_cast<i64>(scores[e] > 0));
 }
 
 // With replacement: draw i falls on the edge whose interval of the prefix sums holds word i.
-extern "C" __global__ void __launch_bounds__(kThreads) draw_edges(i64 s, i64 m, const i64* prefix,
-                                                                  u64 seed, i64* counts) {
+extern "C" __global__ void __launch_bounds__(kThreads)
+    draw_edges(i64 s, i64 m, const i64* prefix, u64 seed, i64* counts) {
     for (i64 i = grid_first(); i < s; i += grid_step()) {
         const i64 target = static_cast<i64>(
             __umul64hi(random_word(i, kStreamSample, seed), static_cast<u64>(prefix[m - 1])));
@@ -184,8 +185,9 @@ extern "C" __global__ void __launch_bounds__(kThreads) draw_edges(i64 s, i64 m, 
     }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads) replacement_factors(
-    i64 s, i64 m, const i64* counts, const i64* q, const i64* prefix, double* factors) {
+extern "C" __global__ void __launch_bounds__(kThreads)
+    replacement_factors(i64 s, i64 m, const i64* counts, const i64* q, const i64* prefix,
+                        double* factors) {
     const double total = static_cast<double>(prefix[m - 1]);
     for (i64 e = grid_first(); e < m; e += grid_step()) {
         const double p = static_cast<double>(q[e]) / total;
@@ -194,9 +196,8 @@ extern "C" __global__ void __launch_bounds__(kThreads) replacement_factors(
 }
 
 // Without: edge e stays with probability p[e].
-extern "C" __global__ void __launch_bounds__(kThreads) bernoulli_factors(i64 m, const double* p,
-                                                                         u64 seed,
-                                                                         double* factors) {
+extern "C" __global__ void __launch_bounds__(kThreads)
+    bernoulli_factors(i64 m, const double* p, u64 seed, double* factors) {
     for (i64 e = grid_first(); e < m; e += grid_step()) {
         const u64 bits = random_word(e, kStreamSample, seed) >> 11;
         factors[e] = static_cast<double>(bits) * 0x1p-53 < p[e] ? 1 / p[e] : 0;
@@ -253,43 +254,43 @@ __device__ void fill_kept(const Edges<I>& E, const T* weights, const double* fac
 
 #define EDGES(I) i64 n, const i64 *indptr, const I *indices, const i64 *first_edge
 
-#define INDEX_KERNELS(I, i)                                                                      \
-    extern "C" __global__ void __launch_bounds__(kThreads) upper_counts_##i(                     \
-        i64 n, const i64* indptr, const I* indices, i64* counts) {                               \
-        count_upper(n, indptr, indices, counts);                                                 \
-    }                                                                                            \
-    extern "C" __global__ void __launch_bounds__(kThreads) kept_counts_##i(                      \
-        EDGES(I), const double* factors, i64* counts) {                                          \
-        count_kept(Edges<I>{n, indptr, indices, first_edge}, factors, counts);                   \
+#define INDEX_KERNELS(I, i)                                                         \
+    extern "C" __global__ void __launch_bounds__(kThreads)                          \
+        upper_counts_##i(i64 n, const i64* indptr, const I* indices, i64* counts) { \
+        count_upper(n, indptr, indices, counts);                                    \
+    }                                                                               \
+    extern "C" __global__ void __launch_bounds__(kThreads)                          \
+        kept_counts_##i(EDGES(I), const double* factors, i64* counts) {             \
+        count_kept(Edges<I>{n, indptr, indices, first_edge}, factors, counts);      \
     }
 
-#define VALUE_KERNELS(T, t, I, i)                                                                \
-    extern "C" __global__ void __launch_bounds__(kThreads) edge_list_##t##_##i(                  \
-        EDGES(I), const T* weights, I* lo, I* hi, T* edge_weights) {                             \
-        list_edges(Edges<I>{n, indptr, indices, first_edge}, weights, lo, hi, edge_weights);     \
-    }                                                                                            \
-    extern "C" __global__ void __launch_bounds__(kThreads) kept_fill_##t##_##i(                  \
-        EDGES(I), const T* weights, const double* factors, const i64* new_indptr,                \
-        I* new_indices, T* new_weights, double* row_sums) {                                      \
-        fill_kept(Edges<I>{n, indptr, indices, first_edge}, weights, factors, new_indptr,        \
-                  new_indices, new_weights, row_sums);                                           \
+#define VALUE_KERNELS(T, t, I, i)                                                                 \
+    extern "C" __global__ void __launch_bounds__(kThreads)                                        \
+        edge_list_##t##_##i(EDGES(I), const T* weights, I* lo, I* hi, T* edge_weights) {          \
+        list_edges(Edges<I>{n, indptr, indices, first_edge}, weights, lo, hi, edge_weights);      \
+    }                                                                                             \
+    extern "C" __global__ void __launch_bounds__(kThreads) kept_fill_##t##_##i(                   \
+        EDGES(I), const T* weights, const double* factors, const i64* new_indptr, I* new_indices, \
+        T* new_weights, double* row_sums) {                                                       \
+        fill_kept(Edges<I>{n, indptr, indices, first_edge}, weights, factors, new_indptr,         \
+                  new_indices, new_weights, row_sums);                                            \
     }
 
-#define SCORES(T, t, I, i, N)                                                                    \
-    extern "C" __global__ void __launch_bounds__(kThreads, 4) edge_scores_##t##_##i##_v##N(      \
-        i64 m, i64 k, const I* lo, const I* hi, const T* weights, const T* s, const T* B_S,      \
-        const T* Pi_S, double lam, double* scores) {                                             \
-        score<N>(m, k, lo, hi, weights, s, B_S, Pi_S, lam, scores);                              \
+#define SCORES(T, t, I, i, N)                                                               \
+    extern "C" __global__ void __launch_bounds__(kThreads, 4) edge_scores_##t##_##i##_v##N( \
+        i64 m, i64 k, const I* lo, const I* hi, const T* weights, const T* s, const T* B_S, \
+        const T* Pi_S, double lam, double* scores) {                                        \
+        score<N>(m, k, lo, hi, weights, s, B_S, Pi_S, lam, scores);                         \
     }
 
 #define ALL(I, i)                    \
-    INDEX_KERNELS(I, i)               \
-    VALUE_KERNELS(float, f32, I, i)   \
-    VALUE_KERNELS(double, f64, I, i)  \
-    SCORES(float, f32, I, i, 1)       \
-    SCORES(float, f32, I, i, 2)       \
-    SCORES(float, f32, I, i, 4)       \
-    SCORES(double, f64, I, i, 1)      \
+    INDEX_KERNELS(I, i)              \
+    VALUE_KERNELS(float, f32, I, i)  \
+    VALUE_KERNELS(double, f64, I, i) \
+    SCORES(float, f32, I, i, 1)      \
+    SCORES(float, f32, I, i, 2)      \
+    SCORES(float, f32, I, i, 4)      \
+    SCORES(double, f64, I, i, 1)     \
     SCORES(double, f64, I, i, 2)
 
 ALL(i32, i32)

@@ -7,12 +7,12 @@
 // edge.  An edge's numbers are made again by each of its two ends: no exchange, no atomics, any
 // order of work gives the same bits.
 //
-// Threads: x makes four columns (one Philox call), y is a row and walks its neighbours.  Rows longer
-// than `segment` have the first blocks of the grid to themselves, all y on one row.
+// Threads: x makes four columns (one Philox call), y is a row and walks its neighbours.  Rows that
+// are longer than `segment` have the first blocks of the grid to themselves, all y on one row.
 //
-// Bytes: 4 nnz + 8 n in, n k w out, the bound for B_hat implicit.  The work is arithmetic: about 150
-// integer and 60 float instructions for four numbers, nnz k / 4 times, hence T's own precision
-// throughout (double costs 32 to 64 times as much on consumer devices).
+// Bytes: 4 nnz + 8 n in, n k w out, the bound for B_hat implicit.  The work is arithmetic: about
+// 300 instructions for four numbers (sm_86), nnz k / 4 times, hence T's own precision throughout
+// (double runs at 1/32 or 1/64 of the speed on consumer devices).
 
 constexpr u32 kStreamIncidence = 0, kStreamIdentity = 1;
 
@@ -47,8 +47,8 @@ __device__ void add_edges(const I* indices, const T* weights, u32 group, u64 see
 
 template <class T, class I>
 __device__ void incidence(i64 n, i64 k, const i64* indptr, const I* indices, const T* weights,
-                          const T* s, i32 segment, i32 longs, const i64* long_rows, T scale, u64 seed,
-                          T* out) {
+                          const T* s, i32 segment, i32 longs, const i64* long_rows, T scale,
+                          u64 seed, T* out) {
     const Place at(k);
     T sum[4];
     if (static_cast<i32>(blockIdx.x) < longs) {
@@ -64,7 +64,8 @@ __device__ void incidence(i64 n, i64 k, const i64* indptr, const I* indices, con
     }
     if (!at.inside) return;
     const i64 step = static_cast<i64>(gridDim.x - longs) * blockDim.y;
-    for (i64 u = static_cast<i64>(blockIdx.x - longs) * blockDim.y + threadIdx.y; u < n; u += step) {
+    for (i64 u = static_cast<i64>(blockIdx.x - longs) * blockDim.y + threadIdx.y; u < n;
+         u += step) {
         const i64 first = indptr[u], last = indptr[u + 1];
         if (last - first > segment) continue;
         add_edges(indices, weights, at.group, seed, u, first, last, 1, sum);
@@ -83,18 +84,17 @@ __device__ void identity(i64 n, i64 k, T scale, u64 seed, T* out) {
     }
 }
 
-#define INCIDENCE(T, t, I, i)                                                                    \
-    extern "C" __global__ void __launch_bounds__(kThreads, 4) sketch_incidence_##t##_##i(        \
-        i64 n, i64 k, const i64* indptr, const I* indices, const T* weights, const T* s,         \
-        i32 segment, i32 longs, const i64* long_rows, T scale, u64 seed, T* out) {               \
-        incidence(n, k, indptr, indices, weights, s, segment, longs, long_rows, scale, seed,     \
-                  out);                                                                          \
+#define INCIDENCE(T, t, I, i)                                                                      \
+    extern "C" __global__ void __launch_bounds__(kThreads, 4) sketch_incidence_##t##_##i(          \
+        i64 n, i64 k, const i64* indptr, const I* indices, const T* weights, const T* s,           \
+        i32 segment, i32 longs, const i64* long_rows, T scale, u64 seed, T* out) {                 \
+        incidence(n, k, indptr, indices, weights, s, segment, longs, long_rows, scale, seed, out); \
     }
 
-#define IDENTITY(T, t)                                                                           \
-    extern "C" __global__ void __launch_bounds__(kThreads, 4) sketch_identity_##t(               \
-        i64 n, i64 k, T scale, u64 seed, T* out) {                                               \
-        identity(n, k, scale, seed, out);                                                        \
+#define IDENTITY(T, t)                                                 \
+    extern "C" __global__ void __launch_bounds__(kThreads, 4)          \
+        sketch_identity_##t(i64 n, i64 k, T scale, u64 seed, T* out) { \
+        identity(n, k, scale, seed, out);                              \
     }
 
 INCIDENCE(float, f32, i32, i32)

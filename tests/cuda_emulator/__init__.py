@@ -32,7 +32,7 @@ _COMMON = ["-std=c++17", "-O1", "-g1", "-fPIC", "-fno-strict-aliasing", "-Wall"]
 _COMMON += ["-Wno-unknown-pragmas", "-Wno-unused-function", "-Wno-unused-variable"]
 VARIANTS = {
     "plain": [],
-    "asan": ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"],
+    "asan": ["-O0", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"],
     "tsan": ["-fsanitize=thread"],
     "portable": ["-DEMU_PORTABLE"],  # ucontext instead of the x86-64 context switch
     "count": ["-fsanitize=thread"],  # the access hooks of TSan, linked to counters instead

@@ -1,4 +1,4 @@
-// Counts the bytes that kernels move: the access hooks that -fsanitize=thread inserts, without TSan.
+// Counts the bytes that kernels move: the hooks that -fsanitize=thread inserts, without TSan.
 //
 // Shared memory and the stacks of the threads are not global memory and do not count.  An address
 // counts once per warp of a block: lanes that load the same word share one transaction.  Between
@@ -28,10 +28,10 @@ static void count(int write, const void* at, std::size_t bytes) {
 
 void emu_new_block() { seen.clear(); }
 
-#define HOOKS(n)                                                             \
-    void __tsan_read##n(void* at) { count(0, at, n); }                       \
-    void __tsan_write##n(void* at) { count(1, at, n); }                      \
-    void __tsan_unaligned_read##n(void* at) { count(0, at, n); }             \
+#define HOOKS(n)                                                 \
+    void __tsan_read##n(void* at) { count(0, at, n); }           \
+    void __tsan_write##n(void* at) { count(1, at, n); }          \
+    void __tsan_unaligned_read##n(void* at) { count(0, at, n); } \
     void __tsan_unaligned_write##n(void* at) { count(1, at, n); }
 HOOKS(1)
 HOOKS(2)
@@ -46,21 +46,20 @@ void __tsan_func_exit() {}
 void __tsan_init() {}
 void __tsan_vptr_update(void**, void*) {}
 
-#define ATOMICS(bits, T)                                                                        \
-    T __tsan_atomic##bits##_fetch_add(volatile T* at, T value, int) {                           \
-        count(0, const_cast<T*>(at), sizeof(T));                                                \
-        count(1, const_cast<T*>(at), sizeof(T));                                                \
-        return __atomic_fetch_add(at, value, __ATOMIC_SEQ_CST);                                 \
-    }                                                                                           \
-    T __tsan_atomic##bits##_load(const volatile T* at, int) {                                   \
-        return __atomic_load_n(at, __ATOMIC_SEQ_CST);                                           \
-    }                                                                                           \
-    int __tsan_atomic##bits##_compare_exchange_strong(volatile T* at, T* old, T value, int,     \
-                                                      int) {                                    \
-        count(0, const_cast<T*>(at), sizeof(T));                                                \
-        count(1, const_cast<T*>(at), sizeof(T));                                                \
-        return __atomic_compare_exchange_n(at, old, value, false, __ATOMIC_SEQ_CST,             \
-                                           __ATOMIC_SEQ_CST);                                   \
+#define ATOMICS(bits, T)                                                                           \
+    T __tsan_atomic##bits##_fetch_add(volatile T* at, T value, int) {                              \
+        count(0, const_cast<T*>(at), sizeof(T));                                                   \
+        count(1, const_cast<T*>(at), sizeof(T));                                                   \
+        return __atomic_fetch_add(at, value, __ATOMIC_SEQ_CST);                                    \
+    }                                                                                              \
+    T __tsan_atomic##bits##_load(const volatile T* at, int) {                                      \
+        return __atomic_load_n(at, __ATOMIC_SEQ_CST);                                              \
+    }                                                                                              \
+    int __tsan_atomic##bits##_compare_exchange_strong(volatile T* at, T* old, T value, int, int) { \
+        count(0, const_cast<T*>(at), sizeof(T));                                                   \
+        count(1, const_cast<T*>(at), sizeof(T));                                                   \
+        return __atomic_compare_exchange_n(at, old, value, false, __ATOMIC_SEQ_CST,                \
+                                           __ATOMIC_SEQ_CST);                                      \
     }
 ATOMICS(32, unsigned)
 ATOMICS(64, unsigned long long)

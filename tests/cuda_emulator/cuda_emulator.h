@@ -128,7 +128,7 @@ inline void sincospif(float x, float* s, float* c) {
     *c = static_cast<float>(std::cos(M_PI * x));
 }
 
-#define EMU_VECTOR(T, N, ...)           \
+#define EMU_VECTOR(T, N, ...)            \
     struct alignas(N * sizeof(T)) T##N { \
         T __VA_ARGS__;                   \
     };
@@ -159,8 +159,9 @@ const char* emu_type() {
     } else {
         constexpr bool is_bool = std::is_same_v<T, bool>, is_float = std::is_floating_point_v<T>;
         static_assert(std::is_arithmetic_v<T>, "kernel arguments are numbers and pointers");
-        static const char name[] = {
-            is_bool ? 'b' : is_float ? 'f' : std::is_signed_v<T> ? 'i' : 'u', '0' + sizeof(T), 0};
+        constexpr char integer = std::is_signed_v<T> ? 'i' : 'u';
+        constexpr char kind = is_bool ? 'b' : is_float ? 'f' : integer;
+        static const char name[] = {kind, '0' + sizeof(T), 0};
         return name;
     }
 }
@@ -189,10 +190,10 @@ struct EmuKernel {
 template <class... Args>
 EmuKernel<Args...> emu_kernel(void (*)(Args...));
 
-#define EMU_EXPORT(name)                                                                         \
-    extern "C" const char* name##_types() { return decltype(emu_kernel(name))::types(); }        \
-    extern "C" int name##_run(const unsigned* grid, const unsigned* block, int order,            \
-                              unsigned seed, long long first, long long last, void** args) {     \
-        return emu_run(grid, block, order, seed, first, last,                                    \
-                       &decltype(emu_kernel(name))::template body<name>, args);                  \
+#define EMU_EXPORT(name)                                                                     \
+    extern "C" const char* name##_types() { return decltype(emu_kernel(name))::types(); }    \
+    extern "C" int name##_run(const unsigned* grid, const unsigned* block, int order,        \
+                              unsigned seed, long long first, long long last, void** args) { \
+        return emu_run(grid, block, order, seed, first, last,                                \
+                       &decltype(emu_kernel(name))::template body<name>, args);              \
     }

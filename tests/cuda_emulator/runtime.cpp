@@ -104,7 +104,8 @@ int count, current, waiting_for_block, finished;
 Context scheduler;
 void* scheduler_fiber;
 char* stacks;
-char block_marks[2], warp_marks[kMaxThreads / 32][2], start_mark, end_mark;  // addresses that TSan orders by
+// Addresses that TSan orders by.
+char block_marks[2], warp_marks[kMaxThreads / 32][2], start_mark, end_mark;
 void (*kernel_body)(void**);
 void** kernel_args;
 struct Range {
@@ -159,8 +160,7 @@ void end_block() {
         __tsan_destroy_fiber(threads[t].fiber);
         threads[t].fiber = nullptr;
     }
-    if (__asan_unpoison_memory_region)
-        __asan_unpoison_memory_region(stacks, kMaxThreads * kStack);
+    if (__asan_unpoison_memory_region) __asan_unpoison_memory_region(stacks, kMaxThreads * kStack);
 }
 
 void release(int t, unsigned long long result) {
@@ -189,24 +189,26 @@ void try_warp(int warp, unsigned mask) {
     for (int lane = 0; lane < 32; ++lane) {
         if (!(mask >> lane & 1)) continue;
         const int t = 32 * warp + lane;
-        if (t >= count) return emu_fail("%s at line %d: lane %d is in the mask but not in the block",
-                                        kOpNames[me.op], me.line, lane);
+        if (t >= count)
+            return emu_fail("%s at line %d: lane %d is in the mask but not in the block",
+                            kOpNames[me.op], me.line, lane);
         if (threads[t].state == DONE)
             return emu_fail("%s at line %d: lane %d has left the kernel", kOpNames[me.op], me.line,
                             lane);
         if (threads[t].state != WAITING) return;
         if (!agree(threads[t], me))
-            return emu_fail("divergent warp: lane %d waits in %s at line %d, lane %d in %s at line %d",
-                            current % 32, kOpNames[me.op], me.line, lane, kOpNames[threads[t].op],
-                            threads[t].line);
+            return emu_fail(
+                "divergent warp: lane %d waits in %s at line %d, lane %d in %s at line %d",
+                current % 32, kOpNames[me.op], me.line, lane, kOpNames[threads[t].op],
+                threads[t].line);
         ballot |= static_cast<unsigned>(threads[t].value != 0) << lane;
     }
     for (int lane = 0; lane < 32; ++lane) {
         if (!(mask >> lane & 1)) continue;
         const int t = 32 * warp + lane, source = threads[t].source;
         if (me.op == EMU_SHUFFLE && !(mask >> source & 1))
-            return emu_fail("__shfl_sync at line %d: lane %d reads lane %d outside the mask", me.line,
-                            lane, source);
+            return emu_fail("__shfl_sync at line %d: lane %d reads lane %d outside the mask",
+                            me.line, lane, source);
         release(t, me.op == EMU_SHUFFLE ? threads[32 * warp + source].value : ballot);
     }
 }
@@ -216,7 +218,8 @@ void run_block(int order, unsigned* random) {
     for (int t = 0; t < count; ++t) turns[t] = order == 1 ? count - 1 - t : t;
     while (finished < count && !failed) {
         if (order == 2)
-            for (int t = count - 1; t > 0; --t) std::swap(turns[t], turns[rand_r(random) % (t + 1)]);
+            for (int t = count - 1; t > 0; --t)
+                std::swap(turns[t], turns[rand_r(random) % (t + 1)]);
         int ran = 0;
         for (int t : turns) {
             if (threads[t].state != READY) continue;
@@ -246,8 +249,7 @@ int emu_warp() { return current / 32; }
 bool emu_is_global(const void* at) {
     const char* p = static_cast<const char*>(at);
     auto within = [p](const void* first, const void* last) { return first <= p && p < last; };
-    return !within(stacks, stacks + kMaxThreads * kStack) &&
-           !within(emu_index, emu_index + 4) &&
+    return !within(stacks, stacks + kMaxThreads * kStack) && !within(emu_index, emu_index + 4) &&
            std::none_of(shared.begin(), shared.end(), [&](const Range& range) {
                return within(range.first, range.first + range.bytes);
            });
