@@ -12,8 +12,8 @@
 // groups of a warp in different banks.
 //
 // Bytes: ceil(p / 9) passes of 2 n' k w (two passes for n = 2^18), the first without reading the
-// padding, the last writing s k w instead of n' k w.  Shared memory moves four times as much, with several
-// times four the bandwidth, so DRAM stays the limit.
+// padding, the last writing s k w instead of n' k w.  Shared memory moves four times as much, with
+// several times four the bandwidth, so DRAM stays the limit.
 
 constexpr int kBlock = 512;
 constexpr int kLogRows = 9;

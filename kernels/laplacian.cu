@@ -190,11 +190,9 @@ struct Chebyshev {
         const T *diagonal, T lam, i32 segment, i32 segments, const i64 *segment_row, \
         const i32 *segment_rank, double *segment_sums, u32 *tickets
 
-// clang-format off
 #define LAPLACIAN_FIELDS                                                                \
     {n, k, indptr, indices, weights, s, diagonal, lam, segment, segments, segment_row,  \
      segment_rank, segment_sums, tickets}
-// clang-format on
 
 #define KERNELS(T, t, I, i, N)                                                            \
     extern "C" __global__ void __launch_bounds__(kThreads, 4) apply_H_##t##_##i##_v##N(   \

@@ -512,6 +512,9 @@ MUTANTS = {
     "race: every row of the block writes the sum": Mutant(
         "cg.cu", "if (!inside || threadIdx.y != 0) return;", "if (!inside) return;", "tsan"
     ),
+    "sum taken before the other blocks are done": Mutant(
+        "cg.cu", "atomicInc(ticket, count - 1) == count - 1", "atomicInc(ticket, count - 1) == 0"
+    ),
     "exit before a barrier": Mutant(
         "laplacian.cu", "lane(L.k);\n", "lane(L.k);\n    if (!lane.inside) return;\n"
     ),

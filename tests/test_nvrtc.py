@@ -1,7 +1,8 @@
 """NVRTC compiles every kernel for every architecture we name, without spills.
 
 ``tests/nvrtc_table.json`` holds registers, shared memory and theoretical occupancy per kernel; an
-occupancy below it fails.  After a change that is meant:  python tests/test_nvrtc.py
+occupancy below it fails (with another version of the compiler, one 25 points below it).  After a
+change that is meant:  python tests/test_nvrtc.py
 """
 
 from __future__ import annotations
@@ -53,6 +54,12 @@ def nvrtc() -> Any:
         library.nvrtcGetErrorString.restype = ctypes.c_char_p
         return library
     return None
+
+
+def version() -> str:
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    nvrtc().nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
+    return f"{major.value}.{minor.value}"
 
 
 def text_of(program: ctypes.c_void_p, what: str) -> str:
@@ -142,21 +149,30 @@ def compile_all(pool: ProcessPoolExecutor) -> dict[tuple[str, int], Future[Repor
 @pytest.mark.parametrize("arch", ARCHES)
 @pytest.mark.parametrize("name", FILES)
 def test_compiles_without_spills_at_full_occupancy(reports: Any, name: str, arch: int) -> None:
-    table = json.loads(TABLE.read_text())
-    found = reports[name, arch].result()
+    table, found = json.loads(TABLE.read_text()), reports[name, arch].result()
+    slack = 0 if version() == table["nvrtc"] else 25
     assert found, f"{name} holds no kernel"
     for kernel, now in found.items():
         assert now["spills"] == 0, f"{kernel} for sm_{arch} spills {now['spills']} bytes"
-        assert kernel in table, f"{kernel} is not in the table: run python tests/test_nvrtc.py"
-        before = table[kernel]["occupancy"][f"sm_{arch}"]
-        assert now["occupancy"] >= before, (
+        assert kernel in table["kernels"], (
+            f"{kernel} is not in the table: see the head of this file"
+        )
+        before = table["kernels"][kernel]["occupancy"][f"sm_{arch}"]
+        assert now["occupancy"] >= before - slack, (
             f"{kernel} for sm_{arch}: occupancy {now['occupancy']}%, the table has {before}%"
         )
 
 
 def test_table_has_no_other_kernels(reports: Any) -> None:
     names = {kernel for f in FILES for kernel in reports[f, 80].result()}
-    assert set(json.loads(TABLE.read_text())) == names
+    assert set(json.loads(TABLE.read_text())["kernels"]) == names
+
+
+def test_sources_are_complete_in_themselves() -> None:
+    for path in KERNELS.iterdir():
+        text = path.read_text()
+        assert "#include" not in text, f"{path.name}: NVRTC from pip finds no headers"
+        assert text.startswith("// "), f"{path.name} must open with what it computes"
 
 
 def test_occupancy_of_known_cases() -> None:
@@ -191,7 +207,8 @@ def write_table() -> None:
             row["shared"] = max(found["shared"] for found in by_arch.values())
             row["spills"] = sum(found["spills"] for found in by_arch.values())
             lines.append(f"  {json.dumps(kernel)}: {json.dumps(row)}")
-    TABLE.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+    kernels = ",\n".join(lines)  # a line each, so that a diff shows which kernel has changed
+    TABLE.write_text(f'{{"nvrtc": "{version()}", "kernels": {{\n{kernels}\n}}}}\n')
 
 
 if __name__ == "__main__":
