@@ -54,13 +54,13 @@ struct Lane {
 };
 
 // sum <- sum of a_ij s_j X_j over the non-zeros first, first + step, ... before last.
-template <bool kWeighted, int N, class T, class I>
+template <int N, class T, class I>
 __device__ void gather(const Laplacian<T, I>& L, const T* X, i64 column, i64 first, i64 last,
                        int step, T (&sum)[N]) {
 #pragma unroll 4
     for (i64 e = first; e < last; e += step) {
         const i64 j = L.indices[e];
-        const T a = kWeighted ? L.weights[e] * L.s[j] : L.s[j];
+        const T a = L.weights ? L.weights[e] * L.s[j] : L.s[j];
         const Vec<T, N> x = load<N>(X + j * L.k + column);
         for (int i = 0; i < N; ++i) sum[i] += a * x.v[i];
     }
@@ -73,8 +73,7 @@ __device__ void gather_share(const Laplacian<T, I>& L, const T* X, const Lane<N>
     for (int i = 0; i < N; ++i) sum[i] = 0;
     first += worker * lane.splits + lane.split;
     const int step = workers * lane.splits;
-    if (lane.inside && L.weights) gather<true>(L, X, lane.column, first, last, step, sum);
-    if (lane.inside && !L.weights) gather<false>(L, X, lane.column, first, last, step, sum);
+    if (lane.inside) gather(L, X, lane.column, first, last, step, sum);
     if (lane.splits > 1)  // the block is eight lanes wide then, so its warps are full
         for (int i = 0; i < N; ++i) sum[i] = warp_sum(sum[i], lane.lanes, blockDim.x);
 }
