@@ -1,0 +1,216 @@
+// Y = (I + lam L) X,  L = D^-1/2 (diag(A 1) - A) D^-1/2,  row by row:
+//
+//   Y_i = (1 + lam L_ii) X_i - lam s_i sum_j a_ij s_j X_j,   s = D^-1/2,  a_ij = 1 if no weights
+//
+// apply_H also returns the column dots X . Y that CG needs, and chebyshev turns H Z into the next
+// iterate on the spot, so that neither ever reads Y again.
+//
+// Threads: x holds N columns (16 bytes), y is a row.  Below eight column groups the spare lanes of
+// a row share its non-zeros and add up by shuffles, so a row always has eight lanes or more.  Rows
+// longer than `segment` are cut: the first `segments` blocks of the grid take one segment each,
+// started before all others, and the last block of a row to finish adds its segments in order.  A
+// hub of 10^5 neighbours is then 10^5 / segment blocks of work instead of one endless warp.
+//
+// Bytes: 4 nnz + 8 n for the graph (values and self-loops implicit when unweighted), 2 n k w for X
+// and Y (4 n k w for chebyshev): the lower bound.  On top come the gathers of neighbours, at most
+// nnz k w, which the caches absorb as far as node order is local; each is a coalesced run of k w
+// bytes, because blocks are row-major.  Nothing else is stored between reads.
+
+template <class T, class I>
+struct Laplacian {
+    i64 n, k;
+    const i64* indptr;  // n + 1
+    const I* indices;   // of A, without self-loops
+    const T* weights;   // of A; null when every weight is 1
+    const T* s;         // D^-1/2
+    const T* diagonal;  // L_ii
+    T lam;
+    i32 segment;              // rows longer than this are cut
+    i32 segments;             // how many pieces there are
+    const i64* segment_row;   // the row of each piece
+    const i32* segment_rank;  // its place within the row
+    double* segment_sums;     // segments x k
+    u32* tickets;             // gridDim.y x (segments + 1), zero between launches
+};
+
+// Which columns a thread holds, and which share of a row's non-zeros.
+template <int N>
+struct Lane {
+    int lanes, splits, split;
+    i64 column;
+    bool inside, owner;
+
+    __device__ explicit Lane(i64 k) {
+        const int width = blockDim.x;
+        const i64 groups = min(k / N, static_cast<i64>(width));
+        for (lanes = 1; lanes < groups;) lanes *= 2;
+        if (groups == width) lanes = width;
+        splits = width / lanes;
+        split = threadIdx.x / lanes;
+        column = (static_cast<i64>(blockIdx.y) * width + threadIdx.x % lanes) * N;
+        inside = column < k;
+        owner = inside && split == 0;
+    }
+};
+
+// sum <- sum of a_ij s_j X_j over the non-zeros first, first + step, ... before last.
+template <int N, class T, class I>
+__device__ void gather(const Laplacian<T, I>& L, const T* X, i64 column, i64 first, i64 last,
+                       int step, T (&sum)[N]) {
+#pragma unroll 4
+    for (i64 e = first; e < last; e += step) {
+        const i64 j = L.indices[e];
+        const T a = L.weights ? L.weights[e] * L.s[j] : L.s[j];
+        const Vec<T, N> x = load<N>(X + j * L.k + column);
+        for (int i = 0; i < N; ++i) sum[i] += a * x.v[i];
+    }
+}
+
+// The same with the share of this thread, one of `workers` on the row, added up over the splits.
+template <int N, class T, class I>
+__device__ void gather_share(const Laplacian<T, I>& L, const T* X, const Lane<N>& lane, i64 first,
+                             i64 last, int worker, int workers, T (&sum)[N]) {
+    for (int i = 0; i < N; ++i) sum[i] = 0;
+    first += worker * lane.splits + lane.split;
+    const int step = workers * lane.splits;
+    if (lane.inside) gather(L, X, lane.column, first, last, step, sum);
+    if (lane.splits > 1)  // the block is eight lanes wide then, so its warps are full
+        for (int i = 0; i < N; ++i) sum[i] = warp_sum(sum[i], lane.lanes, blockDim.x);
+}
+
+// Y_i from the sum over its neighbours; adds X_i . Y_i to dot.
+template <int N, class T, class I, class Finish>
+__device__ void finish_row(const Laplacian<T, I>& L, const T* X, const Lane<N>& lane, i64 row,
+                           const T (&sum)[N], const Finish& finish, double (&dot)[N]) {
+    const i64 at = row * L.k + lane.column;
+    const T h = 1 + L.lam * L.diagonal[row], lam_s = L.lam * L.s[row];
+    const Vec<T, N> x = load<N>(X + at);
+    Vec<T, N> y;
+    for (int i = 0; i < N; ++i) {
+        y.v[i] = h * x.v[i] - lam_s * sum[i];
+        dot[i] += static_cast<double>(x.v[i]) * y.v[i];
+    }
+    finish(at, x, y);
+}
+
+// One segment of a long row, by the whole block.
+template <int N, class T, class I, class Finish>
+__device__ void long_row(const Laplacian<T, I>& L, const T* X, const Lane<N>& lane,
+                         const Finish& finish, double (&dot)[N]) {
+    const i32 piece = blockIdx.x, rank = L.segment_rank[piece], first_piece = piece - rank;
+    const i64 row = L.segment_row[piece], end = L.indptr[row + 1];
+    const i64 first = L.indptr[row] + static_cast<i64>(rank) * L.segment;
+    T sum[N];
+    gather_share(L, X, lane, first, min(first + L.segment, end), threadIdx.y, blockDim.y, sum);
+    double part[N];
+    for (int i = 0; i < N; ++i) part[i] = sum[i];
+    block_sum(part);
+    const bool writer = lane.owner && threadIdx.y == 0;
+    if (writer) {
+        // Each segment gives its own share of X . Y: who comes last must not change the sum.
+        const Vec<T, N> x = load<N>(X + row * L.k + lane.column);
+        const double h = rank == 0 ? 1 + L.lam * L.diagonal[row] : 0, lam_s = L.lam * L.s[row];
+        for (int i = 0; i < N; ++i) {
+            L.segment_sums[piece * L.k + lane.column + i] = part[i];
+            dot[i] += x.v[i] * (h * x.v[i] - lam_s * part[i]);
+        }
+    }
+    const i32 pieces = static_cast<i32>((end - L.indptr[row] + L.segment - 1) / L.segment);
+    u32* ticket = L.tickets + static_cast<i64>(blockIdx.y) * (L.segments + 1) + first_piece;
+    if (!last_block(ticket, pieces)) return;
+    for (int i = 0; i < N; ++i) part[i] = 0;
+    if (lane.inside)
+        for (i32 p = threadIdx.y; p < pieces; p += blockDim.y)
+            for (int i = 0; i < N; ++i)
+                part[i] += L.segment_sums[(first_piece + p) * L.k + lane.column + i];
+    block_sum(part);
+    for (int i = 0; i < N; ++i) sum[i] = static_cast<T>(part[i]);
+    double counted[N] = {};  // the dots of this row are in already
+    if (writer) finish_row(L, X, lane, row, sum, finish, counted);
+}
+
+// H X for all rows: finish(offset, x, y) gets each piece of X and of Y = H X once.
+template <int N, class T, class I, class Finish>
+__device__ void multiply(const Laplacian<T, I>& L, const T* X, const Finish& finish,
+                         double* partials, double* dots) {
+    const Lane<N> lane(L.k);
+    double dot[N] = {};
+    if (static_cast<i32>(blockIdx.x) < L.segments) {
+        long_row(L, X, lane, finish, dot);
+    } else {
+        const i64 step = static_cast<i64>(gridDim.x - L.segments) * blockDim.y;
+        const i64 start = static_cast<i64>(blockIdx.x - L.segments) * blockDim.y;
+        for (i64 base = start; base < L.n; base += step) {  // the same turns for a whole warp
+            const i64 row = base + threadIdx.y;
+            const i64 first = row < L.n ? L.indptr[row] : 0;
+            const i64 last = row < L.n ? L.indptr[row + 1] : 0;
+            const bool mine = row < L.n && last - first <= L.segment;
+            T sum[N];
+            gather_share(L, X, lane, first, mine ? last : first, 0, 1, sum);
+            if (mine && lane.owner) finish_row(L, X, lane, row, sum, finish, dot);
+        }
+    }
+    if (!dots) return;
+    u32* ticket = L.tickets + static_cast<i64>(blockIdx.y) * (L.segments + 1) + L.segments;
+    if (grid_sum(dot, L.k, lane.owner ? lane.column : L.k, partials, ticket))
+        if (lane.owner && threadIdx.y == 0)
+            for (int i = 0; i < N; ++i) dots[lane.column + i] = dot[i];
+}
+
+template <class T>
+struct Store {
+    T* Y;
+
+    template <int N>
+    __device__ void operator()(i64 at, const Vec<T, N>&, const Vec<T, N>& y) const {
+        store(Y + at, y);
+    }
+};
+
+// Z_prev <- Z + c1 (Z - Z_prev) + c2 (B - H Z)
+template <class T>
+struct Chebyshev {
+    const T* B;
+    T* Z_prev;
+    T c1, c2;
+
+    template <int N>
+    __device__ void operator()(i64 at, const Vec<T, N>& z, const Vec<T, N>& Hz) const {
+        const Vec<T, N> b = load<N>(B + at);
+        Vec<T, N> next = load<N>(Z_prev + at);
+        for (int i = 0; i < N; ++i)
+            next.v[i] = (1 + c1) * z.v[i] - c1 * next.v[i] + c2 * (b.v[i] - Hz.v[i]);
+        store(Z_prev + at, next);
+    }
+};
+
+#define LAPLACIAN(T, I)                                                              \
+    i64 n, i64 k, const i64 *indptr, const I *indices, const T *weights, const T *s, \
+        const T *diagonal, T lam, i32 segment, i32 segments, const i64 *segment_row, \
+        const i32 *segment_rank, double *segment_sums, u32 *tickets
+
+#define LAPLACIAN_FIELDS                                                                \
+    {n, k, indptr, indices, weights, s, diagonal, lam, segment, segments, segment_row,  \
+     segment_rank, segment_sums, tickets}
+
+#define KERNELS(T, t, I, i, N)                                                            \
+    extern "C" __global__ void __launch_bounds__(kThreads, 4) apply_H_##t##_##i##_v##N(   \
+        LAPLACIAN(T, I), const T* X, T* Y, double* partials, double* dots) {              \
+        const Laplacian<T, I> L = LAPLACIAN_FIELDS;                                       \
+        multiply<N>(L, X, Store<T>{Y}, partials, dots);                                   \
+    }                                                                                     \
+    extern "C" __global__ void __launch_bounds__(kThreads, 4) chebyshev_##t##_##i##_v##N( \
+        LAPLACIAN(T, I), const T* Z, T* Z_prev, const T* B, T c1, T c2) {                 \
+        const Laplacian<T, I> L = LAPLACIAN_FIELDS;                                       \
+        multiply<N>(L, Z, Chebyshev<T>{B, Z_prev, c1, c2}, nullptr, nullptr);             \
+    }
+
+#define WIDTHS(I, i)              \
+    KERNELS(float, f32, I, i, 1)  \
+    KERNELS(float, f32, I, i, 2)  \
+    KERNELS(float, f32, I, i, 4)  \
+    KERNELS(double, f64, I, i, 1) \
+    KERNELS(double, f64, I, i, 2)
+
+WIDTHS(i32, i32)
+WIDTHS(i64, i64)

@@ -1,0 +1,215 @@
+"""NVRTC compiles every kernel for every architecture we name, without spills.
+
+``tests/nvrtc_table.json`` holds registers, shared memory and theoretical occupancy per kernel; an
+occupancy below it fails (with another version of the compiler, one 25 points below it).  After a
+change that is meant:  python tests/test_nvrtc.py
+"""
+
+from __future__ import annotations
+
+import ctypes
+import ctypes.util
+import json
+import re
+import sys
+from concurrent.futures import Future, ProcessPoolExecutor
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))
+
+from cuda_emulator import KERNELS, kernel_text  # noqa: E402
+
+TABLE = HERE / "nvrtc_table.json"
+FILES = sorted(path.name for path in KERNELS.glob("*.cu"))
+FLAGS = ["-std=c++17", "-ftz=true", "--device-as-default-execution-space", "--ptxas-options=-v"]
+# threads, blocks and bytes of shared memory per multiprocessor; bytes reserved per block
+ARCHES = {
+    75: (1024, 16, 64 << 10, 0),
+    80: (2048, 32, 164 << 10, 1024),
+    86: (1536, 16, 100 << 10, 1024),
+    89: (1536, 24, 100 << 10, 1024),
+    90: (2048, 32, 228 << 10, 1024),
+    100: (2048, 32, 228 << 10, 1024),
+    120: (1536, 24, 100 << 10, 1024),
+}
+Report = dict[str, dict[str, int]]
+
+
+@cache
+def nvrtc() -> Any:
+    """libnvrtc of the pip package or of the system; None without either."""
+    roots = [Path(p) / "nvidia" for p in sys.path if p]
+    found = [p for root in roots for p in sorted(root.glob("*/lib/libnvrtc.so.*"))]
+    names = [str(p) for p in found if ".alt." not in p.name] + [ctypes.util.find_library("nvrtc")]
+    for name in filter(None, names):
+        try:
+            library = ctypes.CDLL(name)
+        except OSError:
+            continue
+        library.nvrtcGetErrorString.restype = ctypes.c_char_p
+        return library
+    return None
+
+
+def version() -> str:
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    nvrtc().nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
+    return f"{major.value}.{minor.value}"
+
+
+def text_of(program: ctypes.c_void_p, what: str) -> str:
+    """The log or the PTX of a program."""
+    size = ctypes.c_size_t()
+    getattr(nvrtc(), f"nvrtcGet{what}Size")(program, ctypes.byref(size))
+    text = ctypes.create_string_buffer(max(1, size.value))
+    getattr(nvrtc(), f"nvrtcGet{what}")(program, text)
+    return text.value.decode()
+
+
+def compiled(name: str, arch: int) -> tuple[str, str]:
+    """(log, PTX) of one file, compiled to a cubin for one architecture."""
+    lib, program, size = nvrtc(), ctypes.c_void_p(), ctypes.c_size_t()
+    lib.nvrtcCreateProgram(
+        ctypes.byref(program), kernel_text(name).encode(), name.encode(), 0, None, None
+    )
+    flags = [flag.encode() for flag in [*FLAGS, f"-arch=sm_{arch}"]]
+    status = lib.nvrtcCompileProgram(program, len(flags), (ctypes.c_char_p * len(flags))(*flags))
+    log = text_of(program, "ProgramLog")
+    assert status == 0, f"{name} for sm_{arch}: {log}"
+    assert "warning" not in log, log
+    lib.nvrtcGetCUBINSize(program, ctypes.byref(size))
+    assert size.value > 0, f"{name} for sm_{arch}: no cubin"
+    ptx = text_of(program, "PTX")
+    lib.nvrtcDestroyProgram(ctypes.byref(program))
+    return log, ptx
+
+
+def check_ptx(ptx: str) -> None:
+    """What the sources promise: no float atomics, no local memory, vector loads and stores."""
+    for part in ptx.split(".visible .entry ")[1:]:
+        kernel = re.match(r"\w+", part)[0]
+        assert not re.search(r"\b(atom|red)\.[\w.]*\.f(32|64)", part), f"{kernel}: float atomic"
+        assert not re.search(r"\b(ld|st)\.local", part), f"{kernel}: local memory"
+        width = re.search(r"_v([24])$", kernel)
+        for access in ("ld", "st") if width else ():
+            if access == "st" and kernel.startswith(("column_dots", "edge_scores")):
+                continue  # they write one number per column or edge
+            vector = rf"\b{access}\.global[\w.]*\.v{width[1]}\."
+            assert re.search(vector, part), f"{kernel}: no {access} of {width[1]} values"
+
+
+def occupancy(arch: int, threads: int, registers: int, shared: int) -> int:
+    """Resident threads over the most there can be, in percent, from the three limits."""
+    max_threads, max_blocks, shared_memory, reserved = ARCHES[arch]
+    warps = -(-threads // 32)
+    per_warp = -(-registers * 32 // 256) * 256
+    by_registers = 65536 // per_warp // warps
+    by_shared = shared_memory // (-(-shared // 256) * 256 + reserved or 1)
+    blocks = min(max_threads // (warps * 32), max_blocks, by_registers, by_shared)
+    return 100 * blocks * warps * 32 // max_threads
+
+
+def report(name: str, arch: int) -> Report:
+    """Registers, shared memory, spills and occupancy of each kernel of a file."""
+    log, ptx = compiled(name, arch)
+    check_ptx(ptx)
+    kernels: Report = {}
+    for part in log.split("Compiling entry function")[1:]:
+        kernel = re.search(r"'(\w+)'", part)[1]
+        registers = int(re.search(r"Used (\d+) registers", part)[1])
+        shared = int((re.search(r"(\d+) bytes smem", part) or [0, 0])[1])
+        spills = sum(int(x) for x in re.findall(r"(\d+) bytes spill", part))
+        threads = 512 if kernel.startswith("hadamard") else 256  # their __launch_bounds__
+        kernels[kernel] = {
+            "registers": registers,
+            "shared": shared,
+            "spills": spills,
+            "occupancy": occupancy(arch, threads, registers, shared),
+        }
+    return kernels
+
+
+@pytest.fixture(scope="module")
+def reports() -> Any:
+    if nvrtc() is None:
+        pytest.skip("NVRTC is not installed: pip install nvidia-cuda-nvrtc")
+    with ProcessPoolExecutor(2) as pool:  # the compiler does one thing at a time in a process
+        yield compile_all(pool)
+
+
+def compile_all(pool: ProcessPoolExecutor) -> dict[tuple[str, int], Future[Report]]:
+    return {(f, arch): pool.submit(report, f, arch) for arch in ARCHES for f in FILES}
+
+
+@pytest.mark.parametrize("arch", ARCHES)
+@pytest.mark.parametrize("name", FILES)
+def test_compiles_without_spills_at_full_occupancy(reports: Any, name: str, arch: int) -> None:
+    table, found = json.loads(TABLE.read_text()), reports[name, arch].result()
+    slack = 0 if version() == table["nvrtc"] else 25
+    assert found, f"{name} holds no kernel"
+    for kernel, now in found.items():
+        assert now["spills"] == 0, f"{kernel} for sm_{arch} spills {now['spills']} bytes"
+        assert kernel in table["kernels"], (
+            f"{kernel} is not in the table: see the head of this file"
+        )
+        before = table["kernels"][kernel]["occupancy"][f"sm_{arch}"]
+        assert now["occupancy"] >= before - slack, (
+            f"{kernel} for sm_{arch}: occupancy {now['occupancy']}%, the table has {before}%"
+        )
+
+
+def test_table_has_no_other_kernels(reports: Any) -> None:
+    names = {kernel for f in FILES for kernel in reports[f, 80].result()}
+    assert set(json.loads(TABLE.read_text())["kernels"]) == names
+
+
+def test_sources_are_complete_in_themselves() -> None:
+    for path in KERNELS.iterdir():
+        text = path.read_text()
+        assert "#include" not in text, f"{path.name}: NVRTC from pip finds no headers"
+        assert text.startswith("// "), f"{path.name} must open with what it computes"
+
+
+def test_occupancy_of_known_cases() -> None:
+    assert occupancy(80, 256, 64, 8192) == 50
+    assert occupancy(80, 256, 65, 8192) == 37
+    assert occupancy(75, 512, 42, 37376) == 50
+    assert occupancy(90, 256, 32, 0) == 100
+
+
+def test_gate_sees_float_atomics_and_scalar_loads() -> None:
+    bad = {
+        "float atomic": ".visible .entry f(\natom.global.add.f32 %f1, [%rd1], %f2;",
+        "local memory": ".visible .entry f(\nst.local.u32 [%rd1], %r1;",
+        "no ld": ".visible .entry f_v4(\nld.global.f32 %f1, [%rd1];",
+    }
+    for message, ptx in bad.items():
+        with pytest.raises(AssertionError, match=message):
+            check_ptx(ptx)
+
+
+def write_table() -> None:
+    with ProcessPoolExecutor(2) as pool:
+        reports = {key: future.result() for key, future in compile_all(pool).items()}
+    lines = []
+    for f in FILES:
+        for kernel in sorted(reports[f, 80]):
+            by_arch = {f"sm_{arch}": reports[f, arch][kernel] for arch in ARCHES}
+            row = {
+                key: {arch: found[key] for arch, found in by_arch.items()}
+                for key in ("registers", "occupancy")
+            }
+            row["shared"] = max(found["shared"] for found in by_arch.values())
+            row["spills"] = sum(found["spills"] for found in by_arch.values())
+            lines.append(f"  {json.dumps(kernel)}: {json.dumps(row)}")
+    kernels = ",\n".join(lines)  # a line each, so that a diff shows which kernel has changed
+    TABLE.write_text(f'{{"nvrtc": "{version()}", "kernels": {{\n{kernels}\n}}}}\n')
+
+
+if __name__ == "__main__":
+    write_table()
