@@ -95,6 +95,37 @@ class Cholesky:
 
 
 @dataclass
+class Pivoted:
+    """P[J, J] = L L^T on independent columns J; the weights of the dependent ones are 0."""
+
+    backend: Backend
+    L: Array  # r x r
+    J: Array  # (r,)
+    d: int
+    condition: float
+    note: str = ""
+    kind: str = "pivoted cholesky"
+
+    @property
+    def rank(self) -> int:
+        return self.J.shape[0]
+
+    def half(self, w: Array) -> Array:
+        W = self.backend.xp.zeros((self.d, w.shape[1]))
+        W[self.J] = self.backend.solve_triangular(self.L, w, trans=True)
+        return W
+
+    def half_T(self, g: Array) -> Array:
+        return self.backend.solve_triangular(self.L, g[self.J])
+
+    def unhalf(self, W: Array) -> Array:
+        return self.L.T @ W[self.J]
+
+    def project(self, v: Array) -> Array:
+        return v
+
+
+@dataclass
 class Eigen:
     """P^-1/2 = V diag(values^-1/2) V^T as the paper prints it, on the kept eigenvectors V."""
 
@@ -175,9 +206,7 @@ class DenseGram:
         note = _damping_note(shift) if self.damped else ""
         P[xp.arange(d), xp.arange(d)] += shift
         if not symmetric:
-            found = _cholesky(self.backend, P, top + shift)
-            if found is not None:
-                return Cholesky(self.backend, *found, note)
+            return self._triangular(P, top + shift, note)
         values, V = xp.linalg.eigh(P)
         keep = values > RANK_CUT * xp.maximum(values[-1], 1e-300)
         if not bool(keep.all()):  # synchronize!
@@ -185,6 +214,21 @@ class DenseGram:
         V, values = xp.ascontiguousarray(V[:, keep]), values[keep]
         condition = float(values[-1] / values[0]) if values.shape[0] else 1.0  # synchronize!
         return Eigen(V, values, condition, note)
+
+    def _triangular(self, P: Array, top: float, note: str) -> Factor:
+        """A Cholesky factor; of independent columns only where P is close to singular."""
+        backend, d = self.backend, P.shape[0]
+        L = _cholesky(backend, P)
+        if L is not None:
+            smallest = _smallest_eigenvalue(backend, L)
+            if smallest > 10 * RANK_CUT * top:
+                return Cholesky(backend, L, top / smallest, note)
+        L, J = backend.pivoted_cholesky(P, RANK_CUT * top)
+        r = J.shape[0]
+        if r < d:
+            note = f"rank {r:,} of {d:,}: dependent features have weight 0"
+        condition = top / _smallest_eigenvalue(backend, L) if r else 1.0
+        return Pivoted(backend, L, J, d, condition, note)
 
 
 @dataclass
@@ -215,22 +259,28 @@ def _damping_note(shift: float) -> str:
     return f"damped by {shift:.1e} (fewer train rows than features)"
 
 
-def _cholesky(backend: Backend, P: Array, top: float) -> tuple[Array, float] | None:
-    """(L, condition) of P = L L^T, or None when P is too close to singular for it."""
-    xp = backend.xp
+def _cholesky(backend: Backend, P: Array) -> Array | None:
+    """L of P = L L^T, or None where there is none."""
     try:
-        L = xp.linalg.cholesky(P)
+        L = backend.xp.linalg.cholesky(P)
     except np.linalg.LinAlgError:
         return None
-    v = xp.ones((P.shape[0], 1)) / P.shape[0] ** 0.5
-    smallest = top
-    for _ in range(12):  # inverse iteration
+    # CuPy returns NaN where NumPy raises.
+    return L if bool(backend.xp.isfinite(L[-1, -1])) else None  # synchronize!
+
+
+def _smallest_eigenvalue(backend: Backend, L: Array) -> float:
+    """Of L L^T, by inverse iteration; a few per cent are enough."""
+    xp = backend.xp
+    v = xp.ones((L.shape[0], 1)) / L.shape[0] ** 0.5
+    size = 1.0
+    for _ in range(12):
         v = backend.solve_triangular(L, backend.solve_triangular(L, v), trans=True)
         size = float(xp.linalg.norm(v))  # synchronize!
         if not np.isfinite(size) or size == 0:
-            return None
-        smallest, v = 1.0 / size, v / size
-    return (L, top / smallest) if smallest > 10 * RANK_CUT * top else None
+            return 0.0
+        v = v / size
+    return 1.0 / size
 
 
 def _largest_eigenvalue(backend: Backend, P: Array) -> float:

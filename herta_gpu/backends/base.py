@@ -86,6 +86,14 @@ class Backend(ABC):
         """C^-1 B (or C^-T B) for a lower triangular C."""
 
     @abstractmethod
+    def pivoted_cholesky(self, P: Array, cut: float) -> tuple[Array, Array]:
+        """(L, J): L L^T = P[J, J] for the columns J that are independent, r of d.
+
+        The next column is always the one with the largest remaining diagonal; what is left when
+        that falls below `cut` depends on the columns before.
+        """
+
+    @abstractmethod
     def memory_available(self) -> int:
         """Bytes that can still be allocated on this device."""
 

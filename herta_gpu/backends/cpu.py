@@ -112,6 +112,10 @@ class CPUBackend(Backend):
             C, B, lower=True, trans="T" if trans else "N", check_finite=False
         )
 
+    def pivoted_cholesky(self, P: Array, cut: float) -> tuple[Array, Array]:
+        C, pivots, r, _ = scipy.linalg.lapack.dpstrf(P, tol=cut, lower=1)
+        return np.tril(C[:r, :r]), pivots[:r].astype(np.int64) - 1
+
     def memory_available(self) -> int:
         try:
             with open("/proc/meminfo", encoding="ascii") as lines:
