@@ -20,8 +20,8 @@ _CHUNK_BYTES = 64 << 20  # of float64 copies of rows of X
 class Features:
     """X (n x d) behind one interface, rows in the order of the graph's storage."""
 
-    def __init__(self, X: Any, backend: Backend, dtype: str, order: Any = None) -> None:
-        self.backend, self.dtype, self.shape = backend, dtype, X.shape
+    def __init__(self, X: Any, backend: Backend, order: Any = None) -> None:
+        self.backend, self.shape = backend, X.shape
         self.sparse = sp.issparse(X)
         self._order = None
         if self.sparse:
@@ -31,14 +31,14 @@ class Features:
         else:
             self._dense, self._order = X, order
 
-    def column_block(self, start: int, stop: int) -> Array:
-        """X[:, start:stop] as a dense block in the working precision."""
+    def column_block(self, start: int, stop: int, dtype: str) -> Array:
+        """X[:, start:stop] as a dense block."""
         if self.sparse:
             block = self._columns[:, start:stop].toarray()
         else:
             block = self._dense[:, start:stop]
             block = block if self._order is None else block[self._order]
-        return self.backend.asarray(block, self.dtype)
+        return self.backend.asarray(block, dtype)
 
     def times(self, W: Array) -> Array:
         """X W in float64 (n x c)."""
