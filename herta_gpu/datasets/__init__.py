@@ -1,53 +1,189 @@
-"""Data to train on."""
+"""Data to train on: one function, `load`, and one type, `Dataset`."""
 
 from __future__ import annotations
 
+import difflib
+import os
 from dataclasses import dataclass
-from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from herta_gpu.graph import Graph
+from herta_gpu.datasets import ogbn, planetoid
+from herta_gpu.datasets.blockmodel import PRESETS, parse, synthetic
+from herta_gpu.datasets.convert import (
+    from_cugraph,
+    from_dgl,
+    from_networkx,
+    from_pyg,
+    from_scipy,
+    read_edges,
+)
+from herta_gpu.datasets.dataset import Dataset
+from herta_gpu.datasets.embedded import digits
+from herta_gpu.datasets.npz import load_npz, npz_shapes
+from herta_gpu.datasets.ogbn import load_ogb
+from herta_gpu.datasets.planetoid import load_planetoid
+from herta_gpu.datasets.storage import cached_sizes, data_dirs, is_cached
+
+__all__ = [
+    "DataSizes",
+    "Dataset",
+    "digits",
+    "from_cugraph",
+    "from_dgl",
+    "from_networkx",
+    "from_pyg",
+    "from_scipy",
+    "load",
+    "load_npz",
+    "load_ogb",
+    "load_planetoid",
+    "names",
+    "read_edges",
+    "sizes",
+    "synthetic",
+]
+
+_Folder = str | os.PathLike[str] | None
 
 
-@dataclass
-class Dataset:
-    """A graph with features, labels and a split of the nodes."""
+@dataclass(frozen=True)
+class DataSizes:
+    """The numbers that a plan needs, known without loading the data."""
 
-    name: str
-    graph: Graph
-    X: Any  # (n, d) dense or SciPy CSR
-    y: Any  # (n,) int labels, -1 for unlabelled
-    split: dict[str, Any]  # "train", "valid", "test" -> node ids
+    n: int
+    m: int
+    d: int
+    c: int
+    n_train: int
+    X_nonzeros: int | None  # None: X is dense
 
 
-def digits(neighbours: int = 10, random_state: int = 0) -> Dataset:
-    """1,797 handwritten digits as a graph of nearest neighbours; embedded, no download.
+def load(
+    name: str, data_dir: _Folder = None, features: bool = True, random_state: int = 0
+) -> Dataset:
+    """Load a dataset by its name.
 
-    The 8 x 8 images are the test part of "Optical Recognition of Handwritten Digits" by
-    E. Alpaydin and C. Kaynak (UCI Machine Learning Repository, CC BY 4.0).  Each image is joined
-    to its nearest ones; X holds the pixels scaled to [0, 1] and a constant.
+    Parameters
+    ----------
+    name : str
+        "digits"; "synthetic:arxiv", "synthetic:papers100M@0.01", "synthetic:n=1e5,m=1e6,d=64";
+        "cora", "citeseer", "pubmed"; "ogbn-..."; any NAME with a NAME.npz in a data folder; or the
+        path of a .npz file.
+    data_dir : path, optional
+        Where to look; by default the environment variable HERTA_DATA.
+    features : bool
+        False loads the graph, the labels and the split alone, with X None.
+    random_state : int
+        For data that is generated.
 
     Examples
     --------
-    >>> from herta_gpu.datasets import digits
-    >>> data = digits()
-    >>> data.graph.num_nodes, data.X.shape, len(data.split["train"])
-    (1797, (1797, 65), 179)
+    >>> from herta_gpu.datasets import load
+    >>> data = load("digits")
+    >>> data.name, data.metric, len(data.split["test"])
+    ('digits', 'accuracy', 1438)
     """
-    with np.load(str(files(__package__) / "digits.npz")) as stored:
-        pixels, y = stored["pixels"] / 16.0, stored["labels"].astype(np.int64)
-    n = y.shape[0]
-    squares = (pixels**2).sum(axis=1)
-    distance = squares[:, None] + squares[None, :] - 2 * pixels @ pixels.T
-    np.fill_diagonal(distance, np.inf)
-    near = np.argpartition(distance, neighbours, axis=1)[:, :neighbours]
-    source = np.repeat(np.arange(n), neighbours)
-    pairs = np.sort(np.stack([source, near.ravel()]), axis=0)
-    graph = Graph.from_edges(np.unique(pairs, axis=1), num_nodes=n)
-    shuffled = np.random.default_rng(random_state).permutation(n)
-    a, b = n // 10, n // 5
-    split = {"train": shuffled[:a], "valid": shuffled[a:b], "test": shuffled[b:]}
-    X = np.column_stack([pixels, np.ones(n)])
-    return Dataset("digits", graph, X, y, {k: np.sort(v) for k, v in split.items()})
+    if name == "digits":
+        return digits()
+    if name.startswith("synthetic:"):
+        return synthetic(name.removeprefix("synthetic:"), random_state, features)
+    if name.endswith(".npz"):
+        return load_npz(name, features=features)
+    folders = data_dirs(data_dir)
+    stored = _npz_of(name, folders)
+    if stored is not None:
+        return load_npz(stored, name, features)
+    if name in planetoid.NAMES:
+        return load_planetoid(name, planetoid.find_planetoid(name, folders))
+    if name in ogbn.SHAPES:
+        return load_ogb(name, _ogb_root(name, folders, data_dir), features)
+    raise ValueError(_unknown(name, folders))
+
+
+def names(data_dir: _Folder = None) -> list[str]:
+    """What `load` knows by name, with the .npz files of the data folders."""
+    found = {path.stem for folder in data_dirs(data_dir) for path in folder.glob("*.npz")}
+    made = {f"synthetic:{preset}" for preset in PRESETS}
+    return sorted({"digits", *planetoid.NAMES, *ogbn.SHAPES, *made, *found})
+
+
+def sizes(name: str, data_dir: _Folder = None) -> DataSizes:
+    """How large a dataset is, without loading it.
+
+    Examples
+    --------
+    >>> from herta_gpu.datasets import sizes
+    >>> sizes("synthetic:papers100M").n
+    111059956
+    """
+    if name.startswith("synthetic:"):
+        spec = parse(name.removeprefix("synthetic:"))
+        return DataSizes(spec.n, spec.m, spec.d, spec.c, spec.n_train, None)
+    if name != "digits":
+        folders = data_dirs(data_dir)
+        stored = Path(name) if name.endswith(".npz") else _npz_of(name, folders)
+        if stored is not None:
+            return _npz_sizes(stored)
+        if name in ogbn.SHAPES:
+            return _ogb_sizes(name)
+        if name in planetoid.SHAPES:
+            return DataSizes(*planetoid.SHAPES[name], X_nonzeros=20 * planetoid.SHAPES[name][0])
+    data = load(name, data_dir)
+    n_train, d = len(data.split["train"]), data.X.shape[1]
+    return DataSizes(data.graph.num_nodes, data.graph.num_edges, d, data.num_classes, n_train, None)
+
+
+def _npz_of(name: str, folders: list[Path]) -> Path | None:
+    return next((f / f"{name}.npz" for f in folders if (f / f"{name}.npz").is_file()), None)
+
+
+def _ogb_root(name: str, folders: list[Path], data_dir: _Folder) -> Path | None:
+    """A folder in which ogb has the data already, else the one asked for, else the cache."""
+    for folder in folders:
+        if (folder / name.replace("-", "_")).is_dir():
+            return folder
+    return None if data_dir is None else Path(data_dir)
+
+
+def _npz_sizes(path: Path) -> DataSizes:
+    if not path.is_file():
+        raise FileNotFoundError(f"There is no file {path}.")
+    shapes = npz_shapes(path)
+    if "edge_index" not in shapes or "num_nodes itself" not in shapes:
+        raise ValueError(f"{path} has no edge_index and num_nodes: it is no graph dataset.")
+    n, m = int(shapes["num_nodes itself"]), int(shapes["edge_index"][1])
+    sparse = "feature_shape itself" in shapes
+    d = int(shapes["feature_shape itself"][1]) if sparse else int(shapes.get("features", (0, 0))[1])
+    labels = shapes.get("labels itself")
+    c = 0 if labels is None else int(np.max(labels)) + 1 if labels.ndim == 1 else labels.shape[1]
+    n_train = shapes["train"][0] if "train" in shapes else int(0.8 * n)
+    return DataSizes(n, m, d, c, n_train, shapes["feature_data"][0] if sparse else None)
+
+
+def _ogb_sizes(name: str) -> DataSizes:
+    folder = ogbn.cached_folder(name)
+    if not is_cached(folder):
+        return DataSizes(*ogbn.SHAPES[name], X_nonzeros=None)
+    found: dict[str, Any] = cached_sizes(folder)
+    n, m, d = found["indptr"][0] - 1, found["indices"][0] // 2, found["X"][1]
+    return DataSizes(n, m, d, ogbn.SHAPES[name][3], found["train"][0], None)
+
+
+def _unknown(name: str, folders: list[Path]) -> str:
+    known = names(None) if not folders else sorted({*names(None), *_stems(folders)})
+    lowered = {k.lower(): k for k in known}
+    close = [lowered[k] for k in difflib.get_close_matches(name.lower(), lowered, n=4, cutoff=0.5)]
+    places = ", ".join(str(f) for f in folders) or "none: set HERTA_DATA or give --data-dir"
+    if close:
+        return f"There is no dataset {name!r}: did you mean {' or '.join(close)}?"
+    return (
+        f"There is no dataset {name!r}: there are {', '.join(known)} and .npz files in the data "
+        f"folders ({places})."
+    )
+
+
+def _stems(folders: list[Path]) -> set[str]:
+    return {path.stem for folder in folders for path in folder.glob("*.npz")}

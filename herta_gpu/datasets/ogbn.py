@@ -1,0 +1,148 @@
+"""The node datasets of the Open Graph Benchmark, through the `ogb` package.
+
+ogb is asked once; from then on our own memory-mapped copy is read, without torch and without
+pickles.  What ogb has processed before is read, too, although recent versions of torch refuse it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from herta_gpu.datasets.dataset import Dataset
+from herta_gpu.datasets.edges import simple_graph
+from herta_gpu.datasets.storage import cache_dir, is_cached, read_dataset, write_dataset
+
+SHAPES = {  # nodes, undirected edges, features, outputs, training nodes
+    "ogbn-arxiv": (169_343, 1_157_799, 128, 40, 90_941),
+    "ogbn-products": (2_449_029, 61_859_140, 100, 47, 196_615),
+    "ogbn-proteins": (132_534, 39_561_252, 8, 112, 86_619),
+    "ogbn-mag": (736_389, 5_416_271, 128, 349, 629_571),
+    "ogbn-papers100M": (111_059_956, 1_615_685_872, 128, 172, 1_207_179),
+}
+_METRICS = {"acc": "accuracy", "rocauc": "rocauc"}
+_PAPERS = ("paper", "cites", "paper")
+
+
+def cached_folder(name: str) -> Path:
+    return cache_dir() / "ogb" / name
+
+
+def load_ogb(
+    name: str,
+    data_dir: str | os.PathLike[str] | None = None,
+    features: bool = True,
+    meta_dict: dict[str, Any] | None = None,
+) -> Dataset:
+    """A dataset of OGB; features=False leaves X on disk and gives None for it.
+
+    Parameters
+    ----------
+    name : str
+        "ogbn-arxiv", "ogbn-products", "ogbn-proteins", "ogbn-mag" (its paper graph) or
+        "ogbn-papers100M".
+    data_dir : path, optional
+        ogb's `root`: where it finds the data or puts it; by default the cache.
+    meta_dict : dict, optional
+        As ogb takes it, for data of one's own in OGB's format.
+    """
+    folder = cached_folder(name)
+    if not is_cached(folder):
+        root = Path(data_dir) if data_dir is not None else cache_dir() / "ogb" / "download"
+        write_dataset(folder, _from_ogb(name, root, meta_dict))
+    return read_dataset(folder, features)
+
+
+def _from_ogb(name: str, root: Path, meta_dict: dict[str, Any] | None) -> Dataset:
+    try:
+        from ogb.nodeproppred import NodePropPredDataset
+    except ImportError as error:
+        raise ImportError(
+            f'{name} is loaded by the package ogb ({error}): pip install "herta_gpu[ogb]".'
+        ) from None
+    with _trusting_torch(), contextlib.redirect_stdout(sys.stderr):
+        try:
+            source = NodePropPredDataset(name=name, root=str(root), meta_dict=meta_dict)
+            graph, labels = source[0]
+            split = source.get_idx_split()
+        except (SystemExit, EOFError):
+            raise RuntimeError(f"{name} is not on disk and its download was declined.") from None
+        except OSError as error:
+            raise RuntimeError(
+                f"ogb could neither read {name} from {root} nor download it ({error})."
+            ) from None
+        except Exception as error:  # ogb and pandas raise all kinds at a damaged file
+            raise RuntimeError(
+                f"ogb could not read {name} from {root} ({type(error).__name__}: {error}): "
+                "if a file there is damaged, delete the folder and load again."
+            ) from error
+    if "edge_index_dict" in graph:
+        graph, labels, split = _paper_graph(graph, labels, split)
+    n = int(graph["num_nodes"])
+    X = graph.get("node_feat")
+    if X is None:
+        X = _mean_edge_features(graph["edge_index"], graph["edge_feat"], n)
+    metadata = {"metric": _METRICS.get(source.eval_metric, "accuracy"), "source": "ogb"}
+    return Dataset(
+        name,
+        simple_graph(graph["edge_index"], n),
+        np.asarray(X),
+        _targets(np.asarray(labels)),
+        {part: np.sort(np.asarray(ids, dtype=np.int64)) for part, ids in split.items()},
+        metadata,
+    )
+
+
+@contextlib.contextmanager
+def _trusting_torch() -> Iterator[None]:
+    """Since torch 2.6 `torch.load` reads tensors only, and ogb's own files hold NumPy arrays."""
+    switch = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
+    before = os.environ.get(switch)
+    os.environ[switch] = "1"
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=f".*{switch}")
+            yield
+    finally:
+        if before is None:
+            del os.environ[switch]
+        else:
+            os.environ[switch] = before
+
+
+def _paper_graph(graph: Any, labels: Any, split: Any) -> tuple[Any, Any, Any]:
+    """Papers and their citations out of ogbn-mag, the only nodes there with features."""
+    papers = {
+        "edge_index": graph["edge_index_dict"][_PAPERS],
+        "node_feat": graph["node_feat_dict"]["paper"],
+        "num_nodes": graph["num_nodes_dict"]["paper"],
+    }
+    return papers, labels["paper"], {part: ids["paper"] for part, ids in split.items()}
+
+
+def _mean_edge_features(edge_index: Any, edge_feat: Any, n: int) -> Any:
+    """ogbn-proteins has features on edges only: each node gets the mean of those at its edges."""
+    ends = np.asarray(edge_index)
+    count = np.maximum(sum(np.bincount(end, minlength=n) for end in ends), 1)
+    X = np.empty((n, edge_feat.shape[1]), dtype=np.float32)
+    for j in range(edge_feat.shape[1]):
+        column = np.asarray(edge_feat[:, j], dtype=np.float64)
+        X[:, j] = sum(np.bincount(end, weights=column, minlength=n) for end in ends) / count
+    return X
+
+
+def _targets(labels: Any) -> Any:
+    """One column: int classes, -1 where OGB has NaN.  Several: floats, one per task."""
+    if labels.ndim == 2 and labels.shape[1] > 1:
+        return labels.astype(np.float32)
+    column = labels.reshape(labels.shape[0])
+    if column.dtype.kind == "f":
+        column = np.where(np.isnan(column), -1, column)
+    return column.astype(np.int64)

@@ -1,0 +1,157 @@
+"""Cora, Citeseer and Pubmed from the Planetoid raw files `ind.<name>.*`.
+
+The files are pickles.  They are read by an unpickler that knows SciPy matrices, NumPy arrays and
+dictionaries and refuses everything else, so that a file from anywhere cannot run code.
+"""
+
+from __future__ import annotations
+
+import collections
+import os
+import pickle
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import scipy.sparse as sp
+
+from herta_gpu.datasets.dataset import Dataset
+from herta_gpu.datasets.storage import cache_dir, new_file
+from herta_gpu.graph import Graph
+
+NAMES = ("cora", "citeseer", "pubmed")
+SHAPES = {  # nodes, edges, features, classes, training nodes
+    "cora": (2708, 5278, 1433, 7, 140),
+    "citeseer": (3327, 4552, 3703, 6, 120),
+    "pubmed": (19717, 44324, 500, 3, 60),
+}
+_PICKLES = ("x", "y", "tx", "ty", "allx", "ally", "graph")
+_URL = "https://raw.githubusercontent.com/kimiyoung/planetoid/master/data"
+_VALID = 500  # nodes after the training ones, by convention
+
+
+def find_planetoid(name: str, folders: list[Path]) -> Path | None:
+    """The folder that holds the raw files of `name`, in the layouts that others use, too."""
+    for folder in folders:
+        for inner in ("", name, f"{name}/raw", f"{name.capitalize()}/raw", "planetoid", "raw"):
+            if (folder / inner / f"ind.{name}.graph").is_file():
+                return folder / inner
+    return None
+
+
+def load_planetoid(name: str, folder: Path | None = None) -> Dataset:
+    """The raw files in `folder`, or downloaded once into the cache."""
+    if folder is None:
+        folder = _downloaded(name)
+    x, y, tx, ty, allx, ally, neighbours = (
+        _unpickled(folder / f"ind.{name}.{part}") for part in _PICKLES
+    )
+    test = _test_index(folder / f"ind.{name}.test.index")
+    first = allx.shape[0]
+    # Citeseer: 15 ids in the range of the test nodes are absent.  They keep their place in the
+    # graph, with empty features and no label.
+    n = max(first + tx.shape[0], int(test.max()) + 1)
+    if test.shape[0] != tx.shape[0] or ty.shape[0] != tx.shape[0]:
+        raise ValueError(
+            f"{folder / f'ind.{name}.test.index'} names {test.shape[0]:,} nodes but "
+            f"ind.{name}.tx has {tx.shape[0]:,} rows: the files do not belong together."
+        )
+    X = _placed(sp.csr_array(allx), sp.csr_array(tx), test, n)
+    labels = np.full(n, -1, dtype=np.int64)
+    labels[:first] = _codes(ally)
+    labels[test] = _codes(ty)
+    graph = Graph.from_edges(_edges(neighbours), num_nodes=n)
+    train = x.shape[0]
+    split = {"train": np.arange(train), "valid": np.arange(train, train + _VALID)}
+    split["valid"] = split["valid"][split["valid"] < first]
+    split["test"] = np.sort(test)
+    if y.shape[0] != train:
+        raise ValueError(f"ind.{name}.x and ind.{name}.y in {folder} differ in length.")
+    metadata = {"metric": "accuracy", "source": "Planetoid raw files"}
+    return Dataset(name, graph, X, labels, split, metadata)
+
+
+def _placed(allx: Any, tx: Any, test: Any, n: int) -> Any:
+    """allx on top, and each row of tx at its node."""
+    position = sp.coo_array((np.ones(test.shape[0]), (test, np.arange(test.shape[0]))))
+    position.resize((n, test.shape[0]))
+    top = allx.copy()
+    top.resize((n, allx.shape[1]))
+    return sp.csr_array(top + sp.csr_array(position) @ tx).astype(np.float32)
+
+
+def _codes(one_hot: Any) -> Any:
+    one_hot = np.asarray(one_hot)
+    return np.where(one_hot.any(axis=1), one_hot.argmax(axis=1), -1)
+
+
+def _edges(neighbours: dict[int, list[int]]) -> Any:
+    """Each pair once: the lists name both directions, and some edges twice."""
+    source = np.repeat(
+        np.fromiter(neighbours.keys(), np.int64, len(neighbours)),
+        [len(ids) for ids in neighbours.values()],
+    )
+    target = np.concatenate([np.asarray(ids, dtype=np.int64) for ids in neighbours.values()])
+    pairs = np.sort(np.stack([source, target]), axis=0)
+    return np.unique(pairs[:, pairs[0] != pairs[1]], axis=1)
+
+
+def _test_index(path: Path) -> Any:
+    try:
+        return np.array([int(line) for line in path.read_text().split()], dtype=np.int64)
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{path} is missing: Planetoid comes in eight files.") from None
+    except ValueError as error:
+        raise ValueError(f"{path} must hold one node id per line ({error}).") from None
+
+
+class _Unpickler(pickle.Unpickler):
+    """Only the classes these files are made of."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module.startswith("scipy.sparse") and name == "csr_matrix":
+            return sp.csr_matrix
+        if module.startswith("numpy") and name in ("ndarray", "dtype", "_reconstruct"):
+            return np.empty(0).__reduce__()[0] if name == "_reconstruct" else getattr(np, name)
+        if (module, name) == ("collections", "defaultdict"):
+            return collections.defaultdict
+        if name in ("list", "int", "object"):
+            return {"list": list, "int": int, "object": object}[name]
+        if (module, name) in (("copy_reg", "_reconstructor"), ("copyreg", "_reconstructor")):
+            return super().find_class("copyreg", "_reconstructor")
+        if (module, name) == ("_codecs", "encode"):
+            return super().find_class(module, name)  # how protocol 2 writes bytes
+        raise pickle.UnpicklingError(f"it asks for {module}.{name}")
+
+
+def _unpickled(path: Path) -> Any:
+    try:
+        with open(path, "rb") as file:
+            return _Unpickler(file, encoding="latin1").load()
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{path} is missing: Planetoid comes in eight files.") from None
+    except (pickle.UnpicklingError, EOFError, ValueError, AttributeError, IndexError) as error:
+        raise ValueError(f"{path} is not a whole Planetoid file ({error}).") from None
+
+
+def _downloaded(name: str) -> Path:
+    folder = cache_dir() / "planetoid"
+    base = os.environ.get("HERTA_PLANETOID_URL", _URL)
+    for part in (*_PICKLES, "test.index"):
+        path = folder / f"ind.{name}.{part}"
+        if path.is_file():
+            continue
+        try:
+            with urllib.request.urlopen(f"{base}/{path.name}", timeout=30) as answer:
+                content = answer.read()
+            with new_file(path) as temporary:
+                temporary.write_bytes(content)
+        except (urllib.error.URLError, OSError) as error:
+            raise FileNotFoundError(
+                f"{name} is in no data folder and {base}/{path.name} could not be fetched "
+                f"({error}): set HERTA_DATA or --data-dir to a folder with {name}.npz or the "
+                f"files ind.{name}.*."
+            ) from None
+    return folder

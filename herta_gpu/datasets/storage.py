@@ -1,0 +1,157 @@
+"""Files: where data lies, how it is written whole or not at all, and our memory-mapped cache.
+
+A cached dataset is a folder of plain .npy files with `meta.json`.  It is written beside its final
+place and renamed at the end, so an interrupted write leaves nothing that looks finished.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from herta_gpu.datasets.dataset import PARTS, Dataset
+from herta_gpu.graph import Graph
+
+VERSION = 1
+_SMALL = 1 << 12  # bytes
+
+
+def data_dirs(data_dir: str | os.PathLike[str] | None) -> list[Path]:
+    """The folders to look into: the one given, else HERTA_DATA (several with a separator)."""
+    if data_dir is not None:
+        if not Path(data_dir).is_dir():
+            raise FileNotFoundError(f"The data folder {data_dir} does not exist.")
+        return [Path(data_dir)]
+    return [Path(p) for p in os.environ.get("HERTA_DATA", "").split(os.pathsep) if p]
+
+
+def cache_dir() -> Path:
+    """Where prepared data is kept: HERTA_CACHE, or the user's cache folder."""
+    given = os.environ.get("HERTA_CACHE")
+    if given:
+        return Path(given)
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "herta_gpu"
+
+
+@contextlib.contextmanager
+def new_file(path: Path) -> Iterator[Path]:
+    """A temporary path that becomes `path` if the block succeeds and vanishes if it does not."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=path.suffix, dir=path.parent)
+    os.close(handle)
+    temporary = Path(name)
+    try:
+        yield temporary
+        with open(temporary, "rb+") as written:
+            os.fsync(written.fileno())
+        # mkstemp makes files private; a finished one gets the permissions of any other.
+        mask = os.umask(0)
+        os.umask(mask)
+        temporary.chmod(0o666 & ~mask)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """The same for a folder; when another process was faster, its result stays."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+    try:
+        yield temporary
+        try:
+            os.rename(temporary, path)
+        except OSError:
+            if not path.is_dir():
+                raise
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def write_dataset(folder: Path, data: Dataset) -> None:
+    """Store a dataset with a dense X as memory-mappable files."""
+    arrays = {"indptr": data.graph.indptr, "indices": data.graph.indices}
+    arrays |= {"degree": data.graph.degree, "y": data.y}
+    if data.graph.weights is not None:
+        arrays["weights"] = data.graph.weights
+    if data.X is not None:
+        arrays["X"] = data.X
+    arrays |= data.split
+    with new_folder(folder) as at:
+        for name, array in arrays.items():
+            np.save(at / f"{name}.npy", array, allow_pickle=False)
+        sizes = {name: (at / f"{name}.npy").stat().st_size for name in arrays}
+        meta = {"version": VERSION, "name": data.name, "metadata": data.metadata, "bytes": sizes}
+        (at / "meta.json").write_text(json.dumps(meta, indent=1))
+
+
+def read_dataset(folder: Path, features: bool = True) -> Dataset:
+    """Open what `write_dataset` wrote; X and the edges stay on disk until they are used."""
+    meta = _meta(folder)
+
+    def opened(name: str) -> Any:
+        return _opened(folder / f"{name}.npy", meta["bytes"].get(name))
+
+    has = meta["bytes"]
+    weights = np.asarray(opened("weights")) if "weights" in has else None
+    graph = Graph(
+        np.asarray(opened("indptr")), opened("indices"), weights, np.asarray(opened("degree"))
+    )
+    X = opened("X") if features and "X" in has else None
+    split = {part: np.asarray(opened(part)) for part in PARTS if part in has}
+    return Dataset(meta["name"], graph, X, np.asarray(opened("y")), split, meta["metadata"])
+
+
+def is_cached(folder: Path) -> bool:
+    return (folder / "meta.json").is_file()
+
+
+def cached_sizes(folder: Path) -> dict[str, Any]:
+    """Shapes from the headers alone."""
+    shapes = {}
+    for name in ("indptr", "indices", "X", "y", "train"):
+        path = folder / f"{name}.npy"
+        shapes[name] = _opened(path, None).shape if path.is_file() else (0, 0)
+    return shapes
+
+
+def _meta(folder: Path) -> dict[str, Any]:
+    path = folder / "meta.json"
+    try:
+        meta = json.loads(path.read_text())
+        if meta["version"] != VERSION:
+            raise ValueError(f"version {meta['version']}, not {VERSION}")
+        if not {"bytes", "name", "metadata"} <= set(meta):
+            raise ValueError("entries are missing")
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{path} is damaged or from another version ({error}): delete the folder {folder} "
+            "and load again."
+        ) from None
+    return dict(meta)
+
+
+def _opened(path: Path, size: int | None) -> Any:
+    """A memory map, after a check that the file is whole."""
+    found = path.stat().st_size if path.is_file() else None
+    if found is None or (size is not None and found != size):
+        what = "is missing" if found is None else f"has {found:,} bytes instead of {size:,}"
+        raise ValueError(f"{path} {what}: delete the folder {path.parent} and load again.")
+    try:
+        # An empty array cannot be mapped, and a small one need not be.
+        small = path.stat().st_size < _SMALL
+        return np.load(path, mmap_mode=None if small else "r", allow_pickle=False)
+    except (ValueError, OSError, EOFError) as error:
+        raise ValueError(
+            f"{path} is damaged ({error}): delete the folder {path.parent} and load again."
+        ) from None
