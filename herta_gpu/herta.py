@@ -6,6 +6,7 @@ weights), the correction stands beside the line it concerns.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -136,7 +137,14 @@ class HERTA(Estimator):
         self.memory_budget, self.random_state, self.verbose = memory_budget, random_state, verbose
         self.learning_rate = learning_rate
 
-    def fit(self, graph: Graph, X: Any, y: Any, train: Any = None) -> HERTA:
+    def fit(
+        self,
+        graph: Graph,
+        X: Any,
+        y: Any,
+        train: Any = None,
+        callback: Callable[[dict[str, Any]], None] | None = None,
+    ) -> HERTA:
         """Train on the nodes `train` (ids, a mask, or None: all labelled ones).
 
         Parameters
@@ -145,6 +153,8 @@ class HERTA(Estimator):
         X : array or SciPy sparse matrix, (n, d)
         y : int array (n,), -1 for unlabelled, or float array (n,) or (n, c)
         train : optional
+        callback : function of one dict, optional
+            Called with each entry of `history_` as soon as it exists.
         """
         backend, lam = self._checked(), self._lam()
         check_graph(graph)
@@ -171,7 +181,7 @@ class HERTA(Estimator):
         A = UnfoldedMap(H, features, rows, plan.solve_width)
         P, spectrum = self._preconditioned(H_tilde, A, Y, stages)
         # for t = 1..T: u <- X P' w - y_hat, two solves, g <- P' X^T u'', w <- w - eta g
-        run = Training(self, backend, Y, P, spectrum, features, stages)
+        run = Training(self, backend, Y, P, spectrum, features, stages, callback)
         with stages("train"):
             w = P.w_start if self.loss == "mse" else backend.xp.zeros_like(P.w_start)
             if plan.recipe.keep_rows and P.rows is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -43,9 +44,10 @@ class Training:
         spectrum: Spectrum | None,
         X: Features,
         stages: Stages,
+        callback: Callable[[dict[str, Any]], None] | None = None,
     ) -> None:
         self.model, self.xp, self.Y, self.P = model, backend.xp, Y, P
-        self.spectrum, self.stages = spectrum, stages
+        self.spectrum, self.stages, self.callback = spectrum, stages, callback
         self.X_norm = X.norm_bound() if model.ridge > 0 else math.inf
         self.loss = LOSSES[model.loss]()
         self.curvature = model.plan_.recipe.curvature
@@ -194,3 +196,5 @@ class Training:
             }
         )
         self.stages.step(step, value, self.model.tol, point.objective)
+        if self.callback is not None:
+            self.callback(self.history[-1])
