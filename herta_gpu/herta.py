@@ -20,7 +20,7 @@ from herta_gpu.features import Features, has_hidden_columns
 from herta_gpu.graph import Graph
 from herta_gpu.losses import LOSSES
 from herta_gpu.optimizers import OPTIMIZERS
-from herta_gpu.planner import EXACT_TOL, Options, Sizes, make_plan
+from herta_gpu.planner import EXACT_TOL, Options, Outline, Plan, Sizes, make_plan
 from herta_gpu.preconditioner import Preconditioner, build, no_preconditioner
 from herta_gpu.profiling import Stages
 from herta_gpu.solver import RegularizedLaplacian, block_width, chebyshev_degree
@@ -197,6 +197,29 @@ class HERTA(Estimator):
         self.history_, self.certificate_, self.status_ = run.history, run.certificate, run.status
         self.stages_, self.n_features_in_, self.spectrum_ = stages.seconds, X.shape[1], spectrum
         return self
+
+    def plan(
+        self, n: int, m: int, d: int, c: int, n_train: int, X_nonzeros: int | None = None
+    ) -> Plan:
+        """What `fit` would do with data of this size, before any of it is loaded.
+
+        Parameters
+        ----------
+        n, m, d, c, n_train : int
+            Nodes, undirected edges, features, outputs and training nodes.
+        X_nonzeros : int, optional
+            Of a sparse X; None: X is dense.
+
+        Examples
+        --------
+        >>> from herta_gpu import HERTA
+        >>> plan = HERTA(lam=20.0, memory_budget="64GB").plan(10**6, 10**7, 128, 40, 5 * 10**5)
+        >>> plan.strategy, plan.memory["Q"]
+        ('direct', 256000000)
+        """
+        backend, word = self._checked(), np.dtype(self.dtype).itemsize
+        sizes = Sizes(n, m, d, c, n_train, word, 24 * (X_nonzeros or 0))
+        return make_plan(Outline(n, self._lam()), sizes, self._options(backend))
 
     def transform(self, graph: Graph, X: Any) -> Any:
         """Z* = H^-1 X W (n, c), to a relative H-norm error of 1e-6."""

@@ -45,6 +45,21 @@ class Sizes:
     hidden: bool = False  # some features occur only outside the training rows
 
 
+class Outline(RegularizedLaplacian):
+    """H of a graph that is not there yet: enough for a plan, with bounds that hold for any."""
+
+    def __init__(self, n: int, lam: float) -> None:
+        self.lam, self._n = float(lam), n
+
+    @property
+    def n(self) -> int:
+        return self._n
+
+    @property
+    def lambda_max(self) -> float:
+        return 1.0 + 2.0 * self.lam
+
+
 @dataclass
 class Options:
     """The caller's wishes, checked."""
@@ -223,7 +238,7 @@ def _samples(
     if wish is not True and isinstance(wish, (int, np.integer)):
         decisions.append(("sparsify", f"{int(wish):,} samples", f"as asked, of {m:,} edges"))
         return int(wish)
-    n_lambda = float(degree_scores(H.graph, H.lam).sum())
+    n_lambda = _n_lambda(H)
     if wish is True:
         s = sample_size(n_lambda, sizes.n, BETA / (3 * max(H.lam, 1.0)))
         capped = f"Algorithm 2 wants {s:.2g}, capped at m" if s > m else "Algorithm 2"
@@ -242,13 +257,21 @@ def _samples(
     return None
 
 
+def _n_lambda(H: RegularizedLaplacian) -> float:
+    """A cheap bound of the effective dimension."""
+    if isinstance(H, Outline):
+        # The sum of w (1/d_u + 1/d_v) over the edges is that of dt_u/d_u < 1 over the nodes.
+        return H.n / (1.0 + 1.0 / H.lam)
+    return float(degree_scores(H.graph, H.lam).sum())
+
+
 def _loop_samples(
     H: RegularizedLaplacian, sizes: Sizes, options: Options, decisions: list[tuple[str, str, str]]
 ) -> int | None:
     """The appendix's mixed strategy: samples for the loop if n_lambda / tol <= m log(1 / tol)."""
     if options.sparsify != "mixed":
         return None
-    n_lambda = float(degree_scores(H.graph, H.lam).sum()) if sizes.m else 0.0
+    n_lambda = _n_lambda(H) if sizes.m else 0.0
     s = sample_size(n_lambda, sizes.n, math.sqrt(options.tol))
     rule = n_lambda / options.tol <= sizes.m * math.log(1 / min(options.tol, 0.5))
     if rule and s < sizes.m:
