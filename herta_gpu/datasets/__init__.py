@@ -25,9 +25,10 @@ from herta_gpu.datasets.embedded import digits
 from herta_gpu.datasets.npz import load_npz, npz_shapes
 from herta_gpu.datasets.ogbn import load_ogb
 from herta_gpu.datasets.planetoid import load_planetoid
-from herta_gpu.datasets.storage import cached_sizes, data_dirs, is_cached
+from herta_gpu.datasets.storage import DataError, cached_sizes, data_dirs, is_cached
 
 __all__ = [
+    "DataError",
     "DataSizes",
     "Dataset",
     "digits",
@@ -153,7 +154,7 @@ def _npz_sizes(path: Path) -> DataSizes:
         raise FileNotFoundError(f"There is no file {path}.")
     shapes = npz_shapes(path)
     if "edge_index" not in shapes or "num_nodes itself" not in shapes:
-        raise ValueError(f"{path} has no edge_index and num_nodes: it is no graph dataset.")
+        raise DataError(f"{path} has no edge_index and num_nodes: it is no graph dataset.")
     n, m = int(shapes["num_nodes itself"]), int(shapes["edge_index"][1])
     sparse = "feature_shape itself" in shapes
     d = int(shapes["feature_shape itself"][1]) if sparse else int(shapes.get("features", (0, 0))[1])

@@ -15,6 +15,7 @@ import scipy.sparse as sp
 
 from herta_gpu.datasets.dataset import Dataset
 from herta_gpu.datasets.edges import simple_graph
+from herta_gpu.datasets.storage import DataError
 from herta_gpu.graph import Graph
 
 _MASKS = {"train": "train_mask", "valid": "val_mask", "test": "test_mask"}
@@ -100,10 +101,10 @@ def read_edges(path: str | Path, num_nodes: int | None = None) -> Graph:
         raise FileNotFoundError(f"There is no file {path}.")
     table = _parquet(path) if path.suffix == ".parquet" else _text(path)
     if table.ndim != 2 or table.shape[1] < 2:
-        raise ValueError(f"{path} must have two columns of node ids, and a third for weights.")
+        raise DataError(f"{path} must have two columns of node ids, and a third for weights.")
     ids = table[:, :2]
     if not np.isfinite(ids).all() or (ids != np.floor(ids)).any() or (ids < 0).any():
-        raise ValueError(f"{path} must hold integer node ids from 0 on in its first two columns.")
+        raise DataError(f"{path} must hold integer node ids from 0 on in its first two columns.")
     edges = ids.T.astype(np.int64)
     n = num_nodes if num_nodes is not None else int(edges.max(initial=-1)) + 1
     if table.shape[1] > 2:
@@ -120,13 +121,13 @@ def _text(path: Path) -> Any:
     try:
         delimiter = csv.Sniffer().sniff(first, ",\t; ").delimiter
     except csv.Error:
-        raise ValueError(f"{path} does not look like a table of edges: {first[:40]!r}.") from None
+        raise DataError(f"{path} does not look like a table of edges: {first[:40]!r}.") from None
     parts = first.strip().split(delimiter)
     header = not all(part.strip().replace(".", "", 1).isdigit() for part in parts[:2])
     try:
         return np.loadtxt(path, delimiter=delimiter, skiprows=int(header), ndmin=2, comments=None)
     except ValueError as error:
-        raise ValueError(f"{path} is not a table of numbers ({error}).") from None
+        raise DataError(f"{path} is not a table of numbers ({error}).") from None
 
 
 def _parquet(path: Path) -> Any:
@@ -140,7 +141,7 @@ def _parquet(path: Path) -> Any:
     try:
         return pandas.read_parquet(path).to_numpy(dtype=np.float64)
     except (OSError, ValueError) as error:
-        raise ValueError(f"{path} is not a whole Parquet file ({error}).") from None
+        raise DataError(f"{path} is not a whole Parquet file ({error}).") from None
 
 
 def _assembled(name: str, graph: Graph, found: dict[str, Any]) -> Dataset:

@@ -16,6 +16,7 @@ import numpy as np
 import scipy.sparse as sp
 
 from herta_gpu.datasets.dataset import PARTS, Dataset
+from herta_gpu.datasets.storage import DataError
 from herta_gpu.graph import Graph
 
 _SPARSE = ("feature_data", "feature_indices", "feature_indptr", "feature_shape")
@@ -44,14 +45,14 @@ def load_npz(path: str | Path, name: str | None = None, features: bool = True) -
     except FileNotFoundError:
         raise FileNotFoundError(f"There is no file {path}.") from None
     except _BROKEN as error:
-        raise ValueError(f"{path} is not a whole .npz archive ({error}).") from None
+        raise DataError(f"{path} is not a whole .npz archive ({error}).") from None
     with archive:
         return _dataset(path, archive, name or path.stem, features)
 
 
 def _dataset(path: Path, archive: Any, name: str, features: bool) -> Dataset:
     if "edge_index" not in archive:
-        raise ValueError(
+        raise DataError(
             f"{path} has no edge_index but {', '.join(archive.files) or 'nothing'}: "
             "it is no graph dataset."
         )
@@ -59,7 +60,7 @@ def _dataset(path: Path, archive: Any, name: str, features: bool) -> Dataset:
     try:
         graph = Graph.from_edges(_read(path, archive, "edge_index"), num_nodes=n)
     except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
+        raise DataError(f"{path}: {error}") from None
     X = _features(path, archive) if features else None
     y = _read(path, archive, "labels") if "labels" in archive else None
     if y is not None and y.ndim == 1 and y.dtype.kind in "iu":
@@ -68,7 +69,7 @@ def _dataset(path: Path, archive: Any, name: str, features: bool) -> Dataset:
             y[_read(path, archive, "no_label_nodes")] = -1
     for key, block in (("features", X), ("labels", y)):
         if block is not None and block.shape[0] != graph.num_nodes:
-            raise ValueError(
+            raise DataError(
                 f"{path}: {key} has {block.shape[0]:,} rows but there are "
                 f"{graph.num_nodes:,} nodes."
             )
@@ -89,14 +90,14 @@ def _features(path: Path, archive: Any) -> Any:
         X = sp.csr_array((data, indices, indptr), shape=tuple(int(k) for k in shape))
         X.check_format(full_check=True)
     except ValueError as error:
-        raise ValueError(f"{path}: the sparse features do not fit together ({error}).") from None
+        raise DataError(f"{path}: the sparse features do not fit together ({error}).") from None
     return X if X.dtype.kind == "f" else X.astype(np.float32)
 
 
 def _ids(path: Path, archive: Any, part: str, n: int) -> Any:
     ids = _read(path, archive, part).astype(np.int64)
     if ids.ndim != 1 or (ids.size and (ids.min() < 0 or ids.max() >= n)):
-        raise ValueError(f"{path}: {part} must be a list of node ids in 0..{n - 1}.")
+        raise DataError(f"{path}: {part} must be a list of node ids in 0..{n - 1}.")
     return ids
 
 
@@ -104,7 +105,7 @@ def _read(path: Path, archive: Any, key: str) -> Any:
     try:
         return archive[key]
     except _BROKEN as error:
-        raise ValueError(f"{path} is damaged: its entry {key} cannot be read ({error}).") from None
+        raise DataError(f"{path} is damaged: its entry {key} cannot be read ({error}).") from None
 
 
 def npz_shapes(path: Path) -> dict[str, Any]:
@@ -126,5 +127,5 @@ def npz_shapes(path: Path) -> dict[str, Any]:
                 if key in archive:
                     shapes[f"{key} itself"] = archive[key]
     except _BROKEN as error:
-        raise ValueError(f"{path} is not a whole .npz archive ({error}).") from None
+        raise DataError(f"{path} is not a whole .npz archive ({error}).") from None
     return shapes

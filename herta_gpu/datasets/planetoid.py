@@ -18,7 +18,7 @@ import numpy as np
 import scipy.sparse as sp
 
 from herta_gpu.datasets.dataset import Dataset
-from herta_gpu.datasets.storage import cache_dir, new_file
+from herta_gpu.datasets.storage import DataError, cache_dir, new_file
 from herta_gpu.graph import Graph
 
 NAMES = ("cora", "citeseer", "pubmed")
@@ -54,7 +54,7 @@ def load_planetoid(name: str, folder: Path | None = None) -> Dataset:
     # graph, with empty features and no label.
     n = max(first + tx.shape[0], int(test.max()) + 1)
     if test.shape[0] != tx.shape[0] or ty.shape[0] != tx.shape[0]:
-        raise ValueError(
+        raise DataError(
             f"{folder / f'ind.{name}.test.index'} names {test.shape[0]:,} nodes but "
             f"ind.{name}.tx has {tx.shape[0]:,} rows: the files do not belong together."
         )
@@ -68,7 +68,7 @@ def load_planetoid(name: str, folder: Path | None = None) -> Dataset:
     split["valid"] = split["valid"][split["valid"] < first]
     split["test"] = np.sort(test)
     if y.shape[0] != train:
-        raise ValueError(f"ind.{name}.x and ind.{name}.y in {folder} differ in length.")
+        raise DataError(f"ind.{name}.x and ind.{name}.y in {folder} differ in length.")
     metadata = {"metric": "accuracy", "source": "Planetoid raw files"}
     return Dataset(name, graph, X, labels, split, metadata)
 
@@ -104,7 +104,7 @@ def _test_index(path: Path) -> Any:
     except FileNotFoundError:
         raise FileNotFoundError(f"{path} is missing: Planetoid comes in eight files.") from None
     except ValueError as error:
-        raise ValueError(f"{path} must hold one node id per line ({error}).") from None
+        raise DataError(f"{path} must hold one node id per line ({error}).") from None
 
 
 class _Unpickler(pickle.Unpickler):
@@ -133,7 +133,7 @@ def _unpickled(path: Path) -> Any:
     except FileNotFoundError:
         raise FileNotFoundError(f"{path} is missing: Planetoid comes in eight files.") from None
     except (pickle.UnpicklingError, EOFError, ValueError, AttributeError, IndexError) as error:
-        raise ValueError(f"{path} is not a whole Planetoid file ({error}).") from None
+        raise DataError(f"{path} is not a whole Planetoid file ({error}).") from None
 
 
 def _downloaded(name: str) -> Path:

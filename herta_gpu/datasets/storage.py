@@ -24,6 +24,10 @@ VERSION = 1
 _SMALL = 1 << 12  # bytes
 
 
+class DataError(ValueError):
+    """A file that is damaged, truncated, or not what its name says."""
+
+
 def data_dirs(data_dir: str | os.PathLike[str] | None) -> list[Path]:
     """The folders to look into: the one given, else HERTA_DATA (several with a separator)."""
     if data_dir is not None:
@@ -134,7 +138,7 @@ def _meta(folder: Path) -> dict[str, Any]:
         if not {"bytes", "name", "metadata"} <= set(meta):
             raise ValueError("entries are missing")
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(
+        raise DataError(
             f"{path} is damaged or from another version ({error}): delete the folder {folder} "
             "and load again."
         ) from None
@@ -146,12 +150,12 @@ def _opened(path: Path, size: int | None) -> Any:
     found = path.stat().st_size if path.is_file() else None
     if found is None or (size is not None and found != size):
         what = "is missing" if found is None else f"has {found:,} bytes instead of {size:,}"
-        raise ValueError(f"{path} {what}: delete the folder {path.parent} and load again.")
+        raise DataError(f"{path} {what}: delete the folder {path.parent} and load again.")
     try:
         # An empty array cannot be mapped, and a small one need not be.
         small = path.stat().st_size < _SMALL
         return np.load(path, mmap_mode=None if small else "r", allow_pickle=False)
     except (ValueError, OSError, EOFError) as error:
-        raise ValueError(
+        raise DataError(
             f"{path} is damaged ({error}): delete the folder {path.parent} and load again."
         ) from None

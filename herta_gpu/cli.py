@@ -1,0 +1,229 @@
+"""The command line `herta`: parsing, exit codes, and errors in one sentence.
+
+0: done.  1: it failed (a damaged file, too little memory, no such device).  2: it was asked
+wrongly (an unknown dataset, a negative lam).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from herta_gpu import __version__
+from herta_gpu.datasets.dataset import NORMALIZATIONS
+from herta_gpu.datasets.storage import DataError
+from herta_gpu.herta import HERTA
+from herta_gpu.losses import LOSSES
+from herta_gpu.optimizers import OPTIMIZERS
+from herta_gpu.tune import LAMS, RIDGES
+
+_DEFAULTS = HERTA._defaults()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command and return its exit code."""
+    args = _parser().parse_args(argv)
+    args.verbose = not (getattr(args, "json", False) or getattr(args, "quiet", False))
+    try:
+        result, text = _command(args.command)(args)
+    except KeyboardInterrupt:
+        return _failed(args, "Interrupted.", 130)
+    except (DataError, OSError, RuntimeError, MemoryError, ImportError) as error:
+        return _failed(args, error, 1)
+    except (ValueError, TypeError) as error:
+        return _failed(args, error, 2)
+    if args.json:
+        from herta_gpu.runs import jsonable
+
+        text = json.dumps(jsonable(result), indent=1)
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:  # `herta info | head` is no failure
+        sys.stderr.close()
+        return 0
+    return 1 if result.get("status") == "diverged" else 0
+
+
+def _command(name: str) -> Callable[[argparse.Namespace], tuple[dict[str, Any], str]]:
+    from herta_gpu import commands, measure
+
+    module = measure if name in ("compare", "profile") else commands
+    command: Callable[[argparse.Namespace], tuple[dict[str, Any], str]] = getattr(module, name)
+    return command
+
+
+def _failed(args: argparse.Namespace, error: Any, code: int) -> int:
+    if args.debug:
+        raise
+    text = str(error) or type(error).__name__
+    if args.json:
+        print(json.dumps({"error": text, "exit_code": code}))
+    print(f"herta: {text}", file=sys.stderr)
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="herta",
+        description="Train unfolded graph neural networks to a certified optimum.",
+        epilog="Datasets: digits, synthetic:arxiv, synthetic:n=1e5,m=1e6,d=64,c=10, cora, "
+        "citeseer, pubmed, ogbn-arxiv, ..., NAME for a NAME.npz in a data folder, or the path of "
+        "a .npz file. `herta info` lists them.",
+    )
+    parser.add_argument("--version", action="version", version=f"herta_gpu {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _add_train(commands)
+    _add_tune(commands)
+    _add_predict(commands)
+    _add_measuring(commands)
+    info = commands.add_parser("info", help="devices, versions, extras, datasets")
+    info.add_argument("--data-dir")
+    _add_output(info)
+    return parser
+
+
+def _add_train(commands: Any) -> None:
+    train = commands.add_parser("train", help="train, certify and evaluate a model")
+    _add_data(train)
+    _add_model(train)
+    _add_run(train)
+    plan = commands.add_parser("plan", help="memory, cost and strategy, before anything is loaded")
+    plan.add_argument("dataset")
+    plan.add_argument("--data-dir")
+    _add_model(plan)
+    _add_output(plan)
+
+
+def _add_tune(commands: Any) -> None:
+    tune = commands.add_parser("tune", help="choose lam, ridge and loss on the validation nodes")
+    _add_data(tune)
+    tune.add_argument(
+        "--lam", dest="lams", type=_numbers, default=LAMS, metavar="L,L,...",
+        help=f"default {','.join(f'{v:g}' for v in LAMS)}",
+    )  # fmt: skip
+    tune.add_argument(
+        "--ridge", dest="ridges", type=_numbers, default=RIDGES, metavar="R,R,...",
+        help=f"default {','.join(f'{v:g}' for v in RIDGES)}",
+    )  # fmt: skip
+    tune.add_argument(
+        "--loss", dest="losses", type=_words(tuple(LOSSES)), default=tuple(LOSSES),
+        metavar="mse,ce",
+    )  # fmt: skip
+    tune.add_argument("--optimizer", choices=OPTIMIZERS, help="of the final fit")
+    _add_computing(tune)
+    _add_run(tune)
+
+
+def _add_predict(commands: Any) -> None:
+    predict = commands.add_parser("predict", help="apply a trained run to a dataset")
+    predict.add_argument("run", help="the folder that --out wrote")
+    predict.add_argument("dataset")
+    predict.add_argument("--data-dir")
+    predict.add_argument("--device", choices=("auto", "cpu", "cuda"))
+    predict.add_argument("--to", metavar="FILE", help=".npz or .csv; default RUN/predictions.npz")
+    _add_output(predict)
+
+
+def _add_measuring(commands: Any) -> None:
+    compare = commands.add_parser("compare", help="do two devices or precisions agree?")
+    profile = commands.add_parser("profile", help="where the time goes, with a trace to open")
+    for command in (compare, profile):
+        _add_data(command)
+        _add_model(command)
+        _add_output(command)
+    compare.add_argument(
+        "--devices", type=_words(("cpu", "cuda", "auto")), default=("cpu", "cuda"),
+        metavar="cpu,cuda",
+    )  # fmt: skip
+    compare.add_argument("--out", metavar="FILE.png", help="draw the seconds per stage")
+    profile.add_argument("--out", metavar="FILE.json", help="default herta-trace.json")
+
+
+def _add_data(command: argparse.ArgumentParser) -> None:
+    group = command.add_argument_group("data")
+    group.add_argument("dataset", help="a name or the path of a .npz file; see herta --help")
+    group.add_argument("--data-dir", help="where to look; default $HERTA_DATA")
+    group.add_argument("--split", metavar="public|random:0.8", help="default public if there is")
+    group.add_argument(
+        "--normalize", choices=NORMALIZATIONS, help="default row for bags of words, else none"
+    )
+    group.add_argument("--log-degree", action="store_true", help="one more feature")
+
+
+def _add_model(command: argparse.ArgumentParser) -> None:
+    group = command.add_argument_group("model")
+    strength = group.add_mutually_exclusive_group()
+    strength.add_argument("--lam", type=float, default=_DEFAULTS["lam"], help="default 1")
+    strength.add_argument("--alpha", type=float, help="APPNP's teleport: lam = 1/alpha - 1")
+    group.add_argument("--loss", choices=tuple(LOSSES), default=_DEFAULTS["loss"])
+    group.add_argument("--ridge", type=float, default=_DEFAULTS["ridge"])
+    group.add_argument("--optimizer", choices=OPTIMIZERS, default=_DEFAULTS["optimizer"])
+    group.add_argument("--learning-rate", type=_rate)
+    _add_computing(command)
+
+
+def _add_computing(command: argparse.ArgumentParser) -> None:
+    group = command.add_argument_group("computing")
+    group.add_argument("--tol", type=float, default=_DEFAULTS["tol"], help="certified gap to reach")
+    group.add_argument("--max-iter", type=int, default=_DEFAULTS["max_iter"])
+    group.add_argument("--strategy", choices=("auto", "herta", "direct"), default="auto")
+    group.add_argument("--sparsify", type=_wish, default="auto", metavar="auto|mixed|yes|no|COUNT")
+    group.add_argument("--sketch", type=_wish, default="auto", metavar="auto|yes|no|COUNT")
+    group.add_argument("--no-precondition", dest="precondition", action="store_false")
+    group.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    group.add_argument("--dtype", choices=("float32", "float64"), default="float32")
+    group.add_argument("--memory-budget", metavar="8GB")
+    group.add_argument("--seed", dest="random_state", type=int, default=0)
+
+
+def _add_run(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--out", metavar="RUN", help="a folder for the model and its report")
+    command.add_argument("--overwrite", action="store_true", help="replace the run in that folder")
+    _add_output(command)
+
+
+def _add_output(command: argparse.ArgumentParser) -> None:
+    group = command.add_argument_group("output")
+    group.add_argument("--json", action="store_true", help="the result as JSON on standard output")
+    group.add_argument("--quiet", action="store_true", help="no progress on standard error")
+    group.add_argument("--debug", action="store_true", help="show the traceback of an error")
+
+
+def _numbers(text: str) -> tuple[float, ...]:
+    try:
+        return tuple(float(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not like 1,5,10") from None
+
+
+def _words(allowed: tuple[str, ...]) -> Callable[[str], tuple[str, ...]]:
+    def parse(text: str) -> tuple[str, ...]:
+        words = tuple(text.split(","))
+        wrong = [word for word in words if word not in allowed]
+        if wrong:
+            raise argparse.ArgumentTypeError(f"{wrong[0]!r} is none of {', '.join(allowed)}")
+        return words
+
+    return parse
+
+
+def _wish(text: str) -> bool | int | str:
+    """For sparsify and sketch: a word, yes or no, or a count."""
+    simple: dict[str, bool] = {"yes": True, "true": True, "no": False, "false": False}
+    if text.lower() in simple:
+        return simple[text.lower()]
+    return int(text) if text.isdigit() else text
+
+
+def _rate(text: str) -> float | str:
+    try:
+        return text if text == "spectral" else float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f'{text!r} is neither a number nor "spectral"') from None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

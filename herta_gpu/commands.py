@@ -1,0 +1,376 @@
+"""What the commands of `herta` do: each takes the parsed arguments and returns (result, text)."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import math
+import os
+import platform
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from herta_gpu import datasets
+from herta_gpu.backends import get_backend
+from herta_gpu.datasets import Dataset
+from herta_gpu.datasets.storage import cache_dir, new_file
+from herta_gpu.herta import HERTA
+from herta_gpu.metrics import evaluate
+from herta_gpu.profiling import Stages
+from herta_gpu.report import bytes_text, draw_convergence, page, table
+from herta_gpu.runs import Run, environment, load_model, read_config
+from herta_gpu.tune import Candidate
+from herta_gpu.tune import tune as search
+from herta_gpu.validation import check_not_negative, parse_bytes
+
+Answer = tuple[dict[str, Any], str]
+
+PARAMETERS = (
+    "lam", "alpha", "loss", "optimizer", "ridge", "tol", "max_iter", "strategy", "sparsify",
+    "sketch", "precondition", "device", "dtype", "memory_budget", "random_state", "learning_rate",
+)  # fmt: skip
+_EXTRAS = {
+    "ogb": ("ogb", "torch"),
+    "plot": ("matplotlib",),
+    "tables": ("pandas", "pyarrow"),
+}
+
+
+# ---- train and predict ----------------------------------------------------------------------
+def train(args: argparse.Namespace) -> Answer:
+    """herta train DATASET"""
+    model, stages = make_model(args), Stages(args.verbose)
+    model._checked()  # a wrong parameter is told before a long load
+    data = _load(args, stages)
+    if args.out is None:
+        result = fit(model, data, stages)
+    else:
+        with Run.create(args.out, args.overwrite) as run:
+            result = _train_into(run, args, model, data, stages)
+    return result, _train_text(result, model, args.out)
+
+
+def make_model(args: argparse.Namespace, **changes: Any) -> HERTA:
+    """The estimator that the options describe."""
+    params = {name: getattr(args, name) for name in PARAMETERS if hasattr(args, name)}
+    params["verbose"] = args.verbose
+    return HERTA(**{**params, **changes})
+
+
+def _load(args: argparse.Namespace, stages: Stages) -> Dataset:
+    with stages("load"):
+        return prepared(
+            args.dataset, args.data_dir, args.random_state, args.split, args.normalize,
+            args.log_degree,
+        )  # fmt: skip
+
+
+def prepared(
+    name: str,
+    data_dir: str | None,
+    random_state: int,
+    split: str | None,
+    normalize: str | None,
+    log_degree: bool,
+) -> Dataset:
+    """A dataset with a split and with the features as they will be used."""
+    data = datasets.load(name, data_dir, random_state=random_state)
+    if data.X is None:
+        raise ValueError(f"{name} has no features: HERTA needs some to train on.")
+    if data.y is None:
+        raise ValueError(f"{name} has no labels to train on.")
+    data = data.with_split(split, random_state).normalized(normalize)
+    return data.with_log_degree() if log_degree else data
+
+
+def fit(model: HERTA, data: Dataset, stages: Stages, callback: Any = None) -> dict[str, Any]:
+    """Train, evaluate on every part of the split, and gather what there is to say."""
+    model.fit(data.graph, data.X, data.y, data.split["train"], callback=callback)
+    with stages("evaluate"):
+        Z = model.transform(data.graph, data.X)
+        scores = {
+            part: evaluate(data.metric, data.y[ids], Z[ids], model.classes_)
+            for part, ids in data.split.items()
+        }
+    before = {k: v for k, v in stages.seconds.items() if k != "evaluate"}
+    seconds = {**before, **model.stages_, "evaluate": stages.seconds["evaluate"]}
+    return {
+        "dataset": data.name,
+        "nodes": data.graph.num_nodes,
+        "edges": data.graph.num_edges,
+        "features": data.X.shape[1],
+        "outputs": model.W_.shape[1],
+        "lam": model._lam(),
+        "ridge": model.ridge,
+        "loss_function": model.loss,
+        "status": model.status_,
+        "steps": len(model.history_) - 1,
+        "loss": model.history_[-1]["loss"],
+        "certificate": {**vars(model.certificate_), "text": str(model.certificate_)},
+        "metric": data.metric if model.classes_ is not None or data.metric == "rocauc" else "r2",
+        "scores": scores,
+        "seconds": seconds,
+        "peak_memory_bytes": peak_memory(),
+        "strategy": model.plan_.strategy,
+        "dtype": model.dtype,
+        "device": get_backend(model.device).name,
+        "normalize": data.metadata.get("normalize"),
+        "note": data.metadata.get("note", ""),
+    }
+
+
+def _train_into(
+    run: Run, args: argparse.Namespace, model: HERTA, data: Dataset, stages: Stages
+) -> dict[str, Any]:
+    """Train with a run folder that is complete up to the last step at any moment."""
+    options = {"split": args.split, "normalize": data.metadata.get("normalize")}
+    options |= {"log_degree": args.log_degree, "data_dir": args.data_dir}
+    run.write_json(
+        "config.json",
+        {
+            "dataset": args.dataset,
+            **options,
+            "params": {**model.get_params(), "verbose": False},
+            "environment": environment(),
+        },
+    )
+    result = fit(model, data, stages, callback=run.record)
+    run.save_model(model)
+    run.write_json("result.json", result)
+    write_report(run, model, result)
+    return result
+
+
+def write_report(run: Run, model: HERTA, result: dict[str, Any]) -> None:
+    """convergence.png, if matplotlib is there, and report.html."""
+    picture: Path | None = run.folder / "convergence.png"
+    try:
+        draw_convergence(model.history_, model.tol, run.folder / "convergence.png")
+    except ImportError as error:
+        print(error, file=sys.stderr)
+        picture = None
+    lead = (
+        f"{result['nodes']:,} nodes, {result['edges']:,} edges, {result['features']:,} features, "
+        f"{result['outputs']:,} outputs; lam {result['lam']:g}, ridge {result['ridge']:g}, "
+        f"loss {result['loss_function']}"
+    )
+    tiles = [(f"{part} {result['metric']}", f"{s:.3f}") for part, s in result["scores"].items()]
+    gap = result["certificate"]["value"]
+    tiles.append(("certified relative gap", f"{gap:.1e}" if gap < math.inf else "none"))
+    tiles.append((f"outer step{'s' * (result['steps'] != 1)}", str(result["steps"])))
+    tiles.append(("total", f"{sum(result['seconds'].values()):.1f} s"))
+    memory = [(k, bytes_text(v)) for k, v in model.plan_.memory.items()]
+    steps = [
+        (str(h["step"]), f"{h['loss']:.8g}", f"{h['grad_norm']:.2e}",
+         f"{h['certificate']:.2e}" if h["certificate"] < math.inf else "none",
+         str(h["inner_iterations"]), f"{h['seconds']:.3f}")
+        for h in model.history_
+    ]  # fmt: skip
+    head = ("step", "loss", "gradient norm", "certified gap", "inner iterations", "seconds")
+    sections: list[tuple[str, Any]] = [
+        ("Result", [("", ""), *_result_rows(result)]),
+        ("Plan", [("", "decision", "why"), *model.plan_.decisions]),
+        ("Memory planned", [("for", "bytes"), *memory]),
+        ("Steps", [head, *steps]),
+        ("Parameters", [("name", "value"), *((k, str(v)) for k, v in model.get_params().items())]),
+    ]
+    run.write_text(
+        "report.html",
+        page(
+            f"HERTA on {result['dataset']}", lead, tiles, result["seconds"], sections, picture,
+            result["note"],
+        ),
+    )  # fmt: skip
+
+
+def _result_rows(result: dict[str, Any]) -> list[tuple[str, str]]:
+    rows = [
+        ("status", f"{result['status']} after {_count(result['steps'], 'outer step')}"),
+        ("loss", f"{result['loss']:.8g}"),
+        ("certificate", result["certificate"]["text"]),
+    ]
+    rows += [(f"{part} {result['metric']}", f"{s:.4f}") for part, s in result["scores"].items()]
+    spent = ", ".join(f"{stage} {s:.2f}" for stage, s in result["seconds"].items())
+    rows.append(("seconds", f"{sum(result['seconds'].values()):.2f} ({spent})"))
+    rows.append(("peak memory", bytes_text(result["peak_memory_bytes"])))
+    return rows
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}{'s' * (number != 1)}"
+
+
+def _train_text(result: dict[str, Any], model: HERTA, out: str | None) -> str:
+    rows = [
+        ("dataset", f"{result['dataset']}: {result['nodes']:,} nodes, {result['edges']:,} edges, "
+         f"{result['features']:,} features, {result['outputs']:,} outputs"),
+        ("model", f"lam {result['lam']:g}, ridge {result['ridge']:g}, loss "
+         f"{result['loss_function']}, strategy {result['strategy']}, {result['dtype']} on "
+         f"{result['device']}"),
+        *_result_rows(result),
+    ]  # fmt: skip
+    if result["note"]:
+        rows.append(("note", result["note"]))
+    if out is not None:
+        rows.append(("run", f"{out} (report.html, model.npz, metrics.jsonl, config.json)"))
+    return table(rows, header=False)
+
+
+def peak_memory() -> int:
+    """The most memory this process ever held, in bytes; 0 where the system does not say."""
+    try:
+        import resource
+    except ImportError:
+        return 0
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else 1024 * peak
+
+
+def predict(args: argparse.Namespace) -> Answer:
+    """herta predict RUN DATASET"""
+    config, model = read_config(args.run), load_model(Path(args.run) / "model.npz")
+    if args.device is not None:
+        model.set_params(device=args.device)
+    data_dir = args.data_dir or config.get("data_dir")
+    data = datasets.load(
+        args.dataset, data_dir, random_state=config["params"]["random_state"]
+    ).normalized(config["normalize"])
+    data = data.with_log_degree() if config["log_degree"] else data
+    Z = model.transform(data.graph, data.X)
+    labels = Z if model.classes_ is None else model.classes_[Z.argmax(axis=1)]
+    path = Path(args.to) if args.to else Path(args.run) / "predictions.npz"
+    with new_file(path) as temporary:
+        if path.suffix == ".csv":
+            columns = labels[:, None] if labels.ndim == 1 else labels
+            table_ = np.column_stack([np.arange(len(labels)), columns])
+            np.savetxt(temporary, table_, delimiter=",", fmt="%.9g", header="node,prediction")
+        else:
+            np.savez(temporary, predictions=labels, scores=Z)
+    result = {"dataset": data.name, "run": str(args.run), "nodes": len(labels), "file": str(path)}
+    rows = [("dataset", f"{data.name}: {len(labels):,} nodes"), ("predictions", str(path))]
+    if data.y is not None:
+        known = data.labelled()
+        score = evaluate(data.metric, data.y[known], Z[known], model.classes_)
+        result |= {"metric": data.metric, "score": score}
+        rows.append((f"{data.metric} of all labelled nodes", f"{score:.4f}"))
+    return result, table(rows, header=False)
+
+
+# ---- tune -----------------------------------------------------------------------------------
+def tune(args: argparse.Namespace) -> Answer:
+    """herta tune DATASET"""
+    stages = Stages(args.verbose)
+    for lam in args.lams:  # each checked before a long load
+        for loss in args.losses:
+            make_model(args, lam=lam, loss=loss, optimizer="cg")._checked()
+    for ridge in args.ridges:
+        check_not_negative("ridge", ridge)
+    data = _load(args, stages)
+    with stages("tune"):
+        found = search(
+            data, args.lams, args.ridges, args.losses, args.device, args.memory_budget,
+            report=lambda text: stages._show(text, passing=True),
+        )  # fmt: skip
+    best = found[0]
+    optimizer = args.optimizer or ("cg" if best.loss == "mse" else "lbfgs")
+    chosen = {"lam": best.lam, "ridge": best.ridge, "loss": best.loss, "optimizer": optimizer}
+    model = make_model(args, **chosen)
+    if args.out is None:
+        result = fit(model, data, stages)
+    else:
+        with Run.create(args.out, args.overwrite) as run:
+            result = _train_into(run, args, model, data, stages)
+            run.write_json("tune.json", {"candidates": [asdict(c) for c in found]})
+    result["candidates"] = [asdict(c) for c in found]
+    text = _tune_text(found, data.metric) + "\n\n" + _train_text(result, model, args.out)
+    return result, text
+
+
+def _tune_text(found: list[Candidate], metric: str, shown: int = 12) -> str:
+    rows = [("lam", "ridge", "loss", f"train {metric}", f"valid {metric}")]
+    rows += [
+        (f"{c.lam:g}", f"{c.ridge:g}", c.loss, f"{c.train:.4f}", f"{c.valid:.4f}")
+        for c in found[:shown]
+    ]
+    left = len(found) - shown
+    return table(rows) + (f"\n... and {left} more, none better" if left > 0 else "")
+
+
+# ---- plan and info --------------------------------------------------------------------------
+def plan(args: argparse.Namespace) -> Answer:
+    """herta plan DATASET"""
+    model = make_model(args)
+    sizes = datasets.sizes(args.dataset, args.data_dir)
+    if sizes.d == 0:
+        raise ValueError(f"{args.dataset} has no features: HERTA needs some to train on.")
+    free = get_backend(args.device).memory_available()
+    budget = parse_bytes(args.memory_budget) if args.memory_budget else int(0.8 * free)
+    numbers = (sizes.n, sizes.m, sizes.d, max(sizes.c, 1), sizes.n_train, sizes.X_nonzeros)
+    try:
+        made, fits = model.plan(*numbers), True
+    except MemoryError:
+        made, fits = model.set_params(memory_budget="1000000TB").plan(*numbers), False
+    memory = dict(made.memory)
+    x_bytes = 12 * sizes.X_nonzeros if sizes.X_nonzeros else 4 * sizes.n * sizes.d
+    memory = {"X itself (can stay on disk when dense)": x_bytes, **memory}
+    total = sum(memory.values())
+    where = "fits" if fits else "does NOT fit"
+    verdict = f"{where}: {bytes_text(total)} with X, budget {bytes_text(budget)} of {args.device}"
+    result = {
+        "dataset": args.dataset, **asdict(sizes), "strategy": made.strategy, "fits": fits,
+        "budget_bytes": budget, "memory_bytes": memory, "total_bytes": total,
+        "predicted_seconds": made.cost, "decisions": made.decisions,
+    }  # fmt: skip
+    decisions = [d for d in made.decisions if d[0] != "memory"]
+    text = "\n\n".join(
+        [
+            f"{args.dataset}: {sizes.n:,} nodes, {sizes.m:,} edges, {sizes.d:,} features, "
+            f"{sizes.c:,} outputs, {sizes.n_train:,} training nodes",
+            table([("", "decision", "why"), *decisions]),
+            table([("memory", ""), *((k, bytes_text(v)) for k, v in memory.items())]),
+            table(
+                [("strategy", "predicted cost (seconds of a nominal 2-core machine)")]
+                + [(k, f"{v:,.3g}") for k, v in made.cost.items()]
+            ),
+            verdict,
+        ]
+    )
+    return result, text
+
+
+def info(args: argparse.Namespace) -> Answer:
+    """herta info"""
+    devices = {"cpu": f"{os.cpu_count()} cores, {bytes_text(_free('cpu'))} free"}
+    try:
+        devices["cuda"] = f"{bytes_text(_free('cuda'))} free"
+    except RuntimeError as error:
+        devices["cuda"] = f"no ({error})"
+    extras = {}
+    for extra, packages in _EXTRAS.items():
+        missing = [p for p in packages if importlib.util.find_spec(p) is None]
+        extras[extra] = f'no: pip install "herta_gpu[{extra}]"' if missing else "yes"
+    about = environment()
+    versions = {k: about[k] for k in ("herta_gpu", "python", "numpy", "scipy")}
+    result = {
+        "versions": versions,
+        "platform": platform.platform(),
+        "devices": devices,
+        "extras": extras,
+        "data_folders": os.environ.get("HERTA_DATA", ""),
+        "cache": str(cache_dir()),
+        "datasets": datasets.names(args.data_dir),
+    }
+    rows = list(versions.items())
+    rows += [(f"device {k}", v) for k, v in devices.items()]
+    rows += [(f"extra {k}", v) for k, v in extras.items()]
+    rows.append(("data folders", os.environ.get("HERTA_DATA") or "none (HERTA_DATA is not set)"))
+    rows += [("cache", str(cache_dir())), ("datasets", ", ".join(datasets.names(args.data_dir)))]
+    return result, table(rows, header=False)
+
+
+def _free(device: str) -> int:
+    return get_backend(device).memory_available()

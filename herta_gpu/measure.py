@@ -1,0 +1,187 @@
+"""`herta compare` and `herta profile`: how two ways to compute agree, and where the time goes."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from herta_gpu.backends import get_backend
+from herta_gpu.commands import Answer, fit, make_model, prepared
+from herta_gpu.datasets import Dataset
+from herta_gpu.datasets.storage import new_file
+from herta_gpu.herta import HERTA
+from herta_gpu.profiling import Stages
+from herta_gpu.report import bars, draw_bars, table
+from herta_gpu.runs import jsonable
+
+
+def compare(args: argparse.Namespace) -> Answer:
+    """herta compare DATASET"""
+    ways, why = _ways(args.devices, args.dtype)
+    data = _data(args)
+    fits: dict[str, tuple[HERTA, dict[str, Any]]] = {}
+    for name, changes in ways.items():
+        model = make_model(args, **changes)
+        fits[name] = (model, fit(model, data, Stages(args.verbose)))
+    first, second = fits
+    agreement = _agreement(data, fits[first][0], fits[second][0])
+    seconds = {name: answer["seconds"] for name, (_, answer) in fits.items()}
+    text = "\n\n".join([*([why] if why else []), _compare_text(agreement, fits), _chart(seconds)])
+    if args.out is not None:
+        draw_bars(seconds, Path(args.out))
+        text += f"\n\nbar chart: {args.out}"
+    result = {
+        "dataset": data.name,
+        "note": why,
+        "agreement": agreement,
+        "runs": {name: answer for name, (_, answer) in fits.items()},
+    }
+    return result, text
+
+
+def _ways(devices: list[str], dtype: str) -> tuple[dict[str, dict[str, Any]], str]:
+    """What to compare: two devices, or two precisions where there is only one device."""
+    missing = []
+    for device in devices:
+        try:
+            get_backend(device)
+        except RuntimeError as error:
+            missing.append((device, str(error)))
+    usable = [d for d in devices if d not in {name for name, _ in missing}]
+    if len(usable) >= 2:
+        return {f"{d} {dtype}": {"device": d, "dtype": dtype} for d in usable[:2]}, ""
+    only = usable[0] if usable else "cpu"
+    why = f"{only} float32 is compared with {only} float64."
+    for device, reason in missing:
+        why = f"There is no {device} here ({reason.rstrip('.')}): {why}"
+    both = ("float32", "float64")
+    return {f"{only} {kind}": {"device": only, "dtype": kind} for kind in both}, why
+
+
+def _agreement(data: Dataset, a: HERTA, b: HERTA) -> dict[str, float]:
+    Z = [model.transform(data.graph, data.X).astype(np.float64) for model in (a, b)]
+    same = np.mean(Z[0].argmax(axis=1) == Z[1].argmax(axis=1))
+    losses = [model.history_[-1]["loss"] for model in (a, b)]
+    return {
+        "W_relative_difference": _relative(a.W_, b.W_),
+        "output_relative_difference": _relative(Z[0], Z[1]),
+        "loss_relative_difference": abs(losses[0] - losses[1]) / max(abs(losses[1]), 1e-300),
+        "same_predictions": float(same),
+    }
+
+
+def _relative(a: Any, b: Any) -> float:
+    return float(np.linalg.norm(a - b) / max(float(np.linalg.norm(b)), 1e-300))
+
+
+def _compare_text(agreement: dict[str, float], fits: dict[str, Any]) -> str:
+    answers = {name: answer for name, (_, answer) in fits.items()}
+    part = "test" if "test" in next(iter(answers.values()))["scores"] else "train"
+    rows = [("", *answers)]
+    rows.append(("status", *(a["status"] for a in answers.values())))
+    rows.append(("loss", *(f"{a['loss']:.10g}" for a in answers.values())))
+    rows.append(("certified gap", *(_gap(a["certificate"]["value"]) for a in answers.values())))
+    metric = next(iter(answers.values()))["metric"]
+    rows.append((f"{part} {metric}", *(f"{a['scores'][part]:.4f}" for a in answers.values())))
+    for stage in next(iter(answers.values()))["seconds"]:
+        rows.append((f"{stage} (s)", *(f"{a['seconds'][stage]:.3f}" for a in answers.values())))
+    words = {k: k.replace("_", " ") for k in agreement}
+    shown = [("agreement", "")] + [
+        (words[k], f"{v:.4%}" if k == "same_predictions" else f"{v:.2e}")
+        for k, v in agreement.items()
+    ]
+    return table(rows) + "\n\n" + table(shown)
+
+
+def _gap(value: float) -> str:
+    return "none" if value == float("inf") else f"{value:.2e}"
+
+
+def _chart(seconds: dict[str, dict[str, float]]) -> str:
+    return bars({name: sum(stages.values()) for name, stages in seconds.items()})
+
+
+def profile(args: argparse.Namespace) -> Answer:
+    """herta profile DATASET"""
+    data = _data(args)
+    make_model(args, verbose=False).fit(data.graph, data.X, data.y, data.split["train"])  # warm-up
+    model = make_model(args)
+    with _capture():
+        result = fit(model, data, Stages(args.verbose))
+    path = Path(args.out or "herta-trace.json")
+    with new_file(path) as temporary:
+        temporary.write_text(json.dumps(jsonable(trace(model, result["seconds"]))))
+    total = sum(result["seconds"].values())
+    rows = [("stage", "seconds", "share")]
+    rows += [(k, f"{v:.3f}", f"{v / total:.0%}") for k, v in result["seconds"].items()]
+    nsys = (
+        "nsys profile --trace=cuda,nvtx,osrt --capture-range=cudaProfilerApi "
+        f"--capture-range-end=stop -o herta python -m herta_gpu profile {args.dataset}"
+    )
+    text = "\n\n".join(
+        [
+            table(rows),
+            bars(result["seconds"]),
+            f"trace: {path} (open it in ui.perfetto.dev or chrome://tracing)",
+            f"with Nsight Systems on a machine with a GPU:\n  {nsys}",
+        ]
+    )
+    return {**result, "trace": str(path), "nsys": nsys}, text
+
+
+def trace(model: HERTA, seconds: dict[str, float]) -> dict[str, Any]:
+    """Chrome's trace format: stages on one track, the outer steps of training on another."""
+    events: list[dict[str, Any]] = [
+        {"name": "thread_name", "ph": "M", "pid": 1, "tid": tid, "args": {"name": name}}
+        for tid, name in ((1, "stages"), (2, "outer steps"))
+    ]
+    start, train_start = 0.0, 0.0
+    for name, spent in seconds.items():
+        if name == "train":
+            train_start = start
+        events.append(_event(name, 1, start, spent, {}))
+        start += spent
+    before = 0.0
+    for record in model.history_:
+        until = record["seconds"]
+        events.append(
+            _event(f"step {record['step']}", 2, train_start + before, until - before, record)
+        )
+        before = until
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def _event(name: str, track: int, start: float, spent: float, about: dict[str, Any]) -> Any:
+    times = {"ts": round(1e6 * start, 1), "dur": round(1e6 * spent, 1)}
+    return {"name": name, "ph": "X", "pid": 1, "tid": track, **times, "args": about}
+
+
+@contextlib.contextmanager
+def _capture() -> Iterator[None]:
+    """Under nsys, record from here on: what came before was warm-up and compilation."""
+    if "NSYS_PROFILING_SESSION_ID" not in os.environ:
+        yield
+        return
+    try:
+        import cupy
+    except ImportError:
+        yield
+        return
+    cupy.cuda.profiler.start()
+    try:
+        yield
+    finally:
+        cupy.cuda.profiler.stop()
+
+
+def _data(args: argparse.Namespace) -> Dataset:
+    return prepared(
+        args.dataset, args.data_dir, args.random_state, args.split, args.normalize, args.log_degree
+    )

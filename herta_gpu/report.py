@@ -1,0 +1,201 @@
+"""What a run looks like: tables for the terminal, a picture, one self-contained page."""
+
+from __future__ import annotations
+
+import base64
+import html
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from herta_gpu.datasets.storage import new_file
+
+Rows = Sequence[Sequence[str]]
+
+
+def table(rows: Rows, header: bool = True) -> str:
+    """Columns padded to their widest entry; numbers are the caller's to format.
+
+    Examples
+    --------
+    >>> from herta_gpu.report import table
+    >>> print(table([("stage", "seconds"), ("train", "0.5")]))
+    stage  seconds
+    -----  -------
+    train  0.5
+    """
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = ["  ".join(f"{cell:<{w}}" for cell, w in zip(row, widths)).rstrip() for row in rows]
+    if header:
+        lines.insert(1, "  ".join("-" * w for w in widths))
+    return "\n".join(lines)
+
+
+def bytes_text(size: float) -> str:
+    """123.4 MB, 5.6 GB; 1 GB = 2^30 bytes."""
+    for unit in ("B", "KB", "MB", "GB"):
+        if abs(size) < 1024 or unit == "GB":
+            return f"{size:,.0f} {unit}" if unit == "B" else f"{size:,.1f} {unit}"
+        size /= 1024
+    raise AssertionError
+
+
+def bars(values: dict[str, float], unit: str = "s", width: int = 40) -> str:
+    """A bar chart for the terminal."""
+    top = max([*values.values(), 1e-300])
+    name = max(len(key) for key in values)
+    return "\n".join(
+        f"{key:<{name}}  {'#' * max(1, round(width * v / top)):<{width}}  {v:.3g} {unit}"
+        for key, v in values.items()
+    )
+
+
+def pyplot() -> Any:
+    """matplotlib without a display."""
+    try:
+        import matplotlib
+
+        matplotlib.use("Agg")
+        from matplotlib import pyplot as plt
+    except ImportError as error:
+        raise ImportError(
+            f'Pictures are drawn by matplotlib ({error}): pip install "herta_gpu[plot]".'
+        ) from None
+    return plt
+
+
+def draw_convergence(history: list[dict[str, Any]], tol: float, path: Path) -> None:
+    """Certified gap and loss, against steps and against seconds."""
+    plt = pyplot()
+    figure, axes = plt.subplots(2, 2, figsize=(9.5, 6), sharey="row", sharex="col")
+    steps = [h["step"] for h in history]
+    seconds = [h["seconds"] for h in history]
+    gaps = [h["certificate"] for h in history]
+    losses = [h["loss"] for h in history]
+    certified = [g is not None and 0 < g < math.inf for g in gaps]
+    for column, (values, name) in enumerate(((steps, "outer step"), (seconds, "seconds"))):
+        top, bottom = axes[0, column], axes[1, column]
+        top.plot(
+            [v for v, ok in zip(values, certified) if ok],
+            [g for g, ok in zip(gaps, certified) if ok],
+            "o-", color="#1f5fa8", markersize=4,
+        )  # fmt: skip
+        if any(certified):
+            top.set_yscale("log")
+            top.axhline(tol, color="#888888", linestyle="--", linewidth=1)
+            top.annotate(
+                "tol", (1, tol), xycoords=("axes fraction", "data"), ha="right", va="bottom",
+                color="#666666",
+            )  # fmt: skip
+        else:
+            top.text(0.5, 0.5, "no certificate", transform=top.transAxes, ha="center")
+            top.set_yticks([])
+        bottom.plot(values, losses, "o-", color="#b3541e", markersize=4)
+        bottom.set_xlabel(name)
+        for axis in (top, bottom):
+            axis.grid(alpha=0.3)
+    axes[0, 0].set_ylabel("certified relative gap")
+    axes[1, 0].set_ylabel("loss")
+    axes[0, 0].xaxis.get_major_locator().set_params(integer=True)
+    figure.tight_layout()
+    _save(figure, plt, path)
+
+
+def draw_bars(groups: dict[str, dict[str, float]], path: Path) -> None:
+    """Seconds per stage, one bar per candidate: {candidate: {stage: seconds}}."""
+    plt = pyplot()
+    figure, axis = plt.subplots(figsize=(8, 4))
+    stages = list(next(iter(groups.values())))
+    height = 0.8 / len(groups)
+    for i, (name, seconds) in enumerate(groups.items()):
+        at = [j + i * height for j in range(len(stages))]
+        axis.barh(at, [seconds.get(s, 0.0) for s in stages], height=height, label=name)
+    axis.set_yticks([j + 0.4 - height / 2 for j in range(len(stages))], stages)
+    axis.invert_yaxis()
+    axis.set_xlabel("seconds")
+    axis.legend()
+    figure.tight_layout()
+    _save(figure, plt, path)
+
+
+def _save(figure: Any, plt: Any, path: Path) -> None:
+    with new_file(path) as temporary:
+        figure.savefig(temporary, dpi=120, format="png")
+    plt.close(figure)
+
+
+_STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; color: #222; max-width: 60rem; margin: 2rem auto;
+       padding: 0 1rem; }
+h1 { font-size: 1.5rem; margin-bottom: 0; } h2 { font-size: 1.1rem; margin-top: 2rem; }
+table { border-collapse: collapse; } th, td { text-align: left; padding: .2rem 1rem .2rem 0;
+       border-bottom: 1px solid #ddd; vertical-align: top; }
+.lead { color: #555; margin-top: .2rem; } img { max-width: 100%; }
+.tile { display: inline-block; margin: 1rem 2rem 0 0; } .tile b { display: block;
+       font-size: 1.5rem; font-weight: 600; } .tile span { color: #555; }
+.lane { display: flex; height: 1.6rem; width: 100%; border-radius: 3px; overflow: hidden; }
+.lane div { height: 100%; } .key { margin-right: 1rem; white-space: nowrap; }
+.key i { display: inline-block; width: .8rem; height: .8rem; margin-right: .3rem; }
+.note { background: #fff6dd; padding: .6rem .9rem; border-left: 4px solid #e0b030; }
+"""
+_COLOURS = ("#4269d0", "#efb118", "#ff725c", "#6cc5b0", "#3ca951", "#a463f2", "#97bbf5", "#9c6b4e")
+
+
+def page(
+    title: str,
+    lead: str,
+    tiles: list[tuple[str, str]],
+    stages: dict[str, float],
+    sections: list[tuple[str, Rows]],
+    picture: Path | None = None,
+    note: str = "",
+) -> str:
+    """One HTML page without anything to load."""
+    parts = [f"<h1>{html.escape(title)}</h1><p class=lead>{html.escape(lead)}</p>"]
+    if note:
+        parts.append(f"<p class=note>{html.escape(note)}</p>")
+    parts += [
+        f"<div class=tile><b>{html.escape(value)}</b><span>{html.escape(name)}</span></div>"
+        for name, value in tiles
+    ]
+    if picture is not None and picture.is_file():
+        data = base64.b64encode(picture.read_bytes()).decode("ascii")
+        parts.append(
+            f'<h2>Convergence</h2><img alt="certified gap and loss against steps and seconds" '
+            f'src="data:image/png;base64,{data}">'
+        )
+    parts.append("<h2>Where the time went</h2>" + _timeline(stages))
+    parts += [f"<h2>{html.escape(name)}</h2>{_html_table(rows)}" for name, rows in sections]
+    body = "\n".join(parts)
+    return (
+        f"<!doctype html>\n<html lang=en><head><meta charset=utf-8>"
+        f"<meta name=viewport content='width=device-width'><title>{html.escape(title)}</title>"
+        f"<style>{_STYLE}</style></head>\n<body>{body}</body></html>\n"
+    )
+
+
+def _timeline(stages: dict[str, float]) -> str:
+    """The stages one after the other, as wide as they took."""
+    total = sum(stages.values()) or 1.0
+    colours = {name: _COLOURS[i % len(_COLOURS)] for i, name in enumerate(stages)}
+    lane = "".join(
+        f"<div style='width:{100 * s / total:.3f}%;background:{colours[name]}' "
+        f"title='{html.escape(name)} {s:.2f} s'></div>"
+        for name, s in stages.items()
+    )
+    keys = " ".join(
+        f"<span class=key><i style='background:{colours[name]}'></i>{html.escape(name)} "
+        f"{s:.2f} s</span>"
+        for name, s in stages.items()
+    )
+    return f"<div class=lane>{lane}</div><p>{keys}</p>"
+
+
+def _html_table(rows: Rows) -> str:
+    head, *body = rows
+
+    def line(cells: Sequence[str], tag: str) -> str:
+        return "<tr>" + "".join(f"<{tag}>{html.escape(c)}</{tag}>" for c in cells) + "</tr>"
+
+    return f"<table>{line(head, 'th')}{''.join(line(row, 'td') for row in body)}</table>"
