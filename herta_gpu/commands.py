@@ -20,6 +20,7 @@ from herta_gpu.datasets import Dataset
 from herta_gpu.datasets.storage import cache_dir, new_file
 from herta_gpu.herta import HERTA
 from herta_gpu.metrics import evaluate
+from herta_gpu.planner import Plan
 from herta_gpu.profiling import Stages
 from herta_gpu.report import bytes_text, draw_convergence, page, table
 from herta_gpu.runs import Run, environment, load_model, read_config
@@ -149,7 +150,8 @@ def write_report(run: Run, model: HERTA, result: dict[str, Any]) -> None:
     """convergence.png, if matplotlib is there, and report.html."""
     picture: Path | None = run.folder / "convergence.png"
     try:
-        draw_convergence(model.history_, model.tol, run.folder / "convergence.png")
+        gap = model.certificate_.gap
+        draw_convergence(model.history_, model.tol, run.folder / "convergence.png", gap)
     except ImportError as error:
         print(error, file=sys.stderr)
         picture = None
@@ -310,16 +312,16 @@ def plan(args: argparse.Namespace) -> Answer:
     free = get_backend(args.device).memory_available()
     budget = parse_bytes(args.memory_budget) if args.memory_budget else int(0.8 * free)
     numbers = (sizes.n, sizes.m, sizes.d, max(sizes.c, 1), sizes.n_train, sizes.X_nonzeros)
-    try:
-        made, fits = model.plan(*numbers), True
-    except MemoryError:
-        made, fits = model.set_params(memory_budget="1000000TB").plan(*numbers), False
+    made, fits = _cheapest(model, numbers, budget)
     memory = dict(made.memory)
     x_bytes = 12 * sizes.X_nonzeros if sizes.X_nonzeros else 4 * sizes.n * sizes.d
     memory = {"X itself (can stay on disk when dense)": x_bytes, **memory}
     total = sum(memory.values())
     where = "fits" if fits else "does NOT fit"
-    verdict = f"{where}: {bytes_text(total)} with X, budget {bytes_text(budget)} of {args.device}"
+    verdict = (
+        f"{where} in memory: {bytes_text(total)} with X, the budget is {bytes_text(budget)} of "
+        f"{bytes_text(free)} free on {get_backend(args.device).name}"
+    )
     result = {
         "dataset": args.dataset, **asdict(sizes), "strategy": made.strategy, "fits": fits,
         "budget_bytes": budget, "memory_bytes": memory, "total_bytes": total,
@@ -340,6 +342,16 @@ def plan(args: argparse.Namespace) -> Answer:
         ]
     )
     return result, text
+
+
+def _cheapest(model: HERTA, numbers: tuple[Any, ...], budget: int) -> tuple[Plan, bool]:
+    """The plan within the budget; if there is none, the one that needs least beyond it."""
+    allowed = budget
+    while True:
+        try:
+            return model.set_params(memory_budget=allowed).plan(*numbers), allowed == budget
+        except MemoryError:
+            allowed = int(1.1 * allowed) + 1
 
 
 def info(args: argparse.Namespace) -> Answer:

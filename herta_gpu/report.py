@@ -65,41 +65,51 @@ def pyplot() -> Any:
     return plt
 
 
-def draw_convergence(history: list[dict[str, Any]], tol: float, path: Path) -> None:
-    """Certified gap and loss, against steps and against seconds."""
+def draw_convergence(
+    history: list[dict[str, Any]], tol: float, path: Path, gap: float = math.inf
+) -> None:
+    """Certified gap and loss, against steps and against seconds.
+
+    `gap` bounds the last loss minus the optimum: with it, the loss of every step is drawn against
+    a proven lower bound, also for steps that had no certificate while they ran.
+    """
     plt = pyplot()
     figure, axes = plt.subplots(2, 2, figsize=(9.5, 6), sharey="row", sharex="col")
-    steps = [h["step"] for h in history]
-    seconds = [h["seconds"] for h in history]
-    gaps = [h["certificate"] for h in history]
     losses = [h["loss"] for h in history]
-    certified = [g is not None and 0 < g < math.inf for g in gaps]
-    for column, (values, name) in enumerate(((steps, "outer step"), (seconds, "seconds"))):
+    gaps = [h["certificate"] for h in history]
+    bound = losses[-1] - gap
+    above = [(loss - bound) / bound if bound > 0 else math.inf for loss in losses]
+    for column, name in enumerate(("step", "seconds")):
+        values = [h[name] for h in history]
         top, bottom = axes[0, column], axes[1, column]
-        top.plot(
-            [v for v, ok in zip(values, certified) if ok],
-            [g for g, ok in zip(gaps, certified) if ok],
-            "o-", color="#1f5fa8", markersize=4,
-        )  # fmt: skip
-        if any(certified):
+        drawn = _finite(top, values, above, "-", "#9db7d5", "loss above the proven bound")
+        drawn |= _finite(top, values, gaps, "o-", "#1f5fa8", "certificate of the step")
+        if drawn:
             top.set_yscale("log")
-            top.axhline(tol, color="#888888", linestyle="--", linewidth=1)
-            top.annotate(
-                "tol", (1, tol), xycoords=("axes fraction", "data"), ha="right", va="bottom",
-                color="#666666",
-            )  # fmt: skip
+            top.axhline(tol, color="#888888", linestyle="--", linewidth=1, label="tol")
+            top.margins(y=0.1)
         else:
             top.text(0.5, 0.5, "no certificate", transform=top.transAxes, ha="center")
             top.set_yticks([])
         bottom.plot(values, losses, "o-", color="#b3541e", markersize=4)
-        bottom.set_xlabel(name)
+        bottom.set_xlabel("outer step" if name == "step" else name)
         for axis in (top, bottom):
             axis.grid(alpha=0.3)
-    axes[0, 0].set_ylabel("certified relative gap")
+    if drawn:
+        axes[0, 1].legend(fontsize=8, framealpha=0.9)
+    axes[0, 0].set_ylabel("relative gap")
     axes[1, 0].set_ylabel("loss")
     axes[0, 0].xaxis.get_major_locator().set_params(integer=True)
     figure.tight_layout()
     _save(figure, plt, path)
+
+
+def _finite(axis: Any, x: list[Any], y: list[Any], line: str, colour: str, label: str) -> bool:
+    """Draw the points that a logarithmic axis can show; whether there were any."""
+    kept = [(a, b) for a, b in zip(x, y) if b is not None and 0 < b < math.inf]
+    if kept:
+        axis.plot(*zip(*kept), line, color=colour, markersize=4, label=label)
+    return bool(kept)
 
 
 def draw_bars(groups: dict[str, dict[str, float]], path: Path) -> None:

@@ -1,0 +1,301 @@
+"""The command line as a user meets it: results, exit codes, one sentence per mistake."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from herta_gpu import HERTA
+from herta_gpu.cli import main
+from herta_gpu.datasets import load, sizes
+from herta_gpu.metrics import accuracy, evaluate, rocauc
+from herta_gpu.tune import propagated_rows, tune
+
+SHARED = os.environ.get("HERTA_DATA", "")
+needs_shared = pytest.mark.skipif(
+    not (SHARED and Path(SHARED, "cora.npz").is_file()), reason="HERTA_DATA has no cora.npz"
+)
+
+
+def run(capsys, *argv: str) -> dict:
+    assert main([*argv, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+# ---- train and predict ----------------------------------------------------------------------
+def test_train_is_the_estimator(capsys):
+    answer = run(capsys, "train", "digits", "--lam", "20", "--ridge", "0.1", "--seed", "3")
+    data = load("digits")
+    model = HERTA(lam=20.0, ridge=0.1, random_state=3)
+    model.fit(data.graph, data.X, data.y, data.split["train"])
+    assert answer["status"] == "certified"
+    assert answer["loss"] == model.history_[-1]["loss"]
+    for part, ids in data.split.items():
+        assert answer["scores"][part] == model.score(data.graph, data.X, data.y, ids)
+
+
+def test_alpha_is_another_name_for_lam(capsys):
+    answer = run(capsys, "train", "digits", "--alpha", "0.1", "--ridge", "0.1")
+    assert answer["lam"] == pytest.approx(9.0)
+
+
+def test_every_option_reaches_the_model(capsys):
+    answer = run(
+        capsys, "train", "digits", "--loss", "ce", "--optimizer", "lbfgs", "--dtype", "float64",
+        "--strategy", "herta", "--sketch", "no", "--sparsify", "2000", "--split", "random:0.5",
+        "--normalize", "standard", "--ridge", "1", "--tol", "1e-3", "--memory-budget", "1GB",
+        "--log-degree",
+    )  # fmt: skip
+    assert (answer["strategy"], answer["dtype"], answer["features"]) == ("herta", "float64", 66)
+    assert answer["normalize"] == "standard"
+    assert answer["certificate"]["value"] <= 1e-3
+
+
+def test_the_table_is_for_people(capsys):
+    assert main(["train", "digits", "--ridge", "0.1"]) == 0
+    shown = capsys.readouterr()
+    for word in (
+        "certificate",
+        "relative gap <=",
+        "test accuracy",
+        "peak memory",
+        "preconditioner",
+    ):
+        assert word in shown.out
+    assert "certified gap" in shown.err  # the bar
+
+
+@needs_shared
+@pytest.mark.parametrize("name", ["cora", "citeseer", "pubmed", "amazon-photo"])
+def test_train_on_the_shared_data(capsys, name):
+    answer = run(capsys, "train", name, "--data-dir", SHARED, "--lam", "10", "--ridge", "0.01")
+    assert answer["status"] == "certified"
+    least = {"cora": 0.79, "citeseer": 0.70, "pubmed": 0.77, "amazon-photo": 0.85}
+    assert answer["scores"]["test"] > least[name]
+
+
+# ---- tune -----------------------------------------------------------------------------------
+def test_tune_agrees_with_a_fit_for_each_candidate():
+    data = load("digits")
+    found = tune(data, lams=[5.0], ridges=[0.01, 1.0], losses=["mse", "ce"])
+    assert len(found) == 4
+    for c in found:
+        model = HERTA(lam=c.lam, ridge=c.ridge, loss=c.loss, optimizer="lbfgs", tol=1e-8)
+        model.fit(data.graph, data.X, data.y, data.split["train"])
+        for part, ours in (("train", c.train), ("valid", c.valid)):
+            theirs = model.score(data.graph, data.X, data.y, data.split[part])
+            assert abs(ours - theirs) <= 1 / len(data.split[part])  # at most one node on the fence
+
+
+def test_propagated_rows_are_those_of_the_inverse():
+    from herta_gpu import SDDSolver
+
+    data = load("synthetic:n=300,m=900,d=20,c=3")
+    H = np.eye(300) + 7.0 * data.graph.to_csr().toarray()
+    truth = np.linalg.solve(H, data.X.astype(float))
+    solver = SDDSolver(data.graph, 7.0, tol=1e-8)
+    for rows in (np.arange(5), np.arange(100, 290)):  # fewer and more than the 20 columns
+        made = propagated_rows(solver, data.X, rows)
+        assert np.abs(made - truth[rows]).max() < 1e-5 * np.abs(truth).max()
+
+
+def test_tune_solves_once_per_lam(monkeypatch):
+    from herta_gpu.solver import SDDSolver
+
+    solves = []
+    original = SDDSolver.solve
+    monkeypatch.setattr(
+        SDDSolver, "solve", lambda self, B: solves.append(self.lam) or original(self, B)
+    )
+    data = load("digits")
+    tune(data, lams=[1.0, 5.0], ridges=[1e-3, 1e-2, 1e-1, 1.0], losses=["mse", "ce"])
+    assert sorted(set(solves)) == [1.0, 5.0]
+    assert len(solves) == 2  # 65 columns each: neither ridge nor loss asks for another
+
+
+@needs_shared
+def test_tune_reaches_the_published_accuracy_on_cora(capsys):
+    grid = ["--lam", "20,50", "--ridge", "1e-4,1e-3"]
+    answer = run(capsys, "tune", "cora", "--data-dir", SHARED, *grid)
+    assert answer["scores"]["test"] >= 0.81
+    assert answer["certificate"]["value"] <= 1e-6
+    valid = [c["valid"] for c in answer["candidates"]]
+    assert valid == sorted(valid, reverse=True)
+    assert answer["scores"]["valid"] == pytest.approx(valid[0], abs=0.0021)
+
+
+# ---- plan, info, compare, profile -----------------------------------------------------------
+def test_plan_needs_no_data(capsys):
+    answer = run(capsys, "plan", "synthetic:papers100M", "--memory-budget", "8GB")
+    assert answer["n"] == 111_059_956
+    assert answer["fits"] is False
+    assert answer["memory_bytes"]["graph"] > 4 * 2 * 1_615_685_872
+    assert sizes("synthetic:papers100M").m == answer["m"]
+
+
+def test_plan_is_what_train_does(capsys):
+    answer = run(capsys, "plan", "digits", "--lam", "20", "--memory-budget", "1GB")
+    data = load("digits")
+    model = HERTA(lam=20.0, memory_budget="1GB")
+    model.fit(data.graph, data.X, data.y, data.split["train"])
+    assert answer["strategy"] == model.plan_.strategy
+    del answer["memory_bytes"]["X itself (can stay on disk when dense)"]
+    assert answer["memory_bytes"] == model.plan_.memory
+
+
+def test_info_names_what_is_missing(capsys):
+    answer = run(capsys, "info")
+    assert answer["versions"]["numpy"] == np.__version__
+    assert "digits" in answer["datasets"]
+    assert set(answer["devices"]) == {"cpu", "cuda"}
+
+
+def test_compare_says_when_there_is_no_gpu(capsys, tmp_path):
+    from herta_gpu.backends import get_backend
+
+    try:
+        get_backend("cuda")
+        pytest.skip("there is a GPU here")
+    except RuntimeError:
+        pass
+    answer = run(capsys, "compare", "digits", "--ridge", "0.1")
+    assert "There is no cuda here" in answer["note"]
+    assert set(answer["runs"]) == {"cpu float32", "cpu float64"}
+    assert answer["agreement"]["W_relative_difference"] < 1e-3
+    assert answer["agreement"]["same_predictions"] > 0.999
+    pytest.importorskip("matplotlib")
+    assert main(["compare", "digits", "--quiet", "--out", str(tmp_path / "c.png")]) == 0
+    assert (tmp_path / "c.png").read_bytes()[:4] == b"\x89PNG"
+    assert "####" in capsys.readouterr().out
+
+
+def test_profile_writes_a_trace_that_adds_up(capsys, tmp_path, monkeypatch):
+    calls = []
+    profiler = types.SimpleNamespace(
+        start=lambda: calls.append("start"), stop=lambda: calls.append("stop")
+    )
+    fake = types.SimpleNamespace(cuda=types.SimpleNamespace(profiler=profiler))
+    monkeypatch.setitem(sys.modules, "cupy", fake)
+    monkeypatch.setenv("NSYS_PROFILING_SESSION_ID", "1")
+    path = tmp_path / "t.json"
+    answer = run(capsys, "profile", "digits", "--ridge", "0.1", "--out", str(path))
+    assert calls == ["start", "stop"]
+    events = json.loads(path.read_text())["traceEvents"]
+    stages = [e for e in events if e["ph"] == "X" and e["tid"] == 1]
+    assert [e["name"] for e in stages] == list(answer["seconds"])
+    total = sum(answer["seconds"].values())
+    assert stages[-1]["ts"] + stages[-1]["dur"] == pytest.approx(1e6 * total, abs=5)
+    assert "--capture-range=cudaProfilerApi" in answer["nsys"]
+
+
+# ---- mistakes -------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("argv", "code", "words"),
+    [
+        (["train", "digitz"], 2, "did you mean digits?"),
+        (["train", "digits", "--lam", "-1"], 2, "lam must be a positive number"),
+        (["train", "digits", "--alpha", "2"], 2, "alpha must lie between 0 and 1"),
+        (["train", "digits", "--split", "half"], 2, "random:0.8"),
+        (["train", "digits", "--sparsify", "maybe"], 2, "sparsify must be"),
+        (["train", "digits", "--memory-budget", "lots"], 2, "memory_budget must be"),
+        (["train", "digits", "--memory-budget", "1KB"], 1, "raise memory_budget"),
+        (["train", "digits", "--data-dir", "no-such"], 0, ""),
+        (["train", "cora", "--data-dir", "no-such"], 1, "no-such does not exist"),
+        (["train", "./none.npz"], 1, "There is no file none.npz"),
+        (["train", "digits", "--device", "cuda"], 1, "cuda"),
+        (["tune", "digits", "--ridge", "-1"], 2, "ridge must not be negative"),
+        (["predict", "no-run", "digits"], 1, "no-run is no run"),
+        (["plan", "synthetic:n=10,m=999"], 2, "at most"),
+    ],
+)
+def test_mistakes_are_one_sentence(argv, code, words, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main([*argv, "--quiet"]) == code
+    shown = capsys.readouterr()
+    assert words in shown.err
+    assert "Traceback" not in shown.err
+    assert len(shown.err.strip().splitlines()) <= 1
+
+
+@pytest.mark.parametrize(
+    "argv", [[], ["trian"], ["train"], ["train", "digits", "--loss", "x"],
+             ["tune", "digits", "--lam", "a,b"], ["compare", "digits", "--devices", "tpu"],
+             ["train", "digits", "--lam", "1", "--alpha", "0.5"]],
+)  # fmt: skip
+def test_usage_errors_exit_with_2(argv, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(argv)
+    assert stopped.value.code == 2
+    assert "usage: herta" in capsys.readouterr().err
+
+
+def test_debug_shows_the_traceback_and_json_the_error(capsys):
+    with pytest.raises(ValueError, match="did you mean"):
+        main(["train", "digitz", "--debug"])
+    assert main(["train", "digitz", "--json"]) == 2
+    assert "did you mean" in json.loads(capsys.readouterr().out)["error"]
+
+
+def test_a_damaged_file_is_a_failure_not_a_usage_error(capsys, tmp_path):
+    (tmp_path / "bad.npz").write_bytes(b"PK\x03\x04 nothing")
+    assert main(["train", "bad", "--data-dir", str(tmp_path), "--quiet"]) == 1
+    assert "bad.npz" in capsys.readouterr().err
+
+
+def test_python_m_herta_gpu():
+    command = [sys.executable, "-m", "herta_gpu"]
+    shown = subprocess.run([*command, "--help"], capture_output=True, text=True, timeout=60)
+    assert shown.returncode == 0
+    assert all(word in shown.stdout for word in ("train", "tune", "predict", "compare", "plan"))
+    wrong = subprocess.run(
+        [*command, "train", "digitz"], capture_output=True, text=True, timeout=60
+    )
+    assert wrong.returncode == 2
+    last = wrong.stderr.splitlines()[-1]
+    assert last == "herta: There is no dataset 'digitz': did you mean digits?"
+
+
+# ---- metrics --------------------------------------------------------------------------------
+def test_metrics_are_those_of_scikit_learn():
+    score = pytest.importorskip("sklearn.metrics").roc_auc_score
+    rng = np.random.default_rng(0)
+    y = rng.integers(0, 2, (200, 6))
+    y[:, 4] = 1  # a task with one class only does not count
+    scores = np.round(rng.random((200, 6)), 1)  # with ties
+    truth = np.mean([score(y[:, j], scores[:, j]) for j in (0, 1, 2, 3, 5)])
+    assert rocauc(y, scores) == pytest.approx(truth, abs=1e-12)
+    assert accuracy(np.array([0, 1, -1]), np.array([0, 0, 2])) == 0.5
+
+
+def test_metrics_are_those_of_ogb():
+    evaluator = pytest.importorskip("ogb.nodeproppred", reason="ogb is not installed").Evaluator
+    rng = np.random.default_rng(1)
+    y, scores = rng.integers(0, 2, (150, 112)), rng.standard_normal((150, 112))
+    theirs = evaluator("ogbn-proteins").eval({"y_true": y, "y_pred": scores})["rocauc"]
+    assert evaluate("rocauc", y, scores, None) == pytest.approx(theirs, abs=1e-12)
+    labels, Z = rng.integers(0, 40, 150), rng.standard_normal((150, 40))
+    both = {"y_true": labels[:, None], "y_pred": Z.argmax(axis=1)[:, None]}
+    theirs = evaluator("ogbn-arxiv").eval(both)["acc"]
+    assert evaluate("accuracy", labels, Z, np.arange(40)) == pytest.approx(theirs, abs=1e-12)
+
+
+def test_several_tasks_train_with_mse_and_rocauc():
+    from dataclasses import replace
+
+    from herta_gpu.commands import fit
+    from herta_gpu.profiling import Stages
+
+    data = load("digits")
+    tasks = np.eye(10, dtype=np.float32)[data.y]
+    several = replace(data, y=tasks, metadata={"metric": "rocauc"})
+    answer = fit(HERTA(lam=20.0, ridge=0.1), several, Stages())
+    assert answer["metric"] == "rocauc"
+    assert answer["scores"]["test"] > 0.97
+    assert answer["status"] == "certified"

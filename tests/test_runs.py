@@ -1,0 +1,171 @@
+"""Run folders: what is in them, that nobody else writes into them, that they look right."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from herta_gpu import HERTA
+from herta_gpu.cli import main
+from herta_gpu.datasets import DataError, load
+from herta_gpu.runs import Run, jsonable, load_model, save_model
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs") / "digits"
+    code = main(["train", "digits", "--lam", "20", "--ridge", "0.01", "--loss", "ce",
+                 "--optimizer", "lbfgs", "--quiet", "--out", str(folder)])  # fmt: skip
+    assert code == 0
+    return folder
+
+
+def lines(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_run_repeats_from_its_config(run):
+    config = json.loads((run / "config.json").read_text())
+    data = load(config["dataset"]).with_split(config["split"]).normalized(config["normalize"])
+    again = HERTA(**config["params"]).fit(data.graph, data.X, data.y, data.split["train"])
+    stored = load_model(run / "model.npz")
+    assert (again.W_ == stored.W_).all()
+    assert len(again.history_) == len(lines(run))
+    for ours, theirs in zip(again.history_, lines(run), strict=True):
+        assert ours["loss"] == theirs["loss"]
+        assert jsonable(ours["certificate"]) == theirs["certificate"]
+
+
+def test_a_stored_model_predicts_the_same(run, tmp_path):
+    data = load("digits")
+    model = load_model(run / "model.npz")
+    Z = model.transform(data.graph, data.X)
+    target = tmp_path / "p.csv"
+    assert main(["predict", str(run), "digits", "--to", str(target), "--quiet"]) == 0
+    table = np.loadtxt(target, delimiter=",", comments="#")
+    assert (table[:, 1] == model.classes_[Z.argmax(axis=1)]).all()
+    result = json.loads((run / "result.json").read_text())
+    assert result["scores"]["test"] == model.score(data.graph, data.X, data.y, data.split["test"])
+    assert result["certificate"]["value"] == model.certificate_.value
+
+
+def test_a_damaged_model_is_named(run, tmp_path):
+    whole = (run / "model.npz").read_bytes()
+    (tmp_path / "model.npz").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(DataError, match=r"model\.npz is not a whole model file"):
+        load_model(tmp_path / "model.npz")
+    with pytest.raises(FileNotFoundError, match="no trained model"):
+        load_model(tmp_path / "nothing.npz")
+
+
+def test_regression_models_are_stored_too(tmp_path):
+    data = load("digits")
+    y = data.X @ np.arange(65.0)
+    model = HERTA(lam=0.5, ridge=0.1, random_state=3).fit(data.graph, data.X, y)
+    save_model(model, tmp_path / "m.npz")
+    again = load_model(tmp_path / "m.npz")
+    assert again.get_params() == model.get_params()
+    assert (again.predict(data.graph, data.X) == model.predict(data.graph, data.X)).all()
+    assert again.certificate_ == model.certificate_
+
+
+def test_a_second_run_into_the_folder_is_refused(run, capsys):
+    before = {p.name: p.read_bytes() for p in run.iterdir() if p.is_file()}
+    assert main(["train", "digits", "--quiet", "--out", str(run)]) == 2
+    assert "already holds a run" in capsys.readouterr().err
+    assert {p.name: p.read_bytes() for p in run.iterdir() if p.is_file()} == before
+
+
+def hold(folder: str, ready, done) -> None:
+    with Run.create(folder):
+        ready.set()
+        done.wait(30)
+
+
+def test_two_processes_cannot_share_a_folder(tmp_path):
+    spawn = multiprocessing.get_context("spawn")
+    ready, done = spawn.Event(), spawn.Event()
+    other = spawn.Process(target=hold, args=(str(tmp_path / "r"), ready, done))
+    other.start()
+    assert ready.wait(30)
+    with (
+        pytest.raises(RuntimeError, match="Another process is writing a run into"),
+        Run.create(tmp_path / "r", overwrite=True),
+    ):
+        pass
+    os.kill(other.pid, signal.SIGKILL)  # no chance to clean up: the lock must go all the same
+    other.join(30)
+    with Run.create(tmp_path / "r") as mine:
+        mine.record({"step": 0, "loss": float("inf")})
+    assert lines(tmp_path / "r") == [{"step": 0, "loss": None}]
+
+
+def test_steps_are_on_disk_while_training_runs(tmp_path):
+    data = load("digits")
+    seen = []
+    with Run.create(tmp_path / "r") as mine:
+
+        def watch(step: dict) -> None:
+            mine.record(step)
+            seen.append(len(lines(tmp_path / "r")))
+
+        HERTA(lam=5.0).fit(data.graph, data.X, data.y, data.split["train"], callback=watch)
+    assert seen == list(range(1, len(seen) + 1))
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path):
+    with Run.create(tmp_path / "r") as mine:
+        mine.write_text("a.txt", "old")
+        with pytest.raises(UnicodeEncodeError):
+            mine.write_text("a.txt", "new \ud800")
+        assert sorted(p.name for p in mine.folder.iterdir()) == [".lock", "a.txt"]
+        assert (mine.folder / "a.txt").read_text() == "old"
+
+
+def test_the_picture_and_the_page(run):
+    pytest.importorskip("matplotlib")
+    image = pytest.importorskip("matplotlib.image").imread(run / "convergence.png")
+    assert image.shape[0] > 300
+    assert image[..., :3].std() > 0.02  # not blank
+    page = (run / "report.html").read_text()
+    assert 'src="data:image/png;base64,' in page
+    assert "http://" not in page
+    assert "https://" not in page  # nothing to load
+
+
+def test_the_page_opens_in_a_real_browser(run, tmp_path):
+    browser = next((b for b in ("chromium", "chromium-browser", "google-chrome")
+                    if shutil.which(b)), None)  # fmt: skip
+    if browser is None:
+        pytest.skip("no chromium to open the page with")
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}"]
+    page = (run / "report.html").as_uri()
+    seen = subprocess.run(
+        [browser, *flags, "--virtual-time-budget=2000", "--dump-dom", page],
+        capture_output=True, text=True, timeout=90,
+    ).stdout  # fmt: skip
+    assert "<h2>Plan</h2>" in seen
+    assert seen.count("<tr>") > 30
+    result = json.loads((run / "result.json").read_text())
+    assert f"{result['scores']['test']:.4f}" in seen
+
+
+def test_a_run_without_matplotlib_still_has_its_page(tmp_path):
+    code = (
+        "import sys; sys.modules['matplotlib'] = None; from herta_gpu.cli import main;"
+        f"sys.exit(main(['train', 'digits', '--quiet', '--out', {str(tmp_path / 'r')!r}]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=90)
+    assert done.returncode == 0
+    assert 'pip install "herta_gpu[plot]"' in done.stderr
+    assert (tmp_path / "r" / "report.html").is_file()
+    assert not (tmp_path / "r" / "convergence.png").exists()
