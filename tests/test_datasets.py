@@ -30,7 +30,8 @@ from herta_gpu.datasets import (
     sizes,
 )
 from herta_gpu.datasets.edges import simple_graph
-from herta_gpu.datasets.storage import new_file, read_dataset, write_dataset
+from herta_gpu.datasets.storage import read_dataset, write_dataset
+from herta_gpu.files import new_file
 
 SHARED = os.environ.get("HERTA_DATA", "")
 needs_shared = pytest.mark.skipif(

@@ -25,7 +25,8 @@ from herta_gpu.datasets.embedded import digits
 from herta_gpu.datasets.npz import load_npz, npz_shapes
 from herta_gpu.datasets.ogbn import load_ogb
 from herta_gpu.datasets.planetoid import load_planetoid
-from herta_gpu.datasets.storage import DataError, cached_sizes, data_dirs, is_cached
+from herta_gpu.datasets.storage import cached_sizes, data_dirs, is_cached
+from herta_gpu.files import DataError
 
 __all__ = [
     "DataError",

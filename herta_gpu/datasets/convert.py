@@ -15,7 +15,7 @@ import scipy.sparse as sp
 
 from herta_gpu.datasets.dataset import Dataset
 from herta_gpu.datasets.edges import simple_graph
-from herta_gpu.datasets.storage import DataError
+from herta_gpu.files import DataError
 from herta_gpu.graph import Graph
 
 _MASKS = {"train": "train_mask", "valid": "val_mask", "test": "test_mask"}

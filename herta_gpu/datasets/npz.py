@@ -16,7 +16,7 @@ import numpy as np
 import scipy.sparse as sp
 
 from herta_gpu.datasets.dataset import PARTS, Dataset
-from herta_gpu.datasets.storage import DataError
+from herta_gpu.files import DataError
 from herta_gpu.graph import Graph
 
 _SPARSE = ("feature_data", "feature_indices", "feature_indptr", "feature_shape")

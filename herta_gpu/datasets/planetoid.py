@@ -18,7 +18,8 @@ import numpy as np
 import scipy.sparse as sp
 
 from herta_gpu.datasets.dataset import Dataset
-from herta_gpu.datasets.storage import DataError, cache_dir, new_file
+from herta_gpu.datasets.storage import cache_dir
+from herta_gpu.files import DataError, new_file
 from herta_gpu.graph import Graph
 
 NAMES = ("cora", "citeseer", "pubmed")
