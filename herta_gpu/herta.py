@@ -15,13 +15,20 @@ import scipy.sparse as sp
 from herta_gpu.backends import get_backend
 from herta_gpu.backends.base import Array, Backend
 from herta_gpu.certificate import Spectrum, choose_spectrum
+from herta_gpu.checkpoint import Checkpoint
 from herta_gpu.estimator import Estimator, Targets, accuracy_or_r2, make_targets
 from herta_gpu.features import Features, has_hidden_columns
 from herta_gpu.graph import Graph
 from herta_gpu.losses import LOSSES
 from herta_gpu.optimizers import OPTIMIZERS
 from herta_gpu.planner import EXACT_TOL, Options, Outline, Plan, Sizes, make_plan
-from herta_gpu.preconditioner import Preconditioner, build, no_preconditioner
+from herta_gpu.preconditioner import (
+    Once,
+    Preconditioner,
+    always,
+    build,
+    no_preconditioner,
+)
 from herta_gpu.profiling import Stages
 from herta_gpu.solver import RegularizedLaplacian, block_width, chebyshev_degree
 from herta_gpu.sparsifier import Sparsifier
@@ -144,6 +151,7 @@ class HERTA(Estimator):
         y: Any,
         train: Any = None,
         callback: Callable[[dict[str, Any]], None] | None = None,
+        checkpoint: Checkpoint | None = None,
     ) -> HERTA:
         """Train on the nodes `train` (ids, a mask, or None: all labelled ones).
 
@@ -155,6 +163,8 @@ class HERTA(Estimator):
         train : optional
         callback : function of one dict, optional
             Called with each entry of `history_` as soon as it exists.
+        checkpoint : Checkpoint, optional
+            A folder to go on from after a crash, to the same bits.
         """
         backend, lam = self._checked(), self._lam()
         check_graph(graph)
@@ -179,9 +189,10 @@ class HERTA(Estimator):
         # P <- Q_tilde^T Q_tilde; P' <- P^-1/2.  Q is cut to the training rows: with a mask, a P
         # from all rows would miss the Hessian.
         A = UnfoldedMap(H, features, rows, plan.solve_width)
-        P, spectrum = self._preconditioned(H_tilde, A, Y, stages)
+        once = always if checkpoint is None else checkpoint.on(backend)
+        P, spectrum = self._preconditioned(H_tilde, A, Y, stages, once)
         # for t = 1..T: u <- X P' w - y_hat, two solves, g <- P' X^T u'', w <- w - eta g
-        run = Training(self, backend, Y, P, spectrum, features, stages, callback)
+        run = Training(self, backend, Y, P, spectrum, features, stages, callback, checkpoint)
         with stages("train"):
             w = P.w_start if self.loss == "mse" else backend.xp.zeros_like(P.w_start)
             if plan.recipe.keep_rows and P.rows is not None:
@@ -305,7 +316,12 @@ class HERTA(Estimator):
         return RegularizedLaplacian(sampled.graph_, H.lam, H.backend, H.dtype)
 
     def _preconditioned(
-        self, H_tilde: RegularizedLaplacian, A: UnfoldedMap, Y: Array, stages: Stages
+        self,
+        H_tilde: RegularizedLaplacian,
+        A: UnfoldedMap,
+        Y: Array,
+        stages: Stages,
+        once: Once,
     ) -> tuple[Preconditioner, Spectrum | None]:
         """P^-1/2 and bounds of the Hessian it leaves; without any, Q is solved tighter once."""
         plan, recipe = self.plan_, self.plan_.recipe
@@ -314,7 +330,7 @@ class HERTA(Estimator):
         sampled = H_tilde is not A.H
         while True:
             with stages("preconditioner"):
-                P = build(recipe, H_tilde, A.H, A.X, Y, A.train, self.ridge, sampled)
+                P = build(recipe, H_tilde, A.H, A.X, Y, A.train, self.ridge, sampled, once)
             with stages("spectrum"):
                 spectrum = choose_spectrum(plan.certificate, P, A, self.ridge, self.random_state)
             missed = spectrum is not None and spectrum.kind == "estimate"

@@ -7,8 +7,9 @@ P.  Gram matrices and factors are float64 whatever the working precision.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 from herta_gpu.backends.base import Array, Backend
 from herta_gpu.factors import DenseGram, Factor, Gram, Identity, LowRankGram
@@ -16,6 +17,15 @@ from herta_gpu.features import Features
 from herta_gpu.solver import RegularizedLaplacian, block_cg, chebyshev, chebyshev_error
 
 _GRAM_BYTES = 64 << 20  # of float64 copies of rows of Q
+
+
+Arrays = dict[str, Array]
+Once = Callable[[str, Callable[[], Arrays]], Arrays]  # of a checkpoint: make it, or read it again
+
+
+def always(name: str, make: Callable[[], Arrays]) -> Arrays:
+    """No checkpoint: everything is made anew."""
+    return make()
 
 
 @dataclass
@@ -59,6 +69,11 @@ class Recipe:
     symmetric: bool  # the optimizer depends on the coordinates: P^-1/2 itself
     seed: int
 
+    @property
+    def name(self) -> str:
+        """Of Q in a checkpoint."""
+        return f"{'Q64' if self.exact else 'Q'}-{self.degree}"
+
     def dtype(self, H: RegularizedLaplacian) -> str:
         return "float64" if self.exact else H.dtype
 
@@ -72,21 +87,16 @@ def build(
     rows: Array,
     ridge: float,
     sampled: bool,
+    once: Once = always,
 ) -> Preconditioner:
     """Lines 3 to 8 of Algorithm 1 on the training rows."""
     backend, d = H.backend, X.shape[1]
-    gram_Q = gram_R = None
+    made = once(recipe.name, lambda: _solved(recipe, H_tilde, H, X, Y, rows, once))
+    Q, gram_Q, gram_R = made["Q"], made.get("gram_Q"), made.get("gram_R")
+    QtY = made["QtY"] if "QtY" in made else gram_product(backend, Q, Y)
     error = float("inf")
-    if recipe.by_rows:
-        Q = _adjoint_rows(recipe, H, X, rows)
-        QtY = gram_product(backend, Q, Y)
-    elif recipe.sketch_rows is not None:
-        Q, QtY = _sketched_rows(recipe, H_tilde, X, Y, rows)
-    else:
-        Q, gram_Q, gram_R = _chebyshev_rows(recipe, H_tilde, H, X, rows)
-        QtY = gram_product(backend, Q, Y)
-        if not sampled:
-            error = chebyshev_error(H_tilde, recipe.degree)
+    if not (sampled or recipe.by_rows or recipe.sketch_rows is not None):
+        error = chebyshev_error(H_tilde, recipe.degree)
     damped = ridge == 0 and rows.shape[0] < d
     if (damped or ridge > 0) and 2 * Q.shape[0] < d:
         QtQ: Gram = LowRankGram.of_rows(backend, Q, damped)
@@ -97,14 +107,38 @@ def build(
     return Preconditioner(factor, QtQ, factor.half_T(QtY), error, damped, kept, gram_Q, gram_R)
 
 
+def _solved(
+    recipe: Recipe,
+    H_tilde: RegularizedLaplacian,
+    H: RegularizedLaplacian,
+    X: Features,
+    Y: Array,
+    rows: Array,
+    once: Once,
+) -> Arrays:
+    """Q on the training rows, or its sketch, with what was measured on the way."""
+    if recipe.by_rows:
+        return {"Q": _adjoint_rows(recipe, H, X, rows, once)}
+    if recipe.sketch_rows is not None:
+        Q_tilde, QtY = _sketched_rows(recipe, H_tilde, X, Y, rows, once)
+        return {"Q": Q_tilde, "QtY": QtY}
+    Q, gram_Q, gram_R = _chebyshev_rows(recipe, H_tilde, H, X, rows, once)
+    found = {"Q": Q, "gram_Q": gram_Q, "gram_R": gram_R}
+    return {name: array for name, array in found.items() if array is not None}
+
+
 def _solved_columns(
-    recipe: Recipe, H_tilde: RegularizedLaplacian, X: Features
+    recipe: Recipe, H_tilde: RegularizedLaplacian, X: Features, once: Once
 ) -> Iterator[tuple[slice, Array]]:
     """Q <- SDDSolver(I + lam L_tilde; X), a block of columns J at a time."""
     for j in range(0, X.shape[1], recipe.width):
         J = slice(j, min(j + recipe.width, X.shape[1]))
-        X_J = X.column_block(J.start, J.stop, recipe.dtype(H_tilde))
-        yield J, chebyshev(H_tilde, X_J, recipe.degree)
+
+        def solved(J: slice = J) -> Arrays:
+            X_J = X.column_block(J.start, J.stop, recipe.dtype(H_tilde))
+            return {"Q": chebyshev(H_tilde, X_J, recipe.degree)}
+
+        yield J, once(f"{recipe.name}-columns-{j}", solved)["Q"]
 
 
 def _chebyshev_rows(
@@ -113,16 +147,17 @@ def _chebyshev_rows(
     H: RegularizedLaplacian,
     X: Features,
     rows: Array,
+    once: Once,
 ) -> tuple[Array, Array | None, Array | None]:
     """The training rows of Q; with `measure`, also the Gram matrices of Q and R over all rows."""
     xp, (n, d) = H.backend.xp, X.shape
     if not recipe.measure:
         Q = xp.empty((rows.shape[0], d), dtype=recipe.dtype(H))
-        for J, Q_J in _solved_columns(recipe, H_tilde, X):
+        for J, Q_J in _solved_columns(recipe, H_tilde, X, once):
             Q[:, J] = Q_J[rows]
         return Q, None, None
     Q_all, R = (xp.empty((n, d), dtype=recipe.dtype(H)) for _ in range(2))
-    for J, Q_J in _solved_columns(recipe, H_tilde, X):
+    for J, Q_J in _solved_columns(recipe, H_tilde, X, once):
         Q_all[:, J] = Q_J
         # Against X itself, not against X rounded to the working precision.
         R[:, J] = H.residual(X.column_block(J.start, J.stop, "float64"), Q_J)
@@ -133,28 +168,35 @@ def _chebyshev_rows(
     return Q_all[rows], gram(H.backend, Q_all), gram_R
 
 
-def _adjoint_rows(recipe: Recipe, H: RegularizedLaplacian, X: Features, rows: Array) -> Array:
+def _adjoint_rows(
+    recipe: Recipe, H: RegularizedLaplacian, X: Features, rows: Array, once: Once
+) -> Array:
     """A = (H^-1 M^T)^T X row by row: fewer solves than H^-1 X when n_train < d."""
     xp = H.backend.xp
     A = xp.empty((rows.shape[0], X.shape[1]), dtype="float64")
-    for i in range(0, rows.shape[0], recipe.width):
-        at = rows[i : i + recipe.width]
+
+    def solved(at: Array) -> Arrays:
         unit = xp.zeros((H.n, at.shape[0]), dtype=H.dtype)
         unit[at, xp.arange(at.shape[0])] = 1
         columns, _ = block_cg(H, unit, recipe.row_tol)
-        A[i : i + at.shape[0]] = X.transpose_times(columns).T
+        return {"A": X.transpose_times(columns).T}
+
+    for i in range(0, rows.shape[0], recipe.width):
+        at = rows[i : i + recipe.width]
+        block = once(f"{recipe.name}-rows-{i}", partial(solved, at))
+        A[i : i + at.shape[0]] = block["A"]
     return A
 
 
 def _sketched_rows(
-    recipe: Recipe, H_tilde: RegularizedLaplacian, X: Features, Y: Array, rows: Array
+    recipe: Recipe, H_tilde: RegularizedLaplacian, X: Features, Y: Array, rows: Array, once: Once
 ) -> tuple[Array, Array]:
     """Q_tilde, s uniform rows of Hadamard(R Q), and Q^T Y; Q itself never exists whole."""
     backend, s = H_tilde.backend, recipe.sketch_rows
     assert s is not None
     Q_tilde = backend.xp.empty((s, X.shape[1]), dtype=recipe.dtype(H_tilde))
     QtY = backend.xp.empty((X.shape[1], Y.shape[1]))
-    for J, Q_J in _solved_columns(recipe, H_tilde, X):
+    for J, Q_J in _solved_columns(recipe, H_tilde, X, once):
         Q_rows = backend.asarray(Q_J[rows])
         QtY[J] = gram_product(backend, Q_rows, Y)
         Q_tilde[:, J] = backend.srht(Q_rows, s, recipe.seed)

@@ -17,6 +17,7 @@ from herta_gpu.certificate import (
     gradient_error,
     ritz_interval,
 )
+from herta_gpu.checkpoint import Checkpoint
 from herta_gpu.features import Features
 from herta_gpu.losses import LOSSES
 from herta_gpu.optimizers import GradientDescent, Momentum, Optimizer, make_optimizer
@@ -45,6 +46,7 @@ class Training:
         X: Features,
         stages: Stages,
         callback: Callable[[dict[str, Any]], None] | None = None,
+        checkpoint: Checkpoint | None = None,
     ) -> None:
         self.model, self.xp, self.Y, self.P = model, backend.xp, Y, P
         self.spectrum, self.stages, self.callback = spectrum, stages, callback
@@ -57,6 +59,8 @@ class Training:
         self.started = time.perf_counter()
         self.loss_at_zero = self.loss.value(self.xp, self.xp.zeros_like(Y), Y)
         self.first_gradient = math.inf
+        self.checkpoint, self.phase = checkpoint, -1  # phase: which call of `loop`
+        self.saved = None if checkpoint is None else checkpoint.last_step(backend)
 
     def loop(self, A: LinearMap, w: Array, certified: bool) -> Point:
         """From w to the optimum of the model A; `certified`: A is the true one."""
@@ -66,9 +70,12 @@ class Training:
         inner = min(1e-4, math.sqrt(tol) / 10) * (0.1 if blind else 1.0)
         problem = Problem(A, self.loss, self.Y, self.model.ridge, self.P.factor, self.xp, inner)
         optimizer = self._optimizer(A)
-        point = problem.start(w)
         self.status = "max_iter"
-        for step in range(self.model.max_iter + 1):
+        self.phase += 1
+        if self.saved is not None and self.saved["phase"] > self.phase:
+            return Point(**self.saved["point"])  # a later loop starts from its own
+        first, point = self._resumed(problem, optimizer) or (0, problem.start(w))
+        for step in range(first, self.model.max_iter + 1):
             if certified:
                 point = self._sharpened(problem, point)
             self.certificate = self._certify(point, certified)
@@ -85,7 +92,33 @@ class Training:
                     self.status = "stagnated"
                     break
                 point = ahead
+                self._save(step + 1, problem, point, optimizer)
         return point
+
+    def _save(self, step: int, problem: Problem, point: Point, optimizer: Optimizer) -> None:
+        """Everything that the loop needs to begin with `step`."""
+        if self.checkpoint is None:
+            return
+        own = ("history", "curvature", "first_gradient", "phase")
+        state = {name: getattr(self, name) for name in own}
+        state |= {"step": step, "tol": problem.tol, "point": vars(point)}
+        state["optimizer"] = {k: v for k, v in vars(optimizer).items() if k != "xp"}
+        self.checkpoint.save_step(state)
+
+    def _resumed(self, problem: Problem, optimizer: Optimizer) -> tuple[int, Point] | None:
+        """The step to go on with, and the point, of a checkpoint within this loop."""
+        saved, self.saved = self.saved, None
+        if saved is None:
+            return None
+        self.history, self.first_gradient = saved["history"], saved["first_gradient"]
+        self.started -= self.history[-1]["seconds"]
+        if saved["curvature"] != self.curvature:
+            self.curvature = saved["curvature"]
+            symmetric = self.model.optimizer == "adam"
+            self.P = self.P.rescaled(self.curvature, self.model.ridge, symmetric)
+        problem.factor, problem.tol = self.P.factor, saved["tol"]
+        vars(optimizer).update(saved["optimizer"])
+        return saved["step"], Point(**saved["point"])
 
     def _flatter(self, problem: Problem, point: Point) -> bool:
         """Cross entropy loses curvature as it learns, the ridge does not: P must follow."""
