@@ -14,7 +14,7 @@ from typing import Any
 
 from herta_gpu import __version__
 from herta_gpu.datasets.dataset import NORMALIZATIONS
-from herta_gpu.datasets.storage import DataError
+from herta_gpu.files import DataError
 from herta_gpu.herta import HERTA
 from herta_gpu.losses import LOSSES
 from herta_gpu.optimizers import OPTIMIZERS
@@ -26,6 +26,8 @@ _DEFAULTS = HERTA._defaults()
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code."""
     args = _parser().parse_args(argv)
+    if hasattr(args, "check"):
+        args.check(args)
     args.verbose = not (getattr(args, "json", False) or getattr(args, "quiet", False))
     try:
         result, text = _command(args.command)(args)
@@ -50,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _command(name: str) -> Callable[[argparse.Namespace], tuple[dict[str, Any], str]]:
     from herta_gpu import commands, measure
 
-    module = measure if name in ("compare", "profile") else commands
+    module = commands if name in ("train", "tune", "predict") else measure
     command: Callable[[argparse.Namespace], tuple[dict[str, Any], str]] = getattr(module, name)
     return command
 
@@ -87,9 +89,11 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_train(commands: Any) -> None:
     train = commands.add_parser("train", help="train, certify and evaluate a model")
-    _add_data(train)
+    _add_data(train, optional=True)
     _add_model(train)
     _add_run(train)
+    train.add_argument("--resume", metavar="RUN", help="go on with a run that was killed")
+    train.set_defaults(check=lambda args: _check_resume(train, args))
     plan = commands.add_parser("plan", help="memory, cost and strategy, before anything is loaded")
     plan.add_argument("dataset")
     plan.add_argument("--data-dir")
@@ -142,9 +146,25 @@ def _add_measuring(commands: Any) -> None:
     profile.add_argument("--out", metavar="FILE.json", help="default herta-trace.json")
 
 
-def _add_data(command: argparse.ArgumentParser) -> None:
+def _check_resume(train: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """--resume takes everything from the run; without it there must be a dataset."""
+    if args.resume is None:
+        if args.dataset is None:
+            train.error("a DATASET is needed, or --resume RUN")
+        return
+    free = ("command", "resume", "json", "quiet", "debug", "check")
+    for name, value in vars(args).items():
+        if name not in free and value != train.get_default(name):
+            train.error(f"--resume takes everything from the run: leave out {name}")
+
+
+def _add_data(command: argparse.ArgumentParser, optional: bool = False) -> None:
     group = command.add_argument_group("data")
-    group.add_argument("dataset", help="a name or the path of a .npz file; see herta --help")
+    group.add_argument(
+        "dataset",
+        nargs="?" if optional else None,
+        help="a name or the path of a .npz file; see herta --help",
+    )
     group.add_argument("--data-dir", help="where to look; default $HERTA_DATA")
     group.add_argument("--split", metavar="public|random:0.8", help="default public if there is")
     group.add_argument(

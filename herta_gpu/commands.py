@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import math
-import os
-import platform
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -16,17 +13,17 @@ import numpy as np
 
 from herta_gpu import datasets
 from herta_gpu.backends import get_backend
+from herta_gpu.checkpoint import Checkpoint
 from herta_gpu.datasets import Dataset
-from herta_gpu.datasets.storage import cache_dir, new_file
+from herta_gpu.files import new_file
 from herta_gpu.herta import HERTA
 from herta_gpu.metrics import evaluate
-from herta_gpu.planner import Plan
 from herta_gpu.profiling import Stages
 from herta_gpu.report import bytes_text, draw_convergence, page, table
 from herta_gpu.runs import Run, environment, load_model, read_config
 from herta_gpu.tune import Candidate
 from herta_gpu.tune import tune as search
-from herta_gpu.validation import check_not_negative, parse_bytes
+from herta_gpu.validation import check_not_negative
 
 Answer = tuple[dict[str, Any], str]
 
@@ -34,16 +31,13 @@ PARAMETERS = (
     "lam", "alpha", "loss", "optimizer", "ridge", "tol", "max_iter", "strategy", "sparsify",
     "sketch", "precondition", "device", "dtype", "memory_budget", "random_state", "learning_rate",
 )  # fmt: skip
-_EXTRAS = {
-    "ogb": ("ogb", "torch"),
-    "plot": ("matplotlib",),
-    "tables": ("pandas", "pyarrow"),
-}
 
 
 # ---- train and predict ----------------------------------------------------------------------
 def train(args: argparse.Namespace) -> Answer:
     """herta train DATASET"""
+    if args.resume is not None:
+        return _resume(args)
     model, stages = make_model(args), Stages(args.verbose)
     model._checked()  # a wrong parameter is told before a long load
     data = _load(args, stages)
@@ -51,8 +45,30 @@ def train(args: argparse.Namespace) -> Answer:
         result = fit(model, data, stages)
     else:
         with Run.create(args.out, args.overwrite) as run:
-            result = _train_into(run, args, model, data, stages)
+            _write_config(run, args, model, data)
+            result = _train_into(run, model, data, stages)
     return result, _train_text(result, model, args.out)
+
+
+def _resume(args: argparse.Namespace) -> Answer:
+    """herta train --resume RUN: everything else stands in its config.json."""
+    config, stages = read_config(args.resume), Stages(args.verbose)
+    with Run.reopen(args.resume) as run:
+        before = config["environment"]["threads"]
+        if str(before) != str(environment()["threads"]):
+            print(
+                f"The run began with {before} threads: the last bits may differ.", file=sys.stderr
+            )
+        options = (config[name] for name in ("data_dir", "split", "normalize", "log_degree"))
+        data_dir, split, normalize, log_degree = options
+        params = {**config["params"], "verbose": args.verbose}
+        with stages("load"):
+            data = prepared(
+                config["dataset"], data_dir, params["random_state"], split, normalize, log_degree
+            )
+        model = HERTA(**params)
+        result = _train_into(run, model, data, stages)
+    return result, _train_text(result, model, args.resume)
 
 
 def make_model(args: argparse.Namespace, **changes: Any) -> HERTA:
@@ -88,9 +104,15 @@ def prepared(
     return data.with_log_degree() if log_degree else data
 
 
-def fit(model: HERTA, data: Dataset, stages: Stages, callback: Any = None) -> dict[str, Any]:
+def fit(
+    model: HERTA,
+    data: Dataset,
+    stages: Stages,
+    callback: Any = None,
+    checkpoint: Checkpoint | None = None,
+) -> dict[str, Any]:
     """Train, evaluate on every part of the split, and gather what there is to say."""
-    model.fit(data.graph, data.X, data.y, data.split["train"], callback=callback)
+    model.fit(data.graph, data.X, data.y, data.split["train"], callback, checkpoint)
     with stages("evaluate"):
         Z = model.transform(data.graph, data.X)
         scores = {
@@ -124,25 +146,25 @@ def fit(model: HERTA, data: Dataset, stages: Stages, callback: Any = None) -> di
     }
 
 
-def _train_into(
-    run: Run, args: argparse.Namespace, model: HERTA, data: Dataset, stages: Stages
-) -> dict[str, Any]:
+def _write_config(run: Run, args: argparse.Namespace, model: HERTA, data: Dataset) -> None:
+    """Everything needed to repeat the run, and to resume it."""
+    if model.memory_budget is None:
+        # The budget decides how many columns are solved at once, and so the last bits: fix it.
+        free = get_backend(model.device).memory_available()
+        model.set_params(memory_budget=int(0.8 * free))
+    config = {"dataset": args.dataset, "split": args.split, "log_degree": args.log_degree}
+    config |= {"normalize": data.metadata.get("normalize"), "data_dir": args.data_dir}
+    config["params"] = {**model.get_params(), "verbose": False}
+    run.write_json("config.json", {**config, "environment": environment()})
+
+
+def _train_into(run: Run, model: HERTA, data: Dataset, stages: Stages) -> dict[str, Any]:
     """Train with a run folder that is complete up to the last step at any moment."""
-    options = {"split": args.split, "normalize": data.metadata.get("normalize")}
-    options |= {"log_degree": args.log_degree, "data_dir": args.data_dir}
-    run.write_json(
-        "config.json",
-        {
-            "dataset": args.dataset,
-            **options,
-            "params": {**model.get_params(), "verbose": False},
-            "environment": environment(),
-        },
-    )
-    result = fit(model, data, stages, callback=run.record)
+    result = fit(model, data, stages, callback=run.record, checkpoint=run.checkpoint)
     run.save_model(model)
-    run.write_json("result.json", result)
     write_report(run, model, result)
+    run.write_json("result.json", result)  # last: a run with a result is finished
+    run.checkpoint.delete()
     return result
 
 
@@ -285,7 +307,8 @@ def tune(args: argparse.Namespace) -> Answer:
         result = fit(model, data, stages)
     else:
         with Run.create(args.out, args.overwrite) as run:
-            result = _train_into(run, args, model, data, stages)
+            _write_config(run, args, model, data)
+            result = _train_into(run, model, data, stages)
             run.write_json("tune.json", {"candidates": [asdict(c) for c in found]})
     result["candidates"] = [asdict(c) for c in found]
     text = _tune_text(found, data.metric) + "\n\n" + _train_text(result, model, args.out)
@@ -300,89 +323,3 @@ def _tune_text(found: list[Candidate], metric: str, shown: int = 12) -> str:
     ]
     left = len(found) - shown
     return table(rows) + (f"\n... and {left} more, none better" if left > 0 else "")
-
-
-# ---- plan and info --------------------------------------------------------------------------
-def plan(args: argparse.Namespace) -> Answer:
-    """herta plan DATASET"""
-    model = make_model(args)
-    sizes = datasets.sizes(args.dataset, args.data_dir)
-    if sizes.d == 0:
-        raise ValueError(f"{args.dataset} has no features: HERTA needs some to train on.")
-    free = get_backend(args.device).memory_available()
-    budget = parse_bytes(args.memory_budget) if args.memory_budget else int(0.8 * free)
-    numbers = (sizes.n, sizes.m, sizes.d, max(sizes.c, 1), sizes.n_train, sizes.X_nonzeros)
-    made, fits = _cheapest(model, numbers, budget)
-    memory = dict(made.memory)
-    x_bytes = 12 * sizes.X_nonzeros if sizes.X_nonzeros else 4 * sizes.n * sizes.d
-    memory = {"X itself (can stay on disk when dense)": x_bytes, **memory}
-    total = sum(memory.values())
-    where = "fits" if fits else "does NOT fit"
-    verdict = (
-        f"{where} in memory: {bytes_text(total)} with X, the budget is {bytes_text(budget)} of "
-        f"{bytes_text(free)} free on {get_backend(args.device).name}"
-    )
-    result = {
-        "dataset": args.dataset, **asdict(sizes), "strategy": made.strategy, "fits": fits,
-        "budget_bytes": budget, "memory_bytes": memory, "total_bytes": total,
-        "predicted_seconds": made.cost, "decisions": made.decisions,
-    }  # fmt: skip
-    decisions = [d for d in made.decisions if d[0] != "memory"]
-    text = "\n\n".join(
-        [
-            f"{args.dataset}: {sizes.n:,} nodes, {sizes.m:,} edges, {sizes.d:,} features, "
-            f"{sizes.c:,} outputs, {sizes.n_train:,} training nodes",
-            table([("", "decision", "why"), *decisions]),
-            table([("memory", ""), *((k, bytes_text(v)) for k, v in memory.items())]),
-            table(
-                [("strategy", "predicted cost (seconds of a nominal 2-core machine)")]
-                + [(k, f"{v:,.3g}") for k, v in made.cost.items()]
-            ),
-            verdict,
-        ]
-    )
-    return result, text
-
-
-def _cheapest(model: HERTA, numbers: tuple[Any, ...], budget: int) -> tuple[Plan, bool]:
-    """The plan within the budget; if there is none, the one that needs least beyond it."""
-    allowed = budget
-    while True:
-        try:
-            return model.set_params(memory_budget=allowed).plan(*numbers), allowed == budget
-        except MemoryError:
-            allowed = int(1.1 * allowed) + 1
-
-
-def info(args: argparse.Namespace) -> Answer:
-    """herta info"""
-    devices = {"cpu": f"{os.cpu_count()} cores, {bytes_text(_free('cpu'))} free"}
-    try:
-        devices["cuda"] = f"{bytes_text(_free('cuda'))} free"
-    except RuntimeError as error:
-        devices["cuda"] = f"no ({error})"
-    extras = {}
-    for extra, packages in _EXTRAS.items():
-        missing = [p for p in packages if importlib.util.find_spec(p) is None]
-        extras[extra] = f'no: pip install "herta_gpu[{extra}]"' if missing else "yes"
-    about = environment()
-    versions = {k: about[k] for k in ("herta_gpu", "python", "numpy", "scipy")}
-    result = {
-        "versions": versions,
-        "platform": platform.platform(),
-        "devices": devices,
-        "extras": extras,
-        "data_folders": os.environ.get("HERTA_DATA", ""),
-        "cache": str(cache_dir()),
-        "datasets": datasets.names(args.data_dir),
-    }
-    rows = list(versions.items())
-    rows += [(f"device {k}", v) for k, v in devices.items()]
-    rows += [(f"extra {k}", v) for k, v in extras.items()]
-    rows.append(("data folders", os.environ.get("HERTA_DATA") or "none (HERTA_DATA is not set)"))
-    rows += [("cache", str(cache_dir())), ("datasets", ", ".join(datasets.names(args.data_dir)))]
-    return result, table(rows, header=False)
-
-
-def _free(device: str) -> int:
-    return get_backend(device).memory_available()

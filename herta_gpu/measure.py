@@ -1,25 +1,38 @@
-"""`herta compare` and `herta profile`: how two ways to compute agree, and where the time goes."""
+"""What can be known about a fit: plan before it, compare and profile after it, info on the side."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import json
 import os
+import platform
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from herta_gpu import datasets
 from herta_gpu.backends import get_backend
 from herta_gpu.commands import Answer, fit, make_model, prepared
 from herta_gpu.datasets import Dataset
-from herta_gpu.datasets.storage import new_file
+from herta_gpu.datasets.storage import cache_dir
+from herta_gpu.files import new_file
 from herta_gpu.herta import HERTA
+from herta_gpu.planner import Plan
 from herta_gpu.profiling import Stages
-from herta_gpu.report import bars, draw_bars, table
-from herta_gpu.runs import jsonable
+from herta_gpu.report import bars, bytes_text, draw_bars, table
+from herta_gpu.runs import environment, jsonable
+from herta_gpu.validation import parse_bytes
+
+_EXTRAS = {
+    "ogb": ("ogb", "torch"),
+    "plot": ("matplotlib",),
+    "tables": ("pandas", "pyarrow"),
+}
 
 
 def compare(args: argparse.Namespace) -> Answer:
@@ -185,3 +198,88 @@ def _data(args: argparse.Namespace) -> Dataset:
     return prepared(
         args.dataset, args.data_dir, args.random_state, args.split, args.normalize, args.log_degree
     )
+
+
+def plan(args: argparse.Namespace) -> Answer:
+    """herta plan DATASET"""
+    model = make_model(args)
+    sizes = datasets.sizes(args.dataset, args.data_dir)
+    if sizes.d == 0:
+        raise ValueError(f"{args.dataset} has no features: HERTA needs some to train on.")
+    free = get_backend(args.device).memory_available()
+    budget = parse_bytes(args.memory_budget) if args.memory_budget else int(0.8 * free)
+    numbers = (sizes.n, sizes.m, sizes.d, max(sizes.c, 1), sizes.n_train, sizes.X_nonzeros)
+    made, fits = _cheapest(model, numbers, budget)
+    memory = dict(made.memory)
+    x_bytes = 12 * sizes.X_nonzeros if sizes.X_nonzeros else 4 * sizes.n * sizes.d
+    memory = {"X itself (can stay on disk when dense)": x_bytes, **memory}
+    total = sum(memory.values())
+    where = "fits" if fits else "does NOT fit"
+    verdict = (
+        f"{where} in memory: {bytes_text(total)} with X, the budget is {bytes_text(budget)} of "
+        f"{bytes_text(free)} free on {get_backend(args.device).name}"
+    )
+    result = {
+        "dataset": args.dataset, **asdict(sizes), "strategy": made.strategy, "fits": fits,
+        "budget_bytes": budget, "memory_bytes": memory, "total_bytes": total,
+        "predicted_seconds": made.cost, "decisions": made.decisions,
+    }  # fmt: skip
+    decisions = [d for d in made.decisions if d[0] != "memory"]
+    text = "\n\n".join(
+        [
+            f"{args.dataset}: {sizes.n:,} nodes, {sizes.m:,} edges, {sizes.d:,} features, "
+            f"{sizes.c:,} outputs, {sizes.n_train:,} training nodes",
+            table([("", "decision", "why"), *decisions]),
+            table([("memory", ""), *((k, bytes_text(v)) for k, v in memory.items())]),
+            table(
+                [("strategy", "predicted cost (seconds of a nominal 2-core machine)")]
+                + [(k, f"{v:,.3g}") for k, v in made.cost.items()]
+            ),
+            verdict,
+        ]
+    )
+    return result, text
+
+
+def _cheapest(model: HERTA, numbers: tuple[Any, ...], budget: int) -> tuple[Plan, bool]:
+    """The plan within the budget; if there is none, the one that needs least beyond it."""
+    allowed = budget
+    while True:
+        try:
+            return model.set_params(memory_budget=allowed).plan(*numbers), allowed == budget
+        except MemoryError:
+            allowed = int(1.1 * allowed) + 1
+
+
+def info(args: argparse.Namespace) -> Answer:
+    """herta info"""
+    devices = {"cpu": f"{os.cpu_count()} cores, {bytes_text(_free('cpu'))} free"}
+    try:
+        devices["cuda"] = f"{bytes_text(_free('cuda'))} free"
+    except RuntimeError as error:
+        devices["cuda"] = f"no ({error})"
+    extras = {}
+    for extra, packages in _EXTRAS.items():
+        missing = [p for p in packages if importlib.util.find_spec(p) is None]
+        extras[extra] = f'no: pip install "herta_gpu[{extra}]"' if missing else "yes"
+    about = environment()
+    versions = {k: about[k] for k in ("herta_gpu", "python", "numpy", "scipy")}
+    result = {
+        "versions": versions,
+        "platform": platform.platform(),
+        "devices": devices,
+        "extras": extras,
+        "data_folders": os.environ.get("HERTA_DATA", ""),
+        "cache": str(cache_dir()),
+        "datasets": datasets.names(args.data_dir),
+    }
+    rows = list(versions.items())
+    rows += [(f"device {k}", v) for k, v in devices.items()]
+    rows += [(f"extra {k}", v) for k, v in extras.items()]
+    rows.append(("data folders", os.environ.get("HERTA_DATA") or "none (HERTA_DATA is not set)"))
+    rows += [("cache", str(cache_dir())), ("datasets", ", ".join(datasets.names(args.data_dir)))]
+    return result, table(rows, header=False)
+
+
+def _free(device: str) -> int:
+    return get_backend(device).memory_available()

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from herta_gpu.datasets.storage import new_file
+from herta_gpu.files import new_file
 
 Rows = Sequence[Sequence[str]]
 

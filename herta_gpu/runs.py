@@ -21,7 +21,8 @@ import numpy as np
 import scipy
 
 from herta_gpu.certificate import Certificate
-from herta_gpu.datasets.storage import DataError, new_file
+from herta_gpu.checkpoint import Checkpoint
+from herta_gpu.files import DataError, new_file
 from herta_gpu.herta import HERTA
 
 _FILES = ("config.json", "metrics.jsonl", "model.npz", "result.json", "report.html")
@@ -31,7 +32,7 @@ class Run:
     """A run folder that this process owns; use `Run.create`."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
+        self.folder, self.checkpoint = folder, Checkpoint(folder / "checkpoint")
 
     @classmethod
     @contextlib.contextmanager
@@ -50,7 +51,25 @@ class Run:
                 )
             for name in (*held, "convergence.png"):
                 (path / name).unlink(missing_ok=True)
-            yield cls(path)
+            run = cls(path)
+            run.checkpoint.delete()
+            yield run
+
+    @classmethod
+    @contextlib.contextmanager
+    def reopen(cls, folder: str | Path) -> Iterator[Run]:
+        """Own the folder of a run that was killed; its metrics go back to the last state saved."""
+        path = Path(folder)
+        with _locked(path):
+            if (path / "result.json").exists():
+                raise ValueError(f"The run in {path} is finished: there is nothing to resume.")
+            run = cls(path)
+            state = run.checkpoint.last_step()
+            steps = [] if state is None else state["history"]
+            run.write_text("metrics.jsonl", "".join(json.dumps(jsonable(s)) + "\n" for s in steps))
+            for left in path.glob(".*.*.*"):  # what a write was at when the process was killed
+                left.unlink()
+            yield run
 
     def write_json(self, name: str, content: dict[str, Any]) -> None:
         self.write_text(name, json.dumps(jsonable(content), indent=1) + "\n")
