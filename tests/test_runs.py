@@ -169,3 +169,118 @@ def test_a_run_without_matplotlib_still_has_its_page(tmp_path):
     assert 'pip install "herta_gpu[plot]"' in done.stderr
     assert (tmp_path / "r" / "report.html").is_file()
     assert not (tmp_path / "r" / "convergence.png").exists()
+
+
+# ---- resume ---------------------------------------------------------------------------------
+SLOW = [
+    "train", "synthetic:n=400,m=2000,d=12,c=3", "--lam", "20", "--loss", "ce", "--optimizer",
+    "lbfgs", "--ridge", "1e-2", "--strategy", "herta", "--quiet",
+]  # fmt: skip
+
+
+def killed_at_step(folder: Path, step: int) -> None:
+    """A process that kills itself with -9 right after it has recorded `step`."""
+    code = (
+        "import os, sys; from herta_gpu.cli import main; from herta_gpu.runs import Run\n"
+        "record = Run.record\n"
+        "def fatal(self, entry):\n"
+        "    record(self, entry)\n"
+        f"    if entry['step'] == {step}: os.kill(os.getpid(), 9)\n"
+        "Run.record = fatal\n"
+        f"main({[*SLOW, '--out', str(folder)]!r})"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=120)
+    assert done.returncode == -signal.SIGKILL
+
+
+def test_a_killed_run_resumes_to_the_same_bits(tmp_path):
+    assert main([*SLOW, "--out", str(tmp_path / "whole")]) == 0
+    whole = [{**entry, "seconds": 0} for entry in lines(tmp_path / "whole")]
+    W = load_model(tmp_path / "whole" / "model.npz").W_
+    for step in (0, len(whole) // 2):
+        folder = tmp_path / f"killed-{step}"
+        killed_at_step(folder, step)
+        assert not (folder / "result.json").exists()
+        assert len(lines(folder)) == step + 1
+        assert main(["train", "--resume", str(folder), "--quiet"]) == 0
+        assert (load_model(folder / "model.npz").W_ == W).all()
+        assert [{**entry, "seconds": 0} for entry in lines(folder)] == whole
+        assert not (folder / "checkpoint").exists()
+
+
+def test_resume_reads_blocks_of_Q_instead_of_solving(tmp_path, monkeypatch):
+    from herta_gpu import preconditioner
+    from herta_gpu.checkpoint import Checkpoint
+
+    data = load("synthetic:n=600,m=3000,d=200,c=3")
+    arguments = (data.graph, data.X, data.y, data.split["train"])
+    model = HERTA(lam=5.0, ridge=0.1, strategy="herta")
+    W = model.fit(*arguments).W_
+    solves = []
+    original = preconditioner.chebyshev
+
+    def counted(H, B, degree):
+        solves.append(B.shape[1])
+        if len(solves) == 3:
+            raise KeyboardInterrupt
+        return original(H, B, degree)
+
+    monkeypatch.setattr(preconditioner, "chebyshev", counted)
+    with pytest.raises(KeyboardInterrupt):
+        model.fit(*arguments, checkpoint=Checkpoint(tmp_path, worth=0.0))
+    assert len(list(tmp_path.glob("*-columns-*.npz"))) == 2
+    again = model.fit(*arguments, checkpoint=Checkpoint(tmp_path, worth=0.0))
+    assert (again.W_ == W).all()
+    assert sum(solves) == 200 + solves[2]  # the interrupted block twice, every other one once
+    assert not list(tmp_path.glob("*-columns-*.npz"))  # Q is complete
+
+
+@pytest.mark.parametrize("optimizer", ["cg", "gd", "momentum", "adam", "lbfgs"])
+def test_every_optimizer_resumes_within_its_loops(tmp_path, optimizer):
+    from herta_gpu.checkpoint import Checkpoint
+
+    data = load("synthetic:n=400,m=2000,d=12,c=3")
+    arguments = (data.graph, data.X, data.y, data.split["train"])
+    model = HERTA(
+        lam=5.0, loss="ce", ridge=0.1, strategy="direct", optimizer=optimizer, max_iter=6, tol=1e-9
+    )
+    W, steps = model.fit(*arguments).W_, len(model.history_)
+    assert steps > 8
+    for at in (2, steps - 2):  # in the loop on Q, and in the one on the true model
+
+        def crash(entry: dict, at: int = at) -> None:
+            if entry["step"] == at:
+                raise KeyboardInterrupt
+
+        folder, seen = tmp_path / str(at), []
+        with pytest.raises(KeyboardInterrupt):
+            model.fit(*arguments, callback=crash, checkpoint=Checkpoint(folder, share=1.0))
+        again = model.fit(*arguments, callback=seen.append, checkpoint=Checkpoint(folder))
+        assert (again.W_ == W).all()
+        assert seen[0]["step"] == at
+
+
+def test_a_damaged_checkpoint_is_made_again(tmp_path):
+    from herta_gpu.checkpoint import Checkpoint
+
+    data = load("digits")
+    arguments = (data.graph, data.X, data.y, data.split["train"])
+    model = HERTA(lam=5.0, ridge=0.1, strategy="herta")
+    W = model.fit(*arguments, checkpoint=Checkpoint(tmp_path, worth=0.0)).W_
+    stored = list(tmp_path.glob("Q-*.npz"))
+    assert stored
+    for path in stored:
+        path.write_bytes(path.read_bytes()[:100])
+    assert (model.fit(*arguments, checkpoint=Checkpoint(tmp_path)).W_ == W).all()
+
+
+def test_what_cannot_be_resumed(run, tmp_path, capsys):
+    assert main(["train", "--resume", str(run), "--quiet"]) == 2
+    assert "is finished: there is nothing to resume" in capsys.readouterr().err
+    assert main(["train", "--resume", str(tmp_path), "--quiet"]) == 1
+    assert "is no run" in capsys.readouterr().err
+    for argv in (["train", "--resume", "r", "--lam", "3"], ["train", "digits", "--resume", "r"]):
+        with pytest.raises(SystemExit) as stopped:
+            main(argv)
+        assert stopped.value.code == 2
+        assert "leave out" in capsys.readouterr().err
