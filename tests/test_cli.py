@@ -141,8 +141,9 @@ def test_plan_needs_no_data(capsys):
 
 
 def test_plan_is_what_train_does(capsys):
-    answer = run(capsys, "plan", "digits", "--lam", "20", "--memory-budget", "1GB")
-    data = load("digits")
+    name = "synthetic:n=2000,m=9000,d=16,c=4"
+    answer = run(capsys, "plan", name, "--lam", "20", "--memory-budget", "1GB")
+    data = load(name)
     model = HERTA(lam=20.0, memory_budget="1GB")
     model.fit(data.graph, data.X, data.y, data.split["train"])
     assert answer["strategy"] == model.plan_.strategy
