@@ -18,7 +18,7 @@ import numpy as np
 from herta_gpu import datasets
 from herta_gpu.backends import get_backend
 from herta_gpu.commands import Answer, fit, make_model, prepared
-from herta_gpu.datasets import Dataset
+from herta_gpu.datasets import Dataset, DataSizes
 from herta_gpu.datasets.storage import cache_dir
 from herta_gpu.files import new_file
 from herta_gpu.herta import HERTA
@@ -28,6 +28,7 @@ from herta_gpu.report import bars, bytes_text, draw_bars, table
 from herta_gpu.runs import environment, jsonable
 from herta_gpu.validation import parse_bytes
 
+_INTERPRETER = 100 << 20  # bytes of Python with NumPy and SciPy
 _EXTRAS = {
     "ogb": ("ogb", "torch"),
     "plot": ("matplotlib",),
@@ -214,14 +215,17 @@ def plan(args: argparse.Namespace) -> Answer:
     x_bytes = 12 * sizes.X_nonzeros if sizes.X_nonzeros else 4 * sizes.n * sizes.d
     memory = {"X itself (can stay on disk when dense)": x_bytes, **memory}
     total = sum(memory.values())
+    peak = _expected_peak(made, sizes, x_bytes, np.dtype(args.dtype).itemsize)
     where = "fits" if fits else "does NOT fit"
     verdict = (
-        f"{where} in memory: {bytes_text(total)} with X, the budget is {bytes_text(budget)} of "
-        f"{bytes_text(free)} free on {get_backend(args.device).name}"
+        f"{where} in memory: at most {bytes_text(total)} with X, about {bytes_text(peak)} at once; "
+        f"the budget is {bytes_text(budget)} of {bytes_text(free)} free on "
+        f"{get_backend(args.device).name}"
     )
     result = {
         "dataset": args.dataset, **asdict(sizes), "strategy": made.strategy, "fits": fits,
         "budget_bytes": budget, "memory_bytes": memory, "total_bytes": total,
+        "expected_peak_bytes": peak,
         "predicted_seconds": made.cost, "decisions": made.decisions,
     }  # fmt: skip
     decisions = [d for d in made.decisions if d[0] != "memory"]
@@ -239,6 +243,20 @@ def plan(args: argparse.Namespace) -> Answer:
         ]
     )
     return result, text
+
+
+def _expected_peak(made: Plan, sizes: DataSizes, x_bytes: int, word: int) -> int:
+    """What a fit with X in memory will hold at once; the plan itself adds up every stage.
+
+    Building Q takes three blocks of columns in the working precision and three in float64, a
+    gradient a few more with whole outputs beside them; counted in the code, checked by a test.
+    """
+    memory = made.memory
+    always = _INTERPRETER + x_bytes + memory["graph"] + memory["X (copies)"] + memory.get("Q", 0)
+    wide, narrow = min(made.solve_width, sizes.d), min(made.solve_width, max(sizes.c, 1))
+    building = memory.get("Q and R on all rows", 0) + wide * sizes.n * (3 * word + 24)
+    training = sizes.n * max(sizes.c, 1) * (3 * word + 16) + narrow * sizes.n * (7 * word + 24)
+    return int(always + max(building, training))
 
 
 def _cheapest(model: HERTA, numbers: tuple[Any, ...], budget: int) -> tuple[Plan, bool]:

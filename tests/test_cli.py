@@ -151,6 +151,18 @@ def test_plan_is_what_train_does(capsys):
     assert answer["memory_bytes"] == model.plan_.memory
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="peak memory is read as Linux counts it")
+@pytest.mark.parametrize("shape", ["n=150000,m=300000,d=64,c=4", "n=150000,m=300000,d=8,c=48"])
+def test_the_planned_peak_is_what_a_process_takes(capsys, shape):
+    """Once where Q decides, once where the outputs do."""
+    name = f"synthetic:{shape}"
+    planned = run(capsys, "plan", name)["expected_peak_bytes"]
+    command = [sys.executable, "-m", "herta_gpu", "train", name, "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
+    measured = json.loads(done.stdout)["peak_memory_bytes"]
+    assert abs(planned / measured - 1) < 0.2, (planned, measured)
+
+
 def test_info_names_what_is_missing(capsys):
     answer = run(capsys, "info")
     assert answer["versions"]["numpy"] == np.__version__
