@@ -39,8 +39,11 @@ class FastLaplacian(Laplacian):
     cuts: Array = None
 
     @property
-    def arrays(self) -> tuple[Array, Array, Array | None, Array, Array]:
-        return self.indptr, self.indices, self.weights, self.inv_sqrt_degree, self.diagonal
+    def arrays(self) -> tuple[Array, Array, Array, Array, Array]:
+        """What the kernels take; a single weight stands for all."""
+        one = np.ones(1, dtype=self.inv_sqrt_degree.dtype)
+        weights = one if self.weights is None else self.weights
+        return self.indptr, self.indices, weights, self.inv_sqrt_degree, self.diagonal
 
 
 class FastCPUBackend(CPUBackend):

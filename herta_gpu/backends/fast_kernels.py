@@ -39,13 +39,12 @@ def _row_sum(X, k, j, vectors, tail, indices, weights, s, first, last, end):  # 
     lanes = VECTOR_BYTES // X.itemsize
     n0, n1 = tail if vectors < 2 else lanes, tail if vectors == 2 else lanes
     n2 = tail if vectors == 3 else lanes
+    many = -1 if weights.shape[0] > 1 else 0  # a single weight stands for all
     a0 = splat(X, 0.0)
     a1, a2, a3 = a0, a0, a0
     for e in range(first, last):
         v = peek(indices, e)
-        scale = peek(s, v)
-        if weights is not None:
-            scale *= peek(weights, e)
+        scale = peek(s, v) * peek(weights, e & many)
         f, at = splat(X, scale), v * k + j
         if vectors > 0:
             # Rows are random reads: ask early, also for the line that a row's end may touch.
@@ -104,7 +103,11 @@ def _rows(vectors, X, Y, B, dots, k, j, tail, L, lam, c1, c2, a, b, into):  # ty
 
 @kernel
 def apply(X, Y, B, dots, L, lam, c1, c2, cuts, counter):  # type: ignore[no-untyped-def]
-    """Y <- H X; with `dots`, column dots of X and Y by chunk; with B, a Chebyshev step into Y."""
+    """Y <- H X; with `dots`, column dots of X and Y by chunk; with B, a Chebyshev step into Y.
+
+    What is None is compiled away.  A graph without weights has a single one: that costs nothing
+    beside the memory, and the same code serves all graphs.
+    """
     k = X.shape[1]
     lanes = VECTOR_BYTES // X.itemsize
     chunk = count(counter, 0)

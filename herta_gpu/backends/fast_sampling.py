@@ -78,9 +78,7 @@ def _normals(lo, hi, groups, key, stream, u, turn, out):  # type: ignore[no-unty
 
 @inline
 def _root_weight(weights, e):  # type: ignore[no-untyped-def]
-    if weights is None:
-        return 1.0
-    return math.sqrt(np.float64(weights[e]))
+    return math.sqrt(np.float64(weights[e if weights.shape[0] > 1 else 0]))
 
 
 @kernel
