@@ -18,10 +18,12 @@ from herta_gpu.backends.simd import (
     inline,
     kernel,
     load,
+    load_quarter,
     mul,
     peek,
     prefetch,
     splat,
+    splat_quarter,
     store,
     sub,
 )
@@ -35,7 +37,7 @@ _AHEAD = 24  # neighbours between the prefetch of a row and its use: one to two 
 # ---- H = I + lam L ---------------------------------------------------------------------------
 @inline
 def _row_sum(X, k, j, vectors, tail, indices, weights, s, first, last, end):  # type: ignore[no-untyped-def]
-    """sum over neighbours e of w_e s_e X[e, j:] in `vectors` registers; 0: one, X is in cache."""
+    """sum over neighbours e of w_e s_e X[e, j:] in `vectors` registers."""
     lanes = VECTOR_BYTES // X.itemsize
     n0, n1 = tail if vectors < 2 else lanes, tail if vectors == 2 else lanes
     n2 = tail if vectors == 3 else lanes
@@ -46,11 +48,10 @@ def _row_sum(X, k, j, vectors, tail, indices, weights, s, first, last, end):  # 
         v = peek(indices, e)
         scale = peek(s, v) * peek(weights, e & many)
         f, at = splat(X, scale), v * k + j
-        if vectors > 0:
-            # Rows are random reads: ask early, also for the line that a row's end may touch.
-            soon = peek(indices, min(e + _AHEAD, end)) * k + j
-            prefetch(X, soon)
-            prefetch(X, soon + (vectors - 1) * lanes + tail - 1)
+        # Rows are random reads: ask early, also for the line that a row's end may touch.
+        soon = peek(indices, min(e + _AHEAD, end)) * k + j
+        prefetch(X, soon)
+        prefetch(X, soon + (vectors - 1) * lanes + tail - 1)
         a0 = fma(load(X, at, n0), f, a0)
         if vectors > 1:
             prefetch(X, soon + lanes)
@@ -62,6 +63,45 @@ def _row_sum(X, k, j, vectors, tail, indices, weights, s, first, last, end):  # 
             prefetch(X, soon + 3 * lanes)
             a3 = fma(load(X, at + 3 * lanes, tail), f, a3)
     return a0, a1, a2, a3
+
+
+@inline
+def _narrow_rows(vectors, X, Y, B, dots, k, L, lam, c1, c2, a, b, into):  # type: ignore[no-untyped-def]
+    """Rows a..b of a block of one or two quarter vectors: X is in the cache, short reads win."""
+    indptr, indices, weights, s, diagonal = L
+    lanes = VECTOR_BYTES // X.itemsize // 4
+    n0, n1 = min(k, lanes), k - lanes
+    f1, f2 = splat_quarter(X, c1), splat_quarter(X, c2)
+    many = -1 if weights.shape[0] > 1 else 0
+    for i in range(a, b):
+        t0 = splat_quarter(X, 0.0)
+        t1 = t0
+        for e in range(peek(indptr, i), peek(indptr, i + 1)):
+            v = peek(indices, e)
+            f = splat_quarter(X, peek(s, v) * peek(weights, e & many))
+            t0 = fma(load_quarter(X, v * k, n0), f, t0)
+            if vectors > 1:
+                t1 = fma(load_quarter(X, v * k + lanes, n1), f, t1)
+        h = splat_quarter(X, 1.0 + lam * peek(diagonal, i))
+        c, at = splat_quarter(X, -lam * peek(s, i)), i * k
+        x = load_quarter(X, at, n0)
+        y = fma(t0, c, mul(x, h))
+        if dots is not None:
+            add_product(dots, into, n0, x, y)
+        if B is not None:
+            z = sub(x, load_quarter(Y, at, n0))
+            y = fma(sub(load_quarter(B, at, n0), y), f2, fma(z, f1, x))
+        store(Y, at, n0, y)
+        if vectors > 1:
+            at += lanes
+            x = load_quarter(X, at, n1)
+            y = fma(t1, c, mul(x, h))
+            if dots is not None:
+                add_product(dots, into + lanes, n1, x, y)
+            if B is not None:
+                z = sub(x, load_quarter(Y, at, n1))
+                y = fma(sub(load_quarter(B, at, n1), y), f2, fma(z, f1, x))
+            store(Y, at, n1, y)
 
 
 @inline
@@ -117,8 +157,10 @@ def apply(X, Y, B, dots, L, lam, c1, c2, cuts, counter):  # type: ignore[no-unty
             vectors = min(TILE, (k - j + lanes - 1) // lanes)
             tail = min(lanes, k - j - (vectors - 1) * lanes)
             into = chunk * k + j
-            if k < lanes // 2:
-                _rows(0, X, Y, B, dots, k, j, tail, L, lam, c1, c2, a, b, into)
+            if k <= lanes // 4:
+                _narrow_rows(1, X, Y, B, dots, k, L, lam, c1, c2, a, b, into)
+            elif k <= lanes // 2:
+                _narrow_rows(2, X, Y, B, dots, k, L, lam, c1, c2, a, b, into)
             elif vectors == 1:
                 _rows(1, X, Y, B, dots, k, j, tail, L, lam, c1, c2, a, b, into)
             elif vectors == 2:
