@@ -33,6 +33,7 @@ def machine() -> dict[str, Any]:
         "cpu": _cpu_name(),
         "cores": len(os.sched_getaffinity(0)),
         "load": os.getloadavg()[0],
+        "threads": {k: v for k, v in os.environ.items() if k.endswith("_NUM_THREADS")},
         "python": platform.python_version(),
         "versions": versions,
     }
