@@ -49,7 +49,7 @@ def our_fits(results: Results, data: Data, lam: float, objective: Objective, bes
     for level in LEVELS[-1:] if QUICK else LEVELS:
         found: dict[str, Any] = {}
         runners = {s: fitted(data, lam, loss, s, level, found) for s in STRATEGIES}
-        timed = race(runners, 3, 40)
+        timed = race(runners, 2 if QUICK else 3, 20)
         for strategy, row in timed.items():
             model = found[strategy]
             gap = (objective(model.W_)[0] - best) / best
