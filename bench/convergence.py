@@ -1,0 +1,59 @@
+"""How many steps do HERTA, gradient descent and Adam need?  (The paper's figures.)
+
+    HERTA_DATA=... python bench/convergence.py [--quick] [dataset ...]
+
+Standard training starts from W = 0 on the mean loss, with the best of five learning rates.
+Cross entropy has a ridge of 1 (the loss is a sum over rows), so that an optimum exists.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+
+from baselines import LEVELS, Objective, best_rate, herta_gaps, optimum, solved_rows, steps_to
+from common import Data, Results
+
+QUICK = "--quick" in sys.argv
+STEPS = 300 if QUICK else 1000
+RIDGE = {"mse": 0.0, "ce": 1.0}
+
+
+def thinned(gaps: list[float]) -> list[tuple[int, float]]:
+    """A curve for a picture: every step at first, then ever fewer."""
+    kept, at = [], 0.0
+    while at < len(gaps):
+        kept.append((int(at), gaps[int(at)]))
+        at = max(at + 1, at * 1.1)
+    return kept
+
+
+def main() -> None:
+    names = [a for a in sys.argv[1:] if not a.startswith("-")]
+    results = Results("convergence")
+    for name in names or (["cora"] if QUICK else ["cora", "citeseer", "pubmed", "ogbn-arxiv"]):
+        data = Data(name)
+        for lam in (1.0, 20.0):
+            A = solved_rows(data, lam)
+            for loss in ("mse", "ce"):
+                objective = Objective(A, data.one_hot, loss, RIDGE[loss])
+                best = optimum(data, objective, lam)
+                curves = {}
+                for method in ("gd", "adam"):
+                    started = time.perf_counter()
+                    curves[method] = best_rate(objective, method, STEPS, best)
+                    if time.perf_counter() - started > 600:
+                        break
+                for optimizer in ("cg", "gd") if loss == "mse" else ("lbfgs",):
+                    gaps, _ = herta_gaps(data, lam, loss, RIDGE[loss], best, optimizer)
+                    curves[f"herta {optimizer}"] = None, gaps
+                for method, (rate, gaps) in curves.items():
+                    results.add(
+                        data=name, lam=lam, loss=loss, method=method, rate=rate, optimum=best,
+                        steps={f"{level:g}": steps_to(gaps, level) for level in LEVELS},
+                        last=gaps[-1], taken=len(gaps) - 1, curve=thinned(gaps),
+                    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

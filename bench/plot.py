@@ -1,0 +1,158 @@
+"""Tables (Markdown, to standard output and results/tables.md) and pictures from the JSON lines.
+
+python bench/plot.py
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from common import RESULTS, read
+
+
+def table(header: list[str], rows: list[list[Any]]) -> str:
+    def cell(x: Any) -> str:
+        if x is None:
+            return "-"
+        if isinstance(x, float):
+            return "-" if math.isnan(x) else f"{x:.3g}"
+        return str(x)
+
+    lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
+    return "\n".join(lines + ["| " + " | ".join(map(cell, r)) + " |" for r in rows])
+
+
+def primitives(rows: list[dict[str, Any]]) -> str:
+    kept = [r for r in rows if "ratio" in r]
+    return table(
+        ["primitive", "graph", "columns", "runner", "ms", "quartiles", "ratio to herta",
+         "ratio of processor time"],
+        [[r["what"], r.get("graph"), r.get("k"), r["runner"], 1e3 * r["seconds"],
+          f"{1e3 * r['low']:.3g}-{1e3 * r['high']:.3g}", r["ratio"], r["cpu_ratio"]]
+         for r in kept],
+    )  # fmt: skip
+
+
+def convergence(rows: list[dict[str, Any]]) -> str:
+    levels = list(rows[0]["steps"]) if rows else []
+    return table(
+        ["data", "lam", "loss", "method", "rate", *(f"steps to {x}" for x in levels), "last gap"],
+        [[r["data"], r["lam"], r["loss"], r["method"], r["rate"],
+          *(f"> {r['taken']}" if r["steps"][x] is None else r["steps"][x] for x in levels),
+          r["last"]] for r in rows],
+    )  # fmt: skip
+
+
+def time_to_accuracy(rows: list[dict[str, Any]]) -> str:
+    return table(
+        ["data", "lam", "loss", "gap wanted", "method", "seconds", "gap reached", "ratio to auto"],
+        [[r["data"], r["lam"], r["loss"], r["level"], r["method"],
+          (">= " if r.get("at_least") else "") + f"{r['seconds']:.3g}", r["gap"], r.get("ratio")]
+         for r in rows],
+    )  # fmt: skip
+
+
+def scaling(rows: list[dict[str, Any]]) -> str:
+    sizes = [r for r in rows if "seconds" in r]
+    text = table(
+        ["edges", "nodes", "seconds", "columns times H", "peak MB", "status"],
+        [[f"{r['m']:,}", f"{r['n']:,}", r["seconds"], r["columns"], r["peak_MB"], r["status"]]
+         for r in sizes],
+    )  # fmt: skip
+    for r in rows:
+        if "exponent" in r:
+            text += f"\n\nExponent: {r['exponent']:.3f} in time, {r['exponent_work']:.3f} in work."
+    return text
+
+
+def sparsify(rows: list[dict[str, Any]]) -> str:
+    return table(
+        ["degree", "d", "lam", "choice", "seconds", "steps", "best", "auto's regret"],
+        [[r["degree"], r["d"], r["lam"], r["choice"], r["seconds"], r["steps"], r["best"],
+          r["regret"]] for r in rows],
+    )  # fmt: skip
+
+
+def devices(rows: list[dict[str, Any]]) -> str:
+    return table(
+        ["what", "device", "seconds"], [[r["what"], r["device"], r["seconds"]] for r in rows]
+    )
+
+
+def draw_convergence(rows: list[dict[str, Any]], plt: Any) -> None:
+    panels = sorted({(r["data"], r["loss"], r["lam"]) for r in rows})
+    columns = min(4, len(panels))
+    lines = -(-len(panels) // columns)
+    figure, axes = plt.subplots(lines, columns, figsize=(3.2 * columns, 2.6 * lines), squeeze=False)
+    for axis, (data, loss, lam) in zip(axes.flat, panels, strict=False):
+        for r in rows:
+            if (r["data"], r["loss"], r["lam"]) == (data, loss, lam):
+                points = [(s + 1, g) for s, g in r["curve"] if g > 1e-12]
+                axis.loglog(*zip(*points, strict=True), marker=".", ms=3, label=r["method"])
+        axis.set_title(f"{data}, {loss}, lam {lam:g}", fontsize=8)
+        axis.set_xlabel("steps + 1", fontsize=7)
+        axis.set_ylabel("loss / optimum - 1", fontsize=7)
+        axis.legend(fontsize=6)
+    save(figure, "convergence")
+
+
+def draw_apply(rows: list[dict[str, Any]], plt: Any) -> None:
+    figure, axis = plt.subplots(figsize=(5, 3.2))
+    kept = [r for r in rows if r["what"] == "apply_H" and r["graph"] == "ogbn-arxiv"]
+    for runner in dict.fromkeys(r["runner"] for r in kept):
+        points = [(r["k"], 1e3 * r["seconds"] / r["k"]) for r in kept if r["runner"] == runner]
+        axis.loglog(*zip(*points, strict=True), marker="o", ms=3, label=runner)
+    axis.set_xlabel("columns")
+    axis.set_ylabel("ms per column")
+    axis.set_title("H times a block, ogbn-arxiv graph, float32", fontsize=9)
+    axis.legend(fontsize=7)
+    save(figure, "apply_H")
+
+
+def draw_scaling(rows: list[dict[str, Any]], plt: Any) -> None:
+    figure, axis = plt.subplots(figsize=(5, 3.2))
+    sizes = [r for r in rows if "seconds" in r]
+    axis.loglog([r["m"] for r in sizes], [r["seconds"] for r in sizes], "o-", label="seconds")
+    axis.set_xlabel("edges")
+    axis.set_ylabel("seconds")
+    save(figure, "scaling")
+
+
+def save(figure: Any, name: str) -> None:
+    figure.tight_layout()
+    figure.savefig(RESULTS / f"{name}.svg", metadata={"Date": None})
+
+
+TABLES = {
+    "primitives": primitives, "convergence": convergence, "time_to_accuracy": time_to_accuracy,
+    "scaling": scaling, "sparsify": sparsify, "devices": devices,
+}  # fmt: skip
+PICTURES = {"convergence": draw_convergence, "primitives": draw_apply, "scaling": draw_scaling}
+
+
+def main() -> None:
+    try:
+        import matplotlib
+
+        matplotlib.use("svg")
+        matplotlib.rcParams["svg.hashsalt"] = "herta"
+        import matplotlib.pyplot as plt
+    except ImportError:
+        plt = None
+    parts = []
+    for name, make in TABLES.items():
+        if not (RESULTS / f"{name}.jsonl").exists():
+            continue
+        where, rows = read(name)
+        about = f"{where['cpu']}, {where['cores']} cores, load {where['load']:.1f} at the start"
+        parts.append(f"## {name}\n\n{about}\n\n{make(rows)}\n")
+        if plt is not None and name in PICTURES and rows:
+            PICTURES[name](rows, plt)
+    text = "\n".join(parts)
+    (RESULTS / "tables.md").write_text(text)
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+"""Where do the sparsifier and the SRHT pay, and does strategy="auto" know?
+
+    python bench/sparsify.py [--quick]
+
+Random graphs of n nodes by average degree, random features by width.  Every choice is run on the
+same data in turn; the regret is auto's time over the best one's.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import numpy as np
+from common import Results, race, random_power_law
+
+from herta_gpu import HERTA
+
+QUICK = "--quick" in sys.argv
+CHOICES: dict[str, dict[str, Any]] = {
+    "auto": {},
+    "direct": {"strategy": "direct"},
+    "herta": {"strategy": "herta", "sparsify": False, "sketch": False},
+}
+
+
+def choices(n: int, m: int, d: int) -> dict[str, dict[str, Any]]:
+    """With a sparsifier of a quarter of the edges and a sketch of 16 d rows, where that is less."""
+    found = dict(CHOICES)
+    if m > 4 * n:
+        found["herta, sparsified"] = {"strategy": "herta", "sparsify": max(2 * n, m // 4)}
+    if 16 * d < n:
+        found["herta, sketched"] = {"strategy": "herta", "sparsify": False, "sketch": 16 * d}
+    return found
+
+
+def main() -> None:
+    results = Results("sparsify")
+    n, c = (2000, 5) if QUICK else (4000, 5)
+    degrees = (4, 60, 600) if QUICK else (4, 14, 60, 200, 600, 2000)
+    widths = (32, 256) if QUICK else (32, 256, 1024)
+    for degree in degrees:
+        graph = random_power_law(n, int(n * degree / 2 * 1.3))
+        for d in widths:
+            rng = np.random.default_rng(d)
+            X = rng.standard_normal((n, d), dtype=np.float32)
+            y, train = rng.integers(0, c, n), np.arange(0, n, 2)
+            for lam in (1.0, 20.0):
+                models: dict[str, HERTA] = {}
+
+                def fit(name: str, options: Any, lam: float = lam, X: Any = X, models: Any = models,
+                        graph: Any = graph, y: Any = y, train: Any = train) -> None:  # fmt: skip
+                    models[name] = HERTA(lam=lam, tol=1e-6, **options).fit(graph, X, y, train)
+
+                options = choices(n, graph.num_edges, d)
+                timed = race({k: (lambda k=k, o=o: fit(k, o)) for k, o in options.items()}, 3, 30)
+                best = min(timed, key=lambda k: timed[k]["seconds"])
+                for name, row in timed.items():
+                    results.add(
+                        degree=2 * graph.num_edges / n, d=d, lam=lam, choice=name, **row,
+                        best=best, regret=timed["auto"]["seconds"] / timed[best]["seconds"] - 1,
+                        picked=models[name].plan_.strategy, status=models[name].status_,
+                        steps=len(models[name].history_) - 1,
+                    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

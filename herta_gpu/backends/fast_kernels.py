@@ -1,0 +1,292 @@
+"""Compiled kernels: the product with H, block CG, and the Walsh-Hadamard transform.
+
+A row is cut into at most `TILE` vectors, the last one masked: a few variants of each loop serve
+every number of columns, none of them with a scalar remainder.  Threads share a counter of chunks.
+A chunk is always computed whole, by one thread, in one order, and leaves its own partial sums:
+results do not depend on how many threads there are.
+"""
+
+import numpy as np
+from numba import float64
+
+from herta_gpu.backends.simd import (
+    VECTOR_BYTES,
+    add,
+    add_product,
+    count,
+    fma,
+    inline,
+    kernel,
+    load,
+    load_quarter,
+    mul,
+    peek,
+    prefetch,
+    splat,
+    splat_quarter,
+    store,
+    sub,
+)
+
+TILE = 4  # vectors of a row held in registers at once
+HADAMARD_TILE = 64  # columns that one task of the transform works on ...
+HADAMARD_BITS = 6  # ... and log2 of its rows: a tile fits the L1 cache
+_AHEAD = 24  # neighbours between the prefetch of a row and its use: one to two rows of a graph
+
+
+# ---- H = I + lam L ---------------------------------------------------------------------------
+@inline
+def _row_sum(X, k, j, vectors, tail, indices, weights, s, first, last, end):  # type: ignore[no-untyped-def]
+    """sum over neighbours e of w_e s_e X[e, j:] in `vectors` registers."""
+    lanes = VECTOR_BYTES // X.itemsize
+    n0, n1 = tail if vectors < 2 else lanes, tail if vectors == 2 else lanes
+    n2 = tail if vectors == 3 else lanes
+    many = -1 if weights.shape[0] > 1 else 0  # a single weight stands for all
+    a0 = splat(X, 0.0)
+    a1, a2, a3 = a0, a0, a0
+    for e in range(first, last):
+        v = peek(indices, e)
+        scale = peek(s, v) * peek(weights, e & many)
+        f, at = splat(X, scale), v * k + j
+        # Rows are random reads: ask early, also for the line that a row's end may touch.
+        soon = peek(indices, min(e + _AHEAD, end)) * k + j
+        prefetch(X, soon)
+        prefetch(X, soon + (vectors - 1) * lanes + tail - 1)
+        a0 = fma(load(X, at, n0), f, a0)
+        if vectors > 1:
+            prefetch(X, soon + lanes)
+            a1 = fma(load(X, at + lanes, n1), f, a1)
+        if vectors > 2:
+            prefetch(X, soon + 2 * lanes)
+            a2 = fma(load(X, at + 2 * lanes, n2), f, a2)
+        if vectors > 3:
+            prefetch(X, soon + 3 * lanes)
+            a3 = fma(load(X, at + 3 * lanes, tail), f, a3)
+    return a0, a1, a2, a3
+
+
+@inline
+def _narrow_rows(vectors, X, Y, B, dots, k, L, lam, c1, c2, a, b, into):  # type: ignore[no-untyped-def]
+    """Rows a..b of a block of one or two quarter vectors: X is in the cache, short reads win."""
+    indptr, indices, weights, s, diagonal = L
+    lanes = VECTOR_BYTES // X.itemsize // 4
+    n0, n1 = min(k, lanes), k - lanes
+    f1, f2 = splat_quarter(X, c1), splat_quarter(X, c2)
+    many = -1 if weights.shape[0] > 1 else 0
+    for i in range(a, b):
+        t0 = splat_quarter(X, 0.0)
+        t1 = t0
+        for e in range(peek(indptr, i), peek(indptr, i + 1)):
+            v = peek(indices, e)
+            f = splat_quarter(X, peek(s, v) * peek(weights, e & many))
+            t0 = fma(load_quarter(X, v * k, n0), f, t0)
+            if vectors > 1:
+                t1 = fma(load_quarter(X, v * k + lanes, n1), f, t1)
+        h = splat_quarter(X, 1.0 + lam * peek(diagonal, i))
+        c, at = splat_quarter(X, -lam * peek(s, i)), i * k
+        x = load_quarter(X, at, n0)
+        y = fma(t0, c, mul(x, h))
+        if dots is not None:
+            add_product(dots, into, n0, x, y)
+        if B is not None:
+            z = sub(x, load_quarter(Y, at, n0))
+            y = fma(sub(load_quarter(B, at, n0), y), f2, fma(z, f1, x))
+        store(Y, at, n0, y)
+        if vectors > 1:
+            at += lanes
+            x = load_quarter(X, at, n1)
+            y = fma(t1, c, mul(x, h))
+            if dots is not None:
+                add_product(dots, into + lanes, n1, x, y)
+            if B is not None:
+                z = sub(x, load_quarter(Y, at, n1))
+                y = fma(sub(load_quarter(B, at, n1), y), f2, fma(z, f1, x))
+            store(Y, at, n1, y)
+
+
+@inline
+def _finish(X, Y, B, dots, at, into, n, total, h, c, c1, c2):  # type: ignore[no-untyped-def]
+    """One vector of row i: H X from the neighbours' sum, and what is fused with it."""
+    x = load(X, at, n)
+    y = fma(total, c, mul(x, h))
+    if dots is not None:
+        add_product(dots, into, n, x, y)
+    if B is not None:
+        y = fma(sub(load(B, at, n), y), c2, fma(sub(x, load(Y, at, n)), c1, x))
+    store(Y, at, n, y)
+
+
+@inline
+def _rows(vectors, X, Y, B, dots, k, j, tail, L, lam, c1, c2, a, b, into):  # type: ignore[no-untyped-def]
+    """Rows a..b, columns j.. of a tile of `vectors` vectors, a constant of each call."""
+    indptr, indices, weights, s, diagonal = L
+    lanes = VECTOR_BYTES // X.itemsize
+    end = indptr[-1] - 1
+    f1, f2 = splat(X, c1), splat(X, c2)
+    for i in range(a, b):
+        t0, t1, t2, t3 = _row_sum(
+            X, k, j, vectors, tail, indices, weights, s, peek(indptr, i), peek(indptr, i + 1), end
+        )
+        at = i * k + j
+        h = splat(X, 1.0 + lam * peek(diagonal, i))
+        c = splat(X, -lam * peek(s, i))
+        _finish(X, Y, B, dots, at, into, tail if vectors < 2 else lanes, t0, h, c, f1, f2)
+        if vectors > 1:
+            n = tail if vectors == 2 else lanes
+            _finish(X, Y, B, dots, at + lanes, into + lanes, n, t1, h, c, f1, f2)
+        if vectors > 2:
+            n = tail if vectors == 3 else lanes
+            _finish(X, Y, B, dots, at + 2 * lanes, into + 2 * lanes, n, t2, h, c, f1, f2)
+        if vectors > 3:
+            _finish(X, Y, B, dots, at + 3 * lanes, into + 3 * lanes, tail, t3, h, c, f1, f2)
+
+
+@kernel
+def apply(X, Y, B, dots, L, lam, c1, c2, cuts, counter):  # type: ignore[no-untyped-def]
+    """Y <- H X; with `dots`, column dots of X and Y by chunk; with B, a Chebyshev step into Y.
+
+    What is None is compiled away.  A graph without weights has a single one: that costs nothing
+    beside the memory, and the same code serves all graphs.
+    """
+    k = X.shape[1]
+    lanes = VECTOR_BYTES // X.itemsize
+    chunk = count(counter, 0)
+    while chunk < cuts.shape[0] - 1:
+        a, b = cuts[chunk], cuts[chunk + 1]
+        for j in range(0, k, TILE * lanes):
+            vectors = min(TILE, (k - j + lanes - 1) // lanes)
+            tail = min(lanes, k - j - (vectors - 1) * lanes)
+            into = chunk * k + j
+            if k <= lanes // 4:
+                _narrow_rows(1, X, Y, B, dots, k, L, lam, c1, c2, a, b, into)
+            elif k <= lanes // 2:
+                _narrow_rows(2, X, Y, B, dots, k, L, lam, c1, c2, a, b, into)
+            elif vectors == 1:
+                _rows(1, X, Y, B, dots, k, j, tail, L, lam, c1, c2, a, b, into)
+            elif vectors == 2:
+                _rows(2, X, Y, B, dots, k, j, tail, L, lam, c1, c2, a, b, into)
+            elif vectors == 3:
+                _rows(3, X, Y, B, dots, k, j, tail, L, lam, c1, c2, a, b, into)
+            else:
+                _rows(4, X, Y, B, dots, k, j, tail, L, lam, c1, c2, a, b, into)
+        chunk = count(counter, 0)
+
+
+# ---- block CG: apply with dots, then these two ------------------------------------------------
+@kernel
+def cg_residual(R, HP, alpha, dots, rows, counter):  # type: ignore[no-untyped-def]
+    """R -= alpha HP, and the squared column norms of R by chunk of `rows` rows."""
+    n, k = R.shape
+    lanes = VECTOR_BYTES // R.itemsize
+    chunk = count(counter, 0)
+    while chunk < dots.shape[0]:
+        for i in range(chunk * rows, min(n, (chunk + 1) * rows)):
+            for j in range(0, k, lanes):
+                at, w = i * k + j, min(lanes, k - j)
+                r = sub(load(R, at, w), mul(load(alpha, j, w), load(HP, at, w)))
+                store(R, at, w, r)
+                add_product(dots, chunk * k + j, w, r, r)
+        chunk = count(counter, 0)
+
+
+@kernel
+def cg_direction(Z, P, R, alpha, beta, rows, chunks, counter):  # type: ignore[no-untyped-def]
+    """Z += alpha P; P = R + beta P: P is read once for both."""
+    n, k = P.shape
+    lanes = VECTOR_BYTES // P.itemsize
+    chunk = count(counter, 0)
+    while chunk < chunks:
+        for i in range(chunk * rows, min(n, (chunk + 1) * rows)):
+            for j in range(0, k, lanes):
+                at, w = i * k + j, min(lanes, k - j)
+                p = load(P, at, w)
+                store(Z, at, w, fma(load(alpha, j, w), p, load(Z, at, w)))
+                store(P, at, w, fma(load(beta, j, w), p, load(R, at, w)))
+        chunk = count(counter, 0)
+
+
+@kernel
+def column_dots(X, Y, dots, rows, counter):  # type: ignore[no-untyped-def]
+    """Column dots of X and Y by chunk of `rows` rows, in float64."""
+    n, k = X.shape
+    chunk = count(counter, 0)
+    while chunk < dots.shape[0]:
+        sums = dots[chunk]
+        for i in range(chunk * rows, min(n, (chunk + 1) * rows)):
+            for j in range(k):
+                sums[j] += float64(X[i, j]) * float64(Y[i, j])
+        chunk = count(counter, 0)
+
+
+# ---- Walsh-Hadamard ---------------------------------------------------------------------------
+@inline
+def _butterfly(radix, src, at, step, dst, into, stride, n, scale):  # type: ignore[no-untyped-def]
+    """The transform of 2, 4 or 8 vectors `step` apart, in registers; `radix` is a constant."""
+    a, b = load(src, at, n), load(src, at + step, n)
+    a, b = add(a, b), sub(a, b)
+    if radix > 2:
+        c, d = load(src, at + 2 * step, n), load(src, at + 3 * step, n)
+        c, d = add(c, d), sub(c, d)
+        a, b, c, d = add(a, c), add(b, d), sub(a, c), sub(b, d)
+        if radix > 4:
+            e, f = load(src, at + 4 * step, n), load(src, at + 5 * step, n)
+            g, h = load(src, at + 6 * step, n), load(src, at + 7 * step, n)
+            e, f, g, h = add(e, f), sub(e, f), add(g, h), sub(g, h)
+            e, f, g, h = add(e, g), add(f, h), sub(e, g), sub(f, h)
+            a, b, c, d, e, f, g, h = (
+                add(a, e), add(b, f), add(c, g), add(d, h),
+                sub(a, e), sub(b, f), sub(c, g), sub(d, h),
+            )  # fmt: skip
+            store(dst, into + 4 * stride, n, mul(e, scale))
+            store(dst, into + 5 * stride, n, mul(f, scale))
+            store(dst, into + 6 * stride, n, mul(g, scale))
+            store(dst, into + 7 * stride, n, mul(h, scale))
+        store(dst, into + 2 * stride, n, mul(c, scale))
+        store(dst, into + 3 * stride, n, mul(d, scale))
+    store(dst, into, n, mul(a, scale))
+    store(dst, into + stride, n, mul(b, scale))
+
+
+@inline
+def _stage(radix, span, size, src, base, row, dst, base2, row2, width, scale):  # type: ignore[no-untyped-def]
+    """One radix-2, -4 or -8 stage over `size` rows of `width` columns."""
+    lanes = VECTOR_BYTES // src.itemsize
+    f = splat(src, scale)
+    for block in range(0, size, span * radix):
+        for i in range(block, block + span):
+            for c in range(0, width - lanes + 1, lanes):
+                _butterfly(radix, src, base + i * row + c, span * row,
+                           dst, base2 + i * row2 + c, span * row2, lanes, f)  # fmt: skip
+            c = width // lanes * lanes
+            if c < width:
+                _butterfly(radix, src, base + i * row + c, span * row,
+                           dst, base2 + i * row2 + c, span * row2, width - c, f)  # fmt: skip
+
+
+@kernel
+def hadamard_pass(Y, run, bits, scale, counter):  # type: ignore[no-untyped-def]
+    """Y.flat seen as (.., 2^bits, run), transformed along the middle axis, times `scale`.
+
+    A tile of columns is read once, worked on in a buffer that fits the L2 cache, written once.
+    """
+    tiles, size = (run + HADAMARD_TILE - 1) // HADAMARD_TILE, 1 << bits
+    buffer = np.empty(size * HADAMARD_TILE, Y.dtype)
+    task = count(counter, 0)
+    while task < Y.size // (run * size) * tiles:
+        base = task // tiles * size * run + task % tiles * HADAMARD_TILE
+        width = min(HADAMARD_TILE, run - task % tiles * HADAMARD_TILE)
+        done = 0
+        while done < bits:
+            step = min(3, bits - done)
+            src, b1, r1 = (Y, base, run) if done == 0 else (buffer, 0, HADAMARD_TILE)
+            last = done + step == bits
+            dst, b2, r2 = (Y, base, run) if last else (buffer, 0, HADAMARD_TILE)
+            f = scale if last else 1.0
+            if step == 3:
+                _stage(8, 1 << done, size, src, b1, r1, dst, b2, r2, width, f)
+            elif step == 2:
+                _stage(4, 1 << done, size, src, b1, r1, dst, b2, r2, width, f)
+            else:
+                _stage(2, 1 << done, size, src, b1, r1, dst, b2, r2, width, f)
+            done += step
+        task = count(counter, 0)

@@ -1,0 +1,224 @@
+"""Explicit vectors for numba: values that stay in registers, with a mask for the remainder.
+
+Left to itself the compiler keeps a sum over k columns in registers only when it knows k.  With
+vectors of a fixed size, a row is so many whole ones and a masked one, whatever k is.
+"""
+
+# No `from __future__ import annotations`: numba reads the signatures of intrinsics at run time.
+from typing import Any
+
+import numba
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic, models, register_model
+
+VECTOR_BYTES = 64  # one AVX-512 register, or two of AVX2
+
+
+def kernel(function: Any) -> Any:
+    """Compile without the interpreter lock, and keep the code on disk where that is possible."""
+    try:
+        return numba.njit(nogil=True, cache=True)(function)
+    except RuntimeError:  # no directory to write to
+        return numba.njit(nogil=True)(function)
+
+
+inline = numba.njit(forceinline=True)  # constant arguments become constants of the caller's code
+
+
+class Vec(types.Type):
+    """`VECTOR_BYTES` (or a part) of one scalar type, held in a register."""
+
+    def __init__(self, scalar: Any, parts: int = 1) -> None:
+        self.scalar, self.lanes = scalar, VECTOR_BYTES * 8 // scalar.bitwidth // parts
+        super().__init__(name=f"Vec({scalar} x {self.lanes})")
+
+
+@register_model(Vec)
+class _VecModel(models.PrimitiveModel):
+    def __init__(self, manager: Any, fe_type: Any) -> None:
+        super().__init__(manager, fe_type, _llvm(fe_type.scalar, fe_type.lanes))
+
+
+def _llvm(scalar: Any, lanes: int) -> Any:
+    return ir.VectorType(ir.FloatType() if scalar.bitwidth == 32 else ir.DoubleType(), lanes)
+
+
+def _address(context: Any, builder: Any, array_type: Any, array: Any, offset: Any) -> Any:
+    data = context.make_array(array_type)(context, builder, array).data
+    return builder.gep(data, [offset])
+
+
+def _mask(builder: Any, lanes: int, n: Any) -> Any:
+    """Lanes below n."""
+    i32 = ir.IntType(32)
+    count = _splat(builder, builder.trunc(n, i32), lanes)
+    lane = ir.Constant(ir.VectorType(i32, lanes), list(range(lanes)))
+    return builder.icmp_signed("<", lane, count)
+
+
+def _splat(builder: Any, value: Any, lanes: int) -> Any:
+    vector = ir.VectorType(value.type, lanes)
+    zero = ir.IntType(32)(0)
+    first = builder.insert_element(ir.Constant(vector, ir.Undefined), value, zero)
+    order = ir.Constant(ir.VectorType(ir.IntType(32), lanes), [0] * lanes)
+    return builder.shuffle_vector(first, first, order)
+
+
+def _masked(builder: Any, name: str, result: Any, arguments: list[Any], vector: Any) -> Any:
+    """Call of llvm.masked.load or store, whose names hold the vector's type."""
+    kind = "f32" if isinstance(vector.element, ir.FloatType) else "f64"
+    function = ir.FunctionType(result, [a.type for a in arguments])
+    full = f"llvm.masked.{name}.v{vector.count}{kind}.p0"
+    return builder.call(cgutils.get_or_insert_function(builder.module, function, full), arguments)
+
+
+def _read(builder: Any, pointer: Any, vector: Any, n: Any) -> Any:
+    pointer = builder.bitcast(pointer, vector.as_pointer())
+    align = ir.IntType(32)(4 if isinstance(vector.element, ir.FloatType) else 8)
+    mask = _mask(builder, vector.count, n)
+    zeros = ir.Constant(vector, [0.0] * vector.count)
+    return _masked(builder, "load", vector, [pointer, align, mask, zeros], vector)
+
+
+def _write(builder: Any, value: Any, pointer: Any, n: Any) -> None:
+    pointer = builder.bitcast(pointer, value.type.as_pointer())
+    align = ir.IntType(32)(4 if isinstance(value.type.element, ir.FloatType) else 8)
+    mask = _mask(builder, value.type.count, n)
+    _masked(builder, "store", ir.VoidType(), [value, pointer, align, mask], value.type)
+
+
+def _load(array: Any, parts: int) -> Any:
+    vec = Vec(array.dtype, parts)
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        pointer = _address(context, builder, array, args[0], args[1])
+        return _read(builder, pointer, _llvm(vec.scalar, vec.lanes), args[2])
+
+    return vec(array, types.int64, types.int64), codegen
+
+
+@intrinsic
+def load(typing_context, array, offset, n):  # type: ignore[no-untyped-def]
+    """The first n lanes from array.flat[offset:], zeros behind them."""
+    return _load(array, 1)
+
+
+@intrinsic
+def load_quarter(typing_context, array, offset, n):  # type: ignore[no-untyped-def]
+    """As `load`, a quarter as long: a read that rarely straddles two cache lines."""
+    return _load(array, 4)
+
+
+@intrinsic
+def store(typing_context, array, offset, n, value):  # type: ignore[no-untyped-def]
+    """array.flat[offset : offset + n] = the first n lanes."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        _write(builder, args[3], _address(context, builder, array, args[0], args[1]), args[2])
+        return context.get_dummy_value()
+
+    return types.void(array, types.int64, types.int64, value), codegen
+
+
+def _splat_of(array: Any, number: Any, parts: int) -> Any:
+    vec = Vec(array.dtype, parts)
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        number_ = context.cast(builder, args[1], number, vec.scalar)
+        return _splat(builder, number_, vec.lanes)
+
+    return vec(array, number), codegen
+
+
+@intrinsic
+def splat(typing_context, array, number):  # type: ignore[no-untyped-def]
+    """A vector of one number, of the type of `array`."""
+    return _splat_of(array, number, 1)
+
+
+@intrinsic
+def splat_quarter(typing_context, array, number):  # type: ignore[no-untyped-def]
+    return _splat_of(array, number, 4)
+
+
+@intrinsic
+def fma(typing_context, a, b, c):  # type: ignore[no-untyped-def]
+    """a * b + c, in one rounding where the machine can."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        product = builder.fmul(args[0], args[1], flags=("contract",))
+        return builder.fadd(product, args[2], flags=("contract",))
+
+    return a(a, b, c), codegen
+
+
+@intrinsic
+def add(typing_context, a, b):  # type: ignore[no-untyped-def]
+    return a(a, b), lambda context, builder, signature, args: builder.fadd(*args)
+
+
+@intrinsic
+def mul(typing_context, a, b):  # type: ignore[no-untyped-def]
+    return a(a, b), lambda context, builder, signature, args: builder.fmul(*args)
+
+
+@intrinsic
+def sub(typing_context, a, b):  # type: ignore[no-untyped-def]
+    return a(a, b), lambda context, builder, signature, args: builder.fsub(*args)
+
+
+@intrinsic
+def add_product(typing_context, sums, offset, n, a, b):  # type: ignore[no-untyped-def]
+    """sums.flat[offset : offset + n] += a * b, in the float64 of `sums`."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        pointer = _address(context, builder, sums, args[0], args[1])
+        wide = ir.VectorType(ir.DoubleType(), a.lanes)
+        x, y = args[3], args[4]
+        if a.scalar.bitwidth == 32:
+            x, y = builder.fpext(x, wide), builder.fpext(y, wide)
+        product = builder.fmul(x, y, flags=("contract",))
+        total = builder.fadd(product, _read(builder, pointer, wide, args[2]), flags=("contract",))
+        _write(builder, total, pointer, args[2])
+        return context.get_dummy_value()
+
+    return types.void(sums, types.int64, types.int64, a, b), codegen
+
+
+@intrinsic
+def peek(typing_context, array, i):  # type: ignore[no-untyped-def]
+    """array[i] for an i that is known to be valid: no wrap-around, no check."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.load(_address(context, builder, array, args[0], args[1]))
+
+    return array.dtype(array, types.int64), codegen
+
+
+@intrinsic
+def prefetch(typing_context, array, offset):  # type: ignore[no-untyped-def]
+    """Ask for the cache line of array.flat[offset]."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        pointer = _address(context, builder, array, args[0], args[1])
+        pointer = builder.bitcast(pointer, ir.IntType(8).as_pointer())
+        i32 = ir.IntType(32)
+        function = ir.FunctionType(ir.VoidType(), [pointer.type, i32, i32, i32])
+        hint = cgutils.get_or_insert_function(builder.module, function, "llvm.prefetch.p0")
+        builder.call(hint, [pointer, i32(0), i32(3), i32(1)])
+        return context.get_dummy_value()
+
+    return types.void(array, types.int64), codegen
+
+
+@intrinsic
+def count(typing_context, counter, i):  # type: ignore[no-untyped-def]
+    """counter[i]++ for all threads at once; gives the old value."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        pointer = _address(context, builder, counter, args[0], args[1])
+        return builder.atomic_rmw("add", pointer, ir.IntType(64)(1), "monotonic")
+
+    return types.int64(counter, types.int64), codegen

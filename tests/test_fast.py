@@ -1,0 +1,245 @@
+"""The compiled CPU backend against the plain one and against dense algebra."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("numba", reason="the compiled backend needs numba")
+
+from herta_gpu import HERTA, Graph, SDDSolver, Sparsifier
+from herta_gpu.backends import get_backend, philox
+from herta_gpu.backends.base import STREAM_SAMPLE
+from herta_gpu.backends.cpu import CPUBackend, walsh_hadamard
+from herta_gpu.backends.fast import FastCPUBackend, aligned_empty, walsh_hadamard_inplace
+
+PLAIN, FAST = CPUBackend(), FastCPUBackend()
+ULPS = {"float32": 1e-5, "float64": 1e-13}
+
+
+def graph(kind: str, weighted: bool = False) -> Graph:
+    rng = np.random.default_rng(7)
+    if kind == "one node":
+        edges, n = np.zeros((2, 0), dtype=int), 1
+    elif kind == "no edges":
+        edges, n = np.zeros((2, 0), dtype=int), 9
+    elif kind == "hub":  # two nodes know everybody, the last ones nobody
+        others = np.arange(2, 3000)
+        edges = np.stack([np.repeat([0, 1], others.size), np.tile(others, 2)])
+        n = 3010
+    else:
+        edges, n = np.unique(np.sort(rng.integers(0, 150, (2, 700)), axis=0), axis=1), 160
+    weights = rng.uniform(0.1, 3.0, edges.shape[1]) if weighted else None
+    return Graph.from_edges(edges, n, weights)
+
+
+def sampled(g: Graph) -> Graph:
+    """A graph whose Laplacian has a diagonal other than 1: L_tilde."""
+    return Sparsifier(lam=2.0, n_samples=g.num_edges // 2, random_state=3).fit(g).graph_
+
+
+def close(a: np.ndarray, b: np.ndarray, dtype: str) -> None:
+    scale = max(1.0, float(np.abs(b).max(initial=0.0)))
+    np.testing.assert_allclose(a, b, rtol=ULPS[dtype], atol=ULPS[dtype] * scale)
+
+
+GRAPHS = {
+    "one node": graph("one node"),
+    "no edges": graph("no edges"),
+    "hub": graph("hub"),
+    "random": graph("random"),
+    "weighted": graph("random", weighted=True),
+    "L_tilde": sampled(graph("random")),
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("k", [0, 1, 2, 3, 7, 8, 16, 17, 40, 64, 100])
+@pytest.mark.parametrize("name", GRAPHS)
+def test_apply_and_chebyshev(name: str, k: int, dtype: str) -> None:
+    g, lam = GRAPHS[name], 20.0
+    rng = np.random.default_rng(k)
+    X, before, B = rng.standard_normal((3, g.num_nodes, k)).astype(dtype)
+    L, plain = FAST.laplacian(g, dtype), PLAIN.laplacian(g, dtype)
+    H = np.eye(g.num_nodes) + lam * g.to_csr().toarray() if g.num_nodes < 1000 else None
+    want = PLAIN.apply_H(plain, lam, X) if H is None else H @ X.astype("float64")
+    close(FAST.apply_H(L, lam, X), want, dtype)
+    out = np.full_like(X, np.nan)
+    assert FAST.apply_H(L, lam, X, out=out) is out
+    close(out, want, dtype)
+    close(FAST.column_dots(X, out), (X.astype("float64") * out).sum(axis=0), "float64")
+    ours, theirs = before.copy(), before.copy()
+    FAST.chebyshev_step(L, lam, X, ours, B, 0.3, 0.05)
+    PLAIN.chebyshev_step(plain, lam, X, theirs, B, 0.3, 0.05)
+    close(ours, theirs, dtype)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_apply_takes_any_layout(dtype: str) -> None:
+    g = GRAPHS["random"]
+    L, X = FAST.laplacian(g, dtype), np.random.default_rng(0).standard_normal((g.num_nodes, 12))
+    X = X.astype(dtype)
+    want = FAST.apply_H(L, 3.0, X)
+    for odd in (np.asfortranarray(X), np.repeat(X, 2, axis=1)[:, ::2]):
+        np.testing.assert_array_equal(FAST.apply_H(L, 3.0, odd), want)
+    Y = X.copy()
+    np.testing.assert_array_equal(FAST.apply_H(L, 3.0, Y, out=Y), want)  # onto itself
+    wide = np.zeros((g.num_nodes, 24), dtype=dtype)
+    FAST.apply_H(L, 3.0, X, out=wide[:, ::2])
+    np.testing.assert_array_equal(wide[:, ::2], want)
+    offset = np.zeros(X.size + 1, dtype=dtype)[1:].reshape(X.shape)  # not on a cache line
+    offset[...] = X
+    np.testing.assert_array_equal(FAST.apply_H(L, 3.0, offset), want)
+    assert aligned_empty((3, 5), dtype).ctypes.data % 64 == 0
+
+
+def test_nan_is_not_lost() -> None:
+    g = GRAPHS["random"]
+    X = np.ones((g.num_nodes, 5), dtype="float32")
+    X[0, 3] = np.nan
+    Y = FAST.apply_H(FAST.laplacian(g, "float32"), 1.0, X)
+    neighbours = np.append(g.indices[: g.indptr[1]], 0)
+    assert np.isnan(Y[neighbours, 3]).all()
+    assert not np.isnan(Y[:, [0, 1, 2, 4]]).any()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("k", [1, 40, 70])
+@pytest.mark.parametrize("name", GRAPHS)
+def test_cg_steps(name: str, k: int, dtype: str) -> None:
+    g, lam = GRAPHS[name], 5.0
+    B = np.random.default_rng(1).standard_normal((g.num_nodes, k)).astype(dtype)
+    B[:, k // 2] = 0  # starts frozen
+    states = []
+    for backend in (FAST, PLAIN):
+        L, R = backend.laplacian(g, dtype), B.copy()
+        energy = backend.column_dots(R, R) / 20
+        state = backend.cg_start(L, lam, R, energy, 1e-3, 1e-7)
+        for _ in range(6):
+            backend.cg_step(L, lam, state)
+        states.append(state)
+    ours, theirs = states
+    np.testing.assert_array_equal(ours.iterations, theirs.iterations)
+    np.testing.assert_array_equal(ours.active, theirs.active)
+    close(ours.Z, theirs.Z, dtype)
+    close(ours.energy, theirs.energy, dtype)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_solver_agrees_with_dense_algebra(dtype: str) -> None:
+    g = GRAPHS["weighted"]
+    B = np.random.default_rng(2).standard_normal((g.num_nodes, 9))
+    H = np.eye(g.num_nodes) + 20.0 * g.to_csr().toarray()
+    Z = SDDSolver(g, 20.0, tol=1e-6, dtype=dtype).solve(B)
+    np.testing.assert_allclose(Z, np.linalg.solve(H, B), atol=1e-5)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    bits=st.integers(0, 13),
+    k=st.integers(1, 70),
+    dtype=st.sampled_from(["float32", "float64"]),
+    seed=st.integers(0, 99),
+)
+def test_walsh_hadamard(bits: int, k: int, dtype: str, seed: int) -> None:
+    Y = np.random.default_rng(seed).standard_normal((1 << bits, k)).astype(dtype)
+    want = walsh_hadamard(Y.astype("float64"))
+    ours = Y.copy()
+    walsh_hadamard_inplace(ours)
+    close(ours, want, dtype)
+
+
+@settings(max_examples=25, deadline=None)
+@given(n=st.integers(1, 300), k=st.integers(1, 20), seed=st.integers(0, 2**63), data=st.data())
+def test_srht(n: int, k: int, seed: int, data: st.DataObject) -> None:
+    padded = 1 << max(0, n - 1).bit_length()
+    s = data.draw(st.integers(1, padded))
+    Q = np.random.default_rng(n).standard_normal((n, k))
+    close(FAST.srht(Q, s, seed), PLAIN.srht(Q, s, seed), "float64")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("k", [1, 3, 20, 33])
+@pytest.mark.parametrize("name", GRAPHS)
+def test_sketches_and_scores(name: str, k: int, dtype: str) -> None:
+    g, seed = GRAPHS[name], (9 << 32) + 5
+    ours, theirs = FAST.laplacian(g, dtype), PLAIN.laplacian(g, dtype)
+    S = FAST.sketch_incidence(ours, k, seed)
+    close(S, PLAIN.sketch_incidence(theirs, k, seed), dtype)
+    T = FAST.sketch_identity(ours, k, seed)
+    close(T, PLAIN.sketch_identity(theirs, k, seed), dtype)
+    close(FAST.edge_scores(ours, S, T, 2.0), PLAIN.edge_scores(theirs, S, T, 2.0), "float64")
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    scores=st.lists(st.floats(1e-9, 1.0), min_size=1, max_size=300),
+    s=st.integers(1, 2000),
+    seed=st.integers(0, 2**63),
+    replace=st.booleans(),
+)
+def test_same_edges_are_sampled(scores: list[float], s: int, seed: int, replace: bool) -> None:
+    values = np.array(scores)
+    ours = FAST.sample_edges(values, s, seed, replace)
+    np.testing.assert_array_equal(ours, PLAIN.sample_edges(values, s, seed, replace))
+
+
+def test_a_large_draw_uses_the_same_words() -> None:
+    scores = np.random.default_rng(0).random(5000) ** 8
+    for replace in (True, False):
+        ours = FAST.sample_edges(scores, 200_000 if replace else 2_000, 1, replace)
+        theirs = PLAIN.sample_edges(scores, 200_000 if replace else 2_000, 1, replace)
+        np.testing.assert_array_equal(ours, theirs)
+    p = np.full(1000, 0.5)
+    uniform = (philox.words64(0, 1000, 4, STREAM_SAMPLE) >> np.uint64(11)) * 2.0**-53
+    np.testing.assert_array_equal(FAST.sample_edges(p, 500, 4, False) > 0, uniform < 0.5)
+
+
+def test_results_do_not_depend_on_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(5)
+    g = Graph.from_edges(np.unique(np.sort(rng.integers(0, 20_000, (2, 90_000)), 0), axis=1))
+    X = rng.standard_normal((g.num_nodes, 24)).astype("float32")
+    found = []
+    for threads in ("1", "2", "3"):
+        monkeypatch.setenv("HERTA_NUM_THREADS", threads)
+        L = FAST.laplacian(g, "float32")
+        state = FAST.cg_start(L, 20.0, X.copy(), FAST.column_dots(X, X) / 41, 1e-6, 1e-7)
+        for _ in range(3):
+            FAST.cg_step(L, 20.0, state)
+        S = FAST.sketch_incidence(L, 5, 1)
+        scores = FAST.edge_scores(L, S, S, 20.0)
+        found.append([state.Z, state.rho, FAST.srht(X, 500, 2), S, scores])
+        found[-1] += [FAST.sample_edges(scores, 50_000, 3, replace) for replace in (True, False)]
+    for other in found[1:]:
+        for a, b in zip(found[0], other, strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+def test_training_gives_the_same_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    g, rng = GRAPHS["random"], np.random.default_rng(0)
+    X, y = rng.standard_normal((g.num_nodes, 6)), rng.integers(0, 3, g.num_nodes)
+    found = []
+    for fast in ("0", "1"):
+        monkeypatch.setenv("HERTA_FAST", fast)
+        assert isinstance(get_backend("cpu"), FastCPUBackend) == (fast == "1")
+        found.append(HERTA(lam=20.0, tol=1e-8).fit(g, X, y))
+    np.testing.assert_allclose(found[0].W_, found[1].W_, rtol=1e-3, atol=1e-4)
+    assert found[0].history_[-1]["loss"] == pytest.approx(found[1].history_[-1]["loss"], rel=1e-7)
+
+
+def test_import_does_not_load_numba() -> None:
+    code = "import sys, herta_gpu; sys.exit('numba' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], env=dict(os.environ)).returncode == 0
+
+
+def test_a_bad_number_of_threads_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HERTA_NUM_THREADS", "many")
+    X = np.ones((3010, 64), dtype="float32")
+    with pytest.raises(ValueError, match="HERTA_NUM_THREADS"):
+        FAST.apply_H(FAST.laplacian(GRAPHS["hub"], "float32"), 1.0, X)
