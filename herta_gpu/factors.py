@@ -218,7 +218,7 @@ class DenseGram:
     def _triangular(self, P: Array, top: float, note: str) -> Factor:
         """A Cholesky factor; of independent columns only where P is close to singular."""
         backend, d = self.backend, P.shape[0]
-        L = _cholesky(backend, P)
+        L = backend.cholesky(P)
         if L is not None:
             smallest = _smallest_eigenvalue(backend, L)
             if smallest > 10 * RANK_CUT * top:
@@ -257,16 +257,6 @@ class LowRankGram:
 
 def _damping_note(shift: float) -> str:
     return f"damped by {shift:.1e} (fewer train rows than features)"
-
-
-def _cholesky(backend: Backend, P: Array) -> Array | None:
-    """L of P = L L^T, or None where there is none."""
-    try:
-        L = backend.xp.linalg.cholesky(P)
-    except np.linalg.LinAlgError:
-        return None
-    # CuPy returns NaN where NumPy raises.
-    return L if bool(backend.xp.isfinite(L[-1, -1])) else None  # synchronize!
 
 
 def _smallest_eigenvalue(backend: Backend, L: Array) -> float:

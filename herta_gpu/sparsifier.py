@@ -116,8 +116,7 @@ class Sparsifier:
         self.n_samples_ = int(s)
         # Subsample s rows of B_hat with probabilities l_i / Z; repeated edges are merged.
         factors = backend.sample_edges(backend.asarray(scores), s, self.random_state, self.replace)
-        factors = backend.to_numpy(factors)
-        self.graph_ = graph.with_edges(factors > 0, factors)
+        self.graph_ = backend.sampled_graph(graph, factors)
         return self
 
     def _keep_all(self, graph: Graph, scores: Any) -> None:
