@@ -77,7 +77,7 @@ def main() -> None:
     print("\n| data | λ | optimizer | outer steps | certified gap | true gap | kind |")
     print("|---|---|---|---|---|---|---|")
     for r in rows:
-        claim = f"{r['certificate']:.1e}" if r["kind"] != "none" else f"– ({r['status']})"
+        claim = f"{r['certificate']:.1e}" if r["kind"] != "none" else f"none ({r['status']})"
         print(
             f"| {r['data']} | {r['lam']:g} | {r['optimizer']} | {r['steps']} | {claim} "
             f"| {r['true_gap']:.1e} | {r['kind']} |"

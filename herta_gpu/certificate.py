@@ -29,6 +29,8 @@ from herta_gpu.unfolded import Point, UnfoldedMap
 
 LANCZOS_STEPS = 20
 _LANCZOS_TOL = 1e-4
+_LANCZOS_LEAST_TOL = 1e-12
+_BLUR = 0.05  # movement of the Ritz values that makes tighter solves worth it
 _USEFUL = 0.02  # a below this makes the certificate too pessimistic to be worth having
 
 
@@ -160,8 +162,21 @@ def probabilistic_spectrum(
     """
     if P.damped:
         return None
+    tol = _LANCZOS_TOL
+    while True:
+        found, slip = _ritz_bounds(P, A, ridge, seed, tol)
+        # Where ||H^-1 X P^-1/2|| is large, it is the solves that blur the picture: solve tighter.
+        if found.kind != "estimate" or slip < _BLUR or tol <= _LANCZOS_LEAST_TOL:
+            return found
+        tol = max(_LANCZOS_LEAST_TOL, tol * min(0.1, 0.1 * _BLUR / slip))
+
+
+def _ritz_bounds(
+    P: Preconditioner, A: UnfoldedMap, ridge: float, seed: int, tol: float
+) -> tuple[Spectrum, float]:
+    """Bounds from Ritz values, and how far inexact products may have moved those."""
     n, rank = A.H.n, P.factor.rank
-    ritz, r1, r2 = _two_lanczos(P, A, ridge, seed)
+    ritz, r1, r2 = _two_lanczos(P, A, ridge, seed, tol)
     steps = ritz[0].shape[0]
     miss = (math.log(1.648 * math.sqrt(rank) * 3 * n) / (2 * steps - 1)) ** 2
     if steps == rank:
@@ -169,28 +184,27 @@ def probabilistic_spectrum(
     low, top = float(ritz[0][0]), float(ritz[0][-1])
     estimate = Spectrum(max(low, 1e-6 * top), top, math.sqrt(float(ritz[1][-1])), "estimate")
     if miss >= 1:
-        return estimate
+        return estimate, 0.0
     b, norm = top / (1 - miss), math.sqrt(float(ritz[1][-1]) / (1 - miss))
-    # Each inexact product moves the Ritz values by at most its error.
     slip = math.sqrt(b) * r1 + norm * r2
     b, low = b + slip, low - slip
     a = b - (b - low) / (1 - miss)
     if a < _USEFUL:
-        return estimate
-    return Spectrum(a, b, norm + slip, "spectral-probabilistic", 1.0 / n, P.factor.note)
+        return estimate, slip
+    return Spectrum(a, b, norm + slip, "spectral-probabilistic", 1.0 / n, P.factor.note), slip
 
 
 def ritz_interval(
     P: Preconditioner, A: UnfoldedMap, ridge: float, seed: int
 ) -> tuple[float, float]:
     """An estimate, not a bound, of the spectrum of the preconditioned Hessian."""
-    values = _two_lanczos(P, A, ridge, seed)[0][0]
+    values = _two_lanczos(P, A, ridge, seed, _LANCZOS_TOL)[0][0]
     top = float(values[-1])
     return max(float(values[0]), 1e-6 * top), top
 
 
 def _two_lanczos(
-    P: Preconditioner, A: UnfoldedMap, ridge: float, seed: int
+    P: Preconditioner, A: UnfoldedMap, ridge: float, seed: int, tol: float
 ) -> tuple[list[Any], float, float]:
     """Ritz values of both processes, and the Frobenius sums of the solves' residuals."""
     H, X, xp = A.H, A.X, A.H.backend.xp
@@ -209,9 +223,9 @@ def _two_lanczos(
         v = v / xp.linalg.norm(v, axis=0)
         bases[0][j], bases[1][j] = v[:, 0], v[:, 1]
         W = P.factor.half(v)
-        Z, there = block_cg(H, X.times(W), _LANCZOS_TOL)
+        Z, there = block_cg(H, X.times(W), tol)
         Z[:, 0:1] *= mask
-        V, back = block_cg(H, Z, _LANCZOS_TOL)
+        V, back = block_cg(H, Z, tol)
         v = P.factor.half_T(X.transpose_times(V) + ridge * W)
         images[0][j], images[1][j] = v[:, 0], v[:, 1]
         r1 += float(there.residuals.max()) ** 2

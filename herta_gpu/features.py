@@ -24,10 +24,8 @@ class Features:
     stays on the host and passes through in chunks of rows or blocks of columns.
     """
 
-    def __init__(
-        self, X: Any, backend: Backend, dtype: str, order: Any = None, budget: int = 0
-    ) -> None:
-        self.backend, self.dtype, self.shape = backend, dtype, X.shape
+    def __init__(self, X: Any, backend: Backend, order: Any = None, budget: int = 0) -> None:
+        self.backend, self.shape = backend, X.shape
         self.sparse = sp.issparse(X)
         if self.sparse:
             rows = sp.csr_array(X)
@@ -40,14 +38,14 @@ class Features:
         else:
             self._dense, self._order = X, order
 
-    def column_block(self, start: int, stop: int) -> Array:
-        """X[:, start:stop] as a dense block in the working precision."""
+    def column_block(self, start: int, stop: int, dtype: str) -> Array:
+        """X[:, start:stop] as a dense block."""
         if self.sparse:
             block = self._transposed[start:stop].toarray().T
         else:
             block = self._dense[:, start:stop]
             block = block if self._order is None else block[self._order]
-        return self.backend.asarray(block, self.dtype)
+        return self.backend.asarray(block, dtype)
 
     def times(self, W: Array) -> Array:
         """X W in float64 (n x c)."""

@@ -19,7 +19,7 @@ from herta_gpu.features import Features, bytes_held, has_hidden_columns
 from herta_gpu.graph import Graph
 from herta_gpu.losses import LOSSES
 from herta_gpu.optimizers import OPTIMIZERS
-from herta_gpu.planner import HIDDEN_TOL, Options, Sizes, make_plan
+from herta_gpu.planner import EXACT_TOL, Options, Sizes, make_plan
 from herta_gpu.preconditioner import Preconditioner, build, no_preconditioner
 from herta_gpu.profiling import Stages
 from herta_gpu.solver import RegularizedLaplacian, block_width, chebyshev_degree
@@ -160,7 +160,7 @@ class HERTA(Estimator):
                 H, _sizes(graph, X, targets, self.dtype, X_bytes), options
             )
         with stages("features"):
-            features = Features(X, backend, self.dtype, graph.order, options.budget)
+            features = Features(X, backend, graph.order, options.budget)
         inverse = graph.inverse_order()
         rows = backend.asarray(targets.rows if inverse is None else inverse[targets.rows])
         Y = backend.asarray(targets.Y)
@@ -207,7 +207,7 @@ class HERTA(Estimator):
         everything = backend.xp.arange(graph.num_nodes)
         budget = self._options(backend).budget
         width = max(1, block_width(graph.num_nodes, self.W_.shape[1], self.dtype, budget))
-        features = Features(X, backend, self.dtype, graph.order, budget)
+        features = Features(X, backend, graph.order, budget)
         A = UnfoldedMap(H, features, everything, width)
         Z = backend.to_numpy(A.forward(backend.asarray(self.W_), _TRANSFORM_TOL).value)
         inverse = graph.inverse_order()
@@ -282,17 +282,17 @@ class HERTA(Estimator):
         plan, recipe = self.plan_, self.plan_.recipe
         if not self.precondition:
             return no_preconditioner(A.H.backend, A.X.shape[1], Y.shape[1]), None
-        for degree in (recipe.degree, chebyshev_degree(A.H, HIDDEN_TOL)):
-            recipe.degree = degree
+        sampled = H_tilde is not A.H
+        while True:
             with stages("preconditioner"):
-                P = build(recipe, H_tilde, A.H, A.X, Y, A.train, self.ridge, H_tilde is not A.H)
+                P = build(recipe, H_tilde, A.H, A.X, Y, A.train, self.ridge, sampled)
             with stages("spectrum"):
                 spectrum = choose_spectrum(plan.certificate, P, A, self.ridge, self.random_state)
-            exact = H_tilde is A.H and recipe.sketch_rows is None
-            if spectrum is None or spectrum.kind != "estimate" or not exact:
-                break
-            plan.decisions.append(("Q again", "tighter", "P missed too much of the Hessian"))
-        return P, spectrum
+            missed = spectrum is not None and spectrum.kind == "estimate"
+            if not missed or sampled or recipe.sketch_rows is not None or recipe.exact:
+                return P, spectrum
+            recipe.exact, recipe.degree = True, chebyshev_degree(A.H, EXACT_TOL)
+            plan.decisions.append(("Q again", "float64", "P missed too much of the Hessian"))
 
     def _check_fitted(self) -> None:
         if not hasattr(self, "W_"):

@@ -49,6 +49,7 @@ class Recipe:
 
     degree: int  # of the Chebyshev polynomial
     width: int  # columns of X at once
+    exact: bool  # solve and keep Q in float64
     sketch_rows: int | None  # SRHT rows; None: the exact Gram matrix
     by_rows: bool  # solve for H^-1 M^T instead of H^-1 X
     row_tol: float  # of those solves
@@ -57,6 +58,9 @@ class Recipe:
     curvature: float  # of the loss where training starts: P = curvature Q^T Q + ridge I
     symmetric: bool  # the optimizer depends on the coordinates: P^-1/2 itself
     seed: int
+
+    def dtype(self, H: RegularizedLaplacian) -> str:
+        return "float64" if self.exact else H.dtype
 
 
 def build(
@@ -95,12 +99,12 @@ def build(
 
 def _solved_columns(
     recipe: Recipe, H_tilde: RegularizedLaplacian, X: Features
-) -> Iterator[tuple[slice, Array, Array]]:
-    """Q <- SDDSolver(I + lam L_tilde; X), a block of columns at a time: (columns, X_J, Q_J)."""
+) -> Iterator[tuple[slice, Array]]:
+    """Q <- SDDSolver(I + lam L_tilde; X), a block of columns J at a time."""
     for j in range(0, X.shape[1], recipe.width):
         J = slice(j, min(j + recipe.width, X.shape[1]))
-        X_J = X.column_block(J.start, J.stop)
-        yield J, X_J, chebyshev(H_tilde, X_J, recipe.degree)
+        X_J = X.column_block(J.start, J.stop, recipe.dtype(H_tilde))
+        yield J, chebyshev(H_tilde, X_J, recipe.degree)
 
 
 def _chebyshev_rows(
@@ -113,14 +117,15 @@ def _chebyshev_rows(
     """The training rows of Q; with `measure`, also the Gram matrices of Q and R over all rows."""
     xp, (n, d) = H.backend.xp, X.shape
     if not recipe.measure:
-        Q = xp.empty((rows.shape[0], d), dtype=H.dtype)
-        for J, _, Q_J in _solved_columns(recipe, H_tilde, X):
+        Q = xp.empty((rows.shape[0], d), dtype=recipe.dtype(H))
+        for J, Q_J in _solved_columns(recipe, H_tilde, X):
             Q[:, J] = Q_J[rows]
         return Q, None, None
-    Q_all, R = (xp.empty((n, d), dtype=H.dtype) for _ in range(2))
-    for J, X_J, Q_J in _solved_columns(recipe, H_tilde, X):
+    Q_all, R = (xp.empty((n, d), dtype=recipe.dtype(H)) for _ in range(2))
+    for J, Q_J in _solved_columns(recipe, H_tilde, X):
         Q_all[:, J] = Q_J
-        R[:, J] = H.residual(X_J, Q_J)
+        # Against X itself, not against X rounded to the working precision.
+        R[:, J] = H.residual(X.column_block(J.start, J.stop, "float64"), Q_J)
     gram_R = gram(H.backend, R)
     del R
     if rows.shape[0] == n:
@@ -147,9 +152,9 @@ def _sketched_rows(
     """Q_tilde, s uniform rows of Hadamard(R Q), and Q^T Y; Q itself never exists whole."""
     backend, s = H_tilde.backend, recipe.sketch_rows
     assert s is not None
-    Q_tilde = backend.xp.empty((s, X.shape[1]), dtype=H_tilde.dtype)
+    Q_tilde = backend.xp.empty((s, X.shape[1]), dtype=recipe.dtype(H_tilde))
     QtY = backend.xp.empty((X.shape[1], Y.shape[1]))
-    for J, _, Q_J in _solved_columns(recipe, H_tilde, X):
+    for J, Q_J in _solved_columns(recipe, H_tilde, X):
         Q_rows = backend.asarray(Q_J[rows])
         QtY[J] = gram_product(backend, Q_rows, Y)
         Q_tilde[:, J] = backend.srht(Q_rows, s, recipe.seed)

@@ -29,7 +29,7 @@ FREE_BYTES = 8 << 30
 _FUNCTIONS = (
     *("asarray", "asnumpy", "empty", "empty_like", "zeros", "zeros_like", "ones", "full"),
     *("arange", "ascontiguousarray", "where", "clip", "take", "concatenate", "diag", "tril"),
-    *("diff", "flatnonzero"),
+    *("stack", "diff", "flatnonzero"),
     *("sort", "argsort", "argmax", "argmin", "count_nonzero", "sum", "mean"),
 )
 

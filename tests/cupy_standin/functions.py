@@ -124,6 +124,12 @@ def concatenate(
     return call(lambda *parts: np.concatenate(parts, axis=axis), *tup)
 
 
+def stack(
+    tup: Any, axis: int = 0, out: Any = None, *, dtype: Any = None, casting: str = "same_kind"
+) -> ndarray:
+    return call(lambda *parts: np.stack(parts, axis=axis), *tup)
+
+
 def diag(v: Any, k: int = 0) -> ndarray:
     return ndarray(np.diag(unwrap(v), k)) if v.ndim == 2 else call(np.diag, v, k)
 
