@@ -130,31 +130,38 @@ class CUDABackend(Backend):
         return held[dtype]
 
     def _uploaded(self, graph: Graph, dtype: str, held: dict[str, Any]) -> DeviceLaplacian:
-        """`graph` in one precision; `held` is what the device has of it, and gets the rest."""
+        """`graph` in one precision; `held` is what the device has of it, sent at the first call."""
         if "indptr" not in held:
-            held["indptr"], held["indices"] = (
-                self.asarray(graph.indptr),
-                self.asarray(graph.indices),
-            )
-            held["weights"] = None if graph.weights is None else self.asarray(graph.weights)
-            held["diagonal"] = self.asarray(graph.sampled_degree / graph.degree)
-            held["lambda_max"] = graph.lambda_max_bound()
             length = np.diff(graph.indptr)
             rows = np.flatnonzero(length > SEGMENT)
-            held["segments"] = segments(rows, length[rows])
-        weights, (rows, row, rank) = held["weights"], held["segments"]
+            held |= {
+                "indptr": self.asarray(graph.indptr),
+                "indices": self.asarray(graph.indices),
+                "weights": None if graph.weights is None else self.asarray(graph.weights),
+                "inv_sqrt_degree": self.asarray(1.0 / np.sqrt(graph.degree)),
+                "diagonal": self.asarray(graph.sampled_degree / graph.degree),
+                "lambda_max": graph.lambda_max_bound(),
+                "segments": self._segments(rows, length[rows]),
+            }
+        weights, (rows, segment_row, segment_rank) = held["weights"], held["segments"]
         return DeviceLaplacian(
             n=graph.num_nodes,
             indptr=held["indptr"],
             indices=held["indices"],
             weights=None if weights is None else weights.astype(dtype, copy=False),
-            inv_sqrt_degree=self.asarray(1.0 / np.sqrt(graph.degree), dtype),
+            inv_sqrt_degree=held["inv_sqrt_degree"].astype(dtype, copy=False),
             diagonal=held["diagonal"].astype(dtype, copy=False),
             lambda_max=held["lambda_max"],
-            segment_row=self.asarray(row, "int64"),
-            segment_rank=self.asarray(rank, "int32"),
-            long_rows=self.asarray(rows, "int64"),
+            segment_row=segment_row,
+            segment_rank=segment_rank,
+            long_rows=rows,
         )
+
+    def _segments(self, rows: Any, length: Any) -> tuple[Array, Array, Array]:
+        rows, row, rank = segments(rows, length)
+        types = ("int64", "int64", "int32")
+        first, second, third = map(self.asarray, (rows, row, rank), types)
+        return first, second, third
 
     def sampled_graph(self, graph: Graph, factors: Array) -> Graph:
         """L_tilde is put together on the device; the host reads it when somebody asks."""
@@ -162,23 +169,21 @@ class CUDABackend(Backend):
         indptr, indices, weights, sums = self._sampler.filtered(L, factors)
         ratio = sums * L.inv_sqrt_degree**2
         _, lo, hi, _ = self._sampler.edges(L)
+        length = cupy.diff(indptr)
+        rows = cupy.flatnonzero(length > SEGMENT)  # synchronize!  few rows, and only they are read
         held = {
             "indptr": indptr,
             "indices": indices,
             "weights": weights,
+            "inv_sqrt_degree": L.inv_sqrt_degree,
             "diagonal": ratio,
             # The bound of `Graph.lambda_max_bound`, over the edges that are left.
             "lambda_max": largest_edge(cupy, ratio[lo] + ratio[hi], factors),
-            "segments": self._segments_of(indptr),
+            "segments": self._segments(*map(self.to_numpy, (rows, length[rows]))),
         }
         sampled = SampledGraph(held, graph, self.to_numpy)
         self._graphs[sampled] = held
         return sampled
-
-    def _segments_of(self, indptr: Array) -> tuple[Any, Any, Any]:
-        length = cupy.diff(indptr)
-        rows = cupy.flatnonzero(length > SEGMENT)  # synchronize!
-        return segments(self.to_numpy(rows), self.to_numpy(length[rows]))  # synchronize!
 
     # ---- H = I + lam L ---------------------------------------------------------------------
     def apply_H(self, L: Laplacian, lam: float, X: Array, out: Array | None = None) -> Array:

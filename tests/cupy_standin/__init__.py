@@ -22,7 +22,7 @@ from cuda_emulator import EmulatorError, load
 from herta_gpu import backends
 
 from . import functions, sparse
-from .array import ndarray
+from .device_array import ndarray
 from .ledger import LEDGER, Ledger
 
 FREE_BYTES = 8 << 30
@@ -43,8 +43,10 @@ class RawKernel:
     def __call__(self, grid: Any, block: Any, args: Any, *, shared_mem: int = 0) -> None:
         types = self.module.types(self.name)
         held = [self._checked(i, a, types) for i, a in enumerate(args)]
+        count = self.module.traffic if RawModule.variant == "count" else lambda: (0, 0)
+        count()  # what came before the launch is not the kernel's
         self.module.launch(self.name, tuple(grid), tuple(block), tuple(held), RawModule.order)
-        moved = self.module.traffic() if RawModule.variant == "count" else (0, 0)
+        moved = count()
         LEDGER.launched(self.name, moved)
         for array in held:  # tickets, the only uint32 arrays, must be ready for the next launch
             if isinstance(array, np.ndarray) and array.dtype == np.uint32 and array.any():

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import scipy.linalg
 
-from .array import call, ndarray, unwrap, wrap
+from .device_array import call, ndarray, unwrap, wrap
 from .ledger import LEDGER
 
 inf = np.inf

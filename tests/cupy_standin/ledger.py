@@ -19,13 +19,14 @@ class Ledger:
     traffic: dict[str, list[int]] = field(default_factory=dict)  # bytes read, written, by name
     held: int = 0  # bytes allocated on the device now
     peak: int = 0
+    largest_download: int = 0
     _stage: str = "outside"
 
     def clear(self) -> None:
         self.stages.clear()
         self.kernels.clear()
         self.traffic.clear()
-        self.peak = self.held
+        self.peak, self.largest_download = self.held, 0
 
     def add(self, what: str, count: int = 1) -> None:
         self.stages.setdefault(self._stage, Counter())[what] += count
@@ -38,13 +39,15 @@ class Ledger:
         total[1] += moved[1]
 
     def uploaded(self, size: int) -> None:
-        self.add("to_device")
-        self.add("bytes_up", size)
+        if size:
+            self.add("to_device")
+            self.add("bytes_up", size)
 
     def downloaded(self, size: int) -> None:
         self.add("syncs")
         self.add("to_host")
         self.add("bytes_down", size)
+        self.largest_download = max(self.largest_download, size)
 
     def allocated(self, size: int) -> None:
         self.held += size

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import scipy.sparse as sp
 
-from .array import ndarray, unwrap
+from .device_array import ndarray, unwrap
 from .ledger import LEDGER
 
 
@@ -37,13 +37,12 @@ class csr_matrix:  # noqa: N801 - CuPy's name
             raise ValueError(
                 f"Only bool, float32, float64, ... are supported: {self._matrix.dtype}"
             )
-        self._parts = [ndarray(a) for a in (self._matrix.data, self._matrix.indices)]
+        self.data, self._indices = ndarray(self._matrix.data), ndarray(self._matrix.indices)
         self._checked = False
 
     shape = property(lambda self: self._matrix.shape)
     dtype = property(lambda self: self._matrix.dtype)
     nnz = property(lambda self: self._matrix.nnz)
-    data = property(lambda self: self._parts[0])
 
     def _like(self, matrix: Any) -> csr_matrix:
         parts = (matrix.data, matrix.indices, matrix.indptr)
