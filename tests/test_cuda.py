@@ -12,8 +12,9 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -166,6 +167,28 @@ def test_the_table_of_a_fit_is_printed_by_one_command(capsys: pytest.CaptureFixt
     printed = capsys.readouterr().out
     for stage in ("plan", "features", "sparsify", "preconditioner", "spectrum", "train", "total"):
         assert f"| {stage} |" in printed
+
+
+def test_stages_and_steps_are_nested_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
+    open_, seen = [], []
+
+    @contextmanager
+    def annotate(message: str, domain: str) -> Iterator[None]:
+        assert domain == "herta"
+        open_.append(message)
+        seen.append("/".join(open_))
+        yield
+        open_.pop()
+
+    monkeypatch.setattr(herta_gpu.profiling, "nvtx", SimpleNamespace(annotate=annotate))
+    X, y = checks.block(60, 6, "float32"), np.arange(60) % 3
+    model = HERTA(device="cpu", loss="ce", ridge=0.1, strategy="herta")
+    model.fit(checks.graph("fit"), X, y)
+    assert not open_
+    assert set(model.stages_) <= set(seen)
+    assert [f"train/step {h['step']}" for h in model.history_] == [s for s in seen if "step" in s]
+    monkeypatch.setattr(herta_gpu.profiling, "nvtx", None)
+    HERTA(device="cpu").fit(checks.graph("fit"), X, y)
 
 
 # ---- which backend ----------------------------------------------------------------------------
