@@ -6,8 +6,9 @@ entropy; the shift is the ridge or, where there are fewer training rows than col
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -218,7 +219,7 @@ class DenseGram:
     def _triangular(self, P: Array, top: float, note: str) -> Factor:
         """A Cholesky factor; of independent columns only where P is close to singular."""
         backend, d = self.backend, P.shape[0]
-        L = _cholesky(backend, P)
+        L = backend.cholesky(P)
         if L is not None:
             smallest = _smallest_eigenvalue(backend, L)
             if smallest > 10 * RANK_CUT * top:
@@ -259,39 +260,26 @@ def _damping_note(shift: float) -> str:
     return f"damped by {shift:.1e} (fewer train rows than features)"
 
 
-def _cholesky(backend: Backend, P: Array) -> Array | None:
-    """L of P = L L^T, or None where there is none."""
-    try:
-        L = backend.xp.linalg.cholesky(P)
-    except np.linalg.LinAlgError:
-        return None
-    # CuPy returns NaN where NumPy raises.
-    return L if bool(backend.xp.isfinite(L[-1, -1])) else None  # synchronize!
-
-
 def _smallest_eigenvalue(backend: Backend, L: Array) -> float:
     """Of L L^T, by inverse iteration; a few per cent are enough."""
-    xp = backend.xp
-    v = xp.ones((L.shape[0], 1)) / L.shape[0] ** 0.5
-    size = 1.0
-    for _ in range(12):
-        v = backend.solve_triangular(L, backend.solve_triangular(L, v), trans=True)
-        size = float(xp.linalg.norm(v))  # synchronize!
-        if not np.isfinite(size) or size == 0:
-            return 0.0
-        v = v / size
-    return 1.0 / size
+
+    def inverse(v: Array) -> Array:
+        return backend.solve_triangular(L, backend.solve_triangular(L, v), trans=True)
+
+    size = _growth(backend.xp, inverse, L.shape[0], 12)
+    return 1.0 / size if np.isfinite(size) and size > 0 else 0.0
 
 
 def _largest_eigenvalue(backend: Backend, P: Array) -> float:
     """Power iteration; a few per cent are enough to scale the damping."""
-    xp = backend.xp
-    v = xp.ones(P.shape[0])
-    size = 0.0
-    for _ in range(20):
-        v = P @ v
-        size = float(xp.linalg.norm(v))  # synchronize!
-        if size == 0:
-            return 1.0
-        v = v / size
-    return size
+    return _growth(backend.xp, lambda v: P @ v, P.shape[0], 20) or 1.0
+
+
+def _growth(xp: Any, multiply: Callable[[Array], Array], d: int, steps: int) -> float:
+    """By how much `multiply` stretches a vector after so many steps; the host waits once."""
+    v = xp.ones((d, 1)) / d**0.5
+    for _ in range(steps):
+        v = multiply(v)
+        size = xp.linalg.norm(v)
+        v = v / xp.where(size > 0, size, 1.0)
+    return float(size)  # synchronize!

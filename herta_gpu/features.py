@@ -18,23 +18,30 @@ _CHUNK_BYTES = 64 << 20  # of float64 copies of rows of X
 
 
 class Features:
-    """X (n x d) behind one interface, rows in the order of the graph's storage."""
+    """X (n x d) behind one interface, rows in the order of the graph's storage.
 
-    def __init__(self, X: Any, backend: Backend, order: Any = None) -> None:
+    On a GPU a sparse X, or a dense one that `bytes_held` admits, is uploaded once; a larger one
+    stays on the host and passes through in chunks of rows or blocks of columns.
+    """
+
+    def __init__(self, X: Any, backend: Backend, order: Any = None, budget: int = 0) -> None:
         self.backend, self.shape = backend, X.shape
         self.sparse = sp.issparse(X)
-        self._order = None
         if self.sparse:
             rows = sp.csr_array(X)
-            self._rows = (rows if order is None else rows[order]).astype(np.float64)
-            self._columns = self._rows.tocsc()
+            rows = (rows if order is None else rows[order]).astype(np.float64)
+            # X^T by rows as well: no product with a transposed matrix, whose sums would need
+            # atomics on a GPU, and a block of columns is a run of rows.
+            self._rows, self._transposed = backend.csr(rows), backend.csr(rows.T.tocsr())
+        elif bytes_held(X, backend, budget):
+            self._dense, self._order = backend.asarray(X if order is None else X[order]), None
         else:
             self._dense, self._order = X, order
 
     def column_block(self, start: int, stop: int, dtype: str) -> Array:
         """X[:, start:stop] as a dense block."""
         if self.sparse:
-            block = self._columns[:, start:stop].toarray()
+            block = self._transposed[start:stop].toarray().T
         else:
             block = self._dense[:, start:stop]
             block = block if self._order is None else block[self._order]
@@ -42,49 +49,57 @@ class Features:
 
     def times(self, W: Array) -> Array:
         """X W in float64 (n x c)."""
-        W = self.backend.to_numpy(W)
         if self.sparse:
             return self.backend.asarray(self._rows @ W)
-        out = np.empty((self.shape[0], W.shape[1]))
+        out = self.backend.xp.empty((self.shape[0], W.shape[1]))
         for at in self._chunks():
             out[at] = self._chunk(at) @ W
-        return self.backend.asarray(out)
+        return out
 
     def transpose_times(self, V: Array) -> Array:
         """X^T V in float64 (d x c)."""
-        V = np.asarray(self.backend.to_numpy(V), dtype=np.float64)
+        V = V.astype("float64", copy=False)
         if self.sparse:
-            return self.backend.asarray(self._rows.T @ V)
-        out = np.zeros((self.shape[1], V.shape[1]))
+            return self.backend.asarray(self._transposed @ V)
+        out = self.backend.xp.zeros((self.shape[1], V.shape[1]))
         for at in self._chunks():
             out += self._chunk(at).T @ V[at]
-        return self.backend.asarray(out)
+        return out
 
     def norm_bound(self) -> float:
         """A proven bound of ||X||_2: the smaller of ||X||_F and sqrt(||X||_1 ||X||_inf)."""
-        squares, by_row, by_column = 0.0, 0.0, np.zeros(self.shape[1])
+        xp, (n, d) = self.backend.xp, self.shape
+        squares, by_row, by_column = xp.zeros(()), xp.zeros(()), xp.zeros(d)
         if self.sparse:
-            size = abs(self._rows)
-            squares = float((self._rows.data**2).sum())
-            by_row = float(np.max(size.sum(axis=1), initial=0.0))
-            by_column = np.asarray(size.sum(axis=0)).ravel()
+            squares = (self._rows.data**2).sum()
+            by_row = (abs(self._rows) @ xp.ones((d, 1))).max()
+            by_column = abs(self._transposed) @ xp.ones((n, 1))
         else:
             for at in self._chunks():
-                part = np.abs(self._chunk(at))
-                squares += float((part**2).sum())
-                by_row = max(by_row, float(part.sum(axis=1).max(initial=0.0)))
-                by_column += part.sum(axis=0)
-        mixed = np.sqrt(by_row * float(by_column.max(initial=0.0)))
-        return float(min(np.sqrt(squares), mixed) * (1 + 1e-10))
+                part = abs(self._chunk(at))
+                squares = squares + (part**2).sum()
+                by_row = xp.maximum(by_row, part.sum(axis=1).max())
+                by_column = by_column + part.sum(axis=0)
+        mixed = xp.sqrt(by_row * by_column.max())
+        return float(xp.minimum(xp.sqrt(squares), mixed)) * (1 + 1e-10)  # synchronize!
 
     def _chunks(self) -> list[slice]:
         n, d = self.shape
         rows = max(1, _CHUNK_BYTES // (8 * max(d, 1)))
         return [slice(a, min(a + rows, n)) for a in range(0, n, rows)]
 
-    def _chunk(self, at: slice) -> Any:
+    def _chunk(self, at: slice) -> Array:
+        """Rows of X in float64, made so on the device: fewer bytes to send."""
         rows = self._dense[at] if self._order is None else self._dense[self._order[at]]
-        return np.asarray(rows, dtype=np.float64)
+        return self.backend.asarray(rows).astype("float64", copy=False)
+
+
+def bytes_held(X: Any, backend: Backend, budget: int) -> int:
+    """What `Features` allocates for X: a sparse one twice, a dense one on a GPU if half the
+    budget holds it."""
+    if sp.issparse(X):
+        return 24 * X.nnz
+    return X.nbytes if backend.xp is not np and X.nbytes <= budget // 2 else 0
 
 
 def has_hidden_columns(X: Any, rows: Any) -> bool:

@@ -17,7 +17,7 @@ from herta_gpu.backends.base import Array, Backend
 from herta_gpu.certificate import Spectrum, choose_spectrum
 from herta_gpu.checkpoint import Checkpoint
 from herta_gpu.estimator import Estimator, Targets, accuracy_or_r2, make_targets
-from herta_gpu.features import Features, has_hidden_columns
+from herta_gpu.features import Features, bytes_held, has_hidden_columns
 from herta_gpu.graph import Graph
 from herta_gpu.losses import LOSSES
 from herta_gpu.optimizers import OPTIMIZERS
@@ -174,10 +174,13 @@ class HERTA(Estimator):
         stages = Stages(self.verbose)
         H = RegularizedLaplacian(graph, lam, backend, self.dtype)  # I + lam L_hat
         with stages("plan"):
+            options = self._options(backend)
+            X_bytes = bytes_held(X, backend, options.budget)
             plan = self.plan_ = make_plan(
-                H, _sizes(graph, X, targets, self.dtype), self._options(backend)
+                H, _sizes(graph, X, targets, self.dtype, X_bytes), options
             )
-        features = Features(X, backend, graph.order)
+        with stages("features"):
+            features = Features(X, backend, graph.order, options.budget)
         inverse = graph.inverse_order()
         rows = backend.asarray(targets.rows if inverse is None else inverse[targets.rows])
         Y = backend.asarray(targets.Y)
@@ -248,7 +251,8 @@ class HERTA(Estimator):
         everything = backend.xp.arange(graph.num_nodes)
         budget = self._options(backend).budget
         width = max(1, block_width(graph.num_nodes, self.W_.shape[1], self.dtype, budget))
-        A = UnfoldedMap(H, Features(X, backend, graph.order), everything, width)
+        features = Features(X, backend, graph.order, budget)
+        A = UnfoldedMap(H, features, everything, width)
         Z = backend.to_numpy(A.forward(backend.asarray(self.W_), _TRANSFORM_TOL).value)
         inverse = graph.inverse_order()
         return (Z if inverse is None else Z[inverse]).astype(self.dtype)
@@ -361,10 +365,9 @@ def _check_wish(name: str, value: Any, words: tuple[str, ...]) -> None:
     raise ValueError(f"{name} must be {allowed}, True, False or a positive count, not {value!r}.")
 
 
-def _sizes(graph: Graph, X: Any, targets: Targets, dtype: str) -> Sizes:
+def _sizes(graph: Graph, X: Any, targets: Targets, dtype: str, X_bytes: int) -> Sizes:
     if X.shape[1] == 0:
         raise ValueError("X has no columns: give at least one feature.")
-    X_bytes = 24 * X.nnz if sp.issparse(X) else 0
     word = np.dtype(dtype).itemsize
     return Sizes(
         graph.num_nodes, graph.num_edges, X.shape[1], targets.Y.shape[1], targets.Y.shape[0],

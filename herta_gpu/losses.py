@@ -74,8 +74,9 @@ class CrossEntropy:
         for _ in range(_NEWTON_STEPS):
             S = _softmax(xp, F + eta * FD)
             mean = xp.sum(S * FD, axis=1, keepdims=True)
-            slope = float(xp.sum((S - Y) * FD)) + slope0 + eta * curvature0
-            curvature = float(xp.sum(S * (FD - mean) ** 2)) + curvature0
+            both = xp.stack([xp.sum((S - Y) * FD), xp.sum(S * (FD - mean) ** 2)])
+            slope, curvature = both.tolist()  # synchronize!
+            slope, curvature = slope + slope0 + eta * curvature0, curvature + curvature0
             low, high = (eta, high) if slope < 0 else (low, eta)
             new = eta - slope / curvature if curvature > 0 else float("inf")
             if not low < new < high:

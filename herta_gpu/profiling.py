@@ -1,13 +1,27 @@
-"""Where the time goes: one context manager around every stage."""
+"""Where the time goes: one context manager around every stage.
+
+Stages and outer steps are NVTX ranges, too, of the domain "herta": a profiler shows what the device
+did in each.  Without the package nvtx, or without a profiler, they are nothing.
+"""
 
 from __future__ import annotations
 
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from math import inf, log10
+
+try:
+    import nvtx
+except ImportError:
+    nvtx = None
+
+
+def marked(name: str) -> AbstractContextManager[object]:
+    """A range on the profiler's time line."""
+    return nullcontext() if nvtx is None else nvtx.annotate(name, domain="herta")
 
 
 @dataclass
@@ -22,7 +36,8 @@ class Stages:
         self._show(f"{name} ...", passing=True)
         start = time.perf_counter()
         try:
-            yield
+            with marked(name):
+                yield
         finally:
             spent = time.perf_counter() - start
             self.seconds[name] = self.seconds.get(name, 0.0) + spent

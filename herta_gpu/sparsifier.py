@@ -103,26 +103,27 @@ class Sparsifier:
         backend = get_backend(self.device)
         m = graph.num_edges
         if m == 0:
-            self._keep_all(graph, np.zeros(0))
+            self._scores, self.n_lambda_ = np.zeros(0), 0.0
+            self.n_samples_, self.graph_ = 0, graph
             return self
         H = RegularizedLaplacian(graph, self.lam, backend, check_dtype(self.dtype))
         scores = self._sketched(H) if self.scores == "sketch" else degree_scores(graph, self.lam)
-        self.scores_ = backend.to_numpy(scores)
-        self.n_lambda_ = float(self.scores_.sum())
+        self._scores = scores
+        self.n_lambda_ = float(scores.sum())  # synchronize!
         s = self.n_samples or sample_size(self.n_lambda_, graph.num_nodes, self.eps)
         if self.n_samples is None and s >= m:
-            self._keep_all(graph, self.scores_)
+            self.n_samples_, self.graph_ = m, graph
             return self
         self.n_samples_ = int(s)
         # Subsample s rows of B_hat with probabilities l_i / Z; repeated edges are merged.
         factors = backend.sample_edges(backend.asarray(scores), s, self.random_state, self.replace)
-        factors = backend.to_numpy(factors)
-        self.graph_ = graph.with_edges(factors > 0, factors)
+        self.graph_ = backend.sampled_graph(graph, factors)
         return self
 
-    def _keep_all(self, graph: Graph, scores: Any) -> None:
-        self.scores_, self.n_lambda_ = scores, float(scores.sum())
-        self.n_samples_, self.graph_ = graph.num_edges, graph
+    @property
+    def scores_(self) -> Any:
+        """On the host only when somebody asks: sampling happens where they are."""
+        return get_backend(self.device).to_numpy(self._scores)
 
     def _sketched(self, H: RegularizedLaplacian) -> Array:
         """Lines 1-8 of Algorithm 2, in blocks of sketch rows that fit the memory budget."""

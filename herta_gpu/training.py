@@ -22,7 +22,7 @@ from herta_gpu.features import Features
 from herta_gpu.losses import LOSSES
 from herta_gpu.optimizers import GradientDescent, Momentum, Optimizer, make_optimizer
 from herta_gpu.preconditioner import Preconditioner
-from herta_gpu.profiling import Stages
+from herta_gpu.profiling import Stages, marked
 from herta_gpu.unfolded import LinearMap, Point, Problem, UnfoldedMap
 
 if TYPE_CHECKING:
@@ -76,13 +76,13 @@ class Training:
             return Point(**self.saved["point"])  # a later loop starts from its own
         first, point = self._resumed(problem, optimizer) or (0, problem.start(w))
         for step in range(first, self.model.max_iter + 1):
-            if certified:
-                point = self._sharpened(problem, point)
-            self.certificate = self._certify(point, certified)
-            self._record(point, certified)
-            if self._stop(point, certified):
-                break
-            if step < self.model.max_iter:
+            with marked(f"step {step}"):
+                if certified:
+                    point = self._sharpened(problem, point)
+                self.certificate = self._certify(point, certified)
+                self._record(point, certified)
+                if self._stop(point, certified) or step == self.model.max_iter:
+                    break
                 if self._flatter(problem, point):
                     point, optimizer = self._rescaled(problem, point), self._optimizer(A)
                 direction = optimizer.direction(point.w, point.g)

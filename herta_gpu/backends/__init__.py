@@ -26,18 +26,49 @@ def _fast() -> bool:
     return os.environ.get("HERTA_FAST", "1") != "0" and find_spec("numba") is not None
 
 
+@cache
+def _cuda() -> Backend:
+    try:
+        from herta_gpu.backends.cuda import CUDABackend
+    except ImportError as error:
+        raise RuntimeError(
+            'device="cuda" needs CuPy, which cannot be imported: install herta_gpu[cu13] (for '
+            f"CUDA 13) or herta_gpu[cu12] ({_first_line(error)})."
+        ) from error
+    try:
+        return CUDABackend()
+    except RuntimeError as error:  # CuPy's own errors are of this kind, too
+        raise RuntimeError(
+            f'device="cuda" needs an NVIDIA GPU and its driver ({_first_line(error)}): '
+            'check nvidia-smi, or use device="cpu".'
+        ) from error
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0].rstrip(".")
+
+
 def get_backend(device: str) -> Backend:
-    """The backend for ``"cpu"``, ``"cuda"`` or ``"auto"``; never a silent fallback."""
+    """The backend for ``"cpu"``, ``"cuda"`` or ``"auto"``: CUDA where it is usable, else the CPU.
+
+    ``"cuda"`` is never replaced by anything else: without a usable device it is an error.
+    """
     if device == "cpu":
         return _cpu(_fast())
-    if device == "auto":
-        # There is no CUDA backend yet, so "auto" has one device to choose from.
-        return _cpu(_fast())
     if device == "cuda":
-        raise RuntimeError(
-            'device="cuda" is not available in this version: use device="cpu" or "auto".'
-        )
+        return _cuda()
+    if device == "auto":
+        return _cuda() if _cuda_is_usable() else _cpu(_fast())
     raise ValueError(f'device must be "auto", "cpu" or "cuda", not {device!r}.')
+
+
+@cache
+def _cuda_is_usable() -> bool:
+    try:
+        _cuda()
+    except RuntimeError:
+        return False
+    return True
 
 
 def kernel_folder() -> Path:

@@ -15,6 +15,8 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from numpy.linalg import LinAlgError
+
 if TYPE_CHECKING:
     from herta_gpu.graph import Graph
 
@@ -81,9 +83,20 @@ class Backend(ABC):
     def to_numpy(self, x: Array) -> Any:
         """`x` as a NumPy array on the host."""
 
+    def csr(self, M: Any) -> Any:
+        """The SciPy CSR matrix `M` on this device."""
+        return M
+
     @abstractmethod
     def solve_triangular(self, C: Array, B: Array, trans: bool = False) -> Array:
         """C^-1 B (or C^-T B) for a lower triangular C."""
+
+    def cholesky(self, P: Array) -> Array | None:
+        """L of P = L L^T, or None where there is none."""
+        try:
+            return self.xp.linalg.cholesky(P)
+        except LinAlgError:
+            return None
 
     @abstractmethod
     def pivoted_cholesky(self, P: Array, cut: float) -> tuple[Array, Array]:
@@ -153,6 +166,10 @@ class Backend(ABC):
         With replacement, s draws with probability p_i = l_i / sum(l): c_i = (times drawn) /
         (s p_i).  Otherwise each edge is kept with p_i = min(1, tau l_i), sum(p) = s: c_i = 1/p_i.
         """
+
+    def sampled_graph(self, graph: Graph, factors: Array) -> Graph:
+        """The edges of `graph` with a factor above 0, weights times it: the graph of L_tilde."""
+        return graph.with_edges(factors > 0, factors)
 
     # ---- SRHT ----------------------------------------------------------------------------
     @abstractmethod

@@ -1,0 +1,356 @@
+"""The primitives as CUDA kernels, through CuPy: the only module that imports it.
+
+The kernels are in ``kernels/*.cu``, one module per file, compiled when first used and kept by
+CuPy's cache.  A kernel gets bare pointers and unchecked scalars, so every launch goes through
+`_launch`, which wants C-contiguous device arrays and NumPy scalars of the exact type.
+
+Everything runs on the caller's current stream.  `# synchronize!` marks each line that waits for
+the device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import cupy
+import cupyx
+import cupyx.scipy.sparse
+import numpy as np
+
+from herta_gpu.backends import kernel_folder
+from herta_gpu.backends.base import STREAM_ROWS, Array, Backend, CGState, Laplacian
+from herta_gpu.backends.device import (
+    MAX_BLOCKS,
+    NULL,
+    SEGMENT,
+    DeviceLaplacian,
+    SampledGraph,
+    blocks,
+    column_shape,
+    hadamard_passes,
+    largest_edge,
+    pivoted_cholesky,
+    pointer,
+    segments,
+    suffix,
+    vector_width,
+)
+from herta_gpu.backends.device_sampling import EdgeSampler
+from herta_gpu.graph import Graph
+
+I32, I64, U32, U64 = np.int32, np.int64, np.uint32, np.uint64
+
+
+@cache
+def _kernel(file: str, name: str) -> Any:
+    return _module(file).get_function(name)
+
+
+@cache
+def _module(file: str) -> Any:
+    # Prepended, not included: CuPy's compile cache sees only the text that it is given.
+    folder = kernel_folder()
+    common, text = ((folder / f).read_text(encoding="utf-8") for f in ("common.cuh", file))
+    code = f'#line 1 "common.cuh"\n{common}\n#line 1 "{file}"\n{text}'
+    return cupy.RawModule(code=code, options=("-std=c++17",))
+
+
+def _launch(
+    file: str, name: str, grid: tuple[int, ...], block: tuple[int, ...], *args: Any
+) -> None:
+    for i, a in enumerate(args):
+        # A pointer knows nothing of strides, and CuPy sends any Python number as 64 bits.
+        contiguous = isinstance(a, cupy.ndarray) and a.flags.c_contiguous
+        assert contiguous or isinstance(a, np.generic), f"{name}, argument {i}: {type(a)}"
+    _kernel(file, name)(grid, block, args)
+
+
+@dataclass
+class CUDACGState(CGState):
+    """CG with its scalars on the device."""
+
+    pHp: Array
+    alpha: Array
+    beta: Array
+
+
+class CUDABackend(Backend):
+    """CuPy and the kernels of this package on the current device."""
+
+    name = "cuda"
+    xp = cupy
+
+    def __init__(self) -> None:
+        if cupy.cuda.runtime.getDeviceCount() < 1:  # raises where there is no driver
+            raise RuntimeError("no CUDA device is visible")
+        self._sampler = EdgeSampler(cupy, _launch)
+        self._graphs: WeakKeyDictionary[Graph, dict[str, Any]] = WeakKeyDictionary()
+        self._scratch: dict[tuple[int, int], tuple[Array, Array]] = {}
+
+    # ---- arrays -------------------------------------------------------------------------
+    def asarray(self, x: Any, dtype: str | None = None) -> Array:
+        return cupy.asarray(x, dtype=dtype, order="C")
+
+    def to_numpy(self, x: Array) -> Any:
+        return cupy.asnumpy(x)  # synchronize!
+
+    def csr(self, M: Any) -> Any:
+        return cupyx.scipy.sparse.csr_matrix(M)
+
+    def solve_triangular(self, C: Array, B: Array, trans: bool = False) -> Array:
+        from cupyx.scipy.linalg import solve_triangular  # needs cuBLAS, which a probe may lack
+
+        return solve_triangular(C, B, trans="T" if trans else "N", lower=True)
+
+    def cholesky(self, P: Array) -> Array | None:
+        # By default CuPy does not look whether the factorisation went through.
+        try:
+            with cupyx.errstate(linalg="raise"):  # synchronize!
+                return cupy.linalg.cholesky(P)
+        except np.linalg.LinAlgError:
+            return None
+
+    def pivoted_cholesky(self, P: Array, cut: float) -> tuple[Array, Array]:
+        return pivoted_cholesky(cupy, P, cut)
+
+    def memory_available(self) -> int:
+        pool = cupy.get_default_memory_pool()
+        free = cupy.cuda.runtime.memGetInfo()[0] + pool.free_bytes()
+        limit = pool.get_limit()
+        return min(free, limit - pool.used_bytes()) if limit else free
+
+    # ---- graphs ---------------------------------------------------------------------------
+    def laplacian(self, graph: Graph, dtype: str) -> DeviceLaplacian:
+        held = self._graphs.setdefault(graph, {})
+        if dtype not in held:
+            held[dtype] = self._uploaded(graph, dtype, held)
+        return held[dtype]
+
+    def _uploaded(self, graph: Graph, dtype: str, held: dict[str, Any]) -> DeviceLaplacian:
+        """`graph` in one precision; `held` is what the device has of it, sent at the first call."""
+        if "indptr" not in held:
+            length = np.diff(graph.indptr)
+            rows = np.flatnonzero(length > SEGMENT)
+            held |= {
+                "indptr": self.asarray(graph.indptr),
+                "indices": self.asarray(graph.indices),
+                "weights": None if graph.weights is None else self.asarray(graph.weights),
+                "inv_sqrt_degree": self.asarray(1.0 / np.sqrt(graph.degree)),
+                "diagonal": self.asarray(graph.sampled_degree / graph.degree),
+                "lambda_max": graph.lambda_max_bound(),
+                "segments": self._segments(rows, length[rows]),
+            }
+        weights, (rows, segment_row, segment_rank) = held["weights"], held["segments"]
+        return DeviceLaplacian(
+            n=graph.num_nodes,
+            indptr=held["indptr"],
+            indices=held["indices"],
+            weights=None if weights is None else weights.astype(dtype, copy=False),
+            inv_sqrt_degree=held["inv_sqrt_degree"].astype(dtype, copy=False),
+            diagonal=held["diagonal"].astype(dtype, copy=False),
+            lambda_max=held["lambda_max"],
+            segment_row=segment_row,
+            segment_rank=segment_rank,
+            long_rows=rows,
+        )
+
+    def _segments(self, rows: Any, length: Any) -> tuple[Array, Array, Array]:
+        rows, row, rank = segments(rows, length)
+        types = ("int64", "int64", "int32")
+        first, second, third = map(self.asarray, (rows, row, rank), types)
+        return first, second, third
+
+    def sampled_graph(self, graph: Graph, factors: Array) -> Graph:
+        """L_tilde is put together on the device; the host reads it when somebody asks."""
+        L = self.laplacian(graph, "float64")
+        indptr, indices, weights, sums = self._sampler.filtered(L, factors)
+        ratio = sums * L.inv_sqrt_degree**2
+        _, lo, hi, _ = self._sampler.edges(L)
+        length = cupy.diff(indptr)
+        rows = cupy.flatnonzero(length > SEGMENT)  # synchronize!  few rows, and only they are read
+        held = {
+            "indptr": indptr,
+            "indices": indices,
+            "weights": weights,
+            "inv_sqrt_degree": L.inv_sqrt_degree,
+            "diagonal": ratio,
+            # The bound of `Graph.lambda_max_bound`, over the edges that are left.
+            "lambda_max": largest_edge(cupy, ratio[lo] + ratio[hi], factors),
+            "segments": self._segments(*map(self.to_numpy, (rows, length[rows]))),
+        }
+        sampled = SampledGraph(held, graph, self.to_numpy)
+        self._graphs[sampled] = held
+        return sampled
+
+    # ---- H = I + lam L ---------------------------------------------------------------------
+    def apply_H(self, L: Laplacian, lam: float, X: Array, out: Array | None = None) -> Array:
+        Y = cupy.empty_like(X) if out is None else out
+        if X.size:
+            self._product("apply_H", L, lam, X, X, Y, NULL, NULL)
+        return Y
+
+    def _product(self, kernel: str, L: Laplacian, lam: float, X: Array, *tail: Any) -> None:
+        """apply_H or chebyshev on the block X; `tail` is what follows the common arguments."""
+        assert isinstance(L, DeviceLaplacian)
+        assert X.dtype == L.inv_sqrt_degree.dtype
+        k = X.shape[1]
+        width = vector_width(k, X.dtype)
+        x, y, tiles = column_shape(k, width, least=8)
+        pieces = L.segment_row.shape[0]
+        sums, tickets, _ = self._product_scratch(L, k)
+        weights = pointer(L.weights)
+        _launch(
+            *("laplacian.cu", f"{kernel}_{L.suffix}_v{width}"),
+            *((pieces + blocks(L.n, y), tiles), (x, y)),
+            *(I64(L.n), I64(k), L.indptr, L.indices, weights, L.inv_sqrt_degree, L.diagonal),
+            *(X.dtype.type(lam), I32(SEGMENT), I32(pieces), L.segment_row, L.segment_rank),
+            *(sums, tickets, *tail),
+        )
+
+    def _product_scratch(self, L: DeviceLaplacian, k: int) -> tuple[Array, Array, Array]:
+        """(segment sums, tickets, partial dots) for k columns, made once per width and stream."""
+        key = (k, cupy.cuda.get_current_stream().ptr)
+        if key not in L.scratch:
+            pieces = L.segment_row.shape[0]
+            L.scratch[key] = (
+                cupy.empty((pieces, k)),
+                cupy.zeros((-(-k // 64), pieces + 1), dtype=U32),
+                cupy.empty((pieces + MAX_BLOCKS, k)),
+            )
+        return L.scratch[key]
+
+    def _columns(self, kernel: str, X: Array, *args: Any) -> None:
+        """A kernel of cg.cu on blocks shaped like X."""
+        n, k = X.shape
+        width = vector_width(k, X.dtype)
+        x, y, tiles = column_shape(k, width)
+        name = f"{kernel}_{suffix(X.dtype)}_v{width}"
+        _launch("cg.cu", name, (blocks(n, y), tiles), (x, y), I64(n), I64(k), *args)
+
+    def _column_scratch(self, k: int) -> tuple[Array, Array]:
+        """(partial sums, tickets) for k columns, made once per width and stream."""
+        key = (k, cupy.cuda.get_current_stream().ptr)
+        if key not in self._scratch:
+            tickets = cupy.zeros(-(-k // 64), dtype=U32)
+            self._scratch[key] = cupy.empty((MAX_BLOCKS, k)), tickets
+        return self._scratch[key]
+
+    def column_dots(self, X: Array, Y: Array) -> Array:
+        dots = cupy.zeros(X.shape[1])
+        if X.size:
+            dtype = str(np.promote_types(X.dtype, Y.dtype))
+            X, Y = self.asarray(X, dtype), self.asarray(Y, dtype)
+            self._columns("column_dots", X, X, Y, *self._column_scratch(X.shape[1]), dots)
+        return dots
+
+    def cg_start(
+        self, L: Laplacian, lam: float, R: Array, energy: Array, tol: float, floor: float
+    ) -> CUDACGState:
+        rho, k = self.column_dots(R, R), R.shape[1]
+        return CUDACGState(
+            Z=cupy.zeros_like(R),
+            R=R,
+            P=R.copy(),
+            HP=cupy.empty_like(R),
+            rho=rho,
+            energy=energy.copy(),  # the kernel adds to it in place
+            tol=tol,
+            floor=floor**2 * rho,
+            active=rho > cupy.maximum(tol**2 * energy, 0.0),
+            iterations=cupy.zeros(k, dtype=I64),
+            pHp=cupy.empty(k),
+            alpha=cupy.empty(k),
+            beta=cupy.empty(k),
+        )
+
+    def cg_step(self, L: Laplacian, lam: float, state: CGState) -> None:
+        assert isinstance(state, CUDACGState)
+        assert isinstance(L, DeviceLaplacian)
+        s, k = state, state.R.shape[1]
+        if not s.R.size:
+            return
+        partials = self._product_scratch(L, k)[2]
+        self._product("apply_H", L, lam, s.P, s.P, s.HP, partials, s.pHp)
+        self._columns(
+            *("cg_residual", s.R, s.HP, s.R, s.pHp, s.rho, s.energy, np.float64(s.tol), s.floor),
+            *(s.active, s.iterations, s.alpha, s.beta, *self._column_scratch(k)),
+        )
+        self._columns("cg_direction", s.R, s.R, s.P, s.Z, s.alpha, s.beta)
+
+    def cg_active(self, state: CGState) -> int:
+        return int(cupy.count_nonzero(state.active))  # synchronize!
+
+    def chebyshev_step(
+        self, L: Laplacian, lam: float, Z: Array, Z_prev: Array, B: Array, c1: float, c2: float
+    ) -> None:
+        if Z.size:
+            c = (Z.dtype.type(c1), Z.dtype.type(c2))
+            self._product("chebyshev", L, lam, Z, Z, Z_prev, B, *c)
+
+    # ---- Algorithm 2 -----------------------------------------------------------------------
+    def sketch_incidence(self, L: Laplacian, k: int, seed: int) -> Array:
+        assert isinstance(L, DeviceLaplacian)
+        dtype, longs = L.inv_sqrt_degree.dtype, L.long_rows.shape[0]
+        x, y, tiles = column_shape(-(-k // 4) * 4, 4)
+        out = cupy.empty((L.n, k), dtype=dtype)
+        _launch(
+            *("sketch.cu", f"sketch_incidence_{L.suffix}", (longs + blocks(L.n, y), tiles)),
+            *((x, y), I64(L.n), I64(k), L.indptr, L.indices, pointer(L.weights)),
+            *(L.inv_sqrt_degree, I32(SEGMENT), I32(longs), L.long_rows),
+            *(dtype.type(k**-0.5), U64(seed), out),
+        )
+        return out
+
+    def sketch_identity(self, L: Laplacian, k: int, seed: int) -> Array:
+        dtype = L.inv_sqrt_degree.dtype
+        x, y, tiles = column_shape(-(-k // 4) * 4, 4)
+        out = cupy.empty((L.n, k), dtype=dtype)
+        _launch(
+            *("sketch.cu", f"sketch_identity_{suffix(dtype)}", (blocks(L.n, y), tiles), (x, y)),
+            *(I64(L.n), I64(k), dtype.type(k**-0.5), U64(seed), out),
+        )
+        return out
+
+    def edge_scores(self, L: Laplacian, B_S: Array, Pi_S: Array, lam: float) -> Array:
+        assert isinstance(L, DeviceLaplacian)
+        dtype = str(L.inv_sqrt_degree.dtype)  # a solve that was refined comes in float64
+        return self._sampler.scores(L, self.asarray(B_S, dtype), self.asarray(Pi_S, dtype), lam)
+
+    def sample_edges(self, scores: Array, s: int, seed: int, replace: bool) -> Array:
+        draw = self._sampler.with_replacement if replace else self._sampler.bernoulli
+        return draw(self.asarray(scores, "float64"), s, seed)
+
+    # ---- SRHT ------------------------------------------------------------------------------
+    def srht(self, Q: Array, s: int, seed: int) -> Array:
+        n, k = Q.shape
+        out = cupy.zeros((s, k), dtype=Q.dtype)
+        if not Q.size:
+            return out
+        log_n = max(0, n - 1).bit_length()
+        padded, passes = 1 << log_n, hadamard_passes(log_n)
+        place = self._chosen_rows(padded, s, seed)
+        work = cupy.empty((padded, k), dtype=Q.dtype) if len(passes) > 1 else out
+        done = 0
+        for number, levels in enumerate(passes):
+            first, last = number == 0, number == len(passes) - 1
+            grid = (1 << (log_n - levels), -(-k * Q.itemsize // 64))
+            _launch(
+                *("hadamard.cu", f"hadamard_{suffix(Q.dtype)}", grid, (512,)),
+                *(I64(n if first else padded), I64(k), I32(levels), I32(done), I32(first)),
+                *(U64(seed), Q if first else work, out if last else work),
+                *(place if last else NULL, Q.dtype.type(s**-0.5 if last else 1)),
+            )
+            done += levels
+        return out
+
+    def _chosen_rows(self, padded: int, s: int, seed: int) -> Array:
+        """(padded,) the place of each chosen row among them, -1 for the others."""
+        keys = cupy.empty(padded, dtype=U64)
+        arguments = (I64(padded), U32(STREAM_ROWS), U64(seed), keys)
+        _launch("hadamard.cu", "random_words", (blocks(padded, 256),), (256,), *arguments)
+        place = cupy.full(padded, -1, dtype=I64)
+        place[cupy.sort(cupy.argsort(keys)[:s])] = cupy.arange(s)  # CuPy's sorts are stable
+        return place

@@ -1,0 +1,163 @@
+"""What the CUDA backend needs beside launches: the shapes of grids, and a few algorithms in array
+operations that keep the host out of their inner loops."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from herta_gpu.backends.base import Array, Laplacian
+from herta_gpu.graph import Graph
+
+NULL = np.uint64(0)  # a null pointer; not every version of CuPy takes None for one
+
+MAX_BLOCKS = 1024  # along x: bounds the partial sums of a reduction
+SEGMENT = 512  # neighbours that a block takes of a long row
+_HADAMARD_LEVELS = 9  # butterflies of one pass: kLogRows of hadamard.cu
+_PIVOTS_AT_ONCE = 64  # steps of the pivoted Cholesky between two looks at the pivots
+
+
+# ---- shapes -----------------------------------------------------------------------------------
+
+
+def suffix(dtype: Any) -> str:
+    """How kernel names spell a type: f32, i64, ..."""
+    kind = np.dtype(dtype)
+    return f"{kind.kind}{8 * kind.itemsize}"
+
+
+def vector_width(k: int, dtype: Any) -> int:
+    """Columns in one load: 16 bytes when k allows it."""
+    widest = 16 // np.dtype(dtype).itemsize
+    return next(v for v in (4, 2, 1) if v <= widest and k % v == 0)
+
+
+def column_shape(k: int, width: int, least: int = 1) -> tuple[int, int, int]:
+    """(block x, block y, grid y) for k columns, `width` a thread, 256 threads a block."""
+    groups = k // width
+    tiles = -(-groups // 64)
+    x = max(-(-groups // tiles), least)
+    return x, 256 // x, tiles
+
+
+def blocks(rows: int, per_block: int) -> int:
+    """Blocks along x; beyond the limit the kernels take several turns."""
+    return max(1, min(-(-rows // per_block), MAX_BLOCKS))
+
+
+def hadamard_passes(log_n: int) -> list[int]:
+    """How many of the log_n butterfly levels each pass takes: about equal shares."""
+    passes = max(1, -(-log_n // _HADAMARD_LEVELS))
+    return [(log_n + i) // passes for i in range(passes)]
+
+
+def segments(rows: Any, length: Any) -> tuple[Any, Any, Any]:
+    """(long rows, row of each segment, its place within the row), from host arrays."""
+    pieces = -(-length // SEGMENT)
+    rank = np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+    return rows, np.repeat(rows, pieces), rank
+
+
+def pointer(x: Array | None) -> Any:
+    return NULL if x is None else x
+
+
+# ---- graphs -----------------------------------------------------------------------------------
+
+
+@dataclass
+class DeviceLaplacian(Laplacian):
+    """A Laplacian on the device, with its long rows cut into segments."""
+
+    segment_row: Array  # the row of each segment
+    segment_rank: Array  # its place within the row
+    long_rows: Array
+    edges: tuple[Array, Array, Array, Array | None] | None = None  # first edge, lo, hi, weights
+    # (k, stream) -> what a product needs beside its operands; a stream runs one at a time.
+    scratch: dict[tuple[int, int], tuple[Array, Array, Array]] = field(default_factory=dict)
+
+    @property
+    def suffix(self) -> str:
+        return f"{suffix(self.inv_sqrt_degree.dtype)}_{suffix(self.indices.dtype)}"
+
+    @property
+    def csr(self) -> tuple[Any, Array, Array]:
+        return np.int64(self.n), self.indptr, self.indices
+
+
+class SampledGraph(Graph):
+    """The graph of L_tilde, made on the device; each of its arrays is read back when first used."""
+
+    _held: dict[str, Any]
+    _to_numpy: Callable[[Array], Any]
+    _n: int
+
+    def __init__(self, held: dict[str, Any], original: Graph, to_numpy: Callable[[Array], Any]):
+        # The dataclass is frozen: its fields go in by the back door, the large ones later.
+        self.__dict__.update(degree=original.degree, order=original.order)
+        self.__dict__.update(_held=held, _to_numpy=to_numpy, _n=original.num_nodes)
+
+    def __reduce__(self) -> Any:
+        return Graph, (self.indptr, self.indices, self.weights, self.degree, self.order)
+
+    @property
+    def num_nodes(self) -> int:
+        return self._n
+
+    @cached_property
+    def indptr(self) -> Any:
+        return self._to_numpy(self._held["indptr"])
+
+    @cached_property
+    def indices(self) -> Any:
+        return self._to_numpy(self._held["indices"])
+
+    @cached_property
+    def weights(self) -> Any:
+        return self._to_numpy(self._held["weights"])
+
+
+# ---- algorithms -------------------------------------------------------------------------------
+
+
+def pivoted_cholesky(xp: Any, P: Array, cut: float) -> tuple[Array, Array]:
+    """(L, J) as in `Backend.pivoted_cholesky`, column by column with the pivots on the device."""
+    d = P.shape[0]
+    number, left = xp.arange(d), xp.diag(P).copy()
+    L, order, pivots = xp.zeros((d, d)), xp.zeros(d, dtype="int64"), xp.zeros(d + 1)
+    for k in range(d):
+        if k % _PIVOTS_AT_ONCE == 0 and not float(left.max()) > cut:  # synchronize!
+            break
+        j = xp.argmax(left)
+        pivot = xp.take(left, j)
+        column = xp.take(P, j, axis=1) - L[:, :k] @ xp.take(L[:, :k], j, axis=0)
+        # Beyond the rank a pivot is rounding: such columns are cut off below.
+        column /= xp.sqrt(xp.where(pivot > cut, pivot, 1.0))
+        L[:, k], order[k], pivots[k] = column, j, pivot
+        left = xp.where(number == j, -xp.inf, left - column * column)
+    r = int(xp.argmin(pivots > cut))  # synchronize!  the last entry is 0, so there is one
+    J = order[:r]
+    return xp.tril(L[J, :r]), J
+
+
+def largest_edge(xp: Any, values: Array, factors: Array) -> float:
+    """The largest of `values` over the edges that were drawn, rounded up."""
+    return float(xp.where(factors > 0, values, 0.0).max()) * (1 + 1e-12)  # synchronize!
+
+
+def keep_probabilities(xp: Any, scores: Array, s: int) -> Array:
+    """p = min(1, tau * score) with sum(p) = s: what is capped at 1 is shared out again."""
+    p = xp.minimum(1.0, s * scores / scores.sum())
+    for _ in range(50):
+        free = p < 1.0
+        count, total = int(xp.count_nonzero(free)), float(p.sum())  # synchronize!
+        budget = s - (p.shape[0] - count)
+        if budget <= 0 or count == 0 or total >= s * (1 - 1e-12):
+            break
+        rest = xp.where(free, scores, 0.0).sum()
+        p = xp.where(free, xp.minimum(1.0, budget * scores / rest), p)
+    return p

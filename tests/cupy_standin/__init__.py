@@ -1,0 +1,168 @@
+"""A strict stand-in for CuPy, on NumPy and the CUDA emulator.
+
+With it the whole package runs through `herta_gpu.backends.cuda` without a GPU.  It is stricter than
+CuPy where CuPy is silent: kernel arguments must have the exact types, uninitialised memory is NaN,
+indices out of range raise, a grid of no blocks raises.
+
+    with installed() as ledger:
+        backend = get_backend("cuda")
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+from cuda_emulator import EmulatorError, load
+
+from herta_gpu import backends
+
+from . import functions, sparse
+from .device_array import ndarray
+from .ledger import LEDGER, Ledger
+
+FREE_BYTES = 8 << 30
+_FUNCTIONS = (
+    *("asarray", "asnumpy", "empty", "empty_like", "zeros", "zeros_like", "ones", "full"),
+    *("arange", "ascontiguousarray", "where", "clip", "take", "concatenate", "diag", "tril"),
+    *("stack", "diff", "flatnonzero"),
+    *("sort", "argsort", "argmax", "argmin", "count_nonzero", "sum", "mean"),
+)
+
+
+class RawKernel:
+    """A kernel of the emulator, behind CuPy's way to launch it."""
+
+    def __init__(self, module: Any, name: str) -> None:
+        self.module, self.name = module, name
+
+    def __call__(self, grid: Any, block: Any, args: Any, *, shared_mem: int = 0) -> None:
+        types = self.module.types(self.name)
+        held = [self._checked(i, a, types) for i, a in enumerate(args)]
+        count = self.module.traffic if RawModule.variant == "count" else lambda: (0, 0)
+        count()  # what came before the launch is not the kernel's
+        self.module.launch(self.name, tuple(grid), tuple(block), tuple(held), RawModule.order)
+        moved = count()
+        LEDGER.launched(self.name, moved)
+        for array in held:  # tickets, the only uint32 arrays, must be ready for the next launch
+            if isinstance(array, np.ndarray) and array.dtype == np.uint32 and array.any():
+                raise EmulatorError(f"{self.name} left its tickets at {array}")
+
+    def _checked(self, i: int, a: Any, types: list[str]) -> Any:
+        if isinstance(a, ndarray):
+            return a._data  # type, contiguity and the number of arguments: the emulator looks
+        if isinstance(a, np.ndarray) or a is None:
+            raise TypeError(f"{self.name}, argument {i}: {type(a)} is not on the device")
+        pointer = i < len(types) and types[i].endswith("*")
+        if pointer and isinstance(a, np.uint64) and a == 0:
+            return None  # a null pointer
+        return a
+
+
+class RawModule:
+    """A kernel file; compiled, as in CuPy, when the first function is asked for."""
+
+    variant, order = "plain", "forward"
+
+    def __init__(
+        self,
+        code: str | None = None,
+        *,
+        path: str | None = None,
+        options: tuple[str, ...] = (),
+        backend: str = "nvrtc",
+        translate_cucomplex: bool = False,
+        enable_cooperative_groups: bool = False,
+        name_expressions: Any = None,
+        jitify: bool = False,
+    ) -> None:
+        assert isinstance(options, tuple)
+        self.code = code
+
+    def get_function(self, name: str) -> RawKernel:
+        return RawKernel(load("", self.variant, self.code), name)
+
+
+class _Pool:
+    """The memory pool: it never keeps what is freed."""
+
+    limit = 0
+
+    def free_bytes(self) -> int:
+        return 0
+
+    def used_bytes(self) -> int:
+        return LEDGER.held
+
+    def get_limit(self) -> int:
+        return self.limit
+
+
+def _module(name: str, **members: Any) -> ModuleType:
+    module = ModuleType(name)
+    module.__path__ = []  # a package: it may have submodules
+    module.__dict__.update(members)
+    return module
+
+
+def build() -> dict[str, ModuleType]:
+    """All modules of the stand-in, by name."""
+    pool, stream = _Pool(), SimpleNamespace(ptr=0)
+    runtime = _module(
+        "cupy.cuda.runtime",
+        getDeviceCount=lambda: 1,
+        memGetInfo=lambda: (FREE_BYTES - LEDGER.held, FREE_BYTES),
+    )
+    cuda = _module("cupy.cuda", runtime=runtime, get_current_stream=lambda device_id=-1: stream)
+    parts = {name: getattr(functions, name) for name in ("norm", "eigh", "cholesky")}
+    linalg = _module("cupy.linalg", **parts)
+    cupy = _module(
+        "cupy",
+        ndarray=ndarray,
+        RawModule=RawModule,
+        inf=np.inf,
+        cuda=cuda,
+        linalg=linalg,
+        get_default_memory_pool=lambda: pool,
+        **{name: getattr(functions, name) for name in _FUNCTIONS},
+        **{name: functions.ufunc(name) for name in functions.UFUNCS},
+    )
+    cupyx_sparse = _module("cupyx.scipy.sparse", csr_matrix=sparse.csr_matrix)
+    solve = functions.solve_triangular
+    cupyx_linalg = _module("cupyx.scipy.linalg", solve_triangular=solve)
+    cupyx_scipy = _module("cupyx.scipy", sparse=cupyx_sparse, linalg=cupyx_linalg)
+    cupyx = _module("cupyx", scipy=cupyx_scipy, errstate=functions.errstate)
+    modules = (cupy, cuda, runtime, linalg, cupyx, cupyx_scipy, cupyx_sparse, cupyx_linalg)
+    return {module.__name__: module for module in modules}
+
+
+@contextmanager
+def installed(variant: str = "plain") -> Iterator[Ledger]:
+    """Within it ``device="cuda"`` is the stand-in; the real CuPy, if any, comes back after."""
+    ours = ("cupy", "cupyx", "herta_gpu.backends.cuda")
+    saved = {
+        name: sys.modules.pop(name)
+        for name in list(sys.modules)
+        if name in ours or name.startswith(("cupy.", "cupyx."))
+    }
+    sys.modules.update(build())
+    RawModule.variant, before = variant, RawModule.variant
+    _forget_backends()
+    LEDGER.clear()
+    try:
+        yield LEDGER
+    finally:
+        RawModule.variant = before
+        for name in [*build(), "herta_gpu.backends.cuda"]:
+            sys.modules.pop(name, None)
+        sys.modules.update(saved)
+        _forget_backends()
+
+
+def _forget_backends() -> None:
+    backends._cuda.cache_clear()
+    backends._cuda_is_usable.cache_clear()

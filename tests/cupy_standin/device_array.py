@@ -1,0 +1,228 @@
+"""A device array that is a NumPy array nobody may touch by accident.
+
+It refuses what CuPy refuses: implicit conversion to NumPy, NumPy operands, NumPy indices.  Whatever
+would make a real device wait is counted in the ledger.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import numpy as np
+
+from .ledger import LEDGER
+
+_SCALARS = (bool, int, float, np.generic)
+
+
+def unwrap(x: Any) -> Any:
+    """The NumPy array inside a device array; scalars as they are; nothing else."""
+    if isinstance(x, ndarray):
+        return x._data
+    if isinstance(x, _SCALARS):
+        return x
+    raise TypeError(f"Unsupported type {type(x)}: only device arrays and scalars may be operands.")
+
+
+def wrap(x: Any) -> ndarray:
+    return ndarray(np.asarray(x))
+
+
+def call(function: Any, *args: Any, **kwargs: Any) -> ndarray:
+    """One operation of CuPy: device arrays in, a device array out."""
+    LEDGER.add("calls")
+    if kwargs.get("out") is not None:
+        kwargs["out"] = unwrap(kwargs["out"])
+        function(*map(unwrap, args), **kwargs)
+        return ndarray(kwargs["out"])
+    return wrap(function(*map(unwrap, args), **kwargs))
+
+
+_tracked: set[int] = set()
+
+
+def _track(data: Any) -> None:
+    """Count the memory behind `data`, once, until its last view is gone."""
+    while isinstance(data.base, np.ndarray):
+        data = data.base
+    if id(data) not in _tracked:
+        _tracked.add(id(data))
+        LEDGER.allocated(data.nbytes)
+        weakref.finalize(data, _forget, id(data), data.nbytes).atexit = False
+
+
+def _forget(key: int, size: int) -> None:
+    _tracked.discard(key)
+    LEDGER.freed(size)
+
+
+def _index(key: Any, reading: bool) -> Any:
+    if isinstance(key, tuple):
+        return tuple(_index(k, reading) for k in key)
+    if isinstance(key, ndarray):
+        if key.dtype == bool and reading:
+            LEDGER.add("syncs")  # the size of the result must be known
+        return key._data
+    if key is None or key is Ellipsis or isinstance(key, (slice, int, np.integer)):
+        return key
+    raise TypeError(f"Unsupported index {type(key)}: index with device arrays.")
+
+
+def _binary(name: str) -> Any:
+    ufunc = getattr(np, name)
+
+    def forward(self: ndarray, other: Any) -> Any:
+        if not isinstance(other, (ndarray, np.ndarray, *_SCALARS)):
+            return NotImplemented
+        return call(ufunc, self, other)
+
+    def backward(self: ndarray, other: Any) -> Any:
+        if not isinstance(other, (ndarray, np.ndarray, *_SCALARS)):
+            return NotImplemented
+        return call(ufunc, other, self)
+
+    def inplace(self: ndarray, other: Any) -> Any:
+        call(ufunc, self, other, out=self)
+        return self
+
+    return forward, backward, inplace
+
+
+class ndarray:  # noqa: N801 - CuPy's name
+    """A stand-in for cupy.ndarray."""
+
+    __array_priority__ = 100
+
+    def __init__(self, data: Any) -> None:
+        self._data = data
+        _track(data)
+
+    # ---- what NumPy would like to do with it --------------------------------------------
+    def __array__(self, *args: Any, **kwargs: Any) -> Any:
+        raise TypeError("Implicit conversion to a NumPy array is not allowed: use .get().")
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
+        if method != "__call__":
+            raise TypeError(f"{ufunc.__name__}.{method} does not exist on the device.")
+        return call(ufunc, *inputs, **kwargs)  # a NumPy scalar on the left, say
+
+    def __array_function__(self, function: Any, *_: Any) -> Any:
+        raise TypeError(f"numpy.{function.__name__} was called on a device array.")
+
+    # ---- properties ---------------------------------------------------------------------
+    shape = property(lambda self: self._data.shape)
+    dtype = property(lambda self: self._data.dtype)
+    ndim = property(lambda self: self._data.ndim)
+    size = property(lambda self: self._data.size)
+    nbytes = property(lambda self: self._data.nbytes)
+    itemsize = property(lambda self: self._data.itemsize)
+    strides = property(lambda self: self._data.strides)
+    flags = property(lambda self: self._data.flags)
+    T = property(lambda self: ndarray(self._data.T))
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    # ---- what waits for the device ------------------------------------------------------
+    def get(
+        self, stream: Any = None, order: str = "C", out: Any = None, blocking: Any = True
+    ) -> Any:
+        LEDGER.downloaded(self.nbytes)
+        return np.array(self._data, order=order)
+
+    def item(self) -> Any:
+        LEDGER.downloaded(self.itemsize)
+        return self._data.item()
+
+    def tolist(self) -> Any:
+        LEDGER.downloaded(self.nbytes)
+        return self._data.tolist()
+
+    def __float__(self) -> float:
+        return float(self.item())
+
+    def __int__(self) -> int:
+        return int(self.item())
+
+    def __bool__(self) -> bool:
+        return bool(self.item())
+
+    # ---- indexing -----------------------------------------------------------------------
+    def __getitem__(self, key: Any) -> ndarray:
+        keys = key if isinstance(key, tuple) else (key,)
+        if any(isinstance(k, ndarray) for k in keys):
+            LEDGER.add("calls")  # a gather; basic slices are views and cost nothing
+            return wrap(self._data[_index(keys, reading=True)])
+        if Ellipsis not in keys:
+            keys = (*keys, Ellipsis)  # a single number, too, is a view
+        return ndarray(self._data[_index(keys, reading=True)])
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        LEDGER.add("calls")
+        self._data[_index(key, reading=False)] = unwrap(value)
+
+    # ---- operators ----------------------------------------------------------------------
+    __add__, __radd__, __iadd__ = _binary("add")
+    __sub__, __rsub__, __isub__ = _binary("subtract")
+    __mul__, __rmul__, __imul__ = _binary("multiply")
+    __truediv__, __rtruediv__, __itruediv__ = _binary("true_divide")
+    __floordiv__, __rfloordiv__, __ifloordiv__ = _binary("floor_divide")
+    __mod__, __rmod__, __imod__ = _binary("remainder")
+    __pow__, __rpow__, __ipow__ = _binary("power")
+    __and__, __rand__, __iand__ = _binary("bitwise_and")
+    __or__, __ror__, __ior__ = _binary("bitwise_or")
+    __matmul__, __rmatmul__, _ = _binary("matmul")
+    __lt__, __le__ = _binary("less")[0], _binary("less_equal")[0]
+    __gt__, __ge__ = _binary("greater")[0], _binary("greater_equal")[0]
+    __eq__, __ne__ = _binary("equal")[0], _binary("not_equal")[0]
+    __hash__ = None  # type: ignore[assignment]
+
+    def __neg__(self) -> ndarray:
+        return call(np.negative, self)
+
+    def __abs__(self) -> ndarray:
+        return call(np.absolute, self)
+
+    def __invert__(self) -> ndarray:
+        return call(np.invert, self)
+
+    # ---- methods, with CuPy's parameters ------------------------------------------------
+    def astype(
+        self,
+        dtype: Any,
+        order: str = "K",
+        casting: Any = None,
+        subok: Any = None,
+        copy: bool = True,
+    ) -> ndarray:
+        if not copy and self.dtype == np.dtype(dtype):
+            return self
+        return call(lambda a: a.astype(dtype, order=order), self)
+
+    def copy(self, order: str = "C") -> ndarray:
+        return call(lambda a: a.copy(order=order), self)
+
+    def reshape(self, *shape: Any) -> ndarray:
+        return ndarray(self._data.reshape(*shape))
+
+    def fill(self, value: Any) -> None:
+        LEDGER.add("calls")
+        self._data.fill(unwrap(value))
+
+    def sum(
+        self, axis: Any = None, dtype: Any = None, out: Any = None, keepdims: bool = False
+    ) -> ndarray:
+        return call(np.sum, self, axis=axis, dtype=dtype, out=out, keepdims=keepdims)
+
+    def max(self, axis: Any = None, out: Any = None, keepdims: bool = False) -> ndarray:
+        return call(np.max, self, axis=axis, out=out, keepdims=keepdims)
+
+    def min(self, axis: Any = None, out: Any = None, keepdims: bool = False) -> ndarray:
+        return call(np.min, self, axis=axis, out=out, keepdims=keepdims)
+
+    def any(self, axis: Any = None, out: Any = None, keepdims: bool = False) -> ndarray:
+        return call(np.any, self, axis=axis, out=out, keepdims=keepdims)
+
+    def all(self, axis: Any = None, out: Any = None, keepdims: bool = False) -> ndarray:
+        return call(np.all, self, axis=axis, out=out, keepdims=keepdims)

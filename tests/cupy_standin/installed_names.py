@@ -1,0 +1,56 @@
+"""Parameters of names of the installed CuPy: ``module:name`` in, JSON out, False if there is none.
+
+Run as a program, so that the real CuPy never meets its stand-in.  Where CuPy is compiled, the first
+line of the docstring tells the signature; what needs a library that is not there is read from the
+source file.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import inspect
+import json
+import re
+import sys
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+
+def from_docstring(thing: Any) -> list[str] | None:
+    found = re.match(r"[\w.]+\((.*?)\)( ->|\n|$)", thing.__doc__ or "", re.DOTALL)
+    if not found:
+        return None
+    words = [part.split("=")[0].split() for part in found[1].split(",")]
+    return [word[-1] for word in words if word and word[-1] not in ("self", "*")]
+
+
+def from_source(module: str, name: str) -> list[str] | bool:
+    spec = importlib.util.find_spec(module)
+    assert spec
+    assert spec.origin
+    for file in sorted(Path(spec.origin).parent.glob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.FunctionDef) and node.name == name:
+                return [a.arg for a in node.args.args + node.args.kwonlyargs]
+    return False
+
+
+def parameters(dotted: str) -> list[str] | bool | None:
+    module, _, name = dotted.partition(":")
+    try:
+        thing = reduce(getattr, name.split("."), importlib.import_module(module))
+    except AttributeError:
+        return False
+    except ImportError:
+        return from_source(module, name)
+    try:
+        return [p for p in inspect.signature(thing).parameters if p != "self"]
+    except (TypeError, ValueError):
+        return from_docstring(thing)
+
+
+if __name__ == "__main__":
+    print(json.dumps({name: parameters(name) for name in json.load(sys.stdin)}))

@@ -1,0 +1,255 @@
+"""What must hold of ``device="cuda"``, on the stand-in (test_cuda.py) as on a GPU (test_gpu.py).
+
+Every check compares with the CPU backend for the same seed.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+import scipy.sparse as sp
+
+from herta_gpu import HERTA, Graph, Sparsifier
+from herta_gpu.backends.base import Backend
+from herta_gpu.backends.cpu import CPUBackend
+from tests.conftest import random_graph
+
+CPU = CPUBackend()
+LAM, SEED = 20.0, 0x9E3779B97F4A7C15
+TOLERANCE = {"float32": 2e-5, "float64": 1e-12}
+# (relative to the largest output, to the largest weight)
+FIT_TOLERANCE = {"float32": (1e-4, 5e-4), "float64": (1e-10, 1e-10)}
+
+
+@cache
+def graph(name: str, weighted: bool = False) -> Graph:
+    """ "hub": two rows longer than a segment of 512; "tail": 33 nodes, some alone; or "one"."""
+    if name == "one":
+        return Graph.from_edges(np.zeros((2, 0), int), 1)
+    if name == "tail":
+        rng = np.random.default_rng(1)
+        edges = np.unique(np.sort(rng.integers(0, 30, (2, 90)), axis=0), axis=1)
+        return Graph.from_edges(edges, 33, rng.random(edges.shape[1]) if weighted else None)
+    if name == "fit":
+        return random_graph(60, 200, weighted=weighted)
+    spokes = np.arange(1, 601)
+    hubs = np.concatenate([[spokes * 0, spokes], [spokes[1:] * 0 + 1, spokes[1:]]], axis=1)
+    weight = 0.1 + np.random.default_rng(0).random(hubs.shape[1]) if weighted else None
+    return Graph.from_edges(hubs, 605, weight)
+
+
+def block(n: int, k: int, dtype: str, seed: int = 0) -> Any:
+    return np.random.default_rng(seed).standard_normal((n, k)).astype(dtype)
+
+
+def close(backend: Backend, found: Any, expected: Any, dtype: str, factor: float = 1.0) -> None:
+    found = np.asarray(backend.to_numpy(found), float)
+    assert found.shape == expected.shape
+    bound = factor * TOLERANCE[dtype] * max(1.0, np.abs(expected).max(initial=0))
+    error = np.abs(found - expected).max(initial=0)
+    assert error <= bound, f"off by {error:.3g}, allowed {bound:.3g}"  # NaN fails as well
+
+
+# ---- primitives -------------------------------------------------------------------------------
+
+
+def check_products(backend: Backend, g: Graph, k: int, dtype: str) -> None:
+    L, L_cpu = backend.laplacian(g, dtype), CPU.laplacian(g, dtype)
+    X, Z, B = (block(L.n, k, dtype, seed) for seed in range(3))
+    X_dev, Z_dev, B_dev = (backend.asarray(a) for a in (X, Z, B))
+    close(backend, backend.apply_H(L, LAM, X_dev), CPU.apply_H(L_cpu, LAM, X), dtype)
+    close(backend, backend.column_dots(X_dev, Z_dev), CPU.column_dots(X, Z), "float64")
+    mixed = backend.column_dots(X_dev, Z_dev.astype("float64"))
+    close(backend, mixed, CPU.column_dots(X, Z), "float64")
+    backend.chebyshev_step(L, LAM, X_dev, Z_dev, B_dev, 0.3, 0.2)
+    CPU.chebyshev_step(L_cpu, LAM, X, Z, B, 0.3, 0.2)
+    close(backend, Z_dev, Z, dtype)
+
+
+def check_cg(backend: Backend, g: Graph, k: int, dtype: str) -> None:
+    L, L_cpu = backend.laplacian(g, dtype), CPU.laplacian(g, dtype)
+    R, tol = block(L.n, k, dtype), 0.1
+    R[:, k // 2] = 0  # starts frozen
+    energy = 0.7 * CPU.column_dots(R, R) / tol**2
+    energy[::2] = 0  # the odd columns freeze soon, the even ones later
+    energy_dev = backend.asarray(energy)
+    ours = backend.cg_start(L, LAM, backend.asarray(R), energy_dev, tol, 1e-3)
+    theirs = CPU.cg_start(L_cpu, LAM, R.copy(), energy.copy(), tol, 1e-3)
+    for _ in range(4):
+        assert backend.cg_active(ours) == CPU.cg_active(theirs)
+        backend.cg_step(L, LAM, ours)
+        CPU.cg_step(L_cpu, LAM, theirs)
+    assert np.array_equal(backend.to_numpy(ours.iterations), theirs.iterations)
+    for name in ("Z", "R", "P", "rho", "energy"):
+        close(backend, getattr(ours, name), getattr(theirs, name), dtype, factor=10)
+    assert np.array_equal(backend.to_numpy(energy_dev), energy)  # the caller's stays as it was
+
+
+def check_sketches(backend: Backend, g: Graph, k: int, dtype: str) -> None:
+    L, L_cpu = backend.laplacian(g, dtype), CPU.laplacian(g, dtype)
+    for name in ("sketch_incidence", "sketch_identity"):
+        ours, theirs = getattr(backend, name)(L, k, SEED), getattr(CPU, name)(L_cpu, k, SEED)
+        close(backend, ours, theirs, dtype)
+    B_S, Pi_S = block(L.n, k, dtype), block(L.n, k, "float64", 1)  # the second was refined
+    scores = backend.edge_scores(L, backend.asarray(B_S), backend.asarray(Pi_S), LAM)
+    close(backend, scores, CPU.edge_scores(L_cpu, B_S, Pi_S, LAM), dtype)
+
+
+def check_sampling(backend: Backend, g: Graph) -> None:
+    """The same scores and seed give the same edges, and the same L_tilde."""
+    m = g.num_edges
+    scores = np.random.default_rng(3).random(m) ** 8
+    for replace, s in ((True, m + 3), (False, m // 2)):
+        factors = backend.sample_edges(backend.asarray(scores), s, SEED, replace)
+        expected = CPU.sample_edges(scores, s, SEED, replace) if m else np.zeros(0)
+        assert np.array_equal(backend.to_numpy(factors) > 0, expected > 0)
+        close(backend, factors, expected, "float64")
+        ours, theirs = backend.sampled_graph(g, factors), CPU.sampled_graph(g, expected)
+        L, L_cpu = backend.laplacian(ours, "float64"), CPU.laplacian(theirs, "float64")
+        for name in ("indptr", "indices"):
+            assert np.array_equal(getattr(ours, name), getattr(theirs, name))
+        close(backend, L.weights, theirs.weights, "float64")
+        close(backend, L.diagonal, L_cpu.diagonal, "float64")
+        assert abs(L.lambda_max - L_cpu.lambda_max) <= 1e-11
+        X = block(L.n, 3, "float64")
+        found = backend.apply_H(L, LAM, backend.asarray(X))
+        close(backend, found, CPU.apply_H(L_cpu, LAM, X), "float64")
+
+
+def check_srht(backend: Backend, n: int, k: int, dtype: str) -> None:
+    Q = block(n, k, dtype)
+    for s in {1, max(1, n // 2), n}:
+        close(backend, backend.srht(backend.asarray(Q), s, SEED), CPU.srht(Q, s, SEED), dtype)
+
+
+def check_dense(backend: Backend) -> None:
+    """Factorisations, where they exist and where they do not."""
+    A = block(40, 12, "float64")
+    P = A.T @ A
+    for trans in (False, True):
+        found = backend.solve_triangular(
+            backend.cholesky(backend.asarray(P)), backend.asarray(A.T), trans
+        )
+        close(backend, found, CPU.solve_triangular(CPU.cholesky(P), A.T, trans), "float64", 100)
+    A[:, 7] = A[:, 2] - A[:, 3]
+    P = A.T @ A
+    P[7, 7] -= 1e-9  # not positive definite for sure
+    assert backend.cholesky(backend.asarray(P)) is None
+    L, J = backend.pivoted_cholesky(backend.asarray(P), 1e-6)
+    L, J = backend.to_numpy(L), backend.to_numpy(J)
+    assert L.shape == (11, 11)
+    np.testing.assert_allclose(L @ L.T, P[np.ix_(J, J)], atol=1e-10)
+    F = np.asfortranarray(A)
+    assert backend.asarray(F).flags.c_contiguous
+    assert backend.asarray(backend.asarray(F).T).flags.c_contiguous
+
+
+def check_empty(backend: Backend) -> None:
+    """No columns, no edges: nothing to launch, nothing to fail."""
+    L = backend.laplacian(graph("one"), "float32")
+    none = backend.asarray(np.zeros((1, 0), "float32"))
+    assert backend.apply_H(L, LAM, none).shape == (1, 0)
+    assert backend.column_dots(none, none).shape == (0,)
+    assert backend.srht(none, 1, 0).shape == (1, 0)
+    state = backend.cg_start(L, LAM, none, backend.asarray(np.zeros(0)), 0.1, 0.1)
+    backend.cg_step(L, LAM, state)
+    assert backend.cg_active(state) == 0
+    one = backend.asarray(np.ones((1, 4), "float32"))
+    assert backend.edge_scores(L, one, one, LAM).shape == (0,)
+
+
+def check_all(backend: Backend) -> None:
+    """Every primitive, once or twice: what a mutant has to face."""
+    for name, weighted, k, dtype in (
+        *[("tail", True, 3, "float32"), ("hub", False, 8, "float32")],
+        *[("one", False, 1, "float64"), ("hub", True, 2, "float64")],
+    ):
+        g = graph(name, weighted)
+        check_products(backend, g, k, dtype)
+        check_cg(backend, g, k, dtype)
+        check_sketches(backend, g, k, dtype)
+    check_sampling(backend, graph("hub", True))
+    check_srht(backend, 600, 3, "float32")
+    check_dense(backend)
+    check_empty(backend)
+
+
+# ---- fits -------------------------------------------------------------------------------------
+
+
+def _inputs(kind: str) -> tuple[Graph, Any, Any]:
+    rng = np.random.default_rng(0)
+    g = graph("hub" if "hub" in kind else "fit", weighted="weighted" in kind)
+    if "reordered" in kind:
+        g = g.reordered("degree")
+    n = g.num_nodes
+    X = rng.standard_normal((n, 6))
+    if "dependent" in kind:
+        X = np.hstack([X, X[:, :2] - X[:, 2:4]])
+    if "sparse" in kind:
+        X = sp.random_array((n, 20), density=0.3, rng=rng, format="csr")
+    if "wide" in kind:
+        X = rng.standard_normal((n, 50))
+    return g, X, rng.integers(0, 3, n)
+
+
+FITS: dict[str, tuple[str, dict[str, Any]]] = {
+    f"{loss} {optimizer} {strategy}": (
+        "plain",
+        # A rough P for MSE: with the exact one there is nothing left to optimise.
+        {"loss": loss, "optimizer": optimizer, "strategy": strategy, "max_iter": 6}
+        | ({"ridge": 0.1} if loss == "ce" else {"sketch": 16}),
+    )
+    for loss in ("mse", "ce")
+    for optimizer in ("cg", "gd", "lbfgs", "adam", "momentum")
+    for strategy in ("herta", "direct")
+} | {
+    "Algorithms 1 and 2 as printed": ("plain", {"sparsify": True, "sketch": True}),
+    "Algorithm 2 on a weighted graph": ("weighted", {"sparsify": True}),
+    "few samples": ("weighted", {"sparsify": 100, "max_iter": 8}),
+    "mixed": ("weighted", {"sparsify": "mixed", "tol": 0.3}),
+    "hubs": ("hub", {"strategy": "herta"}),
+    "sparse X, reordered graph": ("sparse reordered", {"strategy": "herta", "ridge": 0.1}),
+    "dependent columns": ("dependent weighted", {"strategy": "herta"}),
+    "no preconditioner": ("plain", {"precondition": False, "optimizer": "gd", "max_iter": 5}),
+    "fewer rows than columns": ("wide", {"ridge": 0.1}),
+    "fewer rows than columns, no ridge": ("wide", {"strategy": "direct"}),
+}
+
+
+def check_fit(name: str, dtype: str) -> HERTA:
+    kind, options = FITS[name]
+    g, X, y = _inputs(kind)
+    train = np.arange(0, g.num_nodes, 2)
+    ours, theirs = (
+        HERTA(lam=5.0, dtype=dtype, device=device, random_state=1, **options)
+        for device in ("cuda", "cpu")
+    )
+    ours.fit(g, X, y, train)
+    theirs.fit(g, X, y, train)
+    of_Z, of_W = FIT_TOLERANCE[dtype]
+    if name.endswith("no ridge"):  # a damping of 1e-8 in P lifts the rounding of W by as much
+        of_Z, of_W = max(of_Z, 1e-7), max(of_W, 1e-7)
+    if dtype == "float64":
+        assert len(ours.history_) == len(theirs.history_)
+    assert ours.status_ == theirs.status_
+    Z, expected = ours.transform(g, X), theirs.transform(g, X)
+    assert np.abs(Z - expected).max() <= of_Z * np.abs(expected).max()
+    if "dependent" not in kind:  # there, which of the columns get a weight is up to rounding
+        assert np.abs(ours.W_ - theirs.W_).max() <= of_W * np.abs(theirs.W_).max()
+    return ours
+
+
+def check_sampled_edges_end_to_end() -> None:
+    """Algorithm 2 from scores to edges: rounding may move a draw, not more than one in 100."""
+    for scores, least in (("sketch", 0.99), ("degree", 1.0)):
+        g = graph("fit", weighted=True)
+        ours, theirs = (
+            Sparsifier(lam=5.0, n_samples=120, scores=scores, device=device).fit(g)
+            for device in ("cuda", "cpu")
+        )
+        a, b = ({*zip(*s.graph_.edges()[:2], strict=True)} for s in (ours, theirs))
+        assert len(a & b) >= least * len(a | b)
+        np.testing.assert_allclose(ours.scores_, theirs.scores_, rtol=1e-4)

@@ -1,0 +1,64 @@
+"""What a whole fit asks of the device, by stage: ``python tests/ledger_table.py``.
+
+The fit runs on the stand-in for CuPy, so these are counts, not times.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE.parent)]
+
+from cupy_standin import installed  # noqa: E402
+from cupy_standin.ledger import Ledger  # noqa: E402
+
+import herta_gpu.herta  # noqa: E402
+from herta_gpu import HERTA, Graph  # noqa: E402
+from herta_gpu.profiling import Stages  # noqa: E402
+
+NODES, EDGES, FEATURES, CLASSES = 200, 800, 6, 3
+
+
+def fit(ledger: Ledger, loss: str) -> HERTA:
+    """A fit that goes through every stage, with the ledger split by stage."""
+
+    class Counted(Stages):
+        @contextmanager
+        def __call__(self, name: str) -> Iterator[None]:
+            with ledger.stage(name), super().__call__(name):
+                yield
+
+    rng = np.random.default_rng(0)
+    graph = Graph.from_edges(rng.integers(0, NODES, (2, EDGES)), NODES)
+    X, y = rng.standard_normal((NODES, FEATURES)), rng.integers(0, CLASSES, NODES)
+    model = HERTA(
+        lam=5.0, loss=loss, ridge=0.1 if loss == "ce" else 0.0, sparsify=True, sketch=True,
+        device="cuda",
+    )  # fmt: skip
+    ledger.clear()
+    with mock.patch.object(herta_gpu.herta, "Stages", Counted), ledger.stage("inputs and result"):
+        return model.fit(graph, X, y, np.arange(NODES // 2))
+
+
+def main() -> None:
+    for loss in ("mse", "ce"):
+        with installed("count") as ledger:
+            model = fit(ledger, loss)
+        print(f"loss={loss!r}: {len(model.history_) - 1} outer steps, {model.certificate_}")
+        print(f"{NODES} nodes, {FEATURES} features; peak {ledger.peak:,} bytes on the device\n")
+        print(ledger.table())
+        print("\n| kernel | launches | bytes read | bytes written |\n|---|---:|---:|---:|")
+        for name, (read, written) in sorted(ledger.traffic.items()):
+            print(f"| {name} | {ledger.kernels[name]:,} | {read:,} | {written:,} |")
+        print()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,357 @@
+"""The whole pipeline through `herta_gpu.backends.cuda`, on a stand-in for CuPy.
+
+The stand-in (tests/cupy_standin) runs the unmodified kernels in the emulator, refuses what CuPy
+refuses and counts what a device would have to do.  Nothing here needs, or shows anything about, the
+speed of a GPU.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE.parent)]
+
+from cuda_emulator import EmulatorError, compiler  # noqa: E402
+
+if compiler() is None:
+    pytest.skip("no g++: the kernels cannot be emulated", allow_module_level=True)
+
+from cupy_standin import build, installed  # noqa: E402
+from cupy_standin.device_array import ndarray  # noqa: E402
+from cupy_standin.ledger import Ledger  # noqa: E402
+
+import herta_gpu  # noqa: E402
+from herta_gpu import HERTA  # noqa: E402
+from herta_gpu.backends import base, device, device_sampling, get_backend  # noqa: E402
+from tests import device_checks as checks  # noqa: E402
+from tests import ledger_table  # noqa: E402
+
+DTYPES = ("float32", "float64")
+
+
+@pytest.fixture
+def ledger() -> Iterator[Ledger]:
+    with installed() as found:
+        yield found
+
+
+@pytest.fixture
+def backend(ledger: Ledger) -> Any:
+    return get_backend("cuda")
+
+
+# ---- the pipeline -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("k", [1, 3, 8, 130])
+@pytest.mark.parametrize(("name", "weighted"), [("one", False), ("tail", True), ("hub", False)])
+def test_primitives(backend: Any, name: str, weighted: bool, k: int, dtype: str) -> None:
+    if (name, k) == ("hub", 130):
+        pytest.skip("slow to emulate; the columns of a wide block are tested on few rows")
+    g = checks.graph(name, weighted)
+    checks.check_products(backend, g, k, dtype)
+    checks.check_cg(backend, g, k, dtype)
+    checks.check_sketches(backend, g, k, dtype)
+    checks.check_srht(backend, g.num_nodes, k, dtype)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_same_scores_and_seed_give_the_same_edges(backend: Any, weighted: bool) -> None:
+    checks.check_sampling(backend, checks.graph("hub", weighted))
+    checks.check_sampling(backend, checks.graph("tail", weighted))
+
+
+def test_sampled_edges_end_to_end(ledger: Ledger) -> None:
+    checks.check_sampled_edges_end_to_end()
+
+
+def test_dense_algebra_and_empty_blocks(backend: Any) -> None:
+    checks.check_dense(backend)
+    checks.check_empty(backend)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", checks.FITS)
+def test_fit_gives_the_answer_of_the_cpu(ledger: Ledger, name: str, dtype: str) -> None:
+    checks.check_fit(name, dtype)
+    assert sum(ledger.kernels.values()) > 0
+
+
+def test_X_that_does_not_fit_passes_through_in_chunks(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(herta_gpu.features, "_CHUNK_BYTES", 8 * 6 * 25)  # 25 rows of 6 columns
+    X, y = checks.block(60, 6, "float32"), np.arange(60) % 3
+    fits = []
+    for held in (True, False):
+        if not held:
+            monkeypatch.setattr(herta_gpu.features, "bytes_held", lambda *_: 0)
+        ledger.clear()
+        g = checks.random_graph(60, 200)  # a new one: graphs stay on the device
+        fits.append((HERTA(device="cuda").fit(g, X, y).W_, ledger.total("bytes_up")))
+    (W, once), (W_streamed, streamed) = fits
+    np.testing.assert_allclose(W_streamed, W, rtol=1e-6)
+    assert streamed >= once + X.nbytes
+
+
+# ---- the ledger -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_cg_step_is_three_launches_and_nothing_else(
+    ledger: Ledger, backend: Any, dtype: str
+) -> None:
+    L = backend.laplacian(checks.graph("hub"), dtype)
+    R = backend.asarray(checks.block(605, 8, dtype))
+    state = backend.cg_start(L, 3.0, R, backend.asarray(np.zeros(8)), 1e-3, 1e-7)
+    backend.cg_step(L, 3.0, state)  # the first step allocates what all others use
+    ledger.clear()
+    for _ in range(4):
+        backend.cg_step(L, 3.0, state)
+    assert dict(ledger.stages) == {"outside": {"launches": 12}}
+    assert ledger.peak == ledger.held
+    backend.cg_active(state)
+    assert ledger.total("syncs") == ledger.total("to_host") == 1
+
+
+def test_a_chebyshev_step_is_one_launch(ledger: Ledger, backend: Any) -> None:
+    L = backend.laplacian(checks.graph("tail"), "float32")
+    Z, Z_prev, B = (backend.asarray(checks.block(33, 8, "float32", i)) for i in range(3))
+    backend.chebyshev_step(L, 3.0, Z, Z_prev, B, 0.3, 0.2)
+    ledger.clear()
+    backend.chebyshev_step(L, 3.0, Z, Z_prev, B, 0.3, 0.2)
+    assert dict(ledger.stages) == {"outside": {"launches": 1}}
+    assert len(device.hadamard_passes(18)) == 2  # the Hadamard transform of 2^18 rows
+
+
+def test_a_cg_step_moves_little_more_than_it_must() -> None:
+    with installed("count") as ledger:
+        backend, k = get_backend("cuda"), 40
+        g = checks.random_graph(1000, 14_000)
+        L = backend.laplacian(g, "float32")
+        R = backend.asarray(checks.block(1000, k, "float32"))
+        state = backend.cg_start(L, 3.0, R, backend.asarray(np.zeros(k)), 1e-3, 1e-7)
+        ledger.clear()
+        backend.cg_step(L, 3.0, state)
+        moved = sum(map(sum, ledger.traffic.values()))
+    gathers, compulsory = L.nnz * (k + 1) * 4, 4 * L.nnz + 8 * L.n + 10 * L.n * k * 4
+    assert 0.6 * (compulsory + gathers) < moved <= 1.3 * compulsory + gathers
+
+
+def test_nothing_but_small_answers_leaves_the_device_while_training(ledger: Ledger) -> None:
+    ledger_table.fit(ledger, "mse")
+    stages = ledger.stages
+    assert stages["train"]["to_device"] == 0
+    assert stages["sparsify"]["to_device"] == 0  # L_tilde is made where it is used
+    for name in ("sparsify", "preconditioner", "spectrum", "train"):
+        # Mostly 8 bytes; per-column reports of a solve are the longest, 8 bytes a column.
+        assert stages[name]["bytes_down"] <= 8 * 64 * stages[name]["to_host"]
+    assert ledger.largest_download <= 8 * 20 * 20  # the Lanczos matrix; W_ has 8 * 6 * 3
+
+
+def test_the_table_of_a_fit_is_printed_by_one_command(capsys: pytest.CaptureFixture[str]) -> None:
+    ledger_table.main()
+    printed = capsys.readouterr().out
+    for stage in ("plan", "features", "sparsify", "preconditioner", "spectrum", "train", "total"):
+        assert f"| {stage} |" in printed
+
+
+def test_stages_and_steps_are_nested_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
+    open_, seen = [], []
+
+    @contextmanager
+    def annotate(message: str, domain: str) -> Iterator[None]:
+        assert domain == "herta"
+        open_.append(message)
+        seen.append("/".join(open_))
+        yield
+        open_.pop()
+
+    monkeypatch.setattr(herta_gpu.profiling, "nvtx", SimpleNamespace(annotate=annotate))
+    X, y = checks.block(60, 6, "float32"), np.arange(60) % 3
+    model = HERTA(device="cpu", loss="ce", ridge=0.1, strategy="herta")
+    model.fit(checks.graph("fit"), X, y)
+    assert not open_
+    assert set(model.stages_) <= set(seen)
+    assert [f"train/step {h['step']}" for h in model.history_] == [s for s in seen if "step" in s]
+    monkeypatch.setattr(herta_gpu.profiling, "nvtx", None)
+    HERTA(device="cpu").fit(checks.graph("fit"), X, y)
+
+
+# ---- which backend ----------------------------------------------------------------------------
+
+
+def test_signatures_are_those_of_the_interface(backend: Any) -> None:
+    for name, wanted in inspect.getmembers(base.Backend, inspect.isfunction):
+        for ours in (getattr(type(backend), name), getattr(checks.CPUBackend, name)):
+            found, expected = inspect.signature(ours), inspect.signature(wanted)
+            assert list(found.parameters.values()) == list(expected.parameters.values()) or (
+                list(found.parameters) == list(expected.parameters)
+            ), name
+
+
+def test_auto_takes_a_usable_device(ledger: Ledger) -> None:
+    assert get_backend("auto").name == "cuda"
+
+
+def test_without_cupy_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    with installed(), monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "cupy", None)
+        with pytest.raises(RuntimeError, match=r"herta_gpu\[cu13\].*herta_gpu\[cu12\]"):
+            get_backend("cuda")
+        assert get_backend("auto").name == "cpu"
+
+
+def test_without_a_driver_the_error_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> int:
+        raise RuntimeError("cudaErrorInsufficientDriver: too old\nmore")
+
+    with installed(), monkeypatch.context() as patch:
+        patch.setattr(sys.modules["cupy.cuda.runtime"], "getDeviceCount", fail)
+        with pytest.raises(RuntimeError, match=r"driver \(cudaErrorInsufficientDriver: too old\)"):
+            HERTA(device="cuda").fit(checks.graph("fit"), np.ones((60, 1)), np.arange(60) % 2)
+        assert get_backend("auto").name == "cpu"
+
+
+# ---- the stand-in -----------------------------------------------------------------------------
+
+
+def test_every_name_and_parameter_is_one_of_the_installed_cupy() -> None:
+    pytest.importorskip("cupy", reason="CuPy is not installed: nothing to compare with")
+    wanted: dict[str, list[str] | None] = {}
+    for name, module in build().items():
+        for key, value in vars(module).items():
+            if key.startswith("_") or isinstance(value, ModuleType):
+                continue
+            plain = inspect.isfunction(value) and value.__name__ not in ("run", "<lambda>")
+            wanted[f"{name}:{key}"] = list(inspect.signature(value).parameters) if plain else None
+    for cls in ("cupy:ndarray", "cupyx.scipy.sparse:csr_matrix", "cupy:RawModule"):
+        module, _, name = cls.partition(":")
+        for key, value in vars(getattr(build()[module], name)).items():
+            if key.startswith("_") or key in ("variant", "order"):
+                continue
+            known = inspect.isfunction(value) and value.__code__.co_argcount > 1
+            parameters = list(inspect.signature(value).parameters)[1:] if known else None
+            wanted[f"{cls}.{key}"] = parameters
+    command = [sys.executable, "-P", str(HERE / "cupy_standin" / "installed_names.py")]
+    done = subprocess.run(command, input=json.dumps(list(wanted)), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    real = json.loads(done.stdout)
+    assert [name for name, parameters in real.items() if parameters is False] == []
+    differ = {
+        name: (ours, real[name])
+        for name, ours in wanted.items()
+        if ours is not None and isinstance(real[name], list) and ours != real[name]
+    }
+    assert differ == {}
+
+
+def test_the_stand_in_refuses_what_cupy_refuses(backend: Any, ledger: Ledger) -> None:
+    xp, host = backend.xp, np.ones(3)
+    x = xp.asarray(host)
+    for wrong in (
+        lambda: np.asarray(x),
+        lambda: np.sum(x),
+        lambda: x + host,
+        lambda: host + x,
+        lambda: xp.maximum(x, host),
+        lambda: x[np.array([0])],
+        lambda: x.__setitem__(slice(None), host),
+        lambda: xp.ascontiguousarray(host),
+        lambda: xp.concatenate([x, host]),
+        lambda: xp.where(host > 0, x, 0.0),
+    ):
+        with pytest.raises(TypeError):
+            wrong()
+    for missing in ("insert", "block", "geomspace", "errstate"):
+        assert not hasattr(xp, missing)
+    with pytest.raises(ValueError, match="device arrays"):
+        sys.modules["cupyx.scipy.sparse"].csr_matrix((host, host, host))
+    assert isinstance(np.float64(2) * x, ndarray)
+    ledger.clear()
+    assert float(x.sum()) == 3 and bool((x > 0).all())  # noqa: PT018
+    assert ledger.total("syncs") == 2
+
+
+# ---- mutants of the host code -----------------------------------------------------------------
+
+MUTANTS = {
+    "a host array passed to a kernel": (
+        device_sampling, "scores = self.xp.zeros(m)", "scores = np.zeros(m)"
+    ),
+    "a Python number as a scalar": ("cuda", "X.dtype.type(lam)", "float(lam)"),
+    "a scalar of the wrong type": ("cuda", "X.dtype.type(lam)", "np.float64(lam)"),
+    "a size of 32 bits": (device_sampling, "(I64(m), I64(k), lo", "(I32(m), I64(k), lo"),
+    "forgotten contiguity": ("cuda", 'cupy.asarray(x, dtype=dtype, order="C")',
+                             "cupy.asarray(x, dtype=dtype)"),
+    "arrays swapped": ("cuda", "s.R, s.R, s.P, s.Z", "s.R, s.P, s.R, s.Z"),
+    "sizes swapped": ("cuda", "(x, y), I64(n), I64(k), *args)", "(x, y), I64(k), I64(n), *args)"),
+    "alpha and beta swapped": ("cuda", "s.iterations, s.alpha, s.beta,",
+                               "s.iterations, s.beta, s.alpha,"),
+    "tickets that do not start at 0": (
+        "cuda", "tickets = cupy.zeros(-(-k // 64), dtype=U32)",
+        "tickets = cupy.empty(-(-k // 64), dtype=U32)",
+    ),
+    "scratch of the wrong type": (
+        "cuda", "cupy.empty((MAX_BLOCKS, k))", 'cupy.empty((MAX_BLOCKS, k), dtype="float32")'
+    ),
+    "the caller's array changed": ("cuda", "energy=energy.copy()", "energy=energy"),
+    "weights forgotten": (
+        "cuda", "weights = pointer(L.weights)", "weights = NULL"
+    ),
+    "a launch for nothing": (
+        "cuda", "if X.size:\n            self._product", "if 1:\n            self._product"
+    ),
+    "the wrong random stream": ("cuda", "U32(STREAM_ROWS)", "U32(3)"),
+    "a failed factorisation unnoticed": ("cuda", 'linalg="raise"', 'linalg="ignore"'),
+    "long rows forgotten": (
+        "cuda", "rows = np.flatnonzero(length > SEGMENT)", "rows = np.flatnonzero(length < 0)"
+    ),
+    "a wait in every step": (
+        "cuda", "s, k = state, state.R.shape[1]",
+        "s, k = state, state.R.shape[1] + 0 * self.cg_active(state)",
+    ),
+}  # fmt: skip
+
+
+def _mutated(name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The CUDA backend with one bug in it."""
+    where, old, new = MUTANTS[name]
+    folder = Path(herta_gpu.__file__).parent / "backends"
+    changed = "cuda" if where == "cuda" else where.__name__.rpartition(".")[2]
+    for file in dict.fromkeys([changed, "cuda"]):
+        text = (folder / f"{file}.py").read_text()
+        if file == changed:
+            assert text.count(old) == 1, f"the text to change occurs {text.count(old)} times"
+            text = text.replace(old, new)
+        module = ModuleType(f"herta_gpu.backends.{file}")
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+        exec(compile(text, f"{file}.py", "exec"), module.__dict__)
+    return module.CUDABackend()
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_mutant_turns_a_check_red(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    backend = _mutated(name, monkeypatch)
+    with pytest.raises((AssertionError, EmulatorError, TypeError, ZeroDivisionError)):
+        _face_every_check(ledger, backend)
+
+
+def _face_every_check(ledger: Ledger, backend: Any) -> None:
+    checks.check_all(backend)
+    test_a_cg_step_is_three_launches_and_nothing_else(ledger, backend, "float32")

@@ -1,0 +1,61 @@
+"""The checks of the CUDA backend on a real device: ``pytest -m gpu``.
+
+For races and stray accesses run the same under NVIDIA's checker, with CuPy's pool out of its way:
+
+    CUPY_CACHE_SAVE_CUDA_SOURCE=1 compute-sanitizer --tool memcheck  python -m pytest -m gpu
+    compute-sanitizer --tool racecheck python -m pytest -m gpu -k primitives
+
+and for a time line, after a first run that compiles the kernels:
+
+    nsys profile -t cuda,nvtx -o herta python -m pytest -m gpu -k fits
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from herta_gpu.backends import get_backend
+from tests import device_checks as checks
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(autouse=True)
+def backend() -> Any:
+    try:
+        return get_backend("cuda")
+    except RuntimeError as error:
+        pytest.skip(str(error))
+
+
+def test_primitives(backend: Any) -> None:
+    checks.check_all(backend)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("name", checks.FITS)
+def test_fits(name: str, dtype: str) -> None:
+    checks.check_fit(name, dtype)
+
+
+def test_sampled_edges_end_to_end() -> None:
+    checks.check_sampled_edges_end_to_end()
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_product_is_that_of_cusparse(backend: Any, weighted: bool) -> None:
+    """The reference path: CuPy's own product with the CSR matrix of the graph."""
+    g, X = checks.graph("hub", weighted), checks.block(605, 16, "float64")
+    L_hat, X_dev = backend.csr(g.to_csr()), backend.asarray(X)
+    expected = X_dev + checks.LAM * (L_hat @ X_dev)
+    found = backend.apply_H(backend.laplacian(g, "float64"), checks.LAM, X_dev)
+    np.testing.assert_allclose(backend.to_numpy(found), backend.to_numpy(expected), rtol=1e-11)
+
+
+def test_runs_on_the_callers_stream(backend: Any) -> None:
+    with backend.xp.cuda.Stream(non_blocking=True) as stream:
+        checks.check_products(backend, checks.graph("tail"), 3, "float32")
+        stream.synchronize()
