@@ -8,7 +8,7 @@ setup: .venv/ready
 
 .venv/ready: pyproject.toml
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --editable ".[test]"
+	$(BIN)/python -m pip install --quiet --editable ".[test,fast,plot]"
 	touch $@
 
 demo: setup
