@@ -66,7 +66,7 @@ def _ways(devices: list[str], dtype: str) -> tuple[dict[str, dict[str, Any]], st
     for device in devices:
         try:
             get_backend(device)
-        except RuntimeError as error:
+        except (RuntimeError, ImportError) as error:
             missing.append((device, str(error)))
     usable = [d for d in devices if d not in {name for name, _ in missing}]
     if len(usable) >= 2:
@@ -274,7 +274,7 @@ def info(args: argparse.Namespace) -> Answer:
     devices = {"cpu": f"{os.cpu_count()} cores, {bytes_text(_free('cpu'))} free"}
     try:
         devices["cuda"] = f"{bytes_text(_free('cuda'))} free"
-    except RuntimeError as error:
+    except (RuntimeError, ImportError) as error:
         devices["cuda"] = f"no ({error})"
     extras = {}
     for extra, packages in _EXTRAS.items():
