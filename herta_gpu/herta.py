@@ -17,6 +17,7 @@ from herta_gpu.certificate import Spectrum, choose_spectrum
 from herta_gpu.estimator import Estimator, Targets, accuracy_or_r2, make_targets
 from herta_gpu.features import Features, bytes_held, has_hidden_columns
 from herta_gpu.graph import Graph
+from herta_gpu.interop import accept, like, on_device, take_rows, to_host
 from herta_gpu.losses import LOSSES
 from herta_gpu.optimizers import OPTIMIZERS
 from herta_gpu.planner import EXACT_TOL, Options, Sizes, make_plan
@@ -143,13 +144,15 @@ class HERTA(Estimator):
         ----------
         graph : Graph
         X : array or SciPy sparse matrix, (n, d)
+            Arrays on a GPU (CuPy, or anything with DLPack) are used where they are.
         y : int array (n,), -1 for unlabelled, or float array (n,) or (n, c)
         train : optional
         """
         backend, lam = self._checked(), self._lam()
         check_graph(graph)
-        X = _two_dimensional(X)
+        X = _two_dimensional(X, backend)
         check_rows("X", X, graph)
+        y, train = to_host(y, backend), to_host(train, backend)
         targets = make_targets(y, train, graph.num_nodes, self.loss)
         stages = Stages(self.verbose)
         H = RegularizedLaplacian(graph, lam, backend, self.dtype)  # I + lam L_hat
@@ -157,7 +160,7 @@ class HERTA(Estimator):
             options = self._options(backend)
             X_bytes = bytes_held(X, backend, options.budget)
             plan = self.plan_ = make_plan(
-                H, _sizes(graph, X, targets, self.dtype, X_bytes), options
+                H, _sizes(graph, X, targets, self.dtype, backend, X_bytes), options
             )
         with stages("features"):
             features = Features(X, backend, graph.order, options.budget)
@@ -192,11 +195,15 @@ class HERTA(Estimator):
         return self
 
     def transform(self, graph: Graph, X: Any) -> Any:
-        """Z* = H^-1 X W (n, c), to a relative H-norm error of 1e-6."""
+        """Z* = H^-1 X W (n, c), to a relative H-norm error of 1e-6; on a GPU if X is."""
+        return like(self._output(graph, X), X)
+
+    def _output(self, graph: Graph, X: Any) -> Array:
+        """Z* as an array of the device that X is on."""
         self._check_fitted()
         backend = get_backend(self.device)
         check_graph(graph)
-        X = _two_dimensional(X)
+        X = _two_dimensional(X, backend)
         check_rows("X", X, graph)
         if X.shape[1] != self.n_features_in_:
             raise ValueError(
@@ -209,21 +216,23 @@ class HERTA(Estimator):
         width = max(1, block_width(graph.num_nodes, self.W_.shape[1], self.dtype, budget))
         features = Features(X, backend, graph.order, budget)
         A = UnfoldedMap(H, features, everything, width)
-        Z = backend.to_numpy(A.forward(backend.asarray(self.W_), _TRANSFORM_TOL).value)
-        inverse = graph.inverse_order()
-        return (Z if inverse is None else Z[inverse]).astype(self.dtype)
+        Z = A.forward(backend.asarray(self.W_), _TRANSFORM_TOL).value
+        Z = Z if on_device(X) else backend.to_numpy(Z)
+        return take_rows(Z, graph.inverse_order(), backend).astype(self.dtype)
 
     def predict(self, graph: Graph, X: Any) -> Any:
         """Class labels, or the model's output for float targets."""
-        Z = self.transform(graph, X)
-        if self.classes_ is not None:
-            return self.classes_[Z.argmax(axis=1)]
-        return Z[:, 0] if self._flat else Z
+        Z = self._output(graph, X)
+        if self.classes_ is None:
+            return like(Z[:, 0] if self._flat else Z, X)
+        classes = get_backend(self.device).asarray(self.classes_) if on_device(Z) else self.classes_
+        return like(classes[Z.argmax(axis=1)], X)
 
     def score(self, graph: Graph, X: Any, y: Any, idx: Any = None) -> float:
         """Accuracy on the labelled nodes of `idx` (default all), or R^2 for float targets."""
-        rows = node_rows(idx, graph.num_nodes)
-        return accuracy_or_r2(self.predict(graph, X), y, rows, self.classes_)
+        backend = get_backend(self.device)
+        predicted, y, idx = (to_host(a, backend) for a in (self.predict(graph, X), y, idx))
+        return accuracy_or_r2(predicted, y, node_rows(idx, graph.num_nodes), self.classes_)
 
     # ---- the parts of fit ----------------------------------------------------------------
     def _lam(self) -> float:
@@ -299,12 +308,9 @@ class HERTA(Estimator):
             raise RuntimeError("This HERTA is not fitted yet: call fit first.")
 
 
-def _two_dimensional(X: Any) -> Any:
-    if not sp.issparse(X):
-        X = X if isinstance(X, np.ndarray) else np.asarray(X)
-        if X.ndim == 1:
-            X = X[:, None]
-    return X
+def _two_dimensional(X: Any, backend: Backend) -> Any:
+    X = accept("X", X, backend)
+    return X[:, None] if not sp.issparse(X) and X.ndim == 1 else X
 
 
 def _check_wish(name: str, value: Any, words: tuple[str, ...]) -> None:
@@ -316,11 +322,13 @@ def _check_wish(name: str, value: Any, words: tuple[str, ...]) -> None:
     raise ValueError(f"{name} must be {allowed}, True, False or a positive count, not {value!r}.")
 
 
-def _sizes(graph: Graph, X: Any, targets: Targets, dtype: str, X_bytes: int) -> Sizes:
+def _sizes(
+    graph: Graph, X: Any, targets: Targets, dtype: str, backend: Backend, X_bytes: int
+) -> Sizes:
     if X.shape[1] == 0:
         raise ValueError("X has no columns: give at least one feature.")
     word = np.dtype(dtype).itemsize
     return Sizes(
         graph.num_nodes, graph.num_edges, X.shape[1], targets.Y.shape[1], targets.Y.shape[0],
-        word, X_bytes, has_hidden_columns(X, targets.rows),
+        word, X_bytes, has_hidden_columns(X, targets.rows, backend),
     )  # fmt: skip

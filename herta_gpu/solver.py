@@ -22,6 +22,7 @@ import scipy.sparse as sp
 from herta_gpu.backends import get_backend
 from herta_gpu.backends.base import Array, Backend, Laplacian
 from herta_gpu.graph import Graph
+from herta_gpu.interop import accept, like, on_device, take_rows
 from herta_gpu.validation import (
     check_choice,
     check_dtype,
@@ -272,7 +273,7 @@ class SDDSolver:
 
     def solve(self, B: Any) -> Any:
         """Z = H^-1 B for B of shape (n,) or (n, k), dense or SciPy sparse; see `info_`."""
-        B = B if sp.issparse(B) else np.asarray(B)
+        given, B = B, accept("B", B, self.backend)
         check_rows("B", B, self.graph)
         flat = B.ndim == 1
         if flat:
@@ -283,8 +284,9 @@ class SDDSolver:
         self.info_ = _joined([info for _, info in parts])
         if not parts:
             return np.zeros(B.shape, dtype=self.dtype)
-        Z = np.concatenate([Z for Z, _ in parts], axis=1) if len(parts) > 1 else parts[0][0]
-        return Z[:, 0] if flat else Z
+        xp = self.backend.xp if on_device(B) else np
+        Z = xp.concatenate([Z for Z, _ in parts], axis=1) if len(parts) > 1 else parts[0][0]
+        return like(Z[:, 0] if flat else Z, given)
 
     def _width(self, k: int) -> int:
         if self.memory_budget is None:
@@ -301,16 +303,14 @@ class SDDSolver:
         return width
 
     def _solve_block(self, B: Any) -> tuple[Any, SolveInfo]:
-        dense = B.toarray() if sp.issparse(B) else np.asarray(B)
-        inverse = self.graph.inverse_order()
-        if self.graph.order is not None:
-            dense = dense[self.graph.order]
+        dense = B.toarray() if sp.issparse(B) else B
+        dense = take_rows(dense, self.graph.order, self.backend)
         keep = "float64" if dense.dtype == np.float64 else self.dtype
         block = self.backend.asarray(dense, keep)
         solve = self._cg if self.method == "cg" else self._chebyshev
         Z, info = solve(block)
-        result = self.backend.to_numpy(Z)
-        return (result if inverse is None else result[inverse]), info
+        Z = Z if on_device(B) else self.backend.to_numpy(Z)
+        return take_rows(Z, self.graph.inverse_order(), self.backend), info
 
     def _cg(self, B: Array) -> tuple[Array, SolveInfo]:
         return block_cg(self.H, B, self.tol, max_iter=self.max_iter)

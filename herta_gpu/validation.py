@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import scipy.sparse as sp
 
+from herta_gpu.interop import on_device
+
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _CHECK_ROWS = 1 << 16  # rows looked at once, so that memory-mapped input stays on disk
 
@@ -68,7 +70,7 @@ def parse_bytes(value: int | str) -> int:
 
 def check_rows(name: str, X: Any, graph: Any) -> None:
     """A dense or sparse block with one row per node and finite numbers only."""
-    if not sp.issparse(X) and not isinstance(X, np.ndarray):
+    if not sp.issparse(X) and not isinstance(X, np.ndarray) and not on_device(X):
         raise TypeError(
             f"{name} must be a NumPy array or a SciPy sparse matrix, not {type(X).__name__}."
         )

@@ -33,7 +33,7 @@ from cupy_standin.device_array import ndarray  # noqa: E402
 from cupy_standin.ledger import Ledger  # noqa: E402
 
 import herta_gpu  # noqa: E402
-from herta_gpu import HERTA  # noqa: E402
+from herta_gpu import HERTA, SDDSolver  # noqa: E402
 from herta_gpu.backends import base, device, device_sampling, get_backend  # noqa: E402
 from tests import device_checks as checks  # noqa: E402
 from tests import ledger_table  # noqa: E402
@@ -105,6 +105,48 @@ def test_X_that_does_not_fit_passes_through_in_chunks(
     (W, once), (W_streamed, streamed) = fits
     np.testing.assert_allclose(W_streamed, W, rtol=1e-6)
     assert streamed >= once + X.nbytes
+
+
+class Tensor:
+    """An array of another library: it can say where its memory is, and no more."""
+
+    def __init__(self, data: Any, dlpack: bool) -> None:
+        self.data, self._dlpack = data, dlpack
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "__cuda_array_interface__" and not self._dlpack:
+            return dict(self.data.__array_interface__)
+        if name == "__dlpack_device__" and self._dlpack:
+            return lambda: (2, 0)
+        if name == "__dlpack__" and self._dlpack:
+            return self.data.__dlpack__
+        raise AttributeError(name)
+
+
+@pytest.mark.parametrize("dlpack", [False, True])
+@pytest.mark.parametrize("reordered", [False, True])
+def test_arrays_on_the_device_are_used_where_they_are(
+    ledger: Ledger, backend: Any, reordered: bool, dlpack: bool
+) -> None:
+    g, X, y = checks.graph("fit"), checks.block(60, 20, "float32"), np.arange(60) % 3 + 5
+    g = g.reordered("degree") if reordered else g
+    model = HERTA(device="cuda").fit(g, X, y)
+    ledger.clear()
+    given = Tensor(X.copy(), dlpack)
+    again = HERTA(device="cuda").fit(g, given, Tensor(y, dlpack))
+    assert ledger.total("bytes_up") < X.nbytes  # the rows and the targets only
+    np.testing.assert_array_equal(again.W_, model.W_)
+    for method in ("transform", "predict"):
+        found = getattr(again, method)(g, given)
+        assert isinstance(found, ndarray)
+        np.testing.assert_array_equal(found.get(), getattr(model, method)(g, X))
+    assert again.score(g, given, Tensor(y, dlpack)) == model.score(g, X, y)
+    solver = SDDSolver(g, lam=3.0, device="cuda")
+    found = solver.solve(given)
+    assert isinstance(found, ndarray)
+    np.testing.assert_array_equal(found.get(), solver.solve(X))
+    with pytest.raises(TypeError, match=r'X is on a GPU .* use device="cuda"'):
+        HERTA(device="cpu").fit(g, given, y)
 
 
 # ---- the ledger -------------------------------------------------------------------------------

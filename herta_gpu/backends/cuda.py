@@ -40,6 +40,7 @@ from herta_gpu.backends.device import (
 )
 from herta_gpu.backends.device_sampling import EdgeSampler
 from herta_gpu.graph import Graph
+from herta_gpu.interop import on_device
 
 I32, I64, U32, U64 = np.int32, np.int64, np.uint32, np.uint64
 
@@ -92,6 +93,8 @@ class CUDABackend(Backend):
 
     # ---- arrays -------------------------------------------------------------------------
     def asarray(self, x: Any, dtype: str | None = None) -> Array:
+        if on_device(x) and not hasattr(x, "__cuda_array_interface__"):
+            x = cupy.from_dlpack(x)
         return cupy.asarray(x, dtype=dtype, order="C")
 
     def to_numpy(self, x: Array) -> Any:

@@ -27,7 +27,17 @@ from .ledger import LEDGER, Ledger
 
 FREE_BYTES = 8 << 30
 _FUNCTIONS = (
-    *("asarray", "asnumpy", "empty", "empty_like", "zeros", "zeros_like", "ones", "full"),
+    *(
+        "asarray",
+        "from_dlpack",
+        "asnumpy",
+        "empty",
+        "empty_like",
+        "zeros",
+        "zeros_like",
+        "ones",
+        "full",
+    ),
     *("arange", "ascontiguousarray", "where", "clip", "take", "concatenate", "diag", "tril"),
     *("stack", "diff", "flatnonzero"),
     *("sort", "argsort", "argmax", "argmin", "count_nonzero", "sum", "mean"),
