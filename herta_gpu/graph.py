@@ -67,6 +67,19 @@ class Graph:
         lo, hi, weight = _merged(u, v, w, n)
         return _from_unique(lo, hi, weight, n, loops=loops)
 
+    @classmethod
+    def from_cugraph(cls, G: Any, num_nodes: int | None = None) -> Graph:
+        """The graph of an undirected ``cugraph.Graph`` with vertex ids 0..num_nodes-1."""
+        from herta_gpu.cugraph_adapter import from_cugraph
+
+        return from_cugraph(G, num_nodes)
+
+    def to_cugraph(self) -> Any:
+        """This graph as a ``cugraph.Graph``; nodes without an edge are not in it."""
+        from herta_gpu.cugraph_adapter import to_cugraph
+
+        return to_cugraph(self)
+
     @property
     def num_nodes(self) -> int:
         return self.indptr.shape[0] - 1
