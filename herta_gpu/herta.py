@@ -23,7 +23,7 @@ from herta_gpu.optimizers import OPTIMIZERS
 from herta_gpu.planner import EXACT_TOL, Options, Sizes, make_plan
 from herta_gpu.preconditioner import Preconditioner, build, no_preconditioner
 from herta_gpu.profiling import Stages
-from herta_gpu.solver import RegularizedLaplacian, block_width, chebyshev_degree
+from herta_gpu.solver import BLOCK_WIDTH, RegularizedLaplacian, block_width, chebyshev_degree
 from herta_gpu.sparsifier import Sparsifier
 from herta_gpu.training import Training
 from herta_gpu.unfolded import DenseMap, UnfoldedMap
@@ -148,6 +148,14 @@ class HERTA(Estimator):
         y : int array (n,), -1 for unlabelled, or float array (n,) or (n, c)
         train : optional
         """
+        try:
+            return self._fit(graph, X, y, train)
+        except MemoryError as error:
+            if type(error) is MemoryError:  # ours: it names what would fit
+                raise
+            raise MemoryError(self._what_fits(graph, error)) from error
+
+    def _fit(self, graph: Graph, X: Any, y: Any, train: Any) -> HERTA:
         backend, lam = self._checked(), self._lam()
         check_graph(graph)
         X = _two_dimensional(X, backend)
@@ -302,6 +310,11 @@ class HERTA(Estimator):
                 return P, spectrum
             recipe.exact, recipe.degree = True, chebyshev_degree(A.H, EXACT_TOL)
             plan.decisions.append(("Q again", "float64", "P missed too much of the Hessian"))
+
+    def _what_fits(self, graph: Graph, error: Exception) -> str:
+        budget = int(0.5 * get_backend(self.device).memory_available())
+        width = max(1, block_width(graph.num_nodes, BLOCK_WIDTH, self.dtype, budget))
+        return f"{error} Blocks of {width} columns would fit: set memory_budget={budget}."
 
     def _check_fitted(self) -> None:
         if not hasattr(self, "W_"):

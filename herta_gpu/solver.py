@@ -166,10 +166,10 @@ def _cycle(
     L, backend = H.laplacian(), H.backend
     floor = float(np.finfo(H.dtype).eps)
     state = backend.cg_start(L, H.lam, R, energy, _MARGIN * tol, floor)
-    for step in range(limit):
-        if step % CHECK_EVERY == 0 and backend.cg_active(state) == 0:
+    for step in range(0, limit, CHECK_EVERY):
+        if backend.cg_active(state) == 0:
             break
-        backend.cg_step(L, H.lam, state)
+        backend.cg_steps(L, H.lam, state, min(CHECK_EVERY, limit - step))
     return state.Z, backend.to_numpy(state.iterations)
 
 

@@ -169,6 +169,39 @@ def test_a_cg_step_is_three_launches_and_nothing_else(
     assert ledger.total("syncs") == ledger.total("to_host") == 1
 
 
+def test_captured_steps_are_one_launch_and_the_same_steps(ledger: Ledger, backend: Any) -> None:
+    L = backend.laplacian(checks.graph("tail"), "float32")
+    states = []
+    for capture in (False, True):
+        backend.capture = capture
+        R = backend.asarray(checks.block(33, 8, "float32"))
+        state = backend.cg_start(L, 3.0, R, backend.asarray(np.zeros(8)), 1e-3, 1e-7)
+        with backend.xp.cuda.Stream(non_blocking=True):
+            backend.cg_steps(L, 3.0, state, 4)
+            ledger.clear()
+            for count in (4, 4, 1):
+                backend.cg_steps(L, 3.0, state, count)
+        assert ledger.total("launches") == (2 + 3 if capture else 27)
+        assert set(ledger.stages["outside"]) == {"launches"}
+        states.append(state)
+    for name in ("Z", "R", "P", "iterations"):
+        assert np.array_equal(*(getattr(state, name).get() for state in states))
+
+
+def test_out_of_memory_names_what_would_fit(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class OutOfMemoryError(MemoryError):
+        """As CuPy's."""
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise OutOfMemoryError("Out of memory allocating 99 bytes.")
+
+    monkeypatch.setattr(sys.modules["cupy"], "zeros_like", fail)
+    with pytest.raises(MemoryError, match=r"99 bytes. Blocks of 64 columns .* memory_budget=\d+"):
+        HERTA(device="cuda").fit(checks.graph("fit"), np.ones((60, 1)), np.arange(60) % 2)
+
+
 def test_a_chebyshev_step_is_one_launch(ledger: Ledger, backend: Any) -> None:
     L = backend.laplacian(checks.graph("tail"), "float32")
     Z, Z_prev, B = (backend.asarray(checks.block(33, 8, "float32", i)) for i in range(3))
@@ -280,10 +313,16 @@ def test_every_name_and_parameter_is_one_of_the_installed_cupy() -> None:
                 continue
             plain = inspect.isfunction(value) and value.__name__ not in ("run", "<lambda>")
             wanted[f"{name}:{key}"] = list(inspect.signature(value).parameters) if plain else None
-    for cls in ("cupy:ndarray", "cupyx.scipy.sparse:csr_matrix", "cupy:RawModule"):
+    for cls in (
+        "cupy:ndarray",
+        "cupyx.scipy.sparse:csr_matrix",
+        "cupy:RawModule",
+        "cupy.cuda:Stream",
+        "cupy.cuda:Graph",
+    ):
         module, _, name = cls.partition(":")
         for key, value in vars(getattr(build()[module], name)).items():
-            if key.startswith("_") or key in ("variant", "order"):
+            if key.startswith("_") or key in ("variant", "order", "recording", "current"):
                 continue
             known = inspect.isfunction(value) and value.__code__.co_argcount > 1
             parameters = list(inspect.signature(value).parameters)[1:] if known else None

@@ -136,6 +136,11 @@ class Backend(ABC):
     def cg_step(self, L: Laplacian, lam: float, state: CGState) -> None:
         """One CG step for all active columns together; frozen columns do not change."""
 
+    def cg_steps(self, L: Laplacian, lam: float, state: CGState, count: int) -> None:
+        """`count` steps in a row, without a look at the mask between them."""
+        for _ in range(count):
+            self.cg_step(L, lam, state)
+
     @abstractmethod
     def cg_active(self, state: CGState) -> int:
         """How many columns are still active.  The only call of CG that waits for the device."""
