@@ -106,7 +106,7 @@ def proven_spectrum(P: Preconditioner, A: UnfoldedMap) -> Spectrum | None:
     """All rows in training, Q = p(H) X: (1 - eps)^2 T <= P <= (1 + eps)^2 T for any X."""
     # Rounding of Q, as seen from the smallest direction that P keeps.
     unit = float(np.finfo(A.H.dtype).eps)
-    rounding = 8 * unit * math.sqrt(A.H.lambda_max * P.factor.condition)
+    rounding = 4 * P.degree * unit * A.H.lambda_max * math.sqrt(P.factor.condition)
     eps = P.Q_error + rounding
     if P.damped or not eps < 1:
         return None
@@ -162,6 +162,8 @@ def probabilistic_spectrum(
     """
     if P.damped:
         return None
+    if P.factor.rank == 0:  # the training rows see nothing of X: every W is optimal
+        return Spectrum(1.0, 1.0, 0.0, "spectral-deterministic", note=P.factor.note)
     tol = _LANCZOS_TOL
     while True:
         found, slip = _ritz_bounds(P, A, ridge, seed, tol)
@@ -176,17 +178,18 @@ def _ritz_bounds(
 ) -> tuple[Spectrum, float]:
     """Bounds from Ritz values, and how far inexact products may have moved those."""
     n, rank = A.H.n, P.factor.rank
-    ritz, r1, r2 = _two_lanczos(P, A, ridge, seed, tol)
-    steps = ritz[0].shape[0]
+    ritz, r1, r2, whole = _two_lanczos(P, A, ridge, seed, tol)
+    steps = min(values.shape[0] for values in ritz)
     miss = (math.log(1.648 * math.sqrt(rank) * 3 * n) / (2 * steps - 1)) ** 2
-    if steps == rank:
-        miss = 0.0  # the whole space: the Ritz values are the eigenvalues
+    if whole:
+        miss = 0.0  # nothing is left outside: the Ritz values are the eigenvalues
     low, top = float(ritz[0][0]), float(ritz[0][-1])
     estimate = Spectrum(max(low, 1e-6 * top), top, math.sqrt(float(ritz[1][-1])), "estimate")
     if miss >= 1:
         return estimate, 0.0
     b, norm = top / (1 - miss), math.sqrt(float(ritz[1][-1]) / (1 - miss))
-    slip = math.sqrt(b) * r1 + norm * r2
+    # Inexact products move the Ritz values, and the Krylov space they are taken from.
+    slip = 3 * (math.sqrt(b) * r1 + norm * r2)
     b, low = b + slip, low - slip
     a = b - (b - low) / (1 - miss)
     if a < _USEFUL:
@@ -198,15 +201,18 @@ def ritz_interval(
     P: Preconditioner, A: UnfoldedMap, ridge: float, seed: int
 ) -> tuple[float, float]:
     """An estimate, not a bound, of the spectrum of the preconditioned Hessian."""
+    if P.factor.rank == 0:
+        return 1.0, 1.0
     values = _two_lanczos(P, A, ridge, seed, _LANCZOS_TOL)[0][0]
-    top = float(values[-1])
+    top = max(float(values[-1]), 1e-300)
     return max(float(values[0]), 1e-6 * top), top
 
 
 def _two_lanczos(
     P: Preconditioner, A: UnfoldedMap, ridge: float, seed: int, tol: float
-) -> tuple[list[Any], float, float]:
-    """Ritz values of both processes, and the Frobenius sums of the solves' residuals."""
+) -> tuple[list[Any], float, float, bool]:
+    """Ritz values of both processes, sums of the solves' residuals, and whether either process
+    ended because nothing was left outside its space."""
     H, X, xp = A.H, A.X, A.H.backend.xp
     dim = P.w_start.shape[0]
     v = H.backend.asarray(np.random.default_rng(seed).standard_normal((dim, 2)))
@@ -216,11 +222,17 @@ def _two_lanczos(
     bases = [xp.zeros((steps, dim)), xp.zeros((steps, dim))]
     images = [xp.zeros((steps, dim)), xp.zeros((steps, dim))]
     r1 = r2 = 0.0
+    whole = steps == P.factor.rank
     for j in range(steps):
+        before = xp.linalg.norm(v, axis=0)
         _orthogonalise(v, bases, j)
         v = P.factor.project(v)  # what rounding leaves outside the subspace would grow
         _orthogonalise(v, bases, j)  # twice is enough
-        v = v / xp.linalg.norm(v, axis=0)
+        after = xp.linalg.norm(v, axis=0)
+        if bool((after <= 1e-12 * before).any()):  # synchronize!
+            steps, whole = j, True
+            break
+        v = v / after
         bases[0][j], bases[1][j] = v[:, 0], v[:, 1]
         W = P.factor.half(v)
         Z, there = block_cg(H, X.times(W), tol)
@@ -232,9 +244,9 @@ def _two_lanczos(
         r2 += float(back.residuals.max()) ** 2
     ritz = []
     for basis, image in zip(bases, images, strict=True):
-        T = H.backend.to_numpy(basis @ image.T)
+        T = H.backend.to_numpy(basis[:steps] @ image[:steps].T)
         ritz.append(np.linalg.eigvalsh((T + T.T) / 2))
-    return ritz, math.sqrt(r1), math.sqrt(r2)
+    return ritz, math.sqrt(r1), math.sqrt(r2), whole
 
 
 def _orthogonalise(v: Array, bases: list[Array], j: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,12 +60,19 @@ def make_targets(y: Any, train: Any, n: int, loss: str) -> Targets:
     if y.dtype.kind not in "fiub":
         raise ValueError(f"y must hold integer labels or floats, not {y.dtype}.")
     if y.ndim == 1 and y.dtype.kind in "iub":
-        labels = y.astype(np.int64)
-        rows = train_rows(train, labels >= 0, n)
-        classes, codes = np.unique(labels[rows], return_inverse=True)
+        rows = train_rows(train, y >= 0, n)
+        classes, codes = np.unique(y[rows], return_inverse=True)
+        if classes.shape[0] == 1 and train is None and (y < 0).any():
+            warnings.warn(
+                f"The only label besides -1 (unlabelled) is {classes[0]}: for two classes use 0 "
+                "and 1.",
+                stacklevel=4,
+            )
         return Targets(rows, np.eye(classes.shape[0])[codes], classes, True)
     if loss == "ce":
-        raise ValueError('loss="ce" needs integer class labels, one per node: y holds floats.')
+        raise ValueError('loss="ce" needs one integer class label per node, not floats or columns.')
+    if y.ndim == 2 and y.shape[1] == 0:
+        raise ValueError("y has no columns: give at least one target.")
     rows = train_rows(train, np.ones(n, dtype=bool), n)
     Y = y[rows].astype(np.float64)
     if not np.isfinite(Y).all():
@@ -75,12 +83,18 @@ def make_targets(y: Any, train: Any, n: int, loss: str) -> Targets:
 def accuracy_or_r2(predicted: Any, y: Any, rows: Any, classes: Any | None) -> float:
     """Share of right labels among the labelled rows, or R^2 (mean over the columns)."""
     y = np.asarray(y)
+    if y.shape[0] != predicted.shape[0] or y.ndim > 2:
+        raise ValueError(f"y has shape {y.shape} but there are {predicted.shape[0]:,} predictions.")
+    if rows.size == 0:
+        raise ValueError("There is no row to score: idx is empty.")
     if classes is not None:
         rows = rows[y[rows] >= 0]
         if rows.size == 0:
             raise ValueError("None of the rows to score has a label.")
         return float(np.mean(predicted[rows] == y[rows]))
-    truth, guess = y[rows].astype(np.float64), predicted[rows]
+    truth, guess = (a[rows].astype(np.float64).reshape(rows.size, -1) for a in (y, predicted))
+    if truth.shape != guess.shape:
+        raise ValueError(f"y has {truth.shape[1]} columns but the model has {guess.shape[1]}.")
     total = ((truth - truth.mean(axis=0)) ** 2).sum(axis=0)
     left = ((truth - guess) ** 2).sum(axis=0)
     return float(np.mean(1.0 - left / np.where(total > 0, total, 1.0)))

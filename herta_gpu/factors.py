@@ -21,9 +21,17 @@ DAMPING = 1e-8  # share of the largest eigenvalue added when there are fewer tra
 class Factor(Protocol):
     """C with C C^T = P^-1: the coordinates w, W = C w, that make the problem well conditioned."""
 
-    kind: str
-    note: str  # what was cut or damped, for the user
-    condition: float  # of P on the kept subspace, estimated
+    @property
+    def kind(self) -> str:
+        """Which factor this is."""
+
+    @property
+    def note(self) -> str:
+        """What was cut or damped, for the user."""
+
+    @property
+    def condition(self) -> float:
+        """Of P on the kept subspace, its diagonal scaled to 1; estimated."""
 
     @property
     def rank(self) -> int:
@@ -97,7 +105,7 @@ class Cholesky:
 
 @dataclass
 class Pivoted:
-    """P[J, J] = L L^T on independent columns J; the weights of the dependent ones are 0."""
+    """P[J, J] = L L^T on columns J that span the rest; the weights of the rest are 0."""
 
     backend: Backend
     L: Array  # r x r
@@ -184,6 +192,43 @@ class LowRank:
         return v
 
 
+@dataclass
+class Scaled:
+    """A factor of P scaled to a unit diagonal: C = diag(scale) C_inner."""
+
+    scale: Array  # (d,)
+    inner: Factor
+
+    @property
+    def kind(self) -> str:
+        return self.inner.kind
+
+    @property
+    def note(self) -> str:
+        return self.inner.note
+
+    @property
+    def condition(self) -> float:
+        return self.inner.condition
+
+    @property
+    def rank(self) -> int:
+        return self.inner.rank
+
+    def half(self, w: Array) -> Array:
+        return self.scale[:, None] * self.inner.half(w)
+
+    def half_T(self, g: Array) -> Array:
+        return self.inner.half_T(self.scale[:, None] * g)
+
+    def unhalf(self, W: Array) -> Array:
+        scale = self.scale[:, None]
+        return self.inner.unhalf(W / (scale + (scale == 0)))
+
+    def project(self, v: Array) -> Array:
+        return self.inner.project(v)
+
+
 class Gram(Protocol):
     """Q^T Q, from which P and its factor are made for any curvature and ridge."""
 
@@ -202,22 +247,38 @@ class DenseGram:
     def factor(self, curvature: float, ridge: float, symmetric: bool) -> Factor:
         xp, d = self.backend.xp, self.QtQ.shape[0]
         P = curvature * self.QtQ
+        diagonal = xp.arange(d)
+        P[diagonal, diagonal] += ridge
+        # A feature's unit must not decide whether it counts: P is scaled to a unit diagonal.
+        size = xp.sqrt(P[diagonal, diagonal])
+        scale = xp.where(size > 0, 1.0 / xp.where(size > 0, size, 1.0), 0.0)
+        P *= scale[:, None]
+        P *= scale[None, :]
+        return Scaled(scale, self._factor(P, symmetric))
+
+    def _factor(self, P: Array, symmetric: bool) -> Factor:
+        """A factor of P with a unit diagonal, damped and cut as far as it must be."""
+        xp, d = self.backend.xp, P.shape[0]
         top = _largest_eigenvalue(self.backend, P)
-        shift = ridge if ridge > 0 else (DAMPING * top if self.damped else 0.0)
-        note = _damping_note(shift) if self.damped else ""
-        P[xp.arange(d), xp.arange(d)] += shift
+        note = ""
+        if self.damped:
+            P[xp.arange(d), xp.arange(d)] += DAMPING * top
+            note = _damping_note(DAMPING)
         if not symmetric:
-            return self._triangular(P, top + shift, note)
+            return self._triangular(P, top, note)
         values, V = xp.linalg.eigh(P)
         keep = values > RANK_CUT * xp.maximum(values[-1], 1e-300)
         if not bool(keep.all()):  # synchronize!
-            note = f"rank {int(keep.sum()):,} of {d:,}: eigenvalues below {RANK_CUT:g} cut"
+            note = (
+                f"optimum over {int(keep.sum()):,} of {d:,} directions, those above "
+                f"{RANK_CUT:g} of the largest"
+            )
         V, values = xp.ascontiguousarray(V[:, keep]), values[keep]
         condition = float(values[-1] / values[0]) if values.shape[0] else 1.0  # synchronize!
         return Eigen(V, values, condition, note)
 
     def _triangular(self, P: Array, top: float, note: str) -> Factor:
-        """A Cholesky factor; of independent columns only where P is close to singular."""
+        """A Cholesky factor; of well-separated columns only where P is close to singular."""
         backend, d = self.backend, P.shape[0]
         L = backend.cholesky(P)
         if L is not None:
@@ -227,7 +288,10 @@ class DenseGram:
         L, J = backend.pivoted_cholesky(P, RANK_CUT * top)
         r = J.shape[0]
         if r < d:
-            note = f"rank {r:,} of {d:,}: dependent features have weight 0"
+            note = (
+                f"optimum over {r:,} of {d:,} features; the others depend on them to {RANK_CUT:g} "
+                "and have weight 0"
+            )
         condition = top / _smallest_eigenvalue(backend, L) if r else 1.0
         return Pivoted(backend, L, J, d, condition, note)
 
@@ -251,13 +315,14 @@ class LowRankGram:
     def factor(self, curvature: float, ridge: float, symmetric: bool) -> Factor:
         values = curvature * self.values
         top = float(values[-1]) if values.shape[0] else 1.0  # synchronize!
-        shift = ridge if ridge > 0 else DAMPING * top
-        note = _damping_note(shift) if self.damped else ""
+        # P need not be the Hessian: a shift below this would only cancel in `LowRank.half`.
+        shift = max(ridge, RANK_CUT * top) if ridge > 0 else DAMPING * top
+        note = _damping_note(DAMPING) if self.damped else ""
         return LowRank(self.U, values, shift, (top + shift) / shift, note)
 
 
-def _damping_note(shift: float) -> str:
-    return f"damped by {shift:.1e} (fewer train rows than features)"
+def _damping_note(share: float) -> str:
+    return f"damped by {share:g} of its largest eigenvalue: fewer train rows than features"
 
 
 def _smallest_eigenvalue(backend: Backend, L: Array) -> float:
@@ -277,7 +342,9 @@ def _largest_eigenvalue(backend: Backend, P: Array) -> float:
 
 def _growth(xp: Any, multiply: Callable[[Array], Array], d: int, steps: int) -> float:
     """By how much `multiply` stretches a vector after so many steps; the host waits once."""
-    v = xp.ones((d, 1)) / d**0.5
+    # No structure of P is likely to be orthogonal to these.
+    v = xp.asarray(np.random.default_rng(0).standard_normal((d, 1)))
+    v = v / xp.linalg.norm(v)
     for _ in range(steps):
         v = multiply(v)
         size = xp.linalg.norm(v)

@@ -13,6 +13,7 @@ import numpy as np
 import scipy.sparse as sp
 
 from herta_gpu.backends.base import Array, Backend
+from herta_gpu.interop import on_device, take_rows
 
 _CHUNK_BYTES = 64 << 20  # of float64 copies of rows of X
 
@@ -33,8 +34,8 @@ class Features:
             # X^T by rows as well: no product with a transposed matrix, whose sums would need
             # atomics on a GPU, and a block of columns is a run of rows.
             self._rows, self._transposed = backend.csr(rows), backend.csr(rows.T.tocsr())
-        elif bytes_held(X, backend, budget):
-            self._dense, self._order = backend.asarray(X if order is None else X[order]), None
+        elif on_device(X) or bytes_held(X, backend, budget):
+            self._dense, self._order = backend.asarray(take_rows(X, order, backend)), None
         else:
             self._dense, self._order = X, order
 
@@ -99,23 +100,26 @@ def bytes_held(X: Any, backend: Backend, budget: int) -> int:
     budget holds it."""
     if sp.issparse(X):
         return 24 * X.nnz
+    if on_device(X):
+        return 0  # it is there already
     return X.nbytes if backend.xp is not np and X.nbytes <= budget // 2 else 0
 
 
-def has_hidden_columns(X: Any, rows: Any) -> bool:
+def has_hidden_columns(X: Any, rows: Any, backend: Backend) -> bool:
     """Whether some column of X is zero on `rows` but not everywhere."""
     if sp.issparse(X):
         X = sp.csr_array(X)
         inside, everywhere = (np.unique(M.indices[M.data != 0]) for M in (X[rows], X))
         return inside.shape[0] < everywhere.shape[0]
     step = max(1, _CHUNK_BYTES // (8 * max(X.shape[1], 1)))
-    train = np.zeros(X.shape[0], dtype=bool)
-    train[rows] = True
-    inside, everywhere = np.zeros((2, X.shape[1]), dtype=bool)
+    xp = backend.xp if on_device(X) else np
+    train = xp.zeros(X.shape[0], dtype=bool)
+    train[backend.asarray(rows) if on_device(X) else rows] = True
+    inside, everywhere = (xp.zeros(X.shape[1], dtype=bool) for _ in range(2))
     for a in range(0, X.shape[0], step):
-        filled = np.asarray(X[a : a + step]) != 0
+        filled = X[a : a + step] != 0
         everywhere |= filled.any(axis=0)
         inside |= filled[train[a : a + step]].any(axis=0)
-        if inside.all():
+        if bool(inside.all()):  # synchronize!
             return False
     return bool((everywhere & ~inside).any())

@@ -67,6 +67,19 @@ class Graph:
         lo, hi, weight = _merged(u, v, w, n)
         return _from_unique(lo, hi, weight, n, loops=loops)
 
+    @classmethod
+    def from_cugraph(cls, G: Any, num_nodes: int | None = None) -> Graph:
+        """The graph of an undirected ``cugraph.Graph`` with vertex ids 0..num_nodes-1."""
+        from herta_gpu.cugraph_adapter import from_cugraph
+
+        return from_cugraph(G, num_nodes)
+
+    def to_cugraph(self) -> Any:
+        """This graph as a ``cugraph.Graph``; nodes without an edge are not in it."""
+        from herta_gpu.cugraph_adapter import to_cugraph
+
+        return to_cugraph(self)
+
     @property
     def num_nodes(self) -> int:
         return self.indptr.shape[0] - 1
@@ -199,7 +212,10 @@ class Graph:
 
 
 def _checked_edges(edge_index: Any, num_nodes: int | None) -> tuple[Any, Any, int]:
-    edges = np.asarray(edge_index)
+    try:
+        edges = np.asarray(edge_index)
+    except ValueError as error:
+        raise ValueError("edge_index must have shape (2, m): its two rows differ.") from error
     if edges.ndim != 2 or edges.shape[0] != 2:
         raise ValueError(
             f"edge_index must have shape (2, m), not {edges.shape}: one column per edge."
@@ -208,7 +224,8 @@ def _checked_edges(edge_index: Any, num_nodes: int | None) -> tuple[Any, Any, in
         raise ValueError(f"edge_index must hold integers, not {edges.dtype}.")
     edges = edges.astype(np.int64, copy=False)
     largest = int(edges.max(initial=-1))
-    if num_nodes is not None and (num_nodes != int(num_nodes) or num_nodes < 0):
+    whole = isinstance(num_nodes, (int, np.integer)) and not isinstance(num_nodes, bool)
+    if num_nodes is not None and (not whole or num_nodes < 0):
         raise ValueError(f"num_nodes must be a non-negative integer, not {num_nodes!r}.")
     n = largest + 1 if num_nodes is None else int(num_nodes)
     if n == 0:
@@ -225,11 +242,19 @@ def _checked_weights(edge_weight: Any, m: int) -> NDArray[np.float64] | None:
     w = np.asarray(edge_weight)
     if w.shape != (m,):
         raise ValueError(f"edge_weight must have shape ({m},), one per edge, not {w.shape}.")
+    if w.dtype.kind not in "fiub":
+        raise ValueError(f"edge_weight must hold real numbers, not {w.dtype}.")
     w = w.astype(np.float64, copy=False)
     if not np.isfinite(w).all():
         raise ValueError("edge_weight holds NaN or infinity: every weight must be finite.")
     if (w < 0).any():
         raise ValueError(f"edge_weight holds {w.min():g}: weights must not be negative.")
+    positive = w[w > 0]
+    if positive.size and (positive.max() > 1e30 or positive.min() < 1e-30):
+        raise ValueError(
+            f"edge_weight ranges from {positive.min():g} to {positive.max():g}: scale it to lie "
+            "within 1e-30 and 1e30, for only ratios of weights (self-loops included) matter."
+        )
     return w
 
 

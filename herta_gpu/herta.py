@@ -19,6 +19,7 @@ from herta_gpu.checkpoint import Checkpoint
 from herta_gpu.estimator import Estimator, Targets, accuracy_or_r2, make_targets
 from herta_gpu.features import Features, bytes_held, has_hidden_columns
 from herta_gpu.graph import Graph
+from herta_gpu.interop import accept, like, on_device, take_rows, to_host
 from herta_gpu.losses import LOSSES
 from herta_gpu.optimizers import OPTIMIZERS
 from herta_gpu.planner import EXACT_TOL, Options, Outline, Plan, Sizes, make_plan
@@ -30,7 +31,7 @@ from herta_gpu.preconditioner import (
     no_preconditioner,
 )
 from herta_gpu.profiling import Stages
-from herta_gpu.solver import RegularizedLaplacian, block_width, chebyshev_degree
+from herta_gpu.solver import BLOCK_WIDTH, RegularizedLaplacian, block_width, chebyshev_degree
 from herta_gpu.sparsifier import Sparsifier
 from herta_gpu.training import Training
 from herta_gpu.unfolded import DenseMap, UnfoldedMap
@@ -39,9 +40,12 @@ from herta_gpu.validation import (
     check_count,
     check_dtype,
     check_graph,
+    check_lam,
     check_not_negative,
+    check_number,
     check_positive,
     check_rows,
+    check_scale,
     node_rows,
     parse_bytes,
 )
@@ -159,6 +163,7 @@ class HERTA(Estimator):
         ----------
         graph : Graph
         X : array or SciPy sparse matrix, (n, d)
+            Arrays on a GPU (CuPy, or anything with DLPack) are used where they are.
         y : int array (n,), -1 for unlabelled, or float array (n,) or (n, c)
         train : optional
         callback : function of one dict, optional
@@ -166,10 +171,28 @@ class HERTA(Estimator):
         checkpoint : Checkpoint, optional
             A folder to go on from after a crash, to the same bits.
         """
+        try:
+            return self._fit(graph, X, y, train, callback, checkpoint)
+        except MemoryError as error:
+            if type(error) is MemoryError:  # ours: it names what would fit
+                raise
+            raise MemoryError(self._what_fits(graph, error)) from error
+
+    def _fit(
+        self,
+        graph: Graph,
+        X: Any,
+        y: Any,
+        train: Any,
+        callback: Callable[[dict[str, Any]], None] | None,
+        checkpoint: Checkpoint | None,
+    ) -> HERTA:
         backend, lam = self._checked(), self._lam()
         check_graph(graph)
-        X = _two_dimensional(X)
+        X = _two_dimensional(X, backend)
         check_rows("X", X, graph)
+        check_scale(X)
+        y, train = to_host(y, backend), to_host(train, backend)
         targets = make_targets(y, train, graph.num_nodes, self.loss)
         stages = Stages(self.verbose)
         H = RegularizedLaplacian(graph, lam, backend, self.dtype)  # I + lam L_hat
@@ -177,7 +200,7 @@ class HERTA(Estimator):
             options = self._options(backend)
             X_bytes = bytes_held(X, backend, options.budget)
             plan = self.plan_ = make_plan(
-                H, _sizes(graph, X, targets, self.dtype, X_bytes), options
+                H, _sizes(graph, X, targets, self.dtype, backend, X_bytes), options
             )
         with stages("features"):
             features = Features(X, backend, graph.order, options.budget)
@@ -236,11 +259,15 @@ class HERTA(Estimator):
         return make_plan(Outline(n, self._lam()), sizes, self._options(backend))
 
     def transform(self, graph: Graph, X: Any) -> Any:
-        """Z* = H^-1 X W (n, c), to a relative H-norm error of 1e-6."""
+        """Z* = H^-1 X W (n, c), to a relative H-norm error of 1e-6; on a GPU if X is."""
+        return like(self._output(graph, X), X)
+
+    def _output(self, graph: Graph, X: Any) -> Array:
+        """Z* as an array of the device that X is on."""
         self._check_fitted()
         backend = get_backend(self.device)
         check_graph(graph)
-        X = _two_dimensional(X)
+        X = _two_dimensional(X, backend)
         check_rows("X", X, graph)
         if X.shape[1] != self.n_features_in_:
             raise ValueError(
@@ -253,33 +280,35 @@ class HERTA(Estimator):
         width = max(1, block_width(graph.num_nodes, self.W_.shape[1], self.dtype, budget))
         features = Features(X, backend, graph.order, budget)
         A = UnfoldedMap(H, features, everything, width)
-        Z = backend.to_numpy(A.forward(backend.asarray(self.W_), _TRANSFORM_TOL).value)
-        inverse = graph.inverse_order()
-        return (Z if inverse is None else Z[inverse]).astype(self.dtype)
+        Z = A.forward(backend.asarray(self.W_), _TRANSFORM_TOL).value
+        Z = Z if on_device(X) else backend.to_numpy(Z)
+        return take_rows(Z, graph.inverse_order(), backend).astype(self.dtype)
 
     def predict(self, graph: Graph, X: Any) -> Any:
         """Class labels, or the model's output for float targets."""
-        Z = self.transform(graph, X)
-        if self.classes_ is not None:
-            return self.classes_[Z.argmax(axis=1)]
-        return Z[:, 0] if self._flat else Z
+        Z = self._output(graph, X)
+        if self.classes_ is None:
+            return like(Z[:, 0] if self._flat else Z, X)
+        classes = get_backend(self.device).asarray(self.classes_) if on_device(Z) else self.classes_
+        return like(classes[Z.argmax(axis=1)], X)
 
     def score(self, graph: Graph, X: Any, y: Any, idx: Any = None) -> float:
         """Accuracy on the labelled nodes of `idx` (default all), or R^2 for float targets."""
-        rows = node_rows(idx, graph.num_nodes)
-        return accuracy_or_r2(self.predict(graph, X), y, rows, self.classes_)
+        backend = get_backend(self.device)
+        predicted, y, idx = (to_host(a, backend) for a in (self.predict(graph, X), y, idx))
+        return accuracy_or_r2(predicted, y, node_rows(idx, graph.num_nodes), self.classes_)
 
     # ---- the parts of fit ----------------------------------------------------------------
     def _lam(self) -> float:
         if self.alpha is None:
-            return float(self.lam)
+            return check_number("lam", self.lam)
         check_positive("alpha", self.alpha)
         if self.alpha >= 1:
             raise ValueError(f"alpha must lie between 0 and 1, not {self.alpha!r}.")
         return 1.0 / float(self.alpha) - 1.0
 
     def _checked(self) -> Backend:
-        check_positive("lam", self._lam())
+        check_lam(self._lam())
         check_choice("loss", self.loss, tuple(LOSSES))
         check_choice("optimizer", self.optimizer, OPTIMIZERS)
         check_choice("strategy", self.strategy, ("auto", "herta", "direct"))
@@ -300,13 +329,13 @@ class HERTA(Estimator):
         else:
             budget = parse_bytes(self.memory_budget)
         return Options(
-            self.loss, self.optimizer, self.ridge, self.tol, self.strategy, self.sparsify,
-            self.sketch, self.precondition, budget, self.random_state,
+            self.loss, self.optimizer, self.ridge, self.tol, self.strategy, _plain(self.sparsify),
+            _plain(self.sketch), self.precondition, budget, self.random_state,
         )  # fmt: skip
 
     def _sparsified(self, H: RegularizedLaplacian, n_samples: int) -> RegularizedLaplacian:
         """I + lam L_tilde: Algorithm 2 when it was asked for, its cheap relative otherwise."""
-        faithful = self.sparsify is True or isinstance(self.sparsify, (int, np.integer))
+        faithful = not isinstance(self.sparsify, str)
         sampled = Sparsifier(
             lam=H.lam,
             n_samples=n_samples,
@@ -343,17 +372,26 @@ class HERTA(Estimator):
             recipe.exact, recipe.degree = True, chebyshev_degree(A.H, EXACT_TOL)
             plan.decisions.append(("Q again", "float64", "P missed too much of the Hessian"))
 
+    def _what_fits(self, graph: Graph, error: Exception) -> str:
+        budget = int(0.5 * get_backend(self.device).memory_available())
+        width = max(1, block_width(graph.num_nodes, BLOCK_WIDTH, self.dtype, budget))
+        return f"{error} Blocks of {width} columns would fit: set memory_budget={budget}."
+
     def _check_fitted(self) -> None:
         if not hasattr(self, "W_"):
             raise RuntimeError("This HERTA is not fitted yet: call fit first.")
 
 
-def _two_dimensional(X: Any) -> Any:
-    if not sp.issparse(X):
-        X = X if isinstance(X, np.ndarray) else np.asarray(X)
-        if X.ndim == 1:
-            X = X[:, None]
-    return X
+def _two_dimensional(X: Any, backend: Backend) -> Any:
+    X = accept("X", X, backend)
+    if sp.issparse(X):
+        return sp.csr_array(X)
+    return X[:, None] if X.ndim == 1 else X
+
+
+def _plain(wish: Any) -> Any:
+    """NumPy's booleans as Python's, which the planner tells from counts."""
+    return bool(wish) if isinstance(wish, np.bool_) else wish
 
 
 def _check_wish(name: str, value: Any, words: tuple[str, ...]) -> None:
@@ -365,11 +403,13 @@ def _check_wish(name: str, value: Any, words: tuple[str, ...]) -> None:
     raise ValueError(f"{name} must be {allowed}, True, False or a positive count, not {value!r}.")
 
 
-def _sizes(graph: Graph, X: Any, targets: Targets, dtype: str, X_bytes: int) -> Sizes:
+def _sizes(
+    graph: Graph, X: Any, targets: Targets, dtype: str, backend: Backend, X_bytes: int
+) -> Sizes:
     if X.shape[1] == 0:
         raise ValueError("X has no columns: give at least one feature.")
     word = np.dtype(dtype).itemsize
     return Sizes(
         graph.num_nodes, graph.num_edges, X.shape[1], targets.Y.shape[1], targets.Y.shape[0],
-        word, X_bytes, has_hidden_columns(X, targets.rows),
+        word, X_bytes, has_hidden_columns(X, targets.rows, backend),
     )  # fmt: skip

@@ -36,6 +36,7 @@ class Preconditioner:
     gram: Gram | None  # Q^T Q; None without a preconditioner
     w_start: Array  # P^-1/2 Q^T Y, so that W = P^-1 Q^T Y: least squares on Q, the warm start
     Q_error: float  # proven ||p(H) x - H^-1 x|| <= Q_error ||H^-1 x||; inf on L_tilde or a sketch
+    degree: int  # of the polynomial behind Q
     damped: bool  # P carries an extra multiple of I that the Hessian does not have
     rows: Array | None = None  # training rows of Q, kept for training on Q itself
     gram_Q: Array | None = None  # Q^T Q over all rows
@@ -50,7 +51,9 @@ class Preconditioner:
 
 def no_preconditioner(backend: Backend, d: int, c: int) -> Preconditioner:
     """W itself, started from zero as the paper does."""
-    return Preconditioner(Identity(d), None, backend.xp.zeros((d, c)), float("inf"), damped=False)
+    return Preconditioner(
+        Identity(d), None, backend.xp.zeros((d, c)), float("inf"), 0, damped=False
+    )
 
 
 @dataclass
@@ -104,7 +107,9 @@ def build(
         QtQ = DenseGram(backend, gram(backend, Q), damped)
     factor = QtQ.factor(recipe.curvature, ridge, recipe.symmetric)
     kept = Q if recipe.keep_rows and recipe.sketch_rows is None else None
-    return Preconditioner(factor, QtQ, factor.half_T(QtY), error, damped, kept, gram_Q, gram_R)
+    return Preconditioner(
+        factor, QtQ, factor.half_T(QtY), error, recipe.degree, damped, kept, gram_Q, gram_R
+    )
 
 
 def _solved(

@@ -22,10 +22,13 @@ import scipy.sparse as sp
 from herta_gpu.backends import get_backend
 from herta_gpu.backends.base import Array, Backend, Laplacian
 from herta_gpu.graph import Graph
+from herta_gpu.interop import accept, like, on_device, take_rows
 from herta_gpu.validation import (
     check_choice,
+    check_count,
     check_dtype,
     check_graph,
+    check_lam,
     check_positive,
     check_rows,
     parse_bytes,
@@ -34,6 +37,7 @@ from herta_gpu.validation import (
 CHECK_EVERY = 4  # CG steps between two looks at the mask of converged columns
 BLOCK_WIDTH = 64  # columns advanced together when memory allows: best per column on the CPU
 _MARGIN = 0.9  # the recurrence aims a little lower than tol, so that the true residual passes
+_LEAST_TOL = 1e-300  # below, tol itself would overflow what is computed from it
 _MAX_CYCLES = 30  # refreshes of the true residual before giving up
 
 
@@ -116,6 +120,7 @@ def block_cg(
     """
     xp, k = H.backend.xp, B.shape[1]
     Z = xp.zeros(B.shape, dtype=H.dtype) if guess is None else guess.copy()
+    tol = max(tol, _LEAST_TOL)
     limit = max_iter or 3 * chebyshev_degree(H, tol / math.sqrt(H.lambda_max)) + 20
     b2 = H.backend.column_dots(B, B)
     iterations = np.zeros(k, dtype=np.int64)
@@ -125,21 +130,23 @@ def block_cg(
         first = cycle == 0 and guess is None
         R = B.astype("float64") if first else H.residual(B, Z)
         norm, energy, bound = _measure(H, B, b2, Z, R)
-        open_ = bound > tol
+        open_ = ~(bound <= tol)  # a NaN stays open
         if not bool(open_.any()):  # synchronize!
             status = "converged"
             break
         if iterations.max(initial=0) >= limit:
             status = "max_iter"
             break
-        if bool((open_ & (bound > 0.5 * last)).any()):  # synchronize!
+        if bool((open_ & ~(bound <= 0.5 * last)).any()):  # synchronize!
             if Z.dtype == np.float64:
                 break
             Z = Z.astype("float64")
         last = bound
         scale = xp.where(open_, norm, 1.0)
         start = xp.where(open_, R / scale, 0.0).astype(H.dtype)
-        step, steps = _cycle(H, start, energy / scale**2, tol, limit)
+        step, steps = _cycle(
+            H, start, energy / scale**2, tol, limit - int(iterations.max(initial=0))
+        )
         iterations += steps
         Z += (step * scale).astype(Z.dtype)
     to_numpy = H.backend.to_numpy
@@ -165,10 +172,10 @@ def _cycle(
     L, backend = H.laplacian(), H.backend
     floor = float(np.finfo(H.dtype).eps)
     state = backend.cg_start(L, H.lam, R, energy, _MARGIN * tol, floor)
-    for step in range(limit):
-        if step % CHECK_EVERY == 0 and backend.cg_active(state) == 0:
+    for step in range(0, limit, CHECK_EVERY):
+        if backend.cg_active(state) == 0:
             break
-        backend.cg_step(L, H.lam, state)
+        backend.cg_steps(L, H.lam, state, min(CHECK_EVERY, limit - step))
     return state.Z, backend.to_numpy(state.iterations)
 
 
@@ -255,8 +262,10 @@ class SDDSolver:
         memory_budget: int | str | None = None,
     ) -> None:
         check_graph(graph)
-        check_positive("lam", lam)
+        check_lam(lam)
         check_positive("tol", tol)
+        if max_iter is not None:
+            check_count("max_iter", max_iter)
         check_choice("method", method, ("cg", "chebyshev"))
         self.graph, self.lam, self.method, self.tol = graph, lam, method, tol
         self.max_iter, self.device, self.dtype = max_iter, device, check_dtype(dtype)
@@ -272,7 +281,7 @@ class SDDSolver:
 
     def solve(self, B: Any) -> Any:
         """Z = H^-1 B for B of shape (n,) or (n, k), dense or SciPy sparse; see `info_`."""
-        B = B if sp.issparse(B) else np.asarray(B)
+        given, B = B, accept("B", sp.csr_array(B) if sp.issparse(B) else B, self.backend)
         check_rows("B", B, self.graph)
         flat = B.ndim == 1
         if flat:
@@ -283,8 +292,9 @@ class SDDSolver:
         self.info_ = _joined([info for _, info in parts])
         if not parts:
             return np.zeros(B.shape, dtype=self.dtype)
-        Z = np.concatenate([Z for Z, _ in parts], axis=1) if len(parts) > 1 else parts[0][0]
-        return Z[:, 0] if flat else Z
+        xp = self.backend.xp if on_device(B) else np
+        Z = xp.concatenate([Z for Z, _ in parts], axis=1) if len(parts) > 1 else parts[0][0]
+        return like(Z[:, 0] if flat else Z, given)
 
     def _width(self, k: int) -> int:
         if self.memory_budget is None:
@@ -301,16 +311,29 @@ class SDDSolver:
         return width
 
     def _solve_block(self, B: Any) -> tuple[Any, SolveInfo]:
-        dense = B.toarray() if sp.issparse(B) else np.asarray(B)
-        inverse = self.graph.inverse_order()
-        if self.graph.order is not None:
-            dense = dense[self.graph.order]
-        keep = "float64" if dense.dtype == np.float64 else self.dtype
+        dense = B.toarray() if sp.issparse(B) else B
+        dense = take_rows(dense, self.graph.order, self.backend)
+        keep = self.dtype if dense.dtype.itemsize <= 4 and dense.dtype.kind == "f" else "float64"
         block = self.backend.asarray(dense, keep)
         solve = self._cg if self.method == "cg" else self._chebyshev
-        Z, info = solve(block)
-        result = self.backend.to_numpy(Z)
-        return (result if inverse is None else result[inverse]), info
+        scale = self._unit(block)
+        Z, info = solve(block if scale is None else block / scale)
+        if scale is not None:
+            Z = Z.astype("float64") * scale
+            info.residuals = info.residuals * self.backend.to_numpy(scale)
+        Z = Z if on_device(B) else self.backend.to_numpy(Z)
+        return take_rows(Z, self.graph.inverse_order(), self.backend), info
+
+    def _unit(self, block: Array) -> Array | None:
+        """Column sizes to divide by where squares would overflow or vanish; else None."""
+        if block.dtype != np.float64:
+            return None
+        xp = self.backend.xp
+        size = abs(block).max(axis=0)
+        strange = (size > 1e100) | ((size > 0) & (size < 1e-100))
+        if not bool(strange.any()):  # synchronize!
+            return None
+        return xp.where(size > 0, size, 1.0)
 
     def _cg(self, B: Array) -> tuple[Array, SolveInfo]:
         return block_cg(self.H, B, self.tol, max_iter=self.max_iter)

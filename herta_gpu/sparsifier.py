@@ -13,6 +13,7 @@ import numpy as np
 
 from herta_gpu.backends import get_backend
 from herta_gpu.backends.base import Array
+from herta_gpu.estimator import Estimator
 from herta_gpu.graph import Graph
 from herta_gpu.solver import RegularizedLaplacian, block_cg, block_width
 from herta_gpu.validation import (
@@ -34,7 +35,7 @@ SKETCH_CONSTANT = 8.0
 SOLVE_TOL = 1e-2
 
 
-class Sparsifier:
+class Sparsifier(Estimator):
     """Sample a graph's edges by ridge leverage scores, keeping its degrees.
 
     Parameters
@@ -147,9 +148,6 @@ class Sparsifier:
             done, block = done + rows, block + 1
         # A ridge leverage score lies in (0, 1]; the cap removes only sketching noise.
         return backend.xp.clip(scores, 1e-12, 1.0)
-
-    def __repr__(self) -> str:
-        return f"Sparsifier(lam={self.lam}, eps={self.eps}, scores={self.scores!r})"
 
 
 def sample_size(n_lambda: float, n: int, eps: float) -> int:

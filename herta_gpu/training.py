@@ -81,14 +81,18 @@ class Training:
                     point = self._sharpened(problem, point)
                 self.certificate = self._certify(point, certified)
                 self._record(point, certified)
-                if self._stop(point, certified) or step == self.model.max_iter:
+                moved = len(self.history) - 1 - self.phase  # every phase records its start
+                if self._stop(point, certified) or moved >= self.model.max_iter:
                     break
                 if self._flatter(problem, point):
                     point, optimizer = self._rescaled(problem, point), self._optimizer(A)
                 direction = optimizer.direction(point.w, point.g)
                 ahead = problem.move(point, direction, optimizer.searches)
                 if not ahead.objective <= _DIVERGED * max(self.loss_at_zero, point.objective):
-                    warnings.warn("Training diverged: lower learning_rate.", stacklevel=3)
+                    warnings.warn(
+                        "Training diverged: lower learning_rate, or use optimizer='cg'.",
+                        stacklevel=3,
+                    )
                     self.status = "stagnated"
                     break
                 point = ahead
@@ -194,6 +198,8 @@ class Training:
                 self.status = "converged"  # an optimum of about 0 has no relative gap
             elif point.stagnated and self._sizes(point)[1] > self._sizes(point)[0]:
                 self.status = "stagnated"  # rounding hides the gradient
+            elif self._at_rounding():
+                self.status = "stagnated"
             return self.status != "max_iter"
         if self.model.precondition:
             a = 0.5 if self.spectrum is None else self.spectrum.a
@@ -206,6 +212,11 @@ class Training:
         if done:
             self.status = "converged"
         return done
+
+    def _at_rounding(self) -> bool:
+        """A gap at the level of float64 that five steps have not made smaller."""
+        gaps = [h["certificate"] for h in self.history]
+        return len(gaps) > 5 and min(gaps) < 1e-13 and min(gaps[-5:]) > 0.5 * min(gaps[:-5])
 
     def _settled(self, objective: float) -> bool:
         """Where curvature varies (cross entropy) a small gradient is not enough: the last three

@@ -9,6 +9,10 @@ from typing import Any
 import numpy as np
 import scipy.sparse as sp
 
+from herta_gpu.interop import on_device
+
+MAX_LAM = 1e8
+_LARGEST, _SMALLEST = 1e15, 1e-15  # of the largest entry of X: products must not leave float32
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _CHECK_ROWS = 1 << 16  # rows looked at once, so that memory-mapped input stays on disk
 
@@ -39,6 +43,12 @@ def check_positive(name: str, value: Any) -> None:
         raise ValueError(f"{name} must be a positive number, not {value!r}.")
 
 
+def check_lam(lam: Any) -> None:
+    check_positive("lam", lam)
+    if lam > MAX_LAM:
+        raise ValueError(f"lam must be at most {MAX_LAM:g}, not {lam!r}: Z* no longer changes.")
+
+
 def check_not_negative(name: str, value: Any) -> None:
     if not (np.isfinite(check_number(name, value)) and value >= 0):
         raise ValueError(f"{name} must not be negative, but is {value!r}.")
@@ -58,17 +68,17 @@ def check_dtype(dtype: Any) -> str:
 def parse_bytes(value: int | str) -> int:
     """Bytes from 123, "512MB" or "8GB" (1 GB = 2^30 bytes)."""
     if isinstance(value, str):
-        found = re.fullmatch(r"\s*([0-9.]+)\s*([KMGT]?)i?B?\s*", value, re.IGNORECASE)
+        found = re.fullmatch(r"\s*([0-9]+\.?[0-9]*)\s*([KMGT]?)i?B?\s*", value, re.IGNORECASE)
         if not found:
             raise ValueError(f'memory_budget must be bytes or like "8GB", not {value!r}.')
-        return int(float(found[1]) * _UNITS[found[2].upper()])
+        value = int(float(found[1]) * _UNITS[found[2].upper()])
     check_positive("memory_budget", value)
     return int(value)
 
 
 def check_rows(name: str, X: Any, graph: Any) -> None:
     """A dense or sparse block with one row per node and finite numbers only."""
-    if not sp.issparse(X) and not isinstance(X, np.ndarray):
+    if not sp.issparse(X) and not isinstance(X, np.ndarray) and not on_device(X):
         raise TypeError(
             f"{name} must be a NumPy array or a SciPy sparse matrix, not {type(X).__name__}."
         )
@@ -86,6 +96,21 @@ def check_rows(name: str, X: Any, graph: Any) -> None:
         for a in range(0, values.shape[0], _CHECK_ROWS):
             if not np.isfinite(values[a : a + _CHECK_ROWS]).all():
                 raise ValueError(f"{name} holds NaN or infinity: clean or impute it first.")
+
+
+def check_scale(X: Any) -> None:
+    """Features whose size would overflow or vanish in float32 are refused."""
+    values = X.data if hasattr(X, "indptr") else X
+    largest = 0.0
+    for a in range(0, values.shape[0], _CHECK_ROWS):
+        part = values[a : a + _CHECK_ROWS]
+        if part.size:
+            largest = max(largest, float(part.max()), -float(part.min()))
+    if largest > 0 and not _SMALLEST <= largest <= _LARGEST:
+        raise ValueError(
+            f"The largest entry of X is {largest:.3g}: multiply X so that it is about 1, which "
+            "changes W by the same factor and nothing else."
+        )
 
 
 def train_rows(train: Any, labelled: Any, n: int) -> Any:

@@ -33,7 +33,7 @@ from cupy_standin.device_array import ndarray  # noqa: E402
 from cupy_standin.ledger import Ledger  # noqa: E402
 
 import herta_gpu  # noqa: E402
-from herta_gpu import HERTA  # noqa: E402
+from herta_gpu import HERTA, SDDSolver  # noqa: E402
 from herta_gpu.backends import base, device, device_sampling, get_backend  # noqa: E402
 from tests import device_checks as checks  # noqa: E402
 from tests import ledger_table  # noqa: E402
@@ -107,6 +107,48 @@ def test_X_that_does_not_fit_passes_through_in_chunks(
     assert streamed >= once + X.nbytes
 
 
+class Tensor:
+    """An array of another library: it can say where its memory is, and no more."""
+
+    def __init__(self, data: Any, dlpack: bool) -> None:
+        self.data, self._dlpack = data, dlpack
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "__cuda_array_interface__" and not self._dlpack:
+            return dict(self.data.__array_interface__)
+        if name == "__dlpack_device__" and self._dlpack:
+            return lambda: (2, 0)
+        if name == "__dlpack__" and self._dlpack:
+            return self.data.__dlpack__
+        raise AttributeError(name)
+
+
+@pytest.mark.parametrize("dlpack", [False, True])
+@pytest.mark.parametrize("reordered", [False, True])
+def test_arrays_on_the_device_are_used_where_they_are(
+    ledger: Ledger, backend: Any, reordered: bool, dlpack: bool
+) -> None:
+    g, X, y = checks.graph("fit"), checks.block(60, 20, "float32"), np.arange(60) % 3 + 5
+    g = g.reordered("degree") if reordered else g
+    model = HERTA(device="cuda").fit(g, X, y)
+    ledger.clear()
+    given = Tensor(X.copy(), dlpack)
+    again = HERTA(device="cuda").fit(g, given, Tensor(y, dlpack))
+    assert ledger.total("bytes_up") < X.nbytes  # the rows and the targets only
+    np.testing.assert_array_equal(again.W_, model.W_)
+    for method in ("transform", "predict"):
+        found = getattr(again, method)(g, given)
+        assert isinstance(found, ndarray)
+        np.testing.assert_array_equal(found.get(), getattr(model, method)(g, X))
+    assert again.score(g, given, Tensor(y, dlpack)) == model.score(g, X, y)
+    solver = SDDSolver(g, lam=3.0, device="cuda")
+    found = solver.solve(given)
+    assert isinstance(found, ndarray)
+    np.testing.assert_array_equal(found.get(), solver.solve(X))
+    with pytest.raises(TypeError, match=r'X is on a GPU .* use device="cuda"'):
+        HERTA(device="cpu").fit(g, given, y)
+
+
 # ---- the ledger -------------------------------------------------------------------------------
 
 
@@ -125,6 +167,39 @@ def test_a_cg_step_is_three_launches_and_nothing_else(
     assert ledger.peak == ledger.held
     backend.cg_active(state)
     assert ledger.total("syncs") == ledger.total("to_host") == 1
+
+
+def test_captured_steps_are_one_launch_and_the_same_steps(ledger: Ledger, backend: Any) -> None:
+    L = backend.laplacian(checks.graph("tail"), "float32")
+    states = []
+    for capture in (False, True):
+        backend.capture = capture
+        R = backend.asarray(checks.block(33, 8, "float32"))
+        state = backend.cg_start(L, 3.0, R, backend.asarray(np.zeros(8)), 1e-3, 1e-7)
+        with backend.xp.cuda.Stream(non_blocking=True):
+            backend.cg_steps(L, 3.0, state, 4)
+            ledger.clear()
+            for count in (4, 4, 1):
+                backend.cg_steps(L, 3.0, state, count)
+        assert ledger.total("launches") == (2 + 3 if capture else 27)
+        assert set(ledger.stages["outside"]) == {"launches"}
+        states.append(state)
+    for name in ("Z", "R", "P", "iterations"):
+        assert np.array_equal(*(getattr(state, name).get() for state in states))
+
+
+def test_out_of_memory_names_what_would_fit(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class OutOfMemoryError(MemoryError):
+        """As CuPy's."""
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise OutOfMemoryError("Out of memory allocating 99 bytes.")
+
+    monkeypatch.setattr(sys.modules["cupy"], "zeros_like", fail)
+    with pytest.raises(MemoryError, match=r"99 bytes. Blocks of 64 columns .* memory_budget=\d+"):
+        HERTA(device="cuda").fit(checks.graph("fit"), np.ones((60, 1)), np.arange(60) % 2)
 
 
 def test_a_chebyshev_step_is_one_launch(ledger: Ledger, backend: Any) -> None:
@@ -238,10 +313,16 @@ def test_every_name_and_parameter_is_one_of_the_installed_cupy() -> None:
                 continue
             plain = inspect.isfunction(value) and value.__name__ not in ("run", "<lambda>")
             wanted[f"{name}:{key}"] = list(inspect.signature(value).parameters) if plain else None
-    for cls in ("cupy:ndarray", "cupyx.scipy.sparse:csr_matrix", "cupy:RawModule"):
+    for cls in (
+        "cupy:ndarray",
+        "cupyx.scipy.sparse:csr_matrix",
+        "cupy:RawModule",
+        "cupy.cuda:Stream",
+        "cupy.cuda:Graph",
+    ):
         module, _, name = cls.partition(":")
         for key, value in vars(getattr(build()[module], name)).items():
-            if key.startswith("_") or key in ("variant", "order"):
+            if key.startswith("_") or key in ("variant", "order", "recording", "current"):
                 continue
             known = inspect.isfunction(value) and value.__code__.co_argcount > 1
             parameters = list(inspect.signature(value).parameters)[1:] if known else None

@@ -5,8 +5,8 @@ The algorithms of this package are written once, over a `Backend` and its array 
 H = I + lam * L, one step of block CG and of Chebyshev, the two Gaussian sketches of Algorithm 2,
 edge scores, edge sampling, and the Hadamard sketch of Algorithm 1.
 
-All blocks are row-major n x k.  All randomness comes from Philox-4x32-10 counters, so the same
-seed gives the same numbers on every backend, whatever the number of threads.
+All blocks are row-major n x k.  The randomness of Algorithms 1 and 2 comes from Philox-4x32-10
+counters, so the same seed gives the same numbers on every backend, whatever the number of threads.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ STREAM_IDENTITY = 1  # Pi_2, keyed by the node
 STREAM_SAMPLE = 2  # edge sampling, keyed by the draw (or by the edge for Bernoulli)
 STREAM_SIGNS = 3  # the Rademacher matrix R of the SRHT
 STREAM_ROWS = 4  # the uniform rows of the SRHT
-STREAM_PROBE = 5  # random start vectors
 
 
 @dataclass
@@ -135,6 +134,11 @@ class Backend(ABC):
     @abstractmethod
     def cg_step(self, L: Laplacian, lam: float, state: CGState) -> None:
         """One CG step for all active columns together; frozen columns do not change."""
+
+    def cg_steps(self, L: Laplacian, lam: float, state: CGState, count: int) -> None:
+        """`count` steps in a row, without a look at the mask between them."""
+        for _ in range(count):
+            self.cg_step(L, lam, state)
 
     @abstractmethod
     def cg_active(self, state: CGState) -> int:

@@ -10,6 +10,7 @@ the device.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -40,7 +41,9 @@ from herta_gpu.backends.device import (
 )
 from herta_gpu.backends.device_sampling import EdgeSampler
 from herta_gpu.graph import Graph
+from herta_gpu.interop import on_device
 
+_DEFAULT_STREAMS = (0, 1, 2)  # null, legacy, per thread: the first two cannot be captured
 I32, I64, U32, U64 = np.int32, np.int64, np.uint32, np.uint64
 
 
@@ -75,6 +78,8 @@ class CUDACGState(CGState):
     pHp: Array
     alpha: Array
     beta: Array
+    steps: int | None = None  # of the last uncaptured batch
+    graph: Any = None  # that many steps as a CUDA graph
 
 
 class CUDABackend(Backend):
@@ -84,6 +89,9 @@ class CUDABackend(Backend):
     xp = cupy
 
     def __init__(self) -> None:
+        # With HERTA_CUDA_GRAPHS=1 the steps of CG between two looks at the mask are captured once
+        # per solve and replayed as one launch; it takes a current stream other than the default.
+        self.capture = os.environ.get("HERTA_CUDA_GRAPHS") == "1"
         if cupy.cuda.runtime.getDeviceCount() < 1:  # raises where there is no driver
             raise RuntimeError("no CUDA device is visible")
         self._sampler = EdgeSampler(cupy, _launch)
@@ -92,6 +100,8 @@ class CUDABackend(Backend):
 
     # ---- arrays -------------------------------------------------------------------------
     def asarray(self, x: Any, dtype: str | None = None) -> Array:
+        if on_device(x) and not hasattr(x, "__cuda_array_interface__"):
+            x = cupy.from_dlpack(x)
         return cupy.asarray(x, dtype=dtype, order="C")
 
     def to_numpy(self, x: Array) -> Any:
@@ -279,6 +289,20 @@ class CUDABackend(Backend):
             *(s.active, s.iterations, s.alpha, s.beta, *self._column_scratch(k)),
         )
         self._columns("cg_direction", s.R, s.R, s.P, s.Z, s.alpha, s.beta)
+
+    def cg_steps(self, L: Laplacian, lam: float, state: CGState, count: int) -> None:
+        assert isinstance(state, CUDACGState)
+        stream = cupy.cuda.get_current_stream()
+        if not self.capture or stream.ptr in _DEFAULT_STREAMS or state.steps != count:
+            # The first batch compiles and allocates, which a capture must not.
+            super().cg_steps(L, lam, state, count)
+            state.steps, state.graph = count, None
+            return
+        if state.graph is None:
+            stream.begin_capture()
+            super().cg_steps(L, lam, state, count)
+            state.graph = stream.end_capture()
+        state.graph.launch()
 
     def cg_active(self, state: CGState) -> int:
         return int(cupy.count_nonzero(state.active))  # synchronize!

@@ -128,20 +128,22 @@ def pivoted_cholesky(xp: Any, P: Array, cut: float) -> tuple[Array, Array]:
     """(L, J) as in `Backend.pivoted_cholesky`, column by column with the pivots on the device."""
     d = P.shape[0]
     number, left = xp.arange(d), xp.diag(P).copy()
-    L, order, pivots = xp.zeros((d, d)), xp.zeros(d, dtype="int64"), xp.zeros(d + 1)
+    # The columns of L are the rows of U, so that each step reads and writes whole runs of memory.
+    U, order, pivots = xp.zeros((d, d)), xp.zeros(d, dtype="int64"), xp.zeros(d + 1)
     for k in range(d):
         if k % _PIVOTS_AT_ONCE == 0 and not float(left.max()) > cut:  # synchronize!
             break
         j = xp.argmax(left)
-        pivot = xp.take(left, j)
-        column = xp.take(P, j, axis=1) - L[:, :k] @ xp.take(L[:, :k], j, axis=0)
+        pivot, column = xp.take(left, j), xp.take(P, j, axis=0)
+        if k:
+            column = column - xp.take(U[:k], j, axis=1) @ U[:k]
         # Beyond the rank a pivot is rounding: such columns are cut off below.
-        column /= xp.sqrt(xp.where(pivot > cut, pivot, 1.0))
-        L[:, k], order[k], pivots[k] = column, j, pivot
+        column = column / xp.sqrt(xp.where(pivot > cut, pivot, 1.0))
+        U[k], order[k], pivots[k] = column, j, pivot
         left = xp.where(number == j, -xp.inf, left - column * column)
     r = int(xp.argmin(pivots > cut))  # synchronize!  the last entry is 0, so there is one
     J = order[:r]
-    return xp.tril(L[J, :r]), J
+    return xp.ascontiguousarray(xp.tril(U[:r, J].T)), J
 
 
 def largest_edge(xp: Any, values: Array, factors: Array) -> float:

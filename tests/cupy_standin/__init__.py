@@ -13,7 +13,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -27,7 +27,17 @@ from .ledger import LEDGER, Ledger
 
 FREE_BYTES = 8 << 30
 _FUNCTIONS = (
-    *("asarray", "asnumpy", "empty", "empty_like", "zeros", "zeros_like", "ones", "full"),
+    *(
+        "asarray",
+        "from_dlpack",
+        "asnumpy",
+        "empty",
+        "empty_like",
+        "zeros",
+        "zeros_like",
+        "ones",
+        "full",
+    ),
     *("arange", "ascontiguousarray", "where", "clip", "take", "concatenate", "diag", "tril"),
     *("stack", "diff", "flatnonzero"),
     *("sort", "argsort", "argmax", "argmin", "count_nonzero", "sum", "mean"),
@@ -43,6 +53,13 @@ class RawKernel:
     def __call__(self, grid: Any, block: Any, args: Any, *, shared_mem: int = 0) -> None:
         types = self.module.types(self.name)
         held = [self._checked(i, a, types) for i, a in enumerate(args)]
+        if Stream.recording is not None:
+            Stream.recording.append(lambda: self._run(grid, block, held))
+        else:
+            self._run(grid, block, held)
+            LEDGER.add("launches")
+
+    def _run(self, grid: Any, block: Any, held: list[Any]) -> None:
         count = self.module.traffic if RawModule.variant == "count" else lambda: (0, 0)
         count()  # what came before the launch is not the kernel's
         self.module.launch(self.name, tuple(grid), tuple(block), tuple(held), RawModule.order)
@@ -87,6 +104,47 @@ class RawModule:
         return RawKernel(load("", self.variant, self.code), name)
 
 
+class Graph:
+    """Captured launches; replaying them is one launch for the host."""
+
+    def __init__(self, launches: list[Any]) -> None:
+        self._launches = launches
+
+    def launch(self, stream: Any = None) -> None:
+        LEDGER.add("launches")
+        for launch in self._launches:
+            launch()
+
+
+class Stream:
+    """A stream that does everything at once, unless it is recording."""
+
+    recording: list[Any] | None = None
+    current: Stream
+
+    def __init__(self, null: bool = False, non_blocking: bool = False) -> None:
+        self.ptr = 0 if null else id(self)
+
+    def begin_capture(self, mode: Any = None) -> None:
+        if not self.ptr:
+            raise RuntimeError("cudaErrorStreamCaptureUnsupported")
+        Stream.recording = []
+
+    def end_capture(self) -> Graph:
+        launches, Stream.recording = Stream.recording, None
+        return Graph(launches or [])
+
+    def __enter__(self) -> Stream:
+        self._before, Stream.current = Stream.current, self
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        Stream.current = self._before
+
+
+Stream.current = Stream(null=True)
+
+
 class _Pool:
     """The memory pool: it never keeps what is freed."""
 
@@ -111,13 +169,19 @@ def _module(name: str, **members: Any) -> ModuleType:
 
 def build() -> dict[str, ModuleType]:
     """All modules of the stand-in, by name."""
-    pool, stream = _Pool(), SimpleNamespace(ptr=0)
+    pool = _Pool()
     runtime = _module(
         "cupy.cuda.runtime",
         getDeviceCount=lambda: 1,
         memGetInfo=lambda: (FREE_BYTES - LEDGER.held, FREE_BYTES),
     )
-    cuda = _module("cupy.cuda", runtime=runtime, get_current_stream=lambda device_id=-1: stream)
+    cuda = _module(
+        "cupy.cuda",
+        runtime=runtime,
+        Stream=Stream,
+        Graph=Graph,
+        get_current_stream=lambda device_id=-1: Stream.current,
+    )
     parts = {name: getattr(functions, name) for name in ("norm", "eigh", "cholesky")}
     linalg = _module("cupy.linalg", **parts)
     cupy = _module(

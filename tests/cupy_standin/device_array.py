@@ -121,6 +121,10 @@ class ndarray:  # noqa: N801 - CuPy's name
     flags = property(lambda self: self._data.flags)
     T = property(lambda self: ndarray(self._data.T))
 
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        return dict(self._data.__array_interface__)
+
     def __len__(self) -> int:
         return len(self._data)
 
@@ -209,6 +213,11 @@ class ndarray:  # noqa: N801 - CuPy's name
     def fill(self, value: Any) -> None:
         LEDGER.add("calls")
         self._data.fill(unwrap(value))
+
+    def argmax(
+        self, axis: Any = None, out: Any = None, dtype: Any = None, keepdims: bool = False
+    ) -> ndarray:
+        return call(np.argmax, self, axis=axis)
 
     def sum(
         self, axis: Any = None, dtype: Any = None, out: Any = None, keepdims: bool = False

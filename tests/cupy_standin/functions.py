@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -41,11 +42,20 @@ def asarray(
             return a
         LEDGER.add("calls")
         return ndarray(made)
+    if hasattr(a, "__cuda_array_interface__"):  # of another library: no copy
+        holder = SimpleNamespace(__array_interface__=a.__cuda_array_interface__, keep=a)
+        return asarray(ndarray(np.asarray(holder)), dtype, order)
     made = np.array(a, dtype=dtype, order=order)
     if made.dtype.kind not in "biuf":
         raise ValueError(f"Unsupported dtype {made.dtype}")
     LEDGER.uploaded(made.nbytes)
     return ndarray(made)
+
+
+def from_dlpack(array: Any, *, device: Any = None, copy: Any = None) -> ndarray:
+    # To NumPy the same memory is the host's.
+    holder = SimpleNamespace(__dlpack__=array.__dlpack__, __dlpack_device__=lambda: (1, 0))
+    return ndarray(np.from_dlpack(holder))
 
 
 def asnumpy(

@@ -32,7 +32,6 @@ class Ledger:
         self.stages.setdefault(self._stage, Counter())[what] += count
 
     def launched(self, kernel: str, moved: tuple[int, int]) -> None:
-        self.add("launches")
         self.kernels[kernel] += 1
         total = self.traffic.setdefault(kernel, [0, 0])
         total[0] += moved[0]

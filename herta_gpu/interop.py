@@ -1,0 +1,55 @@
+"""Arrays of other libraries in, results of the same kind out.
+
+Whatever lives on a GPU and says so (``__cuda_array_interface__`` or DLPack: CuPy, PyTorch, ...) is
+used where it is, without a copy.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import numpy as np
+import scipy.sparse as sp
+
+from herta_gpu.backends.base import Array, Backend
+
+_DLPACK_CUDA = 2  # kDLCUDA
+
+
+def on_device(x: Any) -> bool:
+    """Whether `x` is an array in the memory of a GPU."""
+    if hasattr(x, "__cuda_array_interface__"):
+        return True
+    where = getattr(x, "__dlpack_device__", None)
+    return where is not None and where()[0] == _DLPACK_CUDA
+
+
+def accept(name: str, x: Any, backend: Backend) -> Any:
+    """`x` as an array of the device it is on: NumPy's on the host; sparse matrices as they are."""
+    if sp.issparse(x) or isinstance(x, np.ndarray):
+        return x
+    if not on_device(x):
+        return np.asarray(x)
+    if backend.xp is np:
+        raise TypeError(f'{name} is on a GPU but the computation is not: use device="cuda".')
+    return backend.asarray(x)
+
+
+def to_host(x: Any, backend: Backend) -> Any:
+    """`x` for the host's eyes: labels and node ids."""
+    return backend.to_numpy(backend.asarray(x)) if on_device(x) else x
+
+
+def take_rows(x: Array, rows: Any, backend: Backend) -> Array:
+    """x[rows] for host ids `rows` and an `x` on either side; None: all of them."""
+    if rows is None:
+        return x
+    return x[backend.asarray(rows)] if on_device(x) else x[rows]
+
+
+def like(result: Array, given: Any) -> Any:
+    """`result` in the kind of `given`: a tensor where a tensor came in."""
+    if on_device(given) and type(given).__module__.partition(".")[0] == "torch":
+        return sys.modules["torch"].from_dlpack(result)
+    return result
