@@ -31,7 +31,7 @@ class Factor(Protocol):
 
     @property
     def condition(self) -> float:
-        """Of P on the kept subspace, its diagonal scaled to 1; estimated."""
+        """Of the scaled P on the kept subspace; estimated."""
 
     @property
     def rank(self) -> int:
@@ -194,7 +194,7 @@ class LowRank:
 
 @dataclass
 class Scaled:
-    """A factor of P scaled to a unit diagonal: C = diag(scale) C_inner."""
+    """A factor of P for columns of X scaled to norm 1: C = diag(scale) C_inner."""
 
     scale: Array  # (d,)
     inner: Factor
@@ -242,6 +242,7 @@ class DenseGram:
 
     backend: Backend
     QtQ: Array
+    units: Array  # (d,) norms of the columns of X
     damped: bool
 
     def factor(self, curvature: float, ridge: float, symmetric: bool) -> Factor:
@@ -249,15 +250,16 @@ class DenseGram:
         P = curvature * self.QtQ
         diagonal = xp.arange(d)
         P[diagonal, diagonal] += ridge
-        # A feature's unit must not decide whether it counts: P is scaled to a unit diagonal.
-        size = xp.sqrt(P[diagonal, diagonal])
-        scale = xp.where(size > 0, 1.0 / xp.where(size > 0, size, 1.0), 0.0)
+        # A feature's unit must not decide whether it counts, so columns of X are scaled to norm 1.
+        # What is small after that is barely seen by the training rows, whatever its unit.
+        filled = self.units > 0
+        scale = xp.where(filled, 1.0 / xp.where(filled, self.units, 1.0), 0.0)
         P *= scale[:, None]
         P *= scale[None, :]
         return Scaled(scale, self._factor(P, symmetric))
 
     def _factor(self, P: Array, symmetric: bool) -> Factor:
-        """A factor of P with a unit diagonal, damped and cut as far as it must be."""
+        """A factor of the scaled P, damped and cut as far as it must be."""
         xp, d = self.backend.xp, P.shape[0]
         top = _largest_eigenvalue(self.backend, P)
         note = ""
@@ -289,8 +291,8 @@ class DenseGram:
         r = J.shape[0]
         if r < d:
             note = (
-                f"optimum over {r:,} of {d:,} features; the others depend on them to {RANK_CUT:g} "
-                "and have weight 0"
+                f"optimum over {r:,} of {d:,} features; on the training rows the others add less "
+                f"than {RANK_CUT**0.5:.0e} to their span and have weight 0"
             )
         condition = top / _smallest_eigenvalue(backend, L) if r else 1.0
         return Pivoted(backend, L, J, d, condition, note)

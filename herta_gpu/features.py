@@ -84,6 +84,17 @@ class Features:
         mixed = xp.sqrt(by_row * by_column.max())
         return float(xp.minimum(xp.sqrt(squares), mixed)) * (1 + 1e-10)  # synchronize!
 
+    def column_norms(self) -> Array:
+        """(d,) Euclidean norms of the columns: their units."""
+        xp, (n, d) = self.backend.xp, self.shape
+        if self.sparse:
+            squares = self._transposed.multiply(self._transposed) @ xp.ones((n, 1))
+            return xp.sqrt(squares).ravel()
+        squares = xp.zeros(d)
+        for at in self._chunks():
+            squares = squares + (self._chunk(at) ** 2).sum(axis=0)
+        return xp.sqrt(squares)
+
     def _chunks(self) -> list[slice]:
         n, d = self.shape
         rows = max(1, _CHUNK_BYTES // (8 * max(d, 1)))

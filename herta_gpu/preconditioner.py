@@ -104,7 +104,7 @@ def build(
     if (damped or ridge > 0) and 2 * Q.shape[0] < d:
         QtQ: Gram = LowRankGram.of_rows(backend, Q, damped)
     else:
-        QtQ = DenseGram(backend, gram(backend, Q), damped)
+        QtQ = DenseGram(backend, gram(backend, Q), X.column_norms(), damped)
     factor = QtQ.factor(recipe.curvature, ridge, recipe.symmetric)
     kept = Q if recipe.keep_rows and recipe.sketch_rows is None else None
     return Preconditioner(

@@ -9,7 +9,7 @@ import pytest
 import scipy.linalg
 import scipy.stats
 
-from herta_gpu.backends import base, get_backend, philox
+from herta_gpu.backends import base, philox
 from herta_gpu.backends.base import Backend
 from herta_gpu.backends.cpu import CPUBackend, keep_probabilities, walsh_hadamard
 from tests.conftest import dense_H, random_graph
@@ -70,7 +70,7 @@ def test_multiply_high_is_exact():
 @pytest.mark.parametrize("k", [1, 3, 8, 64])
 @pytest.mark.parametrize("weighted", [False, True])
 def test_apply_H_is_the_dense_product(n, k, weighted):
-    backend, lam = get_backend("cpu"), 7.0
+    backend, lam = CPUBackend(), 7.0
     g = random_graph(min(n, 400), 3 * min(n, 400), weighted=weighted)
     X = np.random.default_rng(0).standard_normal((g.num_nodes, k))
     exact = dense_H(g, lam) @ X
@@ -83,7 +83,7 @@ def test_apply_H_is_the_dense_product(n, k, weighted):
 
 def test_results_do_not_depend_on_the_number_of_threads(monkeypatch):
     g = random_graph(600, 60000)  # several chunks
-    backend = get_backend("cpu")
+    backend = CPUBackend()
     L = backend.laplacian(g, "float32")
     assert len(L.chunks) > 1
     X = np.random.default_rng(0).standard_normal((600, 40)).astype("float32")
@@ -105,7 +105,7 @@ def test_results_do_not_depend_on_the_number_of_threads(monkeypatch):
 
 def test_sketches_are_the_stated_products():
     g, k = random_graph(40, 120, weighted=True), 6
-    backend = get_backend("cpu")
+    backend = CPUBackend()
     L = backend.laplacian(g, "float64")
     u, v, w = g.edges()
     B_hat = np.zeros((120, 40))
@@ -126,7 +126,7 @@ def test_sampling_with_replacement_draws_by_the_scores():
     """Chi-square on 10^5 draws over 50 edges; fails with probability 1e-4 if right."""
     scores = np.random.default_rng(0).uniform(0.01, 1, 50)
     s = 100_000
-    factors = get_backend("cpu").sample_edges(scores, s, 3, True)
+    factors = CPUBackend().sample_edges(scores, s, 3, True)
     p = scores / scores.sum()
     counts = factors * s * p
     np.testing.assert_allclose(counts, np.round(counts), atol=1e-3)
@@ -138,7 +138,7 @@ def test_bernoulli_sampling_caps_at_one_and_meets_the_budget():
     p = keep_probabilities(scores, 105)
     assert p[:5].min() == 1.0
     assert p.sum() == pytest.approx(105)
-    factors = get_backend("cpu").sample_edges(scores, 105, 0, False)
+    factors = CPUBackend().sample_edges(scores, 105, 0, False)
     assert (factors[:5] == 1).all()
     # 100 expected of 2,000: five standard deviations, probability below 1e-5.
     assert abs(np.count_nonzero(factors[5:]) - 100) < 50
@@ -158,14 +158,12 @@ def test_walsh_hadamard_is_the_recursive_definition(n):
 def test_srht_keeps_everything_when_it_keeps_every_row(n):
     Q = np.random.default_rng(0).standard_normal((n, 4))
     padded = 1 << (n - 1).bit_length()
-    Q_tilde = get_backend("cpu").srht(Q, padded, 0)
+    Q_tilde = CPUBackend().srht(Q, padded, 0)
     np.testing.assert_allclose(Q_tilde.T @ Q_tilde, Q.T @ Q, atol=1e-12)
 
 
 def test_srht_is_the_same_for_every_column_block():
     Q = np.random.default_rng(0).standard_normal((100, 6))
-    whole = get_backend("cpu").srht(Q, 32, 5)
-    parts = [
-        get_backend("cpu").srht(np.ascontiguousarray(Q[:, j : j + 2]), 32, 5) for j in (0, 2, 4)
-    ]
+    whole = CPUBackend().srht(Q, 32, 5)
+    parts = [CPUBackend().srht(np.ascontiguousarray(Q[:, j : j + 2]), 32, 5) for j in (0, 2, 4)]
     np.testing.assert_allclose(np.hstack(parts), whole, atol=1e-14)

@@ -31,6 +31,10 @@ def with_nan(array):
         ([[], []], {}, "graph is empty"),
         ([[], []], {"num_nodes": 0}, "graph is empty"),
         ([[0], [1]], {"num_nodes": -3}, "num_nodes"),
+        ([[0], [1]], {"num_nodes": "a"}, "num_nodes"),
+        ([[0, 1], [1]], {}, "its two rows differ"),
+        ([[0], [1]], {"edge_weight": ["x"]}, "real numbers"),
+        ([[0], [1]], {"edge_weight": [1e39]}, "only ratios of weights"),
         ([[0], [1]], {"edge_weight": [-2.0]}, "must not be negative"),
         ([[0], [1]], {"edge_weight": [np.nan]}, "NaN or infinity"),
         ([[0], [1]], {"edge_weight": [1.0, 2.0]}, r"shape \(1,\)"),
@@ -47,6 +51,9 @@ def test_bad_graphs(edges, options, message):
         ({"lam": 0.0}, "lam must be a positive number"),
         ({"lam": -1}, "lam must be a positive number"),
         ({"lam": np.nan}, "lam must be a positive number"),
+        ({"lam": 1e20}, "lam must be at most"),
+        ({"memory_budget": "1.2.3GB"}, "memory_budget must be bytes or like"),
+        ({"memory_budget": "0"}, "memory_budget must be a positive number"),
         ({"alpha": 1.5}, "alpha must lie between 0 and 1"),
         ({"loss": "hinge"}, 'loss must be one of "mse", "ce"'),
         ({"optimizer": "sgd"}, "optimizer must be one of"),
@@ -75,6 +82,9 @@ def test_bad_parameters(params, message):
         ({"X": sp.csr_array(with_nan(X))}, "X holds NaN or infinity"),
         ({"X": X[:10]}, "X has 10 rows but the graph has 20 nodes"),
         ({"X": X[:, :0]}, "X has no columns"),
+        ({"X": X * 1e39}, "multiply X so that it is about 1"),
+        ({"X": X * 1e-50}, "multiply X so that it is about 1"),
+        ({"y": np.zeros((20, 0))}, "y has no columns"),
         ({"X": X.astype(complex)}, "real numbers"),
         ({"y": Y[:5]}, "y has shape"),
         ({"y": with_nan(Y)}, "NaN or infinity in a training row"),
@@ -101,8 +111,18 @@ def test_unlabelled_training_nodes():
 
 
 def test_cross_entropy_needs_labels():
-    with pytest.raises(ValueError, match="needs integer class labels"):
+    with pytest.raises(ValueError, match="needs one integer class label per node"):
         HERTA(loss="ce").fit(G, X, Y.astype(float))
+
+
+def test_one_label_besides_unlabelled_warns():
+    with pytest.warns(UserWarning, match="for two classes use 0 and 1"):
+        HERTA().fit(G, X, 2 * Y - 1)
+
+
+def test_lam_must_be_a_number():
+    with pytest.raises(TypeError, match="lam must be a number"):
+        HERTA(lam="1").fit(G, X, Y)
 
 
 def test_not_a_graph():
@@ -158,4 +178,4 @@ def test_memory_budgets(text, value):
 def test_bad_thread_counts(monkeypatch):
     monkeypatch.setenv("HERTA_NUM_THREADS", "many")
     with pytest.raises(ValueError, match="HERTA_NUM_THREADS"):
-        SDDSolver(G).solve(np.ones(20))
+        SDDSolver(random_graph(2000, 60_000)).solve(np.ones((2000, 64)))

@@ -103,6 +103,36 @@ def test_an_impossible_tolerance_stagnates_and_says_where():
     assert (solver.info_.h_norm_bound < 1e-8).all()
 
 
+@pytest.mark.parametrize("size", [1e160, 1e-170])
+def test_right_hand_sides_beyond_the_range_of_squares(size):
+    g = random_graph(50, 150)
+    B = size * np.random.default_rng(0).standard_normal((50, 2))
+    solver = SDDSolver(g, 20.0, tol=1e-6)
+    Z = solver.solve(B)
+    assert solver.info_.status == "converged"
+    np.testing.assert_allclose(Z / size, np.linalg.solve(dense_H(g, 20.0), B / size), atol=1e-5)
+
+
+def test_integers_are_not_rounded_to_float32():
+    g = random_graph(5, 6)
+    B = np.array([2**25 + 1, 2**25 + 3, -(2**25) - 3, 5, 7])
+    solver = SDDSolver(g, 1.0, tol=1e-10)
+    Z = solver.solve(B)
+    exact = np.linalg.solve(dense_H(g, 1.0), B.astype(float))
+    assert np.abs(Z - exact).max() <= 1e-9 * np.abs(exact).max()
+
+
+def test_max_iter_is_obeyed_and_checked():
+    g = random_graph(300, 900)
+    B = np.random.default_rng(0).standard_normal((300, 1))
+    solver = SDDSolver(g, 1e4, tol=1e-12, max_iter=40)
+    solver.solve(B)
+    assert solver.info_.iterations.max() <= 40
+    for wrong in (-1, 2.5, 0):
+        with pytest.raises(ValueError, match="max_iter"):
+            SDDSolver(g, max_iter=wrong)
+
+
 def test_max_iter_is_not_success():
     g = random_graph(300, 900)
     solver = SDDSolver(g, 1e3, tol=1e-8, max_iter=3)
