@@ -270,8 +270,11 @@ def predict(args: argparse.Namespace) -> Answer:
     with new_file(path) as temporary:
         if path.suffix == ".csv":
             columns = labels[:, None] if labels.ndim == 1 else labels
-            table_ = np.column_stack([np.arange(len(labels)), columns])
-            np.savetxt(temporary, table_, delimiter=",", fmt="%.9g", header="node,prediction")
+            numbered = np.column_stack([np.arange(len(labels)), columns])
+            names = ["node"] + ["prediction"] * columns.shape[1]
+            np.savetxt(
+                temporary, numbered, delimiter=",", fmt="%.9g", header=",".join(names), comments=""
+            )
         else:
             np.savez(temporary, predictions=labels, scores=Z)
     result = {"dataset": data.name, "run": str(args.run), "nodes": len(labels), "file": str(path)}

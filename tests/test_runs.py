@@ -51,7 +51,8 @@ def test_a_stored_model_predicts_the_same(run, tmp_path):
     Z = model.transform(data.graph, data.X)
     target = tmp_path / "p.csv"
     assert main(["predict", str(run), "digits", "--to", str(target), "--quiet"]) == 0
-    table = np.loadtxt(target, delimiter=",", comments="#")
+    assert target.read_text().splitlines()[0] == "node,prediction"
+    table = np.loadtxt(target, delimiter=",", skiprows=1)
     assert (table[:, 1] == model.classes_[Z.argmax(axis=1)]).all()
     result = json.loads((run / "result.json").read_text())
     assert result["scores"]["test"] == model.score(data.graph, data.X, data.y, data.split["test"])
