@@ -275,9 +275,11 @@ def test_a_damaged_checkpoint_is_made_again(tmp_path):
     assert (model.fit(*arguments, checkpoint=Checkpoint(tmp_path)).W_ == W).all()
 
 
-def test_what_cannot_be_resumed(run, tmp_path, capsys):
-    assert main(["train", "--resume", str(run), "--quiet"]) == 2
-    assert "is finished: there is nothing to resume" in capsys.readouterr().err
+def test_what_needs_no_resuming_or_cannot_be(run, tmp_path, capsys):
+    before = {p.name: p.read_bytes() for p in run.iterdir()}
+    assert main(["train", "--resume", str(run), "--json"]) == 0  # finished: its result again
+    assert json.loads(capsys.readouterr().out) == json.loads(before["result.json"])
+    assert {p.name: p.read_bytes() for p in run.iterdir()} == before
     assert main(["train", "--resume", str(tmp_path), "--quiet"]) == 1
     assert "is no run" in capsys.readouterr().err
     for argv in (["train", "--resume", "r", "--lam", "3"], ["train", "digits", "--resume", "r"]):
