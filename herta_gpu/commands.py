@@ -47,13 +47,16 @@ def train(args: argparse.Namespace) -> Answer:
         with Run.create(args.out, args.overwrite) as run:
             _write_config(run, args, model, data)
             result = _train_into(run, model, data, stages)
-    return result, _train_text(result, model, args.out)
+    return result, _train_text(result, args.out)
 
 
 def _resume(args: argparse.Namespace) -> Answer:
     """herta train --resume RUN: everything else stands in its config.json."""
     config, stages = read_config(args.resume), Stages(args.verbose)
     with Run.reopen(args.resume) as run:
+        finished = run.result()
+        if finished is not None:  # killed after its last write, or asked once too often
+            return finished, _train_text(finished, args.resume)
         before = config["environment"]["threads"]
         if str(before) != str(environment()["threads"]):
             print(
@@ -68,7 +71,7 @@ def _resume(args: argparse.Namespace) -> Answer:
             )
         model = HERTA(**params)
         result = _train_into(run, model, data, stages)
-    return result, _train_text(result, model, args.resume)
+    return result, _train_text(result, args.resume)
 
 
 def make_model(args: argparse.Namespace, **changes: Any) -> HERTA:
@@ -228,7 +231,7 @@ def _count(number: int, what: str) -> str:
     return f"{number:,} {what}{'s' * (number != 1)}"
 
 
-def _train_text(result: dict[str, Any], model: HERTA, out: str | None) -> str:
+def _train_text(result: dict[str, Any], out: str | None) -> str:
     rows = [
         ("dataset", f"{result['dataset']}: {result['nodes']:,} nodes, {result['edges']:,} edges, "
          f"{result['features']:,} features, {result['outputs']:,} outputs"),
@@ -270,8 +273,11 @@ def predict(args: argparse.Namespace) -> Answer:
     with new_file(path) as temporary:
         if path.suffix == ".csv":
             columns = labels[:, None] if labels.ndim == 1 else labels
-            table_ = np.column_stack([np.arange(len(labels)), columns])
-            np.savetxt(temporary, table_, delimiter=",", fmt="%.9g", header="node,prediction")
+            numbered = np.column_stack([np.arange(len(labels)), columns])
+            names = ["node"] + ["prediction"] * columns.shape[1]
+            np.savetxt(
+                temporary, numbered, delimiter=",", fmt="%.9g", header=",".join(names), comments=""
+            )
         else:
             np.savez(temporary, predictions=labels, scores=Z)
     result = {"dataset": data.name, "run": str(args.run), "nodes": len(labels), "file": str(path)}
@@ -311,7 +317,7 @@ def tune(args: argparse.Namespace) -> Answer:
             result = _train_into(run, model, data, stages)
             run.write_json("tune.json", {"candidates": [asdict(c) for c in found]})
     result["candidates"] = [asdict(c) for c in found]
-    text = _tune_text(found, data.metric) + "\n\n" + _train_text(result, model, args.out)
+    text = _tune_text(found, data.metric) + "\n\n" + _train_text(result, args.out)
     return result, text
 
 

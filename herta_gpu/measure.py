@@ -256,7 +256,8 @@ def _expected_peak(made: Plan, sizes: DataSizes, x_bytes: int, word: int) -> int
     wide, narrow = min(made.solve_width, sizes.d), min(made.solve_width, max(sizes.c, 1))
     building = memory.get("Q and R on all rows", 0) + wide * sizes.n * (3 * word + 24)
     training = sizes.n * max(sizes.c, 1) * (3 * word + 16) + narrow * sizes.n * (7 * word + 24)
-    return int(always + max(building, training))
+    factor = memory.get("P and its factor", 0)  # three copies while it is made, one later
+    return int(always + max(building, factor, training + factor // 3))
 
 
 def _cheapest(model: HERTA, numbers: tuple[Any, ...], budget: int) -> tuple[Plan, bool]:

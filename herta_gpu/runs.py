@@ -61,15 +61,22 @@ class Run:
         """Own the folder of a run that was killed; its metrics go back to the last state saved."""
         path = Path(folder)
         with _locked(path):
-            if (path / "result.json").exists():
-                raise ValueError(f"The run in {path} is finished: there is nothing to resume.")
             run = cls(path)
+            if run.result() is not None:
+                run.checkpoint.delete()
+                yield run
+                return
             state = run.checkpoint.last_step()
             steps = [] if state is None else state["history"]
             run.write_text("metrics.jsonl", "".join(json.dumps(jsonable(s)) + "\n" for s in steps))
             for left in path.glob(".*.*.*"):  # what a write was at when the process was killed
                 left.unlink()
             yield run
+
+    def result(self) -> dict[str, Any] | None:
+        """result.json, which a run has when it is finished."""
+        path = self.folder / "result.json"
+        return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else None
 
     def write_json(self, name: str, content: dict[str, Any]) -> None:
         self.write_text(name, json.dumps(jsonable(content), indent=1) + "\n")

@@ -51,7 +51,8 @@ def test_a_stored_model_predicts_the_same(run, tmp_path):
     Z = model.transform(data.graph, data.X)
     target = tmp_path / "p.csv"
     assert main(["predict", str(run), "digits", "--to", str(target), "--quiet"]) == 0
-    table = np.loadtxt(target, delimiter=",", comments="#")
+    assert target.read_text().splitlines()[0] == "node,prediction"
+    table = np.loadtxt(target, delimiter=",", skiprows=1)
     assert (table[:, 1] == model.classes_[Z.argmax(axis=1)]).all()
     result = json.loads((run / "result.json").read_text())
     assert result["scores"]["test"] == model.score(data.graph, data.X, data.y, data.split["test"])
@@ -274,9 +275,11 @@ def test_a_damaged_checkpoint_is_made_again(tmp_path):
     assert (model.fit(*arguments, checkpoint=Checkpoint(tmp_path)).W_ == W).all()
 
 
-def test_what_cannot_be_resumed(run, tmp_path, capsys):
-    assert main(["train", "--resume", str(run), "--quiet"]) == 2
-    assert "is finished: there is nothing to resume" in capsys.readouterr().err
+def test_what_needs_no_resuming_or_cannot_be(run, tmp_path, capsys):
+    before = {p.name: p.read_bytes() for p in run.iterdir()}
+    assert main(["train", "--resume", str(run), "--json"]) == 0  # finished: its result again
+    assert json.loads(capsys.readouterr().out) == json.loads(before["result.json"])
+    assert {p.name: p.read_bytes() for p in run.iterdir()} == before
     assert main(["train", "--resume", str(tmp_path), "--quiet"]) == 1
     assert "is no run" in capsys.readouterr().err
     for argv in (["train", "--resume", "r", "--lam", "3"], ["train", "digits", "--resume", "r"]):
