@@ -62,7 +62,10 @@ def scaling(rows: list[dict[str, Any]]) -> str:
     )  # fmt: skip
     for r in rows:
         if "exponent" in r:
-            text += f"\n\nExponent: {r['exponent']:.3f} in time, {r['exponent_work']:.3f} in work."
+            text += (
+                f"\n\nExponent: {r['exponent']:.3f} in time, {r['exponent_cpu']:.3f} in processor "
+                f"time, {r['exponent_work']:.3f} in counted work."
+            )
     return text
 
 
