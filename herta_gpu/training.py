@@ -20,7 +20,7 @@ from herta_gpu.features import Features
 from herta_gpu.losses import LOSSES
 from herta_gpu.optimizers import GradientDescent, Momentum, Optimizer, make_optimizer
 from herta_gpu.preconditioner import Preconditioner
-from herta_gpu.profiling import Stages, marked
+from herta_gpu.profiling import Stages, marked_steps
 from herta_gpu.unfolded import LinearMap, Point, Problem, UnfoldedMap
 
 if TYPE_CHECKING:
@@ -66,14 +66,14 @@ class Training:
         optimizer = self._optimizer(A)
         point = problem.start(w)
         self.status = "max_iter"
-        for step in range(self.model.max_iter + 1):
-            with marked(f"step {step}"):
-                if certified:
-                    point = self._sharpened(problem, point)
-                self.certificate = self._certify(point, certified)
-                self._record(point, certified)
-                if self._stop(point, certified) or step == self.model.max_iter:
-                    break
+        for step in marked_steps(range(self.model.max_iter + 1)):
+            if certified:
+                point = self._sharpened(problem, point)
+            self.certificate = self._certify(point, certified)
+            self._record(point, certified)
+            if self._stop(point, certified):
+                break
+            if step < self.model.max_iter:
                 if self._flatter(problem, point):
                     point, optimizer = self._rescaled(problem, point), self._optimizer(A)
                 direction = optimizer.direction(point.w, point.g)

@@ -252,8 +252,10 @@ def test_stages_and_steps_are_nested_ranges(monkeypatch: pytest.MonkeyPatch) -> 
         assert domain == "herta"
         open_.append(message)
         seen.append("/".join(open_))
-        yield
-        open_.pop()
+        try:
+            yield
+        finally:
+            open_.pop()
 
     monkeypatch.setattr(herta_gpu.profiling, "nvtx", SimpleNamespace(annotate=annotate))
     X, y = checks.block(60, 6, "float32"), np.arange(60) % 3
