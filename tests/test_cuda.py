@@ -56,11 +56,13 @@ def backend(ledger: Ledger) -> Any:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("k", [1, 3, 8, 130])
-@pytest.mark.parametrize(("name", "weighted"), [("one", False), ("tail", True), ("hub", False)])
+@pytest.mark.parametrize(
+    ("name", "weighted", "k"),
+    # A wide block of the hubs would only be slow: its columns are tested on few rows.
+    [(name, name == "tail", k) for name in ("one", "tail") for k in (1, 3, 8, 130)]
+    + [("hub", False, k) for k in (1, 3, 8)],
+)
 def test_primitives(backend: Any, name: str, weighted: bool, k: int, dtype: str) -> None:
-    if (name, k) == ("hub", 130):
-        pytest.skip("slow to emulate; the columns of a wide block are tested on few rows")
     g = checks.graph(name, weighted)
     checks.check_products(backend, g, k, dtype)
     checks.check_cg(backend, g, k, dtype)
