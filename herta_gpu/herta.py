@@ -7,6 +7,7 @@ weights), the correction stands beside the line it concerns.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import numpy as np
@@ -51,6 +52,24 @@ from herta_gpu.validation import (
 )
 
 _TRANSFORM_TOL = 1e-6
+
+
+def _names_what_fits(fit: Callable[..., HERTA]) -> Callable[..., HERTA]:
+    """A fit that runs out of memory says which block of columns would have fitted."""
+
+    @wraps(fit)
+    def wrapped(self: HERTA, graph: Graph, *args: Any, **kwargs: Any) -> HERTA:
+        try:
+            return fit(self, graph, *args, **kwargs)
+        except MemoryError as error:
+            if type(error) is MemoryError:  # the planner's own: it says so already
+                raise
+            budget = int(0.5 * get_backend(self.device).memory_available())
+            width = max(1, block_width(graph.num_nodes, BLOCK_WIDTH, self.dtype, budget))
+            advice = f"Blocks of {width} columns would fit: set memory_budget={budget}."
+            raise MemoryError(f"{error} {advice}") from error
+
+    return wrapped
 
 
 class HERTA(Estimator):
@@ -148,6 +167,7 @@ class HERTA(Estimator):
         self.memory_budget, self.random_state, self.verbose = memory_budget, random_state, verbose
         self.learning_rate = learning_rate
 
+    @_names_what_fits
     def fit(
         self,
         graph: Graph,
@@ -171,22 +191,6 @@ class HERTA(Estimator):
         checkpoint : Checkpoint, optional
             A folder to go on from after a crash, to the same bits.
         """
-        try:
-            return self._fit(graph, X, y, train, callback, checkpoint)
-        except MemoryError as error:
-            if type(error) is MemoryError:  # ours: it names what would fit
-                raise
-            raise MemoryError(self._what_fits(graph, error)) from error
-
-    def _fit(
-        self,
-        graph: Graph,
-        X: Any,
-        y: Any,
-        train: Any,
-        callback: Callable[[dict[str, Any]], None] | None,
-        checkpoint: Checkpoint | None,
-    ) -> HERTA:
         backend, lam = self._checked(), self._lam()
         check_graph(graph)
         X = _two_dimensional(X, backend)
@@ -371,11 +375,6 @@ class HERTA(Estimator):
                 return P, spectrum
             recipe.exact, recipe.degree = True, chebyshev_degree(A.H, EXACT_TOL)
             plan.decisions.append(("Q again", "float64", "P missed too much of the Hessian"))
-
-    def _what_fits(self, graph: Graph, error: Exception) -> str:
-        budget = int(0.5 * get_backend(self.device).memory_available())
-        width = max(1, block_width(graph.num_nodes, BLOCK_WIDTH, self.dtype, budget))
-        return f"{error} Blocks of {width} columns would fit: set memory_budget={budget}."
 
     def _check_fitted(self) -> None:
         if not hasattr(self, "W_"):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from math import inf, log10
@@ -22,6 +22,13 @@ except ImportError:
 def marked(name: str) -> AbstractContextManager[object]:
     """A range on the profiler's time line."""
     return nullcontext() if nvtx is None else nvtx.annotate(name, domain="herta")
+
+
+def marked_steps(steps: Iterable[int]) -> Iterator[int]:
+    """The same numbers, with a range around each turn of the loop over them."""
+    for step in steps:
+        with marked(f"step {step}"):
+            yield step
 
 
 @dataclass

@@ -131,13 +131,15 @@ def block_cg(
         R = B.astype("float64") if first else H.residual(B, Z)
         norm, energy, bound = _measure(H, B, b2, Z, R)
         open_ = ~(bound <= tol)  # a NaN stays open
-        if not bool(open_.any()):  # synchronize!
+        stuck = open_ & ~(bound <= 0.5 * last)
+        any_open, any_stuck = xp.stack([open_.any(), stuck.any()]).tolist()  # synchronize!
+        if not any_open:
             status = "converged"
             break
         if iterations.max(initial=0) >= limit:
             status = "max_iter"
             break
-        if bool((open_ & ~(bound <= 0.5 * last)).any()):  # synchronize!
+        if any_stuck:
             if Z.dtype == np.float64:
                 break
             Z = Z.astype("float64")
@@ -149,9 +151,8 @@ def block_cg(
         )
         iterations += steps
         Z += (step * scale).astype(Z.dtype)
-    to_numpy = H.backend.to_numpy
-    info = SolveInfo(iterations, to_numpy(norm), to_numpy(bound), status, str(Z.dtype))
-    return Z, info
+    norms, bounds = H.backend.to_numpy(xp.stack([norm, bound]))  # synchronize!
+    return Z, SolveInfo(iterations, norms, bounds, status, str(Z.dtype))
 
 
 def _measure(

@@ -22,7 +22,7 @@ from herta_gpu.features import Features
 from herta_gpu.losses import LOSSES
 from herta_gpu.optimizers import GradientDescent, Momentum, Optimizer, make_optimizer
 from herta_gpu.preconditioner import Preconditioner
-from herta_gpu.profiling import Stages, marked
+from herta_gpu.profiling import Stages, marked_steps
 from herta_gpu.unfolded import LinearMap, Point, Problem, UnfoldedMap
 
 if TYPE_CHECKING:
@@ -75,28 +75,27 @@ class Training:
         if self.saved is not None and self.saved["phase"] > self.phase:
             return Point(**self.saved["point"])  # a later loop starts from its own
         first, point = self._resumed(problem, optimizer) or (0, problem.start(w))
-        for step in range(first, self.model.max_iter + 1):
-            with marked(f"step {step}"):
-                if certified:
-                    point = self._sharpened(problem, point)
-                self.certificate = self._certify(point, certified)
-                self._record(point, certified)
-                moved = len(self.history) - 1 - self.phase  # every phase records its start
-                if self._stop(point, certified) or moved >= self.model.max_iter:
-                    break
-                if self._flatter(problem, point):
-                    point, optimizer = self._rescaled(problem, point), self._optimizer(A)
-                direction = optimizer.direction(point.w, point.g)
-                ahead = problem.move(point, direction, optimizer.searches)
-                if not ahead.objective <= _DIVERGED * max(self.loss_at_zero, point.objective):
-                    warnings.warn(
-                        "Training diverged: lower learning_rate, or use optimizer='cg'.",
-                        stacklevel=3,
-                    )
-                    self.status = "stagnated"
-                    break
-                point = ahead
-                self._save(step + 1, problem, point, optimizer)
+        for step in marked_steps(range(first, self.model.max_iter + 1)):
+            if certified:
+                point = self._sharpened(problem, point)
+            self.certificate = self._certify(point, certified)
+            self._record(point, certified)
+            moved = len(self.history) - 1 - self.phase  # every phase records its start
+            if self._stop(point, certified) or moved >= self.model.max_iter:
+                break
+            if self._flatter(problem, point):
+                point, optimizer = self._rescaled(problem, point), self._optimizer(A)
+            direction = optimizer.direction(point.w, point.g)
+            ahead = problem.move(point, direction, optimizer.searches)
+            if not ahead.objective <= _DIVERGED * max(self.loss_at_zero, point.objective):
+                warnings.warn(
+                    "Training diverged: lower learning_rate, or use optimizer='cg'.",
+                    stacklevel=3,
+                )
+                self.status = "stagnated"
+                break
+            point = ahead
+            self._save(step + 1, problem, point, optimizer)
         return point
 
     def _save(self, step: int, problem: Problem, point: Point, optimizer: Optimizer) -> None:

@@ -23,7 +23,7 @@ import pytest
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
-from cuda_emulator import EmulatorError, compiler  # noqa: E402
+from cuda_emulator import compiler  # noqa: E402
 
 if compiler() is None:
     pytest.skip("no g++: the kernels cannot be emulated", allow_module_level=True)
@@ -34,7 +34,7 @@ from cupy_standin.ledger import Ledger  # noqa: E402
 
 import herta_gpu  # noqa: E402
 from herta_gpu import HERTA, SDDSolver  # noqa: E402
-from herta_gpu.backends import base, device, device_sampling, get_backend  # noqa: E402
+from herta_gpu.backends import base, device, get_backend  # noqa: E402
 from tests import device_checks as checks  # noqa: E402
 from tests import ledger_table  # noqa: E402
 
@@ -56,11 +56,13 @@ def backend(ledger: Ledger) -> Any:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("k", [1, 3, 8, 130])
-@pytest.mark.parametrize(("name", "weighted"), [("one", False), ("tail", True), ("hub", False)])
+@pytest.mark.parametrize(
+    ("name", "weighted", "k"),
+    # A wide block of the hubs would only be slow: its columns are tested on few rows.
+    [(name, name == "tail", k) for name in ("one", "tail") for k in (1, 3, 8, 130)]
+    + [("hub", False, k) for k in (1, 3, 8)],
+)
 def test_primitives(backend: Any, name: str, weighted: bool, k: int, dtype: str) -> None:
-    if (name, k) == ("hub", 130):
-        pytest.skip("slow to emulate; the columns of a wide block are tested on few rows")
     g = checks.graph(name, weighted)
     checks.check_products(backend, g, k, dtype)
     checks.check_cg(backend, g, k, dtype)
@@ -252,8 +254,10 @@ def test_stages_and_steps_are_nested_ranges(monkeypatch: pytest.MonkeyPatch) -> 
         assert domain == "herta"
         open_.append(message)
         seen.append("/".join(open_))
-        yield
-        open_.pop()
+        try:
+            yield
+        finally:
+            open_.pop()
 
     monkeypatch.setattr(herta_gpu.profiling, "nvtx", SimpleNamespace(annotate=annotate))
     X, y = checks.block(60, 6, "float32"), np.arange(60) % 3
@@ -365,74 +369,3 @@ def test_the_stand_in_refuses_what_cupy_refuses(backend: Any, ledger: Ledger) ->
     ledger.clear()
     assert float(x.sum()) == 3 and bool((x > 0).all())  # noqa: PT018
     assert ledger.total("syncs") == 2
-
-
-# ---- mutants of the host code -----------------------------------------------------------------
-
-MUTANTS = {
-    "a host array passed to a kernel": (
-        device_sampling, "scores = self.xp.zeros(m)", "scores = np.zeros(m)"
-    ),
-    "a Python number as a scalar": ("cuda", "X.dtype.type(lam)", "float(lam)"),
-    "a scalar of the wrong type": ("cuda", "X.dtype.type(lam)", "np.float64(lam)"),
-    "a size of 32 bits": (device_sampling, "(I64(m), I64(k), lo", "(I32(m), I64(k), lo"),
-    "forgotten contiguity": ("cuda", 'cupy.asarray(x, dtype=dtype, order="C")',
-                             "cupy.asarray(x, dtype=dtype)"),
-    "arrays swapped": ("cuda", "s.R, s.R, s.P, s.Z", "s.R, s.P, s.R, s.Z"),
-    "sizes swapped": ("cuda", "(x, y), I64(n), I64(k), *args)", "(x, y), I64(k), I64(n), *args)"),
-    "alpha and beta swapped": ("cuda", "s.iterations, s.alpha, s.beta,",
-                               "s.iterations, s.beta, s.alpha,"),
-    "tickets that do not start at 0": (
-        "cuda", "tickets = cupy.zeros(-(-k // 64), dtype=U32)",
-        "tickets = cupy.empty(-(-k // 64), dtype=U32)",
-    ),
-    "scratch of the wrong type": (
-        "cuda", "cupy.empty((MAX_BLOCKS, k))", 'cupy.empty((MAX_BLOCKS, k), dtype="float32")'
-    ),
-    "the caller's array changed": ("cuda", "energy=energy.copy()", "energy=energy"),
-    "weights forgotten": (
-        "cuda", "weights = pointer(L.weights)", "weights = NULL"
-    ),
-    "a launch for nothing": (
-        "cuda", "if X.size:\n            self._product", "if 1:\n            self._product"
-    ),
-    "the wrong random stream": ("cuda", "U32(STREAM_ROWS)", "U32(3)"),
-    "a failed factorisation unnoticed": ("cuda", 'linalg="raise"', 'linalg="ignore"'),
-    "long rows forgotten": (
-        "cuda", "rows = np.flatnonzero(length > SEGMENT)", "rows = np.flatnonzero(length < 0)"
-    ),
-    "a wait in every step": (
-        "cuda", "s, k = state, state.R.shape[1]",
-        "s, k = state, state.R.shape[1] + 0 * self.cg_active(state)",
-    ),
-}  # fmt: skip
-
-
-def _mutated(name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The CUDA backend with one bug in it."""
-    where, old, new = MUTANTS[name]
-    folder = Path(herta_gpu.__file__).parent / "backends"
-    changed = "cuda" if where == "cuda" else where.__name__.rpartition(".")[2]
-    for file in dict.fromkeys([changed, "cuda"]):
-        text = (folder / f"{file}.py").read_text()
-        if file == changed:
-            assert text.count(old) == 1, f"the text to change occurs {text.count(old)} times"
-            text = text.replace(old, new)
-        module = ModuleType(f"herta_gpu.backends.{file}")
-        monkeypatch.setitem(sys.modules, module.__name__, module)
-        exec(compile(text, f"{file}.py", "exec"), module.__dict__)
-    return module.CUDABackend()
-
-
-@pytest.mark.parametrize("name", MUTANTS)
-def test_mutant_turns_a_check_red(
-    ledger: Ledger, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    backend = _mutated(name, monkeypatch)
-    with pytest.raises((AssertionError, EmulatorError, TypeError, ZeroDivisionError)):
-        _face_every_check(ledger, backend)
-
-
-def _face_every_check(ledger: Ledger, backend: Any) -> None:
-    checks.check_all(backend)
-    test_a_cg_step_is_three_launches_and_nothing_else(ledger, backend, "float32")

@@ -1,22 +1,25 @@
 """The checks of the CUDA backend on a real device: ``pytest -m gpu``.
 
-For races and stray accesses run the same under NVIDIA's checker, with CuPy's pool out of its way:
+For races and stray accesses run the same under NVIDIA's checker, without CuPy's pool, which would
+hide the ends of arrays from it:
 
-    CUPY_CACHE_SAVE_CUDA_SOURCE=1 compute-sanitizer --tool memcheck  python -m pytest -m gpu
-    compute-sanitizer --tool racecheck python -m pytest -m gpu -k primitives
+    HERTA_NO_POOL=1 compute-sanitizer --tool memcheck python -m pytest -m gpu
+    HERTA_NO_POOL=1 compute-sanitizer --tool racecheck python -m pytest -m gpu -k primitives
 
 and for a time line, after a first run that compiles the kernels:
 
-    nsys profile -t cuda,nvtx -o herta python -m pytest -m gpu -k fits
+    nsys profile -t cuda,nvtx --cuda-graph-trace=node -o herta python -m pytest -m gpu -k fits
 """
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import numpy as np
 import pytest
 
+from herta_gpu import SDDSolver
 from herta_gpu.backends import get_backend
 from tests import device_checks as checks
 
@@ -26,9 +29,12 @@ pytestmark = pytest.mark.gpu
 @pytest.fixture(autouse=True)
 def backend() -> Any:
     try:
-        return get_backend("cuda")
+        found = get_backend("cuda")
     except RuntimeError as error:
         pytest.skip(str(error))
+    if os.environ.get("HERTA_NO_POOL") == "1":
+        found.xp.cuda.set_allocator(None)
+    return found
 
 
 def test_primitives(backend: Any) -> None:
@@ -53,6 +59,17 @@ def test_product_is_that_of_cusparse(backend: Any, weighted: bool) -> None:
     expected = X_dev + checks.LAM * (L_hat @ X_dev)
     found = backend.apply_H(backend.laplacian(g, "float64"), checks.LAM, X_dev)
     np.testing.assert_allclose(backend.to_numpy(found), backend.to_numpy(expected), rtol=1e-11)
+
+
+def test_captured_steps_are_the_same_steps(backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    solutions = []
+    for capture in (False, True):
+        monkeypatch.setattr(backend, "capture", capture)
+        with backend.xp.cuda.Stream(non_blocking=True) as stream:
+            solver = SDDSolver(checks.graph("hub"), lam=50.0, device="cuda")
+            solutions.append(solver.solve(checks.block(605, 8, "float32")))
+            stream.synchronize()
+    assert np.array_equal(*solutions)
 
 
 def test_runs_on_the_callers_stream(backend: Any) -> None:

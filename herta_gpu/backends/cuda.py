@@ -5,7 +5,9 @@ CuPy's cache.  A kernel gets bare pointers and unchecked scalars, so every launc
 `_launch`, which wants C-contiguous device arrays and NumPy scalars of the exact type.
 
 Everything runs on the caller's current stream.  `# synchronize!` marks each line that waits for
-the device.
+the device.  Memory comes from CuPy's current allocator; RMM's is plugged in by the line
+``cupy.cuda.set_allocator(rmm.allocators.cupy.rmm_cupy_allocator)``, with a ``memory_budget``, since
+a device whose memory RMM holds looks full.
 """
 
 from __future__ import annotations

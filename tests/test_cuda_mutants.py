@@ -1,0 +1,98 @@
+"""Bugs put into the host code of the CUDA backend on purpose: each turns some check red."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from cuda_emulator import EmulatorError, compiler
+
+if compiler() is None:
+    pytest.skip("no g++: the kernels cannot be emulated", allow_module_level=True)
+
+from cupy_standin import installed
+from cupy_standin.ledger import Ledger
+
+import herta_gpu
+from herta_gpu.backends import device_sampling
+from tests import device_checks as checks
+from tests.test_cuda import test_a_cg_step_is_three_launches_and_nothing_else as check_ledger
+
+
+@pytest.fixture
+def ledger() -> Iterator[Ledger]:
+    with installed() as found:
+        yield found
+
+
+MUTANTS = {
+    "a host array passed to a kernel": (
+        device_sampling, "scores = self.xp.zeros(m)", "scores = np.zeros(m)"
+    ),
+    "a Python number as a scalar": ("cuda", "X.dtype.type(lam)", "float(lam)"),
+    "a scalar of the wrong type": ("cuda", "X.dtype.type(lam)", "np.float64(lam)"),
+    "a size of 32 bits": (device_sampling, "(I64(m), I64(k), lo", "(I32(m), I64(k), lo"),
+    "forgotten contiguity": ("cuda", 'cupy.asarray(x, dtype=dtype, order="C")',
+                             "cupy.asarray(x, dtype=dtype)"),
+    "arrays swapped": ("cuda", "s.R, s.R, s.P, s.Z", "s.R, s.P, s.R, s.Z"),
+    "sizes swapped": ("cuda", "(x, y), I64(n), I64(k), *args)", "(x, y), I64(k), I64(n), *args)"),
+    "alpha and beta swapped": ("cuda", "s.iterations, s.alpha, s.beta,",
+                               "s.iterations, s.beta, s.alpha,"),
+    "tickets that do not start at 0": (
+        "cuda", "tickets = cupy.zeros(-(-k // 64), dtype=U32)",
+        "tickets = cupy.empty(-(-k // 64), dtype=U32)",
+    ),
+    "scratch of the wrong type": (
+        "cuda", "cupy.empty((MAX_BLOCKS, k))", 'cupy.empty((MAX_BLOCKS, k), dtype="float32")'
+    ),
+    "the caller's array changed": ("cuda", "energy=energy.copy()", "energy=energy"),
+    "weights forgotten": (
+        "cuda", "weights = pointer(L.weights)", "weights = NULL"
+    ),
+    "a launch for nothing": (
+        "cuda", "if X.size:\n            self._product", "if 1:\n            self._product"
+    ),
+    "the wrong random stream": ("cuda", "U32(STREAM_ROWS)", "U32(3)"),
+    "a failed factorisation unnoticed": ("cuda", 'linalg="raise"', 'linalg="ignore"'),
+    "long rows forgotten": (
+        "cuda", "rows = np.flatnonzero(length > SEGMENT)", "rows = np.flatnonzero(length < 0)"
+    ),
+    "a wait in every step": (
+        "cuda", "s, k = state, state.R.shape[1]",
+        "s, k = state, state.R.shape[1] + 0 * self.cg_active(state)",
+    ),
+}  # fmt: skip
+
+
+def _mutated(name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The CUDA backend with one bug in it."""
+    where, old, new = MUTANTS[name]
+    folder = Path(herta_gpu.__file__).parent / "backends"
+    changed = "cuda" if where == "cuda" else where.__name__.rpartition(".")[2]
+    for file in dict.fromkeys([changed, "cuda"]):
+        text = (folder / f"{file}.py").read_text()
+        if file == changed:
+            assert text.count(old) == 1, f"the text to change occurs {text.count(old)} times"
+            text = text.replace(old, new)
+        module = ModuleType(f"herta_gpu.backends.{file}")
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+        exec(compile(text, f"{file}.py", "exec"), module.__dict__)
+    return module.CUDABackend()
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_mutant_turns_a_check_red(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    backend = _mutated(name, monkeypatch)
+    with pytest.raises((AssertionError, EmulatorError, TypeError, ZeroDivisionError)):
+        _face_every_check(ledger, backend)
+
+
+def _face_every_check(ledger: Ledger, backend: Any) -> None:
+    checks.check_all(backend)
+    check_ledger(ledger, backend, "float32")
