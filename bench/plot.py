@@ -149,6 +149,7 @@ def main() -> None:
             continue
         where, rows = read(name)
         about = f"{where['cpu']}, {where['cores']} cores, load {where['load']:.1f} at the start"
+        about += f" ({where['note']})" if "note" in where else ""
         parts.append(f"## {name}\n\n{about}\n\n{make(rows)}\n")
         if plt is not None and name in PICTURES and rows:
             PICTURES[name](rows, plt)
