@@ -133,4 +133,4 @@ def has_hidden_columns(X: Any, rows: Any, backend: Backend) -> bool:
         inside |= filled[train[a : a + step]].any(axis=0)
         if bool(inside.all()):  # synchronize!
             return False
-    return bool((everywhere & ~inside).any())
+    return bool((everywhere & ~inside).any())  # synchronize!

@@ -233,7 +233,7 @@ class HERTA(Estimator):
             point = run.loop(A, w, certified=True)
 
         # Output: W = P^-1/2 w, not w: the loop ran in preconditioned coordinates.
-        self.W_ = backend.to_numpy(point.W)
+        self.W_ = backend.to_numpy(point.W)  # synchronize!
         self.classes_, self._flat = targets.classes, targets.flat
         self.history_, self.certificate_, self.status_ = run.history, run.certificate, run.status
         self.stages_, self.n_features_in_, self.spectrum_ = stages.seconds, X.shape[1], spectrum
@@ -285,7 +285,7 @@ class HERTA(Estimator):
         features = Features(X, backend, graph.order, budget)
         A = UnfoldedMap(H, features, everything, width)
         Z = A.forward(backend.asarray(self.W_), _TRANSFORM_TOL).value
-        Z = Z if on_device(X) else backend.to_numpy(Z)
+        Z = Z if on_device(X) else backend.to_numpy(Z)  # synchronize!
         return take_rows(Z, graph.inverse_order(), backend).astype(self.dtype)
 
     def predict(self, graph: Graph, X: Any) -> Any:

@@ -38,7 +38,7 @@ def accept(name: str, x: Any, backend: Backend) -> Any:
 
 def to_host(x: Any, backend: Backend) -> Any:
     """`x` for the host's eyes: labels and node ids."""
-    return backend.to_numpy(backend.asarray(x)) if on_device(x) else x
+    return backend.to_numpy(backend.asarray(x)) if on_device(x) else x  # synchronize!
 
 
 def take_rows(x: Array, rows: Any, backend: Backend) -> Array:

@@ -177,7 +177,7 @@ def _cycle(
         if backend.cg_active(state) == 0:
             break
         backend.cg_steps(L, H.lam, state, min(CHECK_EVERY, limit - step))
-    return state.Z, backend.to_numpy(state.iterations)
+    return state.Z, backend.to_numpy(state.iterations)  # synchronize!
 
 
 def chebyshev_degree(H: RegularizedLaplacian, eps: float) -> int:
@@ -317,12 +317,17 @@ class SDDSolver:
         keep = self.dtype if dense.dtype.itemsize <= 4 and dense.dtype.kind == "f" else "float64"
         block = self.backend.asarray(dense, keep)
         solve = self._cg if self.method == "cg" else self._chebyshev
+<<<<<<< HEAD
         scale = self._unit(block)
         Z, info = solve(block if scale is None else block / scale)
         if scale is not None:
             Z = Z.astype("float64") * scale
             info.residuals = info.residuals * self.backend.to_numpy(scale)
         Z = Z if on_device(B) else self.backend.to_numpy(Z)
+=======
+        Z, info = solve(block)
+        Z = Z if on_device(B) else self.backend.to_numpy(Z)  # synchronize!
+>>>>>>> cuda
         return take_rows(Z, self.graph.inverse_order(), self.backend), info
 
     def _unit(self, block: Array) -> Array | None:
@@ -347,7 +352,7 @@ class SDDSolver:
         Z = chebyshev(H, B.astype("float64" if exact else self.dtype), degree)
         b2 = H.backend.column_dots(B, B)
         norm, _, bound = _measure(H, B, b2, Z, H.residual(B, Z))
-        norm, bound, b2 = (H.backend.to_numpy(a) for a in (norm, bound, b2))
+        norm, bound, b2 = (H.backend.to_numpy(a) for a in (norm, bound, b2))  # synchronize!
         # The polynomial proves ||r|| <= tol ||b|| too; a residual beyond that is rounding.
         proven = np.where(norm <= self.tol * np.sqrt(b2) * 1.01, self.tol, np.inf)
         bound = np.minimum(bound, proven)

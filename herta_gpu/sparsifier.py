@@ -124,7 +124,7 @@ class Sparsifier(Estimator):
     @property
     def scores_(self) -> Any:
         """On the host only when somebody asks: sampling happens where they are."""
-        return get_backend(self.device).to_numpy(self._scores)
+        return get_backend(self.device).to_numpy(self._scores)  # synchronize!
 
     def _sketched(self, H: RegularizedLaplacian) -> Array:
         """Lines 1-8 of Algorithm 2, in blocks of sketch rows that fit the memory budget."""

@@ -181,14 +181,16 @@ class Training:
         norm, goal = self.xp.linalg.norm, 2 * self.model.tol * max(point.objective, 0.0)
         if self.spectrum is not None:
             error = gradient_error(point, self.spectrum)
-            return float(norm(point.g)), error, math.sqrt(goal * self.spectrum.a)
+            size = float(norm(point.g))  # synchronize!
+            return size, error, math.sqrt(goal * self.spectrum.a)
         if self.model.ridge > 0:
             error = self.X_norm * (point.forward_residual + point.adjoint_residual)
-            return float(norm(point.gradient)), error, math.sqrt(goal * self.model.ridge)
+            size = float(norm(point.gradient))  # synchronize!
+            return size, error, math.sqrt(goal * self.model.ridge)
         return 1.0, 0.0, 1.0
 
     def _stop(self, point: Point, certified: bool) -> bool:
-        tol, size = self.model.tol, float(self.xp.linalg.norm(point.g))
+        tol, size = self.model.tol, float(self.xp.linalg.norm(point.g))  # synchronize!
         if self.certificate.kind != "none":
             # A model that only stands in for the true one is solved a little further.
             if self.certificate.value <= (tol if certified else 0.1 * tol):
@@ -232,7 +234,7 @@ class Training:
             {
                 "step": step,
                 "loss": point.objective,
-                "grad_norm": float(self.xp.linalg.norm(point.gradient)),
+                "grad_norm": float(self.xp.linalg.norm(point.gradient)),  # synchronize!
                 "certificate": value,
                 "inner_iterations": point.inner_iterations,
                 "seconds": time.perf_counter() - self.started,

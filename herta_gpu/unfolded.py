@@ -143,7 +143,8 @@ class Problem:
     def point(self, w: Array, Z: Array, V: Array | None = None, spent: int = 0) -> Point:
         """Objective and gradient at w; Z must approximate H^-1 X W and is corrected if needed."""
         xp, W = self.xp, self.factor.half(w)
-        scale = float(xp.linalg.norm(self.loss.residual(xp, self.map.rows(Z), self.Y)))
+        E = self.loss.residual(xp, self.map.rows(Z), self.Y)
+        scale = float(xp.linalg.norm(E))  # synchronize!
         there = self.map.correct(W, Z, self.tol * scale)
         F = self.map.rows(there.value)
         E = self.loss.residual(xp, F, self.Y)
