@@ -244,11 +244,7 @@ def _two_lanczos(
         r2 += float(back.residuals.max()) ** 2
     ritz = []
     for basis, image in zip(bases, images, strict=True):
-<<<<<<< HEAD
-        T = H.backend.to_numpy(basis[:steps] @ image[:steps].T)
-=======
-        T = H.backend.to_numpy(basis @ image.T)  # synchronize!
->>>>>>> cuda
+        T = H.backend.to_numpy(basis[:steps] @ image[:steps].T)  # synchronize!
         ritz.append(np.linalg.eigvalsh((T + T.T) / 2))
     return ritz, math.sqrt(r1), math.sqrt(r2), whole
 

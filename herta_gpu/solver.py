@@ -317,17 +317,12 @@ class SDDSolver:
         keep = self.dtype if dense.dtype.itemsize <= 4 and dense.dtype.kind == "f" else "float64"
         block = self.backend.asarray(dense, keep)
         solve = self._cg if self.method == "cg" else self._chebyshev
-<<<<<<< HEAD
         scale = self._unit(block)
         Z, info = solve(block if scale is None else block / scale)
         if scale is not None:
             Z = Z.astype("float64") * scale
             info.residuals = info.residuals * self.backend.to_numpy(scale)
-        Z = Z if on_device(B) else self.backend.to_numpy(Z)
-=======
-        Z, info = solve(block)
         Z = Z if on_device(B) else self.backend.to_numpy(Z)  # synchronize!
->>>>>>> cuda
         return take_rows(Z, self.graph.inverse_order(), self.backend), info
 
     def _unit(self, block: Array) -> Array | None:
