@@ -15,7 +15,7 @@ import numpy as np
 from herta_gpu.backends.base import Array, Backend
 
 RANK_CUT = 1e-12  # eigenvalues of P below this share of the largest are rounding, not data
-DAMPING = 1e-8  # share of the largest eigenvalue added when there are fewer train rows than columns
+DAMPING = 1e-7  # share of the largest eigenvalue added when there are fewer train rows than columns
 
 
 class Factor(Protocol):

@@ -88,8 +88,9 @@ class Features:
         """(d,) Euclidean norms of the columns: their units."""
         xp, (n, d) = self.backend.xp, self.shape
         if self.sparse:
-            squares = self._transposed.multiply(self._transposed) @ xp.ones((n, 1))
-            return xp.sqrt(squares).ravel()
+            squared = abs(self._transposed)
+            squared.data *= squared.data
+            return xp.sqrt(squared @ xp.ones((n, 1))).ravel()
         squares = xp.zeros(d)
         for at in self._chunks():
             squares = squares + (self._chunk(at) ** 2).sum(axis=0)
