@@ -90,7 +90,7 @@ class Features:
         if self.sparse:
             squared = abs(self._transposed)
             squared.data *= squared.data
-            return xp.sqrt(squared @ xp.ones((n, 1))).ravel()
+            return xp.sqrt(squared @ xp.ones((n, 1)))[:, 0]
         squares = xp.zeros(d)
         for at in self._chunks():
             squares = squares + (self._chunk(at) ** 2).sum(axis=0)
