@@ -220,12 +220,20 @@ class Training:
         return len(gaps) > 5 and min(gaps) < 1e-13 and min(gaps[-5:]) > 0.5 * min(gaps[:-5])
 
     def _settled(self, objective: float) -> bool:
-        """Where curvature varies (cross entropy) a small gradient is not enough: the last three
-        steps must have gained next to nothing, too."""
-        if self.loss.separable:
-            return True
+        """Whether the last steps, too, say that next to nothing is left to gain.
+
+        Without a certificate a small gradient is not enough: a damped P makes slow directions look
+        small, and cross entropy changes its curvature.
+        """
         losses = [h["loss"] for h in self.history[-4:]]
-        return len(losses) == 4 and losses[0] - objective <= 0.3 * self.model.tol * objective
+        allowed = self.model.tol * objective
+        if self.loss.separable:
+            if len(losses) < 3:
+                return True
+            before, last = losses[-3] - losses[-2], losses[-2] - losses[-1]
+            rate = min(max(last / before, 0.0), 0.999) if before > 0 else 0.0
+            return last * rate / (1 - rate) <= allowed  # the rest of a geometric series
+        return len(losses) == 4 and losses[0] - objective <= 0.3 * allowed
 
     def _record(self, point: Point, certified: bool) -> None:
         value = self.certificate.value if certified else math.inf
