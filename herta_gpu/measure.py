@@ -10,6 +10,7 @@ import os
 import platform
 from collections.abc import Iterator
 from dataclasses import asdict
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,8 @@ from herta_gpu.report import bars, bytes_text, draw_bars, table
 from herta_gpu.runs import environment, jsonable
 from herta_gpu.validation import parse_bytes
 
-_INTERPRETER = 100 << 20  # bytes of Python with NumPy and SciPy
+# Bytes of Python with NumPy and SciPy, and of what is loaded where it is installed.
+_INTERPRETER, _COMPILER, _CUPY = 100 << 20, 50 << 20, 25 << 20
 _EXTRAS = {
     "ogb": ("ogb", "torch"),
     "plot": ("matplotlib",),
@@ -252,7 +254,8 @@ def _expected_peak(made: Plan, sizes: DataSizes, x_bytes: int, word: int) -> int
     gradient a few more with whole outputs beside them; counted in the code, checked by a test.
     """
     memory = made.memory
-    always = _INTERPRETER + x_bytes + memory["graph"] + memory["X (copies)"] + memory.get("Q", 0)
+    loaded = _INTERPRETER + _COMPILER * bool(find_spec("numba")) + _CUPY * bool(find_spec("cupy"))
+    always = loaded + x_bytes + memory["graph"] + memory["X (copies)"] + memory.get("Q", 0)
     wide, narrow = min(made.solve_width, sizes.d), min(made.solve_width, max(sizes.c, 1))
     building = memory.get("Q and R on all rows", 0) + wide * sizes.n * (3 * word + 24)
     training = sizes.n * max(sizes.c, 1) * (3 * word + 16) + narrow * sizes.n * (7 * word + 24)
