@@ -10,7 +10,9 @@ def main() -> None:
     """Handwritten digits, a tenth of them labelled."""
     data = digits()
     print(f"digits: {data.graph}, {data.X.shape[1]} features, {len(data.split['train'])} labelled")
-    model = HERTA(lam=20.0, loss="ce", optimizer="lbfgs", ridge=1e-2, verbose=True)
+    model = HERTA(
+        lam=20.0, loss="ce", optimizer="lbfgs", ridge=1e-2, strategy="herta", verbose=True
+    )
     model.fit(data.graph, data.X, data.y, train=data.split["train"])
     print(f"\n{model.plan_}\n")
     steps = len(model.history_) - 1
