@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import scipy.optimize
 import scipy.sparse as sp
 import scipy.sparse.linalg as sla
 
@@ -45,6 +46,42 @@ def least_squares(A: Any, Y: Any, ridge: float = 0.0) -> tuple[Any, float]:
     U, s, Vt = U[:, keep], s[keep], Vt[keep]
     W = Vt.T @ ((s / (s**2 + ridge))[:, None] * (U.T @ Y))
     return W, 0.5 * float(((A @ W - Y) ** 2).sum() + ridge * (W**2).sum())
+
+
+def minimum(A: Any, Y: Any, loss: str, ridge: float) -> float:
+    """The optimum by the closed form (MSE) or by SciPy's L-BFGS (cross entropy)."""
+    if loss == "mse":
+        return least_squares(A, Y, ridge)[1]
+
+    def objective(w: Any) -> tuple[float, Any]:
+        W = w.reshape(A.shape[1], -1)
+        F = A @ W
+        top = F.max(axis=1, keepdims=True)
+        S = np.exp(F - top)
+        total = S.sum(axis=1, keepdims=True)
+        value = np.log(total).sum() + (top - F)[Y > 0].sum() + 0.5 * ridge * (W**2).sum()
+        return value, (A.T @ (S / total - Y) + ridge * W).ravel()
+
+    start = np.zeros(A.shape[1] * Y.shape[1])
+    options = {"maxiter": 5000, "ftol": 1e-15, "gtol": 1e-9}
+    found = scipy.optimize.minimize(objective, start, jac=True, method="L-BFGS-B", options=options)
+    return found.fun
+
+
+@pytest.fixture
+def captured(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The preconditioner that the last fit built."""
+    import herta_gpu.herta as module
+
+    seen: dict[str, Any] = {}
+    real = module.build
+
+    def build(*args: Any, **kwargs: Any) -> Any:
+        seen["P"] = real(*args, **kwargs)
+        return seen["P"]
+
+    monkeypatch.setattr(module, "build", build)
+    return seen
 
 
 class Shared:

@@ -10,7 +10,7 @@ from sklearn.base import clone
 
 from herta_gpu import HERTA, Graph
 from herta_gpu.datasets import digits
-from tests.conftest import dense_H, least_squares, random_graph, shared
+from tests.conftest import dense_H, least_squares, minimum, random_graph, shared
 
 
 def problem(n=200, d=8, c=3, seed=0, weighted=False):
@@ -21,26 +21,6 @@ def problem(n=200, d=8, c=3, seed=0, weighted=False):
 
 def closed_form(g, X, Y, train, lam, ridge=0.0):
     return least_squares(np.linalg.solve(dense_H(g, lam), X)[train], Y, ridge)
-
-
-def minimum(A, Y, loss, ridge):
-    """The optimum by the closed form (MSE) or by SciPy's L-BFGS (cross entropy)."""
-    if loss == "mse":
-        return least_squares(A, Y, ridge)[1]
-
-    def objective(w):
-        W = w.reshape(A.shape[1], -1)
-        F = A @ W
-        top = F.max(axis=1, keepdims=True)
-        S = np.exp(F - top)
-        total = S.sum(axis=1, keepdims=True)
-        value = np.log(total).sum() + (top - F)[Y > 0].sum() + 0.5 * ridge * (W**2).sum()
-        return value, (A.T @ (S / total - Y) + ridge * W).ravel()
-
-    start = np.zeros(A.shape[1] * Y.shape[1])
-    options = {"maxiter": 5000, "ftol": 1e-15, "gtol": 1e-9}
-    found = scipy.optimize.minimize(objective, start, jac=True, method="L-BFGS-B", options=options)
-    return found.fun
 
 
 # ---- made-up data -------------------------------------------------------------------------

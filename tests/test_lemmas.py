@@ -135,22 +135,6 @@ def preconditioned_hessian(model: HERTA, g: Graph, X, lam: float, train, monkey_
     return np.linalg.eigvalsh(C.T @ (A.T @ A) @ C)
 
 
-@pytest.fixture
-def captured(monkeypatch):
-    """The preconditioner that the last fit built."""
-    import herta_gpu.herta as module
-
-    seen = {}
-    real = module.build
-
-    def build(*args, **kwargs):
-        seen["P"] = real(*args, **kwargs)
-        return seen["P"]
-
-    monkeypatch.setattr(module, "build", build)
-    return seen
-
-
 @pytest.mark.parametrize("lam", [1.0, 20.0])
 @pytest.mark.parametrize("masked", [False, True])
 def test_lemma_preconditioner(captured, lam, masked):
