@@ -11,7 +11,7 @@ import scipy.sparse as sp
 
 from herta_gpu.interop import on_device
 
-MAX_LAM = 1e8
+MAX_LAM = 1e6
 _LARGEST, _SMALLEST = 1e15, 1e-15  # of the largest entry of X: products must not leave float32
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _CHECK_ROWS = 1 << 16  # rows looked at once, so that memory-mapped input stays on disk
