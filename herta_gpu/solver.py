@@ -34,7 +34,6 @@ from herta_gpu.validation import (
     parse_bytes,
 )
 
-CHECK_EVERY = 4  # CG steps between two looks at the mask of converged columns
 BLOCK_WIDTH = 64  # columns advanced together when memory allows: best per column on the CPU
 _MARGIN = 0.9  # the recurrence aims a little lower than tol, so that the true residual passes
 _LEAST_TOL = 1e-300  # below, tol itself would overflow what is computed from it
@@ -158,11 +157,15 @@ def block_cg(
 def _measure(
     H: RegularizedLaplacian, B: Array, b2: Array, Z: Array, R: Array
 ) -> tuple[Array, Array, Array]:
-    """(||r||, lower bound of ||H^-1 b||_H^2, H-norm bound) of each column."""
+    """(||r||, 2<b, z> - <z, Hz>, H-norm bound) of each column.
+
+    The second is ||H^-1 b||_H^2 less the squared error, which is what CG adds to it step by step.
+    """
     xp, dots = H.backend.xp, H.backend.column_dots
     norm = xp.sqrt(dots(R, R))
-    energy = xp.maximum(dots(B, Z) + dots(R, Z), b2 / H.lambda_max)
-    safe = xp.where(energy > 0, energy, 1.0)
+    energy = dots(B, Z) + dots(R, Z)
+    least = xp.maximum(energy, b2 / H.lambda_max)
+    safe = xp.where(least > 0, least, 1.0)
     return norm, energy, xp.where(b2 > 0, norm / xp.sqrt(safe), norm)
 
 
@@ -173,10 +176,10 @@ def _cycle(
     L, backend = H.laplacian(), H.backend
     floor = float(np.finfo(H.dtype).eps)
     state = backend.cg_start(L, H.lam, R, energy, _MARGIN * tol, floor)
-    for step in range(0, limit, CHECK_EVERY):
+    for step in range(0, limit, backend.check_every):
         if backend.cg_active(state) == 0:
             break
-        backend.cg_steps(L, H.lam, state, min(CHECK_EVERY, limit - step))
+        backend.cg_steps(L, H.lam, state, min(backend.check_every, limit - step))
     return state.Z, backend.to_numpy(state.iterations)  # synchronize!
 
 
@@ -204,7 +207,9 @@ def chebyshev(H: RegularizedLaplacian, B: Array, degree: int) -> Array:
     """
     L, backend = H.laplacian(str(B.dtype)), H.backend
     theta, delta = (H.lambda_max + 1) / 2, (H.lambda_max - 1) / 2
-    Z_prev, Z = backend.xp.zeros_like(B), B / B.dtype.type(theta)
+    Z_prev, Z = (backend.empty(B.shape, str(B.dtype)) for _ in range(2))
+    Z_prev.fill(0)
+    backend.xp.divide(B, B.dtype.type(theta), out=Z)
     rho = delta / theta
     for _ in range(degree - 1):
         rho_next = 1.0 / (2 * theta / delta - rho) if delta > 0 else 0.0

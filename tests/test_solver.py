@@ -204,3 +204,28 @@ def test_kappa_bounds_the_condition_number():
     g = random_graph(60, 150)
     values = np.linalg.eigvalsh(dense_H(g, 20.0))
     assert values[-1] / values[0] <= SDDSolver(g, 20.0).kappa <= 41
+
+
+def test_the_energy_behind_the_stopping_test_is_a_lower_bound(monkeypatch):
+    """What block CG stops by must not exceed ||H^-1 b||_H^2, or the true residual fails and a
+    second cycle is needed."""
+    rng = np.random.default_rng(0)
+    graph = random_graph(300, 900, seed=0)
+    B = rng.standard_normal((300, 8)).astype(np.float32)
+    exact = np.linalg.solve(dense_H(graph, 20.0), B.astype(np.float64))
+    truth = np.einsum("ij,ij->j", B, exact)
+    started = []
+    backend = get_backend("cpu")
+    original = type(backend).cg_start
+
+    def cg_start(self, *args):
+        started.append(original(self, *args))
+        return started[-1]
+
+    monkeypatch.setattr(type(backend), "cg_start", cg_start)
+    solver = SDDSolver(graph, lam=20.0, tol=1e-5, device="cpu")
+    solver.solve(B)
+    assert solver.info_.status == "converged"
+    norms2 = np.einsum("ij,ij->j", B, B, dtype=np.float64)
+    np.testing.assert_array_less(started[0].energy * norms2, truth * (1 + 1e-5))
+    assert len(started) == 1

@@ -72,11 +72,16 @@ class Backend(ABC):
 
     name: str
     xp: Any
+    check_every = 1  # CG steps between two looks at the mask of converged columns
 
     # ---- arrays -------------------------------------------------------------------------
     @abstractmethod
     def asarray(self, x: Any, dtype: str | None = None) -> Array:
         """`x` as a C-contiguous array of this device."""
+
+    def empty(self, shape: tuple[int, ...], dtype: str) -> Array:
+        """An uninitialised array, its rows where this device reads them fastest."""
+        return self.xp.empty(shape, dtype=dtype)
 
     @abstractmethod
     def to_numpy(self, x: Array) -> Any:

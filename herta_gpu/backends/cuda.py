@@ -89,6 +89,7 @@ class CUDABackend(Backend):
 
     name = "cuda"
     xp = cupy
+    check_every = 4  # a look waits for the device
 
     def __init__(self) -> None:
         # With HERTA_CUDA_GRAPHS=1 the steps of CG between two looks at the mask are captured once

@@ -61,6 +61,9 @@ class FastCPUBackend(CPUBackend):
         out[...] = x
         return out
 
+    def empty(self, shape: tuple[int, ...], dtype: str) -> Array:
+        return aligned_empty(shape, dtype)
+
     def laplacian(self, graph: Any, dtype: str) -> FastLaplacian:  # type: ignore[override]
         work = graph.indptr + 4 * np.arange(graph.num_nodes + 1)
         inner = np.searchsorted(work, np.arange(_CHUNK_WORK, work[-1], _CHUNK_WORK))

@@ -10,6 +10,7 @@ import numpy as np
 from numba import float64
 
 from herta_gpu.backends.simd import (
+    REGISTER_BYTES,
     VECTOR_BYTES,
     add,
     add_product,
@@ -19,18 +20,20 @@ from herta_gpu.backends.simd import (
     kernel,
     load,
     load_quarter,
+    load_register,
     mul,
     peek,
     prefetch,
     splat,
     splat_quarter,
+    splat_register,
     store,
     sub,
 )
 
 TILE = 4  # vectors of a row held in registers at once
-HADAMARD_TILE = 64  # columns that one task of the transform works on ...
-HADAMARD_BITS = 6  # ... and log2 of its rows: a tile fits the L1 cache
+HADAMARD_BYTES = 512  # of each row that one task of the transform works on ...
+HADAMARD_BITS = 9  # ... and log2 of its rows: 256 KB, which an L2 cache holds
 _AHEAD = 24  # neighbours between the prefetch of a row and its use: one to two rows of a graph
 
 
@@ -173,6 +176,20 @@ def apply(X, Y, B, dots, L, lam, c1, c2, cuts, counter):  # type: ignore[no-unty
 
 
 # ---- block CG: apply with dots, then these two ------------------------------------------------
+@inline
+def _residual_part(R, HP, alpha, dots, at, j, into, n):  # type: ignore[no-untyped-def]
+    r = sub(load(R, at, n), mul(load(alpha, j, n), load(HP, at, n)))
+    store(R, at, n, r)
+    add_product(dots, into, n, r, r)
+
+
+@inline
+def _direction_part(Z, P, R, alpha, beta, at, j, n):  # type: ignore[no-untyped-def]
+    p = load(P, at, n)
+    store(Z, at, n, fma(load(alpha, j, n), p, load(Z, at, n)))
+    store(P, at, n, fma(load(beta, j, n), p, load(R, at, n)))
+
+
 @kernel
 def cg_residual(R, HP, alpha, dots, rows, counter):  # type: ignore[no-untyped-def]
     """R -= alpha HP, and the squared column norms of R by chunk of `rows` rows."""
@@ -181,11 +198,11 @@ def cg_residual(R, HP, alpha, dots, rows, counter):  # type: ignore[no-untyped-d
     chunk = count(counter, 0)
     while chunk < dots.shape[0]:
         for i in range(chunk * rows, min(n, (chunk + 1) * rows)):
-            for j in range(0, k, lanes):
-                at, w = i * k + j, min(lanes, k - j)
-                r = sub(load(R, at, w), mul(load(alpha, j, w), load(HP, at, w)))
-                store(R, at, w, r)
-                add_product(dots, chunk * k + j, w, r, r)
+            for j in range(0, k - lanes + 1, lanes):
+                _residual_part(R, HP, alpha, dots, i * k + j, j, chunk * k + j, None)
+            j = k // lanes * lanes
+            if j < k:
+                _residual_part(R, HP, alpha, dots, i * k + j, j, chunk * k + j, k - j)
         chunk = count(counter, 0)
 
 
@@ -197,11 +214,11 @@ def cg_direction(Z, P, R, alpha, beta, rows, chunks, counter):  # type: ignore[n
     chunk = count(counter, 0)
     while chunk < chunks:
         for i in range(chunk * rows, min(n, (chunk + 1) * rows)):
-            for j in range(0, k, lanes):
-                at, w = i * k + j, min(lanes, k - j)
-                p = load(P, at, w)
-                store(Z, at, w, fma(load(alpha, j, w), p, load(Z, at, w)))
-                store(P, at, w, fma(load(beta, j, w), p, load(R, at, w)))
+            for j in range(0, k - lanes + 1, lanes):
+                _direction_part(Z, P, R, alpha, beta, i * k + j, j, None)
+            j = k // lanes * lanes
+            if j < k:
+                _direction_part(Z, P, R, alpha, beta, i * k + j, j, k - j)
         chunk = count(counter, 0)
 
 
@@ -222,15 +239,15 @@ def column_dots(X, Y, dots, rows, counter):  # type: ignore[no-untyped-def]
 @inline
 def _butterfly(radix, src, at, step, dst, into, stride, n, scale):  # type: ignore[no-untyped-def]
     """The transform of 2, 4 or 8 vectors `step` apart, in registers; `radix` is a constant."""
-    a, b = load(src, at, n), load(src, at + step, n)
+    a, b = load_register(src, at, n), load_register(src, at + step, n)
     a, b = add(a, b), sub(a, b)
     if radix > 2:
-        c, d = load(src, at + 2 * step, n), load(src, at + 3 * step, n)
+        c, d = load_register(src, at + 2 * step, n), load_register(src, at + 3 * step, n)
         c, d = add(c, d), sub(c, d)
         a, b, c, d = add(a, c), add(b, d), sub(a, c), sub(b, d)
         if radix > 4:
-            e, f = load(src, at + 4 * step, n), load(src, at + 5 * step, n)
-            g, h = load(src, at + 6 * step, n), load(src, at + 7 * step, n)
+            e, f = load_register(src, at + 4 * step, n), load_register(src, at + 5 * step, n)
+            g, h = load_register(src, at + 6 * step, n), load_register(src, at + 7 * step, n)
             e, f, g, h = add(e, f), sub(e, f), add(g, h), sub(g, h)
             e, f, g, h = add(e, g), add(f, h), sub(e, g), sub(f, h)
             a, b, c, d, e, f, g, h = (
@@ -250,13 +267,13 @@ def _butterfly(radix, src, at, step, dst, into, stride, n, scale):  # type: igno
 @inline
 def _stage(radix, span, size, src, base, row, dst, base2, row2, width, scale):  # type: ignore[no-untyped-def]
     """One radix-2, -4 or -8 stage over `size` rows of `width` columns."""
-    lanes = VECTOR_BYTES // src.itemsize
-    f = splat(src, scale)
+    lanes = REGISTER_BYTES // src.itemsize
+    f = splat_register(src, scale)
     for block in range(0, size, span * radix):
         for i in range(block, block + span):
             for c in range(0, width - lanes + 1, lanes):
                 _butterfly(radix, src, base + i * row + c, span * row,
-                           dst, base2 + i * row2 + c, span * row2, lanes, f)  # fmt: skip
+                           dst, base2 + i * row2 + c, span * row2, None, f)  # fmt: skip
             c = width // lanes * lanes
             if c < width:
                 _butterfly(radix, src, base + i * row + c, span * row,
@@ -269,18 +286,19 @@ def hadamard_pass(Y, run, bits, scale, counter):  # type: ignore[no-untyped-def]
 
     A tile of columns is read once, worked on in a buffer that fits the L2 cache, written once.
     """
-    tiles, size = (run + HADAMARD_TILE - 1) // HADAMARD_TILE, 1 << bits
-    buffer = np.empty(size * HADAMARD_TILE, Y.dtype)
+    tile = HADAMARD_BYTES // Y.itemsize
+    tiles, size = (run + tile - 1) // tile, 1 << bits
+    buffer = np.empty(size * tile, Y.dtype)
     task = count(counter, 0)
     while task < Y.size // (run * size) * tiles:
-        base = task // tiles * size * run + task % tiles * HADAMARD_TILE
-        width = min(HADAMARD_TILE, run - task % tiles * HADAMARD_TILE)
+        base = task // tiles * size * run + task % tiles * tile
+        width = min(tile, run - task % tiles * tile)
         done = 0
         while done < bits:
             step = min(3, bits - done)
-            src, b1, r1 = (Y, base, run) if done == 0 else (buffer, 0, HADAMARD_TILE)
+            src, b1, r1 = (Y, base, run) if done == 0 else (buffer, 0, tile)
             last = done + step == bits
-            dst, b2, r2 = (Y, base, run) if last else (buffer, 0, HADAMARD_TILE)
+            dst, b2, r2 = (Y, base, run) if last else (buffer, 0, tile)
             f = scale if last else 1.0
             if step == 3:
                 _stage(8, 1 << done, size, src, b1, r1, dst, b2, r2, width, f)

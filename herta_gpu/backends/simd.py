@@ -7,6 +7,7 @@ vectors of a fixed size, a row is so many whole ones and a masked one, whatever 
 # No `from __future__ import annotations`: numba reads the signatures of intrinsics at run time.
 from typing import Any
 
+import llvmlite.binding as llvm
 import numba
 from llvmlite import ir
 from numba import types
@@ -14,6 +15,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic, models, register_model
 
 VECTOR_BYTES = 64  # one AVX-512 register, or two of AVX2
+REGISTER_BYTES = 64 if llvm.get_host_cpu_features().get("avx512f") else 32
 
 
 def kernel(function: Any) -> Any:
@@ -75,51 +77,80 @@ def _masked(builder: Any, name: str, result: Any, arguments: list[Any], vector: 
 
 
 def _read(builder: Any, pointer: Any, vector: Any, n: Any) -> Any:
+    """The first n lanes, all if n is None."""
     pointer = builder.bitcast(pointer, vector.as_pointer())
-    align = ir.IntType(32)(4 if isinstance(vector.element, ir.FloatType) else 8)
+    align = _align(vector)
+    if n is None:
+        return builder.load(pointer, align=align)
     mask = _mask(builder, vector.count, n)
     zeros = ir.Constant(vector, [0.0] * vector.count)
-    return _masked(builder, "load", vector, [pointer, align, mask, zeros], vector)
+    return _masked(builder, "load", vector, [pointer, ir.IntType(32)(align), mask, zeros], vector)
 
 
 def _write(builder: Any, value: Any, pointer: Any, n: Any) -> None:
-    pointer = builder.bitcast(pointer, value.type.as_pointer())
-    align = ir.IntType(32)(4 if isinstance(value.type.element, ir.FloatType) else 8)
-    mask = _mask(builder, value.type.count, n)
-    _masked(builder, "store", ir.VoidType(), [value, pointer, align, mask], value.type)
+    """The first n lanes, all if n is None; masked only where needed: AMD takes 20 cycles for it."""
+    vector = value.type
+    pointer, align = builder.bitcast(pointer, vector.as_pointer()), _align(vector)
+    if n is None:
+        builder.store(value, pointer, align=align)
+        return
+    whole = builder.icmp_signed(">=", n, n.type(vector.count))
+    with builder.if_else(whole, likely=True) as (then, otherwise):
+        with then:
+            builder.store(value, pointer, align=align)
+        with otherwise:
+            mask = _mask(builder, vector.count, n)
+            parts = [value, pointer, ir.IntType(32)(align), mask]
+            _masked(builder, "store", ir.VoidType(), parts, vector)
 
 
-def _load(array: Any, parts: int) -> Any:
+def _align(vector: Any) -> int:
+    return 4 if isinstance(vector.element, ir.FloatType) else 8
+
+
+def _lanes_wanted(n: Any, value: Any) -> Any:
+    """What `_read` and `_write` take, from the argument `n` of an intrinsic."""
+    return None if isinstance(n, types.NoneType) else value
+
+
+def _load(array: Any, n: Any, parts: int) -> Any:
     vec = Vec(array.dtype, parts)
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         pointer = _address(context, builder, array, args[0], args[1])
-        return _read(builder, pointer, _llvm(vec.scalar, vec.lanes), args[2])
+        return _read(builder, pointer, _llvm(vec.scalar, vec.lanes), _lanes_wanted(n, args[2]))
 
-    return vec(array, types.int64, types.int64), codegen
+    return vec(array, types.int64, n), codegen
 
 
 @intrinsic
 def load(typing_context, array, offset, n):  # type: ignore[no-untyped-def]
-    """The first n lanes from array.flat[offset:], zeros behind them."""
-    return _load(array, 1)
+    """The first n lanes from array.flat[offset:], zeros behind them; all of them if n is None."""
+    return _load(array, n, 1)
 
 
 @intrinsic
 def load_quarter(typing_context, array, offset, n):  # type: ignore[no-untyped-def]
     """As `load`, a quarter as long: a read that rarely straddles two cache lines."""
-    return _load(array, 4)
+    return _load(array, n, 4)
+
+
+@intrinsic
+def load_register(typing_context, array, offset, n):  # type: ignore[no-untyped-def]
+    """As `load`, one register of this machine: what needs many of them at once."""
+    return _load(array, n, VECTOR_BYTES // REGISTER_BYTES)
 
 
 @intrinsic
 def store(typing_context, array, offset, n, value):  # type: ignore[no-untyped-def]
-    """array.flat[offset : offset + n] = the first n lanes."""
+    """array.flat[offset : offset + n] = the first n lanes; all of them if n is None."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        _write(builder, args[3], _address(context, builder, array, args[0], args[1]), args[2])
+        pointer = _address(context, builder, array, args[0], args[1])
+        _write(builder, args[3], pointer, _lanes_wanted(n, args[2]))
         return context.get_dummy_value()
 
-    return types.void(array, types.int64, types.int64, value), codegen
+    return types.void(array, types.int64, n, value), codegen
 
 
 def _splat_of(array: Any, number: Any, parts: int) -> Any:
@@ -141,6 +172,11 @@ def splat(typing_context, array, number):  # type: ignore[no-untyped-def]
 @intrinsic
 def splat_quarter(typing_context, array, number):  # type: ignore[no-untyped-def]
     return _splat_of(array, number, 4)
+
+
+@intrinsic
+def splat_register(typing_context, array, number):  # type: ignore[no-untyped-def]
+    return _splat_of(array, number, VECTOR_BYTES // REGISTER_BYTES)
 
 
 @intrinsic
@@ -179,12 +215,13 @@ def add_product(typing_context, sums, offset, n, a, b):  # type: ignore[no-untyp
         x, y = args[3], args[4]
         if a.scalar.bitwidth == 32:
             x, y = builder.fpext(x, wide), builder.fpext(y, wide)
+        lanes = _lanes_wanted(n, args[2])
         product = builder.fmul(x, y, flags=("contract",))
-        total = builder.fadd(product, _read(builder, pointer, wide, args[2]), flags=("contract",))
-        _write(builder, total, pointer, args[2])
+        total = builder.fadd(product, _read(builder, pointer, wide, lanes), flags=("contract",))
+        _write(builder, total, pointer, lanes)
         return context.get_dummy_value()
 
-    return types.void(sums, types.int64, types.int64, a, b), codegen
+    return types.void(sums, types.int64, n, a, b), codegen
 
 
 @intrinsic
