@@ -15,7 +15,7 @@ import scipy.sparse as sp
 from herta_gpu.backends.base import Array, Backend
 from herta_gpu.interop import on_device, take_rows
 
-_CHUNK_BYTES = 64 << 20  # of float64 copies of rows of X
+_CHUNK_BYTES = 64 << 20  # of float64 copies of rows of X at most, and a small part of the budget
 
 
 class Features:
@@ -27,6 +27,7 @@ class Features:
 
     def __init__(self, X: Any, backend: Backend, order: Any = None, budget: int = 0) -> None:
         self.backend, self.shape = backend, X.shape
+        self._chunk_bytes = chunk_bytes(budget)
         self.sparse = sp.issparse(X)
         if self.sparse:
             rows = sp.csr_array(X)
@@ -98,13 +99,18 @@ class Features:
 
     def _chunks(self) -> list[slice]:
         n, d = self.shape
-        rows = max(1, _CHUNK_BYTES // (8 * max(d, 1)))
+        rows = max(1, self._chunk_bytes // (8 * max(d, 1)))
         return [slice(a, min(a + rows, n)) for a in range(0, n, rows)]
 
     def _chunk(self, at: slice) -> Array:
         """Rows of X in float64, made so on the device: fewer bytes to send."""
         rows = self._dense[at] if self._order is None else self._dense[self._order[at]]
         return self.backend.asarray(rows).astype("float64", copy=False)
+
+
+def chunk_bytes(budget: int) -> int:
+    """Bytes of a chunk of rows in float64; a budget of 0 stands for none."""
+    return min(_CHUNK_BYTES, budget // 16) if budget else _CHUNK_BYTES
 
 
 def bytes_held(X: Any, backend: Backend, budget: int) -> int:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from herta_gpu.features import chunk_bytes
 from herta_gpu.preconditioner import Recipe
 from herta_gpu.solver import BLOCK_WIDTH, RegularizedLaplacian, block_width, chebyshev_degree
 from herta_gpu.sparsifier import degree_scores, sample_size
@@ -358,7 +359,11 @@ def _memory(sizes: Sizes, options: Options, rows: int | None, certificate: str) 
     """Bytes per stage that stay allocated, blocks of columns apart."""
     n, d, c, word = sizes.n, sizes.d, sizes.c, sizes.word
     graph = 2 * sizes.m * 4 + 8 * n + 4 * 8 * n
-    memory = {"graph": graph, "X (copies)": sizes.X_bytes, "outputs": 6 * n * c * 8}
+    chunks = 2 * min(chunk_bytes(options.budget), 8 * n * d)
+    memory = {
+        "graph": graph, "X (copies)": sizes.X_bytes, "chunks of X": chunks,
+        "outputs": 6 * n * c * 8,
+    }  # fmt: skip
     if options.precondition:
         q_rows = sizes.n_train if rows is None else rows
         memory["Q"] = q_rows * d * (8 if sizes.hidden else word)

@@ -16,7 +16,7 @@ from herta_gpu.factors import DenseGram, Factor, Gram, Identity, LowRankGram
 from herta_gpu.features import Features
 from herta_gpu.solver import RegularizedLaplacian, block_cg, chebyshev, chebyshev_error
 
-_GRAM_BYTES = 64 << 20  # of float64 copies of rows of Q
+_GRAM_BYTES = 16 << 20  # of float64 copies of rows of Q, at least; P's own size if that is more
 
 
 Arrays = dict[str, Array]
@@ -215,7 +215,7 @@ def gram(backend: Backend, Q: Array) -> Array:
 
 def gram_product(backend: Backend, Q: Array, Y: Array) -> Array:
     """Q^T Y in float64, a chunk of rows at a time."""
-    rows = max(1, _GRAM_BYTES // (8 * max(Q.shape[1], 1)))
+    rows = max(1, Q.shape[1], _GRAM_BYTES // (8 * max(Q.shape[1], 1)))
     out = backend.xp.zeros((Q.shape[1], Y.shape[1]))
     for a in range(0, Q.shape[0], rows):
         part = Q[a : a + rows].astype("float64")

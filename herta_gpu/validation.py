@@ -26,9 +26,9 @@ def check_graph(graph: Any) -> None:
         )
 
 
-def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
+def check_choice(name: str, value: Any, choices: Sequence[Any]) -> None:
     if value not in choices:
-        allowed = ", ".join(f'"{c}"' for c in choices)
+        allowed = ", ".join(f'"{c}"' if isinstance(c, str) else str(c) for c in choices)
         raise ValueError(f"{name} must be one of {allowed}, not {value!r}.")
 
 

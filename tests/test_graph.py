@@ -94,7 +94,7 @@ def test_edges_of_weight_zero_are_no_edges():
     assert g.num_edges == 1
 
 
-@pytest.mark.parametrize("method", ["rcm", "degree"])
+@pytest.mark.parametrize("method", ["rcm", "degree", "communities"])
 @pytest.mark.parametrize("weighted", [False, True])
 def test_reordering_is_invisible(method, weighted):
     g = random_graph(60, 150, weighted=weighted)
@@ -117,6 +117,40 @@ def test_reverse_cuthill_mckee_brings_neighbours_together():
         return int(np.abs(row - graph.indices).max())
 
     assert bandwidth(g.reordered("rcm")) <= 2 < bandwidth(g)
+
+
+def test_communities_are_stored_together(monkeypatch):
+    """40 cliques of 30 nodes in random order, with as many edges between them as a fifth."""
+    pytest.importorskip("numba")
+    rng = np.random.default_rng(0)
+    nodes = rng.permutation(1200).reshape(40, 30)
+    u, v = np.triu_indices(30, 1)
+    inside = np.concatenate([[clique[u], clique[v]] for clique in nodes], axis=1)
+    across = rng.integers(0, 1200, (2, inside.shape[1] // 5))
+    g = Graph.from_edges(np.unique(np.sort(np.concatenate([inside, across], 1), axis=0), axis=1))
+    r = g.reordered("communities")
+
+    def near(graph: Graph) -> float:
+        row = np.repeat(np.arange(1200), np.diff(graph.indptr))
+        return float((np.abs(row - graph.indices) < 30).mean())
+
+    assert near(g) < 0.1  # a random order
+    assert near(r) > 0.6  # five of six edges are within a clique; a few cliques are split
+    monkeypatch.setattr("herta_gpu.graph.LARGE", 1000)
+    monkeypatch.setattr("herta_gpu.ordering.COMMUNITY", 60)
+    assert g.nearer().order is not None
+    # Without communities the order stays; so it does where the caller has chosen one.
+    flat = random_graph(1200, 20_000)
+    assert flat.nearer() is flat
+    assert r.nearer() is r
+
+
+@pytest.mark.parametrize("method", ["rcm", "degree", "communities"])
+def test_columns_are_sorted_after_reordering(method):
+    r = random_graph(80, 500, weighted=True).reordered(method)
+    A = sp.csr_array((r.weights, r.indices, r.indptr), shape=(80, 80))
+    assert A.has_sorted_indices
+    assert (A != A.T).nnz == 0
 
 
 def test_columns_are_sorted():

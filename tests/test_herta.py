@@ -114,6 +114,17 @@ def test_a_reordered_graph_changes_nothing_for_the_caller(method):
     np.testing.assert_allclose(moved.transform(r, X), plain.transform(g, X), atol=1e-4)
 
 
+@pytest.mark.parametrize("loss", ["mse", "ce"])
+def test_fitting_by_community_changes_nothing_for_the_caller(loss):
+    pytest.importorskip("numba")
+    g, X, y, train = problem()
+    options = {"lam": 20.0, "tol": 1e-9, "loss": loss, "ridge": 0.1}
+    plain, moved = (HERTA(**options, reorder=r).fit(g, X, y, train) for r in (False, True))
+    np.testing.assert_allclose(moved.W_, plain.W_, atol=2e-4 * np.abs(plain.W_).max())
+    np.testing.assert_array_equal(moved.predict(g, X), plain.predict(g, X))
+    assert "by community" in str(moved.plan_)
+
+
 def test_the_same_seed_gives_the_same_bits():
     g, X, y, train = problem()
     options = {"lam": 20.0, "strategy": "herta", "sparsify": True, "sketch": True}

@@ -72,6 +72,7 @@ class Backend(ABC):
 
     name: str
     xp: Any
+    reorders = False  # whether `Graph.nearer` is worth its time here
     check_every = 1  # CG steps between two looks at the mask of converged columns
 
     # ---- arrays -------------------------------------------------------------------------

@@ -50,6 +50,7 @@ class FastCPUBackend(CPUBackend):
     """`CPUBackend` with compiled primitives."""
 
     name = "cpu"
+    reorders = True
 
     def asarray(self, x: Any, dtype: str | None = None) -> Array:
         """`x` itself if it will do, else a copy that starts on a cache line."""

@@ -1,0 +1,74 @@
+"""Orders of the nodes that keep neighbours close in memory.
+
+The product with H reads the rows of a block in the order of each node's neighbours.  Where these
+are far apart, every read misses the caches; a community that fits a cache, stored together, does
+not.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import scipy.sparse as sp
+
+if TYPE_CHECKING:
+    from herta_gpu.graph import Graph
+
+COMMUNITY = 4096  # nodes at most: their rows of 64 float32 columns are 1 MB, an L2 cache
+WORTH = 0.2  # share of the edges within communities from which storing them together pays
+LARGE = 1 << 16  # nodes from which a block does not fit the caches anyway
+_ROUNDS = 3  # of label propagation: later ones move few nodes
+
+
+def reverse_cuthill_mckee(graph: Graph) -> Any:
+    """Nodes in the order of a breadth-first search: a small bandwidth."""
+    ones = np.ones(graph.indices.shape[0], dtype=np.int8)
+    A = sp.csr_array((ones, graph.indices, graph.indptr), shape=(graph.num_nodes,) * 2)
+    return sp.csgraph.reverse_cuthill_mckee(A, symmetric_mode=True).astype(np.int64)
+
+
+def by_degree(graph: Graph) -> Any:
+    """Nodes by falling degree."""
+    return np.argsort(-np.diff(graph.indptr), kind="stable")
+
+
+def by_community(graph: Graph) -> tuple[Any, float]:
+    """Nodes by community, and the share of the edges that lie within one.
+
+    Label propagation: each node in turn takes the label that most of its neighbours have, unless
+    that community is full.  One pass over the edges costs about as much as one column of H X.
+    """
+    try:
+        from herta_gpu.backends.fast_ordering import propagate
+    except ImportError as error:
+        raise ImportError(
+            'Ordering by community needs numba: pip install "herta_gpu[fast]", or use "rcm".'
+        ) from error
+    n = graph.num_nodes
+    labels = np.arange(n, dtype=graph.indices.dtype)
+    sizes, counts = np.ones(n, dtype=np.int64), np.zeros(n, dtype=np.int32)
+    share = 0.0
+    for _ in range(_ROUNDS):
+        inside = propagate(graph.indptr, graph.indices, labels, sizes, counts, COMMUNITY)
+        share = inside / max(graph.indices.shape[0], 1)
+        if share < 0.5 * WORTH:
+            break  # it will not come to anything
+    return np.argsort(labels, kind="stable"), share
+
+
+def permuted(graph: Graph, p: Any) -> tuple[Any, Any, Any | None]:
+    """(indptr, indices, weights) of the graph with node p[i] in row i, columns sorted."""
+    inverse = np.empty_like(p)
+    inverse[p] = np.arange(p.shape[0])
+    degrees = np.diff(graph.indptr)[p]
+    indptr = np.zeros(p.shape[0] + 1, dtype=np.int64)
+    np.cumsum(degrees, out=indptr[1:])
+    take = np.repeat(graph.indptr[p] - indptr[:-1], degrees)
+    take += np.arange(take.shape[0])
+    columns = inverse.astype(graph.indices.dtype)[graph.indices[take]]
+    data = np.ones(take.shape[0], np.int8) if graph.weights is None else graph.weights[take]
+    # A symmetric matrix is its own transpose, and transposing sorts the columns.
+    A = sp.csc_array((data, columns, indptr), shape=(p.shape[0],) * 2).tocsr()
+    indices = A.indices.astype(graph.indices.dtype, copy=False)
+    return indptr, indices, None if graph.weights is None else A.data

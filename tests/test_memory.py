@@ -1,0 +1,74 @@
+"""`memory_budget` against the resident memory of a real fit, in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+_FIT = """
+import gc, json, sys
+import numpy as np
+from herta_gpu import HERTA, Graph
+
+def resident(key):
+    with open("/proc/self/status") as lines:
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
+
+n, m, d, c, budget, options, mapped = json.loads(sys.argv[1])
+rng = np.random.default_rng(0)
+
+def graph(n, m):
+    return Graph.from_edges(np.unique(np.sort(rng.integers(0, n, (2, m)), axis=0), axis=1), n)
+
+small, g = graph(50, 100), graph(n, m)
+X = rng.standard_normal((n, d), dtype=np.float32)
+if mapped:
+    np.save(sys.argv[2], X.astype(np.float16))
+    X = np.load(sys.argv[2], mmap_mode="r")
+y, train = rng.integers(0, c, n), rng.permutation(n)[: n // 2]
+HERTA(**options).fit(small, np.asarray(X[:50, :4]), y[:50])  # compile, load what is loaded once
+gc.collect()
+with open("/proc/self/clear_refs", "w") as reset:
+    reset.write("5")
+before, pages = resident("VmRSS"), resident("RssFile")
+model = HERTA(memory_budget=budget, **options).fit(g, X, y, train)
+pages = resident("RssFile") - pages  # of files, which the system takes back at will
+print(json.dumps({
+    "used": resident("VmHWM") - before - pages, "status": model.status_,
+    "width": model.plan_.solve_width, "sketch": model.plan_.sketch_rows,
+}))
+"""
+
+MB = 1 << 20
+CE = {"loss": "ce", "ridge": 1.0, "optimizer": "lbfgs", "max_iter": 8}
+CASES = {
+    "roomy": (400 * MB, {}, False),
+    "tight": (240 * MB, {}, False),
+    "too little for R": (170 * MB, {}, False),
+    "herta": (240 * MB, {"strategy": "herta"}, False),
+    "cross entropy": (240 * MB, CE, False),
+    "cross entropy, herta": (240 * MB, {**CE, "strategy": "herta"}, False),
+    "float16 X on disk": (240 * MB, {}, True),
+    "by community": (240 * MB, {"reorder": True}, False),
+}
+
+
+@pytest.mark.skipif(
+    not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc to measure memory"
+)
+@pytest.mark.parametrize("case", CASES)
+def test_a_fit_stays_within_its_budget(case: str, tmp_path: Path) -> None:
+    budget, options, mapped = CASES[case]
+    arguments = json.dumps([200_000, 800_000, 64, 8, budget, {"lam": 1.0, **options}, mapped])
+    command = [sys.executable, "-c", _FIT, arguments, str(tmp_path / "X.npy")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["used"] <= budget, found
+    assert found["used"] > 0.2 * budget, found  # it did measure the fit
+    if "max_iter" not in options:
+        assert found["status"] == "certified"
