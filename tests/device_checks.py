@@ -6,6 +6,8 @@ Every check compares with the CPU backend for the same seed.
 from __future__ import annotations
 
 from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -160,6 +162,33 @@ def check_empty(backend: Backend) -> None:
     assert backend.edge_scores(L, one, one, LAM).shape == (0,)
 
 
+def check_streaming(backend: Backend) -> None:
+    """A matrix that stays on the host comes through whole, in any parts, and a second time."""
+    order = np.random.default_rng(0).permutation(103)
+    with TemporaryDirectory() as folder:
+        for dtype, order_or_none, in_file in (
+            *[("float32", None, False), ("float64", order, False)],
+            *[("float32", order, True), ("int64", None, True)],
+        ):
+            X = (100 * block(103, 7, "float64")).astype(dtype)
+            expected = X if order_or_none is None else X[order_or_none]
+            if in_file:
+                path = Path(folder) / dtype
+                X.tofile(path)
+                X = np.memmap(path, dtype, "r", shape=X.shape)
+            blocks = backend.host_blocks(X, order_or_none)
+            for rows, columns in ((10, slice(0, 7)), (40, slice(2, 5)), (103, slice(6, 7))):
+                cuts = [slice(a, min(a + rows, 103)) for a in range(0, 103, rows)]
+                wanted = [(at, columns) for at in cuts]
+                for _ in blocks.parts(wanted):
+                    break  # a caller that stops early leaves nothing broken behind
+                found = backend.xp.zeros((103, columns.stop - columns.start))
+                for at, part in blocks.parts(wanted):
+                    found[at] = part * 2.0
+                assert np.array_equal(backend.to_numpy(found), 2.0 * expected[:, columns])
+            assert list(blocks.parts([])) == []
+
+
 def check_all(backend: Backend) -> None:
     """Every primitive, once or twice: what a mutant has to face."""
     for name, weighted, k, dtype in (
@@ -174,6 +203,7 @@ def check_all(backend: Backend) -> None:
     check_srht(backend, 600, 3, "float32")
     check_dense(backend)
     check_empty(backend)
+    check_streaming(backend)
 
 
 # ---- fits -------------------------------------------------------------------------------------

@@ -31,6 +31,7 @@ if compiler() is None:
 from cupy_standin import build, installed  # noqa: E402
 from cupy_standin.device_array import ndarray  # noqa: E402
 from cupy_standin.ledger import Ledger  # noqa: E402
+from cupy_standin.streams import RaceError  # noqa: E402
 
 import herta_gpu  # noqa: E402
 from herta_gpu import HERTA, SDDSolver  # noqa: E402
@@ -92,21 +93,77 @@ def test_fit_gives_the_answer_of_the_cpu(ledger: Ledger, name: str, dtype: str) 
     assert sum(ledger.kernels.values()) > 0
 
 
-def test_X_that_does_not_fit_passes_through_in_chunks(
-    ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("strategy", ["direct", "herta"])
+def test_X_that_does_not_fit_streams_through(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch, strategy: str
 ) -> None:
     monkeypatch.setattr(herta_gpu.features, "_CHUNK_BYTES", 8 * 6 * 25)  # 25 rows of 6 columns
     X, y = checks.block(60, 6, "float32"), np.arange(60) % 3
     fits = []
     for held in (True, False):
         if not held:
-            monkeypatch.setattr(herta_gpu.features, "bytes_held", lambda *_: 0)
-        ledger.clear()
+            monkeypatch.setattr(herta_gpu.features, "fits", lambda *_: False)
         g = checks.random_graph(60, 200)  # a new one: graphs stay on the device
-        fits.append((HERTA(device="cuda").fit(g, X, y).W_, ledger.total("bytes_up")))
+        ledger.clear()
+        model = HERTA(device="cuda", strategy=strategy, sketch=16).fit(g, X, y)
+        assert (ledger.total("bytes_streamed") > 0) == (not held)
+        fits.append((model.W_, ledger.total("bytes_up")))
     (W, once), (W_streamed, streamed) = fits
     np.testing.assert_allclose(W_streamed, W, rtol=1e-6)
-    assert streamed >= once + X.nbytes
+    assert streamed - once == ledger.total("bytes_streamed") - X.nbytes
+    assert "streamed" in ledger.table().splitlines()[0]
+
+
+def test_a_streamed_product_waits_for_nothing(
+    ledger: Ledger, backend: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(herta_gpu.features, "_CHUNK_BYTES", 8 * 6 * 25)
+    X, order = checks.block(60, 6, "float32"), np.random.default_rng(0).permutation(60)
+    features = herta_gpu.features.Features(X, backend, order, budget=X.nbytes)
+    W = backend.asarray(checks.block(6, 2, "float64"))
+    features.times(W)  # the first product allocates the buffers
+    ledger.clear()
+    found = features.times(W)
+    counts = ledger.stages["outside"]
+    assert counts["syncs"] == counts["to_host"] == 0
+    assert counts["to_device"] == 3
+    assert counts["bytes_up"] == counts["bytes_streamed"] == X.nbytes
+    # Two buffers of 25 rows, the pinned copy aside: X as a whole never comes to the device.
+    assert features._dense._buffers[0].device.nbytes == 25 * 6 * 4
+    np.testing.assert_allclose(found.get(), X[order].astype(float) @ W.get(), rtol=1e-14)
+    np.testing.assert_array_equal(features.column_block(2, 5, "float32").get(), X[order][:, 2:5])
+    V = backend.asarray(checks.block(60, 2, "float64"))
+    expected = X[order].astype(float).T @ V.get()
+    np.testing.assert_allclose(features.transpose_times(V).get(), expected, rtol=1e-12)
+
+
+def test_two_streams_in_one_array_are_a_race(backend: Any) -> None:
+    cuda, x = backend.xp.cuda, backend.xp.zeros(3)
+    other = cuda.Stream(non_blocking=True)
+    with other, pytest.raises(RaceError):
+        x + 1.0
+    done = cuda.Event()
+    done.record(cuda.get_current_stream())
+    other.wait_event(done)
+    with other:
+        x += 1.0
+    with pytest.raises(RaceError):
+        x + 1.0
+    other.synchronize()
+    assert x.get().tolist() == [1.0] * 3
+    with pytest.raises(TypeError, match="pinned"):
+        x.set(np.ones(3), stream=other)
+    source = sys.modules["cupyx"].empty_pinned(3)
+    source[:] = 2.0
+    x.set(source, stream=other)
+    with pytest.raises(RaceError):
+        x + 1.0
+    other.synchronize()
+    assert x.get().tolist() == [2.0] * 3
+    x.set(source, stream=other)
+    source[:] = 3.0  # too early: the copy may not have read it yet
+    with pytest.raises(RaceError, match="the host changed"):
+        other.synchronize()
 
 
 class Tensor:
@@ -172,20 +229,21 @@ def test_a_cg_step_is_three_launches_and_nothing_else(
 
 
 def test_captured_steps_are_one_launch_and_the_same_steps(ledger: Ledger, backend: Any) -> None:
-    L = backend.laplacian(checks.graph("tail"), "float32")
     states = []
-    for capture in (False, True):
-        backend.capture = capture
-        R = backend.asarray(checks.block(33, 8, "float32"))
-        state = backend.cg_start(L, 3.0, R, backend.asarray(np.zeros(8)), 1e-3, 1e-7)
-        with backend.xp.cuda.Stream(non_blocking=True):
+    with backend.xp.cuda.Stream(non_blocking=True) as stream:
+        L = backend.laplacian(checks.graph("tail"), "float32")
+        for capture in (False, True):
+            backend.capture = capture
+            R = backend.asarray(checks.block(33, 8, "float32"))
+            state = backend.cg_start(L, 3.0, R, backend.asarray(np.zeros(8)), 1e-3, 1e-7)
             backend.cg_steps(L, 3.0, state, 4)
             ledger.clear()
             for count in (4, 4, 1):
                 backend.cg_steps(L, 3.0, state, count)
-        assert ledger.total("launches") == (2 + 3 if capture else 27)
-        assert set(ledger.stages["outside"]) == {"launches"}
-        states.append(state)
+            assert ledger.total("launches") == (2 + 3 if capture else 27)
+            assert set(ledger.stages["outside"]) == {"launches"}
+            states.append(state)
+        stream.synchronize()
     for name in ("Z", "R", "P", "iterations"):
         assert np.array_equal(*(getattr(state, name).get() for state in states))
 
@@ -308,6 +366,9 @@ def test_without_a_driver_the_error_says_so(monkeypatch: pytest.MonkeyPatch) -> 
 # ---- the stand-in -----------------------------------------------------------------------------
 
 
+_OWN = ("variant", "order", "recording", "current", "tick", "later")  # the stand-in's, not CuPy's
+
+
 def test_every_name_and_parameter_is_one_of_the_installed_cupy() -> None:
     pytest.importorskip("cupy", reason="CuPy is not installed: nothing to compare with")
     wanted: dict[str, list[str] | None] = {}
@@ -322,11 +383,12 @@ def test_every_name_and_parameter_is_one_of_the_installed_cupy() -> None:
         "cupyx.scipy.sparse:csr_matrix",
         "cupy:RawModule",
         "cupy.cuda:Stream",
+        "cupy.cuda:Event",
         "cupy.cuda:Graph",
     ):
         module, _, name = cls.partition(":")
         for key, value in vars(getattr(build()[module], name)).items():
-            if key.startswith("_") or key in ("variant", "order", "recording", "current"):
+            if key.startswith("_") or key in _OWN:
                 continue
             known = inspect.isfunction(value) and value.__code__.co_argcount > 1
             parameters = list(inspect.signature(value).parameters)[1:] if known else None

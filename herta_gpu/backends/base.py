@@ -12,15 +12,18 @@ counters, so the same seed gives the same numbers on every backend, whatever the
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from numpy.linalg import LinAlgError
 
 if TYPE_CHECKING:
     from herta_gpu.graph import Graph
 
 Array = Any  # numpy.ndarray or cupy.ndarray, as the backend says
+Part = tuple[slice, slice]  # rows and columns of a matrix
 
 # Philox streams: one number per use, so that no two uses share random bits.
 STREAM_INCIDENCE = 0  # Pi_1, keyed by the edge's two ends
@@ -67,6 +70,21 @@ class CGState:
     iterations: Array  # (k,) int64
 
 
+class Blocks:
+    """A dense matrix, rows in `order`, that is worked on part by part."""
+
+    def __init__(self, X: Any, order: Any = None) -> None:
+        self.X, self.order = X, order
+
+    def parts(self, wanted: Sequence[Part]) -> Iterator[tuple[slice, Array]]:
+        """(rows, X[rows, columns]) in turn; with the next one, a part may be overwritten."""
+        for rows, columns in wanted:
+            yield rows, self._taken(rows, columns)
+
+    def _taken(self, rows: slice, columns: slice) -> Any:
+        return self.X[rows if self.order is None else self.order[rows], columns]
+
+
 class Backend(ABC):
     """What a device must be able to do."""
 
@@ -85,6 +103,10 @@ class Backend(ABC):
     def csr(self, M: Any) -> Any:
         """The SciPy CSR matrix `M` on this device."""
         return M
+
+    def host_blocks(self, X: Any, order: Any = None) -> Blocks:
+        """The dense X of the host, which stays there; its parts come as arrays of this device."""
+        return Blocks(np.asarray(X), order)
 
     @abstractmethod
     def solve_triangular(self, C: Array, B: Array, trans: bool = False) -> Array:

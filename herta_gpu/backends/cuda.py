@@ -42,6 +42,7 @@ from herta_gpu.backends.device import (
     vector_width,
 )
 from herta_gpu.backends.device_sampling import EdgeSampler
+from herta_gpu.backends.device_streaming import StreamedBlocks
 from herta_gpu.graph import Graph
 from herta_gpu.interop import on_device
 
@@ -111,6 +112,9 @@ class CUDABackend(Backend):
 
     def csr(self, M: Any) -> Any:
         return cupyx.scipy.sparse.csr_matrix(M)
+
+    def host_blocks(self, X: Any, order: Any = None) -> StreamedBlocks:
+        return StreamedBlocks(cupy, cupyx.empty_pinned, X, order)
 
     def solve_triangular(self, C: Array, B: Array, trans: bool = False) -> Array:
         from cupyx.scipy.linalg import solve_triangular  # needs cuBLAS, which a probe may lack

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import scipy.linalg
 
-from .device_array import call, ndarray, unwrap, wrap
+from .device_array import call, ndarray, pinned, poison, unwrap, wrap
 from .ledger import LEDGER
 
 inf = np.inf
@@ -37,11 +37,11 @@ def asarray(
     a: Any, dtype: Any = None, order: Any = None, *, copy: Any = None, blocking: bool = False
 ) -> ndarray:
     if isinstance(a, ndarray):
-        made = np.asarray(a._data, dtype=dtype, order=order)
-        if made is a._data:
+        made = np.asarray(a._raw, dtype=dtype, order=order)
+        if made is a._raw:
             return a
         LEDGER.add("calls")
-        return ndarray(made)
+        return ndarray(np.asarray(a._data, dtype=dtype, order=order))
     if hasattr(a, "__cuda_array_interface__"):  # of another library: no copy
         holder = SimpleNamespace(__array_interface__=a.__cuda_array_interface__, keep=a)
         return asarray(ndarray(np.asarray(holder)), dtype, order)
@@ -65,17 +65,18 @@ def asnumpy(
 
 
 def empty(shape: Any, dtype: Any = float, order: str = "C") -> ndarray:
-    made = np.empty(shape, dtype=dtype, order=order)
-    made.fill(np.nan if made.dtype.kind == "f" else 77)  # nobody may count on what is there
-    return ndarray(made)
+    return ndarray(poison(np.empty(shape, dtype=dtype, order=order)))
+
+
+def empty_pinned(shape: Any, dtype: Any = float, order: str = "C") -> Any:
+    return pinned(poison(np.empty(shape, dtype=dtype, order=order)))
 
 
 def empty_like(
     prototype: Any, dtype: Any = None, order: str = "K", subok: Any = None, shape: Any = None
 ) -> ndarray:
-    made = ndarray(np.empty_like(unwrap(prototype), dtype=dtype, order=order, shape=shape))
-    made._data.fill(np.nan if made.dtype.kind == "f" else 77)
-    return made
+    like = prototype._raw  # its values are not read
+    return ndarray(poison(np.empty_like(like, dtype=dtype, order=order, shape=shape)))
 
 
 def zeros(shape: Any, dtype: Any = float, order: str = "C") -> ndarray:
