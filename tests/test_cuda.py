@@ -71,6 +71,15 @@ def test_primitives(backend: Any, name: str, weighted: bool, k: int, dtype: str)
     checks.check_srht(backend, g.num_nodes, k, dtype)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("name", ["hub", "tail", "one"])
+def test_the_product_is_that_of_the_csr_matrix(
+    backend: Any, name: str, weighted: bool, dtype: str
+) -> None:
+    checks.check_reference(backend, checks.graph(name, weighted and name != "one"), dtype)
+
+
 @pytest.mark.parametrize("weighted", [False, True])
 def test_same_scores_and_seed_give_the_same_edges(backend: Any, weighted: bool) -> None:
     checks.check_sampling(backend, checks.graph("hub", weighted))
@@ -381,6 +390,7 @@ def test_every_name_and_parameter_is_one_of_the_installed_cupy() -> None:
     for cls in (
         "cupy:ndarray",
         "cupyx.scipy.sparse:csr_matrix",
+        "cupyx.scipy.sparse:coo_matrix",
         "cupy:RawModule",
         "cupy.cuda:Stream",
         "cupy.cuda:Event",

@@ -30,17 +30,17 @@ from herta_gpu.backends.device import (
     NULL,
     SEGMENT,
     DeviceLaplacian,
-    SampledGraph,
     blocks,
     column_shape,
     hadamard_passes,
-    largest_edge,
     pivoted_cholesky,
     pointer,
+    row_of_entries,
     segments,
     suffix,
     vector_width,
 )
+from herta_gpu.backends.device_graphs import DeviceGraph, from_device_edges
 from herta_gpu.backends.device_sampling import EdgeSampler
 from herta_gpu.backends.device_streaming import StreamedBlocks
 from herta_gpu.graph import Graph
@@ -179,27 +179,59 @@ class CUDABackend(Backend):
         first, second, third = map(self.asarray, (rows, row, rank), types)
         return first, second, third
 
+    def graph_from_edges(
+        self, edge_index: Any, num_nodes: int | None = None, edge_weight: Any = None
+    ) -> Graph:
+        return from_device_edges(self, edge_index, num_nodes, edge_weight)
+
     def sampled_graph(self, graph: Graph, factors: Array) -> Graph:
         """L_tilde is put together on the device; the host reads it when somebody asks."""
         L = self.laplacian(graph, "float64")
         indptr, indices, weights, sums = self._sampler.filtered(L, factors)
-        ratio = sums * L.inv_sqrt_degree**2
-        _, lo, hi, _ = self._sampler.edges(L)
-        length = cupy.diff(indptr)
+        held = {"indptr": indptr, "indices": indices, "weights": weights}
+        held |= self.derived(held, sums, L.inv_sqrt_degree)
+        return self.adopt(held, graph.num_nodes, graph.order, degree=graph.degree)
+
+    def adopt(self, held: dict[str, Any], n: int, order: Any = None, **known: Any) -> DeviceGraph:
+        """A graph whose arrays are on the device already."""
+        made = DeviceGraph(self, held, n, order, **known)
+        self._graphs[made] = held
+        return made
+
+    def derived(self, held: dict[str, Any], sums: Array, inv_sqrt_degree: Array) -> dict[str, Any]:
+        """What a Laplacian needs beside the CSR arrays, from the row sums A 1 and D^-1/2."""
+        ratio, length = sums * inv_sqrt_degree**2, cupy.diff(held["indptr"])
         rows = cupy.flatnonzero(length > SEGMENT)  # synchronize!  few rows, and only they are read
-        held = {
-            "indptr": indptr,
-            "indices": indices,
-            "weights": weights,
-            "inv_sqrt_degree": L.inv_sqrt_degree,
+        # The bound of `Graph.lambda_max_bound`, over all entries.
+        pair = ratio[row_of_entries(cupy, held["indptr"], held["indices"])] + ratio[held["indices"]]
+        return {
+            "inv_sqrt_degree": inv_sqrt_degree,
             "diagonal": ratio,
-            # The bound of `Graph.lambda_max_bound`, over the edges that are left.
-            "lambda_max": largest_edge(cupy, ratio[lo] + ratio[hi], factors),
+            "lambda_max": float(pair.max()) * (1 + 1e-12) if pair.size else 0.0,  # synchronize!
             "segments": self._segments(*map(self.to_numpy, (rows, length[rows]))),
         }
-        sampled = SampledGraph(held, graph, self.to_numpy)
-        self._graphs[sampled] = held
-        return sampled
+
+    def row_sums(self, held: dict[str, Any]) -> Array:
+        """A 1, summed in a fixed order: CuPy's own sums by key use atomics."""
+        if held["weights"] is None:
+            return cupy.diff(held["indptr"]).astype("float64")
+        n, none = held["indptr"].shape[0] - 1, cupy.zeros(0, dtype=I64)
+        unit, m = cupy.ones(n), held["indices"].shape[0] // 2
+        arrays = (held["indptr"], held["indices"], held["weights"], unit, unit)
+        L = DeviceLaplacian(n, *arrays, 0.0, none, none, none)
+        return self._sampler.filtered(L, cupy.ones(m))[3]
+
+    def laplacian_csr(self, L: Laplacian, order: Any = None) -> Any:
+        """L as a CSR matrix of CuPy: the reference that the kernels are compared with."""
+        nodes, row = cupy.arange(L.n), row_of_entries(cupy, L.indptr, L.indices)
+        values = -L.inv_sqrt_degree[row] * L.inv_sqrt_degree[L.indices]
+        values = values if L.weights is None else values * L.weights
+        values = cupy.concatenate([values, L.diagonal])
+        ends = [cupy.concatenate([end, nodes]) for end in (row, L.indices)]
+        if order is not None:
+            callers = self.asarray(order)
+            ends = [callers[end] for end in ends]
+        return cupyx.scipy.sparse.coo_matrix((values, tuple(ends)), shape=(L.n, L.n)).tocsr()
 
     # ---- H = I + lam L ---------------------------------------------------------------------
     def apply_H(self, L: Laplacian, lam: float, X: Array, out: Array | None = None) -> Array:

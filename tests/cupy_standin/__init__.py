@@ -40,7 +40,7 @@ _FUNCTIONS = (
         "full",
     ),
     *("arange", "ascontiguousarray", "where", "clip", "take", "concatenate", "diag", "tril"),
-    *("stack", "diff", "flatnonzero"),
+    *("stack", "diff", "flatnonzero", "bincount", "cumsum", "searchsorted"),
     *("sort", "argsort", "argmax", "argmin", "count_nonzero", "sum", "mean"),
 )
 
@@ -156,7 +156,8 @@ def build() -> dict[str, ModuleType]:
         **{name: getattr(functions, name) for name in _FUNCTIONS},
         **{name: functions.ufunc(name) for name in functions.UFUNCS},
     )
-    cupyx_sparse = _module("cupyx.scipy.sparse", csr_matrix=sparse.csr_matrix)
+    parts = {name: getattr(sparse, name) for name in ("csr_matrix", "coo_matrix")}
+    cupyx_sparse = _module("cupyx.scipy.sparse", **parts)
     solve = functions.solve_triangular
     cupyx_linalg = _module("cupyx.scipy.linalg", solve_triangular=solve)
     cupyx_scipy = _module("cupyx.scipy", sparse=cupyx_sparse, linalg=cupyx_linalg)

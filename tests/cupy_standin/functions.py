@@ -154,6 +154,21 @@ def flatnonzero(a: Any) -> ndarray:
     return call(np.flatnonzero, a)
 
 
+def bincount(x: Any, weights: Any = None, minlength: Any = None) -> ndarray:
+    LEDGER.add("syncs")  # the largest decides on the size
+    if weights is None:
+        return call(lambda a: np.bincount(a, minlength=minlength or 0), x)
+    return call(lambda a, w: np.bincount(a, w, minlength or 0), x, weights)
+
+
+def cumsum(a: Any, axis: Any = None, dtype: Any = None, out: Any = None) -> ndarray:
+    return call(np.cumsum, a, axis=axis, dtype=dtype, out=out)
+
+
+def searchsorted(a: Any, v: Any, side: str = "left", sorter: Any = None) -> ndarray:
+    return call(lambda x, y: np.searchsorted(x, y, side), a, v)
+
+
 def tril(m: Any, k: int = 0) -> ndarray:
     return call(np.tril, m, k)
 
