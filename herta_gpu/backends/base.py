@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -126,6 +127,10 @@ class Backend(ABC):
         The next column is always the one with the largest remaining diagonal; what is left when
         that falls below `cut` depends on the columns before.
         """
+
+    def profiled(self) -> AbstractContextManager[object]:
+        """Around what a profiler shall record: warm-up and compilation stay outside."""
+        return nullcontext()
 
     @abstractmethod
     def memory_available(self) -> int:

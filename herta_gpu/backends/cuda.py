@@ -13,6 +13,8 @@ a device whose memory RMM holds looks full.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -131,6 +133,17 @@ class CUDABackend(Backend):
 
     def pivoted_cholesky(self, P: Array, cut: float) -> tuple[Array, Array]:
         return pivoted_cholesky(cupy, P, cut)
+
+    @contextmanager
+    def profiled(self) -> Iterator[None]:
+        if "NSYS_PROFILING_SESSION_ID" not in os.environ:
+            yield
+            return
+        cupy.cuda.profiler.start()
+        try:
+            yield
+        finally:
+            cupy.cuda.profiler.stop()
 
     def memory_available(self) -> int:
         pool = cupy.get_default_memory_pool()

@@ -135,9 +135,15 @@ def build() -> dict[str, ModuleType]:
         getDeviceCount=lambda: 1,
         memGetInfo=lambda: (FREE_BYTES - LEDGER.held, FREE_BYTES),
     )
+    profiler = _module(
+        "cupy.cuda.profiler",
+        start=lambda: LEDGER.add("recordings"),
+        stop=lambda: LEDGER.add("recordings", -1),
+    )
     cuda = _module(
         "cupy.cuda",
         runtime=runtime,
+        profiler=profiler,
         Stream=Stream,
         Event=Event,
         Graph=Graph,
@@ -163,7 +169,17 @@ def build() -> dict[str, ModuleType]:
     cupyx_scipy = _module("cupyx.scipy", sparse=cupyx_sparse, linalg=cupyx_linalg)
     parts = {name: getattr(functions, name) for name in ("errstate", "empty_pinned")}
     cupyx = _module("cupyx", scipy=cupyx_scipy, **parts)
-    modules = (cupy, cuda, runtime, linalg, cupyx, cupyx_scipy, cupyx_sparse, cupyx_linalg)
+    modules = (
+        cupy,
+        cuda,
+        runtime,
+        profiler,
+        linalg,
+        cupyx,
+        cupyx_scipy,
+        cupyx_sparse,
+        cupyx_linalg,
+    )
     return {module.__name__: module for module in modules}
 
 
