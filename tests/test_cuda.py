@@ -271,6 +271,22 @@ def test_out_of_memory_names_what_would_fit(
         HERTA(device="cuda").fit(checks.graph("fit"), np.ones((60, 1)), np.arange(60) % 2)
 
 
+def test_all_memory_comes_from_the_allocator_that_was_set(
+    ledger: Ledger, backend: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The documented line plugs RMM in; nothing may go past it."""
+    asked: list[int] = []
+    taken: list[int] = []
+    count = ledger.allocated
+    monkeypatch.setattr(ledger, "allocated", lambda size: (taken.append(size), count(size)))
+    backend.xp.cuda.set_allocator(asked.append)
+    model = HERTA(device="cuda", sparsify=True, sketch=True, memory_budget="1GB")
+    g = checks.random_graph(60, 200, seed=5)
+    model.fit(g, checks.block(60, 6, "float32"), np.arange(60) % 3)
+    assert len(asked) > 100
+    assert asked == taken
+
+
 def test_a_chebyshev_step_is_one_launch(ledger: Ledger, backend: Any) -> None:
     L = backend.laplacian(checks.graph("tail"), "float32")
     Z, Z_prev, B = (backend.asarray(checks.block(33, 8, "float32", i)) for i in range(3))

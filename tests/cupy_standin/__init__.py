@@ -147,6 +147,7 @@ def build() -> dict[str, ModuleType]:
         Stream=Stream,
         Event=Event,
         Graph=Graph,
+        set_allocator=functions.set_allocator,
         get_current_stream=lambda device_id=-1: Stream.current,
     )
     parts = {name: getattr(functions, name) for name in ("norm", "eigh", "cholesky")}
@@ -195,6 +196,7 @@ def installed(variant: str = "plain") -> Iterator[Ledger]:
     sys.modules.update(build())
     RawModule.variant, before = variant, RawModule.variant
     _forget_backends()
+    functions.set_allocator()
     LEDGER.clear()
     try:
         yield LEDGER

@@ -40,6 +40,7 @@ def call(function: Any, *args: Any, **kwargs: Any) -> ndarray:
     return wrap(function(*map(unwrap, args), **kwargs))
 
 
+allocator: list[Any] = []  # the last one is asked for all memory
 _uses: dict[int, Clock] = {}  # which work used each piece of memory last
 
 
@@ -56,6 +57,8 @@ def _track(data: Any) -> None:
     if id(data) not in _uses:
         _uses[id(data)] = {}
         order(_uses[id(data)])
+        if data.base is None and allocator:  # not the memory of another library
+            allocator[-1](data.nbytes)
         LEDGER.allocated(data.nbytes)
         weakref.finalize(data, _forget, id(data), data.nbytes).atexit = False
 
@@ -154,6 +157,14 @@ class ndarray:  # noqa: N801 - CuPy's name
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
         return dict(self._raw.__array_interface__)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return 2, 0  # kDLCUDA
+
+    def __dlpack__(
+        self, stream: Any = None, max_version: Any = None, dl_device: Any = None, copy: Any = None
+    ) -> Any:
+        return self._data.__dlpack__()
 
     def __len__(self) -> int:
         return len(self._raw)
