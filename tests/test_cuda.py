@@ -35,7 +35,7 @@ from cupy_standin.streams import RaceError  # noqa: E402
 
 import herta_gpu  # noqa: E402
 from herta_gpu import HERTA, SDDSolver  # noqa: E402
-from herta_gpu.backends import device, get_backend  # noqa: E402
+from herta_gpu.backends import get_backend  # noqa: E402
 from tests import device_checks as checks  # noqa: E402
 from tests import ledger_table  # noqa: E402
 
@@ -294,7 +294,14 @@ def test_a_chebyshev_step_is_one_launch(ledger: Ledger, backend: Any) -> None:
     ledger.clear()
     backend.chebyshev_step(L, 3.0, Z, Z_prev, B, 0.3, 0.2)
     assert dict(ledger.stages) == {"outside": {"launches": 1}}
-    assert len(device.hadamard_passes(18)) == 2  # the Hadamard transform of 2^18 rows
+
+
+def test_the_hadamard_transform_of_2_to_the_18_is_two_passes(ledger: Ledger, backend: Any) -> None:
+    n, s = 1 << 18, 300
+    Q = checks.block(n, 1, "float32")
+    found = backend.srht(backend.asarray(Q), s, checks.SEED)
+    assert ledger.kernels["hadamard_f32"] == 2  # three would be allowed
+    checks.close(backend, found, checks.CPU.srht(Q, s, checks.SEED), "float32")
 
 
 def test_a_cg_step_moves_little_more_than_it_must() -> None:

@@ -52,9 +52,9 @@ def hadamard_passes(log_n: int) -> list[int]:
     return [(log_n + i) // passes for i in range(passes)]
 
 
-def segments(rows: Any, length: Any) -> tuple[Any, Any, Any]:
+def segments(rows: Any, length: Any, segment: int = SEGMENT) -> tuple[Any, Any, Any]:
     """(long rows, row of each segment, its place within the row), from host arrays."""
-    pieces = -(-length // SEGMENT)
+    pieces = -(-length // segment)
     rank = np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces)
     return rows, np.repeat(rows, pieces), rank
 
