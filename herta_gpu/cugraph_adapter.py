@@ -83,7 +83,9 @@ def to_cugraph(graph: Graph) -> Any:
         import cudf
         import cugraph
     except ImportError as error:
-        raise RuntimeError("to_cugraph needs the packages cugraph and cudf of RAPIDS.") from error
+        raise RuntimeError(
+            "to_cugraph needs the packages cugraph and cudf of RAPIDS: install herta_gpu[cugraph]."
+        ) from error
     u, v, w = graph.edges()
     loops = graph.degree - graph.sampled_degree
     looped = np.flatnonzero(np.abs(loops - 1) > 1e-9)
