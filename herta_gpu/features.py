@@ -28,6 +28,7 @@ class Features:
 
     def __init__(self, X: Any, backend: Backend, order: Any = None, budget: int = 0) -> None:
         self.backend, self.shape = backend, X.shape
+        self._chunk_bytes = _chunk_bytes(backend, budget)
         self.sparse = sp.issparse(X)
         if self.sparse:
             rows = sp.csr_array(X)
@@ -45,7 +46,7 @@ class Features:
         if self.sparse:
             return self.backend.asarray(self._transposed[start:stop].toarray().T, dtype)
         block = self.backend.xp.empty((self.shape[0], stop - start), dtype=dtype)
-        for rows, part in self._dense.parts(_parts(self.shape[0], start, stop)):
+        for rows, part in self._dense.parts(self._parts(start, stop)):
             block[rows] = part
         return block
 
@@ -99,18 +100,22 @@ class Features:
 
     def _chunks(self) -> Iterator[tuple[slice, Array]]:
         """Rows of X in float64, made so on the device: fewer bytes to send."""
-        for rows, part in self._dense.parts(_parts(self.shape[0], 0, self.shape[1])):
+        for rows, part in self._dense.parts(self._parts(0, self.shape[1])):
             yield rows, part.astype("float64", copy=False)
 
+    def _parts(self, start: int, stop: int) -> list[Part]:
+        """X[:, start:stop] in runs of rows that are not too large as float64."""
+        n, rows = self.shape[0], _rows_at_once(stop - start, self._chunk_bytes)
+        return [(slice(a, min(a + rows, n)), slice(start, stop)) for a in range(0, n, rows)]
 
-def _parts(n: int, start: int, stop: int) -> list[Part]:
-    """X[:, start:stop] in runs of rows that are not too large as float64."""
-    rows = _rows_at_once(stop - start)
-    return [(slice(a, min(a + rows, n)), slice(start, stop)) for a in range(0, n, rows)]
+
+def _rows_at_once(columns: int, chunk_bytes: int) -> int:
+    return max(1, chunk_bytes // (8 * max(columns, 1)))
 
 
-def _rows_at_once(columns: int) -> int:
-    return max(1, _CHUNK_BYTES // (8 * max(columns, 1)))
+def _chunk_bytes(backend: Backend, budget: int) -> int:
+    """On a GPU a chunk takes an eighth of the budget at most, and so do two buffers for it each."""
+    return _CHUNK_BYTES if backend.xp is np else min(_CHUNK_BYTES, budget // 8)
 
 
 def fits(X: Any, backend: Backend, budget: int) -> bool:
@@ -119,8 +124,8 @@ def fits(X: Any, backend: Backend, budget: int) -> bool:
 
 
 def bytes_held(X: Any, backend: Backend, budget: int) -> int:
-    """What `Features` allocates for X: a sparse one twice, a dense one on a GPU, or the two
-    buffers that it streams through."""
+    """What `Features` allocates for X: a sparse one twice, a dense one on a GPU, or two buffers
+    that it streams through and a float64 copy of what is in one of them."""
     if sp.issparse(X):
         return 24 * X.nnz
     if on_device(X) or backend.xp is np:
@@ -128,7 +133,8 @@ def bytes_held(X: Any, backend: Backend, budget: int) -> int:
     if fits(X, backend, budget):
         return X.nbytes
     n, d = X.shape
-    return 2 * X.itemsize * max(min(n, _rows_at_once(c)) * c for c in (1, d))
+    chunk = max(min(n, _rows_at_once(c, _chunk_bytes(backend, budget))) * c for c in (1, d))
+    return (2 * X.itemsize + 8) * chunk
 
 
 def has_hidden_columns(X: Any, rows: Any, backend: Backend) -> bool:
@@ -137,7 +143,7 @@ def has_hidden_columns(X: Any, rows: Any, backend: Backend) -> bool:
         X = sp.csr_array(X)
         inside, everywhere = (np.unique(M.indices[M.data != 0]) for M in (X[rows], X))
         return inside.shape[0] < everywhere.shape[0]
-    step = _rows_at_once(X.shape[1])
+    step = _rows_at_once(X.shape[1], _CHUNK_BYTES)
     xp = backend.xp if on_device(X) else np
     train = xp.zeros(X.shape[0], dtype=bool)
     train[backend.asarray(rows) if on_device(X) else rows] = True

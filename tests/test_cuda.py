@@ -123,12 +123,27 @@ def test_X_that_does_not_fit_streams_through(
     assert "streamed" in ledger.table().splitlines()[0]
 
 
+def test_a_budget_below_X_is_kept(ledger: Ledger) -> None:
+    g, rng = checks.random_graph(600, 1200), np.random.default_rng(0)
+    X, y = rng.standard_normal((600, 64)), rng.integers(0, 2, 600)
+    budget = int(1.9 * X.nbytes)
+    options = {"lam": 0.5, "strategy": "herta", "sketch": 128, "ridge": 10.0, "tol": 0.1}
+    before = ledger.held
+    model = HERTA(device="cuda", memory_budget=budget, **options).fit(g, X, y)
+    assert ledger.total("bytes_streamed") > X.nbytes
+    assert ledger.peak - before <= budget
+    Z = HERTA(device="cpu", **options).fit(g, X, y).transform(g, X)
+    assert model.status_ == "certified"
+    assert np.abs(model.transform(g, X) - Z).max() <= 1e-4 * np.abs(Z).max()
+
+
 def test_a_streamed_product_waits_for_nothing(
     ledger: Ledger, backend: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(herta_gpu.features, "_CHUNK_BYTES", 8 * 6 * 25)
     X, order = checks.block(60, 6, "float32"), np.random.default_rng(0).permutation(60)
-    features = herta_gpu.features.Features(X, backend, order, budget=X.nbytes)
+    monkeypatch.setattr(herta_gpu.features, "fits", lambda *_: False)
+    features = herta_gpu.features.Features(X, backend, order, budget=1 << 20)
     W = backend.asarray(checks.block(6, 2, "float64"))
     features.times(W)  # the first product allocates the buffers
     ledger.clear()
@@ -144,6 +159,20 @@ def test_a_streamed_product_waits_for_nothing(
     V = backend.asarray(checks.block(60, 2, "float64"))
     expected = X[order].astype(float).T @ V.get()
     np.testing.assert_allclose(features.transpose_times(V).get(), expected, rtol=1e-12)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_everything_runs_on_the_callers_stream(
+    ledger: Ledger, backend: Any, monkeypatch: pytest.MonkeyPatch, streamed: bool
+) -> None:
+    """Work on any other stream would be a race; so would a fit that left some of it unfinished."""
+    monkeypatch.setattr(herta_gpu.features, "fits", lambda *_: not streamed)
+    g, X, y = checks.random_graph(60, 200), checks.block(60, 6, "float32"), np.arange(60) % 3
+    with backend.xp.cuda.Stream(non_blocking=True):
+        model = HERTA(device="cuda", sparsify=True, sketch=True).fit(g, X, y)
+    with backend.xp.cuda.Stream(non_blocking=True):
+        Z = model.transform(g, X)
+    np.testing.assert_array_equal(model.transform(g, X), Z)
 
 
 def test_two_streams_in_one_array_are_a_race(backend: Any) -> None:
