@@ -12,6 +12,7 @@ a device whose memory RMM holds looks full.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -37,12 +38,11 @@ from herta_gpu.backends.device import (
     hadamard_passes,
     pivoted_cholesky,
     pointer,
-    row_of_entries,
     segments,
     suffix,
     vector_width,
 )
-from herta_gpu.backends.device_graphs import DeviceGraph, from_device_edges
+from herta_gpu.backends.device_graphs import DeviceGraph, derived, entries, from_device_edges
 from herta_gpu.backends.device_sampling import EdgeSampler
 from herta_gpu.backends.device_streaming import StreamedBlocks
 from herta_gpu.graph import Graph
@@ -76,6 +76,12 @@ def _launch(
     _kernel(file, name)(grid, block, args)
 
 
+def _empty_pinned(shape: tuple[int, ...], dtype: Any) -> Any:
+    """Pinned host memory, beside CuPy's pool: that rounds up to a power of two and keeps it."""
+    memory = cupy.cuda.PinnedMemory(math.prod(shape) * np.dtype(dtype).itemsize)
+    return np.ndarray(shape, dtype, buffer=cupy.cuda.PinnedMemoryPointer(memory, 0))
+
+
 @dataclass
 class CUDACGState(CGState):
     """CG with its scalars on the device."""
@@ -99,7 +105,7 @@ class CUDABackend(Backend):
         self.capture = os.environ.get("HERTA_CUDA_GRAPHS") == "1"
         if cupy.cuda.runtime.getDeviceCount() < 1:  # raises where there is no driver
             raise RuntimeError("no CUDA device is visible")
-        self._sampler = EdgeSampler(cupy, _launch)
+        self.sampler = EdgeSampler(cupy, _launch)
         self._graphs: WeakKeyDictionary[Graph, dict[str, Any]] = WeakKeyDictionary()
         self._scratch: dict[tuple[int, int], tuple[Array, Array]] = {}
 
@@ -116,7 +122,7 @@ class CUDABackend(Backend):
         return cupyx.scipy.sparse.csr_matrix(M)
 
     def host_blocks(self, X: Any, order: Any = None) -> StreamedBlocks:
-        return StreamedBlocks(cupy, cupyx.empty_pinned, X, order)
+        return StreamedBlocks(cupy, _empty_pinned, X, order)
 
     def solve_triangular(self, C: Array, B: Array, trans: bool = False) -> Array:
         from cupyx.scipy.linalg import solve_triangular  # needs cuBLAS, which a probe may lack
@@ -170,7 +176,7 @@ class CUDABackend(Backend):
                 "inv_sqrt_degree": self.asarray(1.0 / np.sqrt(graph.degree)),
                 "diagonal": self.asarray(graph.sampled_degree / graph.degree),
                 "lambda_max": graph.lambda_max_bound(),
-                "segments": self._segments(rows, length[rows]),
+                "segments": self.segments(rows, length[rows]),
             }
         weights, (rows, segment_row, segment_rank) = held["weights"], held["segments"]
         return DeviceLaplacian(
@@ -186,7 +192,8 @@ class CUDABackend(Backend):
             long_rows=rows,
         )
 
-    def _segments(self, rows: Any, length: Any) -> tuple[Array, Array, Array]:
+    def segments(self, rows: Any, length: Any) -> tuple[Array, Array, Array]:
+        """What the kernels must know of the rows that are too long for one block."""
         rows, row, rank = segments(rows, length)
         types = ("int64", "int64", "int32")
         first, second, third = map(self.asarray, (rows, row, rank), types)
@@ -200,9 +207,9 @@ class CUDABackend(Backend):
     def sampled_graph(self, graph: Graph, factors: Array) -> Graph:
         """L_tilde is put together on the device; the host reads it when somebody asks."""
         L = self.laplacian(graph, "float64")
-        indptr, indices, weights, sums = self._sampler.filtered(L, factors)
+        indptr, indices, weights, sums = self.sampler.filtered(L, factors)
         held = {"indptr": indptr, "indices": indices, "weights": weights}
-        held |= self.derived(held, sums, L.inv_sqrt_degree)
+        held |= derived(self, held, sums, L.inv_sqrt_degree)
         return self.adopt(held, graph.num_nodes, graph.order, degree=graph.degree)
 
     def adopt(self, held: dict[str, Any], n: int, order: Any = None, **known: Any) -> DeviceGraph:
@@ -211,40 +218,10 @@ class CUDABackend(Backend):
         self._graphs[made] = held
         return made
 
-    def derived(self, held: dict[str, Any], sums: Array, inv_sqrt_degree: Array) -> dict[str, Any]:
-        """What a Laplacian needs beside the CSR arrays, from the row sums A 1 and D^-1/2."""
-        ratio, length = sums * inv_sqrt_degree**2, cupy.diff(held["indptr"])
-        rows = cupy.flatnonzero(length > SEGMENT)  # synchronize!  few rows, and only they are read
-        # The bound of `Graph.lambda_max_bound`, over all entries.
-        pair = ratio[row_of_entries(cupy, held["indptr"], held["indices"])] + ratio[held["indices"]]
-        return {
-            "inv_sqrt_degree": inv_sqrt_degree,
-            "diagonal": ratio,
-            "lambda_max": float(pair.max()) * (1 + 1e-12) if pair.size else 0.0,  # synchronize!
-            "segments": self._segments(*map(self.to_numpy, (rows, length[rows]))),
-        }
-
-    def row_sums(self, held: dict[str, Any]) -> Array:
-        """A 1, summed in a fixed order: CuPy's own sums by key use atomics."""
-        if held["weights"] is None:
-            return cupy.diff(held["indptr"]).astype("float64")
-        n, none = held["indptr"].shape[0] - 1, cupy.zeros(0, dtype=I64)
-        unit, m = cupy.ones(n), held["indices"].shape[0] // 2
-        arrays = (held["indptr"], held["indices"], held["weights"], unit, unit)
-        L = DeviceLaplacian(n, *arrays, 0.0, none, none, none)
-        return self._sampler.filtered(L, cupy.ones(m))[3]
-
     def laplacian_csr(self, L: Laplacian, order: Any = None) -> Any:
         """L as a CSR matrix of CuPy: the reference that the kernels are compared with."""
-        nodes, row = cupy.arange(L.n), row_of_entries(cupy, L.indptr, L.indices)
-        values = -L.inv_sqrt_degree[row] * L.inv_sqrt_degree[L.indices]
-        values = values if L.weights is None else values * L.weights
-        values = cupy.concatenate([values, L.diagonal])
-        ends = [cupy.concatenate([end, nodes]) for end in (row, L.indices)]
-        if order is not None:
-            callers = self.asarray(order)
-            ends = [callers[end] for end in ends]
-        return cupyx.scipy.sparse.coo_matrix((values, tuple(ends)), shape=(L.n, L.n)).tocsr()
+        values, ends = entries(self, L, order)
+        return cupyx.scipy.sparse.coo_matrix((values, ends), shape=(L.n, L.n)).tocsr()
 
     # ---- H = I + lam L ---------------------------------------------------------------------
     def apply_H(self, L: Laplacian, lam: float, X: Array, out: Array | None = None) -> Array:
@@ -392,10 +369,10 @@ class CUDABackend(Backend):
     def edge_scores(self, L: Laplacian, B_S: Array, Pi_S: Array, lam: float) -> Array:
         assert isinstance(L, DeviceLaplacian)
         dtype = str(L.inv_sqrt_degree.dtype)  # a solve that was refined comes in float64
-        return self._sampler.scores(L, self.asarray(B_S, dtype), self.asarray(Pi_S, dtype), lam)
+        return self.sampler.scores(L, self.asarray(B_S, dtype), self.asarray(Pi_S, dtype), lam)
 
     def sample_edges(self, scores: Array, s: int, seed: int, replace: bool) -> Array:
-        draw = self._sampler.with_replacement if replace else self._sampler.bernoulli
+        draw = self.sampler.with_replacement if replace else self.sampler.bernoulli
         return draw(self.asarray(scores, "float64"), s, seed)
 
     # ---- SRHT ------------------------------------------------------------------------------

@@ -59,11 +59,6 @@ def segments(rows: Any, length: Any, segment: int = SEGMENT) -> tuple[Any, Any, 
     return rows, np.repeat(rows, pieces), rank
 
 
-def row_of_entries(xp: Any, indptr: Array, indices: Array) -> Array:
-    """(nnz,) the row of each entry of a CSR matrix."""
-    return xp.searchsorted(indptr, xp.arange(indices.shape[0]), side="right") - 1
-
-
 def pointer(x: Array | None) -> Any:
     return NULL if x is None else x
 

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from herta_gpu import cugraph_adapter
-from herta_gpu.backends.base import Array
+from herta_gpu.backends.base import Array, Laplacian
+from herta_gpu.backends.device import SEGMENT, DeviceLaplacian
 from herta_gpu.graph import Graph, check_edges, check_weights, directions_differ
 
 if TYPE_CHECKING:
@@ -135,7 +136,54 @@ def _built(
         "indices": columns[sort].astype("int32" if n < 2**31 else "int64"),
         "weights": None if unweighted else xp.concatenate([weight, weight])[sort],
     }
-    off = backend.row_sums(held)
+    off = _row_sums(backend, held)
     held["degree"] = off + loops
-    held |= backend.derived(held, off, 1 / xp.sqrt(held["degree"]))
+    held |= derived(backend, held, off, 1 / xp.sqrt(held["degree"]))
     return backend.adopt(held, n, num_components=components)
+
+
+def _row_sums(backend: CUDABackend, held: dict[str, Any]) -> Array:
+    """A 1, summed in a fixed order: CuPy's own sums by key use atomics."""
+    xp = backend.xp
+    if held["weights"] is None:
+        return xp.diff(held["indptr"]).astype("float64")
+    n, none = held["indptr"].shape[0] - 1, xp.zeros(0, dtype="int64")
+    unit, m = xp.ones(n), held["indices"].shape[0] // 2
+    arrays = (held["indptr"], held["indices"], held["weights"], unit, unit)
+    L = DeviceLaplacian(n, *arrays, 0.0, none, none, none)
+    return backend.sampler.filtered(L, xp.ones(m))[3]
+
+
+def derived(
+    backend: CUDABackend, held: dict[str, Any], sums: Array, inv_sqrt_degree: Array
+) -> dict[str, Any]:
+    """What a Laplacian needs beside the CSR arrays, from the row sums A 1 and D^-1/2."""
+    xp, indptr, indices = backend.xp, held["indptr"], held["indices"]
+    ratio, length = sums * inv_sqrt_degree**2, xp.diff(indptr)
+    rows = xp.flatnonzero(length > SEGMENT)  # synchronize!  few rows, and only they are read
+    # The bound of `Graph.lambda_max_bound`, over all entries.
+    pair = ratio[_row_of_entries(xp, indptr, indices)] + ratio[indices]
+    return {
+        "inv_sqrt_degree": inv_sqrt_degree,
+        "diagonal": ratio,
+        "lambda_max": float(pair.max()) * (1 + 1e-12) if pair.size else 0.0,  # synchronize!
+        "segments": backend.segments(*map(backend.to_numpy, (rows, length[rows]))),
+    }
+
+
+def entries(backend: CUDABackend, L: Laplacian, order: Any) -> tuple[Array, tuple[Array, Array]]:
+    """(values, (rows, columns)) of L, diagonal included, in the caller's order."""
+    xp = backend.xp
+    nodes, row, s = xp.arange(L.n), _row_of_entries(xp, L.indptr, L.indices), L.inv_sqrt_degree
+    values = -s[row] * s[L.indices]
+    values = values if L.weights is None else values * L.weights
+    rows, columns = (xp.concatenate([end, nodes]) for end in (row, L.indices))
+    if order is not None:
+        callers = backend.asarray(order)
+        rows, columns = callers[rows], callers[columns]
+    return xp.concatenate([values, L.diagonal]), (rows, columns)
+
+
+def _row_of_entries(xp: Any, indptr: Array, indices: Array) -> Array:
+    """(nnz,) the row of each entry of a CSR matrix."""
+    return xp.searchsorted(indptr, xp.arange(indices.shape[0]), side="right") - 1

@@ -147,6 +147,8 @@ def build() -> dict[str, ModuleType]:
         Stream=Stream,
         Event=Event,
         Graph=Graph,
+        PinnedMemory=functions.PinnedMemory,
+        PinnedMemoryPointer=functions.PinnedMemoryPointer,
         set_allocator=functions.set_allocator,
         get_current_stream=lambda device_id=-1: Stream.current,
     )
@@ -168,8 +170,7 @@ def build() -> dict[str, ModuleType]:
     solve = functions.solve_triangular
     cupyx_linalg = _module("cupyx.scipy.linalg", solve_triangular=solve)
     cupyx_scipy = _module("cupyx.scipy", sparse=cupyx_sparse, linalg=cupyx_linalg)
-    parts = {name: getattr(functions, name) for name in ("errstate", "empty_pinned")}
-    cupyx = _module("cupyx", scipy=cupyx_scipy, **parts)
+    cupyx = _module("cupyx", scipy=cupyx_scipy, errstate=functions.errstate)
     modules = (
         cupy,
         cuda,

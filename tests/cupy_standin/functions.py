@@ -73,8 +73,15 @@ def set_allocator(allocator: Any = None) -> None:
     asked[:] = [allocator or (lambda size: None)]
 
 
-def empty_pinned(shape: Any, dtype: Any = float, order: str = "C") -> Any:
-    return pinned(poison(np.empty(shape, dtype=dtype, order=order)))
+class PinnedMemory:
+    """Host memory that a copy can read while the host goes on."""
+
+    def __init__(self, size: int, flags: int = 0) -> None:
+        self.bytes = pinned(np.full(size, 0xFF, np.uint8))  # NaN, read as floats
+
+
+def PinnedMemoryPointer(mem: PinnedMemory, offset: int) -> Any:
+    return mem.bytes[offset:]
 
 
 def empty_like(
