@@ -48,6 +48,11 @@ def test_every_backend_has_the_documented_signatures(name):
             assert (a.kind, a.default) == (b.kind, b.default), (method, parameter)
 
 
+def test_no_cuda_source_is_a_python_string():
+    for file in (ROOT / "herta_gpu").rglob("*.py"):
+        assert "__global__" not in file.read_text(encoding="utf-8"), file.name
+
+
 def test_only_the_cuda_backend_imports_cupy():
     """Nobody else knows of it: not at the top of a module, not inside a function."""
     found = set()
