@@ -7,12 +7,13 @@ copied whole and no digit is lost to the sums.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import scipy.sparse as sp
 
-from herta_gpu.backends.base import Array, Backend
+from herta_gpu.backends.base import Array, Backend, Blocks, Part
 from herta_gpu.interop import on_device, take_rows
 
 _CHUNK_BYTES = 64 << 20  # of float64 copies of rows of X at most, and a small part of the budget
@@ -21,8 +22,8 @@ _CHUNK_BYTES = 64 << 20  # of float64 copies of rows of X at most, and a small p
 class Features:
     """X (n x d) behind one interface, rows in the order of the graph's storage.
 
-    On a GPU a sparse X, or a dense one that `bytes_held` admits, is uploaded once; a larger one
-    stays on the host and passes through in chunks of rows or blocks of columns.
+    On a GPU a sparse X, or a dense one that fits, is uploaded once; a larger one stays on the host
+    and streams through the device in parts, for every product again.
     """
 
     def __init__(self, X: Any, backend: Backend, order: Any = None, budget: int = 0) -> None:
@@ -35,27 +36,27 @@ class Features:
             # X^T by rows as well: no product with a transposed matrix, whose sums would need
             # atomics on a GPU, and a block of columns is a run of rows.
             self._rows, self._transposed = backend.csr(rows), backend.csr(rows.T.tocsr())
-        elif on_device(X) or bytes_held(X, backend, budget):
-            self._dense, self._order = backend.asarray(take_rows(X, order, backend)), None
+        elif on_device(X) or fits(X, backend, budget):
+            self._dense = Blocks(backend.asarray(take_rows(X, order, backend)))
         else:
-            self._dense, self._order = X, order
+            self._dense = backend.host_blocks(X, order)
 
     def column_block(self, start: int, stop: int, dtype: str) -> Array:
         """X[:, start:stop] as a dense block."""
         if self.sparse:
-            block = self._transposed[start:stop].toarray().T
-        else:
-            block = self._dense[:, start:stop]
-            block = block if self._order is None else block[self._order]
-        return self.backend.asarray(block, dtype)
+            return self.backend.asarray(self._transposed[start:stop].toarray().T, dtype)
+        block = self.backend.empty((self.shape[0], stop - start), dtype)
+        for rows, part in self._dense.parts(self._parts(start, stop)):
+            block[rows] = part
+        return block
 
     def times(self, W: Array) -> Array:
         """X W in float64 (n x c)."""
         if self.sparse:
             return self.backend.asarray(self._rows @ W)
         out = self.backend.xp.empty((self.shape[0], W.shape[1]))
-        for at in self._chunks():
-            out[at] = self._chunk(at) @ W
+        for rows, part in self._chunks():
+            out[rows] = part @ W
         return out
 
     def transpose_times(self, V: Array) -> Array:
@@ -64,8 +65,8 @@ class Features:
         if self.sparse:
             return self.backend.asarray(self._transposed @ V)
         out = self.backend.xp.zeros((self.shape[1], V.shape[1]))
-        for at in self._chunks():
-            out += self._chunk(at).T @ V[at]
+        for rows, part in self._chunks():
+            out += part.T @ V[rows]
         return out
 
     def norm_bound(self) -> float:
@@ -77,8 +78,8 @@ class Features:
             by_row = (abs(self._rows) @ xp.ones((d, 1))).max()
             by_column = abs(self._transposed) @ xp.ones((n, 1))
         else:
-            for at in self._chunks():
-                part = abs(self._chunk(at))
+            for _, part in self._chunks():
+                part = abs(part)
                 squares = squares + (part**2).sum()
                 by_row = xp.maximum(by_row, part.sum(axis=1).max())
                 by_column = by_column + part.sum(axis=0)
@@ -93,19 +94,28 @@ class Features:
             squared.data *= squared.data
             return xp.sqrt(squared @ xp.ones((n, 1)))[:, 0]
         squares = xp.zeros(d)
-        for at in self._chunks():
-            squares = squares + (self._chunk(at) ** 2).sum(axis=0)
+        for _, part in self._chunks():
+            squares = squares + (part**2).sum(axis=0)
         return xp.sqrt(squares)
 
-    def _chunks(self) -> list[slice]:
-        n, d = self.shape
-        rows = max(1, self._chunk_bytes // (8 * max(d, 1)))
-        return [slice(a, min(a + rows, n)) for a in range(0, n, rows)]
-
-    def _chunk(self, at: slice) -> Array:
+    def _chunks(self) -> Iterator[tuple[slice, Array]]:
         """Rows of X in float64, made so on the device: fewer bytes to send."""
-        rows = self._dense[at] if self._order is None else self._dense[self._order[at]]
-        return self.backend.asarray(rows).astype("float64", copy=False)
+        for rows, part in self._dense.parts(self._parts(0, self.shape[1])):
+            yield rows, part.astype("float64", copy=False)
+
+    def _parts(self, start: int, stop: int) -> list[Part]:
+        """X[:, start:stop] in runs of rows that are not too large as float64."""
+        n, rows = self.shape[0], _rows_at_once(stop - start, self._chunk_bytes)
+        return [(slice(a, min(a + rows, n)), slice(start, stop)) for a in range(0, n, rows)]
+
+
+def _rows_at_once(columns: int, chunk_bytes: int) -> int:
+    return max(1, chunk_bytes // (8 * max(columns, 1)))
+
+
+def fits(X: Any, backend: Backend, budget: int) -> bool:
+    """Whether a dense X of the host is uploaded to a GPU: if half the budget holds it."""
+    return backend.xp is not np and X.nbytes <= budget // 2
 
 
 def chunk_bytes(budget: int) -> int:
@@ -114,13 +124,17 @@ def chunk_bytes(budget: int) -> int:
 
 
 def bytes_held(X: Any, backend: Backend, budget: int) -> int:
-    """What `Features` allocates for X: a sparse one twice, a dense one on a GPU if half the
-    budget holds it."""
+    """What `Features` allocates for X: a sparse one twice, a dense one on a GPU, or two buffers
+    that it streams through and a float64 copy of what is in one of them."""
     if sp.issparse(X):
         return 24 * X.nnz
-    if on_device(X):
+    if on_device(X) or backend.xp is np:
         return 0  # it is there already
-    return X.nbytes if backend.xp is not np and X.nbytes <= budget // 2 else 0
+    if fits(X, backend, budget):
+        return X.nbytes
+    n, d = X.shape
+    chunk = max(min(n, _rows_at_once(c, chunk_bytes(budget))) * c for c in (1, d))
+    return (2 * X.itemsize + 8) * chunk
 
 
 def has_hidden_columns(X: Any, rows: Any, backend: Backend) -> bool:
@@ -129,7 +143,7 @@ def has_hidden_columns(X: Any, rows: Any, backend: Backend) -> bool:
         X = sp.csr_array(X)
         inside, everywhere = (np.unique(M.indices[M.data != 0]) for M in (X[rows], X))
         return inside.shape[0] < everywhere.shape[0]
-    step = max(1, _CHUNK_BYTES // (8 * max(X.shape[1], 1)))
+    step = _rows_at_once(X.shape[1], _CHUNK_BYTES)
     xp = backend.xp if on_device(X) else np
     train = xp.zeros(X.shape[0], dtype=bool)
     train[backend.asarray(rows) if on_device(X) else rows] = True

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import scipy.sparse as sp
 from numpy.typing import ArrayLike, NDArray
 
+from herta_gpu.interop import on_device
 from herta_gpu.ordering import (
     LARGE,
     WORTH,
@@ -35,7 +36,7 @@ class Graph:
     >>> from herta_gpu import Graph
     >>> g = Graph.from_edges([[0, 1, 2], [1, 2, 0]], num_nodes=4)
     >>> g
-    Graph(4 nodes, 3 edges, unweighted, 1 isolated node)
+    Graph(4 nodes, 3 edges, unweighted, 1 isolated node, 2 components)
     >>> g.to_csr().toarray().round(2).tolist()[3]
     [0.0, 0.0, 0.0, 0.0]
     """
@@ -62,9 +63,15 @@ class Graph:
         num_nodes : int, optional
             Needed when the last nodes have no edge; by default the largest id plus one.
         edge_weight : array of m non-negative numbers, optional
+
+        Arrays on a GPU stay there if cuGraph is installed, which then merges the edges.
         """
-        u, v, n = _checked_edges(edge_index, num_nodes)
-        w = _checked_weights(edge_weight, u.shape[0])
+        if on_device(edge_index):
+            from herta_gpu.backends import get_backend
+
+            return get_backend("cuda").graph_from_edges(edge_index, num_nodes, edge_weight)
+        u, v, n = check_edges(edge_index, num_nodes)
+        w = check_weights(edge_weight, u.shape[0])
         if w is not None:
             keep = w > 0
             u, v, w = u[keep], v[keep], w[keep]
@@ -125,7 +132,10 @@ class Graph:
         return self.order[lo], self.order[hi], weight
 
     def to_csr(self) -> Any:
-        """L_hat (for a sampled graph L_tilde) as a SciPy CSR matrix, float64, caller's order."""
+        """L_hat (of a sampled graph L_tilde) as a CSR matrix, float64, in the caller's order.
+
+        SciPy's; of a graph that was made on a GPU, one of ``cupyx.scipy.sparse`` there.
+        """
         s = sp.diags_array(1.0 / np.sqrt(self.degree))
         L = s @ (sp.diags_array(self.sampled_degree) - self._adjacency_off()) @ s
         return self._callers_order(L)
@@ -220,10 +230,12 @@ class Graph:
         ]
         if self.num_isolated:
             parts.append(f"{self.num_isolated:,} isolated node" + "s" * (self.num_isolated > 1))
+        if self.num_components > 1:
+            parts.append(f"{self.num_components:,} components")
         return f"Graph({', '.join(parts)})"
 
 
-def _checked_edges(edge_index: Any, num_nodes: int | None) -> tuple[Any, Any, int]:
+def check_edges(edge_index: Any, num_nodes: int | None) -> tuple[Any, Any, int]:
     try:
         edges = np.asarray(edge_index)
     except ValueError as error:
@@ -248,7 +260,7 @@ def _checked_edges(edge_index: Any, num_nodes: int | None) -> tuple[Any, Any, in
     return edges[0], edges[1], n
 
 
-def _checked_weights(edge_weight: Any, m: int) -> NDArray[np.float64] | None:
+def check_weights(edge_weight: Any, m: int) -> NDArray[np.float64] | None:
     if edge_weight is None:
         return None
     w = np.asarray(edge_weight)
@@ -303,16 +315,20 @@ def _union(ahead: tuple[Any, Any], back: tuple[Any, Any], n: int) -> tuple[Any, 
         i = int(np.argmax(differ))
         key = int(back[0][twice][i])
         a, b = key // n, key % n
-        raise ValueError(
-            f"Edge ({a}, {b}) has weight {w_ahead[i]:g} but ({b}, {a}) has {w_back[i]:g}: "
-            "an undirected graph needs one weight for both directions."
-        )
+        directions_differ(a, b, w_ahead[i], w_back[i])
     keys = np.concatenate([ahead[0], back[0][~twice]])
     weight = np.concatenate([ahead[1], back[1][~twice]])
     if twice.all():
         return keys, weight
     sort = np.argsort(keys, kind="stable")
     return keys[sort], weight[sort]
+
+
+def directions_differ(a: int, b: int, ahead: float, back: float) -> NoReturn:
+    raise ValueError(
+        f"Edge ({a}, {b}) has weight {ahead:g} but ({b}, {a}) has {back:g}: "
+        "an undirected graph needs one weight for both directions."
+    )
 
 
 def _from_unique(

@@ -1,7 +1,8 @@
 """Arrays of other libraries in, results of the same kind out.
 
 Whatever lives on a GPU and says so (``__cuda_array_interface__`` or DLPack: CuPy, PyTorch, ...) is
-used where it is, without a copy.
+used where it is, without a copy; so is a tensor on the host.  NumPy in gives NumPy out, CuPy gives
+CuPy, a tensor of PyTorch gives a tensor on the same side; all of them speak DLPack.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ def accept(name: str, x: Any, backend: Backend) -> Any:
     if sp.issparse(x) or isinstance(x, np.ndarray):
         return x
     if not on_device(x):
-        return np.asarray(x)
+        bare = hasattr(x, "__dlpack__") and not hasattr(x, "__array__")
+        return np.from_dlpack(x) if bare else np.asarray(x)
     if backend.xp is np:
         raise TypeError(f'{name} is on a GPU but the computation is not: use device="cuda".')
     return backend.asarray(x)
@@ -38,7 +40,9 @@ def accept(name: str, x: Any, backend: Backend) -> Any:
 
 def to_host(x: Any, backend: Backend) -> Any:
     """`x` for the host's eyes: labels and node ids."""
-    return backend.to_numpy(backend.asarray(x)) if on_device(x) else x  # synchronize!
+    if on_device(x):
+        return backend.to_numpy(backend.asarray(x))  # synchronize!
+    return np.asarray(x) if _of_torch(x) else x
 
 
 def take_rows(x: Array, rows: Any, backend: Backend) -> Array:
@@ -49,7 +53,9 @@ def take_rows(x: Array, rows: Any, backend: Backend) -> Array:
 
 
 def like(result: Array, given: Any) -> Any:
-    """`result` in the kind of `given`: a tensor where a tensor came in."""
-    if on_device(given) and type(given).__module__.partition(".")[0] == "torch":
-        return sys.modules["torch"].from_dlpack(result)
-    return result
+    """`result` in the kind of `given`: a tensor where a tensor came in, of the same memory."""
+    return sys.modules["torch"].from_dlpack(result) if _of_torch(given) else result
+
+
+def _of_torch(x: Any) -> bool:
+    return type(x).__module__.partition(".")[0] == "torch"

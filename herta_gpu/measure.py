@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib.util
 import json
 import os
 import platform
-from collections.abc import Iterator
 from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
@@ -129,7 +127,7 @@ def profile(args: argparse.Namespace) -> Answer:
     data = _data(args)
     make_model(args, verbose=False).fit(data.graph, data.X, data.y, data.split["train"])  # warm-up
     model = make_model(args)
-    with _capture():
+    with get_backend(args.device).profiled():
         result = fit(model, data, Stages(args.verbose))
     path = Path(args.out or "herta-trace.json")
     with new_file(path) as temporary:
@@ -177,24 +175,6 @@ def trace(model: HERTA, seconds: dict[str, float]) -> dict[str, Any]:
 def _event(name: str, track: int, start: float, spent: float, about: dict[str, Any]) -> Any:
     times = {"ts": round(1e6 * start, 1), "dur": round(1e6 * spent, 1)}
     return {"name": name, "ph": "X", "pid": 1, "tid": track, **times, "args": about}
-
-
-@contextlib.contextmanager
-def _capture() -> Iterator[None]:
-    """Under nsys, record from here on: what came before was warm-up and compilation."""
-    if "NSYS_PROFILING_SESSION_ID" not in os.environ:
-        yield
-        return
-    try:
-        import cupy
-    except ImportError:
-        yield
-        return
-    cupy.cuda.profiler.start()
-    try:
-        yield
-    finally:
-        cupy.cuda.profiler.stop()
 
 
 def _data(args: argparse.Namespace) -> Dataset:

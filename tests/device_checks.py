@@ -6,6 +6,8 @@ Every check compares with the CPU backend for the same seed.
 from __future__ import annotations
 
 from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -66,6 +68,18 @@ def check_products(backend: Backend, g: Graph, k: int, dtype: str) -> None:
     backend.chebyshev_step(L, LAM, X_dev, Z_dev, B_dev, 0.3, 0.2)
     CPU.chebyshev_step(L_cpu, LAM, X, Z, B, 0.3, 0.2)
     close(backend, Z_dev, Z, dtype)
+
+
+def check_reference(backend: Backend, g: Graph, dtype: str) -> None:
+    """The kernel against CuPy's own product with the CSR matrix of the same Laplacian."""
+    L, X = backend.laplacian(g, dtype), backend.asarray(block(g.num_nodes, 5, dtype))
+    expected = X + LAM * (backend.laplacian_csr(L) @ X)
+    close(backend, backend.apply_H(L, LAM, X), backend.to_numpy(expected), dtype)
+    made_here = backend.sampled_graph(g, backend.xp.ones(g.num_edges))  # all edges, on the device
+    for M, expected in ((made_here.to_csr(), g.to_csr()), (backend.csr(g.to_csr()), g.to_csr())):
+        assert type(M).__module__.partition(".")[0] != "scipy"
+        assert M.shape == expected.shape
+        np.testing.assert_allclose(M.get().toarray(), expected.toarray(), atol=1e-14)
 
 
 def check_cg(backend: Backend, g: Graph, k: int, dtype: str) -> None:
@@ -160,6 +174,33 @@ def check_empty(backend: Backend) -> None:
     assert backend.edge_scores(L, one, one, LAM).shape == (0,)
 
 
+def check_streaming(backend: Backend) -> None:
+    """A matrix that stays on the host comes through whole, in any parts, and a second time."""
+    order = np.random.default_rng(0).permutation(103)
+    with TemporaryDirectory() as folder:
+        for dtype, order_or_none, in_file in (
+            *[("float32", None, False), ("float64", order, False)],
+            *[("float32", order, True), ("int64", None, True)],
+        ):
+            X = (100 * block(103, 7, "float64")).astype(dtype)
+            expected = X if order_or_none is None else X[order_or_none]
+            if in_file:
+                path = Path(folder) / dtype
+                X.tofile(path)
+                X = np.memmap(path, dtype, "r", shape=X.shape)
+            blocks = backend.host_blocks(X, order_or_none)
+            for rows, columns in ((10, slice(0, 7)), (40, slice(2, 5)), (103, slice(6, 7))):
+                cuts = [slice(a, min(a + rows, 103)) for a in range(0, 103, rows)]
+                wanted = [(at, columns) for at in cuts]
+                for _ in blocks.parts(wanted):
+                    break  # a caller that stops early leaves nothing broken behind
+                found = backend.xp.zeros((103, columns.stop - columns.start))
+                for at, part in blocks.parts(wanted):
+                    found[at] = part * 2.0
+                assert np.array_equal(backend.to_numpy(found), 2.0 * expected[:, columns])
+            assert list(blocks.parts([])) == []
+
+
 def check_all(backend: Backend) -> None:
     """Every primitive, once or twice: what a mutant has to face."""
     for name, weighted, k, dtype in (
@@ -170,10 +211,14 @@ def check_all(backend: Backend) -> None:
         check_products(backend, g, k, dtype)
         check_cg(backend, g, k, dtype)
         check_sketches(backend, g, k, dtype)
+    for dtype in ("float32", "float64"):
+        check_reference(backend, graph("hub", True), dtype)
+        check_reference(backend, graph("tail").reordered("degree"), dtype)
     check_sampling(backend, graph("hub", True))
     check_srht(backend, 600, 3, "float32")
     check_dense(backend)
     check_empty(backend)
+    check_streaming(backend)
 
 
 # ---- fits -------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from unittest import mock
 
@@ -19,6 +19,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 from cupy_standin import installed  # noqa: E402
 from cupy_standin.ledger import Ledger  # noqa: E402
 
+import herta_gpu.features  # noqa: E402
 import herta_gpu.herta  # noqa: E402
 from herta_gpu import HERTA, Graph  # noqa: E402
 from herta_gpu.profiling import Stages  # noqa: E402
@@ -26,8 +27,11 @@ from herta_gpu.profiling import Stages  # noqa: E402
 NODES, EDGES, FEATURES, CLASSES = 200, 800, 6, 3
 
 
-def fit(ledger: Ledger, loss: str) -> HERTA:
-    """A fit that goes through every stage, with the ledger split by stage."""
+def fit(ledger: Ledger, loss: str, streamed: bool = False) -> HERTA:
+    """A fit that goes through every stage, with the ledger split by stage.
+
+    With `streamed` X counts as too large for the device, and comes in parts of 50 rows.
+    """
 
     class Counted(Stages):
         @contextmanager
@@ -43,15 +47,21 @@ def fit(ledger: Ledger, loss: str) -> HERTA:
         device="cuda",
     )  # fmt: skip
     ledger.clear()
-    with mock.patch.object(herta_gpu.herta, "Stages", Counted), ledger.stage("inputs and result"):
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(herta_gpu.herta, "Stages", Counted))
+        if streamed:
+            small = {"fits": lambda *_: False, "_CHUNK_BYTES": 8 * FEATURES * 50}
+            stack.enter_context(mock.patch.multiple(herta_gpu.features, **small))
+        stack.enter_context(ledger.stage("inputs and result"))
         return model.fit(graph, X, y, np.arange(NODES // 2))
 
 
 def main() -> None:
-    for loss in ("mse", "ce"):
+    for loss, streamed in (("mse", False), ("mse", True), ("ce", False)):
         with installed("count") as ledger:
-            model = fit(ledger, loss)
-        print(f"loss={loss!r}: {len(model.history_) - 1} outer steps, {model.certificate_}")
+            model = fit(ledger, loss, streamed)
+        where = ", X streamed from pinned memory" if streamed else ""
+        print(f"loss={loss!r}{where}: {len(model.history_) - 1} outer steps, {model.certificate_}")
         print(f"{NODES} nodes, {FEATURES} features; peak {ledger.peak:,} bytes on the device\n")
         print(ledger.table())
         print("\n| kernel | launches | bytes read | bytes written |\n|---|---:|---:|---:|")

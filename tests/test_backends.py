@@ -1,27 +1,74 @@
-"""The CPU backend's primitives against closed forms, dense algebra and published vectors."""
+"""What all backends share, and the CPU backend's primitives against closed forms, dense algebra
+and published vectors."""
 
 from __future__ import annotations
 
+import ast
 import inspect
+from pathlib import Path
 
 import numpy as np
 import pytest
 import scipy.linalg
 import scipy.stats
+from cupy_standin import installed
 
 from herta_gpu.backends import base, philox
 from herta_gpu.backends.base import Backend
 from herta_gpu.backends.cpu import CPUBackend, keep_probabilities, walsh_hadamard
 from tests.conftest import dense_H, random_graph
 
-BACKENDS = [CPUBackend]
+ROOT = Path(__file__).resolve().parent.parent
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_every_backend_has_the_documented_signatures(backend):
-    for name, wanted in inspect.getmembers(Backend, inspect.isfunction):
-        ours = inspect.signature(getattr(backend, name))
-        assert list(ours.parameters) == list(inspect.signature(wanted).parameters), name
+def _backend(name: str) -> type[Backend]:
+    if name == "fast":
+        pytest.importorskip("numba", reason="the compiled backend needs numba")
+        from herta_gpu.backends.fast import FastCPUBackend
+
+        return FastCPUBackend
+    if name == "cuda":
+        with installed():  # the stand-in for CuPy
+            from herta_gpu.backends.cuda import CUDABackend
+
+            return CUDABackend
+    return CPUBackend
+
+
+@pytest.mark.parametrize("name", ["cpu", "fast", "cuda"])
+def test_every_backend_has_the_documented_signatures(name):
+    backend = _backend(name)  # types are mypy's business
+    assert not backend.__abstractmethods__
+    for method, wanted in inspect.getmembers(Backend, inspect.isfunction):
+        ours = inspect.signature(getattr(backend, method)).parameters
+        theirs = inspect.signature(wanted).parameters
+        assert list(ours) == list(theirs), method
+        for parameter in theirs:
+            a, b = ours[parameter], theirs[parameter]
+            assert (a.kind, a.default) == (b.kind, b.default), (method, parameter)
+
+
+def test_no_cuda_source_is_a_python_string():
+    for file in (ROOT / "herta_gpu").rglob("*.py"):
+        assert "__global__" not in file.read_text(encoding="utf-8"), file.name
+
+
+def test_only_the_cuda_backend_imports_cupy():
+    """Nobody else knows of it: not at the top of a module, not inside a function."""
+    found = set()
+    for file in (ROOT / "herta_gpu").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            names = [alias.name for alias in getattr(node, "names", []) if hasattr(alias, "asname")]
+            if isinstance(node, ast.ImportFrom):
+                names = [node.module or ""]
+            elif isinstance(node, ast.Call) and node.args:
+                called = ast.unparse(node.func)
+                names = [ast.unparse(node.args[0]).strip("'")] if "import" in called else []
+            elif not isinstance(node, ast.Import):
+                continue
+            if {name.partition(".")[0] for name in names} & {"cupy", "cupyx", "cupy_backends"}:
+                found.add(file.name)
+    assert found == {"cuda.py"}
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from cupy_standin import installed
 from cupy_standin.ledger import Ledger
 
 import herta_gpu
-from herta_gpu.backends import device_sampling
+from herta_gpu.backends import device_sampling, device_streaming
 from tests import device_checks as checks
 from tests.test_cuda import test_a_cg_step_is_three_launches_and_nothing_else as check_ledger
 
@@ -65,6 +65,24 @@ MUTANTS = {
         "cuda", "s, k = state, state.R.shape[1]",
         "s, k = state, state.R.shape[1] + 0 * self.cg_active(state)",
     ),
+    "a part used before it is there": (
+        device_streaming, "            stream.wait_event(buffer.copied)\n", ""
+    ),
+    "a copy into a buffer that is still in use": (
+        device_streaming, "        self._copies.wait_event(buffer.used)\n", ""
+    ),
+    "a buffer given back before it was used": (
+        device_streaming,
+        "            try:\n                yield rows, part\n            finally:",
+        "            buffer.used.record(stream)\n            yield rows, part\n            if 0:",
+    ),
+    "fresh memory overwritten while its last owner reads it": (
+        device_streaming, "        made.used.record(stream)", "        pass"
+    ),
+    "a pinned buffer refilled while it is being read": (
+        device_streaming, "        buffer.copied.synchronize()", "        pass"
+    ),
+    "one buffer for two parts": (device_streaming, "buffers[(i + 1) % 2]", "buffers[i % 2]"),
 }  # fmt: skip
 
 

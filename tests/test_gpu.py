@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from herta_gpu import SDDSolver
+import herta_gpu.features
+from herta_gpu import Graph, SDDSolver
 from herta_gpu.backends import get_backend
 from tests import device_checks as checks
 
@@ -51,14 +52,40 @@ def test_sampled_edges_end_to_end() -> None:
     checks.check_sampled_edges_end_to_end()
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("weighted", [False, True])
-def test_product_is_that_of_cusparse(backend: Any, weighted: bool) -> None:
-    """The reference path: CuPy's own product with the CSR matrix of the graph."""
-    g, X = checks.graph("hub", weighted), checks.block(605, 16, "float64")
-    L_hat, X_dev = backend.csr(g.to_csr()), backend.asarray(X)
-    expected = X_dev + checks.LAM * (L_hat @ X_dev)
-    found = backend.apply_H(backend.laplacian(g, "float64"), checks.LAM, X_dev)
-    np.testing.assert_allclose(backend.to_numpy(found), backend.to_numpy(expected), rtol=1e-11)
+def test_product_is_that_of_cusparse(backend: Any, weighted: bool, dtype: str) -> None:
+    checks.check_reference(backend, checks.graph("hub", weighted), dtype)
+
+
+def test_X_in_pinned_memory(backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    checks.check_streaming(backend)
+    monkeypatch.setattr(herta_gpu.features, "fits", lambda *_: False)
+    monkeypatch.setattr(herta_gpu.features, "_CHUNK_BYTES", 8 * 6 * 7)  # seven rows
+    checks.check_fit("mse cg herta", "float64")
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_edges_on_the_device(backend: Any, weighted: bool) -> None:
+    """Through cuGraph where it is installed, else through the host: the same graph."""
+    expected = checks.graph("fit", weighted)  # without self-loops, which `edges` leaves out
+    u, v, w = expected.edges()
+    edges = backend.asarray(np.stack([u, v]))
+    g = Graph.from_edges(edges, 60, None if w is None else backend.asarray(w))
+    L, L_hat = backend.laplacian_csr(backend.laplacian(g, "float64")), expected.to_csr()
+    np.testing.assert_allclose(L.get().toarray(), L_hat.toarray(), atol=1e-14)
+    assert g.num_components == expected.num_components
+
+
+def test_tensors_of_torch(backend: Any) -> None:
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    if not torch.cuda.is_available():
+        pytest.skip("this torch has no CUDA")
+    g, X = checks.graph("tail"), checks.block(33, 3, "float32")
+    solver = SDDSolver(g, lam=3.0, device="cuda")
+    Z = solver.solve(torch.from_numpy(X).cuda())
+    assert Z.is_cuda
+    np.testing.assert_array_equal(Z.cpu().numpy(), solver.solve(X))
 
 
 def test_captured_steps_are_the_same_steps(backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,10 +32,11 @@ from cuda_emulator import (  # noqa: E402
     kernel_text,
     load,
 )
-from cuda_emulator.launches import Emulated, hadamard_passes  # noqa: E402
+from cuda_emulator.launches import Emulated  # noqa: E402
 
 from herta_gpu.backends import philox  # noqa: E402
 from herta_gpu.backends.cpu import CPUBackend, keep_probabilities  # noqa: E402
+from herta_gpu.backends.device import hadamard_passes  # noqa: E402
 from herta_gpu.graph import Graph  # noqa: E402
 
 if compiler() is None:

@@ -12,15 +12,19 @@ counters, so the same seed gives the same numbers on every backend, whatever the
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from numpy.linalg import LinAlgError
 
 if TYPE_CHECKING:
     from herta_gpu.graph import Graph
 
 Array = Any  # numpy.ndarray or cupy.ndarray, as the backend says
+Part = tuple[slice, slice]  # rows and columns of a matrix
 
 # Philox streams: one number per use, so that no two uses share random bits.
 STREAM_INCIDENCE = 0  # Pi_1, keyed by the edge's two ends
@@ -67,6 +71,21 @@ class CGState:
     iterations: Array  # (k,) int64
 
 
+class Blocks:
+    """A dense matrix, rows in `order`, that is worked on part by part."""
+
+    def __init__(self, X: Any, order: Any = None) -> None:
+        self.X, self.order = X, order
+
+    def parts(self, wanted: Sequence[Part]) -> Iterator[tuple[slice, Array]]:
+        """(rows, X[rows, columns]) in turn; with the next one, a part may be overwritten."""
+        for rows, columns in wanted:
+            yield rows, self._taken(rows, columns)
+
+    def _taken(self, rows: slice, columns: slice) -> Any:
+        return self.X[rows if self.order is None else self.order[rows], columns]
+
+
 class Backend(ABC):
     """What a device must be able to do."""
 
@@ -92,6 +111,10 @@ class Backend(ABC):
         """The SciPy CSR matrix `M` on this device."""
         return M
 
+    def host_blocks(self, X: Any, order: Any = None) -> Blocks:
+        """The dense X of the host, which stays there; its parts come as arrays of this device."""
+        return Blocks(np.asarray(X), order)
+
     @abstractmethod
     def solve_triangular(self, C: Array, B: Array, trans: bool = False) -> Array:
         """C^-1 B (or C^-T B) for a lower triangular C."""
@@ -111,9 +134,21 @@ class Backend(ABC):
         that falls below `cut` depends on the columns before.
         """
 
+    def profiled(self) -> AbstractContextManager[object]:
+        """Around what a profiler shall record: warm-up and compilation stay outside."""
+        return nullcontext()
+
     @abstractmethod
     def memory_available(self) -> int:
         """Bytes that can still be allocated on this device."""
+
+    def graph_from_edges(
+        self, edge_index: Any, num_nodes: int | None = None, edge_weight: Any = None
+    ) -> Graph:
+        """`Graph.from_edges` of arrays that are on this device."""
+        from herta_gpu.graph import Graph
+
+        return Graph.from_edges(edge_index, num_nodes, edge_weight)
 
     @abstractmethod
     def laplacian(self, graph: Graph, dtype: str) -> Laplacian:

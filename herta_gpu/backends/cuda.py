@@ -12,7 +12,10 @@ a device whose memory RMM holds looks full.
 
 from __future__ import annotations
 
+import math
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -30,18 +33,18 @@ from herta_gpu.backends.device import (
     NULL,
     SEGMENT,
     DeviceLaplacian,
-    SampledGraph,
     blocks,
     column_shape,
     hadamard_passes,
-    largest_edge,
     pivoted_cholesky,
     pointer,
     segments,
     suffix,
     vector_width,
 )
+from herta_gpu.backends.device_graphs import DeviceGraph, derived, entries, from_device_edges
 from herta_gpu.backends.device_sampling import EdgeSampler
+from herta_gpu.backends.device_streaming import StreamedBlocks
 from herta_gpu.graph import Graph
 from herta_gpu.interop import on_device
 
@@ -73,6 +76,12 @@ def _launch(
     _kernel(file, name)(grid, block, args)
 
 
+def _empty_pinned(shape: tuple[int, ...], dtype: Any) -> Any:
+    """Pinned host memory, beside CuPy's pool: that rounds up to a power of two and keeps it."""
+    memory = cupy.cuda.PinnedMemory(math.prod(shape) * np.dtype(dtype).itemsize)
+    return np.ndarray(shape, dtype, buffer=cupy.cuda.PinnedMemoryPointer(memory, 0))
+
+
 @dataclass
 class CUDACGState(CGState):
     """CG with its scalars on the device."""
@@ -97,7 +106,7 @@ class CUDABackend(Backend):
         self.capture = os.environ.get("HERTA_CUDA_GRAPHS") == "1"
         if cupy.cuda.runtime.getDeviceCount() < 1:  # raises where there is no driver
             raise RuntimeError("no CUDA device is visible")
-        self._sampler = EdgeSampler(cupy, _launch)
+        self.sampler = EdgeSampler(cupy, _launch)
         self._graphs: WeakKeyDictionary[Graph, dict[str, Any]] = WeakKeyDictionary()
         self._scratch: dict[tuple[int, int], tuple[Array, Array]] = {}
 
@@ -112,6 +121,9 @@ class CUDABackend(Backend):
 
     def csr(self, M: Any) -> Any:
         return cupyx.scipy.sparse.csr_matrix(M)
+
+    def host_blocks(self, X: Any, order: Any = None) -> StreamedBlocks:
+        return StreamedBlocks(cupy, _empty_pinned, X, order)
 
     def solve_triangular(self, C: Array, B: Array, trans: bool = False) -> Array:
         from cupyx.scipy.linalg import solve_triangular  # needs cuBLAS, which a probe may lack
@@ -128,6 +140,17 @@ class CUDABackend(Backend):
 
     def pivoted_cholesky(self, P: Array, cut: float) -> tuple[Array, Array]:
         return pivoted_cholesky(cupy, P, cut)
+
+    @contextmanager
+    def profiled(self) -> Iterator[None]:
+        if "NSYS_PROFILING_SESSION_ID" not in os.environ:
+            yield
+            return
+        cupy.cuda.profiler.start()
+        try:
+            yield
+        finally:
+            cupy.cuda.profiler.stop()
 
     def memory_available(self) -> int:
         pool = cupy.get_default_memory_pool()
@@ -154,7 +177,7 @@ class CUDABackend(Backend):
                 "inv_sqrt_degree": self.asarray(1.0 / np.sqrt(graph.degree)),
                 "diagonal": self.asarray(graph.sampled_degree / graph.degree),
                 "lambda_max": graph.lambda_max_bound(),
-                "segments": self._segments(rows, length[rows]),
+                "segments": self.segments(rows, length[rows]),
             }
         weights, (rows, segment_row, segment_rank) = held["weights"], held["segments"]
         return DeviceLaplacian(
@@ -170,33 +193,36 @@ class CUDABackend(Backend):
             long_rows=rows,
         )
 
-    def _segments(self, rows: Any, length: Any) -> tuple[Array, Array, Array]:
+    def segments(self, rows: Any, length: Any) -> tuple[Array, Array, Array]:
+        """What the kernels must know of the rows that are too long for one block."""
         rows, row, rank = segments(rows, length)
         types = ("int64", "int64", "int32")
         first, second, third = map(self.asarray, (rows, row, rank), types)
         return first, second, third
 
+    def graph_from_edges(
+        self, edge_index: Any, num_nodes: int | None = None, edge_weight: Any = None
+    ) -> Graph:
+        return from_device_edges(self, edge_index, num_nodes, edge_weight)
+
     def sampled_graph(self, graph: Graph, factors: Array) -> Graph:
         """L_tilde is put together on the device; the host reads it when somebody asks."""
         L = self.laplacian(graph, "float64")
-        indptr, indices, weights, sums = self._sampler.filtered(L, factors)
-        ratio = sums * L.inv_sqrt_degree**2
-        _, lo, hi, _ = self._sampler.edges(L)
-        length = cupy.diff(indptr)
-        rows = cupy.flatnonzero(length > SEGMENT)  # synchronize!  few rows, and only they are read
-        held = {
-            "indptr": indptr,
-            "indices": indices,
-            "weights": weights,
-            "inv_sqrt_degree": L.inv_sqrt_degree,
-            "diagonal": ratio,
-            # The bound of `Graph.lambda_max_bound`, over the edges that are left.
-            "lambda_max": largest_edge(cupy, ratio[lo] + ratio[hi], factors),
-            "segments": self._segments(*map(self.to_numpy, (rows, length[rows]))),
-        }
-        sampled = SampledGraph(held, graph, self.to_numpy)
-        self._graphs[sampled] = held
-        return sampled
+        indptr, indices, weights, sums = self.sampler.filtered(L, factors)
+        held = {"indptr": indptr, "indices": indices, "weights": weights}
+        held |= derived(self, held, sums, L.inv_sqrt_degree)
+        return self.adopt(held, graph.num_nodes, graph.order, degree=graph.degree)
+
+    def adopt(self, held: dict[str, Any], n: int, order: Any = None, **known: Any) -> DeviceGraph:
+        """A graph whose arrays are on the device already."""
+        made = DeviceGraph(self, held, n, order, **known)
+        self._graphs[made] = held
+        return made
+
+    def laplacian_csr(self, L: Laplacian, order: Any = None) -> Any:
+        """L as a CSR matrix of CuPy: the reference that the kernels are compared with."""
+        values, ends = entries(self, L, order)
+        return cupyx.scipy.sparse.coo_matrix((values, ends), shape=(L.n, L.n)).tocsr()
 
     # ---- H = I + lam L ---------------------------------------------------------------------
     def apply_H(self, L: Laplacian, lam: float, X: Array, out: Array | None = None) -> Array:
@@ -344,10 +370,10 @@ class CUDABackend(Backend):
     def edge_scores(self, L: Laplacian, B_S: Array, Pi_S: Array, lam: float) -> Array:
         assert isinstance(L, DeviceLaplacian)
         dtype = str(L.inv_sqrt_degree.dtype)  # a solve that was refined comes in float64
-        return self._sampler.scores(L, self.asarray(B_S, dtype), self.asarray(Pi_S, dtype), lam)
+        return self.sampler.scores(L, self.asarray(B_S, dtype), self.asarray(Pi_S, dtype), lam)
 
     def sample_edges(self, scores: Array, s: int, seed: int, replace: bool) -> Array:
-        draw = self._sampler.with_replacement if replace else self._sampler.bernoulli
+        draw = self.sampler.with_replacement if replace else self.sampler.bernoulli
         return draw(self.asarray(scores, "float64"), s, seed)
 
     # ---- SRHT ------------------------------------------------------------------------------

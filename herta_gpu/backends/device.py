@@ -3,15 +3,12 @@ operations that keep the host out of their inner loops."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from herta_gpu.backends.base import Array, Laplacian
-from herta_gpu.graph import Graph
 
 NULL = np.uint64(0)  # a null pointer; not every version of CuPy takes None for one
 
@@ -55,9 +52,9 @@ def hadamard_passes(log_n: int) -> list[int]:
     return [(log_n + i) // passes for i in range(passes)]
 
 
-def segments(rows: Any, length: Any) -> tuple[Any, Any, Any]:
+def segments(rows: Any, length: Any, segment: int = SEGMENT) -> tuple[Any, Any, Any]:
     """(long rows, row of each segment, its place within the row), from host arrays."""
-    pieces = -(-length // SEGMENT)
+    pieces = -(-length // segment)
     rank = np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces)
     return rows, np.repeat(rows, pieces), rank
 
@@ -89,38 +86,6 @@ class DeviceLaplacian(Laplacian):
         return np.int64(self.n), self.indptr, self.indices
 
 
-class SampledGraph(Graph):
-    """The graph of L_tilde, made on the device; each of its arrays is read back when first used."""
-
-    _held: dict[str, Any]
-    _to_numpy: Callable[[Array], Any]
-    _n: int
-
-    def __init__(self, held: dict[str, Any], original: Graph, to_numpy: Callable[[Array], Any]):
-        # The dataclass is frozen: its fields go in by the back door, the large ones later.
-        self.__dict__.update(degree=original.degree, order=original.order)
-        self.__dict__.update(_held=held, _to_numpy=to_numpy, _n=original.num_nodes)
-
-    def __reduce__(self) -> Any:
-        return Graph, (self.indptr, self.indices, self.weights, self.degree, self.order)
-
-    @property
-    def num_nodes(self) -> int:
-        return self._n
-
-    @cached_property
-    def indptr(self) -> Any:
-        return self._to_numpy(self._held["indptr"])
-
-    @cached_property
-    def indices(self) -> Any:
-        return self._to_numpy(self._held["indices"])
-
-    @cached_property
-    def weights(self) -> Any:
-        return self._to_numpy(self._held["weights"])
-
-
 # ---- algorithms -------------------------------------------------------------------------------
 
 
@@ -144,11 +109,6 @@ def pivoted_cholesky(xp: Any, P: Array, cut: float) -> tuple[Array, Array]:
     r = int(xp.argmin(pivots > cut))  # synchronize!  the last entry is 0, so there is one
     J = order[:r]
     return xp.ascontiguousarray(xp.tril(U[:r, J].T)), J
-
-
-def largest_edge(xp: Any, values: Array, factors: Array) -> float:
-    """The largest of `values` over the edges that were drawn, rounded up."""
-    return float(xp.where(factors > 0, values, 0.0).max()) * (1 + 1e-12)  # synchronize!
 
 
 def keep_probabilities(xp: Any, scores: Array, s: int) -> Array:

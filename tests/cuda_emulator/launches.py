@@ -12,38 +12,25 @@ from typing import Any
 import numpy as np
 from cuda_emulator import EmulatorError, Module, load
 
+from herta_gpu.backends.device import (
+    MAX_BLOCKS,
+    SEGMENT,
+    column_shape,
+    hadamard_passes,
+    segments,
+    suffix,
+    vector_width,
+)
+
 I32, I64, U32, U64 = np.int32, np.int64, np.uint32, np.uint64
-MAX_BLOCKS = 1024  # along x: bounds the partial sums of a reduction
-SEGMENT = 512  # neighbours a block takes of a long row
-
-
-def suffix(dtype: Any) -> str:
-    kind = np.dtype(dtype)
-    return f"{kind.kind}{8 * kind.itemsize}"
-
-
-def vector_width(k: int, dtype: Any) -> int:
-    """Columns in one load: 16 bytes when k allows it."""
-    widest = 16 // np.dtype(dtype).itemsize
-    return next(v for v in (4, 2, 1) if v <= widest and k % v == 0)
-
-
-def column_shape(k: int, width: int, least: int = 1) -> tuple[int, int, int]:
-    """(block x, block y, grid y) for k columns, `width` a thread, 256 threads a block."""
-    groups = k // width
-    tiles = -(-groups // 64)
-    x = max(-(-groups // tiles), least)
-    return x, 256 // x, tiles
 
 
 def long_rows(indptr: Any, segment: int) -> tuple[Any, Any]:
     """(row, rank) of each segment of the rows longer than `segment`."""
     length = np.diff(indptr)
     rows = np.flatnonzero(length > segment)
-    pieces = -(-length[rows] // segment)
-    row = np.repeat(rows, pieces).astype(I64)
-    rank = np.arange(row.shape[0]) - np.repeat(np.cumsum(pieces) - pieces, pieces)
-    return row, rank.astype(I32)
+    _, row, rank = segments(rows, length[rows], segment)
+    return row.astype(I64), rank.astype(I32)
 
 
 @dataclass
@@ -258,9 +245,3 @@ class Emulated:
             )
             done += log_rows
         return out
-
-
-def hadamard_passes(log_n: int) -> list[int]:
-    """How many of the log_n butterfly levels each pass takes: at most nine, about equal."""
-    passes = max(1, -(-log_n // 9))
-    return [(log_n + i) // passes for i in range(passes)]

@@ -2,7 +2,7 @@
 
 With it the whole package runs through `herta_gpu.backends.cuda` without a GPU.  It is stricter than
 CuPy where CuPy is silent: kernel arguments must have the exact types, uninitialised memory is NaN,
-indices out of range raise, a grid of no blocks raises.
+indices out of range raise, a grid of no blocks raises, two streams that meet in an array raise.
 
     with installed() as ledger:
         backend = get_backend("cuda")
@@ -24,6 +24,7 @@ from herta_gpu import backends
 from . import functions, sparse
 from .device_array import ndarray
 from .ledger import LEDGER, Ledger
+from .streams import Event, Graph, Stream
 
 FREE_BYTES = 8 << 30
 _FUNCTIONS = (
@@ -39,7 +40,7 @@ _FUNCTIONS = (
         "full",
     ),
     *("arange", "ascontiguousarray", "where", "clip", "take", "concatenate", "diag", "tril"),
-    *("stack", "diff", "flatnonzero"),
+    *("stack", "diff", "flatnonzero", "bincount", "cumsum", "searchsorted"),
     *("sort", "argsort", "argmax", "argmin", "count_nonzero", "sum", "mean"),
 )
 
@@ -52,14 +53,14 @@ class RawKernel:
 
     def __call__(self, grid: Any, block: Any, args: Any, *, shared_mem: int = 0) -> None:
         types = self.module.types(self.name)
-        held = [self._checked(i, a, types) for i, a in enumerate(args)]
         if Stream.recording is not None:
-            Stream.recording.append(lambda: self._run(grid, block, held))
+            Stream.recording.append(lambda: self._run(grid, block, args, types))
         else:
-            self._run(grid, block, held)
+            self._run(grid, block, args, types)
             LEDGER.add("launches")
 
-    def _run(self, grid: Any, block: Any, held: list[Any]) -> None:
+    def _run(self, grid: Any, block: Any, args: Any, types: list[str]) -> None:
+        held = [self._checked(i, a, types) for i, a in enumerate(args)]
         count = self.module.traffic if RawModule.variant == "count" else lambda: (0, 0)
         count()  # what came before the launch is not the kernel's
         self.module.launch(self.name, tuple(grid), tuple(block), tuple(held), RawModule.order)
@@ -104,47 +105,6 @@ class RawModule:
         return RawKernel(load("", self.variant, self.code), name)
 
 
-class Graph:
-    """Captured launches; replaying them is one launch for the host."""
-
-    def __init__(self, launches: list[Any]) -> None:
-        self._launches = launches
-
-    def launch(self, stream: Any = None) -> None:
-        LEDGER.add("launches")
-        for launch in self._launches:
-            launch()
-
-
-class Stream:
-    """A stream that does everything at once, unless it is recording."""
-
-    recording: list[Any] | None = None
-    current: Stream
-
-    def __init__(self, null: bool = False, non_blocking: bool = False) -> None:
-        self.ptr = 0 if null else id(self)
-
-    def begin_capture(self, mode: Any = None) -> None:
-        if not self.ptr:
-            raise RuntimeError("cudaErrorStreamCaptureUnsupported")
-        Stream.recording = []
-
-    def end_capture(self) -> Graph:
-        launches, Stream.recording = Stream.recording, None
-        return Graph(launches or [])
-
-    def __enter__(self) -> Stream:
-        self._before, Stream.current = Stream.current, self
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        Stream.current = self._before
-
-
-Stream.current = Stream(null=True)
-
-
 class _Pool:
     """The memory pool: it never keeps what is freed."""
 
@@ -175,11 +135,21 @@ def build() -> dict[str, ModuleType]:
         getDeviceCount=lambda: 1,
         memGetInfo=lambda: (FREE_BYTES - LEDGER.held, FREE_BYTES),
     )
+    profiler = _module(
+        "cupy.cuda.profiler",
+        start=lambda: LEDGER.add("recordings"),
+        stop=lambda: LEDGER.add("recordings", -1),
+    )
     cuda = _module(
         "cupy.cuda",
         runtime=runtime,
+        profiler=profiler,
         Stream=Stream,
+        Event=Event,
         Graph=Graph,
+        PinnedMemory=functions.PinnedMemory,
+        PinnedMemoryPointer=functions.PinnedMemoryPointer,
+        set_allocator=functions.set_allocator,
         get_current_stream=lambda device_id=-1: Stream.current,
     )
     parts = {name: getattr(functions, name) for name in ("norm", "eigh", "cholesky")}
@@ -195,12 +165,23 @@ def build() -> dict[str, ModuleType]:
         **{name: getattr(functions, name) for name in _FUNCTIONS},
         **{name: functions.ufunc(name) for name in functions.UFUNCS},
     )
-    cupyx_sparse = _module("cupyx.scipy.sparse", csr_matrix=sparse.csr_matrix)
+    parts = {name: getattr(sparse, name) for name in ("csr_matrix", "coo_matrix")}
+    cupyx_sparse = _module("cupyx.scipy.sparse", **parts)
     solve = functions.solve_triangular
     cupyx_linalg = _module("cupyx.scipy.linalg", solve_triangular=solve)
     cupyx_scipy = _module("cupyx.scipy", sparse=cupyx_sparse, linalg=cupyx_linalg)
     cupyx = _module("cupyx", scipy=cupyx_scipy, errstate=functions.errstate)
-    modules = (cupy, cuda, runtime, linalg, cupyx, cupyx_scipy, cupyx_sparse, cupyx_linalg)
+    modules = (
+        cupy,
+        cuda,
+        runtime,
+        profiler,
+        linalg,
+        cupyx,
+        cupyx_scipy,
+        cupyx_sparse,
+        cupyx_linalg,
+    )
     return {module.__name__: module for module in modules}
 
 
@@ -216,6 +197,7 @@ def installed(variant: str = "plain") -> Iterator[Ledger]:
     sys.modules.update(build())
     RawModule.variant, before = variant, RawModule.variant
     _forget_backends()
+    functions.set_allocator()
     LEDGER.clear()
     try:
         yield LEDGER

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from .ledger import LEDGER
+from .streams import Clock, Stream, host_waited, order
 
 _SCALARS = (bool, int, float, np.generic)
 
@@ -39,22 +40,48 @@ def call(function: Any, *args: Any, **kwargs: Any) -> ndarray:
     return wrap(function(*map(unwrap, args), **kwargs))
 
 
-_tracked: set[int] = set()
+allocator: list[Any] = []  # the last one is asked for all memory
+_uses: dict[int, Clock] = {}  # which work used each piece of memory last
+
+
+def _memory(data: Any) -> Any:
+    """What `data` is a view of."""
+    while isinstance(data.base, np.ndarray):
+        data = data.base
+    return data
 
 
 def _track(data: Any) -> None:
     """Count the memory behind `data`, once, until its last view is gone."""
-    while isinstance(data.base, np.ndarray):
-        data = data.base
-    if id(data) not in _tracked:
-        _tracked.add(id(data))
+    data = _memory(data)
+    if id(data) not in _uses:
+        _uses[id(data)] = {}
+        order(_uses[id(data)])
+        if data.base is None and allocator:  # not the memory of another library
+            allocator[-1](data.nbytes)
         LEDGER.allocated(data.nbytes)
         weakref.finalize(data, _forget, id(data), data.nbytes).atexit = False
 
 
 def _forget(key: int, size: int) -> None:
-    _tracked.discard(key)
+    del _uses[key]
     LEDGER.freed(size)
+
+
+def poison(data: Any) -> Any:
+    """Nobody may count on what is there."""
+    data.fill(np.nan if data.dtype.kind == "f" else data.dtype.type(77))
+    return data
+
+
+_pinned: set[int] = set()
+
+
+def pinned(data: Any) -> Any:
+    """`data`, from now on memory that a copy can read while the host goes on."""
+    _pinned.add(id(data))
+    weakref.finalize(data, _pinned.discard, id(data)).atexit = False
+    return data
 
 
 def _index(key: Any, reading: bool) -> Any:
@@ -95,8 +122,14 @@ class ndarray:  # noqa: N801 - CuPy's name
     __array_priority__ = 100
 
     def __init__(self, data: Any) -> None:
-        self._data = data
+        self._raw = data
         _track(data)
+
+    @property
+    def _data(self) -> Any:
+        """What is inside, for work of the current stream."""
+        order(_uses[id(_memory(self._raw))])
+        return self._raw
 
     # ---- what NumPy would like to do with it --------------------------------------------
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
@@ -111,37 +144,48 @@ class ndarray:  # noqa: N801 - CuPy's name
         raise TypeError(f"numpy.{function.__name__} was called on a device array.")
 
     # ---- properties ---------------------------------------------------------------------
-    shape = property(lambda self: self._data.shape)
-    dtype = property(lambda self: self._data.dtype)
-    ndim = property(lambda self: self._data.ndim)
-    size = property(lambda self: self._data.size)
-    nbytes = property(lambda self: self._data.nbytes)
-    itemsize = property(lambda self: self._data.itemsize)
-    strides = property(lambda self: self._data.strides)
-    flags = property(lambda self: self._data.flags)
-    T = property(lambda self: ndarray(self._data.T))
+    shape = property(lambda self: self._raw.shape)
+    dtype = property(lambda self: self._raw.dtype)
+    ndim = property(lambda self: self._raw.ndim)
+    size = property(lambda self: self._raw.size)
+    nbytes = property(lambda self: self._raw.nbytes)
+    itemsize = property(lambda self: self._raw.itemsize)
+    strides = property(lambda self: self._raw.strides)
+    flags = property(lambda self: self._raw.flags)
+    T = property(lambda self: ndarray(self._raw.T))
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
-        return dict(self._data.__array_interface__)
+        return dict(self._raw.__array_interface__)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return 2, 0  # kDLCUDA
+
+    def __dlpack__(
+        self, stream: Any = None, max_version: Any = None, dl_device: Any = None, copy: Any = None
+    ) -> Any:
+        return self._data.__dlpack__()
 
     def __len__(self) -> int:
-        return len(self._data)
+        return len(self._raw)
 
     # ---- what waits for the device ------------------------------------------------------
     def get(
         self, stream: Any = None, order: str = "C", out: Any = None, blocking: Any = True
     ) -> Any:
         LEDGER.downloaded(self.nbytes)
-        return np.array(self._data, order=order)
+        found = np.array(self._data, order=order)
+        host_waited()
+        return found
 
     def item(self) -> Any:
         LEDGER.downloaded(self.itemsize)
-        return self._data.item()
+        found = self._data.item()
+        host_waited()
+        return found
 
     def tolist(self) -> Any:
-        LEDGER.downloaded(self.nbytes)
-        return self._data.tolist()
+        return self.get().tolist()
 
     def __float__(self) -> float:
         return float(self.item())
@@ -160,7 +204,7 @@ class ndarray:  # noqa: N801 - CuPy's name
             return wrap(self._data[_index(keys, reading=True)])
         if Ellipsis not in keys:
             keys = (*keys, Ellipsis)  # a single number, too, is a view
-        return ndarray(self._data[_index(keys, reading=True)])
+        return ndarray(self._raw[_index(keys, reading=True)])
 
     def __setitem__(self, key: Any, value: Any) -> None:
         LEDGER.add("calls")
@@ -208,7 +252,27 @@ class ndarray:  # noqa: N801 - CuPy's name
         return call(lambda a: a.copy(order=order), self)
 
     def reshape(self, *shape: Any) -> ndarray:
-        return ndarray(self._data.reshape(*shape))
+        if not self._raw.flags.c_contiguous:
+            LEDGER.add("calls")  # it takes a copy
+            return ndarray(self._data.reshape(*shape))
+        return ndarray(self._raw.reshape(*shape))
+
+    def set(self, arr: Any, stream: Any = None) -> None:
+        if not isinstance(arr, np.ndarray) or arr.dtype != self.dtype or arr.shape != self.shape:
+            raise TypeError(f"{type(arr)} of another shape or type than the device array")
+        if not (self.flags.c_contiguous and arr.flags.c_contiguous):
+            raise RuntimeError("Only whole runs of memory are copied as they are.")
+        LEDGER.uploaded(arr.nbytes)
+        if stream is None or stream is Stream.current:
+            np.copyto(self._data, arr)
+            return
+        if id(_memory(arr)) not in _pinned:
+            raise TypeError("A copy from memory that is not pinned makes the host wait.")
+        LEDGER.add("bytes_streamed", arr.nbytes)
+        order(_uses[id(_memory(self._raw))], stream)
+        poison(self._raw)
+        sent = arr.tobytes()
+        stream.later(lambda: np.copyto(self._raw, arr), lambda: arr.tobytes() == sent)
 
     def fill(self, value: Any) -> None:
         LEDGER.add("calls")

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 import scipy.linalg
 
-from .device_array import call, ndarray, unwrap, wrap
+from .device_array import allocator as asked
+from .device_array import call, ndarray, pinned, poison, unwrap, wrap
 from .ledger import LEDGER
 
 inf = np.inf
@@ -37,11 +38,11 @@ def asarray(
     a: Any, dtype: Any = None, order: Any = None, *, copy: Any = None, blocking: bool = False
 ) -> ndarray:
     if isinstance(a, ndarray):
-        made = np.asarray(a._data, dtype=dtype, order=order)
-        if made is a._data:
+        made = np.asarray(a._raw, dtype=dtype, order=order)
+        if made is a._raw:
             return a
         LEDGER.add("calls")
-        return ndarray(made)
+        return ndarray(np.asarray(a._data, dtype=dtype, order=order))
     if hasattr(a, "__cuda_array_interface__"):  # of another library: no copy
         holder = SimpleNamespace(__array_interface__=a.__cuda_array_interface__, keep=a)
         return asarray(ndarray(np.asarray(holder)), dtype, order)
@@ -65,17 +66,29 @@ def asnumpy(
 
 
 def empty(shape: Any, dtype: Any = float, order: str = "C") -> ndarray:
-    made = np.empty(shape, dtype=dtype, order=order)
-    made.fill(np.nan if made.dtype.kind == "f" else 77)  # nobody may count on what is there
-    return ndarray(made)
+    return ndarray(poison(np.empty(shape, dtype=dtype, order=order)))
+
+
+def set_allocator(allocator: Any = None) -> None:
+    asked[:] = [allocator or (lambda size: None)]
+
+
+class PinnedMemory:
+    """Host memory that a copy can read while the host goes on."""
+
+    def __init__(self, size: int, flags: int = 0) -> None:
+        self.bytes = pinned(np.full(size, 0xFF, np.uint8))  # NaN, read as floats
+
+
+def PinnedMemoryPointer(mem: PinnedMemory, offset: int) -> Any:
+    return mem.bytes[offset:]
 
 
 def empty_like(
     prototype: Any, dtype: Any = None, order: str = "K", subok: Any = None, shape: Any = None
 ) -> ndarray:
-    made = ndarray(np.empty_like(unwrap(prototype), dtype=dtype, order=order, shape=shape))
-    made._data.fill(np.nan if made.dtype.kind == "f" else 77)
-    return made
+    like = prototype._raw  # its values are not read
+    return ndarray(poison(np.empty_like(like, dtype=dtype, order=order, shape=shape)))
 
 
 def zeros(shape: Any, dtype: Any = float, order: str = "C") -> ndarray:
@@ -151,6 +164,21 @@ def diff(a: Any, n: int = 1, axis: int = -1, prepend: Any = None, append: Any = 
 def flatnonzero(a: Any) -> ndarray:
     LEDGER.add("syncs")  # the size of the result must be known
     return call(np.flatnonzero, a)
+
+
+def bincount(x: Any, weights: Any = None, minlength: Any = None) -> ndarray:
+    LEDGER.add("syncs")  # the largest decides on the size
+    if weights is None:
+        return call(lambda a: np.bincount(a, minlength=minlength or 0), x)
+    return call(lambda a, w: np.bincount(a, w, minlength or 0), x, weights)
+
+
+def cumsum(a: Any, axis: Any = None, dtype: Any = None, out: Any = None) -> ndarray:
+    return call(np.cumsum, a, axis=axis, dtype=dtype, out=out)
+
+
+def searchsorted(a: Any, v: Any, side: str = "left", sorter: Any = None) -> ndarray:
+    return call(lambda x, y: np.searchsorted(x, y, side), a, v)
 
 
 def tril(m: Any, k: int = 0) -> ndarray:

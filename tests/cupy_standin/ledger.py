@@ -67,16 +67,19 @@ class Ledger:
             self._stage = outer
 
     def table(self) -> str:
-        """One line per stage, in Markdown."""
+        """One line per stage, in Markdown; what was streamed is part of what went up."""
         heads = (
             *("stage", "kernel launches", "CuPy calls", "synchronisations"),
             *("copies to the device", "copies to the host", "bytes up", "bytes down"),
         )
-        lines = ["| " + " | ".join(heads) + " |", "|---" + "|---:" * len(COLUMNS) + "|"]
+        columns = COLUMNS
+        if self.total("bytes_streamed"):
+            heads, columns = (*heads, "streamed"), (*COLUMNS, "bytes_streamed")
+        lines = ["| " + " | ".join(heads) + " |", "|---" + "|---:" * len(columns) + "|"]
         for name, counts in self.stages.items():
-            cells = [name, *(f"{counts[c]:,}" for c in COLUMNS)]
+            cells = [name, *(f"{counts[c]:,}" for c in columns)]
             lines.append("| " + " | ".join(cells) + " |")
-        total = ["total", *(f"{self.total(c):,}" for c in COLUMNS)]
+        total = ["total", *(f"{self.total(c):,}" for c in columns)]
         return "\n".join([*lines, "| " + " | ".join(total) + " |"])
 
 

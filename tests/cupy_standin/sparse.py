@@ -44,6 +44,10 @@ class csr_matrix:  # noqa: N801 - CuPy's name
     dtype = property(lambda self: self._matrix.dtype)
     nnz = property(lambda self: self._matrix.nnz)
 
+    def get(self, stream: Any = None) -> Any:
+        parts = (self.data, self._indices, ndarray(self._matrix.indptr))
+        return sp.csr_matrix(tuple(part.get() for part in parts), shape=self.shape)
+
     def _like(self, matrix: Any) -> csr_matrix:
         parts = (matrix.data, matrix.indices, matrix.indptr)
         return csr_matrix(tuple(ndarray(part) for part in parts), shape=matrix.shape)
@@ -57,6 +61,7 @@ class csr_matrix:  # noqa: N801 - CuPy's name
         if not other.flags.f_contiguous:
             LEDGER.add("calls")
         LEDGER.add("calls")
+        unwrap(self.data)  # it is read, too
         return ndarray(np.asfortranarray(self._matrix @ unwrap(other)))
 
     def __abs__(self) -> csr_matrix:
@@ -73,3 +78,31 @@ class csr_matrix:  # noqa: N801 - CuPy's name
     def toarray(self, order: Any = None, out: Any = None) -> ndarray:
         LEDGER.add("calls")
         return ndarray(self._matrix.toarray(order=order))
+
+
+class coo_matrix:  # noqa: N801 - CuPy's name
+    """Entries in any order; those of the same place add up in `tocsr`."""
+
+    def __init__(
+        self,
+        arg1: Any,
+        shape: Any = None,
+        dtype: Any = None,
+        copy: bool = False,
+        *,
+        maxprint: Any = None,
+    ) -> None:
+        data, (row, col) = arg1
+        if not all(isinstance(part, ndarray) for part in (data, row, col)):
+            raise ValueError("(data, (row, col)) must be device arrays")
+        if data.dtype.char not in "?fdFD":
+            raise ValueError(f"Only bool, float32, float64, ... are supported: {data.dtype}")
+        ends = (unwrap(row), unwrap(col))
+        self._matrix = sp.coo_matrix((unwrap(data), ends), shape=shape)
+
+    def tocsr(self, copy: bool = False) -> csr_matrix:
+        LEDGER.add("syncs")  # how many places are there?
+        LEDGER.add("calls")
+        found = self._matrix.tocsr()
+        parts = (found.data, found.indices, found.indptr)
+        return csr_matrix(tuple(ndarray(part) for part in parts), shape=found.shape)

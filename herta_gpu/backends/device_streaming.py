@@ -1,0 +1,108 @@
+"""A matrix too large for the device: it stays in pinned host memory and passes through in parts.
+
+There are two buffers on the device.  While the caller's stream works on one, a stream that does
+nothing but copy fills the other:
+
+    copies    | part 0 | part 1 |  (wait)  | part 2 | part 3 | ...
+    caller's  | (wait) | use part 0        | use part 1      | ...
+
+Two events per buffer keep them apart: the caller's stream waits until the buffer is `copied`, a
+copy until it has been `used`.  The host waits for neither, unless it has to gather a part first.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from herta_gpu.backends.base import Array, Blocks, Part
+
+
+@dataclass
+class Buffer:
+    """Room for one part."""
+
+    device: Array  # flat
+    copied: Any  # event of the copying stream: the part is there
+    used: Any  # event of the caller's stream: nobody reads it any more
+    pinned: Any = None  # flat, on the host: for parts that have to be gathered
+
+
+class StreamedBlocks(Blocks):
+    """X in pinned memory, rows already in `order`; its parts come through two buffers.
+
+    A memory-mapped X may be larger than the host's memory: it stays in its file, and each part is
+    gathered into a pinned buffer of its own size.  So is a part that cuts rows.
+    """
+
+    def __init__(
+        self, xp: Any, empty_pinned: Callable[..., Any], X: Any, order: Any = None
+    ) -> None:
+        self._in_file = isinstance(X, np.memmap)
+        if not self._in_file:
+            pinned = empty_pinned(X.shape, X.dtype)
+            if order is None:
+                pinned[...] = X
+            else:
+                np.take(X, order, axis=0, out=pinned, mode="clip")  # "raise" would buffer it all
+            X, order = pinned, None
+        super().__init__(X, order)
+        self._xp, self._empty_pinned = xp, empty_pinned
+        self._copies = xp.cuda.Stream(non_blocking=True)
+        self._buffers: list[Buffer] = []
+        # Pinned memory and buffers must outlive the copies, which the host does not wait for.
+        weakref.finalize(self, self._copies.synchronize).atexit = False
+
+    def parts(self, wanted: Sequence[Part]) -> Iterator[tuple[slice, Array]]:
+        stream = self._xp.cuda.get_current_stream()
+        buffers = self._two_buffers(max(map(self._size, wanted), default=0), stream)
+        ahead = self._send(wanted[0], buffers[0]) if wanted else None
+        for i, (rows, _) in enumerate(wanted):
+            buffer, part = buffers[i % 2], ahead
+            if i + 1 < len(wanted):
+                ahead = self._send(wanted[i + 1], buffers[(i + 1) % 2])
+            stream.wait_event(buffer.copied)
+            try:
+                yield rows, part
+            finally:  # the caller may stop early
+                buffer.used.record(stream)
+
+    def _send(self, part: Part, buffer: Buffer) -> Array:
+        """Start the copy of `part`; where it will be."""
+        host = self._taken(*part)
+        if self._in_file or not host.flags.c_contiguous:
+            host = self._gathered(host, buffer)
+        view = buffer.device[: host.size].reshape(host.shape)
+        self._copies.wait_event(buffer.used)
+        view.set(host, stream=self._copies)
+        buffer.copied.record(self._copies)
+        return view
+
+    def _gathered(self, host: Any, buffer: Buffer) -> Any:
+        if buffer.pinned is None:
+            buffer.pinned = self._empty_pinned(buffer.device.shape, host.dtype)
+        buffer.copied.synchronize()  # synchronize!  the last copy may still be reading
+        gathered = buffer.pinned[: host.size].reshape(host.shape)
+        gathered[...] = host
+        return gathered
+
+    def _two_buffers(self, size: int, stream: Any) -> list[Buffer]:
+        if not self._buffers or self._buffers[0].device.size < size:
+            self._copies.synchronize()  # synchronize!  rare: smaller buffers are given up
+            self._buffers = [self._new_buffer(size, stream) for _ in range(2)]
+        return self._buffers
+
+    def _new_buffer(self, size: int, stream: Any) -> Buffer:
+        event = self._xp.cuda.Event
+        device = self._xp.empty(size, dtype=self.X.dtype)
+        made = Buffer(device, event(disable_timing=True), event(disable_timing=True))
+        made.used.record(stream)  # the pool may hand out memory that this stream still reads
+        return made
+
+    def _size(self, part: Part) -> int:
+        rows, columns = (len(range(*s.indices(n))) for s, n in zip(part, self.X.shape, strict=True))
+        return rows * columns

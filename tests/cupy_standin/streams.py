@@ -1,0 +1,151 @@
+"""Streams, events and captured graphs: what may overlap does not, and what must wait is seen to.
+
+The current stream does its work at once.  A copy on another stream is adversarial: it happens as
+late as it may, when somebody waits for it, and until then its target is poison.  Every stream,
+event and the host carry a vector clock: an array that two streams use without an event between
+them is a race and raises, and so does a source that the host changes before it has waited.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import count
+from typing import Any
+from weakref import WeakValueDictionary
+
+from cuda_emulator import EmulatorError
+
+from .ledger import LEDGER
+
+Clock = dict[int, int]  # how much of each stream's work is known to be done
+
+_host: Clock = {}
+_streams: WeakValueDictionary[int, Stream] = WeakValueDictionary()
+_numbers = count()
+
+
+class RaceError(EmulatorError):
+    """Two streams use the same memory, and nothing says which comes first."""
+
+
+def _merge(into: Clock, other: Clock) -> None:
+    for key, at in other.items():
+        into[key] = max(into.get(key, 0), at)
+
+
+def _settle(clock: Clock) -> None:
+    """Work up to `clock` is done now, if it is not yet."""
+    for key, until in clock.items():
+        stream = _streams.get(key)
+        while stream is not None and stream.pending and stream.pending[0][0] <= until:
+            stream.pending.pop(0)[1]()
+
+
+def host_waited(clock: Clock | None = None) -> None:
+    """The host has seen what was done up to `clock`, by default by the current stream."""
+    clock = Stream.current.clock if clock is None else clock
+    _settle(clock)
+    _merge(_host, clock)
+    for key, until in clock.items():
+        stream = _streams.get(key)
+        while stream is not None and stream.reading and stream.reading[0][0] <= until:
+            if not stream.reading.pop(0)[1]():
+                stream.reading.clear()  # once is enough
+                raise RaceError("the host changed memory that a copy may still have been reading")
+
+
+def order(uses: Clock, stream: Stream | None = None) -> None:
+    """A use by `stream` of memory whose last `uses` are known; they become this one."""
+    stream = stream or Stream.current
+    now = stream.tick()
+    for key, at in uses.items():
+        if stream.clock.get(key, 0) < at:
+            raise RaceError("an array is used by two streams without an event between them")
+    uses.clear()
+    uses[stream.number] = now
+
+
+class Graph:
+    """Captured launches; replaying them is one launch for the host."""
+
+    def __init__(self, launches: list[Any]) -> None:
+        self._launches = launches
+
+    def launch(self, stream: Any = None) -> None:
+        LEDGER.add("launches")
+        for launch in self._launches:
+            launch()
+
+
+class Stream:
+    """A stream; without an event it is ordered with no other, not even the default one."""
+
+    recording: list[Any] | None = None
+    current: Stream
+
+    def __init__(self, null: bool = False, non_blocking: bool = False) -> None:
+        self.ptr = 0 if null else id(self)
+        self.number = next(_numbers)
+        self.clock: Clock = {}
+        self.pending: list[tuple[int, Callable[[], None]]] = []
+        self.reading: list[tuple[int, Callable[[], bool]]] = []
+        _streams[self.number] = self
+
+    def tick(self) -> int:
+        """The number of the work that the host gives to this stream now."""
+        _merge(self.clock, _host)
+        self.clock[self.number] = self.clock.get(self.number, 0) + 1
+        return self.clock[self.number]
+
+    def later(self, work: Callable[[], None], unchanged: Callable[[], bool]) -> None:
+        """Work that nobody may count on before they have waited for it; its source must stay."""
+        self.pending.append((self.clock[self.number], work))
+        self.reading.append((self.clock[self.number], unchanged))
+
+    def wait_event(self, event: Event) -> None:
+        if event.clock is not None:  # to wait for an event that was never recorded is nothing
+            _settle(event.clock)
+            _merge(self.clock, event.clock)
+
+    def synchronize(self) -> None:
+        LEDGER.add("syncs")
+        host_waited(self.clock)
+
+    def begin_capture(self, mode: Any = None) -> None:
+        if not self.ptr:
+            raise RuntimeError("cudaErrorStreamCaptureUnsupported")
+        Stream.recording = []
+
+    def end_capture(self) -> Graph:
+        launches, Stream.recording = Stream.recording, None
+        return Graph(launches or [])
+
+    def __enter__(self) -> Stream:
+        self._before, Stream.current = Stream.current, self
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        Stream.current = self._before
+
+
+class Event:
+    """A point in a stream's work."""
+
+    def __init__(
+        self, block: bool = False, disable_timing: bool = False, interprocess: bool = False
+    ) -> None:
+        self.clock: Clock | None = None
+
+    def record(self, stream: Stream | None = None) -> None:
+        if stream is None:
+            raise TypeError("Without a stream CuPy records on the default one: say which.")
+        _merge(stream.clock, _host)
+        self.clock = dict(stream.clock)
+
+    def synchronize(self) -> None:
+        LEDGER.add("syncs")
+        if self.clock is not None:
+            host_waited(self.clock)
+
+
+Stream.current = Stream(null=True)

@@ -1,0 +1,130 @@
+"""Arrays of other libraries: tensors of the real PyTorch on the host, a fake one's on a device."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from cuda_emulator import compiler
+from cupy_standin import installed
+from cupy_standin.device_array import ndarray
+
+from herta_gpu import HERTA, Graph, SDDSolver
+from herta_gpu.backends import get_backend
+from herta_gpu.interop import accept, on_device
+from tests.conftest import random_graph
+
+
+def data() -> tuple[Graph, Any, Any, Any]:
+    rng = np.random.default_rng(0)
+    X, labels, target = rng.standard_normal((60, 12)), rng.integers(4, 7, 60), rng.random(60)
+    return random_graph(60, 200), X, labels, target
+
+
+# ---- on the host, with the real PyTorch -------------------------------------------------------
+
+
+def test_tensors_in_give_tensors_out() -> None:
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    g, X, y, _ = data()
+    train = np.arange(60) % 2 == 0
+    tensors = torch.from_numpy(X), torch.from_numpy(y), torch.from_numpy(train)
+    plain = HERTA(lam=5.0, device="cpu").fit(g, X, y, train)
+    model = HERTA(lam=5.0, device="cpu").fit(g, *tensors)
+    np.testing.assert_array_equal(model.W_, plain.W_)
+    for method in ("transform", "predict"):
+        found, expected = getattr(model, method)(g, tensors[0]), getattr(plain, method)(g, X)
+        assert isinstance(found, torch.Tensor)
+        assert isinstance(expected, np.ndarray)
+        np.testing.assert_array_equal(found.numpy(), expected)
+        assert torch.equal(torch.from_dlpack(expected), found)  # DLPack out of NumPy's, too
+    assert model.score(g, *tensors) == plain.score(g, X, y, train)
+    W = torch.from_dlpack(model.W_)
+    assert W.data_ptr() == model.W_.ctypes.data
+
+
+def test_tensors_as_edges_targets_and_right_hand_sides() -> None:
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    g, X, _, target = data()
+    u, v, _ = g.edges()
+    again = Graph.from_edges(torch.from_numpy(np.stack([u, v])), 60)
+    np.testing.assert_array_equal(again.indices, g.indices)
+    model = HERTA(device="cpu").fit(g, torch.from_numpy(X), torch.from_numpy(target))
+    found = model.predict(g, torch.from_numpy(X))
+    assert found.shape == (60,)
+    np.testing.assert_array_equal(found.numpy(), model.predict(g, X))
+    solver = SDDSolver(g, lam=3.0, device="cpu")
+    for B in (X, X[:, 0], X.astype("float32")):
+        Z = solver.solve(torch.from_numpy(B))
+        assert isinstance(Z, torch.Tensor)
+        np.testing.assert_array_equal(Z.numpy(), solver.solve(B))
+
+
+def test_a_tensor_is_not_copied() -> None:
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    X = torch.arange(6.0).reshape(2, 3)
+    taken = accept("X", X, get_backend("cpu"))
+    assert taken.ctypes.data == X.data_ptr()
+    assert not on_device(X)
+
+
+def test_what_speaks_only_dlpack_is_understood() -> None:
+    g, X, y, _ = data()
+    bare = SimpleNamespace(__dlpack__=X.__dlpack__, __dlpack_device__=X.__dlpack_device__)
+    assert np.shares_memory(accept("X", bare, get_backend("cpu")), X)
+    model = HERTA(device="cpu").fit(g, bare, y)
+    np.testing.assert_array_equal(model.W_, HERTA(device="cpu").fit(g, X, y).W_)
+
+
+# ---- on the device, with a fake one -----------------------------------------------------------
+
+
+class Tensor:
+    """A CUDA tensor: it has DLPack, and what it shows of itself is where it is."""
+
+    def __init__(self, memory: Any) -> None:
+        self.memory = memory
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return 2, 0
+
+    def __dlpack__(self, stream: Any = None, **_: Any) -> Any:
+        return self.memory.__dlpack__()
+
+
+Tensor.__module__ = "torch"
+
+
+def from_dlpack(ext: Any, /) -> Tensor:
+    assert ext.__dlpack_device__() == (2, 0)
+    assert type(ext.__dlpack__(stream=1)).__name__ == "PyCapsule"
+    return Tensor(ext._raw)  # what the capsule points to
+
+
+@pytest.mark.skipif(compiler() is None, reason="no g++: the kernels cannot be emulated")
+def test_device_tensors_in_give_device_tensors_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = ModuleType("torch")
+    torch.from_dlpack = from_dlpack  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    g, X, y, _ = data()
+    with installed() as ledger:
+        expected = HERTA(device="cuda").fit(g, X, y)
+        ledger.clear()
+        model = HERTA(device="cuda").fit(g, Tensor(X), Tensor(y))
+        assert ledger.total("bytes_up") < X.nbytes  # X did not travel
+        np.testing.assert_array_equal(model.W_, expected.W_)
+        for method in ("transform", "predict"):
+            found = getattr(model, method)(g, Tensor(X))
+            assert isinstance(found, Tensor)
+            np.testing.assert_array_equal(found.memory, getattr(expected, method)(g, X))
+            there = getattr(model, method)(g, sys.modules["cupy"].asarray(X))
+            assert isinstance(there, ndarray)  # CuPy's stays CuPy's
+            np.testing.assert_array_equal(from_dlpack(there).memory, found.memory)
+        assert model.score(g, Tensor(X), Tensor(y)) == expected.score(g, X, y)
+        solver = SDDSolver(g, lam=3.0, device="cuda")
+        Z = solver.solve(Tensor(X))
+        assert isinstance(Z, Tensor)
+        np.testing.assert_array_equal(Z.memory, solver.solve(X))
