@@ -18,12 +18,12 @@ from herta_gpu.datasets import Dataset
 from herta_gpu.files import new_file
 from herta_gpu.herta import HERTA
 from herta_gpu.metrics import evaluate
-from herta_gpu.profiling import Stages
+from herta_gpu.profiling import SHORTEST, Stages
 from herta_gpu.report import bytes_text, draw_convergence, page, table
-from herta_gpu.runs import Run, environment, load_model, read_config
+from herta_gpu.runs import Run, check_free, environment, load_model, read_config
 from herta_gpu.tune import Candidate
 from herta_gpu.tune import tune as search
-from herta_gpu.validation import check_not_negative
+from herta_gpu.validation import check_choice, check_not_negative
 
 Answer = tuple[dict[str, Any], str]
 
@@ -39,15 +39,29 @@ def train(args: argparse.Namespace) -> Answer:
     if args.resume is not None:
         return _resume(args)
     model, stages = make_model(args), Stages(args.verbose)
-    model._checked()  # a wrong parameter is told before a long load
-    data = _load(args, stages)
-    if args.out is None:
-        result = fit(model, data, stages)
-    else:
-        with Run.create(args.out, args.overwrite) as run:
-            _write_config(run, args, model, data)
-            result = _train_into(run, model, data, stages)
+    model._checked()  # a wrong parameter, or a folder in use, is told before a long load
+    check_free(args.out, args.overwrite)
+    data = load_for(args, stages)
+    result = _train(args, model, data, stages)
     return result, _train_text(result, args.out)
+
+
+def _train(
+    args: argparse.Namespace,
+    model: HERTA,
+    data: Dataset,
+    stages: Stages,
+    candidates: list[Candidate] | None = None,
+) -> dict[str, Any]:
+    """Fit, into a run folder if there is to be one; `candidates` are what the model won against."""
+    more = {} if candidates is None else {"candidates": [asdict(c) for c in candidates]}
+    if args.out is None:
+        return {**fit(model, data, stages), **more}
+    with Run.create(args.out, args.overwrite) as run:
+        _write_config(run, args, model, data)
+        if candidates is not None:
+            run.write_json("tune.json", more)
+        return {**_train_into(run, model, data, stages), **more}
 
 
 def _resume(args: argparse.Namespace) -> Answer:
@@ -56,6 +70,7 @@ def _resume(args: argparse.Namespace) -> Answer:
     with Run.reopen(args.resume) as run:
         finished = run.result()
         if finished is not None:  # killed after its last write, or asked once too often
+            stages.note(f"{args.resume} is finished: this is its result.")
             return finished, _train_text(finished, args.resume)
         before = config["environment"]["threads"]
         if str(before) != str(environment()["threads"]):
@@ -81,7 +96,8 @@ def make_model(args: argparse.Namespace, **changes: Any) -> HERTA:
     return HERTA(**{**params, **changes})
 
 
-def _load(args: argparse.Namespace, stages: Stages) -> Dataset:
+def load_for(args: argparse.Namespace, stages: Stages) -> Dataset:
+    """The dataset that the options describe, ready to train on."""
     with stages("load"):
         return prepared(
             args.dataset, args.data_dir, args.random_state, args.split, args.normalize,
@@ -221,7 +237,8 @@ def _result_rows(result: dict[str, Any]) -> list[tuple[str, str]]:
         ("certificate", result["certificate"]["text"]),
     ]
     rows += [(f"{part} {result['metric']}", f"{s:.4f}") for part, s in result["scores"].items()]
-    spent = ", ".join(f"{stage} {s:.2f}" for stage, s in result["seconds"].items())
+    shown = {stage: s for stage, s in result["seconds"].items() if s >= SHORTEST}
+    spent = ", ".join(f"{stage} {s:.2f}" for stage, s in shown.items())
     rows.append(("seconds", f"{sum(result['seconds'].values()):.2f} ({spent})"))
     rows.append(("peak memory", bytes_text(result["peak_memory_bytes"])))
     return rows
@@ -259,6 +276,8 @@ def peak_memory() -> int:
 
 def predict(args: argparse.Namespace) -> Answer:
     """herta predict RUN DATASET"""
+    path = Path(args.to) if args.to else Path(args.run) / "predictions.npz"
+    check_choice("The ending of --to", path.suffix, (".npz", ".csv"))
     config, model = read_config(args.run), load_model(Path(args.run) / "model.npz")
     if args.device is not None:
         model.set_params(device=args.device)
@@ -269,7 +288,6 @@ def predict(args: argparse.Namespace) -> Answer:
     data = data.with_log_degree() if config["log_degree"] else data
     Z = model.transform(data.graph, data.X)
     labels = Z if model.classes_ is None else model.classes_[Z.argmax(axis=1)]
-    path = Path(args.to) if args.to else Path(args.run) / "predictions.npz"
     with new_file(path) as temporary:
         if path.suffix == ".csv":
             columns = labels[:, None] if labels.ndim == 1 else labels
@@ -299,24 +317,18 @@ def tune(args: argparse.Namespace) -> Answer:
             make_model(args, lam=lam, loss=loss, optimizer="cg")._checked()
     for ridge in args.ridges:
         check_not_negative("ridge", ridge)
-    data = _load(args, stages)
+    check_free(args.out, args.overwrite)
+    data = load_for(args, stages)
     with stages("tune"):
         found = search(
             data, args.lams, args.ridges, args.losses, args.device, args.memory_budget,
-            report=lambda text: stages._show(text, passing=True),
+            report=stages.note,
         )  # fmt: skip
     best = found[0]
     optimizer = args.optimizer or ("cg" if best.loss == "mse" else "lbfgs")
     chosen = {"lam": best.lam, "ridge": best.ridge, "loss": best.loss, "optimizer": optimizer}
     model = make_model(args, **chosen)
-    if args.out is None:
-        result = fit(model, data, stages)
-    else:
-        with Run.create(args.out, args.overwrite) as run:
-            _write_config(run, args, model, data)
-            result = _train_into(run, model, data, stages)
-            run.write_json("tune.json", {"candidates": [asdict(c) for c in found]})
-    result["candidates"] = [asdict(c) for c in found]
+    result = _train(args, model, data, stages, found)
     text = _tune_text(found, data.metric) + "\n\n" + _train_text(result, args.out)
     return result, text
 
