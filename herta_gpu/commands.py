@@ -19,7 +19,7 @@ from herta_gpu.files import new_file
 from herta_gpu.herta import HERTA
 from herta_gpu.metrics import evaluate
 from herta_gpu.profiling import SHORTEST, Stages
-from herta_gpu.report import bytes_text, draw_convergence, page, table
+from herta_gpu.report import NOTHING, Rows, bytes_text, draw_convergence, page, table
 from herta_gpu.runs import Run, check_free, environment, load_model, read_config
 from herta_gpu.tune import Candidate
 from herta_gpu.tune import tune as search
@@ -61,7 +61,7 @@ def _train(
         _write_config(run, args, model, data)
         if candidates is not None:
             run.write_json("tune.json", more)
-        return {**_train_into(run, model, data, stages), **more}
+        return {**_train_into(run, model, data, stages, candidates), **more}
 
 
 def _resume(args: argparse.Namespace) -> Answer:
@@ -177,17 +177,25 @@ def _write_config(run: Run, args: argparse.Namespace, model: HERTA, data: Datase
     run.write_json("config.json", {**config, "environment": environment()})
 
 
-def _train_into(run: Run, model: HERTA, data: Dataset, stages: Stages) -> dict[str, Any]:
+def _train_into(
+    run: Run,
+    model: HERTA,
+    data: Dataset,
+    stages: Stages,
+    candidates: list[Candidate] | None = None,
+) -> dict[str, Any]:
     """Train with a run folder that is complete up to the last step at any moment."""
     result = fit(model, data, stages, callback=run.record, checkpoint=run.checkpoint)
     run.save_model(model)
-    write_report(run, model, result)
+    write_report(run, model, result, candidates)
     run.write_json("result.json", result)  # last: a run with a result is finished
     run.checkpoint.delete()
     return result
 
 
-def write_report(run: Run, model: HERTA, result: dict[str, Any]) -> None:
+def write_report(
+    run: Run, model: HERTA, result: dict[str, Any], candidates: list[Candidate] | None = None
+) -> None:
     """convergence.png, if matplotlib is there, and report.html."""
     picture: Path | None = run.folder / "convergence.png"
     try:
@@ -207,27 +215,40 @@ def write_report(run: Run, model: HERTA, result: dict[str, Any]) -> None:
     tiles.append((f"outer step{'s' * (result['steps'] != 1)}", str(result["steps"])))
     tiles.append(("total", f"{sum(result['seconds'].values()):.1f} s"))
     memory = [(k, bytes_text(v)) for k, v in model.plan_.memory.items()]
-    steps = [
-        (str(h["step"]), f"{h['loss']:.8g}", f"{h['grad_norm']:.2e}",
-         f"{h['certificate']:.2e}" if h["certificate"] < math.inf else "none",
-         str(h["inner_iterations"]), f"{h['seconds']:.3f}")
-        for h in model.history_
-    ]  # fmt: skip
-    head = ("step", "loss", "gradient norm", "certified gap", "inner iterations", "seconds")
     sections: list[tuple[str, Any]] = [
         ("Result", [("", ""), *_result_rows(result)]),
         ("Plan", [("", "decision", "why"), *model.plan_.decisions]),
-        ("Memory planned", [("for", "bytes"), *memory]),
-        ("Steps", [head, *steps]),
+        ("Memory planned", [("for", "size"), *memory]),
+        ("Steps", _step_rows(model.history_)),
         ("Parameters", [("name", "value"), *((k, str(v)) for k, v in model.get_params().items())]),
     ]
-    run.write_text(
-        "report.html",
-        page(
-            f"HERTA on {result['dataset']}", lead, tiles, result["seconds"], sections, picture,
-            result["note"],
-        ),
+    if candidates is not None:
+        sections.insert(1, ("Candidates", _candidate_rows(candidates, result["metric"])))
+    made = page(
+        f"HERTA on {result['dataset']}", lead, tiles, result["seconds"], sections, picture,
+        result["note"], _foot(result),
     )  # fmt: skip
+    run.write_text("report.html", made)
+
+
+def _step_rows(history: list[dict[str, Any]]) -> Rows:
+    head = ("step", "loss", "gradient norm", "certified gap", "inner iterations", "seconds")
+    return [head] + [
+        (str(h["step"]), f"{h['loss']:.8g}", f"{h['grad_norm']:.2e}",
+         f"{h['certificate']:.2e}" if h["certificate"] < math.inf else NOTHING,
+         str(h["inner_iterations"]), f"{h['seconds']:.3f}")
+        for h in history
+    ]  # fmt: skip
+
+
+def _foot(result: dict[str, Any]) -> str:
+    about = environment()
+    return (
+        f"Made by herta_gpu {about['herta_gpu']} with Python {about['python']}, NumPy "
+        f"{about['numpy']} and SciPy {about['scipy']}; {result['dtype']} on {result['device']}, "
+        f"{_count(int(about['threads']), 'thread')}. config.json beside this page holds all that "
+        "is needed to repeat the run."
+    )
 
 
 def _result_rows(result: dict[str, Any]) -> list[tuple[str, str]]:
@@ -266,6 +287,12 @@ def _train_text(result: dict[str, Any], out: str | None) -> str:
 
 def peak_memory() -> int:
     """The most memory this process ever held, in bytes; 0 where the system does not say."""
+    status = Path("/proc/self/status")
+    if status.is_file():
+        # Linux hands ru_maxrss on from the process that started this one; VmHWM begins anew.
+        lines = dict(line.split(":", 1) for line in status.read_text().splitlines())
+        if "VmHWM" in lines:
+            return 1024 * int(lines["VmHWM"].split()[0])
     try:
         import resource
     except ImportError:
@@ -334,10 +361,13 @@ def tune(args: argparse.Namespace) -> Answer:
 
 
 def _tune_text(found: list[Candidate], metric: str, shown: int = 12) -> str:
-    rows = [("lam", "ridge", "loss", f"train {metric}", f"valid {metric}")]
-    rows += [
-        (f"{c.lam:g}", f"{c.ridge:g}", c.loss, f"{c.train:.4f}", f"{c.valid:.4f}")
-        for c in found[:shown]
-    ]
     left = len(found) - shown
-    return table(rows) + (f"\n... and {left} more, none better" if left > 0 else "")
+    more = f"\n... and {left} more, none better" if left > 0 else ""
+    return table(_candidate_rows(found[:shown], metric)) + more
+
+
+def _candidate_rows(found: list[Candidate], metric: str) -> Rows:
+    head = ("lam", "ridge", "loss", f"train {metric}", f"valid {metric}")
+    return [head] + [
+        (f"{c.lam:g}", f"{c.ridge:g}", c.loss, f"{c.train:.4f}", f"{c.valid:.4f}") for c in found
+    ]

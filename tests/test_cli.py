@@ -314,3 +314,11 @@ def test_several_tasks_train_with_mse_and_rocauc():
     assert answer["metric"] == "rocauc"
     assert answer["scores"]["test"] > 0.97
     assert answer["status"] == "certified"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="peak memory is read as Linux counts it")
+def test_peak_memory_is_not_that_of_whoever_started_the_process():
+    ballast = np.ones(60_000_000)  # 480 MB here; ru_maxrss of a child would begin with it
+    code = "from herta_gpu.commands import peak_memory; print(peak_memory())"
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert 20e6 < int(shown.stdout) < ballast.nbytes

@@ -52,8 +52,8 @@ def from_tables(
     >>> _ = (folder / "e.csv").write_text("source,target\\n0,1\\n1,2\\n")
     >>> _ = (folder / "y.csv").write_text("0\\n1\\n1\\n-1\\n")
     >>> data = from_tables(folder / "e.csv", labels=folder / "y.csv")
-    >>> data.graph, data.y.tolist()
-    (Graph(4 nodes, 2 edges), [0, 1, 1, -1])
+    >>> data.graph.num_nodes, data.graph.num_edges, data.y.tolist()
+    (4, 2, [0, 1, 1, -1])
     """
     X = None if features is None else _features(Path(features))
     y = None if labels is None else _labels(Path(labels))
