@@ -288,7 +288,7 @@ def test_kill_9_at_random_moments_loses_nothing(tmp_path):
             quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
             with subprocess.Popen([*command, *argv], **quiet) as process:
                 try:
-                    process.wait(rng.uniform(0.1, 1.1) * whole)
+                    process.wait(rng.uniform(0.1, 1.1 if kills else 0.8) * whole)
                 except subprocess.TimeoutExpired:
                     process.kill()
                     kills += 1

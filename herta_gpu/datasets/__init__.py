@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +93,7 @@ def load(
     ('digits', 'accuracy', 1438)
     """
     if name == "digits":
-        return digits()
+        return digits() if features else replace(digits(), X=None)
     if name.startswith("synthetic:"):
         return synthetic(name.removeprefix("synthetic:"), random_state, features)
     if name.endswith(".npz"):
@@ -106,7 +106,8 @@ def load(
     if tables is not None:
         return load_tables(tables, features)
     if name in planetoid.NAMES:
-        return load_planetoid(name, planetoid.find_planetoid(name, folders))
+        data = load_planetoid(name, planetoid.find_planetoid(name, folders))
+        return data if features else replace(data, X=None)
     if name in ogbn.SHAPES:
         return load_ogb(name, _ogb_root(name, folders, data_dir), features)
     raise ValueError(_unknown(name, folders))

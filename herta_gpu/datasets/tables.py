@@ -179,10 +179,14 @@ def _text(path: Path) -> Any:
     try:
         with opener(path, "rt") as file:
             first = file.readline()
+        if not first.strip():
+            raise DataError(f"{path} is empty, or its first line is.")
         # Without one of these, columns are parted by spaces, or there is one column.
         delimiter = next((mark for mark in ",\t;" if mark in first), None)
-        header = not _is_number(first.split(delimiter)[0]) if first.strip() else False
+        header = not _is_number(first.split(delimiter)[0])
         return np.loadtxt(path, delimiter=delimiter, skiprows=int(header), ndmin=2, comments=None)
+    except DataError:
+        raise
     except (ValueError, OSError, EOFError) as error:  # gzip's own errors are of these kinds
         raise DataError(f"{path} is not a table of numbers ({error}).") from None
 
