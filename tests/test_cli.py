@@ -172,25 +172,6 @@ def test_info_names_what_is_missing(capsys):
     assert set(answer["devices"]) == {"cpu", "cuda"}
 
 
-def test_compare_says_when_there_is_no_gpu(capsys, tmp_path):
-    from herta_gpu.backends import get_backend
-
-    try:
-        get_backend("cuda")
-        pytest.skip("there is a GPU here")
-    except RuntimeError:
-        pass
-    answer = run(capsys, "compare", "digits", "--ridge", "0.1")
-    assert "There is no cuda here" in answer["note"]
-    assert set(answer["runs"]) == {"cpu float32", "cpu float64"}
-    assert answer["agreement"]["W_relative_difference"] < 1e-3
-    assert answer["agreement"]["same_predictions"] > 0.999
-    pytest.importorskip("matplotlib")
-    assert main(["compare", "digits", "--quiet", "--out", str(tmp_path / "c.png")]) == 0
-    assert (tmp_path / "c.png").read_bytes()[:4] == b"\x89PNG"
-    assert "####" in capsys.readouterr().out
-
-
 def test_profile_writes_a_trace_that_adds_up(capsys, tmp_path, monkeypatch):
     calls = []
     profiler = types.SimpleNamespace(
@@ -227,6 +208,9 @@ def test_profile_writes_a_trace_that_adds_up(capsys, tmp_path, monkeypatch):
         (["train", "digits", "--device", "cuda"], 1, "cuda"),
         (["tune", "digits", "--ridge", "-1"], 2, "ridge must not be negative"),
         (["predict", "no-run", "digits"], 1, "no-run is no run"),
+        (["predict", "no-run", "digits", "--to", "p.parquet"], 2, "must be one of"),
+        (["compare", "digits", "--devices", "cpu,cpu"], 2, "two different devices"),
+        (["train", "./"], 1, "has no edges.csv"),
         (["plan", "synthetic:n=10,m=999"], 2, "at most"),
     ],
 )
@@ -249,6 +233,41 @@ def test_usage_errors_exit_with_2(argv, capsys):
         main(argv)
     assert stopped.value.code == 2
     assert "usage: herta" in capsys.readouterr().err
+
+
+def test_ctrl_c_names_the_command_that_goes_on(capsys, tmp_path, monkeypatch):
+    from herta_gpu.runs import Run
+
+    def stopped(self, step):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Run, "record", stopped)
+        assert main(["train", "digits", "--quiet", "--out", str(tmp_path / "r")]) == 130
+    said = f"herta: Interrupted: herta train --resume {tmp_path / 'r'} goes on.\n"
+    assert capsys.readouterr().err == said
+    assert main(["train", "digits", "--quiet", "--out", str(tmp_path / "r")]) == 2
+    assert f"--resume {tmp_path / 'r'}" in capsys.readouterr().err
+    assert main(["train", "--resume", str(tmp_path / "r"), "--quiet"]) == 0
+    assert main(["train", "--resume", str(tmp_path / "r")]) == 0
+    assert "is finished: this is its result" in capsys.readouterr().err
+
+
+def test_a_folder_in_use_is_told_before_anything_is_loaded(capsys, tmp_path, monkeypatch):
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.setattr("herta_gpu.datasets.load", lambda *args, **kwargs: pytest.fail("loaded"))
+    for command in ("train", "tune"):
+        assert main([command, "digits", "--quiet", "--out", str(tmp_path)]) == 2
+        assert "already holds a run" in capsys.readouterr().err
+
+
+def test_the_help_tells_the_defaults_of_the_estimator(capsys):
+    with pytest.raises(SystemExit):
+        main(["train", "--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    for name in ("lam", "ridge", "tol"):
+        assert f"default {HERTA().get_params()[name]:g}" in shown
+    assert f"default {HERTA().max_iter}" in shown
 
 
 def test_debug_shows_the_traceback_and_json_the_error(capsys):
