@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from herta_gpu import datasets
+from herta_gpu import backends, datasets
 from herta_gpu.backends import get_backend
 from herta_gpu.checkpoint import Checkpoint
 from herta_gpu.datasets import Dataset
@@ -98,11 +99,20 @@ def make_model(args: argparse.Namespace, **changes: Any) -> HERTA:
 
 def load_for(args: argparse.Namespace, stages: Stages) -> Dataset:
     """The dataset that the options describe, ready to train on."""
+    _tell_of_compilation(stages)
     with stages("load"):
         return prepared(
             args.dataset, args.data_dir, args.random_state, args.split, args.normalize,
             args.log_degree,
         )  # fmt: skip
+
+
+def _tell_of_compilation(stages: Stages) -> None:
+    """The first fit ever compiles the CPU kernels: half a minute nobody should wonder about."""
+    folder = Path(backends.__file__).parent / "__pycache__"
+    elsewhere = "NUMBA_CACHE_DIR" in os.environ or not os.access(folder, os.W_OK)
+    if backends._fast() and not elsewhere and not any(folder.glob("fast_kernels*.nbi")):
+        stages.note("The first run compiles the CPU kernels: up to a minute, once.", stays=True)
 
 
 def prepared(

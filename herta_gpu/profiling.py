@@ -69,9 +69,9 @@ class Stages:
         if not self._held:
             self._show(text, passing=True)
 
-    def note(self, text: str) -> None:
-        """A line about what goes on inside a stage."""
-        self._show(text, passing=True)
+    def note(self, text: str, stays: bool = False) -> None:
+        """A line about what goes on; on a terminal the next one takes its place unless it stays."""
+        self._show(text, passing=not stays)
 
     def _show(self, text: str, passing: bool = False) -> None:
         """A line; one that is `passing` is overwritten by the next on a terminal."""

@@ -140,6 +140,28 @@ def test_plan_needs_no_data(capsys):
     assert sizes("synthetic:papers100M").m == answer["m"]
 
 
+def test_plan_loads_nothing_that_is_slow_to_import():
+    code = (
+        "import sys; from herta_gpu.cli import main; main(['plan', 'synthetic:papers100M']);"
+        "slow = {'scipy.stats', 'scipy.optimize', 'matplotlib', 'torch', 'ogb'} & set(sys.modules);"
+        "assert not slow, slow"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+def test_the_first_run_says_that_it_compiles(capsys, monkeypatch, tmp_path):
+    pytest.importorskip("numba", reason="without numba nothing is compiled")
+    (tmp_path / "__pycache__").mkdir()
+    monkeypatch.delenv("NUMBA_CACHE_DIR", raising=False)
+    monkeypatch.setenv("HERTA_FAST", "1")
+    monkeypatch.setattr("herta_gpu.backends.__file__", str(tmp_path / "__init__.py"))
+    assert main(["train", "digits", "--ridge", "0.1"]) == 0
+    assert "first run compiles the CPU kernels" in capsys.readouterr().err
+    (tmp_path / "__pycache__" / "fast_kernels.x.nbi").touch()
+    assert main(["train", "digits", "--ridge", "0.1"]) == 0
+    assert "compiles" not in capsys.readouterr().err
+
+
 def test_plan_is_what_train_does(capsys):
     name = "synthetic:n=2000,m=9000,d=16,c=4"
     answer = run(capsys, "plan", name, "--lam", "20", "--memory-budget", "1GB")
