@@ -315,7 +315,12 @@ def predict(args: argparse.Namespace) -> Answer:
     """herta predict RUN DATASET"""
     path = Path(args.to) if args.to else Path(args.run) / "predictions.npz"
     check_choice("The ending of --to", path.suffix, (".npz", ".csv"))
-    config, model = read_config(args.run), load_model(Path(args.run) / "model.npz")
+    config, stored = read_config(args.run), Path(args.run) / "model.npz"
+    if not stored.is_file():
+        raise FileNotFoundError(
+            f"{args.run} is not finished: herta train --resume {args.run} goes on with it."
+        )
+    model = load_model(stored)
     if args.device is not None:
         model.set_params(device=args.device)
     data_dir = args.data_dir or config.get("data_dir")

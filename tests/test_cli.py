@@ -270,6 +270,8 @@ def test_ctrl_c_names_the_command_that_goes_on(capsys, tmp_path, monkeypatch):
     assert capsys.readouterr().err == said
     assert main(["train", "digits", "--quiet", "--out", str(tmp_path / "r")]) == 2
     assert f"--resume {tmp_path / 'r'}" in capsys.readouterr().err
+    assert main(["predict", str(tmp_path / "r"), "digits", "--quiet"]) == 1
+    assert "is not finished: herta train --resume" in capsys.readouterr().err
     assert main(["train", "--resume", str(tmp_path / "r"), "--quiet"]) == 0
     assert main(["train", "--resume", str(tmp_path / "r")]) == 0
     assert "is finished: this is its result" in capsys.readouterr().err
