@@ -181,10 +181,16 @@ def _write_config(run: Run, args: argparse.Namespace, model: HERTA, data: Datase
         # The budget decides how many columns are solved at once, and so the last bits: fix it.
         free = get_backend(model.device).memory_available()
         model.set_params(memory_budget=int(0.8 * free))
-    config = {"dataset": args.dataset, "split": args.split, "log_degree": args.log_degree}
-    config |= {"normalize": data.metadata.get("normalize"), "data_dir": args.data_dir}
+    config: dict[str, Any] = {"dataset": _anchored(args.dataset), "split": args.split}
+    config |= {"log_degree": args.log_degree, "normalize": data.metadata.get("normalize")}
+    config["data_dir"] = None if args.data_dir is None else os.path.abspath(args.data_dir)
     config["params"] = {**model.get_params(), "verbose": False}
     run.write_json("config.json", {**config, "environment": environment()})
+
+
+def _anchored(name: str) -> str:
+    """A path as it is found from any folder; a name as it is."""
+    return os.path.abspath(name) if name.endswith(".npz") or os.sep in name else name
 
 
 def _train_into(

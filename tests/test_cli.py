@@ -277,6 +277,28 @@ def test_ctrl_c_names_the_command_that_goes_on(capsys, tmp_path, monkeypatch):
     assert "is finished: this is its result" in capsys.readouterr().err
 
 
+def test_a_run_is_resumed_from_any_folder(tmp_path, monkeypatch, capsys):
+    from herta_gpu.runs import Run, read_config
+
+    def full(self, step):
+        raise OSError("no space left on device")
+
+    data, record = load("digits"), Run.record
+    u, v, _ = data.graph.edges()
+    arrays = {"edge_index": np.stack([u, v]), "num_nodes": 1797, "features": data.X}
+    np.savez(tmp_path / "d.npz", labels=data.y, **arrays, **data.split)
+    (tmp_path / "elsewhere").mkdir()
+    for i, argv in enumerate((["d.npz"], ["d", "--data-dir", "."])):
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(Run, "record", full)
+        assert main(["train", *argv, "--quiet", "--out", f"r{i}"]) == 1
+        monkeypatch.setattr(Run, "record", record)
+        monkeypatch.chdir(tmp_path / "elsewhere")
+        assert main(["train", "--resume", f"../r{i}", "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["nodes"] == 1797
+        assert read_config(f"../r{i}")["params"]["lam"] == 1.0
+
+
 def test_a_folder_in_use_is_told_before_anything_is_loaded(capsys, tmp_path, monkeypatch):
     (tmp_path / "config.json").write_text("{}")
     monkeypatch.setattr("herta_gpu.datasets.load", lambda *args, **kwargs: pytest.fail("loaded"))
