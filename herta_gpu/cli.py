@@ -10,6 +10,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from herta_gpu import __version__
@@ -32,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         result, text = _command(args.command)(args)
     except KeyboardInterrupt:
-        return _failed(args, "Interrupted.", 130)
+        return _failed(args, _interrupted(args), 130)
     except (DataError, OSError, RuntimeError, MemoryError, ImportError) as error:
         return _failed(args, error, 1)
     except (ValueError, TypeError) as error:
@@ -50,11 +51,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _command(name: str) -> Callable[[argparse.Namespace], tuple[dict[str, Any], str]]:
-    from herta_gpu import commands, measure
+    from herta_gpu import commands, compare, measure
 
-    module = commands if name in ("train", "tune", "predict") else measure
-    command: Callable[[argparse.Namespace], tuple[dict[str, Any], str]] = getattr(module, name)
+    module = {"train": commands, "tune": commands, "predict": commands, "compare": compare}
+    command: Callable[[argparse.Namespace], tuple[dict[str, Any], str]]
+    command = getattr(module.get(name, measure), name)
     return command
+
+
+def _interrupted(args: argparse.Namespace) -> str:
+    run = getattr(args, "resume", None) or getattr(args, "out", None)
+    begun = args.command in ("train", "tune") and run and Path(run, "config.json").is_file()
+    return f"Interrupted: herta train --resume {run} goes on." if begun else "Interrupted."
 
 
 def _failed(args: argparse.Namespace, error: Any, code: int) -> int:
@@ -72,8 +80,9 @@ def _parser() -> argparse.ArgumentParser:
         prog="herta",
         description="Train unfolded graph neural networks to a certified optimum.",
         epilog="Datasets: digits, synthetic:arxiv, synthetic:n=1e5,m=1e6,d=64,c=10, cora, "
-        "citeseer, pubmed, ogbn-arxiv, ..., NAME for a NAME.npz in a data folder, or the path of "
-        "a .npz file. `herta info` lists them.",
+        "citeseer, pubmed, ogbn-arxiv, ..., NAME for a NAME.npz in a data folder, the path of "
+        "a .npz file, or a folder with edges.csv (or .parquet), features and labels. "
+        "`herta info` lists them.",
     )
     parser.add_argument("--version", action="version", version=f"herta_gpu {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -82,7 +91,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_predict(commands)
     _add_measuring(commands)
     info = commands.add_parser("info", help="devices, versions, extras, datasets")
-    info.add_argument("--data-dir")
+    info.add_argument("--data-dir", metavar="DIR", help="where to look; default $HERTA_DATA")
     _add_output(info)
     return parser
 
@@ -96,7 +105,7 @@ def _add_train(commands: Any) -> None:
     train.set_defaults(check=lambda args: _check_resume(train, args))
     plan = commands.add_parser("plan", help="memory, cost and strategy, before anything is loaded")
     plan.add_argument("dataset")
-    plan.add_argument("--data-dir")
+    plan.add_argument("--data-dir", metavar="DIR", help="where to look; default $HERTA_DATA")
     _add_model(plan)
     _add_output(plan)
 
@@ -125,7 +134,7 @@ def _add_predict(commands: Any) -> None:
     predict = commands.add_parser("predict", help="apply a trained run to a dataset")
     predict.add_argument("run", help="the folder that --out wrote")
     predict.add_argument("dataset")
-    predict.add_argument("--data-dir")
+    predict.add_argument("--data-dir", metavar="DIR", help="where to look; default $HERTA_DATA")
     predict.add_argument("--device", choices=("auto", "cpu", "cuda"))
     predict.add_argument("--to", metavar="FILE", help=".npz or .csv; default RUN/predictions.npz")
     _add_output(predict)
@@ -139,11 +148,17 @@ def _add_measuring(commands: Any) -> None:
         _add_model(command)
         _add_output(command)
     compare.add_argument(
-        "--devices", type=_words(("cpu", "cuda", "auto")), default=("cpu", "cuda"),
-        metavar="cpu,cuda",
+        "--devices", type=_words(("cpu", "cpu-scipy", "cuda", "auto")), default=("cpu", "cuda"),
+        metavar="A,B", help="default cpu,cuda; cpu-scipy is the CPU without compiled kernels",
     )  # fmt: skip
     compare.add_argument("--out", metavar="FILE.png", help="draw the seconds per stage")
+    compare.set_defaults(check=lambda args: _check_devices(compare, args))
     profile.add_argument("--out", metavar="FILE.json", help="default herta-trace.json")
+
+
+def _check_devices(compare: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    if args.device != compare.get_default("device"):
+        compare.error("compare takes --devices A,B instead of --device")
 
 
 def _check_resume(train: argparse.ArgumentParser, args: argparse.Namespace) -> None:
@@ -153,9 +168,11 @@ def _check_resume(train: argparse.ArgumentParser, args: argparse.Namespace) -> N
             train.error("a DATASET is needed, or --resume RUN")
         return
     free = ("command", "resume", "json", "quiet", "debug", "check")
+    flags = {action.dest: max(action.option_strings, default="DATASET", key=len)
+             for action in train._actions}  # fmt: skip
     for name, value in vars(args).items():
         if name not in free and value != train.get_default(name):
-            train.error(f"--resume takes everything from the run: leave out {name}")
+            train.error(f"--resume takes everything from the run: leave out {flags[name]}")
 
 
 def _add_data(command: argparse.ArgumentParser, optional: bool = False) -> None:
@@ -163,40 +180,71 @@ def _add_data(command: argparse.ArgumentParser, optional: bool = False) -> None:
     group.add_argument(
         "dataset",
         nargs="?" if optional else None,
-        help="a name or the path of a .npz file; see herta --help",
+        help="a name, the path of a .npz file, or a folder of tables; see herta --help",
     )
-    group.add_argument("--data-dir", help="where to look; default $HERTA_DATA")
+    group.add_argument("--data-dir", metavar="DIR", help="where to look; default $HERTA_DATA")
     group.add_argument("--split", metavar="public|random:0.8", help="default public if there is")
     group.add_argument(
         "--normalize", choices=NORMALIZATIONS, help="default row for bags of words, else none"
     )
-    group.add_argument("--log-degree", action="store_true", help="one more feature")
+    group.add_argument("--log-degree", action="store_true", help="as one more feature")
 
 
 def _add_model(command: argparse.ArgumentParser) -> None:
     group = command.add_argument_group("model")
     strength = group.add_mutually_exclusive_group()
-    strength.add_argument("--lam", type=float, default=_DEFAULTS["lam"], help="default 1")
-    strength.add_argument("--alpha", type=float, help="APPNP's teleport: lam = 1/alpha - 1")
-    group.add_argument("--loss", choices=tuple(LOSSES), default=_DEFAULTS["loss"])
-    group.add_argument("--ridge", type=float, default=_DEFAULTS["ridge"])
-    group.add_argument("--optimizer", choices=OPTIMIZERS, default=_DEFAULTS["optimizer"])
-    group.add_argument("--learning-rate", type=_rate)
+    strength.add_argument(
+        "--lam", type=float, metavar="L", **_default("lam", "strength of the graph")
+    )
+    strength.add_argument(
+        "--alpha", type=float, metavar="A", help="APPNP's teleport: lam = 1/alpha - 1"
+    )
+    group.add_argument("--loss", choices=tuple(LOSSES), **_default("loss"))
+    group.add_argument(
+        "--ridge", type=float, metavar="R", **_default("ridge", "adds R/2 ||W||^2 to the loss")
+    )
+    group.add_argument("--optimizer", choices=OPTIMIZERS, **_default("optimizer"))
+    group.add_argument(
+        "--learning-rate", type=_rate, metavar="RATE|spectral", help="default by the optimizer"
+    )
     _add_computing(command)
 
 
 def _add_computing(command: argparse.ArgumentParser) -> None:
     group = command.add_argument_group("computing")
-    group.add_argument("--tol", type=float, default=_DEFAULTS["tol"], help="certified gap to reach")
-    group.add_argument("--max-iter", type=int, default=_DEFAULTS["max_iter"])
-    group.add_argument("--strategy", choices=("auto", "herta", "direct"), default="auto")
-    group.add_argument("--sparsify", type=_wish, default="auto", metavar="auto|mixed|yes|no|COUNT")
-    group.add_argument("--sketch", type=_wish, default="auto", metavar="auto|yes|no|COUNT")
-    group.add_argument("--no-precondition", dest="precondition", action="store_false")
-    group.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    group.add_argument("--dtype", choices=("float32", "float64"), default="float32")
-    group.add_argument("--memory-budget", metavar="8GB")
-    group.add_argument("--seed", dest="random_state", type=int, default=0)
+    group.add_argument(
+        "--tol", type=float, metavar="GAP", **_default("tol", "certified gap to reach")
+    )
+    group.add_argument("--max-iter", type=int, metavar="N", **_default("max_iter", "outer steps"))
+    group.add_argument(
+        "--strategy", choices=("auto", "herta", "direct"), **_default("strategy", "auto: cheapest")
+    )
+    group.add_argument(
+        "--sparsify", type=_wish, default="auto", metavar="auto|mixed|yes|no|COUNT",
+        help="sample edges for the preconditioner",
+    )  # fmt: skip
+    group.add_argument(
+        "--sketch", type=_wish, default="auto", metavar="auto|yes|no|COUNT",
+        help="sample rows for the preconditioner",
+    )  # fmt: skip
+    group.add_argument(
+        "--no-precondition", dest="precondition", action="store_false", help="for comparison: slow"
+    )
+    group.add_argument(
+        "--device", choices=("auto", "cpu", "cuda"), **_default("device", "auto: cuda if usable")
+    )
+    group.add_argument("--dtype", choices=("float32", "float64"), **_default("dtype"))
+    group.add_argument("--memory-budget", metavar="8GB", help="default 80%% of what is free")
+    group.add_argument(
+        "--seed", dest="random_state", type=int, metavar="N", **_default("random_state")
+    )
+
+
+def _default(name: str, about: str = "") -> dict[str, Any]:
+    """The estimator's own default, told in the help."""
+    value = _DEFAULTS[name]
+    shown = f"{value:g}" if isinstance(value, float) else str(value)
+    return {"default": value, "help": f"{about}; default {shown}" if about else f"default {shown}"}
 
 
 def _add_run(command: argparse.ArgumentParser) -> None:

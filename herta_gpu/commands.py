@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -11,19 +12,19 @@ from typing import Any
 
 import numpy as np
 
-from herta_gpu import datasets
+from herta_gpu import backends, datasets
 from herta_gpu.backends import get_backend
 from herta_gpu.checkpoint import Checkpoint
 from herta_gpu.datasets import Dataset
 from herta_gpu.files import new_file
 from herta_gpu.herta import HERTA
 from herta_gpu.metrics import evaluate
-from herta_gpu.profiling import Stages
-from herta_gpu.report import bytes_text, draw_convergence, page, table
-from herta_gpu.runs import Run, environment, load_model, read_config
+from herta_gpu.profiling import SHORTEST, Stages
+from herta_gpu.report import NOTHING, Rows, bytes_text, draw_convergence, page, table
+from herta_gpu.runs import Run, check_free, environment, load_model, read_config
 from herta_gpu.tune import Candidate
 from herta_gpu.tune import tune as search
-from herta_gpu.validation import check_not_negative
+from herta_gpu.validation import check_choice, check_not_negative
 
 Answer = tuple[dict[str, Any], str]
 
@@ -39,15 +40,29 @@ def train(args: argparse.Namespace) -> Answer:
     if args.resume is not None:
         return _resume(args)
     model, stages = make_model(args), Stages(args.verbose)
-    model._checked()  # a wrong parameter is told before a long load
-    data = _load(args, stages)
-    if args.out is None:
-        result = fit(model, data, stages)
-    else:
-        with Run.create(args.out, args.overwrite) as run:
-            _write_config(run, args, model, data)
-            result = _train_into(run, model, data, stages)
+    model._checked()  # a wrong parameter, or a folder in use, is told before a long load
+    check_free(args.out, args.overwrite)
+    data = load_for(args, stages)
+    result = _train(args, model, data, stages)
     return result, _train_text(result, args.out)
+
+
+def _train(
+    args: argparse.Namespace,
+    model: HERTA,
+    data: Dataset,
+    stages: Stages,
+    candidates: list[Candidate] | None = None,
+) -> dict[str, Any]:
+    """Fit, into a run folder if there is to be one; `candidates` are what the model won against."""
+    more = {} if candidates is None else {"candidates": [asdict(c) for c in candidates]}
+    if args.out is None:
+        return {**fit(model, data, stages), **more}
+    with Run.create(args.out, args.overwrite) as run:
+        _write_config(run, args, model, data)
+        if candidates is not None:
+            run.write_json("tune.json", more)
+        return {**_train_into(run, model, data, stages, candidates), **more}
 
 
 def _resume(args: argparse.Namespace) -> Answer:
@@ -56,6 +71,7 @@ def _resume(args: argparse.Namespace) -> Answer:
     with Run.reopen(args.resume) as run:
         finished = run.result()
         if finished is not None:  # killed after its last write, or asked once too often
+            stages.note(f"{args.resume} is finished: this is its result.")
             return finished, _train_text(finished, args.resume)
         before = config["environment"]["threads"]
         if str(before) != str(environment()["threads"]):
@@ -81,12 +97,22 @@ def make_model(args: argparse.Namespace, **changes: Any) -> HERTA:
     return HERTA(**{**params, **changes})
 
 
-def _load(args: argparse.Namespace, stages: Stages) -> Dataset:
+def load_for(args: argparse.Namespace, stages: Stages) -> Dataset:
+    """The dataset that the options describe, ready to train on."""
+    _tell_of_compilation(stages)
     with stages("load"):
         return prepared(
             args.dataset, args.data_dir, args.random_state, args.split, args.normalize,
             args.log_degree,
         )  # fmt: skip
+
+
+def _tell_of_compilation(stages: Stages) -> None:
+    """The first fit ever compiles the CPU kernels: half a minute nobody should wonder about."""
+    folder = Path(backends.__file__).parent / "__pycache__"
+    elsewhere = "NUMBA_CACHE_DIR" in os.environ or not os.access(folder, os.W_OK)
+    if backends._fast() and not elsewhere and not any(folder.glob("fast_kernels*.nbi")):
+        stages.note("The first run compiles the CPU kernels: up to a minute, once.", stays=True)
 
 
 def prepared(
@@ -155,23 +181,37 @@ def _write_config(run: Run, args: argparse.Namespace, model: HERTA, data: Datase
         # The budget decides how many columns are solved at once, and so the last bits: fix it.
         free = get_backend(model.device).memory_available()
         model.set_params(memory_budget=int(0.8 * free))
-    config = {"dataset": args.dataset, "split": args.split, "log_degree": args.log_degree}
-    config |= {"normalize": data.metadata.get("normalize"), "data_dir": args.data_dir}
+    config: dict[str, Any] = {"dataset": _anchored(args.dataset), "split": args.split}
+    config |= {"log_degree": args.log_degree, "normalize": data.metadata.get("normalize")}
+    config["data_dir"] = None if args.data_dir is None else os.path.abspath(args.data_dir)
     config["params"] = {**model.get_params(), "verbose": False}
     run.write_json("config.json", {**config, "environment": environment()})
 
 
-def _train_into(run: Run, model: HERTA, data: Dataset, stages: Stages) -> dict[str, Any]:
+def _anchored(name: str) -> str:
+    """A path as it is found from any folder; a name as it is."""
+    return os.path.abspath(name) if name.endswith(".npz") or os.sep in name else name
+
+
+def _train_into(
+    run: Run,
+    model: HERTA,
+    data: Dataset,
+    stages: Stages,
+    candidates: list[Candidate] | None = None,
+) -> dict[str, Any]:
     """Train with a run folder that is complete up to the last step at any moment."""
     result = fit(model, data, stages, callback=run.record, checkpoint=run.checkpoint)
     run.save_model(model)
-    write_report(run, model, result)
+    write_report(run, model, result, candidates)
     run.write_json("result.json", result)  # last: a run with a result is finished
     run.checkpoint.delete()
     return result
 
 
-def write_report(run: Run, model: HERTA, result: dict[str, Any]) -> None:
+def write_report(
+    run: Run, model: HERTA, result: dict[str, Any], candidates: list[Candidate] | None = None
+) -> None:
     """convergence.png, if matplotlib is there, and report.html."""
     picture: Path | None = run.folder / "convergence.png"
     try:
@@ -191,27 +231,40 @@ def write_report(run: Run, model: HERTA, result: dict[str, Any]) -> None:
     tiles.append((f"outer step{'s' * (result['steps'] != 1)}", str(result["steps"])))
     tiles.append(("total", f"{sum(result['seconds'].values()):.1f} s"))
     memory = [(k, bytes_text(v)) for k, v in model.plan_.memory.items()]
-    steps = [
-        (str(h["step"]), f"{h['loss']:.8g}", f"{h['grad_norm']:.2e}",
-         f"{h['certificate']:.2e}" if h["certificate"] < math.inf else "none",
-         str(h["inner_iterations"]), f"{h['seconds']:.3f}")
-        for h in model.history_
-    ]  # fmt: skip
-    head = ("step", "loss", "gradient norm", "certified gap", "inner iterations", "seconds")
     sections: list[tuple[str, Any]] = [
         ("Result", [("", ""), *_result_rows(result)]),
         ("Plan", [("", "decision", "why"), *model.plan_.decisions]),
-        ("Memory planned", [("for", "bytes"), *memory]),
-        ("Steps", [head, *steps]),
+        ("Memory planned", [("for", "size"), *memory]),
+        ("Steps", _step_rows(model.history_)),
         ("Parameters", [("name", "value"), *((k, str(v)) for k, v in model.get_params().items())]),
     ]
-    run.write_text(
-        "report.html",
-        page(
-            f"HERTA on {result['dataset']}", lead, tiles, result["seconds"], sections, picture,
-            result["note"],
-        ),
+    if candidates is not None:
+        sections.insert(1, ("Candidates", _candidate_rows(candidates, result["metric"])))
+    made = page(
+        f"HERTA on {result['dataset']}", lead, tiles, result["seconds"], sections, picture,
+        result["note"], _foot(result),
     )  # fmt: skip
+    run.write_text("report.html", made)
+
+
+def _step_rows(history: list[dict[str, Any]]) -> Rows:
+    head = ("step", "loss", "gradient norm", "certified gap", "inner iterations", "seconds")
+    return [head] + [
+        (str(h["step"]), f"{h['loss']:.8g}", f"{h['grad_norm']:.2e}",
+         f"{h['certificate']:.2e}" if h["certificate"] < math.inf else NOTHING,
+         str(h["inner_iterations"]), f"{h['seconds']:.3f}")
+        for h in history
+    ]  # fmt: skip
+
+
+def _foot(result: dict[str, Any]) -> str:
+    about = environment()
+    return (
+        f"Made by herta_gpu {about['herta_gpu']} with Python {about['python']}, NumPy "
+        f"{about['numpy']} and SciPy {about['scipy']}; {result['dtype']} on {result['device']}, "
+        f"{_count(int(about['threads']), 'thread')}. config.json beside this page holds all that "
+        "is needed to repeat the run."
+    )
 
 
 def _result_rows(result: dict[str, Any]) -> list[tuple[str, str]]:
@@ -221,7 +274,8 @@ def _result_rows(result: dict[str, Any]) -> list[tuple[str, str]]:
         ("certificate", result["certificate"]["text"]),
     ]
     rows += [(f"{part} {result['metric']}", f"{s:.4f}") for part, s in result["scores"].items()]
-    spent = ", ".join(f"{stage} {s:.2f}" for stage, s in result["seconds"].items())
+    shown = {stage: s for stage, s in result["seconds"].items() if s >= SHORTEST}
+    spent = ", ".join(f"{stage} {s:.2f}" for stage, s in shown.items())
     rows.append(("seconds", f"{sum(result['seconds'].values()):.2f} ({spent})"))
     rows.append(("peak memory", bytes_text(result["peak_memory_bytes"])))
     return rows
@@ -249,6 +303,12 @@ def _train_text(result: dict[str, Any], out: str | None) -> str:
 
 def peak_memory() -> int:
     """The most memory this process ever held, in bytes; 0 where the system does not say."""
+    status = Path("/proc/self/status")
+    if status.is_file():
+        # Linux hands ru_maxrss on from the process that started this one; VmHWM begins anew.
+        lines = dict(line.split(":", 1) for line in status.read_text().splitlines())
+        if "VmHWM" in lines:
+            return 1024 * int(lines["VmHWM"].split()[0])
     try:
         import resource
     except ImportError:
@@ -259,7 +319,14 @@ def peak_memory() -> int:
 
 def predict(args: argparse.Namespace) -> Answer:
     """herta predict RUN DATASET"""
-    config, model = read_config(args.run), load_model(Path(args.run) / "model.npz")
+    path = Path(args.to) if args.to else Path(args.run) / "predictions.npz"
+    check_choice("The ending of --to", path.suffix, (".npz", ".csv"))
+    config, stored = read_config(args.run), Path(args.run) / "model.npz"
+    if not stored.is_file():
+        raise FileNotFoundError(
+            f"{args.run} is not finished: herta train --resume {args.run} goes on with it."
+        )
+    model = load_model(stored)
     if args.device is not None:
         model.set_params(device=args.device)
     data_dir = args.data_dir or config.get("data_dir")
@@ -269,7 +336,6 @@ def predict(args: argparse.Namespace) -> Answer:
     data = data.with_log_degree() if config["log_degree"] else data
     Z = model.transform(data.graph, data.X)
     labels = Z if model.classes_ is None else model.classes_[Z.argmax(axis=1)]
-    path = Path(args.to) if args.to else Path(args.run) / "predictions.npz"
     with new_file(path) as temporary:
         if path.suffix == ".csv":
             columns = labels[:, None] if labels.ndim == 1 else labels
@@ -299,33 +365,30 @@ def tune(args: argparse.Namespace) -> Answer:
             make_model(args, lam=lam, loss=loss, optimizer="cg")._checked()
     for ridge in args.ridges:
         check_not_negative("ridge", ridge)
-    data = _load(args, stages)
+    check_free(args.out, args.overwrite)
+    data = load_for(args, stages)
     with stages("tune"):
         found = search(
             data, args.lams, args.ridges, args.losses, args.device, args.memory_budget,
-            report=lambda text: stages._show(text, passing=True),
+            report=stages.note,
         )  # fmt: skip
     best = found[0]
     optimizer = args.optimizer or ("cg" if best.loss == "mse" else "lbfgs")
     chosen = {"lam": best.lam, "ridge": best.ridge, "loss": best.loss, "optimizer": optimizer}
     model = make_model(args, **chosen)
-    if args.out is None:
-        result = fit(model, data, stages)
-    else:
-        with Run.create(args.out, args.overwrite) as run:
-            _write_config(run, args, model, data)
-            result = _train_into(run, model, data, stages)
-            run.write_json("tune.json", {"candidates": [asdict(c) for c in found]})
-    result["candidates"] = [asdict(c) for c in found]
+    result = _train(args, model, data, stages, found)
     text = _tune_text(found, data.metric) + "\n\n" + _train_text(result, args.out)
     return result, text
 
 
 def _tune_text(found: list[Candidate], metric: str, shown: int = 12) -> str:
-    rows = [("lam", "ridge", "loss", f"train {metric}", f"valid {metric}")]
-    rows += [
-        (f"{c.lam:g}", f"{c.ridge:g}", c.loss, f"{c.train:.4f}", f"{c.valid:.4f}")
-        for c in found[:shown]
-    ]
     left = len(found) - shown
-    return table(rows) + (f"\n... and {left} more, none better" if left > 0 else "")
+    more = f"\n... and {left} more, none better" if left > 0 else ""
+    return table(_candidate_rows(found[:shown], metric)) + more
+
+
+def _candidate_rows(found: list[Candidate], metric: str) -> Rows:
+    head = ("lam", "ridge", "loss", f"train {metric}", f"valid {metric}")
+    return [head] + [
+        (f"{c.lam:g}", f"{c.ridge:g}", c.loss, f"{c.train:.4f}", f"{c.valid:.4f}") for c in found
+    ]

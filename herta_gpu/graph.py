@@ -20,6 +20,7 @@ from herta_gpu.ordering import (
     reverse_cuthill_mckee,
 )
 
+_QUICK = 10**6  # edges up to which `repr` looks for components
 Edges = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64] | None]
 
 
@@ -230,7 +231,7 @@ class Graph:
         ]
         if self.num_isolated:
             parts.append(f"{self.num_isolated:,} isolated node" + "s" * (self.num_isolated > 1))
-        if self.num_components > 1:
+        if self.num_edges <= _QUICK and self.num_components > 1:
             parts.append(f"{self.num_components:,} components")
         return f"Graph({', '.join(parts)})"
 

@@ -1,4 +1,4 @@
-"""What can be known about a fit: plan before it, compare and profile after it, info on the side."""
+"""What can be known about a fit: plan before it, profile after it, info on the side."""
 
 from __future__ import annotations
 
@@ -16,116 +16,33 @@ import numpy as np
 
 from herta_gpu import datasets
 from herta_gpu.backends import get_backend
-from herta_gpu.commands import Answer, fit, make_model, prepared
-from herta_gpu.datasets import Dataset, DataSizes
+from herta_gpu.commands import Answer, fit, load_for, make_model
+from herta_gpu.datasets import DataSizes
 from herta_gpu.datasets.storage import cache_dir
 from herta_gpu.files import new_file
 from herta_gpu.herta import HERTA
 from herta_gpu.planner import Plan
 from herta_gpu.profiling import Stages
-from herta_gpu.report import bars, bytes_text, draw_bars, table
+from herta_gpu.report import bytes_text, table
 from herta_gpu.runs import environment, jsonable
 from herta_gpu.validation import parse_bytes
 
 # Bytes of Python with NumPy and SciPy, and of what is loaded where it is installed.
 _INTERPRETER, _COMPILER, _CUPY = 100 << 20, 50 << 20, 25 << 20
 _EXTRAS = {
+    "fast": ("numba",),
     "ogb": ("ogb", "torch"),
     "plot": ("matplotlib",),
     "tables": ("pandas", "pyarrow"),
 }
 
 
-def compare(args: argparse.Namespace) -> Answer:
-    """herta compare DATASET"""
-    ways, why = _ways(args.devices, args.dtype)
-    data = _data(args)
-    fits: dict[str, tuple[HERTA, dict[str, Any]]] = {}
-    for name, changes in ways.items():
-        model = make_model(args, **changes)
-        fits[name] = (model, fit(model, data, Stages(args.verbose)))
-    first, second = fits
-    agreement = _agreement(data, fits[first][0], fits[second][0])
-    seconds = {name: answer["seconds"] for name, (_, answer) in fits.items()}
-    text = "\n\n".join([*([why] if why else []), _compare_text(agreement, fits), _chart(seconds)])
-    if args.out is not None:
-        draw_bars(seconds, Path(args.out))
-        text += f"\n\nbar chart: {args.out}"
-    result = {
-        "dataset": data.name,
-        "note": why,
-        "agreement": agreement,
-        "runs": {name: answer for name, (_, answer) in fits.items()},
-    }
-    return result, text
-
-
-def _ways(devices: list[str], dtype: str) -> tuple[dict[str, dict[str, Any]], str]:
-    """What to compare: two devices, or two precisions where there is only one device."""
-    missing = []
-    for device in devices:
-        try:
-            get_backend(device)
-        except (RuntimeError, ImportError) as error:
-            missing.append((device, str(error)))
-    usable = [d for d in devices if d not in {name for name, _ in missing}]
-    if len(usable) >= 2:
-        return {f"{d} {dtype}": {"device": d, "dtype": dtype} for d in usable[:2]}, ""
-    only = usable[0] if usable else "cpu"
-    why = f"{only} float32 is compared with {only} float64."
-    for device, reason in missing:
-        why = f"There is no {device} here ({reason.rstrip('.')}): {why}"
-    both = ("float32", "float64")
-    return {f"{only} {kind}": {"device": only, "dtype": kind} for kind in both}, why
-
-
-def _agreement(data: Dataset, a: HERTA, b: HERTA) -> dict[str, float]:
-    Z = [model.transform(data.graph, data.X).astype(np.float64) for model in (a, b)]
-    same = np.mean(Z[0].argmax(axis=1) == Z[1].argmax(axis=1))
-    losses = [model.history_[-1]["loss"] for model in (a, b)]
-    return {
-        "W_relative_difference": _relative(a.W_, b.W_),
-        "output_relative_difference": _relative(Z[0], Z[1]),
-        "loss_relative_difference": abs(losses[0] - losses[1]) / max(abs(losses[1]), 1e-300),
-        "same_predictions": float(same),
-    }
-
-
-def _relative(a: Any, b: Any) -> float:
-    return float(np.linalg.norm(a - b) / max(float(np.linalg.norm(b)), 1e-300))
-
-
-def _compare_text(agreement: dict[str, float], fits: dict[str, Any]) -> str:
-    answers = {name: answer for name, (_, answer) in fits.items()}
-    part = "test" if "test" in next(iter(answers.values()))["scores"] else "train"
-    rows = [("", *answers)]
-    rows.append(("status", *(a["status"] for a in answers.values())))
-    rows.append(("loss", *(f"{a['loss']:.10g}" for a in answers.values())))
-    rows.append(("certified gap", *(_gap(a["certificate"]["value"]) for a in answers.values())))
-    metric = next(iter(answers.values()))["metric"]
-    rows.append((f"{part} {metric}", *(f"{a['scores'][part]:.4f}" for a in answers.values())))
-    for stage in next(iter(answers.values()))["seconds"]:
-        rows.append((f"{stage} (s)", *(f"{a['seconds'][stage]:.3f}" for a in answers.values())))
-    words = {k: k.replace("_", " ") for k in agreement}
-    shown = [("agreement", "")] + [
-        (words[k], f"{v:.4%}" if k == "same_predictions" else f"{v:.2e}")
-        for k, v in agreement.items()
-    ]
-    return table(rows) + "\n\n" + table(shown)
-
-
-def _gap(value: float) -> str:
-    return "none" if value == float("inf") else f"{value:.2e}"
-
-
-def _chart(seconds: dict[str, dict[str, float]]) -> str:
-    return bars({name: sum(stages.values()) for name, stages in seconds.items()})
-
-
 def profile(args: argparse.Namespace) -> Answer:
     """herta profile DATASET"""
-    data = _data(args)
-    make_model(args, verbose=False).fit(data.graph, data.X, data.y, data.split["train"])  # warm-up
+    stages = Stages(args.verbose)
+    data = load_for(args, stages)
+    with stages("warm-up"):
+        make_model(args, verbose=False).fit(data.graph, data.X, data.y, data.split["train"])
     model = make_model(args)
     with get_backend(args.device).profiled():
         result = fit(model, data, Stages(args.verbose))
@@ -133,8 +50,11 @@ def profile(args: argparse.Namespace) -> Answer:
     with new_file(path) as temporary:
         temporary.write_text(json.dumps(jsonable(trace(model, result["seconds"]))))
     total = sum(result["seconds"].values())
-    rows = [("stage", "seconds", "share")]
-    rows += [(k, f"{v:.3f}", f"{v / total:.0%}") for k, v in result["seconds"].items()]
+    rows = [("stage", "seconds", "share", "")]
+    rows += [
+        (k, f"{v:.3f}", f"{v / total:.0%}", "#" * round(40 * v / total))
+        for k, v in result["seconds"].items()
+    ]
     nsys = (
         "nsys profile --trace=cuda,nvtx,osrt --capture-range=cudaProfilerApi "
         f"--capture-range-end=stop -o herta python -m herta_gpu profile {args.dataset}"
@@ -142,7 +62,6 @@ def profile(args: argparse.Namespace) -> Answer:
     text = "\n\n".join(
         [
             table(rows),
-            bars(result["seconds"]),
             f"trace: {path} (open it in ui.perfetto.dev or chrome://tracing)",
             f"with Nsight Systems on a machine with a GPU:\n  {nsys}",
         ]
@@ -177,12 +96,6 @@ def _event(name: str, track: int, start: float, spent: float, about: dict[str, A
     return {"name": name, "ph": "X", "pid": 1, "tid": track, **times, "args": about}
 
 
-def _data(args: argparse.Namespace) -> Dataset:
-    return prepared(
-        args.dataset, args.data_dir, args.random_state, args.split, args.normalize, args.log_degree
-    )
-
-
 def plan(args: argparse.Namespace) -> Answer:
     """herta plan DATASET"""
     model = make_model(args)
@@ -200,8 +113,8 @@ def plan(args: argparse.Namespace) -> Answer:
     peak = _expected_peak(made, sizes, x_bytes, np.dtype(args.dtype).itemsize)
     where = "fits" if fits else "does NOT fit"
     verdict = (
-        f"{where} in memory: at most {bytes_text(total)} with X, about {bytes_text(peak)} at once; "
-        f"the budget is {bytes_text(budget)} of {bytes_text(free)} free on "
+        f"{where} in memory: a process will hold about {bytes_text(peak)} at once, Python "
+        f"included; the budget is {bytes_text(budget)} of {bytes_text(free)} free on "
         f"{get_backend(args.device).name}"
     )
     result = {
@@ -216,7 +129,13 @@ def plan(args: argparse.Namespace) -> Answer:
             f"{args.dataset}: {sizes.n:,} nodes, {sizes.m:,} edges, {sizes.d:,} features, "
             f"{sizes.c:,} outputs, {sizes.n_train:,} training nodes",
             table([("", "decision", "why"), *decisions]),
-            table([("memory", ""), *((k, bytes_text(v)) for k, v in memory.items())]),
+            table(
+                [
+                    ("memory", "bytes"),
+                    *((k, bytes_text(v)) for k, v in memory.items()),
+                    ("all of it (not all at once)", bytes_text(total)),
+                ]
+            ),
             table(
                 [("strategy", "predicted cost (seconds of a nominal 2-core machine)")]
                 + [(k, f"{v:,.3g}") for k, v in made.cost.items()]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from scipy.stats import rankdata
 
 
 def accuracy(y: Any, predicted: Any) -> float:
@@ -24,6 +23,8 @@ def rocauc(y: Any, scores: Any) -> float:
     >>> rocauc(np.array([[0], [0], [1], [1]]), np.array([[0.1], [0.4], [0.35], [0.8]]))
     0.75
     """
+    from scipy.stats import rankdata  # its import takes longer than all of ours: only who asks pays
+
     areas = []
     for truth, score in zip(np.asarray(y).T, np.asarray(scores).T, strict=True):
         known = ~np.isnan(truth.astype(np.float64))

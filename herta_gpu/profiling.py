@@ -19,6 +19,9 @@ except ImportError:
     nvtx = None
 
 
+SHORTEST = 0.005  # seconds: a stage below it shows as 0.00 and is not worth a line
+
+
 def marked(name: str) -> AbstractContextManager[object]:
     """A range on the profiler's time line."""
     return nullcontext() if nvtx is None else nvtx.annotate(name, domain="herta")
@@ -37,6 +40,7 @@ class Stages:
 
     verbose: bool = False
     seconds: dict[str, float] = field(default_factory=dict)
+    _held: str = ""  # the last step that was not printed
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
@@ -45,18 +49,29 @@ class Stages:
         try:
             with marked(name):
                 yield
-        finally:
-            spent = time.perf_counter() - start
-            self.seconds[name] = self.seconds.get(name, 0.0) + spent
+        except BaseException:
+            self._clear()  # a stage that failed has no time to show: the error comes next
+            raise
+        spent = time.perf_counter() - start
+        self.seconds[name] = self.seconds.get(name, 0.0) + spent
+        if self._held:
+            self._show(self._held)
+            self._held = ""
+        if spent >= SHORTEST:
             self._show(f"{name:<15}{spent:8.2f} s")
 
     def step(self, step: int, gap: float, goal: float, loss: float) -> None:
         """One outer step: a bar that fills as the certified gap falls to its goal."""
-        shown = f"{gap:.1e}" if gap < inf else "none"
-        self._show(
-            f"step {step:4d}  [{_bar(gap, goal)}]  certified gap {shown:>7}  loss {loss:.6g}",
-            passing=True,
-        )
+        shown = f"certified gap {gap:.1e}" if gap < inf else "not certified yet    "
+        text = f"step {step:4d}  [{_bar(gap, goal)}]  {shown}  loss {loss:.6g}"
+        often = step <= 10 or step % 10 == 0
+        self._held = "" if often or sys.stderr.isatty() else text
+        if not self._held:
+            self._show(text, passing=True)
+
+    def note(self, text: str, stays: bool = False) -> None:
+        """A line about what goes on; on a terminal the next one takes its place unless it stays."""
+        self._show(text, passing=not stays)
 
     def _show(self, text: str, passing: bool = False) -> None:
         """A line; one that is `passing` is overwritten by the next on a terminal."""
@@ -66,6 +81,11 @@ class Stages:
             print(f"\r\033[K{text}", end="" if passing else "\n", file=sys.stderr, flush=True)
         else:
             print(text, file=sys.stderr, flush=True)
+
+    def _clear(self) -> None:
+        """Take a passing line off a terminal."""
+        if self.verbose and sys.stderr.isatty():
+            print("\r\033[K", end="", file=sys.stderr, flush=True)
 
 
 def _bar(gap: float, goal: float, width: int = 24) -> str:

@@ -25,6 +25,7 @@ from herta_gpu.checkpoint import Checkpoint
 from herta_gpu.files import DataError, new_file
 from herta_gpu.herta import HERTA
 
+_EXTRAS = ("convergence.png", "tune.json", "predictions.npz")
 _FILES = ("config.json", "metrics.jsonl", "model.npz", "result.json", "report.html")
 
 
@@ -39,17 +40,11 @@ class Run:
     def create(cls, folder: str | Path, overwrite: bool = False) -> Iterator[Run]:
         """Own `folder` until the block ends; it must not hold a run yet."""
         path = Path(folder)
-        if path.exists() and not path.is_dir():
-            raise ValueError(f"{path} is a file: --out needs a folder.")
+        check_free(path, overwrite)
         path.mkdir(parents=True, exist_ok=True)
         with _locked(path):
-            held = [name for name in _FILES if (path / name).exists()]
-            if held and not overwrite:
-                raise ValueError(
-                    f"{path} already holds a run ({held[0]}): choose another folder or "
-                    "give --overwrite."
-                )
-            for name in (*held, "convergence.png"):
+            check_free(path, overwrite)  # again, now that nobody else can write
+            for name in (*_FILES, *_EXTRAS):
                 (path / name).unlink(missing_ok=True)
             run = cls(path)
             run.checkpoint.delete()
@@ -94,6 +89,24 @@ class Run:
 
     def save_model(self, model: HERTA) -> None:
         save_model(model, self.folder / "model.npz")
+
+
+def check_free(folder: str | Path | None, overwrite: bool = False) -> None:
+    """An error unless a new run may go into `folder`; None: there is to be no run."""
+    if folder is None:
+        return
+    path = Path(folder)
+    if path.exists() and not path.is_dir():
+        raise ValueError(f"{path} is a file: --out needs a folder.")
+    held = next((name for name in _FILES if (path / name).exists()), None)
+    if held is None or overwrite:
+        return
+    unfinished = not (path / "result.json").exists()
+    or_resume = f", go on with it (herta train --resume {path})" if unfinished else ""
+    raise ValueError(
+        f"{path} already holds a run ({held}): choose another folder{or_resume} or give "
+        "--overwrite."
+    )
 
 
 @contextlib.contextmanager

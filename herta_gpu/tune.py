@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import scipy.sparse as sp
-from scipy.optimize import minimize
 
 from herta_gpu.datasets import Dataset
 from herta_gpu.estimator import Targets, make_targets
@@ -140,6 +139,8 @@ def _along_ridges(
 
 def _cross_entropy(basis: _Basis, Y: Any, ridge: float, start: Any) -> Any:
     """argmin of the cross entropy plus ridge/2 ||w||^2, in coordinates scaled by its Hessian."""
+    from scipy.optimize import minimize  # slow to import, and `herta plan` needs none of it
+
     loss, c = CrossEntropy(), Y.shape[1]
     scale = 1 / np.sqrt(basis.squares * (1 - 1 / max(c, 2)) / max(c, 2) + ridge)[:, None]
 

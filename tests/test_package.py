@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+import os
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -71,6 +74,40 @@ model.fit(data.graph, data.X, data.y, data.split["train"])
 print(model.status_)
 """
     assert run(code, tmp_path).strip() == "certified"
+    check_the_command(wheel, tmp_path)
+
+
+def check_the_command(wheel: Path, tmp_path: Path) -> None:
+    """The `herta` that pip puts on the PATH, in an environment that has this wheel alone."""
+    venv = tmp_path / "venv"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True)
+    scripts = venv / ("Scripts" if os.name == "nt" else "bin")
+    python = str(scripts / "python")
+    install = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet"]
+    subprocess.run([*install, "--no-deps", "--no-index", str(wheel)], check=True, cwd=tmp_path)
+    # NumPy and SciPy are borrowed; our own source tree must not come with them.
+    site = Path(np.__file__).parents[1]
+    purelib = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    own = subprocess.run([python, "-c", purelib], capture_output=True, text=True, check=True)
+    for package in ("numpy", "scipy", "numpy.libs", "scipy.libs"):
+        if (site / package).exists():
+            (Path(own.stdout.strip()) / package).symlink_to(site / package)
+    herta = str(scripts / "herta")
+
+    def say(*argv: str) -> subprocess.CompletedProcess[str]:
+        clean = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+        return subprocess.run(
+            [herta, *argv], cwd=tmp_path, env=clean, capture_output=True, text=True, timeout=120
+        )
+
+    trained = say("train", "digits", "--json", "--out", "run")
+    assert trained.returncode == 0, trained.stderr
+    assert json.loads(trained.stdout)["status"] == "certified"
+    assert say("predict", "run", "digits", "--quiet").returncode == 0
+    assert (tmp_path / "run" / "predictions.npz").is_file()
+    wrong = say("train", "digitz")
+    assert (wrong.returncode, wrong.stderr.count("\n")) == (2, 1)
+    assert "herta_gpu 0" in say("--version").stdout
 
 
 def test_kernels_are_found_from_the_source_tree():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import multiprocessing
 import os
@@ -9,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -143,21 +145,75 @@ def test_the_picture_and_the_page(run):
     assert "https://" not in page  # nothing to load
 
 
+BROWSER = next(
+    (b for b in ("chromium", "chromium-browser", "google-chrome") if shutil.which(b)), ""
+)
+needs_browser = pytest.mark.skipif(not BROWSER, reason="no chromium to open the page with")
+
+
+def browse(page: Path, profile: Path, *what: str) -> str:
+    """What a real browser, without a window and without the net, makes of a page."""
+    flags = [
+        "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
+        "--disable-background-networking", "--disable-component-update", "--disable-sync",
+        f"--user-data-dir={profile}",
+    ]  # fmt: skip
+    return subprocess.run(
+        [BROWSER, *flags, *what, page.as_uri()], capture_output=True, text=True, timeout=120
+    ).stdout
+
+
+@needs_browser
 def test_the_page_opens_in_a_real_browser(run, tmp_path):
-    browser = next((b for b in ("chromium", "chromium-browser", "google-chrome")
-                    if shutil.which(b)), None)  # fmt: skip
-    if browser is None:
-        pytest.skip("no chromium to open the page with")
-    flags = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}"]
-    page = (run / "report.html").as_uri()
-    seen = subprocess.run(
-        [browser, *flags, "--virtual-time-budget=2000", "--dump-dom", page],
-        capture_output=True, text=True, timeout=90,
-    ).stdout  # fmt: skip
+    seen = browse(run / "report.html", tmp_path, "--virtual-time-budget=2000", "--dump-dom")
     assert "<h2>Plan</h2>" in seen
     assert seen.count("<tr>") > 30
     result = json.loads((run / "result.json").read_text())
     assert f"{result['scores']['test']:.4f}" in seen
+
+
+@needs_browser
+def test_the_page_is_drawn_as_it_is_meant(run, tmp_path):
+    """Measured by the browser: the picture is there, nothing sticks out, colours differ."""
+    probe = """<script>addEventListener("load", () => {
+      const picture = document.querySelector("img");
+      const lane = [...document.querySelectorAll(".lane div")];
+      document.body.dataset.seen = JSON.stringify({
+        picture: [picture.complete, picture.naturalWidth],
+        page: [document.documentElement.scrollWidth, innerWidth],
+        lane: lane.reduce((sum, part) => sum + part.getBoundingClientRect().width, 0)
+              / document.querySelector(".lane").getBoundingClientRect().width,
+        colours: [lane.length, new Set(lane.map(part => part.style.background)).size],
+        tiles: document.querySelectorAll(".tile").length,
+      });
+    });</script>"""
+    pytest.importorskip("matplotlib")
+    page = tmp_path / "page.html"
+    page.write_text((run / "report.html").read_text().replace("</body>", f"{probe}</body>"))
+    for width in (1200, 500):
+        size = f"--window-size={width},900"
+        dom = browse(page, tmp_path / str(width), size, "--virtual-time-budget=2000", "--dump-dom")
+        seen = json.loads(html.unescape(dom.split('data-seen="')[1].split('"')[0]))
+        assert seen["picture"][0]
+        assert seen["picture"][1] > 600
+        assert seen["page"][0] <= seen["page"][1]
+        assert seen["lane"] > 0.97
+        assert seen["colours"][0] == seen["colours"][1] >= 2
+        assert seen["tiles"] == 6
+
+
+@needs_browser
+def test_a_name_cannot_write_into_the_page(tmp_path):
+    from herta_gpu.report import page
+
+    hostile = "<img src=x onerror=\"document.title='taken'\">"
+    rows = [("a",), (hostile,)]
+    tiles, stages, sections = [(hostile, "1")], {hostile: 1.0}, [(hostile, rows)]
+    made = page(hostile, hostile, tiles, stages, sections, note=hostile, foot=hostile)
+    (tmp_path / "page.html").write_text(made)
+    dom = browse(tmp_path / "page.html", tmp_path / "p", "--virtual-time-budget=2000", "--dump-dom")
+    assert "<title>taken" not in dom
+    assert "<img" not in dom
 
 
 def test_a_run_without_matplotlib_still_has_its_page(tmp_path):
@@ -207,6 +263,43 @@ def test_a_killed_run_resumes_to_the_same_bits(tmp_path):
         assert (load_model(folder / "model.npz").W_ == W).all()
         assert [{**entry, "seconds": 0} for entry in lines(folder)] == whole
         assert not (folder / "checkpoint").exists()
+
+
+KILLS = int(os.environ.get("HERTA_KILLS", "1"))  # 20 for the full test
+
+
+def test_kill_9_at_random_moments_loses_nothing(tmp_path):
+    """From outside, at any moment: while it imports, loads, builds Q, trains or writes."""
+    command = [sys.executable, "-m", "herta_gpu"]
+    task = [*SLOW[:1], "synthetic:n=5000,m=25000,d=64,c=4", *SLOW[2:], "--tol", "1e-9"]
+    task += ["--max-iter", "60"]
+    start = time.perf_counter()
+    whole_run = [*command, *task, "--out", str(tmp_path / "whole")]
+    subprocess.run(whole_run, check=True, timeout=300, stdout=subprocess.DEVNULL)
+    whole = time.perf_counter() - start
+    W = load_model(tmp_path / "whole" / "model.npz").W_
+    rng = np.random.default_rng(int.from_bytes(os.urandom(4)))
+    reached = []
+    for i in range(KILLS):
+        folder, kills = tmp_path / f"killed-{i}", 0
+        argv = [*task, "--out", str(folder)]
+        while not (folder / "result.json").exists():
+            assert kills < 50
+            quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+            with subprocess.Popen([*command, *argv], **quiet) as process:
+                try:
+                    process.wait(rng.uniform(0.1, 1.1 if kills else 0.8) * whole)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                    kills += 1
+            begun = (folder / "config.json").exists()
+            argv = ["train", "--resume", str(folder), "--quiet"] if begun else argv
+        steps = [entry["step"] for entry in lines(folder)]
+        assert steps == list(range(len(steps)))
+        assert (load_model(folder / "model.npz").W_ == W).all()
+        assert not [p for p in folder.iterdir() if p.name.startswith(".") and p.name != ".lock"]
+        reached.append(kills)
+    print("kills per run:", reached)
 
 
 def test_resume_reads_blocks_of_Q_instead_of_solving(tmp_path, monkeypatch):

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import difflib
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import scipy.sparse as sp
 
 from herta_gpu.datasets import ogbn, planetoid
 from herta_gpu.datasets.blockmodel import PRESETS, parse, synthetic
@@ -18,7 +19,6 @@ from herta_gpu.datasets.convert import (
     from_networkx,
     from_pyg,
     from_scipy,
-    read_edges,
 )
 from herta_gpu.datasets.dataset import Dataset
 from herta_gpu.datasets.embedded import digits
@@ -26,6 +26,7 @@ from herta_gpu.datasets.npz import load_npz, npz_shapes
 from herta_gpu.datasets.ogbn import load_ogb
 from herta_gpu.datasets.planetoid import load_planetoid
 from herta_gpu.datasets.storage import cached_sizes, data_dirs, is_cached
+from herta_gpu.datasets.tables import from_tables, load_tables, read_edges, table_folder
 from herta_gpu.files import DataError
 
 __all__ = [
@@ -38,10 +39,12 @@ __all__ = [
     "from_networkx",
     "from_pyg",
     "from_scipy",
+    "from_tables",
     "load",
     "load_npz",
     "load_ogb",
     "load_planetoid",
+    "load_tables",
     "names",
     "read_edges",
     "sizes",
@@ -72,8 +75,9 @@ def load(
     ----------
     name : str
         "digits"; "synthetic:arxiv", "synthetic:papers100M@0.01", "synthetic:n=1e5,m=1e6,d=64";
-        "cora", "citeseer", "pubmed"; "ogbn-..."; any NAME with a NAME.npz in a data folder; or the
-        path of a .npz file.
+        "cora", "citeseer", "pubmed"; "ogbn-..."; any NAME with a NAME.npz in a data folder; the
+        path of a .npz file; or a folder with edges.csv (see `load_tables`), by its path or by
+        its name in a data folder.
     data_dir : path, optional
         Where to look; by default the environment variable HERTA_DATA.
     features : bool
@@ -89,7 +93,7 @@ def load(
     ('digits', 'accuracy', 1438)
     """
     if name == "digits":
-        return digits()
+        return digits() if features else replace(digits(), X=None)
     if name.startswith("synthetic:"):
         return synthetic(name.removeprefix("synthetic:"), random_state, features)
     if name.endswith(".npz"):
@@ -98,8 +102,12 @@ def load(
     stored = _npz_of(name, folders)
     if stored is not None:
         return load_npz(stored, name, features)
+    tables = table_folder(name, folders)
+    if tables is not None:
+        return load_tables(tables, features)
     if name in planetoid.NAMES:
-        return load_planetoid(name, planetoid.find_planetoid(name, folders))
+        data = load_planetoid(name, planetoid.find_planetoid(name, folders))
+        return data if features else replace(data, X=None)
     if name in ogbn.SHAPES:
         return load_ogb(name, _ogb_root(name, folders, data_dir), features)
     raise ValueError(_unknown(name, folders))
@@ -134,8 +142,10 @@ def sizes(name: str, data_dir: _Folder = None) -> DataSizes:
         if name in planetoid.SHAPES:
             return DataSizes(*planetoid.SHAPES[name], X_nonzeros=20 * planetoid.SHAPES[name][0])
     data = load(name, data_dir)
-    n_train, d = len(data.split["train"]), data.X.shape[1]
-    return DataSizes(data.graph.num_nodes, data.graph.num_edges, d, data.num_classes, n_train, None)
+    n, d = data.graph.num_nodes, 0 if data.X is None else data.X.shape[1]
+    n_train = len(data.split["train"]) if "train" in data.split else int(0.8 * n)
+    nonzeros = data.X.nnz if sp.issparse(data.X) else None
+    return DataSizes(n, data.graph.num_edges, d, data.num_classes, n_train, nonzeros)
 
 
 def _npz_of(name: str, folders: list[Path]) -> Path | None:

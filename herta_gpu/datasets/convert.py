@@ -1,13 +1,11 @@
-"""From what people already hold: SciPy, networkx, PyG, DGL, cuGraph, tables of edges.
+"""From what people already hold in memory: SciPy, networkx, PyG, DGL, cuGraph.
 
-None of these packages is imported here (tables excepted): an object is recognised by what it
-offers.  Directed edges become undirected ones, repeated ones count once unless weighted.
+None of these packages is imported here: an object is recognised by what it offers.
+Directed edges become undirected ones, repeated ones count once unless weighted.
 """
 
 from __future__ import annotations
 
-import csv
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +13,6 @@ import scipy.sparse as sp
 
 from herta_gpu.datasets.dataset import Dataset
 from herta_gpu.datasets.edges import simple_graph
-from herta_gpu.files import DataError
 from herta_gpu.graph import Graph
 
 _MASKS = {"train": "train_mask", "valid": "val_mask", "test": "test_mask"}
@@ -89,59 +86,6 @@ def from_cugraph(graph: Any) -> Graph:
     if len(columns) > 2:
         return Graph.from_edges(edges, num_nodes=n, edge_weight=np.asarray(table[columns[2]]))
     return simple_graph(edges, n)
-
-
-def read_edges(path: str | Path, num_nodes: int | None = None) -> Graph:
-    """An edge list from CSV (also .tsv, .txt, .gz; a header is skipped) or Parquet.
-
-    The first two columns are node ids from 0 on, a third one holds weights.
-    """
-    path = Path(path)
-    if not path.is_file():
-        raise FileNotFoundError(f"There is no file {path}.")
-    table = _parquet(path) if path.suffix == ".parquet" else _text(path)
-    if table.ndim != 2 or table.shape[1] < 2:
-        raise DataError(f"{path} must have two columns of node ids, and a third for weights.")
-    ids = table[:, :2]
-    if not np.isfinite(ids).all() or (ids != np.floor(ids)).any() or (ids < 0).any():
-        raise DataError(f"{path} must hold integer node ids from 0 on in its first two columns.")
-    edges = ids.T.astype(np.int64)
-    n = num_nodes if num_nodes is not None else int(edges.max(initial=-1)) + 1
-    if table.shape[1] > 2:
-        return Graph.from_edges(edges, num_nodes=n, edge_weight=table[:, 2])
-    return simple_graph(edges, n)
-
-
-def _text(path: Path) -> Any:
-    import gzip
-
-    opener: Any = gzip.open if path.suffix == ".gz" else open
-    with opener(path, "rt") as file:
-        first = file.readline()
-    try:
-        delimiter = csv.Sniffer().sniff(first, ",\t; ").delimiter
-    except csv.Error:
-        raise DataError(f"{path} does not look like a table of edges: {first[:40]!r}.") from None
-    parts = first.strip().split(delimiter)
-    header = not all(part.strip().replace(".", "", 1).isdigit() for part in parts[:2])
-    try:
-        return np.loadtxt(path, delimiter=delimiter, skiprows=int(header), ndmin=2, comments=None)
-    except ValueError as error:
-        raise DataError(f"{path} is not a table of numbers ({error}).") from None
-
-
-def _parquet(path: Path) -> Any:
-    try:
-        import pandas
-        import pyarrow  # noqa: F401 - pandas needs it and says so less clearly
-    except ImportError as error:
-        raise ImportError(
-            f"Parquet files are read with pandas and pyarrow ({error}): pip install pandas pyarrow."
-        ) from None
-    try:
-        return pandas.read_parquet(path).to_numpy(dtype=np.float64)
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path} is not a whole Parquet file ({error}).") from None
 
 
 def _assembled(name: str, graph: Graph, found: dict[str, Any]) -> Dataset:

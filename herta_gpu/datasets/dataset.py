@@ -16,7 +16,7 @@ PARTS = ("train", "valid", "test")
 NORMALIZATIONS = ("none", "row", "standard")
 
 
-@dataclass
+@dataclass(repr=False)
 class Dataset:
     """A graph with features, labels and a split of the nodes.
 
@@ -40,6 +40,14 @@ class Dataset:
     y: Any
     split: dict[str, Any]
     metadata: dict[str, Any] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        X = "no features" if self.X is None else f"X {self.X.shape[0]:,} x {self.X.shape[1]:,}"
+        if self.X is not None:
+            X += f" {self.X.dtype}{' sparse' * sp.issparse(self.X)}"
+        y = "no labels" if self.y is None else f"{self.num_classes:,} outputs"
+        split = ", ".join(f"{part} {len(ids):,}" for part, ids in self.split.items())
+        return f"Dataset({self.name}: {self.graph}, {X}, {y}, {split or 'no split'})"
 
     @property
     def num_classes(self) -> int:

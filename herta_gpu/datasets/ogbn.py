@@ -7,9 +7,11 @@ pickles.  What ogb has processed before is read, too, although recent versions o
 from __future__ import annotations
 
 import contextlib
+import gzip
 import os
 import sys
 import warnings
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ import numpy as np
 from herta_gpu.datasets.dataset import Dataset
 from herta_gpu.datasets.edges import simple_graph
 from herta_gpu.datasets.storage import cache_dir, is_cached, read_dataset, write_dataset
+from herta_gpu.files import DataError
 
 SHAPES = {  # nodes, undirected edges, features, outputs, training nodes
     "ogbn-arxiv": (169_343, 1_157_799, 128, 40, 90_941),
@@ -72,17 +75,10 @@ def _from_ogb(name: str, root: Path, meta_dict: dict[str, Any] | None) -> Datase
             source = NodePropPredDataset(name=name, root=str(root), meta_dict=meta_dict)
             graph, labels = source[0]
             split = source.get_idx_split()
-        except (SystemExit, EOFError):
-            raise RuntimeError(f"{name} is not on disk and its download was declined.") from None
-        except OSError as error:
-            raise RuntimeError(
-                f"ogb could neither read {name} from {root} nor download it ({error})."
-            ) from None
         except Exception as error:  # ogb and pandas raise all kinds at a damaged file
-            raise RuntimeError(
-                f"ogb could not read {name} from {root} ({type(error).__name__}: {error}): "
-                "if a file there is damaged, delete the folder and load again."
-            ) from error
+            raise _explained(error, name, root, meta_dict) from error
+        except SystemExit:
+            raise RuntimeError(f"{name} is not on disk and its download was declined.") from None
     if "edge_index_dict" in graph:
         graph, labels, split = _paper_graph(graph, labels, split)
     n = int(graph["num_nodes"])
@@ -98,6 +94,36 @@ def _from_ogb(name: str, root: Path, meta_dict: dict[str, Any] | None) -> Datase
         {part: np.sort(np.asarray(ids, dtype=np.int64)) for part, ids in split.items()},
         metadata,
     )
+
+
+def _explained(
+    error: Exception, name: str, root: Path, meta_dict: dict[str, Any] | None
+) -> Exception:
+    """What went wrong in ogb, in one sentence that names the file if there is one to blame."""
+    folder = root / name.replace("-", "_") if meta_dict is None else Path(meta_dict["dir_path"])
+    damaged = _first_damaged(folder)
+    if damaged is not None:
+        return DataError(f"{damaged} is damaged: delete the folder {folder} and load again.")
+    if isinstance(error, EOFError) and not folder.is_dir():  # nobody there to answer ogb's question
+        return RuntimeError(f"{name} is not on disk and its download was declined.")
+    if isinstance(error, OSError):
+        return RuntimeError(f"ogb could neither read {name} from {root} nor download it ({error}).")
+    return RuntimeError(
+        f"ogb could not read {name} from {root} ({type(error).__name__}: {error}): "
+        "if a file there is damaged, delete the folder and load again."
+    )
+
+
+def _first_damaged(folder: Path) -> str | None:
+    """The first compressed file that cannot be read to its end, with what is wrong."""
+    for path in sorted(folder.rglob("*.gz")):
+        try:
+            with gzip.open(path, "rb") as file:
+                while file.read(1 << 24):
+                    pass
+        except (OSError, EOFError, zlib.error) as error:
+            return f"{path} ({error})"
+    return None
 
 
 @contextlib.contextmanager

@@ -1,0 +1,110 @@
+"""Two ways to compute the same: chosen as asked, compared by numbers that can be checked."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import numpy as np
+import pytest
+
+from herta_gpu import HERTA
+from herta_gpu.backends import get_backend
+from herta_gpu.cli import main
+from herta_gpu.compare import Way, choose_ways
+from herta_gpu.datasets import load
+
+try:
+    get_backend("cuda")
+    CUDA = True
+except RuntimeError:
+    CUDA = False
+without_gpu = pytest.mark.skipif(CUDA, reason="there is a GPU here")
+
+
+def run(capsys, *argv: str) -> dict:
+    assert main([*argv, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+@without_gpu
+def test_compare_says_when_there_is_no_gpu(capsys, tmp_path):
+    answer = run(capsys, "compare", "digits", "--ridge", "0.1")
+    assert "There is no cuda here" in answer["note"]
+    assert set(answer["runs"]) == {"cpu float32", "cpu float64"}
+    assert answer["agreement"]["W_relative_difference"] < 1e-3
+    assert answer["agreement"]["same_predictions"] > 0.999
+    pytest.importorskip("matplotlib")
+    assert main(["compare", "digits", "--quiet", "--out", str(tmp_path / "c.png")]) == 0
+    assert (tmp_path / "c.png").read_bytes()[:4] == b"\x89PNG"
+    shown = capsys.readouterr().out
+    assert "####" in shown
+    assert shown.startswith("There is no cuda here")
+
+
+def test_scipy_against_the_compiled_kernels(capsys, monkeypatch):
+    pytest.importorskip("numba", reason="without numba there is only the SciPy path")
+    argv = ["compare", "digits", "--devices", "cpu-scipy,cpu", "--ridge", "0.1", "--lam", "20"]
+    answer = run(capsys, *argv)
+    assert list(answer["runs"]) == ["cpu-scipy float32", "cpu float32"]
+    data, W, losses = load("digits"), [], []
+    for fast in ("0", "1"):
+        monkeypatch.setenv("HERTA_FAST", fast)
+        model = HERTA(lam=20.0, ridge=0.1)
+        W.append(model.fit(data.graph, data.X, data.y, data.split["train"]).W_)
+        losses.append(model.history_[-1]["loss"])
+    assert [one["loss"] for one in answer["runs"].values()] == losses
+    apart = np.linalg.norm(W[0] - W[1]) / np.linalg.norm(W[1])
+    assert answer["agreement"]["W_relative_difference"] == pytest.approx(apart, abs=1e-12)
+    assert 0 < apart < 1e-4  # two programs: not the same bits
+
+
+def test_cpu_scipy_is_the_backend_without_compiled_kernels(monkeypatch):
+    pytest.importorskip("numba", reason="without numba there is only the SciPy path")
+    monkeypatch.delenv("HERTA_FAST", raising=False)
+    with Way("cpu-scipy", "float32").chosen() as device:
+        assert type(get_backend(device)).__name__ == "CPUBackend"
+    with pytest.raises(RuntimeError), Way("cpu-scipy", "float32").chosen():
+        raise RuntimeError
+    assert "HERTA_FAST" not in os.environ  # also after an error
+    with Way("cpu", "float32").chosen() as device:
+        assert type(get_backend(device)).__name__ == "FastCPUBackend"
+
+
+def test_what_cannot_be_compared():
+    for wrong in (("cpu", "cpu"), ("cpu", "cpu-scipy", "auto")):
+        with pytest.raises(ValueError, match="two different devices"):
+            choose_ways(wrong, "float32")
+    ways, why = choose_ways(("cpu",), "float32")
+    assert [str(way) for way in ways] == ["cpu float32", "cpu float64"]
+    assert why == "cpu float32 is compared with cpu float64."
+
+
+def test_without_numba_the_pip_command_is_named(monkeypatch):
+    monkeypatch.setattr("herta_gpu.compare.find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=r'pip install "herta_gpu\[fast\]"'):
+        choose_ways(("cpu", "cpu-scipy"), "float32")
+
+
+def test_the_time_of_compilation_is_not_compared(monkeypatch, capsys):
+    """What is reported is the second fit of each way, not the first."""
+    import herta_gpu.compare as module
+
+    calls, real = [], module.fit
+
+    def slow_at_first(model, data, stages):
+        answer = real(model, data, stages)
+        calls.append(model.dtype)
+        answer["seconds"] = {"train": 50.0 if calls.count(model.dtype) == 1 else 1.0}
+        return answer
+
+    monkeypatch.setattr(module, "fit", slow_at_first)
+    answer = run(capsys, "compare", "digits", "--devices", "cpu", "--ridge", "0.1")
+    assert calls == ["float32", "float32", "float64", "float64"]
+    assert [one["seconds"]["train"] for one in answer["runs"].values()] == [1.0, 1.0]
+
+
+def test_device_is_not_ignored(capsys):
+    with pytest.raises(SystemExit):
+        main(["compare", "digits", "--device", "cpu"])
+    assert "--devices A,B" in capsys.readouterr().err
