@@ -244,7 +244,7 @@ FITS: dict[str, tuple[str, dict[str, Any]]] = {
     f"{loss} {optimizer} {strategy}": (
         "plain",
         # A rough P for MSE: with the exact one there is nothing left to optimise.
-        {"loss": loss, "optimizer": optimizer, "strategy": strategy, "max_iter": 6}
+        {"loss": loss, "optimizer": optimizer, "strategy": strategy, "max_iter": 5}
         | ({"ridge": 0.1} if loss == "ce" else {"sketch": 16}),
     )
     for loss in ("mse", "ce")

@@ -19,7 +19,7 @@ from .device_array import call, ndarray, pinned, poison, unwrap, wrap
 from .ledger import LEDGER
 
 inf = np.inf
-UFUNCS = ("sqrt", "exp", "log", "maximum", "minimum", "subtract", "isfinite")
+UFUNCS = ("sqrt", "exp", "log", "maximum", "minimum", "subtract", "divide", "isfinite")
 
 
 def ufunc(name: str) -> Any:
