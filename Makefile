@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: setup demo test lint
+.PHONY: setup demo test lint bench
 
 setup: .venv/ready
 
@@ -21,3 +21,10 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# A short version, about ten minutes on two cores; the real data sets where HERTA_DATA names them.
+BENCHES := $(if $(HERTA_DATA),primitives convergence time_to_accuracy) scaling sparsify devices
+bench: setup
+	@$(if $(HERTA_DATA),,echo "HERTA_DATA is not set: generated graphs only.")
+	for name in $(BENCHES); do $(BIN)/python bench/$$name.py --quick || exit 1; done
+	$(BIN)/python bench/plot.py --quick

@@ -12,9 +12,8 @@ import sys
 import time
 
 from baselines import LEVELS, Objective, best_rate, herta_gaps, optimum, solved_rows, steps_to
-from common import Data, Results
+from common import QUICK, Data, Results
 
-QUICK = "--quick" in sys.argv
 STEPS = 300 if QUICK else 1000
 RIDGE = {"mse": 0.0, "ce": 1.0}
 

@@ -1,26 +1,16 @@
-"""Tables (Markdown, to standard output and results/tables.md) and pictures from the JSON lines.
+"""Tables and pictures from the JSON lines: results/tables.md, SVG files, the README's tables.
 
-python bench/plot.py
+    python bench/plot.py [--quick]
+
+With --quick it takes the short runs of `make bench` and leaves the README alone.
 """
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
-from common import RESULTS, read
-
-
-def table(header: list[str], rows: list[list[Any]]) -> str:
-    def cell(x: Any) -> str:
-        if x is None:
-            return "-"
-        if isinstance(x, float):
-            return "-" if math.isnan(x) else f"{x:.3g}"
-        return str(x)
-
-    lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
-    return "\n".join(lines + ["| " + " | ".join(map(cell, r)) + " |" for r in rows])
+from common import QUICK, RESULTS, read
+from summary import table, update_readme
 
 
 def primitives(rows: list[dict[str, Any]]) -> str:
@@ -56,15 +46,15 @@ def time_to_accuracy(rows: list[dict[str, Any]]) -> str:
 def scaling(rows: list[dict[str, Any]]) -> str:
     sizes = [r for r in rows if "seconds" in r]
     text = table(
-        ["edges", "nodes", "seconds", "columns times H", "peak MB", "status"],
-        [[f"{r['m']:,}", f"{r['n']:,}", r["seconds"], r["columns"], r["peak_MB"], r["status"]]
-         for r in sizes],
+        ["graph", "edges", "nodes", "seconds", "columns times H", "peak MB", "status"],
+        [[r["kind"], f"{r['m']:,}", f"{r['n']:,}", r["seconds"], r["columns"], r["peak_MB"],
+          r["status"]] for r in sizes],
     )  # fmt: skip
     for r in rows:
         if "exponent" in r:
             text += (
-                f"\n\nExponent: {r['exponent']:.3f} in time, {r['exponent_cpu']:.3f} in processor "
-                f"time, {r['exponent_work']:.3f} in counted work."
+                f"\n\nExponent, {r['kind']}: {r['exponent']:.3f} in time, {r['exponent_cpu']:.3f} "
+                f"in processor time, {r['exponent_work']:.3f} in counted work."
             )
     return text
 
@@ -74,6 +64,14 @@ def sparsify(rows: list[dict[str, Any]]) -> str:
         ["degree", "d", "lam", "choice", "seconds", "steps", "best", "auto's regret"],
         [[r["degree"], r["d"], r["lam"], r["choice"], r["seconds"], r["steps"], r["best"],
           r["regret"]] for r in rows],
+    )  # fmt: skip
+
+
+def regret(rows: list[dict[str, Any]]) -> str:
+    return table(
+        ["data", "lam", "strategy", "seconds", "quartiles", "status", "auto picks", "regret"],
+        [[r["data"], r["lam"], r["strategy"], r["seconds"], f"{r['low']:.3g}-{r['high']:.3g}",
+          r["status"], r["picked"], r["regret"]] for r in rows],
     )  # fmt: skip
 
 
@@ -116,7 +114,10 @@ def draw_apply(rows: list[dict[str, Any]], plt: Any) -> None:
 def draw_scaling(rows: list[dict[str, Any]], plt: Any) -> None:
     figure, axis = plt.subplots(figsize=(5, 3.2))
     sizes = [r for r in rows if "seconds" in r]
-    axis.loglog([r["m"] for r in sizes], [r["seconds"] for r in sizes], "o-", label="seconds")
+    for kind in dict.fromkeys(r["kind"] for r in sizes):
+        points = [(r["m"], r["seconds"]) for r in sizes if r["kind"] == kind]
+        axis.loglog(*zip(*points, strict=True), "o-", label=kind)
+    axis.legend(fontsize=7)
     axis.set_xlabel("edges")
     axis.set_ylabel("seconds")
     save(figure, "scaling")
@@ -129,7 +130,7 @@ def save(figure: Any, name: str) -> None:
 
 TABLES = {
     "primitives": primitives, "convergence": convergence, "time_to_accuracy": time_to_accuracy,
-    "scaling": scaling, "sparsify": sparsify, "devices": devices,
+    "scaling": scaling, "sparsify": sparsify, "regret": regret, "devices": devices,
 }  # fmt: skip
 PICTURES = {"convergence": draw_convergence, "primitives": draw_apply, "scaling": draw_scaling}
 
@@ -156,6 +157,8 @@ def main() -> None:
     text = "\n".join(parts)
     (RESULTS / "tables.md").write_text(text)
     print(text)
+    if not QUICK:
+        update_readme()
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ Peers that are not installed are left out.  `sparse_dot_mkl` finds MKL through M
 
 from __future__ import annotations
 
-import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -17,14 +16,13 @@ import numpy as np
 import scipy.fft
 import scipy.sparse as sp
 import scipy.sparse.linalg as spla
-from common import Data, Results, race, record
+from common import QUICK, Data, Results, race, record
 
 from herta_gpu import Graph, SDDSolver
 from herta_gpu.backends import get_backend
 from herta_gpu.backends.cpu import CPUBackend
 from herta_gpu.backends.fast import aligned_empty, walsh_hadamard_inplace
 
-QUICK = "--quick" in sys.argv
 LAM, TOL = 20.0, 1e-5
 FAST, PLAIN = get_backend("cpu"), CPUBackend()
 

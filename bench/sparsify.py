@@ -8,15 +8,13 @@ same data in turn; the regret is auto's processor time over the best one's.
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import numpy as np
-from common import Results, race, random_power_law
+from common import QUICK, Results, race, random_power_law
 
 from herta_gpu import HERTA
 
-QUICK = "--quick" in sys.argv
 CHOICES: dict[str, dict[str, Any]] = {
     "auto": {},
     "direct": {"strategy": "direct"},

@@ -20,6 +20,7 @@ from herta_gpu.ordering import (
     reverse_cuthill_mckee,
 )
 
+_GATHERED = 1 << 20  # neighbours looked at together
 _QUICK = 10**6  # edges up to which `repr` looks for components
 Edges = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64] | None]
 
@@ -156,10 +157,18 @@ class Graph:
         if self.num_edges == 0:
             return 0.0
         ratio = self.sampled_degree / self.degree
-        largest = np.zeros(self.num_nodes)
-        filled = np.diff(self.indptr) > 0
-        largest[filled] = np.maximum.reduceat(ratio[self.indices], self.indptr[:-1][filled])
-        return float((ratio + largest)[filled].max() * (1 + 1e-12))
+        filled = np.flatnonzero(np.diff(self.indptr))
+        starts = self.indptr[filled]
+        cuts = np.searchsorted(starts, np.arange(0, starts[-1] + 1, _GATHERED))
+        most = 0.0
+        for a, b in zip(cuts, [*cuts[1:], filled.shape[0]], strict=True):
+            if a == b:
+                continue  # a row longer than a chunk
+            first = starts[a]
+            last = starts[b] if b < filled.shape[0] else self.indptr[-1]
+            largest = np.maximum.reduceat(ratio[self.indices[first:last]], starts[a:b] - first)
+            most = max(most, float((ratio[filled[a:b]] + largest).max()))
+        return most * (1 + 1e-12)
 
     def reordered(self, method: str = "rcm") -> Graph:
         """The same graph, stored in an order that keeps neighbours close in memory.

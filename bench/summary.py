@@ -1,0 +1,110 @@
+"""The README's speed tables, made from bench/results; `bench/plot.py` puts them in place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from common import RESULTS, ROOT, read
+
+Rows = list[dict[str, Any]]
+
+
+def table(header: list[str], rows: list[list[Any]]) -> str:
+    lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
+    return "\n".join(lines + ["| " + " | ".join(map(cell, r)) + " |" for r in rows])
+
+
+def cell(x: Any) -> str:
+    if x is None or x != x:
+        return "-"
+    return f"{x:.3g}" if isinstance(x, float) else str(x)
+
+
+def primitives(rows: Rows) -> str:
+    peers = ("scipy", "mkl", "torch")
+    products = [r for r in rows if r["what"] == "apply_H"]
+    lines = []
+    for graph, k in dict.fromkeys((r["graph"], r["k"]) for r in products):
+        at = {r["runner"]: r for r in products if (r["graph"], r["k"]) == (graph, k)}
+        ratios = [at[p]["ratio"] if p in at else None for p in peers]
+        lines.append([graph, k, 1e3 * at["herta"]["seconds"], *ratios])
+    text = table(["H times a block", "columns", "ms", *(f"x {p}" for p in peers)], lines)
+    others = [
+        [r["what"], r["runner"], r["seconds"], r["ratio"]]
+        for r in rows
+        if "ratio" in r and r["what"] != "apply_H" and r["runner"] != "herta"
+    ]
+    return text + "\n\n" + table(["primitive", "peer", "its seconds", "over ours"], others)
+
+
+def time_to_accuracy(rows: Rows) -> str:
+    lines = []
+    for key in dict.fromkeys((r["data"], r["loss"], r["lam"]) for r in rows):
+        at = [r for r in rows if (r["data"], r["loss"], r["lam"]) == key and r["level"] == 1e-6]
+        ours = next(r for r in at if r["method"] == "herta_gpu auto")
+        for r in at:
+            if not r["method"].startswith("herta_gpu"):
+                more = "> " if r.get("at_least") else ""
+                lines.append(
+                    [*key, ours["seconds"], r["method"], f"{more}{r['seconds']:.3g}",
+                     f"{more}{r['ratio']:.3g}"]
+                )  # fmt: skip
+    return table(["data", "loss", "λ", "seconds", "peer", "its seconds", "ratio"], lines)
+
+
+def regret(rows: Rows) -> str:
+    lines = []
+    for key in dict.fromkeys((r["data"], r["lam"]) for r in rows):
+        at = {r["strategy"]: r for r in rows if (r["data"], r["lam"]) == key}
+        direct, herta = at["direct"], at["herta"]
+        lines.append(
+            [*key, direct["seconds"], herta["seconds"], direct["picked"],
+             f"{100 * direct['regret']:.0f}%"]
+        )  # fmt: skip
+    return table(["data", "λ", "direct (s)", "herta (s)", "auto picks", "regret"], lines)
+
+
+def scaling(rows: Rows) -> str:
+    lines = [
+        [r["kind"], f"{r['m']:,}", r["seconds"], r["peak_MB"] / 1024, r["status"]]
+        for r in rows
+        if "seconds" in r
+    ]
+    text = table(["graph", "edges", "seconds", "peak GB", "status"], lines)
+    for r in rows:
+        if "exponent" in r:
+            text += f"\n\nExponent from 10⁶ edges on, {r['kind']}: {r['exponent']:.2f} in time, "
+            text += f"{r['exponent_work']:.2f} in counted work."
+    return text
+
+
+def convergence(rows: Rows) -> str:
+    lines = [
+        [r["data"], r["loss"], r["lam"], r["method"],
+         *(f"> {r['taken']}" if s is None else s for s in r["steps"].values())]
+        for r in rows
+    ]  # fmt: skip
+    levels = list(rows[0]["steps"]) if rows else []
+    return table(["data", "loss", "λ", "method", *(f"steps to {x}" for x in levels)], lines)
+
+
+BLOCKS = {
+    "primitives": primitives, "time_to_accuracy": time_to_accuracy, "regret": regret,
+    "scaling": scaling, "convergence": convergence,
+}  # fmt: skip
+
+
+def update_readme() -> None:
+    """Replace what stands between <!-- bench NAME --> and <!-- end --> by today's table."""
+    path = ROOT / "README.md"
+    text = path.read_text()
+    for name, make in BLOCKS.items():
+        mark = f"<!-- bench {name} -->"
+        if mark not in text or not (RESULTS / f"{name}.jsonl").exists():
+            continue
+        where, rows = read(name)
+        before, rest = text.split(mark, 1)
+        after = rest.split("<!-- end -->", 1)[1]
+        about = f"{where['cpu']}, {where['cores']} cores, load {where['load']:.1f} at the start:"
+        text = f"{before}{mark}\n{about}\n\n{make(rows)}\n<!-- end -->{after}"
+    path.write_text(text)
