@@ -35,7 +35,7 @@ from herta_gpu.profiling import Stages
 from herta_gpu.solver import BLOCK_WIDTH, RegularizedLaplacian, block_width, chebyshev_degree
 from herta_gpu.sparsifier import Sparsifier
 from herta_gpu.training import Training
-from herta_gpu.unfolded import DenseMap, UnfoldedMap
+from herta_gpu.unfolded import DenseMap, FittedOutput, UnfoldedMap
 from herta_gpu.validation import (
     check_choice,
     check_count,
@@ -240,6 +240,7 @@ class HERTA(Estimator):
                 w = run.loop(UnfoldedMap(H_loop, features, rows, plan.solve_width), w, False).w
             point = run.loop(A, w, certified=True)
 
+        self._fitted = FittedOutput(given, graph, point.Z) if backend.xp is np else None
         # Output: W = P^-1/2 w, not w: the loop ran in preconditioned coordinates.
         self.W_ = backend.to_numpy(point.W)  # synchronize!
         self.classes_, self._flat = targets.classes, targets.flat
@@ -292,7 +293,9 @@ class HERTA(Estimator):
         width = max(1, block_width(graph.num_nodes, self.W_.shape[1], self.dtype, budget))
         features = Features(X, backend, graph.order, budget)
         A = UnfoldedMap(H, features, everything, width)
-        Z = A.forward(backend.asarray(self.W_), _TRANSFORM_TOL).value
+        fitted = getattr(self, "_fitted", None)
+        guess = None if fitted is None or backend.xp is not np else fitted.guess(graph)
+        Z = A.forward(backend.asarray(self.W_), _TRANSFORM_TOL, guess).value
         Z = Z if on_device(X) else backend.to_numpy(Z)  # synchronize!
         return take_rows(Z, graph.inverse_order(), backend).astype(self.dtype)
 
@@ -352,6 +355,9 @@ class HERTA(Estimator):
             return graph.reordered("communities") if self.reorder else graph
         # Rows of X on disk are read in their own order.
         return graph.nearer() if backend.reorders and not isinstance(X, np.memmap) else graph
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_fitted"}
 
     def _sparsified(self, H: RegularizedLaplacian, n_samples: int) -> RegularizedLaplacian:
         """I + lam L_tilde: Algorithm 2 when it was asked for, its cheap relative otherwise."""

@@ -67,7 +67,7 @@ class Training:
         tol = self.model.tol
         # A damped P amplifies what the solves leave over, and no certificate watches it.
         blind = self.P.damped or not self.model.precondition
-        inner = min(1e-4, math.sqrt(tol) / 10) * (0.1 if blind else 1.0)
+        inner = min(1e-3, math.sqrt(tol) / 10) * (0.1 if blind else 1.0)
         problem = Problem(A, self.loss, self.Y, self.model.ridge, self.P.factor, self.xp, inner)
         optimizer = self._optimizer(A)
         self.status = "max_iter"
