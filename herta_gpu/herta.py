@@ -37,6 +37,7 @@ from herta_gpu.sparsifier import Sparsifier
 from herta_gpu.training import Training
 from herta_gpu.unfolded import DenseMap, FittedOutput, UnfoldedMap
 from herta_gpu.validation import (
+    BudgetError,
     check_choice,
     check_count,
     check_dtype,
@@ -61,9 +62,9 @@ def _names_what_fits(fit: Callable[..., HERTA]) -> Callable[..., HERTA]:
     def wrapped(self: HERTA, graph: Graph, *args: Any, **kwargs: Any) -> HERTA:
         try:
             return fit(self, graph, *args, **kwargs)
+        except BudgetError:
+            raise  # it says so already
         except MemoryError as error:
-            if type(error) is MemoryError:  # the planner's own: it says so already
-                raise
             budget = int(0.5 * get_backend(self.device).memory_available())
             width = max(1, block_width(graph.num_nodes, BLOCK_WIDTH, self.dtype, budget))
             advice = f"Blocks of {width} columns would fit: set memory_budget={budget}."

@@ -15,6 +15,7 @@ from herta_gpu.features import chunk_bytes
 from herta_gpu.preconditioner import Recipe
 from herta_gpu.solver import BLOCK_WIDTH, RegularizedLaplacian, block_width, chebyshev_degree
 from herta_gpu.sparsifier import degree_scores, sample_size
+from herta_gpu.validation import BudgetError
 
 BETA = 1.0 / 64.0  # Algorithm 1; with K = C = 1 its sample sizes exceed m and n on real graphs
 SKETCH_ROWS_PER_COLUMN = 16  # measured: condition number about 2.7 after preconditioning
@@ -337,7 +338,7 @@ def _fit_memory(
             decisions.append(("columns at once", f"{width}", f"at most {BLOCK_WIDTH}, as they fit"))
             return rows, certificate, memory, width
     need = sum(memory.values()) + sizes.n * (7 * sizes.word + 24)
-    raise MemoryError(
+    raise BudgetError(
         f"This fit needs at least {need / 2**20:,.0f} MB but the budget is "
         f"{options.budget / 2**20:,.0f} MB: raise memory_budget, free memory or use fewer features."
     )

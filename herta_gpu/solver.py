@@ -24,6 +24,7 @@ from herta_gpu.backends.base import Array, Backend, Laplacian
 from herta_gpu.graph import Graph
 from herta_gpu.interop import accept, like, on_device, take_rows
 from herta_gpu.validation import (
+    BudgetError,
     check_choice,
     check_count,
     check_dtype,
@@ -310,7 +311,7 @@ class SDDSolver:
         width = block_width(self.graph.num_nodes, max(k, 1), self.dtype, budget)
         if width < 1:
             need = self.graph.num_nodes * (7 * np.dtype(self.dtype).itemsize + 24)
-            raise MemoryError(
+            raise BudgetError(
                 f"One column needs {need:,} bytes but memory_budget allows {budget:,}: "
                 "raise memory_budget or free memory."
             )

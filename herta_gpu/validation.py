@@ -26,6 +26,10 @@ def check_graph(graph: Any) -> None:
         )
 
 
+class BudgetError(MemoryError):
+    """Not even one column fits the budget; the sentence says what would."""
+
+
 def check_choice(name: str, value: Any, choices: Sequence[Any]) -> None:
     if value not in choices:
         allowed = ", ".join(f'"{c}"' if isinstance(c, str) else str(c) for c in choices)

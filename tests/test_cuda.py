@@ -183,14 +183,16 @@ def test_captured_steps_are_one_launch_and_the_same_steps(ledger: Ledger, backen
         assert np.array_equal(*(getattr(state, name).get() for state in states))
 
 
-def test_out_of_memory_names_what_would_fit(
-    ledger: Ledger, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class OutOfMemoryError(MemoryError):
-        """As CuPy's."""
+class OutOfMemoryError(MemoryError):
+    """As CuPy's; RMM raises Python's own."""
 
+
+@pytest.mark.parametrize("error", [OutOfMemoryError, MemoryError])
+def test_out_of_memory_names_what_would_fit(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch, error: type[MemoryError]
+) -> None:
     def fail(*_: Any, **__: Any) -> Any:
-        raise OutOfMemoryError("Out of memory allocating 99 bytes.")
+        raise error("Out of memory allocating 99 bytes.")
 
     monkeypatch.setattr(sys.modules["cupy"], "zeros_like", fail)
     with pytest.raises(MemoryError, match=r"99 bytes. Blocks of 64 columns .* memory_budget=\d+"):
