@@ -241,7 +241,7 @@ class HERTA(Estimator):
                 w = run.loop(UnfoldedMap(H_loop, features, rows, plan.solve_width), w, False).w
             point = run.loop(A, w, certified=True)
 
-        self._fitted = FittedOutput(given, graph, point.Z) if backend.xp is np else None
+        self._fitted = FittedOutput(given, graph, point.Z)
         # Output: W = P^-1/2 w, not w: the loop ran in preconditioned coordinates.
         self.W_ = backend.to_numpy(point.W)  # synchronize!
         self.classes_, self._flat = targets.classes, targets.flat
@@ -294,8 +294,8 @@ class HERTA(Estimator):
         width = max(1, block_width(graph.num_nodes, self.W_.shape[1], self.dtype, budget))
         features = Features(X, backend, graph.order, budget)
         A = UnfoldedMap(H, features, everything, width)
-        fitted = getattr(self, "_fitted", None)
-        guess = None if fitted is None or backend.xp is not np else fitted.guess(graph)
+        fitted = getattr(self, "_fitted", None)  # not there after unpickling
+        guess = None if fitted is None else fitted.guess(graph, backend)
         Z = A.forward(backend.asarray(self.W_), _TRANSFORM_TOL, guess).value
         Z = Z if on_device(X) else backend.to_numpy(Z)  # synchronize!
         return take_rows(Z, graph.inverse_order(), backend).astype(self.dtype)

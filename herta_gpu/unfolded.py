@@ -13,10 +13,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from herta_gpu.backends.base import Array
+from herta_gpu.backends.base import Array, Backend
 from herta_gpu.factors import Factor
 from herta_gpu.features import Features
 from herta_gpu.graph import Graph
+from herta_gpu.interop import take_rows
 from herta_gpu.losses import Loss
 from herta_gpu.solver import RegularizedLaplacian, SolveInfo, block_cg
 
@@ -100,17 +101,16 @@ class FittedOutput:
     """
 
     def __init__(self, given: Graph, stored: Graph, Z: Array) -> None:
-        self._graph, self._order, self._Z = weakref.ref(given), stored.order, Z
+        self._graph, self._stored, self._Z = weakref.ref(given), stored, Z
 
-    def guess(self, graph: Graph) -> Array | None:
+    def guess(self, graph: Graph, backend: Backend) -> Array | None:
         """Z in the order of `graph`, if that is the graph of the training."""
-        if self._graph() is not graph:
+        if self._graph() is not graph or not isinstance(self._Z, backend.xp.ndarray):
             return None
-        if self._order is None or self._order is graph.order:
+        if self._stored is graph:
             return self._Z
-        callers = np.empty_like(self._Z)
-        callers[self._order] = self._Z
-        return callers if graph.order is None else callers[graph.order]
+        callers = take_rows(self._Z, self._stored.inverse_order(), backend)
+        return take_rows(callers, graph.order, backend)
 
 
 class DenseMap:

@@ -163,7 +163,6 @@ class Backend(ABC):
     def column_dots(self, X: Array, Y: Array) -> Array:
         """(k,) column dot products of two n x k blocks, accumulated in float64."""
 
-    @abstractmethod
     def cg_start(
         self, L: Laplacian, lam: float, R: Array, energy: Array, tol: float, floor: float
     ) -> CGState:
@@ -171,6 +170,21 @@ class Backend(ABC):
 
         A column also freezes once ||R|| <= floor * ||R at the start||, where rounding rules.
         """
+        R = self.asarray(R, str(L.inv_sqrt_degree.dtype))
+        P, rho = self.empty(R.shape, str(R.dtype)), self.column_dots(R, R)
+        P[...] = R
+        return CGState(
+            Z=self.xp.zeros_like(R),
+            R=R,
+            P=P,
+            HP=self.empty(R.shape, str(R.dtype)),
+            rho=rho,
+            energy=energy.copy(),
+            tol=tol,
+            floor=floor**2 * rho,
+            active=rho > self.xp.maximum(tol**2 * energy, 0.0),
+            iterations=self.xp.zeros(R.shape[1], dtype="int64"),
+        )
 
     @abstractmethod
     def cg_step(self, L: Laplacian, lam: float, state: CGState) -> None:

@@ -164,23 +164,6 @@ class CPUBackend(Backend):
         parts = _each(lambda at: _dots(X[at], Y[at]), _flat_chunks(*X.shape))
         return np.sum(parts, axis=0)
 
-    def cg_start(
-        self, L: Laplacian, lam: float, R: Array, energy: Array, tol: float, floor: float
-    ) -> CGState:
-        rho = self.column_dots(R, R)
-        return CGState(
-            Z=np.zeros_like(R),
-            R=R,
-            P=R.copy(),
-            HP=np.empty_like(R),
-            rho=rho,
-            energy=energy,
-            tol=tol,
-            floor=floor**2 * rho,
-            active=rho > np.maximum(tol**2 * energy, 0.0),
-            iterations=np.zeros(R.shape[1], dtype=np.int64),
-        )
-
     def cg_step(self, L: Laplacian, lam: float, state: CGState) -> None:
         Z, R, P = state.Z, state.R, state.P
         HP = self.apply_H(L, lam, P, out=state.HP)

@@ -288,22 +288,9 @@ class CUDABackend(Backend):
     def cg_start(
         self, L: Laplacian, lam: float, R: Array, energy: Array, tol: float, floor: float
     ) -> CUDACGState:
-        rho, k = self.column_dots(R, R), R.shape[1]
-        return CUDACGState(
-            Z=cupy.zeros_like(R),
-            R=R,
-            P=R.copy(),
-            HP=cupy.empty_like(R),
-            rho=rho,
-            energy=energy.copy(),  # the kernel adds to it in place
-            tol=tol,
-            floor=floor**2 * rho,
-            active=rho > cupy.maximum(tol**2 * energy, 0.0),
-            iterations=cupy.zeros(k, dtype=I64),
-            pHp=cupy.empty(k),
-            alpha=cupy.empty(k),
-            beta=cupy.empty(k),
-        )
+        state = super().cg_start(L, lam, R, energy, tol, floor)
+        pHp, alpha, beta = (cupy.empty(R.shape[1]) for _ in range(3))
+        return CUDACGState(**vars(state), pHp=pHp, alpha=alpha, beta=beta)
 
     def cg_step(self, L: Laplacian, lam: float, state: CGState) -> None:
         assert isinstance(state, CUDACGState)

@@ -95,26 +95,6 @@ class FastCPUBackend(CPUBackend):
         _run(lambda counter: kernels.column_dots(X, Y, dots, rows, counter), X.size)
         return dots.sum(axis=0)
 
-    def cg_start(
-        self, L: Laplacian, lam: float, R: Array, energy: Array, tol: float, floor: float
-    ) -> CGState:
-        R = self.asarray(R, str(L.inv_sqrt_degree.dtype))
-        # P is what each step reads in random order: rows should not straddle cache lines.
-        P, rho = aligned_empty(R.shape, R.dtype), self.column_dots(R, R)
-        np.copyto(P, R)
-        return CGState(
-            Z=np.zeros_like(R),
-            R=R,
-            P=P,
-            HP=aligned_empty(R.shape, R.dtype),
-            rho=rho,
-            energy=energy,
-            tol=tol,
-            floor=floor**2 * rho,
-            active=rho > np.maximum(tol**2 * energy, 0.0),
-            iterations=np.zeros(R.shape[1], dtype=np.int64),
-        )
-
     def cg_step(self, L: Laplacian, lam: float, state: CGState) -> None:
         assert isinstance(L, FastLaplacian)
         Z, R, P, HP = state.Z, state.R, state.P, state.HP
