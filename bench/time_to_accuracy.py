@@ -28,7 +28,7 @@ from common import QUICK, Data, Results, race
 
 from herta_gpu import HERTA, SDDSolver
 
-STEPS = {"mse": 300 if QUICK else 20_000, "ce": 300 if QUICK else 2000}
+STEPS = {"mse": 300 if QUICK else 5000, "ce": 300 if QUICK else 2000}
 STRATEGIES = ("auto", "herta", "direct")
 RIDGE = {"mse": 0.0, "ce": 1.0}
 
