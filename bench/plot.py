@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from common import QUICK, RESULTS, read
-from summary import table, update_readme
+from summary import convergence, regret, scaling, table, update_readme
 
 
 def primitives(rows: list[dict[str, Any]]) -> str:
@@ -24,16 +24,6 @@ def primitives(rows: list[dict[str, Any]]) -> str:
     )  # fmt: skip
 
 
-def convergence(rows: list[dict[str, Any]]) -> str:
-    levels = list(rows[0]["steps"]) if rows else []
-    return table(
-        ["data", "lam", "loss", "method", "rate", *(f"steps to {x}" for x in levels), "last gap"],
-        [[r["data"], r["lam"], r["loss"], r["method"], r["rate"],
-          *(f"> {r['taken']}" if r["steps"][x] is None else r["steps"][x] for x in levels),
-          r["last"]] for r in rows],
-    )  # fmt: skip
-
-
 def time_to_accuracy(rows: list[dict[str, Any]]) -> str:
     return table(
         ["data", "lam", "loss", "gap wanted", "method", "seconds", "gap reached", "ratio to auto"],
@@ -43,35 +33,11 @@ def time_to_accuracy(rows: list[dict[str, Any]]) -> str:
     )  # fmt: skip
 
 
-def scaling(rows: list[dict[str, Any]]) -> str:
-    sizes = [r for r in rows if "seconds" in r]
-    text = table(
-        ["graph", "edges", "nodes", "seconds", "columns times H", "peak MB", "status"],
-        [[r["kind"], f"{r['m']:,}", f"{r['n']:,}", r["seconds"], r["columns"], r["peak_MB"],
-          r["status"]] for r in sizes],
-    )  # fmt: skip
-    for r in rows:
-        if "exponent" in r:
-            text += (
-                f"\n\nExponent, {r['kind']}: {r['exponent']:.3f} in time, {r['exponent_cpu']:.3f} "
-                f"in processor time, {r['exponent_work']:.3f} in counted work."
-            )
-    return text
-
-
 def sparsify(rows: list[dict[str, Any]]) -> str:
     return table(
         ["degree", "d", "lam", "choice", "seconds", "steps", "best", "auto's regret"],
         [[r["degree"], r["d"], r["lam"], r["choice"], r["seconds"], r["steps"], r["best"],
           r["regret"]] for r in rows],
-    )  # fmt: skip
-
-
-def regret(rows: list[dict[str, Any]]) -> str:
-    return table(
-        ["data", "lam", "strategy", "seconds", "quartiles", "status", "auto picks", "regret"],
-        [[r["data"], r["lam"], r["strategy"], r["seconds"], f"{r['low']:.3g}-{r['high']:.3g}",
-          r["status"], r["picked"], r["regret"]] for r in rows],
     )  # fmt: skip
 
 
