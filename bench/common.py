@@ -171,12 +171,11 @@ def random_communities(n: int, m: int, seed: int = 0) -> Graph:
 def _random_graph(n: int, m: int, seed: int, community: int, inside: float) -> Graph:
     rng = np.random.default_rng(seed)
     name = rng.permutation(n)  # of each node, so that the order tells nothing
-    weight = np.cumsum((1.0 + np.arange(n)) ** -0.5)
-    weight /= weight[-1]
     parts = []
     for start in range(0, m, 1 << 22):  # a part at a time: memory for large m
         count = min(1 << 22, m - start)
-        u, v = (np.minimum(np.searchsorted(weight, rng.random(count)), n - 1) for _ in range(2))
+        # Expected degrees fall like rank^-1/2, whose cumulated sum is a square root.
+        u, v = (np.int64(n * rng.random(count) ** 2) for _ in range(2))
         near = rng.random(count) < inside
         # Node ids by falling degree are dealt out to the communities in turn.
         groups = max(1, n // community)
