@@ -186,7 +186,7 @@ class Graph:
         elif method == "degree":
             p = by_degree(self)
         elif method == "communities":
-            p, _ = by_community(self)
+            p = by_community(self)
         else:
             raise ValueError(f'method must be "rcm", "degree" or "communities", not {method!r}.')
         return self._permuted(p)
@@ -200,8 +200,8 @@ class Graph:
         """This graph stored by community if it is large and that pays; else itself."""
         if self.num_nodes < LARGE or self.order is not None:
             return self
-        p, share = by_community(self)
-        return self._permuted(p) if share >= WORTH else self
+        p = by_community(self, WORTH)
+        return self if p is None else self._permuted(p)
 
     def with_edges(self, keep: NDArray[np.bool_], factor: NDArray[np.float64]) -> Graph:
         """The edges `keep` of `edges`, weights times `factor`, with this graph's degrees kept."""

@@ -33,8 +33,8 @@ def by_degree(graph: Graph) -> Any:
     return np.argsort(-np.diff(graph.indptr), kind="stable")
 
 
-def by_community(graph: Graph) -> tuple[Any, float]:
-    """Nodes by community, and the share of the edges that lie within one.
+def by_community(graph: Graph, worth: float = 0.0) -> Any | None:
+    """Nodes by community; None where less than `worth` of the edges lie within one.
 
     Label propagation: each node in turn takes the label that most of its neighbours have, unless
     that community is full.  One pass over the edges costs about as much as one column of H X.
@@ -52,9 +52,9 @@ def by_community(graph: Graph) -> tuple[Any, float]:
     for _ in range(_ROUNDS):
         inside = propagate(graph.indptr, graph.indices, labels, sizes, counts, COMMUNITY)
         share = inside / max(graph.indices.shape[0], 1)
-        if share < 0.5 * WORTH:
+        if share < 0.5 * worth:
             break  # it will not come to anything
-    return np.argsort(labels, kind="stable"), share
+    return np.argsort(labels, kind="stable") if share >= worth else None
 
 
 def permuted(graph: Graph, p: Any) -> tuple[Any, Any, Any | None]:
