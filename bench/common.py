@@ -22,7 +22,7 @@ import numpy as np
 import scipy.sparse as sp
 
 from herta_gpu import Graph
-from herta_gpu.datasets.edges import graph_of_keys
+from herta_gpu.datasets.edges import edge_keys, graph_of_keys
 
 ROOT = Path(__file__).parent.parent
 QUICK = "--quick" in sys.argv
@@ -160,28 +160,11 @@ class Data:
 
 def random_power_law(n: int, m: int, seed: int = 0) -> Graph:
     """About m edges with degrees that fall like a power law, nodes in random order."""
-    return _random_graph(n, m, seed, community=n, inside=0.0)
-
-
-def random_communities(n: int, m: int, seed: int = 0) -> Graph:
-    """The same with communities of 1,000 nodes that hold 70% of the edges, as real graphs have."""
-    return _random_graph(n, m, seed, community=1000, inside=0.7)
-
-
-def _random_graph(n: int, m: int, seed: int, community: int, inside: float) -> Graph:
     rng = np.random.default_rng(seed)
     name = rng.permutation(n)  # of each node, so that the order tells nothing
     parts = []
     for start in range(0, m, 1 << 22):  # a part at a time: memory for large m
-        count = min(1 << 22, m - start)
         # Expected degrees fall like rank^-1/2, whose cumulated sum is a square root.
-        u, v = (np.int64(n * rng.random(count) ** 2) for _ in range(2))
-        near = rng.random(count) < inside
-        # Node ids by falling degree are dealt out to the communities in turn.
-        groups = max(1, n // community)
-        other = v // groups * groups + u % groups
-        v = np.where(near & (other < n), other, v)
-        u, v = name[u], name[v]
-        key = np.minimum(u, v) * np.int64(n) + np.maximum(u, v)
-        parts.append(np.unique(key[u != v]))
-    return graph_of_keys(np.unique(np.concatenate(parts)), n)
+        u, v = (name[np.int64(n * rng.random(min(1 << 22, m - start)) ** 2)] for _ in range(2))
+        parts.append(edge_keys(u, v, n)[u != v])
+    return graph_of_keys(np.concatenate(parts), n)

@@ -80,10 +80,7 @@ def draw_apply(rows: list[dict[str, Any]], plt: Any) -> None:
 def draw_scaling(rows: list[dict[str, Any]], plt: Any) -> None:
     figure, axis = plt.subplots(figsize=(5, 3.2))
     sizes = [r for r in rows if "seconds" in r]
-    for kind in dict.fromkeys(r["kind"] for r in sizes):
-        points = [(r["m"], r["seconds"]) for r in sizes if r["kind"] == kind]
-        axis.loglog(*zip(*points, strict=True), "o-", label=kind)
-    axis.legend(fontsize=7)
+    axis.loglog([r["m"] for r in sizes], [r["seconds"] for r in sizes], "o-")
     axis.set_xlabel("edges")
     axis.set_ylabel("seconds")
     save(figure, "scaling")

@@ -2,8 +2,7 @@
 
     python bench/scaling.py [--quick] [--largest 1e8]
 
-Power-law graphs of average degree 20 in random node order, dense N(0, 1) features; "random" has no
-structure that an order of the nodes could use, "communities" has what real graphs have.  One
+Random power-law graphs of average degree 20 in random node order, dense N(0, 1) features.  One
 process per size, so that memory is its own.  The exponent is fitted from 10^6 and from 10^7 edges
 on, in seconds and in counted work (products of H with one column, times edges), which is free of
 caches.
@@ -18,18 +17,17 @@ import sys
 import time
 
 import numpy as np
-from common import Results, random_communities, random_power_law
+from common import Results, random_power_law
 
 import herta_gpu.backends.fast as fast
 from herta_gpu import HERTA
 
 D, C, DEGREE, LAM, TOL = 32, 8, 20, 1.0, 1e-4
-KINDS = {"random": random_power_law, "communities": random_communities}
 
 
-def one(kind: str, m: int) -> dict[str, float]:
+def one(m: int) -> dict[str, float]:
     """A certified fit on a graph of about m edges."""
-    graph = KINDS[kind](max(100, 2 * m // DEGREE), m)
+    graph = random_power_law(max(100, 2 * m // DEGREE), m)
     n = graph.num_nodes
     rng = np.random.default_rng(0)
     X = rng.standard_normal((n, D), dtype=np.float32)
@@ -53,7 +51,7 @@ def one(kind: str, m: int) -> dict[str, float]:
         cpu = min(cpu, time.process_time() - cpu_started)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return {
-        "kind": kind, "m": graph.num_edges, "n": n, "seconds": best, "cpu_seconds": cpu,
+        "m": graph.num_edges, "n": n, "seconds": best, "cpu_seconds": cpu,
         "columns": columns,
         "work": columns * graph.num_edges, "status": model.status_,
         "certificate": model.certificate_.value, "before_MB": base / 1024, "peak_MB": peak / 1024,
@@ -62,34 +60,32 @@ def one(kind: str, m: int) -> dict[str, float]:
 
 def main() -> None:
     if "--one" in sys.argv:
-        print(json.dumps(one(sys.argv[-2], int(sys.argv[-1])), default=float))
+        print(json.dumps(one(int(sys.argv[-1])), default=float))
         return
     largest = float(sys.argv[sys.argv.index("--largest") + 1]) if "--largest" in sys.argv else 1e7
     sizes = [10**5, 3 * 10**5, 10**6, 3 * 10**6, 10**7, 3 * 10**7, 10**8]
     sizes = [m for m in sizes if m <= (3e6 if "--quick" in sys.argv else largest)]
-    results = Results("scaling")
-    for kind in KINDS:
-        rows = []
-        for m in sizes:
-            command = [sys.executable, __file__, "--one", kind, str(m)]
-            found = subprocess.run(command, capture_output=True, text=True)
-            if found.returncode:
-                results.add(kind=kind, m=m, failed=found.stderr.strip().splitlines()[-1:])
-                continue
-            rows.append(json.loads(found.stdout.splitlines()[-1]))
-            results.add(**rows[-1])
-        for least in (8e5, 8e6):  # from 10^7 on nothing of a fit is in the caches any more
-            add_exponents(results, kind, [r for r in rows if r["m"] >= least])
+    results, rows = Results("scaling"), []
+    for m in sizes:
+        command = [sys.executable, __file__, "--one", str(m)]
+        found = subprocess.run(command, capture_output=True, text=True)
+        if found.returncode:
+            results.add(m=m, failed=found.stderr.strip().splitlines()[-1:])
+            continue
+        rows.append(json.loads(found.stdout.splitlines()[-1]))
+        results.add(**rows[-1])
+    for least in (8e5, 8e6):  # from 10^7 on nothing of a fit is in the caches any more
+        add_exponents(results, [r for r in rows if r["m"] >= least])
 
 
-def add_exponents(results: Results, kind: str, large: list[dict[str, float]]) -> None:
+def add_exponents(results: Results, large: list[dict[str, float]]) -> None:
     measures = ("seconds", "cpu_seconds", "work")
     if len(large) < 2:
         return
     logs = {k: np.log([r[k] for r in large]) for k in ("m", *measures)}
     exponents = {k: float(np.polyfit(logs["m"], logs[k], 1)[0]) for k in measures}
     results.add(
-        kind=kind, fitted_from=large[0]["m"], exponent=exponents["seconds"],
+        fitted_from=large[0]["m"], exponent=exponents["seconds"],
         exponent_cpu=exponents["cpu_seconds"], exponent_work=exponents["work"],
     )  # fmt: skip
 

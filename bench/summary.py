@@ -66,14 +66,14 @@ def regret(rows: Rows) -> str:
 
 def scaling(rows: Rows) -> str:
     lines = [
-        [r["kind"], f"{r['m']:,}", r["seconds"], r["columns"], r["peak_MB"] / 1024, r["status"]]
+        [f"{r['m']:,}", r["seconds"], r["columns"], r["peak_MB"] / 1024, r["status"]]
         for r in rows
         if "seconds" in r
     ]
-    text = table(["graph", "edges", "seconds", "columns times H", "peak GB", "status"], lines)
+    text = table(["edges", "seconds", "columns times H", "peak GB", "status"], lines)
     for r in rows:
         if "exponent" in r:
-            text += f"\n\nExponent from {r['fitted_from']:.0e} edges on, {r['kind']}: "
+            text += f"\n\nExponent from {r['fitted_from']:.0e} edges on: "
             text += f"{r['exponent']:.2f} in time, {r['exponent_cpu']:.2f} in processor time, "
             text += f"{r['exponent_work']:.2f} in counted work."
     return text

@@ -23,7 +23,16 @@ from herta_gpu.graph import Graph
 from herta_gpu.interop import accept, like, on_device, take_rows, to_host
 from herta_gpu.losses import LOSSES
 from herta_gpu.optimizers import OPTIMIZERS
-from herta_gpu.planner import EXACT_TOL, Options, Outline, Plan, Sizes, make_plan
+from herta_gpu.planner import (
+    EXACT_TOL,
+    REORDER_COLUMNS,
+    Options,
+    Outline,
+    Plan,
+    Sizes,
+    expected_columns,
+    make_plan,
+)
 from herta_gpu.preconditioner import (
     Once,
     Preconditioner,
@@ -205,7 +214,7 @@ class HERTA(Estimator):
         targets = make_targets(y, train, graph.num_nodes, self.loss)
         stages = Stages(self.verbose)
         with stages("order"):
-            given, graph = graph, self._stored(graph, X, backend)
+            given, graph = graph, self._stored(graph, X, targets.Y.shape[1], backend)
         H = RegularizedLaplacian(graph, lam, backend, self.dtype)  # I + lam L_hat
         with stages("plan"):
             options = self._options(backend)
@@ -350,12 +359,14 @@ class HERTA(Estimator):
             _plain(self.sketch), self.precondition, budget, self.random_state,
         )  # fmt: skip
 
-    def _stored(self, graph: Graph, X: Any, backend: Backend) -> Graph:
+    def _stored(self, graph: Graph, X: Any, c: int, backend: Backend) -> Graph:
         """`graph` in the order in which it is worked on."""
         if self.reorder != "auto":
             return graph.reordered("communities") if self.reorder else graph
         # Rows of X on disk are read in their own order.
-        return graph.nearer() if backend.reorders and not isinstance(X, np.memmap) else graph
+        can = backend.reorders and not isinstance(X, np.memmap)
+        long = expected_columns(self._lam(), X.shape[1], c, self.loss) >= REORDER_COLUMNS
+        return graph.nearer() if can and long else graph
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "_fitted"}

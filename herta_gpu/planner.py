@@ -22,6 +22,8 @@ SKETCH_ROWS_PER_COLUMN = 16  # measured: condition number about 2.7 after precon
 # A feature that only occurs outside the training rows reaches them through many hops, weakly: it
 # takes a polynomial of high degree in float64 to see it as the Hessian does.
 EXACT_TOL = 1e-9
+# Finding communities costs about as much as a few hundred columns of H X, and saves up to half.
+REORDER_COLUMNS = 1000
 AUTO_EPS = 0.5  # accuracy of a sparsifier that "auto" may use
 
 # Measured on the compiled CPU backend, per non-zero plus four per node and column (seconds).  CG
@@ -167,6 +169,13 @@ _CERTIFICATE_WHY = {
     "duality": "the ridge makes the objective strongly convex",
     "none": "no strong convexity to build on: the gradient decides",
 }
+
+
+def expected_columns(lam: float, d: int, c: int, loss: str) -> int:
+    """About how many columns a fit multiplies with H, before the graph has been looked at."""
+    H = Outline(1, lam)
+    evaluations = 1 if loss == "mse" else 40
+    return d * chebyshev_degree(H, 1e-3) + 2 * c * evaluations * chebyshev_degree(H, 1e-4)
 
 
 def Q_tolerance(H: RegularizedLaplacian, sizes: Sizes, options: Options, strategy: str) -> float:
