@@ -47,10 +47,7 @@ MB = 1 << 20
 CE = {"loss": "ce", "ridge": 1.0, "optimizer": "lbfgs", "max_iter": 8}
 CASES = {
     "roomy": (400 * MB, {}, False),
-    "tight": (240 * MB, {}, False),
     "too little for R": (170 * MB, {}, False),
-    "herta": (240 * MB, {"strategy": "herta"}, False),
-    "cross entropy": (240 * MB, CE, False),
     "cross entropy, herta": (240 * MB, {**CE, "strategy": "herta"}, False),
     "float16 X on disk": (240 * MB, {}, True),
     "by community": (240 * MB, {"reorder": True}, False),
