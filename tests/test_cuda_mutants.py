@@ -49,7 +49,7 @@ MUTANTS = {
     "scratch of the wrong type": (
         "cuda", "cupy.empty((MAX_BLOCKS, k))", 'cupy.empty((MAX_BLOCKS, k), dtype="float32")'
     ),
-    "the caller's array changed": ("cuda", "energy=energy.copy()", "energy=energy"),
+    "the caller's array changed": ("cuda", "energy = energy.copy()", "energy = energy"),
     "weights forgotten": (
         "cuda", "weights = pointer(L.weights)", "weights = NULL"
     ),

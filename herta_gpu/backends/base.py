@@ -179,7 +179,7 @@ class Backend(ABC):
             P=P,
             HP=self.empty(R.shape, str(R.dtype)),
             rho=rho,
-            energy=energy.copy(),
+            energy=energy,
             tol=tol,
             floor=floor**2 * rho,
             active=rho > self.xp.maximum(tol**2 * energy, 0.0),

@@ -288,6 +288,7 @@ class CUDABackend(Backend):
     def cg_start(
         self, L: Laplacian, lam: float, R: Array, energy: Array, tol: float, floor: float
     ) -> CUDACGState:
+        energy = energy.copy()  # the kernel adds to it in place
         state = super().cg_start(L, lam, R, energy, tol, floor)
         pHp, alpha, beta = (cupy.empty(R.shape[1]) for _ in range(3))
         return CUDACGState(**vars(state), pHp=pHp, alpha=alpha, beta=beta)
