@@ -44,7 +44,7 @@ from herta_gpu.profiling import Stages
 from herta_gpu.solver import BLOCK_WIDTH, RegularizedLaplacian, block_width, chebyshev_degree
 from herta_gpu.sparsifier import Sparsifier
 from herta_gpu.training import Training
-from herta_gpu.unfolded import DenseMap, FittedOutput, UnfoldedMap
+from herta_gpu.unfolded import DenseMap, UnfoldedMap
 from herta_gpu.validation import (
     BudgetError,
     check_choice,
@@ -250,7 +250,6 @@ class HERTA(Estimator):
                 w = run.loop(UnfoldedMap(H_loop, features, rows, plan.solve_width), w, False).w
             point = run.loop(A, w, certified=True)
 
-        self._fitted = FittedOutput(given, graph, point.Z)
         # Output: W = P^-1/2 w, not w: the loop ran in preconditioned coordinates.
         self.W_ = backend.to_numpy(point.W)  # synchronize!
         self.classes_, self._flat = targets.classes, targets.flat
@@ -303,9 +302,9 @@ class HERTA(Estimator):
         width = max(1, block_width(graph.num_nodes, self.W_.shape[1], self.dtype, budget))
         features = Features(X, backend, graph.order, budget)
         A = UnfoldedMap(H, features, everything, width)
-        fitted = getattr(self, "_fitted", None)  # not there after unpickling
-        guess = None if fitted is None else fitted.guess(graph, backend)
-        Z = A.forward(backend.asarray(self.W_), _TRANSFORM_TOL, guess).value
+        # Not from the fit's Z, near as it is: a model that was stored and read again gives the same
+        # bits as this one.
+        Z = A.forward(backend.asarray(self.W_), _TRANSFORM_TOL).value
         Z = Z if on_device(X) else backend.to_numpy(Z)  # synchronize!
         return take_rows(Z, graph.inverse_order(), backend).astype(self.dtype)
 
@@ -367,9 +366,6 @@ class HERTA(Estimator):
         can = backend.reorders and not isinstance(X, np.memmap)
         long = expected_columns(self._lam(), X.shape[1], c, self.loss) >= REORDER_COLUMNS
         return graph.nearer() if can and long else graph
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "_fitted"}
 
     def _sparsified(self, H: RegularizedLaplacian, n_samples: int) -> RegularizedLaplacian:
         """I + lam L_tilde: Algorithm 2 when it was asked for, its cheap relative otherwise."""

@@ -7,17 +7,14 @@ full graph, as the loop of Algorithm 1 does; `DenseMap` multiplies with a stored
 
 from __future__ import annotations
 
-import weakref
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 
-from herta_gpu.backends.base import Array, Backend
+from herta_gpu.backends.base import Array
 from herta_gpu.factors import Factor
 from herta_gpu.features import Features
-from herta_gpu.graph import Graph
-from herta_gpu.interop import take_rows
 from herta_gpu.losses import Loss
 from herta_gpu.solver import RegularizedLaplacian, SolveInfo, block_cg
 
@@ -50,9 +47,9 @@ class UnfoldedMap:
     def __init__(self, H: RegularizedLaplacian, X: Features, rows: Array, width: int) -> None:
         self.H, self.X, self.train, self.width = H, X, rows, width
 
-    def forward(self, W: Array, tol: float, guess: Array | None = None) -> Solved:
+    def forward(self, W: Array, tol: float) -> Solved:
         """Z = H^-1 X W (n x c), of which the training rows are A W."""
-        return self._solve(self.X.times(W), tol, guess)
+        return self._solve(self.X.times(W), tol, None)
 
     def rows(self, Z: Array) -> Array:
         return Z[self.train].astype("float64")
@@ -92,25 +89,6 @@ def _gathered(Z: Array, infos: list[SolveInfo]) -> Solved:
     residual = float(np.sqrt(sum(float((i.residuals**2).sum()) for i in infos)))
     iterations = max(int(i.iterations.max(initial=0)) for i in infos)
     return Solved(Z, Z, residual, iterations, any(i.status != "converged" for i in infos))
-
-
-class FittedOutput:
-    """Z as training left it: where `transform` starts from, on the graph of the training.
-
-    It is only ever a guess, for what is solved is measured.
-    """
-
-    def __init__(self, given: Graph, stored: Graph, Z: Array) -> None:
-        self._graph, self._stored, self._Z = weakref.ref(given), stored, Z
-
-    def guess(self, graph: Graph, backend: Backend) -> Array | None:
-        """Z in the order of `graph`, if that is the graph of the training."""
-        if self._graph() is not graph or not isinstance(self._Z, backend.xp.ndarray):
-            return None
-        if self._stored is graph:
-            return self._Z
-        callers = take_rows(self._Z, self._stored.inverse_order(), backend)
-        return take_rows(callers, graph.order, backend)
 
 
 class DenseMap:
