@@ -434,7 +434,7 @@ def test_planetoid_reaches_the_closed_form(name, optimizer, steps, lam):
     assert independent <= data.optimum(lam) * (1 + 1e-6)
 
 
-@pytest.mark.parametrize("lam", [1.0, 20.0])
+@pytest.mark.parametrize("lam", [1.0])  # lam 20: bench/optimum.py; the SVD takes half a minute
 def test_citeseer_with_fewer_rows_than_features(lam):
     data = shared("citeseer")
     assert data.train.size < data.X.shape[1]

@@ -49,8 +49,7 @@ CASES = {
     "roomy": (400 * MB, {}, False),
     "too little for R": (170 * MB, {}, False),
     "cross entropy, herta": (240 * MB, {**CE, "strategy": "herta"}, False),
-    "float16 X on disk": (300 * MB, {}, True),
-    "by community": (300 * MB, {"reorder": True}, False),
+    "float16 X on disk, by community": (300 * MB, {"reorder": True}, True),
 }
 
 
