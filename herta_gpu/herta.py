@@ -25,13 +25,12 @@ from herta_gpu.losses import LOSSES
 from herta_gpu.optimizers import OPTIMIZERS
 from herta_gpu.planner import (
     EXACT_TOL,
-    REORDER_COLUMNS,
     Options,
     Outline,
     Plan,
     Sizes,
-    expected_columns,
     make_plan,
+    worth_reordering,
 )
 from herta_gpu.preconditioner import (
     Once,
@@ -222,8 +221,8 @@ class HERTA(Estimator):
             plan = self.plan_ = make_plan(
                 H, _sizes(graph, X, targets, self.dtype, backend, X_bytes), options
             )
-        if graph is not given:
-            plan.decisions.append(("order", "by community", "neighbours close in memory"))
+            if graph is not given:
+                plan.decisions.append(("order", "by community", "neighbours close in memory"))
         with stages("features"):
             features = Features(X, backend, graph.order, options.budget)
         inverse = graph.inverse_order()
@@ -364,8 +363,8 @@ class HERTA(Estimator):
             return graph.reordered("communities") if self.reorder else graph
         # Rows of X on disk are read in their own order.
         can = backend.reorders and not isinstance(X, np.memmap)
-        long = expected_columns(self._lam(), X.shape[1], c, self.loss) >= REORDER_COLUMNS
-        return graph.nearer() if can and long else graph
+        pays = worth_reordering(self._lam(), X.shape[1], c, self.loss)
+        return graph.nearer() if can and pays else graph
 
     def _sparsified(self, H: RegularizedLaplacian, n_samples: int) -> RegularizedLaplacian:
         """I + lam L_tilde: Algorithm 2 when it was asked for, its cheap relative otherwise."""

@@ -37,7 +37,7 @@ def by_community(graph: Graph, worth: float = 0.0) -> Any | None:
     """Nodes by community; None where less than `worth` of the edges lie within one.
 
     Label propagation: each node in turn takes the label that most of its neighbours have, unless
-    that community is full.  One pass over the edges costs about as much as one column of H X.
+    that community is full.  A round costs about as much as H times a block of 64 columns.
     """
     try:
         from herta_gpu.backends.fast_ordering import propagate

@@ -22,8 +22,6 @@ SKETCH_ROWS_PER_COLUMN = 16  # measured: condition number about 2.7 after precon
 # A feature that only occurs outside the training rows reaches them through many hops, weakly: it
 # takes a polynomial of high degree in float64 to see it as the Hessian does.
 EXACT_TOL = 1e-9
-# Finding communities costs about as much as a few hundred columns of H X, and saves up to half.
-REORDER_COLUMNS = 1000
 AUTO_EPS = 0.5  # accuracy of a sparsifier that "auto" may use
 
 # Measured on the compiled CPU backend, per non-zero plus four per node and column (seconds).  CG
@@ -34,6 +32,9 @@ _NARROW = 12  # a block of one or two columns costs about as much as this many o
 _GEMM_FLOP = 1.0 / 75e9  # float64
 _FACTOR_FLOP = 1.0 / 30e9
 _OUTER_STEPS = 2  # of CG with a tight enough Q
+_CE_EVALUATIONS = 40  # of cross entropy and its gradient
+# Finding communities costs about as much as a few hundred columns of H X, and saves up to half.
+_REORDER_COLUMNS = 1000
 
 
 @dataclass
@@ -171,11 +172,12 @@ _CERTIFICATE_WHY = {
 }
 
 
-def expected_columns(lam: float, d: int, c: int, loss: str) -> int:
-    """About how many columns a fit multiplies with H, before the graph has been looked at."""
-    H = Outline(1, lam)
-    evaluations = 1 if loss == "mse" else 40
-    return d * chebyshev_degree(H, 1e-3) + 2 * c * evaluations * chebyshev_degree(H, 1e-4)
+def worth_reordering(lam: float, d: int, c: int, loss: str) -> bool:
+    """Whether a fit multiplies enough columns with H to pay for a better order of the nodes."""
+    H = Outline(1, lam)  # decided before the graph has been looked at
+    evaluations = 1 if loss == "mse" else _CE_EVALUATIONS
+    columns = d * chebyshev_degree(H, 1e-3) + 2 * c * evaluations * chebyshev_degree(H, 1e-4)
+    return columns >= _REORDER_COLUMNS
 
 
 def Q_tolerance(H: RegularizedLaplacian, sizes: Sizes, options: Options, strategy: str) -> float:
@@ -201,7 +203,7 @@ def _costs(H: RegularizedLaplacian, sizes: Sizes, options: Options) -> dict[str,
     )
     small = min(sizes.n_train, sizes.d)
     dense = sizes.n_train * sizes.d * small * _GEMM_FLOP + small**3 / 3 * _FACTOR_FLOP
-    evaluations = 1 + (_OUTER_STEPS if options.loss == "mse" else 40)
+    evaluations = 1 + (_OUTER_STEPS if options.loss == "mse" else _CE_EVALUATIONS)
     cost = {}
     for strategy in ("herta", "direct"):
         degree = chebyshev_degree(H, Q_tolerance(H, sizes, options, strategy))

@@ -16,6 +16,16 @@ if TYPE_CHECKING:
     from herta_gpu.backends.cuda import CUDABackend
 
 
+def _read_back(name: str) -> Any:
+    """An array of the graph that comes to the host when it is first asked for."""
+
+    def read(graph: DeviceGraph) -> Any:
+        held = graph._held[name]
+        return None if held is None else graph._backend.to_numpy(held)  # synchronize!
+
+    return cached_property(read)
+
+
 class DeviceGraph(Graph):
     """A graph made on the device; each of its arrays is read back when the host first asks."""
 
@@ -40,29 +50,14 @@ class DeviceGraph(Graph):
     def num_edges(self) -> int:
         return self._held["indices"].shape[0] // 2
 
-    @cached_property
-    def indptr(self) -> Any:
-        return self._read("indptr")
-
-    @cached_property
-    def indices(self) -> Any:
-        return self._read("indices")
-
-    @cached_property
-    def weights(self) -> Any:
-        return self._read("weights")
-
-    @cached_property
-    def degree(self) -> Any:
-        return self._read("degree")
+    indptr = _read_back("indptr")
+    indices = _read_back("indices")
+    weights = _read_back("weights")
+    degree = _read_back("degree")
 
     def to_csr(self) -> Any:
         """L as a CSR matrix of cupyx.scipy.sparse, on the device, float64, caller's order."""
         return self._backend.laplacian_csr(self._backend.laplacian(self, "float64"), self.order)
-
-    def _read(self, name: str) -> Any:
-        held = self._held[name]
-        return None if held is None else self._backend.to_numpy(held)  # synchronize!
 
 
 def from_device_edges(

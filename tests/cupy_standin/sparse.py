@@ -11,8 +11,8 @@ from .device_array import ndarray, unwrap
 from .ledger import LEDGER
 
 
-class csr_matrix:  # noqa: N801 - CuPy's name
-    """CSR on the device; products come in Fortran order, as cuSPARSE gives them."""
+class _Sparse:
+    """CuPy's constructor, the same for all formats."""
 
     def __init__(
         self,
@@ -23,6 +23,16 @@ class csr_matrix:  # noqa: N801 - CuPy's name
         *,
         maxprint: Any = None,
     ) -> None:
+        self._take(arg1, shape)
+
+    def _take(self, arg1: Any, shape: Any) -> None:
+        raise NotImplementedError
+
+
+class csr_matrix(_Sparse):  # noqa: N801 - CuPy's name
+    """CSR on the device; products come in Fortran order, as cuSPARSE gives them."""
+
+    def _take(self, arg1: Any, shape: Any) -> None:
         if isinstance(arg1, tuple):
             if not all(isinstance(part, ndarray) for part in arg1):
                 raise ValueError("(data, indices, indptr) must be device arrays")
@@ -80,18 +90,10 @@ class csr_matrix:  # noqa: N801 - CuPy's name
         return ndarray(self._matrix.toarray(order=order))
 
 
-class coo_matrix:  # noqa: N801 - CuPy's name
+class coo_matrix(_Sparse):  # noqa: N801 - CuPy's name
     """Entries in any order; those of the same place add up in `tocsr`."""
 
-    def __init__(
-        self,
-        arg1: Any,
-        shape: Any = None,
-        dtype: Any = None,
-        copy: bool = False,
-        *,
-        maxprint: Any = None,
-    ) -> None:
+    def _take(self, arg1: Any, shape: Any) -> None:
         data, (row, col) = arg1
         if not all(isinstance(part, ndarray) for part in (data, row, col)):
             raise ValueError("(data, (row, col)) must be device arrays")
