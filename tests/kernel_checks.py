@@ -1,0 +1,224 @@
+"""What every kernel must do, run by the emulator against the CPU backend: one check per primitive.
+
+`run_checks` is also what runs under the sanitizers and on mutants.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+from cuda_emulator import Module, kernel_text, load
+from cuda_emulator.launches import Emulated
+
+from herta_gpu.backends.cpu import CPUBackend, keep_probabilities
+from herta_gpu.graph import Graph
+
+CPU = CPUBackend()
+LAM, SEED = 20.0, 0x9E3779B97F4A7C15
+SIZES = ("1", "31", "32", "33", "hub")
+WIDTHS = (1, 3, 8, 40, 128)
+DTYPES = ("float32", "float64")
+TOLERANCE = {"float32": 2e-5, "float64": 1e-12}
+
+
+@cache
+def graph(size: str, weighted: bool) -> Graph:
+    """Random edges and empty rows; "hub": two rows far longer than a segment of 64."""
+    rng = np.random.default_rng(5)
+    n = 200 if size == "hub" else int(size)
+    edges = rng.integers(0, max(1, n - 3), (2, 3 * n))  # the last three nodes stay alone
+    if size == "hub":
+        spokes = np.arange(n - 5)
+        hubs = [np.stack([np.full_like(spokes, h), spokes]) for h in (0, 150)]
+        edges = np.concatenate([edges, *hubs], axis=1)
+    edges = np.unique(np.sort(edges, axis=0), axis=1)
+    return Graph.from_edges(edges, n, 0.1 + rng.random(edges.shape[1]) if weighted else None)
+
+
+@cache
+def laplacian(size: str, weighted: bool, dtype: str, wide: bool = False) -> Any:
+    L = CPU.laplacian(graph(size, weighted), dtype)
+    return replace(L, indices=L.indices.astype(np.int64)) if wide else L
+
+
+def block(n: int, k: int, dtype: str, seed: int = 0) -> Any:
+    return np.random.default_rng(seed).standard_normal((n, k)).astype(dtype)
+
+
+def assert_close(found: Any, expected: Any, dtype: str, factor: float = 1.0) -> None:
+    assert found.shape == expected.shape
+    error = np.abs(np.asarray(found, float) - expected)
+    bound = factor * TOLERANCE[dtype] * max(1.0, np.abs(expected).max(initial=0))
+    assert (error <= bound).all(), f"off by {np.nanmax(error, initial=0):.3g}, allowed {bound:.3g}"
+
+
+def snippet(text: str) -> Module:
+    common = kernel_text("cg.cu").split('#line 1 "cg.cu"')[0]
+    return load("snippet", text=f"{common}\n{text}")
+
+
+# ---- one per primitive
+
+
+def check_apply_H(run: Emulated, L: Any, k: int, dtype: str) -> None:
+    X = block(L.n, k, dtype)
+    expected = CPU.apply_H(L, LAM, X)
+    Y, dots = run.apply_H(L, LAM, X, dots=True)
+    assert_close(Y, expected, dtype)
+    assert_close(dots, CPU.column_dots(X, expected), dtype)
+    assert_close(run.apply_H(L, LAM, X), expected, dtype)
+
+
+def check_chebyshev(run: Emulated, L: Any, k: int, dtype: str) -> None:
+    Z, before, B = (block(L.n, k, dtype, seed) for seed in range(3))
+    expected, found = before.copy(), before.copy()
+    CPU.chebyshev_step(L, LAM, Z, expected, B, 0.3, 0.2)
+    run.chebyshev_step(L, LAM, Z, found, B, 0.3, 0.2)
+    assert_close(found, expected, dtype)
+
+
+def check_cg(run: Emulated, L: Any, k: int, dtype: str) -> None:
+    R, tol = block(L.n, k, dtype), 0.1
+    R[:, k // 2] = 0  # starts frozen
+    energy = 0.7 * CPU.column_dots(R, R) / tol**2
+    energy[::2] = 0  # the odd columns freeze soon, the even ones later
+    expected, found = (CPU.cg_start(L, LAM, R.copy(), energy.copy(), tol, 1e-3) for _ in range(2))
+    for _ in range(4):
+        CPU.cg_step(L, LAM, expected)
+        run.cg_step(L, LAM, found)
+    for name in ("active", "iterations"):
+        assert np.array_equal(getattr(found, name), getattr(expected, name)), name
+    for name in ("Z", "R", "P", "rho", "energy"):
+        assert_close(getattr(found, name), getattr(expected, name), dtype, factor=10)
+
+
+def check_column_dots(run: Emulated, L: Any, k: int, dtype: str) -> None:
+    X, Y = block(L.n, k, dtype), block(L.n, k, dtype, 1)
+    assert_close(run.column_dots(X, Y), CPU.column_dots(X, Y), "float64")
+
+
+def check_sketches(run: Emulated, L: Any, k: int, dtype: str) -> None:
+    expected = CPU.sketch_incidence(L, k, SEED)
+    assert_close(run.sketch_incidence(L, k, SEED), expected, dtype)
+    assert_close(run.sketch_identity(L, k, SEED), CPU.sketch_identity(L, k, SEED), dtype)
+
+
+def check_scores(run: Emulated, L: Any, k: int, dtype: str) -> None:
+    B_S, Pi_S = block(L.n, k, dtype), block(L.n, k, dtype, 1)
+    expected = CPU.edge_scores(L, B_S, Pi_S, LAM)
+    if expected.size:
+        assert_close(run.edge_scores(L, B_S, Pi_S, LAM), expected, dtype)
+
+
+def check_sampling(run: Emulated, L: Any, k: int, dtype: str) -> None:
+    m = L.nnz // 2
+    if m == 0:
+        return
+    scores = np.random.default_rng(3).random(m) ** 8
+    exponent = 61 - int(np.ceil(np.log2(max(m, 2)))) - int(np.ceil(np.log2(scores.max())))
+    drawn = CPU.sample_edges(scores, m + k, SEED, replace=True)
+    assert np.array_equal(run.with_replacement(scores, m + k, SEED, exponent), drawn)
+    kept = CPU.sample_edges(scores, m // 2, SEED, replace=False)
+    assert np.array_equal(run.bernoulli(keep_probabilities(scores, m // 2), SEED), kept)
+
+
+def check_scan(run: Emulated, L: Any, k: int, dtype: str) -> None:
+    totals = np.random.default_rng(k).integers(0, 1 << 38, 5000)  # three turns of the one block
+    expected = np.cumsum(totals) - totals
+    run.launch("sampling.cu", "scan_totals", (1,), (256,), np.int64(5000), totals)
+    assert np.array_equal(totals, expected)
+
+
+def check_sampled_graph(run: Emulated, L: Any, k: int, dtype: str) -> None:
+    m = L.nnz // 2
+    factors = np.random.default_rng(k).integers(0, 3, m) / 3.0
+    A = Graph(L.indptr, L.indices, L.weights, L.inv_sqrt_degree**-2.0)
+    expected = A.with_edges(factors > 0, factors)
+    indptr, indices, weights, sums = run.sampled_graph(L, factors)
+    assert np.array_equal(indptr, expected.indptr)
+    assert np.array_equal(indices, expected.indices)
+    assert_close(weights, expected.weights, dtype)
+    assert_close(sums, expected.sampled_degree, dtype)
+
+
+def check_srht(run: Emulated, L: Any, k: int, dtype: str) -> None:
+    Q = block(L.n, k, dtype)
+    for s in {1, max(1, L.n // 2), L.n}:
+        assert_close(run.srht(Q, s, SEED), CPU.srht(Q, s, SEED), dtype)
+
+
+CHECKS: dict[str, list[Callable[[Emulated, Any, int, str], None]]] = {
+    "laplacian.cu": [check_apply_H, check_chebyshev],
+    "cg.cu": [check_cg, check_column_dots],
+    "sketch.cu": [check_sketches],
+    "sampling.cu": [check_scores, check_sampling, check_scan, check_sampled_graph],
+    "hadamard.cu": [check_srht],
+}
+EVERY = [check for checks in CHECKS.values() for check in checks]
+
+
+def run_checks(variant: str, modules: dict[str, Module] | None = None, only: str = "") -> None:
+    """Every check (of one file) on few sizes: what runs under a sanitizer and on a mutant."""
+    for size, weighted, dtype, k in [
+        *[("33", False, "float32", 8), ("hub", True, "float32", 3)],
+        *[("1", False, "float64", 1), ("hub", False, "float64", 16)],
+    ]:
+        L = laplacian(size, weighted, dtype, wide=k == 3)
+        for file, checks in CHECKS.items():
+            for check in checks if only in ("", file) else []:
+                check(Emulated(variant, "random", 64, 3, modules), L, k, dtype)
+    for n in (500, 600) if only in ("", "hadamard.cu") else ():  # one full tile; two passes
+        Q = block(n, 3, "float32")
+        found = Emulated(variant, modules=modules).srht(Q, 70, SEED)
+        assert_close(found, CPU.srht(Q, 70, SEED), "float32")
+
+
+# ---- large offsets
+
+
+def reserve(shape: tuple[int, ...], dtype: Any) -> Any:
+    """Zeros of any size: memory is used only where it is touched."""
+    no_reserve = getattr(mmap, "MAP_NORESERVE", 0x4000)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | no_reserve
+    try:
+        buffer = mmap.mmap(-1, int(np.prod(shape)) * np.dtype(dtype).itemsize, flags=flags)
+    except OSError as error:
+        pytest.skip(f"no address space for an array beyond 2^32 entries: {error}")
+    return np.frombuffer(buffer, dtype).reshape(shape)
+
+
+def check_offsets(modules: dict[str, Module] | None = None) -> None:
+    """Blocks of 9 x 2^29: row 8 begins at 2^32, where a 32-bit offset is 0 again."""
+    n, k, part = 9, 1 << 29, 256
+    module = {f: (modules or {}).get(f) or load(f) for f in CHECKS}
+    L = CPU.laplacian(Graph.from_edges([[0], [8]], n), "float32")
+    X, Y, Z = (reserve((n, k), np.float32) for _ in range(3))
+    X[:, :part], Z[:, :part] = block(n, part, "float32"), block(n, part, "float32", 1)
+    X0, Z0 = X[:, :part].copy(), Z[:, :part].copy()
+    size, none = (np.int64(n), np.int64(k)), np.zeros(0)
+    graph_args = (L.indptr, L.indices, None, L.inv_sqrt_degree, L.diagonal, np.float32(LAM))
+    cut = (np.int32(64), np.int32(0), np.zeros(0, np.int64), np.zeros(0, np.int32), none)
+    tickets = np.zeros(1, np.uint32)
+    args = (*size, *graph_args, *cut, tickets, X, Y, None, None)
+    shape = ((1, k // part), (64, 4))
+    module["laplacian.cu"].launch("apply_H_f32_i32_v4", *shape, args, blocks=(0, 1))
+    assert_close(Y[:, :part], CPU.apply_H(L, LAM, X0), "float32")
+
+    alpha, beta = reserve((k,), np.float64), reserve((k,), np.float64)
+    alpha[:part], beta[:part] = 2.0, 3.0
+    P0 = Y[:, :part].copy()
+    args = (*size, X, Y, Z, alpha, beta)
+    module["cg.cu"].launch("cg_direction_f32_v4", *shape, args, blocks=(0, 1))
+    assert_close(Z[:, :part], Z0 + 2 * P0, "float32")
+    assert_close(Y[:, :part], X0 + 3 * P0, "float32")
+
+    args = (*size, np.float32(1), np.uint64(SEED), Y)
+    module["sketch.cu"].launch("sketch_identity_f32", *shape, args, blocks=(0, 1))
+    expected = CPU.sketch_identity(L, part, SEED) * np.sqrt(np.float32(part))
+    assert_close(Y[:, :part], expected, "float32")

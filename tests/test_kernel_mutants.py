@@ -1,0 +1,155 @@
+"""The kernels under sanitizers, and bugs put into them on purpose: each turns a check red.
+
+A sanitizer wants a process of its own: ``python tests/test_kernel_mutants.py asan``.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE.parent)]
+
+from cuda_emulator import EmulatorError, Module, compiler, kernel_text, load  # noqa: E402
+
+if compiler() is None:
+    pytest.skip("no g++: the kernels cannot be emulated", allow_module_level=True)
+
+from kernel_checks import check_offsets, run_checks  # noqa: E402
+
+REPORTS = {"asan": ("AddressSanitizer", "runtime error"), "tsan": ("ThreadSanitizer",)}
+
+
+def sanitized(variant: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """This file as a script, with the sanitizer's runtime loaded first."""
+    named = [str(compiler()), f"-print-file-name=lib{variant}.so"]
+    runtime = Path(subprocess.run(named, capture_output=True, text=True).stdout.strip())
+    if not runtime.is_absolute() or not runtime.exists():
+        pytest.skip(f"lib{variant} is not installed")
+    fixed = ["setarch", "-R"] if shutil.which("setarch") else []  # TSan needs fixed addresses
+    options = {
+        "LD_PRELOAD": str(runtime.resolve()),
+        "ASAN_OPTIONS": "detect_leaks=0",
+        "TSAN_OPTIONS": "halt_on_error=1",
+        "OPENBLAS_NUM_THREADS": "1",
+        "HERTA_NUM_THREADS": "1",
+    }
+    command = [*fixed, "env", *(f"{name}={value}" for name, value in options.items())]
+    command += [sys.executable, str(HERE / "test_kernel_mutants.py"), variant, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=600, env=os.environ)
+
+
+@pytest.mark.parametrize("variant", REPORTS)
+def test_no_sanitizer_complains(variant: str) -> None:
+    done = sanitized(variant)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert "all checks passed" in done.stdout
+
+
+# ---- mutants
+
+
+class Mutant(NamedTuple):
+    file: str
+    old: str
+    new: str
+    red: str = "plain"  # the step that must see it
+
+
+MUTANTS = {
+    "barrier missing before a block sum": Mutant(
+        "cg.cu", "tile[i][thread] = v[i];\n    __syncthreads();", "tile[i][thread] = v[i];"
+    ),
+    "barrier missing before shared memory is used again": Mutant(
+        "laplacian.cu", "__syncthreads();  // the tile may", "// the tile may", "tsan"
+    ),
+    "barrier missing between butterflies": Mutant(
+        "hadamard.cu", "= x[j];\n    }\n    __syncthreads();", "= x[j];\n    }", "tsan"
+    ),
+    "barrier missing between two scans": Mutant(
+        "sampling.cu", "__syncthreads();  // the totals may", "// the totals may", "tsan"
+    ),
+    "race: every thread takes a ticket": Mutant(
+        "cg.cu", "if (threadIdx.x == 0 && threadIdx.y == 0) last =", "last ="
+    ),
+    "race: every row of the block writes the sum": Mutant(
+        "cg.cu", "if (!inside || threadIdx.y != 0) return;", "if (!inside) return;", "tsan"
+    ),
+    "sum taken before the other blocks are done": Mutant(
+        "cg.cu", "atomicInc(ticket, count - 1) == count - 1", "atomicInc(ticket, count - 1) == 0"
+    ),
+    "exit before a barrier": Mutant(
+        "laplacian.cu", "lane(L.k);\n", "lane(L.k);\n    if (!lane.inside) return;\n"
+    ),
+    "off by one: a row too many": Mutant(
+        "laplacian.cu", "const bool mine = row < L.n &&", "const bool mine = row <= L.n &&", "asan"
+    ),
+    "off by one: the tail of a tile": Mutant(
+        "sampling.cu", "x[i] = first + i < n ?", "x[i] = first + i <= n ?", "asan"
+    ),
+    "off by one: a column too many": Mutant(
+        "sketch.cu", "if (column + i < k)", "if (column + i <= k)", "asan"
+    ),
+    "shared tile without its padding": Mutant(
+        "hadamard.cu", "tile[slot(1 << kLogRows)]", "tile[1 << kLogRows]", "asan"
+    ),
+    "32-bit offset": Mutant(
+        "laplacian.cu", "X + j * L.k + column", "X + static_cast<i32>(j * L.k) + column", "offsets"
+    ),
+    "arguments swapped": Mutant(
+        "sketch.cu", "philox(lo, hi, group, kStreamInc", "philox(hi, lo, group, kStreamInc"
+    ),
+    "ticket that does not wrap": Mutant(
+        "laplacian.cu", "atomicInc(ticket, count - 1)", "atomicInc(ticket, count)"
+    ),
+    "rho changed before beta is made of it": Mutant(
+        "cg.cu", "alpha[c] = step[i];\n", "alpha[c] = step[i];\n        rho[c] = dot[i];\n"
+    ),
+    "sum over half the lanes": Mutant("sampling.cu", "warp_sum(l, 1, 8)", "warp_sum(l, 1, 4)"),
+    "search from the wrong side": Mutant(
+        "sampling.cu", "if (list[middle] > value)", "if (list[middle] >= value)"
+    ),
+    "frozen columns move": Mutant("cg.cu", "if (active[c]) step[i] =", "step[i] ="),
+}
+
+
+def mutant(name: str, variant: str) -> dict[str, Module]:
+    file, old, new, _ = MUTANTS[name]
+    text = kernel_text(file)
+    if text.count(old) != 1:
+        raise ValueError(f"{name}: the text to change occurs {text.count(old)} times")
+    return {file: load(file, variant, text.replace(old, new))}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_mutant_turns_a_check_red(name: str) -> None:
+    file, _, _, step = MUTANTS[name]
+    if step in REPORTS:
+        done = sanitized(step, name)
+        assert done.returncode != 0, "the mutant passed"
+        assert any(word in done.stderr for word in REPORTS[step]), done.stderr[-2000:]
+        return
+    modules = mutant(name, "plain")
+    if step == "offsets":
+        with pytest.raises((AssertionError, EmulatorError)):
+            check_offsets(modules)
+    else:
+        with pytest.raises((AssertionError, EmulatorError)):
+            run_checks("plain", modules, only=file)
+
+
+def main(variant: str, name: str = "") -> None:
+    modules = mutant(name, variant) if name else None
+    run_checks(variant, modules, only=MUTANTS[name].file if name else "")
+    print("all checks passed")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
