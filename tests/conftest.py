@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import scipy.sparse as sp
 import scipy.sparse.linalg as sla
 
 from herta_gpu import Graph
+from herta_gpu.backends import get_backend
 
 
 def random_graph(n: int, m: int, seed: int = 0, weighted: bool = False) -> Graph:
@@ -130,3 +132,18 @@ def shared(name: str) -> Shared:
     if data is None:
         pytest.skip(f"{name}.npz is not there: set HERTA_DATA to the folder that holds it")
     return data
+
+
+@pytest.fixture
+def ledger() -> Iterator[Any]:
+    """The stand-in for CuPy in place of CuPy; what it was asked for is in the ledger."""
+    from cupy_standin import installed
+
+    with installed() as found:
+        yield found
+
+
+@pytest.fixture
+def backend(ledger: Any) -> Any:
+    """The CUDA backend on the stand-in."""
+    return get_backend("cuda")

@@ -41,17 +41,6 @@ from tests import ledger_table  # noqa: E402
 DTYPES = ("float32", "float64")
 
 
-@pytest.fixture
-def ledger() -> Iterator[Ledger]:
-    with installed() as found:
-        yield found
-
-
-@pytest.fixture
-def backend(ledger: Ledger) -> Any:
-    return get_backend("cuda")
-
-
 # ---- the pipeline -----------------------------------------------------------------------------
 
 

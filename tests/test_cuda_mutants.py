@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,20 +13,12 @@ from cuda_emulator import EmulatorError, compiler
 if compiler() is None:
     pytest.skip("no g++: the kernels cannot be emulated", allow_module_level=True)
 
-from cupy_standin import installed
 from cupy_standin.ledger import Ledger
 
 import herta_gpu
 from herta_gpu.backends import device_sampling, device_streaming
 from tests import device_checks as checks
 from tests.test_cuda import test_a_cg_step_is_three_launches_and_nothing_else as check_ledger
-
-
-@pytest.fixture
-def ledger() -> Iterator[Ledger]:
-    with installed() as found:
-        yield found
-
 
 MUTANTS = {
     "a host array passed to a kernel": (

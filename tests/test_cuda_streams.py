@@ -5,7 +5,6 @@ On the stand-in for CuPy, whose streams (tests/cupy_standin/streams.py) find rac
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -15,25 +14,12 @@ from cuda_emulator import compiler
 if compiler() is None:
     pytest.skip("no g++: the kernels cannot be emulated", allow_module_level=True)
 
-from cupy_standin import installed
 from cupy_standin.ledger import Ledger
 from cupy_standin.streams import RaceError
 
 import herta_gpu.features
 from herta_gpu import HERTA
-from herta_gpu.backends import get_backend
 from tests import device_checks as checks
-
-
-@pytest.fixture
-def ledger() -> Iterator[Ledger]:
-    with installed() as found:
-        yield found
-
-
-@pytest.fixture
-def backend(ledger: Ledger) -> Any:
-    return get_backend("cuda")
 
 
 @pytest.mark.parametrize("strategy", ["direct", "herta"])

@@ -179,3 +179,18 @@ def test_sampled_graph_keeps_the_degrees():
 def test_dense_reference_agrees_with_to_csr():
     g = random_graph(25, 60, weighted=True).reordered("rcm")
     np.testing.assert_allclose(dense_H(g, 3.0), np.eye(25) + 3 * g.to_csr().toarray(), atol=1e-13)
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 17, 1 << 20])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_the_bound_of_lambda_max_in_chunks(chunk, weighted, monkeypatch):
+    """max over the edges of dt_u/d_u + dt_v/d_v; above the largest eigenvalue."""
+    monkeypatch.setattr("herta_gpu.graph._GATHERED", chunk)
+    for seed in range(5):
+        g = random_graph(40, 30 * (seed + 1), seed, weighted)  # the first has isolated nodes
+        A = g.adjacency().toarray()
+        off = A - np.diag(np.diag(A))
+        ratio = off.sum(axis=1) / A.sum(axis=1)
+        u, v = np.nonzero(off)
+        assert g.lambda_max_bound() == pytest.approx((ratio[u] + ratio[v]).max(), rel=1e-11)
+        assert g.lambda_max_bound() >= np.linalg.eigvalsh(g.to_csr().toarray())[-1]
