@@ -9,8 +9,8 @@ with r1, r2 the measured residuals of the forward and the adjoint solve, and [a,
 that holds the eigenvalues of P^-1/2 T P^-1/2 (T: the Hessian).
 
 * ridge > 0: strong convexity gives G = ||g||^2 / (2 ridge), the duality gap at the natural point.
-* MSE: G = ||P^-1/2 g||^2 / (2 a), with a > 0 proven in advance (all rows in training), computed
-  from R = X - H Q (deterministic), or from Lanczos with a random start (probabilistic).
+* MSE: G = ||P^-1/2 g||^2 / (2 a), with a > 0 proven from the error of the polynomial behind Q,
+  computed from R = X - H Q (deterministic), or from Lanczos with a random start (probabilistic).
 * otherwise there is no bound, and none is printed.
 """
 
@@ -23,8 +23,8 @@ from typing import Any
 import numpy as np
 
 from herta_gpu.backends.base import Array
-from herta_gpu.preconditioner import Preconditioner
-from herta_gpu.solver import block_cg
+from herta_gpu.preconditioner import Preconditioner, column_norms, gram, residual_gram
+from herta_gpu.solver import block_cg, chebyshev_rounding
 from herta_gpu.unfolded import Point, UnfoldedMap
 
 LANCZOS_STEPS = 20
@@ -32,6 +32,9 @@ _LANCZOS_TOL = 1e-4
 _LANCZOS_LEAST_TOL = 1e-12
 _BLUR = 0.05  # movement of the Ritz values that makes tighter solves worth it
 _USEFUL = 0.02  # a below this makes the certificate too pessimistic to be worth having
+_PROVEN = 0.25  # below this it is worth measuring what rounding really did
+_ENOUGH = 0.1  # rho below this is not worth a better bound
+_MEASURED = 0.3  # nor is this, once R had to be measured
 
 
 @dataclass(frozen=True)
@@ -91,41 +94,65 @@ class Spectrum:
 def choose_spectrum(
     kind: str, P: Preconditioner, A: UnfoldedMap, ridge: float, seed: int
 ) -> Spectrum | None:
-    """Bounds of the preconditioned Hessian: of the kind planned, or the next that works."""
+    """Bounds of the preconditioned Hessian: the cheapest of those planned that holds."""
     found = None
-    if kind == "spectral-proven":
-        found = proven_spectrum(P, A)
-    if kind == "spectral-deterministic":
-        found = deterministic_spectrum(P, A.H.backend.xp)
+    if P.Q_all is not None and not P.damped and P.factor.rank > 0:
+        outside = _outside(P, A)
+        found = proven_spectrum(P, A, outside)
+        if found is None and kind == "spectral-deterministic":
+            found = measured_spectrum(P, A, outside)
     if found is None and kind.startswith("spectral"):
         found = probabilistic_spectrum(P, A, ridge, seed)
     return found
 
 
-def proven_spectrum(P: Preconditioner, A: UnfoldedMap) -> Spectrum | None:
-    """All rows in training, Q = p(H) X: (1 - eps)^2 T <= P <= (1 + eps)^2 T for any X."""
-    # Rounding of Q, as seen from the smallest direction that P keeps.
-    unit = float(np.finfo(A.H.dtype).eps)
-    rounding = 4 * P.degree * unit * A.H.lambda_max * math.sqrt(P.factor.condition)
-    eps = P.Q_error + rounding
-    if P.damped or not eps < 1:
+# Both of the next two start from | ||A v|| - ||M Q v|| | <= ||(H^-1 X - Q) v|| <= rho for
+# ||P^1/2 v|| = 1, so that (1 - rho)^2 <= eigenvalues <= (1 + rho)^2, for any X.
+def proven_spectrum(P: Preconditioner, A: UnfoldedMap, outside: float) -> Spectrum | None:
+    """From the polynomial: ||(H^-1 X - p(H) X) v|| <= eps ||H^-1 X v||, and Q is off p(H) X by no
+    more than rounding."""
+    assert P.Q_all is not None
+    eps, dtype = P.Q_error, str(P.Q_all.dtype)
+    relative = chebyshev_rounding(A.H, dtype)
+    if eps + relative >= 0.5:
         return None
-    b = 1 / (1 - eps) ** 2
-    return Spectrum(1 / (1 + eps) ** 2, b, math.sqrt(b), "spectral-proven", note=P.factor.note)
+    sizes = column_norms(A.H.backend, P.Q_all) * (relative / (1 - eps - relative))
+    rounding = P.factor.amplified(sizes)
+    rho = eps / (1 - eps) * (math.sqrt(1 + outside) + rounding) + rounding
+    return _around_one(rho, outside, "spectral-proven", P.factor.note, least=_PROVEN)
 
 
-def deterministic_spectrum(P: Preconditioner, xp: Any) -> Spectrum | None:
-    """| ||A v|| - ||M Q v|| | <= ||R v|| with R = X - H Q, hence sqrt(a) >= 1 - ||R P^-1/2||."""
-    if P.damped or P.gram_R is None:
+def measured_spectrum(P: Preconditioner, A: UnfoldedMap, outside: float) -> Spectrum | None:
+    """From R = X - H Q: ||(H^-1 X - Q) v|| <= ||R v||."""
+    assert P.Q_all is not None
+    RtR = residual_gram(A.H, A.X, P.Q_all, A.width)
+    rho = math.sqrt(_norm_bound(_congruent(P, RtR), A.H.backend.xp, _MEASURED**2))
+    return _around_one(rho, outside, "spectral-deterministic", P.factor.note, least=_USEFUL)
+
+
+def _around_one(rho: float, outside: float, kind: str, note: str, least: float) -> Spectrum | None:
+    if not rho < 1 or (1 - rho) ** 2 < least:
         return None
-    rho = math.sqrt(_norm_bound(_congruent(P, P.gram_R), xp))
-    if (1 - rho) ** 2 < _USEFUL or rho >= 1:
-        return None
-    # With all rows in training P = Q^T Q (+ ridge), so ||Q P^-1/2|| <= 1.
-    top = 1.0 if P.gram_Q is None else math.sqrt(_norm_bound(_congruent(P, P.gram_Q), xp))
-    return Spectrum(
-        (1 - rho) ** 2, (1 + rho) ** 2, top + rho, "spectral-deterministic", note=P.factor.note
-    )
+    # P = Q^T Q over the training rows (+ ridge), so ||Q P^-1/2||^2 <= 1 + the rows outside.
+    norm = math.sqrt(1 + outside) + rho
+    return Spectrum((1 - rho) ** 2, (1 + rho) ** 2, norm, kind, note=note)
+
+
+def _outside(P: Preconditioner, A: UnfoldedMap) -> float:
+    """A bound of ||Q P^-1/2||^2 over the rows of Q outside training."""
+    assert P.Q_all is not None
+    backend, xp = A.H.backend, A.H.backend.xp
+    mask = xp.ones(A.H.n, dtype=bool)
+    mask[A.train] = False
+    at = xp.flatnonzero(mask)
+    if at.shape[0] == 0:
+        return 0.0
+    enough = (_ENOUGH / max(P.Q_error, 1e-16)) ** 2
+    if at.shape[0] > P.Q_all.shape[1]:
+        return _norm_bound(_congruent(P, gram(backend, P.Q_all, at)), xp, enough)
+    B = P.factor.half_T(P.Q_all[at].astype("float64").T)
+    total = float((B * B).sum())  # synchronize!
+    return total if total <= enough else _norm_bound(B.T @ B, xp, enough)
 
 
 def _congruent(P: Preconditioner, S: Array) -> Array:
@@ -133,20 +160,21 @@ def _congruent(P: Preconditioner, S: Array) -> Array:
     return P.factor.half_T(P.factor.half_T(S).T)
 
 
-def _norm_bound(S: Array, xp: Any) -> float:
-    """An upper bound of the largest eigenvalue of S >= 0, within d^(1/16) of it."""
-    power, bound = S, 1.0
+def _norm_bound(S: Array, xp: Any, enough: float = 0.0) -> float:
+    """An upper bound of the largest eigenvalue of S >= 0: at most `enough`, or within d^(1/16)."""
+    bound, power = math.inf, S
     scale = 1.0
     for doubling in range(4):
         size = float(xp.linalg.norm(power))  # synchronize!
         if size == 0:
             return 0.0
         scale *= size ** (0.5**doubling)
+        bound = scale * (1 + 1e-6)
+        if bound <= enough or doubling == 3:
+            break
         power = power / size
-        bound = scale
-        if doubling < 3:
-            power = power @ power
-    return bound * (1 + 1e-6)
+        power = power @ power
+    return bound
 
 
 def probabilistic_spectrum(

@@ -141,8 +141,10 @@ def has_hidden_columns(X: Any, rows: Any, backend: Backend) -> bool:
     """Whether some column of X is zero on `rows` but not everywhere."""
     if sp.issparse(X):
         X = sp.csr_array(X)
-        inside, everywhere = (np.unique(M.indices[M.data != 0]) for M in (X[rows], X))
-        return inside.shape[0] < everywhere.shape[0]
+        seen = np.zeros((2, X.shape[1]), dtype=bool)
+        for filled, M in zip(seen, (X[rows], X)):
+            filled[M.indices if M.data.all() else M.indices[M.data != 0]] = True
+        return bool(seen[0].sum() < seen[1].sum())
     step = _rows_at_once(X.shape[1], _CHUNK_BYTES)
     xp = backend.xp if on_device(X) else np
     train = xp.zeros(X.shape[0], dtype=bool)

@@ -28,6 +28,7 @@ AUTO_EPS = 0.5  # accuracy of a sparsifier that "auto" may use
 # runs on few columns and measures true residuals in float64: hence more than its share of memory.
 _CHEBYSHEV_STEP = 0.8e-10
 _CG_STEP = 2.0e-10
+_CG_LAUNCH = 3e-4  # of one step, however small the graph
 _NARROW = 12  # a block of one or two columns costs about as much as this many of a wide one
 _GEMM_FLOP = 1.0 / 75e9  # float64
 _FACTOR_FLOP = 1.0 / 30e9
@@ -140,7 +141,7 @@ def make_plan(H: RegularizedLaplacian, sizes: Sizes, options: Options) -> Plan:
         sketch_rows=sketch_rows,
         by_rows=by_rows,
         row_tol=min(1e-4, math.sqrt(options.tol) / 10),
-        measure=certificate == "spectral-deterministic",
+        all_rows=certificate in _DETERMINISTIC,
         keep_rows=keep_rows and sketch_rows is None,
         # The softmax at W = 0, where training starts, has curvature (1 - 1/c) / c per class.
         curvature=1.0 if options.loss == "mse" or sizes.c < 2 else (1 - 1 / sizes.c) / sizes.c,
@@ -163,10 +164,11 @@ def make_plan(H: RegularizedLaplacian, sizes: Sizes, options: Options) -> Plan:
     )  # fmt: skip
 
 
+_DETERMINISTIC = ("spectral-proven", "spectral-deterministic")  # they need Q on all rows
 _CERTIFICATE_WHY = {
-    "spectral-proven": "every row is in training: the polynomial proves it",
-    "spectral-deterministic": "R = X - H Q is cheap to measure",
-    "spectral-probabilistic": "Lanczos is cheaper than measuring R = X - H Q",
+    "spectral-proven": "the error of the polynomial proves it",
+    "spectral-deterministic": "the error of the polynomial or, if need be, R = X - H Q proves it",
+    "spectral-probabilistic": "Lanczos: Q is a sketch, of a sampled graph, or kept in part only",
     "duality": "the ridge makes the objective strongly convex",
     "none": "no strong convexity to build on: the gradient decides",
 }
@@ -306,14 +308,17 @@ def _certificate(
         return "duality" if options.ridge > 0 else "none"
     if n_samples is not None or options.sketch not in ("auto", False):
         return "spectral-probabilistic"
-    if sizes.n_train == sizes.n:
-        return "spectral-proven"
-    work = 2 * sizes.m + 4 * sizes.n
-    grams = (2 * 2 * sizes.n * sizes.d**2 + 8 * sizes.d**3) * _GEMM_FLOP
-    measured = sizes.d * work * _CHEBYSHEV_STEP + grams
-    lanczos = 40 * chebyshev_degree(H, 1e-4) * work * _NARROW * _CG_STEP
+    # Rows of Q outside training, their Gram matrix or its like, and its norm.
+    rest = sizes.n - sizes.n_train
+    work, small = 2 * sizes.m + 4 * sizes.n, min(rest, sizes.d)
+    proven = (rest * sizes.d**2 + 8 * small**2 * sizes.d) * _GEMM_FLOP
+    grams = (2 * sizes.n * sizes.d**2 + 8 * sizes.d**3) * _GEMM_FLOP
+    measured = proven + sizes.d * work * _CHEBYSHEV_STEP + grams
+    lanczos = 40 * chebyshev_degree(H, 1e-4) * (work * _NARROW * _CG_STEP + _CG_LAUNCH)
     lanczos += 80 * 2 * sizes.n * sizes.d * _GEMM_FLOP
-    return "spectral-deterministic" if measured <= 2 * lanczos else "spectral-probabilistic"
+    if measured <= 2 * lanczos:
+        return "spectral-deterministic"
+    return "spectral-proven" if proven <= 2 * lanczos else "spectral-probabilistic"
 
 
 def _fit_memory(
@@ -329,16 +334,16 @@ def _fit_memory(
     rows, why = _sketch_wish(sizes, options, padded)
     if by_rows or not options.precondition:
         rows, why = None, "no Q to sketch"
-    for attempt in ("as planned", "without R", "sketched"):
+    for attempt in ("as planned", "without R", "training rows of Q", "sketched"):
         if attempt == "without R" and certificate == "spectral-deterministic":
+            certificate = "spectral-proven"
+        if attempt == "training rows of Q" and certificate == "spectral-proven":
             certificate = "spectral-probabilistic"
         if attempt == "sketched":
             can = options.sketch == "auto" and not by_rows and options.precondition
             if not can or SKETCH_ROWS_PER_COLUMN * sizes.d >= sizes.n_train:
                 continue
             rows, why = SKETCH_ROWS_PER_COLUMN * sizes.d, "Q does not fit the memory budget"
-            if certificate == "spectral-proven":
-                certificate = "spectral-probabilistic"
         memory = _memory(sizes, options, rows, certificate)
         left = options.budget - sum(memory.values())
         width = block_width(sizes.n, max(sizes.d, sizes.c), f"float{8 * sizes.word}", left)
@@ -378,8 +383,14 @@ def _memory(sizes: Sizes, options: Options, rows: int | None, certificate: str) 
     }  # fmt: skip
     if options.precondition:
         q_rows = sizes.n_train if rows is None else rows
+        if certificate in _DETERMINISTIC:
+            q_rows = n
         memory["Q"] = q_rows * d * (8 if sizes.hidden else word)
         memory["P and its factor"] = 3 * min(d, max(sizes.n_train, 1)) * d * 8
+    if certificate in _DETERMINISTIC:
+        # B and its Gram matrix, for as many rows outside training as columns at most.
+        outside = min(n - sizes.n_train, d)
+        memory["rows of Q outside training"] = 8 * outside * (d + 3 * outside)
     if certificate == "spectral-deterministic":
-        memory["Q and R on all rows"] = 2 * n * d * word + 3 * d * d * 8
+        memory["R"] = n * d * (8 if sizes.hidden else word) + 3 * d * d * 8
     return memory

@@ -39,8 +39,7 @@ class Preconditioner:
     degree: int  # of the polynomial behind Q
     damped: bool  # P carries an extra multiple of I that the Hessian does not have
     rows: Array | None = None  # training rows of Q, kept for training on Q itself
-    gram_Q: Array | None = None  # Q^T Q over all rows
-    gram_R: Array | None = None  # R^T R, R = X - H Q over all rows
+    Q_all: Array | None = None  # Q on all rows, kept for the certificate
 
     def rescaled(self, curvature: float, ridge: float, symmetric: bool) -> Preconditioner:
         """The same Q with P = curvature Q^T Q + ridge I: the loss has become flatter."""
@@ -66,7 +65,7 @@ class Recipe:
     sketch_rows: int | None  # SRHT rows; None: the exact Gram matrix
     by_rows: bool  # solve for H^-1 M^T instead of H^-1 X
     row_tol: float  # of those solves
-    measure: bool  # keep R = X - H Q for the deterministic certificate
+    all_rows: bool  # keep Q on all rows, for a certificate that does not depend on chance
     keep_rows: bool  # keep Q's training rows
     curvature: float  # of the loss where training starts: P = curvature Q^T Q + ridge I
     symmetric: bool  # the optimizer depends on the coordinates: P^-1/2 itself
@@ -95,20 +94,22 @@ def build(
     """Lines 3 to 8 of Algorithm 1 on the training rows."""
     backend, d = H.backend, X.shape[1]
     made = once(recipe.name, lambda: _solved(recipe, H_tilde, H, X, Y, rows, once))
-    Q, gram_Q, gram_R = made["Q"], made.get("gram_Q"), made.get("gram_R")
-    QtY = made["QtY"] if "QtY" in made else gram_product(backend, Q, Y)
+    Q, at = made["Q"], rows if recipe.all_rows else None
+    QtY = made["QtY"] if "QtY" in made else gram_product(backend, Q, Y, at)
     error = float("inf")
     if not (sampled or recipe.by_rows or recipe.sketch_rows is not None):
         error = chebyshev_error(H_tilde, recipe.degree)
     damped = ridge == 0 and rows.shape[0] < d
-    if (damped or ridge > 0) and 2 * Q.shape[0] < d:
-        QtQ: Gram = LowRankGram.of_rows(backend, Q, damped)
+    few = min(rows.shape[0], Q.shape[0])  # a sketch may have fewer
+    if (damped or ridge > 0) and 2 * few < d:
+        QtQ: Gram = LowRankGram.of_rows(backend, Q if at is None else Q[at], damped)
     else:
-        QtQ = DenseGram(backend, gram(backend, Q), X.column_norms(), damped)
+        QtQ = DenseGram(backend, gram(backend, Q, at), X.column_norms(), damped)
     factor = QtQ.factor(recipe.curvature, ridge, recipe.symmetric)
     kept = Q if recipe.keep_rows and recipe.sketch_rows is None else None
+    Q_all = Q if recipe.all_rows else None
     return Preconditioner(
-        factor, QtQ, factor.half_T(QtY), error, recipe.degree, damped, kept, gram_Q, gram_R
+        factor, QtQ, factor.half_T(QtY), error, recipe.degree, damped, kept, Q_all
     )
 
 
@@ -121,15 +122,17 @@ def _solved(
     rows: Array,
     once: Once,
 ) -> Arrays:
-    """Q on the training rows, or its sketch, with what was measured on the way."""
+    """Q on the training rows or on all, or its sketch."""
     if recipe.by_rows:
         return {"Q": _adjoint_rows(recipe, H, X, rows, once)}
     if recipe.sketch_rows is not None:
         Q_tilde, QtY = _sketched_rows(recipe, H_tilde, X, Y, rows, once)
         return {"Q": Q_tilde, "QtY": QtY}
-    Q, gram_Q, gram_R = _chebyshev_rows(recipe, H_tilde, H, X, rows, once)
-    found = {"Q": Q, "gram_Q": gram_Q, "gram_R": gram_R}
-    return {name: array for name, array in found.items() if array is not None}
+    n_rows = H.n if recipe.all_rows else rows.shape[0]
+    Q = H.backend.xp.empty((n_rows, X.shape[1]), dtype=recipe.dtype(H))
+    for J, Q_J in _solved_columns(recipe, H_tilde, X, once):
+        Q[:, J] = Q_J if recipe.all_rows else Q_J[rows]
+    return {"Q": Q}
 
 
 def _solved_columns(
@@ -144,33 +147,6 @@ def _solved_columns(
             return {"Q": chebyshev(H_tilde, X_J, recipe.degree)}
 
         yield J, once(f"{recipe.name}-columns-{j}", solved)["Q"]
-
-
-def _chebyshev_rows(
-    recipe: Recipe,
-    H_tilde: RegularizedLaplacian,
-    H: RegularizedLaplacian,
-    X: Features,
-    rows: Array,
-    once: Once,
-) -> tuple[Array, Array | None, Array | None]:
-    """The training rows of Q; with `measure`, also the Gram matrices of Q and R over all rows."""
-    xp, (n, d) = H.backend.xp, X.shape
-    if not recipe.measure:
-        Q = xp.empty((rows.shape[0], d), dtype=recipe.dtype(H))
-        for J, Q_J in _solved_columns(recipe, H_tilde, X, once):
-            Q[:, J] = Q_J[rows]
-        return Q, None, None
-    Q_all, R = (xp.empty((n, d), dtype=recipe.dtype(H)) for _ in range(2))
-    for J, Q_J in _solved_columns(recipe, H_tilde, X, once):
-        Q_all[:, J] = Q_J
-        # Against X itself, not against X rounded to the working precision.
-        R[:, J] = H.residual(X.column_block(J.start, J.stop, "float64"), Q_J)
-    gram_R = gram(H.backend, R)
-    del R
-    if rows.shape[0] == n:
-        return Q_all, None, gram_R
-    return Q_all[rows], gram(H.backend, Q_all), gram_R
 
 
 def _adjoint_rows(
@@ -208,16 +184,37 @@ def _sketched_rows(
     return Q_tilde, QtY
 
 
-def gram(backend: Backend, Q: Array) -> Array:
-    """Q^T Q in float64, a chunk of rows at a time."""
-    return gram_product(backend, Q, Q)
+def residual_gram(H: RegularizedLaplacian, X: Features, Q: Array, width: int) -> Array:
+    """R^T R with R = X - H Q, measured in float64."""
+    R = H.backend.xp.empty(Q.shape, dtype=Q.dtype)
+    for j in range(0, Q.shape[1], width):
+        J = slice(j, min(j + width, Q.shape[1]))
+        # Against X itself, not against X rounded to the working precision.
+        R[:, J] = H.residual(X.column_block(J.start, J.stop, "float64"), Q[:, J])
+    return gram(H.backend, R)
 
 
-def gram_product(backend: Backend, Q: Array, Y: Array) -> Array:
-    """Q^T Y in float64, a chunk of rows at a time."""
-    rows = max(1, Q.shape[1], _GRAM_BYTES // (8 * max(Q.shape[1], 1)))
-    out = backend.xp.zeros((Q.shape[1], Y.shape[1]))
-    for a in range(0, Q.shape[0], rows):
-        part = Q[a : a + rows].astype("float64")
-        out += part.T @ (part if Y is Q else Y[a : a + rows])
+def gram(backend: Backend, Q: Array, at: Array | None = None) -> Array:
+    """Q^T Q over the rows `at` (None: all) in float64, a chunk of rows at a time."""
+    return gram_product(backend, Q, None, at)
+
+
+def gram_product(backend: Backend, Q: Array, Y: Array | None, at: Array | None = None) -> Array:
+    """Q^T Y over the rows `at` of Q, with Q itself for no Y; in float64, in chunks of rows."""
+    count, d = Q.shape[0] if at is None else at.shape[0], Q.shape[1]
+    step = max(1, d, _GRAM_BYTES // (8 * max(d, 1)))
+    out = backend.xp.zeros((d, d if Y is None else Y.shape[1]))
+    for a in range(0, count, step):
+        part = Q[a : a + step] if at is None else Q[at[a : a + step]]
+        part = part.astype("float64")
+        out += part.T @ (part if Y is None else Y[a : a + step])
     return out
+
+
+def column_norms(backend: Backend, Q: Array) -> Array:
+    """(d,) norms of the columns of Q, in float64, in chunks of rows."""
+    step = max(1, _GRAM_BYTES // (8 * max(Q.shape[1], 1)))
+    squares = backend.xp.zeros(Q.shape[1])
+    for a in range(0, Q.shape[0], step):
+        squares += (Q[a : a + step].astype("float64") ** 2).sum(axis=0)
+    return backend.xp.sqrt(squares)

@@ -200,6 +200,25 @@ def chebyshev_error(H: RegularizedLaplacian, degree: int) -> float:
     return 1.0 / math.cosh(degree * math.acosh((top + 1) / (top - 1)))
 
 
+def chebyshev_rounding(H: RegularizedLaplacian, dtype: str) -> float:
+    """What rounding may add to a column of `chebyshev`, relative to ||H^-1 b||; a worst case.
+
+    A step computes Z + rho rho' (Z - Z_prev) + c2 (B - H Z) with rho' <= (top - 1)/(top + 1).  With
+    ||Z|| <= 2 ||H^-1 b|| and ||b|| <= top ||H^-1 b|| it errs by at most 48 u ||H^-1 b|| plus what
+    the sum over k neighbours adds, 8 lam/(top + 1) (k + 8) u.  An error made j steps before the end
+    has grown by no more than (j + 1) r^j, r = 1/(sigma + sqrt(sigma^2 - 1)), in all 1/(1 - r)^2.
+    """
+    top = H.lambda_max
+    if top <= 1.0:
+        return 4 * float(np.finfo(dtype).eps)
+    sigma = (top + 1) / (top - 1)
+    r = 1.0 / (sigma + math.sqrt(sigma**2 - 1))
+    neighbours = float((H.graph.indptr[1:] - H.graph.indptr[:-1]).max())  # synchronize!
+    step = 48 + 8 * H.lam / (top + 1) * (neighbours + 8)
+    # The last term: b itself was rounded.
+    return 0.5 * float(np.finfo(dtype).eps) * (step / (1 - r) ** 2 + top)
+
+
 def chebyshev(H: RegularizedLaplacian, B: Array, degree: int) -> Array:
     """Z = p(H) B with p the Chebyshev polynomial: a linear map, the same for every column.
 

@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import numpy as np
 import pytest
 import scipy.optimize
@@ -16,6 +17,10 @@ import scipy.sparse.linalg as sla
 
 from herta_gpu import Graph
 from herta_gpu.backends import get_backend
+
+# The same examples in every run: a test that fails, fails for everybody.
+hypothesis.settings.register_profile("fixed", derandomize=True)
+hypothesis.settings.load_profile("fixed")
 
 
 def random_graph(n: int, m: int, seed: int = 0, weighted: bool = False) -> Graph:
