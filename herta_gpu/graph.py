@@ -148,6 +148,7 @@ class Graph:
             self._adjacency_off() + sp.diags_array(self.degree - self.sampled_degree)
         )
 
+    @cached_property
     def lambda_max_bound(self) -> float:
         """A proven bound of the largest eigenvalue: max of dt_u/d_u + dt_v/d_v over the edges.
 

@@ -144,13 +144,15 @@ def block_cg(
                 break
             Z = Z.astype("float64")
         last = bound
-        scale = xp.where(open_, norm, 1.0)
-        start = xp.where(open_, R / scale, 0.0).astype(H.dtype)
+        # By powers of two, which round nothing: residuals of about 1, whatever the unit of B.
+        scale = xp.exp2(xp.floor(xp.log2(xp.where(open_ & (norm > 0), norm, 1.0))))
+        start = xp.multiply(R, open_ / scale, out=R).astype(H.dtype)
         step, steps = _cycle(
             H, start, energy / scale**2, tol, limit - int(iterations.max(initial=0))
         )
         iterations += steps
-        Z += (step * scale).astype(Z.dtype)
+        step *= scale.astype(step.dtype)
+        Z += step
     norms, bounds = H.backend.to_numpy(xp.stack([norm, bound]))  # synchronize!
     return Z, SolveInfo(iterations, norms, bounds, status, str(Z.dtype))
 

@@ -137,7 +137,7 @@ class CPUBackend(Backend):
             weights=weights,
             inv_sqrt_degree=(1.0 / np.sqrt(graph.degree)).astype(dtype),
             diagonal=(graph.sampled_degree / graph.degree).astype(dtype),
-            lambda_max=graph.lambda_max_bound(),
+            lambda_max=graph.lambda_max_bound,
             chunks=_row_chunks(graph.indptr, graph.indices, weights, dtype),
         )
 

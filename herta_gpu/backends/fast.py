@@ -8,8 +8,9 @@ between two calls, so they do not compete with those of BLAS.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -75,7 +76,7 @@ class FastCPUBackend(CPUBackend):
             weights=None if graph.weights is None else graph.weights.astype(dtype),
             inv_sqrt_degree=(1.0 / np.sqrt(graph.degree)).astype(dtype),
             diagonal=(graph.sampled_degree / graph.degree).astype(dtype),
-            lambda_max=graph.lambda_max_bound(),
+            lambda_max=graph.lambda_max_bound,
             cuts=np.unique(np.concatenate([[0], inner, [graph.num_nodes]])),
         )
 
@@ -91,9 +92,12 @@ class FastCPUBackend(CPUBackend):
 
     def column_dots(self, X: Array, Y: Array) -> Array:
         X, Y = self.asarray(X), self.asarray(Y)
-        rows, dots = _flat(*X.shape)
-        _run(lambda counter: kernels.column_dots(X, Y, dots, rows, counter), X.size)
-        return dots.sum(axis=0)
+        total = np.zeros(X.shape[1])
+        for (x, y), g in _side_by_side(X, Y):
+            rows, dots = _flat(*x.shape)
+            _run(partial(kernels.column_dots, x, y, dots, rows), x.size)
+            total += dots.sum(axis=0).reshape(g, -1).sum(axis=0)
+        return total
 
     def cg_step(self, L: Laplacian, lam: float, state: CGState) -> None:
         assert isinstance(L, FastLaplacian)
@@ -102,21 +106,21 @@ class FastCPUBackend(CPUBackend):
         _apply(L, lam, P, HP, dots=dots)
         pHp = dots.sum(axis=0)
         alpha = np.where(state.active, state.rho / np.where(pHp > 0, pHp, 1.0), 0.0)
-        alpha_w = alpha.astype(R.dtype)
-        rows, dots = _flat(*R.shape)
-        _run(lambda counter: kernels.cg_residual(R, HP, alpha_w, dots, rows, counter), R.size)
-        rho = dots.sum(axis=0)
+        rho = np.zeros(R.shape[1])
+        for (r, hp), g in _side_by_side(R, HP):
+            a, (rows, dots) = np.tile(alpha.astype(R.dtype), g), _flat(*r.shape)
+            _run(partial(kernels.cg_residual, r, hp, a, dots, rows), r.size)
+            rho += dots.sum(axis=0).reshape(g, -1).sum(axis=0)
         # ||x||_H^2 grows by alpha * rho with each CG step: that is what tol is relative to.
         state.energy = state.energy + alpha * state.rho
         state.iterations += state.active
         beta = np.where(state.active, rho / np.where(state.rho > 0, state.rho, 1.0), 0.0)
         state.rho = np.where(state.active, rho, state.rho)
         state.active = state.active & (rho > np.maximum(state.tol**2 * state.energy, state.floor))
-        beta_w, chunks = beta.astype(R.dtype), dots.shape[0]
-        _run(
-            lambda counter: kernels.cg_direction(Z, P, R, alpha_w, beta_w, rows, chunks, counter),
-            2 * R.size,
-        )
+        for (z, p, r), g in _side_by_side(Z, P, R):
+            a, b = (np.tile(c.astype(R.dtype), g) for c in (alpha, beta))
+            rows = _flat_rows(z.shape[1])
+            _run(partial(kernels.cg_direction, z, p, r, a, b, rows), 2 * z.size)
 
     def chebyshev_step(
         self, L: Laplacian, lam: float, Z: Array, Z_prev: Array, B: Array, c1: float, c2: float
@@ -240,10 +244,29 @@ def _usable(out: Array, X: Array) -> bool:
     return out.dtype == X.dtype and out.flags.c_contiguous and not np.may_share_memory(out, X)
 
 
+def _side_by_side(*blocks: Array) -> Iterator[tuple[list[Array], int]]:
+    """The same blocks with g rows in one, so that no vector ends inside a row; then what is left.
+
+    Masked reads and writes of narrow rows would cost more than the memory does.
+    """
+    n, k = blocks[0].shape
+    lanes = VECTOR_BYTES // min(block.itemsize for block in blocks)
+    g = lanes // math.gcd(k, lanes)
+    whole = n // g * g
+    for rows, side in ((slice(0, whole), g), (slice(whole, n), 1)):
+        if rows.stop > rows.start:
+            wide = ((rows.stop - rows.start) // side, side * k)
+            yield [block[rows].reshape(wide) for block in blocks], side
+
+
 def _flat(n: int, k: int) -> tuple[int, Array]:
     """Rows per chunk of an n x k block, and a zero for each chunk's column sums."""
-    rows = max(1, _FLAT_CHUNK // max(k, 1))
+    rows = _flat_rows(k)
     return rows, np.zeros((-(-n // rows), k))
+
+
+def _flat_rows(k: int) -> int:
+    return max(1, _FLAT_CHUNK // max(k, 1))
 
 
 def _smallest(keys: Array, s: int) -> Array:

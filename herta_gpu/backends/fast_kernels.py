@@ -34,7 +34,8 @@ from herta_gpu.backends.simd import (
 TILE = 4  # vectors of a row held in registers at once
 HADAMARD_BYTES = 512  # of each row that one task of the transform works on ...
 HADAMARD_BITS = 9  # ... and log2 of its rows: 256 KB, which an L2 cache holds
-_AHEAD = 24  # neighbours between the prefetch of a row and its use: one to two rows of a graph
+_AHEAD = 40  # neighbours between the prefetch of a row and its use: a few rows of a graph
+_FAR = 8 << 20  # bytes of a block from which on even narrow rows are waited for
 
 
 # ---- H = I + lam L ---------------------------------------------------------------------------
@@ -52,7 +53,9 @@ def _row_sum(X, k, j, vectors, tail, indices, weights, s, first, last, end):  # 
         scale = peek(s, v) * peek(weights, e & many)
         f, at = splat(X, scale), v * k + j
         # Rows are random reads: ask early, also for the line that a row's end may touch.
-        soon = peek(indices, min(e + _AHEAD, end)) * k + j
+        soon = peek(indices, min(e + _AHEAD, end))
+        prefetch(s, soon)
+        soon = soon * k + j
         prefetch(X, soon)
         prefetch(X, soon + (vectors - 1) * lanes + tail - 1)
         a0 = fma(load(X, at, n0), f, a0)
@@ -70,17 +73,22 @@ def _row_sum(X, k, j, vectors, tail, indices, weights, s, first, last, end):  # 
 
 @inline
 def _narrow_rows(vectors, X, Y, B, dots, k, L, lam, c1, c2, a, b, into):  # type: ignore[no-untyped-def]
-    """Rows a..b of a block of one or two quarter vectors: X is in the cache, short reads win."""
+    """Rows a..b of a block of one or two quarter vectors: short reads win."""
     indptr, indices, weights, s, diagonal = L
     lanes = VECTOR_BYTES // X.itemsize // 4
     n0, n1 = min(k, lanes), k - lanes
     f1, f2 = splat_quarter(X, c1), splat_quarter(X, c2)
     many = -1 if weights.shape[0] > 1 else 0
+    far, end = X.size * X.itemsize > _FAR, indptr[-1] - 1
     for i in range(a, b):
         t0 = splat_quarter(X, 0.0)
         t1 = t0
         for e in range(peek(indptr, i), peek(indptr, i + 1)):
             v = peek(indices, e)
+            if far:
+                soon = peek(indices, min(e + _AHEAD, end))
+                prefetch(X, soon * k)
+                prefetch(s, soon)
             f = splat_quarter(X, peek(s, v) * peek(weights, e & many))
             t0 = fma(load_quarter(X, v * k, n0), f, t0)
             if vectors > 1:
@@ -207,12 +215,12 @@ def cg_residual(R, HP, alpha, dots, rows, counter):  # type: ignore[no-untyped-d
 
 
 @kernel
-def cg_direction(Z, P, R, alpha, beta, rows, chunks, counter):  # type: ignore[no-untyped-def]
+def cg_direction(Z, P, R, alpha, beta, rows, counter):  # type: ignore[no-untyped-def]
     """Z += alpha P; P = R + beta P: P is read once for both."""
     n, k = P.shape
     lanes = VECTOR_BYTES // P.itemsize
     chunk = count(counter, 0)
-    while chunk < chunks:
+    while chunk * rows < n:
         for i in range(chunk * rows, min(n, (chunk + 1) * rows)):
             for j in range(0, k - lanes + 1, lanes):
                 _direction_part(Z, P, R, alpha, beta, i * k + j, j, None)

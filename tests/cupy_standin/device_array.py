@@ -278,6 +278,9 @@ class ndarray:  # noqa: N801 - CuPy's name
         LEDGER.add("calls")
         self._data.fill(unwrap(value))
 
+    def diagonal(self, offset: int = 0, axis1: int = 0, axis2: int = 1) -> ndarray:
+        return call(np.diagonal, self, offset=offset, axis1=axis1, axis2=axis2)
+
     def argmax(
         self, axis: Any = None, out: Any = None, dtype: Any = None, keepdims: bool = False
     ) -> ndarray:

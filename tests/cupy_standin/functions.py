@@ -19,7 +19,10 @@ from .device_array import call, ndarray, pinned, poison, unwrap, wrap
 from .ledger import LEDGER
 
 inf = np.inf
-UFUNCS = ("sqrt", "exp", "log", "maximum", "minimum", "subtract", "divide", "isfinite")
+UFUNCS = (
+    "sqrt", "exp", "log", "exp2", "log2", "floor", "maximum", "minimum", "subtract", "multiply",
+    "divide", "isfinite",
+)  # fmt: skip
 
 
 def ufunc(name: str) -> Any:
