@@ -38,7 +38,9 @@ def optimum(
 ) -> tuple[np.ndarray, float]:
     """(M H^-1 X, least squares optimum), without the package's solvers."""
     H = sp.csc_array(sp.eye_array(graph.num_nodes) + lam * graph.to_csr())
-    lu, dense = sla.splu(H), X.toarray()
+    symmetric = {"SymmetricMode": True}
+    lu = sla.splu(H, "MMD_AT_PLUS_A", diag_pivot_thresh=0.0, options=symmetric)
+    dense = X.toarray()
     Q = lu.solve(dense)
     Q += lu.solve(dense - H @ Q)
     A = Q[train]
