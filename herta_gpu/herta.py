@@ -273,7 +273,7 @@ class HERTA(Estimator):
         >>> from herta_gpu import HERTA
         >>> plan = HERTA(lam=20.0, memory_budget="64GB").plan(10**6, 10**7, 128, 40, 5 * 10**5)
         >>> plan.strategy, plan.memory["Q"]
-        ('direct', 256000000)
+        ('direct', 512000000)
         """
         backend, word = self._checked(), np.dtype(self.dtype).itemsize
         sizes = Sizes(n, m, d, c, n_train, word, 24 * (X_nonzeros or 0))

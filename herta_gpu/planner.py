@@ -348,7 +348,7 @@ def _fit_memory(
         left = options.budget - sum(memory.values())
         width = block_width(sizes.n, max(sizes.d, sizes.c), f"float{8 * sizes.word}", left)
         if width >= 1:
-            memory["one block of columns"] = width * sizes.n * (7 * sizes.word + 24)
+            memory["one block of columns"] = _block_bytes(sizes, width, by_rows, certificate)
             shown = "no" if rows is None else f"{rows:,} rows"
             decisions.append(("sketch", shown, why))
             decisions.append(("columns at once", f"{width}", f"at most {BLOCK_WIDTH}, as they fit"))
@@ -358,6 +358,15 @@ def _fit_memory(
         f"This fit needs at least {need / 2**20:,.0f} MB but the budget is "
         f"{options.budget / 2**20:,.0f} MB: raise memory_budget, free memory or use fewer features."
     )
+
+
+def _block_bytes(sizes: Sizes, width: int, by_rows: bool, certificate: str) -> int:
+    """Of a block while it is solved for: Chebyshev holds three, or R is measured; CG holds more."""
+    cg = 7 * sizes.word + 24
+    Q = cg if by_rows else 3 * sizes.word + 8
+    if certificate == "spectral-deterministic":
+        Q = max(Q, 2 * sizes.word + 24)
+    return sizes.n * max(width * Q, min(width, sizes.c) * cg)
 
 
 def _sketch_wish(sizes: Sizes, options: Options, padded: int) -> tuple[int | None, str]:

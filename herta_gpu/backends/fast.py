@@ -233,11 +233,13 @@ def _apply(
 ) -> None:
     assert isinstance(L, FastLaplacian)
     number = X.dtype.type
-    lam, c1, c2 = number(lam), number(c1), number(c2)
-    _run(
-        lambda counter: kernels.apply(X, Y, B, dots, L.arrays, lam, c1, c2, L.cuts, counter),
-        (L.nnz + 4 * L.n) * X.shape[1],
-    )
+    rest = (Y, B, dots, L.arrays, number(lam), number(c1), number(c2), L.cuts)
+    work = (L.nnz + 4 * L.n) * X.shape[1]
+    if X.shape[1] == 1:
+        scaled = X[:, 0] * L.inv_sqrt_degree
+        _run(partial(kernels.apply_column, X, scaled, *rest), work)
+    else:
+        _run(partial(kernels.apply, X, *rest), work)
 
 
 def _usable(out: Array, X: Array) -> bool:

@@ -183,6 +183,32 @@ def apply(X, Y, B, dots, L, lam, c1, c2, cuts, counter):  # type: ignore[no-unty
         chunk = count(counter, 0)
 
 
+@kernel
+def apply_column(X, scaled, Y, B, dots, L, lam, c1, c2, cuts, counter):  # type: ignore[no-untyped-def]
+    """`apply` for one column; `scaled` is s X, so that a neighbour costs one read from afar."""
+    indptr, indices, weights, s, diagonal = L
+    many = weights.shape[0] > 1
+    chunk = count(counter, 0)
+    while chunk < cuts.shape[0] - 1:
+        for i in range(cuts[chunk], cuts[chunk + 1]):
+            total = lam - lam  # 0 of the type of X
+            first, last = peek(indptr, i), peek(indptr, i + 1)
+            if many:
+                for e in range(first, last):
+                    total += peek(scaled, peek(indices, e)) * peek(weights, e)
+            else:
+                for e in range(first, last):
+                    total += peek(scaled, peek(indices, e))
+            x = peek(X, i)
+            y = x + lam * (peek(diagonal, i) * x - peek(s, i) * total)
+            if dots is not None:
+                dots[chunk, 0] += float64(x) * float64(y)
+            if B is not None:
+                y = x + c1 * (x - peek(Y, i)) + c2 * (peek(B, i) - y)
+            Y[i, 0] = y
+        chunk = count(counter, 0)
+
+
 # ---- block CG: apply with dots, then these two ------------------------------------------------
 @inline
 def _residual_part(R, HP, alpha, dots, at, j, into, n):  # type: ignore[no-untyped-def]
