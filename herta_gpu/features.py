@@ -16,7 +16,7 @@ import scipy.sparse as sp
 from herta_gpu.backends.base import Array, Backend, Blocks, Part
 from herta_gpu.interop import on_device, take_rows
 
-_CHUNK_BYTES = 64 << 20  # of float64 copies of rows of X at most, and a small part of the budget
+_CHUNK_BYTES = 16 << 20  # of float64 copies of rows of X at most, and a small part of the budget
 
 
 class Features:
