@@ -3,9 +3,7 @@
     python bench/scaling.py [--quick] [--largest 1e8]
 
 Random power-law graphs of average degree 20 in random node order, dense N(0, 1) features.  One
-process per size, so that memory is its own; medians of three fits.  The C library is told to keep
-freed memory: on a virtual machine the first touch of a page can cost more than the work on it (0.3
-GB/s were seen), and the large sizes would measure that.  The exponent is fitted from
+process per size, so that memory is its own; medians of three fits.  The exponent is fitted from
 10^6 and from 10^7 edges on (a last-level cache of 32 MB still holds the blocks of 10^6), in seconds
 and in counted work (products of H with one column, times edges), which is free of caches.
 """
@@ -13,7 +11,6 @@ and in counted work (products of H with one column, times edges), which is free 
 from __future__ import annotations
 
 import json
-import os
 import resource
 import subprocess
 import sys
@@ -26,7 +23,6 @@ import herta_gpu.backends.fast as fast
 from herta_gpu import HERTA
 
 D, C, DEGREE, LAM, TOL = 32, 8, 20, 1.0, 1e-4
-KEEP = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(10**12)}  # of glibc
 
 
 def one(m: int) -> dict[str, float]:
@@ -73,7 +69,7 @@ def main() -> None:
     results, rows = Results("scaling"), []
     for m in sizes:
         command = [sys.executable, __file__, "--one", str(m)]
-        found = subprocess.run(command, capture_output=True, text=True, env=os.environ | KEEP)
+        found = subprocess.run(command, capture_output=True, text=True)
         if found.returncode:
             results.add(m=m, failed=found.stderr.strip().splitlines()[-1:])
             continue
