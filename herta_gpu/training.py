@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 _TIGHTENINGS = 6  # of the inner tolerance within one outer step
 _DIVERGED = 1e6  # growth of the objective in one step, or over its value at W = 0
 _FLATTER = 3.0  # loss of curvature after which P is factored again
+_LEAST_INNER = 1e-10  # inner tolerance of a loop that no certificate watches
 
 
 class Training:
@@ -83,6 +84,9 @@ class Training:
             moved = len(self.history) - 1 - self.phase  # every phase records its start
             if self._stop(point, certified) or moved >= self.model.max_iter:
                 break
+            if self.P.damped and len(self.history) > 3 and self._settled(point.objective):
+                # Nothing left to gain but a gradient: what the solves leave over hides the rest.
+                problem.tol = max(0.1 * problem.tol, _LEAST_INNER)
             if self._flatter(problem, point):
                 point, optimizer = self._rescaled(problem, point), self._optimizer(A)
             direction = optimizer.direction(point.w, point.g)

@@ -37,8 +37,9 @@ def test_citeseer_with_fewer_rows_than_features(lam):
     assert independent <= data.optimum(lam) * (1 + 1e-6)
     slow = HERTA(lam=lam, strategy="herta", optimizer="gd", max_iter=15)
     slow.fit(data.graph, data.X, data.y, train=data.train)
-    reached = slow.history_[-1]["loss"] <= data.optimum(lam) * (1 + 1e-6)
-    assert reached or slow.status_ == "max_iter"
+    # What its solves leave over must not keep it from noticing that it is done.
+    assert slow.status_ == "converged"
+    assert slow.history_[-1]["loss"] <= data.optimum(lam) * (1 + 1e-6)
 
 
 def test_cross_entropy_on_pubmed_matches_a_long_independent_lbfgs():
