@@ -182,8 +182,8 @@ def test_the_planned_peak_is_what_a_process_takes(capsys, shape):
     planned = run(capsys, "plan", name)["expected_peak_bytes"]
     train = [sys.executable, "-m", "herta_gpu", "train", "--json"]
     # A first run may compile the CPU kernels, which takes memory of its own.
-    subprocess.run([*train, "synthetic:n=200,m=600,d=8,c=4"], capture_output=True, check=True)
-    done = subprocess.run([*train, name], capture_output=True, text=True, check=True, timeout=300)
+    for _ in range(2):
+        done = subprocess.run([*train, name], capture_output=True, text=True, check=True)
     measured = json.loads(done.stdout)["peak_memory_bytes"]
     assert abs(planned / measured - 1) < 0.2, (planned, measured)
 
