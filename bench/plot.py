@@ -61,6 +61,8 @@ def draw_convergence(rows: list[dict[str, Any]], plt: Any) -> None:
         axis.set_xlabel("steps + 1", fontsize=7)
         axis.set_ylabel("loss / optimum - 1", fontsize=7)
         axis.legend(fontsize=6)
+    for axis in axes.flat[len(panels) :]:
+        axis.set_axis_off()
     save(figure, "convergence")
 
 
