@@ -15,6 +15,7 @@ import numpy as np
 from herta_gpu.backends.base import Array, Backend
 
 RANK_CUT = 1e-12  # eigenvalues of P below this share of the largest are rounding, not data
+_TINY = 1e-300  # nothing is known of the smallest eigenvalue
 DAMPING = 1e-7  # share of the largest eigenvalue added when there are fewer train rows than columns
 
 
@@ -293,7 +294,7 @@ class DenseGram:
         L = backend.cholesky(P)
         # No eigenvalue is above the least square of L's diagonal: a glance often settles it.
         if L is not None and float(L.diagonal().min()) ** 2 > 10 * RANK_CUT * top:  # synchronize!
-            smallest = _smallest_eigenvalue(backend, L)
+            smallest = _smallest_eigenvalue(backend, P, L)
             if smallest > 10 * RANK_CUT * top:
                 return Cholesky(backend, L, smallest, note)
         L, J = backend.pivoted_cholesky(P, RANK_CUT * top)
@@ -303,7 +304,7 @@ class DenseGram:
                 f"optimum over {r:,} of {d:,} features; on the training rows the others add less "
                 f"than {RANK_CUT**0.5:.0e} to their span and have weight 0"
             )
-        smallest = _smallest_eigenvalue(backend, L) if r else 1.0
+        smallest = _smallest_eigenvalue(backend, P[J[:, None], J[None, :]], L) if r else 1.0
         return Pivoted(backend, L, J, d, smallest, note)
 
 
@@ -336,18 +337,27 @@ def _damping_note(share: float) -> str:
     return f"damped by {share:g} of its largest eigenvalue: fewer train rows than features"
 
 
-def _smallest_eigenvalue(backend: Backend, L: Array) -> float:
-    """A bound from below, of L L^T: a quarter of what inverse iteration finds.
+def _smallest_eigenvalue(backend: Backend, P: Array, L: Array) -> float:
+    """Proven to be below all eigenvalues of P = L L^T: less so much of I, P has a factor still.
 
-    Twelve steps from a random start miss a factor of 4 with a probability below
-    0.824 sqrt(d) 4^-11.5 (Kuczynski and Wozniakowski), 1e-5 for d = 10,000.
+    Inverse iteration says what to try.
     """
 
     def inverse(v: Array) -> Array:
         return backend.solve_triangular(L, backend.solve_triangular(L, v), trans=True)
 
-    size = _growth(backend.xp, inverse, L.shape[0], 12)
-    return 0.25 / size if np.isfinite(size) and size > 0 else 1e-300
+    d, size = P.shape[0], _growth(backend.xp, inverse, P.shape[0], 6)
+    # float64 finds no factor of a matrix that is indefinite by more than this.
+    rounding = (d + 2) * float(np.finfo(np.float64).eps) * float(P.diagonal().sum())  # synchronize!
+    bound = 0.5 / size if np.isfinite(size) and size > 0 else 0.0
+    diagonal = backend.xp.arange(d)
+    while bound > rounding:
+        shifted = P.copy()
+        shifted[diagonal, diagonal] -= bound
+        if backend.cholesky(shifted) is not None:
+            return bound - rounding
+        bound /= 4
+    return _TINY
 
 
 def _largest_eigenvalue(backend: Backend, P: Array) -> float:

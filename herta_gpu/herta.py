@@ -7,6 +7,7 @@ weights), the correction stands beside the line it concerns.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import wraps
 from typing import Any
 
@@ -401,7 +402,7 @@ class HERTA(Estimator):
                 spectrum = choose_spectrum(plan.certificate, P, A, self.ridge, self.random_state)
             missed = spectrum is not None and spectrum.kind == "estimate"
             if not missed or sampled or recipe.sketch_rows is not None or recipe.exact:
-                return P, spectrum
+                return replace(P, Q_all=None), spectrum  # the largest block there is
             recipe.exact, recipe.degree = True, chebyshev_degree(A.H, EXACT_TOL)
             plan.decisions.append(("Q again", "float64", "P missed too much of the Hessian"))
 

@@ -25,10 +25,11 @@ from herta_gpu.planner import Plan
 from herta_gpu.profiling import Stages
 from herta_gpu.report import bytes_text, table
 from herta_gpu.runs import environment, jsonable
+from herta_gpu.solver import column_bytes
 from herta_gpu.validation import parse_bytes
 
-# Bytes of Python with NumPy and SciPy, and of what is loaded where it is installed.
 _R_LIKELY = 5.0  # lam above which rounding usually has to be measured
+# Bytes of Python with NumPy and SciPy, and of what is loaded where it is installed.
 _INTERPRETER, _COMPILER, _CUPY = 100 << 20, 50 << 20, 25 << 20
 _EXTRAS = {
     "fast": ("numba",),
@@ -111,7 +112,7 @@ def plan(args: argparse.Namespace) -> Answer:
     x_bytes = 12 * sizes.X_nonzeros if sizes.X_nonzeros else 4 * sizes.n * sizes.d
     memory = {"X itself (can stay on disk when dense)": x_bytes, **memory}
     total = sum(memory.values())
-    peak = _expected_peak(made, sizes, x_bytes, np.dtype(args.dtype).itemsize, model._lam())
+    peak = _expected_peak(made, sizes, x_bytes, args.dtype, model._lam())
     where = "fits" if fits else "does NOT fit"
     verdict = (
         f"{where} in memory: a process will hold about {bytes_text(peak)} at once, Python "
@@ -147,21 +148,21 @@ def plan(args: argparse.Namespace) -> Answer:
     return result, text
 
 
-def _expected_peak(made: Plan, sizes: DataSizes, x_bytes: int, word: int, lam: float) -> int:
+def _expected_peak(made: Plan, sizes: DataSizes, x_bytes: int, dtype: str, lam: float) -> int:
     """What a fit with X in memory will hold at once; the plan itself adds up every stage.
 
     Building Q takes three blocks of columns, measuring R (which a large lam asks for) some in
     float64, a gradient a few more with whole outputs beside them; counted in the code, checked by a
     test.
     """
-    memory = made.memory
+    memory, word = made.memory, np.dtype(dtype).itemsize
     loaded = _INTERPRETER + _COMPILER * bool(find_spec("numba")) + _CUPY * bool(find_spec("cupy"))
     always = loaded + x_bytes + memory["graph"] + memory["X (copies)"] + memory.get("Q", 0)
     wide, narrow = min(made.solve_width, sizes.d), min(made.solve_width, max(sizes.c, 1))
     building = wide * sizes.n * (3 * word + 8 * bool(sizes.X_nonzeros))
     if "R" in memory and lam > _R_LIKELY:
         building = memory["R"] + wide * sizes.n * (2 * word + 24)
-    training = sizes.n * max(sizes.c, 1) * (3 * word + 16) + narrow * sizes.n * (7 * word + 24)
+    training = sizes.n * (max(sizes.c, 1) * (3 * word + 16) + narrow * column_bytes(dtype))
     factor = memory.get("P and its factor", 0)  # three copies while it is made, one later
     return int(always + max(building, factor, training + factor // 3))
 

@@ -13,7 +13,13 @@ import numpy as np
 
 from herta_gpu.features import chunk_bytes
 from herta_gpu.preconditioner import Recipe
-from herta_gpu.solver import BLOCK_WIDTH, RegularizedLaplacian, block_width, chebyshev_degree
+from herta_gpu.solver import (
+    BLOCK_WIDTH,
+    RegularizedLaplacian,
+    block_width,
+    chebyshev_degree,
+    column_bytes,
+)
 from herta_gpu.sparsifier import degree_scores, sample_size
 from herta_gpu.validation import BudgetError
 
@@ -50,6 +56,10 @@ class Sizes:
     word: int  # bytes per number
     X_bytes: int
     hidden: bool = False  # some features occur only outside the training rows
+
+    @property
+    def dtype(self) -> str:
+        return f"float{8 * self.word}"
 
 
 class Outline(RegularizedLaplacian):
@@ -346,14 +356,14 @@ def _fit_memory(
             rows, why = SKETCH_ROWS_PER_COLUMN * sizes.d, "Q does not fit the memory budget"
         memory = _memory(sizes, options, rows, certificate)
         left = options.budget - sum(memory.values())
-        width = block_width(sizes.n, max(sizes.d, sizes.c), f"float{8 * sizes.word}", left)
+        width = block_width(sizes.n, max(sizes.d, sizes.c), sizes.dtype, left)
         if width >= 1:
             memory["one block of columns"] = _block_bytes(sizes, width, by_rows, certificate)
             shown = "no" if rows is None else f"{rows:,} rows"
             decisions.append(("sketch", shown, why))
             decisions.append(("columns at once", f"{width}", f"at most {BLOCK_WIDTH}, as they fit"))
             return rows, certificate, memory, width
-    need = sum(memory.values()) + sizes.n * (7 * sizes.word + 24)
+    need = sum(memory.values()) + sizes.n * column_bytes(sizes.dtype)
     raise BudgetError(
         f"This fit needs at least {need / 2**20:,.0f} MB but the budget is "
         f"{options.budget / 2**20:,.0f} MB: raise memory_budget, free memory or use fewer features."
@@ -362,7 +372,7 @@ def _fit_memory(
 
 def _block_bytes(sizes: Sizes, width: int, by_rows: bool, certificate: str) -> int:
     """Of a block while it is solved for: Chebyshev holds three, or R is measured; CG holds more."""
-    cg = 7 * sizes.word + 24
+    cg = column_bytes(sizes.dtype)
     Q = cg if by_rows else 3 * sizes.word + 8
     if certificate == "spectral-deterministic":
         Q = max(Q, 2 * sizes.word + 24)

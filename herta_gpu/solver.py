@@ -242,10 +242,14 @@ def chebyshev(H: RegularizedLaplacian, B: Array, degree: int) -> Array:
     return Z
 
 
+def column_bytes(dtype: str) -> int:
+    """Per node, of a column that block CG works on."""
+    return 7 * np.dtype(dtype).itemsize + 3 * 8
+
+
 def block_width(n: int, k: int, dtype: str, budget: int) -> int:
     """Columns that a solve may advance together within `budget` bytes; 0 when not even one."""
-    per_column = n * (7 * np.dtype(dtype).itemsize + 3 * 8)
-    return int(min(k, BLOCK_WIDTH, budget // per_column))
+    return int(min(k, BLOCK_WIDTH, budget // (n * column_bytes(dtype))))
 
 
 class SDDSolver:
@@ -332,7 +336,7 @@ class SDDSolver:
             budget = parse_bytes(self.memory_budget)
         width = block_width(self.graph.num_nodes, max(k, 1), self.dtype, budget)
         if width < 1:
-            need = self.graph.num_nodes * (7 * np.dtype(self.dtype).itemsize + 24)
+            need = self.graph.num_nodes * column_bytes(self.dtype)
             raise BudgetError(
                 f"One column needs {need:,} bytes but memory_budget allows {budget:,}: "
                 "raise memory_budget or free memory."

@@ -192,9 +192,10 @@ def test_rounding_of_chebyshev_stays_below_its_bound(shape, lam):
         H = RegularizedLaplacian(g, lam, backend, dtype)
         Z[dtype] = chebyshev(H, B.astype(dtype), chebyshev_degree(H, 1e-3))
     off = np.linalg.norm(Z["float32"] - Z["float64"], axis=0)
-    assert (off <= chebyshev_rounding(H, "float32") * np.linalg.norm(Z["float64"], axis=0)).all()
-    if shape == "star":  # a bound that knows nothing of hubs would be wrong
-        assert off[:2].max() > 10 * off[2] / np.linalg.norm(Z["float64"][:, 2])
+    off /= np.linalg.norm(Z["float64"], axis=0)
+    assert (off <= chebyshev_rounding(H, "float32")).all()
+    if shape == "star" and lam >= 1:  # a bound that knows nothing of hubs would be wrong
+        assert off.max() > 10 * off[2]
 
 
 def test_chebyshev_is_linear_and_keeps_its_proven_bound_in_both_norms():

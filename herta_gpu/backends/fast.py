@@ -140,7 +140,7 @@ class FastCPUBackend(CPUBackend):
         key = tuple(np.uint64(word) for word in seed_key(seed))
         kernel = sampling.incidence_rows if incidence else sampling.identity_rows
         work = 16 * k * (L.nnz if incidence else L.n)
-        _run(lambda counter: kernel(out, L.arrays, key, L.cuts, counter), work)
+        _run(partial(kernel, out, L.arrays, key, L.cuts), work)
         return out
 
     def edge_scores(self, L: Laplacian, B_S: Array, Pi_S: Array, lam: float) -> Array:
@@ -149,9 +149,7 @@ class FastCPUBackend(CPUBackend):
         first = sampling.first_edges(L.indptr, L.indices)
         scores = np.empty(int(first[-1]))
         _run(
-            lambda counter: sampling.edge_scores(
-                scores, first, B_S, Pi_S, lam, L.arrays, L.cuts, counter
-            ),
+            partial(sampling.edge_scores, scores, first, B_S, Pi_S, lam, L.arrays, L.cuts),
             L.nnz * (B_S.shape[1] + Pi_S.shape[1]),
         )
         return scores
@@ -160,13 +158,13 @@ class FastCPUBackend(CPUBackend):
         key = tuple(np.uint64(word) for word in seed_key(seed))
         if not replace:
             p, factors = keep_probabilities(scores, s), np.empty(scores.shape[0])
-            _run(lambda counter: sampling.bernoulli(p, factors, key, counter), 20 * p.shape[0])
+            _run(partial(sampling.bernoulli, p, factors, key), 20 * p.shape[0])
             return factors
         q = _integer_scores(scores)
         prefix, counts = np.cumsum(q), np.zeros(scores.shape[0], dtype=np.int64)
         shift = max(0, int(prefix[-1]).bit_length() - scores.shape[0].bit_length())
         guide = np.searchsorted(prefix, np.arange((int(prefix[-1]) >> shift) + 1) << shift, "right")
-        _run(lambda counter: sampling.draw(prefix, guide, shift, s, counts, key, counter), 40 * s)
+        _run(partial(sampling.draw, prefix, guide, shift, s, counts, key), 40 * s)
         factors, hit = np.zeros(scores.shape[0]), counts > 0
         factors[hit] = counts[hit] / (s * (q[hit] / int(prefix[-1])))
         return factors
@@ -178,9 +176,7 @@ class FastCPUBackend(CPUBackend):
         key = tuple(np.uint64(word) for word in seed_key(seed))
         Y = aligned_empty((padded, k), Q.dtype)
         keys = np.empty(padded, dtype=np.uint64)
-        _run(
-            lambda counter: sampling.signed_rows(self.asarray(Q), Y, keys, key, counter), 2 * Y.size
-        )
+        _run(partial(sampling.signed_rows, self.asarray(Q), Y, keys, key), 2 * Y.size)
         walsh_hadamard_inplace(Y)
         return Y[_smallest(keys, s)] * Q.dtype.type(np.sqrt(padded / s))
 
@@ -201,12 +197,7 @@ def walsh_hadamard_inplace(Y: Array) -> None:
         passes = -(-left // kernels.HADAMARD_BITS)
         bits = -(-left // passes)  # equal shares: a pass costs about the same whatever its bits
         scale = 1.0 / math.sqrt(n) if passes == 1 else 1.0
-        _run(
-            lambda counter, run=run, bits=bits, scale=scale: kernels.hadamard_pass(  # type: ignore[misc]
-                flat, run, bits, scale, counter
-            ),
-            Y.size * bits,
-        )
+        _run(partial(kernels.hadamard_pass, flat, run, bits, scale), Y.size * bits)
         run, left = run << bits, left - bits
 
 

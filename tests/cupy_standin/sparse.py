@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from .device_array import ndarray, unwrap
 from .ledger import LEDGER
 
 
-class _Sparse:
+class _Sparse(ABC):
     """CuPy's constructor, the same for all formats."""
 
     def __init__(
@@ -25,8 +26,9 @@ class _Sparse:
     ) -> None:
         self._take(arg1, shape)
 
+    @abstractmethod
     def _take(self, arg1: Any, shape: Any) -> None:
-        raise NotImplementedError
+        """Keep what the matrix is made from, as `_matrix`."""
 
 
 class csr_matrix(_Sparse):  # noqa: N801 - CuPy's name
