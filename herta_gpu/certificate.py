@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from herta_gpu.backends.base import Array
-from herta_gpu.preconditioner import Preconditioner, column_norms, gram, residual_gram
+from herta_gpu.preconditioner import Preconditioner, gram, residual_gram
 from herta_gpu.solver import block_cg, chebyshev_rounding
 from herta_gpu.unfolded import Point, UnfoldedMap
 
@@ -116,7 +116,8 @@ def proven_spectrum(P: Preconditioner, A: UnfoldedMap, outside: float) -> Spectr
     relative = chebyshev_rounding(A.H, dtype)
     if eps + relative >= 0.5:
         return None
-    sizes = column_norms(A.H.backend, P.Q_all) * (relative / (1 - eps - relative))
+    xp, norms2 = A.H.backend.xp, A.H.backend.column_dots(P.Q_all, P.Q_all)
+    sizes = xp.sqrt(norms2) * (relative / (1 - eps - relative))
     rounding = P.factor.amplified(sizes)
     rho = eps / (1 - eps) * (math.sqrt(1 + outside) + rounding) + rounding
     return _around_one(rho, outside, "spectral-proven", P.factor.note, least=_PROVEN)

@@ -7,7 +7,7 @@ copied whole and no digit is lost to the sums.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -95,18 +95,39 @@ class Features:
             return xp.sqrt(squared @ xp.ones((n, 1)))[:, 0]
         squares = xp.zeros(d)
         for _, part in self._chunks():
-            squares = squares + (part**2).sum(axis=0)
+            squares = squares + self.backend.column_dots(part, part)
         return xp.sqrt(squares)
 
     def _chunks(self) -> Iterator[tuple[slice, Array]]:
         """Rows of X in float64, made so on the device: fewer bytes to send."""
+        wide = in_float64(self.backend.xp)
         for rows, part in self._dense.parts(self._parts(0, self.shape[1])):
-            yield rows, part.astype("float64", copy=False)
+            yield rows, wide(part)
 
     def _parts(self, start: int, stop: int) -> list[Part]:
         """X[:, start:stop] in runs of rows that are not too large as float64."""
         n, rows = self.shape[0], _rows_at_once(stop - start, self._chunk_bytes)
         return [(slice(a, min(a + rows, n)), slice(start, stop)) for a in range(0, n, rows)]
+
+
+def in_float64(xp: Any) -> Callable[[Array], Array]:
+    """A function that gives chunks in float64, each in the place of the one before.
+
+    Fresh memory for every chunk would cost more than the conversion does.
+    """
+    buffer = xp.empty((0, 0))
+
+    def converted(part: Array) -> Array:
+        nonlocal buffer
+        if part.dtype == buffer.dtype:
+            return part
+        if buffer.shape[0] < part.shape[0] or buffer.shape[1] != part.shape[1]:
+            buffer = xp.empty(part.shape)
+        out = buffer[: part.shape[0]]
+        out[...] = part
+        return out
+
+    return converted
 
 
 def _rows_at_once(columns: int, chunk_bytes: int) -> int:

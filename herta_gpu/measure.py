@@ -159,7 +159,7 @@ def _expected_peak(made: Plan, sizes: DataSizes, x_bytes: int, dtype: str, lam: 
     loaded = _INTERPRETER + _COMPILER * bool(find_spec("numba")) + _CUPY * bool(find_spec("cupy"))
     always = loaded + x_bytes + memory["graph"] + memory["X (copies)"] + memory.get("Q", 0)
     wide, narrow = min(made.solve_width, sizes.d), min(made.solve_width, max(sizes.c, 1))
-    building = wide * sizes.n * (3 * word + 8 * bool(sizes.X_nonzeros))
+    building = made.recipe.width * sizes.n * (3 * word + 8 * bool(sizes.X_nonzeros))
     if "R" in memory and lam > _R_LIKELY:
         building = memory["R"] + wide * sizes.n * (2 * word + 24)
     training = sizes.n * (max(sizes.c, 1) * (3 * word + 16) + narrow * column_bytes(dtype))

@@ -141,12 +141,12 @@ def make_plan(H: RegularizedLaplacian, sizes: Sizes, options: Options) -> Plan:
     degree = chebyshev_degree(H, Q_tolerance(H, sizes, options, strategy))
     certificate = _certificate(H, sizes, options, by_rows, n_samples)
     keep_rows = options.loss == "ce" and strategy == "direct"
-    sketch_rows, certificate, memory, width = _fit_memory(
+    sketch_rows, certificate, memory, width, Q_width = _fit_memory(
         sizes, options, by_rows, certificate, keep_rows, decisions
     )
     recipe = Recipe(
         degree=degree,
-        width=width,
+        width=Q_width,
         exact=sizes.hidden and sizes.n_train >= sizes.d,
         sketch_rows=sketch_rows,
         by_rows=by_rows,
@@ -338,8 +338,8 @@ def _fit_memory(
     certificate: str,
     keep_rows: bool,
     decisions: list[tuple[str, str, str]],
-) -> tuple[int | None, str, dict[str, int], int]:
-    """Sketch rows, certificate, bytes per stage and block width within the budget."""
+) -> tuple[int | None, str, dict[str, int], int, int]:
+    """Sketch rows, certificate, bytes per stage, block widths of solves and of Q in the budget."""
     padded = 1 << max(0, sizes.n_train - 1).bit_length()
     rows, why = _sketch_wish(sizes, options, padded)
     if by_rows or not options.precondition:
@@ -358,11 +358,14 @@ def _fit_memory(
         left = options.budget - sum(memory.values())
         width = block_width(sizes.n, max(sizes.d, sizes.c), sizes.dtype, left)
         if width >= 1:
-            memory["one block of columns"] = _block_bytes(sizes, width, by_rows, certificate)
+            Q_width = width if by_rows else min(sizes.d, BLOCK_WIDTH, left // _Q_column(sizes))
+            block = _block_bytes(sizes, width, Q_width, by_rows, certificate)
+            memory["one block of columns"] = block
             shown = "no" if rows is None else f"{rows:,} rows"
             decisions.append(("sketch", shown, why))
-            decisions.append(("columns at once", f"{width}", f"at most {BLOCK_WIDTH}, as they fit"))
-            return rows, certificate, memory, width
+            shown = f"{width}" if width == Q_width else f"{width}, of Q {Q_width}"
+            decisions.append(("columns at once", shown, f"at most {BLOCK_WIDTH}, as they fit"))
+            return rows, certificate, memory, width, Q_width
     need = sum(memory.values()) + sizes.n * column_bytes(sizes.dtype)
     raise BudgetError(
         f"This fit needs at least {need / 2**20:,.0f} MB but the budget is "
@@ -370,13 +373,18 @@ def _fit_memory(
     )
 
 
-def _block_bytes(sizes: Sizes, width: int, by_rows: bool, certificate: str) -> int:
-    """Of a block while it is solved for: Chebyshev holds three, or R is measured; CG holds more."""
-    cg = column_bytes(sizes.dtype)
-    Q = cg if by_rows else 3 * sizes.word + 8
+def _Q_column(sizes: Sizes) -> int:
+    """Bytes of a column of Q while Chebyshev works on it."""
+    return sizes.n * (3 * sizes.word + 8)
+
+
+def _block_bytes(sizes: Sizes, width: int, Q_width: int, by_rows: bool, certificate: str) -> int:
+    """Of a block while it is solved for, by Chebyshev or by CG, or while R is measured."""
+    cg = sizes.n * column_bytes(sizes.dtype)
+    block = Q_width * (cg if by_rows else _Q_column(sizes))
     if certificate == "spectral-deterministic":
-        Q = max(Q, 2 * sizes.word + 24)
-    return sizes.n * max(width * Q, min(width, sizes.c) * cg)
+        block = max(block, width * sizes.n * (2 * sizes.word + 32))
+    return max(block, min(width, sizes.c) * cg)
 
 
 def _sketch_wish(sizes: Sizes, options: Options, padded: int) -> tuple[int | None, str]:

@@ -13,7 +13,7 @@ from functools import partial
 
 from herta_gpu.backends.base import Array, Backend
 from herta_gpu.factors import DenseGram, Factor, Gram, Identity, LowRankGram
-from herta_gpu.features import Features
+from herta_gpu.features import Features, in_float64
 from herta_gpu.solver import RegularizedLaplacian, block_cg, chebyshev, chebyshev_error
 
 _GRAM_BYTES = 16 << 20  # of float64 copies of rows of Q, at least; P's own size if that is more
@@ -204,17 +204,8 @@ def gram_product(backend: Backend, Q: Array, Y: Array | None, at: Array | None =
     count, d = Q.shape[0] if at is None else at.shape[0], Q.shape[1]
     step = max(1, d, _GRAM_BYTES // (8 * max(d, 1)))
     out = backend.xp.zeros((d, d if Y is None else Y.shape[1]))
+    wide = in_float64(backend.xp)
     for a in range(0, count, step):
-        part = Q[a : a + step] if at is None else Q[at[a : a + step]]
-        part = part.astype("float64")
+        part = wide(Q[a : a + step] if at is None else Q[at[a : a + step]])
         out += part.T @ (part if Y is None else Y[a : a + step])
     return out
-
-
-def column_norms(backend: Backend, Q: Array) -> Array:
-    """(d,) norms of the columns of Q, in float64, in chunks of rows."""
-    step = max(1, _GRAM_BYTES // (8 * max(Q.shape[1], 1)))
-    squares = backend.xp.zeros(Q.shape[1])
-    for a in range(0, Q.shape[0], step):
-        squares += (Q[a : a + step].astype("float64") ** 2).sum(axis=0)
-    return backend.xp.sqrt(squares)

@@ -228,18 +228,13 @@ def chebyshev(H: RegularizedLaplacian, B: Array, degree: int) -> Array:
     ||p(H) b - H^-1 b|| <= eps ||H^-1 b|| with eps = `chebyshev_error`, in the H-norm and in the
     2-norm alike, for every b: this is what makes the preconditioner's bound hold for any X.
     """
-    L, backend = H.laplacian(str(B.dtype)), H.backend
     theta, delta = (H.lambda_max + 1) / 2, (H.lambda_max - 1) / 2
-    Z_prev, Z = (backend.empty(B.shape, str(B.dtype)) for _ in range(2))
-    Z_prev.fill(0)
-    backend.xp.divide(B, B.dtype.type(theta), out=Z)
-    rho = delta / theta
+    rho, steps = delta / theta, []
     for _ in range(degree - 1):
         rho_next = 1.0 / (2 * theta / delta - rho) if delta > 0 else 0.0
-        c2 = 2 * rho_next / delta if delta > 0 else 0.0
-        backend.chebyshev_step(L, H.lam, Z, Z_prev, B, rho * rho_next, c2)
-        Z, Z_prev, rho = Z_prev, Z, rho_next
-    return Z
+        steps.append((rho * rho_next, 2 * rho_next / delta if delta > 0 else 0.0))
+        rho = rho_next
+    return H.backend.chebyshev(H.laplacian(str(B.dtype)), H.lam, B, 1 / theta, steps)
 
 
 def column_bytes(dtype: str) -> int:

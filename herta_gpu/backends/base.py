@@ -12,9 +12,9 @@ counters, so the same seed gives the same numbers on every backend, whatever the
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -69,6 +69,7 @@ class CGState:
     floor: Array  # (k,) float64, ... or when ||R||^2 <= floor
     active: Array  # (k,) bool
     iterations: Array  # (k,) int64
+    scratch: Array | None = field(default=None, kw_only=True)  # n x k, if the backend needs one
 
 
 class Blocks:
@@ -102,6 +103,10 @@ class Backend(ABC):
     def empty(self, shape: tuple[int, ...], dtype: str) -> Array:
         """An uninitialised array, its rows where this device reads them fastest."""
         return self.xp.empty(shape, dtype=dtype)
+
+    def zeros(self, shape: tuple[int, ...], dtype: str) -> Array:
+        """The same, filled with zeros."""
+        return self.xp.zeros(shape, dtype=dtype)
 
     @abstractmethod
     def to_numpy(self, x: Array) -> Any:
@@ -174,7 +179,7 @@ class Backend(ABC):
         P, rho = self.empty(R.shape, str(R.dtype)), self.column_dots(R, R)
         P[...] = R
         return CGState(
-            Z=self.xp.zeros_like(R),
+            Z=self.zeros(R.shape, str(R.dtype)),
             R=R,
             P=P,
             HP=self.empty(R.shape, str(R.dtype)),
@@ -204,6 +209,17 @@ class Backend(ABC):
         self, L: Laplacian, lam: float, Z: Array, Z_prev: Array, B: Array, c1: float, c2: float
     ) -> None:
         """Z_prev <- Z + c1 (Z - Z_prev) + c2 (B - H Z), in place: the next iterate."""
+
+    def chebyshev(
+        self, L: Laplacian, lam: float, B: Array, first: float, steps: Iterable[tuple[float, float]]
+    ) -> Array:
+        """Z of Z_0 = 0, Z_1 = first B, and a `chebyshev_step` for each (c1, c2)."""
+        Z, Z_prev = self.empty(B.shape, str(B.dtype)), self.zeros(B.shape, str(B.dtype))
+        self.xp.multiply(B, B.dtype.type(first), out=Z)
+        for c1, c2 in steps:
+            self.chebyshev_step(L, lam, Z, Z_prev, B, c1, c2)
+            Z, Z_prev = Z_prev, Z
+        return Z
 
     # ---- Algorithm 2 ---------------------------------------------------------------------
     @abstractmethod

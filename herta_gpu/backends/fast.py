@@ -8,7 +8,7 @@ between two calls, so they do not compete with those of BLAS.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -40,6 +40,11 @@ class FastLaplacian(Laplacian):
     cuts: Array = None
 
     @property
+    def far(self) -> bool:
+        """D^-1/2 is not in the caches: a neighbour's scale would be a second read from afar."""
+        return self.n * self.inv_sqrt_degree.itemsize > kernels.FAR
+
+    @property
     def arrays(self) -> tuple[Array, Array, Array, Array, Array]:
         """What the kernels take; a single weight stands for all."""
         one = np.ones(1, dtype=self.inv_sqrt_degree.dtype)
@@ -65,6 +70,9 @@ class FastCPUBackend(CPUBackend):
 
     def empty(self, shape: tuple[int, ...], dtype: str) -> Array:
         return aligned_empty(shape, dtype)
+
+    def zeros(self, shape: tuple[int, ...], dtype: str) -> Array:
+        return _aligned(np.zeros, shape, dtype)
 
     def laplacian(self, graph: Any, dtype: str) -> FastLaplacian:  # type: ignore[override]
         work = graph.indptr + 4 * np.arange(graph.num_nodes + 1)
@@ -103,7 +111,9 @@ class FastCPUBackend(CPUBackend):
         assert isinstance(L, FastLaplacian)
         Z, R, P, HP = state.Z, state.R, state.P, state.HP
         dots = np.zeros((L.cuts.shape[0] - 1, R.shape[1]))
-        _apply(L, lam, P, HP, dots=dots)
+        if L.far and state.scratch is None:
+            state.scratch = self.empty(P.shape, str(P.dtype))
+        _apply(L, lam, P, HP, dots=dots, scratch=state.scratch)
         pHp = dots.sum(axis=0)
         alpha = np.where(state.active, state.rho / np.where(pHp > 0, pHp, 1.0), 0.0)
         rho = np.zeros(R.shape[1])
@@ -126,6 +136,19 @@ class FastCPUBackend(CPUBackend):
         self, L: Laplacian, lam: float, Z: Array, Z_prev: Array, B: Array, c1: float, c2: float
     ) -> None:
         _apply(L, lam, Z, Z_prev, B=B, c1=c1, c2=c2)
+
+    def chebyshev(
+        self, L: Laplacian, lam: float, B: Array, first: float, steps: Iterable[tuple[float, float]]
+    ) -> Array:
+        if not (isinstance(L, FastLaplacian) and L.far):
+            return super().chebyshev(L, lam, B, first, steps)
+        # On D^-1/2 Z throughout: what a step reads from afar is then the iterate itself.
+        B, s = self.asarray(B, str(L.inv_sqrt_degree.dtype)), L.inv_sqrt_degree
+        Z, Z_prev = _scaled(B, s, first), self.zeros(B.shape, str(B.dtype))
+        for c1, c2 in steps:
+            _apply(L, lam, Z, Z_prev, B=B, c1=c1, c2=c2, scaled=True)
+            Z, Z_prev = Z_prev, Z
+        return _scaled(Z, 1 / s, 1.0, out=Z)
 
     # ---- Algorithm 2 ---------------------------------------------------------------------
     def sketch_incidence(self, L: Laplacian, k: int, seed: int) -> Array:
@@ -183,8 +206,12 @@ class FastCPUBackend(CPUBackend):
 
 def aligned_empty(shape: tuple[int, ...], dtype: Any) -> Array:
     """An uninitialised array that starts on a cache line, which NumPy's own need not."""
+    return _aligned(np.empty, shape, dtype)
+
+
+def _aligned(make: Callable[..., Array], shape: tuple[int, ...], dtype: Any) -> Array:
     size, line = math.prod(shape) * np.dtype(dtype).itemsize, VECTOR_BYTES
-    raw = np.empty(size + line, dtype=np.uint8)
+    raw = make(size + line, dtype=np.uint8)
     start = -raw.ctypes.data % line
     return raw[start : start + size].view(dtype).reshape(shape)
 
@@ -221,16 +248,34 @@ def _apply(
     dots: Array | None = None,
     c1: float = 0.0,
     c2: float = 0.0,
+    scaled: bool = False,
+    scratch: Array | None = None,
 ) -> None:
+    """`kernels.apply`; when `scaled`, X and Y hold D^-1/2 times the iterates of Chebyshev."""
     assert isinstance(L, FastLaplacian)
-    number = X.dtype.type
-    rest = (Y, B, dots, L.arrays, number(lam), number(c1), number(c2), L.cuts)
-    work = (L.nnz + 4 * L.n) * X.shape[1]
+    indptr, indices, weights, s, diagonal = L.arrays
+    one, number, kernel = np.ones(1, X.dtype), X.dtype.type, kernels.apply
+    G, factors = X, (s, s, one)
+    if scaled:
+        factors = (one, s * s, s)
+    elif L.far or X.shape[1] == 1:
+        G, factors = _scaled(X, s, 1.0, scratch), (one, s, one)
     if X.shape[1] == 1:
-        scaled = X[:, 0] * L.inv_sqrt_degree
-        _run(partial(kernels.apply_column, X, scaled, *rest), work)
-    else:
-        _run(partial(kernels.apply, X, *rest), work)
+        kernel = kernels.apply_column
+    arrays = (indptr, indices, weights, *factors, diagonal)
+    rest = (Y, B, dots, arrays, number(lam), number(c1), number(c2), L.cuts)
+    _run(partial(kernel, G, X, *rest), (L.nnz + 4 * L.n) * X.shape[1])
+
+
+def _scaled(X: Array, s: Array, f: float, out: Array | None = None) -> Array:
+    """diag(f s) X."""
+    out = aligned_empty(X.shape, X.dtype) if out is None else out
+    if X.shape[1] == 1:
+        np.multiply(X[:, 0], X.dtype.type(f) * s, out=out[:, 0])
+        return out
+    rows = _flat_rows(X.shape[1])
+    _run(partial(kernels.scale_rows, X, s, X.dtype.type(f), out, rows), X.size)
+    return out
 
 
 def _usable(out: Array, X: Array) -> bool:

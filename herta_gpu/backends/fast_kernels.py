@@ -35,73 +35,76 @@ TILE = 4  # vectors of a row held in registers at once
 HADAMARD_BYTES = 512  # of each row that one task of the transform works on ...
 HADAMARD_BITS = 9  # ... and log2 of its rows: 256 KB, which an L2 cache holds
 _AHEAD = 40  # neighbours between the prefetch of a row and its use: a few rows of a graph
-_FAR = 8 << 20  # bytes of a block from which on even narrow rows are waited for
+FAR = 8 << 20  # bytes from which on a random read is waited for
 
 
 # ---- H = I + lam L ---------------------------------------------------------------------------
 @inline
-def _row_sum(X, k, j, vectors, tail, indices, weights, s, first, last, end):  # type: ignore[no-untyped-def]
-    """sum over neighbours e of w_e s_e X[e, j:] in `vectors` registers."""
-    lanes = VECTOR_BYTES // X.itemsize
+def _mask(x):  # type: ignore[no-untyped-def]
+    """For an index of x: a single entry stands for all."""
+    return -1 if x.shape[0] > 1 else 0
+
+
+@inline
+def _row_sum(G, k, j, vectors, tail, indices, weights, s, first, last, end):  # type: ignore[no-untyped-def]
+    """sum over neighbours e of w_e s_e G[e, j:] in `vectors` registers."""
+    lanes = VECTOR_BYTES // G.itemsize
     n0, n1 = tail if vectors < 2 else lanes, tail if vectors == 2 else lanes
     n2 = tail if vectors == 3 else lanes
-    many = -1 if weights.shape[0] > 1 else 0  # a single weight stands for all
-    a0 = splat(X, 0.0)
+    many, scaled = _mask(weights), _mask(s)
+    a0 = splat(G, 0.0)
     a1, a2, a3 = a0, a0, a0
     for e in range(first, last):
         v = peek(indices, e)
-        scale = peek(s, v) * peek(weights, e & many)
-        f, at = splat(X, scale), v * k + j
+        scale = peek(s, v & scaled) * peek(weights, e & many)
+        f, at = splat(G, scale), v * k + j
         # Rows are random reads: ask early, also for the line that a row's end may touch.
-        soon = peek(indices, min(e + _AHEAD, end))
-        prefetch(s, soon)
-        soon = soon * k + j
-        prefetch(X, soon)
-        prefetch(X, soon + (vectors - 1) * lanes + tail - 1)
-        a0 = fma(load(X, at, n0), f, a0)
+        soon = peek(indices, min(e + _AHEAD, end)) * k + j
+        prefetch(G, soon)
+        prefetch(G, soon + (vectors - 1) * lanes + tail - 1)
+        a0 = fma(load(G, at, n0), f, a0)
         if vectors > 1:
-            prefetch(X, soon + lanes)
-            a1 = fma(load(X, at + lanes, n1), f, a1)
+            prefetch(G, soon + lanes)
+            a1 = fma(load(G, at + lanes, n1), f, a1)
         if vectors > 2:
-            prefetch(X, soon + 2 * lanes)
-            a2 = fma(load(X, at + 2 * lanes, n2), f, a2)
+            prefetch(G, soon + 2 * lanes)
+            a2 = fma(load(G, at + 2 * lanes, n2), f, a2)
         if vectors > 3:
-            prefetch(X, soon + 3 * lanes)
-            a3 = fma(load(X, at + 3 * lanes, tail), f, a3)
+            prefetch(G, soon + 3 * lanes)
+            a3 = fma(load(G, at + 3 * lanes, tail), f, a3)
     return a0, a1, a2, a3
 
 
 @inline
-def _narrow_rows(vectors, X, Y, B, dots, k, L, lam, c1, c2, a, b, into):  # type: ignore[no-untyped-def]
+def _narrow_rows(vectors, G, X, Y, B, dots, k, L, lam, c1, c2, a, b, into):  # type: ignore[no-untyped-def]
     """Rows a..b of a block of one or two quarter vectors: short reads win."""
-    indptr, indices, weights, s, diagonal = L
+    indptr, indices, weights, s, post, own, diagonal = L
     lanes = VECTOR_BYTES // X.itemsize // 4
     n0, n1 = min(k, lanes), k - lanes
     f1, f2 = splat_quarter(X, c1), splat_quarter(X, c2)
-    many = -1 if weights.shape[0] > 1 else 0
-    far, end = X.size * X.itemsize > _FAR, indptr[-1] - 1
+    many, scaled, owned = _mask(weights), _mask(s), _mask(own)
+    far, end = G.size * G.itemsize > FAR, indptr[-1] - 1
     for i in range(a, b):
         t0 = splat_quarter(X, 0.0)
         t1 = t0
         for e in range(peek(indptr, i), peek(indptr, i + 1)):
             v = peek(indices, e)
             if far:
-                soon = peek(indices, min(e + _AHEAD, end))
-                prefetch(X, soon * k)
-                prefetch(s, soon)
-            f = splat_quarter(X, peek(s, v) * peek(weights, e & many))
-            t0 = fma(load_quarter(X, v * k, n0), f, t0)
+                prefetch(G, peek(indices, min(e + _AHEAD, end)) * k)
+            f = splat_quarter(G, peek(s, v & scaled) * peek(weights, e & many))
+            t0 = fma(load_quarter(G, v * k, n0), f, t0)
             if vectors > 1:
-                t1 = fma(load_quarter(X, v * k + lanes, n1), f, t1)
+                t1 = fma(load_quarter(G, v * k + lanes, n1), f, t1)
         h = splat_quarter(X, 1.0 + lam * peek(diagonal, i))
-        c, at = splat_quarter(X, -lam * peek(s, i)), i * k
+        c, at = splat_quarter(X, -lam * peek(post, i)), i * k
+        f = splat_quarter(X, peek(own, i & owned))
         x = load_quarter(X, at, n0)
         y = fma(t0, c, mul(x, h))
         if dots is not None:
             add_product(dots, into, n0, x, y)
         if B is not None:
             z = sub(x, load_quarter(Y, at, n0))
-            y = fma(sub(load_quarter(B, at, n0), y), f2, fma(z, f1, x))
+            y = fma(sub(mul(load_quarter(B, at, n0), f), y), f2, fma(z, f1, x))
         store(Y, at, n0, y)
         if vectors > 1:
             at += lanes
@@ -111,53 +114,56 @@ def _narrow_rows(vectors, X, Y, B, dots, k, L, lam, c1, c2, a, b, into):  # type
                 add_product(dots, into + lanes, n1, x, y)
             if B is not None:
                 z = sub(x, load_quarter(Y, at, n1))
-                y = fma(sub(load_quarter(B, at, n1), y), f2, fma(z, f1, x))
+                y = fma(sub(mul(load_quarter(B, at, n1), f), y), f2, fma(z, f1, x))
             store(Y, at, n1, y)
 
 
 @inline
-def _finish(X, Y, B, dots, at, into, n, total, h, c, c1, c2):  # type: ignore[no-untyped-def]
+def _finish(X, Y, B, dots, at, into, n, total, h, c, f, c1, c2):  # type: ignore[no-untyped-def]
     """One vector of row i: H X from the neighbours' sum, and what is fused with it."""
     x = load(X, at, n)
     y = fma(total, c, mul(x, h))
     if dots is not None:
         add_product(dots, into, n, x, y)
     if B is not None:
-        y = fma(sub(load(B, at, n), y), c2, fma(sub(x, load(Y, at, n)), c1, x))
+        b = mul(load(B, at, n), f)
+        y = fma(sub(b, y), c2, fma(sub(x, load(Y, at, n)), c1, x))
     store(Y, at, n, y)
 
 
 @inline
-def _rows(vectors, X, Y, B, dots, k, j, tail, L, lam, c1, c2, a, b, into):  # type: ignore[no-untyped-def]
+def _rows(vectors, G, X, Y, B, dots, k, j, tail, L, lam, c1, c2, a, b, into):  # type: ignore[no-untyped-def]
     """Rows a..b, columns j.. of a tile of `vectors` vectors, a constant of each call."""
-    indptr, indices, weights, s, diagonal = L
+    indptr, indices, weights, s, post, own, diagonal = L
     lanes = VECTOR_BYTES // X.itemsize
-    end = indptr[-1] - 1
+    end, owned = indptr[-1] - 1, _mask(own)
     f1, f2 = splat(X, c1), splat(X, c2)
     for i in range(a, b):
         t0, t1, t2, t3 = _row_sum(
-            X, k, j, vectors, tail, indices, weights, s, peek(indptr, i), peek(indptr, i + 1), end
+            G, k, j, vectors, tail, indices, weights, s, peek(indptr, i), peek(indptr, i + 1), end
         )
         at = i * k + j
         h = splat(X, 1.0 + lam * peek(diagonal, i))
-        c = splat(X, -lam * peek(s, i))
-        _finish(X, Y, B, dots, at, into, tail if vectors < 2 else lanes, t0, h, c, f1, f2)
+        c, f = splat(X, -lam * peek(post, i)), splat(X, peek(own, i & owned))
+        _finish(X, Y, B, dots, at, into, tail if vectors < 2 else lanes, t0, h, c, f, f1, f2)
         if vectors > 1:
             n = tail if vectors == 2 else lanes
-            _finish(X, Y, B, dots, at + lanes, into + lanes, n, t1, h, c, f1, f2)
+            _finish(X, Y, B, dots, at + lanes, into + lanes, n, t1, h, c, f, f1, f2)
         if vectors > 2:
             n = tail if vectors == 3 else lanes
-            _finish(X, Y, B, dots, at + 2 * lanes, into + 2 * lanes, n, t2, h, c, f1, f2)
+            _finish(X, Y, B, dots, at + 2 * lanes, into + 2 * lanes, n, t2, h, c, f, f1, f2)
         if vectors > 3:
-            _finish(X, Y, B, dots, at + 3 * lanes, into + 3 * lanes, tail, t3, h, c, f1, f2)
+            _finish(X, Y, B, dots, at + 3 * lanes, into + 3 * lanes, tail, t3, h, c, f, f1, f2)
 
 
 @kernel
-def apply(X, Y, B, dots, L, lam, c1, c2, cuts, counter):  # type: ignore[no-untyped-def]
+def apply(G, X, Y, B, dots, L, lam, c1, c2, cuts, counter):  # type: ignore[no-untyped-def]
     """Y <- H X; with `dots`, column dots of X and Y by chunk; with B, a Chebyshev step into Y.
 
-    What is None is compiled away.  A graph without weights has a single one: that costs nothing
-    beside the memory, and the same code serves all graphs.
+    L holds (indptr, indices, w, s, post, own, diagonal), and row i of H X is (1 + lam diagonal_i)
+    X_i - lam post_i sum_e w_e s_e G_e; B_i counts times own_i.  Plainly, G is X, s and post are
+    D^-1/2, own is 1; on large graphs `fast._apply` has others.  What is None is compiled
+    away.  A single w, s or own stands for all: that costs nothing beside the memory.
     """
     k = X.shape[1]
     lanes = VECTOR_BYTES // X.itemsize
@@ -169,25 +175,25 @@ def apply(X, Y, B, dots, L, lam, c1, c2, cuts, counter):  # type: ignore[no-unty
             tail = min(lanes, k - j - (vectors - 1) * lanes)
             into = chunk * k + j
             if k <= lanes // 4:
-                _narrow_rows(1, X, Y, B, dots, k, L, lam, c1, c2, a, b, into)
+                _narrow_rows(1, G, X, Y, B, dots, k, L, lam, c1, c2, a, b, into)
             elif k <= lanes // 2:
-                _narrow_rows(2, X, Y, B, dots, k, L, lam, c1, c2, a, b, into)
+                _narrow_rows(2, G, X, Y, B, dots, k, L, lam, c1, c2, a, b, into)
             elif vectors == 1:
-                _rows(1, X, Y, B, dots, k, j, tail, L, lam, c1, c2, a, b, into)
+                _rows(1, G, X, Y, B, dots, k, j, tail, L, lam, c1, c2, a, b, into)
             elif vectors == 2:
-                _rows(2, X, Y, B, dots, k, j, tail, L, lam, c1, c2, a, b, into)
+                _rows(2, G, X, Y, B, dots, k, j, tail, L, lam, c1, c2, a, b, into)
             elif vectors == 3:
-                _rows(3, X, Y, B, dots, k, j, tail, L, lam, c1, c2, a, b, into)
+                _rows(3, G, X, Y, B, dots, k, j, tail, L, lam, c1, c2, a, b, into)
             else:
-                _rows(4, X, Y, B, dots, k, j, tail, L, lam, c1, c2, a, b, into)
+                _rows(4, G, X, Y, B, dots, k, j, tail, L, lam, c1, c2, a, b, into)
         chunk = count(counter, 0)
 
 
 @kernel
-def apply_column(X, scaled, Y, B, dots, L, lam, c1, c2, cuts, counter):  # type: ignore[no-untyped-def]
-    """`apply` for one column; `scaled` is s X, so that a neighbour costs one read from afar."""
-    indptr, indices, weights, s, diagonal = L
-    many = weights.shape[0] > 1
+def apply_column(G, X, Y, B, dots, L, lam, c1, c2, cuts, counter):  # type: ignore[no-untyped-def]
+    """`apply` for one column and an s of 1."""
+    indptr, indices, weights, _, post, own, diagonal = L
+    many, owned = weights.shape[0] > 1, _mask(own)
     chunk = count(counter, 0)
     while chunk < cuts.shape[0] - 1:
         for i in range(cuts[chunk], cuts[chunk + 1]):
@@ -195,17 +201,36 @@ def apply_column(X, scaled, Y, B, dots, L, lam, c1, c2, cuts, counter):  # type:
             first, last = peek(indptr, i), peek(indptr, i + 1)
             if many:
                 for e in range(first, last):
-                    total += peek(scaled, peek(indices, e)) * peek(weights, e)
+                    total += peek(G, peek(indices, e)) * peek(weights, e)
             else:
                 for e in range(first, last):
-                    total += peek(scaled, peek(indices, e))
+                    total += peek(G, peek(indices, e))
             x = peek(X, i)
-            y = x + lam * (peek(diagonal, i) * x - peek(s, i) * total)
+            y = x + lam * (peek(diagonal, i) * x - peek(post, i) * total)
             if dots is not None:
                 dots[chunk, 0] += float64(x) * float64(y)
             if B is not None:
-                y = x + c1 * (x - peek(Y, i)) + c2 * (peek(B, i) - y)
+                y = x + c1 * (x - peek(Y, i)) + c2 * (peek(own, i & owned) * peek(B, i) - y)
             Y[i, 0] = y
+        chunk = count(counter, 0)
+
+
+@kernel
+def scale_rows(X, s, f, Y, rows, counter):  # type: ignore[no-untyped-def]
+    """Y <- diag(f s) X, in chunks of `rows` rows; Y may be X."""
+    n, k = X.shape
+    lanes = VECTOR_BYTES // X.itemsize
+    quarter, whole = lanes // 4, k // lanes * lanes
+    chunk = count(counter, 0)
+    while chunk * rows < n:
+        for i in range(chunk * rows, min(n, (chunk + 1) * rows)):
+            own = f * peek(s, i)
+            for j in range(i * k, i * k + whole, lanes):
+                store(Y, j, None, mul(load(X, j, None), splat(X, own)))
+            for j in range(i * k + whole, (i + 1) * k - quarter + 1, quarter):
+                store(Y, j, None, mul(load_quarter(X, j, None), splat_quarter(X, own)))
+            for j in range(i * k + k // quarter * quarter, (i + 1) * k):
+                store(Y, j, 1, mul(load_quarter(X, j, 1), splat_quarter(X, own)))
         chunk = count(counter, 0)
 
 
