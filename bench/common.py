@@ -61,12 +61,20 @@ def _cpu_name() -> str:
 
 
 class Results:
-    """Rows of one benchmark, printed as they come and kept as JSON lines."""
+    """Rows of one benchmark, printed as they come and kept as JSON lines.
 
-    def __init__(self, name: str) -> None:
+    Of an earlier run on the same machine, rows that are not measured `again` stay.
+    """
+
+    def __init__(self, name: str, again: Callable[[dict[str, Any]], bool] | None = None) -> None:
         RESULTS.mkdir(parents=True, exist_ok=True)
-        self.path = RESULTS / f"{name}.jsonl"
-        self.path.write_text(json.dumps({"machine": machine()}) + "\n")
+        self.path, here, kept = RESULTS / f"{name}.jsonl", machine(), []
+        if again is not None and self.path.exists():
+            before, rows = read(name)
+            same = ("cpu", "cores", "versions", "python")
+            if all(before[key] == here[key] for key in same):
+                kept = [row for row in rows if not again(row)]
+        self.path.write_text("".join(json.dumps(row) + "\n" for row in [{"machine": here}, *kept]))
 
     def add(self, **row: Any) -> None:
         row["load"] = round(os.getloadavg()[0], 2)

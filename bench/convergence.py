@@ -1,6 +1,6 @@
 """How many steps do HERTA, gradient descent and Adam need?  (The paper's figures.)
 
-    HERTA_DATA=... python bench/convergence.py [--quick] [--mse] [dataset ...]
+    HERTA_DATA=... python bench/convergence.py [--quick] [--mse | --ce] [dataset ...]
 
 Standard training starts from W = 0 on the mean loss, with the best of five learning rates.
 Cross entropy has a ridge of 1 (the loss is a sum over rows), so that an optimum exists.
@@ -30,12 +30,14 @@ def thinned(gaps: list[float]) -> list[tuple[int, float]]:
 
 def main() -> None:
     names = [a for a in sys.argv[1:] if not a.startswith("-")]
-    results = Results("convergence")
-    for name in names or (["cora"] if QUICK else ["cora", "citeseer", "pubmed", "ogbn-arxiv"]):
+    names = names or (["cora"] if QUICK else ["cora", "citeseer", "pubmed", "ogbn-arxiv"])
+    losses = [loss for loss in RIDGE if f"--{loss}" in sys.argv] or list(RIDGE)
+    results = Results("convergence", lambda row: row["data"] in names and row["loss"] in losses)
+    for name in names:
         data = Data(name)
         for lam in (1.0, 20.0):
             A = solved_rows(data, lam)
-            for loss in ("mse",) if "--mse" in sys.argv else ("mse", "ce"):
+            for loss in losses:
                 objective = Objective(A, data.one_hot, loss, RIDGE[loss])
                 best = optimum(data, objective, lam)
                 curves = {}

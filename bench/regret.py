@@ -22,8 +22,9 @@ STRATEGIES = ("direct", "herta")
 
 
 def main() -> None:
-    results = Results("regret")
-    for name in [a for a in sys.argv[1:] if not a.startswith("-")] or NAMES:
+    names = [a for a in sys.argv[1:] if not a.startswith("-")] or NAMES
+    results = Results("regret", again=lambda row: row["data"] in names)
+    for name in names:
         data = Data(name)
         for lam in (1.0, 20.0):
             plan = HERTA(lam=lam).plan(

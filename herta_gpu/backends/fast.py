@@ -140,7 +140,8 @@ class FastCPUBackend(CPUBackend):
     def chebyshev(
         self, L: Laplacian, lam: float, B: Array, first: float, steps: Iterable[tuple[float, float]]
     ) -> Array:
-        if not (isinstance(L, FastLaplacian) and L.far):
+        assert isinstance(L, FastLaplacian)
+        if not L.far:
             return super().chebyshev(L, lam, B, first, steps)
         # On D^-1/2 Z throughout: what a step reads from afar is then the iterate itself.
         B, s = self.asarray(B, str(L.inv_sqrt_degree.dtype)), L.inv_sqrt_degree
