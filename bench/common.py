@@ -28,7 +28,8 @@ ROOT = Path(__file__).parent.parent
 QUICK = "--quick" in sys.argv
 # Short runs are for a look, not for the record.
 RESULTS = ROOT / "bench" / "results" / ("quick" if QUICK else "")
-_PACKAGES = ("numpy", "scipy", "numba", "torch", "pyamg", "sparse_dot_mkl", "mkl", "scikit-learn")
+_PACKAGES = ("numpy", "scipy", "numba", "torch", "pyamg", "sparse_dot_mkl", "mkl", "scikit-learn",
+             "scikit-sparse")  # fmt: skip
 
 
 def machine() -> dict[str, Any]:
@@ -71,8 +72,7 @@ class Results:
         self.path, here, kept = RESULTS / f"{name}.jsonl", machine(), []
         if again is not None and self.path.exists():
             before, rows = read(name)
-            same = ("cpu", "cores", "versions", "python")
-            if all(before[key] == here[key] for key in same):
+            if all(before[key] == here[key] for key in ("cpu", "cores")):
                 kept = [row for row in rows if not again(row)]
         self.path.write_text("".join(json.dumps(row) + "\n" for row in [{"machine": here}, *kept]))
 
