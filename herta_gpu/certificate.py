@@ -32,7 +32,7 @@ _LANCZOS_TOL = 1e-4
 _LANCZOS_LEAST_TOL = 1e-12
 _BLUR = 0.05  # movement of the Ritz values that makes tighter solves worth it
 _USEFUL = 0.02  # a below this makes the certificate too pessimistic to be worth having
-_PROVEN = 0.25  # below this it is worth measuring what rounding really did
+_PROVEN = 0.1  # below this it is worth measuring what rounding really did
 _ENOUGH = 0.1  # rho below this is not worth a better bound
 _MEASURED = 0.3  # nor is this, once R had to be measured
 

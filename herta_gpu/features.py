@@ -95,7 +95,7 @@ class Features:
             return xp.sqrt(squared @ xp.ones((n, 1)))[:, 0]
         squares = xp.zeros(d)
         for _, part in self._chunks():
-            squares = squares + self.backend.column_dots(part, part)
+            squares = squares + (part**2).sum(axis=0)
         return xp.sqrt(squares)
 
     def _chunks(self) -> Iterator[tuple[slice, Array]]:

@@ -358,12 +358,13 @@ def _fit_memory(
         left = options.budget - sum(memory.values())
         width = block_width(sizes.n, max(sizes.d, sizes.c), sizes.dtype, left)
         if width >= 1:
-            Q_width = width if by_rows else min(sizes.d, BLOCK_WIDTH, left // _Q_column(sizes))
-            block = _block_bytes(sizes, width, Q_width, by_rows, certificate)
+            Q_column = _Q_column(sizes, by_rows, rows)
+            Q_width = min(sizes.d, BLOCK_WIDTH, left // Q_column)
+            block = max(Q_width * Q_column, _block_bytes(sizes, width, certificate))
             memory["one block of columns"] = block
             shown = "no" if rows is None else f"{rows:,} rows"
             decisions.append(("sketch", shown, why))
-            shown = f"{width}" if width == Q_width else f"{width}, of Q {Q_width}"
+            shown = f"{width}" if width >= Q_width else f"{width}, of Q {Q_width}"
             decisions.append(("columns at once", shown, f"at most {BLOCK_WIDTH}, as they fit"))
             return rows, certificate, memory, width, Q_width
     need = sum(memory.values()) + sizes.n * column_bytes(sizes.dtype)
@@ -373,18 +374,19 @@ def _fit_memory(
     )
 
 
-def _Q_column(sizes: Sizes) -> int:
-    """Bytes of a column of Q while Chebyshev works on it."""
-    return sizes.n * (3 * sizes.word + 8)
+def _Q_column(sizes: Sizes, by_rows: bool, sketch_rows: int | None) -> int:
+    """Bytes of a column of Q while it is made: Chebyshev holds three, CG and a sketch more."""
+    if by_rows or sketch_rows is not None:
+        return sizes.n * column_bytes(sizes.dtype)
+    return sizes.n * (3 * (8 if sizes.hidden else sizes.word) + 8)
 
 
-def _block_bytes(sizes: Sizes, width: int, Q_width: int, by_rows: bool, certificate: str) -> int:
-    """Of a block while it is solved for, by Chebyshev or by CG, or while R is measured."""
-    cg = sizes.n * column_bytes(sizes.dtype)
-    block = Q_width * (cg if by_rows else _Q_column(sizes))
+def _block_bytes(sizes: Sizes, width: int, certificate: str) -> int:
+    """Of a block of outputs while it is solved for by CG, or of Q while R is measured."""
+    block = min(width, sizes.c) * column_bytes(sizes.dtype)
     if certificate == "spectral-deterministic":
-        block = max(block, width * sizes.n * (2 * sizes.word + 32))
-    return max(block, min(width, sizes.c) * cg)
+        block = max(block, width * (2 * sizes.word + 32))
+    return sizes.n * block
 
 
 def _sketch_wish(sizes: Sizes, options: Options, padded: int) -> tuple[int | None, str]:

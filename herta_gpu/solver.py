@@ -207,9 +207,10 @@ def chebyshev_rounding(H: RegularizedLaplacian, dtype: str) -> float:
 
     A step computes Z + rho rho' (Z - Z_prev) + c2 (B - H Z) with rho, rho' <= (top - 1)/(top + 1).
     As ||Z|| <= 2 ||H^-1 b|| and ||b|| <= top ||H^-1 b||, its dozen roundings come to less than
-    96 u ||H^-1 b||, and a sum over k neighbours adds 8 lam/(top + 1) (k + 8) u, in any order.  An
-    error made at step m counts (j + 1) r^j (1 + r^2m) j steps later, r = 1/(sigma + sqrt(sigma^2 -
-    1)): all of them together no more than 1/(1 - r)^2.
+    96 u ||H^-1 b||, and a sum over neighbours adds 8 lam/(top + 1) (k + 8) u, k how often a term is
+    rounded on its way, which is less than their number.  An error made at step m counts
+    (j + 1) r^j (1 + r^2m) j steps later, r = 1/(sigma + sqrt(sigma^2 - 1)): all of them together no
+    more than 1/(1 - r)^2.
     """
     top = H.lambda_max
     if top <= 1.0:
@@ -217,7 +218,7 @@ def chebyshev_rounding(H: RegularizedLaplacian, dtype: str) -> float:
     sigma = (top + 1) / (top - 1)
     r = 1.0 / (sigma + math.sqrt(sigma**2 - 1))
     neighbours = float((H.graph.indptr[1:] - H.graph.indptr[:-1]).max())  # synchronize!
-    step = 96 + 8 * H.lam / (top + 1) * (neighbours + 8)
+    step = 96 + 8 * H.lam / (top + 1) * (H.backend.roundings(neighbours) + 8)
     # The last term: b itself was rounded.
     return 0.5 * float(np.finfo(dtype).eps) * (step / (1 - r) ** 2 + top)
 

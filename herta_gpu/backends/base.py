@@ -164,6 +164,10 @@ class Backend(ABC):
     def apply_H(self, L: Laplacian, lam: float, X: Array, out: Array | None = None) -> Array:
         """Y = (I + lam L) X = (1 + lam diag(L)) X - lam D^-1/2 A D^-1/2 X for an n x k block."""
 
+    def roundings(self, neighbours: float) -> float:
+        """How often a term is rounded, at most, on its way into a sum over so many neighbours."""
+        return neighbours
+
     @abstractmethod
     def column_dots(self, X: Array, Y: Array) -> Array:
         """(k,) column dot products of two n x k blocks, accumulated in float64."""

@@ -112,9 +112,14 @@ class CPUBackend(Backend):
             C, B, lower=True, trans="T" if trans else "N", check_finite=False
         )
 
+    # LAPACK stores by columns: it takes P^T = P, and gives L^T, without moving anything.
+    def cholesky(self, P: Array) -> Array | None:
+        U, failed = scipy.linalg.lapack.dpotrf(P.T, lower=0, clean=1)
+        return None if failed else U.T
+
     def pivoted_cholesky(self, P: Array, cut: float) -> tuple[Array, Array]:
-        C, pivots, r, _ = scipy.linalg.lapack.dpstrf(P, tol=cut, lower=1)
-        return np.tril(C[:r, :r]), pivots[:r].astype(np.int64) - 1
+        U, pivots, r, _ = scipy.linalg.lapack.dpstrf(P.T, tol=cut, lower=0)
+        return np.tril(U.T[:r, :r]), pivots[:r].astype(np.int64) - 1
 
     def memory_available(self) -> int:
         try:

@@ -98,6 +98,9 @@ class FastCPUBackend(CPUBackend):
         out[...] = Y
         return out
 
+    def roundings(self, neighbours: float) -> float:
+        return min(neighbours, kernels.RUN) + math.ceil(neighbours / kernels.RUN)
+
     def column_dots(self, X: Array, Y: Array) -> Array:
         X, Y = self.asarray(X), self.asarray(Y)
         total = np.zeros(X.shape[1])

@@ -36,6 +36,7 @@ HADAMARD_BYTES = 512  # of each row that one task of the transform works on ...
 HADAMARD_BITS = 9  # ... and log2 of its rows: 256 KB, which an L2 cache holds
 _AHEAD = 40  # neighbours between the prefetch of a row and its use: a few rows of a graph
 FAR = 8 << 20  # bytes from which on a random read is waited for
+RUN = 32  # neighbours summed before the sum joins those before it: a hub then rounds far less
 
 
 # ---- H = I + lam L ---------------------------------------------------------------------------
@@ -52,27 +53,30 @@ def _row_sum(G, k, j, vectors, tail, indices, weights, s, first, last, end):  # 
     n0, n1 = tail if vectors < 2 else lanes, tail if vectors == 2 else lanes
     n2 = tail if vectors == 3 else lanes
     many, scaled = _mask(weights), _mask(s)
-    a0 = splat(G, 0.0)
-    a1, a2, a3 = a0, a0, a0
-    for e in range(first, last):
-        v = peek(indices, e)
-        scale = peek(s, v & scaled) * peek(weights, e & many)
-        f, at = splat(G, scale), v * k + j
-        # Rows are random reads: ask early, also for the line that a row's end may touch.
-        soon = peek(indices, min(e + _AHEAD, end)) * k + j
-        prefetch(G, soon)
-        prefetch(G, soon + (vectors - 1) * lanes + tail - 1)
-        a0 = fma(load(G, at, n0), f, a0)
-        if vectors > 1:
-            prefetch(G, soon + lanes)
-            a1 = fma(load(G, at + lanes, n1), f, a1)
-        if vectors > 2:
-            prefetch(G, soon + 2 * lanes)
-            a2 = fma(load(G, at + 2 * lanes, n2), f, a2)
-        if vectors > 3:
-            prefetch(G, soon + 3 * lanes)
-            a3 = fma(load(G, at + 3 * lanes, tail), f, a3)
-    return a0, a1, a2, a3
+    zero = splat(G, 0.0)
+    t0, t1, t2, t3 = zero, zero, zero, zero
+    for run in range(first, last, RUN):
+        a0, a1, a2, a3 = zero, zero, zero, zero
+        for e in range(run, min(run + RUN, last)):
+            v = peek(indices, e)
+            scale = peek(s, v & scaled) * peek(weights, e & many)
+            f, at = splat(G, scale), v * k + j
+            # Rows are random reads: ask early, also for the line that a row's end may touch.
+            soon = peek(indices, min(e + _AHEAD, end)) * k + j
+            prefetch(G, soon)
+            prefetch(G, soon + (vectors - 1) * lanes + tail - 1)
+            a0 = fma(load(G, at, n0), f, a0)
+            if vectors > 1:
+                prefetch(G, soon + lanes)
+                a1 = fma(load(G, at + lanes, n1), f, a1)
+            if vectors > 2:
+                prefetch(G, soon + 2 * lanes)
+                a2 = fma(load(G, at + 2 * lanes, n2), f, a2)
+            if vectors > 3:
+                prefetch(G, soon + 3 * lanes)
+                a3 = fma(load(G, at + 3 * lanes, tail), f, a3)
+        t0, t1, t2, t3 = add(t0, a0), add(t1, a1), add(t2, a2), add(t3, a3)
+    return t0, t1, t2, t3
 
 
 @inline
@@ -81,20 +85,23 @@ def _narrow_rows(vectors, G, X, Y, B, dots, k, L, lam, c1, c2, a, b, into):  # t
     indptr, indices, weights, s, post, own, diagonal = L
     lanes = VECTOR_BYTES // X.itemsize // 4
     n0, n1 = min(k, lanes), k - lanes
-    f1, f2 = splat_quarter(X, c1), splat_quarter(X, c2)
+    f1, f2, zero = splat_quarter(X, c1), splat_quarter(X, c2), splat_quarter(X, 0.0)
     many, scaled, owned = _mask(weights), _mask(s), _mask(own)
     far, end = G.size * G.itemsize > FAR, indptr[-1] - 1
     for i in range(a, b):
-        t0 = splat_quarter(X, 0.0)
-        t1 = t0
-        for e in range(peek(indptr, i), peek(indptr, i + 1)):
-            v = peek(indices, e)
-            if far:
-                prefetch(G, peek(indices, min(e + _AHEAD, end)) * k)
-            f = splat_quarter(G, peek(s, v & scaled) * peek(weights, e & many))
-            t0 = fma(load_quarter(G, v * k, n0), f, t0)
-            if vectors > 1:
-                t1 = fma(load_quarter(G, v * k + lanes, n1), f, t1)
+        first, last = peek(indptr, i), peek(indptr, i + 1)
+        t0, t1 = zero, zero
+        for run in range(first, last, RUN):
+            a0, a1 = zero, zero
+            for e in range(run, min(run + RUN, last)):
+                v = peek(indices, e)
+                if far:
+                    prefetch(G, peek(indices, min(e + _AHEAD, end)) * k)
+                f = splat_quarter(G, peek(s, v & scaled) * peek(weights, e & many))
+                a0 = fma(load_quarter(G, v * k, n0), f, a0)
+                if vectors > 1:
+                    a1 = fma(load_quarter(G, v * k + lanes, n1), f, a1)
+            t0, t1 = add(t0, a0), add(t1, a1)
         h = splat_quarter(X, 1.0 + lam * peek(diagonal, i))
         c, at = splat_quarter(X, -lam * peek(post, i)), i * k
         f = splat_quarter(X, peek(own, i & owned))
@@ -189,6 +196,18 @@ def apply(G, X, Y, B, dots, L, lam, c1, c2, cuts, counter):  # type: ignore[no-u
         chunk = count(counter, 0)
 
 
+@inline
+def _column_sum(G, indices, weights, many, first, last):  # type: ignore[no-untyped-def]
+    total = G.dtype.type(0)
+    if many:
+        for e in range(first, last):
+            total += peek(G, peek(indices, e)) * peek(weights, e)
+    else:
+        for e in range(first, last):
+            total += peek(G, peek(indices, e))
+    return total
+
+
 @kernel
 def apply_column(G, X, Y, B, dots, L, lam, c1, c2, cuts, counter):  # type: ignore[no-untyped-def]
     """`apply` for one column and an s of 1."""
@@ -197,14 +216,10 @@ def apply_column(G, X, Y, B, dots, L, lam, c1, c2, cuts, counter):  # type: igno
     chunk = count(counter, 0)
     while chunk < cuts.shape[0] - 1:
         for i in range(cuts[chunk], cuts[chunk + 1]):
-            total = lam - lam  # 0 of the type of X
             first, last = peek(indptr, i), peek(indptr, i + 1)
-            if many:
-                for e in range(first, last):
-                    total += peek(G, peek(indices, e)) * peek(weights, e)
-            else:
-                for e in range(first, last):
-                    total += peek(G, peek(indices, e))
+            total = _column_sum(G, indices, weights, many, first, min(first + RUN, last))
+            for run in range(first + RUN, last, RUN):
+                total += _column_sum(G, indices, weights, many, run, min(run + RUN, last))
             x = peek(X, i)
             y = x + lam * (peek(diagonal, i) * x - peek(post, i) * total)
             if dots is not None:
