@@ -95,11 +95,12 @@ def race(
 ) -> dict[str, dict[str, float]]:
     """Run everybody in turn, again and again: what disturbs one disturbs all.
 
+    A first round compiles and is not timed, unless one repeat is all: for what takes minutes.
     Gives the median and quartiles of wall seconds, and the median of processor seconds.
     """
     walls: dict[str, list[float]] = {name: [] for name in runners}
     cpus: dict[str, list[float]] = {name: [] for name in runners}
-    for run in runners.values():
+    for run in runners.values() if repeats > 1 else ():
         run()  # compile, fault in memory
     gc.disable()
     started = time.perf_counter()
