@@ -24,7 +24,7 @@ import numpy as np
 
 from herta_gpu.backends.base import Array
 from herta_gpu.preconditioner import Preconditioner, gram, residual_gram
-from herta_gpu.solver import block_cg, chebyshev_rounding
+from herta_gpu.solver import block_cg
 from herta_gpu.unfolded import Point, UnfoldedMap
 
 LANCZOS_STEPS = 20
@@ -112,8 +112,7 @@ def proven_spectrum(P: Preconditioner, A: UnfoldedMap, outside: float) -> Spectr
     """From the polynomial: ||(H^-1 X - p(H) X) v|| <= eps ||H^-1 X v||, and Q is off p(H) X by no
     more than rounding."""
     assert P.Q_all is not None
-    eps, dtype = P.Q_error, str(P.Q_all.dtype)
-    relative = chebyshev_rounding(A.H, dtype)
+    eps, relative = P.Q_error, P.Q_rounding
     if eps + relative >= 0.5:
         return None
     xp, norms2 = A.H.backend.xp, A.H.backend.column_dots(P.Q_all, P.Q_all)

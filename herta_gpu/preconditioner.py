@@ -14,7 +14,13 @@ from functools import partial
 from herta_gpu.backends.base import Array, Backend
 from herta_gpu.factors import DenseGram, Factor, Gram, Identity, LowRankGram
 from herta_gpu.features import Features, in_float64
-from herta_gpu.solver import RegularizedLaplacian, block_cg, chebyshev, chebyshev_error
+from herta_gpu.solver import (
+    RegularizedLaplacian,
+    block_cg,
+    chebyshev,
+    chebyshev_error,
+    chebyshev_rounding,
+)
 
 _GRAM_BYTES = 16 << 20  # of float64 copies of rows of Q, at least; P's own size if that is more
 
@@ -36,6 +42,7 @@ class Preconditioner:
     gram: Gram | None  # Q^T Q; None without a preconditioner
     w_start: Array  # P^-1/2 Q^T Y, so that W = P^-1 Q^T Y: least squares on Q, the warm start
     Q_error: float  # proven ||p(H) x - H^-1 x|| <= Q_error ||H^-1 x||; inf on L_tilde or a sketch
+    Q_rounding: float  # the same of Q - p(H) x
     degree: int  # of the polynomial behind Q
     damped: bool  # P carries an extra multiple of I that the Hessian does not have
     rows: Array | None = None  # training rows of Q, kept for training on Q itself
@@ -51,7 +58,7 @@ class Preconditioner:
 def no_preconditioner(backend: Backend, d: int, c: int) -> Preconditioner:
     """W itself, started from zero as the paper does."""
     return Preconditioner(
-        Identity(d), None, backend.xp.zeros((d, c)), float("inf"), 0, damped=False
+        Identity(d), None, backend.xp.zeros((d, c)), float("inf"), float("inf"), 0, damped=False
     )
 
 
@@ -79,6 +86,11 @@ class Recipe:
     def dtype(self, H: RegularizedLaplacian) -> str:
         return "float64" if self.exact else H.dtype
 
+    def blocks(self, d: int) -> list[slice]:
+        """The columns of X in blocks of about the same size: none is narrow without need."""
+        step = -(-d // -(-d // self.width))
+        return [slice(j, min(j + step, d)) for j in range(0, d, step)]
+
 
 def build(
     recipe: Recipe,
@@ -96,9 +108,11 @@ def build(
     made = once(recipe.name, lambda: _solved(recipe, H_tilde, H, X, Y, rows, once))
     Q, at = made["Q"], rows if recipe.all_rows else None
     QtY = made["QtY"] if "QtY" in made else gram_product(backend, Q, Y, at)
-    error = float("inf")
+    error = rounding = float("inf")
     if not (sampled or recipe.by_rows or recipe.sketch_rows is not None):
         error = chebyshev_error(H_tilde, recipe.degree)
+        narrowest = min(J.stop - J.start for J in recipe.blocks(d))
+        rounding = chebyshev_rounding(H_tilde, recipe.dtype(H_tilde), narrowest)
     damped = ridge == 0 and rows.shape[0] < d
     few = min(rows.shape[0], Q.shape[0])  # a sketch may have fewer
     if (damped or ridge > 0) and 2 * few < d:
@@ -109,7 +123,7 @@ def build(
     kept = Q if recipe.keep_rows and recipe.sketch_rows is None else None
     Q_all = Q if recipe.all_rows else None
     return Preconditioner(
-        factor, QtQ, factor.half_T(QtY), error, recipe.degree, damped, kept, Q_all
+        factor, QtQ, factor.half_T(QtY), error, rounding, recipe.degree, damped, kept, Q_all
     )
 
 
@@ -139,14 +153,13 @@ def _solved_columns(
     recipe: Recipe, H_tilde: RegularizedLaplacian, X: Features, once: Once
 ) -> Iterator[tuple[slice, Array]]:
     """Q <- SDDSolver(I + lam L_tilde; X), a block of columns J at a time."""
-    for j in range(0, X.shape[1], recipe.width):
-        J = slice(j, min(j + recipe.width, X.shape[1]))
+    for J in recipe.blocks(X.shape[1]):
 
         def solved(J: slice = J) -> Arrays:
             X_J = X.column_block(J.start, J.stop, recipe.dtype(H_tilde))
             return {"Q": chebyshev(H_tilde, X_J, recipe.degree)}
 
-        yield J, once(f"{recipe.name}-columns-{j}", solved)["Q"]
+        yield J, once(f"{recipe.name}-columns-{J.start}", solved)["Q"]
 
 
 def _adjoint_rows(

@@ -202,8 +202,10 @@ def chebyshev_error(H: RegularizedLaplacian, degree: int) -> float:
     return 1.0 / math.cosh(degree * math.acosh((top + 1) / (top - 1)))
 
 
-def chebyshev_rounding(H: RegularizedLaplacian, dtype: str) -> float:
+def chebyshev_rounding(H: RegularizedLaplacian, dtype: str, columns: int) -> float:
     """What rounding may add to a column of `chebyshev`, relative to ||H^-1 b||; a worst case.
+
+    For blocks of so many columns or more.
 
     A step computes Z + rho rho' (Z - Z_prev) + c2 (B - H Z) with rho, rho' <= (top - 1)/(top + 1).
     As ||Z|| <= 2 ||H^-1 b|| and ||b|| <= top ||H^-1 b||, its dozen roundings come to less than
@@ -218,7 +220,7 @@ def chebyshev_rounding(H: RegularizedLaplacian, dtype: str) -> float:
     sigma = (top + 1) / (top - 1)
     r = 1.0 / (sigma + math.sqrt(sigma**2 - 1))
     neighbours = float((H.graph.indptr[1:] - H.graph.indptr[:-1]).max())  # synchronize!
-    step = 96 + 8 * H.lam / (top + 1) * (H.backend.roundings(neighbours) + 8)
+    step = 96 + 8 * H.lam / (top + 1) * (H.backend.roundings(neighbours, columns) + 8)
     # The last term: b itself was rounded.
     return 0.5 * float(np.finfo(dtype).eps) * (step / (1 - r) ** 2 + top)
 

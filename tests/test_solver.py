@@ -187,15 +187,16 @@ def test_rounding_of_chebyshev_stays_below_its_bound(shape, lam):
     rng, root = np.random.default_rng(0), np.sqrt(np.diff(g.indptr))
     B = np.stack([np.ones(n), root, rng.standard_normal(n), rng.random(n) < 0.01], 1)
     B = B.astype(np.float32)
-    for backend in (CPUBackend(), get_backend("cpu")):
-        Z = {}
+    # A compiled backend sums the neighbours in runs, but not for narrow blocks.
+    for backend, times in ((CPUBackend(), 1), (get_backend("cpu"), 1), (get_backend("cpu"), 5)):
+        Z, block = {}, np.tile(B, (1, times))
         for dtype in ("float32", "float64"):
             H = RegularizedLaplacian(g, lam, backend, dtype)
-            Z[dtype] = chebyshev(H, B.astype(dtype), chebyshev_degree(H, 1e-3))
+            Z[dtype] = chebyshev(H, block.astype(dtype), chebyshev_degree(H, 1e-3))
         off = np.linalg.norm(Z["float32"] - Z["float64"], axis=0)
         off /= np.linalg.norm(Z["float64"], axis=0)
-        assert (off <= chebyshev_rounding(H, "float32")).all()
-        if shape == "star" and lam >= 1 and type(backend) is CPUBackend:
+        assert (off <= chebyshev_rounding(H, "float32", block.shape[1])).all()
+        if shape == "star" and lam >= 1 and times == 1:
             # A bound that knows nothing of hubs would be wrong.
             assert off.max() > 10 * off[2]
 

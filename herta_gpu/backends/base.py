@@ -164,8 +164,11 @@ class Backend(ABC):
     def apply_H(self, L: Laplacian, lam: float, X: Array, out: Array | None = None) -> Array:
         """Y = (I + lam L) X = (1 + lam diag(L)) X - lam D^-1/2 A D^-1/2 X for an n x k block."""
 
-    def roundings(self, neighbours: float) -> float:
-        """How often a term is rounded, at most, on its way into a sum over so many neighbours."""
+    def roundings(self, neighbours: float, columns: int) -> float:
+        """How often a term of a sum over so many neighbours is rounded, at most, on its way.
+
+        For a block of so many columns; as often as there are neighbours, in any order.
+        """
         return neighbours
 
     @abstractmethod

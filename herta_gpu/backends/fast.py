@@ -98,7 +98,9 @@ class FastCPUBackend(CPUBackend):
         out[...] = Y
         return out
 
-    def roundings(self, neighbours: float) -> float:
+    def roundings(self, neighbours: float, columns: int) -> float:
+        if columns <= VECTOR_BYTES // 8:  # no runs: they cost a narrow block too much
+            return neighbours
         return min(neighbours, kernels.RUN) + math.ceil(neighbours / kernels.RUN)
 
     def column_dots(self, X: Array, Y: Array) -> Array:

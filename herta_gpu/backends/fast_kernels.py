@@ -85,23 +85,20 @@ def _narrow_rows(vectors, G, X, Y, B, dots, k, L, lam, c1, c2, a, b, into):  # t
     indptr, indices, weights, s, post, own, diagonal = L
     lanes = VECTOR_BYTES // X.itemsize // 4
     n0, n1 = min(k, lanes), k - lanes
-    f1, f2, zero = splat_quarter(X, c1), splat_quarter(X, c2), splat_quarter(X, 0.0)
+    f1, f2 = splat_quarter(X, c1), splat_quarter(X, c2)
     many, scaled, owned = _mask(weights), _mask(s), _mask(own)
     far, end = G.size * G.itemsize > FAR, indptr[-1] - 1
     for i in range(a, b):
-        first, last = peek(indptr, i), peek(indptr, i + 1)
-        t0, t1 = zero, zero
-        for run in range(first, last, RUN):
-            a0, a1 = zero, zero
-            for e in range(run, min(run + RUN, last)):
-                v = peek(indices, e)
-                if far:
-                    prefetch(G, peek(indices, min(e + _AHEAD, end)) * k)
-                f = splat_quarter(G, peek(s, v & scaled) * peek(weights, e & many))
-                a0 = fma(load_quarter(G, v * k, n0), f, a0)
-                if vectors > 1:
-                    a1 = fma(load_quarter(G, v * k + lanes, n1), f, a1)
-            t0, t1 = add(t0, a0), add(t1, a1)
+        t0 = splat_quarter(X, 0.0)
+        t1 = t0
+        for e in range(peek(indptr, i), peek(indptr, i + 1)):
+            v = peek(indices, e)
+            if far:
+                prefetch(G, peek(indices, min(e + _AHEAD, end)) * k)
+            f = splat_quarter(G, peek(s, v & scaled) * peek(weights, e & many))
+            t0 = fma(load_quarter(G, v * k, n0), f, t0)
+            if vectors > 1:
+                t1 = fma(load_quarter(G, v * k + lanes, n1), f, t1)
         h = splat_quarter(X, 1.0 + lam * peek(diagonal, i))
         c, at = splat_quarter(X, -lam * peek(post, i)), i * k
         f = splat_quarter(X, peek(own, i & owned))
@@ -196,18 +193,6 @@ def apply(G, X, Y, B, dots, L, lam, c1, c2, cuts, counter):  # type: ignore[no-u
         chunk = count(counter, 0)
 
 
-@inline
-def _column_sum(G, indices, weights, many, first, last):  # type: ignore[no-untyped-def]
-    total = G.dtype.type(0)
-    if many:
-        for e in range(first, last):
-            total += peek(G, peek(indices, e)) * peek(weights, e)
-    else:
-        for e in range(first, last):
-            total += peek(G, peek(indices, e))
-    return total
-
-
 @kernel
 def apply_column(G, X, Y, B, dots, L, lam, c1, c2, cuts, counter):  # type: ignore[no-untyped-def]
     """`apply` for one column and an s of 1."""
@@ -216,10 +201,14 @@ def apply_column(G, X, Y, B, dots, L, lam, c1, c2, cuts, counter):  # type: igno
     chunk = count(counter, 0)
     while chunk < cuts.shape[0] - 1:
         for i in range(cuts[chunk], cuts[chunk + 1]):
+            total = lam - lam  # 0 of the type of X
             first, last = peek(indptr, i), peek(indptr, i + 1)
-            total = _column_sum(G, indices, weights, many, first, min(first + RUN, last))
-            for run in range(first + RUN, last, RUN):
-                total += _column_sum(G, indices, weights, many, run, min(run + RUN, last))
+            if many:
+                for e in range(first, last):
+                    total += peek(G, peek(indices, e)) * peek(weights, e)
+            else:
+                for e in range(first, last):
+                    total += peek(G, peek(indices, e))
             x = peek(X, i)
             y = x + lam * (peek(diagonal, i) * x - peek(post, i) * total)
             if dots is not None:
