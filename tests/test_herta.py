@@ -402,6 +402,18 @@ def test_the_mixed_rule_iterates_on_a_sample_and_certifies_on_the_full_graph():
     assert tight.plan_.loop_samples is None
 
 
+def test_blocks_of_Q_are_wider_than_those_of_CG_where_memory_is_short():
+    n, d, c, budget = 10**7, 100, 8, 16 << 30
+    plan = HERTA(lam=1.0, memory_budget=budget).plan(n, 10**8, d, c, n)
+    assert plan.solve_width < plan.recipe.width <= d
+    assert sum(plan.memory.values()) <= budget
+    blocks = plan.recipe.blocks(d)
+    assert [i for J in blocks for i in range(d)[J]] == list(range(d))
+    sizes = [J.stop - J.start for J in blocks]
+    assert max(sizes) <= plan.recipe.width
+    assert max(sizes) - min(sizes) <= len(sizes)
+
+
 def test_a_small_memory_budget_narrows_blocks_and_then_sketches():
     g = random_graph(4000, 12000)
     rng = np.random.default_rng(0)
