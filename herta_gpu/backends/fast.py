@@ -259,16 +259,15 @@ def _apply(
 ) -> None:
     """`kernels.apply`; when `scaled`, X and Y hold D^-1/2 times the iterates of Chebyshev."""
     assert isinstance(L, FastLaplacian)
-    indptr, indices, weights, s, diagonal = L.arrays
-    one, number, kernel = np.ones(1, X.dtype), X.dtype.type, kernels.apply
-    G, factors = X, (s, s, one)
+    s, number, kernel = L.inv_sqrt_degree, X.dtype.type, kernels.apply
+    G, factors = X, (s, s, None)
     if scaled:
-        factors = (one, s * s, s)
+        factors = (None, s * s, s)
     elif L.far or X.shape[1] == 1:
-        G, factors = _scaled(X, s, 1.0, scratch), (one, s, one)
+        G, factors = _scaled(X, s, 1.0, scratch), (None, s, None)
     if X.shape[1] == 1:
         kernel = kernels.apply_column
-    arrays = (indptr, indices, weights, *factors, diagonal)
+    arrays = (L.indptr, L.indices, L.weights, *factors, L.diagonal)
     rest = (Y, B, dots, arrays, number(lam), number(c1), number(c2), L.cuts)
     _run(partial(kernel, G, X, *rest), (L.nnz + 4 * L.n) * X.shape[1])
 

@@ -41,9 +41,11 @@ RUN = 32  # neighbours summed before the sum joins those before it: a hub then r
 
 # ---- H = I + lam L ---------------------------------------------------------------------------
 @inline
-def _mask(x):  # type: ignore[no-untyped-def]
-    """For an index of x: a single entry stands for all."""
-    return -1 if x.shape[0] > 1 else 0
+def _scale(s, weights, v, e):  # type: ignore[no-untyped-def]
+    """s_v w_e; what is None is 1, and costs nothing."""
+    if s is None:
+        return 1.0 if weights is None else peek(weights, e)
+    return peek(s, v) if weights is None else peek(s, v) * peek(weights, e)
 
 
 @inline
@@ -52,15 +54,13 @@ def _row_sum(G, k, j, vectors, tail, indices, weights, s, first, last, end):  # 
     lanes = VECTOR_BYTES // G.itemsize
     n0, n1 = tail if vectors < 2 else lanes, tail if vectors == 2 else lanes
     n2 = tail if vectors == 3 else lanes
-    many, scaled = _mask(weights), _mask(s)
     zero = splat(G, 0.0)
     t0, t1, t2, t3 = zero, zero, zero, zero
     for run in range(first, last, RUN):
         a0, a1, a2, a3 = zero, zero, zero, zero
         for e in range(run, min(run + RUN, last)):
             v = peek(indices, e)
-            scale = peek(s, v & scaled) * peek(weights, e & many)
-            f, at = splat(G, scale), v * k + j
+            f, at = splat(G, _scale(s, weights, v, e)), v * k + j
             # Rows are random reads: ask early, also for the line that a row's end may touch.
             soon = peek(indices, min(e + _AHEAD, end)) * k + j
             prefetch(G, soon)
@@ -86,7 +86,6 @@ def _narrow_rows(vectors, G, X, Y, B, dots, k, L, lam, c1, c2, a, b, into):  # t
     lanes = VECTOR_BYTES // X.itemsize // 4
     n0, n1 = min(k, lanes), k - lanes
     f1, f2 = splat_quarter(X, c1), splat_quarter(X, c2)
-    many, scaled, owned = _mask(weights), _mask(s), _mask(own)
     far, end = G.size * G.itemsize > FAR, indptr[-1] - 1
     for i in range(a, b):
         t0 = splat_quarter(X, 0.0)
@@ -95,13 +94,13 @@ def _narrow_rows(vectors, G, X, Y, B, dots, k, L, lam, c1, c2, a, b, into):  # t
             v = peek(indices, e)
             if far:
                 prefetch(G, peek(indices, min(e + _AHEAD, end)) * k)
-            f = splat_quarter(G, peek(s, v & scaled) * peek(weights, e & many))
+            f = splat_quarter(G, _scale(s, weights, v, e))
             t0 = fma(load_quarter(G, v * k, n0), f, t0)
             if vectors > 1:
                 t1 = fma(load_quarter(G, v * k + lanes, n1), f, t1)
         h = splat_quarter(X, 1.0 + lam * peek(diagonal, i))
         c, at = splat_quarter(X, -lam * peek(post, i)), i * k
-        f = splat_quarter(X, peek(own, i & owned))
+        f = splat_quarter(X, _scale(own, None, i, 0))
         x = load_quarter(X, at, n0)
         y = fma(t0, c, mul(x, h))
         if dots is not None:
@@ -140,7 +139,7 @@ def _rows(vectors, G, X, Y, B, dots, k, j, tail, L, lam, c1, c2, a, b, into):  #
     """Rows a..b, columns j.. of a tile of `vectors` vectors, a constant of each call."""
     indptr, indices, weights, s, post, own, diagonal = L
     lanes = VECTOR_BYTES // X.itemsize
-    end, owned = indptr[-1] - 1, _mask(own)
+    end = indptr[-1] - 1
     f1, f2 = splat(X, c1), splat(X, c2)
     for i in range(a, b):
         t0, t1, t2, t3 = _row_sum(
@@ -148,7 +147,7 @@ def _rows(vectors, G, X, Y, B, dots, k, j, tail, L, lam, c1, c2, a, b, into):  #
         )
         at = i * k + j
         h = splat(X, 1.0 + lam * peek(diagonal, i))
-        c, f = splat(X, -lam * peek(post, i)), splat(X, peek(own, i & owned))
+        c, f = splat(X, -lam * peek(post, i)), splat(X, _scale(own, None, i, 0))
         _finish(X, Y, B, dots, at, into, tail if vectors < 2 else lanes, t0, h, c, f, f1, f2)
         if vectors > 1:
             n = tail if vectors == 2 else lanes
@@ -166,8 +165,8 @@ def apply(G, X, Y, B, dots, L, lam, c1, c2, cuts, counter):  # type: ignore[no-u
 
     L holds (indptr, indices, w, s, post, own, diagonal), and row i of H X is (1 + lam diagonal_i)
     X_i - lam post_i sum_e w_e s_e G_e; B_i counts times own_i.  Plainly, G is X, s and post are
-    D^-1/2, own is 1; on large graphs `fast._apply` has others.  What is None is compiled
-    away.  A single w, s or own stands for all: that costs nothing beside the memory.
+    D^-1/2, own is None; on large graphs `fast._apply` has others.  What is None is
+    compiled away; of w, s and own it stands for ones.
     """
     k = X.shape[1]
     lanes = VECTOR_BYTES // X.itemsize
@@ -193,28 +192,28 @@ def apply(G, X, Y, B, dots, L, lam, c1, c2, cuts, counter):  # type: ignore[no-u
         chunk = count(counter, 0)
 
 
+@inline
+def _product(x, weights, e):  # type: ignore[no-untyped-def]
+    return x if weights is None else x * peek(weights, e)
+
+
 @kernel
 def apply_column(G, X, Y, B, dots, L, lam, c1, c2, cuts, counter):  # type: ignore[no-untyped-def]
     """`apply` for one column and an s of 1."""
     indptr, indices, weights, _, post, own, diagonal = L
-    many, owned = weights.shape[0] > 1, _mask(own)
     chunk = count(counter, 0)
     while chunk < cuts.shape[0] - 1:
         for i in range(cuts[chunk], cuts[chunk + 1]):
             total = lam - lam  # 0 of the type of X
             first, last = peek(indptr, i), peek(indptr, i + 1)
-            if many:
-                for e in range(first, last):
-                    total += peek(G, peek(indices, e)) * peek(weights, e)
-            else:
-                for e in range(first, last):
-                    total += peek(G, peek(indices, e))
+            for e in range(first, last):
+                total += _product(peek(G, peek(indices, e)), weights, e)
             x = peek(X, i)
             y = x + lam * (peek(diagonal, i) * x - peek(post, i) * total)
             if dots is not None:
                 dots[chunk, 0] += float64(x) * float64(y)
             if B is not None:
-                y = x + c1 * (x - peek(Y, i)) + c2 * (peek(own, i & owned) * peek(B, i) - y)
+                y = x + c1 * (x - peek(Y, i)) + c2 * (_product(peek(B, i), own, i) - y)
             Y[i, 0] = y
         chunk = count(counter, 0)
 
