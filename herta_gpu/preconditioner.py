@@ -42,7 +42,7 @@ class Preconditioner:
     gram: Gram | None  # Q^T Q; None without a preconditioner
     w_start: Array  # P^-1/2 Q^T Y, so that W = P^-1 Q^T Y: least squares on Q, the warm start
     Q_error: float  # proven ||p(H) x - H^-1 x|| <= Q_error ||H^-1 x||; inf on L_tilde or a sketch
-    Q_rounding: float  # the same of Q - p(H) x
+    Q_rounding: float  # proven, too: ||Q - p(H) x|| <= Q_rounding ||H^-1 x||
     degree: int  # of the polynomial behind Q
     damped: bool  # P carries an extra multiple of I that the Hessian does not have
     rows: Array | None = None  # training rows of Q, kept for training on Q itself
@@ -80,8 +80,9 @@ class Recipe:
 
     @property
     def name(self) -> str:
-        """Of Q in a checkpoint."""
-        return f"{'Q64' if self.exact else 'Q'}-{self.degree}"
+        """Of Q in a checkpoint, with what free memory decides: it may be more or less by now."""
+        rows = "all" if self.all_rows else self.sketch_rows or "train"
+        return f"{'Q64' if self.exact else 'Q'}-{self.degree}-{rows}-{self.width}"
 
     def dtype(self, H: RegularizedLaplacian) -> str:
         return "float64" if self.exact else H.dtype

@@ -112,7 +112,7 @@ class CPUBackend(Backend):
             C, B, lower=True, trans="T" if trans else "N", check_finite=False
         )
 
-    # LAPACK stores by columns: it takes P^T = P, and gives L^T, without moving anything.
+    # LAPACK stores by columns: given P^T = P it returns L^T, and nothing has to be transposed.
     def cholesky(self, P: Array) -> Array | None:
         U, failed = scipy.linalg.lapack.dpotrf(P.T, lower=0, clean=1)
         return None if failed else U.T
