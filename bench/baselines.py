@@ -45,9 +45,13 @@ class Objective:
         else:
             F = self.A @ W
             F -= F.max(axis=1, keepdims=True)
-            total = np.exp(F).sum(axis=1, keepdims=True)
-            value = float((np.log(total[:, 0]) - (F * self.Y).sum(axis=1)).sum())
-            G = self.A.T @ (np.exp(F) / total - self.Y)
+            of_label = float((F * self.Y).sum())
+            np.exp(F, out=F)
+            total = F.sum(axis=1, keepdims=True)
+            value = float(np.log(total).sum()) - of_label
+            F /= total
+            F -= self.Y
+            G = self.A.T @ F
         return value + 0.5 * self.ridge * float((W * W).sum()), G + self.ridge * W
 
 

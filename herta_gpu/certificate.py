@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from herta_gpu.backends.base import Array
+from herta_gpu.backends.base import Array, Backend, norm
 from herta_gpu.preconditioner import Preconditioner, gram, residual_gram
 from herta_gpu.solver import block_cg
 from herta_gpu.unfolded import Point, UnfoldedMap
@@ -126,7 +126,7 @@ def measured_spectrum(P: Preconditioner, A: UnfoldedMap, outside: float) -> Spec
     """From R = X - H Q: ||(H^-1 X - Q) v|| <= ||R v||."""
     assert P.Q_all is not None
     RtR = residual_gram(A.H, A.X, P.Q_all, A.width)
-    rho = math.sqrt(_norm_bound(_congruent(P, RtR), A.H.backend.xp, _MEASURED**2))
+    rho = math.sqrt(_norm_bound(_congruent(P, RtR), A.H.backend, _MEASURED**2))
     return _around_one(rho, outside, "spectral-deterministic", P.factor.note, least=_USEFUL)
 
 
@@ -149,10 +149,12 @@ def _outside(P: Preconditioner, A: UnfoldedMap) -> float:
         return 0.0
     enough = (_ENOUGH / max(P.Q_error, 1e-16)) ** 2
     if at.shape[0] > P.Q_all.shape[1]:
-        return _norm_bound(_congruent(P, gram(backend, P.Q_all, at)), xp, enough)
+        return _norm_bound(_congruent(P, gram(backend, P.Q_all, at)), backend, enough)
     B = P.factor.half_T(P.Q_all[at].astype("float64").T)
     total = float((B * B).sum())  # synchronize!
-    return total if total <= enough else _norm_bound(B.T @ B, xp, enough)
+    if total <= enough:
+        return total
+    return _norm_bound(backend.matmul(B.T, B), backend, enough)
 
 
 def _congruent(P: Preconditioner, S: Array) -> Array:
@@ -160,12 +162,12 @@ def _congruent(P: Preconditioner, S: Array) -> Array:
     return P.factor.half_T(P.factor.half_T(S).T)
 
 
-def _norm_bound(S: Array, xp: Any, enough: float = 0.0) -> float:
+def _norm_bound(S: Array, backend: Backend, enough: float = 0.0) -> float:
     """An upper bound of the largest eigenvalue of S >= 0: at most `enough`, or within d^(1/16)."""
     bound, power = math.inf, S
     scale = 1.0
     for doubling in range(4):
-        size = float(xp.linalg.norm(power))  # synchronize!
+        size = norm(power)
         if size == 0:
             return 0.0
         scale *= size ** (0.5**doubling)
@@ -173,7 +175,7 @@ def _norm_bound(S: Array, xp: Any, enough: float = 0.0) -> float:
         if bound <= enough or doubling == 3:
             break
         power = power / size
-        power = power @ power
+        power = backend.matmul(power, power)
     return bound
 
 
@@ -288,16 +290,16 @@ def gradient_error(point: Point, spectrum: Spectrum) -> float:
 
 
 def certify(
-    point: Point, spectrum: Spectrum | None, ridge: float, X_norm: float, xp: Any, why_not: str
+    point: Point, spectrum: Spectrum | None, ridge: float, X_norm: float, why_not: str
 ) -> Certificate:
     """The best certificate that is valid at `point`."""
     choices = []
     if ridge > 0:
         error = X_norm * (point.forward_residual + point.adjoint_residual)
-        size = float(xp.linalg.norm(point.gradient)) + error  # synchronize!
+        size = norm(point.gradient) + error
         choices.append((size**2 / (2 * ridge), "duality", 0.0, ""))
     if spectrum is not None and spectrum.kind != "estimate":
-        size = float(xp.linalg.norm(point.g)) + gradient_error(point, spectrum)  # synchronize!
+        size = norm(point.g) + gradient_error(point, spectrum)
         gap = size**2 / (2 * spectrum.a)
         choices.append((gap, spectrum.kind, spectrum.probability, spectrum.note))
     if not choices:

@@ -99,7 +99,7 @@ class Cholesky:
         return self.backend.solve_triangular(self.L, g)
 
     def unhalf(self, W: Array) -> Array:
-        return self.L.T @ W
+        return self.backend.matmul(self.L.T, W)
 
     def project(self, v: Array) -> Array:
         return v
@@ -133,7 +133,7 @@ class Pivoted:
         return self.backend.solve_triangular(self.L, g[self.J])
 
     def unhalf(self, W: Array) -> Array:
-        return self.L.T @ W[self.J]
+        return self.backend.matmul(self.L.T, W[self.J])
 
     def project(self, v: Array) -> Array:
         return v
@@ -362,7 +362,7 @@ def _smallest_eigenvalue(backend: Backend, P: Array, L: Array) -> float:
 
 def _largest_eigenvalue(backend: Backend, P: Array) -> float:
     """Power iteration; a few per cent are enough to scale the damping."""
-    return _growth(backend.xp, lambda v: P @ v, P.shape[0], 20) or 1.0
+    return _growth(backend.xp, lambda v: backend.matmul(P, v), P.shape[0], 20) or 1.0
 
 
 def _growth(xp: Any, multiply: Callable[[Array], Array], d: int, steps: int) -> float:

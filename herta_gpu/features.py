@@ -56,7 +56,7 @@ class Features:
             return self.backend.asarray(self._rows @ W)
         out = self.backend.xp.empty((self.shape[0], W.shape[1]))
         for rows, part in self._chunks():
-            out[rows] = part @ W
+            out[rows] = self.backend.matmul(part, W)
         return out
 
     def transpose_times(self, V: Array) -> Array:
@@ -66,7 +66,7 @@ class Features:
             return self.backend.asarray(self._transposed @ V)
         out = self.backend.xp.zeros((self.shape[1], V.shape[1]))
         for rows, part in self._chunks():
-            out += part.T @ V[rows]
+            out += self.backend.matmul(part.T, V[rows])
         return out
 
     def norm_bound(self) -> float:

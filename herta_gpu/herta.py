@@ -244,7 +244,7 @@ class HERTA(Estimator):
         with stages("train"):
             w = P.w_start if self.loss == "mse" else backend.xp.zeros_like(P.w_start)
             if plan.recipe.keep_rows and P.rows is not None:
-                w = run.loop(DenseMap(P.rows), w, certified=False).w
+                w = run.loop(DenseMap(P.rows, backend), w, certified=False).w
             elif plan.loop_samples is not None:
                 H_loop = self._sparsified(H, plan.loop_samples)
                 w = run.loop(UnfoldedMap(H_loop, features, rows, plan.solve_width), w, False).w

@@ -108,7 +108,6 @@ def build(
     backend, d = H.backend, X.shape[1]
     made = once(recipe.name, lambda: _solved(recipe, H_tilde, H, X, Y, rows, once))
     Q, at = made["Q"], rows if recipe.all_rows else None
-    QtY = made["QtY"] if "QtY" in made else gram_product(backend, Q, Y, at)
     error = rounding = float("inf")
     if not (sampled or recipe.by_rows or recipe.sketch_rows is not None):
         error = chebyshev_error(H_tilde, recipe.degree)
@@ -118,8 +117,13 @@ def build(
     few = min(rows.shape[0], Q.shape[0])  # a sketch may have fewer
     if (damped or ridge > 0) and 2 * few < d:
         QtQ: Gram = LowRankGram.of_rows(backend, Q if at is None else Q[at], damped)
+        QtY = made["QtY"] if "QtY" in made else product(backend, Q, Y, at)
     else:
-        QtQ = DenseGram(backend, gram(backend, Q, at), X.column_norms(), damped)
+        if "QtY" in made:  # Q is a sketch
+            dense, QtY = gram(backend, Q), made["QtY"]
+        else:
+            dense, QtY = gram_and_product(backend, Q, Y, at)
+        QtQ = DenseGram(backend, dense, X.column_norms(), damped)
     factor = QtQ.factor(recipe.curvature, ridge, recipe.symmetric)
     kept = Q if recipe.keep_rows and recipe.sketch_rows is None else None
     Q_all = Q if recipe.all_rows else None
@@ -193,7 +197,7 @@ def _sketched_rows(
     QtY = backend.xp.empty((X.shape[1], Y.shape[1]))
     for J, Q_J in _solved_columns(recipe, H_tilde, X, once):
         Q_rows = backend.asarray(Q_J[rows])
-        QtY[J] = gram_product(backend, Q_rows, Y)
+        QtY[J] = product(backend, Q_rows, Y)
         Q_tilde[:, J] = backend.srht(Q_rows, s, recipe.seed)
     return Q_tilde, QtY
 
@@ -209,17 +213,38 @@ def residual_gram(H: RegularizedLaplacian, X: Features, Q: Array, width: int) ->
 
 
 def gram(backend: Backend, Q: Array, at: Array | None = None) -> Array:
-    """Q^T Q over the rows `at` (None: all) in float64, a chunk of rows at a time."""
-    return gram_product(backend, Q, None, at)
+    """Q^T Q over the rows `at` (None: all) in float64."""
+    QtQ = backend.xp.zeros((Q.shape[1], Q.shape[1]))
+    for part, _ in _in_chunks(backend, Q, at):
+        backend.add_gram(QtQ, part)
+    return QtQ
 
 
-def gram_product(backend: Backend, Q: Array, Y: Array | None, at: Array | None = None) -> Array:
-    """Q^T Y over the rows `at` of Q, with Q itself for no Y; in float64, in chunks of rows."""
+def gram_and_product(
+    backend: Backend, Q: Array, Y: Array, at: Array | None = None
+) -> tuple[Array, Array]:
+    """(Q^T Q, Q^T Y) over the rows `at` of Q, which is converted to float64 only once."""
+    d = Q.shape[1]
+    QtQ, QtY = backend.xp.zeros((d, d)), backend.xp.zeros((d, Y.shape[1]))
+    for part, rows in _in_chunks(backend, Q, at):
+        backend.add_gram(QtQ, part)
+        QtY += backend.matmul(part.T, Y[rows])
+    return QtQ, QtY
+
+
+def product(backend: Backend, Q: Array, Y: Array, at: Array | None = None) -> Array:
+    """Q^T Y over the rows `at` of Q in float64."""
+    QtY = backend.xp.zeros((Q.shape[1], Y.shape[1]))
+    for part, rows in _in_chunks(backend, Q, at):
+        QtY += backend.matmul(part.T, Y[rows])
+    return QtY
+
+
+def _in_chunks(backend: Backend, Q: Array, at: Array | None) -> Iterator[tuple[Array, slice]]:
+    """The rows `at` of Q in float64, so many at a time, and which of `at` they are."""
     count, d = Q.shape[0] if at is None else at.shape[0], Q.shape[1]
     step = max(1, d, _GRAM_BYTES // (8 * max(d, 1)))
-    out = backend.xp.zeros((d, d if Y is None else Y.shape[1]))
     wide = in_float64(backend.xp)
     for a in range(0, count, step):
-        part = wide(Q[a : a + step] if at is None else Q[at[a : a + step]])
-        out += part.T @ (part if Y is None else Y[a : a + step])
-    return out
+        rows = slice(a, min(a + step, count))
+        yield wide(Q[rows] if at is None else Q[at[rows]]), rows

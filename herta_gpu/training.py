@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from herta_gpu.backends.base import Array, Backend
+from herta_gpu.backends.base import Array, Backend, norm
 from herta_gpu.certificate import (
     Certificate,
     Spectrum,
@@ -156,9 +156,7 @@ class Training:
 
     def _certify(self, point: Point, certified: bool) -> Certificate:
         spectrum = self.spectrum if certified else None
-        return certify(
-            point, spectrum, self.model.ridge, self.X_norm, self.xp, self._why_not(point)
-        )
+        return certify(point, spectrum, self.model.ridge, self.X_norm, self._why_not(point))
 
     def _why_not(self, point: Point) -> str:
         """Why there is no certificate, for the user."""
@@ -182,19 +180,19 @@ class Training:
 
     def _sizes(self, point: Point) -> tuple[float, float, float]:
         """(||gradient||, its possible error, the norm that would be good enough)."""
-        norm, goal = self.xp.linalg.norm, 2 * self.model.tol * max(point.objective, 0.0)
+        goal = 2 * self.model.tol * max(point.objective, 0.0)
         if self.spectrum is not None:
             error = gradient_error(point, self.spectrum)
-            size = float(norm(point.g))  # synchronize!
+            size = norm(point.g)
             return size, error, math.sqrt(goal * self.spectrum.a)
         if self.model.ridge > 0:
             error = self.X_norm * (point.forward_residual + point.adjoint_residual)
-            size = float(norm(point.gradient))  # synchronize!
+            size = norm(point.gradient)
             return size, error, math.sqrt(goal * self.model.ridge)
         return 1.0, 0.0, 1.0
 
     def _stop(self, point: Point, certified: bool) -> bool:
-        tol, size = self.model.tol, float(self.xp.linalg.norm(point.g))  # synchronize!
+        tol, size = self.model.tol, norm(point.g)
         if self.certificate.kind != "none":
             # A model that only stands in for the true one is solved a little further.
             if self.certificate.value <= (tol if certified else 0.1 * tol):
@@ -246,7 +244,7 @@ class Training:
             {
                 "step": step,
                 "loss": point.objective,
-                "grad_norm": float(self.xp.linalg.norm(point.gradient)),  # synchronize!
+                "grad_norm": norm(point.gradient),
                 "certificate": value,
                 "inner_iterations": point.inner_iterations,
                 "seconds": time.perf_counter() - self.started,

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from herta_gpu.backends.base import Array
+from herta_gpu.backends.base import Array, Backend, norm
 from herta_gpu.factors import Factor
 from herta_gpu.features import Features
 from herta_gpu.losses import Loss
@@ -56,12 +56,12 @@ class UnfoldedMap:
 
     def correct(self, W: Array, Z: Array, limit: float) -> Solved:
         """Measure X W - H Z (the result's `block`); above `limit`, solve for what is missing."""
-        xp, U = self.H.backend.xp, self.X.times(W)
+        U = self.X.times(W)
         R = self.H.residual(U, Z)
-        size = float(xp.linalg.norm(R))  # synchronize!
+        size = self._size(R)
         if size <= limit:
             return Solved(Z, R, size, 0, False)
-        scale = float(xp.linalg.norm(Z)) or 1.0  # synchronize!
+        scale = self._size(Z) or 1.0
         again = self._solve(U, 0.3 * min(1.0, limit / scale), Z)
         R = self.H.residual(U, again.value)
         return Solved(again.value, R, again.residual, again.iterations, again.stagnated)
@@ -74,6 +74,10 @@ class UnfoldedMap:
         return Solved(
             self.X.transpose_times(V.value), V.value, V.residual, V.iterations, V.stagnated
         )
+
+    def _size(self, R: Array) -> float:
+        """||R||_F without a copy of R, which is n x c."""
+        return float(self.H.backend.column_dots(R, R).sum()) ** 0.5  # synchronize!
 
     def _solve(self, B: Array, tol: float, guess: Array | None) -> Solved:
         xp, parts, tol = self.H.backend.xp, [], max(tol, _LEAST_TOL)
@@ -94,11 +98,11 @@ def _gathered(Z: Array, infos: list[SolveInfo]) -> Solved:
 class DenseMap:
     """A stored: what the strategy "direct" trains on before the true model is checked."""
 
-    def __init__(self, A: Array) -> None:
-        self.A = A.astype("float64")
+    def __init__(self, A: Array, backend: Backend) -> None:
+        self.A, self.backend = A.astype("float64"), backend
 
     def forward(self, W: Array, tol: float) -> Solved:
-        return Solved(self.A @ W, None, 0.0, 0, False)
+        return Solved(self.backend.matmul(self.A, W), None, 0.0, 0, False)
 
     def rows(self, Z: Array) -> Array:
         return Z
@@ -107,7 +111,7 @@ class DenseMap:
         return Solved(Z, None, 0.0, 0, False)
 
     def adjoint(self, E: Array, tol: float, guess: Array | None) -> Solved:
-        return Solved(self.A.T @ E, None, 0.0, 0, False)
+        return Solved(self.backend.matmul(self.A.T, E), None, 0.0, 0, False)
 
 
 @dataclass
@@ -144,7 +148,7 @@ class Problem:
         """Objective and gradient at w; Z must approximate H^-1 X W and is corrected if needed."""
         xp, W = self.xp, self.factor.half(w)
         E = self.loss.residual(xp, self.map.rows(Z), self.Y)
-        scale = float(xp.linalg.norm(E))  # synchronize!
+        scale = norm(E)
         there = self.map.correct(W, Z, self.tol * scale)
         F = self.map.rows(there.value)
         E = self.loss.residual(xp, F, self.Y)

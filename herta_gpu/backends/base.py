@@ -34,6 +34,14 @@ STREAM_SIGNS = 3  # the Rademacher matrix R of the SRHT
 STREAM_ROWS = 4  # the uniform rows of the SRHT
 
 
+def norm(x: Array) -> float:
+    """||x||_F as a number of the host.
+
+    NumPy's own wakes the threads of its BLAS, which then spin beside whatever comes next.
+    """
+    return float((x * x).sum()) ** 0.5  # synchronize!
+
+
 @dataclass
 class Laplacian:
     """L = D^-1/2 (diag(A 1) - A) D^-1/2 on a device, A without self-loops.
@@ -119,6 +127,14 @@ class Backend(ABC):
     def host_blocks(self, X: Any, order: Any = None) -> Blocks:
         """The dense X of the host, which stays there; its parts come as arrays of this device."""
         return Blocks(np.asarray(X), order)
+
+    def matmul(self, A: Array, B: Array) -> Array:
+        """A B of dense matrices, by the library that factors them, too."""
+        return A @ B
+
+    def add_gram(self, G: Array, A: Array) -> None:
+        """G += A^T A in float64."""
+        G += A.T @ A
 
     @abstractmethod
     def solve_triangular(self, C: Array, B: Array, trans: bool = False) -> Array:

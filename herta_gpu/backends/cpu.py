@@ -18,7 +18,7 @@ import numpy as np
 import scipy.linalg
 import scipy.sparse as sp
 
-from herta_gpu.backends import philox
+from herta_gpu.backends import lapack, philox
 from herta_gpu.backends.base import (
     STREAM_IDENTITY,
     STREAM_INCIDENCE,
@@ -107,19 +107,20 @@ class CPUBackend(Backend):
     def to_numpy(self, x: Array) -> Any:
         return np.asarray(x)
 
-    def solve_triangular(self, C: Array, B: Array, trans: bool = False) -> Array:
-        return scipy.linalg.solve_triangular(
-            C, B, lower=True, trans="T" if trans else "N", check_finite=False
-        )
+    def matmul(self, A: Array, B: Array) -> Array:
+        return lapack.matmul(A, B)
 
-    # LAPACK stores by columns: given P^T = P it returns L^T, and nothing has to be transposed.
+    def add_gram(self, G: Array, A: Array) -> None:
+        lapack.add_gram(G, A)
+
+    def solve_triangular(self, C: Array, B: Array, trans: bool = False) -> Array:
+        return lapack.solve_triangular(C, B, trans)
+
     def cholesky(self, P: Array) -> Array | None:
-        U, failed = scipy.linalg.lapack.dpotrf(P.T, lower=0, clean=1)
-        return None if failed else U.T
+        return lapack.cholesky(P)
 
     def pivoted_cholesky(self, P: Array, cut: float) -> tuple[Array, Array]:
-        U, pivots, r, _ = scipy.linalg.lapack.dpstrf(P.T, tol=cut, lower=0)
-        return np.tril(U.T[:r, :r]), pivots[:r].astype(np.int64) - 1
+        return lapack.pivoted_cholesky(P, cut)
 
     def memory_available(self) -> int:
         try:

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from herta_gpu.backends import fast_kernels as kernels
+from herta_gpu.backends import fast_products as products
 from herta_gpu.backends import fast_sampling as sampling
 from herta_gpu.backends.base import Array, CGState, Laplacian
 from herta_gpu.backends.cpu import (
@@ -87,6 +88,22 @@ class FastCPUBackend(CPUBackend):
             lambda_max=graph.lambda_max_bound,
             cuts=np.unique(np.concatenate([[0], inner, [graph.num_nodes]])),
         )
+
+    def matmul(self, A: Array, B: Array) -> Array:
+        narrow = 1 < B.shape[1] <= products.NARROW and A.dtype == B.dtype == np.float64
+        if not narrow or A.size < products.LEAST:
+            return super().matmul(A, B)
+        if A.flags.c_contiguous:
+            F, Bt = aligned_empty((A.shape[0], B.shape[1]), A.dtype), np.ascontiguousarray(B.T)
+            _run(partial(products.times, A, Bt, F, _tall_chunk(A.shape[0])), A.size)
+            return F
+        if A.T.flags.c_contiguous:
+            n, rows = A.shape[1], _tall_chunk(A.shape[1])
+            sums = self.zeros((-(-n // rows), B.shape[1], A.shape[0]), "float64")
+            B = np.ascontiguousarray(B)
+            _run(partial(products.transposed_times, A.T, B, sums, rows), A.size)
+            return np.ascontiguousarray(sums.sum(axis=0).T)
+        return super().matmul(A, B)
 
     # ---- H = I + lam L -------------------------------------------------------------------
     def apply_H(self, L: Laplacian, lam: float, X: Array, out: Array | None = None) -> Array:
@@ -310,6 +327,11 @@ def _flat(n: int, k: int) -> tuple[int, Array]:
 
 def _flat_rows(k: int) -> int:
     return max(1, _FLAT_CHUNK // max(k, 1))
+
+
+def _tall_chunk(n: int) -> int:
+    """Rows of a chunk of a dense matrix: few chunks, for each has its own sums."""
+    return max(64, -(-n // products.CHUNKS))
 
 
 def _smallest(keys: Array, s: int) -> Array:

@@ -1,0 +1,83 @@
+"""Dense float64 algebra of the CPU backend, all of it by the BLAS and LAPACK that SciPy brings.
+
+NumPy brings a second one, with threads of its own.  The threads of either go on spinning for some
+25 ms after a call: when a product of NumPy's is followed by a factorisation of SciPy's, both have
+half of the cores, and the factor of a matrix of Cora's size took two to five times as long.
+
+LAPACK stores by columns, NumPy by rows.  A row-major matrix is the transpose of what LAPACK sees,
+so nothing here is copied just to be turned.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from scipy.linalg import blas, lapack
+
+_SQUARE = 512  # rows and columns of a triangle that are worked on at a time: they fit a cache
+
+
+def matmul(A: Any, B: Any) -> Any:
+    """A B, row-major: (A B)^T = B^T A^T is what BLAS computes."""
+    if A.dtype != np.float64 or B.dtype != np.float64 or A.ndim != 2 or B.ndim != 2:
+        return A @ B
+    if not (A.size and B.size):
+        return np.zeros((A.shape[0], B.shape[1]))
+    right, turn_right = _by_columns(A.T)
+    if B.shape[1] == 1:  # a vector: no reason to pack A first
+        return blas.dgemv(1.0, right, B[:, 0], trans=1 - turn_right)[:, None]
+    left, turn_left = _by_columns(B.T)
+    return blas.dgemm(1.0, left, right, trans_a=turn_left, trans_b=turn_right).T
+
+
+def add_gram(G: Any, A: Any) -> None:
+    """G += A^T A, half of it computed, half of it mirrored."""
+    if A.size == 0:
+        return
+    A = np.ascontiguousarray(A)
+    half = blas.dsyrk(1.0, A.T, beta=1.0, c=G.T, lower=1, overwrite_c=1)
+    assert np.shares_memory(half, G)  # G was contiguous: BLAS has written its upper triangle
+    for J in _squares(G.shape[0]):
+        G[J, : J.start] = G[: J.start, J].T
+        square = G[J, J]
+        square[...] = np.triu(square) + np.triu(square, 1).T
+
+
+def cholesky(P: Any) -> Any | None:
+    """L of P = L L^T, or None where there is none."""
+    U, failed = lapack.dpotrf(P.T, lower=0, clean=1)
+    return None if failed else U.T
+
+
+def pivoted_cholesky(P: Any, cut: float) -> tuple[Any, Any]:
+    """(L, J) as in `Backend.pivoted_cholesky`."""
+    U, pivots, r, _ = lapack.dpstrf(P.T, tol=cut, lower=0)
+    L = U.T[:r, :r].copy()
+    for J in _squares(r):  # LAPACK leaves the other half as it was
+        L[: J.start, J] = 0
+        L[J, J] = np.tril(L[J, J])
+    return L, pivots[:r].astype(np.int64) - 1
+
+
+def solve_triangular(C: Any, B: Any, trans: bool = False) -> Any:
+    """C^-1 B, or C^-T B, for a lower triangular C."""
+    if B.size == 0:
+        return np.zeros(B.shape)
+    turned, turn = _by_columns(C.T)  # upper triangular, or its transpose
+    solved, failed = lapack.dtrtrs(turned, B, lower=turn, trans=int(trans) == turn)
+    if failed:
+        raise np.linalg.LinAlgError("A triangular factor is singular.")
+    return np.ascontiguousarray(solved)
+
+
+def _squares(d: int) -> list[slice]:
+    """The squares along the diagonal of a d x d matrix."""
+    return [slice(j, min(j + _SQUARE, d)) for j in range(0, d, _SQUARE)]
+
+
+def _by_columns(M: Any) -> tuple[Any, int]:
+    """(F, 0) if M = F, (F, 1) if M = F^T, with F stored by columns; a copy only if M is neither."""
+    if M.flags.f_contiguous:
+        return M, 0
+    return (M.T, 1) if M.flags.c_contiguous else (np.asfortranarray(M), 0)
