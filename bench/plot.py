@@ -88,6 +88,66 @@ def draw_scaling(rows: list[dict[str, Any]], plt: Any) -> None:
     save(figure, "scaling")
 
 
+def draw_time_to_accuracy(rows: list[dict[str, Any]], plt: Any) -> None:
+    panels = sorted({(r["data"], r["loss"], r["lam"]) for r in rows})
+    figure, axes = plt.subplots(2, 4, figsize=(12.8, 5.2), squeeze=False)
+    for axis, panel in zip(axes.flat, panels, strict=False):
+        at = [r for r in rows if (r["data"], r["loss"], r["lam"]) == panel and r["level"] == 1e-6]
+        at = [r for r in at if r["method"] not in ("herta_gpu herta", "herta_gpu direct")]
+        names = [("> " if r.get("at_least") else "") + r["method"] for r in at]
+        ours = [r["method"].startswith("herta_gpu") for r in at]
+        axis.barh(names, [r["seconds"] for r in at], color=["C3" if o else "C0" for o in ours])
+        axis.set_xscale("log")
+        axis.invert_yaxis()
+        axis.tick_params(labelsize=6)
+        axis.set_title("{}, {}, lam {:g}: seconds to 1e-6".format(*panel), fontsize=8)
+    for axis in axes.flat[len(panels) :]:
+        axis.set_axis_off()
+    save(figure, "time_to_accuracy")
+
+
+def draw_sparsify(rows: list[dict[str, Any]], plt: Any) -> None:
+    """The paper's reductions by degree and d: seconds over those of P from all edges and rows."""
+    ways = ("herta, degree scores", "herta, Algorithm 2", "herta, sketched")
+    lams = sorted({r["lam"] for r in rows})
+    figure, axes = plt.subplots(1, len(lams), figsize=(5.2 * len(lams), 3.4), squeeze=False)
+    for axis, lam in zip(axes.flat, lams, strict=True):
+        at = {(r["d"], round(r["degree"]), r["choice"]): r["seconds"]
+              for r in rows if r["lam"] == lam}  # fmt: skip
+        for d in sorted({d for d, _, _ in at}):
+            for way, line in zip(ways, ("-", "--", ":"), strict=True):
+                points = sorted((k, t / at[e, k, "herta"]) for (e, k, w), t in at.items()
+                                if (e, w) == (d, way))  # fmt: skip
+                if points:
+                    shown = {"color": f"C{d.bit_length() // 2}", "label": f"d {d}, {way[7:]}"}
+                    axis.loglog(*zip(*points, strict=True), line, marker=".", ms=4, **shown)
+        axis.axhline(1.0, color="black", lw=0.8)
+        axis.set_xlabel("average degree", fontsize=8)
+        axis.set_ylabel("seconds / those of the full graph", fontsize=8)
+        axis.set_title(f"lam {lam:g}; below the line a reduction pays", fontsize=9)
+        axis.legend(fontsize=5, ncol=2)
+    save(figure, "sparsify")
+
+
+def draw_regret(rows: list[dict[str, Any]], plt: Any) -> None:
+    names = list(dict.fromkeys(f"{r['data']}, lam {r['lam']:g}" for r in rows))
+    figure, axis = plt.subplots(figsize=(6, 3.6))
+    for i, strategy in enumerate(("direct", "herta")):
+        at = [r for r in rows if r["strategy"] == strategy]
+        places = [j + 0.2 * (2 * i - 1) for j in range(len(at))]
+        axis.barh(places, [r["seconds"] for r in at], 0.4, label=strategy)
+        picked = [(r["seconds"], y) for r, y in zip(at, places, strict=True)
+                  if r["picked"] == strategy]  # fmt: skip
+        if picked:
+            axis.plot(*zip(*picked, strict=True), "k<", ms=4, label="auto" if i else None)
+    axis.set_yticks(range(len(names)), names, fontsize=6)
+    axis.invert_yaxis()
+    axis.set_xscale("log")
+    axis.set_xlabel("seconds")
+    axis.legend(fontsize=7)
+    save(figure, "regret")
+
+
 def save(figure: Any, name: str) -> None:
     figure.tight_layout()
     figure.savefig(RESULTS / f"{name}.svg", metadata={"Date": None})
@@ -97,7 +157,11 @@ TABLES = {
     "primitives": primitives, "convergence": convergence, "time_to_accuracy": time_to_accuracy,
     "scaling": scaling, "sparsify": sparsify, "regret": regret, "devices": devices,
 }  # fmt: skip
-PICTURES = {"convergence": draw_convergence, "primitives": draw_apply, "scaling": draw_scaling}
+PICTURES = {
+    "primitives": draw_apply, "convergence": draw_convergence,
+    "time_to_accuracy": draw_time_to_accuracy, "scaling": draw_scaling, "sparsify": draw_sparsify,
+    "regret": draw_regret,
+}  # fmt: skip
 
 
 def main() -> None:

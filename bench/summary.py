@@ -64,6 +64,20 @@ def regret(rows: Rows) -> str:
     return table(["data", "λ", "direct (s)", "herta (s)", "auto picks", "regret"], lines)
 
 
+def sparsify(rows: Rows) -> str:
+    """By degree, d and lam: the best way, the others as multiples of it, and auto's regret."""
+    ways = ("direct", "herta", "herta, degree scores", "herta, Algorithm 2", "herta, sketched")
+    lines = []
+    for key in dict.fromkeys((r["degree"], r["d"], r["lam"]) for r in rows):
+        at = {r["choice"]: r for r in rows if (r["degree"], r["d"], r["lam"]) == key}
+        auto = at["auto"]
+        best = at[auto["best"]]["seconds"]
+        ratios = [at[w]["seconds"] / best if w in at else None for w in ways]
+        degree, d, lam = key
+        lines.append([round(degree), d, lam, best, *ratios, f"{100 * auto['regret']:.0f}%"])
+    return table(["degree", "d", "λ", "best (s)", *ways, "auto's regret"], lines)
+
+
 def scaling(rows: Rows) -> str:
     lines = [
         [f"{r['m']:,}", r["seconds"], r["columns"], r["peak_MB"] / 1024, r["status"]]
@@ -91,7 +105,7 @@ def convergence(rows: Rows) -> str:
 
 BLOCKS = {
     "primitives": primitives, "time_to_accuracy": time_to_accuracy, "regret": regret,
-    "scaling": scaling, "convergence": convergence,
+    "scaling": scaling, "convergence": convergence, "sparsify": sparsify,
 }  # fmt: skip
 
 

@@ -7,7 +7,6 @@ weights), the correction stands beside the line it concerns.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import wraps
 from typing import Any
 
@@ -104,9 +103,10 @@ class HERTA(Estimator):
     strategy : {"auto", "herta", "direct"}
         "herta" iterates with two block solves per gradient; "direct" solves tightly once for
         H^-1 X (or H^-1 M^T) and trains on that; "auto" takes the cheaper.
-    sparsify : "auto", bool, int or "mixed"
+    sparsify : "auto", bool, int, "degree" or "mixed"
         Build P on a sampled graph: if that is cheaper, always (Algorithm 2), never, or with so
-        many samples.  "mixed" is the appendix's rule: it also iterates on a sampled graph when
+        many samples.  "degree": always, by scores that the degrees give for nothing, as "auto"
+        does.  "mixed" is the appendix's rule: it also iterates on a sampled graph when
         n_lambda / tol <= m log(1 / tol), and finishes on the full one.
     sketch : "auto", bool or int
         Build P from an SRHT of Q: if memory asks for it, always, never, or with so many rows.
@@ -242,13 +242,16 @@ class HERTA(Estimator):
         # for t = 1..T: u <- X P' w - y_hat, two solves, g <- P' X^T u'', w <- w - eta g
         run = Training(self, backend, Y, P, spectrum, features, stages, callback, checkpoint)
         with stages("train"):
-            w = P.w_start if self.loss == "mse" else backend.xp.zeros_like(P.w_start)
+            w, Z = P.w_start, P.Z_start
+            if self.loss != "mse":
+                w, Z = backend.xp.zeros_like(P.w_start), None
             if plan.recipe.keep_rows and P.rows is not None:
-                w = run.loop(DenseMap(P.rows, backend), w, certified=False).w
+                w, Z = run.loop(DenseMap(P.rows, backend), w, certified=False).w, None
             elif plan.loop_samples is not None:
                 H_loop = self._sparsified(H, plan.loop_samples)
-                w = run.loop(UnfoldedMap(H_loop, features, rows, plan.solve_width), w, False).w
-            point = run.loop(A, w, certified=True)
+                A_loop = UnfoldedMap(H_loop, features, rows, plan.solve_width)
+                w, Z = run.loop(A_loop, w, certified=False).w, None
+            point = run.loop(A, w, certified=True, Z=Z)
 
         # Output: W = P^-1/2 w, not w: the loop ran in preconditioned coordinates.
         self.W_ = backend.to_numpy(point.W)  # synchronize!
@@ -277,7 +280,7 @@ class HERTA(Estimator):
         ('direct', 512000000)
         """
         backend, word = self._checked(), np.dtype(self.dtype).itemsize
-        sizes = Sizes(n, m, d, c, n_train, word, 24 * (X_nonzeros or 0))
+        sizes = Sizes(n, m, d, c, n_train, word, 24 * (X_nonzeros or 0), nonzeros=X_nonzeros)
         return make_plan(Outline(n, self._lam()), sizes, self._options(backend))
 
     def transform(self, graph: Graph, X: Any) -> Any:
@@ -341,7 +344,7 @@ class HERTA(Estimator):
         check_positive("tol", self.tol)
         check_count("max_iter", self.max_iter)
         check_count("random_state", self.random_state, least=0)
-        _check_wish("sparsify", self.sparsify, ("auto", "mixed"))
+        _check_wish("sparsify", self.sparsify, ("auto", "degree", "mixed"))
         _check_wish("sketch", self.sketch, ("auto",))
         check_choice("reorder", self.reorder, ("auto", True, False))
         if self.learning_rate not in (None, "spectral"):
@@ -402,7 +405,7 @@ class HERTA(Estimator):
                 spectrum = choose_spectrum(plan.certificate, P, A, self.ridge, self.random_state)
             missed = spectrum is not None and spectrum.kind == "estimate"
             if not missed or sampled or recipe.sketch_rows is not None or recipe.exact:
-                return replace(P, Q_all=None), spectrum  # the largest block there is
+                return P.for_training(A.H.backend), spectrum
             recipe.exact, recipe.degree = True, chebyshev_degree(A.H, EXACT_TOL)
             plan.decisions.append(("Q again", "float64", "P missed too much of the Hessian"))
 
@@ -441,4 +444,5 @@ def _sizes(
     return Sizes(
         graph.num_nodes, graph.num_edges, X.shape[1], targets.Y.shape[1], targets.Y.shape[0],
         word, X_bytes, has_hidden_columns(X, targets.rows, backend),
+        X.nnz if sp.issparse(X) else None,
     )  # fmt: skip

@@ -47,6 +47,14 @@ class Preconditioner:
     damped: bool  # P carries an extra multiple of I that the Hessian does not have
     rows: Array | None = None  # training rows of Q, kept for training on Q itself
     Q_all: Array | None = None  # Q on all rows, kept for the certificate
+    Z_start: Array | None = None  # Q W at w_start, on all rows: training starts close to Z
+
+    def for_training(self, backend: Backend) -> Preconditioner:
+        """Without Q on all rows, the largest block there is, but with what it says of Z."""
+        if self.Q_all is None:
+            return self
+        W = self.factor.half(self.w_start).astype(self.Q_all.dtype)
+        return replace(self, Q_all=None, Z_start=backend.matmul(self.Q_all, W))
 
     def rescaled(self, curvature: float, ridge: float, symmetric: bool) -> Preconditioner:
         """The same Q with P = curvature Q^T Q + ridge I: the loss has become flatter."""

@@ -63,8 +63,8 @@ class Training:
         self.checkpoint, self.phase = checkpoint, -1  # phase: which call of `loop`
         self.saved = None if checkpoint is None else checkpoint.last_step(backend)
 
-    def loop(self, A: LinearMap, w: Array, certified: bool) -> Point:
-        """From w to the optimum of the model A; `certified`: A is the true one."""
+    def loop(self, A: LinearMap, w: Array, certified: bool, Z: Array | None = None) -> Point:
+        """From w (and a guess of H^-1 X W there) to the optimum of A; `certified`: the true one."""
         tol = self.model.tol
         # A damped P amplifies what the solves leave over, and no certificate watches it.
         blind = self.P.damped or not self.model.precondition
@@ -75,7 +75,7 @@ class Training:
         self.phase += 1
         if self.saved is not None and self.saved["phase"] > self.phase:
             return Point(**self.saved["point"])  # a later loop starts from its own
-        first, point = self._resumed(problem, optimizer) or (0, problem.start(w))
+        first, point = self._resumed(problem, optimizer) or (0, problem.start(w, Z))
         for step in marked_steps(range(first, self.model.max_iter + 1)):
             if certified:
                 point = self._sharpened(problem, point)
@@ -174,6 +174,8 @@ class Training:
             size, error, goal = self._sizes(point)
             if point.stagnated or error <= 0.3 * max(size, goal):
                 break
+            if size + error <= goal and self._certify(point, True).value <= self.model.tol:
+                break  # good enough as it is
             problem.tol *= max(0.01, 0.2 * max(size, goal) / error)
             point = problem.point(point.w, point.Z, point.V, point.inner_iterations)
         return point

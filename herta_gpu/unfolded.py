@@ -176,10 +176,12 @@ class Problem:
             stagnated=there.stagnated or back.stagnated,
         )
 
-    def start(self, w: Array) -> Point:
-        """The first point, from scratch."""
-        Z = self.map.forward(self.factor.half(w), self.tol)
-        return self.point(w, Z.value, spent=Z.iterations)
+    def start(self, w: Array, Z: Array | None = None) -> Point:
+        """The first point: from a guess of Z, or from scratch."""
+        if Z is not None:
+            return self.point(w, Z)
+        found = self.map.forward(self.factor.half(w), self.tol)
+        return self.point(w, found.value, spent=found.iterations)
 
     def move(self, at: Point, direction: Array, search: bool) -> Point:
         """The next point along `direction`: two block solves, whatever the line search does."""

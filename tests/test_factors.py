@@ -37,7 +37,7 @@ def test_a_factor_inverts_P_and_bounds_what_errors_of_Q_become(kind):
     assert np.allclose(factor.unhalf(factor.half(w)), w, atol=1e-6)
     for aim in (np.ones(12), np.linalg.svd(C)[0][:, 0]):  # the second is the worst direction
         E = rng.standard_normal((40, 1)) * aim[None, :]
-        bound = factor.amplified(np.linalg.norm(E, axis=0))  # reached by the worst, but for rounding
+        bound = factor.amplified(np.linalg.norm(E, axis=0))  # the worst reaches it
         assert np.linalg.norm(E @ C, 2) <= (1 + 1e-12) * bound
 
 

@@ -1,4 +1,4 @@
-"""Dense float64 algebra of the CPU backend, all of it by the BLAS and LAPACK that SciPy brings.
+"""Dense algebra of the CPU backend, all of it by the BLAS and LAPACK that SciPy brings.
 
 NumPy brings a second one, with threads of its own.  The threads of either go on spinning for some
 25 ms after a call: when a product of NumPy's is followed by a factorisation of SciPy's, both have
@@ -15,20 +15,25 @@ from typing import Any
 import numpy as np
 from scipy.linalg import blas, lapack
 
+_PRODUCTS = {
+    np.dtype(np.float32): (blas.sgemm, blas.sgemv),
+    np.dtype(np.float64): (blas.dgemm, blas.dgemv),
+}
 _SQUARE = 512  # rows and columns of a triangle that are worked on at a time: they fit a cache
 
 
 def matmul(A: Any, B: Any) -> Any:
     """A B, row-major: (A B)^T = B^T A^T is what BLAS computes."""
-    if A.dtype != np.float64 or B.dtype != np.float64 or A.ndim != 2 or B.ndim != 2:
+    if A.dtype != B.dtype or A.dtype not in _PRODUCTS:
         return A @ B
     if not (A.size and B.size):
-        return np.zeros((A.shape[0], B.shape[1]))
+        return np.zeros((A.shape[0], B.shape[1]), dtype=A.dtype)
+    gemm, gemv = _PRODUCTS[A.dtype]
     right, turn_right = _by_columns(A.T)
     if B.shape[1] == 1:  # a vector: no reason to pack A first
-        return blas.dgemv(1.0, right, B[:, 0], trans=1 - turn_right)[:, None]
+        return gemv(1.0, right, B[:, 0], trans=1 - turn_right)[:, None]
     left, turn_left = _by_columns(B.T)
-    return blas.dgemm(1.0, left, right, trans_a=turn_left, trans_b=turn_right).T
+    return gemm(1.0, left, right, trans_a=turn_left, trans_b=turn_right).T
 
 
 def add_gram(G: Any, A: Any) -> None:
