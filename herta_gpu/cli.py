@@ -220,7 +220,7 @@ def _add_computing(command: argparse.ArgumentParser) -> None:
         "--strategy", choices=("auto", "herta", "direct"), **_default("strategy", "auto: cheapest")
     )
     group.add_argument(
-        "--sparsify", type=_wish, default="auto", metavar="auto|mixed|yes|no|COUNT",
+        "--sparsify", type=_wish, default="auto", metavar="auto|degree|mixed|yes|no|COUNT",
         help="sample edges for the preconditioner",
     )  # fmt: skip
     group.add_argument(

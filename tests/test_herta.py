@@ -9,6 +9,7 @@ from sklearn.base import clone
 
 from herta_gpu import HERTA, Graph
 from herta_gpu.backends import get_backend
+from herta_gpu.preconditioner import Preconditioner
 from tests.conftest import dense_H, least_squares, minimum, random_graph
 
 
@@ -389,6 +390,27 @@ def test_auto_sparsifies_dense_graphs_with_many_features_only():
     thin = model.plan(n=100_000, m=5 * 10**5, d=20_000, c=1, n_train=80_000)
     assert narrow.n_samples is None
     assert thin.n_samples is None
+
+
+def test_samples_by_degree_scores_lead_to_the_same_optimum():
+    rng = np.random.default_rng(0)
+    g = Graph.from_edges(np.array(np.triu_indices(400, 1)))
+    X, y, train = rng.standard_normal((400, 6)), rng.integers(0, 3, 400), np.arange(300)
+    model = HERTA(sparsify="degree", strategy="herta").fit(g, X, y, train)
+    assert model.plan_.n_samples < g.num_edges / 3
+    _, best = closed_form(g, X, np.eye(3)[y[train]], train, 1.0)
+    gap = (model.history_[-1]["loss"] - best) / best
+    assert gap <= model.certificate_.value <= 1e-6
+
+
+@pytest.mark.parametrize("strategy", ["herta", "direct"])
+def test_training_starts_from_what_Q_says_of_Z(strategy, monkeypatch):
+    g, X, y, train = problem(n=2000)
+    fit = HERTA(lam=20.0, strategy=strategy)
+    spent = [fit.fit(g, X, y, train).history_[0]["inner_iterations"]]
+    monkeypatch.setattr(Preconditioner, "for_training", lambda self, backend: self)
+    spent.append(fit.fit(g, X, y, train).history_[0]["inner_iterations"])
+    assert spent[0] < 0.8 * spent[1]
 
 
 def test_the_mixed_rule_iterates_on_a_sample_and_certifies_on_the_full_graph():
