@@ -37,7 +37,7 @@ _CG_STEP = 2.0e-10
 _CG_LAUNCH = 1e-4  # of one step, however small the graph ...
 _CHEBYSHEV_LAUNCH = 4e-5  # ... and of one of Chebyshev's on a block of columns
 _NARROW = 12  # a block of one or two columns costs about as much as this many of a wide one
-_DENSE_PASS = 1.3e-9  # of X W or X^T V per number of a dense X: as float64, times a few columns ...
+_DENSE_PASS = 2e-9  # of X W or X^T V per number of a dense X: as float64, times a few columns ...
 _SPARSE_PASS = 3e-9  # ... and per non-zero of a sparse one
 _GEMM_FLOP = 1.0 / 75e9  # float64
 _FACTOR_FLOP = 1.0 / 30e9
@@ -154,7 +154,7 @@ def make_plan(H: RegularizedLaplacian, sizes: Sizes, options: Options) -> Plan:
         exact=sizes.hidden and sizes.n_train >= sizes.d,
         sketch_rows=sketch_rows,
         by_rows=by_rows,
-        row_tol=min(1e-4, math.sqrt(options.tol) / 10),
+        row_tol=_row_tolerance(options),
         all_rows=certificate in _DETERMINISTIC,
         keep_rows=keep_rows and sketch_rows is None,
         # The softmax at W = 0, where training starts, has curvature (1 - 1/c) / c per class.
@@ -213,6 +213,11 @@ def Q_tolerance(H: RegularizedLaplacian, sizes: Sizes, options: Options, strateg
     return min(loose, 0.003) if sizes.n_train < sizes.d else loose
 
 
+def _row_tolerance(options: Options) -> float:
+    """How well H^-1 M^T must be solved for."""
+    return min(1e-4, math.sqrt(options.tol) / 10)
+
+
 def _costs(H: RegularizedLaplacian, sizes: Sizes, options: Options) -> dict[str, float]:
     """Predicted seconds of each strategy: solves for Q, d x d work, the loop."""
     work = 2 * sizes.m + 4 * sizes.n
@@ -225,6 +230,7 @@ def _costs(H: RegularizedLaplacian, sizes: Sizes, options: Options) -> dict[str,
     for strategy in ("herta", "direct"):
         degree = chebyshev_degree(H, Q_tolerance(H, sizes, options, strategy))
         if strategy == "direct" and sizes.n_train < sizes.d:
+            degree = chebyshev_degree(H, _row_tolerance(options))
             solves = sizes.n_train * degree * work * _CG_STEP
             solves += 2 * sizes.n * sizes.n_train * sizes.d * _GEMM_FLOP
         else:
@@ -285,7 +291,8 @@ def _samples(
         return min(s, m)
     s = sample_size(n_lambda, sizes.n, AUTO_EPS)
     if wish == "degree":
-        decisions.append(("sparsify", f"{min(s, m):,} samples", "as asked, by degree scores"))
+        capped = f"degree scores want {s:,}, capped at m" if s > m else "by degree scores"
+        decisions.append(("sparsify", f"{min(s, m):,} samples", capped))
         return min(s, m)
     degree = chebyshev_degree(H, 0.1)
     saved = sizes.d * degree * 2 * (m - s) * _CHEBYSHEV_STEP
@@ -424,7 +431,7 @@ def _memory(sizes: Sizes, options: Options, rows: int | None, certificate: str) 
     chunks = 2 * min(chunk_bytes(options.budget), 8 * n * d)
     memory = {
         "graph": graph, "X (copies)": sizes.X_bytes, "chunks of X": chunks,
-        "outputs": 6 * n * c * 8,
+        "outputs": 7 * n * c * 8,
     }  # fmt: skip
     if options.precondition:
         q_rows = sizes.n_train if rows is None else rows

@@ -7,9 +7,12 @@ P.  Gram matrices and factors are float64 whatever the working precision.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+
+import numpy as np
 
 from herta_gpu.backends.base import Array, Backend
 from herta_gpu.factors import DenseGram, Factor, Gram, Identity, LowRankGram
@@ -53,8 +56,12 @@ class Preconditioner:
         """Without Q on all rows, the largest block there is, but with what it says of Z."""
         if self.Q_all is None:
             return self
-        W = self.factor.half(self.w_start).astype(self.Q_all.dtype)
-        return replace(self, Q_all=None, Z_start=backend.matmul(self.Q_all, W))
+        with np.errstate(over="ignore"):
+            W = self.factor.half(self.w_start).astype(self.Q_all.dtype)
+        Z = backend.matmul(self.Q_all, W)
+        size = float(backend.column_dots(Z, Z).sum())  # synchronize!
+        # Weights of extreme units may not fit the working precision: then there is no guess.
+        return replace(self, Q_all=None, Z_start=Z if math.isfinite(size) else None)
 
     def rescaled(self, curvature: float, ridge: float, symmetric: bool) -> Preconditioner:
         """The same Q with P = curvature Q^T Q + ridge I: the loss has become flatter."""
@@ -123,14 +130,13 @@ def build(
         rounding = chebyshev_rounding(H_tilde, recipe.dtype(H_tilde), narrowest)
     damped = ridge == 0 and rows.shape[0] < d
     few = min(rows.shape[0], Q.shape[0])  # a sketch may have fewer
-    if (damped or ridge > 0) and 2 * few < d:
+    low_rank = (damped or ridge > 0) and 2 * few < d
+    sketched = "QtY" in made  # made with the sketch, from Q itself
+    dense, QtY = products(backend, Q, None if sketched else Y, at, with_gram=not low_rank)
+    QtY = made["QtY"] if sketched else QtY
+    if low_rank:
         QtQ: Gram = LowRankGram.of_rows(backend, Q if at is None else Q[at], damped)
-        QtY = made["QtY"] if "QtY" in made else product(backend, Q, Y, at)
     else:
-        if "QtY" in made:  # Q is a sketch
-            dense, QtY = gram(backend, Q), made["QtY"]
-        else:
-            dense, QtY = gram_and_product(backend, Q, Y, at)
         QtQ = DenseGram(backend, dense, X.column_norms(), damped)
     factor = QtQ.factor(recipe.curvature, ridge, recipe.symmetric)
     kept = Q if recipe.keep_rows and recipe.sketch_rows is None else None
@@ -205,7 +211,7 @@ def _sketched_rows(
     QtY = backend.xp.empty((X.shape[1], Y.shape[1]))
     for J, Q_J in _solved_columns(recipe, H_tilde, X, once):
         Q_rows = backend.asarray(Q_J[rows])
-        QtY[J] = product(backend, Q_rows, Y)
+        _, QtY[J] = products(backend, Q_rows, Y, with_gram=False)
         Q_tilde[:, J] = backend.srht(Q_rows, s, recipe.seed)
     return Q_tilde, QtY
 
@@ -222,37 +228,26 @@ def residual_gram(H: RegularizedLaplacian, X: Features, Q: Array, width: int) ->
 
 def gram(backend: Backend, Q: Array, at: Array | None = None) -> Array:
     """Q^T Q over the rows `at` (None: all) in float64."""
-    QtQ = backend.xp.zeros((Q.shape[1], Q.shape[1]))
-    for part, _ in _in_chunks(backend, Q, at):
-        backend.add_gram(QtQ, part)
-    return QtQ
+    return products(backend, Q, None, at)[0]
 
 
-def gram_and_product(
-    backend: Backend, Q: Array, Y: Array, at: Array | None = None
+def products(
+    backend: Backend,
+    Q: Array,
+    Y: Array | None,
+    at: Array | None = None,
+    with_gram: bool = True,
 ) -> tuple[Array, Array]:
-    """(Q^T Q, Q^T Y) over the rows `at` of Q, which is converted to float64 only once."""
-    d = Q.shape[1]
-    QtQ, QtY = backend.xp.zeros((d, d)), backend.xp.zeros((d, Y.shape[1]))
-    for part, rows in _in_chunks(backend, Q, at):
-        backend.add_gram(QtQ, part)
-        QtY += backend.matmul(part.T, Y[rows])
-    return QtQ, QtY
-
-
-def product(backend: Backend, Q: Array, Y: Array, at: Array | None = None) -> Array:
-    """Q^T Y over the rows `at` of Q in float64."""
-    QtY = backend.xp.zeros((Q.shape[1], Y.shape[1]))
-    for part, rows in _in_chunks(backend, Q, at):
-        QtY += backend.matmul(part.T, Y[rows])
-    return QtY
-
-
-def _in_chunks(backend: Backend, Q: Array, at: Array | None) -> Iterator[tuple[Array, slice]]:
-    """The rows `at` of Q in float64, so many at a time, and which of `at` they are."""
-    count, d = Q.shape[0] if at is None else at.shape[0], Q.shape[1]
-    step = max(1, d, _GRAM_BYTES // (8 * max(d, 1)))
-    wide = in_float64(backend.xp)
+    """(Q^T Q, Q^T Y) over the rows `at` of Q, which are converted to float64 once for both."""
+    xp, d, count = backend.xp, Q.shape[1], Q.shape[0] if at is None else at.shape[0]
+    QtQ = xp.zeros((d, d) if with_gram else (0, 0))
+    QtY = xp.zeros((d, 0 if Y is None else Y.shape[1]))
+    step, wide = max(1, d, _GRAM_BYTES // (8 * max(d, 1))), in_float64(xp)
     for a in range(0, count, step):
         rows = slice(a, min(a + step, count))
-        yield wide(Q[rows] if at is None else Q[at[rows]]), rows
+        part = wide(Q[rows] if at is None else Q[at[rows]])
+        if with_gram:
+            backend.add_gram(QtQ, part)
+        if Y is not None:
+            QtY += backend.matmul(part.T, Y[rows])
+    return QtQ, QtY

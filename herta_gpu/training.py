@@ -174,7 +174,7 @@ class Training:
             size, error, goal = self._sizes(point)
             if point.stagnated or error <= 0.3 * max(size, goal):
                 break
-            if size + error <= goal and self._certify(point, True).value <= self.model.tol:
+            if self._certify(point, True).value <= self.model.tol:
                 break  # good enough as it is
             problem.tol *= max(0.01, 0.2 * max(size, goal) / error)
             point = problem.point(point.w, point.Z, point.V, point.inner_iterations)

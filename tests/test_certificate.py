@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,7 +11,9 @@ import scipy.sparse as sp
 import scipy.sparse.linalg as spla
 
 from herta_gpu import HERTA, Certificate, Graph
+from herta_gpu.backends.cpu import CPUBackend
 from herta_gpu.certificate import _norm_bound
+from herta_gpu.preconditioner import Preconditioner
 from tests.conftest import dense_H, least_squares, minimum, random_graph
 
 
@@ -37,6 +40,39 @@ KINDS = {
     "spectral-probabilistic": {"sketch": 128},
     "duality": {"ridge": 0.5},
 }
+
+
+@pytest.mark.parametrize("strategy", ["herta", "direct"])
+@pytest.mark.parametrize("wrong", [1.0, 1e6])
+def test_a_wrong_guess_of_Z_costs_iterations_only(strategy, wrong, monkeypatch):
+    usual = Preconditioner.for_training
+
+    def misled(self, backend):
+        P = usual(self, backend)
+        noise = np.random.default_rng(0).standard_normal(P.Z_start.shape).astype(np.float32)
+        return replace(P, Z_start=P.Z_start + wrong * noise)
+
+    monkeypatch.setattr(Preconditioner, "for_training", misled)
+    g, X, y, train = problem()
+    model = HERTA(lam=20.0, strategy=strategy).fit(g, X, y, train)
+    gaps, _ = true_gaps(model, g, X, y, train, 20.0)
+    assert model.status_ == "certified"
+    for gap, h in zip(gaps, model.history_, strict=True):
+        assert gap <= h["certificate"] + 1e-10
+
+
+def test_weights_beyond_the_working_precision_give_no_guess():
+    """A feature of a tiny unit and targets of a huge one: W is above what float32 can hold."""
+    g, X, _, train = problem()
+    X[:, 0] *= 1e-20
+    target = X[:, 0] * 1e40 + 1e20 * np.random.default_rng(0).standard_normal(len(X))
+    model = HERTA(lam=1.0).fit(g, X, target, train)
+    A = np.linalg.solve(dense_H(g, 1.0), X)[train]
+    scale = np.linalg.norm(A, axis=0)
+    best = least_squares(A / scale, target[train, None] / 1e20, 0.0)[1] * 1e40
+    assert abs(model.W_).max() > np.finfo(np.float32).max
+    assert model.status_ == "certified"
+    assert model.history_[-1]["loss"] / best - 1 <= 1e-6
 
 
 @pytest.mark.parametrize("optimizer", ["cg", "gd", "momentum", "lbfgs", "adam"])
@@ -216,8 +252,8 @@ def test_norm_bound_is_an_upper_bound_and_tight():
         M = rng.standard_normal((d, d))
         S = M @ M.T
         top = np.linalg.eigvalsh(S)[-1]
-        assert top <= _norm_bound(S, np) <= top * d ** (1 / 16) * (1 + 1e-5)
-    assert _norm_bound(np.zeros((3, 3)), np) == 0
+        assert top <= _norm_bound(S, CPUBackend()) <= top * d ** (1 / 16) * (1 + 1e-5)
+    assert _norm_bound(np.zeros((3, 3)), CPUBackend()) == 0
 
 
 def test_certificates_print():

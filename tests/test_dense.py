@@ -31,8 +31,28 @@ def test_matmul_of_any_layout(backend, shape):
             np.testing.assert_allclose(C, np.einsum("ij,jk->ik", A, B), atol=1e-13)
 
 
+@pytest.mark.parametrize("columns", [1, 3])
+def test_matmul_keeps_float32_and_widens_a_mixture(columns):
+    rng = np.random.default_rng(0)
+    A, B = rng.standard_normal((50, 20)), rng.standard_normal((20, columns))
+    for backend in BACKENDS:
+        C = backend.matmul(A.astype(np.float32), B.astype(np.float32))
+        assert C.dtype == np.float32
+        np.testing.assert_allclose(C, A @ B, atol=1e-4)
+        assert backend.matmul(A.astype(np.float32), B).dtype == np.float64
+
+
+@pytest.mark.parametrize("backend", BACKENDS, ids=lambda b: type(b).__name__)
+def test_shapes_that_do_not_fit_are_refused(backend):
+    A, B = np.ones((3000, 100)), np.ones((99, 3))
+    for left, right in ((A, B), (A.T, np.ones((2999, 3)))):
+        with pytest.raises(ValueError, match="mismatch"):
+            backend.matmul(left, right)
+
+
 # Widths around whole vectors, heights around groups of four rows and chunks.
-@pytest.mark.parametrize("d", [127, 128, 1001])
+# A width of 5 has more rows than chunks of 64, in chunks that are no multiple of four.
+@pytest.mark.parametrize("d", [5, 127, 128, 1001])
 @pytest.mark.parametrize("c", [2, 3, 10, 11])
 @pytest.mark.parametrize("extra", [0, 1, 3])
 def test_tall_times_narrow(d, c, extra):

@@ -1,6 +1,6 @@
 """The CPU backend, compiled: the same numbers as `CPUBackend` to rounding, several times faster.
 
-numba compiles the kernels of `fast_kernels` and `fast_sampling` on first use and keeps the machine
+numba compiles the kernels of the other `fast_` modules on first use and keeps the machine
 code on disk.  Threads are Python's own around kernels that release the interpreter lock: they sleep
 between two calls, so they do not compete with those of BLAS.
 """
@@ -90,8 +90,8 @@ class FastCPUBackend(CPUBackend):
         )
 
     def matmul(self, A: Array, B: Array) -> Array:
-        narrow = 1 < B.shape[1] <= products.NARROW and A.dtype == B.dtype == np.float64
-        if not narrow or A.size < products.LEAST:
+        fit = A.shape[1] == B.shape[0] and A.dtype == B.dtype == np.float64
+        if not fit or not 1 < B.shape[1] <= products.NARROW or A.size < products.LEAST:
             return super().matmul(A, B)
         if A.flags.c_contiguous:
             F, Bt = aligned_empty((A.shape[0], B.shape[1]), A.dtype), np.ascontiguousarray(B.T)

@@ -1,11 +1,11 @@
-"""Dense algebra of the CPU backend, all of it by the BLAS and LAPACK that SciPy brings.
+"""Dense products and factors of the CPU backend, by the BLAS and LAPACK that SciPy brings.
 
 NumPy brings a second one, with threads of its own.  The threads of either go on spinning for some
 25 ms after a call: when a product of NumPy's is followed by a factorisation of SciPy's, both have
 half of the cores, and the factor of a matrix of Cora's size took two to five times as long.
 
-LAPACK stores by columns, NumPy by rows.  A row-major matrix is the transpose of what LAPACK sees,
-so nothing here is copied just to be turned.
+LAPACK stores by columns, NumPy by rows.  A row-major matrix is the transpose of what LAPACK sees:
+products and factors need no copy just to be turned; the right-hand sides of solves do.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _SQUARE = 512  # rows and columns of a triangle that are worked on at a time: th
 
 def matmul(A: Any, B: Any) -> Any:
     """A B, row-major: (A B)^T = B^T A^T is what BLAS computes."""
-    if A.dtype != B.dtype or A.dtype not in _PRODUCTS:
-        return A @ B
+    if A.dtype != B.dtype or A.dtype not in _PRODUCTS or A.shape[1] != B.shape[0]:
+        return A @ B  # NumPy widens, or says what does not fit
     if not (A.size and B.size):
         return np.zeros((A.shape[0], B.shape[1]), dtype=A.dtype)
     gemm, gemv = _PRODUCTS[A.dtype]
