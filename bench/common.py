@@ -64,15 +64,21 @@ def _cpu_name() -> str:
 class Results:
     """Rows of one benchmark, printed as they come and kept as JSON lines.
 
-    Of an earlier run on the same machine, rows that are not measured `again` stay.
+    Of an earlier run on the same machine (or on any, for what does not depend on it), rows that
+    are not measured `again` stay.
     """
 
-    def __init__(self, name: str, again: Callable[[dict[str, Any]], bool] | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        again: Callable[[dict[str, Any]], bool] | None = None,
+        any_machine: bool = False,
+    ) -> None:
         RESULTS.mkdir(parents=True, exist_ok=True)
         self.path, here, kept = RESULTS / f"{name}.jsonl", machine(), []
         if again is not None and self.path.exists():
             before, rows = read(name)
-            if all(before[key] == here[key] for key in ("cpu", "cores")):
+            if any_machine or all(before[key] == here[key] for key in ("cpu", "cores")):
                 kept = [row for row in rows if not again(row)]
         self.path.write_text("".join(json.dumps(row) + "\n" for row in [{"machine": here}, *kept]))
 

@@ -1,6 +1,6 @@
 """Where do the sparsifier and the SRHT pay, and does strategy="auto" know?
 
-    python bench/sparsify.py [--quick]
+    python bench/sparsify.py [--quick] [degree ...]
 
 Random graphs of n nodes by average degree, random features by width: not negative, as counts are
 not, with labels that a model of this kind explains in part.  Every choice is run on the same data
@@ -9,6 +9,7 @@ in turn; the regret is the time of what auto picks over the best one's, less one
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import numpy as np
@@ -48,8 +49,9 @@ def planted_labels(graph: Graph, X: Any, rng: np.random.Generator) -> Any:
 
 
 def main() -> None:
-    results = Results("sparsify")
-    degrees = (4, 60, 600) if QUICK else (4, 14, 60, 200, 600, 2000)
+    degrees = [int(a) for a in sys.argv[1:] if not a.startswith("-")]
+    degrees = degrees or ([4, 60, 600] if QUICK else [4, 14, 60, 200, 600, 2000])
+    results = Results("sparsify", again=lambda row: row["wanted"] in degrees)
     for degree in degrees:
         for d in (32, 256) if QUICK else (32, 256, 1024, 4096):
             if d == 4096 and degree not in (4, 60, 2000):
@@ -72,13 +74,13 @@ def main() -> None:
                 timed = race(runners, laps, 10)
                 cost = {k: row["seconds"] for k, row in timed.items()}
                 plan = models["auto"].plan_
-                own = plan.n_samples is not None or plan.sketch_rows is not None
-                picked = "auto" if own else plan.strategy
-                # Where auto's fit is that of a row, timing it twice would only measure noise.
-                best = min((k for k in cost if own or k != "auto"), key=lambda k: cost[k])
+                picked = plan.strategy if plan.n_samples is None else "herta, degree scores"
+                # auto's fit is that of another row: timing it twice would only measure noise.
+                best = min((k for k in cost if k != "auto"), key=lambda k: cost[k])
                 for name, row in timed.items():
                     results.add(
-                        degree=2 * graph.num_edges / n, d=d, lam=lam, choice=name, **row,
+                        wanted=degree, degree=2 * graph.num_edges / n, d=d, lam=lam, choice=name,
+                        **row,
                         best=best, regret=cost[picked] / cost[best] - 1,
                         picked=models[name].plan_.strategy, status=models[name].status_,
                         steps=len(models[name].history_) - 1,

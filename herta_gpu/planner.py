@@ -36,7 +36,9 @@ _CHEBYSHEV_STEP = 0.8e-10
 _CG_STEP = 2.0e-10
 _CG_LAUNCH = 1e-4  # of one step, however small the graph ...
 _CHEBYSHEV_LAUNCH = 4e-5  # ... and of one of Chebyshev's on a block of columns
-_NARROW = 12  # a block of one or two columns costs about as much as this many of a wide one
+_NARROW = 12  # a block of one or two columns costs about as much as this many of a wide one ...
+# ... but a graph that is dense enough to be sampled has its eigenvalues in a bunch: CG ends early.
+_NARROW_AND_DENSE = 4.5
 _DENSE_PASS = 2e-9  # of X W or X^T V per number of a dense X: as float64, times a few columns ...
 _SPARSE_PASS = 3e-9  # ... and per non-zero of a sparse one
 _GEMM_FLOP = 1.0 / 75e9  # float64
@@ -294,10 +296,11 @@ def _samples(
         capped = f"degree scores want {s:,}, capped at m" if s > m else "by degree scores"
         decisions.append(("sparsify", f"{min(s, m):,} samples", capped))
         return min(s, m)
-    degree = chebyshev_degree(H, 0.1)
+    degree = chebyshev_degree(H, Q_tolerance(H, sizes, options, "herta"))
     saved = sizes.d * degree * 2 * (m - s) * _CHEBYSHEV_STEP
     # A rougher P: about three more outer steps, and Lanczos for the certificate.
-    extra = (3 * 2 * sizes.c + 40 * _NARROW) * degree * 2 * m * _CG_STEP
+    columns = 3 * 2 * sizes.c + 40 * _NARROW_AND_DENSE
+    extra = columns * chebyshev_degree(H, 1e-4) * 2 * m * _CG_STEP
     if s < m and saved > extra:
         decisions.append(("sparsify", f"{s:,} samples", f"of {m:,} edges: cheaper solves for Q"))
         return s
