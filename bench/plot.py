@@ -98,9 +98,11 @@ def draw_time_to_accuracy(rows: list[dict[str, Any]], plt: Any) -> None:
         ours = [r["method"].startswith("herta_gpu") for r in at]
         axis.barh(names, [r["seconds"] for r in at], color=["C3" if o else "C0" for o in ours])
         axis.set_xscale("log")
+        axis.set_xlim(left=0.1)
         axis.invert_yaxis()
         axis.tick_params(labelsize=6)
-        axis.set_title("{}, {}, lam {:g}: seconds to 1e-6".format(*panel), fontsize=8)
+        axis.set_title("{}, {}, lam {:g}".format(*panel), fontsize=8)
+        axis.set_xlabel("seconds to 1e-6", fontsize=7)
     for axis in axes.flat[len(panels) :]:
         axis.set_axis_off()
     save(figure, "time_to_accuracy")
@@ -110,7 +112,7 @@ def draw_sparsify(rows: list[dict[str, Any]], plt: Any) -> None:
     """The paper's reductions by degree and d: seconds over those of P from all edges and rows."""
     ways = ("herta, degree scores", "herta, Algorithm 2", "herta, sketched")
     lams = sorted({r["lam"] for r in rows})
-    figure, axes = plt.subplots(1, len(lams), figsize=(5.2 * len(lams), 3.4), squeeze=False)
+    figure, axes = plt.subplots(1, len(lams), figsize=(5.2 * len(lams) + 1, 3.4), squeeze=False)
     for axis, lam in zip(axes.flat, lams, strict=True):
         at = {(r["d"], round(r["degree"]), r["choice"]): r["seconds"]
               for r in rows if r["lam"] == lam}  # fmt: skip
@@ -125,7 +127,7 @@ def draw_sparsify(rows: list[dict[str, Any]], plt: Any) -> None:
         axis.set_xlabel("average degree", fontsize=8)
         axis.set_ylabel("seconds / those of the full graph", fontsize=8)
         axis.set_title(f"lam {lam:g}; below the line a reduction pays", fontsize=9)
-        axis.legend(fontsize=5, ncol=2)
+    axes.flat[-1].legend(fontsize=6, loc="upper left", bbox_to_anchor=(1.02, 1.0))
     save(figure, "sparsify")
 
 
@@ -143,6 +145,7 @@ def draw_regret(rows: list[dict[str, Any]], plt: Any) -> None:
     axis.set_yticks(range(len(names)), names, fontsize=6)
     axis.invert_yaxis()
     axis.set_xscale("log")
+    axis.set_xlim(left=0.1)
     axis.set_xlabel("seconds")
     axis.legend(fontsize=7)
     save(figure, "regret")
