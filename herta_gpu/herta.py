@@ -17,21 +17,14 @@ from herta_gpu.backends import get_backend
 from herta_gpu.backends.base import Array, Backend
 from herta_gpu.certificate import Spectrum, choose_spectrum
 from herta_gpu.checkpoint import Checkpoint
+from herta_gpu.costs import EXACT_TOL, Options, Outline, Sizes, worth_reordering
 from herta_gpu.estimator import Estimator, Targets, accuracy_or_r2, make_targets
 from herta_gpu.features import Features, bytes_held, has_hidden_columns
 from herta_gpu.graph import Graph
 from herta_gpu.interop import accept, like, on_device, take_rows, to_host
 from herta_gpu.losses import LOSSES
 from herta_gpu.optimizers import OPTIMIZERS
-from herta_gpu.planner import (
-    EXACT_TOL,
-    Options,
-    Outline,
-    Plan,
-    Sizes,
-    make_plan,
-    worth_reordering,
-)
+from herta_gpu.planner import Plan, make_plan
 from herta_gpu.preconditioner import (
     Once,
     Preconditioner,

@@ -1,8 +1,4 @@
-"""What will be done and why, decided from sizes alone, before anything large is allocated.
-
-Costs are in seconds of a nominal 2-core machine.  They need not be right on yours: only their
-ratios decide, and those are between the same few operations everywhere.
-"""
+"""What will be done and why, decided from sizes alone, before anything large is allocated."""
 
 from __future__ import annotations
 
@@ -11,6 +7,16 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from herta_gpu.costs import (
+    Options,
+    Outline,
+    Q_tolerance,
+    Sizes,
+    certificate_costs,
+    row_tolerance,
+    sampling_pays,
+    strategy_costs,
+)
 from herta_gpu.features import chunk_bytes
 from herta_gpu.preconditioner import Recipe
 from herta_gpu.solver import (
@@ -25,78 +31,7 @@ from herta_gpu.validation import BudgetError
 
 BETA = 1.0 / 64.0  # Algorithm 1; with K = C = 1 its sample sizes exceed m and n on real graphs
 SKETCH_ROWS_PER_COLUMN = 16  # measured: condition number about 2.7 after preconditioning
-# A feature that only occurs outside the training rows reaches them through many hops, weakly: it
-# takes a polynomial of high degree in float64 to see it as the Hessian does.
-EXACT_TOL = 1e-9
 AUTO_EPS = 0.5  # accuracy of a sparsifier that "auto" may use
-
-# Measured on the compiled CPU backend, per non-zero plus four per node and column (seconds).  CG
-# runs on few columns and measures true residuals in float64: hence more than its share of memory.
-_CHEBYSHEV_STEP = 0.8e-10
-_CG_STEP = 2.0e-10
-_CG_LAUNCH = 1e-4  # of one step, however small the graph ...
-_CHEBYSHEV_LAUNCH = 4e-5  # ... and of one of Chebyshev's on a block of columns
-_NARROW = 12  # a block of one or two columns costs about as much as this many of a wide one ...
-# ... but a graph that is dense enough to be sampled has its eigenvalues in a bunch: CG ends early.
-_NARROW_AND_DENSE = 4.5
-_DENSE_PASS = 2e-9  # of X W or X^T V per number of a dense X: as float64, times a few columns ...
-_SPARSE_PASS = 3e-9  # ... and per non-zero of a sparse one
-_GEMM_FLOP = 1.0 / 75e9  # float64
-_FACTOR_FLOP = 1.0 / 30e9
-_OUTER_STEPS = 1  # of CG from the warm start, on every real graph tried
-_CE_EVALUATIONS = 40  # of cross entropy and its gradient
-# Finding communities costs about as much as a few hundred columns of H X, and saves up to half.
-_REORDER_COLUMNS = 1000
-
-
-@dataclass
-class Sizes:
-    """The numbers that costs and memory depend on."""
-
-    n: int
-    m: int
-    d: int
-    c: int
-    n_train: int
-    word: int  # bytes per number
-    X_bytes: int
-    hidden: bool = False  # some features occur only outside the training rows
-    nonzeros: int | None = None  # of a sparse X
-
-    @property
-    def dtype(self) -> str:
-        return f"float{8 * self.word}"
-
-
-class Outline(RegularizedLaplacian):
-    """H of a graph that is not there yet: enough for a plan, with bounds that hold for any."""
-
-    def __init__(self, n: int, lam: float) -> None:
-        self.lam, self._n = float(lam), n
-
-    @property
-    def n(self) -> int:
-        return self._n
-
-    @property
-    def lambda_max(self) -> float:
-        return 1.0 + 2.0 * self.lam
-
-
-@dataclass
-class Options:
-    """The caller's wishes, checked."""
-
-    loss: str
-    optimizer: str
-    ridge: float
-    tol: float
-    strategy: str
-    sparsify: bool | int | str
-    sketch: bool | int | str
-    precondition: bool
-    budget: int
-    seed: int
 
 
 @dataclass
@@ -140,7 +75,7 @@ class Plan:
 def make_plan(H: RegularizedLaplacian, sizes: Sizes, options: Options) -> Plan:
     """Choose strategy, sparsifier, sketch and certificate within the memory budget."""
     decisions: list[tuple[str, str, str]] = []
-    cost = _costs(H, sizes, options)
+    cost = strategy_costs(H, sizes, options)
     strategy = _strategy(sizes, options, cost, decisions)
     n_samples = _samples(H, sizes, options, strategy, decisions)
     by_rows = strategy == "direct" and sizes.n_train < sizes.d and n_samples is None
@@ -156,7 +91,7 @@ def make_plan(H: RegularizedLaplacian, sizes: Sizes, options: Options) -> Plan:
         exact=sizes.hidden and sizes.n_train >= sizes.d,
         sketch_rows=sketch_rows,
         by_rows=by_rows,
-        row_tol=_row_tolerance(options),
+        row_tol=row_tolerance(options),
         all_rows=certificate in _DETERMINISTIC,
         keep_rows=keep_rows and sketch_rows is None,
         # The softmax at W = 0, where training starts, has curvature (1 - 1/c) / c per class.
@@ -188,68 +123,6 @@ _CERTIFICATE_WHY = {
     "duality": "the ridge makes the objective strongly convex",
     "none": "no strong convexity to build on: the gradient decides",
 }
-
-
-def worth_reordering(lam: float, d: int, c: int, loss: str) -> bool:
-    """Whether a fit multiplies enough columns with H to pay for a better order of the nodes."""
-    H = Outline(1, lam)  # decided before the graph has been looked at
-    evaluations = 1 if loss == "mse" else _CE_EVALUATIONS
-    columns = d * chebyshev_degree(H, 1e-3) + 2 * c * evaluations * chebyshev_degree(H, 1e-4)
-    return columns >= _REORDER_COLUMNS
-
-
-def Q_tolerance(H: RegularizedLaplacian, sizes: Sizes, options: Options, strategy: str) -> float:
-    """How well Q must approximate H^-1 X."""
-    top = H.lambda_max
-    if sizes.hidden and sizes.n_train >= sizes.d:
-        return EXACT_TOL
-    if strategy == "direct":
-        # What Q is off by counts squared in the loss, and not at all at the certified end: tight
-        # enough that one look at the true model suffices.  A duality gap asks for more.
-        share = 0.5 if options.loss == "mse" else 0.1
-        return min(1e-3, share * math.sqrt(options.tol / top))
-    if sizes.n_train == sizes.n:
-        return 0.1
-    # With a mask the error counts against the masked rows: tighter as lam grows.
-    loose = min(0.1, 0.1 / top)
-    return min(loose, 0.003) if sizes.n_train < sizes.d else loose
-
-
-def _row_tolerance(options: Options) -> float:
-    """How well H^-1 M^T must be solved for."""
-    return min(1e-4, math.sqrt(options.tol) / 10)
-
-
-def _costs(H: RegularizedLaplacian, sizes: Sizes, options: Options) -> dict[str, float]:
-    """Predicted seconds of each strategy: solves for Q, d x d work, the loop."""
-    work = 2 * sizes.m + 4 * sizes.n
-    inner = chebyshev_degree(H, 1e-4)
-    evaluation = 2 * inner * (sizes.c * work * _CG_STEP + _CG_LAUNCH) + 3 * _pass(sizes)
-    small = min(sizes.n_train, sizes.d)
-    dense = sizes.n_train * sizes.d * small * _GEMM_FLOP + small**3 / 3 * _FACTOR_FLOP
-    evaluations = 1 + (_OUTER_STEPS if options.loss == "mse" else _CE_EVALUATIONS)
-    cost = {}
-    for strategy in ("herta", "direct"):
-        degree = chebyshev_degree(H, Q_tolerance(H, sizes, options, strategy))
-        if strategy == "direct" and sizes.n_train < sizes.d:
-            degree = chebyshev_degree(H, _row_tolerance(options))
-            solves = sizes.n_train * degree * work * _CG_STEP
-            solves += 2 * sizes.n * sizes.n_train * sizes.d * _GEMM_FLOP
-        else:
-            launches = math.ceil(sizes.d / BLOCK_WIDTH) * _CHEBYSHEV_LAUNCH
-            solves = degree * (sizes.d * work * _CHEBYSHEV_STEP + launches)
-        loop = evaluation * (evaluations if strategy == "herta" else 1)
-        if strategy == "direct" and options.loss == "ce":
-            loop += evaluations * 4 * sizes.n_train * sizes.d * sizes.c * _GEMM_FLOP
-        cost[strategy] = solves + dense + loop
-    return cost
-
-
-def _pass(sizes: Sizes) -> float:
-    """Predicted seconds of X W or X^T V."""
-    if sizes.nonzeros is not None:
-        return sizes.nonzeros * (_SPARSE_PASS + 2 * sizes.c * _GEMM_FLOP)
-    return sizes.n * sizes.d * (_DENSE_PASS + 2 * sizes.c * _GEMM_FLOP)
 
 
 def _strategy(
@@ -296,12 +169,7 @@ def _samples(
         capped = f"degree scores want {s:,}, capped at m" if s > m else "by degree scores"
         decisions.append(("sparsify", f"{min(s, m):,} samples", capped))
         return min(s, m)
-    degree = chebyshev_degree(H, Q_tolerance(H, sizes, options, "herta"))
-    saved = sizes.d * degree * 2 * (m - s) * _CHEBYSHEV_STEP
-    # A rougher P: about three more outer steps, and Lanczos for the certificate.
-    columns = 3 * 2 * sizes.c + 40 * _NARROW_AND_DENSE
-    extra = columns * chebyshev_degree(H, 1e-4) * 2 * m * _CG_STEP
-    if s < m and saved > extra:
+    if s < m and sampling_pays(H, sizes, options, s):
         decisions.append(("sparsify", f"{s:,} samples", f"of {m:,} edges: cheaper solves for Q"))
         return s
     why = f"{s:,} samples would not save work on {m:,} edges"
@@ -344,14 +212,7 @@ def _certificate(
         return "duality" if options.ridge > 0 else "none"
     if n_samples is not None or options.sketch not in ("auto", False):
         return "spectral-probabilistic"
-    # Rows of Q outside training, their Gram matrix or its like, and its norm.
-    rest = sizes.n - sizes.n_train
-    work, small = 2 * sizes.m + 4 * sizes.n, min(rest, sizes.d)
-    proven = (rest * sizes.d**2 + 8 * small**2 * sizes.d) * _GEMM_FLOP
-    grams = (2 * sizes.n * sizes.d**2 + 8 * sizes.d**3) * _GEMM_FLOP
-    measured = proven + sizes.d * work * _CHEBYSHEV_STEP + grams
-    lanczos = 40 * chebyshev_degree(H, 1e-4) * (work * _NARROW * _CG_STEP + _CG_LAUNCH)
-    lanczos += 80 * 2 * sizes.n * sizes.d * _GEMM_FLOP
+    proven, measured, lanczos = certificate_costs(H, sizes)
     if measured <= 2 * lanczos:
         return "spectral-deterministic"
     return "spectral-proven" if proven <= 2 * lanczos else "spectral-probabilistic"
