@@ -22,7 +22,7 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# A short version, about ten minutes on two cores; the real data sets where HERTA_DATA names them.
+# A short version, five to ten minutes on two cores; the real data sets where HERTA_DATA names them.
 BENCHES := $(if $(HERTA_DATA),primitives convergence time_to_accuracy) scaling sparsify devices
 bench: setup
 	@$(if $(HERTA_DATA),,echo "HERTA_DATA is not set: generated graphs only.")
