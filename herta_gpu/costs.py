@@ -90,8 +90,8 @@ def Q_tolerance(H: RegularizedLaplacian, sizes: Sizes, options: Options, strateg
     if sizes.hidden and sizes.n_train >= sizes.d:
         return EXACT_TOL
     if strategy == "direct":
-        # What Q is off by counts squared in the loss, and not at all at the certified end: tight
-        # enough that one look at the true model suffices.  A duality gap asks for more.
+        # What Q is off by counts squared in the loss.  Tight enough that the first look at the true
+        # model is nearly always the last; a duality gap asks for more.
         share = 0.5 if options.loss == "mse" else 0.1
         return min(1e-3, share * math.sqrt(options.tol / top))
     if sizes.n_train == sizes.n:

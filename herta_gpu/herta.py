@@ -235,15 +235,7 @@ class HERTA(Estimator):
         # for t = 1..T: u <- X P' w - y_hat, two solves, g <- P' X^T u'', w <- w - eta g
         run = Training(self, backend, Y, P, spectrum, features, stages, callback, checkpoint)
         with stages("train"):
-            w, Z = P.w_start, P.Z_start
-            if self.loss != "mse":
-                w, Z = backend.xp.zeros_like(P.w_start), None
-            if plan.recipe.keep_rows and P.rows is not None:
-                w, Z = run.loop(DenseMap(P.rows, backend), w, certified=False).w, None
-            elif plan.loop_samples is not None:
-                H_loop = self._sparsified(H, plan.loop_samples)
-                A_loop = UnfoldedMap(H_loop, features, rows, plan.solve_width)
-                w, Z = run.loop(A_loop, w, certified=False).w, None
+            w, Z = self._start(run, P, A)
             point = run.loop(A, w, certified=True, Z=Z)
 
         # Output: W = P^-1/2 w, not w: the loop ran in preconditioned coordinates.
@@ -401,6 +393,20 @@ class HERTA(Estimator):
                 return P.for_training(A.H.backend), spectrum
             recipe.exact, recipe.degree = True, chebyshev_degree(A.H, EXACT_TOL)
             plan.decisions.append(("Q again", "float64", "P missed too much of the Hessian"))
+
+    def _start(
+        self, run: Training, P: Preconditioner, A: UnfoldedMap
+    ) -> tuple[Array, Array | None]:
+        """Where the loop starts, and what is known of Z there: a cheaper model may go first."""
+        plan, backend = self.plan_, A.H.backend
+        w = P.w_start if self.loss == "mse" else backend.xp.zeros_like(P.w_start)
+        if plan.recipe.keep_rows and P.rows is not None:
+            return run.loop(DenseMap(P.rows, backend), w, certified=False).w, None
+        if plan.loop_samples is not None:
+            H_loop = self._sparsified(A.H, plan.loop_samples)
+            A_loop = UnfoldedMap(H_loop, A.X, A.train, A.width)
+            return run.loop(A_loop, w, certified=False).w, None
+        return w, P.Z_start if self.loss == "mse" else None
 
     def _check_fitted(self) -> None:
         if not hasattr(self, "W_"):
