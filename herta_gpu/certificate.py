@@ -11,7 +11,11 @@ that holds the eigenvalues of P^-1/2 T P^-1/2 (T: the Hessian).
 * ridge > 0: strong convexity gives G = ||g||^2 / (2 ridge), the duality gap at the natural point.
 * MSE: G = ||P^-1/2 g||^2 / (2 a), with a > 0 proven from the error of the polynomial behind Q,
   computed from R = X - H Q (deterministic), or from Lanczos with a random start (probabilistic).
-* otherwise there is no bound, and none is printed.
+* otherwise there is no relative bound, and none is printed.
+
+Rounding counts like a residual: each point brings bounds of what it may have done (`Rounding`).
+The spectral kinds hold over the features that P kept.  Where those are not all, the certificate
+says so, and the fit is not "certified" but "certified-reduced".
 """
 
 from __future__ import annotations
@@ -28,11 +32,14 @@ from herta_gpu.solver import block_cg
 from herta_gpu.unfolded import Point, UnfoldedMap
 
 LANCZOS_STEPS = 20
+_MOST_STEPS = 160  # of Lanczos, where fewer leave too little of a
 _LANCZOS_TOL = 1e-4
 _LANCZOS_LEAST_TOL = 1e-12
 _BLUR = 0.05  # movement of the Ritz values that makes tighter solves worth it
 _USEFUL = 0.02  # a below this makes the certificate too pessimistic to be worth having
 _PROVEN = 0.1  # below this it is worth measuring what rounding really did
+_SLACK = 0.1  # departure of P from Q^T Q + ridge beyond which nothing is built on that form
+_LEAST_UNIT = 1e-25  # of a column of X below which float32 loses digits to underflow
 _ENOUGH = 0.1  # rho below this is not worth a better bound
 _MEASURED = 0.3  # nor is this, once R had to be measured
 
@@ -46,13 +53,16 @@ class Certificate:
     value : float
         (objective - optimum) / optimum is at most this; inf when nothing is proven.
     kind : str
-        "duality", "spectral-proven", "spectral-deterministic", "spectral-probabilistic" or "none".
+        "duality", "spectral-proven", "spectral-deterministic", "spectral-probabilistic",
+        "nonnegative" (the objective itself bounds the gap) or "none".
     probability : float
         That the bound fails, over the random start of Lanczos; 0 for the other kinds.
     gap : float
         The bound of objective - optimum itself.
     note : str
-        Against which optimum, or why there is no certificate.
+        What else there is to know, or why there is no certificate.
+    kept, features : int
+        The bound is against the optimum over so many features, of so many that were given.
     """
 
     value: float
@@ -60,15 +70,31 @@ class Certificate:
     probability: float = 0.0
     gap: float = math.inf
     note: str = ""
+    kept: int = 0
+    features: int = 0
+
+    @property
+    def reduced(self) -> bool:
+        """Whether some features had to be left out of what is proven."""
+        return self.kept < self.features
+
+    @property
+    def over(self) -> str:
+        """ " over 1,431 of 1,433 features" where some had to be left out, or nothing."""
+        return f" over {self.kept:,} of {self.features:,} features" if self.reduced else ""
 
     def __str__(self) -> str:
         if self.kind == "none":
             return f"no certificate ({self.note})"
+        if self.kind == "nonnegative":
+            return f"gap <= {self.gap:.2e}, the objective itself: no objective is below 0"
         if self.value == math.inf:
-            return f"gap <= {self.gap:.2e}, of an optimum too close to 0 for a relative gap"
+            return (
+                f"gap <= {self.gap:.2e}{self.over}, of an optimum too close to 0 for a relative gap"
+            )
         chance = f", fails with probability <= {self.probability:.1e}" if self.probability else ""
         note = f"; {self.note}" if self.note else ""
-        return f"relative gap <= {self.value:.2e} ({self.kind}{chance}{note})"
+        return f"relative gap <= {self.value:.2e}{self.over} ({self.kind}{chance}{note})"
 
 
 @dataclass(frozen=True)
@@ -83,7 +109,6 @@ class Spectrum:
     norm: float
     kind: str
     probability: float = 0.0
-    note: str = ""
 
     @property
     def kappa(self) -> float:
@@ -96,7 +121,7 @@ def choose_spectrum(
 ) -> Spectrum | None:
     """Bounds of the preconditioned Hessian: the cheapest of those planned that holds."""
     found = None
-    if P.Q_all is not None and not P.damped and P.factor.rank > 0:
+    if P.Q_all is not None and _as_claimed(P, A):
         outside = _outside(P, A)
         found = proven_spectrum(P, A, outside)
         if found is None and kind == "spectral-deterministic":
@@ -104,6 +129,17 @@ def choose_spectrum(
     if found is None and kind.startswith("spectral"):
         found = probabilistic_spectrum(P, A, ridge, seed)
     return found
+
+
+def _as_claimed(P: Preconditioner, A: UnfoldedMap) -> bool:
+    """Whether P is Q^T Q + ridge to within rounding, and Q free of underflow."""
+    if P.factor.rank == 0 or not P.factor.slack < _SLACK:
+        return False
+    units = A.X.column_norms
+    if P.Q_all is None or P.Q_all.dtype == np.float64:
+        return True
+    fine = (units > _LEAST_UNIT) & (units < 1 / _LEAST_UNIT)
+    return bool(((units == 0) | fine).all())  # synchronize!
 
 
 # Both of the next two start from | ||A v|| - ||M Q v|| | <= ||(H^-1 X - Q) v|| <= rho for
@@ -119,7 +155,7 @@ def proven_spectrum(P: Preconditioner, A: UnfoldedMap, outside: float) -> Spectr
     sizes = xp.sqrt(norms2) * (relative / (1 - eps - relative))
     rounding = P.factor.amplified(sizes)
     rho = eps / (1 - eps) * (math.sqrt(1 + outside) + rounding) + rounding
-    return _around_one(rho, outside, "spectral-proven", P.factor.note, least=_PROVEN)
+    return _around_one(rho, outside, P.factor.slack, "spectral-proven", least=_PROVEN)
 
 
 def measured_spectrum(P: Preconditioner, A: UnfoldedMap, outside: float) -> Spectrum | None:
@@ -127,15 +163,19 @@ def measured_spectrum(P: Preconditioner, A: UnfoldedMap, outside: float) -> Spec
     assert P.Q_all is not None
     RtR = residual_gram(A.H, A.X, P.Q_all, A.width)
     rho = math.sqrt(_norm_bound(_congruent(P, RtR), A.H.backend, _MEASURED**2))
-    return _around_one(rho, outside, "spectral-deterministic", P.factor.note, least=_USEFUL)
+    return _around_one(rho, outside, P.factor.slack, "spectral-deterministic", least=_USEFUL)
 
 
-def _around_one(rho: float, outside: float, kind: str, note: str, least: float) -> Spectrum | None:
-    if not rho < 1 or (1 - rho) ** 2 < least:
+def _around_one(
+    rho: float, outside: float, slack: float, kind: str, least: float
+) -> Spectrum | None:
+    """[(1 - rho)^2, (1 + rho)^2], widened by how far P may be from Q^T Q + ridge."""
+    low, high = math.sqrt(1 - slack) - rho, math.sqrt(1 + slack) + rho
+    if not low > 0 or low**2 < least:
         return None
     # P = Q^T Q over the training rows (+ ridge), so ||Q P^-1/2||^2 <= 1 + the rows outside.
-    norm = math.sqrt(1 + outside) + rho
-    return Spectrum((1 - rho) ** 2, (1 + rho) ** 2, norm, kind, note=note)
+    norm = math.sqrt(1 + slack + outside) + rho
+    return Spectrum(low**2, high**2, norm, kind)
 
 
 def _outside(P: Preconditioner, A: UnfoldedMap) -> float:
@@ -193,22 +233,33 @@ def probabilistic_spectrum(
     if P.damped:
         return None
     if P.factor.rank == 0:  # the training rows see nothing of X: every W is optimal
-        return Spectrum(1.0, 1.0, 0.0, "spectral-deterministic", note=P.factor.note)
-    tol = _LANCZOS_TOL
+        return Spectrum(1.0, 1.0, 0.0, "spectral-deterministic")
+    tol, steps, most = _LANCZOS_TOL, LANCZOS_STEPS, min(P.factor.rank, _MOST_STEPS)
     while True:
-        found, slip = _ritz_bounds(P, A, ridge, seed, tol)
-        # Where ||H^-1 X P^-1/2|| is large, it is the solves that blur the picture: solve tighter.
-        if found.kind != "estimate" or slip < _BLUR or tol <= _LANCZOS_LEAST_TOL:
+        bounds = _ritz_bounds(P, A, ridge, seed, tol, steps)
+        if bounds is None:
+            return None
+        found, slip = bounds
+        if found.kind != "estimate":
             return found
-        tol = max(_LANCZOS_LEAST_TOL, tol * min(0.1, 0.1 * _BLUR / slip))
+        if slip >= _BLUR and tol > _LANCZOS_LEAST_TOL:
+            # Where ||H^-1 X P^-1/2|| is large, it is the solves that blur the picture.
+            tol = max(_LANCZOS_LEAST_TOL, tol * min(0.1, 0.1 * _BLUR / slip))
+        elif steps < most and found.a > _USEFUL:
+            steps = 4 * steps  # the eigenvalues are fine, but what Lanczos may miss is not
+        else:
+            return found
 
 
 def _ritz_bounds(
-    P: Preconditioner, A: UnfoldedMap, ridge: float, seed: int, tol: float
-) -> tuple[Spectrum, float]:
+    P: Preconditioner, A: UnfoldedMap, ridge: float, seed: int, tol: float, steps: int
+) -> tuple[Spectrum, float] | None:
     """Bounds from Ritz values, and how far inexact products may have moved those."""
     n, rank = A.H.n, P.factor.rank
-    ritz, r1, r2, whole = _two_lanczos(P, A, ridge, seed, tol)
+    found = _two_lanczos(P, A, ridge, seed, tol, steps)
+    if found is None:
+        return None
+    ritz, (r1, r2, r3), whole = found
     steps = min(values.shape[0] for values in ritz)
     miss = (math.log(1.648 * math.sqrt(rank) * 3 * n) / (2 * steps - 1)) ** 2
     if whole:
@@ -219,12 +270,12 @@ def _ritz_bounds(
         return estimate, 0.0
     b, norm = top / (1 - miss), math.sqrt(float(ritz[1][-1]) / (1 - miss))
     # Inexact products move the Ritz values, and the Krylov space they are taken from.
-    slip = 3 * (math.sqrt(b) * r1 + norm * r2)
+    slip = 3 * (math.sqrt(b) * r1 + norm * r2 + r3)
     b, low = b + slip, low - slip
     a = b - (b - low) / (1 - miss)
-    if a < _USEFUL:
+    if not a >= _USEFUL:
         return estimate, slip
-    return Spectrum(a, b, norm + slip, "spectral-probabilistic", 1.0 / n, P.factor.note), slip
+    return Spectrum(a, b, norm + slip, "spectral-probabilistic", 1.0 / n), slip
 
 
 def ritz_interval(
@@ -233,25 +284,32 @@ def ritz_interval(
     """An estimate, not a bound, of the spectrum of the preconditioned Hessian."""
     if P.factor.rank == 0:
         return 1.0, 1.0
-    values = _two_lanczos(P, A, ridge, seed, _LANCZOS_TOL)[0][0]
+    found = _two_lanczos(P, A, ridge, seed, _LANCZOS_TOL, LANCZOS_STEPS)
+    if found is None:
+        return 1.0, 1.0
+    values = found[0][0]
     top = max(float(values[-1]), 1e-300)
     return max(float(values[0]), 1e-6 * top), top
 
 
 def _two_lanczos(
-    P: Preconditioner, A: UnfoldedMap, ridge: float, seed: int, tol: float
-) -> tuple[list[Any], float, float, bool]:
-    """Ritz values of both processes, sums of the solves' residuals, and whether either process
-    ended because nothing was left outside its space."""
+    P: Preconditioner, A: UnfoldedMap, ridge: float, seed: int, tol: float, most: int
+) -> tuple[list[Any], tuple[float, float, float], bool] | None:
+    """Ritz values of both processes, how far the products were off (forward, adjoint, and X^T by
+    rounding), and whether either process ended because nothing was left outside its space.
+
+    None where a product overflowed.
+    """
     H, X, xp = A.H, A.X, A.H.backend.xp
     dim = P.w_start.shape[0]
     v = H.backend.asarray(np.random.default_rng(seed).standard_normal((dim, 2)))
-    steps = min(LANCZOS_STEPS, P.factor.rank)
+    steps = min(most, P.factor.rank)
     mask = xp.zeros((H.n, 1), dtype=bool)
     mask[A.train] = True
     bases = [xp.zeros((steps, dim)), xp.zeros((steps, dim))]
     images = [xp.zeros((steps, dim)), xp.zeros((steps, dim))]
-    r1 = r2 = 0.0
+    r1 = r2 = r3 = 0.0
+    transposed = P.factor.amplified(X.transpose_rounding())
     whole = steps == P.factor.rank
     for j in range(steps):
         before = xp.linalg.norm(v, axis=0)
@@ -270,13 +328,16 @@ def _two_lanczos(
         V, back = block_cg(H, Z, tol)
         v = P.factor.half_T(X.transpose_times(V) + ridge * W)
         images[0][j], images[1][j] = v[:, 0], v[:, 1]
-        r1 += float(there.residuals.max()) ** 2
-        r2 += float(back.residuals.max()) ** 2
+        r1 += (float(there.residuals.max()) + A.forward_rounding(W, Z)) ** 2
+        r2 += (float(back.residuals.max()) + A.adjoint_rounding(V)) ** 2
+        r3 += (transposed * A.size(V)) ** 2
     ritz = []
     for basis, image in zip(bases, images, strict=True):
         T = H.backend.to_numpy(basis[:steps] @ image[:steps].T)  # synchronize!
+        if not np.isfinite(T).all():
+            return None
         ritz.append(np.linalg.eigvalsh((T + T.T) / 2))
-    return ritz, math.sqrt(r1), math.sqrt(r2), whole
+    return ritz, (math.sqrt(r1), math.sqrt(r2), math.sqrt(r3)), whole
 
 
 def _orthogonalise(v: Array, bases: list[Array], j: int) -> None:
@@ -285,26 +346,35 @@ def _orthogonalise(v: Array, bases: list[Array], j: int) -> None:
 
 
 def gradient_error(point: Point, spectrum: Spectrum) -> float:
-    """How far the preconditioned gradient can be off."""
+    """How far the solves can have moved the preconditioned gradient; rounding apart."""
     return math.sqrt(spectrum.b) * point.forward_residual + spectrum.norm * point.adjoint_residual
 
 
 def certify(
-    point: Point, spectrum: Spectrum | None, ridge: float, X_norm: float, why_not: str
+    point: Point,
+    spectrum: Spectrum | None,
+    P: Preconditioner,
+    ridge: float,
+    X_norm: float,
+    why_not: str,
 ) -> Certificate:
     """The best certificate that is valid at `point`."""
-    choices = []
+    choices, rounding = [], point.rounding
     if ridge > 0:
         error = X_norm * (point.forward_residual + point.adjoint_residual)
+        error += X_norm * (rounding.forward + rounding.adjoint) + norm(rounding.transposed)
         size = norm(point.gradient) + error
-        choices.append((size**2 / (2 * ridge), "duality", 0.0, ""))
+        choices.append((size**2 / (2 * ridge), "duality", 0.0, "", P.features))
     if spectrum is not None and spectrum.kind != "estimate":
-        size = norm(point.g) + gradient_error(point, spectrum)
+        error = gradient_error(point, spectrum)
+        error += math.sqrt(spectrum.b) * rounding.forward + spectrum.norm * rounding.adjoint
+        size = norm(point.g) + error + P.factor.amplified(rounding.transposed)
         gap = size**2 / (2 * spectrum.a)
-        choices.append((gap, spectrum.kind, spectrum.probability, spectrum.note))
+        choices.append((gap, spectrum.kind, spectrum.probability, P.note, P.kept))
     if not choices:
-        return Certificate(math.inf, "none", note=why_not)
-    gap, kind, probability, note = min(choices)
+        return Certificate(math.inf, "none", note=why_not, kept=P.features, features=P.features)
+    gap, kind, probability, note, kept = min(choices)
     below = point.objective - point.objective_error - gap
     value = gap / below if below > 0 else math.inf
-    return Certificate(value, kind, probability, gap, note)
+    value = 0.0 if gap == 0 else value  # an optimum of exactly 0 that was reached
+    return Certificate(value, kind, probability, gap, note, kept, P.features)

@@ -14,6 +14,7 @@ from herta_gpu.solver import BLOCK_WIDTH, RegularizedLaplacian, chebyshev_degree
 # A feature that only occurs outside the training rows reaches them through many hops, weakly: it
 # takes a polynomial of high degree in float64 to see it as the Hessian does.
 EXACT_TOL = 1e-9
+_ROW_SPACE_TOL = 1e-10
 
 # Measured on the compiled CPU backend, per non-zero plus four per node and column (seconds).  CG
 # runs on few columns and measures true residuals in float64: hence more than its share of memory.
@@ -102,8 +103,8 @@ def Q_tolerance(H: RegularizedLaplacian, sizes: Sizes, options: Options, strateg
 
 
 def row_tolerance(options: Options) -> float:
-    """How well H^-1 M^T must be solved for."""
-    return min(1e-4, math.sqrt(options.tol) / 10)
+    """How well H^-1 M^T must be solved for; without a ridge its rows must span what A's do."""
+    return _ROW_SPACE_TOL if options.ridge == 0 else min(1e-4, math.sqrt(options.tol) / 10)
 
 
 def strategy_costs(H: RegularizedLaplacian, sizes: Sizes, options: Options) -> dict[str, float]:

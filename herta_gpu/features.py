@@ -8,6 +8,7 @@ copied whole and no digit is lost to the sums.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ import scipy.sparse as sp
 from herta_gpu.backends.base import Array, Backend, Blocks, Part
 from herta_gpu.interop import on_device, take_rows
 
+_UNIT = 0.5 * float(np.finfo(np.float64).eps)  # what one operation rounds
 _CHUNK_BYTES = 16 << 20  # of float64 copies of rows of X at most, and a small part of the budget
 
 
@@ -86,6 +88,7 @@ class Features:
         mixed = xp.sqrt(by_row * by_column.max())
         return float(xp.minimum(xp.sqrt(squares), mixed)) * (1 + 1e-10)  # synchronize!
 
+    @cached_property
     def column_norms(self) -> Array:
         """(d,) Euclidean norms of the columns: their units."""
         xp, (n, d) = self.backend.xp, self.shape
@@ -98,6 +101,43 @@ class Features:
             squares = squares + (part**2).sum(axis=0)
         return xp.sqrt(squares)
 
+    def times_rounding(self, W: Array) -> float:
+        """A bound of ||computed X W - X W||_F: sums of d terms each."""
+        rows = self.backend.xp.sqrt((W * W).sum(axis=1))
+        return (self.shape[1] + 2) * _UNIT * float((self.column_norms * rows).sum())  # synchronize!
+
+    def transpose_rounding(self) -> Array:
+        """(d,) bounds of the row norms of (computed X^T V - X^T V), for ||V||_F = 1.
+
+        A dense X is summed chunk by chunk, which rounds less often than there are rows.
+        """
+        n, chunk = self.shape[0], _rows_at_once(self.shape[1], self._chunk_bytes)
+        terms = n if self.sparse else min(n, chunk) + -(-n // chunk)
+        return (terms + 2) * _UNIT * self.column_norms
+
+    def distinct_columns(self, at: Any) -> int:
+        """How many different columns X has on the rows `at` (a mask of the host), zeros apart.
+
+        Columns are compared by 64-bit sums of scrambled bits: two different ones are taken for
+        equal with a probability of about 2^-64.
+        """
+        if self.sparse:
+            hashes = self._sparse_hashes(at)
+        else:
+            hashes = np.zeros(self.shape[1], dtype=np.uint64)
+            for rows, part in self._chunks():
+                bits = _scrambled(self.backend.to_numpy(part) + 0.0)  # -0.0 is 0.0
+                hashes += (bits * _row_keys(rows.start, rows.stop, at)[:, None]).sum(axis=0)
+        return int(np.unique(hashes[hashes != 0]).shape[0])
+
+    def _sparse_hashes(self, at: Any) -> Any:
+        columns, get = self._transposed, self.backend.to_numpy
+        values, rows, indptr = (get(a) for a in (columns.data, columns.indices, columns.indptr))
+        sums = np.zeros(values.shape[0] + 1, dtype=np.uint64)
+        keys = _row_keys(0, self.shape[0], at)
+        np.cumsum(_scrambled(values + 0.0) * keys[rows], out=sums[1:])
+        return sums[indptr[1:]] - sums[indptr[:-1]]
+
     def _chunks(self) -> Iterator[tuple[slice, Array]]:
         """Rows of X in float64, made so on the device: fewer bytes to send."""
         wide = in_float64(self.backend.xp)
@@ -108,6 +148,23 @@ class Features:
         """X[:, start:stop] in runs of rows that are not too large as float64."""
         n, rows = self.shape[0], _rows_at_once(stop - start, self._chunk_bytes)
         return [(slice(a, min(a + rows, n)), slice(start, stop)) for a in range(0, n, rows)]
+
+
+def _mixed(bits: Any) -> Any:
+    """A bijection of 64-bit numbers that keeps 0 and scatters everything else (splitmix64)."""
+    bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return bits ^ (bits >> np.uint64(31))
+
+
+def _scrambled(values: Any) -> Any:
+    return _mixed(np.ascontiguousarray(values, dtype=np.float64).view(np.uint64))
+
+
+def _row_keys(start: int, stop: int, at: Any) -> Any:
+    """One odd random number per row; 0 for the rows that do not count."""
+    rows = np.arange(start + 1, stop + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    return np.where(at[start:stop], _mixed(rows) | np.uint64(1), np.uint64(0))
 
 
 def in_float64(xp: Any) -> Callable[[Array], Array]:

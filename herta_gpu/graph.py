@@ -125,6 +125,11 @@ class Graph:
         """Connected components, isolated nodes included."""
         return int(sp.csgraph.connected_components(self._adjacency_off(), directed=False)[0])
 
+    def connected_to(self, rows: Any) -> NDArray[np.bool_]:
+        """Which stored rows are in a component with one of `rows`; H^-1 mixes no others in."""
+        _, label = sp.csgraph.connected_components(self._adjacency_off(), directed=False)
+        return np.isin(label, np.unique(label[rows]))
+
     def edges(self) -> Edges:
         """(u, v, weight) of each edge once, without self-loops; weight is None if all are 1."""
         row = np.repeat(np.arange(self.num_nodes), np.diff(self.indptr))

@@ -127,8 +127,15 @@ class HERTA(Estimator):
     history_ : list of dict
         One per outer step: step, loss (the objective), grad_norm, certificate, inner_iterations,
         seconds.  The first entry is the starting point.
+    warm_history_ : list of dict
+        The same for steps on a cheaper model that went first (a stored A, or a sampled graph).
     certificate_ : Certificate
-    status_ : "certified", "converged" (uncertified), "max_iter" or "stagnated"
+    status_ : str
+        "certified": the relative gap is proven to be at most tol, for the problem as given.
+        "certified-reduced": the same over fewer features, as the others could not be told from
+        combinations of them; see ``certificate_.kept``.  "converged": nothing is left to gain by
+        all signs, but that is not proven.  "max_iter", "stagnated" (rounding forbids more) or
+        "diverged".
     plan_ : Plan
     spectrum_ : Spectrum or None
         What is known of the preconditioned Hessian; ``kappa`` bounds its condition number.
@@ -242,6 +249,7 @@ class HERTA(Estimator):
         self.W_ = backend.to_numpy(point.W)  # synchronize!
         self.classes_, self._flat = targets.classes, targets.flat
         self.history_, self.certificate_, self.status_ = run.history, run.certificate, run.status
+        self.warm_history_ = run.warm_history
         self.stages_, self.n_features_in_, self.spectrum_ = stages.seconds, X.shape[1], spectrum
         return self
 

@@ -6,6 +6,7 @@ W, the loss along a direction costs no solve: line searches are exact and free.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from herta_gpu.backends.base import Array
@@ -21,6 +22,7 @@ class Loss(Protocol):
     def value(self, xp: Any, F: Array, Y: Array) -> float: ...
     def residual(self, xp: Any, F: Array, Y: Array) -> Array: ...
     def curvature(self, xp: Any, F: Array) -> float: ...
+    def second(self, xp: Any, F: Array) -> Callable[[int, int], Array]: ...
     def step(self, xp: Any, F: Array, FD: Array, Y: Array, ridge: tuple[Array, Array]) -> Array: ...
 
 
@@ -39,6 +41,10 @@ class MSE:
     def curvature(self, xp: Any, F: Array) -> float:
         """The mean diagonal of the Hessian with respect to F."""
         return 1.0
+
+    def second(self, xp: Any, F: Array) -> Callable[[int, int], Array]:
+        """The function (a, b) -> (n_train,) second derivatives with respect to columns of F."""
+        return lambda a, b: xp.full(F.shape[0], float(a == b))
 
     def step(self, xp: Any, F: Array, FD: Array, Y: Array, ridge: tuple[Array, Array]) -> Array:
         """The minimiser of the objective along each column of the direction.
@@ -66,6 +72,10 @@ class CrossEntropy:
     def curvature(self, xp: Any, F: Array) -> float:
         S = _softmax(xp, F)
         return float(xp.mean(S * (1 - S)))  # synchronize!
+
+    def second(self, xp: Any, F: Array) -> Callable[[int, int], Array]:
+        S = _softmax(xp, F)
+        return lambda a, b: S[:, a] * (float(a == b) - S[:, b])
 
     def step(self, xp: Any, F: Array, FD: Array, Y: Array, ridge: tuple[Array, Array]) -> Array:
         """The minimiser along the direction, by Newton's method kept inside a bracket."""

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from herta_gpu.backends.base import Array
+from herta_gpu.backends.base import Array, Backend
+from herta_gpu.factors import Factor
+from herta_gpu.losses import Loss
 
 LBFGS_MEMORY = 20
 
@@ -122,6 +124,49 @@ class LBFGS:
         for (s, y, rho), a in zip(self._pairs, reversed(coefficients), strict=True):
             q = q + s * (a - rho * xp.sum(y * q))
         return -q
+
+
+class Newton:
+    """Newton's method for cross entropy, with the whole Hessian on the rows of a stored A.
+
+    In the coordinates w = C^-1 W and with B = A C, its block for the classes a and b is
+    B^T diag(s_a (delta_ab - s_b)) B + delta_ab ridge C^T C, s the softmax.
+    """
+
+    searches = True
+
+    def __init__(
+        self, backend: Backend, loss: Loss, A: Array, factor: Factor, rank: int, ridge: float
+    ) -> None:
+        self.backend, self.loss = backend, loss
+        C = factor.half(backend.xp.eye(rank))
+        self.B = backend.matmul(A.astype("float64"), C)
+        self.ridge = ridge * backend.matmul(C.T, C)
+
+    def direction(self, w: Array, g: Array) -> Array:
+        xp, (r, c) = self.backend.xp, w.shape
+        hessian = self._hessian(self.backend.matmul(self.B, w), r, c)
+        diagonal = xp.arange(r * c)
+        lift = 1e-14 * float(hessian.diagonal().sum())  # synchronize!
+        L = None
+        while L is None:  # rounding may leave it a little indefinite
+            hessian[diagonal, diagonal] += lift
+            L, lift = self.backend.cholesky(hessian), 100 * lift
+        rhs = xp.ascontiguousarray(g.T).reshape(r * c, 1)
+        found = self.backend.solve_triangular(L, self.backend.solve_triangular(L, rhs), trans=True)
+        return -xp.ascontiguousarray(found.reshape(c, r).T)
+
+    def _hessian(self, F: Array, r: int, c: int) -> Array:
+        xp, weights = self.backend.xp, self.loss.second(self.backend.xp, F)
+        hessian = xp.zeros((r * c, r * c))
+        for a in range(c):
+            rows = slice(a * r, (a + 1) * r)
+            for b in range(a + 1):
+                columns = slice(b * r, (b + 1) * r)
+                block = self.backend.matmul(self.B.T, weights(a, b)[:, None] * self.B)
+                hessian[rows, columns] = block + self.ridge if a == b else block
+                hessian[columns, rows] = hessian[rows, columns].T
+        return hessian
 
 
 OPTIMIZERS = ("cg", "gd", "momentum", "adam", "lbfgs")

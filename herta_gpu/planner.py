@@ -78,7 +78,7 @@ def make_plan(H: RegularizedLaplacian, sizes: Sizes, options: Options) -> Plan:
     cost = strategy_costs(H, sizes, options)
     strategy = _strategy(sizes, options, cost, decisions)
     n_samples = _samples(H, sizes, options, strategy, decisions)
-    by_rows = strategy == "direct" and sizes.n_train < sizes.d and n_samples is None
+    by_rows = _by_rows(sizes, options, strategy, n_samples)
     degree = chebyshev_degree(H, Q_tolerance(H, sizes, options, strategy))
     certificate = _certificate(H, sizes, options, by_rows, n_samples)
     keep_rows = options.loss == "ce" and strategy == "direct"
@@ -183,6 +183,14 @@ def _n_lambda(H: RegularizedLaplacian) -> float:
         # The sum of w (1/d_u + 1/d_v) over the edges is that of dt_u/d_u < 1 over the nodes.
         return H.n / (1.0 + 1.0 / H.lam)
     return float(degree_scores(H.graph, H.lam).sum())
+
+
+def _by_rows(sizes: Sizes, options: Options, strategy: str, n_samples: int | None) -> bool:
+    """Whether to solve for H^-1 M^T, fewer columns than H^-1 X has, and to know A itself."""
+    if sizes.n_train >= sizes.d or n_samples is not None or not options.precondition:
+        return False
+    # Without a ridge the rows of an approximate Q would span another space than those of A.
+    return strategy == "direct" or (options.ridge == 0 and options.sketch in ("auto", False))
 
 
 def _loop_samples(

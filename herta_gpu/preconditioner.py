@@ -15,7 +15,15 @@ from functools import partial
 import numpy as np
 
 from herta_gpu.backends.base import Array, Backend
-from herta_gpu.factors import DenseGram, Factor, Gram, Identity, LowRankGram
+from herta_gpu.factors import (
+    RANK_CUT,
+    DenseGram,
+    Factor,
+    Gram,
+    Identity,
+    LowRankGram,
+    RowSpaceGram,
+)
 from herta_gpu.features import Features, in_float64
 from herta_gpu.solver import (
     RegularizedLaplacian,
@@ -46,11 +54,27 @@ class Preconditioner:
     w_start: Array  # P^-1/2 Q^T Y, so that W = P^-1 Q^T Y: least squares on Q, the warm start
     Q_error: float  # proven ||p(H) x - H^-1 x|| <= Q_error ||H^-1 x||; inf on L_tilde or a sketch
     Q_rounding: float  # proven, too: ||Q - p(H) x|| <= Q_rounding ||H^-1 x||
-    degree: int  # of the polynomial behind Q
-    damped: bool  # P carries an extra multiple of I that the Hessian does not have
+    damped: bool  # P carries a large multiple of I that the Hessian does not have
+    features: int  # d
+    kept: int  # features that what is proven speaks of; fewer than d where some had to go
     rows: Array | None = None  # training rows of Q, kept for training on Q itself
     Q_all: Array | None = None  # Q on all rows, kept for the certificate
     Z_start: Array | None = None  # Q W at w_start, on all rows: training starts close to Z
+
+    @property
+    def fragile(self) -> bool:
+        """Whether the coordinates amplify small errors of the solves beyond what is watched."""
+        return self.damped or isinstance(self.gram, RowSpaceGram)
+
+    @property
+    def note(self) -> str:
+        """What was cut or added on the way to P, for the user."""
+        if self.kept == self.features:
+            return self.factor.note
+        return (
+            f"on the training rows {self.features - self.kept:,} features add less than "
+            f"{RANK_CUT**0.5:.0e} to the span of the others; their optimum is not known"
+        )
 
     def for_training(self, backend: Backend) -> Preconditioner:
         """Without Q on all rows, the largest block there is, but with what it says of Z."""
@@ -73,7 +97,7 @@ class Preconditioner:
 def no_preconditioner(backend: Backend, d: int, c: int) -> Preconditioner:
     """W itself, started from zero as the paper does."""
     return Preconditioner(
-        Identity(d), None, backend.xp.zeros((d, c)), float("inf"), float("inf"), 0, damped=False
+        Identity(d), None, backend.xp.zeros((d, c)), float("inf"), float("inf"), False, d, d
     )
 
 
@@ -128,21 +152,38 @@ def build(
         error = chebyshev_error(H_tilde, recipe.degree)
         narrowest = min(J.stop - J.start for J in recipe.blocks(d))
         rounding = chebyshev_rounding(H_tilde, recipe.dtype(H_tilde), narrowest)
-    damped = ridge == 0 and rows.shape[0] < d
+    whole_rows = recipe.by_rows and ridge == 0  # the rows of A itself: no other is missing
+    damped = ridge == 0 and rows.shape[0] < d and not whole_rows
     few = min(rows.shape[0], Q.shape[0])  # a sketch may have fewer
     low_rank = (damped or ridge > 0) and 2 * few < d
     sketched = "QtY" in made  # made with the sketch, from Q itself
-    dense, QtY = products(backend, Q, None if sketched else Y, at, with_gram=not low_rank)
+    with_gram = not (low_rank or whole_rows)
+    dense, QtY = products(backend, Q, None if sketched else Y, at, with_gram)
     QtY = made["QtY"] if sketched else QtY
-    if low_rank:
-        QtQ: Gram = LowRankGram.of_rows(backend, Q if at is None else Q[at], damped)
+    if whole_rows:
+        QtQ: Gram = RowSpaceGram.of_rows(backend, Q, X.column_norms)
+    elif low_rank:
+        QtQ = LowRankGram.of_rows(backend, Q if at is None else Q[at])
     else:
-        QtQ = DenseGram(backend, dense, X.column_norms(), damped)
+        count = Q.shape[0] if at is None else rows.shape[0]
+        QtQ = DenseGram(backend, dense, X.column_norms, damped, _gram_rounding(count, d))
     factor = QtQ.factor(recipe.curvature, ridge, recipe.symmetric)
-    kept = Q if recipe.keep_rows and recipe.sketch_rows is None else None
-    Q_all = Q if recipe.all_rows else None
+    if isinstance(QtQ, DenseGram) and factor.rank < d:
+        seen = X.distinct_columns(H.graph.connected_to(backend.to_numpy(rows)))  # synchronize!
+        kept = d - max(0, seen - factor.rank)
+    else:
+        kept = d
     return Preconditioner(
-        factor, QtQ, factor.half_T(QtY), error, rounding, recipe.degree, damped, kept, Q_all
+        factor,
+        QtQ,
+        factor.half_T(QtY),
+        error,
+        rounding,
+        damped,
+        d,
+        kept,
+        rows=Q if recipe.keep_rows and recipe.sketch_rows is None else None,
+        Q_all=Q if recipe.all_rows else None,
     )
 
 
@@ -242,7 +283,7 @@ def products(
     xp, d, count = backend.xp, Q.shape[1], Q.shape[0] if at is None else at.shape[0]
     QtQ = xp.zeros((d, d) if with_gram else (0, 0))
     QtY = xp.zeros((d, 0 if Y is None else Y.shape[1]))
-    step, wide = max(1, d, _GRAM_BYTES // (8 * max(d, 1))), in_float64(xp)
+    step, wide = _gram_step(d), in_float64(xp)
     for a in range(0, count, step):
         rows = slice(a, min(a + step, count))
         part = wide(Q[rows] if at is None else Q[at[rows]])
@@ -251,3 +292,14 @@ def products(
         if Y is not None:
             QtY += backend.matmul(part.T, Y[rows])
     return QtQ, QtY
+
+
+def _gram_step(d: int) -> int:
+    """Rows of Q that a Gram matrix takes at a time."""
+    return max(1, d, _GRAM_BYTES // (8 * max(d, 1)))
+
+
+def _gram_rounding(count: int, d: int) -> float:
+    """|error of entry i, j| <= this |q_i| |q_j|: sums over chunks of sums over rows."""
+    step = _gram_step(d)
+    return (min(count, step) + -(-count // step) + 2) * 0.5 * float(np.finfo(np.float64).eps)

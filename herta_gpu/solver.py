@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -62,6 +63,17 @@ class RegularizedLaplacian:
     def lambda_max(self) -> float:
         """Upper bound of the spectrum; the lower bound is 1."""
         return 1.0 + self.lam * self.laplacian().lambda_max
+
+    @cached_property
+    def most_neighbours(self) -> float:
+        """The largest number of terms in a sum over neighbours."""
+        indptr = self.graph.indptr
+        return float((indptr[1:] - indptr[:-1]).max(initial=0))  # synchronize!
+
+    def rounding(self, columns: int) -> float:
+        """||computed B - H Z less the true one|| <= this ||Z||, in float64, so many columns."""
+        terms = self.backend.roundings(self.most_neighbours, columns) + 8
+        return 0.5 * float(np.finfo(np.float64).eps) * terms * self.lambda_max
 
     def apply(self, X: Array) -> Array:
         """H X in the precision of X."""
@@ -116,7 +128,7 @@ def block_cg(
 
     Each cycle measures the true residual in float64 and solves for the correction in the working
     precision.  When float32 cannot go on, Z is kept in float64 (iterative refinement); when that
-    cannot either, the status is "stagnated".
+    cannot either, the corrections are found in float64, too; after that the status is "stagnated".
     """
     xp, k = H.backend.xp, B.shape[1]
     Z = xp.zeros(B.shape, dtype=H.dtype) if guess is None else guess.copy()
@@ -124,7 +136,7 @@ def block_cg(
     limit = max_iter or 3 * chebyshev_degree(H, tol / math.sqrt(H.lambda_max)) + 20
     b2 = H.backend.column_dots(B, B)
     iterations = np.zeros(k, dtype=np.int64)
-    last = xp.full(k, xp.inf)
+    last, working = xp.full(k, xp.inf), H.dtype
     status = "stagnated"
     for cycle in range(_MAX_CYCLES):
         first = cycle == 0 and guess is None
@@ -140,13 +152,16 @@ def block_cg(
             status = "max_iter"
             break
         if any_stuck:
-            if Z.dtype == np.float64:
+            if Z.dtype != np.float64:
+                Z = Z.astype("float64")
+            elif working != "float64":
+                working = "float64"
+            else:
                 break
-            Z = Z.astype("float64")
         last = bound
         # By powers of two, which round nothing: residuals of about 1, whatever the unit of B.
         scale = xp.exp2(xp.floor(xp.log2(xp.where(open_ & (norm > 0), norm, 1.0))))
-        start = xp.multiply(R, open_ / scale, out=R).astype(H.dtype)
+        start = xp.multiply(R, open_ / scale, out=R).astype(working)
         step, steps = _cycle(
             H, start, energy / scale**2, tol, limit - int(iterations.max(initial=0))
         )
@@ -176,8 +191,8 @@ def _cycle(
     H: RegularizedLaplacian, R: Array, energy: Array, tol: float, limit: int
 ) -> tuple[Array, Any]:
     """One run of block CG on normalised residuals; the stopping test stays on the device."""
-    L, backend = H.laplacian(), H.backend
-    floor = float(np.finfo(H.dtype).eps)
+    L, backend = H.laplacian(str(R.dtype)), H.backend
+    floor = float(np.finfo(R.dtype).eps)
     state = backend.cg_start(L, H.lam, R, energy, _MARGIN * tol, floor)
     for step in range(0, limit, backend.check_every):
         if backend.cg_active(state) == 0:
@@ -219,8 +234,8 @@ def chebyshev_rounding(H: RegularizedLaplacian, dtype: str, columns: int) -> flo
         return 4 * float(np.finfo(dtype).eps)
     sigma = (top + 1) / (top - 1)
     r = 1.0 / (sigma + math.sqrt(sigma**2 - 1))
-    neighbours = float((H.graph.indptr[1:] - H.graph.indptr[:-1]).max())  # synchronize!
-    step = 96 + 8 * H.lam / (top + 1) * (H.backend.roundings(neighbours, columns) + 8)
+    terms = H.backend.roundings(H.most_neighbours, columns)
+    step = 96 + 8 * H.lam / (top + 1) * (terms + 8)
     # The last term: b itself was rounded.
     return 0.5 * float(np.finfo(dtype).eps) * (step / (1 - r) ** 2 + top)
 

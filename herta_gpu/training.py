@@ -18,9 +18,10 @@ from herta_gpu.certificate import (
     ritz_interval,
 )
 from herta_gpu.checkpoint import Checkpoint
+from herta_gpu.factors import Factor
 from herta_gpu.features import Features
 from herta_gpu.losses import LOSSES
-from herta_gpu.optimizers import GradientDescent, Momentum, Optimizer, make_optimizer
+from herta_gpu.optimizers import GradientDescent, Momentum, Newton, Optimizer, make_optimizer
 from herta_gpu.preconditioner import Preconditioner
 from herta_gpu.profiling import Stages, marked_steps
 from herta_gpu.unfolded import LinearMap, Point, Problem, UnfoldedMap
@@ -32,6 +33,8 @@ _TIGHTENINGS = 6  # of the inner tolerance within one outer step
 _DIVERGED = 1e6  # growth of the objective in one step, or over its value at W = 0
 _FLATTER = 3.0  # loss of curvature after which P is factored again
 _LEAST_INNER = 1e-10  # inner tolerance of a loop that no certificate watches
+_CHEAP_STEPS = 20  # steps on a stored A, without a solve, that count as one outer step
+_NEWTON_SIZE = 2000  # numbers in W up to which the whole Hessian of cross entropy is worth having
 
 
 class Training:
@@ -49,12 +52,14 @@ class Training:
         callback: Callable[[dict[str, Any]], None] | None = None,
         checkpoint: Checkpoint | None = None,
     ) -> None:
-        self.model, self.xp, self.Y, self.P = model, backend.xp, Y, P
+        self.model, self.backend, self.xp, self.Y, self.P = model, backend, backend.xp, Y, P
         self.spectrum, self.stages, self.callback = spectrum, stages, callback
         self.X_norm = X.norm_bound() if model.ridge > 0 else math.inf
         self.loss = LOSSES[model.loss]()
         self.curvature = model.plan_.recipe.curvature
         self.history: list[dict[str, Any]] = []
+        self.warm_history: list[dict[str, Any]] = []  # steps on a model that stood in for the true
+        self.records = self.history  # of the loop that runs
         self.certificate = Certificate(math.inf, "none")
         self.status = "max_iter"
         self.started = time.perf_counter()
@@ -65,29 +70,32 @@ class Training:
 
     def loop(self, A: LinearMap, w: Array, certified: bool, Z: Array | None = None) -> Point:
         """From w (and a guess of H^-1 X W there) to the optimum of A; `certified`: the true one."""
-        tol = self.model.tol
-        # A damped P amplifies what the solves leave over, and no certificate watches it.
-        blind = self.P.damped or not self.model.precondition
-        inner = min(1e-3, math.sqrt(tol) / 10) * (0.1 if blind else 1.0)
+        # These coordinates amplify what the solves leave over, and no certificate watches it.
+        blind = self.P.fragile or not self.model.precondition
+        inner = min(1e-3, math.sqrt(self.model.tol) / 10) * (0.1 if blind else 1.0)
         problem = Problem(A, self.loss, self.Y, self.model.ridge, self.P.factor, self.xp, inner)
         optimizer = self._optimizer(A)
+        limit = self.model.max_iter * (1 if isinstance(A, UnfoldedMap) else _CHEAP_STEPS)
         self.status = "max_iter"
         self.phase += 1
         if self.saved is not None and self.saved["phase"] > self.phase:
             return Point(**self.saved["point"])  # a later loop starts from its own
         first, point = self._resumed(problem, optimizer) or (0, problem.start(w, Z))
-        for step in marked_steps(range(first, self.model.max_iter + 1)):
+        self.records = self.history if certified else self.warm_history
+        for step in marked_steps(range(first, limit + 1)):
             if certified:
                 point = self._sharpened(problem, point)
             self.certificate = self._certify(point, certified)
             self._record(point, certified)
-            moved = len(self.history) - 1 - self.phase  # every phase records its start
-            if self._stop(point, certified) or moved >= self.model.max_iter:
+            if self._stop(point, certified) or step == limit:
                 break
-            if self.P.damped and len(self.history) > 3 and self._settled(point.objective):
+            if self.P.fragile and len(self.records) > 3 and self._settled(point.objective):
                 # Nothing left to gain but a gradient: what the solves leave over hides the rest.
                 problem.tol = max(0.1 * problem.tol, _LEAST_INNER)
-            if self._flatter(problem, point):
+            if self._newton_is_due(point.w):
+                if not isinstance(optimizer, Newton):
+                    optimizer = self._newton(problem.factor, point.w.shape[0])
+            elif self._flatter(problem, point):
                 point, optimizer = self._rescaled(problem, point), self._optimizer(A)
             direction = optimizer.direction(point.w, point.g)
             ahead = problem.move(point, direction, optimizer.searches)
@@ -96,20 +104,40 @@ class Training:
                     "Training diverged: lower learning_rate, or use optimizer='cg'.",
                     stacklevel=3,
                 )
-                self.status = "stagnated"
+                self.status = "diverged"
                 break
+            if optimizer.searches and not ahead.objective < point.objective:
+                # An exact line search that finds no way down: what the solves leave over hides it.
+                problem.tol = max(0.1 * problem.tol, _LEAST_INNER)
             point = ahead
             self._save(step + 1, problem, point, optimizer)
         return point
+
+    def _newton_is_due(self, w: Array) -> bool:
+        """Whether cross entropy has had as many steps as a few of Newton's would cost.
+
+        Nearly separable classes make the curvature of each row so different that no multiple of
+        Q^T Q has the shape of the Hessian.
+        """
+        asked_for = self.model.optimizer in ("cg", "lbfgs")
+        if self.loss.separable or self.P.rows is None or not asked_for or w.size > _NEWTON_SIZE:
+            return False
+        return max(len(self.warm_history), len(self.records)) > 10 + w.size // 10
+
+    def _newton(self, factor: Factor, rank: int) -> Newton:
+        assert self.P.rows is not None
+        return Newton(self.backend, self.loss, self.P.rows, factor, rank, self.model.ridge)
 
     def _save(self, step: int, problem: Problem, point: Point, optimizer: Optimizer) -> None:
         """Everything that the loop needs to begin with `step`."""
         if self.checkpoint is None:
             return
-        own = ("history", "curvature", "first_gradient", "phase")
+        own = ("history", "warm_history", "curvature", "first_gradient", "phase")
         state = {name: getattr(self, name) for name in own}
-        state |= {"step": step, "tol": problem.tol, "point": vars(point)}
-        state["optimizer"] = {k: v for k, v in vars(optimizer).items() if k != "xp"}
+        state |= {"step": step, "tol": problem.tol}
+        state["point"] = {k: v for k, v in vars(point).items() if k != "rounding"}
+        newton = isinstance(optimizer, Newton)  # it remembers nothing
+        state["optimizer"] = {k: v for k, v in vars(optimizer).items() if k != "xp" and not newton}
         self.checkpoint.save_step(state)
 
     def _resumed(self, problem: Problem, optimizer: Optimizer) -> tuple[int, Point] | None:
@@ -117,8 +145,9 @@ class Training:
         saved, self.saved = self.saved, None
         if saved is None:
             return None
-        self.history, self.first_gradient = saved["history"], saved["first_gradient"]
-        self.started -= self.history[-1]["seconds"]
+        self.history, self.warm_history = saved["history"], saved["warm_history"]
+        self.first_gradient = saved["first_gradient"]
+        self.started -= (self.history or self.warm_history)[-1]["seconds"]
         if saved["curvature"] != self.curvature:
             self.curvature = saved["curvature"]
             symmetric = self.model.optimizer == "adam"
@@ -156,14 +185,15 @@ class Training:
 
     def _certify(self, point: Point, certified: bool) -> Certificate:
         spectrum = self.spectrum if certified else None
-        return certify(point, spectrum, self.model.ridge, self.X_norm, self._why_not(point))
+        why_not = self._why_not(point)
+        return certify(point, spectrum, self.P, self.model.ridge, self.X_norm, why_not)
 
     def _why_not(self, point: Point) -> str:
         """Why there is no certificate, for the user."""
         if not self.model.precondition:
             return "precondition=False gives no bound on the spectrum"
         if self.model.loss == "mse":
-            return f"{self.P.factor.note or 'P misses too much of the Hessian'}; a ridge would help"
+            return f"{self.P.note or 'P misses too much of the Hessian'}; a ridge would help"
         if point.objective < math.log(2):  # every training row has more than half of the softmax
             return "the training classes are separable, so there is no minimiser; a ridge gives one"
         return "cross entropy without a ridge is not strongly convex"
@@ -198,7 +228,7 @@ class Training:
         if self.certificate.kind != "none":
             # A model that only stands in for the true one is solved a little further.
             if self.certificate.value <= (tol if certified else 0.1 * tol):
-                self.status = "certified"
+                self.status = "certified-reduced" if self.certificate.reduced else "certified"
             elif self.model.ridge == 0 and point.objective <= tol**2 * self.loss_at_zero:
                 self.status = "converged"  # an optimum of about 0 has no relative gap
             elif point.stagnated and self._sizes(point)[1] > self._sizes(point)[0]:
@@ -206,22 +236,32 @@ class Training:
             elif self._at_rounding():
                 self.status = "stagnated"
             return self.status != "max_iter"
+        if point.objective <= tol * self.loss_at_zero:
+            # No objective is below 0, so what is left of this one bounds the gap.
+            self.status, left = "converged", point.objective + point.objective_error
+            d = self.P.features
+            self.certificate = Certificate(math.inf, "nonnegative", 0.0, left, "", d, d)
+            return True
         if self.model.precondition:
             a = 0.5 if self.spectrum is None else self.spectrum.a
             done = size**2 <= 2 * a * tol * point.objective and self._settled(point.objective)
         else:
-            if len(self.history) == 1:
+            if len(self.records) == 1:
                 self.first_gradient = size
             done = size <= math.sqrt(tol) / 10 * self.first_gradient
-        done = done or point.objective <= tol**2 * self.loss_at_zero
         if done:
             self.status = "converged"
         return done
 
     def _at_rounding(self) -> bool:
-        """A gap at the level of float64 that five steps have not made smaller."""
-        gaps = [h["certificate"] for h in self.history]
-        return len(gaps) > 5 and min(gaps) < 1e-13 and min(gaps[-5:]) > 0.5 * min(gaps[:-5])
+        """Whether more steps cannot help: the gap is at the level of float64, or nothing moves."""
+        gaps = [h["certificate"] for h in self.records]
+        if len(gaps) > 5 and min(gaps) < 1e-13 and min(gaps[-5:]) > 0.5 * min(gaps[:-5]):
+            return True
+        if len(gaps) <= 10 or min(gaps[-10:]) < 0.9 * min(gaps[:-10]):
+            return False
+        losses = [h["loss"] for h in self.records[-10:]]
+        return max(losses) - min(losses) <= 1e-3 * self.model.tol * abs(losses[-1])
 
     def _settled(self, objective: float) -> bool:
         """Whether the last steps, too, say that next to nothing is left to gain.
@@ -229,7 +269,7 @@ class Training:
         Without a certificate a small gradient is not enough: a damped P makes slow directions look
         small, and cross entropy changes its curvature.
         """
-        losses = [h["loss"] for h in self.history[-4:]]
+        losses = [h["loss"] for h in self.records[-4:]]
         allowed = self.model.tol * objective
         if self.loss.separable:
             if len(losses) < 3:
@@ -241,8 +281,8 @@ class Training:
 
     def _record(self, point: Point, certified: bool) -> None:
         value = self.certificate.value if certified else math.inf
-        step = len(self.history)
-        self.history.append(
+        step = len(self.records)
+        self.records.append(
             {
                 "step": step,
                 "loss": point.objective,
@@ -253,5 +293,5 @@ class Training:
             }
         )
         self.stages.step(step, value, self.model.tol, point.objective)
-        if self.callback is not None:
+        if self.callback is not None and certified:
             self.callback(self.history[-1])

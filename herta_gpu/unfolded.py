@@ -18,6 +18,7 @@ from herta_gpu.features import Features
 from herta_gpu.losses import Loss
 from herta_gpu.solver import RegularizedLaplacian, SolveInfo, block_cg
 
+_UNIT = 0.5 * float(np.finfo(np.float64).eps)  # what one operation rounds
 _LEAST_TOL = 1e-14  # of a solve; below is rounding, even in float64
 
 
@@ -32,6 +33,15 @@ class Solved:
     stagnated: bool
 
 
+@dataclass
+class Rounding:
+    """Bounds of what float64 may have rounded away at a point, beside what was measured."""
+
+    forward: float  # of the residual X W - H Z, and of E
+    adjoint: float  # of the residual M^T E - H V
+    transposed: Array  # (d,) row norms of what X^T V is off by
+
+
 class LinearMap(Protocol):
     """A = M H^-1 X."""
 
@@ -39,6 +49,7 @@ class LinearMap(Protocol):
     def rows(self, Z: Array) -> Array: ...
     def correct(self, W: Array, Z: Array, limit: float) -> Solved: ...
     def adjoint(self, E: Array, tol: float, guess: Array | None) -> Solved: ...
+    def rounding(self, W: Array, Z: Array, V: Array | None) -> Rounding: ...
 
 
 class UnfoldedMap:
@@ -58,10 +69,10 @@ class UnfoldedMap:
         """Measure X W - H Z (the result's `block`); above `limit`, solve for what is missing."""
         U = self.X.times(W)
         R = self.H.residual(U, Z)
-        size = self._size(R)
+        size = self.size(R)
         if size <= limit:
             return Solved(Z, R, size, 0, False)
-        scale = self._size(Z) or 1.0
+        scale = self.size(Z) or 1.0
         again = self._solve(U, 0.3 * min(1.0, limit / scale), Z)
         R = self.H.residual(U, again.value)
         return Solved(again.value, R, again.residual, again.iterations, again.stagnated)
@@ -75,7 +86,20 @@ class UnfoldedMap:
             self.X.transpose_times(V.value), V.value, V.residual, V.iterations, V.stagnated
         )
 
-    def _size(self, R: Array) -> float:
+    def rounding(self, W: Array, Z: Array, V: Array | None) -> Rounding:
+        assert V is not None
+        transposed = self.X.transpose_rounding() * self.size(V)
+        return Rounding(self.forward_rounding(W, Z), self.adjoint_rounding(V), transposed)
+
+    def forward_rounding(self, W: Array, Z: Array) -> float:
+        """How far a measured X W - H Z may be from the true one."""
+        return self.X.times_rounding(W) + self.H.rounding(Z.shape[1]) * self.size(Z)
+
+    def adjoint_rounding(self, V: Array) -> float:
+        """How far a measured M^T E - H V may be from the true one."""
+        return self.H.rounding(V.shape[1]) * self.size(V)
+
+    def size(self, R: Array) -> float:
         """||R||_F without a copy of R, which is n x c."""
         return float(self.H.backend.column_dots(R, R).sum()) ** 0.5  # synchronize!
 
@@ -113,6 +137,9 @@ class DenseMap:
     def adjoint(self, E: Array, tol: float, guess: Array | None) -> Solved:
         return Solved(self.backend.matmul(self.A.T, E), None, 0.0, 0, False)
 
+    def rounding(self, W: Array, Z: Array, V: Array | None) -> Rounding:
+        return Rounding(0.0, 0.0, self.backend.xp.zeros(1))  # nothing is proven of this model
+
 
 @dataclass
 class Point:
@@ -128,6 +155,7 @@ class Point:
     g: Array  # the same in preconditioned coordinates, P^-1/2 gradient
     forward_residual: float  # ||X W - H Z||_F
     adjoint_residual: float  # ||M^T E - H V||_F
+    rounding: Rounding
     inner_iterations: int
     stagnated: bool  # a solve did not reach what was asked of it
 
@@ -157,6 +185,8 @@ class Problem:
         objective = self.loss.value(xp, F, self.Y)
         objective += 0.5 * self.ridge * float(xp.sum(W * W))  # synchronize!
         r1, r2 = there.residual, back.residual
+        rounding = self.map.rounding(W, there.value, back.block)
+        rounding.forward += 4 * _UNIT * (norm(F) + norm(self.Y))  # E is a difference of these
         if there.block is not None and back.block is not None:
             # Z is off by H^-1 R, and <E, M H^-1 R> = <V, R> with V = H^-1 M^T E at hand: what is
             # left is of second order, ||r1|| ||r2|| + ||r1||^2 / 2.
@@ -172,6 +202,7 @@ class Problem:
             g=self.factor.half_T(gradient),
             forward_residual=r1,
             adjoint_residual=r2,
+            rounding=rounding,
             inner_iterations=spent + there.iterations + back.iterations,
             stagnated=there.stagnated or back.stagnated,
         )

@@ -5,7 +5,8 @@
 //                     energy += alpha rho, and columns with rho' <= max(tol^2 energy, floor) freeze
 //   3. cg_direction   Z += alpha P, P = R + beta P
 //
-// A frozen column has alpha = beta = 0, so its Z and R stand still.  No scalar visits the host.
+// A frozen column has alpha = beta = 0, so its Z and R stand still.  A column also freezes where
+// rounding leaves no step to take: pHp <= 0, or an overflow.  No scalar visits the host.
 //
 // Threads: x holds N columns (16 bytes), y a row, striding down the block, so a warp reads one
 // contiguous run whatever k is and alpha and beta sit in registers.  The sums over rows are per
@@ -15,6 +16,8 @@
 // Bytes: 3 n k w in launch 2 (R, HP in; R out) and 5 n k w in launch 3 (R, P, Z in; P, Z out),
 // with launch 1 10 n k w + 4 nnz + 8 n a step.  That is the bound for this order of operations:
 // Z waits for launch 3 because P is in registers there anyway.
+
+constexpr double kLargest = 1e300;  // above, or NaN, a number is no use
 
 struct Columns {
     i64 column, row, rows;
@@ -50,7 +53,8 @@ __device__ void residual(i64 n, i64 k, const T* HP, T* R, const double* pHp, dou
     double step[N] = {}, dot[N] = {};
     for (int i = 0; inside && i < N; ++i) {
         const i64 c = at.column + i;
-        if (active[c]) step[i] = rho[c] / (pHp[c] > 0 ? pHp[c] : 1.0);
+        if (active[c]) step[i] = pHp[c] > 0 ? rho[c] / pHp[c] : 0.0;
+        if (!(step[i] <= kLargest)) step[i] = 0.0;  // overflow and NaN: no step to take
     }
     for (i64 row = at.row; inside && row < n; row += at.rows) {
         const Vec<T, N> hp = load<N>(HP + row * k + at.column);
@@ -66,13 +70,14 @@ __device__ void residual(i64 n, i64 k, const T* HP, T* R, const double* pHp, dou
     if (!inside || threadIdx.y != 0) return;
     for (int i = 0; i < N; ++i) {
         const i64 c = at.column + i;
+        const bool going = active[c] && step[i] > 0 && dot[i] <= kLargest;
         alpha[c] = step[i];
-        beta[c] = active[c] ? dot[i] / (rho[c] > 0 ? rho[c] : 1.0) : 0.0;
+        beta[c] = going ? dot[i] / (rho[c] > 0 ? rho[c] : 1.0) : 0.0;
         if (!active[c]) continue;
         energy[c] += step[i] * rho[c];  // ||x||_H^2 grows by alpha rho with each step
         iterations[c] += 1;
-        rho[c] = dot[i];
-        active[c] = dot[i] > max(tol * tol * energy[c], floor[c]);
+        if (going) rho[c] = dot[i];
+        active[c] = going && dot[i] > max(tol * tol * energy[c], floor[c]);
     }
 }
 

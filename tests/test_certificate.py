@@ -145,6 +145,7 @@ def test_loose_inner_solves_are_paid_for_by_the_certificate(monkeypatch):
     import herta_gpu.training as module
 
     monkeypatch.setattr(module, "_TIGHTENINGS", 0)
+    monkeypatch.setattr(module, "_LEAST_INNER", 1e-2)
     real = module.Problem.__init__
 
     def loose(self, *args, **kwargs):

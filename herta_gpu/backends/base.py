@@ -65,7 +65,10 @@ class Laplacian:
 
 @dataclass
 class CGState:
-    """Where k columns of block CG stand; everything of it lives on the device."""
+    """Where k columns of block CG stand; everything of it lives on the device.
+
+    The two methods are the scalar work of a step on the CPU; on a GPU `cg.cu` does the same.
+    """
 
     Z: Array  # n x k, the correction found so far
     R: Array  # n x k, residuals of the recurrence
@@ -78,6 +81,23 @@ class CGState:
     active: Array  # (k,) bool
     iterations: Array  # (k,) int64
     scratch: Array | None = field(default=None, kw_only=True)  # n x k, if the backend needs one
+
+    def step_length(self, pHp: Array) -> Array:
+        """(k,) alpha = rho / <p, H p>; 0 for frozen columns and where rounding leaves no step."""
+        going = self.active & (pHp > 0)
+        alpha = np.where(going, self.rho / np.where(going, pHp, 1.0), 0.0)
+        return np.where(np.isfinite(alpha), alpha, 0.0)
+
+    def turn(self, alpha: Array, rho: Array) -> Array:
+        """(k,) beta, from the new rho = ||R||^2; columns that are done or cannot go on freeze."""
+        # ||x||_H^2 grows by alpha * rho with each CG step: that is what tol is relative to.
+        self.energy = self.energy + alpha * self.rho
+        self.iterations += self.active
+        going = self.active & (alpha > 0) & np.isfinite(rho)
+        beta = np.where(going, rho / np.where(self.rho > 0, self.rho, 1.0), 0.0)
+        self.rho = np.where(going, rho, self.rho)
+        self.active = going & (rho > np.maximum(self.tol**2 * self.energy, self.floor))
+        return beta
 
 
 class Blocks:
@@ -154,6 +174,15 @@ class Backend(ABC):
         The next column is always the one with the largest remaining diagonal; what is left when
         that falls below `cut` depends on the columns before.
         """
+
+    def row_space(self, A: Array, cut: float) -> tuple[Array, Array]:
+        """(V, R): V orthonormal, the span of A's rows; R upper triangular, (A V)^T A V = R^T R.
+
+        Directions in which A is smaller than `cut` times its size are left out.
+        """
+        V, s, _ = self.xp.linalg.svd(A.T, full_matrices=False)
+        r = int((s > cut * s[0]).sum())  # synchronize!
+        return self.xp.ascontiguousarray(V[:, :r]), self.xp.diag(s[:r])
 
     def profiled(self) -> AbstractContextManager[object]:
         """Around what a profiler shall record: warm-up and compilation stay outside."""

@@ -122,6 +122,9 @@ class CPUBackend(Backend):
     def pivoted_cholesky(self, P: Array, cut: float) -> tuple[Array, Array]:
         return lapack.pivoted_cholesky(P, cut)
 
+    def row_space(self, A: Array, cut: float) -> tuple[Array, Array]:
+        return lapack.row_space(A, cut)
+
     def memory_available(self) -> int:
         try:
             with open("/proc/meminfo", encoding="ascii") as lines:
@@ -174,7 +177,7 @@ class CPUBackend(Backend):
         Z, R, P = state.Z, state.R, state.P
         HP = self.apply_H(L, lam, P, out=state.HP)
         pHp = self.column_dots(P, HP)
-        alpha = np.where(state.active, state.rho / np.where(pHp > 0, pHp, 1.0), 0.0)
+        alpha = state.step_length(pHp)
         alpha_w = alpha.astype(R.dtype)
         blocks = _flat_chunks(*R.shape)
 
@@ -184,12 +187,7 @@ class CPUBackend(Backend):
             return _dots(R[at], R[at])
 
         rho = np.sum(_each(advance, blocks), axis=0)
-        # ||x||_H^2 grows by alpha * rho with each CG step: that is what tol is relative to.
-        state.energy = state.energy + alpha * state.rho
-        state.iterations += state.active
-        beta = np.where(state.active, rho / np.where(state.rho > 0, state.rho, 1.0), 0.0)
-        state.rho = np.where(state.active, rho, state.rho)
-        state.active = state.active & (rho > np.maximum(state.tol**2 * state.energy, state.floor))
+        beta = state.turn(alpha, rho)
         beta_w = beta.astype(R.dtype)
 
         def turn(at: slice) -> None:

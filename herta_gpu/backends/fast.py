@@ -137,18 +137,13 @@ class FastCPUBackend(CPUBackend):
             state.scratch = self.empty(P.shape, str(P.dtype))
         _apply(L, lam, P, HP, dots=dots, scratch=state.scratch)
         pHp = dots.sum(axis=0)
-        alpha = np.where(state.active, state.rho / np.where(pHp > 0, pHp, 1.0), 0.0)
+        alpha = state.step_length(pHp)
         rho = np.zeros(R.shape[1])
         for (r, hp), g in _side_by_side(R, HP):
             a, (rows, dots) = np.tile(alpha.astype(R.dtype), g), _flat(*r.shape)
             _run(partial(kernels.cg_residual, r, hp, a, dots, rows), r.size)
             rho += dots.sum(axis=0).reshape(g, -1).sum(axis=0)
-        # ||x||_H^2 grows by alpha * rho with each CG step: that is what tol is relative to.
-        state.energy = state.energy + alpha * state.rho
-        state.iterations += state.active
-        beta = np.where(state.active, rho / np.where(state.rho > 0, state.rho, 1.0), 0.0)
-        state.rho = np.where(state.active, rho, state.rho)
-        state.active = state.active & (rho > np.maximum(state.tol**2 * state.energy, state.floor))
+        beta = state.turn(alpha, rho)
         for (z, p, r), g in _side_by_side(Z, P, R):
             a, b = (np.tile(c.astype(R.dtype), g) for c in (alpha, beta))
             rows = _flat_rows(z.shape[1])
