@@ -2,7 +2,8 @@
 
 Blocks of Q are stored as they are solved, Q once it is complete (its blocks then go), and the
 state of the loop after its outer steps.  A later fit of the same model on the same data with the
-same folder reads instead of computing, and ends with the same bits.
+same folder reads instead of computing, and ends with the same bits.  What the state was made from
+stands in `made-from.json`, before all else, and in one word in every file beside it.
 """
 
 from __future__ import annotations
@@ -13,14 +14,16 @@ import time
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
 from herta_gpu.backends.base import Array, Backend
 from herta_gpu.files import new_file
+from herta_gpu.fingerprint import Fingerprint, differences, key
 
 _STEP = "step.npz"
+_MADE_FROM = "made-from.json"
 
 
 class Checkpoint:
@@ -29,7 +32,10 @@ class Checkpoint:
     Parameters
     ----------
     folder : path
-        Of this fit alone: nothing checks that the model and the data are the same.
+        Of this fit alone.  A fit of other data or of a model with other parameters is refused in
+        a sentence that names them, and the state stays as it is; `max_iter`, `verbose` and
+        `memory_budget` may differ.  X, y, the training nodes and the graph are compared whole, a
+        memory-mapped X by some thousand rows and by the size and time of change of its file.
     worth : float
         Seconds of computing below which a block of Q is not stored.
     share : float
@@ -54,24 +60,67 @@ class Checkpoint:
     >>> again = model.fit(*arguments, callback=left.append, checkpoint=Checkpoint(folder))
     >>> left[0]["step"], bool((again.W_ == W).all())
     (9, True)
+
+    The state of one fit is not believed to be that of another.
+
+    >>> model.set_params(ridge=0.2).fit(*arguments, checkpoint=Checkpoint(folder))
+    Traceback (most recent call last):
+    ValueError: ... was made from something else: ridge (0.1 then, 0.2 now) changed; ...
+
+    Attributes
+    ----------
+    split : dict of name to node ids, or None
+        Nodes besides the training nodes that must be the same: those a run's result speaks of.
     """
 
     def __init__(self, folder: str | Path, worth: float = 0.2, share: float = 0.1) -> None:
         self.folder, self.worth, self.share = Path(folder), worth, share
+        self.split: dict[str, Any] | None = None
         self._may_save = 0.0  # a moment of the clock
+        self._made_from = ""  # in one word; nothing is read before `begin` knows it
 
-    def on(self, backend: Backend) -> Callable[[str, Callable[[], dict[str, Array]]], Any]:
-        """The function `once(name, make)`: what `make` made, now or before the crash."""
+    def begin(self, made_from: Fingerprint) -> None:
+        """Refuse a state that was made from something else, before anything of it is read."""
+        then = _read_json(self.folder / _MADE_FROM)
+        if then is None and self._holds_state():
+            self._refuse("does not say what it was made from (it is older, or damaged)")
+        if then is None:
+            with new_file(self.folder / _MADE_FROM) as temporary:
+                temporary.write_text(json.dumps(made_from, indent=1) + "\n", encoding="utf-8")
+            then = made_from
+        changed = differences(then, made_from)
+        if changed:
+            what = " and ".join(filter(None, [", ".join(changed[:-1]), changed[-1]]))
+            self._refuse(f"was made from something else: {what} changed")
+        self._made_from = key(then)
+
+    def _refuse(self, why: str) -> NoReturn:
+        raise ValueError(
+            f"The checkpoint in {self.folder} {why}; it was left as it is: choose another folder, "
+            "or begin anew with checkpoint.delete() (--overwrite on the command line)."
+        )
+
+    def _holds_state(self) -> bool:
+        """Hidden files are what a write was at when its process was killed."""
+        return any(not path.name.startswith(".") for path in self.folder.glob("*.npz"))
+
+    def on(
+        self, backend: Backend, plan: Callable[[], str] = str
+    ) -> Callable[[str, Callable[[], dict[str, Array]]], Any]:
+        """The function `once(name, make)`: what `make` made, now or before the crash.
+
+        `plan` says how things are made at present, which free memory may have changed.
+        """
 
         def once(name: str, make: Callable[[], dict[str, Array]]) -> dict[str, Array]:
-            path = self.folder / f"{name}.npz"
-            stored = _read(path)
+            path, made_from = self.folder / f"{name}.npz", self._made_from + plan()
+            stored = _read(path, made_from)
             if stored is not None:
-                return {key: backend.xp.asarray(array) for key, array in stored.items()}
+                return {k: backend.xp.asarray(array) for k, array in stored.items()}
             start = time.perf_counter()
             made = make()
             if time.perf_counter() - start >= self.worth:
-                _write(path, {key: backend.to_numpy(array) for key, array in made.items()})
+                _write(path, made_from, {k: backend.to_numpy(array) for k, array in made.items()})
             for part in self.folder.glob(f"{name}-*.npz"):
                 part.unlink()  # complete: its parts are not needed any more
             return made
@@ -85,13 +134,13 @@ class Checkpoint:
             return
         arrays: dict[str, Any] = {}
         about = json.dumps(_packed(state, arrays))
-        _write(self.folder / _STEP, {"about": np.array(about), **arrays})
+        _write(self.folder / _STEP, self._made_from, {"about": np.array(about), **arrays})
         end = time.perf_counter()
         self._may_save = end + (end - start) * (1 / self.share - 1)
 
     def last_step(self, backend: Backend | None = None) -> dict[str, Any] | None:
         """What `save_step` stored last."""
-        stored = _read(self.folder / _STEP)
+        stored = _read(self.folder / _STEP, self._made_from)
         if stored is None:
             return None
         place = np.asarray if backend is None else backend.xp.asarray
@@ -103,20 +152,34 @@ class Checkpoint:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def _write(path: Path, arrays: dict[str, Any]) -> None:
+def _write(path: Path, made_from: str, arrays: dict[str, Any]) -> None:
     with new_file(path) as temporary:
-        np.savez(temporary, **arrays)
+        np.savez(temporary, made_from=np.array(made_from), **arrays)
 
 
-def _read(path: Path) -> dict[str, Any] | None:
-    """None when there is nothing, or nothing that can be read: then it is made again."""
+def _read(path: Path, made_from: str) -> dict[str, Any] | None:
+    """None when there is nothing, nothing that can be read, or a file from elsewhere.
+
+    Then it is made again.
+    """
     if not path.is_file():
         return None
     try:
         with np.load(path, allow_pickle=False) as stored:
-            return dict(stored)
+            if str(stored["made_from"]) != made_from:
+                return None
+            return {name: stored[name] for name in stored if name != "made_from"}
     except (ValueError, OSError, EOFError, KeyError, zipfile.BadZipFile):
         return None
+
+
+def _read_json(path: Path) -> dict[str, Any] | None:
+    """None when there is nothing, or nothing that makes sense."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
 
 
 def _packed(value: Any, arrays: dict[str, Any]) -> Any:

@@ -201,6 +201,7 @@ def _train_into(
     candidates: list[Candidate] | None = None,
 ) -> dict[str, Any]:
     """Train with a run folder that is complete up to the last step at any moment."""
+    run.checkpoint.split = data.split
     result = fit(model, data, stages, callback=run.record, checkpoint=run.checkpoint)
     run.save_model(model)
     write_report(run, model, result, candidates)

@@ -20,6 +20,7 @@ from herta_gpu.checkpoint import Checkpoint
 from herta_gpu.costs import EXACT_TOL, Options, Outline, Sizes, worth_reordering
 from herta_gpu.estimator import Estimator, Targets, accuracy_or_r2, make_targets
 from herta_gpu.features import Features, bytes_held, has_hidden_columns
+from herta_gpu.fingerprint import fingerprint
 from herta_gpu.graph import Graph
 from herta_gpu.interop import accept, like, on_device, take_rows, to_host
 from herta_gpu.losses import LOSSES
@@ -203,7 +204,8 @@ class HERTA(Estimator):
         callback : function of one dict, optional
             Called with each entry of `history_` as soon as it exists.
         checkpoint : Checkpoint, optional
-            A folder to go on from after a crash, to the same bits.
+            A folder to go on from after a crash, to the same bits; a state that was made from
+            other data or by another model is refused.
         """
         backend, lam = self._checked(), self._lam()
         check_graph(graph)
@@ -213,6 +215,10 @@ class HERTA(Estimator):
         y, train = to_host(y, backend), to_host(train, backend)
         targets = make_targets(y, train, graph.num_nodes, self.loss)
         stages = Stages(self.verbose)
+        if checkpoint is not None:
+            with stages("checkpoint"):
+                data = (graph, X, y, targets.rows, checkpoint.split)
+                checkpoint.begin(fingerprint(self, backend, *data))
         with stages("order"):
             given, graph = graph, self._stored(graph, X, targets.Y.shape[1], backend)
         H = RegularizedLaplacian(graph, lam, backend, self.dtype)  # I + lam L_hat
@@ -237,7 +243,7 @@ class HERTA(Estimator):
         # P <- Q_tilde^T Q_tilde; P' <- P^-1/2.  Q is cut to the training rows: with a mask, a P
         # from all rows would miss the Hessian.
         A = UnfoldedMap(H, features, rows, plan.solve_width)
-        once = always if checkpoint is None else checkpoint.on(backend)
+        once = always if checkpoint is None else checkpoint.on(backend, lambda: plan.identity)
         P, spectrum = self._preconditioned(H_tilde, A, Y, stages, once)
         # for t = 1..T: u <- X P' w - y_hat, two solves, g <- P' X^T u'', w <- w - eta g
         run = Training(self, backend, Y, P, spectrum, features, stages, callback, checkpoint)

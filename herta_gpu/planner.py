@@ -65,6 +65,14 @@ class Plan:
     cost: dict[str, float] = field(default_factory=dict)
     decisions: list[tuple[str, str, str]] = field(default_factory=list)
 
+    @property
+    def identity(self) -> str:
+        """What decides the coordinates of training and its last bits, in one word.
+
+        A fit that goes on from a checkpoint may have more memory or less, and so another plan.
+        """
+        return repr((self.n_samples, self.loop_samples, self.solve_width, self.recipe))
+
     def __str__(self) -> str:
         rows = [("", "decision", "why"), *self.decisions]
         widths = [max(len(r[i]) for r in rows) for i in range(2)]

@@ -34,6 +34,7 @@ class Run:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.checkpoint = folder, Checkpoint(folder / "checkpoint")
+        self._reopened = False
 
     @classmethod
     @contextlib.contextmanager
@@ -53,7 +54,7 @@ class Run:
     @classmethod
     @contextlib.contextmanager
     def reopen(cls, folder: str | Path) -> Iterator[Run]:
-        """Own the folder of a run that was killed; its metrics go back to the last state saved."""
+        """Own the folder of a run that was killed; nothing is lost before it really goes on."""
         path = Path(folder)
         with _locked(path):
             run = cls(path)
@@ -61,9 +62,7 @@ class Run:
                 run.checkpoint.delete()
                 yield run
                 return
-            state = run.checkpoint.last_step()
-            steps = [] if state is None else state["history"]
-            run.write_text("metrics.jsonl", "".join(json.dumps(jsonable(s)) + "\n" for s in steps))
+            run._reopened = True
             for left in path.glob(".*.*.*"):  # what a write was at when the process was killed
                 left.unlink()
             yield run
@@ -82,10 +81,18 @@ class Run:
 
     def record(self, step: dict[str, Any]) -> None:
         """One more line of metrics.jsonl, on disk before training goes on."""
+        if self._reopened:
+            self._go_back(step["step"])
         with open(self.folder / "metrics.jsonl", "a", encoding="utf-8") as file:
             file.write(json.dumps(jsonable(step)) + "\n")
             file.flush()
             os.fsync(file.fileno())
+
+    def _go_back(self, step: int) -> None:
+        """Cut the metrics to what stands before `step`, with which a killed run goes on."""
+        self._reopened, state = False, self.checkpoint.last_step()
+        steps = [] if state is None else state["history"][:step]
+        self.write_text("metrics.jsonl", "".join(json.dumps(jsonable(s)) + "\n" for s in steps))
 
     def save_model(self, model: HERTA) -> None:
         save_model(model, self.folder / "model.npz")

@@ -24,7 +24,7 @@ from herta_gpu.losses import LOSSES
 from herta_gpu.optimizers import GradientDescent, Momentum, Newton, Optimizer, make_optimizer
 from herta_gpu.preconditioner import Preconditioner
 from herta_gpu.profiling import Stages, marked_steps
-from herta_gpu.unfolded import LinearMap, Point, Problem, UnfoldedMap
+from herta_gpu.unfolded import LinearMap, Point, Problem, Rounding, UnfoldedMap
 
 if TYPE_CHECKING:
     from herta_gpu.herta import HERTA
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 _TIGHTENINGS = 6  # of the inner tolerance within one outer step
 _DIVERGED = 1e6  # growth of the objective in one step, or over its value at W = 0
 _FLATTER = 3.0  # loss of curvature after which P is factored again
+_ROUNDING = 1e-6  # relative, between a stored number and the same one computed again
 _LEAST_INNER = 1e-10  # inner tolerance of a loop that no certificate watches
 _CHEAP_STEPS = 20  # steps on a stored A, without a solve, that count as one outer step
 _NEWTON_SIZE = 2000  # numbers in W up to which the whole Hessian of cross entropy is worth having
@@ -66,7 +67,7 @@ class Training:
         self.loss_at_zero = self.loss.value(self.xp, self.xp.zeros_like(Y), Y)
         self.first_gradient = math.inf
         self.checkpoint, self.phase = checkpoint, -1  # phase: which call of `loop`
-        self.saved = None if checkpoint is None else checkpoint.last_step(backend)
+        self.saved = None if checkpoint is None else self._possible(checkpoint.last_step(backend))
 
     def loop(self, A: LinearMap, w: Array, certified: bool, Z: Array | None = None) -> Point:
         """From w (and a guess of H^-1 X W there) to the optimum of A; `certified`: the true one."""
@@ -79,8 +80,8 @@ class Training:
         self.status = "max_iter"
         self.phase += 1
         if self.saved is not None and self.saved["phase"] > self.phase:
-            return Point(**self.saved["point"])  # a later loop starts from its own
-        first, point = self._resumed(problem, optimizer) or (0, problem.start(w, Z))
+            return self._stored(self.saved)  # a later loop starts from its own
+        first, point = self._resumed(problem, optimizer, limit) or (0, problem.start(w, Z))
         self.records = self.history if certified else self.warm_history
         for step in marked_steps(range(first, limit + 1)):
             if certified:
@@ -138,23 +139,76 @@ class Training:
         state["point"] = {k: v for k, v in vars(point).items() if k != "rounding"}
         newton = isinstance(optimizer, Newton)  # it remembers nothing
         state["optimizer"] = {k: v for k, v in vars(optimizer).items() if k != "xp" and not newton}
+        state["plan"] = self.model.plan_.identity
         self.checkpoint.save_step(state)
 
-    def _resumed(self, problem: Problem, optimizer: Optimizer) -> tuple[int, Point] | None:
-        """The step to go on with, and the point, of a checkpoint within this loop."""
+    def _possible(self, saved: dict[str, Any] | None) -> dict[str, Any] | None:
+        """None instead of a state that no fit of this problem can have left."""
+        if saved is None or not math.isfinite(norm(saved["point"]["W"])):
+            return None
+        if self.loss.separable and saved["curvature"] != self.curvature:
+            return None  # the spectrum is that of one P
+        if saved["plan"] != self.model.plan_.identity:
+            saved["phase"] = 0  # other loops, other coordinates: its weights are where to start
+        return saved
+
+    def _resumed(
+        self, problem: Problem, optimizer: Optimizer, limit: int
+    ) -> tuple[int, Point] | None:
+        """The step to go on with, and the point, of a checkpoint within this loop.
+
+        Weights and directions come from the checkpoint; what the weights are worth is measured.
+        """
         saved, self.saved = self.saved, None
         if saved is None:
             return None
+        same_plan = saved["plan"] == self.model.plan_.identity
+        point = self._measured(problem, saved) if same_plan else None
+        if point is None:
+            anew = problem.start(self.P.factor.unhalf(saved["point"]["W"]))
+        if same_plan and point is None:
+            warnings.warn(
+                "The stored state contradicts itself: training begins anew from its weights.",
+                stacklevel=4,
+            )
+            return 0, anew
         self.history, self.warm_history = saved["history"], saved["warm_history"]
         self.first_gradient = saved["first_gradient"]
         self.started -= (self.history or self.warm_history)[-1]["seconds"]
-        if saved["curvature"] != self.curvature:
-            self.curvature = saved["curvature"]
-            symmetric = self.model.optimizer == "adam"
-            self.P = self.P.rescaled(self.curvature, self.model.ridge, symmetric)
-        problem.factor, problem.tol = self.P.factor, saved["tol"]
+        step = min(saved["step"], limit)  # which may be less than it was
+        if point is None:
+            return step, anew
         vars(optimizer).update(saved["optimizer"])
-        return saved["step"], Point(**saved["point"])
+        return step, point
+
+    def _stored(self, saved: dict[str, Any]) -> Point:
+        return Point(**saved["point"], rounding=Rounding(0.0, 0.0, self.xp.zeros(1)))
+
+    def _measured(self, problem: Problem, saved: dict[str, Any]) -> Point | None:
+        """The stored point with every number computed again; None where they contradict it."""
+        P, kept = self.P, self._stored(saved)
+        if saved["curvature"] != self.curvature:
+            P = P.rescaled(saved["curvature"], self.model.ridge, self.model.optimizer == "adam")
+        tried = replace(problem, factor=P.factor, tol=saved["tol"])
+        point = tried.measured(kept.w, kept.Z, kept.V, kept.inner_iterations, kept.stagnated)
+        if not self._agree(problem, kept, point):
+            return None
+        self.P, self.curvature = P, saved["curvature"]
+        problem.factor, problem.tol = P.factor, saved["tol"]
+        return point
+
+    def _agree(self, problem: Problem, kept: Point, now: Point) -> bool:
+        """Up to rounding, which another number of threads may change."""
+        unit = math.sqrt(self.loss_at_zero)
+        least = _ROUNDING * self.loss_at_zero
+        near = abs(now.objective - kept.objective) <= _ROUNDING * max(abs(now.objective), least)
+        near = near and norm(now.g - kept.g) <= _ROUNDING * (norm(now.g) + unit)
+        for name in ("forward_residual", "adjoint_residual"):
+            near = near and getattr(now, name) <= 2 * getattr(kept, name) + 1e-9 * unit
+        if now.V is None:  # a stored A: nothing was measured, but Z costs one product
+            apart = norm(problem.map.forward(now.W, problem.tol).value - now.Z)
+            near = near and apart <= _ROUNDING * (norm(now.Z) + unit)
+        return near
 
     def _flatter(self, problem: Problem, point: Point) -> bool:
         """Cross entropy loses curvature as it learns, the ridge does not: P must follow."""

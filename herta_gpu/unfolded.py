@@ -7,7 +7,8 @@ full graph, as the loop of Algorithm 1 does; `DenseMap` multiplies with a stored
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -75,7 +76,7 @@ class UnfoldedMap:
         scale = self.size(Z) or 1.0
         again = self._solve(U, 0.3 * min(1.0, limit / scale), Z)
         R = self.H.residual(U, again.value)
-        return Solved(again.value, R, again.residual, again.iterations, again.stagnated)
+        return Solved(again.value, R, self.size(R), again.iterations, again.stagnated)
 
     def adjoint(self, E: Array, tol: float, guess: Array | None) -> Solved:
         """X^T H^-1 M^T E (d x c)."""
@@ -178,9 +179,24 @@ class Problem:
         E = self.loss.residual(xp, self.map.rows(Z), self.Y)
         scale = norm(E)
         there = self.map.correct(W, Z, self.tol * scale)
-        F = self.map.rows(there.value)
+        return self._at(w, W, there, self.tol, V, spent)
+
+    def measured(self, w: Array, Z: Array, V: Array | None, spent: int, stagnated: bool) -> Point:
+        """The point of a w, Z and V that were stored: nothing is solved, every number is measured.
+
+        Bit by bit what `point` found when it left Z and V as they are.
+        """
+        W = self.factor.half(w)
+        there = self.map.correct(W, Z, math.inf)
+        return replace(self._at(w, W, there, math.inf, V, spent), stagnated=stagnated)
+
+    def _at(
+        self, w: Array, W: Array, there: Solved, tol: float, V: Array | None, spent: int
+    ) -> Point:
+        """Objective and gradient at W, where Z is known; V to `tol` from the guess given."""
+        xp, F = self.xp, self.map.rows(there.value)
         E = self.loss.residual(xp, F, self.Y)
-        back = self.map.adjoint(E, self.tol, V)
+        back = self.map.adjoint(E, tol, V)
         gradient = back.value + self.ridge * W
         objective = self.loss.value(xp, F, self.Y)
         objective += 0.5 * self.ridge * float(xp.sum(W * W))  # synchronize!

@@ -1,0 +1,173 @@
+"""What a fit was made from, in a few hashes: a checkpoint of anything else is not gone on with.
+
+Arrays are hashed whole, with their type and shape.  The one exception is an X that lies in a file
+and is mapped into memory: reading it would take as long as a part of the fit, so some of its rows
+and the size and the time of change of the file must do, and whoever is told of a difference is
+told of that as well.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import scipy.sparse as sp
+
+from herta_gpu.backends.base import Backend
+from herta_gpu.interop import on_device
+from herta_gpu.validation import check_dtype
+
+if TYPE_CHECKING:
+    from herta_gpu.graph import Graph
+    from herta_gpu.herta import HERTA
+
+Fingerprint = dict[str, dict[str, Any]]
+
+# They decide when a fit stops, what it says and how much it does at once, not what it finds.
+_FREE = ("max_iter", "verbose", "memory_budget")
+_CHUNK_BYTES = 16 << 20  # hashed at once
+_SAMPLED_ROWS = 4096  # of a memory map
+_SAMPLED_BYTES = 256 << 20  # of them at most
+
+
+def fingerprint(
+    model: HERTA,
+    backend: Backend,
+    graph: Graph,
+    X: Any,
+    y: Any,
+    rows: Any,
+    split: dict[str, Any] | None = None,
+) -> Fingerprint:
+    """Of the data, of the model's parameters and of what computes: all that must be the same.
+
+    Parameters
+    ----------
+    model, backend, graph, X, y
+        As `HERTA.fit` has them after its checks.
+    rows : array
+        Ids of the training nodes.
+    split : dict of name to ids, optional
+        Other nodes that a result will speak of.
+
+    Examples
+    --------
+    >>> from herta_gpu import HERTA
+    >>> from herta_gpu.backends import get_backend
+    >>> from herta_gpu.datasets import load
+    >>> from herta_gpu.fingerprint import differences, fingerprint
+    >>> data, cpu = load("digits"), get_backend("cpu")
+    >>> given = (cpu, data.graph, data.X, data.y, data.split["train"])
+    >>> then = fingerprint(HERTA(lam=5.0), *given)
+    >>> differences(then, fingerprint(HERTA(lam=5, max_iter=7), *given))
+    []
+    >>> data.X[17, 3] += 1
+    >>> differences(then, fingerprint(HERTA(lam=7.0), *given))
+    ['the features X', 'lam (5.0 then, 7.0 now)']
+    """
+    from herta_gpu import __version__
+
+    parts = (graph.indptr, graph.indices, graph.weights, graph.degree, graph.order)
+    data = {
+        "the graph": _hash(parts, backend),
+        "the features X": _features(X, backend),
+        "the labels y": _hash([np.asarray(y)], backend),
+        "the training nodes": _hash([np.asarray(rows)], backend),
+    }
+    if split is not None:
+        others = [np.asarray(split[name]) for name in sorted(split) if name != "train"]
+        data["the validation or test nodes"] = _hash(others, backend)
+    params = {k: _plain(v) for k, v in model.get_params().items() if k not in _FREE}
+    # The same bits, and the same bounds of rounding, are promised by one kind of device only.
+    params["device"] = f"{backend.name}, {type(backend).__name__}"
+    params["dtype"] = check_dtype(model.dtype)
+    return {"data": data, "parameters": {**params, "the version of herta_gpu": __version__}}
+
+
+def differences(then: Fingerprint, now: Fingerprint) -> list[str]:
+    """What differs, each in words for a sentence."""
+    found = []
+    for name, old, new in _pairs(then.get("data"), now["data"]):
+        if old != new:
+            found.append(name + _in_a_map(old, new))
+    for name, old, new in _pairs(then.get("parameters"), now["parameters"]):
+        if old != new or isinstance(old, bool) != isinstance(new, bool):  # True is not one row
+            found.append(f"{name} ({old} then, {new} now)")
+    return found
+
+
+def key(made_from: Fingerprint) -> str:
+    """A fingerprint in one word."""
+    return hashlib.sha256(json.dumps(made_from, sort_keys=True).encode()).hexdigest()
+
+
+def _pairs(then: Any, now: dict[str, Any]) -> list[tuple[str, Any, Any]]:
+    then = then if isinstance(then, dict) else {}
+    names = [*now, *(name for name in then if name not in now)]
+    return [(name, then.get(name), now.get(name)) for name in names]
+
+
+def _in_a_map(old: Any, new: Any) -> str:
+    """How a memory map was seen to differ, and how little was looked at."""
+    if not (isinstance(old, dict) and isinstance(new, dict)):
+        return ""
+    seen = _listed([name for name, a, b in _pairs(old, new) if a != b])
+    return f" (by {seen}; of a memory map only {_listed(list(new))} are compared)"
+
+
+def _listed(names: list[str]) -> str:
+    return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
+
+
+def _plain(value: Any) -> Any:
+    """As JSON gives it back."""
+    value = value.item() if isinstance(value, np.generic) else value
+    return value if isinstance(value, (bool, int, float, str, type(None))) else str(value)
+
+
+def _features(X: Any, backend: Backend) -> str | dict[str, Any]:
+    if sp.issparse(X):
+        shape = np.asarray(X.shape)
+        return _hash([shape, X.indptr, X.indices, X.data], backend)
+    # Changes of a private map (mode "c") are in memory alone: no file knows of them.
+    mapped = isinstance(X, np.memmap) and X.filename is not None and X.mode != "c"
+    return _of_map(X, backend) if mapped else _hash([X], backend)
+
+
+def _of_map(X: np.memmap, backend: Backend) -> dict[str, Any]:
+    """Rows from all over the file, the first and the last among them."""
+    n, row_bytes = X.shape[0], max(1, X.nbytes // max(1, X.shape[0]))
+    count = min(n, _SAMPLED_ROWS, max(2, _SAMPLED_BYTES // row_bytes))
+    at = np.linspace(0, n - 1, count).astype(np.int64)
+    about = os.stat(str(X.filename))
+    return {
+        f"{count:,} rows": _hash([np.asarray(X.shape), X], backend, at),
+        "the file's size": about.st_size,
+        "the file's time of change": about.st_mtime_ns,
+    }
+
+
+def _hash(arrays: Sequence[Any], backend: Backend, at: Any = None) -> str:
+    """Of type, shape and bytes in C order; of the rows `at` of the last array, if they are given.
+
+    Whatever the layout and the side an array is on, no more than a chunk of it is copied.
+    """
+    whole = hashlib.sha256()  # of hashlib's the fastest where the processor has instructions for it
+    for i, array in enumerate(arrays):
+        if array is None:
+            whole.update(b"none;")
+            continue
+        rows = at if i == len(arrays) - 1 else None
+        count = array.shape[0] if rows is None else rows.shape[0]
+        whole.update(f"{np.dtype(array.dtype).str}{(count, *array.shape[1:])};".encode())
+        step = max(1, _CHUNK_BYTES // max(1, array.nbytes // max(1, array.shape[0])))
+        for a in range(0, count, step):
+            J = slice(a, min(a + step, count))
+            part = array[J] if rows is None else array[rows[J]]
+            part = backend.to_numpy(part) if on_device(part) else part
+            whole.update(np.ascontiguousarray(part))
+    return whole.hexdigest()
