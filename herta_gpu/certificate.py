@@ -87,7 +87,8 @@ class Certificate:
         if self.kind == "none":
             return f"no certificate ({self.note})"
         if self.kind == "nonnegative":
-            return f"gap <= {self.gap:.2e}, the objective itself: no objective is below 0"
+            note = f"; {self.note}" if self.note else ""
+            return f"gap <= {self.gap:.2e}, the objective itself: no objective is below 0{note}"
         if self.value == math.inf:
             return (
                 f"gap <= {self.gap:.2e}{self.over}, of an optimum too close to 0 for a relative gap"

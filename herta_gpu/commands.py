@@ -161,8 +161,13 @@ def fit(
         "loss_function": model.loss,
         "status": model.status_,
         "steps": len(model.history_) - 1,
+        "warm_steps": max(0, len(model.warm_history_) - 1),
         "loss": model.history_[-1]["loss"],
-        "certificate": {**vars(model.certificate_), "text": str(model.certificate_)},
+        "certificate": {
+            **vars(model.certificate_),
+            "reduced": model.certificate_.reduced,
+            "text": str(model.certificate_),
+        },
         "metric": data.metric if model.classes_ is not None or data.metric == "rocauc" else "r2",
         "scores": scores,
         "seconds": seconds,
@@ -217,7 +222,8 @@ def write_report(
     picture: Path | None = run.folder / "convergence.png"
     try:
         gap = model.certificate_.gap
-        draw_convergence(model.history_, model.tol, run.folder / "convergence.png", gap)
+        steps = model.warm_history_ + model.history_
+        draw_convergence(steps, model.tol, run.folder / "convergence.png", gap)
     except ImportError as error:
         print(error, file=sys.stderr)
         picture = None
@@ -227,8 +233,8 @@ def write_report(
         f"loss {result['loss_function']}"
     )
     tiles = [(f"{part} {result['metric']}", f"{s:.3f}") for part, s in result["scores"].items()]
-    gap = result["certificate"]["value"]
-    tiles.append(("certified relative gap", f"{gap:.1e}" if gap < math.inf else "none"))
+    gap, over = result["certificate"]["value"], model.certificate_.over
+    tiles.append((f"certified relative gap{over}", f"{gap:.1e}" if gap < math.inf else "none"))
     tiles.append((f"outer step{'s' * (result['steps'] != 1)}", str(result["steps"])))
     tiles.append(("total", f"{sum(result['seconds'].values()):.1f} s"))
     memory = [(k, bytes_text(v)) for k, v in model.plan_.memory.items()]
@@ -236,7 +242,7 @@ def write_report(
         ("Result", [("", ""), *_result_rows(result)]),
         ("Plan", [("", "decision", "why"), *model.plan_.decisions]),
         ("Memory planned", [("for", "size"), *memory]),
-        ("Steps", _step_rows(model.history_)),
+        ("Steps", _step_rows(model.warm_history_ + model.history_)),
         ("Parameters", [("name", "value"), *((k, str(v)) for k, v in model.get_params().items())]),
     ]
     if candidates is not None:
@@ -251,7 +257,7 @@ def write_report(
 def _step_rows(history: list[dict[str, Any]]) -> Rows:
     head = ("step", "loss", "gradient norm", "certified gap", "inner iterations", "seconds")
     return [head] + [
-        (str(h["step"]), f"{h['loss']:.8g}", f"{h['grad_norm']:.2e}",
+        (f"{'warm ' * h['warm']}{h['step']}", f"{h['loss']:.8g}", f"{h['grad_norm']:.2e}",
          f"{h['certificate']:.2e}" if h["certificate"] < math.inf else NOTHING,
          str(h["inner_iterations"]), f"{h['seconds']:.3f}")
         for h in history
@@ -270,7 +276,7 @@ def _foot(result: dict[str, Any]) -> str:
 
 def _result_rows(result: dict[str, Any]) -> list[tuple[str, str]]:
     rows = [
-        ("status", f"{result['status']} after {_count(result['steps'], 'outer step')}"),
+        ("status", _status_text(result)),
         ("loss", f"{result['loss']:.8g}"),
         ("certificate", result["certificate"]["text"]),
     ]
@@ -280,6 +286,13 @@ def _result_rows(result: dict[str, Any]) -> list[tuple[str, str]]:
     rows.append(("seconds", f"{sum(result['seconds'].values()):.2f} ({spent})"))
     rows.append(("peak memory", bytes_text(result["peak_memory_bytes"])))
     return rows
+
+
+def _status_text(result: dict[str, Any]) -> str:
+    found = result["certificate"]
+    reduced = f" ({found['kept']:,} of {found['features']:,} features)" * found["reduced"]
+    warm = f" and {_count(result['warm_steps'], 'cheap one')}" * (result["warm_steps"] > 0)
+    return f"{result['status']}{reduced} after {_count(result['steps'], 'outer step')}{warm}"
 
 
 def _count(number: int, what: str) -> str:

@@ -153,6 +153,9 @@ def _result_table(found: dict[str, Fitted]) -> str:
     rows.append(("status", *(a["status"] for a in answers)))
     rows.append(("loss", *(f"{a['loss']:.10g}" for a in answers)))
     rows.append(("certified gap", *(_gap(a["certificate"]["value"]) for a in answers)))
+    if any(a["certificate"]["reduced"] for a in answers):
+        over = [f"{c['kept']:,} of {c['features']:,}" for c in (a["certificate"] for a in answers)]
+        rows.append(("over features", *over))
     rows.append((f"{part} {answers[0]['metric']}", *(f"{a['scores'][part]:.4f}" for a in answers)))
     return table(rows)
 

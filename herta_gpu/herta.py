@@ -129,7 +129,8 @@ class HERTA(Estimator):
         One per outer step: step, loss (the objective), grad_norm, certificate, inner_iterations,
         seconds.  The first entry is the starting point.
     warm_history_ : list of dict
-        The same for steps on a cheaper model that went first (a stored A, or a sampled graph).
+        The same for steps on a cheaper model that went first (a stored A, or a sampled graph);
+        they are marked by ``warm`` and count neither as outer steps nor towards max_iter.
     certificate_ : Certificate
     status_ : str
         "certified": the relative gap is proven to be at most tol, for the problem as given.
@@ -202,7 +203,7 @@ class HERTA(Estimator):
         y : int array (n,), -1 for unlabelled, or float array (n,) or (n, c)
         train : optional
         callback : function of one dict, optional
-            Called with each entry of `history_` as soon as it exists.
+            Called with each entry of `warm_history_` and `history_` as soon as it exists.
         checkpoint : Checkpoint, optional
             A folder to go on from after a crash, to the same bits; a state that was made from
             other data or by another model is refused.

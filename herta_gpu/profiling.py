@@ -60,10 +60,14 @@ class Stages:
         if spent >= SHORTEST:
             self._show(f"{name:<15}{spent:8.2f} s")
 
-    def step(self, step: int, gap: float, goal: float, loss: float) -> None:
-        """One outer step: a bar that fills as the certified gap falls to its goal."""
+    def step(self, step: int, gap: float, goal: float, loss: float, warm: bool = False) -> None:
+        """One step: a bar that fills as the certified gap falls to its goal.
+
+        `warm`: on a cheaper model that goes first, of which nothing is certified.
+        """
         shown = f"certified gap {gap:.1e}" if gap < inf else "not certified yet    "
-        text = f"step {step:4d}  [{_bar(gap, goal)}]  {shown}  loss {loss:.6g}"
+        name = "warm" if warm else "step"
+        text = f"{name} {step:4d}  [{_bar(gap, goal)}]  {shown}  loss {loss:.6g}"
         often = step <= 10 or step % 10 == 0
         self._held = "" if often or sys.stderr.isatty() else text
         if not self._held:

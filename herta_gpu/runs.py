@@ -82,16 +82,19 @@ class Run:
     def record(self, step: dict[str, Any]) -> None:
         """One more line of metrics.jsonl, on disk before training goes on."""
         if self._reopened:
-            self._go_back(step["step"])
+            self._go_back(step["step"], step["warm"])
         with open(self.folder / "metrics.jsonl", "a", encoding="utf-8") as file:
             file.write(json.dumps(jsonable(step)) + "\n")
             file.flush()
             os.fsync(file.fileno())
 
-    def _go_back(self, step: int) -> None:
+    def _go_back(self, step: int, warm: bool) -> None:
         """Cut the metrics to what stands before `step`, with which a killed run goes on."""
         self._reopened, state = False, self.checkpoint.last_step()
-        steps = [] if state is None else state["history"][:step]
+        steps = []
+        if state is not None:
+            steps = state["warm_history"][: step if warm else None]
+            steps += [] if warm else state["history"][:step]
         self.write_text("metrics.jsonl", "".join(json.dumps(jsonable(s)) + "\n" for s in steps))
 
     def save_model(self, model: HERTA) -> None:

@@ -293,8 +293,7 @@ class Training:
         if point.objective <= tol * self.loss_at_zero:
             # No objective is below 0, so what is left of this one bounds the gap.
             self.status, left = "converged", point.objective + point.objective_error
-            d = self.P.features
-            self.certificate = Certificate(math.inf, "nonnegative", 0.0, left, "", d, d)
+            self.certificate = replace(self.certificate, kind="nonnegative", gap=left)
             return True
         if self.model.precondition:
             a = 0.5 if self.spectrum is None else self.spectrum.a
@@ -344,8 +343,9 @@ class Training:
                 "certificate": value,
                 "inner_iterations": point.inner_iterations,
                 "seconds": time.perf_counter() - self.started,
+                "warm": not certified,
             }
         )
-        self.stages.step(step, value, self.model.tol, point.objective)
-        if self.callback is not None and certified:
-            self.callback(self.history[-1])
+        self.stages.step(step, value, self.model.tol, point.objective, warm=not certified)
+        if self.callback is not None:
+            self.callback(self.records[-1])
