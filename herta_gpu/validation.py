@@ -223,7 +223,7 @@ def train_rows(train: Any, labelled: Any, n: int) -> Any:
     if train is None:
         rows = np.flatnonzero(labelled)
     else:
-        rows = part_ids("train", train, n)
+        rows = np.sort(part_ids("train", train, n))
         if rows.size and not labelled[rows].all():
             bad = int(rows[~labelled[rows]][0])
             raise ValueError(f"train holds node {bad}, which has no label: leave it out.")
@@ -232,17 +232,17 @@ def train_rows(train: Any, labelled: Any, n: int) -> Any:
     return rows
 
 
-def node_rows(idx: Any, n: int) -> Any:
+def node_rows(idx: Any, n: int, name: str = "idx") -> Any:
     """Node ids from ids, a mask or None (all), in the order given."""
-    return np.arange(n) if idx is None else _ids("idx", idx, n)
+    return np.arange(n) if idx is None else _ids(name, idx, n)
 
 
 def part_ids(name: str, given: Any, n: int) -> Any:
-    """Sorted ids of a part of the nodes, from ids or a mask; each may be named once."""
+    """Ids of a part of the nodes, from ids or a mask; each may be named once."""
     rows = _ids(name, given, n)
     if np.unique(rows).shape[0] != rows.shape[0]:
         raise ValueError(f"{name} names a node more than once: give each id once.")
-    return np.sort(rows)
+    return rows
 
 
 def _ids(name: str, given: Any, n: int) -> Any:
