@@ -69,7 +69,9 @@ def make_targets(y: Any, train: Any, n: int, loss: str) -> Targets:
             )
         return Targets(rows, _one_hot(codes, classes.shape[0]), classes, True)
     if loss == "ce":
-        raise ValueError('loss="ce" needs one integer class label per node (or text), not floats or columns.')
+        raise ValueError(
+            'loss="ce" needs one integer class label per node (or text), not floats or columns.'
+        )
     if y.ndim == 2 and y.shape[1] == 0:
         raise ValueError("y has no columns: give at least one target.")
     rows = train_rows(train, np.ones(n, dtype=bool), n)

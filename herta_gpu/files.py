@@ -140,7 +140,7 @@ class Archive:
     def __contains__(self, key: str) -> bool:
         return key in self.keys
 
-    def header(self, key: str) -> tuple[tuple[int, ...], np.dtype[Any]]:
+    def header(self, key: str) -> tuple[tuple[int, ...], Any]:
         """Shape and type of an entry that can be read: whole, and without Python objects."""
         name = key if key in self._members else f"{key}.npy"
         if name not in self._members:
@@ -158,7 +158,7 @@ class Archive:
             )
         if min(shape, default=0) < 0:
             raise self._damaged(key, f"its shape is {shape}")
-        if math.prod(shape) * dtype.itemsize > self._members[name].file_size:
+        if math.prod(map(int, shape)) * dtype.itemsize > self._members[name].file_size:
             raise self._damaged(key, "it is cut short")
         return shape, dtype
 

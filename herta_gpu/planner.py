@@ -254,10 +254,10 @@ def _fit_memory(
             shown = f"{width}" if width >= Q_width else f"{width}, of Q {Q_width}"
             decisions.append(("columns at once", shown, f"at most {BLOCK_WIDTH}, as they fit"))
             return rows, certificate, memory, width, Q_width
+    least = _least_budget(sizes, options, rows, certificate)
     raise BudgetError(
-        f"This fit needs at least {_least_budget(sizes, options, rows, certificate):,} MB but the "
-        f"budget is {options.budget / 2**20:,.1f} MB: raise memory_budget, free memory or use fewer "
-        "features."
+        f"This fit needs at least {least:,} MB but the budget is {options.budget / 2**20:,.1f} MB: "
+        "raise memory_budget, free memory or use fewer features."
     )
 
 

@@ -133,7 +133,12 @@ class Run:
     def result(self) -> dict[str, Any] | None:
         """result.json, which a run has when it is finished."""
         path = self.folder / "result.json"
-        return _read_json(path, _RESULT) if path.is_file() else None
+        if not path.is_file():
+            return None
+        content = _read_json(path, _RESULT)
+        if not isinstance(content["certificate"].get("text"), str):
+            raise DataError(f"{path} is damaged (its certificate has no text).")
+        return content
 
     def write_json(self, name: str, content: dict[str, Any]) -> None:
         self.write_text(name, json.dumps(jsonable(content), indent=1) + "\n")

@@ -64,6 +64,8 @@ def tune(
         raise ValueError(f"{data.name} has no validation nodes to choose on: use --split.")
     if not (lams and ridges and losses):
         raise ValueError("The grid is empty: give at least one lam, one ridge and one loss.")
+    if data.split.get("train") is None:
+        raise ValueError(f"{data.name} has no training nodes: use --split.")
     targets = {
         loss: make_targets(data.y, data.split["train"], data.graph.num_nodes, loss)
         for loss in losses
