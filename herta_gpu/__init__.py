@@ -1,7 +1,6 @@
 """Unfolded graph neural networks trained to a certified optimum (HERTA)."""
 
-from typing import TYPE_CHECKING, Any
-
+TYPE_CHECKING = False  # the word that type checkers know, without the time that `typing` takes
 if TYPE_CHECKING:
     from herta_gpu.certificate import Certificate
     from herta_gpu.graph import Graph
@@ -18,12 +17,12 @@ _HOMES = {
 }  # fmt: skip
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     """What is asked for is imported then: the command line begins before NumPy is there."""
     import importlib
 
     if name in _HOMES:
-        found = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+        found: object = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
         globals()[name] = found
         return found
     if name in _HOMES.values():

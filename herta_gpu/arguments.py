@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,16 @@ _DEFAULTS = HERTA._defaults()
 _NAMES = ("dataset", "run", "out", "to", "resume", "data_dir", "split", "memory_budget")
 
 
+class _Parser(argparse.ArgumentParser):
+    """One that does not keep quiet when its help cannot be written."""
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        if file is None or file is sys.stderr:
+            super()._print_message(message, file)
+        else:
+            file.write(message)
+
+
 def check_names(args: argparse.Namespace) -> None:
     """An empty name, as of a variable that is not set, would mean the present folder."""
     for name in _NAMES:
@@ -27,7 +38,7 @@ def check_names(args: argparse.Namespace) -> None:
 
 def parser() -> argparse.ArgumentParser:
     """The command line; `check` of what it gives is a further check, if there is one."""
-    made = argparse.ArgumentParser(
+    made = _Parser(
         prog="herta",
         description="Train unfolded graph neural networks to a certified optimum.",
         epilog="Datasets: digits, synthetic:arxiv, synthetic:n=1e5,m=1e6,d=64,c=10, cora, "

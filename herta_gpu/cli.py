@@ -9,25 +9,33 @@ Whatever takes time to import is imported inside `main`, where Ctrl-C has its se
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any
 
+TYPE_CHECKING = False  # the word that type checkers know, without the time that `typing` takes
 if TYPE_CHECKING:
     import argparse
+    from collections.abc import Callable, Sequence
+    from typing import Any
 
-_Command = Callable[["argparse.Namespace"], tuple[dict[str, Any], str]]
+    Command = Callable[[argparse.Namespace], tuple[dict[str, Any], str]]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code."""
+    restore = _stop_at_once()
+    _open_streams()
+    from herta_gpu import commands, compare, measure  # noqa: F401
+    from herta_gpu.arguments import parser
+
+    restore()
     try:
-        with _open_streams():
-            with _stopped_at_once():
-                from herta_gpu import commands, compare, measure  # noqa: F401
-                from herta_gpu.arguments import parser
-            return _run(parser().parse_args(argv))
-    except KeyboardInterrupt:  # between two of our own
+        try:
+            args = parser().parse_args(argv)
+        except SystemExit as ended:  # the help was printed, or what is wrong
+            return _ended(ended)
+        except OSError as error:
+            return _unwritten(error)
+        return _run(args)
+    except KeyboardInterrupt:  # between two sentences of our own
         _say(sys.stderr, "herta: Interrupted.")
         return 130
 
@@ -53,12 +61,28 @@ def _run(args: argparse.Namespace) -> int:
         return _failed(args, f"An error of herta itself ({what}): --debug shows where.", 1)
     if args.json:
         text = _as_json(result)
-    unwritten = _say(sys.stdout, text)
-    if unwritten is not None and not isinstance(unwritten, BrokenPipeError):  # `| head` is fine
-        said = f"herta: The result could not be written to standard output ({unwritten})."
-        _say(sys.stderr, said)
-        return 1
-    return int(_diverged(result))
+    wrong = _say(sys.stdout, text)
+    return int(_diverged(result)) if wrong is None else _unwritten(wrong)
+
+
+def _ended(ended: SystemExit) -> int:
+    """Pass on how argparse ended, once all that it printed is written."""
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        _give_up(sys.stdout)
+        return _unwritten(error)
+    raise ended
+
+
+def _unwritten(error: OSError) -> int:
+    """`herta info | head` is no failure, a full device is one."""
+    _give_up(sys.stdout)
+    if isinstance(error, BrokenPipeError):
+        return 0
+    said = f"herta: The result could not be written to standard output ({error.strerror or error})."
+    _say(sys.stderr, said)
+    return 1
 
 
 def _diverged(result: dict[str, Any]) -> bool:
@@ -75,11 +99,11 @@ def _as_json(result: dict[str, Any]) -> str:
     return json.dumps(jsonable(result), indent=1)
 
 
-def _command(name: str) -> _Command:
+def _command(name: str) -> Command:
     from herta_gpu import commands, compare, measure
 
     module = {"train": commands, "tune": commands, "predict": commands, "compare": compare}
-    command: _Command = getattr(module.get(name, measure), name)
+    command: Command = getattr(module.get(name, measure), name)
     return command
 
 
@@ -116,57 +140,42 @@ def _give_up(stream: Any) -> None:
     """Nothing more into a stream that takes nothing: Python would try again when it ends."""
     import os
 
-    with suppress(OSError, ValueError):  # a stream without a file is not written to at the end
+    try:
         at = stream.fileno()
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, at)
-        os.close(nowhere)
+    except (OSError, ValueError):  # no file behind it, as in a test: nothing happens at the end
+        return
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, at)
+    os.close(nowhere)
 
 
-@contextmanager
-def _open_streams() -> Iterator[None]:
-    """Both streams, also where the caller closed them; what is left in them is written out."""
+def _open_streams() -> None:
+    """Standard output and error, also where the caller closed them."""
     import os
 
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
-    try:
-        yield
-    except SystemExit as ended:  # argparse has printed the help, or what is wrong
-        for stream in (sys.stdout, sys.stderr):
-            try:
-                stream.flush()
-            except OSError:
-                _give_up(stream)
-                raise SystemExit(ended.code or 1) from None
-        raise
 
 
-@contextmanager
-def _stopped_at_once() -> Iterator[None]:
-    """Ctrl-C while nothing but imports has happened ends the process there and then.
+def _stop_at_once() -> Callable[[], object]:
+    """Let Ctrl-C end the process there and then, until the function given back is called.
 
-    An exception in the middle of an import may be printed, or taken for a missing module, by
-    whoever imports.
+    While modules are imported there is nothing to clean up, and an exception in the middle of an
+    import may be printed, or taken for a missing module, by whoever imports.
     """
     import os
     import signal
 
-    def stop(*_: Any) -> None:
-        with suppress(OSError):
-            os.write(2, b"herta: Interrupted.\n")
+    def stop(*_: object) -> None:
+        os.write(2, b"herta: Interrupted.\n")
         os._exit(130)
 
     try:
         before = signal.signal(signal.SIGINT, stop)
-    except ValueError:  # not the main thread, which gets the signals
-        yield
-        return
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
+    except ValueError:  # not in the main thread, which gets the signals
+        return lambda: None
+    return lambda: signal.signal(signal.SIGINT, before)
 
 
 if __name__ == "__main__":

@@ -181,7 +181,7 @@ def load_npy(path: Path, what: str, mmap: bool = True) -> Any:
             version = np.lib.format.read_magic(file)
             shape, _, _ = _HEADERS.get(version, _HEADERS[2, 0])(file)
         # An array without numbers cannot be mapped.
-        return np.load(path, "r" if mmap and math.prod(shape) else None, allow_pickle=False)
+        return np.load(path, "r" if mmap and 0 not in shape else None, allow_pickle=False)
     except BROKEN as error:
         reason = _looks_like(path) if _no_numpy(path) else why(error)
         raise DataError(f"{path} is not {what} ({reason}).") from None
