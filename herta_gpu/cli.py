@@ -68,9 +68,12 @@ def _run(args: argparse.Namespace) -> int:
 def _ended(ended: SystemExit) -> int:
     """Pass on how argparse ended, once all that it printed is written."""
     try:
+        sys.stderr.flush()
+    except OSError:
+        _give_up(sys.stderr)
+    try:
         sys.stdout.flush()
     except OSError as error:
-        _give_up(sys.stdout)
         return _unwritten(error)
     raise ended
 

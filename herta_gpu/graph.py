@@ -293,11 +293,15 @@ def check_size(n: int, m: int, source: str) -> None:
     need, free = _NODE_BYTES * n + _EDGE_BYTES * m, host_memory()
     if need <= free and n < _MOST_NODES:
         return
-    named = f"num_nodes is {n:,}" if source == "num_nodes" else f"{source} holds node id {n - 1:,}"
+    of_ids = source == "edge_index"
+    named = f"{source} holds node id {n - 1:,}" if of_ids else f"{source} is {n:,}"
+    relabel = (
+        "ids must be 0..n-1 without gaps, so relabel them, as "
+        "numpy.unique(edge_index, return_inverse=True) does."
+    )
     raise ValueError(
         f"{named}, but a graph of {n:,} nodes and {m:,} edges needs {need / 2**30:,.0f} GB and "
-        f"{free / 2**30:,.0f} GB are free: ids must be 0..n-1 without gaps, so relabel them, as "
-        "numpy.unique(edge_index, return_inverse=True) does."
+        f"{free / 2**30:,.0f} GB are free: {relabel if of_ids else 'give a smaller one.'}"
     )
 
 

@@ -113,8 +113,8 @@ def read_edges(path: _File, num_nodes: int | None = None) -> Graph:
     n = highest + 1 if num_nodes is None else num_nodes
     try:
         if table.shape[1] > 2:
-            return Graph.from_edges(edges, num_nodes=n, edge_weight=table[:, 2])
-        check_edges(edges, n)
+            return Graph.from_edges(edges, num_nodes=num_nodes, edge_weight=table[:, 2])
+        check_edges(edges, n if num_nodes is not None else None)
     except ValueError as error:
         raise DataError(f"{path}: {error}") from None
     return simple_graph(edges, n)
