@@ -25,7 +25,7 @@ from herta_gpu.report import NOTHING, Rows, bytes_text, draw_convergence, page, 
 from herta_gpu.runs import Run, check_free, environment, load_model, read_config
 from herta_gpu.tune import Candidate
 from herta_gpu.tune import tune as search
-from herta_gpu.validation import check_choice, check_not_negative, check_rows
+from herta_gpu.validation import check_choice, check_ridge, check_rows
 
 Answer = tuple[dict[str, Any], str]
 
@@ -391,7 +391,7 @@ def tune(args: argparse.Namespace) -> Answer:
         for loss in args.losses:
             make_model(args, lam=lam, loss=loss, optimizer="cg")._checked()
     for ridge in args.ridges:
-        check_not_negative("ridge", ridge)
+        check_ridge(ridge)
     check_free(args.out, args.overwrite)
     data = load_for(args, stages)
     for loss in args.losses:  # before the search, which takes long

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from herta_gpu.backends.base import host_memory
-from herta_gpu.validation import as_labels, has_label, train_rows
+from herta_gpu.validation import as_labels, check_targets, has_label, train_rows
 
 
 class Estimator:
@@ -76,8 +76,7 @@ def make_targets(y: Any, train: Any, n: int, loss: str) -> Targets:
         raise ValueError("y has no columns: give at least one target.")
     rows = train_rows(train, np.ones(n, dtype=bool), n)
     Y = y[rows].astype(np.float64)
-    if not np.isfinite(Y).all():
-        raise ValueError("y holds NaN or infinity in a training row: leave such rows out of train.")
+    check_targets(Y)
     return Targets(rows, Y[:, None] if y.ndim == 1 else Y, None, y.ndim == 1)
 
 

@@ -38,6 +38,7 @@ from herta_gpu.sparsifier import Sparsifier
 from herta_gpu.training import Training
 from herta_gpu.unfolded import DenseMap, UnfoldedMap
 from herta_gpu.validation import (
+    MAX_SEED,
     BudgetError,
     as_labels,
     check_choice,
@@ -45,9 +46,9 @@ from herta_gpu.validation import (
     check_dtype,
     check_graph,
     check_lam,
-    check_not_negative,
     check_number,
     check_positive,
+    check_ridge,
     check_rows,
     check_scale,
     node_rows,
@@ -201,6 +202,10 @@ class HERTA(Estimator):
         checkpoint : Checkpoint, optional
             A folder to go on from after a crash, to the same bits.
         """
+        if callback is not None and not callable(callback):
+            raise TypeError(f"callback must be a function, not {type(callback).__name__}.")
+        if not isinstance(checkpoint, (Checkpoint, type(None))):
+            raise TypeError(f"checkpoint must be a Checkpoint, not {type(checkpoint).__name__}.")
         backend, lam = self._checked(), self._lam()
         X, targets = self._checked_data(graph, X, y, train, backend)
         stages = Stages(self.verbose)
@@ -358,10 +363,10 @@ class HERTA(Estimator):
         check_choice("optimizer", self.optimizer, OPTIMIZERS)
         check_choice("strategy", self.strategy, ("auto", "herta", "direct"))
         check_dtype(self.dtype)
-        check_not_negative("ridge", self.ridge)
+        check_ridge(self.ridge)
         check_positive("tol", self.tol)
         check_count("max_iter", self.max_iter)
-        check_count("random_state", self.random_state, least=0)
+        check_count("random_state", self.random_state, least=0, most=MAX_SEED)
         _check_wish("sparsify", self.sparsify, ("auto", "degree", "mixed"))
         _check_wish("sketch", self.sketch, ("auto",))
         check_choice("reorder", self.reorder, ("auto", True, False))
@@ -454,7 +459,14 @@ class HERTA(Estimator):
 def _two_dimensional(X: Any, backend: Backend) -> Any:
     X = accept("X", X, backend)
     if sp.issparse(X):
-        return sp.csr_array(X)
+        if X.ndim != 2:
+            raise ValueError(f"A sparse X must have two dimensions, not {X.ndim}.")
+        try:
+            X = sp.csr_array(X)
+            X.check_format(full_check=True)
+        except (ValueError, IndexError) as error:
+            raise ValueError(f"X is no whole sparse matrix ({error}).") from None
+        return X
     return X[:, None] if X.ndim == 1 else X
 
 

@@ -15,7 +15,9 @@ from herta_gpu.interop import on_device
 MAX_LAM = 1e6
 _LARGEST, _SMALLEST = 1e15, 1e-15  # of the largest entry of X: products must not leave float32
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-_MOST = 2**32 - 1  # of a count or a seed
+MAX_SEED = 2**32 - 1
+MAX_RIDGE = 1e30
+_LARGEST_Y = 1e30  # its square must be far from the end of float64
 _CHECK_ROWS = 1 << 16  # rows looked at once, so that memory-mapped input stays on disk
 
 
@@ -55,16 +57,34 @@ def check_lam(lam: Any) -> None:
         raise ValueError(f"lam must be at most {MAX_LAM:g}, not {lam!r}: Z* no longer changes.")
 
 
+def check_ridge(ridge: Any) -> None:
+    check_not_negative("ridge", ridge)
+    if ridge > MAX_RIDGE:
+        raise ValueError(f"ridge must be at most {MAX_RIDGE:g}, not {ridge!r}: W is 0 by then.")
+
+
+def check_targets(Y: Any) -> None:
+    """Float targets of the training rows that can be squared and summed."""
+    if not np.isfinite(Y).all():
+        raise ValueError("y holds NaN or infinity in a training row: leave such rows out of train.")
+    largest = float(np.abs(Y).max(initial=0.0))
+    if largest > _LARGEST_Y:
+        raise ValueError(
+            f"The largest entry of y is {largest:.3g}: divide y by that, and what the model "
+            "predicts is divided likewise."
+        )
+
+
 def check_not_negative(name: str, value: Any) -> None:
     if not (np.isfinite(check_number(name, value)) and value >= 0):
         raise ValueError(f"{name} must not be negative, but is {value!r}.")
 
 
-def check_count(name: str, value: Any, least: int = 1) -> None:
+def check_count(name: str, value: Any, least: int = 1, most: int | None = None) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
         raise ValueError(f"{name} must be an integer of at least {least}, not {value!r}.")
-    if value > _MOST:
-        raise ValueError(f"{name} must be at most 2^32 - 1, not {value!r}.")
+    if most is not None and value > most:
+        raise ValueError(f"{name} must be at most {most}, not {value!r}.")
 
 
 def check_dtype(dtype: Any) -> str:

@@ -24,6 +24,7 @@ from herta_gpu.cli import main
 from herta_gpu.datasets import DataError, Dataset, load, load_npz, load_tables
 from herta_gpu.datasets.dataset import checked_split
 from herta_gpu.runs import Run, load_model, read_config, save_model
+from herta_gpu.tune import tune
 
 N, D = 30, 4
 RNG = np.random.default_rng(0)
@@ -157,6 +158,18 @@ def fit(**change: Any) -> Any:
     return HERTA(**params).fit(**given)
 
 
+def search(X: Any = X, split: Any = None, **grid: Any) -> Any:
+    split = {"train": np.arange(9), "valid": np.arange(9, 15)} if split is None else split
+    return tune(Dataset("mine", G, X, Y, split), **grid)
+
+
+def broken() -> Any:
+    """A sparse matrix with an entry outside."""
+    made = sp.csr_array(X)
+    made.indices[0] = 99
+    return made
+
+
 OBJECTS = np.array([["a", 1]] * N, dtype=object)
 ARRAYS: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
     ("X masked", lambda: fit(X=masked(X)), ValueError, "X is a masked array"),
@@ -192,8 +205,21 @@ ARRAYS: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
     ("dtype None", lambda: fit(params={"dtype": None}), ValueError, "dtype must be one of"),
     ("dtype int", lambda: fit(params={"dtype": int}), ValueError, "dtype must be one of"),
     ("dtype object", lambda: fit(params={"dtype": object()}), ValueError, "dtype must be one of"),
-    ("seed", lambda: fit(params={"random_state": 10**30}), ValueError, "at most 2^32 - 1"),
+    ("seed", lambda: fit(params={"random_state": 10**30}), ValueError, "must be at most"),
     ("rate", lambda: fit(params={"learning_rate": "fast"}), ValueError, "learning_rate must be"),
+    ("y huge", lambda: fit(y=Y * 1e100), ValueError, "divide y by that"),
+    ("ridge huge", lambda: fit(params={"ridge": 1e300}), ValueError, "ridge must be at most"),
+    ("X sparse 1-d", lambda: fit(X=sp.coo_array(X[:, 0])), ValueError, "must have two dimensions"),
+    ("X sparse broken", lambda: fit(X=broken()), ValueError, "X is no whole sparse matrix"),
+    ("callback", lambda: fit(callback=3), TypeError, "callback must be a function"),
+    ("checkpoint", lambda: fit(checkpoint="x"), TypeError, "checkpoint must be a Checkpoint"),
+    ("tune ridge", lambda: search(ridges=[-1]), ValueError, "ridge must not be negative"),
+    ("tune loss", lambda: search(losses=["x"]), ValueError, "loss must be one of"),
+    ("tune train", lambda: search(split={"valid": [3]}), DataError, "no train"),
+    ("tune features", lambda: search(X=X + 0j), ValueError, "real numbers"),
+    ("tune overlap", lambda: search(split={"train": [3], "valid": [3]}), DataError, "overlap"),
+    ("split 3", lambda: Dataset("d", G, X, Y, {}).with_split(3), ValueError, "random:0.8"),
+    ("name 3", lambda: load(3), TypeError, "a name or a path, not int"),
     ("plan of 0 nodes", lambda: HERTA().plan(0, 1, 1, 1, 1), ValueError, "n must be an integer"),
     ("plan of 1.5", lambda: HERTA().plan(9, 1.5, 1, 1, 1), ValueError, "m must be an integer"),
     ("plan of more", lambda: HERTA().plan(9, 9, 1, 1, 10), ValueError, "n_train is 10"),

@@ -67,7 +67,10 @@ class DataSizes:
 
 
 def load(
-    name: str, data_dir: _Folder = None, features: bool = True, random_state: int = 0
+    name: str | os.PathLike[str],
+    data_dir: _Folder = None,
+    features: bool = True,
+    random_state: int = 0,
 ) -> Dataset:
     """Load a dataset by its name.
 
@@ -92,8 +95,7 @@ def load(
     >>> data.name, data.metric, len(data.split["test"])
     ('digits', 'accuracy', 1438)
     """
-    if not isinstance(name, str):
-        raise TypeError(f"The name of a dataset is text, not {type(name).__name__}.")
+    name = _text(name)
     if name == "digits":
         return digits() if features else replace(digits(), X=None)
     if name.startswith("synthetic:"):
@@ -122,7 +124,7 @@ def names(data_dir: _Folder = None) -> list[str]:
     return sorted({"digits", *planetoid.NAMES, *ogbn.SHAPES, *made, *found})
 
 
-def sizes(name: str, data_dir: _Folder = None) -> DataSizes:
+def sizes(name: str | os.PathLike[str], data_dir: _Folder = None) -> DataSizes:
     """How large a dataset is, without loading it.
 
     Examples
@@ -131,6 +133,7 @@ def sizes(name: str, data_dir: _Folder = None) -> DataSizes:
     >>> sizes("synthetic:papers100M").n
     111059956
     """
+    name = _text(name)
     if name.startswith("synthetic:"):
         spec = parse(name.removeprefix("synthetic:"))
         return DataSizes(spec.n, spec.m, spec.d, spec.c, spec.n_train, None)
@@ -148,6 +151,12 @@ def sizes(name: str, data_dir: _Folder = None) -> DataSizes:
     n_train = _n_train(name, data.split, n, data.y)
     nonzeros = data.X.nnz if sp.issparse(data.X) else None
     return DataSizes(n, data.graph.num_edges, d, data.num_classes, n_train, nonzeros)
+
+
+def _text(name: str | os.PathLike[str]) -> str:
+    if not isinstance(name, (str, os.PathLike)):
+        raise TypeError(f"A dataset has a name or a path, not {type(name).__name__}.")
+    return os.fspath(name)
 
 
 def _npz_of(name: str, folders: list[Path]) -> Path | None:

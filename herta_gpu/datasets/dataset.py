@@ -105,7 +105,7 @@ class Dataset:
             if not self.split:
                 raise ValueError(f'{self.name} has no public split: use "random:0.8".')
             return replace(self, split=trained_split(self.name, self.split, self.graph.num_nodes))
-        kind, _, share = wish.partition(":")
+        kind, _, share = str(wish).partition(":")
         try:
             if kind != "random":
                 raise ValueError
