@@ -788,6 +788,10 @@ def test_a_split_of_ones_own_may_not_overlap():
     refused(DataError, "train and test overlap", lambda: data.with_split(None))
 
 
+def test_one_column_of_classes_is_classes(tmp_path):
+    assert load_npz(npz(tmp_path, labels=Y[:, None])).y.tolist() == Y.tolist()
+
+
 def test_num_nodes_may_be_a_whole_float_or_be_left_out(tmp_path):
     assert load_npz(npz(tmp_path, num_nodes=30.0)).graph.num_nodes == N
     assert load_npz(npz(tmp_path, num_nodes=[30])).graph.num_nodes == N
