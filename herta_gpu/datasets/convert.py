@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import scipy.sparse as sp
 
-from herta_gpu.datasets.dataset import Dataset, checked_split
+from herta_gpu.datasets.dataset import Dataset
 from herta_gpu.datasets.edges import simple_graph
 from herta_gpu.graph import Graph, check_edges
 
@@ -101,7 +101,6 @@ def _assembled(name: str, graph: Graph, found: dict[str, Any]) -> Dataset:
         given = found.get(mask)
         if given is not None and _numpy(given).ndim == 1:
             split[part] = np.flatnonzero(_numpy(given))
-    split = checked_split(name, split, graph.num_nodes)
     return Dataset(name, graph, X, y, split, {"source": name})
 
 
