@@ -1,36 +1,54 @@
-"""The command line `herta`: parsing, exit codes, and errors in one sentence.
+"""The command line `herta`: exit codes, and errors in one sentence.
 
-0: done.  1: it failed (a damaged file, too little memory, no such device).  2: it was asked
-wrongly (an unknown dataset, a negative lam).
+0: done.  1: it failed (a damaged file, too little memory, no such device, a diverged run).  2: it
+was asked wrongly (an unknown dataset, a negative lam).  130: it was interrupted.
+
+Whatever takes time to import is imported inside `main`, where Ctrl-C has its sentence.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any
 
-from herta_gpu import __version__
-from herta_gpu.datasets.dataset import NORMALIZATIONS
-from herta_gpu.files import DataError
-from herta_gpu.herta import HERTA
-from herta_gpu.losses import LOSSES
-from herta_gpu.optimizers import OPTIMIZERS
-from herta_gpu.tune import LAMS, RIDGES
+TYPE_CHECKING = False  # the word that type checkers know, without the time that `typing` takes
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Callable, Sequence
+    from typing import Any
 
-_DEFAULTS = HERTA._defaults()
+    Command = Callable[[argparse.Namespace], tuple[dict[str, Any], str]]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code."""
-    args = _parser().parse_args(argv)
+    restore = _stop_at_once()
+    _open_streams()
+    from herta_gpu import commands, compare, measure  # noqa: F401
+    from herta_gpu.arguments import parser
+
+    restore()
+    try:
+        try:
+            args = parser().parse_args(argv)
+        except SystemExit as ended:  # the help was printed, or what is wrong
+            return _ended(ended)
+        except OSError as error:
+            return _unwritten(error)
+        return _run(args)
+    except KeyboardInterrupt:  # between two sentences of our own
+        _say(sys.stderr, "herta: Interrupted.")
+        return 130
+
+
+def _run(args: argparse.Namespace) -> int:
+    from herta_gpu.arguments import check_names
+    from herta_gpu.files import DataError
+
     if hasattr(args, "check"):
         args.check(args)
-    args.verbose = not (getattr(args, "json", False) or getattr(args, "quiet", False))
+    args.verbose = not (args.json or args.quiet)
     try:
+        check_names(args)
         result, text = _command(args.command)(args)
     except KeyboardInterrupt:
         return _failed(args, _interrupted(args), 130)
@@ -38,28 +56,63 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _failed(args, error, 1)
     except (ValueError, TypeError) as error:
         return _failed(args, error, 2)
+    except Exception as error:  # ours: nothing that a user does should come here
+        what = f"{type(error).__name__}: {error}"
+        return _failed(args, f"An error of herta itself ({what}): --debug shows where.", 1)
     if args.json:
-        from herta_gpu.runs import jsonable
+        text = _as_json(result)
+    wrong = _say(sys.stdout, text)
+    return int(_diverged(result)) if wrong is None else _unwritten(wrong)
 
-        text = json.dumps(jsonable(result), indent=1)
+
+def _ended(ended: SystemExit) -> int:
+    """Pass on how argparse ended, once all that it printed is written."""
     try:
-        print(text, flush=True)
-    except BrokenPipeError:  # `herta info | head` is no failure
-        sys.stderr.close()
+        sys.stderr.flush()
+    except OSError:
+        _give_up(sys.stderr)
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        return _unwritten(error)
+    raise ended
+
+
+def _unwritten(error: OSError) -> int:
+    """`herta info | head` is no failure, a full device is one."""
+    _give_up(sys.stdout)
+    if isinstance(error, BrokenPipeError):
         return 0
-    return 1 if result.get("status") == "diverged" else 0
+    said = f"herta: The result could not be written to standard output ({error.strerror or error})."
+    _say(sys.stderr, said)
+    return 1
 
 
-def _command(name: str) -> Callable[[argparse.Namespace], tuple[dict[str, Any], str]]:
+def _diverged(result: dict[str, Any]) -> bool:
+    """Whether this run, or one of those that were compared, has no result worth the name."""
+    runs = [result, *result.get("runs", {}).values()]
+    return any(run.get("status") == "diverged" for run in runs)
+
+
+def _as_json(result: dict[str, Any]) -> str:
+    import json
+
+    from herta_gpu.runs import jsonable
+
+    return json.dumps(jsonable(result), indent=1)
+
+
+def _command(name: str) -> Command:
     from herta_gpu import commands, compare, measure
 
     module = {"train": commands, "tune": commands, "predict": commands, "compare": compare}
-    command: Callable[[argparse.Namespace], tuple[dict[str, Any], str]]
-    command = getattr(module.get(name, measure), name)
+    command: Command = getattr(module.get(name, measure), name)
     return command
 
 
 def _interrupted(args: argparse.Namespace) -> str:
+    from pathlib import Path
+
     run = getattr(args, "resume", None) or getattr(args, "out", None)
     begun = args.command in ("train", "tune") and run and Path(run, "config.json").is_file()
     return f"Interrupted: herta train --resume {run} goes on." if begun else "Interrupted."
@@ -68,229 +121,64 @@ def _interrupted(args: argparse.Namespace) -> str:
 def _failed(args: argparse.Namespace, error: Any, code: int) -> int:
     if args.debug:
         raise
-    text = str(error) or type(error).__name__
+    text = " ".join(str(error).split()) or type(error).__name__
     if args.json:
-        print(json.dumps({"error": text, "exit_code": code}))
-    print(f"herta: {text}", file=sys.stderr)
+        _say(sys.stdout, _as_json({"error": text, "exit_code": code}))
+    _say(sys.stderr, f"herta: {text}")
     return code
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="herta",
-        description="Train unfolded graph neural networks to a certified optimum.",
-        epilog="Datasets: digits, synthetic:arxiv, synthetic:n=1e5,m=1e6,d=64,c=10, cora, "
-        "citeseer, pubmed, ogbn-arxiv, ..., NAME for a NAME.npz in a data folder, the path of "
-        "a .npz file, or a folder with edges.csv (or .parquet), features and labels. "
-        "`herta info` lists them.",
-    )
-    parser.add_argument("--version", action="version", version=f"herta_gpu {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    _add_train(commands)
-    _add_tune(commands)
-    _add_predict(commands)
-    _add_measuring(commands)
-    info = commands.add_parser("info", help="devices, versions, extras, datasets")
-    info.add_argument("--data-dir", metavar="DIR", help="where to look; default $HERTA_DATA")
-    _add_output(info)
-    return parser
+# ---- standard output, standard error and Ctrl-C ---------------------------------------------
+def _say(stream: Any, text: str) -> OSError | None:
+    """Write a line; the error if that is impossible: a full device, or nobody who reads."""
+    try:
+        print(text, file=stream, flush=True)
+    except OSError as error:
+        _give_up(stream)
+        return error
+    return None
 
 
-def _add_train(commands: Any) -> None:
-    train = commands.add_parser("train", help="train, certify and evaluate a model")
-    _add_data(train, optional=True)
-    _add_model(train)
-    _add_run(train)
-    train.add_argument("--resume", metavar="RUN", help="go on with a run that was killed")
-    train.set_defaults(check=lambda args: _check_resume(train, args))
-    plan = commands.add_parser("plan", help="memory, cost and strategy, before anything is loaded")
-    plan.add_argument("dataset")
-    plan.add_argument("--data-dir", metavar="DIR", help="where to look; default $HERTA_DATA")
-    _add_model(plan)
-    _add_output(plan)
+def _give_up(stream: Any) -> None:
+    """Nothing more into a stream that takes nothing: Python would try again when it ends."""
+    import os
 
-
-def _add_tune(commands: Any) -> None:
-    tune = commands.add_parser("tune", help="choose lam, ridge and loss on the validation nodes")
-    _add_data(tune)
-    tune.add_argument(
-        "--lam", dest="lams", type=_numbers, default=LAMS, metavar="L,L,...",
-        help=f"default {','.join(f'{v:g}' for v in LAMS)}",
-    )  # fmt: skip
-    tune.add_argument(
-        "--ridge", dest="ridges", type=_numbers, default=RIDGES, metavar="R,R,...",
-        help=f"default {','.join(f'{v:g}' for v in RIDGES)}",
-    )  # fmt: skip
-    tune.add_argument(
-        "--loss", dest="losses", type=_words(tuple(LOSSES)), default=tuple(LOSSES),
-        metavar="mse,ce",
-    )  # fmt: skip
-    tune.add_argument("--optimizer", choices=OPTIMIZERS, help="of the final fit")
-    _add_computing(tune)
-    _add_run(tune)
-
-
-def _add_predict(commands: Any) -> None:
-    predict = commands.add_parser("predict", help="apply a trained run to a dataset")
-    predict.add_argument("run", help="the folder that --out wrote")
-    predict.add_argument("dataset")
-    predict.add_argument("--data-dir", metavar="DIR", help="where to look; default $HERTA_DATA")
-    predict.add_argument("--device", choices=("auto", "cpu", "cuda"))
-    predict.add_argument("--to", metavar="FILE", help=".npz or .csv; default RUN/predictions.npz")
-    _add_output(predict)
-
-
-def _add_measuring(commands: Any) -> None:
-    compare = commands.add_parser("compare", help="do two devices or precisions agree?")
-    profile = commands.add_parser("profile", help="where the time goes, with a trace to open")
-    for command in (compare, profile):
-        _add_data(command)
-        _add_model(command)
-        _add_output(command)
-    compare.add_argument(
-        "--devices", type=_words(("cpu", "cpu-scipy", "cuda", "auto")), default=("cpu", "cuda"),
-        metavar="A,B", help="default cpu,cuda; cpu-scipy is the CPU without compiled kernels",
-    )  # fmt: skip
-    compare.add_argument("--out", metavar="FILE.png", help="draw the seconds per stage")
-    compare.set_defaults(check=lambda args: _check_devices(compare, args))
-    profile.add_argument("--out", metavar="FILE.json", help="default herta-trace.json")
-
-
-def _check_devices(compare: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    if args.device != compare.get_default("device"):
-        compare.error("compare takes --devices A,B instead of --device")
-
-
-def _check_resume(train: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """--resume takes everything from the run; without it there must be a dataset."""
-    if args.resume is None:
-        if args.dataset is None:
-            train.error("a DATASET is needed, or --resume RUN")
+    try:
+        at = stream.fileno()
+    except (OSError, ValueError):  # no file behind it, as in a test: nothing happens at the end
         return
-    free = ("command", "resume", "json", "quiet", "debug", "check")
-    flags = {action.dest: max(action.option_strings, default="DATASET", key=len)
-             for action in train._actions}  # fmt: skip
-    for name, value in vars(args).items():
-        if name not in free and value != train.get_default(name):
-            train.error(f"--resume takes everything from the run: leave out {flags[name]}")
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, at)
+    os.close(nowhere)
 
 
-def _add_data(command: argparse.ArgumentParser, optional: bool = False) -> None:
-    group = command.add_argument_group("data")
-    group.add_argument(
-        "dataset",
-        nargs="?" if optional else None,
-        help="a name, the path of a .npz file, or a folder of tables; see herta --help",
-    )
-    group.add_argument("--data-dir", metavar="DIR", help="where to look; default $HERTA_DATA")
-    group.add_argument("--split", metavar="public|random:0.8", help="default public if there is")
-    group.add_argument(
-        "--normalize", choices=NORMALIZATIONS, help="default row for bags of words, else none"
-    )
-    group.add_argument("--log-degree", action="store_true", help="as one more feature")
+def _open_streams() -> None:
+    """Standard output and error, also where the caller closed them."""
+    import os
+
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
 
 
-def _add_model(command: argparse.ArgumentParser) -> None:
-    group = command.add_argument_group("model")
-    strength = group.add_mutually_exclusive_group()
-    strength.add_argument(
-        "--lam", type=float, metavar="L", **_default("lam", "strength of the graph")
-    )
-    strength.add_argument(
-        "--alpha", type=float, metavar="A", help="APPNP's teleport: lam = 1/alpha - 1"
-    )
-    group.add_argument("--loss", choices=tuple(LOSSES), **_default("loss"))
-    group.add_argument(
-        "--ridge", type=float, metavar="R", **_default("ridge", "adds R/2 ||W||^2 to the loss")
-    )
-    group.add_argument("--optimizer", choices=OPTIMIZERS, **_default("optimizer"))
-    group.add_argument(
-        "--learning-rate", type=_rate, metavar="RATE|spectral", help="default by the optimizer"
-    )
-    _add_computing(command)
+def _stop_at_once() -> Callable[[], object]:
+    """Let Ctrl-C end the process there and then, until the function given back is called.
 
+    While modules are imported there is nothing to clean up, and an exception in the middle of an
+    import may be printed, or taken for a missing module, by whoever imports.
+    """
+    import os
+    import signal
 
-def _add_computing(command: argparse.ArgumentParser) -> None:
-    group = command.add_argument_group("computing")
-    group.add_argument(
-        "--tol", type=float, metavar="GAP", **_default("tol", "certified gap to reach")
-    )
-    group.add_argument("--max-iter", type=int, metavar="N", **_default("max_iter", "outer steps"))
-    group.add_argument(
-        "--strategy", choices=("auto", "herta", "direct"), **_default("strategy", "auto: cheapest")
-    )
-    group.add_argument(
-        "--sparsify", type=_wish, default="auto", metavar="auto|degree|mixed|yes|no|COUNT",
-        help="sample edges for the preconditioner",
-    )  # fmt: skip
-    group.add_argument(
-        "--sketch", type=_wish, default="auto", metavar="auto|yes|no|COUNT",
-        help="sample rows for the preconditioner",
-    )  # fmt: skip
-    group.add_argument(
-        "--no-precondition", dest="precondition", action="store_false", help="for comparison: slow"
-    )
-    group.add_argument(
-        "--device", choices=("auto", "cpu", "cuda"), **_default("device", "auto: cuda if usable")
-    )
-    group.add_argument("--dtype", choices=("float32", "float64"), **_default("dtype"))
-    group.add_argument("--memory-budget", metavar="8GB", help="default 80%% of what is free")
-    group.add_argument(
-        "--seed", dest="random_state", type=int, metavar="N", **_default("random_state")
-    )
+    def stop(*_: object) -> None:
+        os.write(2, b"herta: Interrupted.\n")
+        os._exit(130)
 
-
-def _default(name: str, about: str = "") -> dict[str, Any]:
-    """The estimator's own default, told in the help."""
-    value = _DEFAULTS[name]
-    shown = f"{value:g}" if isinstance(value, float) else str(value)
-    return {"default": value, "help": f"{about}; default {shown}" if about else f"default {shown}"}
-
-
-def _add_run(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--out", metavar="RUN", help="a folder for the model and its report")
-    command.add_argument("--overwrite", action="store_true", help="replace the run in that folder")
-    _add_output(command)
-
-
-def _add_output(command: argparse.ArgumentParser) -> None:
-    group = command.add_argument_group("output")
-    group.add_argument("--json", action="store_true", help="the result as JSON on standard output")
-    group.add_argument("--quiet", action="store_true", help="no progress on standard error")
-    group.add_argument("--debug", action="store_true", help="show the traceback of an error")
-
-
-def _numbers(text: str) -> tuple[float, ...]:
     try:
-        return tuple(float(part) for part in text.split(","))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not like 1,5,10") from None
-
-
-def _words(allowed: tuple[str, ...]) -> Callable[[str], tuple[str, ...]]:
-    def parse(text: str) -> tuple[str, ...]:
-        words = tuple(text.split(","))
-        wrong = [word for word in words if word not in allowed]
-        if wrong:
-            raise argparse.ArgumentTypeError(f"{wrong[0]!r} is none of {', '.join(allowed)}")
-        return words
-
-    return parse
-
-
-def _wish(text: str) -> bool | int | str:
-    """For sparsify and sketch: a word, yes or no, or a count."""
-    simple: dict[str, bool] = {"yes": True, "true": True, "no": False, "false": False}
-    if text.lower() in simple:
-        return simple[text.lower()]
-    return int(text) if text.isdigit() else text
-
-
-def _rate(text: str) -> float | str:
-    try:
-        return text if text == "spectral" else float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f'{text!r} is neither a number nor "spectral"') from None
+        before = signal.signal(signal.SIGINT, stop)
+    except ValueError:  # not in the main thread, which gets the signals
+        return lambda: None
+    return lambda: signal.signal(signal.SIGINT, before)
 
 
 if __name__ == "__main__":

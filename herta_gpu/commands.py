@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import csv
 import math
 import os
 import sys
@@ -16,7 +17,7 @@ from herta_gpu import backends, datasets
 from herta_gpu.backends import get_backend
 from herta_gpu.checkpoint import Checkpoint
 from herta_gpu.datasets import Dataset
-from herta_gpu.files import new_file
+from herta_gpu.files import check_target, new_file, write_npz
 from herta_gpu.herta import HERTA
 from herta_gpu.metrics import evaluate
 from herta_gpu.profiling import SHORTEST, Stages
@@ -24,7 +25,7 @@ from herta_gpu.report import NOTHING, Rows, bytes_text, draw_convergence, page, 
 from herta_gpu.runs import Run, check_free, environment, load_model, read_config
 from herta_gpu.tune import Candidate
 from herta_gpu.tune import tune as search
-from herta_gpu.validation import check_choice, check_not_negative
+from herta_gpu.validation import check_choice, check_ridge, check_rows
 
 Answer = tuple[dict[str, Any], str]
 
@@ -73,14 +74,14 @@ def _resume(args: argparse.Namespace) -> Answer:
         if finished is not None:  # killed after its last write, or asked once too often
             stages.note(f"{args.resume} is finished: this is its result.")
             return finished, _train_text(finished, args.resume)
-        before = config["environment"]["threads"]
+        before = config["environment"].get("threads")
         if str(before) != str(environment()["threads"]):
             print(
                 f"The run began with {before} threads: the last bits may differ.", file=sys.stderr
             )
         options = (config[name] for name in ("data_dir", "split", "normalize", "log_degree"))
         data_dir, split, normalize, log_degree = options
-        params = {**config["params"], "verbose": args.verbose}
+        params = {**HERTA._defaults(), **config["params"], "verbose": args.verbose}
         with stages("load"):
             data = prepared(
                 config["dataset"], data_dir, params["random_state"], split, normalize, log_degree
@@ -125,11 +126,19 @@ def prepared(
 ) -> Dataset:
     """A dataset with a split and with the features as they will be used."""
     data = datasets.load(name, data_dir, random_state=random_state)
-    if data.X is None:
-        raise ValueError(f"{name} has no features: HERTA needs some to train on.")
     if data.y is None:
         raise ValueError(f"{name} has no labels to train on.")
-    data = data.with_split(split, random_state).normalized(normalize)
+    data = data.with_split(split, random_state)
+    return with_features(data, normalize, log_degree)
+
+
+def with_features(data: Dataset, normalize: str | None, log_degree: bool) -> Dataset:
+    """A dataset with the features as they will be used."""
+    if data.X is None or data.X.shape[1] == 0:
+        raise ValueError(f"{data.name} has no features: HERTA needs some to train on.")
+    if normalize != "none":
+        check_rows("X", data.X, data.graph)  # NaN would spread over whole rows and columns
+    data = data.normalized(normalize)
     return data.with_log_degree() if log_degree else data
 
 
@@ -280,7 +289,8 @@ def _result_rows(result: dict[str, Any]) -> list[tuple[str, str]]:
         ("loss", f"{result['loss']:.8g}"),
         ("certificate", result["certificate"]["text"]),
     ]
-    rows += [(f"{part} {result['metric']}", f"{s:.4f}") for part, s in result["scores"].items()]
+    scores = {part: math.nan if s is None else s for part, s in result["scores"].items()}
+    rows += [(f"{part} {result['metric']}", f"{s:.4f}") for part, s in scores.items()]
     shown = {stage: s for stage, s in result["seconds"].items() if s >= SHORTEST}
     spent = ", ".join(f"{stage} {s:.2f}" for stage, s in shown.items())
     rows.append(("seconds", f"{sum(result['seconds'].values()):.2f} ({spent})"))
@@ -335,6 +345,7 @@ def predict(args: argparse.Namespace) -> Answer:
     """herta predict RUN DATASET"""
     path = Path(args.to) if args.to else Path(args.run) / "predictions.npz"
     check_choice("The ending of --to", path.suffix, (".npz", ".csv"))
+    check_target(path)
     config, stored = read_config(args.run), Path(args.run) / "model.npz"
     if not stored.is_file():
         raise FileNotFoundError(
@@ -344,30 +355,46 @@ def predict(args: argparse.Namespace) -> Answer:
     if args.device is not None:
         model.set_params(device=args.device)
     data_dir = args.data_dir or config.get("data_dir")
-    data = datasets.load(
-        args.dataset, data_dir, random_state=config["params"]["random_state"]
-    ).normalized(config["normalize"])
-    data = data.with_log_degree() if config["log_degree"] else data
+    seed = config["params"].get("random_state", model.random_state)
+    data = datasets.load(args.dataset, data_dir, random_state=seed)
+    data = with_features(data, config["normalize"], config["log_degree"])
     Z = model.transform(data.graph, data.X)
     labels = Z if model.classes_ is None else model.classes_[Z.argmax(axis=1)]
-    with new_file(path) as temporary:
-        if path.suffix == ".csv":
-            columns = labels[:, None] if labels.ndim == 1 else labels
-            numbered = np.column_stack([np.arange(len(labels)), columns])
-            names = ["node"] + ["prediction"] * columns.shape[1]
-            np.savetxt(
-                temporary, numbered, delimiter=",", fmt="%.9g", header=",".join(names), comments=""
-            )
-        else:
-            np.savez(temporary, predictions=labels, scores=Z)
+    if path.suffix == ".csv":
+        _write_csv(path, labels)
+    else:
+        write_npz(path, {"predictions": labels, "scores": Z})
     result = {"dataset": data.name, "run": str(args.run), "nodes": len(labels), "file": str(path)}
     rows = [("dataset", f"{data.name}: {len(labels):,} nodes"), ("predictions", str(path))]
-    if data.y is not None:
+    if data.y is not None and _comparable(data.y, Z, model.classes_):
         known = data.labelled()
         score = evaluate(data.metric, data.y[known], Z[known], model.classes_)
         result |= {"metric": data.metric, "score": score}
         rows.append((f"{data.metric} of all labelled nodes", f"{score:.4f}"))
     return result, table(rows, header=False)
+
+
+def _write_csv(path: Path, labels: Any) -> None:
+    """node,prediction; text is quoted where it has to be."""
+    columns = labels[:, None] if labels.ndim == 1 else labels
+    names = ["node"] + ["prediction"] * columns.shape[1]
+    with new_file(path) as temporary:
+        if columns.dtype.kind == "U":
+            with open(temporary, "w", encoding="utf-8", newline="") as file:
+                writer = csv.writer(file, lineterminator="\n")
+                writer.writerow(names)
+                writer.writerows(enumerate(columns[:, 0].tolist()))
+            return
+        numbered = np.column_stack([np.arange(len(labels)), columns])
+        head = ",".join(names)
+        np.savetxt(temporary, numbered, delimiter=",", fmt="%.9g", header=head, comments="")
+
+
+def _comparable(y: Any, Z: Any, classes: Any) -> bool:
+    """Whether labels that a dataset brings along are of the kind that the model predicts."""
+    if classes is None:
+        return y.dtype.kind != "U" and y.size == Z.size
+    return y.ndim == 1 and (y.dtype.kind == "U") == (classes.dtype.kind == "U")
 
 
 # ---- tune -----------------------------------------------------------------------------------
@@ -378,9 +405,12 @@ def tune(args: argparse.Namespace) -> Answer:
         for loss in args.losses:
             make_model(args, lam=lam, loss=loss, optimizer="cg")._checked()
     for ridge in args.ridges:
-        check_not_negative("ridge", ridge)
+        check_ridge(ridge)
     check_free(args.out, args.overwrite)
     data = load_for(args, stages)
+    for loss in args.losses:  # before the search, which takes long
+        check = make_model(args, lam=args.lams[0], loss=loss, optimizer="cg")
+        check._checked_data(data.graph, data.X, data.y, data.split["train"], check._checked())
     with stages("tune"):
         found = search(
             data, args.lams, args.ridges, args.losses, args.device, args.memory_budget,

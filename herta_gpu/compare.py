@@ -19,9 +19,11 @@ import numpy as np
 from herta_gpu.backends import get_backend
 from herta_gpu.commands import Answer, fit, load_for, make_model
 from herta_gpu.datasets import Dataset
+from herta_gpu.files import check_target
 from herta_gpu.herta import HERTA
 from herta_gpu.profiling import SHORTEST, Stages
-from herta_gpu.report import bars, draw_bars, table
+from herta_gpu.report import bars, draw_bars, pyplot, table
+from herta_gpu.validation import check_choice
 
 DEVICES = ("cpu", "cpu-scipy", "cuda", "auto")
 _WORTH_REPEATING = 60.0  # seconds: compilation is no part of a speed, but a long fit hides it
@@ -65,6 +67,10 @@ def compare(args: argparse.Namespace) -> Answer:
     """herta compare DATASET"""
     ways, why = choose_ways(args.devices, args.dtype)
     make_model(args, device="cpu")._checked()
+    if args.out is not None:
+        check_target(args.out)
+        check_choice("The ending of --out", Path(args.out).suffix, (".png",))
+        pyplot()  # it says so if it cannot be imported
     stages = Stages(args.verbose)
     data = load_for(args, stages)
     found = {str(way): _fitted(args, way, data, stages) for way in ways}

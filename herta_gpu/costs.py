@@ -7,6 +7,7 @@ operations everywhere.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from herta_gpu.solver import BLOCK_WIDTH, RegularizedLaplacian, chebyshev_degree
@@ -48,6 +49,7 @@ class Sizes:
     X_bytes: int
     hidden: bool = False  # some features occur only outside the training rows
     nonzeros: int | None = None  # of a sparse X
+    X_bytes_at: Callable[[int], int] | None = None  # X_bytes with another budget
 
     @property
     def dtype(self) -> str:

@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from herta_gpu.validation import train_rows
+from herta_gpu.backends.base import host_memory
+from herta_gpu.validation import as_labels, check_targets, has_label, train_rows
 
 
 class Estimator:
@@ -54,44 +55,67 @@ class Targets:
 
 def make_targets(y: Any, train: Any, n: int, loss: str) -> Targets:
     """Labels or float targets of the training rows, checked."""
-    y = np.asarray(y)
-    if y.ndim not in (1, 2) or y.shape[0] != n:
-        raise ValueError(f"y has shape {y.shape} but the graph has {n:,} nodes: one row per node.")
-    if y.dtype.kind not in "fiub":
-        raise ValueError(f"y must hold integer labels or floats, not {y.dtype}.")
-    if y.ndim == 1 and y.dtype.kind in "iub":
-        rows = train_rows(train, y >= 0, n)
+    y = as_labels("y", y)
+    check_length(y, n)
+    if y.ndim == 1 and y.dtype.kind in "iubU":
+        known = has_label(y)
+        rows = train_rows(train, known, n)
         classes, codes = np.unique(y[rows], return_inverse=True)
-        if classes.shape[0] == 1 and train is None and (y < 0).any():
+        if classes.shape[0] == 1 and train is None and not known.all():
             warnings.warn(
-                f"The only label besides -1 (unlabelled) is {classes[0]}: for two classes use 0 "
-                "and 1.",
+                f"The only label besides {'the empty one' if y.dtype.kind == 'U' else -1} "
+                f"(unlabelled) is {classes[0]}: for two classes use 0 and 1.",
                 stacklevel=4,
             )
-        return Targets(rows, np.eye(classes.shape[0])[codes], classes, True)
+        return Targets(rows, _one_hot(codes, classes.shape[0]), classes, True)
     if loss == "ce":
-        raise ValueError('loss="ce" needs one integer class label per node, not floats or columns.')
+        raise ValueError(
+            'loss="ce" needs one integer class label per node (or text), not floats or columns.'
+        )
     if y.ndim == 2 and y.shape[1] == 0:
         raise ValueError("y has no columns: give at least one target.")
     rows = train_rows(train, np.ones(n, dtype=bool), n)
     Y = y[rows].astype(np.float64)
-    if not np.isfinite(Y).all():
-        raise ValueError("y holds NaN or infinity in a training row: leave such rows out of train.")
+    check_targets(Y)
     return Targets(rows, Y[:, None] if y.ndim == 1 else Y, None, y.ndim == 1)
+
+
+def check_length(y: Any, n: int) -> None:
+    if y.shape[0] != n:
+        raise ValueError(f"y has shape {y.shape} but the graph has {n:,} nodes: one row per node.")
+
+
+def _one_hot(codes: Any, c: int) -> Any:
+    """Rows of the identity; as many columns as rows (ids taken for labels) may not fit at all."""
+    if 8 * codes.shape[0] * c > host_memory():
+        raise ValueError(
+            f"y has {c:,} classes on {codes.shape[0]:,} training nodes, more than fit into memory: "
+            "give classes, not ids; numbers to be predicted as such must be floats."
+        )
+    Y = np.zeros((codes.shape[0], c))
+    Y[np.arange(codes.shape[0]), codes] = 1.0
+    return Y
 
 
 def accuracy_or_r2(predicted: Any, y: Any, rows: Any, classes: Any | None) -> float:
     """Share of right labels among the labelled rows, or R^2 (mean over the columns)."""
-    y = np.asarray(y)
-    if y.shape[0] != predicted.shape[0] or y.ndim > 2:
-        raise ValueError(f"y has shape {y.shape} but there are {predicted.shape[0]:,} predictions.")
+    y = as_labels("y", y)
+    check_length(y, predicted.shape[0])
     if rows.size == 0:
         raise ValueError("There is no row to score: idx is empty.")
     if classes is not None:
-        rows = rows[y[rows] >= 0]
+        if y.ndim == 2 or (y.dtype.kind == "U") != (classes.dtype.kind == "U"):
+            kind = "text" if classes.dtype.kind == "U" else "number"
+            raise ValueError(f"y must hold one {kind} per node, as the classes of the model are.")
+        known = has_label(y) if y.dtype.kind == "U" else y >= 0  # floats, too: NaN is none
+        rows = rows[known[rows]]
         if rows.size == 0:
             raise ValueError("None of the rows to score has a label.")
         return float(np.mean(predicted[rows] == y[rows]))
+    if y.dtype.kind == "U":
+        raise ValueError("y holds text but the model predicts numbers.")
+    if not np.isfinite(y[rows]).all():
+        raise ValueError("y holds NaN or infinity in a row to score: leave such rows out by idx.")
     truth, guess = (a[rows].astype(np.float64).reshape(rows.size, -1) for a in (y, predicted))
     if truth.shape != guess.shape:
         raise ValueError(f"y has {truth.shape[1]} columns but the model has {guess.shape[1]}.")

@@ -11,6 +11,7 @@ import numpy as np
 import scipy.sparse as sp
 from numpy.typing import ArrayLike, NDArray
 
+from herta_gpu.backends.base import host_memory
 from herta_gpu.interop import on_device
 from herta_gpu.ordering import (
     LARGE,
@@ -20,10 +21,13 @@ from herta_gpu.ordering import (
     permuted,
     reverse_cuthill_mckee,
 )
+from herta_gpu.validation import check_plain
 
 _GATHERED = 1 << 20  # neighbours looked at together
 _TOP = 1 << 12  # nodes that usually settle the bound of lambda_max
 _QUICK = 10**6  # edges up to which `repr` looks for components
+_NODE_BYTES, _EDGE_BYTES = 48, 40  # held while a graph is made, at least
+_MOST_NODES = 3_037_000_499  # pairs of them are numbered by int64
 Edges = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64] | None]
 
 
@@ -262,6 +266,7 @@ class Graph:
 
 
 def check_edges(edge_index: Any, num_nodes: int | None) -> tuple[Any, Any, int]:
+    check_plain("edge_index", edge_index)
     try:
         edges = np.asarray(edge_index)
     except ValueError as error:
@@ -272,24 +277,47 @@ def check_edges(edge_index: Any, num_nodes: int | None) -> tuple[Any, Any, int]:
         )
     if edges.size and edges.dtype.kind not in "iu":
         raise ValueError(f"edge_index must hold integers, not {edges.dtype}.")
-    edges = edges.astype(np.int64, copy=False)
-    largest = int(edges.max(initial=-1))
+    # Of unsigned ids, no maximum with -1: that would be a float.
+    largest, least = (int(edges.max()), int(edges.min())) if edges.size else (-1, 0)
     whole = isinstance(num_nodes, (int, np.integer)) and not isinstance(num_nodes, bool)
     if num_nodes is not None and (not whole or num_nodes < 0):
         raise ValueError(f"num_nodes must be a non-negative integer, not {num_nodes!r}.")
     n = largest + 1 if num_nodes is None else int(num_nodes)
     if n == 0:
         raise ValueError("The graph is empty: give num_nodes, or at least one edge.")
-    if edges.min(initial=0) < 0 or largest >= n:
-        bad = int(edges.min(initial=0)) if edges.min(initial=0) < 0 else largest
+    if least < 0 or largest >= n:
+        bad = least if least < 0 else largest
         raise ValueError(f"edge_index holds node id {bad}, but ids must lie in 0..{n - 1}.")
+    check_size(n, edges.shape[1], "edge_index" if num_nodes is None else "num_nodes")
+    edges = edges.astype(np.int64, copy=False)
     return edges[0], edges[1], n
+
+
+def check_size(n: int, m: int, source: str) -> None:
+    """A graph that cannot fit into memory is refused before the system ends the process."""
+    need, free = _NODE_BYTES * n + _EDGE_BYTES * m, host_memory()
+    if need <= free and n < _MOST_NODES:
+        return
+    of_ids = source == "edge_index"
+    named = f"{source} holds node id {n - 1:,}" if of_ids else f"{source} is {n:,}"
+    relabel = (
+        "ids must be 0..n-1 without gaps, so relabel them, as "
+        "numpy.unique(edge_index, return_inverse=True) does."
+    )
+    raise ValueError(
+        f"{named}, but a graph of {n:,} nodes and {m:,} edges needs {need / 2**30:,.0f} GB and "
+        f"{free / 2**30:,.0f} GB are free: {relabel if of_ids else 'give a smaller one.'}"
+    )
 
 
 def check_weights(edge_weight: Any, m: int) -> NDArray[np.float64] | None:
     if edge_weight is None:
         return None
-    w = np.asarray(edge_weight)
+    check_plain("edge_weight", edge_weight)
+    try:
+        w = np.asarray(edge_weight)
+    except ValueError:
+        raise ValueError(f"edge_weight must have shape ({m},), one per edge.") from None
     if w.shape != (m,):
         raise ValueError(f"edge_weight must have shape ({m},), one per edge, not {w.shape}.")
     if w.dtype.kind not in "fiub":

@@ -18,7 +18,7 @@ from herta_gpu.backends.base import Array, Backend
 from herta_gpu.certificate import Spectrum, choose_spectrum
 from herta_gpu.checkpoint import Checkpoint
 from herta_gpu.costs import EXACT_TOL, Options, Outline, Sizes, worth_reordering
-from herta_gpu.estimator import Estimator, Targets, accuracy_or_r2, make_targets
+from herta_gpu.estimator import Estimator, Targets, accuracy_or_r2, check_length, make_targets
 from herta_gpu.features import Features, bytes_held, has_hidden_columns
 from herta_gpu.fingerprint import fingerprint
 from herta_gpu.graph import Graph
@@ -39,15 +39,17 @@ from herta_gpu.sparsifier import Sparsifier
 from herta_gpu.training import Training
 from herta_gpu.unfolded import DenseMap, UnfoldedMap
 from herta_gpu.validation import (
+    MAX_SEED,
     BudgetError,
+    as_labels,
     check_choice,
     check_count,
     check_dtype,
     check_graph,
     check_lam,
-    check_not_negative,
     check_number,
     check_positive,
+    check_ridge,
     check_rows,
     check_scale,
     node_rows,
@@ -200,7 +202,9 @@ class HERTA(Estimator):
         graph : Graph
         X : array or SciPy sparse matrix, (n, d)
             Arrays on a GPU (CuPy, or anything with DLPack) are used where they are.
-        y : int array (n,), -1 for unlabelled, or float array (n,) or (n, c)
+        y : array
+            (n,) whole numbers, -1 for unlabelled; (n,) text, "" (or None) for unlabelled, and
+            then `classes_` and `predict` are text, too; or floats, (n,) or (n, c).
         train : optional
         callback : function of one dict, optional
             Called with each entry of `warm_history_` and `history_` as soon as it exists.
@@ -208,13 +212,12 @@ class HERTA(Estimator):
             A folder to go on from after a crash, to the same bits; a state that was made from
             other data or by another model is refused.
         """
+        if callback is not None and not callable(callback):
+            raise TypeError(f"callback must be a function, not {type(callback).__name__}.")
+        if not isinstance(checkpoint, (Checkpoint, type(None))):
+            raise TypeError(f"checkpoint must be a Checkpoint, not {type(checkpoint).__name__}.")
         backend, lam = self._checked(), self._lam()
-        check_graph(graph)
-        X = _two_dimensional(X, backend)
-        check_rows("X", X, graph)
-        check_scale(X)
-        y, train = to_host(y, backend), to_host(train, backend)
-        targets = make_targets(y, train, graph.num_nodes, self.loss)
+        X, targets = self._checked_data(graph, X, y, train, backend)
         stages = Stages(self.verbose)
         if checkpoint is not None:
             with stages("checkpoint"):
@@ -260,6 +263,19 @@ class HERTA(Estimator):
         self.stages_, self.n_features_in_, self.spectrum_ = stages.seconds, X.shape[1], spectrum
         return self
 
+    def _checked_data(
+        self, graph: Graph, X: Any, y: Any, train: Any, backend: Backend
+    ) -> tuple[Any, Targets]:
+        """X as a matrix and the training rows, or a sentence that says what is wrong."""
+        check_graph(graph)
+        X = _two_dimensional(X, backend)
+        check_rows("X", X, graph)
+        if X.shape[1] == 0:
+            raise ValueError("X has no columns: give at least one feature.")
+        check_scale(X)
+        y, train = to_host(y, backend), to_host(train, backend)
+        return X, make_targets(y, train, graph.num_nodes, self.loss)
+
     def plan(
         self, n: int, m: int, d: int, c: int, n_train: int, X_nonzeros: int | None = None
     ) -> Plan:
@@ -279,6 +295,13 @@ class HERTA(Estimator):
         >>> plan.strategy, plan.memory["Q"]
         ('direct', 512000000)
         """
+        for name, value in (("n", n), ("d", d), ("c", c), ("n_train", n_train)):
+            _check_size(name, value)
+        _check_size("m", m, least=0)
+        if X_nonzeros is not None:
+            _check_size("X_nonzeros", X_nonzeros, least=0)
+        if n_train > n:
+            raise ValueError(f"n_train is {n_train:,} but there are {n:,} nodes.")
         backend, word = self._checked(), np.dtype(self.dtype).itemsize
         sizes = Sizes(n, m, d, c, n_train, word, 24 * (X_nonzeros or 0), nonzeros=X_nonzeros)
         return make_plan(Outline(n, self._lam()), sizes, self._options(backend))
@@ -299,6 +322,7 @@ class HERTA(Estimator):
                 f"X has {X.shape[1]:,} features but the model was fitted with "
                 f"{self.n_features_in_:,}."
             )
+        check_scale(X, fitted=True)
         H = RegularizedLaplacian(graph, self._lam(), backend, check_dtype(self.dtype))
         everything = backend.xp.arange(graph.num_nodes)
         budget = self._options(backend).budget
@@ -308,6 +332,8 @@ class HERTA(Estimator):
         # Not from the fit's Z, near as it is: a model that was stored and read again gives the same
         # bits as this one.
         Z = A.forward(backend.asarray(self.W_), _TRANSFORM_TOL).value
+        if not bool(backend.xp.isfinite(Z).all()):  # synchronize!
+            raise ValueError("H^-1 X W overflows: give X in the units the model was fitted with.")
         Z = Z if on_device(X) else backend.to_numpy(Z)  # synchronize!
         return take_rows(Z, graph.inverse_order(), backend).astype(self.dtype)
 
@@ -316,13 +342,20 @@ class HERTA(Estimator):
         Z = self._output(graph, X)
         if self.classes_ is None:
             return like(Z[:, 0] if self._flat else Z, X)
-        classes = get_backend(self.device).asarray(self.classes_) if on_device(Z) else self.classes_
-        return like(classes[Z.argmax(axis=1)], X)
+        best, backend = Z.argmax(axis=1), get_backend(self.device)
+        if self.classes_.dtype.kind == "U":
+            return self.classes_[to_host(best, backend)]  # neither a GPU nor a tensor holds text
+        classes = backend.asarray(self.classes_) if on_device(Z) else self.classes_
+        return like(classes[best], X)
 
     def score(self, graph: Graph, X: Any, y: Any, idx: Any = None) -> float:
         """Accuracy on the labelled nodes of `idx` (default all), or R^2 for float targets."""
+        self._check_fitted()
+        check_graph(graph)
         backend = get_backend(self.device)
-        predicted, y, idx = (to_host(a, backend) for a in (self.predict(graph, X), y, idx))
+        y, idx = (to_host(a, backend) for a in (y, idx))
+        check_length(as_labels("y", y), graph.num_nodes)  # before the solve
+        predicted = to_host(self.predict(graph, X), backend)
         return accuracy_or_r2(predicted, y, node_rows(idx, graph.num_nodes), self.classes_)
 
     # ---- the parts of fit ----------------------------------------------------------------
@@ -335,21 +368,31 @@ class HERTA(Estimator):
         return 1.0 / float(self.alpha) - 1.0
 
     def _checked(self) -> Backend:
+        self._check_params()
+        return get_backend(self.device)
+
+    def _check_params(self) -> None:
+        """What can be said of the parameters without a device."""
         check_lam(self._lam())
         check_choice("loss", self.loss, tuple(LOSSES))
         check_choice("optimizer", self.optimizer, OPTIMIZERS)
         check_choice("strategy", self.strategy, ("auto", "herta", "direct"))
         check_dtype(self.dtype)
-        check_not_negative("ridge", self.ridge)
+        check_ridge(self.ridge)
         check_positive("tol", self.tol)
         check_count("max_iter", self.max_iter)
-        check_count("random_state", self.random_state, least=0)
+        check_count("random_state", self.random_state, least=0, most=MAX_SEED)
         _check_wish("sparsify", self.sparsify, ("auto", "degree", "mixed"))
         _check_wish("sketch", self.sketch, ("auto",))
         check_choice("reorder", self.reorder, ("auto", True, False))
-        if self.learning_rate not in (None, "spectral"):
+        if isinstance(self.learning_rate, str):
+            check_choice("learning_rate", self.learning_rate, ("spectral",))
+        elif self.learning_rate is not None:
             check_positive("learning_rate", self.learning_rate)
-        return get_backend(self.device)
+        check_choice("precondition", self.precondition, (True, False))
+        check_choice("device", self.device, ("auto", "cpu", "cuda"))
+        if self.memory_budget is not None:
+            parse_bytes(self.memory_budget)
 
     def _options(self, backend: Backend) -> Options:
         if self.memory_budget is None:
@@ -431,13 +474,26 @@ class HERTA(Estimator):
 def _two_dimensional(X: Any, backend: Backend) -> Any:
     X = accept("X", X, backend)
     if sp.issparse(X):
-        return sp.csr_array(X)
+        if X.ndim != 2:
+            raise ValueError(f"A sparse X must have two dimensions, not {X.ndim}.")
+        try:
+            X = sp.csr_array(X)
+            X.check_format(full_check=True)
+        except (ValueError, IndexError) as error:
+            raise ValueError(f"X is no whole sparse matrix ({error}).") from None
+        return X
     return X[:, None] if X.ndim == 1 else X
 
 
 def _plain(wish: Any) -> Any:
     """NumPy's booleans as Python's, which the planner tells from counts."""
     return bool(wish) if isinstance(wish, np.bool_) else wish
+
+
+def _check_size(name: str, value: Any, least: int = 1) -> None:
+    whole = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+    if not whole or value < least:
+        raise ValueError(f"{name} must be an integer of at least {least}, not {value!r}.")
 
 
 def _check_wish(name: str, value: Any, words: tuple[str, ...]) -> None:
@@ -452,11 +508,10 @@ def _check_wish(name: str, value: Any, words: tuple[str, ...]) -> None:
 def _sizes(
     graph: Graph, X: Any, targets: Targets, dtype: str, backend: Backend, X_bytes: int
 ) -> Sizes:
-    if X.shape[1] == 0:
-        raise ValueError("X has no columns: give at least one feature.")
     word = np.dtype(dtype).itemsize
     return Sizes(
         graph.num_nodes, graph.num_edges, X.shape[1], targets.Y.shape[1], targets.Y.shape[0],
         word, X_bytes, has_hidden_columns(X, targets.rows, backend),
         X.nnz if sp.issparse(X) else None,
+        lambda budget: bytes_held(X, backend, budget),
     )  # fmt: skip

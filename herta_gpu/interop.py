@@ -28,11 +28,18 @@ def on_device(x: Any) -> bool:
 
 def accept(name: str, x: Any, backend: Backend) -> Any:
     """`x` as an array of the device it is on: NumPy's on the host; sparse matrices as they are."""
+    if isinstance(x, np.matrix):
+        return np.asarray(x)  # its products are not those of an array
     if sp.issparse(x) or isinstance(x, np.ndarray):
         return x
+    if x is None:
+        raise ValueError(f"{name} is None: give one row of numbers per node.")
     if not on_device(x):
         bare = hasattr(x, "__dlpack__") and not hasattr(x, "__array__")
-        return np.from_dlpack(x) if bare else np.asarray(x)
+        try:
+            return np.from_dlpack(x) if bare else np.asarray(x)
+        except ValueError:
+            raise ValueError(f"{name} is no matrix: its rows differ in length.") from None
     if backend.xp is np:
         raise TypeError(f'{name} is on a GPU but the computation is not: use device="cuda".')
     return backend.asarray(x)

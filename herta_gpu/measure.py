@@ -19,7 +19,7 @@ from herta_gpu.backends import get_backend
 from herta_gpu.commands import Answer, fit, load_for, make_model
 from herta_gpu.datasets import DataSizes
 from herta_gpu.datasets.storage import cache_dir
-from herta_gpu.files import new_file
+from herta_gpu.files import check_target, new_file
 from herta_gpu.herta import HERTA
 from herta_gpu.planner import Plan
 from herta_gpu.profiling import Stages
@@ -42,13 +42,15 @@ _EXTRAS = {
 def profile(args: argparse.Namespace) -> Answer:
     """herta profile DATASET"""
     stages = Stages(args.verbose)
+    path = Path(args.out or "herta-trace.json")
+    make_model(args)._checked()
+    check_target(path)
     data = load_for(args, stages)
     with stages("warm-up"):
         make_model(args, verbose=False).fit(data.graph, data.X, data.y, data.split["train"])
     model = make_model(args)
     with get_backend(args.device).profiled():
         result = fit(model, data, Stages(args.verbose))
-    path = Path(args.out or "herta-trace.json")
     with new_file(path) as temporary:
         temporary.write_text(json.dumps(jsonable(trace(model, result["seconds"]))))
     total = sum(result["seconds"].values())
@@ -101,6 +103,7 @@ def _event(name: str, track: int, start: float, spent: float, about: dict[str, A
 def plan(args: argparse.Namespace) -> Answer:
     """herta plan DATASET"""
     model = make_model(args)
+    model._checked()
     sizes = datasets.sizes(args.dataset, args.data_dir)
     if sizes.d == 0:
         raise ValueError(f"{args.dataset} has no features: HERTA needs some to train on.")

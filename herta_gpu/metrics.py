@@ -6,10 +6,13 @@ from typing import Any
 
 import numpy as np
 
+from herta_gpu.validation import as_labels, has_label
+
 
 def accuracy(y: Any, predicted: Any) -> float:
     """Share of right labels among the labelled nodes; nan when there is none."""
-    known = y >= 0
+    y = as_labels("y", y)
+    known = has_label(y)
     return float(np.mean(predicted[known] == y[known])) if known.any() else float("nan")
 
 
@@ -39,10 +42,13 @@ def rocauc(y: Any, scores: Any) -> float:
 
 def evaluate(metric: str, y: Any, scores: Any, classes: Any | None) -> float:
     """`metric` of the model's outputs `scores` (rows as in y)."""
+    if len(y) == 0:
+        return float("nan")
     if metric == "rocauc":
         return rocauc(y, scores)
     if classes is not None:
         return accuracy(y, classes[scores.argmax(axis=1)])
+    y = np.asarray(y).reshape(scores.shape)  # one target per node is one column
     left = ((y - scores) ** 2).sum(axis=0)
     total = ((y - y.mean(axis=0)) ** 2).sum(axis=0)
     return float(np.mean(1.0 - left / np.where(total > 0, total, 1.0)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -270,11 +270,23 @@ def _fit_memory(
             shown = f"{width}" if width >= Q_width else f"{width}, of Q {Q_width}"
             decisions.append(("columns at once", shown, f"at most {BLOCK_WIDTH}, as they fit"))
             return rows, certificate, memory, width, Q_width
-    need = sum(memory.values()) + sizes.n * column_bytes(sizes.dtype)
+    least = _least_budget(sizes, options, rows, certificate)
     raise BudgetError(
-        f"This fit needs at least {need / 2**20:,.0f} MB but the budget is "
-        f"{options.budget / 2**20:,.0f} MB: raise memory_budget, free memory or use fewer features."
+        f"This fit needs at least {least:,} MB but the budget is {options.budget / 2**20:,.1f} MB: "
+        "raise memory_budget, free memory or use fewer features."
     )
+
+
+def _least_budget(sizes: Sizes, options: Options, rows: int | None, certificate: str) -> int:
+    """MB with which the thriftiest plan works: what it takes grows with the budget, but slower."""
+    budget, need = 0, 1
+    while need > budget << 20:
+        budget = -(-need >> 20)
+        there = replace(options, budget=budget << 20)
+        held = sizes.X_bytes if sizes.X_bytes_at is None else sizes.X_bytes_at(there.budget)
+        memory = _memory(replace(sizes, X_bytes=held), there, rows, certificate)
+        need = sum(memory.values()) + sizes.n * column_bytes(sizes.dtype)
+    return budget
 
 
 def _Q_column(sizes: Sizes, by_rows: bool, sketch_rows: int | None) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from math import inf, log10
 
@@ -81,10 +81,11 @@ class Stages:
         """A line; one that is `passing` is overwritten by the next on a terminal."""
         if not self.verbose or (passing and text.endswith("...") and not sys.stderr.isatty()):
             return
-        if sys.stderr.isatty():
-            print(f"\r\033[K{text}", end="" if passing else "\n", file=sys.stderr, flush=True)
-        else:
-            print(text, file=sys.stderr, flush=True)
+        with suppress(OSError):  # a full device, or nobody who reads: no reason to stop
+            if sys.stderr.isatty():
+                print(f"\r\033[K{text}", end="" if passing else "\n", file=sys.stderr, flush=True)
+            else:
+                print(text, file=sys.stderr, flush=True)
 
     def _clear(self) -> None:
         """Take a passing line off a terminal."""

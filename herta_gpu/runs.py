@@ -11,8 +11,8 @@ import json
 import math
 import os
 import platform
+import shutil
 import sys
-import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,11 +22,25 @@ import scipy
 
 from herta_gpu.certificate import Certificate
 from herta_gpu.checkpoint import Checkpoint
-from herta_gpu.files import DataError, new_file
+from herta_gpu.datasets.dataset import NORMALIZATIONS
+from herta_gpu.files import Archive, DataError, check_place, new_file, write_npz
 from herta_gpu.herta import HERTA
+from herta_gpu.validation import BudgetError, as_labels, check_choice, check_dtype
 
 _EXTRAS = ("convergence.png", "tune.json", "predictions.npz")
 _FILES = ("config.json", "metrics.jsonl", "model.npz", "result.json", "report.html")
+_REPLACED = ".replaced"  # where --overwrite keeps the old run until the new one has begun
+_OPTIONAL_TEXT = (str, type(None))
+_CONFIG: dict[str, Any] = {
+    "dataset": str, "split": _OPTIONAL_TEXT, "normalize": _OPTIONAL_TEXT, "log_degree": bool,
+    "data_dir": _OPTIONAL_TEXT, "params": dict, "environment": dict,
+}  # fmt: skip
+_RESULT: dict[str, Any] = {
+    "dataset": str, "nodes": int, "edges": int, "features": int, "outputs": int, "lam": float,
+    "ridge": float, "loss_function": str, "status": str, "steps": int, "loss": float,
+    "certificate": dict, "metric": str, "scores": dict, "seconds": dict,
+    "peak_memory_bytes": int, "strategy": str, "dtype": str, "device": str, "note": str,
+}  # fmt: skip
 
 
 class Run:
@@ -39,17 +53,64 @@ class Run:
     @classmethod
     @contextlib.contextmanager
     def create(cls, folder: str | Path, overwrite: bool = False) -> Iterator[Run]:
-        """Own `folder` until the block ends; it must not hold a run yet."""
+        """Own `folder` until the block ends; it must not hold a run yet.
+
+        If the run is refused before its first step, the folder is as it was before, with the run
+        that was to be replaced.
+        """
         path = Path(folder)
         check_free(path, overwrite)
+        new = [place for place in (path, *path.parents) if not place.exists()]
         path.mkdir(parents=True, exist_ok=True)
-        with _locked(path):
-            check_free(path, overwrite)  # again, now that nobody else can write
-            for name in (*_FILES, *_EXTRAS):
-                (path / name).unlink(missing_ok=True)
-            run = cls(path)
-            run.checkpoint.delete()
-            yield run
+        run = cls(path)
+        try:
+            with _locked(path):
+                check_free(path, overwrite)  # again, now that nobody else can write
+                run._set_aside()
+                try:
+                    yield run
+                except BaseException as error:
+                    if run._begun(error):
+                        shutil.rmtree(path / _REPLACED, ignore_errors=True)
+                    else:
+                        run._take_back()
+                    raise
+                shutil.rmtree(path / _REPLACED, ignore_errors=True)
+        except BaseException:
+            if new and not any(name != ".lock" for name in os.listdir(path)):
+                (path / ".lock").unlink(missing_ok=True)
+                with contextlib.suppress(OSError):
+                    for place in new:
+                        place.rmdir()
+            raise
+
+    def _set_aside(self) -> None:
+        """Move the old run out of the way."""
+        old, names = self.folder / _REPLACED, (*_FILES, *_EXTRAS, self.checkpoint.folder.name)
+        held = [name for name in names if (self.folder / name).exists()]
+        if held:
+            shutil.rmtree(old, ignore_errors=True)
+            old.mkdir()
+        for name in held:
+            os.replace(self.folder / name, old / name)
+
+    def _begun(self, error: BaseException) -> bool:
+        """Whether there is something that is worth to go on with."""
+        if not (self.folder / "config.json").exists():
+            return False
+        refused = isinstance(error, (ValueError, TypeError, BudgetError))
+        held = (self.folder / "metrics.jsonl", self.checkpoint.folder)
+        return not refused or any(place.exists() for place in held)
+
+    def _take_back(self) -> None:
+        """The old run, or nothing, instead of the one that could not begin."""
+        for name in (*_FILES, *_EXTRAS):
+            (self.folder / name).unlink(missing_ok=True)
+        self.checkpoint.delete()
+        old = self.folder / _REPLACED
+        for held in old.iterdir() if old.is_dir() else ():
+            os.replace(held, self.folder / held.name)
+        shutil.rmtree(old, ignore_errors=True)
 
     @classmethod
     @contextlib.contextmanager
@@ -65,12 +126,18 @@ class Run:
             run._reopened = True
             for left in path.glob(".*.*.*"):  # what a write was at when the process was killed
                 left.unlink()
+            shutil.rmtree(path / _REPLACED, ignore_errors=True)
             yield run
 
     def result(self) -> dict[str, Any] | None:
         """result.json, which a run has when it is finished."""
         path = self.folder / "result.json"
-        return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else None
+        if not path.is_file():
+            return None
+        content = _read_json(path, _RESULT)
+        if not isinstance(content["certificate"].get("text"), str):
+            raise DataError(f"{path} is damaged (its certificate has no text).")
+        return content
 
     def write_json(self, name: str, content: dict[str, Any]) -> None:
         self.write_text(name, json.dumps(jsonable(content), indent=1) + "\n")
@@ -105,9 +172,12 @@ def check_free(folder: str | Path | None, overwrite: bool = False) -> None:
     """An error unless a new run may go into `folder`; None: there is to be no run."""
     if folder is None:
         return
+    if not str(folder):
+        raise ValueError("--out is empty: name a folder, or leave it out.")
     path = Path(folder)
     if path.exists() and not path.is_dir():
         raise ValueError(f"{path} is a file: --out needs a folder.")
+    check_place(path)
     held = next((name for name in _FILES if (path / name).exists()), None)
     if held is None or overwrite:
         return
@@ -165,7 +235,9 @@ def jsonable(value: Any) -> Any:
 
 
 def save_model(model: HERTA, path: str | Path) -> None:
-    """Write a fitted model to a .npz file without pickles.
+    """Write a fitted model to the file `path`, in NumPy's .npz format and without pickles.
+
+    It is written to exactly this path: no ending is added.
 
     Examples
     --------
@@ -180,9 +252,12 @@ def save_model(model: HERTA, path: str | Path) -> None:
     >>> bool((load_model(path).W_ == model.W_).all())
     True
     """
+    if not isinstance(model, HERTA):
+        raise TypeError(f"save_model takes a fitted HERTA, not {type(model).__name__}.")
+    model._check_fitted()
     certificate = vars(model.certificate_)
     about = {
-        "params": model.get_params(),
+        "params": {**model.get_params(), "dtype": check_dtype(model.dtype)},
         "certificate": {k: v for k, v in certificate.items() if v != math.inf},
         "status": model.status_,
         "flat": bool(model._flat),
@@ -190,8 +265,7 @@ def save_model(model: HERTA, path: str | Path) -> None:
     arrays = {"W": model.W_, "about": np.array(json.dumps(jsonable(about)))}
     if model.classes_ is not None:
         arrays["classes"] = model.classes_
-    with new_file(Path(path)) as temporary:
-        np.savez(temporary, **arrays)
+    write_npz(Path(path), arrays)
 
 
 def load_model(path: str | Path) -> HERTA:
@@ -199,26 +273,95 @@ def load_model(path: str | Path) -> HERTA:
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"There is no trained model at {path}.")
+    stored = Archive(path, "a whole model file")
     try:
-        with np.load(path, allow_pickle=False) as stored:
-            about = json.loads(str(stored["about"]))
-            W = stored["W"]
-            classes = stored.get("classes")
-    except (ValueError, KeyError, OSError, EOFError, zipfile.BadZipFile) as error:
-        raise DataError(f"{path} is not a whole model file ({error}).") from None
-    model = HERTA(**about["params"])
+        about = _about(stored)
+        W, classes = _weights(stored)
+        model = HERTA(**about["params"])
+        model._check_params()
+        bound = Certificate(**{"value": math.inf, "kind": "none", **about["certificate"]})
+    except DataError:
+        raise
+    except (ValueError, TypeError) as error:
+        raise DataError(f"{path} is not a whole model file ({_without_stop(error)}).") from None
     model.W_, model.classes_, model._flat = W, classes, about["flat"]
-    model.n_features_in_, model.status_ = W.shape[0], about["status"]
-    model.certificate_ = Certificate(**{"value": math.inf, "kind": "none", **about["certificate"]})
+    model.n_features_in_, model.status_, model.certificate_ = W.shape[0], about["status"], bound
     return model
 
 
+def _about(stored: Archive) -> dict[str, Any]:
+    """What a model file says of the model, with the types that it must have."""
+    shape, kind = stored.header("about")
+    if shape != () or kind.kind != "U":
+        raise ValueError("its entry about is no text")
+    about = json.loads(str(stored["about"]))
+    _check_entries(about, {"params": dict, "certificate": dict, "status": str, "flat": bool})
+    _check_params(about["params"])
+    return dict(about)
+
+
+def _weights(stored: Archive) -> tuple[Any, Any]:
+    """W and the classes, if the model can predict with them."""
+    W = stored["W"]
+    if W.ndim != 2 or W.size == 0 or W.dtype.kind != "f":
+        raise ValueError(f"W is {W.dtype} of shape {W.shape}, not a matrix of floats")
+    if not np.isfinite(W).all():
+        raise ValueError("W holds NaN or infinity")
+    if "classes" not in stored:
+        return W, None
+    classes = stored["classes"]
+    if classes.shape != (W.shape[1],):
+        raise ValueError(f"W has {W.shape[1]} columns for classes of shape {classes.shape}")
+    as_labels("classes", classes)
+    if classes.dtype.kind not in "iubU" or np.unique(classes).shape != classes.shape:
+        raise ValueError("its classes are not distinct numbers or text")
+    return W, classes
+
+
 def read_config(folder: str | Path) -> dict[str, Any]:
-    """config.json of a run."""
+    """config.json of a run, with everything in it that a run is repeated from."""
     path = Path(folder) / "config.json"
+    if not path.is_file():
+        raise FileNotFoundError(f"{folder} is no run: it has no config.json.")
+    config = _read_json(path, _CONFIG)
     try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
-    except FileNotFoundError:
-        raise FileNotFoundError(f"{folder} is no run: it has no config.json.") from None
-    except ValueError as error:
-        raise DataError(f"{path} is damaged ({error}).") from None
+        _check_params(config["params"])
+        HERTA(**config["params"])._check_params()
+        if config["normalize"] is not None:
+            check_choice("normalize", config["normalize"], NORMALIZATIONS)
+    except (ValueError, TypeError) as error:
+        raise DataError(f"{path} is damaged ({_without_stop(error)}).") from None
+    return config
+
+
+def _read_json(path: Path, types: dict[str, Any]) -> dict[str, Any]:
+    """A JSON file that must hold at least these entries."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        _check_entries(content, types)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path} is damaged ({_without_stop(error)}).") from None
+    return dict(content)
+
+
+def _check_entries(content: Any, types: dict[str, Any]) -> None:
+    if not isinstance(content, dict):
+        raise ValueError(f"it is a {type(content).__name__}, not an object with entries")
+    for name, kind in types.items():
+        if name not in content:
+            raise ValueError(f"it has no entry {name}")
+        value = content[name]
+        number = kind is float and isinstance(value, int)
+        # JSON has no infinity: None stands for it, also where a number should be.
+        if not isinstance(value, kind) and not number and not (kind is float and value is None):
+            raise ValueError(f"its entry {name} is {value!r}")
+
+
+def _check_params(params: dict[str, Any]) -> None:
+    wrong = [name for name in params if name not in HERTA._defaults()]
+    if wrong:
+        raise ValueError(f"there is no parameter {wrong[0]!r}")
+
+
+def _without_stop(error: BaseException) -> str:
+    return str(error).rstrip(".") or type(error).__name__

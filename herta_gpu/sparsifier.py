@@ -17,6 +17,7 @@ from herta_gpu.estimator import Estimator
 from herta_gpu.graph import Graph
 from herta_gpu.solver import RegularizedLaplacian, block_cg, block_width
 from herta_gpu.validation import (
+    MAX_SEED,
     check_choice,
     check_count,
     check_dtype,
@@ -98,9 +99,9 @@ class Sparsifier(Estimator):
         check_positive("lam", self.lam)
         check_positive("eps", self.eps)
         check_choice("scores", self.scores, ("sketch", "degree"))
-        check_count("random_state", self.random_state, least=0)
+        check_count("random_state", self.random_state, least=0, most=MAX_SEED)
         if self.n_samples is not None:
-            check_count("n_samples", self.n_samples)
+            check_count("n_samples", self.n_samples, most=MAX_SEED)
         backend = get_backend(self.device)
         m = graph.num_edges
         if m == 0:

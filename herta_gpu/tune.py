@@ -17,9 +17,10 @@ import scipy.sparse as sp
 from herta_gpu.datasets import Dataset
 from herta_gpu.estimator import Targets, make_targets
 from herta_gpu.factors import RANK_CUT
-from herta_gpu.losses import CrossEntropy
+from herta_gpu.losses import LOSSES, CrossEntropy
 from herta_gpu.metrics import evaluate
 from herta_gpu.solver import SDDSolver
+from herta_gpu.validation import check_choice, check_ridge, check_rows
 
 LAMS = (1.0, 5.0, 10.0, 20.0, 50.0)
 RIDGES = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0)
@@ -59,6 +60,12 @@ def tune(
     (4, 20.0, True)
     """
     lams, ridges, losses = list(lams), list(ridges), list(losses)
+    for ridge in ridges:
+        check_ridge(ridge)
+    for loss in losses:
+        check_choice("loss", loss, tuple(LOSSES))
+    check_rows("X", data.X, data.graph)
+    data = data.with_split("public")  # with its parts as ids
     valid = data.split.get("valid")
     if valid is None or len(valid) == 0:
         raise ValueError(f"{data.name} has no validation nodes to choose on: use --split.")

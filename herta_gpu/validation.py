@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -14,6 +15,9 @@ from herta_gpu.interop import on_device
 MAX_LAM = 1e6
 _LARGEST, _SMALLEST = 1e15, 1e-15  # of the largest entry of X: products must not leave float32
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+MAX_SEED = 2**32 - 1
+MAX_RIDGE = 1e30
+_LARGEST_Y = 1e30  # its square must be far from the end of float64
 _CHECK_ROWS = 1 << 16  # rows looked at once, so that memory-mapped input stays on disk
 
 
@@ -31,7 +35,7 @@ class BudgetError(MemoryError):
 
 
 def check_choice(name: str, value: Any, choices: Sequence[Any]) -> None:
-    if value not in choices:
+    if isinstance(value, np.ndarray) or value not in choices:
         allowed = ", ".join(f'"{c}"' if isinstance(c, str) else str(c) for c in choices)
         raise ValueError(f"{name} must be one of {allowed}, not {value!r}.")
 
@@ -53,20 +57,52 @@ def check_lam(lam: Any) -> None:
         raise ValueError(f"lam must be at most {MAX_LAM:g}, not {lam!r}: Z* no longer changes.")
 
 
+def check_ridge(ridge: Any) -> None:
+    check_not_negative("ridge", ridge)
+    if ridge > MAX_RIDGE:
+        raise ValueError(f"ridge must be at most {MAX_RIDGE:g}, not {ridge!r}: W is 0 by then.")
+
+
+def check_targets(Y: Any) -> None:
+    """Float targets of the training rows that can be squared and summed."""
+    if not np.isfinite(Y).all():
+        raise ValueError("y holds NaN or infinity in a training row: leave such rows out of train.")
+    largest = float(np.abs(Y).max(initial=0.0))
+    if largest > _LARGEST_Y:
+        raise ValueError(
+            f"The largest entry of y is {largest:.3g}: divide y by that, and what the model "
+            "predicts is divided likewise."
+        )
+
+
 def check_not_negative(name: str, value: Any) -> None:
     if not (np.isfinite(check_number(name, value)) and value >= 0):
         raise ValueError(f"{name} must not be negative, but is {value!r}.")
 
 
-def check_count(name: str, value: Any, least: int = 1) -> None:
+def check_count(name: str, value: Any, least: int = 1, most: int | None = None) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
         raise ValueError(f"{name} must be an integer of at least {least}, not {value!r}.")
+    if most is not None and value > most:
+        raise ValueError(f"{name} must be at most {most}, not {value!r}.")
 
 
 def check_dtype(dtype: Any) -> str:
-    name = str(np.dtype(dtype)) if not isinstance(dtype, str) else dtype
+    """The name of a precision; NumPy would take None for float64."""
+    name = dtype
+    if dtype is not None and not isinstance(dtype, str):
+        with contextlib.suppress(TypeError):
+            name = str(np.dtype(dtype))
     check_choice("dtype", name, ("float32", "float64"))
-    return name
+    return str(name)
+
+
+def check_plain(name: str, value: Any) -> None:
+    """Masked arrays are refused: whoever reads the numbers below a mask reads rubbish."""
+    if isinstance(value, np.ma.MaskedArray):
+        raise ValueError(
+            f"{name} is a masked array: fill it (.filled(value)) or leave the masked rows out."
+        )
 
 
 def parse_bytes(value: int | str) -> int:
@@ -86,6 +122,7 @@ def check_rows(name: str, X: Any, graph: Any) -> None:
         raise TypeError(
             f"{name} must be a NumPy array or a SciPy sparse matrix, not {type(X).__name__}."
         )
+    check_plain(name, X)
     if X.ndim not in (1, 2):
         raise ValueError(f"{name} must have one or two dimensions, not {X.ndim}.")
     if X.shape[0] != graph.num_nodes:
@@ -102,19 +139,103 @@ def check_rows(name: str, X: Any, graph: Any) -> None:
                 raise ValueError(f"{name} holds NaN or infinity: clean or impute it first.")
 
 
-def check_scale(X: Any) -> None:
-    """Features whose size would overflow or vanish in float32 are refused."""
+def check_scale(X: Any, fitted: bool = False) -> None:
+    """Features whose size would overflow or vanish in float32 are refused.
+
+    A model that is `fitted` has its units: it may see none but small numbers, not larger ones.
+    """
     values = X.data if hasattr(X, "indptr") else X
     largest = 0.0
     for a in range(0, values.shape[0], _CHECK_ROWS):
         part = values[a : a + _CHECK_ROWS]
         if part.size:
             largest = max(largest, float(part.max()), -float(part.min()))
-    if largest > 0 and not _SMALLEST <= largest <= _LARGEST:
+    if fitted and largest > _LARGEST:
+        raise ValueError(
+            f"The largest entry of X is {largest:.3g}, which overflows: give X in the units that "
+            "the model was fitted with."
+        )
+    if not fitted and largest > 0 and not _SMALLEST <= largest <= _LARGEST:
         raise ValueError(
             f"The largest entry of X is {largest:.3g}: multiply X so that it is about 1, which "
             "changes W by the same factor and nothing else."
         )
+
+
+def as_labels(name: str, y: Any) -> Any:
+    """Labels and targets in one of few kinds: whole numbers, text, or floats.
+
+    One-dimensional whole numbers are classes, with -1 for none.  So is text, with "" for none;
+    None, NaN and "-1" become "".
+    """
+    if y is None:
+        raise ValueError(f"{name} is None: give one label or target per node.")
+    check_plain(name, y)
+    y = _array(name, y)
+    if y.ndim not in (1, 2):
+        raise ValueError(
+            f"{name} must have one row per node, but it has {y.ndim} dimensions: give a label, or "
+            "a row of targets, per node."
+        )
+    if y.dtype.kind == "O":
+        y = _of_objects(name, y)
+    if y.dtype.kind == "S":
+        y = np.char.decode(y, "utf-8", "replace")
+    if y.dtype.kind == "U":
+        if y.ndim == 2 and y.shape[1] == 1:
+            y = y[:, 0]
+        if y.ndim == 2:
+            raise ValueError(f"{name} must hold one text label per node, not {y.shape[1]}.")
+        y = np.char.strip(y)
+        return np.where(y == "-1", "", y)
+    if y.dtype.kind not in "fiub":
+        raise ValueError(f"{name} must hold whole numbers, text or floats, not {y.dtype}.")
+    if y.ndim == 1 and y.dtype.kind in "iu":
+        if y.size and not -1 <= int(y.min()) <= int(y.max()) < 2**62:
+            bad = y.min() if y.min() < -1 else y.max()
+            raise ValueError(
+                f"{name} holds the label {bad}: classes are numbers from 0 on, and -1 is none."
+            )
+        return y.astype(np.int64, copy=False)
+    return y
+
+
+def _of_objects(name: str, y: Any) -> Any:
+    """An object array as text, whole numbers or floats, whichever all of its entries are."""
+    missing = np.array([_is_missing(v) for v in y.ravel()], dtype=bool).reshape(y.shape)
+    kinds = {_kind(v) for v in y[~missing]}
+    if kinds <= {"text"}:
+        return np.array(np.where(missing, "", y), dtype=str)
+    if kinds == {"whole"}:
+        return np.where(missing, -1, y).astype(np.int64)
+    if kinds <= {"whole", "real"}:
+        return np.where(missing, np.nan, y).astype(np.float64)
+    raise ValueError(
+        f"{name} holds Python objects of several kinds: give whole numbers, text or floats."
+    )
+
+
+def _is_missing(value: Any) -> bool:
+    """None, NaN, or what pandas has for them."""
+    nan = isinstance(value, (float, np.floating)) and value != value
+    return value is None or nan or type(value).__name__ in ("NAType", "NaTType")
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, str):
+        return "text"
+    if isinstance(value, (int, np.integer)) and abs(int(value)) < 2**62:
+        return "whole"
+    return "real" if isinstance(value, (float, np.floating)) else "other"
+
+
+def has_label(y: Any) -> Any:
+    """A mask of the rows that have a label, of what `as_labels` gave."""
+    if y.ndim == 2:
+        return np.ones(y.shape[0], dtype=bool)
+    if y.dtype.kind == "U":
+        return y != ""
+    return np.isfinite(y) if y.dtype.kind == "f" else y >= 0
 
 
 def train_rows(train: Any, labelled: Any, n: int) -> Any:
@@ -122,16 +243,7 @@ def train_rows(train: Any, labelled: Any, n: int) -> Any:
     if train is None:
         rows = np.flatnonzero(labelled)
     else:
-        given = np.asarray(train)
-        if given.dtype == bool:
-            if given.shape != (n,):
-                raise ValueError(f"The mask train must have shape ({n},), not {given.shape}.")
-            rows = np.flatnonzero(given)
-        else:
-            rows = _ids("train", given, n)
-            if np.unique(rows).shape[0] != rows.shape[0]:
-                raise ValueError("train names a node more than once: give each id once.")
-            rows = np.sort(rows)
+        rows = np.sort(part_ids("train", train, n))
         if rows.size and not labelled[rows].all():
             bad = int(rows[~labelled[rows]][0])
             raise ValueError(f"train holds node {bad}, which has no label: leave it out.")
@@ -140,23 +252,40 @@ def train_rows(train: Any, labelled: Any, n: int) -> Any:
     return rows
 
 
-def node_rows(idx: Any, n: int) -> Any:
+def node_rows(idx: Any, n: int, name: str = "idx") -> Any:
     """Node ids from ids, a mask or None (all), in the order given."""
-    if idx is None:
-        return np.arange(n)
-    given = np.asarray(idx)
-    if given.dtype == bool:
-        if given.shape != (n,):
-            raise ValueError(f"The mask idx must have shape ({n},), not {given.shape}.")
-        return np.flatnonzero(given)
-    return _ids("idx", given, n)
+    return np.arange(n) if idx is None else _ids(name, idx, n)
+
+
+def part_ids(name: str, given: Any, n: int) -> Any:
+    """Ids of a part of the nodes, from ids or a mask; each may be named once."""
+    rows = _ids(name, given, n)
+    if np.unique(rows).shape[0] != rows.shape[0]:
+        raise ValueError(f"{name} names a node more than once: give each id once.")
+    return rows
 
 
 def _ids(name: str, given: Any, n: int) -> Any:
+    check_plain(name, given)
+    given = _array(name, given)
+    if given.dtype == bool:
+        if given.shape != (n,):
+            raise ValueError(f"The mask {name} must have shape ({n},), not {given.shape}.")
+        return np.flatnonzero(given)
     if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
         raise ValueError(f"{name} must be a one-dimensional array of node ids or a mask.")
-    ids = given.astype(np.int64)
-    if ids.size and (ids.min() < 0 or ids.max() >= n):
-        bad = int(ids.min()) if ids.min() < 0 else int(ids.max())
+    # As ids, so many zeros and ones would name nodes twice.
+    if given.shape[0] == n > 2 and int(given.min()) >= 0 and int(given.max()) <= 1:
+        return np.flatnonzero(given)
+    if given.size and not 0 <= int(given.min()) <= int(given.max()) < n:
+        bad = int(given.min()) if given.min() < 0 else int(given.max())
         raise ValueError(f"{name} holds node id {bad}, but ids must lie in 0..{n - 1}.")
-    return ids
+    return given.astype(np.int64)
+
+
+def _array(name: str, given: Any) -> Any:
+    """NumPy's array; rows of different lengths are none."""
+    try:
+        return np.asarray(given)
+    except ValueError:
+        raise ValueError(f"{name} is no array: its rows differ in length.") from None

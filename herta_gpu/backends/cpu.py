@@ -29,6 +29,7 @@ from herta_gpu.backends.base import (
     Backend,
     CGState,
     Laplacian,
+    host_memory,
 )
 
 _CHUNK_WORK = 1 << 16  # non-zeros plus four per row: a block of 64 columns stays in the L2 cache
@@ -126,16 +127,7 @@ class CPUBackend(Backend):
         return lapack.row_space(A, cut)
 
     def memory_available(self) -> int:
-        try:
-            with open("/proc/meminfo", encoding="ascii") as lines:
-                for line in lines:
-                    if line.startswith("MemAvailable:"):
-                        return int(line.split()[1]) * 1024
-        except OSError:
-            pass  # not Linux: ask for the physical memory below
-        if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
-            return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-        return 4 << 30
+        return host_memory()
 
     def laplacian(self, graph: Any, dtype: str) -> CPULaplacian:
         weights = None if graph.weights is None else graph.weights.astype(dtype)

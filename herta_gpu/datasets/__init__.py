@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import scipy.sparse as sp
 
 from herta_gpu.datasets import ogbn, planetoid
@@ -20,14 +19,15 @@ from herta_gpu.datasets.convert import (
     from_pyg,
     from_scipy,
 )
-from herta_gpu.datasets.dataset import Dataset
+from herta_gpu.datasets.dataset import Dataset, num_outputs, trained_split
 from herta_gpu.datasets.embedded import digits
-from herta_gpu.datasets.npz import load_npz, npz_shapes
+from herta_gpu.datasets.npz import load_npz, outline
 from herta_gpu.datasets.ogbn import load_ogb
 from herta_gpu.datasets.planetoid import load_planetoid
 from herta_gpu.datasets.storage import cached_sizes, data_dirs, is_cached
 from herta_gpu.datasets.tables import from_tables, load_tables, read_edges, table_folder
-from herta_gpu.files import DataError
+from herta_gpu.files import Archive, DataError
+from herta_gpu.validation import as_labels, has_label, train_rows
 
 __all__ = [
     "DataError",
@@ -67,7 +67,10 @@ class DataSizes:
 
 
 def load(
-    name: str, data_dir: _Folder = None, features: bool = True, random_state: int = 0
+    name: str | os.PathLike[str],
+    data_dir: _Folder = None,
+    features: bool = True,
+    random_state: int = 0,
 ) -> Dataset:
     """Load a dataset by its name.
 
@@ -92,6 +95,7 @@ def load(
     >>> data.name, data.metric, len(data.split["test"])
     ('digits', 'accuracy', 1438)
     """
+    name = _text(name)
     if name == "digits":
         return digits() if features else replace(digits(), X=None)
     if name.startswith("synthetic:"):
@@ -120,7 +124,7 @@ def names(data_dir: _Folder = None) -> list[str]:
     return sorted({"digits", *planetoid.NAMES, *ogbn.SHAPES, *made, *found})
 
 
-def sizes(name: str, data_dir: _Folder = None) -> DataSizes:
+def sizes(name: str | os.PathLike[str], data_dir: _Folder = None) -> DataSizes:
     """How large a dataset is, without loading it.
 
     Examples
@@ -129,6 +133,7 @@ def sizes(name: str, data_dir: _Folder = None) -> DataSizes:
     >>> sizes("synthetic:papers100M").n
     111059956
     """
+    name = _text(name)
     if name.startswith("synthetic:"):
         spec = parse(name.removeprefix("synthetic:"))
         return DataSizes(spec.n, spec.m, spec.d, spec.c, spec.n_train, None)
@@ -143,9 +148,15 @@ def sizes(name: str, data_dir: _Folder = None) -> DataSizes:
             return DataSizes(*planetoid.SHAPES[name], X_nonzeros=20 * planetoid.SHAPES[name][0])
     data = load(name, data_dir)
     n, d = data.graph.num_nodes, 0 if data.X is None else data.X.shape[1]
-    n_train = len(data.split["train"]) if "train" in data.split else int(0.8 * n)
+    n_train = _n_train(name, data.split, n, data.y)
     nonzeros = data.X.nnz if sp.issparse(data.X) else None
     return DataSizes(n, data.graph.num_edges, d, data.num_classes, n_train, nonzeros)
+
+
+def _text(name: str | os.PathLike[str]) -> str:
+    if not isinstance(name, (str, os.PathLike)):
+        raise TypeError(f"A dataset has a name or a path, not {type(name).__name__}.")
+    return os.fspath(name)
 
 
 def _npz_of(name: str, folders: list[Path]) -> Path | None:
@@ -161,18 +172,18 @@ def _ogb_root(name: str, folders: list[Path], data_dir: _Folder) -> Path | None:
 
 
 def _npz_sizes(path: Path) -> DataSizes:
-    if not path.is_file():
-        raise FileNotFoundError(f"There is no file {path}.")
-    shapes = npz_shapes(path)
-    if "edge_index" not in shapes or "num_nodes itself" not in shapes:
-        raise DataError(f"{path} has no edge_index and num_nodes: it is no graph dataset.")
-    n, m = int(shapes["num_nodes itself"]), int(shapes["edge_index"][1])
-    sparse = "feature_shape itself" in shapes
-    d = int(shapes["feature_shape itself"][1]) if sparse else int(shapes.get("features", (0, 0))[1])
-    labels = shapes.get("labels itself")
-    c = 0 if labels is None else int(np.max(labels)) + 1 if labels.ndim == 1 else labels.shape[1]
-    n_train = shapes["train"][0] if "train" in shapes else int(0.8 * n)
-    return DataSizes(n, m, d, c, n_train, shapes["feature_data"][0] if sparse else None)
+    found = outline(Archive(path, "a whole .npz archive"))
+    c = 0 if found.y is None else num_outputs(found.y)
+    n_train = _n_train(path, found.split, found.n, found.y)
+    return DataSizes(found.n, found.m, found.d or 0, c, n_train, found.X_nonzeros)
+
+
+def _n_train(source: Any, split: dict[str, Any], n: int, y: Any) -> int:
+    """Training nodes of the split, or of the random one that would be drawn."""
+    if not split:
+        return max(1, int(0.8 * n))
+    train = trained_split(source, split, n)["train"]
+    return len(train if y is None else train_rows(train, has_label(as_labels("y", y)), n))
 
 
 def _ogb_sizes(name: str) -> DataSizes:

@@ -20,6 +20,7 @@ from herta_gpu.datasets.dataset import Dataset
 from herta_gpu.datasets.edges import edge_keys, graph_of_keys
 from herta_gpu.datasets.storage import cache_dir
 from herta_gpu.files import new_file
+from herta_gpu.graph import check_size
 
 PRESETS = {  # nodes, edges, features, classes, shares of train, valid and test
     "arxiv": (169_343, 1_157_799, 128, 40, (0.537, 0.176, 0.287)),
@@ -92,9 +93,12 @@ def _from_pairs(text: str) -> Spec:
 
 def _number(value: str, text: str) -> float:
     try:
-        return float(value)
+        number = float(value)
     except ValueError:
-        raise ValueError(f"{value!r} in synthetic:{text} is not a number.") from None
+        number = math.nan
+    if not math.isfinite(number):
+        raise ValueError(f"{value!r} in synthetic:{text} is not a number.")
+    return number
 
 
 def _checked(spec: Spec, text: str) -> Spec:
@@ -119,6 +123,7 @@ def synthetic(text: str, random_state: int = 0, features: bool = True) -> Datase
     (4000, (1000, 8), 3)
     """
     spec = parse(text)
+    check_size(spec.n, spec.m, "The n of synthetic:")
     # Inside, nodes are sorted by class, so that a class is a range of the stubs.
     rank = _stream(random_state, 0).permutation(spec.n)
     ends = _class_ends(spec)

@@ -13,7 +13,7 @@ import scipy.sparse as sp
 
 from herta_gpu.datasets.dataset import Dataset
 from herta_gpu.datasets.edges import simple_graph
-from herta_gpu.graph import Graph
+from herta_gpu.graph import Graph, check_edges
 
 _MASKS = {"train": "train_mask", "valid": "val_mask", "test": "test_mask"}
 
@@ -60,6 +60,7 @@ def from_pyg(data: Any) -> Dataset:
     n = int(data.num_nodes)
     weight = getattr(data, "edge_weight", None)
     if weight is None:
+        check_edges(edge_index, n)
         graph = simple_graph(edge_index, n)
     else:
         graph = Graph.from_edges(edge_index, num_nodes=n, edge_weight=_numpy(weight))
@@ -70,7 +71,9 @@ def from_pyg(data: Any) -> Dataset:
 def from_dgl(graph: Any) -> Dataset:
     """A homogeneous DGL graph with ndata "feat", "label" and the usual masks."""
     u, v = graph.edges()
-    made = simple_graph(np.stack([_numpy(u), _numpy(v)]), int(graph.num_nodes()))
+    edges, n = np.stack([_numpy(u), _numpy(v)]), int(graph.num_nodes())
+    check_edges(edges, n)
+    made = simple_graph(edges, n)
     found = {mask: graph.ndata.get(mask) for mask in _MASKS.values()}
     found |= {"x": graph.ndata.get("feat"), "y": graph.ndata.get("label")}
     return _assembled("dgl", made, found)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from itertools import combinations
 from typing import Any
 
 import numpy as np
 import scipy.sparse as sp
 
+from herta_gpu.files import DataError
 from herta_gpu.graph import Graph
-from herta_gpu.validation import check_choice
+from herta_gpu.validation import as_labels, check_choice, has_label, part_ids
 
 PARTS = ("train", "valid", "test")
 NORMALIZATIONS = ("none", "row", "standard")
@@ -27,7 +29,8 @@ class Dataset:
     X : array, memory map or SciPy CSR matrix, (n, d)
         None when only the graph was asked for.
     y : array
-        (n,) int labels with -1 for unlabelled, or (n, c) floats for several tasks.
+        (n,) int labels with -1 for unlabelled, (n,) text with "" for unlabelled, (n,) floats to
+        be predicted as such, or (n, c) of them for several tasks.
     split : dict of "train", "valid", "test" to node ids
         Empty when the data comes without one: see `random_split`.
     metadata : dict
@@ -54,7 +57,7 @@ class Dataset:
         """Columns of the model's output."""
         if self.y is None:
             return 0
-        return int(self.y.shape[1]) if self.y.ndim == 2 else int(self.y.max()) + 1
+        return num_outputs(self.y)
 
     @property
     def metric(self) -> str:
@@ -64,7 +67,7 @@ class Dataset:
         """Ids of the nodes with a label."""
         if self.y is None:
             raise ValueError(f"The dataset {self.name} has no labels to train on.")
-        return np.flatnonzero(self.y >= 0) if self.y.ndim == 1 else np.arange(self.y.shape[0])
+        return np.flatnonzero(has_label(as_labels("y", self.y)))
 
     def feature_rows(self, chunk: int = 1 << 16) -> Iterator[tuple[slice, Any]]:
         """(rows, X[rows]) a chunk at a time: a memory-mapped X is never read whole."""
@@ -85,7 +88,10 @@ class Dataset:
         """
         if not 0 < share < 1:
             raise ValueError(f"The share of a random split must lie between 0 and 1, not {share}.")
-        nodes = np.random.default_rng(random_state).permutation(self.labelled())
+        labelled = self.labelled()
+        if labelled.size == 0:
+            raise ValueError(f"{self.name} has no node with a label: there is nothing to split.")
+        nodes = np.random.default_rng(random_state).permutation(labelled)
         a = min(max(1, int(share * nodes.shape[0])), nodes.shape[0])
         b = a + (nodes.shape[0] - a) // 2
         cut = {"train": nodes[:a], "valid": nodes[a:b], "test": nodes[b:]}
@@ -93,13 +99,13 @@ class Dataset:
 
     def with_split(self, wish: str | None, random_state: int = 0) -> Dataset:
         """The split `wish`: "public", "random:0.8", or None: the public one if there is one."""
-        if wish is None:
-            return self if self.split else self.random_split(0.8, random_state)
-        if wish == "public":
+        if wish is None and not self.split:
+            return self.random_split(0.8, random_state)
+        if wish is None or wish == "public":
             if not self.split:
                 raise ValueError(f'{self.name} has no public split: use "random:0.8".')
-            return self
-        kind, _, share = wish.partition(":")
+            return replace(self, split=trained_split(self.name, self.split, self.graph.num_nodes))
+        kind, _, share = str(wish).partition(":")
         try:
             if kind != "random":
                 raise ValueError
@@ -132,6 +138,59 @@ class Dataset:
             return replace(self, metadata=metadata)
         X = _rows_to_one(self.X) if how == "row" else _standardized(self.X)
         return replace(self, X=X, metadata=metadata)
+
+
+def num_outputs(y: Any) -> int:
+    """Columns of the output of a model for the labels or targets y."""
+    y = as_labels("y", y)
+    if y.ndim == 2:
+        return int(y.shape[1])
+    if y.dtype.kind == "U":
+        return int(np.unique(y[has_label(y)]).shape[0])
+    return 1 if y.dtype.kind == "f" else int(y.max(initial=-1)) + 1
+
+
+def checked_split(source: Any, split: dict[str, Any], n: int) -> dict[str, Any]:
+    """Node ids of the parts, from ids or masks; no node may be in two of them."""
+    found: dict[str, Any] = {}
+    for part, given in split.items():
+        try:
+            found[part] = part_ids(part, _whole(given), n)
+        except ValueError as error:
+            raise DataError(f"{source}: {error}") from None
+    for part, other in combinations(found, 2):
+        twice = np.intersect1d(found[part], found[other])
+        if twice.size:
+            raise DataError(
+                f"{source}: {part} and {other} overlap, in {twice.size:,} nodes of which the first "
+                f"is {twice[0]}: a node may be in one part only, or scores mean nothing."
+            )
+    return found
+
+
+def trained_split(source: Any, split: dict[str, Any], n: int) -> dict[str, Any]:
+    """The same, of a split that is to be trained on."""
+    if split.get("train") is None:
+        raise DataError(
+            f"{source} has {' and '.join(split)} but no train: add the ids of the training nodes, "
+            "or use --split random:0.8."
+        )
+    found = checked_split(source, split, n)
+    if found["train"].size == 0:
+        raise DataError(f"{source}: train is empty, so there is no training node.")
+    return found
+
+
+def _whole(given: Any) -> Any:
+    """Ids that a file holds as floats, as some programs write them, if they are whole."""
+    given = np.asarray(given)
+    if given.dtype.kind != "f" or not np.isfinite(given).all():
+        return given
+    bad = given[given != np.floor(given)]
+    if bad.size:
+        raise ValueError(f"{bad.flat[0]:g} is no node id: ids are whole numbers.")
+    # Beyond this, floats skip whole numbers; and no graph has such ids.
+    return np.clip(given, -(2.0**53), 2.0**53).astype(np.int64)
 
 
 def _rows_to_one(X: Any) -> Any:

@@ -1,26 +1,25 @@
 """One .npz file per dataset: edges, features, labels and a split, without pickles.
 
 Keys: `edge_index` (2 x m), `num_nodes`; dense `features`, or a sparse X as `feature_data`,
-`feature_indices`, `feature_indptr` and `feature_shape`; `labels` (-1: none) and node ids `train`,
-`valid`, `test` where there are any.
+`feature_indices`, `feature_indptr` and `feature_shape`; `labels` (whole numbers, -1: none; text,
+"": none; or floats) and `train`, `valid`, `test`, node ids or masks, where there are any.
 """
 
 from __future__ import annotations
 
-import zipfile
-import zlib
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import scipy.sparse as sp
 
-from herta_gpu.datasets.dataset import PARTS, Dataset
-from herta_gpu.files import DataError
+from herta_gpu.datasets.dataset import PARTS, Dataset, checked_split
+from herta_gpu.files import Archive, DataError
 from herta_gpu.graph import Graph
+from herta_gpu.validation import as_labels, node_rows
 
 _SPARSE = ("feature_data", "feature_indices", "feature_indptr", "feature_shape")
-_BROKEN = (ValueError, OSError, EOFError, KeyError, zipfile.BadZipFile, zlib.error)
 
 
 def load_npz(path: str | Path, name: str | None = None, features: bool = True) -> Dataset:
@@ -38,94 +37,133 @@ def load_npz(path: str | Path, name: str | None = None, features: bool = True) -
     ('triangle', 3, (3, 3), [0, 1, -1])
     """
     path = Path(path)
+    archive = Archive(path, "a whole .npz archive")
+    found = outline(archive)
     try:
-        archive = np.load(path, allow_pickle=False)
-        if not isinstance(archive, np.lib.npyio.NpzFile):
-            raise ValueError("it holds a single array, not an archive")
-    except FileNotFoundError:
-        raise FileNotFoundError(f"There is no file {path}.") from None
-    except _BROKEN as error:
-        raise DataError(f"{path} is not a whole .npz archive ({error}).") from None
-    with archive:
-        return _dataset(path, archive, name or path.stem, features)
-
-
-def _dataset(path: Path, archive: Any, name: str, features: bool) -> Dataset:
-    if "edge_index" not in archive:
-        raise DataError(
-            f"{path} has no edge_index but {', '.join(archive.files) or 'nothing'}: "
-            "it is no graph dataset."
-        )
-    n = int(_read(path, archive, "num_nodes")) if "num_nodes" in archive else None
-    try:
-        graph = Graph.from_edges(_read(path, archive, "edge_index"), num_nodes=n)
+        graph = Graph.from_edges(archive["edge_index"], num_nodes=found.n)
     except ValueError as error:
-        raise DataError(f"{path}: {error}") from None
-    X = _features(path, archive) if features else None
-    y = _read(path, archive, "labels") if "labels" in archive else None
-    if y is not None and y.ndim == 1 and y.dtype.kind in "iu":
-        y = y.astype(np.int64)
-        if "no_label_nodes" in archive:
-            y[_read(path, archive, "no_label_nodes")] = -1
-    for key, block in (("features", X), ("labels", y)):
-        if block is not None and block.shape[0] != graph.num_nodes:
-            raise DataError(
-                f"{path}: {key} has {block.shape[0]:,} rows but there are "
-                f"{graph.num_nodes:,} nodes."
-            )
-    split = {part: _ids(path, archive, part, graph.num_nodes) for part in PARTS if part in archive}
+        raise error if isinstance(error, DataError) else DataError(f"{path}: {error}") from None
+    X = _features(archive) if features and found.d is not None else None
     metadata = {"metric": "accuracy", "source": path.name}
     if "feature_note" in archive:
-        metadata["note"] = str(_read(path, archive, "feature_note"))
-    return Dataset(name, graph, X, y, split, metadata)
+        metadata["note"] = str(archive["feature_note"])
+    return Dataset(name or path.stem, graph, X, found.y, found.split, metadata)
 
 
-def _features(path: Path, archive: Any) -> Any:
+@dataclass
+class Outline:
+    """What can be known, and be wrong, without edges and features themselves."""
+
+    n: int
+    m: int
+    d: int | None  # None: no features
+    X_nonzeros: int | None  # None: dense
+    y: Any
+    split: dict[str, Any]
+
+
+def outline(archive: Archive) -> Outline:
+    """Sizes, labels and split of a dataset, with every check that they allow."""
+    path = archive.path
+    if "edge_index" not in archive:
+        held = ", ".join(archive.keys) or "nothing"
+        raise DataError(f"{path} has no edge_index but {held}: it is no graph dataset.")
+    shape, kind = archive.header("edge_index")
+    if len(shape) != 2 or shape[0] != 2:
+        turned = ": transpose it" if len(shape) == 2 and shape[1] == 2 else ""
+        raise DataError(f"{path}: edge_index must have shape (2, m), not {shape}{turned}.")
+    if shape[1] and kind.kind not in "iu":
+        raise DataError(f"{path}: edge_index must hold integers, not {kind}.")
+    rows, d, nonzeros = _feature_shape(archive)
+    n = _num_nodes(archive, rows)
+    if rows is not None and rows != n:
+        raise DataError(f"{path}: features has {rows:,} rows but there are {n:,} nodes.")
+    split = {part: archive[part] for part in PARTS if part in archive}
+    return Outline(n, shape[1], d, nonzeros, _labels(archive, n), checked_split(path, split, n))
+
+
+def _num_nodes(archive: Archive, rows: int | None) -> int:
+    """As it is told, or one per row of the features, or up to the largest id."""
+    if "num_nodes" not in archive:
+        ids = archive["edge_index"] if rows is None else np.empty(0)
+        return int(ids.max()) + 1 if ids.size else rows or 0
+    given = archive["num_nodes"]
+    plain = given.size == 1 and given.dtype.kind in "iuf"
+    number = given.reshape(-1)[0] if plain else None
+    if number is None or not np.isfinite(number) or number != int(number) or number < 1:
+        shown = number if plain else f"{given.dtype} of shape {given.shape}"
+        raise DataError(f"{archive.path}: num_nodes must be a positive whole number, not {shown}.")
+    return int(number)
+
+
+def _feature_shape(archive: Archive) -> tuple[int | None, int | None, int | None]:
+    """Rows, columns and non-zeros (None: dense) of the features, from their headers."""
+    path = archive.path
+    sparse = [key in archive for key in _SPARSE]
     if "features" in archive:
-        return _read(path, archive, "features")
-    if not all(key in archive for key in _SPARSE):
-        return None
-    data, indices, indptr, shape = (_read(path, archive, key) for key in _SPARSE)
+        shape, kind = archive.header("features")
+        _check_numbers(path, "features", kind)
+        if len(shape) != 2:
+            raise DataError(
+                f"{path}: features must have one row per node and one column per feature, not "
+                f"shape {shape}."
+            )
+        return shape[0], shape[1], None
+    if not any(sparse):
+        return None, None, None
+    if not all(sparse):
+        missing = ", ".join(key for key, there in zip(_SPARSE, sparse) if not there)
+        raise DataError(f"{path}: the sparse features lack {missing}.")
+    for key in _SPARSE:
+        shape, kind = archive.header(key)
+        _check_numbers(path, key, kind)
+        if len(shape) != 1:
+            raise DataError(f"{path}: {key} must have one dimension, not {len(shape)}.")
+        if key != "feature_data" and shape[0] and kind.kind not in "iu":
+            raise DataError(f"{path}: {key} must hold integers, not {kind}.")
+    size = archive["feature_shape"]
+    if size.shape != (2,) or size.min() < 0:
+        raise DataError(f"{path}: feature_shape must be (nodes, features), not {size.tolist()}.")
+    return int(size[0]), int(size[1]), archive.header("feature_data")[0][0]
+
+
+def _check_numbers(path: Path, key: str, kind: Any) -> None:
+    if kind.kind not in "fiub":
+        raise DataError(f"{path}: {key} must hold real numbers, not {kind}.")
+
+
+def _features(archive: Archive) -> Any:
+    if "features" in archive:
+        return archive["features"]
+    data, indices, indptr, shape = (archive[key] for key in _SPARSE)
     try:
         X = sp.csr_array((data, indices, indptr), shape=tuple(int(k) for k in shape))
         X.check_format(full_check=True)
-    except ValueError as error:
-        raise DataError(f"{path}: the sparse features do not fit together ({error}).") from None
+    except (ValueError, TypeError, OverflowError) as error:
+        raise DataError(
+            f"{archive.path}: the sparse features do not fit together ({error})."
+        ) from None
     return X if X.dtype.kind == "f" else X.astype(np.float32)
 
 
-def _ids(path: Path, archive: Any, part: str, n: int) -> Any:
-    ids = _read(path, archive, part).astype(np.int64)
-    if ids.ndim != 1 or (ids.size and (ids.min() < 0 or ids.max() >= n)):
-        raise DataError(f"{path}: {part} must be a list of node ids in 0..{n - 1}.")
-    return ids
-
-
-def _read(path: Path, archive: Any, key: str) -> Any:
+def _labels(archive: Archive, n: int) -> Any:
+    """Labels or targets, those of `no_label_nodes` taken away; None where there are none."""
+    if "labels" not in archive:
+        return None
     try:
-        return archive[key]
-    except _BROKEN as error:
-        raise DataError(f"{path} is damaged: its entry {key} cannot be read ({error}).") from None
-
-
-def npz_shapes(path: Path) -> dict[str, Any]:
-    """Shapes of the entries from their headers, and the small numbers themselves."""
-    shapes: dict[str, Any] = {}
-    try:
-        with zipfile.ZipFile(path) as archive:
-            for entry in archive.namelist():
-                with archive.open(entry) as member:
-                    version = np.lib.format.read_magic(member)
-                    reader = (
-                        np.lib.format.read_array_header_1_0
-                        if version == (1, 0)
-                        else np.lib.format.read_array_header_2_0
-                    )
-                    shapes[entry.removesuffix(".npy")] = reader(member)[0]
-        with np.load(path, allow_pickle=False) as archive:
-            for key in ("num_nodes", "feature_shape", "labels"):
-                if key in archive:
-                    shapes[f"{key} itself"] = archive[key]
-    except _BROKEN as error:
-        raise DataError(f"{path} is not a whole .npz archive ({error}).") from None
-    return shapes
+        y = as_labels("labels", archive["labels"])
+        if y.ndim == 2 and y.shape[1] == 1 and y.dtype.kind in "iu":
+            y = as_labels("labels", y[:, 0])  # one column of classes, as in a table
+        if y.shape[0] != n:
+            raise ValueError(f"labels has {y.shape[0]:,} rows but there are {n:,} nodes.")
+        if "no_label_nodes" in archive and y.dtype.kind != "b":
+            without = node_rows(archive["no_label_nodes"], n, "no_label_nodes")
+            y = y.copy()
+            if y.dtype.kind in "iu" and y.ndim == 2:
+                y = y.astype(np.float64)
+            y[without] = {"U": "", "f": np.nan}.get(y.dtype.kind, -1)
+    except DataError:
+        raise
+    except ValueError as error:
+        raise DataError(f"{archive.path}: {error}") from None
+    return y

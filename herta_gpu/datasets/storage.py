@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 
 from herta_gpu.datasets.dataset import PARTS, Dataset
-from herta_gpu.files import DataError, new_folder
+from herta_gpu.files import DataError, load_npy, new_folder
 from herta_gpu.graph import Graph
 
 VERSION = 1
-_SMALL = 1 << 12  # bytes
+_SMALL = 1 << 12  # bytes: of a file that need not be mapped
 
 
 def data_dirs(data_dir: str | os.PathLike[str] | None) -> list[Path]:
@@ -109,10 +109,6 @@ def _opened(path: Path, size: int | None) -> Any:
         what = "is missing" if found is None else f"has {found:,} bytes instead of {size:,}"
         raise DataError(f"{path} {what}: delete the folder {path.parent} and load again.")
     try:
-        # An empty array cannot be mapped, and a small one need not be.
-        small = path.stat().st_size < _SMALL
-        return np.load(path, mmap_mode=None if small else "r", allow_pickle=False)
-    except (ValueError, OSError, EOFError) as error:
-        raise DataError(
-            f"{path} is damaged ({error}): delete the folder {path.parent} and load again."
-        ) from None
+        return load_npy(path, "a whole array", mmap=path.stat().st_size >= _SMALL)
+    except DataError as error:
+        raise DataError(f"{error} Delete the folder {path.parent} and load again.") from None

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import csv
 import os
-import zipfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,13 +11,15 @@ from typing import Any
 import numpy as np
 import scipy.sparse as sp
 
-from herta_gpu.datasets.dataset import PARTS, Dataset
+from herta_gpu.datasets.dataset import PARTS, Dataset, checked_split
 from herta_gpu.datasets.edges import simple_graph
-from herta_gpu.files import DataError
-from herta_gpu.graph import Graph
+from herta_gpu.files import BROKEN, DataError, load_npy, why
+from herta_gpu.graph import Graph, check_edges
+from herta_gpu.validation import as_labels
 
 _TABLES = (".csv", ".tsv", ".txt", ".csv.gz", ".tsv.gz", ".txt.gz", ".parquet")
 _ARRAYS = (*_TABLES, ".npy", ".npz")
+_HEADS = ("label", "labels", "class", "classes", "target", "targets", "y")  # of a text column
 _File = str | os.PathLike[str]
 
 
@@ -37,9 +39,9 @@ def from_tables(
     features : path, optional
         One row per node; also the .npz of a SciPy sparse matrix.
     labels : path, optional
-        One row per node: a class (-1: unknown), or one float per task.
+        One row per node: a class (-1: unknown), text ("": unknown), or one float per task.
     split : dict of "train", "valid", "test" to paths, optional
-        Node ids.
+        Node ids, or one 0 or 1 per node.
     name : str, optional
         By default that of the file of the edges.
 
@@ -56,13 +58,14 @@ def from_tables(
     (4, 2, [0, 1, 1, -1])
     """
     X = None if features is None else _features(Path(features))
-    y = None if labels is None else _labels(Path(labels))
+    y = None if labels is None else _labels(Path(labels), None if X is None else X.shape[0])
     rows = {str(file): a.shape[0] for file, a in ((features, X), (labels, y)) if a is not None}
     if len(set(rows.values())) > 1:
         told = " but ".join(f"{file} has {count:,} rows" for file, count in rows.items())
         raise DataError(f"{told}: each needs one row per node.")
     graph = read_edges(edges, next(iter(rows.values()), None))
-    ids = {part: _ids(Path(file), graph.num_nodes) for part, file in (split or {}).items()}
+    found = {part: _ids(Path(file), graph.num_nodes) for part, file in (split or {}).items()}
+    ids = checked_split(Path(edges).parent, found, graph.num_nodes)
     metadata = {"metric": "accuracy", "source": Path(edges).name}
     return Dataset(name or Path(edges).name.partition(".")[0], graph, X, y, ids, metadata)
 
@@ -99,7 +102,7 @@ def read_edges(path: _File, num_nodes: int | None = None) -> Graph:
     """
     path = Path(path)
     table = _table(path)
-    if table.shape[1] < 2:
+    if table.ndim != 2 or table.shape[1] < 2:
         raise DataError(f"{path} must have two columns of node ids, and a third for weights.")
     ids = table[:, :2]
     _check_whole(path, ids, 0, "node ids from 0 on in its first two columns")
@@ -108,8 +111,12 @@ def read_edges(path: _File, num_nodes: int | None = None) -> Graph:
     if num_nodes is not None and highest >= num_nodes:
         raise DataError(f"{path} names node {highest:,} but there are {num_nodes:,} nodes.")
     n = highest + 1 if num_nodes is None else num_nodes
-    if table.shape[1] > 2:
-        return Graph.from_edges(edges, num_nodes=n, edge_weight=table[:, 2])
+    try:
+        if table.shape[1] > 2:
+            return Graph.from_edges(edges, num_nodes=num_nodes, edge_weight=table[:, 2])
+        check_edges(edges, n if num_nodes is not None else None)
+    except ValueError as error:
+        raise DataError(f"{path}: {error}") from None
     return simple_graph(edges, n)
 
 
@@ -121,29 +128,79 @@ def _features(path: Path) -> Any:
     if path.suffix != ".npz":
         X = _table(path)
         return X.astype(np.float32) if X.dtype.kind != "f" or path.suffix != ".npy" else X
+    if not path.is_file():
+        raise FileNotFoundError(f"There is no file {path}.")
     try:
-        return sp.csr_array(sp.load_npz(path))
-    except FileNotFoundError:
-        raise FileNotFoundError(f"There is no file {path}.") from None
-    except (ValueError, OSError, EOFError, KeyError, zipfile.BadZipFile) as error:
-        raise DataError(f"{path} is not a whole SciPy sparse matrix ({error}).") from None
+        X = sp.csr_array(sp.load_npz(path))
+        X.check_format(full_check=True)
+    except BROKEN as error:
+        raise DataError(f"{path} is not a whole SciPy sparse matrix ({why(error)}).") from None
+    return _of_numbers(path, X)
 
 
-def _labels(path: Path) -> Any:
-    """One column of whole numbers is classes, everything else floats."""
-    table = _table(path)
-    if table.shape[1] > 1:
+def _labels(path: Path, n: int | None) -> Any:
+    """One column of whole numbers or of text is classes, everything else floats."""
+    try:
+        table = _table(path)
+    except DataError:
+        text = _text_column(path, n)
+        if text is None:
+            raise
+        return as_labels("labels", text)
+    if table.shape[1] != 1:
         return table.astype(np.float32)
     _check_whole(path, table, -1, "classes from 0 on, or -1 for none")
     return table[:, 0].astype(np.int64)
 
 
+def _text_column(path: Path, n: int | None) -> Any:
+    """Labels of a file that is no table of numbers, if they are text; else None.
+
+    Its first line is a header if there is one line too many, or by its word.
+    """
+    if path.suffix == ".npy":
+        array = load_npy(path, "a whole .npy file", mmap=False)
+        return array if array.dtype.kind in "US" and array.ndim == 1 else None
+    if path.suffix == ".parquet":
+        frame = _frame(path)
+        of_text = frame.shape[1] == 1 and frame.dtypes.iloc[0].kind == "O"
+        return frame.iloc[:, 0].to_numpy(dtype=object) if of_text else None
+    rows = _lines(path)
+    cells = [row[0].strip() if row else "" for row in rows]
+    if any(len(row) > 1 for row in rows) or not any(cells):
+        return None
+    if len(cells) == n + 1 if n is not None else cells[0].lower() in _HEADS:
+        del cells[0]
+    cells = ["" if cell.lower() in ("-1", "nan") else cell for cell in cells]
+    numbers = {_is_number(cell) for cell in cells if cell}
+    # A slip in a column of numbers must not make a class of its own of every number.
+    return None if True in numbers else np.array(cells)
+
+
+def _lines(path: Path) -> list[list[str]]:
+    try:
+        with _opened(path) as file:
+            return list(csv.reader(file))
+    except (*BROKEN, csv.Error) as error:
+        raise DataError(f"{path} is not a table ({why(error)}).") from None
+
+
+def _opened(path: Path) -> Any:
+    import gzip
+
+    if path.suffix == ".gz":
+        return gzip.open(path, "rt", encoding="utf-8")
+    return open(path, encoding="utf-8", newline="")
+
+
 def _ids(path: Path, n: int) -> Any:
     table = _table(path)
     _check_whole(path, table, 0, "node ids")
+    if table.shape[1] != 1 and table.size:
+        raise DataError(f"{path} must hold one column of node ids, not {table.shape[1]}.")
     if table.size and table.max() >= n:
         raise DataError(f"{path} names node {int(table.max()):,} but there are {n:,} nodes.")
-    return np.sort(table[:, 0].astype(np.int64))
+    return table.ravel().astype(np.int64)
 
 
 def _check_whole(path: Path, values: Any, least: int, what: str) -> None:
@@ -151,6 +208,7 @@ def _check_whole(path: Path, values: Any, least: int, what: str) -> None:
         not np.isfinite(values).all()
         or (values != np.floor(values)).any()
         or (values < least).any()
+        or (values > 2**53).any()
     ):
         raise DataError(f"{path} must hold integer {what}.")
 
@@ -164,20 +222,22 @@ def _table(path: Path) -> Any:
     return _array(path) if path.suffix == ".npy" else _text(path)
 
 
+def _of_numbers(path: Path, array: Any) -> Any:
+    if array.dtype.kind not in "fiub":
+        raise DataError(f"{path} must hold real numbers, not {array.dtype}.")
+    return array
+
+
 def _array(path: Path) -> Any:
-    try:
-        array = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (ValueError, OSError, EOFError) as error:
-        raise DataError(f"{path} is not a whole .npy file ({error}).") from None
+    array = _of_numbers(path, load_npy(path, "a whole .npy file"))
+    if array.ndim not in (1, 2):
+        raise DataError(f"{path} must hold rows and columns, not {array.ndim} dimensions.")
     return array[:, None] if array.ndim == 1 else array
 
 
 def _text(path: Path) -> Any:
-    import gzip
-
-    opener: Any = gzip.open if path.suffix == ".gz" else open
     try:
-        with opener(path, "rt") as file:
+        with _opened(path) as file:
             first = file.readline()
         if not first.strip():
             raise DataError(f"{path} is empty, or its first line is.")
@@ -187,8 +247,8 @@ def _text(path: Path) -> Any:
         return np.loadtxt(path, delimiter=delimiter, skiprows=int(header), ndmin=2, comments=None)
     except DataError:
         raise
-    except (ValueError, OSError, EOFError) as error:  # gzip's own errors are of these kinds
-        raise DataError(f"{path} is not a table of numbers ({error}).") from None
+    except BROKEN as error:  # gzip's own errors are of these kinds
+        raise DataError(f"{path} is not a table of numbers ({why(error)}).") from None
 
 
 def _is_number(text: str) -> bool:
@@ -201,6 +261,15 @@ def _is_number(text: str) -> bool:
 
 def _parquet(path: Path) -> Any:
     try:
+        return _frame(path).to_numpy(dtype=np.float64)
+    except (ValueError, TypeError) as error:
+        if isinstance(error, DataError):
+            raise
+        raise DataError(f"{path} is not a table of numbers ({error}).") from None
+
+
+def _frame(path: Path) -> Any:
+    try:
         import pandas
         import pyarrow  # noqa: F401 - pandas needs it and says so less clearly
     except ImportError as error:
@@ -209,6 +278,6 @@ def _parquet(path: Path) -> Any:
             'pip install "herta_gpu[tables]".'
         ) from None
     try:
-        return pandas.read_parquet(path).to_numpy(dtype=np.float64)
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path} is not a whole Parquet file ({error}).") from None
+        return pandas.read_parquet(path)
+    except BROKEN as error:
+        raise DataError(f"{path} is not a whole Parquet file ({why(error)}).") from None
