@@ -10,6 +10,7 @@ import time
 from collections import Counter, defaultdict
 
 import numpy as np
+import scipy.stats
 
 from tests.fuzz.checks import Outcome, run
 from tests.fuzz.problems import KINDS, draw
@@ -28,7 +29,7 @@ def main(argv: list[str] | None = None) -> int:
         for line in told(outcome, args, number):
             print(line, flush=True)
     print(summary(outcomes, time.perf_counter() - start))
-    return 1 if any(o.faults for o in outcomes) else 0
+    return 1 if any(o.faults for o in outcomes) or too_unlucky(outcomes) else 0
 
 
 def parsed(argv: list[str] | None) -> argparse.Namespace:
@@ -60,6 +61,12 @@ def told(outcome: Outcome, args: argparse.Namespace, number: int) -> list[str]:
     return lines
 
 
+def too_unlucky(outcomes: list[Outcome]) -> bool:
+    """Whether more bounds failed than chance allows, one time in 10,000."""
+    expected, failed = sum(o.chance for o in outcomes), sum(o.unlucky for o in outcomes)
+    return float(scipy.stats.poisson.sf(failed - 1, expected)) < 1e-4
+
+
 def summary(outcomes: list[Outcome], seconds: float) -> str:
     """Counts by kind and status, how tight the bounds were, and what chance may have spoiled."""
     lines = [f"{'kind':<16} {'cases':>6} {'certified':>9} {'false':>6}   statuses"]
@@ -80,7 +87,11 @@ def summary(outcomes: list[Outcome], seconds: float) -> str:
             f"10^{low:.1f} (5%), 10^{middle:.1f} (median), 10^{high:.1f} (95%)"
         )
     expected, unlucky = sum(o.chance for o in outcomes), sum(o.unlucky for o in outcomes)
-    lines.append(f"bounds that failed by chance alone: {unlucky} (at most {expected:.2g} expected)")
+    verdict = ": MORE THAN CHANCE" if too_unlucky(outcomes) else ""
+    lines.append(
+        f"bounds that failed once, but not again: {unlucky} (at most {expected:.2g} expected)"
+        f"{verdict}"
+    )
     return "\n".join([*lines, f"{len(outcomes)} cases in {seconds:.0f} s"])
 
 

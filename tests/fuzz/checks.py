@@ -67,6 +67,8 @@ def fit(problem: Problem, **more: Any) -> HERTA:
 def one_sentence(error: Exception) -> bool:
     """A message for a person: words and a full stop, no traceback and no repr of an array."""
     text = str(error)
+    if isinstance(error, np.linalg.LinAlgError):  # a ValueError by birth, but no word to a caller
+        return False
     return "\n" not in text and len(text) < 400 and text.strip().endswith(".") and " " in text
 
 
@@ -143,7 +145,7 @@ def bound_faults(model: HERTA, reference: Reference, found: Outcome | None = Non
         found.true_gap = float(max(gap, 0) / best.high)
     faults = []
     # The optimum is at most best.high, and (objective - optimum) / optimum falls with it.
-    if gap - slack > c.value * best.high:
+    if exceeds(gap - slack, c.value, best.high):
         faults.append(
             f"{model.status_} {c.value:.1e} ({c.kind}) but the gap is {float(gap / best.high):.1e}"
             f" (objective {float(here.value):.6g}, reached {float(best.value):.6g})"
@@ -152,11 +154,15 @@ def bound_faults(model: HERTA, reference: Reference, found: Outcome | None = Non
         faults.append(f"gap <= {c.gap:.2e} ({c.kind}) but it is {float(gap):.2e}")
     for h in model.history_:
         below = h["loss"] - best.high - SLACK * h["loss"] - floor(reference)
-        if below > h["certificate"] * best.high:
+        if exceeds(below, h["certificate"], best.high):
             true = float((h["loss"] - best.high) / best.high)
             faults.append(f"step {h['step']} claims {h['certificate']:.1e}, the gap is {true:.1e}")
             break
     return faults
+
+
+def exceeds(gap: Any, claimed: float, optimum: Any) -> bool:
+    return math.isfinite(claimed) and bool(gap > claimed * optimum)
 
 
 def floor(reference: Reference) -> Any:
