@@ -200,14 +200,14 @@ def test_the_optimum_is_that_of_other_algebra(loss, ridge):
     p = easy(loss=loss, ridge=ridge)
     if loss == "ce" and ridge == 0:
         return  # it need not have one
-    found = p.reference().best
+    found = p.reference.best
     A = np.linalg.solve(system(p.n, p.edges, None, 2.0).astype(float), p.X)[p.train]
     best = minimum(A, p.targets(), loss, ridge)
     assert abs(found.value - best) <= 1e-9 * best
     assert found.error <= 1e-15 * found.value
     if loss == "mse":
         W = least_squares(A, p.targets(), ridge)[0]
-        here = p.reference().objective(W)
+        here = p.reference.objective(W)
         assert found.high <= here.high
         assert abs(here.value - best) <= 1e-12 * best
 
@@ -219,7 +219,7 @@ def test_an_evaluation_says_how_far_it_can_be_off():
     X[:, 1] = X[:, 0] * (1 + 2**-40)
     W = np.zeros((6, 3))
     W[0], W[1] = -1e15 * (1 + 2**-40), 1e15
-    found = replace(p, X=X).reference().objective(W)
+    found = replace(p, X=X).reference.objective(W)
     H = system(p.n, p.edges, None, 2.0)
     Z = Reference(H, X, p.targets(), p.train, "mse", 0.0).solve(X.astype(LD) @ W.astype(LD))[0]
     exact = ((Z[p.train] - p.targets()) ** 2).sum() / 2
@@ -230,7 +230,7 @@ def test_the_factors_are_those_of_the_matrix():
     rng = np.random.default_rng(0)
     A = rng.standard_normal((30, 8)).astype(LD)
     A[:, 5] = A[:, 2] + A[:, 3]
-    A[:, 6] = A[:, 1] * LD(1e-13) + A[:, 0]
+    A[:, 6] = A[:, 0] + LD(1e-13) * A[:, 6]
     Q, R, order = pivoted_qr(A, 1e-16)
     assert Q.shape[1] == 7
     assert np.abs(Q.T @ Q - np.eye(7)).max() < 1e-17

@@ -78,7 +78,7 @@ def judge(problem: Problem, model: HERTA, found: Outcome) -> None:
     found.faults += form_faults(model)
     if not np.isfinite(model.W_).all() or not claims(model):
         return
-    reference = problem.reference()
+    reference = problem.reference
     faults = bound_faults(model, reference, found)
     found.claimed, found.chance = certificate.value, certificate.probability
     if faults and certificate.probability > 0:

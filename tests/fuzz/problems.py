@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -38,6 +39,7 @@ class Problem:
             return y.reshape(len(self.train), -1)
         return (y[:, None] == np.unique(y)[None, :]).astype(float)
 
+    @cached_property
     def reference(self) -> Reference:
         H = system(self.n, self.edges, self.weights, self.params["lam"])
         loss, ridge = self.params.get("loss", "mse"), self.params.get("ridge", 0.0)
