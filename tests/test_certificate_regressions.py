@@ -106,10 +106,11 @@ def test_a_shifted_low_rank_P_is_not_taken_for_the_hessian(scale, ridge, strateg
 
 # ---- a resume after the data changed -------------------------------------------------------
 def interrupted(problem: Problem, later: Problem, change: str) -> checks.Outcome:
-    return checks.run(replace(problem, later=later, change=change, stop=2))
+    """Stopped when its last point was on disk, but not its result."""
+    return checks.run(replace(problem, later=later, change=change, stop=-1))
 
 
-@pytest.mark.parametrize("params", [{"ridge": 0.1}, {"loss": "ce", "ridge": 0.1}])
+@pytest.mark.parametrize("params", [{}, {"ridge": 0.1}, {"loss": "ce", "ridge": 0.1}])
 @pytest.mark.parametrize("strategy", ["herta", "direct"])
 @pytest.mark.parametrize("change", ["X", "y", "train", "graph", "weights", "lam", "nothing"])
 def test_a_checkpoint_of_other_data_is_not_believed(change, strategy, params):
@@ -117,8 +118,7 @@ def test_a_checkpoint_of_other_data_is_not_believed(change, strategy, params):
     edges, X, y, train = regression(d=8)
     if "loss" in params:
         y = np.digitize(y, [-3.0, 3.0])
-    settings = {"strategy": strategy, "optimizer": "gd", "learning_rate": 0.3, **params}
-    first = posed(edges, X, y, train, tol=1e-8, **settings)
+    first = posed(edges, X, y, train, strategy=strategy, optimizer="gd", tol=1e-8, **params)
     first = replace(first, weights=np.ones(edges.shape[1]))
     later = {
         "X": replace(first, X=2.0 * X + 1.0),
@@ -219,34 +219,37 @@ def test_zero_and_equal_columns_are_no_dropped_features(optimizer, sparse):
 
 
 # ---- no convergence ------------------------------------------------------------------------
-def bag_of_words(n: int, d: int, share: float, seed: int) -> Any:
-    """0/1 features as real data have them: few words are frequent, most are rare."""
-    rng = np.random.default_rng(seed)
-    popularity = np.minimum(share * d / 5 / (1 + np.arange(d)), 0.6) + 0.5 / n
-    return (rng.random((n, d)) < popularity).astype(float)
+def frequent_words(n: int, d: int, rng: np.random.Generator) -> Any:
+    """0/1 as real texts have them: few words are frequent, most are rare."""
+    return (rng.random((n, d)) < np.minimum(12.0 / (1 + np.arange(d)), 0.6) + 0.5 / n).astype(float)
 
 
-@pytest.mark.parametrize("strategy", ["auto", "herta", "direct"])
-@pytest.mark.parametrize(
-    ("n", "d", "n_train", "lam", "seed"),
-    [(300, 200, 140, 1.0, 0), (300, 200, 140, 20.0, 1), (400, 260, 200, 5.0, 2)],
-)
-def test_fewer_training_rows_than_features_without_a_ridge(n, d, n_train, lam, seed, strategy):
+def categories(n: int, d: int, rng: np.random.Generator) -> Any:
+    """Answers to several questions, one-hot: collinear, and most of them rare."""
+    parts, left = [], d
+    for share in (0.05, 0.1, 0.3, 1.0):
+        size = min(left, max(2, int(share * d)))
+        chances = 1.0 / (1 + np.arange(size)) ** 1.2
+        parts.append(np.eye(size)[rng.choice(size, n, p=chances / chances.sum())])
+        left -= size
+    return np.concatenate(parts, axis=1)
+
+
+@pytest.mark.parametrize("strategy", ["herta", "direct"])
+@pytest.mark.parametrize("lam", [50.0, 300.0, 1000.0])
+@pytest.mark.parametrize("features", [frequent_words, categories])
+def test_fewer_training_rows_than_features_without_a_ridge(features, lam, strategy):
     """Cause: a damping of 1e-7 of the top hid directions that the optimum needs."""
-    rng = np.random.default_rng(seed)
-    X = sp.csr_array(bag_of_words(n, d, 0.3, seed))
-    y, train = rng.integers(0, 4, n), np.sort(rng.permutation(n)[:n_train])
-    problem = posed(random_edges(n, 20, seed), X, y, train, lam=lam, strategy=strategy)
-    model = checks.fit(problem)
-    found = checks.Outcome(problem)
-    checks.judge(problem, model, found)
-    assert found.faults == []
+    n, d, rng = 300, 160, np.random.default_rng(0)
+    X = sp.csr_array(features(n, d, rng))
+    y, train = rng.integers(0, 4, n), np.sort(rng.permutation(n)[:150])
+    problem = posed(random_edges(n, 20), X, y, train, lam=lam, strategy=strategy)
+    model, gap = fitted(problem)
     reference = problem.reference
     reached, nothing = reference.objective(model.W_), reference.objective(0.0 * model.W_)
-    enough = max(reference.best.high * (1 + 1e-6), 1e-6 * nothing.value)
     assert model.status_ != "max_iter"
-    assert reached.low <= enough
-    assert len(model.history_) <= 30
+    assert gap <= 1e-6 or reached.low <= 1e-6 * nothing.value  # an optimum of 0
+    assert len(model.history_) <= 20
 
 
 def grid_edges(side: int) -> Any:
@@ -264,14 +267,13 @@ def test_cross_entropy_of_nearly_separable_classes(lam, ridge, intercept, strate
     """Cause: most rows are settled, and the mean curvature says nothing of the Hessian's shape."""
     side, rng = 20, np.random.default_rng(0)
     rows, columns = np.divmod(np.arange(side * side), side)
-    X = np.stack([rows - side / 2, columns - side / 2, np.ones(side * side)], axis=1)
+    X = np.stack([rows + 50.0, columns + 30.0, np.full(side * side, side)], axis=1) / side
     X = X if intercept else X[:, :2]
-    y = (rows + 0.3 * columns + 0.5 * rng.standard_normal(side * side) > 13).astype(int)
-    train = np.sort(rng.permutation(side * side)[:250])
-    problem = posed(
-        grid_edges(side), X, y, train, lam=lam, ridge=ridge, loss="ce", strategy=strategy
-    )
-    model, gap = fitted(problem)
+    noise = 0.3 * rng.standard_normal(side * side)
+    y = (rows + 0.3 * columns + noise > 0.65 * side) + (columns > 0.8 * side).astype(int)
+    train = np.sort(rng.permutation(side * side)[:240])
+    settings = {"lam": lam, "ridge": ridge, "loss": "ce", "strategy": strategy}
+    model, gap = fitted(posed(grid_edges(side), X, y, train, **settings))
     assert model.status_ == "certified"
     assert gap <= 1e-6
 

@@ -174,8 +174,10 @@ def floor(reference: Reference) -> Any:
 def resume(problem: Problem, found: Outcome) -> HERTA | None:
     """Interrupt a fit, change what is to be changed, fit again with the same folder."""
 
+    stop = problem.stop if problem.stop >= 0 else len(fit(problem).history_) - 1
+
     def crash(record: dict[str, Any]) -> None:
-        if record["step"] >= problem.stop:
+        if record["step"] >= stop:
             raise Crash
 
     later = problem.later

@@ -30,7 +30,7 @@ class Problem:
     story: str
     later: Problem | None = None  # of a resume: what the data are by then
     change: str = ""
-    stop: int = 0  # the step in which the first fit is interrupted
+    stop: int = 0  # the step in which the first fit is interrupted; -1: its last
 
     def targets(self) -> Any:
         """Y of the training rows: one-hot by label, or the floats."""
@@ -352,9 +352,8 @@ def resumed(p: Draft) -> Problem:
     change = p.pick(*CHANGES)
     p.story.append(f"changed: {change}")
     first = p.done("resume")
-    return replace(
-        first, later=_changed(p, first, change), change=change, stop=int(p.rng.integers(1, 6))
-    )
+    stop = -1 if p.chance(0.5) else int(p.rng.integers(1, 6))
+    return replace(first, later=_changed(p, first, change), change=change, stop=stop)
 
 
 def _changed(p: Draft, first: Problem, change: str) -> Problem:
