@@ -93,10 +93,12 @@ def test_cross_entropy_with_units_over_sixteen_decades_converges(ridge):
 
 
 # ---- a P that is not what it was taken for -------------------------------------------------
-@pytest.mark.parametrize("strategy", ["herta", "direct"])
 @pytest.mark.parametrize("ridge", [1e-6, 1e-3])
-@pytest.mark.parametrize("scale", [1.0, 1e3, 1e6, 1e8])
-def test_a_shifted_low_rank_P_is_not_taken_for_the_hessian(scale, ridge, strategy):
+@pytest.mark.parametrize(
+    ("strategy", "scale"),
+    [("herta", 1.0), ("herta", 1e4), ("herta", 1e6), ("herta", 1e8), ("direct", 1e6)],
+)
+def test_a_shifted_low_rank_P_is_not_taken_for_the_hessian(strategy, scale, ridge):
     """Cause: 80 training rows, 200 columns; P had 1e-12 of its top in place of the ridge."""
     edges, X, y, _ = regression(n=300, d=200)
     X[:, 0] *= scale
@@ -110,12 +112,19 @@ def interrupted(problem: Problem, later: Problem, change: str) -> checks.Outcome
     return checks.run(replace(problem, later=later, change=change, stop=-1))
 
 
-@pytest.mark.parametrize("params", [{}, {"ridge": 0.1}, {"loss": "ce", "ridge": 0.1}])
-@pytest.mark.parametrize("strategy", ["herta", "direct"])
+@pytest.mark.parametrize(
+    ("strategy", "params"),
+    [
+        ("herta", {}),
+        ("herta", {"ridge": 0.1}),
+        ("herta", {"loss": "ce", "ridge": 0.1}),
+        ("direct", {"loss": "ce", "ridge": 0.1}),
+    ],
+)
 @pytest.mark.parametrize("change", ["X", "y", "train", "graph", "weights", "lam", "nothing"])
 def test_a_checkpoint_of_other_data_is_not_believed(change, strategy, params):
     """Cause: nothing in the folder said which data it was made from."""
-    edges, X, y, train = regression(d=8)
+    edges, X, y, train = regression(n=150, d=6)
     if "loss" in params:
         y = np.digitize(y, [-3.0, 3.0])
     first = posed(edges, X, y, train, strategy=strategy, optimizer="gd", tol=1e-8, **params)
@@ -123,7 +132,7 @@ def test_a_checkpoint_of_other_data_is_not_believed(change, strategy, params):
     later = {
         "X": replace(first, X=2.0 * X + 1.0),
         "y": replace(first, y=y[::-1].copy()),
-        "train": replace(first, train=np.sort((train + 1) % 300)),
+        "train": replace(first, train=np.sort((train + 1) % 150)),
         "graph": replace(first, edges=edges[:, 30:], weights=first.weights[30:]),
         "weights": replace(first, weights=3.0 * first.weights),
         "lam": replace(first, params={**first.params, "lam": 5.0}),
@@ -260,9 +269,10 @@ def grid_edges(side: int) -> Any:
 
 
 @pytest.mark.parametrize("strategy", ["auto", "herta"])
-@pytest.mark.parametrize("ridge", [1e-4, 1e-2])
+@pytest.mark.parametrize(
+    ("intercept", "ridge"), [(False, 1e-4), (True, 1e-4), (True, 1e-3), (True, 1e-2)]
+)
 @pytest.mark.parametrize("lam", [10.0, 100.0])
-@pytest.mark.parametrize("intercept", [False, True])
 def test_cross_entropy_of_nearly_separable_classes(lam, ridge, intercept, strategy):
     """Cause: most rows are settled, and the mean curvature says nothing of the Hessian's shape."""
     side, rng = 20, np.random.default_rng(0)
