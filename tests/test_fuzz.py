@@ -1,0 +1,237 @@
+"""The fuzz at fixed seeds, and proof that it can fail: sabotage that it must find."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import herta_gpu.herta
+import herta_gpu.training
+from herta_gpu import Graph
+from tests.conftest import dense_H, least_squares, minimum
+from tests.fuzz import checks
+from tests.fuzz.__main__ import main
+from tests.fuzz.problems import KINDS, Problem, draw
+from tests.fuzz.reference import LD, Reference, pivoted_qr, system
+
+SEED, PARTS, CASES = 13, 8, 30
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_no_certificate_is_false(part):
+    """A minute of it; `python -m tests.fuzz --seconds 600` is the long version."""
+    faults = []
+    for number in range(part * CASES, (part + 1) * CASES):
+        outcome = checks.run(draw(SEED, number))
+        again = f"python -m tests.fuzz --seed {SEED} --case {number}"
+        faults += [f"[{outcome.problem.kind}] {f}; again: {again}" for f in outcome.faults]
+    assert not faults, "\n".join(["", *faults])
+
+
+def test_a_case_is_the_same_whatever_came_before_it():
+    for kind in KINDS:
+        a, b = draw(3, 5, kind), draw(3, 5, kind)
+        assert a.kind == kind
+        assert a.params == b.params
+        assert (a.targets() == b.targets()).all()
+        assert abs(a.X - b.X).sum() == 0
+    assert draw(3, 5).story == draw(3, 5).story != draw(3, 6).story
+
+
+# ---- it can fail ---------------------------------------------------------------------------
+def easy(**params: Any) -> Problem:
+    """Nothing that the package could stumble over, and an optimizer that takes its time."""
+    rng = np.random.default_rng(0)
+    n = 80
+    lo, hi = np.triu_indices(n, 1)
+    keep = rng.random(lo.size) < 0.06
+    X = rng.standard_normal((n, 6))
+    y = (X[:, :3] + 0.5 * rng.standard_normal((n, 3))).argmax(axis=1)
+    usual = {
+        "lam": 2.0, "loss": "mse", "ridge": 0.0, "tol": 1e-6, "strategy": "herta",
+        "optimizer": "gd", "learning_rate": 0.5, "max_iter": 60, "random_state": 0,
+    }  # fmt: skip
+    edges = np.stack([lo[keep], hi[keep]])
+    return Problem("easy", n, edges, None, X, y, np.arange(50), {**usual, **params}, "easy")
+
+
+SETTINGS = [
+    {},
+    {"ridge": 0.5},
+    {"loss": "ce", "ridge": 0.1, "optimizer": "lbfgs", "learning_rate": None},
+    {"strategy": "direct"},
+    {"sketch": 64},
+]
+
+
+@pytest.mark.parametrize("params", SETTINGS)
+def test_it_has_nothing_to_say_about_a_good_fit(params):
+    outcome = checks.run(easy(**params))
+    assert outcome.faults == []
+    assert outcome.status == "certified"
+    assert 0 <= outcome.true_gap <= outcome.claimed <= 1e-6
+
+
+@pytest.mark.parametrize("params", SETTINGS)
+def test_it_finds_a_certificate_that_was_made_smaller(params, monkeypatch):
+    real = herta_gpu.training.certify
+
+    def smaller(*args: Any, **kwargs: Any) -> Any:
+        c = real(*args, **kwargs)
+        return replace(c, value=c.value * 1e-4, gap=c.gap * 1e-4)
+
+    monkeypatch.setattr(herta_gpu.training, "certify", smaller)
+    outcome = checks.run(easy(**params))
+    assert any("the gap is" in fault for fault in outcome.faults)
+
+
+def test_it_finds_a_P_that_is_not_what_it_says(monkeypatch):
+    """P is a thousandth of the Hessian, and the spectrum still says that it is the Hessian."""
+    real = herta_gpu.herta.choose_spectrum
+
+    def believed(*args: Any, **kwargs: Any) -> Any:
+        found = real(*args, **kwargs)
+        return replace(found, a=1e3 * found.a, b=1e3 * found.b)
+
+    monkeypatch.setattr(herta_gpu.herta, "choose_spectrum", believed)
+    assert any("the gap is" in fault for fault in checks.run(easy()).faults)
+
+
+@pytest.mark.parametrize("wrong", ["weights", "nan", "steps", "status", "reduced"])
+def test_it_finds_a_result_that_is_wrong_in_another_way(wrong, monkeypatch):
+    real = checks.fit
+
+    def spoiled(problem: Problem, **more: Any) -> Any:
+        model = real(problem, **more)
+        if wrong == "weights":
+            model.W_ = model.W_ * 1.01
+        elif wrong == "nan":
+            model.W_[0, 0] = np.nan
+        elif wrong == "steps":
+            model.max_iter = 1
+        else:
+            model.status_ = "certified-reduced" if wrong == "reduced" else "fine"
+        return model
+
+    monkeypatch.setattr(checks, "fit", spoiled)
+    words = {
+        "weights": "but the gap is", "nan": "W_ is not finite", "steps": "max_iter is 1",
+        "status": "unknown status 'fine'", "reduced": "certified-reduced, but kept",
+    }  # fmt: skip
+    assert any(words[wrong] in fault for fault in checks.run(easy()).faults)
+
+
+@pytest.mark.parametrize(
+    ("error", "found"),
+    [
+        (np.linalg.LinAlgError("Eigenvalues did not converge."), False),
+        (ValueError("operands could not be broadcast together"), False),
+        (ValueError("X has no columns: give at least one feature."), True),
+        (ZeroDivisionError("division by zero"), False),
+    ],
+)
+def test_an_exception_must_be_a_sentence(error, found, monkeypatch):
+    def fails(*_: Any, **__: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(checks, "fit", fails)
+    assert (checks.run(easy()).faults == []) == found
+
+
+@pytest.mark.parametrize("change", ["y", "nothing"])
+def test_it_finds_a_resume_that_believes_old_data(change, monkeypatch):
+    """The second fit answers for the data of the first; or, unchanged, with other bits."""
+    first = easy()
+    later = replace(first, y=np.roll(first.y, 7)) if change == "y" else first
+    problem = replace(first, later=later, change=change, stop=2)
+    assert checks.run(problem).faults == [] or change == "y"  # a sound checkpoint has none
+    real = checks.fit
+
+    def stale(problem: Problem, **more: Any) -> Any:
+        model = real(first, **{k: v for k, v in more.items() if k == "callback"})
+        if change == "nothing" and more:
+            model.W_ = np.nextafter(model.W_, 1)
+        return model
+
+    monkeypatch.setattr(checks, "fit", stale)
+    word = "but the gap is" if change == "y" else "other bits"
+    assert any(word in fault for fault in checks.run(problem).faults)
+
+
+def test_a_bound_that_may_fail_by_chance_is_tried_again(monkeypatch):
+    real, calls = checks.bound_faults, []
+
+    def once(*args: Any) -> list[str]:
+        calls.append(real(*args))
+        return ["bad luck"] if len(calls) == 1 else []
+
+    monkeypatch.setattr(checks, "bound_faults", once)
+    outcome = checks.run(easy(sketch=64))
+    assert outcome.chance > 0
+    assert outcome.unlucky
+    assert outcome.faults == []
+    assert len(calls) == 1 + checks.REPEATS
+
+
+def test_the_program_tells_how_to_repeat_a_fault(monkeypatch, capsys):
+    assert main(["--cases", "2", "--kind", "hard graph", "--seed", "5"]) in (0, 1)
+    assert "2 cases in" in capsys.readouterr().out
+    monkeypatch.setattr(checks, "form_faults", lambda model: ["something"])
+    assert main(["--case", "4", "--kind", "few rows"]) == 1
+    out = capsys.readouterr().out
+    assert 'something; again: python -m tests.fuzz --seed 0 --case 4 --kind "few rows"' in out
+
+
+# ---- the reference itself ------------------------------------------------------------------
+def test_the_system_is_that_of_the_graph():
+    for number in range(8):
+        p = draw(1, number)
+        g = Graph.from_edges(p.edges, p.n, p.weights)
+        H = system(p.n, p.edges, p.weights, p.params["lam"])
+        assert np.allclose(H.astype(float), dense_H(g, p.params["lam"]), rtol=1e-12, atol=1e-300)
+
+
+@pytest.mark.parametrize("loss", ["mse", "ce"])
+@pytest.mark.parametrize("ridge", [0.0, 1e-3, 1.0])
+def test_the_optimum_is_that_of_other_algebra(loss, ridge):
+    p = easy(loss=loss, ridge=ridge)
+    if loss == "ce" and ridge == 0:
+        return  # it need not have one
+    found = p.reference.best
+    A = np.linalg.solve(system(p.n, p.edges, None, 2.0).astype(float), p.X)[p.train]
+    best = minimum(A, p.targets(), loss, ridge)
+    assert abs(found.value - best) <= 1e-9 * best
+    assert found.error <= 1e-15 * found.value
+    if loss == "mse":
+        W = least_squares(A, p.targets(), ridge)[0]
+        here = p.reference.objective(W)
+        assert found.high <= here.high
+        assert abs(here.value - best) <= 1e-12 * best
+
+
+def test_an_evaluation_says_how_far_it_can_be_off():
+    """Weights of 1e15 that cancel: in float64 nothing would be left of the objective."""
+    p = easy()
+    X = p.X.copy()
+    X[:, 1] = X[:, 0] * (1 + 2**-40)
+    W = np.zeros((6, 3))
+    W[0], W[1] = -1e15 * (1 + 2**-40), 1e15
+    found = replace(p, X=X).reference.objective(W)
+    H = system(p.n, p.edges, None, 2.0)
+    Z = Reference(H, X, p.targets(), p.train, "mse", 0.0).solve(X.astype(LD) @ W.astype(LD))[0]
+    exact = ((Z[p.train] - p.targets()) ** 2).sum() / 2
+    assert abs(found.value - exact) <= found.error <= 1e-1 * (exact + 1)
+
+
+def test_the_factors_are_those_of_the_matrix():
+    rng = np.random.default_rng(0)
+    A = rng.standard_normal((30, 8)).astype(LD)
+    A[:, 5] = A[:, 2] + A[:, 3]
+    A[:, 6] = A[:, 0] + LD(1e-13) * A[:, 6]
+    Q, R, order = pivoted_qr(A, 1e-16)
+    assert Q.shape[1] == 7
+    assert np.abs(Q.T @ Q - np.eye(7)).max() < 1e-17
+    assert np.abs(Q @ R - A[:, order]).max() < 1e-17
