@@ -23,6 +23,7 @@ class Loss(Protocol):
     def residual(self, xp: Any, F: Array, Y: Array) -> Array: ...
     def curvature(self, xp: Any, F: Array) -> float: ...
     def second(self, xp: Any, F: Array) -> Callable[[int, int], Array]: ...
+    def centred(self, xp: Any, G: Array) -> Array: ...
     def step(self, xp: Any, F: Array, FD: Array, Y: Array, ridge: tuple[Array, Array]) -> Array: ...
 
 
@@ -45,6 +46,10 @@ class MSE:
     def second(self, xp: Any, F: Array) -> Callable[[int, int], Array]:
         """The function (a, b) -> (n_train,) second derivatives with respect to columns of F."""
         return lambda a, b: xp.full(F.shape[0], float(a == b))
+
+    def centred(self, xp: Any, G: Array) -> Array:
+        """G without the part that no gradient of this loss has."""
+        return G
 
     def step(self, xp: Any, F: Array, FD: Array, Y: Array, ridge: tuple[Array, Array]) -> Array:
         """The minimiser of the objective along each column of the direction.
@@ -76,6 +81,11 @@ class CrossEntropy:
     def second(self, xp: Any, F: Array) -> Callable[[int, int], Array]:
         S = _softmax(xp, F)
         return lambda a, b: S[:, a] * (float(a == b) - S[:, b])
+
+    def centred(self, xp: Any, G: Array) -> Array:
+        # Adding one vector to all classes changes no softmax: only a ridge speaks of such a
+        # direction, so softly that what solves leave over there would run away with W.
+        return G - _row_sum(xp, G) / G.shape[1]
 
     def step(self, xp: Any, F: Array, FD: Array, Y: Array, ridge: tuple[Array, Array]) -> Array:
         """The minimiser along the direction, by Newton's method kept inside a bracket."""

@@ -154,7 +154,7 @@ class Newton:
             L, lift = self.backend.cholesky(hessian), 100 * lift
         rhs = xp.ascontiguousarray(g.T).reshape(r * c, 1)
         found = self.backend.solve_triangular(L, self.backend.solve_triangular(L, rhs), trans=True)
-        return -xp.ascontiguousarray(found.reshape(c, r).T)
+        return -self.loss.centred(xp, xp.ascontiguousarray(found.reshape(c, r).T))
 
     def _hessian(self, F: Array, r: int, c: int) -> Array:
         xp, weights = self.backend.xp, self.loss.second(self.backend.xp, F)

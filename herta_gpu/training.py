@@ -92,7 +92,7 @@ class Training:
                 break
             if self.P.fragile and len(self.records) > 3 and self._settled(point.objective):
                 # Nothing left to gain but a gradient: what the solves leave over hides the rest.
-                problem.tol = max(0.1 * problem.tol, _LEAST_INNER)
+                problem.tighten(_LEAST_INNER)
             if self._newton_is_due(point.w):
                 if not isinstance(optimizer, Newton):
                     optimizer = self._newton(problem.factor, point.w.shape[0])
@@ -109,7 +109,7 @@ class Training:
                 break
             if optimizer.searches and not ahead.objective < point.objective:
                 # An exact line search that finds no way down: what the solves leave over hides it.
-                problem.tol = max(0.1 * problem.tol, _LEAST_INNER)
+                problem.tighten(_LEAST_INNER)
             point = ahead
             self._save(step + 1, problem, point, optimizer)
         return point

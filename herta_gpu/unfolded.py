@@ -197,7 +197,7 @@ class Problem:
         xp, F = self.xp, self.map.rows(there.value)
         E = self.loss.residual(xp, F, self.Y)
         back = self.map.adjoint(E, tol, V)
-        gradient = back.value + self.ridge * W
+        gradient = self.loss.centred(xp, back.value) + self.ridge * W
         objective = self.loss.value(xp, F, self.Y)
         objective += 0.5 * self.ridge * float(xp.sum(W * W))  # synchronize!
         r1, r2 = there.residual, back.residual
@@ -222,6 +222,10 @@ class Problem:
             inner_iterations=spent + there.iterations + back.iterations,
             stagnated=there.stagnated or back.stagnated,
         )
+
+    def tighten(self, least: float) -> None:
+        """Solve ten times tighter from now on, but no tighter than `least` on this account."""
+        self.tol = min(self.tol, max(0.1 * self.tol, least))
 
     def start(self, w: Array, Z: Array | None = None) -> Point:
         """The first point: from a guess of Z, or from scratch."""
