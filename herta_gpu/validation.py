@@ -196,7 +196,6 @@ def as_labels(name: str, y: Any) -> Any:
             raise ValueError(
                 f"{name} holds the label {bad}: classes are numbers from 0 on, and -1 is none."
             )
-        return y.astype(np.int64, copy=False)
     return y
 
 
