@@ -56,7 +56,8 @@ class Targets:
 def make_targets(y: Any, train: Any, n: int, loss: str) -> Targets:
     """Labels or float targets of the training rows, checked."""
     y = as_labels("y", y)
-    check_length(y, n)
+    if y.shape[0] != n:
+        raise ValueError(f"y has shape {y.shape} but the graph has {n:,} nodes: one row per node.")
     if y.ndim == 1 and y.dtype.kind in "iubU":
         known = has_label(y)
         rows = train_rows(train, known, n)
@@ -80,9 +81,11 @@ def make_targets(y: Any, train: Any, n: int, loss: str) -> Targets:
     return Targets(rows, Y[:, None] if y.ndim == 1 else Y, None, y.ndim == 1)
 
 
-def check_length(y: Any, n: int) -> None:
+def check_scored(y: Any, n: int) -> None:
+    """Labels to score n predictions against."""
+    y = as_labels("y", y)
     if y.shape[0] != n:
-        raise ValueError(f"y has shape {y.shape} but the graph has {n:,} nodes: one row per node.")
+        raise ValueError(f"y has shape {y.shape} but there are {n:,} predictions.")
 
 
 def _one_hot(codes: Any, c: int) -> Any:
@@ -100,7 +103,7 @@ def _one_hot(codes: Any, c: int) -> Any:
 def accuracy_or_r2(predicted: Any, y: Any, rows: Any, classes: Any | None) -> float:
     """Share of right labels among the labelled rows, or R^2 (mean over the columns)."""
     y = as_labels("y", y)
-    check_length(y, predicted.shape[0])
+    check_scored(y, predicted.shape[0])
     if rows.size == 0:
         raise ValueError("There is no row to score: idx is empty.")
     if classes is not None:

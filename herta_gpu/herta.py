@@ -18,7 +18,7 @@ from herta_gpu.backends.base import Array, Backend
 from herta_gpu.certificate import Spectrum, choose_spectrum
 from herta_gpu.checkpoint import Checkpoint
 from herta_gpu.costs import EXACT_TOL, Options, Outline, Sizes, worth_reordering
-from herta_gpu.estimator import Estimator, Targets, accuracy_or_r2, check_length, make_targets
+from herta_gpu.estimator import Estimator, Targets, accuracy_or_r2, check_scored, make_targets
 from herta_gpu.features import Features, bytes_held, has_hidden_columns
 from herta_gpu.fingerprint import fingerprint
 from herta_gpu.graph import Graph
@@ -41,7 +41,6 @@ from herta_gpu.unfolded import DenseMap, UnfoldedMap
 from herta_gpu.validation import (
     MAX_SEED,
     BudgetError,
-    as_labels,
     check_choice,
     check_count,
     check_dtype,
@@ -354,7 +353,7 @@ class HERTA(Estimator):
         check_graph(graph)
         backend = get_backend(self.device)
         y, idx = (to_host(a, backend) for a in (y, idx))
-        check_length(as_labels("y", y), graph.num_nodes)  # before the solve
+        check_scored(y, graph.num_nodes)  # before the solve
         predicted = to_host(self.predict(graph, X), backend)
         return accuracy_or_r2(predicted, y, node_rows(idx, graph.num_nodes), self.classes_)
 

@@ -190,13 +190,12 @@ def as_labels(name: str, y: Any) -> Any:
         return np.where(y == "-1", "", y)
     if y.dtype.kind not in "fiub":
         raise ValueError(f"{name} must hold whole numbers, text or floats, not {y.dtype}.")
-    if y.ndim == 1 and y.dtype.kind in "iu":
-        if y.size and not -1 <= int(y.min()) <= int(y.max()) < 2**62:
-            bad = y.min() if y.min() < -1 else y.max()
-            raise ValueError(
-                f"{name} holds the label {bad}: classes are numbers from 0 on, and -1 is none."
-            )
-        return y.astype(np.int64, copy=False)
+    classes = y.ndim == 1 and y.dtype.kind in "iu" and y.size
+    if classes and not -1 <= int(y.min()) <= int(y.max()) < 2**62:
+        bad = y.min() if y.min() < -1 else y.max()
+        raise ValueError(
+            f"{name} holds the label {bad}: classes are numbers from 0 on, and -1 is none."
+        )
     return y
 
 

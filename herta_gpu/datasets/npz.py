@@ -154,6 +154,8 @@ def _labels(archive: Archive, n: int) -> Any:
         y = as_labels("labels", archive["labels"])
         if y.ndim == 2 and y.shape[1] == 1 and y.dtype.kind in "iu":
             y = as_labels("labels", y[:, 0])  # one column of classes, as in a table
+        if y.ndim == 1 and y.dtype.kind in "iu":
+            y = y.astype(np.int64)  # room for -1
         if y.shape[0] != n:
             raise ValueError(f"labels has {y.shape[0]:,} rows but there are {n:,} nodes.")
         if "no_label_nodes" in archive and y.dtype.kind != "b":
