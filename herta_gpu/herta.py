@@ -457,7 +457,7 @@ class HERTA(Estimator):
         """Where the loop starts, and what is known of Z there: a cheaper model may go first."""
         plan, backend = self.plan_, A.H.backend
         w = P.w_start if self.loss == "mse" else backend.xp.zeros_like(P.w_start)
-        if plan.recipe.keep_rows and P.rows is not None:
+        if plan.strategy == "direct" and P.rows is not None:
             return run.loop(DenseMap(P.rows, backend), w, certified=False).w, None
         if plan.loop_samples is not None:
             H_loop = self._sparsified(A.H, plan.loop_samples)

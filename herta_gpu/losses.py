@@ -6,10 +6,13 @@ W, the loss along a direction costs no solve: line searches are exact and free.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from herta_gpu.backends.base import Array
+import numpy as np
+
+from herta_gpu.backends.base import Array, norm
 
 _NEWTON_STEPS = 40
 
@@ -22,6 +25,7 @@ class Loss(Protocol):
     def value(self, xp: Any, F: Array, Y: Array) -> float: ...
     def residual(self, xp: Any, F: Array, Y: Array) -> Array: ...
     def curvature(self, xp: Any, F: Array) -> float: ...
+    def rounding(self, F: Array) -> float: ...
     def second(self, xp: Any, F: Array) -> Callable[[int, int], Array]: ...
     def centred(self, xp: Any, G: Array) -> Array: ...
     def step(self, xp: Any, F: Array, FD: Array, Y: Array, ridge: tuple[Array, Array]) -> Array: ...
@@ -42,6 +46,10 @@ class MSE:
     def curvature(self, xp: Any, F: Array) -> float:
         """The mean diagonal of the Hessian with respect to F."""
         return 1.0
+
+    def rounding(self, F: Array) -> float:
+        """What `value` may be off by at an exact F, beside rounding of E and of the sum."""
+        return 0.0
 
     def second(self, xp: Any, F: Array) -> Callable[[int, int], Array]:
         """The function (a, b) -> (n_train,) second derivatives with respect to columns of F."""
@@ -77,6 +85,10 @@ class CrossEntropy:
     def curvature(self, xp: Any, F: Array) -> float:
         S = _softmax(xp, F)
         return float(xp.mean(S * (1 - S)))  # synchronize!
+
+    def rounding(self, F: Array) -> float:
+        # Logarithms and outputs of the size of F, whose difference may be far smaller.
+        return 8 * float(np.finfo(np.float64).eps) * math.sqrt(F.size) * norm(F)
 
     def second(self, xp: Any, F: Array) -> Callable[[int, int], Array]:
         S = _softmax(xp, F)

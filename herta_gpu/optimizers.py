@@ -14,6 +14,7 @@ from herta_gpu.factors import Factor
 from herta_gpu.losses import Loss
 
 LBFGS_MEMORY = 20
+NEWTON_SIZE = 2000  # numbers in W up to which the whole Hessian of cross entropy is worth having
 
 
 class Optimizer(Protocol):

@@ -18,6 +18,7 @@ from herta_gpu.costs import (
     strategy_costs,
 )
 from herta_gpu.features import chunk_bytes
+from herta_gpu.optimizers import NEWTON_SIZE
 from herta_gpu.preconditioner import Recipe
 from herta_gpu.solver import (
     BLOCK_WIDTH,
@@ -89,7 +90,8 @@ def make_plan(H: RegularizedLaplacian, sizes: Sizes, options: Options) -> Plan:
     by_rows = _by_rows(sizes, options, strategy, n_samples)
     degree = chebyshev_degree(H, Q_tolerance(H, sizes, options, strategy))
     certificate = _certificate(H, sizes, options, by_rows, n_samples)
-    keep_rows = options.loss == "ce" and strategy == "direct"
+    small = sizes.d * sizes.c <= NEWTON_SIZE
+    keep_rows = options.loss == "ce" and (strategy == "direct" or small)
     sketch_rows, certificate, memory, width, Q_width = _fit_memory(
         sizes, options, by_rows, certificate, keep_rows, decisions
     )

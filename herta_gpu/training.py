@@ -21,7 +21,14 @@ from herta_gpu.checkpoint import Checkpoint
 from herta_gpu.factors import Factor
 from herta_gpu.features import Features
 from herta_gpu.losses import LOSSES
-from herta_gpu.optimizers import GradientDescent, Momentum, Newton, Optimizer, make_optimizer
+from herta_gpu.optimizers import (
+    NEWTON_SIZE,
+    GradientDescent,
+    Momentum,
+    Newton,
+    Optimizer,
+    make_optimizer,
+)
 from herta_gpu.preconditioner import Preconditioner
 from herta_gpu.profiling import Stages, marked_steps
 from herta_gpu.unfolded import LinearMap, Point, Problem, Rounding, UnfoldedMap
@@ -35,7 +42,6 @@ _FLATTER = 3.0  # loss of curvature after which P is factored again
 _ROUNDING = 1e-6  # relative, between a stored number and the same one computed again
 _LEAST_INNER = 1e-10  # inner tolerance of a loop that no certificate watches
 _CHEAP_STEPS = 20  # steps on a stored A, without a solve, that count as one outer step
-_NEWTON_SIZE = 2000  # numbers in W up to which the whole Hessian of cross entropy is worth having
 
 
 class Training:
@@ -121,7 +127,7 @@ class Training:
         Q^T Q has the shape of the Hessian.
         """
         asked_for = self.model.optimizer in ("cg", "lbfgs")
-        if self.loss.separable or self.P.rows is None or not asked_for or w.size > _NEWTON_SIZE:
+        if self.loss.separable or self.P.rows is None or not asked_for or w.size > NEWTON_SIZE:
             return False
         return max(len(self.warm_history), len(self.records)) > 10 + w.size // 10
 

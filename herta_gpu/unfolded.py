@@ -203,6 +203,7 @@ class Problem:
         r1, r2 = there.residual, back.residual
         rounding = self.map.rounding(W, there.value, back.block)
         rounding.forward += 4 * _UNIT * (norm(F) + norm(self.Y))  # E is a difference of these
+        off = norm(E) * rounding.forward + self.loss.rounding(F) + 8 * _UNIT * objective
         if there.block is not None and back.block is not None:
             # Z is off by H^-1 R, and <E, M H^-1 R> = <V, R> with V = H^-1 M^T E at hand: what is
             # left is of second order, ||r1|| ||r2|| + ||r1||^2 / 2.
@@ -213,7 +214,7 @@ class Problem:
             Z=there.value,
             V=back.block,
             objective=objective,
-            objective_error=r1 * r2 + 0.5 * r1**2,
+            objective_error=r1 * r2 + 0.5 * r1**2 + off,
             gradient=gradient,
             g=self.factor.half_T(gradient),
             forward_residual=r1,
