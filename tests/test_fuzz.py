@@ -121,7 +121,8 @@ def test_it_finds_a_result_that_is_wrong_in_another_way(wrong, monkeypatch):
     monkeypatch.setattr(checks, "fit", spoiled)
     words = {
         "weights": "but the gap is", "loss": "but it is", "nan": "W_ is not finite",
-        "steps": "max_iter is 1", "status": "unknown status 'fine'", "reduced": "certified-reduced, but kept",
+        "steps": "max_iter is 1", "status": "unknown status 'fine'",
+        "reduced": "certified-reduced, but kept",
     }  # fmt: skip
     assert any(words[wrong] in fault for fault in checks.run(easy()).faults)
 
