@@ -100,7 +100,7 @@ def test_it_finds_a_P_that_is_not_what_it_says(monkeypatch):
     assert any("the gap is" in fault for fault in checks.run(easy()).faults)
 
 
-@pytest.mark.parametrize("wrong", ["weights", "nan", "steps", "status", "reduced"])
+@pytest.mark.parametrize("wrong", ["weights", "loss", "nan", "steps", "status", "reduced"])
 def test_it_finds_a_result_that_is_wrong_in_another_way(wrong, monkeypatch):
     real = checks.fit
 
@@ -108,6 +108,8 @@ def test_it_finds_a_result_that_is_wrong_in_another_way(wrong, monkeypatch):
         model = real(problem, **more)
         if wrong == "weights":
             model.W_ = model.W_ * 1.01
+        elif wrong == "loss":
+            model.history_[-1]["loss"] *= 0.999
         elif wrong == "nan":
             model.W_[0, 0] = np.nan
         elif wrong == "steps":
@@ -118,8 +120,9 @@ def test_it_finds_a_result_that_is_wrong_in_another_way(wrong, monkeypatch):
 
     monkeypatch.setattr(checks, "fit", spoiled)
     words = {
-        "weights": "but the gap is", "nan": "W_ is not finite", "steps": "max_iter is 1",
-        "status": "unknown status 'fine'", "reduced": "certified-reduced, but kept",
+        "weights": "but the gap is", "loss": "but it is", "nan": "W_ is not finite",
+        "steps": "max_iter is 1", "status": "unknown status 'fine'",
+        "reduced": "certified-reduced, but kept",
     }  # fmt: skip
     assert any(words[wrong] in fault for fault in checks.run(easy()).faults)
 
