@@ -187,6 +187,8 @@ class Eigen:
         return self.V @ (self.V.T @ v)
 
     def amplified(self, sizes: Array) -> float:
+        if not self.values.shape[0]:
+            return 0.0
         return float(((sizes**2).sum() / self.values.min()) ** 0.5)
 
 

@@ -153,7 +153,7 @@ def test_a_killed_run_whose_file_was_replaced_is_not_resumed(part, tmp_path, mon
     edges, X, y, train = regression(d=8)
     others = np.setdiff1d(np.arange(300), train)
     data = {"edge_index": edges, "num_nodes": 300, "features": X, "labels": y, "train": train,
-            "test": train[:20]}  # fmt: skip
+            "test": others[:20]}  # fmt: skip
     path, folder = tmp_path / "data.npz", tmp_path / "run"
     np.savez(path, **data)
     monkeypatch.setattr(checks.Checkpoint.__init__, "__defaults__", (0.0, 1.0))  # store all
@@ -171,7 +171,7 @@ def test_a_killed_run_whose_file_was_replaced_is_not_resumed(part, tmp_path, mon
             main([*task, "--tol", "1e-9", "--quiet", "--out", str(folder)])
     assert (folder / "checkpoint").is_dir()
     assert not (folder / "result.json").exists()
-    new = {"features": 2.0 * X + 1.0, "labels": 2.0 * y[::-1], "train": others,
+    new = {"features": 2.0 * X + 1.0, "labels": 2.0 * y[::-1], "train": others[20:],
            "edge_index": edges[:, 60:]}[part]  # fmt: skip
     np.savez(path, **{**data, part: new})
     code = main(["train", "--resume", str(folder), "--quiet"])
