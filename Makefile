@@ -12,7 +12,7 @@ setup: .venv/ready
 	touch $@
 
 demo: setup
-	$(BIN)/python -m herta_gpu.demo
+	$(BIN)/python -m herta_gpu.app.demo
 
 test: setup
 	$(BIN)/python -m pytest

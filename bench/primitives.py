@@ -20,8 +20,8 @@ from common import QUICK, Data, Results, race, record
 
 from herta_gpu import Graph, SDDSolver
 from herta_gpu.backends import get_backend
-from herta_gpu.backends.cpu import CPUBackend
-from herta_gpu.backends.fast import aligned_empty, walsh_hadamard_inplace
+from herta_gpu.backends.cpu.compiled import aligned_empty, walsh_hadamard_inplace
+from herta_gpu.backends.cpu.reference import CPUBackend
 
 LAM, TOL = 20.0, 1e-5
 FAST, PLAIN = get_backend("cpu"), CPUBackend()

@@ -19,7 +19,7 @@ import time
 import numpy as np
 from common import Results, random_power_law
 
-import herta_gpu.backends.fast as fast
+import herta_gpu.backends.cpu.compiled as fast
 from herta_gpu import HERTA
 
 D, C, DEGREE, LAM, TOL = 32, 8, 20, 1.0, 1e-4

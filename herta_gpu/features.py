@@ -15,7 +15,7 @@ import numpy as np
 import scipy.sparse as sp
 
 from herta_gpu.backends.base import Array, Backend, Blocks, Part
-from herta_gpu.interop import on_device, take_rows
+from herta_gpu.plumbing.interop import on_device, take_rows
 
 _UNIT = 0.5 * float(np.finfo(np.float64).eps)  # what one operation rounds
 _CHUNK_BYTES = 16 << 20  # of float64 copies of rows of X at most, and a small part of the budget

@@ -12,8 +12,8 @@ import scipy.sparse as sp
 from numpy.typing import ArrayLike, NDArray
 
 from herta_gpu.backends.base import host_memory
-from herta_gpu.interop import on_device
-from herta_gpu.ordering import (
+from herta_gpu.plumbing.interop import on_device
+from herta_gpu.plumbing.ordering import (
     LARGE,
     WORTH,
     by_community,
@@ -21,7 +21,7 @@ from herta_gpu.ordering import (
     permuted,
     reverse_cuthill_mckee,
 )
-from herta_gpu.validation import check_plain
+from herta_gpu.plumbing.validation import check_plain
 
 _GATHERED = 1 << 20  # neighbours looked at together
 _TOP = 1 << 12  # nodes that usually settle the bound of lambda_max
@@ -94,13 +94,13 @@ class Graph:
     @classmethod
     def from_cugraph(cls, G: Any, num_nodes: int | None = None) -> Graph:
         """The graph of an undirected ``cugraph.Graph`` with vertex ids 0..num_nodes-1."""
-        from herta_gpu.cugraph_adapter import from_cugraph
+        from herta_gpu.backends.cuda.cugraph import from_cugraph
 
         return from_cugraph(G, num_nodes)
 
     def to_cugraph(self) -> Any:
         """This graph as a ``cugraph.Graph``; nodes without an edge are not in it."""
-        from herta_gpu.cugraph_adapter import to_cugraph
+        from herta_gpu.backends.cuda.cugraph import to_cugraph
 
         return to_cugraph(self)
 

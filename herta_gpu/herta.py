@@ -16,29 +16,24 @@ import scipy.sparse as sp
 from herta_gpu.backends import get_backend
 from herta_gpu.backends.base import Array, Backend
 from herta_gpu.certificate import Spectrum, choose_spectrum
-from herta_gpu.checkpoint import Checkpoint
-from herta_gpu.costs import EXACT_TOL, Options, Outline, Sizes, worth_reordering
-from herta_gpu.estimator import Estimator, Targets, accuracy_or_r2, check_scored, make_targets
 from herta_gpu.features import Features, bytes_held, has_hidden_columns
-from herta_gpu.fingerprint import fingerprint
 from herta_gpu.graph import Graph
-from herta_gpu.interop import accept, like, on_device, take_rows, to_host
 from herta_gpu.losses import LOSSES
 from herta_gpu.optimizers import OPTIMIZERS
-from herta_gpu.planner import Plan, make_plan
-from herta_gpu.preconditioner import (
-    Once,
-    Preconditioner,
-    always,
-    build,
-    no_preconditioner,
+from herta_gpu.planning.costs import EXACT_TOL, Options, Outline, Sizes, worth_reordering
+from herta_gpu.planning.plan import Plan, make_plan
+from herta_gpu.plumbing.checkpoint import Checkpoint
+from herta_gpu.plumbing.estimator import (
+    Estimator,
+    Targets,
+    accuracy_or_r2,
+    check_scored,
+    make_targets,
 )
-from herta_gpu.profiling import Stages
-from herta_gpu.solver import BLOCK_WIDTH, RegularizedLaplacian, block_width, chebyshev_degree
-from herta_gpu.sparsifier import Sparsifier
-from herta_gpu.training import Training
-from herta_gpu.unfolded import DenseMap, UnfoldedMap
-from herta_gpu.validation import (
+from herta_gpu.plumbing.fingerprint import fingerprint
+from herta_gpu.plumbing.interop import accept, like, on_device, take_rows, to_host
+from herta_gpu.plumbing.stages import Stages
+from herta_gpu.plumbing.validation import (
     MAX_SEED,
     BudgetError,
     check_choice,
@@ -54,6 +49,17 @@ from herta_gpu.validation import (
     node_rows,
     parse_bytes,
 )
+from herta_gpu.preconditioner import (
+    Once,
+    Preconditioner,
+    always,
+    build,
+    no_preconditioner,
+)
+from herta_gpu.solver import BLOCK_WIDTH, RegularizedLaplacian, block_width, chebyshev_degree
+from herta_gpu.sparsifier import Sparsifier
+from herta_gpu.training import Training
+from herta_gpu.unfolded import DenseMap, UnfoldedMap
 
 _TRANSFORM_TOL = 1e-6
 

@@ -23,8 +23,8 @@ import scipy.sparse as sp
 from herta_gpu.backends import get_backend
 from herta_gpu.backends.base import Array, Backend, Laplacian
 from herta_gpu.graph import Graph
-from herta_gpu.interop import accept, like, on_device, take_rows
-from herta_gpu.validation import (
+from herta_gpu.plumbing.interop import accept, like, on_device, take_rows
+from herta_gpu.plumbing.validation import (
     BudgetError,
     check_choice,
     check_count,

@@ -13,10 +13,9 @@ import numpy as np
 
 from herta_gpu.backends import get_backend
 from herta_gpu.backends.base import Array
-from herta_gpu.estimator import Estimator
 from herta_gpu.graph import Graph
-from herta_gpu.solver import RegularizedLaplacian, block_cg, block_width
-from herta_gpu.validation import (
+from herta_gpu.plumbing.estimator import Estimator
+from herta_gpu.plumbing.validation import (
     MAX_SEED,
     check_choice,
     check_count,
@@ -25,6 +24,7 @@ from herta_gpu.validation import (
     check_positive,
     parse_bytes,
 )
+from herta_gpu.solver import RegularizedLaplacian, block_cg, block_width
 
 # s = C n_lambda ln(n) / eps^2.  The paper proves that some C exists, not which; with C = 4 the
 # true error was at most 0.6 eps on every graph tried, with C = 1 up to 1.4 eps at lam = 20.

@@ -17,7 +17,6 @@ from herta_gpu.certificate import (
     gradient_error,
     ritz_interval,
 )
-from herta_gpu.checkpoint import Checkpoint
 from herta_gpu.factors import Factor
 from herta_gpu.features import Features
 from herta_gpu.losses import LOSSES
@@ -29,8 +28,9 @@ from herta_gpu.optimizers import (
     Optimizer,
     make_optimizer,
 )
+from herta_gpu.plumbing.checkpoint import Checkpoint
+from herta_gpu.plumbing.stages import Stages, marked_steps
 from herta_gpu.preconditioner import Preconditioner
-from herta_gpu.profiling import Stages, marked_steps
 from herta_gpu.unfolded import LinearMap, Point, Problem, Rounding, UnfoldedMap
 
 if TYPE_CHECKING:

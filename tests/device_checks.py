@@ -15,7 +15,7 @@ import scipy.sparse as sp
 
 from herta_gpu import HERTA, Graph, Sparsifier
 from herta_gpu.backends.base import Backend
-from herta_gpu.backends.cpu import CPUBackend
+from herta_gpu.backends.cpu.reference import CPUBackend
 from tests.conftest import random_graph
 
 CPU = CPUBackend()

@@ -16,7 +16,7 @@ import pytest
 from cuda_emulator import Module, kernel_text, load
 from cuda_emulator.launches import Emulated
 
-from herta_gpu.backends.cpu import CPUBackend, keep_probabilities
+from herta_gpu.backends.cpu.reference import CPUBackend, keep_probabilities
 from herta_gpu.graph import Graph
 
 CPU = CPUBackend()

@@ -22,7 +22,7 @@ from cupy_standin.ledger import Ledger  # noqa: E402
 import herta_gpu.features  # noqa: E402
 import herta_gpu.herta  # noqa: E402
 from herta_gpu import HERTA, Graph  # noqa: E402
-from herta_gpu.profiling import Stages  # noqa: E402
+from herta_gpu.plumbing.stages import Stages  # noqa: E402
 
 NODES, EDGES, FEATURES, CLASSES = 200, 800, 6, 3
 

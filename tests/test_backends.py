@@ -13,9 +13,9 @@ import scipy.linalg
 import scipy.stats
 from cupy_standin import installed
 
-from herta_gpu.backends import base, philox
+from herta_gpu.backends import base
 from herta_gpu.backends.base import Backend
-from herta_gpu.backends.cpu import CPUBackend, keep_probabilities, walsh_hadamard
+from herta_gpu.backends.cpu.reference import CPUBackend, keep_probabilities, philox, walsh_hadamard
 from tests.conftest import dense_H, random_graph
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -24,12 +24,12 @@ ROOT = Path(__file__).resolve().parent.parent
 def _backend(name: str) -> type[Backend]:
     if name == "fast":
         pytest.importorskip("numba", reason="the compiled backend needs numba")
-        from herta_gpu.backends.fast import FastCPUBackend
+        from herta_gpu.backends.cpu.compiled import FastCPUBackend
 
         return FastCPUBackend
     if name == "cuda":
         with installed():  # the stand-in for CuPy
-            from herta_gpu.backends.cuda import CUDABackend
+            from herta_gpu.backends.cuda.backend import CUDABackend
 
             return CUDABackend
     return CPUBackend

@@ -20,11 +20,11 @@ import pytest
 import scipy.sparse as sp
 
 from herta_gpu import HERTA, Graph, SDDSolver, Sparsifier
-from herta_gpu.cli import main
+from herta_gpu.app.cli import main
+from herta_gpu.app.runs import Run, load_model, read_config, save_model
+from herta_gpu.app.tune import tune
 from herta_gpu.datasets import DataError, Dataset, load, load_npz, load_tables
 from herta_gpu.datasets.dataset import checked_split
-from herta_gpu.runs import Run, load_model, read_config, save_model
-from herta_gpu.tune import tune
 
 N, D = 30, 4
 RNG = np.random.default_rng(0)
@@ -581,7 +581,7 @@ def test_commands(argv, code, words, tmp_path, capsys, monkeypatch, finished):
 
 @pytest.mark.parametrize("command", ["train", "tune"])
 def test_a_diverged_run_fails(command, tmp_path, capsys, monkeypatch):
-    from herta_gpu import commands
+    from herta_gpu.app import commands
 
     real = commands.fit
     monkeypatch.setattr(commands, "fit", lambda *a, **k: {**real(*a, **k), "status": "diverged"})
@@ -592,7 +592,7 @@ def test_a_diverged_run_fails(command, tmp_path, capsys, monkeypatch):
 
 
 def test_an_error_of_our_own_is_a_sentence_too(capsys, monkeypatch):
-    monkeypatch.setattr("herta_gpu.commands.load_for", lambda *args: {}["nothing"])
+    monkeypatch.setattr("herta_gpu.app.commands.load_for", lambda *args: {}["nothing"])
     assert main(["train", "digits", "--quiet"]) == 1
     check_text(capsys.readouterr().err, "An error of herta itself (KeyError: 'nothing')")
 
@@ -637,7 +637,7 @@ def test_ctrl_c_while_it_is_imported():
     """As soon as `main` runs, wherever the signal falls among the imports."""
     code = (
         "import sys, threading, os, signal, time\n"
-        "from herta_gpu.cli import main\n"
+        "from herta_gpu.app.cli import main\n"
         "def stop():\n"
         "    while 'numpy' not in sys.modules: time.sleep(0.001)\n"
         "    os.kill(os.getpid(), signal.SIGINT)\n"
@@ -650,7 +650,7 @@ def test_ctrl_c_while_it_is_imported():
 
 
 def test_importing_the_command_line_takes_no_numpy():
-    code = "import sys, herta_gpu.cli; assert not {'numpy', 'scipy'} & set(sys.modules)"
+    code = "import sys, herta_gpu.app.cli; assert not {'numpy', 'scipy'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
@@ -661,7 +661,7 @@ def test_ctrl_c_before_a_run_has_begun_leaves_the_old_one(at, tmp_path, monkeypa
 
     shutil.copytree(finished, tmp_path / "run")
     path, before = npz(tmp_path), listing(tmp_path / "run")
-    monkeypatch.setattr(f"herta_gpu.commands.{at}", stopped)
+    monkeypatch.setattr(f"herta_gpu.app.commands.{at}", stopped)
     out = ["--out", str(tmp_path / "run"), "--overwrite", "--quiet"]
     assert main(["train", str(path), *out]) == 130
     kept = listing(tmp_path / "run")
@@ -716,7 +716,7 @@ def test_saves(call, kind, words, tmp_path):
 def test_a_disk_that_is_full_while_predictions_are_written(name, tmp_path, finished):
     data = str(finished.parent / "data.npz")
     limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100));"
-    code = f"import sys; {limit} from herta_gpu.cli import main; sys.exit(main(sys.argv[1:]))"
+    code = f"import sys; {limit} from herta_gpu.app.cli import main; sys.exit(main(sys.argv[1:]))"
     argv = ["predict", str(finished), data, "--to", str(tmp_path / name), "--quiet"]
     (tmp_path / "p.npz").write_bytes(b"of before")
     before = listing(tmp_path)
@@ -755,7 +755,7 @@ def test_the_budget_that_is_named_is_enough(params):
 
 
 def test_ids_for_labels_are_refused_before_they_fill_the_memory(monkeypatch):
-    monkeypatch.setattr("herta_gpu.estimator.host_memory", lambda: 1000)
+    monkeypatch.setattr("herta_gpu.plumbing.estimator.host_memory", lambda: 1000)
     refused(ValueError, "give classes, not ids", lambda: fit(y=np.arange(N)))
 
 

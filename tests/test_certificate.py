@@ -11,7 +11,7 @@ import scipy.sparse as sp
 import scipy.sparse.linalg as spla
 
 from herta_gpu import HERTA, Certificate, Graph
-from herta_gpu.backends.cpu import CPUBackend
+from herta_gpu.backends.cpu.reference import CPUBackend
 from herta_gpu.certificate import _norm_bound
 from herta_gpu.preconditioner import Preconditioner
 from tests.conftest import dense_H, least_squares, minimum, random_graph
@@ -228,7 +228,7 @@ def test_lanczos_interval_holds_the_spectrum(captured):
 
 def test_lanczos_solves_tighter_where_features_are_barely_seen(monkeypatch):
     """||H^-1 X P^-1/2|| is about 10^5 here: solves to 1e-4 would blur every Ritz value."""
-    import herta_gpu.planner as planner
+    import herta_gpu.planning.plan as planner
 
     monkeypatch.setattr(planner, "_certificate", lambda *a: "spectral-probabilistic")
     n = 300

@@ -16,8 +16,8 @@ import scipy.sparse as sp
 import scipy.sparse.linalg as sla
 
 from herta_gpu import HERTA, Graph
-from herta_gpu.cli import main
-from herta_gpu.runs import Run, load_model
+from herta_gpu.app.cli import main
+from herta_gpu.app.runs import Run, load_model
 from tests.fuzz import checks
 from tests.fuzz.problems import Problem
 

@@ -14,11 +14,11 @@ import pytest
 import scipy.sparse as sp
 
 from herta_gpu import HERTA, Graph
-from herta_gpu.checkpoint import Checkpoint
-from herta_gpu.cli import main
+from herta_gpu.app.cli import main
+from herta_gpu.app.runs import load_model
 from herta_gpu.datasets import load
-from herta_gpu.fingerprint import differences, fingerprint
-from herta_gpu.runs import load_model
+from herta_gpu.plumbing.checkpoint import Checkpoint
+from herta_gpu.plumbing.fingerprint import differences, fingerprint
 
 PARAMS = {"lam": 5.0, "loss": "ce", "ridge": 0.1, "strategy": "herta", "tol": 1e-9}
 WAY_OUT = r"choose another folder, or begin anew with checkpoint\.delete\(\) \(--overwrite on"
@@ -433,7 +433,8 @@ def test_a_state_of_another_version_is_refused(tmp_path, monkeypatch):
 
 def test_the_fingerprint_is_there_before_anything_else(tmp_path, monkeypatch):
     """And nothing at all without a checkpoint: hashing takes time."""
-    from herta_gpu import checkpoint, herta
+    from herta_gpu import herta
+    from herta_gpu.plumbing import checkpoint
 
     written, write = [], checkpoint._write
     monkeypatch.setattr(
@@ -462,7 +463,7 @@ def test_resume_after_the_file_was_replaced(tmp_path, capsys, at):
     store(npz, data, data["X"])
     command = ["train", str(npz), "--loss", "ce", "--ridge", "0.01", "--strategy", "herta"]
     code = (
-        "import os; from herta_gpu.cli import main; from herta_gpu.runs import Run\n"
+        "import os; from herta_gpu.app.cli import main; from herta_gpu.app.runs import Run\n"
         "record = Run.record\n"
         "def fatal(self, entry):\n"
         "    record(self, entry)\n"

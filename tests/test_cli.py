@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 from herta_gpu import HERTA
+from herta_gpu.app.cli import main
+from herta_gpu.app.metrics import accuracy, evaluate, rocauc
+from herta_gpu.app.tune import propagated_rows, tune
 from herta_gpu.backends.base import Backend
-from herta_gpu.cli import main
 from herta_gpu.datasets import load, sizes
-from herta_gpu.metrics import accuracy, evaluate, rocauc
-from herta_gpu.tune import propagated_rows, tune
 
 SHARED = os.environ.get("HERTA_DATA", "")
 needs_shared = pytest.mark.skipif(
@@ -143,7 +143,7 @@ def test_plan_needs_no_data(capsys):
 
 def test_plan_loads_nothing_that_is_slow_to_import():
     code = (
-        "import sys; from herta_gpu.cli import main; main(['plan', 'synthetic:papers100M']);"
+        "import sys; from herta_gpu.app.cli import main; main(['plan', 'synthetic:papers100M']);"
         "slow = {'scipy.stats', 'scipy.optimize', 'matplotlib', 'torch', 'ogb'} & set(sys.modules);"
         "assert not slow, slow"
     )
@@ -261,7 +261,7 @@ def test_usage_errors_exit_with_2(argv, capsys):
 
 
 def test_ctrl_c_names_the_command_that_goes_on(capsys, tmp_path, monkeypatch):
-    from herta_gpu.runs import Run
+    from herta_gpu.app.runs import Run
 
     def stopped(self, step):
         raise KeyboardInterrupt
@@ -281,7 +281,7 @@ def test_ctrl_c_names_the_command_that_goes_on(capsys, tmp_path, monkeypatch):
 
 
 def test_a_run_is_resumed_from_any_folder(tmp_path, monkeypatch, capsys):
-    from herta_gpu.runs import Run, read_config
+    from herta_gpu.app.runs import Run, read_config
 
     def full(self, step):
         raise OSError("no space left on device")
@@ -372,8 +372,8 @@ def test_metrics_are_those_of_ogb():
 def test_several_tasks_train_with_mse_and_rocauc():
     from dataclasses import replace
 
-    from herta_gpu.commands import fit
-    from herta_gpu.profiling import Stages
+    from herta_gpu.app.commands import fit
+    from herta_gpu.plumbing.stages import Stages
 
     data = load("digits")
     tasks = np.eye(10, dtype=np.float32)[data.y]
@@ -387,6 +387,6 @@ def test_several_tasks_train_with_mse_and_rocauc():
 @pytest.mark.skipif(sys.platform != "linux", reason="peak memory is read as Linux counts it")
 def test_peak_memory_is_not_that_of_whoever_started_the_process():
     ballast = np.ones(60_000_000)  # 480 MB here; ru_maxrss of a child would begin with it
-    code = "from herta_gpu.commands import peak_memory; print(peak_memory())"
+    code = "from herta_gpu.app.commands import peak_memory; print(peak_memory())"
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert 20e6 < int(shown.stdout) < ballast.nbytes

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from herta_gpu import HERTA
+from herta_gpu.app.cli import main
+from herta_gpu.app.compare import Way, choose_ways
 from herta_gpu.backends import get_backend
-from herta_gpu.cli import main
-from herta_gpu.compare import Way, choose_ways
 from herta_gpu.datasets import load
 
 try:
@@ -81,14 +81,14 @@ def test_what_cannot_be_compared():
 
 
 def test_without_numba_the_pip_command_is_named(monkeypatch):
-    monkeypatch.setattr("herta_gpu.compare.find_spec", lambda name: None)
+    monkeypatch.setattr("herta_gpu.app.compare.find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r'pip install "herta_gpu\[fast\]"'):
         choose_ways(("cpu", "cpu-scipy"), "float32")
 
 
 def test_the_time_of_compilation_is_not_compared(monkeypatch, capsys):
     """What is reported is the second fit of each way, not the first."""
-    import herta_gpu.compare as module
+    import herta_gpu.app.compare as module
 
     calls, real = [], module.fit
 

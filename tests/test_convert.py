@@ -21,7 +21,7 @@ from herta_gpu.datasets import (
     sizes,
 )
 from herta_gpu.datasets.edges import simple_graph
-from herta_gpu.files import DataError
+from herta_gpu.plumbing.files import DataError
 
 
 def test_scipy_and_networkx_give_the_same_laplacian():
@@ -185,7 +185,7 @@ def write_tables(folder, ending: str):
 
 @pytest.mark.parametrize("ending", [".csv", ".tsv", ".csv.gz", ".parquet"])
 def test_a_folder_of_tables_is_a_dataset(tmp_path, ending, capsys):
-    from herta_gpu.cli import main
+    from herta_gpu.app.cli import main
 
     truth = write_tables(tmp_path / "mine", ending)
     found = {p.name.partition(".")[0]: p for p in (tmp_path / "mine").iterdir()}

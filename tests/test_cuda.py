@@ -1,4 +1,4 @@
-"""The whole pipeline through `herta_gpu.backends.cuda`, on a stand-in for CuPy.
+"""The whole pipeline through `herta_gpu.backends.cuda.backend`, on a stand-in for CuPy.
 
 The stand-in (tests/cupy_standin) runs the unmodified kernels in the emulator, refuses what CuPy
 refuses and counts what a device would have to do.  Nothing here needs, or shows anything about, the
@@ -280,14 +280,14 @@ def test_stages_and_steps_are_nested_ranges(monkeypatch: pytest.MonkeyPatch) -> 
         finally:
             open_.pop()
 
-    monkeypatch.setattr(herta_gpu.profiling, "nvtx", SimpleNamespace(annotate=annotate))
+    monkeypatch.setattr(herta_gpu.plumbing.stages, "nvtx", SimpleNamespace(annotate=annotate))
     X, y = checks.block(60, 6, "float32"), np.arange(60) % 3
     model = HERTA(device="cpu", loss="ce", ridge=0.1, strategy="herta")
     model.fit(checks.graph("fit"), X, y)
     assert not open_
     assert set(model.stages_) <= set(seen)
     assert [f"train/step {h['step']}" for h in model.history_] == [s for s in seen if "step" in s]
-    monkeypatch.setattr(herta_gpu.profiling, "nvtx", None)
+    monkeypatch.setattr(herta_gpu.plumbing.stages, "nvtx", None)
     HERTA(device="cpu").fit(checks.graph("fit"), X, y)
 
 

@@ -18,7 +18,7 @@ from cupy_standin.device_array import ndarray
 from cupy_standin.ledger import LEDGER
 
 from herta_gpu import HERTA, Graph
-from herta_gpu.backends.device_graphs import DeviceGraph
+from herta_gpu.backends.cuda.graphs import DeviceGraph
 from tests.conftest import random_graph
 
 

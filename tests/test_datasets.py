@@ -22,7 +22,7 @@ from herta_gpu.datasets import (
 )
 from herta_gpu.datasets.edges import simple_graph
 from herta_gpu.datasets.storage import read_dataset, write_dataset
-from herta_gpu.files import new_file
+from herta_gpu.plumbing.files import new_file
 
 SHARED = os.environ.get("HERTA_DATA", "")
 needs_shared = pytest.mark.skipif(
@@ -312,7 +312,8 @@ def test_an_interrupted_write_leaves_nothing(tmp_path):
 def test_what_a_killed_writer_left_is_removed_by_the_next(tmp_path):
     """kill -9 leaves no chance to clean up: half a dataset may be tens of gigabytes."""
     code = (
-        "import sys; from pathlib import Path; from herta_gpu.files import new_file, new_folder\n"
+        "import sys; from pathlib import Path\n"
+        "from herta_gpu.plumbing.files import new_file, new_folder\n"
         "at = Path(sys.argv[1])\n"
         "with new_folder(at / 'c') as folder, new_file(at / 'a.npy') as file:\n"
         "    (folder / 'X.npy').write_bytes(b'half'); file.write_bytes(b'half')\n"

@@ -3,10 +3,9 @@
 import numpy as np
 import pytest
 
-from herta_gpu.backends import lapack
-from herta_gpu.backends.cpu import CPUBackend
+from herta_gpu.backends.cpu.reference import CPUBackend, lapack
 
-fast = pytest.importorskip("herta_gpu.backends.fast", reason="numba is not installed")
+fast = pytest.importorskip("herta_gpu.backends.cpu.compiled", reason="numba is not installed")
 BACKENDS = [CPUBackend(), fast.FastCPUBackend()]
 
 

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 pytest.importorskip("numba", reason="the compiled backend needs numba")
 
 from herta_gpu import HERTA, Graph, SDDSolver, Sparsifier
-from herta_gpu.backends import fast_kernels as kernels
-from herta_gpu.backends import get_backend, philox
+from herta_gpu.backends import get_backend
 from herta_gpu.backends.base import STREAM_SAMPLE
-from herta_gpu.backends.cpu import CPUBackend, walsh_hadamard
-from herta_gpu.backends.fast import FastCPUBackend, aligned_empty, walsh_hadamard_inplace
+from herta_gpu.backends.cpu.compiled import FastCPUBackend, aligned_empty, walsh_hadamard_inplace
+from herta_gpu.backends.cpu.kernels import laplacian as kernels
+from herta_gpu.backends.cpu.reference import CPUBackend, philox, walsh_hadamard
 
 PLAIN, FAST = CPUBackend(), FastCPUBackend()
 ULPS = {"float32": 1e-5, "float64": 1e-13}

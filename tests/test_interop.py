@@ -14,7 +14,7 @@ from cupy_standin.device_array import ndarray
 
 from herta_gpu import HERTA, Graph, SDDSolver
 from herta_gpu.backends import get_backend
-from herta_gpu.interop import accept, on_device
+from herta_gpu.plumbing.interop import accept, on_device
 from tests.conftest import random_graph
 
 

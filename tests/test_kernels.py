@@ -34,8 +34,8 @@ from kernel_checks import (
     snippet,
 )
 
-from herta_gpu.backends import philox
-from herta_gpu.backends.device import hadamard_passes
+from herta_gpu.backends.cpu import philox
+from herta_gpu.backends.cuda.device import hadamard_passes
 from herta_gpu.graph import Graph
 
 # ---- against the CPU backend

@@ -172,7 +172,7 @@ def test_proteins_from_the_name_to_the_table(ogb_cache, capsys, monkeypatch):
     """112 tasks, no node features: ROC-AUC as OGB's own evaluator computes it."""
     from ogb.nodeproppred import Evaluator
 
-    from herta_gpu.cli import main
+    from herta_gpu.app.cli import main
     from herta_gpu.datasets import load_ogb, ogbn
 
     rng, edges, _, split = arrays(n=60, m=300)

@@ -7,7 +7,7 @@ from math import inf
 
 import pytest
 
-from herta_gpu.profiling import Stages
+from herta_gpu.plumbing.stages import Stages
 
 
 class Terminal:

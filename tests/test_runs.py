@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 
 from herta_gpu import HERTA
-from herta_gpu.cli import main
+from herta_gpu.app.cli import main
+from herta_gpu.app.runs import Run, jsonable, load_model, save_model
 from herta_gpu.datasets import DataError, load
-from herta_gpu.runs import Run, jsonable, load_model, save_model
 
 
 @pytest.fixture(scope="module")
@@ -203,7 +203,7 @@ def test_the_page_is_drawn_as_it_is_meant(run, tmp_path):
 
 @needs_browser
 def test_a_name_cannot_write_into_the_page(tmp_path):
-    from herta_gpu.report import page
+    from herta_gpu.app.report import page
 
     hostile = "<img src=x onerror=\"document.title='taken'\">"
     rows = [("a",), (hostile,)]
@@ -217,7 +217,7 @@ def test_a_name_cannot_write_into_the_page(tmp_path):
 
 def test_a_run_without_matplotlib_still_has_its_page(tmp_path):
     code = (
-        "import sys; sys.modules['matplotlib'] = None; from herta_gpu.cli import main;"
+        "import sys; sys.modules['matplotlib'] = None; from herta_gpu.app.cli import main;"
         f"sys.exit(main(['train', 'digits', '--quiet', '--out', {str(tmp_path / 'r')!r}]))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=90)
@@ -237,7 +237,7 @@ SLOW = [
 def killed_at_step(folder: Path, step: int) -> None:
     """A process that kills itself with -9 right after it has recorded `step`."""
     code = (
-        "import os, sys; from herta_gpu.cli import main; from herta_gpu.runs import Run\n"
+        "import os, sys; from herta_gpu.app.cli import main; from herta_gpu.app.runs import Run\n"
         "record = Run.record\n"
         "def fatal(self, entry):\n"
         "    record(self, entry)\n"
@@ -303,7 +303,7 @@ def test_kill_9_at_random_moments_loses_nothing(tmp_path):
 
 def test_resume_reads_blocks_of_Q_instead_of_solving(tmp_path, monkeypatch):
     from herta_gpu import preconditioner
-    from herta_gpu.checkpoint import Checkpoint
+    from herta_gpu.plumbing.checkpoint import Checkpoint
 
     data = load("synthetic:n=600,m=3000,d=200,c=3")
     arguments = (data.graph, data.X, data.y, data.split["train"])
@@ -331,7 +331,7 @@ def test_resume_reads_blocks_of_Q_instead_of_solving(tmp_path, monkeypatch):
 def test_resume_with_less_memory_than_before(tmp_path, monkeypatch):
     """The blocks of Q are others then, and so may be the rows that are kept."""
     from herta_gpu import herta
-    from herta_gpu.checkpoint import Checkpoint
+    from herta_gpu.plumbing.checkpoint import Checkpoint
 
     data = load("synthetic:n=600,m=3000,d=100,c=3")
     arguments = (data.graph, data.X, data.y, data.split["train"])
@@ -357,7 +357,7 @@ def _crash(*_, **__):
 @pytest.mark.parametrize("strategy", ["direct", "herta"])  # the loop on Q; on the true model
 @pytest.mark.parametrize("optimizer", ["cg", "gd", "momentum", "adam", "lbfgs"])
 def test_every_optimizer_resumes_within_its_loops(tmp_path, optimizer, strategy):
-    from herta_gpu.checkpoint import Checkpoint
+    from herta_gpu.plumbing.checkpoint import Checkpoint
 
     data = load("synthetic:n=400,m=2000,d=12,c=3")
     arguments = (data.graph, data.X, data.y, data.split["train"])
@@ -381,7 +381,7 @@ def test_every_optimizer_resumes_within_its_loops(tmp_path, optimizer, strategy)
 
 
 def test_a_damaged_checkpoint_is_made_again(tmp_path):
-    from herta_gpu.checkpoint import Checkpoint
+    from herta_gpu.plumbing.checkpoint import Checkpoint
 
     data = load("digits")
     arguments = (data.graph, data.X, data.y, data.split["train"])

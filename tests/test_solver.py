@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from herta_gpu import Graph, SDDSolver
 from herta_gpu.backends import get_backend
-from herta_gpu.backends.cpu import CPUBackend
+from herta_gpu.backends.cpu.reference import CPUBackend
 from herta_gpu.solver import (
     RegularizedLaplacian,
     block_cg,
@@ -192,7 +192,9 @@ def test_rounding_of_chebyshev_stays_below_its_bound(shape, lam, monkeypatch):
     fast = get_backend("cpu")
     for backend, times, far in ((CPUBackend(), 1, 0), (fast, 1, 0), (fast, 5, 0), (fast, 5, 1)):
         if far:
-            kernels = pytest.importorskip("herta_gpu.backends.fast_kernels", reason="no numba")
+            kernels = pytest.importorskip(
+                "herta_gpu.backends.cpu.kernels.laplacian", reason="no numba"
+            )
             monkeypatch.setattr(kernels, "FAR", 0)
         Z, block = {}, np.tile(B, (1, times))
         for dtype in ("float32", "float64"):

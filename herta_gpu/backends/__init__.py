@@ -13,10 +13,10 @@ from herta_gpu.backends.base import Backend
 @cache
 def _cpu(fast: bool) -> Backend:
     if fast:
-        from herta_gpu.backends.fast import FastCPUBackend
+        from herta_gpu.backends.cpu.compiled import FastCPUBackend
 
         return FastCPUBackend()
-    from herta_gpu.backends.cpu import CPUBackend
+    from herta_gpu.backends.cpu.reference import CPUBackend
 
     return CPUBackend()
 
@@ -29,7 +29,7 @@ def _fast() -> bool:
 @cache
 def _cuda() -> Backend:
     try:
-        from herta_gpu.backends.cuda import CUDABackend
+        from herta_gpu.backends.cuda.backend import CUDABackend
     except ImportError as error:
         raise RuntimeError(
             'device="cuda" needs CuPy, which cannot be imported: install herta_gpu[cu13] (for '

@@ -26,8 +26,8 @@ from herta_gpu.datasets.ogbn import load_ogb
 from herta_gpu.datasets.planetoid import load_planetoid
 from herta_gpu.datasets.storage import cached_sizes, data_dirs, is_cached
 from herta_gpu.datasets.tables import from_tables, load_tables, read_edges, table_folder
-from herta_gpu.files import Archive, DataError
-from herta_gpu.validation import as_labels, has_label, train_rows
+from herta_gpu.plumbing.files import Archive, DataError
+from herta_gpu.plumbing.validation import as_labels, has_label, train_rows
 
 __all__ = [
     "DataError",

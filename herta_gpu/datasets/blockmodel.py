@@ -19,8 +19,8 @@ import numpy as np
 from herta_gpu.datasets.dataset import Dataset
 from herta_gpu.datasets.edges import edge_keys, graph_of_keys
 from herta_gpu.datasets.storage import cache_dir
-from herta_gpu.files import new_file
 from herta_gpu.graph import check_size
+from herta_gpu.plumbing.files import new_file
 
 PRESETS = {  # nodes, edges, features, classes, shares of train, valid and test
     "arxiv": (169_343, 1_157_799, 128, 40, (0.537, 0.176, 0.287)),

@@ -15,9 +15,9 @@ import numpy as np
 import scipy.sparse as sp
 
 from herta_gpu.datasets.dataset import PARTS, Dataset, checked_split
-from herta_gpu.files import Archive, DataError
 from herta_gpu.graph import Graph
-from herta_gpu.validation import as_labels, node_rows
+from herta_gpu.plumbing.files import Archive, DataError
+from herta_gpu.plumbing.validation import as_labels, node_rows
 
 _SPARSE = ("feature_data", "feature_indices", "feature_indptr", "feature_shape")
 

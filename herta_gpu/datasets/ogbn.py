@@ -21,7 +21,7 @@ import numpy as np
 from herta_gpu.datasets.dataset import Dataset
 from herta_gpu.datasets.edges import simple_graph
 from herta_gpu.datasets.storage import cache_dir, is_cached, read_dataset, write_dataset
-from herta_gpu.files import DataError
+from herta_gpu.plumbing.files import DataError
 
 SHAPES = {  # nodes, undirected edges, features, outputs, training nodes
     "ogbn-arxiv": (169_343, 1_157_799, 128, 40, 90_941),

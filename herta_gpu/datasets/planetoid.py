@@ -19,8 +19,8 @@ import scipy.sparse as sp
 
 from herta_gpu.datasets.dataset import Dataset
 from herta_gpu.datasets.storage import cache_dir
-from herta_gpu.files import DataError, new_file
 from herta_gpu.graph import Graph
+from herta_gpu.plumbing.files import DataError, new_file
 
 NAMES = ("cora", "citeseer", "pubmed")
 SHAPES = {  # nodes, edges, features, classes, training nodes

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from herta_gpu.datasets.dataset import PARTS, Dataset
-from herta_gpu.files import DataError, load_npy, new_folder
 from herta_gpu.graph import Graph
+from herta_gpu.plumbing.files import DataError, load_npy, new_folder
 
 VERSION = 1
 _SMALL = 1 << 12  # bytes: of a file that need not be mapped

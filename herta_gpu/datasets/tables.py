@@ -13,9 +13,9 @@ import scipy.sparse as sp
 
 from herta_gpu.datasets.dataset import PARTS, Dataset, checked_split
 from herta_gpu.datasets.edges import simple_graph
-from herta_gpu.files import BROKEN, DataError, load_npy, why
 from herta_gpu.graph import Graph, check_edges
-from herta_gpu.validation import as_labels
+from herta_gpu.plumbing.files import BROKEN, DataError, load_npy, why
+from herta_gpu.plumbing.validation import as_labels
 
 _TABLES = (".csv", ".tsv", ".txt", ".csv.gz", ".tsv.gz", ".txt.gz", ".parquet")
 _ARRAYS = (*_TABLES, ".npy", ".npz")

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from cuda_emulator import EmulatorError, Module, load
 
-from herta_gpu.backends.device import (
+from herta_gpu.backends.cuda.device import (
     MAX_BLOCKS,
     SEGMENT,
     column_shape,

@@ -188,7 +188,7 @@ def build() -> dict[str, ModuleType]:
 @contextmanager
 def installed(variant: str = "plain") -> Iterator[Ledger]:
     """Within it ``device="cuda"`` is the stand-in; the real CuPy, if any, comes back after."""
-    ours = ("cupy", "cupyx", "herta_gpu.backends.cuda")
+    ours = ("cupy", "cupyx", "herta_gpu.backends.cuda.backend")
     saved = {
         name: sys.modules.pop(name)
         for name in list(sys.modules)
@@ -203,7 +203,7 @@ def installed(variant: str = "plain") -> Iterator[Ledger]:
         yield LEDGER
     finally:
         RawModule.variant = before
-        for name in [*build(), "herta_gpu.backends.cuda"]:
+        for name in [*build(), "herta_gpu.backends.cuda.backend"]:
             sys.modules.pop(name, None)
         sys.modules.update(saved)
         _forget_backends()

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from herta_gpu import HERTA, Graph
-from herta_gpu.checkpoint import Checkpoint
+from herta_gpu.plumbing.checkpoint import Checkpoint
 from tests.fuzz.problems import Problem
 from tests.fuzz.reference import Reference
 

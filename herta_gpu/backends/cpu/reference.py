@@ -18,7 +18,6 @@ import numpy as np
 import scipy.linalg
 import scipy.sparse as sp
 
-from herta_gpu.backends import lapack, philox
 from herta_gpu.backends.base import (
     STREAM_IDENTITY,
     STREAM_INCIDENCE,
@@ -31,6 +30,7 @@ from herta_gpu.backends.base import (
     Laplacian,
     host_memory,
 )
+from herta_gpu.backends.cpu import lapack, philox
 
 _CHUNK_WORK = 1 << 16  # non-zeros plus four per row: a block of 64 columns stays in the L2 cache
 _EDGE_CHUNK = 1 << 15  # edges handled at once by the sketch and the scores

@@ -15,19 +15,17 @@ from typing import Any
 
 import numpy as np
 
-from herta_gpu.backends import fast_kernels as kernels
-from herta_gpu.backends import fast_products as products
-from herta_gpu.backends import fast_sampling as sampling
 from herta_gpu.backends.base import Array, CGState, Laplacian
-from herta_gpu.backends.cpu import (
+from herta_gpu.backends.cpu.kernels import cg, hadamard, laplacian, products, sampling, sketch
+from herta_gpu.backends.cpu.kernels.simd import VECTOR_BYTES
+from herta_gpu.backends.cpu.philox import seed_key
+from herta_gpu.backends.cpu.reference import (
     CPUBackend,
     _integer_scores,
     _pool,
     keep_probabilities,
     num_threads,
 )
-from herta_gpu.backends.philox import seed_key
-from herta_gpu.backends.simd import VECTOR_BYTES
 
 _CHUNK_WORK = 1 << 15  # non-zeros plus four per row that one thread takes at a time
 _FLAT_CHUNK = 1 << 16  # numbers of a block that one thread takes at a time
@@ -43,7 +41,7 @@ class FastLaplacian(Laplacian):
     @property
     def far(self) -> bool:
         """D^-1/2 is not in the caches: a neighbour's scale would be a second read from afar."""
-        return self.n * self.inv_sqrt_degree.itemsize > kernels.FAR
+        return self.n * self.inv_sqrt_degree.itemsize > laplacian.FAR
 
     @property
     def arrays(self) -> tuple[Array, Array, Array, Array, Array]:
@@ -118,14 +116,14 @@ class FastCPUBackend(CPUBackend):
     def roundings(self, neighbours: float, columns: int) -> float:
         if columns <= VECTOR_BYTES // 8:  # no runs: they cost a narrow block too much
             return neighbours
-        return min(neighbours, kernels.RUN) + math.ceil(neighbours / kernels.RUN)
+        return min(neighbours, laplacian.RUN) + math.ceil(neighbours / laplacian.RUN)
 
     def column_dots(self, X: Array, Y: Array) -> Array:
         X, Y = self.asarray(X), self.asarray(Y)
         total = np.zeros(X.shape[1])
         for (x, y), g in _side_by_side(X, Y):
             rows, dots = _flat(*x.shape)
-            _run(partial(kernels.column_dots, x, y, dots, rows), x.size)
+            _run(partial(cg.column_dots, x, y, dots, rows), x.size)
             total += dots.sum(axis=0).reshape(g, -1).sum(axis=0)
         return total
 
@@ -141,13 +139,13 @@ class FastCPUBackend(CPUBackend):
         rho = np.zeros(R.shape[1])
         for (r, hp), g in _side_by_side(R, HP):
             a, (rows, dots) = np.tile(alpha.astype(R.dtype), g), _flat(*r.shape)
-            _run(partial(kernels.cg_residual, r, hp, a, dots, rows), r.size)
+            _run(partial(cg.cg_residual, r, hp, a, dots, rows), r.size)
             rho += dots.sum(axis=0).reshape(g, -1).sum(axis=0)
         beta = state.turn(alpha, rho)
         for (z, p, r), g in _side_by_side(Z, P, R):
             a, b = (np.tile(c.astype(R.dtype), g) for c in (alpha, beta))
             rows = _flat_rows(z.shape[1])
-            _run(partial(kernels.cg_direction, z, p, r, a, b, rows), 2 * z.size)
+            _run(partial(cg.cg_direction, z, p, r, a, b, rows), 2 * z.size)
 
     def chebyshev_step(
         self, L: Laplacian, lam: float, Z: Array, Z_prev: Array, B: Array, c1: float, c2: float
@@ -179,7 +177,7 @@ class FastCPUBackend(CPUBackend):
         assert isinstance(L, FastLaplacian)
         out = aligned_empty((L.n, k), L.inv_sqrt_degree.dtype)
         key = tuple(np.uint64(word) for word in seed_key(seed))
-        kernel = sampling.incidence_rows if incidence else sampling.identity_rows
+        kernel = sketch.incidence_rows if incidence else sketch.identity_rows
         work = 16 * k * (L.nnz if incidence else L.n)
         _run(partial(kernel, out, L.arrays, key, L.cuts), work)
         return out
@@ -239,10 +237,10 @@ def walsh_hadamard_inplace(Y: Array) -> None:
     n, k = Y.shape
     flat, run, left = Y.reshape(-1), k, n.bit_length() - 1
     while left and k:
-        passes = -(-left // kernels.HADAMARD_BITS)
+        passes = -(-left // hadamard.HADAMARD_BITS)
         bits = -(-left // passes)  # equal shares: a pass costs about the same whatever its bits
         scale = 1.0 / math.sqrt(n) if passes == 1 else 1.0
-        _run(partial(kernels.hadamard_pass, flat, run, bits, scale), Y.size * bits)
+        _run(partial(hadamard.hadamard_pass, flat, run, bits, scale), Y.size * bits)
         run, left = run << bits, left - bits
 
 
@@ -269,16 +267,16 @@ def _apply(
     scaled: bool = False,
     scratch: Array | None = None,
 ) -> None:
-    """`kernels.apply`; when `scaled`, X and Y hold D^-1/2 times the iterates of Chebyshev."""
+    """`laplacian.apply`; when `scaled`, X and Y hold D^-1/2 times the iterates of Chebyshev."""
     assert isinstance(L, FastLaplacian)
-    s, number, kernel = L.inv_sqrt_degree, X.dtype.type, kernels.apply
+    s, number, kernel = L.inv_sqrt_degree, X.dtype.type, laplacian.apply
     G, factors = X, (s, s, None)
     if scaled:
         factors = (None, s * s, s)
     elif L.far or X.shape[1] == 1:
         G, factors = _scaled(X, s, 1.0, scratch), (None, s, None)
     if X.shape[1] == 1:
-        kernel = kernels.apply_column
+        kernel = laplacian.apply_column
     arrays = (L.indptr, L.indices, L.weights, *factors, L.diagonal)
     rest = (Y, B, dots, arrays, number(lam), number(c1), number(c2), L.cuts)
     _run(partial(kernel, G, X, *rest), (L.nnz + 4 * L.n) * X.shape[1])
@@ -291,7 +289,7 @@ def _scaled(X: Array, s: Array, f: float, out: Array | None = None) -> Array:
         np.multiply(X[:, 0], X.dtype.type(f) * s, out=out[:, 0])
         return out
     rows = _flat_rows(X.shape[1])
-    _run(partial(kernels.scale_rows, X, s, X.dtype.type(f), out, rows), X.size)
+    _run(partial(laplacian.scale_rows, X, s, X.dtype.type(f), out, rows), X.size)
     return out
 
 

@@ -14,18 +14,18 @@ from typing import Any
 import numpy as np
 
 from herta_gpu import backends, datasets
+from herta_gpu.app.metrics import evaluate
+from herta_gpu.app.report import NOTHING, Rows, bytes_text, draw_convergence, page, table
+from herta_gpu.app.runs import Run, check_free, environment, load_model, read_config
+from herta_gpu.app.tune import Candidate
+from herta_gpu.app.tune import tune as search
 from herta_gpu.backends import get_backend
-from herta_gpu.checkpoint import Checkpoint
 from herta_gpu.datasets import Dataset
-from herta_gpu.files import check_target, new_file, write_npz
 from herta_gpu.herta import HERTA
-from herta_gpu.metrics import evaluate
-from herta_gpu.profiling import SHORTEST, Stages
-from herta_gpu.report import NOTHING, Rows, bytes_text, draw_convergence, page, table
-from herta_gpu.runs import Run, check_free, environment, load_model, read_config
-from herta_gpu.tune import Candidate
-from herta_gpu.tune import tune as search
-from herta_gpu.validation import check_choice, check_ridge, check_rows
+from herta_gpu.plumbing.checkpoint import Checkpoint
+from herta_gpu.plumbing.files import check_target, new_file, write_npz
+from herta_gpu.plumbing.stages import SHORTEST, Stages
+from herta_gpu.plumbing.validation import check_choice, check_ridge, check_rows
 
 Answer = tuple[dict[str, Any], str]
 
@@ -110,9 +110,9 @@ def load_for(args: argparse.Namespace, stages: Stages) -> Dataset:
 
 def _tell_of_compilation(stages: Stages) -> None:
     """The first fit ever compiles the CPU kernels: half a minute nobody should wonder about."""
-    folder = Path(backends.__file__).parent / "__pycache__"
+    folder = Path(backends.__file__).parent / "cpu" / "kernels" / "__pycache__"
     elsewhere = "NUMBA_CACHE_DIR" in os.environ or not os.access(folder, os.W_OK)
-    if backends._fast() and not elsewhere and not any(folder.glob("fast_kernels*.nbi")):
+    if backends._fast() and not elsewhere and not any(folder.glob("laplacian*.nbi")):
         stages.note("The first run compiles the CPU kernels: up to a minute, once.", stays=True)
 
 

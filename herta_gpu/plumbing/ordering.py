@@ -40,7 +40,7 @@ def by_community(graph: Graph, worth: float = 0.0) -> Any | None:
     that community is full.  A round costs about as much as H times a block of 64 columns.
     """
     try:
-        from herta_gpu.backends.fast_ordering import propagate
+        from herta_gpu.backends.cpu.kernels.ordering import propagate
     except ImportError as error:
         raise ImportError(
             'Ordering by community needs numba: pip install "herta_gpu[fast]", or use "rcm".'

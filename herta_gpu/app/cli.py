@@ -23,8 +23,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code."""
     restore = _stop_at_once()
     _open_streams()
-    from herta_gpu import commands, compare, measure  # noqa: F401
-    from herta_gpu.arguments import parser
+    from herta_gpu.app import profile as measure  # noqa: F401
+    from herta_gpu.app.arguments import parser
 
     restore()
     try:
@@ -41,8 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from herta_gpu.arguments import check_names
-    from herta_gpu.files import DataError
+    from herta_gpu.app.arguments import check_names
+    from herta_gpu.plumbing.files import DataError
 
     if hasattr(args, "check"):
         args.check(args)
@@ -97,13 +97,14 @@ def _diverged(result: dict[str, Any]) -> bool:
 def _as_json(result: dict[str, Any]) -> str:
     import json
 
-    from herta_gpu.runs import jsonable
+    from herta_gpu.app.runs import jsonable
 
     return json.dumps(jsonable(result), indent=1)
 
 
 def _command(name: str) -> Command:
-    from herta_gpu import commands, compare, measure
+    from herta_gpu.app import commands, compare
+    from herta_gpu.app import profile as measure
 
     module = {"train": commands, "tune": commands, "predict": commands, "compare": compare}
     command: Command = getattr(module.get(name, measure), name)

@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 import scipy.sparse as sp
 
+from herta_gpu.app.metrics import evaluate
 from herta_gpu.datasets import Dataset
-from herta_gpu.estimator import Targets, make_targets
 from herta_gpu.factors import RANK_CUT
 from herta_gpu.losses import LOSSES, CrossEntropy
-from herta_gpu.metrics import evaluate
+from herta_gpu.plumbing.estimator import Targets, make_targets
+from herta_gpu.plumbing.validation import check_choice, check_ridge, check_rows
 from herta_gpu.solver import SDDSolver
-from herta_gpu.validation import check_choice, check_ridge, check_rows
 
 LAMS = (1.0, 5.0, 10.0, 20.0, 50.0)
 RIDGES = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0)
@@ -54,7 +54,7 @@ def tune(
     Examples
     --------
     >>> from herta_gpu.datasets import load
-    >>> from herta_gpu.tune import tune
+    >>> from herta_gpu.app.tune import tune
     >>> found = tune(load("digits"), lams=[1.0, 20.0], ridges=[0.01, 1.0], losses=["mse"])
     >>> len(found), found[0].lam, found[0].valid > 0.9
     (4, 20.0, True)

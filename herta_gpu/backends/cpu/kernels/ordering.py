@@ -1,6 +1,6 @@
 """Compiled label propagation."""
 
-from herta_gpu.backends.simd import kernel
+from herta_gpu.backends.cpu.kernels.simd import kernel
 
 
 @kernel

@@ -7,7 +7,9 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from herta_gpu.costs import (
+from herta_gpu.features import chunk_bytes
+from herta_gpu.optimizers import NEWTON_SIZE
+from herta_gpu.planning.costs import (
     Options,
     Outline,
     Q_tolerance,
@@ -17,8 +19,7 @@ from herta_gpu.costs import (
     sampling_pays,
     strategy_costs,
 )
-from herta_gpu.features import chunk_bytes
-from herta_gpu.optimizers import NEWTON_SIZE
+from herta_gpu.plumbing.validation import BudgetError
 from herta_gpu.preconditioner import Recipe
 from herta_gpu.solver import (
     BLOCK_WIDTH,
@@ -28,7 +29,6 @@ from herta_gpu.solver import (
     column_bytes,
 )
 from herta_gpu.sparsifier import degree_scores, sample_size
-from herta_gpu.validation import BudgetError
 
 BETA = 1.0 / 64.0  # Algorithm 1; with K = C = 1 its sample sizes exceed m and n on real graphs
 SKETCH_ROWS_PER_COLUMN = 16  # measured: condition number about 2.7 after preconditioning

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from herta_gpu.validation import as_labels, has_label
+from herta_gpu.plumbing.validation import as_labels, has_label
 
 
 def accuracy(y: Any, predicted: Any) -> float:
@@ -22,7 +22,7 @@ def rocauc(y: Any, scores: Any) -> float:
     Examples
     --------
     >>> import numpy as np
-    >>> from herta_gpu.metrics import rocauc
+    >>> from herta_gpu.app.metrics import rocauc
     >>> rocauc(np.array([[0], [0], [1], [1]]), np.array([[0.1], [0.4], [0.35], [0.8]]))
     0.75
     """

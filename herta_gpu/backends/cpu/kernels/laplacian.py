@@ -1,4 +1,4 @@
-"""Compiled kernels: the product with H, block CG, and the Walsh-Hadamard transform.
+"""The product with H = I + lam L, as in laplacian.cu.
 
 A row is cut into at most `TILE` vectors, the last one masked: a few variants of each loop serve
 every number of columns, none of them with a scalar remainder.  Threads share a counter of chunks.
@@ -6,11 +6,9 @@ A chunk is always computed whole, by one thread, in one order, and leaves its ow
 results do not depend on how many threads there are.
 """
 
-import numpy as np
 from numba import float64
 
-from herta_gpu.backends.simd import (
-    REGISTER_BYTES,
+from herta_gpu.backends.cpu.kernels.simd import (
     VECTOR_BYTES,
     add,
     add_product,
@@ -20,26 +18,21 @@ from herta_gpu.backends.simd import (
     kernel,
     load,
     load_quarter,
-    load_register,
     mul,
     peek,
     prefetch,
     splat,
     splat_quarter,
-    splat_register,
     store,
     sub,
 )
 
 TILE = 4  # vectors of a row held in registers at once
-HADAMARD_BYTES = 512  # of each row that one task of the transform works on ...
-HADAMARD_BITS = 9  # ... and log2 of its rows: 256 KB, which an L2 cache holds
 _AHEAD = 40  # neighbours between the prefetch of a row and its use: a few rows of a graph
 FAR = 8 << 20  # bytes from which on a random read is waited for
 RUN = 32  # neighbours summed before the sum joins those before it: a hub then rounds far less
 
 
-# ---- H = I + lam L ---------------------------------------------------------------------------
 @inline
 def _scale(s, weights, v, e):  # type: ignore[no-untyped-def]
     """s_v w_e; what is None is 1, and costs nothing."""
@@ -235,138 +228,3 @@ def scale_rows(X, s, f, Y, rows, counter):  # type: ignore[no-untyped-def]
             for j in range(i * k + k // quarter * quarter, (i + 1) * k):
                 store(Y, j, 1, mul(load_quarter(X, j, 1), splat_quarter(X, own)))
         chunk = count(counter, 0)
-
-
-# ---- block CG: apply with dots, then these two ------------------------------------------------
-@inline
-def _residual_part(R, HP, alpha, dots, at, j, into, n):  # type: ignore[no-untyped-def]
-    r = sub(load(R, at, n), mul(load(alpha, j, n), load(HP, at, n)))
-    store(R, at, n, r)
-    add_product(dots, into, n, r, r)
-
-
-@inline
-def _direction_part(Z, P, R, alpha, beta, at, j, n):  # type: ignore[no-untyped-def]
-    p = load(P, at, n)
-    store(Z, at, n, fma(load(alpha, j, n), p, load(Z, at, n)))
-    store(P, at, n, fma(load(beta, j, n), p, load(R, at, n)))
-
-
-@kernel
-def cg_residual(R, HP, alpha, dots, rows, counter):  # type: ignore[no-untyped-def]
-    """R -= alpha HP, and the squared column norms of R by chunk of `rows` rows."""
-    n, k = R.shape
-    lanes = VECTOR_BYTES // R.itemsize
-    chunk = count(counter, 0)
-    while chunk < dots.shape[0]:
-        for i in range(chunk * rows, min(n, (chunk + 1) * rows)):
-            for j in range(0, k - lanes + 1, lanes):
-                _residual_part(R, HP, alpha, dots, i * k + j, j, chunk * k + j, None)
-            j = k // lanes * lanes
-            if j < k:
-                _residual_part(R, HP, alpha, dots, i * k + j, j, chunk * k + j, k - j)
-        chunk = count(counter, 0)
-
-
-@kernel
-def cg_direction(Z, P, R, alpha, beta, rows, counter):  # type: ignore[no-untyped-def]
-    """Z += alpha P; P = R + beta P: P is read once for both."""
-    n, k = P.shape
-    lanes = VECTOR_BYTES // P.itemsize
-    chunk = count(counter, 0)
-    while chunk * rows < n:
-        for i in range(chunk * rows, min(n, (chunk + 1) * rows)):
-            for j in range(0, k - lanes + 1, lanes):
-                _direction_part(Z, P, R, alpha, beta, i * k + j, j, None)
-            j = k // lanes * lanes
-            if j < k:
-                _direction_part(Z, P, R, alpha, beta, i * k + j, j, k - j)
-        chunk = count(counter, 0)
-
-
-@kernel
-def column_dots(X, Y, dots, rows, counter):  # type: ignore[no-untyped-def]
-    """Column dots of X and Y by chunk of `rows` rows, in float64."""
-    n, k = X.shape
-    chunk = count(counter, 0)
-    while chunk < dots.shape[0]:
-        sums = dots[chunk]
-        for i in range(chunk * rows, min(n, (chunk + 1) * rows)):
-            for j in range(k):
-                sums[j] += float64(X[i, j]) * float64(Y[i, j])
-        chunk = count(counter, 0)
-
-
-# ---- Walsh-Hadamard ---------------------------------------------------------------------------
-@inline
-def _butterfly(radix, src, at, step, dst, into, stride, n, scale):  # type: ignore[no-untyped-def]
-    """The transform of 2, 4 or 8 vectors `step` apart, in registers; `radix` is a constant."""
-    a, b = load_register(src, at, n), load_register(src, at + step, n)
-    a, b = add(a, b), sub(a, b)
-    if radix > 2:
-        c, d = load_register(src, at + 2 * step, n), load_register(src, at + 3 * step, n)
-        c, d = add(c, d), sub(c, d)
-        a, b, c, d = add(a, c), add(b, d), sub(a, c), sub(b, d)
-        if radix > 4:
-            e, f = load_register(src, at + 4 * step, n), load_register(src, at + 5 * step, n)
-            g, h = load_register(src, at + 6 * step, n), load_register(src, at + 7 * step, n)
-            e, f, g, h = add(e, f), sub(e, f), add(g, h), sub(g, h)
-            e, f, g, h = add(e, g), add(f, h), sub(e, g), sub(f, h)
-            a, b, c, d, e, f, g, h = (
-                add(a, e), add(b, f), add(c, g), add(d, h),
-                sub(a, e), sub(b, f), sub(c, g), sub(d, h),
-            )  # fmt: skip
-            store(dst, into + 4 * stride, n, mul(e, scale))
-            store(dst, into + 5 * stride, n, mul(f, scale))
-            store(dst, into + 6 * stride, n, mul(g, scale))
-            store(dst, into + 7 * stride, n, mul(h, scale))
-        store(dst, into + 2 * stride, n, mul(c, scale))
-        store(dst, into + 3 * stride, n, mul(d, scale))
-    store(dst, into, n, mul(a, scale))
-    store(dst, into + stride, n, mul(b, scale))
-
-
-@inline
-def _stage(radix, span, size, src, base, row, dst, base2, row2, width, scale):  # type: ignore[no-untyped-def]
-    """One radix-2, -4 or -8 stage over `size` rows of `width` columns."""
-    lanes = REGISTER_BYTES // src.itemsize
-    f = splat_register(src, scale)
-    for block in range(0, size, span * radix):
-        for i in range(block, block + span):
-            for c in range(0, width - lanes + 1, lanes):
-                _butterfly(radix, src, base + i * row + c, span * row,
-                           dst, base2 + i * row2 + c, span * row2, None, f)  # fmt: skip
-            c = width // lanes * lanes
-            if c < width:
-                _butterfly(radix, src, base + i * row + c, span * row,
-                           dst, base2 + i * row2 + c, span * row2, width - c, f)  # fmt: skip
-
-
-@kernel
-def hadamard_pass(Y, run, bits, scale, counter):  # type: ignore[no-untyped-def]
-    """Y.flat seen as (.., 2^bits, run), transformed along the middle axis, times `scale`.
-
-    A tile of columns is read once, worked on in a buffer that fits the L2 cache, written once.
-    """
-    tile = HADAMARD_BYTES // Y.itemsize
-    tiles, size = (run + tile - 1) // tile, 1 << bits
-    buffer = np.empty(size * tile, Y.dtype)
-    task = count(counter, 0)
-    while task < Y.size // (run * size) * tiles:
-        base = task // tiles * size * run + task % tiles * tile
-        width = min(tile, run - task % tiles * tile)
-        done = 0
-        while done < bits:
-            step = min(3, bits - done)
-            src, b1, r1 = (Y, base, run) if done == 0 else (buffer, 0, tile)
-            last = done + step == bits
-            dst, b2, r2 = (Y, base, run) if last else (buffer, 0, tile)
-            f = scale if last else 1.0
-            if step == 3:
-                _stage(8, 1 << done, size, src, b1, r1, dst, b2, r2, width, f)
-            elif step == 2:
-                _stage(4, 1 << done, size, src, b1, r1, dst, b2, r2, width, f)
-            else:
-                _stage(2, 1 << done, size, src, b1, r1, dst, b2, r2, width, f)
-            done += step
-        task = count(counter, 0)

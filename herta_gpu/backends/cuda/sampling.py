@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from herta_gpu.backends.base import Array
-from herta_gpu.backends.device import (
+from herta_gpu.backends.cuda.device import (
     DeviceLaplacian,
     blocks,
     keep_probabilities,

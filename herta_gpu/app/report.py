@@ -10,7 +10,7 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-from herta_gpu.files import new_file
+from herta_gpu.plumbing.files import new_file
 
 NOTHING = "\N{EN DASH}"  # where a table has no number
 Rows = Sequence[Sequence[str]]
@@ -21,7 +21,7 @@ def table(rows: Rows, header: bool = True) -> str:
 
     Examples
     --------
-    >>> from herta_gpu.report import table
+    >>> from herta_gpu.app.report import table
     >>> print(table([("stage", "seconds"), ("train", "0.5")]))
     stage  seconds
     -----  -------

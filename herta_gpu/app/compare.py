@@ -16,14 +16,14 @@ from typing import Any
 
 import numpy as np
 
+from herta_gpu.app.commands import Answer, fit, load_for, make_model
+from herta_gpu.app.report import bars, draw_bars, pyplot, table
 from herta_gpu.backends import get_backend
-from herta_gpu.commands import Answer, fit, load_for, make_model
 from herta_gpu.datasets import Dataset
-from herta_gpu.files import check_target
 from herta_gpu.herta import HERTA
-from herta_gpu.profiling import SHORTEST, Stages
-from herta_gpu.report import bars, draw_bars, pyplot, table
-from herta_gpu.validation import check_choice
+from herta_gpu.plumbing.files import check_target
+from herta_gpu.plumbing.stages import SHORTEST, Stages
+from herta_gpu.plumbing.validation import check_choice
 
 DEVICES = ("cpu", "cpu-scipy", "cuda", "auto")
 _WORTH_REPEATING = 60.0  # seconds: compilation is no part of a speed, but a long fit hides it

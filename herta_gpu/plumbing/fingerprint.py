@@ -18,8 +18,8 @@ import numpy as np
 import scipy.sparse as sp
 
 from herta_gpu.backends.base import Backend
-from herta_gpu.interop import on_device
-from herta_gpu.validation import check_dtype
+from herta_gpu.plumbing.interop import on_device
+from herta_gpu.plumbing.validation import check_dtype
 
 if TYPE_CHECKING:
     from herta_gpu.graph import Graph
@@ -59,7 +59,7 @@ def fingerprint(
     >>> from herta_gpu import HERTA
     >>> from herta_gpu.backends import get_backend
     >>> from herta_gpu.datasets import load
-    >>> from herta_gpu.fingerprint import differences, fingerprint
+    >>> from herta_gpu.plumbing.fingerprint import differences, fingerprint
     >>> data, cpu = load("digits"), get_backend("cpu")
     >>> given = (cpu, data.graph, data.X, data.y, data.split["train"])
     >>> then = fingerprint(HERTA(lam=5.0), *given)

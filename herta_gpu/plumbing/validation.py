@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import scipy.sparse as sp
 
-from herta_gpu.interop import on_device
+from herta_gpu.plumbing.interop import on_device
 
 MAX_LAM = 1e6
 _LARGEST, _SMALLEST = 1e15, 1e-15  # of the largest entry of X: products must not leave float32

@@ -21,11 +21,11 @@ import numpy as np
 import scipy
 
 from herta_gpu.certificate import Certificate
-from herta_gpu.checkpoint import Checkpoint
 from herta_gpu.datasets.dataset import NORMALIZATIONS
-from herta_gpu.files import Archive, DataError, check_place, new_file, write_npz
 from herta_gpu.herta import HERTA
-from herta_gpu.validation import BudgetError, as_labels, check_choice, check_dtype
+from herta_gpu.plumbing.checkpoint import Checkpoint
+from herta_gpu.plumbing.files import Archive, DataError, check_place, new_file, write_npz
+from herta_gpu.plumbing.validation import BudgetError, as_labels, check_choice, check_dtype
 
 _EXTRAS = ("convergence.png", "tune.json", "predictions.npz")
 _FILES = ("config.json", "metrics.jsonl", "model.npz", "result.json", "report.html")
@@ -244,7 +244,7 @@ def save_model(model: HERTA, path: str | Path) -> None:
     >>> import tempfile
     >>> from herta_gpu import HERTA
     >>> from herta_gpu.datasets import load
-    >>> from herta_gpu.runs import load_model, save_model
+    >>> from herta_gpu.app.runs import load_model, save_model
     >>> data = load("digits")
     >>> model = HERTA(lam=5.0, ridge=0.1).fit(data.graph, data.X, data.y, data.split["train"])
     >>> path = tempfile.mkdtemp() + "/model.npz"

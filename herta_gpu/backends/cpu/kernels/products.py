@@ -7,7 +7,16 @@ computed whole, by one thread, in one order: results do not depend on how many t
 
 import numpy as np
 
-from herta_gpu.backends.simd import VECTOR_BYTES, count, fma, inline, kernel, load, splat, store
+from herta_gpu.backends.cpu.kernels.simd import (
+    VECTOR_BYTES,
+    count,
+    fma,
+    inline,
+    kernel,
+    load,
+    splat,
+    store,
+)
 
 NARROW = 10  # columns up to which these beat BLAS ...
 LEAST = 1 << 18  # ... for an A of so many numbers or more

@@ -15,18 +15,18 @@ from typing import Any
 import numpy as np
 
 from herta_gpu import datasets
+from herta_gpu.app.commands import Answer, fit, load_for, make_model
+from herta_gpu.app.report import bytes_text, table
+from herta_gpu.app.runs import environment, jsonable
 from herta_gpu.backends import get_backend
-from herta_gpu.commands import Answer, fit, load_for, make_model
 from herta_gpu.datasets import DataSizes
 from herta_gpu.datasets.storage import cache_dir
-from herta_gpu.files import check_target, new_file
 from herta_gpu.herta import HERTA
-from herta_gpu.planner import Plan
-from herta_gpu.profiling import Stages
-from herta_gpu.report import bytes_text, table
-from herta_gpu.runs import environment, jsonable
+from herta_gpu.planning.plan import Plan
+from herta_gpu.plumbing.files import check_target, new_file
+from herta_gpu.plumbing.stages import Stages
+from herta_gpu.plumbing.validation import parse_bytes
 from herta_gpu.solver import column_bytes
-from herta_gpu.validation import parse_bytes
 
 _R_LIKELY = 5.0  # lam above which rounding usually has to be measured
 # Bytes of Python with NumPy and SciPy, and of what is loaded where it is installed.

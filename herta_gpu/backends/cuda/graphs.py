@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from herta_gpu import cugraph_adapter
 from herta_gpu.backends.base import Array, Laplacian
-from herta_gpu.backends.device import SEGMENT, DeviceLaplacian
+from herta_gpu.backends.cuda import cugraph as cugraph_adapter
+from herta_gpu.backends.cuda.device import SEGMENT, DeviceLaplacian
 from herta_gpu.graph import Graph, check_edges, check_weights, directions_differ
 
 if TYPE_CHECKING:
-    from herta_gpu.backends.cuda import CUDABackend
+    from herta_gpu.backends.cuda.backend import CUDABackend
 
 
 def _read_back(name: str) -> Any:

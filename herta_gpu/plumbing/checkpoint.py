@@ -19,8 +19,8 @@ from typing import Any, NoReturn
 import numpy as np
 
 from herta_gpu.backends.base import Array, Backend
-from herta_gpu.files import new_file
-from herta_gpu.fingerprint import Fingerprint, differences, key
+from herta_gpu.plumbing.files import new_file
+from herta_gpu.plumbing.fingerprint import Fingerprint, differences, key
 
 _STEP = "step.npz"
 _MADE_FROM = "made-from.json"
@@ -45,7 +45,7 @@ class Checkpoint:
     --------
     >>> import tempfile
     >>> from herta_gpu import HERTA
-    >>> from herta_gpu.checkpoint import Checkpoint
+    >>> from herta_gpu.plumbing.checkpoint import Checkpoint
     >>> from herta_gpu.datasets import load
     >>> data, folder = load("digits"), tempfile.mkdtemp() + "/state"
     >>> arguments = (data.graph, data.X, data.y, data.split["train"])

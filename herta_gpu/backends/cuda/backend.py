@@ -28,7 +28,7 @@ import numpy as np
 
 from herta_gpu.backends import kernel_folder
 from herta_gpu.backends.base import STREAM_ROWS, Array, Backend, CGState, Laplacian
-from herta_gpu.backends.device import (
+from herta_gpu.backends.cuda.device import (
     MAX_BLOCKS,
     NULL,
     SEGMENT,
@@ -42,11 +42,11 @@ from herta_gpu.backends.device import (
     suffix,
     vector_width,
 )
-from herta_gpu.backends.device_graphs import DeviceGraph, derived, entries, from_device_edges
-from herta_gpu.backends.device_sampling import EdgeSampler
-from herta_gpu.backends.device_streaming import StreamedBlocks
+from herta_gpu.backends.cuda.graphs import DeviceGraph, derived, entries, from_device_edges
+from herta_gpu.backends.cuda.sampling import EdgeSampler
+from herta_gpu.backends.cuda.streaming import StreamedBlocks
 from herta_gpu.graph import Graph
-from herta_gpu.interop import on_device
+from herta_gpu.plumbing.interop import on_device
 
 _DEFAULT_STREAMS = (0, 1, 2)  # null, legacy, per thread: the first two cannot be captured
 I32, I64, U32, U64 = np.int32, np.int64, np.uint32, np.uint64

@@ -8,11 +8,11 @@ from collections.abc import Callable
 from typing import Any
 
 from herta_gpu import __version__
+from herta_gpu.app.tune import LAMS, RIDGES
 from herta_gpu.datasets.dataset import NORMALIZATIONS
 from herta_gpu.herta import HERTA
 from herta_gpu.losses import LOSSES
 from herta_gpu.optimizers import OPTIMIZERS
-from herta_gpu.tune import LAMS, RIDGES
 
 _DEFAULTS = HERTA._defaults()
 _NAMES = ("dataset", "run", "out", "to", "resume", "data_dir", "split", "memory_budget")

@@ -1,0 +1,1 @@
+"""The command line `herta` and what it writes; `app/README.md` describes it."""

@@ -1,0 +1,1 @@
+"""Compiled loops, named like the CUDA sources that they mirror."""

@@ -1,0 +1,99 @@
+"""Scores and draws of edges, and the signs of the SRHT, as in sampling.cu."""
+
+import numpy as np
+from numba import njit
+
+from herta_gpu.backends.base import STREAM_ROWS, STREAM_SAMPLE, STREAM_SIGNS
+from herta_gpu.backends.cpu.kernels.simd import count, kernel
+from herta_gpu.backends.cpu.kernels.sketch import MASK, root_weight, word64
+
+_CHUNK = 1 << 14  # draws that one thread takes at a time
+_32 = np.uint64(32)
+
+
+@kernel
+def first_edges(indptr, indices):  # type: ignore[no-untyped-def]
+    """For each row the number of edges (lo, hi) with a smaller lo: where its scores start."""
+    first = np.zeros(indptr.shape[0], np.int64)
+    for i in range(indptr.shape[0] - 1):
+        upper = 0
+        for e in range(indptr[i], indptr[i + 1]):
+            upper += indices[e] > i
+        first[i + 1] = first[i] + upper
+    return first
+
+
+@njit(fastmath={"reassoc", "contract"})
+def _squared(S, u, v, a, b):  # type: ignore[no-untyped-def]
+    """||a S[u] - b S[v]||^2; the sum may be split over the lanes of a vector."""
+    total = 0.0
+    for j in range(S.shape[1]):
+        d = a * S[u, j] - b * S[v, j]
+        total += d * d
+    return total
+
+
+@kernel
+def edge_scores(scores, first, B_S, Pi_S, lam, L, cuts, counter):  # type: ignore[no-untyped-def]
+    indptr, indices, weights, s, _ = L
+    chunk = count(counter, 0)
+    while chunk < cuts.shape[0] - 1:
+        for i in range(cuts[chunk], cuts[chunk + 1]):
+            at = first[i]
+            for e in range(indptr[i], indptr[i + 1]):
+                v = indices[e]
+                if v > i:
+                    f = root_weight(weights, e)
+                    a, b = f * s[i], f * s[v]
+                    scores[at] = _squared(B_S, i, v, a, b) + _squared(Pi_S, i, v, a, b) / lam
+                    at += 1
+        chunk = count(counter, 0)
+
+
+@kernel
+def draw(prefix, guide, shift, s, counts, key, counter):  # type: ignore[no-untyped-def]
+    """s draws with replacement; `guide` holds where each range of targets starts in `prefix`."""
+    total = np.uint64(prefix[-1])
+    b_lo, b_hi = total & MASK, total >> _32
+    chunk = count(counter, 0)
+    while chunk * _CHUNK < s:
+        for i in range(chunk * _CHUNK, min(s, (chunk + 1) * _CHUNK)):
+            word = word64(i, key, STREAM_SAMPLE)
+            low, high = word & MASK, word >> _32  # floor(word * total / 2^64)
+            middle = high * b_lo + ((low * b_lo) >> _32)
+            second = low * b_hi + (middle & MASK)
+            target = np.int64(high * b_hi + (middle >> _32) + (second >> _32))
+            edge = guide[target >> shift]
+            while prefix[edge] <= target:
+                edge += 1
+            count(counts, edge)
+        chunk = count(counter, 0)
+
+
+@kernel
+def bernoulli(p, factors, key, counter):  # type: ignore[no-untyped-def]
+    chunk = count(counter, 0)
+    while chunk * _CHUNK < p.shape[0]:
+        for i in range(chunk * _CHUNK, min(p.shape[0], (chunk + 1) * _CHUNK)):
+            uniform = np.int64(word64(i, key, STREAM_SAMPLE) >> np.uint64(11)) * 2.0**-53
+            factors[i] = 1.0 / p[i] if uniform < p[i] else 0.0
+        chunk = count(counter, 0)
+
+
+@kernel
+def signed_rows(Q, Y, keys, key, counter):  # type: ignore[no-untyped-def]
+    """Y <- R Q padded with zeros, and the random keys by which rows are chosen."""
+    n, k = Q.shape
+    rows = max(1, _CHUNK // max(k, 1))
+    chunk = count(counter, 0)
+    while chunk * rows < Y.shape[0]:
+        for i in range(chunk * rows, min(Y.shape[0], (chunk + 1) * rows)):
+            keys[i] = word64(i, key, STREAM_ROWS)
+            if i < n:
+                if word64(i, key, STREAM_SIGNS) & np.uint64(1):
+                    Y[i] = -Q[i]
+                else:
+                    Y[i] = Q[i]
+            else:
+                Y[i] = 0
+        chunk = count(counter, 0)

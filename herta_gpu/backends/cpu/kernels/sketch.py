@@ -1,0 +1,115 @@
+"""Philox counters and the Gaussian sketches of Algorithm 2, as in sketch.cu."""
+
+import math
+
+import numpy as np
+from numba import njit
+
+from herta_gpu.backends.base import STREAM_IDENTITY, STREAM_INCIDENCE
+from herta_gpu.backends.cpu.kernels.simd import count, inline, kernel
+
+_M0, _M1 = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
+_W0, _W1 = np.uint64(0x9E3779B9), np.uint64(0xBB67AE85)
+MASK, _8, _32 = np.uint64(0xFFFFFFFF), np.uint64(8), np.uint64(32)
+_LN2, _TURN = math.log(2.0), 2.0 * math.pi
+
+
+@inline
+def _philox(c0, c1, c2, c3, k0, k1):  # type: ignore[no-untyped-def]
+    """Philox-4x32-10, word for word as in `philox.py`."""
+    for _ in range(10):
+        p0, p1 = c0 * _M0, c2 * _M1
+        c0, c1, c2, c3 = (p1 >> _32) ^ c1 ^ k0, p1 & MASK, (p0 >> _32) ^ c3 ^ k1, p0 & MASK
+        k0, k1 = (k0 + _W0) & MASK, (k1 + _W1) & MASK
+    return c0, c1, c2, c3
+
+
+@inline
+def word64(index, key, stream):  # type: ignore[no-untyped-def]
+    i = np.uint64(index)
+    w0, w1, _, _ = _philox(i & MASK, i >> _32, np.uint64(0), np.uint64(stream), key[0], key[1])
+    return (w1 << _32) | w0
+
+
+@njit
+def _normals(lo, hi, groups, key, stream, u, turn, out):  # type: ignore[no-untyped-def]
+    """out[: 4 * groups]: Box-Muller of a row, as `philox.gaussians`.
+
+    Logarithm, sine and cosine are polynomials without branches, good to the last bit or two: the
+    compiler turns these loops into vector code, which it cannot do with library calls.
+    """
+    bits = u.view(np.int64)
+    for g in range(groups):
+        w0, w1, w2, w3 = _philox(lo, hi, np.uint64(g), np.uint64(stream), key[0], key[1])
+        u[g], u[groups + g] = np.int64(w0 >> _8) + 1, np.int64(w2 >> _8) + 1
+        turn[g], turn[groups + g] = np.int64(w1 >> _8), np.int64(w3 >> _8)
+    for t in range(2 * groups):
+        # u = 2^e f with f in [0.7, 1.42): ln f = 2 atanh((f - 1) / (f + 1)).
+        e = (bits[t] + 0x95F6400000000 >> 52) - 1023
+        bits[t] -= e << 52
+        z = (u[t] - 1.0) / (u[t] + 1.0)
+        y = z * z
+        p = 1 / 17 + y * (1 / 19 + y * (1 / 21))
+        p = 1 / 9 + y * (1 / 11 + y * (1 / 13 + y * (1 / 15 + y * p)))
+        p = 1 / 3 + y * (1 / 5 + y * (1 / 7 + y * p))
+        u[t] = math.sqrt(-2.0 * ((e - 24) * _LN2 + 2.0 * (z + z * y * p)))
+    for t in range(2 * groups):
+        quarter = (turn[t] + (1 << 21)) >> 22
+        a = (turn[t] - (quarter << 22)) * (_TURN / (1 << 24))  # within an eighth of a turn of 0
+        y = a * a
+        p = -1 / 39916800 + y * (1 / 6227020800 - y / 1307674368000)
+        sine = a + a * y * (-1 / 6 + y * (1 / 120 + y * (-1 / 5040 + y * (1 / 362880 + y * p))))
+        p = -1 / 3628800 + y * (1 / 479001600 - y * (1 / 87178291200 - y / 20922789888000))
+        cosine = 1.0 + y * (-0.5 + y * (1 / 24 + y * (-1 / 720 + y * (1 / 40320 + y * p))))
+        odd = (quarter & 1) == 1
+        c, s = (sine, cosine) if odd else (cosine, sine)
+        c = -c if ((quarter + 1) & 2) == 2 else c
+        s = -s if (quarter & 2) == 2 else s
+        at = 4 * t if t < groups else 4 * (t - groups) + 2
+        out[at], out[at + 1] = u[t] * c, u[t] * s
+
+
+@inline
+def root_weight(weights, e):  # type: ignore[no-untyped-def]
+    return math.sqrt(np.float64(weights[e if weights.shape[0] > 1 else 0]))
+
+
+@kernel
+def incidence_rows(out, L, key, cuts, counter):  # type: ignore[no-untyped-def]
+    """Rows of (Pi_1 B_hat)^T.  Both ends of an edge draw it: twice the draws, no conflicts."""
+    indptr, indices, weights, s, _ = L
+    k = out.shape[1]
+    groups = (k + 3) // 4
+    u, turn = np.empty(2 * groups), np.empty(2 * groups, np.int64)
+    normal, total = np.empty(4 * groups), np.empty(4 * groups)
+    chunk = count(counter, 0)
+    while chunk < cuts.shape[0] - 1:
+        for i in range(cuts[chunk], cuts[chunk + 1]):
+            total[:] = 0.0
+            for e in range(indptr[i], indptr[i + 1]):
+                v = np.int64(indices[e])
+                lo, hi = np.uint64(min(i, v)), np.uint64(max(i, v))
+                _normals(lo, hi, groups, key, STREAM_INCIDENCE, u, turn, normal)
+                f = root_weight(weights, e)
+                f = f if v > i else -f
+                for j in range(4 * groups):
+                    total[j] += f * normal[j]
+            f = s[i] / math.sqrt(k)
+            for j in range(k):
+                out[i, j] = f * total[j]
+        chunk = count(counter, 0)
+
+
+@kernel
+def identity_rows(out, L, key, cuts, counter):  # type: ignore[no-untyped-def]
+    k = out.shape[1]
+    groups = (k + 3) // 4
+    u, turn, normal = np.empty(2 * groups), np.empty(2 * groups, np.int64), np.empty(4 * groups)
+    chunk = count(counter, 0)
+    while chunk < cuts.shape[0] - 1:
+        for i in range(cuts[chunk], cuts[chunk + 1]):
+            node = np.uint64(i)
+            _normals(node & MASK, node >> _32, groups, key, STREAM_IDENTITY, u, turn, normal)
+            for j in range(k):
+                out[i, j] = normal[j] / math.sqrt(k)
+        chunk = count(counter, 0)
