@@ -78,21 +78,18 @@ class Checkpoint:
         self.split: dict[str, Any] | None = None
         self._may_save = 0.0  # a moment of the clock
         self._made_from = ""  # in one word; nothing is read before `begin` knows it
+        self._fingerprint: Fingerprint = {}
 
     def begin(self, made_from: Fingerprint) -> None:
         """Refuse a state that was made from something else, before anything of it is read."""
         then = _read_json(self.folder / _MADE_FROM)
         if then is None and self._holds_state():
             self._refuse("does not say what it was made from (it is older, or damaged)")
-        if then is None:
-            with new_file(self.folder / _MADE_FROM) as temporary:
-                temporary.write_text(json.dumps(made_from, indent=1) + "\n", encoding="utf-8")
-            then = made_from
-        changed = differences(then, made_from)
+        changed = [] if then is None else differences(then, made_from)
         if changed:
             what = " and ".join(filter(None, [", ".join(changed[:-1]), changed[-1]]))
             self._refuse(f"was made from something else: {what} changed")
-        self._made_from = key(then)
+        self._fingerprint, self._made_from = made_from, key(made_from)
 
     def _refuse(self, why: str) -> NoReturn:
         raise ValueError(
@@ -120,7 +117,8 @@ class Checkpoint:
             start = time.perf_counter()
             made = make()
             if time.perf_counter() - start >= self.worth:
-                _write(path, made_from, {k: backend.to_numpy(array) for k, array in made.items()})
+                arrays = {k: backend.to_numpy(array) for k, array in made.items()}
+                self._store(path, made_from, arrays)
             for part in self.folder.glob(f"{name}-*.npz"):
                 part.unlink()  # complete: its parts are not needed any more
             return made
@@ -134,7 +132,7 @@ class Checkpoint:
             return
         arrays: dict[str, Any] = {}
         about = json.dumps(_packed(state, arrays))
-        _write(self.folder / _STEP, self._made_from, {"about": np.array(about), **arrays})
+        self._store(self.folder / _STEP, self._made_from, {"about": np.array(about), **arrays})
         end = time.perf_counter()
         self._may_save = end + (end - start) * (1 / self.share - 1)
 
@@ -146,6 +144,15 @@ class Checkpoint:
         place = np.asarray if backend is None else backend.xp.asarray
         unpacked: dict[str, Any] = _unpacked(json.loads(str(stored["about"])), stored, place)
         return unpacked
+
+    def _store(self, path: Path, made_from: str, arrays: dict[str, Any]) -> None:
+        """One more file; before the first of them, what all of them are made from."""
+        about = self.folder / _MADE_FROM
+        if self._fingerprint and not about.is_file():
+            with new_file(about) as temporary:
+                text = json.dumps(self._fingerprint, indent=1) + "\n"
+                temporary.write_text(text, encoding="utf-8")
+        _write(path, made_from, arrays)
 
     def delete(self) -> None:
         """The fit is finished."""

@@ -237,6 +237,11 @@ def eigh(a: Any, UPLO: str = "L") -> tuple[ndarray, ndarray]:
     return ndarray(values), ndarray(np.asfortranarray(vectors))
 
 
+def svd(a: Any, full_matrices: bool = True, compute_uv: bool = True) -> tuple[ndarray, ...]:
+    LEDGER.add("calls")
+    return tuple(ndarray(part) for part in np.linalg.svd(unwrap(a), full_matrices=full_matrices))
+
+
 _linalg_errors = ["ignore"]
 
 
