@@ -81,14 +81,14 @@ MUTANTS = {
 def _mutated(name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The CUDA backend with one bug in it."""
     where, old, new = MUTANTS[name]
-    folder = Path(herta_gpu.__file__).parent / "backends"
-    changed = "cuda" if where == "cuda" else where.__name__.rpartition(".")[2]
-    for file in dict.fromkeys([changed, "cuda"]):
+    folder = Path(herta_gpu.__file__).parent / "backends" / "cuda"
+    changed = "backend" if where == "cuda" else where.__name__.rpartition(".")[2]
+    for file in dict.fromkeys([changed, "backend"]):
         text = (folder / f"{file}.py").read_text()
         if file == changed:
             assert text.count(old) == 1, f"the text to change occurs {text.count(old)} times"
             text = text.replace(old, new)
-        module = ModuleType(f"herta_gpu.backends.{file}")
+        module = ModuleType(f"herta_gpu.backends.cuda.{file}")
         monkeypatch.setitem(sys.modules, module.__name__, module)
         exec(compile(text, f"{file}.py", "exec"), module.__dict__)
     return module.CUDABackend()
