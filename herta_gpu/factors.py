@@ -417,7 +417,7 @@ class LowRankGram:
 
     @classmethod
     def of_rows(cls, backend: Backend, Q: Array) -> LowRankGram:
-        U, s, _ = backend.xp.linalg.svd(Q.astype("float64").T, full_matrices=False)
+        U, s = backend.thin_svd(Q.astype("float64"))
         return cls(backend, U, s**2)
 
     def factor(self, curvature: float, ridge: float, symmetric: bool) -> Factor:

@@ -174,6 +174,11 @@ class Backend(ABC):
         that falls below `cut` depends on the columns before.
         """
 
+    def thin_svd(self, Q: Array) -> tuple[Array, Array]:
+        """(U, s) of Q^T = U diag(s) V^T for a Q with fewer rows than columns; s falls."""
+        U, s, _ = self.xp.linalg.svd(Q.T, full_matrices=False)
+        return U, s
+
     def row_space(self, A: Array, cut: float) -> tuple[Array, Array]:
         """(V, R): V orthonormal, the span of A's rows; R upper triangular, (A V)^T A V = R^T R.
 

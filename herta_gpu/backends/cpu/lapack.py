@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from scipy.linalg import blas, lapack, qr
+from scipy.linalg import blas, lapack, qr, svd
 
 _PRODUCTS = {
     np.dtype(np.float32): (blas.sgemm, blas.sgemv),
@@ -63,6 +63,13 @@ def pivoted_cholesky(P: Any, cut: float) -> tuple[Any, Any]:
         L[: J.start, J] = 0
         L[J, J] = np.tril(L[J, J])
     return L, pivots[:r].astype(np.int64) - 1
+
+
+def thin_svd(Q: Any) -> tuple[Any, Any]:
+    """(U, s) as in `Backend.thin_svd`: a QR first leaves a small square matrix to decompose."""
+    V, R = qr(Q.T, mode="economic", check_finite=False)
+    T, s, _ = svd(R, check_finite=False)
+    return matmul(np.ascontiguousarray(V), np.ascontiguousarray(T)), s
 
 
 def row_space(A: Any, cut: float) -> tuple[Any, Any]:

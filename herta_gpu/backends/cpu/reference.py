@@ -112,6 +112,9 @@ class CPUBackend(Backend):
     def pivoted_cholesky(self, P: Array, cut: float) -> tuple[Array, Array]:
         return lapack.pivoted_cholesky(P, cut)
 
+    def thin_svd(self, Q: Array) -> tuple[Array, Array]:
+        return lapack.thin_svd(Q)
+
     def row_space(self, A: Array, cut: float) -> tuple[Array, Array]:
         return lapack.row_space(A, cut)
 
