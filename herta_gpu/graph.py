@@ -11,8 +11,8 @@ import numpy as np
 import scipy.sparse as sp
 from numpy.typing import ArrayLike, NDArray
 
-from herta_gpu.backends.base import host_memory
 from herta_gpu.plumbing.interop import on_device
+from herta_gpu.plumbing.machine import host_memory
 from herta_gpu.plumbing.ordering import (
     LARGE,
     WORTH,
@@ -263,6 +263,13 @@ class Graph:
         if self.num_edges <= _QUICK and self.num_components > 1:
             parts.append(f"{self.num_components:,} components")
         return f"Graph({', '.join(parts)})"
+
+
+def check_graph(graph: Any) -> None:
+    if not isinstance(graph, Graph):
+        raise TypeError(
+            f"graph must be a herta_gpu.Graph, not {type(graph).__name__}: use Graph.from_edges."
+        )
 
 
 def check_edges(edge_index: Any, num_nodes: int | None) -> tuple[Any, Any, int]:

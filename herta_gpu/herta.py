@@ -15,13 +15,13 @@ import scipy.sparse as sp
 
 from herta_gpu.backends import get_backend
 from herta_gpu.backends.base import Array, Backend
-from herta_gpu.certificate import Spectrum, choose_spectrum
 from herta_gpu.features import Features, bytes_held, has_hidden_columns
-from herta_gpu.graph import Graph
+from herta_gpu.graph import Graph, check_graph
 from herta_gpu.losses import LOSSES
-from herta_gpu.optimizers import OPTIMIZERS
-from herta_gpu.planning.costs import EXACT_TOL, Options, Outline, Sizes, worth_reordering
-from herta_gpu.planning.plan import Plan, make_plan
+from herta_gpu.planning.costs import Outline, Sizes, worth_reordering
+from herta_gpu.planning.plan import Decision, Plan, make_plan, tighter
+from herta_gpu.planning.recipe import Recipe
+from herta_gpu.planning.settings import Settings, strength
 from herta_gpu.plumbing.checkpoint import Checkpoint
 from herta_gpu.plumbing.estimator import (
     Estimator,
@@ -34,30 +34,16 @@ from herta_gpu.plumbing.fingerprint import fingerprint
 from herta_gpu.plumbing.interop import accept, like, on_device, take_rows, to_host
 from herta_gpu.plumbing.stages import Stages
 from herta_gpu.plumbing.validation import (
-    MAX_SEED,
     BudgetError,
-    check_choice,
     check_count,
-    check_dtype,
-    check_graph,
-    check_lam,
-    check_number,
-    check_positive,
-    check_ridge,
     check_rows,
     check_scale,
     node_rows,
-    parse_bytes,
 )
-from herta_gpu.preconditioner import (
-    Once,
-    Preconditioner,
-    always,
-    build,
-    no_preconditioner,
-)
-from herta_gpu.solver import BLOCK_WIDTH, RegularizedLaplacian, block_width, chebyshev_degree
-from herta_gpu.sparsifier import Sparsifier
+from herta_gpu.preconditioner import Once, Preconditioner, always, build, no_preconditioner
+from herta_gpu.solver import BLOCK_WIDTH, RegularizedLaplacian, block_width
+from herta_gpu.sparsifier import sparsified
+from herta_gpu.spectrum import Spectrum, choose_spectrum
 from herta_gpu.training import Training
 from herta_gpu.unfolded import DenseMap, UnfoldedMap
 
@@ -74,7 +60,7 @@ def _names_what_fits(fit: Callable[..., HERTA]) -> Callable[..., HERTA]:
         except BudgetError:
             raise  # it says so already
         except MemoryError as error:
-            budget = int(0.5 * get_backend(self.device).memory_available())
+            budget = self._settings().budget(get_backend(self.device).memory_available()) // 2
             width = max(1, block_width(graph.num_nodes, BLOCK_WIDTH, self.dtype, budget))
             advice = f"Blocks of {width} columns would fit: set memory_budget={budget}."
             raise MemoryError(f"{error} {advice}") from error
@@ -146,6 +132,8 @@ class HERTA(Estimator):
         all signs, but that is not proven.  "max_iter", "stagnated" (rounding forbids more) or
         "diverged".
     plan_ : Plan
+    changes_ : list of (what, choice, why)
+        What turned out otherwise than planned.
     spectrum_ : Spectrum or None
         What is known of the preconditioned Hessian; ``kappa`` bounds its condition number.
     stages_ : dict of stage to seconds
@@ -221,50 +209,49 @@ class HERTA(Estimator):
             raise TypeError(f"callback must be a function, not {type(callback).__name__}.")
         if not isinstance(checkpoint, (Checkpoint, type(None))):
             raise TypeError(f"checkpoint must be a Checkpoint, not {type(checkpoint).__name__}.")
-        backend, lam = self._checked(), self._lam()
+        settings, backend = self._settings(), self._checked()
         X, targets = self._checked_data(graph, X, y, train, backend)
         stages = Stages(self.verbose)
         if checkpoint is not None:
             with stages("checkpoint"):
                 data = (graph, X, y, targets.rows, checkpoint.split)
-                checkpoint.begin(fingerprint(self, backend, *data))
+                checkpoint.begin(fingerprint(self.get_params(), backend, *data))
         with stages("order"):
-            given, graph = graph, self._stored(graph, X, targets.Y.shape[1], backend)
-        H = RegularizedLaplacian(graph, lam, backend, self.dtype)  # I + lam L_hat
+            given, graph = graph, _stored(graph, X, targets.Y.shape[1], settings, backend)
+        H = RegularizedLaplacian(graph, settings.lam, backend, settings.dtype)  # I + lam L_hat
         with stages("plan"):
-            options = self._options(backend)
-            X_bytes = bytes_held(X, backend, options.budget)
-            plan = self.plan_ = make_plan(
-                H, _sizes(graph, X, targets, self.dtype, backend, X_bytes), options
-            )
-            if graph is not given:
-                plan.decisions.append(("order", "by community", "neighbours close in memory"))
+            budget = settings.budget(backend.memory_available())
+            sizes = _sizes(graph, X, targets, settings.dtype, backend, budget)
+            plan = make_plan(H, sizes, settings, budget, reordered=graph is not given)
         with stages("features"):
-            features = Features(X, backend, graph.order, options.budget)
+            features = Features(X, backend, graph.order, budget)
         inverse = graph.inverse_order()
         rows = backend.asarray(targets.rows if inverse is None else inverse[targets.rows])
         Y = backend.asarray(targets.Y)
 
         # L_tilde <- Sparsify(L_hat)
         with stages("sparsify"):
-            H_tilde = H if plan.n_samples is None else self._sparsified(H, plan.n_samples)
+            H_tilde = _sampled(H, plan.n_samples, settings, budget)
         # Q <- SDDSolver(I + lam L_tilde; X); Q' <- Hadamard(R Q); Q_tilde <- s rows of Q';
         # P <- Q_tilde^T Q_tilde; P' <- P^-1/2.  Q is cut to the training rows: with a mask, a P
         # from all rows would miss the Hessian.
         A = UnfoldedMap(H, features, rows, plan.solve_width)
-        once = always if checkpoint is None else checkpoint.on(backend, lambda: plan.identity)
-        P, spectrum = self._preconditioned(H_tilde, A, Y, stages, once)
+        once = always if checkpoint is None else checkpoint.on(backend, plan.identity)
+        P, spectrum, recipe, changes = _preconditioned(plan, settings, H_tilde, A, Y, stages, once)
         # for t = 1..T: u <- X P' w - y_hat, two solves, g <- P' X^T u'', w <- w - eta g
-        run = Training(self, backend, Y, P, spectrum, features, stages, callback, checkpoint)
+        run = Training(
+            settings, recipe, backend, Y, P, spectrum, features, stages, callback, checkpoint,
+            plan.identity,
+        )  # fmt: skip
         with stages("train"):
-            w, Z = self._start(run, P, A)
+            w, Z = _start(run, plan, settings, P, A, budget)
             point = run.loop(A, w, certified=True, Z=Z)
 
         # Output: W = P^-1/2 w, not w: the loop ran in preconditioned coordinates.
         self.W_ = backend.to_numpy(point.W)  # synchronize!
         self.classes_, self._flat = targets.classes, targets.flat
         self.history_, self.certificate_, self.status_ = run.history, run.certificate, run.status
-        self.warm_history_ = run.warm_history
+        self.warm_history_, self.plan_, self.changes_ = run.warm_history, plan, changes
         self.stages_, self.n_features_in_, self.spectrum_ = stages.seconds, X.shape[1], spectrum
         return self
 
@@ -301,15 +288,17 @@ class HERTA(Estimator):
         ('direct', 512000000)
         """
         for name, value in (("n", n), ("d", d), ("c", c), ("n_train", n_train)):
-            _check_size(name, value)
-        _check_size("m", m, least=0)
+            check_count(name, value)
+        check_count("m", m, least=0)
         if X_nonzeros is not None:
-            _check_size("X_nonzeros", X_nonzeros, least=0)
+            check_count("X_nonzeros", X_nonzeros, least=0)
         if n_train > n:
             raise ValueError(f"n_train is {n_train:,} but there are {n:,} nodes.")
-        backend, word = self._checked(), np.dtype(self.dtype).itemsize
-        sizes = Sizes(n, m, d, c, n_train, word, 24 * (X_nonzeros or 0), nonzeros=X_nonzeros)
-        return make_plan(Outline(n, self._lam()), sizes, self._options(backend))
+        settings, backend = self._settings(), self._checked()
+        word, X_bytes = np.dtype(settings.dtype).itemsize, 24 * (X_nonzeros or 0)
+        sizes = Sizes(n, m, d, c, n_train, word, X_bytes, nonzeros=X_nonzeros)
+        budget = settings.budget(backend.memory_available())
+        return make_plan(Outline(n, settings.lam), sizes, settings, budget)
 
     def transform(self, graph: Graph, X: Any) -> Any:
         """Z* = H^-1 X W (n, c), to a relative H-norm error of 1e-6; on a GPU if X is."""
@@ -328,10 +317,11 @@ class HERTA(Estimator):
                 f"{self.n_features_in_:,}."
             )
         check_scale(X, fitted=True)
-        H = RegularizedLaplacian(graph, self._lam(), backend, check_dtype(self.dtype))
+        settings = self._settings()
+        H = RegularizedLaplacian(graph, settings.lam, backend, settings.dtype)
         everything = backend.xp.arange(graph.num_nodes)
-        budget = self._options(backend).budget
-        width = max(1, block_width(graph.num_nodes, self.W_.shape[1], self.dtype, budget))
+        budget = settings.budget(backend.memory_available())
+        width = max(1, block_width(graph.num_nodes, self.W_.shape[1], settings.dtype, budget))
         features = Features(X, backend, graph.order, budget)
         A = UnfoldedMap(H, features, everything, width)
         # Not from the fit's Z, near as it is: a model that was stored and read again gives the same
@@ -363,117 +353,89 @@ class HERTA(Estimator):
         predicted = to_host(self.predict(graph, X), backend)
         return accuracy_or_r2(predicted, y, node_rows(idx, graph.num_nodes), self.classes_)
 
-    # ---- the parts of fit ----------------------------------------------------------------
     def _lam(self) -> float:
-        if self.alpha is None:
-            return check_number("lam", self.lam)
-        check_positive("alpha", self.alpha)
-        if self.alpha >= 1:
-            raise ValueError(f"alpha must lie between 0 and 1, not {self.alpha!r}.")
-        return 1.0 / float(self.alpha) - 1.0
+        return strength(self.lam, self.alpha)
+
+    def _settings(self) -> Settings:
+        """The parameters, checked; a sentence says what is wrong with them."""
+        return Settings.of(self.get_params())
 
     def _checked(self) -> Backend:
-        self._check_params()
-        return get_backend(self.device)
-
-    def _check_params(self) -> None:
-        """What can be said of the parameters without a device."""
-        check_lam(self._lam())
-        check_choice("loss", self.loss, tuple(LOSSES))
-        check_choice("optimizer", self.optimizer, OPTIMIZERS)
-        check_choice("strategy", self.strategy, ("auto", "herta", "direct"))
-        check_dtype(self.dtype)
-        check_ridge(self.ridge)
-        check_positive("tol", self.tol)
-        check_count("max_iter", self.max_iter)
-        check_count("random_state", self.random_state, least=0, most=MAX_SEED)
-        _check_wish("sparsify", self.sparsify, ("auto", "degree", "mixed"))
-        _check_wish("sketch", self.sketch, ("auto",))
-        check_choice("reorder", self.reorder, ("auto", True, False))
-        if isinstance(self.learning_rate, str):
-            check_choice("learning_rate", self.learning_rate, ("spectral",))
-        elif self.learning_rate is not None:
-            check_positive("learning_rate", self.learning_rate)
-        check_choice("precondition", self.precondition, (True, False))
-        check_choice("device", self.device, ("auto", "cpu", "cuda"))
-        if self.memory_budget is not None:
-            parse_bytes(self.memory_budget)
-
-    def _options(self, backend: Backend) -> Options:
-        if self.memory_budget is None:
-            budget = int(0.8 * backend.memory_available())
-        else:
-            budget = parse_bytes(self.memory_budget)
-        return Options(
-            self.loss, self.optimizer, self.ridge, self.tol, self.strategy, _plain(self.sparsify),
-            _plain(self.sketch), self.precondition, budget, self.random_state,
-        )  # fmt: skip
-
-    def _stored(self, graph: Graph, X: Any, c: int, backend: Backend) -> Graph:
-        """`graph` in the order in which it is worked on."""
-        if self.reorder != "auto":
-            return graph.reordered("communities") if self.reorder else graph
-        # Rows of X on disk are read in their own order.
-        can = backend.reorders and not isinstance(X, np.memmap)
-        pays = worth_reordering(self._lam(), X.shape[1], c, self.loss)
-        return graph.nearer() if can and pays else graph
-
-    def _sparsified(self, H: RegularizedLaplacian, n_samples: int) -> RegularizedLaplacian:
-        """I + lam L_tilde: Algorithm 2 when it was asked for, its cheap relative otherwise."""
-        faithful = not isinstance(self.sparsify, str)
-        sampled = Sparsifier(
-            lam=H.lam,
-            n_samples=n_samples,
-            scores="sketch" if faithful else "degree",
-            replace=faithful,
-            random_state=self.random_state,
-            device=self.device,
-            dtype=self.dtype,
-            memory_budget=self.memory_budget,
-        ).fit(H.graph)
-        return RegularizedLaplacian(sampled.graph_, H.lam, H.backend, H.dtype)
-
-    def _preconditioned(
-        self,
-        H_tilde: RegularizedLaplacian,
-        A: UnfoldedMap,
-        Y: Array,
-        stages: Stages,
-        once: Once,
-    ) -> tuple[Preconditioner, Spectrum | None]:
-        """P^-1/2 and bounds of the Hessian it leaves; without any, Q is solved tighter once."""
-        plan, recipe = self.plan_, self.plan_.recipe
-        if not self.precondition:
-            return no_preconditioner(A.H.backend, A.X.shape[1], Y.shape[1]), None
-        sampled = H_tilde is not A.H
-        while True:
-            with stages("preconditioner"):
-                P = build(recipe, H_tilde, A.H, A.X, Y, A.train, self.ridge, sampled, once)
-            with stages("spectrum"):
-                spectrum = choose_spectrum(plan.certificate, P, A, self.ridge, self.random_state)
-            missed = spectrum is not None and spectrum.kind == "estimate"
-            if not missed or sampled or recipe.sketch_rows is not None or recipe.exact:
-                return P.for_training(A.H.backend), spectrum
-            recipe.exact, recipe.degree = True, chebyshev_degree(A.H, EXACT_TOL)
-            plan.decisions.append(("Q again", "float64", "P missed too much of the Hessian"))
-
-    def _start(
-        self, run: Training, P: Preconditioner, A: UnfoldedMap
-    ) -> tuple[Array, Array | None]:
-        """Where the loop starts, and what is known of Z there: a cheaper model may go first."""
-        plan, backend = self.plan_, A.H.backend
-        w = P.w_start if self.loss == "mse" else backend.xp.zeros_like(P.w_start)
-        if plan.strategy == "direct" and P.rows is not None:
-            return run.loop(DenseMap(P.rows, backend), w, certified=False).w, None
-        if plan.loop_samples is not None:
-            H_loop = self._sparsified(A.H, plan.loop_samples)
-            A_loop = UnfoldedMap(H_loop, A.X, A.train, A.width)
-            return run.loop(A_loop, w, certified=False).w, None
-        return w, P.Z_start if self.loss == "mse" else None
+        """The device, if the parameters are right and it is there."""
+        return get_backend(self._settings().device)
 
     def _check_fitted(self) -> None:
         if not hasattr(self, "W_"):
             raise RuntimeError("This HERTA is not fitted yet: call fit first.")
+
+
+# ---- the parts of fit ------------------------------------------------------------------------
+def _stored(graph: Graph, X: Any, c: int, settings: Settings, backend: Backend) -> Graph:
+    """`graph` in the order in which it is worked on."""
+    if settings.reorder.when != "auto":
+        return graph.reordered("communities") if settings.reorder.when == "always" else graph
+    # Rows of X on disk are read in their own order.
+    can = backend.reorders and not isinstance(X, np.memmap)
+    return graph.nearer() if can and worth_reordering(settings, X.shape[1], c) else graph
+
+
+def _sampled(
+    H: RegularizedLaplacian, n_samples: int | None, settings: Settings, budget: int
+) -> RegularizedLaplacian:
+    """I + lam L_tilde: Algorithm 2 when it was asked for, its cheap relative otherwise."""
+    if n_samples is None:
+        return H
+    faithful = settings.scores == "sketch"
+    found = sparsified(H, n_samples, 0.0, settings.scores, faithful, settings.seed, budget)
+    return H.on(found.graph)
+
+
+def _preconditioned(
+    plan: Plan,
+    settings: Settings,
+    H_tilde: RegularizedLaplacian,
+    A: UnfoldedMap,
+    Y: Array,
+    stages: Stages,
+    once: Once,
+) -> tuple[Preconditioner, Spectrum | None, Recipe, list[Decision]]:
+    """P^-1/2 and bounds of the Hessian it leaves; without any, Q is solved tighter once."""
+    recipe = plan.recipe
+    changes: list[Decision] = []
+    if not settings.precondition:
+        none = no_preconditioner(A.H.backend, A.X.shape[1], Y.shape[1])
+        return none, None, recipe, changes
+    while True:
+        with stages("preconditioner"):
+            P = build(recipe, H_tilde, A, Y, settings.ridge, once)
+        with stages("spectrum"):
+            spectrum = choose_spectrum(plan.certificate, P, A, settings.ridge, settings.seed)
+        missed = spectrum is not None and spectrum.kind == "estimate"
+        rough = H_tilde is not A.H or recipe.sketch_rows is not None  # on purpose
+        if not missed or rough or recipe.exact:
+            return P.for_training(A.H.backend), spectrum, recipe, changes
+        recipe, why = tighter(recipe, A.H)
+        changes.append(why)
+
+
+def _start(
+    run: Training,
+    plan: Plan,
+    settings: Settings,
+    P: Preconditioner,
+    A: UnfoldedMap,
+    budget: int,
+) -> tuple[Array, Array | None]:
+    """Where the loop starts, and what is known of Z there: a cheaper model may go first."""
+    warm = LOSSES[settings.loss].quadratic
+    w = P.w_start if warm else A.H.backend.xp.zeros_like(P.w_start)
+    if plan.strategy == "direct" and P.rows is not None:
+        return run.loop(DenseMap(P.rows, A.H.backend), w, certified=False).w, None
+    if plan.loop_samples is not None:
+        H_loop = _sampled(A.H, plan.loop_samples, settings, budget)
+        A_loop = UnfoldedMap(H_loop, A.X, A.train, A.width)
+        return run.loop(A_loop, w, certified=False).w, None
+    return w, P.Z_start if warm else None
 
 
 def _two_dimensional(X: Any, backend: Backend) -> Any:
@@ -490,33 +452,13 @@ def _two_dimensional(X: Any, backend: Backend) -> Any:
     return X[:, None] if X.ndim == 1 else X
 
 
-def _plain(wish: Any) -> Any:
-    """NumPy's booleans as Python's, which the planner tells from counts."""
-    return bool(wish) if isinstance(wish, np.bool_) else wish
-
-
-def _check_size(name: str, value: Any, least: int = 1) -> None:
-    whole = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
-    if not whole or value < least:
-        raise ValueError(f"{name} must be an integer of at least {least}, not {value!r}.")
-
-
-def _check_wish(name: str, value: Any, words: tuple[str, ...]) -> None:
-    if isinstance(value, (bool, np.bool_)) or (isinstance(value, str) and value in words):
-        return
-    if isinstance(value, (int, np.integer)) and value > 0:
-        return
-    allowed = ", ".join(f'"{w}"' for w in words)
-    raise ValueError(f"{name} must be {allowed}, True, False or a positive count, not {value!r}.")
-
-
 def _sizes(
-    graph: Graph, X: Any, targets: Targets, dtype: str, backend: Backend, X_bytes: int
+    graph: Graph, X: Any, targets: Targets, dtype: str, backend: Backend, budget: int
 ) -> Sizes:
-    word = np.dtype(dtype).itemsize
+    word, X_bytes = np.dtype(dtype).itemsize, bytes_held(X, backend, budget)
     return Sizes(
         graph.num_nodes, graph.num_edges, X.shape[1], targets.Y.shape[1], targets.Y.shape[0],
         word, X_bytes, has_hidden_columns(X, targets.rows, backend),
         X.nnz if sp.issparse(X) else None,
-        lambda budget: bytes_held(X, backend, budget),
+        lambda other: bytes_held(X, backend, other),
     )  # fmt: skip

@@ -21,7 +21,9 @@ class Loss(Protocol):
     """What training needs of a loss."""
 
     separable: bool  # columns of W are independent problems
+    quadratic: bool  # the Hessian is the same everywhere: bounds of its spectrum certify a fit
 
+    def start_curvature(self, c: int) -> float: ...
     def value(self, xp: Any, F: Array, Y: Array) -> float: ...
     def residual(self, xp: Any, F: Array, Y: Array) -> Array: ...
     def curvature(self, xp: Any, F: Array) -> float: ...
@@ -35,6 +37,11 @@ class MSE:
     """1/2 ||F - Y||_F^2 (equation 4.7)."""
 
     separable = True
+    quadratic = True
+
+    def start_curvature(self, c: int) -> float:
+        """The curvature at W = 0, where training starts, for c outputs."""
+        return 1.0
 
     def value(self, xp: Any, F: Array, Y: Array) -> float:
         return 0.5 * float(xp.sum((F - Y) ** 2))  # synchronize!
@@ -73,6 +80,10 @@ class CrossEntropy:
     """Sum over the training rows of -<y, log softmax(f)>."""
 
     separable = False
+    quadratic = False
+
+    def start_curvature(self, c: int) -> float:
+        return 1.0 if c < 2 else (1 - 1 / c) / c  # of the softmax, per class
 
     def value(self, xp: Any, F: Array, Y: Array) -> float:
         top = _row_max(xp, F)
@@ -135,4 +146,4 @@ def _row_sum(xp: Any, F: Array) -> Array:
     return F @ xp.ones((F.shape[1], 1))
 
 
-LOSSES: dict[str, type[MSE] | type[CrossEntropy]] = {"mse": MSE, "ce": CrossEntropy}
+LOSSES: dict[str, Loss] = {"mse": MSE(), "ce": CrossEntropy()}

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from herta_gpu.backends.base import Array, Backend
 from herta_gpu.factors import Factor
 from herta_gpu.losses import Loss
+from herta_gpu.planning.settings import OPTIMIZER_NAMES
 
 LBFGS_MEMORY = 20
 NEWTON_SIZE = 2000  # numbers in W up to which the whole Hessian of cross entropy is worth having
@@ -170,7 +171,7 @@ class Newton:
         return hessian
 
 
-OPTIMIZERS = ("cg", "gd", "momentum", "adam", "lbfgs")
+OPTIMIZERS = OPTIMIZER_NAMES
 
 
 def make_optimizer(name: str, learning_rate: float | None, xp: Any, by_column: bool) -> Optimizer:

@@ -25,6 +25,7 @@ from herta_gpu.factors import (
     RowSpaceGram,
 )
 from herta_gpu.features import Features, in_float64
+from herta_gpu.planning.recipe import Recipe
 from herta_gpu.solver import (
     RegularizedLaplacian,
     block_cg,
@@ -32,6 +33,7 @@ from herta_gpu.solver import (
     chebyshev_error,
     chebyshev_rounding,
 )
+from herta_gpu.unfolded import UnfoldedMap
 
 _GRAM_BYTES = 16 << 20  # of float64 copies of rows of Q, at least; P's own size if that is more
 
@@ -101,49 +103,16 @@ def no_preconditioner(backend: Backend, d: int, c: int) -> Preconditioner:
     )
 
 
-@dataclass
-class Recipe:
-    """How to build P; decided by the planner."""
-
-    degree: int  # of the Chebyshev polynomial
-    width: int  # columns of X at once
-    exact: bool  # solve and keep Q in float64
-    sketch_rows: int | None  # SRHT rows; None: the exact Gram matrix
-    by_rows: bool  # solve for H^-1 M^T instead of H^-1 X
-    row_tol: float  # of those solves
-    all_rows: bool  # keep Q on all rows, for a certificate that does not depend on chance
-    keep_rows: bool  # keep Q's training rows
-    curvature: float  # of the loss where training starts: P = curvature Q^T Q + ridge I
-    symmetric: bool  # the optimizer depends on the coordinates: P^-1/2 itself
-    seed: int
-
-    @property
-    def name(self) -> str:
-        """Of Q in a checkpoint, with what free memory decides: it may be more or less by now."""
-        rows = "all" if self.all_rows else self.sketch_rows or "train"
-        return f"{'Q64' if self.exact else 'Q'}-{self.degree}-{rows}-{self.width}"
-
-    def dtype(self, H: RegularizedLaplacian) -> str:
-        return "float64" if self.exact else H.dtype
-
-    def blocks(self, d: int) -> list[slice]:
-        """The columns of X in blocks of about the same size: none is narrow without need."""
-        step = -(-d // -(-d // self.width))
-        return [slice(j, min(j + step, d)) for j in range(0, d, step)]
-
-
 def build(
     recipe: Recipe,
     H_tilde: RegularizedLaplacian,
-    H: RegularizedLaplacian,
-    X: Features,
+    A: UnfoldedMap,
     Y: Array,
-    rows: Array,
     ridge: float,
-    sampled: bool,
     once: Once = always,
 ) -> Preconditioner:
     """Lines 3 to 8 of Algorithm 1 on the training rows."""
+    H, X, rows, sampled = A.H, A.X, A.train, H_tilde is not A.H
     backend, d = H.backend, X.shape[1]
     made = once(recipe.name, lambda: _solved(recipe, H_tilde, H, X, Y, rows, once))
     Q, at = made["Q"], rows if recipe.all_rows else None
@@ -151,7 +120,7 @@ def build(
     if not (sampled or recipe.by_rows or recipe.sketch_rows is not None):
         error = chebyshev_error(H_tilde, recipe.degree)
         narrowest = min(J.stop - J.start for J in recipe.blocks(d))
-        rounding = chebyshev_rounding(H_tilde, recipe.dtype(H_tilde), narrowest)
+        rounding = chebyshev_rounding(H_tilde, recipe.dtype(H_tilde.dtype), narrowest)
     whole_rows = recipe.by_rows and ridge == 0  # the rows of A itself: no other is missing
     damped = ridge == 0 and rows.shape[0] < d and not whole_rows
     few = min(rows.shape[0], Q.shape[0])  # a sketch may have fewer
@@ -203,7 +172,7 @@ def _solved(
         Q_tilde, QtY = _sketched_rows(recipe, H_tilde, X, Y, rows, once)
         return {"Q": Q_tilde, "QtY": QtY}
     n_rows = H.n if recipe.all_rows else rows.shape[0]
-    Q = H.backend.xp.empty((n_rows, X.shape[1]), dtype=recipe.dtype(H))
+    Q = H.backend.xp.empty((n_rows, X.shape[1]), dtype=recipe.dtype(H.dtype))
     for J, Q_J in _solved_columns(recipe, H_tilde, X, once):
         Q[:, J] = Q_J if recipe.all_rows else Q_J[rows]
     return {"Q": Q}
@@ -216,7 +185,7 @@ def _solved_columns(
     for J in recipe.blocks(X.shape[1]):
 
         def solved(J: slice = J) -> Arrays:
-            X_J = X.column_block(J.start, J.stop, recipe.dtype(H_tilde))
+            X_J = X.column_block(J.start, J.stop, recipe.dtype(H_tilde.dtype))
             return {"Q": chebyshev(H_tilde, X_J, recipe.degree)}
 
         yield J, once(f"{recipe.name}-columns-{J.start}", solved)["Q"]
@@ -248,7 +217,7 @@ def _sketched_rows(
     """Q_tilde, s uniform rows of Hadamard(R Q), and Q^T Y; Q itself never exists whole."""
     backend, s = H_tilde.backend, recipe.sketch_rows
     assert s is not None
-    Q_tilde = backend.xp.empty((s, X.shape[1]), dtype=recipe.dtype(H_tilde))
+    Q_tilde = backend.xp.empty((s, X.shape[1]), dtype=recipe.dtype(H_tilde.dtype))
     QtY = backend.xp.empty((X.shape[1], Y.shape[1]))
     for J, Q_J in _solved_columns(recipe, H_tilde, X, once):
         Q_rows = backend.asarray(Q_J[rows])

@@ -22,18 +22,17 @@ import scipy.sparse as sp
 
 from herta_gpu.backends import get_backend
 from herta_gpu.backends.base import Array, Backend, Laplacian
-from herta_gpu.graph import Graph
+from herta_gpu.graph import Graph, check_graph
 from herta_gpu.plumbing.interop import accept, like, on_device, take_rows
 from herta_gpu.plumbing.validation import (
     BudgetError,
     check_choice,
     check_count,
     check_dtype,
-    check_graph,
     check_lam,
     check_positive,
     check_rows,
-    parse_bytes,
+    memory_budget,
 )
 
 BLOCK_WIDTH = 64  # columns advanced together when memory allows: best per column on the CPU
@@ -48,6 +47,10 @@ class RegularizedLaplacian:
     def __init__(self, graph: Graph, lam: float, backend: Backend, dtype: str) -> None:
         self.graph, self.lam, self.backend, self.dtype = graph, float(lam), backend, dtype
         self._in: dict[str, Laplacian] = {}
+
+    def on(self, graph: Graph) -> RegularizedLaplacian:
+        """I + lam L of another graph on the same nodes: a sampled one."""
+        return RegularizedLaplacian(graph, self.lam, self.backend, self.dtype)
 
     def laplacian(self, dtype: str | None = None) -> Laplacian:
         dtype = str(np.dtype(dtype or self.dtype))
@@ -281,7 +284,7 @@ class SDDSolver:
     device, dtype : str
         As in `HERTA`.  A tol below what float32 can hold is reached by float64 refinement.
     memory_budget : int or str, optional
-        Bytes (or "8GB") that one block of columns may use; by default half of what is free.
+        Bytes (or "8GB") that one block of columns may use; by default 80% of what is free.
 
     Examples
     --------
@@ -343,10 +346,7 @@ class SDDSolver:
         return like(Z[:, 0] if flat else Z, given)
 
     def _width(self, k: int) -> int:
-        if self.memory_budget is None:
-            budget = self.backend.memory_available() // 2
-        else:
-            budget = parse_bytes(self.memory_budget)
+        budget = memory_budget(self.memory_budget, self.backend.memory_available())
         width = block_width(self.graph.num_nodes, max(k, 1), self.dtype, budget)
         if width < 1:
             need = self.graph.num_nodes * column_bytes(self.dtype)

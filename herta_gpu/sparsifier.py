@@ -7,22 +7,22 @@ ridge leverage scores l_i = b_i^T (L_hat + I/lam)^-1 b_i, whose sum is n_lambda.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from herta_gpu.backends import get_backend
 from herta_gpu.backends.base import Array
-from herta_gpu.graph import Graph
+from herta_gpu.graph import Graph, check_graph
 from herta_gpu.plumbing.estimator import Estimator
 from herta_gpu.plumbing.validation import (
     MAX_SEED,
     check_choice,
     check_count,
     check_dtype,
-    check_graph,
     check_positive,
-    parse_bytes,
+    memory_budget,
 )
 from herta_gpu.solver import RegularizedLaplacian, block_cg, block_width
 
@@ -102,24 +102,13 @@ class Sparsifier(Estimator):
         check_count("random_state", self.random_state, least=0, most=MAX_SEED)
         if self.n_samples is not None:
             check_count("n_samples", self.n_samples, most=MAX_SEED)
-        backend = get_backend(self.device)
-        m = graph.num_edges
-        if m == 0:
-            self._scores, self.n_lambda_ = np.zeros(0), 0.0
-            self.n_samples_, self.graph_ = 0, graph
-            return self
-        H = RegularizedLaplacian(graph, self.lam, backend, check_dtype(self.dtype))
-        scores = self._sketched(H) if self.scores == "sketch" else degree_scores(graph, self.lam)
-        self._scores = scores
-        self.n_lambda_ = float(scores.sum())  # synchronize!
-        s = self.n_samples or sample_size(self.n_lambda_, graph.num_nodes, self.eps)
-        if self.n_samples is None and s >= m:
-            self.n_samples_, self.graph_ = m, graph
-            return self
-        self.n_samples_ = int(s)
-        # Subsample s rows of B_hat with probabilities l_i / Z; repeated edges are merged.
-        factors = backend.sample_edges(backend.asarray(scores), s, self.random_state, self.replace)
-        self.graph_ = backend.sampled_graph(graph, factors)
+        H = RegularizedLaplacian(graph, self.lam, get_backend(self.device), check_dtype(self.dtype))
+        budget = memory_budget(self.memory_budget, H.backend.memory_available())
+        found = sparsified(
+            H, self.n_samples, self.eps, self.scores, self.replace, self.random_state, budget
+        )
+        self._scores, self.n_lambda_ = found.scores, found.n_lambda
+        self.n_samples_, self.graph_ = found.n_samples, found.graph
         return self
 
     @property
@@ -127,28 +116,57 @@ class Sparsifier(Estimator):
         """On the host only when somebody asks: sampling happens where they are."""
         return get_backend(self.device).to_numpy(self._scores)  # synchronize!
 
-    def _sketched(self, H: RegularizedLaplacian) -> Array:
-        """Lines 1-8 of Algorithm 2, in blocks of sketch rows that fit the memory budget."""
-        backend, L, n, m = H.backend, H.laplacian(), H.n, H.graph.num_edges
-        k = max(4, math.ceil(SKETCH_CONSTANT * math.log(max(m, 2))))
-        budget = (
-            backend.memory_available() // 4
-            if self.memory_budget is None
-            else parse_bytes(self.memory_budget)
-        )
-        width = max(1, min(k, block_width(n, k, H.dtype, budget)))
-        scores, done, block = backend.xp.zeros(m), 0, 0
-        while done < k:
-            rows = min(width, k - done)
-            seed = self.random_state + (block << 32)  # every block of rows draws afresh
-            # (L_hat + I/lam)^-1 = lam H^-1, so one solver serves both lines.
-            B_S, _ = block_cg(H, backend.sketch_incidence(L, rows, seed), SOLVE_TOL)
-            Pi_S, _ = block_cg(H, backend.sketch_identity(L, rows, seed), SOLVE_TOL)
-            part = backend.edge_scores(L, B_S, Pi_S, self.lam)
-            scores += part * (self.lam**2 * rows / k)  # N(0, 1/rows) entries -> N(0, 1/k)
-            done, block = done + rows, block + 1
-        # A ridge leverage score lies in (0, 1]; the cap removes only sketching noise.
-        return backend.xp.clip(scores, 1e-12, 1.0)
+
+@dataclass(frozen=True)
+class Sample:
+    """A sampled graph, and what it was sampled by."""
+
+    graph: Graph  # with the degrees of the original
+    scores: Array  # (m,)
+    n_lambda: float
+    n_samples: int
+
+
+def sparsified(
+    H: RegularizedLaplacian,
+    n_samples: int | None,
+    eps: float,
+    scores: str,
+    replace: bool,
+    seed: int,
+    budget: int,
+) -> Sample:
+    """Algorithm 2 for H = I + lam L_hat; `Sparsifier` says what the parameters mean."""
+    backend, graph, m = H.backend, H.graph, H.graph.num_edges
+    if m == 0:
+        return Sample(graph, np.zeros(0), 0.0, 0)
+    found = sketched_scores(H, seed, budget) if scores == "sketch" else degree_scores(graph, H.lam)
+    n_lambda = float(found.sum())  # synchronize!
+    s = n_samples or sample_size(n_lambda, graph.num_nodes, eps)
+    if n_samples is None and s >= m:
+        return Sample(graph, found, n_lambda, m)
+    # Subsample s rows of B_hat with probabilities l_i / Z; repeated edges are merged.
+    factors = backend.sample_edges(backend.asarray(found), s, seed, replace)
+    return Sample(backend.sampled_graph(graph, factors), found, n_lambda, int(s))
+
+
+def sketched_scores(H: RegularizedLaplacian, seed: int, budget: int) -> Array:
+    """Lines 1-8 of Algorithm 2, in blocks of sketch rows that fit the memory budget."""
+    backend, L, n, m = H.backend, H.laplacian(), H.n, H.graph.num_edges
+    k = max(4, math.ceil(SKETCH_CONSTANT * math.log(max(m, 2))))
+    width = max(1, min(k, block_width(n, k, H.dtype, budget)))
+    scores, done, block = backend.xp.zeros(m), 0, 0
+    while done < k:
+        rows = min(width, k - done)
+        key = seed + (block << 32)  # every block of rows draws afresh
+        # (L_hat + I/lam)^-1 = lam H^-1, so one solver serves both lines.
+        B_S, _ = block_cg(H, backend.sketch_incidence(L, rows, key), SOLVE_TOL)
+        Pi_S, _ = block_cg(H, backend.sketch_identity(L, rows, key), SOLVE_TOL)
+        part = backend.edge_scores(L, B_S, Pi_S, H.lam)
+        scores += part * (H.lam**2 * rows / k)  # N(0, 1/rows) entries -> N(0, 1/k)
+        done, block = done + rows, block + 1
+    # A ridge leverage score lies in (0, 1]; the cap removes only sketching noise.
+    return backend.xp.clip(scores, 1e-12, 1.0)
 
 
 def sample_size(n_lambda: float, n: int, eps: float) -> int:

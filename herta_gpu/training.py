@@ -7,16 +7,10 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from herta_gpu.backends.base import Array, Backend, norm
-from herta_gpu.certificate import (
-    Certificate,
-    Spectrum,
-    certify,
-    gradient_error,
-    ritz_interval,
-)
+from herta_gpu.certificate import Certificate, certify, gradient_error
 from herta_gpu.factors import Factor
 from herta_gpu.features import Features
 from herta_gpu.losses import LOSSES
@@ -28,13 +22,13 @@ from herta_gpu.optimizers import (
     Optimizer,
     make_optimizer,
 )
+from herta_gpu.planning.recipe import Recipe
+from herta_gpu.planning.settings import Settings
 from herta_gpu.plumbing.checkpoint import Checkpoint
 from herta_gpu.plumbing.stages import Stages, marked_steps
 from herta_gpu.preconditioner import Preconditioner
+from herta_gpu.spectrum import Spectrum, ritz_interval
 from herta_gpu.unfolded import LinearMap, Point, Problem, Rounding, UnfoldedMap
-
-if TYPE_CHECKING:
-    from herta_gpu.herta import HERTA
 
 _TIGHTENINGS = 6  # of the inner tolerance within one outer step
 _DIVERGED = 1e6  # growth of the objective in one step, or over its value at W = 0
@@ -49,7 +43,8 @@ class Training:
 
     def __init__(
         self,
-        model: HERTA,
+        settings: Settings,
+        recipe: Recipe,
         backend: Backend,
         Y: Array,
         P: Preconditioner,
@@ -58,12 +53,14 @@ class Training:
         stages: Stages,
         callback: Callable[[dict[str, Any]], None] | None = None,
         checkpoint: Checkpoint | None = None,
+        identity: str = "",
     ) -> None:
-        self.model, self.backend, self.xp, self.Y, self.P = model, backend, backend.xp, Y, P
+        """`identity` names the plan: a stored state of another one has other coordinates."""
+        self.settings, self.backend, self.xp, self.Y, self.P = settings, backend, backend.xp, Y, P
         self.spectrum, self.stages, self.callback = spectrum, stages, callback
-        self.X_norm = X.norm_bound() if model.ridge > 0 else math.inf
-        self.loss = LOSSES[model.loss]()
-        self.curvature = model.plan_.recipe.curvature
+        self.X_norm = X.norm_bound() if settings.ridge > 0 else math.inf
+        self.loss = LOSSES[settings.loss]
+        self.curvature, self.symmetric, self.identity = recipe.curvature, recipe.symmetric, identity
         self.history: list[dict[str, Any]] = []
         self.warm_history: list[dict[str, Any]] = []  # steps on a model that stood in for the true
         self.records = self.history  # of the loop that runs
@@ -78,11 +75,11 @@ class Training:
     def loop(self, A: LinearMap, w: Array, certified: bool, Z: Array | None = None) -> Point:
         """From w (and a guess of H^-1 X W there) to the optimum of A; `certified`: the true one."""
         # These coordinates amplify what the solves leave over, and no certificate watches it.
-        blind = self.P.fragile or not self.model.precondition
-        inner = min(1e-3, math.sqrt(self.model.tol) / 10) * (0.1 if blind else 1.0)
-        problem = Problem(A, self.loss, self.Y, self.model.ridge, self.P.factor, self.xp, inner)
+        blind = self.P.fragile or not self.settings.precondition
+        inner = min(1e-3, math.sqrt(self.settings.tol) / 10) * (0.1 if blind else 1.0)
+        problem = Problem(A, self.loss, self.Y, self.settings.ridge, self.P.factor, self.xp, inner)
         optimizer = self._optimizer(A)
-        limit = self.model.max_iter * (1 if isinstance(A, UnfoldedMap) else _CHEAP_STEPS)
+        limit = self.settings.max_iter * (1 if isinstance(A, UnfoldedMap) else _CHEAP_STEPS)
         self.status = "max_iter"
         self.phase += 1
         if self.saved is not None and self.saved["phase"] > self.phase:
@@ -126,14 +123,14 @@ class Training:
         Nearly separable classes make the curvature of each row so different that no multiple of
         Q^T Q has the shape of the Hessian.
         """
-        asked_for = self.model.optimizer in ("cg", "lbfgs")
+        asked_for = self.settings.optimizer in ("cg", "lbfgs")
         if self.loss.separable or self.P.rows is None or not asked_for or w.size > NEWTON_SIZE:
             return False
         return max(len(self.warm_history), len(self.records)) > 10 + w.size // 10
 
     def _newton(self, factor: Factor, rank: int) -> Newton:
         assert self.P.rows is not None
-        return Newton(self.backend, self.loss, self.P.rows, factor, rank, self.model.ridge)
+        return Newton(self.backend, self.loss, self.P.rows, factor, rank, self.settings.ridge)
 
     def _save(self, step: int, problem: Problem, point: Point, optimizer: Optimizer) -> None:
         """Everything that the loop needs to begin with `step`."""
@@ -145,7 +142,7 @@ class Training:
         state["point"] = {k: v for k, v in vars(point).items() if k != "rounding"}
         newton = isinstance(optimizer, Newton)  # it remembers nothing
         state["optimizer"] = {k: v for k, v in vars(optimizer).items() if k != "xp" and not newton}
-        state["plan"] = self.model.plan_.identity
+        state["plan"] = self.identity
         self.checkpoint.save_step(state)
 
     def _possible(self, saved: dict[str, Any] | None) -> dict[str, Any] | None:
@@ -154,7 +151,7 @@ class Training:
             return None
         if self.loss.separable and saved["curvature"] != self.curvature:
             return None  # the spectrum is that of one P
-        if saved["plan"] != self.model.plan_.identity:
+        if saved["plan"] != self.identity:
             saved["phase"] = 0  # other loops, other coordinates: its weights are where to start
         return saved
 
@@ -168,7 +165,7 @@ class Training:
         saved, self.saved = self.saved, None
         if saved is None:
             return None
-        same_plan = saved["plan"] == self.model.plan_.identity
+        same_plan = saved["plan"] == self.identity
         point = self._measured(problem, saved) if same_plan else None
         if point is None:
             anew = problem.start(self.P.factor.unhalf(saved["point"]["W"]))
@@ -194,7 +191,7 @@ class Training:
         """The stored point with every number computed again; None where they contradict it."""
         P, kept = self.P, self._stored(saved)
         if saved["curvature"] != self.curvature:
-            P = P.rescaled(saved["curvature"], self.model.ridge, self.model.optimizer == "adam")
+            P = P.rescaled(saved["curvature"], self.settings.ridge, self.symmetric)
         tried = replace(problem, factor=P.factor, tol=saved["tol"])
         point = tried.measured(kept.w, kept.Z, kept.V, kept.inner_iterations, kept.stagnated)
         if not self._agree(problem, kept, point):
@@ -218,7 +215,7 @@ class Training:
 
     def _flatter(self, problem: Problem, point: Point) -> bool:
         """Cross entropy loses curvature as it learns, the ridge does not: P must follow."""
-        if self.loss.separable or self.model.ridge == 0 or not self.model.precondition:
+        if self.loss.separable or self.settings.ridge == 0 or not self.settings.precondition:
             return False
         now = self.loss.curvature(self.xp, problem.map.rows(point.Z))
         return now < self.curvature / _FLATTER
@@ -226,33 +223,32 @@ class Training:
     def _rescaled(self, problem: Problem, point: Point) -> Point:
         """The same point in the coordinates of a P with the present curvature."""
         self.curvature = self.loss.curvature(self.xp, problem.map.rows(point.Z))
-        symmetric = self.model.optimizer == "adam"
-        self.P = self.P.rescaled(self.curvature, self.model.ridge, symmetric)
+        self.P = self.P.rescaled(self.curvature, self.settings.ridge, self.symmetric)
         factor = problem.factor = self.P.factor
         return replace(point, w=factor.unhalf(point.W), g=factor.half_T(point.gradient))
 
     def _optimizer(self, A: LinearMap) -> Optimizer:
-        model, rate = self.model, self.model.learning_rate
-        spectral = rate == "spectral" or (model.optimizer == "momentum" and rate is None)
+        asked, rate = self.settings, self.settings.learning_rate
+        spectral = rate == "spectral" or (asked.optimizer == "momentum" and rate is None)
         if spectral and isinstance(A, UnfoldedMap):
-            a, b = ritz_interval(self.P, A, model.ridge, model.random_state)
-            if model.optimizer == "momentum":
+            a, b = ritz_interval(self.P, A, asked.ridge, asked.seed)
+            if asked.optimizer == "momentum":
                 return Momentum.for_spectrum(a, b)
-            if model.optimizer == "gd":
+            if asked.optimizer == "gd":
                 return GradientDescent(2.0 / (a + b))
         number = None if isinstance(rate, str) else rate
-        return make_optimizer(model.optimizer, number, self.xp, self.loss.separable)
+        return make_optimizer(asked.optimizer, number, self.xp, self.loss.separable)
 
     def _certify(self, point: Point, certified: bool) -> Certificate:
         spectrum = self.spectrum if certified else None
         why_not = self._why_not(point)
-        return certify(point, spectrum, self.P, self.model.ridge, self.X_norm, why_not)
+        return certify(point, spectrum, self.P, self.settings.ridge, self.X_norm, why_not)
 
     def _why_not(self, point: Point) -> str:
         """Why there is no certificate, for the user."""
-        if not self.model.precondition:
+        if not self.settings.precondition:
             return "precondition=False gives no bound on the spectrum"
-        if self.model.loss == "mse":
+        if self.loss.quadratic:
             return f"{self.P.note or 'P misses too much of the Hessian'}; a ridge would help"
         if point.objective < math.log(2):  # every training row has more than half of the softmax
             return "the training classes are separable, so there is no minimiser; a ridge gives one"
@@ -264,7 +260,7 @@ class Training:
             size, error, goal = self._sizes(point)
             if point.stagnated or error <= 0.3 * max(size, goal):
                 break
-            if self._certify(point, True).value <= self.model.tol:
+            if self._certify(point, True).value <= self.settings.tol:
                 break  # good enough as it is
             problem.tol *= max(0.01, 0.2 * max(size, goal) / error)
             point = problem.point(point.w, point.Z, point.V, point.inner_iterations)
@@ -272,24 +268,24 @@ class Training:
 
     def _sizes(self, point: Point) -> tuple[float, float, float]:
         """(||gradient||, its possible error, the norm that would be good enough)."""
-        goal = 2 * self.model.tol * max(point.objective, 0.0)
+        goal = 2 * self.settings.tol * max(point.objective, 0.0)
         if self.spectrum is not None:
             error = gradient_error(point, self.spectrum)
             size = norm(point.g)
             return size, error, math.sqrt(goal * self.spectrum.a)
-        if self.model.ridge > 0:
+        if self.settings.ridge > 0:
             error = self.X_norm * (point.forward_residual + point.adjoint_residual)
             size = norm(point.gradient)
-            return size, error, math.sqrt(goal * self.model.ridge)
+            return size, error, math.sqrt(goal * self.settings.ridge)
         return 1.0, 0.0, 1.0
 
     def _stop(self, point: Point, certified: bool) -> bool:
-        tol, size = self.model.tol, norm(point.g)
+        tol, size = self.settings.tol, norm(point.g)
         if self.certificate.kind != "none":
             # A model that only stands in for the true one is solved a little further.
             if self.certificate.value <= (tol if certified else 0.1 * tol):
                 self.status = "certified-reduced" if self.certificate.reduced else "certified"
-            elif self.model.ridge == 0 and point.objective <= tol**2 * self.loss_at_zero:
+            elif self.settings.ridge == 0 and point.objective <= tol**2 * self.loss_at_zero:
                 self.status = "converged"  # an optimum of about 0 has no relative gap
             elif point.stagnated and self._sizes(point)[1] > self._sizes(point)[0]:
                 self.status = "stagnated"  # rounding hides the gradient
@@ -301,7 +297,7 @@ class Training:
             self.status, left = "converged", point.objective + point.objective_error
             self.certificate = replace(self.certificate, kind="nonnegative", gap=left)
             return True
-        if self.model.precondition:
+        if self.settings.precondition:
             a = 0.5 if self.spectrum is None else self.spectrum.a
             done = size**2 <= 2 * a * tol * point.objective and self._settled(point.objective)
         else:
@@ -320,7 +316,7 @@ class Training:
         if len(gaps) <= 10 or min(gaps[-10:]) < 0.9 * min(gaps[:-10]):
             return False
         losses = [h["loss"] for h in self.records[-10:]]
-        return max(losses) - min(losses) <= 1e-3 * self.model.tol * abs(losses[-1])
+        return max(losses) - min(losses) <= 1e-3 * self.settings.tol * abs(losses[-1])
 
     def _settled(self, objective: float) -> bool:
         """Whether the last steps, too, say that next to nothing is left to gain.
@@ -329,7 +325,7 @@ class Training:
         small, and cross entropy changes its curvature.
         """
         losses = [h["loss"] for h in self.records[-4:]]
-        allowed = self.model.tol * objective
+        allowed = self.settings.tol * objective
         if self.loss.separable:
             if len(losses) < 3:
                 return True
@@ -352,6 +348,6 @@ class Training:
                 "warm": not certified,
             }
         )
-        self.stages.step(step, value, self.model.tol, point.objective, warm=not certified)
+        self.stages.step(step, value, self.settings.tol, point.objective, warm=not certified)
         if self.callback is not None:
             self.callback(self.records[-1])

@@ -300,7 +300,9 @@ def test_rows_of_a_large_map_are_sampled(tmp_path):
         X.flush()
         os.utime(path, ns=(about.st_atime_ns, about.st_mtime_ns))
         graph = Graph.from_edges([[0], [1]], num_nodes=2)
-        found = fingerprint(HERTA(), get_backend("cpu"), graph, X, np.zeros(n), np.arange(3))
+        found = fingerprint(
+            HERTA().get_params(), get_backend("cpu"), graph, X, np.zeros(n), np.arange(3)
+        )
         X[row] = 0
         X.flush()
         return found
@@ -426,7 +428,7 @@ def test_a_state_of_unknown_origin_is_refused(tmp_path, left):
 def test_a_state_of_another_version_is_refused(tmp_path, monkeypatch):
     data = given()
     killed(tmp_path, data)
-    monkeypatch.setattr("herta_gpu.__version__", "9.9")
+    monkeypatch.setattr("herta_gpu.plumbing.fingerprint.__version__", "9.9")
     with pytest.raises(ValueError, match=r"version of herta_gpu \(0\..* then, 9\.9 now\) changed"):
         fit(tmp_path, data)
 

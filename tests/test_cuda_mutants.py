@@ -16,8 +16,8 @@ if compiler() is None:
 from cupy_standin.ledger import Ledger
 
 import herta_gpu
-from herta_gpu.backends.cuda.backend import sampling as device_sampling
-from herta_gpu.backends.cuda.backend import streaming as device_streaming
+from herta_gpu.backends.cuda import sampling as device_sampling
+from herta_gpu.backends.cuda import streaming as device_streaming
 from tests import device_checks as checks
 from tests.test_cuda import test_a_cg_step_is_three_launches_and_nothing_else as check_ledger
 

@@ -64,7 +64,7 @@ def test_the_wheel_works_with_the_source_tree_out_of_the_way(tmp_path):
 import sys
 sys.path.insert(0, {str(inside)!r})
 import herta_gpu
-from herta_gpu.backends import kernel_folder
+from herta_gpu.backends.cuda.device import kernel_folder
 from herta_gpu.datasets import digits
 assert herta_gpu.__file__.startswith({str(inside)!r}), herta_gpu.__file__
 assert str(kernel_folder()).startswith({str(inside)!r}), kernel_folder()
@@ -111,7 +111,7 @@ def check_the_command(wheel: Path, tmp_path: Path) -> None:
 
 
 def test_kernels_are_found_from_the_source_tree():
-    from herta_gpu.backends import kernel_folder
+    from herta_gpu.backends.cuda.device import kernel_folder
 
     names = {p.name for p in kernel_folder().iterdir()} - {"README.md"}
     assert "common.cuh" in names

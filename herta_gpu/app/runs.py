@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import scipy
 
+from herta_gpu import __version__
 from herta_gpu.certificate import Certificate
 from herta_gpu.datasets.dataset import NORMALIZATIONS
 from herta_gpu.herta import HERTA
@@ -208,8 +209,6 @@ def _locked(folder: Path) -> Iterator[None]:
 
 def environment() -> dict[str, Any]:
     """What else a result depends on."""
-    from herta_gpu import __version__
-
     return {
         "herta_gpu": __version__,
         "python": platform.python_version(),
@@ -278,7 +277,7 @@ def load_model(path: str | Path) -> HERTA:
         about = _about(stored)
         W, classes = _weights(stored)
         model = HERTA(**about["params"])
-        model._check_params()
+        model._settings()
         bound = Certificate(**{"value": math.inf, "kind": "none", **about["certificate"]})
     except DataError:
         raise
@@ -326,7 +325,7 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     config = _read_json(path, _CONFIG)
     try:
         _check_params(config["params"])
-        HERTA(**config["params"])._check_params()
+        HERTA(**config["params"])._settings()
         if config["normalize"] is not None:
             check_choice("normalize", config["normalize"], NORMALIZATIONS)
     except (ValueError, TypeError) as error:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from functools import cache
 from importlib.util import find_spec
-from pathlib import Path
 
 from herta_gpu.backends.base import Backend
+from herta_gpu.backends.cpu.reference import CPUBackend
 
 
 @cache
@@ -16,8 +16,6 @@ def _cpu(fast: bool) -> Backend:
         from herta_gpu.backends.cpu.compiled import FastCPUBackend
 
         return FastCPUBackend()
-    from herta_gpu.backends.cpu.reference import CPUBackend
-
     return CPUBackend()
 
 
@@ -69,12 +67,3 @@ def _cuda_is_usable() -> bool:
     except RuntimeError:
         return False
     return True
-
-
-def kernel_folder() -> Path:
-    """Where the CUDA sources are: inside the installed package, or beside it in a checkout."""
-    package = Path(__file__).resolve().parent.parent
-    for folder in (package / "kernels", package.parent / "kernels"):
-        if (folder / "common.cuh").exists():
-            return folder
-    raise FileNotFoundError("The CUDA sources are missing: reinstall herta_gpu.")

@@ -11,18 +11,16 @@ counters, so the same seed gives the same numbers on every backend, whatever the
 
 from __future__ import annotations
 
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.linalg import LinAlgError
 
-if TYPE_CHECKING:
-    from herta_gpu.graph import Graph
+from herta_gpu.graph import Graph
 
 Array = Any  # numpy.ndarray or cupy.ndarray, as the backend says
 Part = tuple[slice, slice]  # rows and columns of a matrix
@@ -33,20 +31,6 @@ STREAM_IDENTITY = 1  # Pi_2, keyed by the node
 STREAM_SAMPLE = 2  # edge sampling, keyed by the draw (or by the edge for Bernoulli)
 STREAM_SIGNS = 3  # the Rademacher matrix R of the SRHT
 STREAM_ROWS = 4  # the uniform rows of the SRHT
-
-
-def host_memory() -> int:
-    """Bytes of the host's memory that are free."""
-    try:
-        with open("/proc/meminfo", encoding="ascii") as lines:
-            for line in lines:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
-    except OSError:
-        pass  # not Linux: ask for the physical memory below
-    if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-    return 4 << 30
 
 
 def norm(x: Array) -> float:
@@ -211,8 +195,6 @@ class Backend(ABC):
         self, edge_index: Any, num_nodes: int | None = None, edge_weight: Any = None
     ) -> Graph:
         """`Graph.from_edges` of arrays that are on this device."""
-        from herta_gpu.graph import Graph
-
         return Graph.from_edges(edge_index, num_nodes, edge_weight)
 
     @abstractmethod

@@ -10,6 +10,8 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from herta_gpu.losses import LOSSES
+from herta_gpu.planning.settings import Settings
 from herta_gpu.solver import BLOCK_WIDTH, RegularizedLaplacian, chebyshev_degree
 
 # A feature that only occurs outside the training rows reaches them through many hops, weakly: it
@@ -36,7 +38,7 @@ _CE_EVALUATIONS = 40  # of cross entropy and its gradient
 _REORDER_COLUMNS = 1000
 
 
-@dataclass
+@dataclass(frozen=True)
 class Sizes:
     """The numbers that costs and memory depend on."""
 
@@ -71,23 +73,7 @@ class Outline(RegularizedLaplacian):
         return 1.0 + 2.0 * self.lam
 
 
-@dataclass
-class Options:
-    """The caller's wishes, checked."""
-
-    loss: str
-    optimizer: str
-    ridge: float
-    tol: float
-    strategy: str
-    sparsify: bool | int | str
-    sketch: bool | int | str
-    precondition: bool
-    budget: int
-    seed: int
-
-
-def Q_tolerance(H: RegularizedLaplacian, sizes: Sizes, options: Options, strategy: str) -> float:
+def Q_tolerance(H: RegularizedLaplacian, sizes: Sizes, settings: Settings, strategy: str) -> float:
     """How well Q must approximate H^-1 X."""
     top = H.lambda_max
     if sizes.hidden and sizes.n_train >= sizes.d:
@@ -95,8 +81,8 @@ def Q_tolerance(H: RegularizedLaplacian, sizes: Sizes, options: Options, strateg
     if strategy == "direct":
         # What Q is off by counts squared in the loss.  Tight enough that the first look at the true
         # model is nearly always the last; a duality gap asks for more.
-        share = 0.5 if options.loss == "mse" else 0.1
-        return min(1e-3, share * math.sqrt(options.tol / top))
+        share = 0.5 if LOSSES[settings.loss].quadratic else 0.1
+        return min(1e-3, share * math.sqrt(settings.tol / top))
     if sizes.n_train == sizes.n:
         return 0.1
     # With a mask the error counts against the masked rows: tighter as lam grows.
@@ -104,31 +90,31 @@ def Q_tolerance(H: RegularizedLaplacian, sizes: Sizes, options: Options, strateg
     return min(loose, 0.003) if sizes.n_train < sizes.d else loose
 
 
-def row_tolerance(options: Options) -> float:
+def row_tolerance(settings: Settings) -> float:
     """How well H^-1 M^T must be solved for; without a ridge its rows must span what A's do."""
-    return _ROW_SPACE_TOL if options.ridge == 0 else min(1e-4, math.sqrt(options.tol) / 10)
+    return _ROW_SPACE_TOL if settings.ridge == 0 else min(1e-4, math.sqrt(settings.tol) / 10)
 
 
-def strategy_costs(H: RegularizedLaplacian, sizes: Sizes, options: Options) -> dict[str, float]:
+def strategy_costs(H: RegularizedLaplacian, sizes: Sizes, settings: Settings) -> dict[str, float]:
     """Predicted seconds of each strategy: solves for Q, d x d work, the loop."""
     work = 2 * sizes.m + 4 * sizes.n
     inner = chebyshev_degree(H, 1e-4)
     evaluation = 2 * inner * (sizes.c * work * _CG_STEP + _CG_LAUNCH) + 3 * _pass(sizes)
     small = min(sizes.n_train, sizes.d)
     dense = sizes.n_train * sizes.d * small * _GEMM_FLOP + small**3 / 3 * _FACTOR_FLOP
-    evaluations = 1 + (_OUTER_STEPS if options.loss == "mse" else _CE_EVALUATIONS)
+    evaluations = 1 + (_OUTER_STEPS if LOSSES[settings.loss].quadratic else _CE_EVALUATIONS)
     cost = {}
     for strategy in ("herta", "direct"):
-        degree = chebyshev_degree(H, Q_tolerance(H, sizes, options, strategy))
+        degree = chebyshev_degree(H, Q_tolerance(H, sizes, settings, strategy))
         if strategy == "direct" and sizes.n_train < sizes.d:
-            degree = chebyshev_degree(H, row_tolerance(options))
+            degree = chebyshev_degree(H, row_tolerance(settings))
             solves = sizes.n_train * degree * work * _CG_STEP
             solves += 2 * sizes.n * sizes.n_train * sizes.d * _GEMM_FLOP
         else:
             launches = math.ceil(sizes.d / BLOCK_WIDTH) * _CHEBYSHEV_LAUNCH
             solves = degree * (sizes.d * work * _CHEBYSHEV_STEP + launches)
         loop = evaluation * (evaluations if strategy == "herta" else 1)
-        if strategy == "direct" and options.loss == "ce":
+        if strategy == "direct" and not LOSSES[settings.loss].quadratic:
             loop += evaluations * 4 * sizes.n_train * sizes.d * sizes.c * _GEMM_FLOP
         cost[strategy] = solves + dense + loop
     return cost
@@ -141,17 +127,17 @@ def _pass(sizes: Sizes) -> float:
     return sizes.n * sizes.d * (_DENSE_PASS + 2 * sizes.c * _GEMM_FLOP)
 
 
-def worth_reordering(lam: float, d: int, c: int, loss: str) -> bool:
+def worth_reordering(settings: Settings, d: int, c: int) -> bool:
     """Whether a fit multiplies enough columns with H to pay for a better order of the nodes."""
-    H = Outline(1, lam)  # decided before the graph has been looked at
-    evaluations = 1 if loss == "mse" else _CE_EVALUATIONS
+    H = Outline(1, settings.lam)  # decided before the graph has been looked at
+    evaluations = 1 if LOSSES[settings.loss].quadratic else _CE_EVALUATIONS
     columns = d * chebyshev_degree(H, 1e-3) + 2 * c * evaluations * chebyshev_degree(H, 1e-4)
     return columns >= _REORDER_COLUMNS
 
 
-def sampling_pays(H: RegularizedLaplacian, sizes: Sizes, options: Options, s: int) -> bool:
+def sampling_pays(H: RegularizedLaplacian, sizes: Sizes, settings: Settings, s: int) -> bool:
     """Whether s samples save more solves for Q than a rougher P costs."""
-    m, degree = sizes.m, chebyshev_degree(H, Q_tolerance(H, sizes, options, "herta"))
+    m, degree = sizes.m, chebyshev_degree(H, Q_tolerance(H, sizes, settings, "herta"))
     saved = sizes.d * degree * 2 * (m - s) * _CHEBYSHEV_STEP
     # About three more outer steps, and Lanczos for the certificate.
     columns = 3 * 2 * sizes.c + 40 * _NARROW_AND_DENSE

@@ -18,9 +18,9 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from herta_gpu.backends.base import Array, Backend
 from herta_gpu.plumbing.files import new_file
 from herta_gpu.plumbing.fingerprint import Fingerprint, differences, key
+from herta_gpu.plumbing.interop import Array, Backend
 
 _STEP = "step.npz"
 _MADE_FROM = "made-from.json"
@@ -102,15 +102,15 @@ class Checkpoint:
         return any(not path.name.startswith(".") for path in self.folder.glob("*.npz"))
 
     def on(
-        self, backend: Backend, plan: Callable[[], str] = str
+        self, backend: Backend, plan: str = ""
     ) -> Callable[[str, Callable[[], dict[str, Array]]], Any]:
         """The function `once(name, make)`: what `make` made, now or before the crash.
 
-        `plan` says how things are made at present, which free memory may have changed.
+        `plan` names how things are made at present, which free memory may have changed.
         """
 
         def once(name: str, make: Callable[[], dict[str, Array]]) -> dict[str, Array]:
-            path, made_from = self.folder / f"{name}.npz", self._made_from + plan()
+            path, made_from = self.folder / f"{name}.npz", self._made_from + plan
             stored = _read(path, made_from)
             if stored is not None:
                 return {k: backend.xp.asarray(array) for k, array in stored.items()}

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from herta_gpu.backends.base import host_memory
+from herta_gpu.plumbing.machine import host_memory
 from herta_gpu.plumbing.validation import as_labels, check_targets, has_label, train_rows
 
 

@@ -11,19 +11,15 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import scipy.sparse as sp
 
-from herta_gpu.backends.base import Backend
-from herta_gpu.plumbing.interop import on_device
+from herta_gpu import __version__
+from herta_gpu.plumbing.interop import Backend, on_device
 from herta_gpu.plumbing.validation import check_dtype
-
-if TYPE_CHECKING:
-    from herta_gpu.graph import Graph
-    from herta_gpu.herta import HERTA
 
 Fingerprint = dict[str, dict[str, Any]]
 
@@ -35,19 +31,21 @@ _SAMPLED_BYTES = 256 << 20  # of them at most
 
 
 def fingerprint(
-    model: HERTA,
+    params: Mapping[str, Any],
     backend: Backend,
-    graph: Graph,
+    graph: Any,
     X: Any,
     y: Any,
     rows: Any,
     split: dict[str, Any] | None = None,
 ) -> Fingerprint:
-    """Of the data, of the model's parameters and of what computes: all that must be the same.
+    """Hashes of the data, with the parameters and what computes: all that must be the same.
 
     Parameters
     ----------
-    model, backend, graph, X, y
+    params : dict
+        The parameters of the model.
+    backend, graph, X, y
         As `HERTA.fit` has them after its checks.
     rows : array
         Ids of the training nodes.
@@ -62,15 +60,13 @@ def fingerprint(
     >>> from herta_gpu.plumbing.fingerprint import differences, fingerprint
     >>> data, cpu = load("digits"), get_backend("cpu")
     >>> given = (cpu, data.graph, data.X, data.y, data.split["train"])
-    >>> then = fingerprint(HERTA(lam=5.0), *given)
-    >>> differences(then, fingerprint(HERTA(lam=5, max_iter=7), *given))
+    >>> then = fingerprint(HERTA(lam=5.0).get_params(), *given)
+    >>> differences(then, fingerprint(HERTA(lam=5, max_iter=7).get_params(), *given))
     []
     >>> data.X[17, 3] += 1
-    >>> differences(then, fingerprint(HERTA(lam=7.0), *given))
+    >>> differences(then, fingerprint(HERTA(lam=7.0).get_params(), *given))
     ['the features X', 'lam (5.0 then, 7.0 now)']
     """
-    from herta_gpu import __version__
-
     parts = (graph.indptr, graph.indices, graph.weights, graph.degree, graph.order)
     data = {
         "the graph": _hash(parts, backend),
@@ -81,11 +77,11 @@ def fingerprint(
     if split is not None:
         others = [np.asarray(split[name]) for name in sorted(split) if name != "train"]
         data["the validation or test nodes"] = _hash(others, backend)
-    params = {k: _plain(v) for k, v in model.get_params().items() if k not in _FREE}
+    same = {k: _plain(v) for k, v in params.items() if k not in _FREE}
     # The same bits, and the same bounds of rounding, are promised by one kind of device only.
-    params["device"] = f"{backend.name}, {type(backend).__name__}"
-    params["dtype"] = check_dtype(model.dtype)
-    return {"data": data, "parameters": {**params, "the version of herta_gpu": __version__}}
+    same["device"] = f"{backend.name}, {type(backend).__name__}"
+    same["dtype"] = check_dtype(params["dtype"])
+    return {"data": data, "parameters": {**same, "the version of herta_gpu": __version__}}
 
 
 def differences(then: Fingerprint, now: Fingerprint) -> list[str]:

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import scipy.sparse as sp
 
-from herta_gpu.backends.base import Array, Backend
+Array = Any  # of NumPy or CuPy
+Backend = Any  # a backend; this module is below them
 
 _DLPACK_CUDA = 2  # kDLCUDA
 

@@ -7,14 +7,12 @@ not.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import scipy.sparse as sp
 
-if TYPE_CHECKING:
-    from herta_gpu.graph import Graph
-
+Graph = Any  # a `herta_gpu.Graph`, which is above this module
 COMMUNITY = 4096  # nodes at most: their rows of 64 float32 columns are 1 MB, an L2 cache
 WORTH = 0.2  # share of the edges within communities from which storing them together pays
 LARGE = 1 << 16  # nodes from which a block does not fit the caches anyway

@@ -21,15 +21,6 @@ _LARGEST_Y = 1e30  # its square must be far from the end of float64
 _CHECK_ROWS = 1 << 16  # rows looked at once, so that memory-mapped input stays on disk
 
 
-def check_graph(graph: Any) -> None:
-    from herta_gpu.graph import Graph
-
-    if not isinstance(graph, Graph):
-        raise TypeError(
-            f"graph must be a herta_gpu.Graph, not {type(graph).__name__}: use Graph.from_edges."
-        )
-
-
 class BudgetError(MemoryError):
     """Not even one column fits the budget; the sentence says what would."""
 
@@ -114,6 +105,11 @@ def parse_bytes(value: int | str) -> int:
         value = int(float(found[1]) * _UNITS[found[2].upper()])
     check_positive("memory_budget", value)
     return int(value)
+
+
+def memory_budget(wish: int | str | None, available: int) -> int:
+    """Bytes to use: as asked, or 80% of what is free.  There is no other rule in the package."""
+    return int(0.8 * available) if wish is None else parse_bytes(wish)
 
 
 def check_rows(name: str, X: Any, graph: Any) -> None:

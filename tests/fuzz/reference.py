@@ -173,7 +173,10 @@ class Basis:
         for _ in range(steps):
             S = _softmax(B @ V)[0]
             g = B.T @ (S - p.Y) + C.T @ (C @ V)
-            D = _newton_step(B.astype(float), C.astype(float), S.astype(float), g)
+            try:
+                D = _newton_step(B.astype(float), C.astype(float), S.astype(float), g)
+            except np.linalg.LinAlgError:
+                break  # whatever was found is an upper bound of the optimum all the same
             slope, eta = (g * D).sum(), LD(1)
             while eta > 1e-9 and not (ahead := value(V + eta * D)) <= now + eta * slope / 10:
                 eta /= 2

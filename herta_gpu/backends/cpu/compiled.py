@@ -24,8 +24,8 @@ from herta_gpu.backends.cpu.reference import (
     _integer_scores,
     _pool,
     keep_probabilities,
-    num_threads,
 )
+from herta_gpu.plumbing.machine import num_threads
 
 _CHUNK_WORK = 1 << 15  # non-zeros plus four per row that one thread takes at a time
 _FLAT_CHUNK = 1 << 16  # numbers of a block that one thread takes at a time

@@ -7,7 +7,6 @@ by one thread in one fixed order, so results do not depend on the number of thre
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -28,24 +27,14 @@ from herta_gpu.backends.base import (
     Backend,
     CGState,
     Laplacian,
-    host_memory,
 )
 from herta_gpu.backends.cpu import lapack, philox
+from herta_gpu.plumbing.machine import host_memory, num_threads
 
 _CHUNK_WORK = 1 << 16  # non-zeros plus four per row: a block of 64 columns stays in the L2 cache
 _EDGE_CHUNK = 1 << 15  # edges handled at once by the sketch and the scores
 _DRAW_CHUNK = 1 << 20  # draws handled at once by the sampler
 _HADAMARD_FACTOR = 32  # rows mixed by one matrix product of the Walsh-Hadamard transform
-
-
-def num_threads() -> int:
-    """Threads to use: ``HERTA_NUM_THREADS``, or every core this process may run on."""
-    given = os.environ.get("HERTA_NUM_THREADS", "")
-    if given:
-        if not given.isdigit() or int(given) < 1:
-            raise ValueError(f"HERTA_NUM_THREADS must be a positive integer, not {given!r}.")
-        return int(given)
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @lru_cache(maxsize=2)

@@ -26,7 +26,6 @@ import cupyx
 import cupyx.scipy.sparse
 import numpy as np
 
-from herta_gpu.backends import kernel_folder
 from herta_gpu.backends.base import STREAM_ROWS, Array, Backend, CGState, Laplacian
 from herta_gpu.backends.cuda.device import (
     MAX_BLOCKS,
@@ -36,6 +35,7 @@ from herta_gpu.backends.cuda.device import (
     blocks,
     column_shape,
     hadamard_passes,
+    kernel_folder,
     pivoted_cholesky,
     pointer,
     segments,

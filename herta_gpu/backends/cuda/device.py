@@ -4,6 +4,7 @@ operations that keep the host out of their inner loops."""
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -123,3 +124,12 @@ def keep_probabilities(xp: Any, scores: Array, s: int) -> Array:
         rest = xp.where(free, scores, 0.0).sum()
         p = xp.where(free, xp.minimum(1.0, budget * scores / rest), p)
     return p
+
+
+def kernel_folder() -> Path:
+    """Where the CUDA sources are: inside the installed package, or beside it in a checkout."""
+    package = Path(__file__).resolve().parents[2]
+    for folder in (package / "kernels", package.parent / "kernels"):
+        if (folder / "common.cuh").exists():
+            return folder
+    raise FileNotFoundError("The CUDA sources are missing: reinstall herta_gpu.")

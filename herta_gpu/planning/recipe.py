@@ -1,0 +1,37 @@
+"""How P is built: what the plan hands to the preconditioner."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Every decision that the bits of P depend on."""
+
+    degree: int  # of the Chebyshev polynomial
+    width: int  # columns of X at once
+    exact: bool  # solve and keep Q in float64
+    sketch_rows: int | None  # SRHT rows; None: the exact Gram matrix
+    by_rows: bool  # solve for H^-1 M^T instead of H^-1 X
+    row_tol: float  # of those solves
+    all_rows: bool  # keep Q on all rows, for a certificate that does not depend on chance
+    keep_rows: bool  # keep Q's training rows
+    curvature: float  # of the loss where training starts: P = curvature Q^T Q + ridge I
+    symmetric: bool  # the optimizer depends on the coordinates: P^-1/2 itself
+    seed: int
+
+    @property
+    def name(self) -> str:
+        """The name of Q in a checkpoint; it tells what depends on how much memory is free."""
+        rows = "all" if self.all_rows else self.sketch_rows or "train"
+        return f"{'Q64' if self.exact else 'Q'}-{self.degree}-{rows}-{self.width}"
+
+    def dtype(self, working: str) -> str:
+        """The precision of Q where the fit works in `working`."""
+        return "float64" if self.exact else working
+
+    def blocks(self, d: int) -> list[slice]:
+        """The columns of X in blocks of about the same size: none is narrow without need."""
+        step = -(-d // -(-d // self.width))
+        return [slice(j, min(j + step, d)) for j in range(0, d, step)]

@@ -1,0 +1,137 @@
+"""The caller's wishes: checked once, decoded once, and frozen."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from herta_gpu.plumbing.validation import (
+    MAX_SEED,
+    check_choice,
+    check_count,
+    check_dtype,
+    check_lam,
+    check_number,
+    check_positive,
+    check_ridge,
+    memory_budget,
+    parse_bytes,
+)
+
+LOSS_NAMES = ("mse", "ce")
+OPTIMIZER_NAMES = ("cg", "gd", "momentum", "adam", "lbfgs")
+
+
+@dataclass(frozen=True)
+class Wish:
+    """Whether something is to be done: "auto" (if it pays), "always" or "never"; how much of it."""
+
+    when: str
+    count: int | None = None  # None: as much as the theory asks for
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What `HERTA` was asked for; see its parameters."""
+
+    lam: float
+    loss: str
+    optimizer: str
+    ridge: float
+    tol: float
+    max_iter: int
+    strategy: str  # "auto", "herta" or "direct"
+    sparsify: Wish
+    scores: str  # of edges that are sampled: "sketch" is Algorithm 2, "degree" costs nothing
+    mixed: bool  # the loop, too, may run on a sampled graph
+    sketch: Wish
+    precondition: bool
+    device: str
+    dtype: str
+    memory_budget: int | None
+    seed: int
+    learning_rate: float | str | None
+    reorder: Wish
+
+    @classmethod
+    def of(cls, params: Mapping[str, Any]) -> Settings:
+        """Settings from the estimator's parameters, or a sentence that says what is wrong."""
+        lam = strength(params["lam"], params["alpha"])
+        check_lam(lam)
+        check_choice("loss", params["loss"], LOSS_NAMES)
+        check_choice("optimizer", params["optimizer"], OPTIMIZER_NAMES)
+        check_choice("strategy", params["strategy"], ("auto", "herta", "direct"))
+        check_ridge(params["ridge"])
+        check_positive("tol", params["tol"])
+        check_count("max_iter", params["max_iter"])
+        check_count("random_state", params["random_state"], least=0, most=MAX_SEED)
+        check_choice("reorder", params["reorder"], ("auto", True, False))
+        check_choice("precondition", params["precondition"], (True, False))
+        check_choice("device", params["device"], ("auto", "cpu", "cuda"))
+        budget, sparsify = params["memory_budget"], params["sparsify"]
+        return cls(
+            lam=lam,
+            loss=params["loss"],
+            optimizer=params["optimizer"],
+            ridge=float(params["ridge"]),
+            tol=float(params["tol"]),
+            max_iter=int(params["max_iter"]),
+            strategy=params["strategy"],
+            sparsify=_wish("sparsify", sparsify, {"degree": "always", "mixed": "auto"}),
+            # A word asks for what is cheap, a count or True for Algorithm 2.
+            scores="degree" if isinstance(sparsify, str) else "sketch",
+            mixed=isinstance(sparsify, str) and sparsify == "mixed",
+            sketch=_wish("sketch", params["sketch"]),
+            precondition=bool(params["precondition"]),
+            device=params["device"],
+            dtype=check_dtype(params["dtype"]),
+            memory_budget=None if budget is None else parse_bytes(budget),
+            seed=int(params["random_state"]),
+            learning_rate=_rate(params["learning_rate"]),
+            reorder=_wish("reorder", params["reorder"]),
+        )
+
+    def budget(self, available: int) -> int:
+        """Bytes that a fit may use where so many are free."""
+        return memory_budget(self.memory_budget, available)
+
+    @property
+    def custom_P(self) -> bool:
+        """Whether a sampled graph or a sketch behind P was asked for by name."""
+        asked = self.sparsify.when == "always" or self.mixed
+        return asked or self.sketch.when == "always"
+
+
+def strength(lam: Any, alpha: Any) -> float:
+    """lam, or APPNP's alpha in place of it."""
+    if alpha is None:
+        return check_number("lam", lam)
+    check_positive("alpha", alpha)
+    if alpha >= 1:
+        raise ValueError(f"alpha must lie between 0 and 1, not {alpha!r}.")
+    return 1.0 / float(alpha) - 1.0
+
+
+def _wish(name: str, value: Any, words: Mapping[str, str] | None = None) -> Wish:
+    words = {"auto": "auto", **(words or {})}
+    if isinstance(value, (bool, np.bool_)):
+        return Wish("always" if value else "never")
+    if isinstance(value, str) and value in words:
+        return Wish(words[value])
+    if isinstance(value, (int, np.integer)) and value > 0:
+        return Wish("always", int(value))
+    allowed = ", ".join(f'"{w}"' for w in words)
+    raise ValueError(f"{name} must be {allowed}, True, False or a positive count, not {value!r}.")
+
+
+def _rate(value: Any) -> float | str | None:
+    if isinstance(value, str):
+        check_choice("learning_rate", value, ("spectral",))
+        return value
+    if value is None:
+        return None
+    check_positive("learning_rate", value)
+    return float(value)

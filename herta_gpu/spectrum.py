@@ -1,0 +1,278 @@
+"""What is known of the preconditioned Hessian P^-1/2 T P^-1/2: where its eigenvalues lie.
+
+In the order of their price: proven from the polynomial behind Q, measured from R = X - H Q, or
+found by Lanczos from a random start, which fails with a stated probability.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from herta_gpu.backends.base import Array, Backend, norm
+from herta_gpu.preconditioner import Preconditioner, gram, residual_gram
+from herta_gpu.solver import block_cg
+from herta_gpu.unfolded import UnfoldedMap
+
+LANCZOS_STEPS = 20
+_MOST_STEPS = 160  # of Lanczos, where fewer leave too little of a
+_LANCZOS_TOL = 1e-4
+_LANCZOS_LEAST_TOL = 1e-12
+_BLUR = 0.05  # movement of the Ritz values that makes tighter solves worth it
+_USEFUL = 0.02  # a below this makes the certificate too pessimistic to be worth having
+_PROVEN = 0.1  # below this it is worth measuring what rounding really did
+_SLACK = 0.1  # departure of P from Q^T Q + ridge beyond which nothing is built on that form
+_LEAST_UNIT = 1e-25  # of a column of X below which float32 loses digits to underflow
+_ENOUGH = 0.1  # rho below this is not worth a better bound
+_MEASURED = 0.3  # nor is this, once R had to be measured
+
+
+@dataclass(frozen=True)
+class Spectrum:
+    """What is known of P^-1/2 T P^-1/2: a <= eigenvalues <= b, and ||H^-1 X P^-1/2|| <= norm.
+
+    Of the kind "estimate" it proves nothing and only tells a good moment to stop.
+    """
+
+    a: float
+    b: float
+    norm: float
+    kind: str
+    probability: float = 0.0
+
+    @property
+    def kappa(self) -> float:
+        """b / a: the condition number of the preconditioned Hessian, or a bound of it."""
+        return self.b / self.a
+
+
+def choose_spectrum(
+    kind: str, P: Preconditioner, A: UnfoldedMap, ridge: float, seed: int
+) -> Spectrum | None:
+    """Bounds of the preconditioned Hessian: the cheapest of those planned that holds."""
+    found = None
+    if P.Q_all is not None and _as_claimed(P, A):
+        outside = _outside(P, A)
+        found = proven_spectrum(P, A, outside)
+        if found is None and kind == "spectral-deterministic":
+            found = measured_spectrum(P, A, outside)
+    if found is None and kind.startswith("spectral"):
+        found = probabilistic_spectrum(P, A, ridge, seed)
+    return found
+
+
+def _as_claimed(P: Preconditioner, A: UnfoldedMap) -> bool:
+    """Whether P is Q^T Q + ridge to within rounding, and Q free of underflow."""
+    if P.factor.rank == 0 or not P.factor.slack < _SLACK:
+        return False
+    units = A.X.column_norms
+    if P.Q_all is None or P.Q_all.dtype == np.float64:
+        return True
+    fine = (units > _LEAST_UNIT) & (units < 1 / _LEAST_UNIT)
+    return bool(((units == 0) | fine).all())  # synchronize!
+
+
+# Both of the next two start from | ||A v|| - ||M Q v|| | <= ||(H^-1 X - Q) v|| <= rho for
+# ||P^1/2 v|| = 1, so that (1 - rho)^2 <= eigenvalues <= (1 + rho)^2, for any X.
+def proven_spectrum(P: Preconditioner, A: UnfoldedMap, outside: float) -> Spectrum | None:
+    """From the polynomial: ||(H^-1 X - p(H) X) v|| <= eps ||H^-1 X v||, and Q is off p(H) X by no
+    more than rounding."""
+    assert P.Q_all is not None
+    eps, relative = P.Q_error, P.Q_rounding
+    if eps + relative >= 0.5:
+        return None
+    xp, norms2 = A.H.backend.xp, A.H.backend.column_dots(P.Q_all, P.Q_all)
+    sizes = xp.sqrt(norms2) * (relative / (1 - eps - relative))
+    rounding = P.factor.amplified(sizes)
+    rho = eps / (1 - eps) * (math.sqrt(1 + outside) + rounding) + rounding
+    return _around_one(rho, outside, P.factor.slack, "spectral-proven", least=_PROVEN)
+
+
+def measured_spectrum(P: Preconditioner, A: UnfoldedMap, outside: float) -> Spectrum | None:
+    """From R = X - H Q: ||(H^-1 X - Q) v|| <= ||R v||."""
+    assert P.Q_all is not None
+    RtR = residual_gram(A.H, A.X, P.Q_all, A.width)
+    rho = math.sqrt(_norm_bound(_congruent(P, RtR), A.H.backend, _MEASURED**2))
+    return _around_one(rho, outside, P.factor.slack, "spectral-deterministic", least=_USEFUL)
+
+
+def _around_one(
+    rho: float, outside: float, slack: float, kind: str, least: float
+) -> Spectrum | None:
+    """[(1 - rho)^2, (1 + rho)^2], widened by how far P may be from Q^T Q + ridge."""
+    low, high = math.sqrt(1 - slack) - rho, math.sqrt(1 + slack) + rho
+    if not low > 0 or low**2 < least:
+        return None
+    # P = Q^T Q over the training rows (+ ridge), so ||Q P^-1/2||^2 <= 1 + the rows outside.
+    norm = math.sqrt(1 + slack + outside) + rho
+    return Spectrum(low**2, high**2, norm, kind)
+
+
+def _outside(P: Preconditioner, A: UnfoldedMap) -> float:
+    """A bound of ||Q P^-1/2||^2 over the rows of Q outside training."""
+    assert P.Q_all is not None
+    backend, xp = A.H.backend, A.H.backend.xp
+    mask = xp.ones(A.H.n, dtype=bool)
+    mask[A.train] = False
+    at = xp.flatnonzero(mask)
+    if at.shape[0] == 0:
+        return 0.0
+    enough = (_ENOUGH / max(P.Q_error, 1e-16)) ** 2
+    if at.shape[0] > P.Q_all.shape[1]:
+        return _norm_bound(_congruent(P, gram(backend, P.Q_all, at)), backend, enough)
+    B = P.factor.half_T(P.Q_all[at].astype("float64").T)
+    total = float((B * B).sum())  # synchronize!
+    if total <= enough:
+        return total
+    return _norm_bound(backend.matmul(B.T, B), backend, enough)
+
+
+def _congruent(P: Preconditioner, S: Array) -> Array:
+    """P^-1/2 S P^-1/2 for a symmetric S."""
+    return P.factor.half_T(P.factor.half_T(S).T)
+
+
+def _norm_bound(S: Array, backend: Backend, enough: float = 0.0) -> float:
+    """An upper bound of the largest eigenvalue of S >= 0: at most `enough`, or within d^(1/16)."""
+    bound, power = math.inf, S
+    scale = 1.0
+    for doubling in range(4):
+        size = norm(power)
+        if size == 0:
+            return 0.0
+        scale *= size ** (0.5**doubling)
+        bound = scale * (1 + 1e-6)
+        if bound <= enough or doubling == 3:
+            break
+        power = power / size
+        power = backend.matmul(power, power)
+    return bound
+
+
+def probabilistic_spectrum(
+    P: Preconditioner, A: UnfoldedMap, ridge: float, seed: int
+) -> Spectrum | None:
+    """Lanczos from a random start, with Kuczynski and Wozniakowski's bound on what it misses.
+
+    When that bound leaves nothing, the Ritz values are returned as an estimate.
+
+    Two processes share the solves: one on P^-1/2 (T + ridge) P^-1/2, one on the same without the
+    mask, whose largest eigenvalue is ||H^-1 X P^-1/2||^2.  Each of three events fails with
+    probability at most 1/(3n).
+    """
+    if P.damped:
+        return None
+    if P.factor.rank == 0:  # the training rows see nothing of X: every W is optimal
+        return Spectrum(1.0, 1.0, 0.0, "spectral-deterministic")
+    tol, steps, most = _LANCZOS_TOL, LANCZOS_STEPS, min(P.factor.rank, _MOST_STEPS)
+    while True:
+        bounds = _ritz_bounds(P, A, ridge, seed, tol, steps)
+        if bounds is None:
+            return None
+        found, slip = bounds
+        if found.kind != "estimate":
+            return found
+        if slip >= _BLUR and tol > _LANCZOS_LEAST_TOL:
+            # Where ||H^-1 X P^-1/2|| is large, it is the solves that blur the picture.
+            tol = max(_LANCZOS_LEAST_TOL, tol * min(0.1, 0.1 * _BLUR / slip))
+        elif steps < most and found.a > _USEFUL:
+            steps = 4 * steps  # the eigenvalues are fine, but what Lanczos may miss is not
+        else:
+            return found
+
+
+def _ritz_bounds(
+    P: Preconditioner, A: UnfoldedMap, ridge: float, seed: int, tol: float, steps: int
+) -> tuple[Spectrum, float] | None:
+    """Bounds from Ritz values, and how far inexact products may have moved those."""
+    n, rank = A.H.n, P.factor.rank
+    found = _two_lanczos(P, A, ridge, seed, tol, steps)
+    if found is None:
+        return None
+    ritz, (r1, r2, r3), whole = found
+    steps = min(values.shape[0] for values in ritz)
+    miss = (math.log(1.648 * math.sqrt(rank) * 3 * n) / (2 * steps - 1)) ** 2
+    if whole:
+        miss = 0.0  # nothing is left outside: the Ritz values are the eigenvalues
+    low, top = float(ritz[0][0]), float(ritz[0][-1])
+    estimate = Spectrum(max(low, 1e-6 * top), top, math.sqrt(float(ritz[1][-1])), "estimate")
+    if miss >= 1:
+        return estimate, 0.0
+    b, norm = top / (1 - miss), math.sqrt(float(ritz[1][-1]) / (1 - miss))
+    # Inexact products move the Ritz values, and the Krylov space they are taken from.
+    slip = 3 * (math.sqrt(b) * r1 + norm * r2 + r3)
+    b, low = b + slip, low - slip
+    a = b - (b - low) / (1 - miss)
+    if not a >= _USEFUL:
+        return estimate, slip
+    return Spectrum(a, b, norm + slip, "spectral-probabilistic", 1.0 / n), slip
+
+
+def ritz_interval(
+    P: Preconditioner, A: UnfoldedMap, ridge: float, seed: int
+) -> tuple[float, float]:
+    """An estimate, not a bound, of the spectrum of the preconditioned Hessian."""
+    if P.factor.rank == 0:
+        return 1.0, 1.0
+    found = _two_lanczos(P, A, ridge, seed, _LANCZOS_TOL, LANCZOS_STEPS)
+    if found is None:
+        return 1.0, 1.0
+    values = found[0][0]
+    top = max(float(values[-1]), 1e-300)
+    return max(float(values[0]), 1e-6 * top), top
+
+
+def _two_lanczos(
+    P: Preconditioner, A: UnfoldedMap, ridge: float, seed: int, tol: float, most: int
+) -> tuple[list[Any], tuple[float, float, float], bool] | None:
+    """Ritz values of both processes, how far the products were off (forward, adjoint, and X^T by
+    rounding), and whether either process ended because nothing was left outside its space.
+
+    None where a product overflowed.
+    """
+    H, X, xp = A.H, A.X, A.H.backend.xp
+    dim = P.w_start.shape[0]
+    v = H.backend.asarray(np.random.default_rng(seed).standard_normal((dim, 2)))
+    steps = min(most, P.factor.rank)
+    mask = xp.zeros((H.n, 1), dtype=bool)
+    mask[A.train] = True
+    bases = [xp.zeros((steps, dim)), xp.zeros((steps, dim))]
+    images = [xp.zeros((steps, dim)), xp.zeros((steps, dim))]
+    r1 = r2 = r3 = 0.0
+    transposed = P.factor.amplified(X.transpose_rounding())
+    whole = steps == P.factor.rank
+    for j in range(steps):
+        before = xp.linalg.norm(v, axis=0)
+        _orthogonalise(v, bases, j)
+        v = P.factor.project(v)  # what rounding leaves outside the subspace would grow
+        _orthogonalise(v, bases, j)  # twice is enough
+        after = xp.linalg.norm(v, axis=0)
+        if bool((after <= 1e-12 * before).any()):  # synchronize!
+            steps, whole = j, True
+            break
+        v = v / after
+        bases[0][j], bases[1][j] = v[:, 0], v[:, 1]
+        W = P.factor.half(v)
+        Z, there = block_cg(H, X.times(W), tol)
+        Z[:, 0:1] *= mask
+        V, back = block_cg(H, Z, tol)
+        v = P.factor.half_T(X.transpose_times(V) + ridge * W)
+        images[0][j], images[1][j] = v[:, 0], v[:, 1]
+        r1 += (float(there.residuals.max()) + A.forward_rounding(W, Z)) ** 2
+        r2 += (float(back.residuals.max()) + A.adjoint_rounding(V)) ** 2
+        r3 += (transposed * A.size(V)) ** 2
+    ritz = []
+    for basis, image in zip(bases, images, strict=True):
+        T = H.backend.to_numpy(basis[:steps] @ image[:steps].T)  # synchronize!
+        if not np.isfinite(T).all():
+            return None
+        ritz.append(np.linalg.eigvalsh((T + T.T) / 2))
+    return ritz, (math.sqrt(r1), math.sqrt(r2), math.sqrt(r3)), whole
+
+
+def _orthogonalise(v: Array, bases: list[Array], j: int) -> None:
+    for i, basis in enumerate(bases):
+        v[:, i] -= basis[:j].T @ (basis[:j] @ v[:, i])

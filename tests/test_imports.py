@@ -1,0 +1,130 @@
+"""Imports go down only: the package is a stack of layers without a cycle."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent / "herta_gpu"
+
+# From the ground up; a name stands for the module or for everything in the folder.
+LAYERS = [
+    ["", "plumbing", "planning.settings", "planning.recipe"],
+    ["graph"],
+    ["backends.base"],
+    ["backends.cpu", "backends.cuda"],
+    ["backends"],
+    ["solver"],
+    ["features", "factors", "losses"],
+    ["unfolded", "optimizers", "sparsifier"],
+    ["preconditioner"],
+    ["spectrum"],
+    ["certificate"],
+    ["training"],
+    ["planning"],
+    ["herta"],
+    ["datasets"],
+    ["app", "__main__"],
+]
+
+# Where a caller's optional package is met, the module that knows it is imported late, even upwards.
+OPTIONAL = {
+    ("graph", "backends"),  # edges on a GPU
+    ("graph", "backends.cuda.cugraph"),
+    ("plumbing.ordering", "backends.cpu.kernels.ordering"),  # numba
+    ("backends", "backends.cpu.compiled"),  # numba
+    ("backends", "backends.cuda.backend"),  # CuPy
+}
+# The command line answers Ctrl-C before the rest of the package is there.
+LIGHT = ("app.cli", "__main__")
+
+
+def module_of(path: Path) -> str:
+    parts = list(path.relative_to(ROOT).with_suffix("").parts)
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module_of(path): path for path in ROOT.rglob("*.py")}
+
+
+def edges(module: str) -> set[tuple[str, bool]]:
+    """(module that is imported, whether that happens inside a function) of one module."""
+    tree = ast.parse(MODULES[module].read_text(encoding="utf-8"))
+    late = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+        for inner in ast.walk(node)
+    }
+    types_only = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        for inner in ast.walk(node)
+    }
+    found = set()
+    for node in ast.walk(tree):
+        if id(node) in types_only:
+            continue
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "herta_gpu":
+            base = (node.module or "").removeprefix("herta_gpu").lstrip(".")
+            for alias in node.names:
+                inner = f"{base}.{alias.name}".lstrip(".")
+                found.add((inner if inner in MODULES else base, id(node) in late))
+        elif isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.split(".")[0] == "herta_gpu":
+                    found.add((alias.name.removeprefix("herta_gpu").lstrip("."), id(node) in late))
+    return found
+
+
+def layer(module: str) -> int:
+    """The layer that names the module, or the nearest folder around it."""
+    while True:
+        for height, names in enumerate(LAYERS):
+            if module in names:
+                return height
+        module = module.rpartition(".")[0]
+
+
+def test_no_import_goes_up():
+    up = {
+        (module, other)
+        for module in MODULES
+        for other, _ in edges(module)
+        if layer(other) > layer(module) and (module, other) not in OPTIONAL
+    }
+    assert up == set()
+
+
+def test_late_imports_are_for_optional_packages():
+    late = {
+        (module, other)
+        for module in MODULES
+        if module not in LIGHT
+        for other, is_late in edges(module)
+        if is_late
+    }
+    assert late == OPTIONAL
+
+
+def test_there_is_no_cycle():
+    graph = {
+        module: {other for other, is_late in edges(module) if not is_late and other != module}
+        for module in MODULES
+    }
+    while graph:
+        free = {module for module, others in graph.items() if not others & graph.keys()}
+        assert free, f"these import each other: {sorted(graph)}"
+        graph = {m: others for m, others in graph.items() if m not in free}
+
+
+def test_the_package_itself_imports_nothing_heavy():
+    code = (
+        "import sys, herta_gpu; herta_gpu.HERTA; "
+        "heavy = {'cupy', 'cugraph', 'ogb', 'torch', 'mpi4py', 'matplotlib', 'numba', 'pandas'}; "
+        "sys.exit(len(heavy & sys.modules.keys()))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
