@@ -1,8 +1,8 @@
-"""Tables and pictures from the JSON lines: results/tables.md, SVG files, the README's tables.
+"""Tables and pictures from the JSON lines: results/tables.md, SVG files, the tables of the READMEs.
 
     python bench/plot.py [--quick]
 
-With --quick it takes the short runs of `make bench` and leaves the README alone.
+With --quick it takes the short runs of `make bench` and leaves the READMEs alone.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from common import QUICK, RESULTS, read
-from summary import convergence, regret, scaling, table, update_readme
+from summary import convergence, regret, scaling, table, update_readmes
 
 
 def primitives(rows: list[dict[str, Any]]) -> str:
@@ -190,7 +190,7 @@ def main() -> None:
     (RESULTS / "tables.md").write_text(text)
     print(text)
     if not QUICK:
-        update_readme()
+        update_readmes()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The README's speed tables, made from bench/results; `bench/plot.py` puts them in place."""
+"""The speed tables of bench/README.md and README.md; `bench/plot.py` puts them in place."""
 
 from __future__ import annotations
 
@@ -50,6 +50,26 @@ def time_to_accuracy(rows: Rows) -> str:
                      f"{more}{r['ratio']:.3g}"]
                 )  # fmt: skip
     return table(["data", "loss", "λ", "seconds", "peer", "its seconds", "ratio"], lines)
+
+
+def headline(rows: Rows) -> str:
+    """One line per problem: seconds to 1e-6, ours and those of every peer."""
+    peers = ("torch adam", "torch gd", "CGLS", "splu + Cholesky", "Q given + LogisticRegression")
+    lines = []
+    for key in dict.fromkeys((r["data"], r["loss"], r["lam"]) for r in rows):
+        at = {r["method"]: r for r in rows
+              if (r["data"], r["loss"], r["lam"]) == key and r["level"] == 1e-6}  # fmt: skip
+        data, loss, lam = key
+        lines.append([data, loss, lam, *(_seconds(at.get(p)) for p in ("herta_gpu auto", *peers))])
+    return table(["data", "loss", "λ", "herta_gpu", *peers], lines)
+
+
+def _seconds(row: dict[str, Any] | None) -> str:
+    if row is None:
+        return "-"
+    seconds = row["seconds"]
+    text = f"{seconds:.2f}" if seconds < 10 else f"{seconds:,.0f}"
+    return ("> " if row.get("at_least") else "") + text
 
 
 def regret(rows: Rows) -> str:
@@ -104,22 +124,24 @@ def convergence(rows: Rows) -> str:
 
 
 BLOCKS = {
-    "primitives": primitives, "time_to_accuracy": time_to_accuracy, "regret": regret,
-    "scaling": scaling, "convergence": convergence, "sparsify": sparsify,
+    "primitives": primitives, "time_to_accuracy": time_to_accuracy, "headline": headline,
+    "regret": regret, "scaling": scaling, "convergence": convergence, "sparsify": sparsify,
 }  # fmt: skip
+SOURCES = {"headline": "time_to_accuracy"}  # where a block's rows are, if not under its own name
+PAGES = (ROOT / "README.md", ROOT / "bench" / "README.md")
 
 
-def update_readme() -> None:
+def update_readmes() -> None:
     """Replace what stands between <!-- bench NAME --> and <!-- end --> by today's table."""
-    path = ROOT / "README.md"
-    text = path.read_text()
-    for name, make in BLOCKS.items():
-        mark = f"<!-- bench {name} -->"
-        if mark not in text or not (RESULTS / f"{name}.jsonl").exists():
-            continue
-        where, rows = read(name)
-        before, rest = text.split(mark, 1)
-        after = rest.split("<!-- end -->", 1)[1]
-        about = f"{where['cpu']}, {where['cores']} cores, load {where['load']:.1f} at the start:"
-        text = f"{before}{mark}\n{about}\n\n{make(rows)}\n<!-- end -->{after}"
-    path.write_text(text)
+    for path in PAGES:
+        text = path.read_text(encoding="utf-8")
+        for name, make in BLOCKS.items():
+            mark, source = f"<!-- bench {name} -->", SOURCES.get(name, name)
+            if mark not in text or not (RESULTS / f"{source}.jsonl").exists():
+                continue
+            where, rows = read(source)
+            before, rest = text.split(mark, 1)
+            after = rest.split("<!-- end -->", 1)[1]
+            about = f"{where['cpu']}, {where['cores']} cores, load {where['load']:.1f} at the start"
+            text = f"{before}{mark}\n{about}:\n\n{make(rows)}\n<!-- end -->{after}"
+        path.write_text(text, encoding="utf-8")

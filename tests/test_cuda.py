@@ -246,12 +246,12 @@ def test_nothing_but_small_answers_leaves_the_device_while_training(ledger: Ledg
     assert ledger.largest_download <= 8 * 20 * 20  # the Lanczos matrix; W_ has 8 * 6 * 3
 
 
-def test_the_readme_has_the_table_that_the_command_prints(
+def test_the_readme_of_the_tests_has_the_table_that_the_command_prints(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     ledger_table.main()
     printed = capsys.readouterr().out.splitlines()
-    written = (HERE.parent / "README.md").read_text(encoding="utf-8").splitlines()
+    written = (HERE / "README.md").read_text(encoding="utf-8").splitlines()
     at = next(i for i, line in enumerate(written) if line.startswith("| stage | kernel launches"))
     for line in written[at + 2 : written.index("", at)]:
         cells = line.split(" | ")

@@ -1,0 +1,53 @@
+"""The pages for readers: short enough, without dead links, and with code that runs."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = ("README.md", "CHANGELOG.md", "bench/README.md", "tests/README.md", "kernels/README.md",
+         "herta_gpu/app/README.md")  # fmt: skip
+
+
+def anchors(page: Path) -> set[str]:
+    """The names that GitHub gives to the headings of a page."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}
+
+
+def test_the_readme_can_be_read_in_one_go() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 200
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page: str) -> None:
+    here = ROOT / page
+    links = re.findall(r"\]\(([^)]+)\)", here.read_text(encoding="utf-8"))
+    for link in links:
+        path, _, anchor = link.partition("#")
+        there = here.parent / path if path else here
+        assert there.exists(), link
+        assert not anchor or anchor in anchors(there), link
+
+
+def test_files_of_the_map_exist() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    table = text.split("## From the paper to the code", 1)[1].split("\n## ", 1)[0]
+    names = re.findall(r"`([\w/]+(?:\.py|/))`", table)
+    assert len(names) > 15
+    for name in names:
+        assert (ROOT / "herta_gpu" / name).exists() or (ROOT / name).exists(), name
+
+
+def test_the_code_of_the_readme_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    names: dict[str, Any] = {}
+    for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
+        exec(compile(block, "README.md", "exec"), names)
+    printed = capsys.readouterr().out
+    assert printed.startswith("certified relative gap <= ")
+    assert "converged: 17 iterations" in printed
