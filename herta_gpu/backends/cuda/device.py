@@ -13,6 +13,7 @@ from herta_gpu.backends.base import Array, Laplacian
 
 NULL = np.uint64(0)  # a null pointer; not every version of CuPy takes None for one
 
+THREADS = 256  # of a block: kThreads of common.cuh
 MAX_BLOCKS = 1024  # along x: bounds the partial sums of a reduction
 SEGMENT = 512  # neighbours that a block takes of a long row
 _HADAMARD_LEVELS = 9  # butterflies of one pass: kLogRows of hadamard.cu
@@ -39,7 +40,7 @@ def column_shape(k: int, width: int, least: int = 1) -> tuple[int, int, int]:
     groups = k // width
     tiles = -(-groups // 64)
     x = max(-(-groups // tiles), least)
-    return x, 256 // x, tiles
+    return x, THREADS // x, tiles
 
 
 def blocks(rows: int, per_block: int) -> int:
