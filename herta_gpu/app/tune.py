@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import scipy.sparse as sp
 
 from herta_gpu.app.metrics import evaluate
 from herta_gpu.datasets import Dataset
@@ -20,6 +19,7 @@ from herta_gpu.factors import RANK_CUT
 from herta_gpu.losses import LOSSES, CrossEntropy
 from herta_gpu.plumbing.estimator import Targets, make_targets
 from herta_gpu.plumbing.validation import check_choice, check_ridge, check_rows
+from herta_gpu.preconditioner import rows_of_inverse
 from herta_gpu.solver import SDDSolver
 
 LAMS = (1.0, 5.0, 10.0, 20.0, 50.0)
@@ -93,18 +93,18 @@ def tune(
 def propagated_rows(solver: SDDSolver, X: Any, rows: Any) -> Any:
     """The rows of H^-1 X in float64, by the fewer of len(rows) and d solves."""
     n, d = X.shape
+    out = np.empty((rows.shape[0], d))
     if rows.shape[0] > d:
-        out = np.empty((rows.shape[0], d))
         for j in range(0, d, _COLUMNS):
             out[:, j : j + _COLUMNS] = solver.solve(X[:, j : j + _COLUMNS])[rows]
         return out
-    out = np.empty((rows.shape[0], d))
+
+    def solve(unit: Any) -> Any:
+        return solver.solve(unit).astype(np.float64)
+
     for i in range(0, rows.shape[0], _COLUMNS):
         at = rows[i : i + _COLUMNS]
-        unit = np.zeros((n, at.shape[0]), dtype=solver.dtype)
-        unit[at, np.arange(at.shape[0])] = 1
-        columns = solver.solve(unit).astype(np.float64)  # H is symmetric
-        out[i : i + at.shape[0]] = (X.T @ columns).T if sp.issparse(X) else columns.T @ X
+        out[i : i + at.shape[0]] = rows_of_inverse(np, solve, X.T.dot, at, n, solver.dtype)
     return out
 
 
