@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import scipy.sparse as sp
 
-from herta_gpu.backends import get_backend
+from herta_gpu.backends import DEVICES, get_backend
 from herta_gpu.backends.base import Array, Backend
 from herta_gpu.certificate import Spectrum, choose_spectrum
 from herta_gpu.features import Features, bytes_held, has_hidden_columns
@@ -113,7 +113,8 @@ class HERTA(Estimator):
         Build P from an SRHT of Q: if memory asks for it, always, never, or with so many rows.
     precondition : bool
         False is the standard training that the paper compares with.
-    device : {"auto", "cpu", "cuda"}
+    device : {"auto", "cpu", "cuda", "cpu-scipy"}
+        "auto": CUDA where it is usable; "cpu-scipy": the CPU without compiled kernels.
     dtype : {"float32", "float64"}
         Of the large blocks; everything d x d is float64.
     memory_budget : int or str, optional
@@ -395,7 +396,7 @@ class HERTA(Estimator):
         elif self.learning_rate is not None:
             check_positive("learning_rate", self.learning_rate)
         check_choice("precondition", self.precondition, (True, False))
-        check_choice("device", self.device, ("auto", "cpu", "cuda"))
+        check_choice("device", self.device, DEVICES)
         if self.memory_budget is not None:
             parse_bytes(self.memory_budget)
 
