@@ -200,6 +200,7 @@ class HERTA(Estimator):
         train: Any = None,
         callback: Callable[[dict[str, Any]], None] | None = None,
         checkpoint: Checkpoint | None = None,
+        stages: Stages | None = None,
     ) -> HERTA:
         """Train on the nodes `train` (ids, a mask, or None: all labelled ones).
 
@@ -217,14 +218,20 @@ class HERTA(Estimator):
         checkpoint : Checkpoint, optional
             A folder to go on from after a crash, to the same bits; a state that was made from
             other data or by another model is refused.
+        stages : Stages, optional
+            A timer of the caller's that times the stages of this fit as well, and shows them if
+            it is verbose; by default the fit has its own.
         """
         if callback is not None and not callable(callback):
             raise TypeError(f"callback must be a function, not {type(callback).__name__}.")
         if not isinstance(checkpoint, (Checkpoint, type(None))):
             raise TypeError(f"checkpoint must be a Checkpoint, not {type(checkpoint).__name__}.")
+        if not isinstance(stages, (Stages, type(None))):
+            raise TypeError(f"stages must be a Stages, not {type(stages).__name__}.")
         backend, lam = self._checked(), self._lam()
         X, targets = self._checked_data(graph, X, y, train, backend)
-        stages = Stages(self.verbose)
+        stages = Stages(self.verbose) if stages is None else stages
+        before = dict(stages.seconds)
         if checkpoint is not None:
             with stages("checkpoint"):
                 data = (graph, X, y, targets.rows, checkpoint.split)
@@ -266,7 +273,8 @@ class HERTA(Estimator):
         self.classes_, self._flat = targets.classes, targets.flat
         self.history_, self.certificate_, self.status_ = run.history, run.certificate, run.status
         self.warm_history_ = run.warm_history
-        self.stages_, self.n_features_in_, self.spectrum_ = stages.seconds, X.shape[1], spectrum
+        self.stages_, self.n_features_in_ = stages.since(before), X.shape[1]
+        self.spectrum_ = spectrum
         return self
 
     def _checked_data(
