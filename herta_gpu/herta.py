@@ -99,7 +99,8 @@ class HERTA(Estimator):
         Build P from an SRHT of Q: if memory asks for it, always, never, or with so many rows.
     precondition : bool
         False is the standard training that the paper compares with.
-    device : {"auto", "cpu", "cuda"}
+    device : {"auto", "cpu", "cuda", "cpu-scipy"}
+        "auto": CUDA where it is usable; "cpu-scipy": the CPU without compiled kernels.
     dtype : {"float32", "float64"}
         Of the large blocks; everything d x d is float64.
     memory_budget : int or str, optional
@@ -187,6 +188,7 @@ class HERTA(Estimator):
         train: Any = None,
         callback: Callable[[dict[str, Any]], None] | None = None,
         checkpoint: Checkpoint | None = None,
+        stages: Stages | None = None,
     ) -> HERTA:
         """Train on the nodes `train` (ids, a mask, or None: all labelled ones).
 
@@ -204,14 +206,20 @@ class HERTA(Estimator):
         checkpoint : Checkpoint, optional
             A folder to go on from after a crash, to the same bits; a state that was made from
             other data or by another model is refused.
+        stages : Stages, optional
+            A timer of the caller's that times the stages of this fit as well, and shows them if
+            it is verbose; by default the fit has its own.
         """
         if callback is not None and not callable(callback):
             raise TypeError(f"callback must be a function, not {type(callback).__name__}.")
         if not isinstance(checkpoint, (Checkpoint, type(None))):
             raise TypeError(f"checkpoint must be a Checkpoint, not {type(checkpoint).__name__}.")
+        if not isinstance(stages, (Stages, type(None))):
+            raise TypeError(f"stages must be a Stages, not {type(stages).__name__}.")
         settings, backend = self._settings(), self._checked()
         X, targets = self._checked_data(graph, X, y, train, backend)
-        stages = Stages(self.verbose)
+        stages = Stages(self.verbose) if stages is None else stages
+        before = dict(stages.seconds)
         if checkpoint is not None:
             with stages("checkpoint"):
                 data = (graph, X, y, targets.rows, checkpoint.split)
@@ -252,7 +260,8 @@ class HERTA(Estimator):
         self.classes_, self._flat = targets.classes, targets.flat
         self.history_, self.certificate_, self.status_ = run.history, run.certificate, run.status
         self.warm_history_, self.plan_, self.changes_ = run.warm_history, plan, changes
-        self.stages_, self.n_features_in_, self.spectrum_ = stages.seconds, X.shape[1], spectrum
+        self.stages_, self.n_features_in_ = stages.since(before), X.shape[1]
+        self.spectrum_ = spectrum
         return self
 
     def _checked_data(

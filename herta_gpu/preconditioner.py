@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -198,17 +199,35 @@ def _adjoint_rows(
     xp = H.backend.xp
     A = xp.empty((rows.shape[0], X.shape[1]), dtype="float64")
 
+    def solve(unit: Array) -> Array:
+        return block_cg(H, unit, recipe.row_tol)[0]
+
     def solved(at: Array) -> Arrays:
-        unit = xp.zeros((H.n, at.shape[0]), dtype=H.dtype)
-        unit[at, xp.arange(at.shape[0])] = 1
-        columns, _ = block_cg(H, unit, recipe.row_tol)
-        return {"A": X.transpose_times(columns).T}
+        return {"A": rows_of_inverse(xp, solve, X.transpose_times, at, H.n, H.dtype)}
 
     for i in range(0, rows.shape[0], recipe.width):
         at = rows[i : i + recipe.width]
         block = once(f"{recipe.name}-rows-{i}", partial(solved, at))
         A[i : i + at.shape[0]] = block["A"]
     return A
+
+
+def rows_of_inverse(
+    xp: Any,
+    solve: Callable[[Array], Array],
+    transpose_times: Callable[[Array], Array],
+    rows: Array,
+    n: int,
+    dtype: str,
+) -> Array:
+    """The rows `rows` of H^-1 X by one solve per row, since H is symmetric.
+
+    `solve` gives H^-1 of n x k columns and `transpose_times` X^T of them; both compute in the array
+    package `xp`.
+    """
+    unit = xp.zeros((n, rows.shape[0]), dtype=dtype)
+    unit[rows, xp.arange(rows.shape[0])] = 1
+    return transpose_times(solve(unit)).T
 
 
 def _sketched_rows(

@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import pytest
 import scipy.sparse as sp
 
 from herta_gpu import HERTA, Graph, SDDSolver, Sparsifier
+from herta_gpu.app import train as train_command
 from herta_gpu.app.cli import main
 from herta_gpu.app.runs import Run, load_model, read_config, save_model
 from herta_gpu.app.tune import tune
@@ -581,10 +583,12 @@ def test_commands(argv, code, words, tmp_path, capsys, monkeypatch, finished):
 
 @pytest.mark.parametrize("command", ["train", "tune"])
 def test_a_diverged_run_fails(command, tmp_path, capsys, monkeypatch):
-    from herta_gpu.app import commands
+    real = train_command.fit
 
-    real = commands.fit
-    monkeypatch.setattr(commands, "fit", lambda *a, **k: {**real(*a, **k), "status": "diverged"})
+    def diverged(*args: Any, **more: Any) -> Any:
+        return replace(real(*args, **more), status="diverged")
+
+    monkeypatch.setattr(train_command, "fit", diverged)
     assert main([command, str(npz(tmp_path)), "--quiet", "--out", str(tmp_path / "r")]) == 1
     assert "diverged" in capsys.readouterr().out
     if command == "train":
@@ -592,7 +596,7 @@ def test_a_diverged_run_fails(command, tmp_path, capsys, monkeypatch):
 
 
 def test_an_error_of_our_own_is_a_sentence_too(capsys, monkeypatch):
-    monkeypatch.setattr("herta_gpu.app.commands.load_for", lambda *args: {}["nothing"])
+    monkeypatch.setattr("herta_gpu.app.train.load_for", lambda *args: {}["nothing"])
     assert main(["train", "digits", "--quiet"]) == 1
     check_text(capsys.readouterr().err, "An error of herta itself (KeyError: 'nothing')")
 
@@ -661,7 +665,7 @@ def test_ctrl_c_before_a_run_has_begun_leaves_the_old_one(at, tmp_path, monkeypa
 
     shutil.copytree(finished, tmp_path / "run")
     path, before = npz(tmp_path), listing(tmp_path / "run")
-    monkeypatch.setattr(f"herta_gpu.app.commands.{at}", stopped)
+    monkeypatch.setattr(f"herta_gpu.app.train.{at}", stopped)
     out = ["--out", str(tmp_path / "run"), "--overwrite", "--quiet"]
     assert main(["train", str(path), *out]) == 130
     kept = listing(tmp_path / "run")

@@ -373,21 +373,21 @@ def test_metrics_are_those_of_ogb():
 def test_several_tasks_train_with_mse_and_rocauc():
     from dataclasses import replace
 
-    from herta_gpu.app.commands import fit
+    from herta_gpu.app.experiment import fit
     from herta_gpu.plumbing.stages import Stages
 
     data = load("digits")
     tasks = np.eye(10, dtype=np.float32)[data.y]
     several = replace(data, y=tasks, metadata={"metric": "rocauc"})
-    answer = fit(HERTA(lam=20.0, ridge=0.1), several, Stages())
-    assert answer["metric"] == "rocauc"
-    assert answer["scores"]["test"] > 0.97
-    assert answer["status"] == "certified"
+    result = fit(HERTA(lam=20.0, ridge=0.1), several, Stages())
+    assert result.metric == "rocauc"
+    assert result.scores["test"] > 0.97
+    assert result.status == "certified"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="peak memory is read as Linux counts it")
 def test_peak_memory_is_not_that_of_whoever_started_the_process():
     ballast = np.ones(60_000_000)  # 480 MB here; ru_maxrss of a child would begin with it
-    code = "from herta_gpu.app.commands import peak_memory; print(peak_memory())"
+    code = "from herta_gpu.app.results import peak_memory; print(peak_memory())"
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert 20e6 < int(shown.stdout) < ballast.nbytes

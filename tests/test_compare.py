@@ -1,16 +1,17 @@
-"""Two ways to compute the same: chosen as asked, compared by numbers that can be checked."""
+"""Two variants of a computation: chosen as asked, compared by numbers that can be checked."""
 
 from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from herta_gpu import HERTA
 from herta_gpu.app.cli import main
-from herta_gpu.app.compare import Way, choose_ways
+from herta_gpu.app.compare import choose_variants
 from herta_gpu.backends import get_backend
 from herta_gpu.datasets import load
 
@@ -62,41 +63,54 @@ def test_scipy_against_the_compiled_kernels(capsys, monkeypatch):
 def test_cpu_scipy_is_the_backend_without_compiled_kernels(monkeypatch):
     pytest.importorskip("numba", reason="without numba there is only the SciPy path")
     monkeypatch.delenv("HERTA_FAST", raising=False)
-    with Way("cpu-scipy", "float32").chosen() as device:
-        assert type(get_backend(device)).__name__ == "CPUBackend"
-    with pytest.raises(RuntimeError), Way("cpu-scipy", "float32").chosen():
-        raise RuntimeError
-    assert "HERTA_FAST" not in os.environ  # also after an error
-    with Way("cpu", "float32").chosen() as device:
-        assert type(get_backend(device)).__name__ == "FastCPUBackend"
+    assert type(get_backend("cpu-scipy")).__name__ == "CPUBackend"
+    assert type(get_backend("cpu")).__name__ == "FastCPUBackend"
+    monkeypatch.setenv("HERTA_FAST", "1")
+    assert type(get_backend("cpu-scipy")).__name__ == "CPUBackend"
+
+
+def test_the_estimator_takes_cpu_scipy_as_compare_does(capsys, monkeypatch):
+    data, W = load("digits"), []
+    for device, fast in (("cpu-scipy", "1"), ("cpu", "0")):
+        monkeypatch.setenv("HERTA_FAST", fast)
+        model = HERTA(lam=20.0, ridge=0.1, device=device)
+        W.append(model.fit(data.graph, data.X, data.y, data.split["train"]).W_)
+    assert (W[0] == W[1]).all()
+
+
+def test_comparing_leaves_the_environment_alone(capsys, monkeypatch):
+    before = dict(os.environ)
+    seen = []
+    monkeypatch.setattr(HERTA, "fit", lambda *a, **k: seen.append(dict(os.environ)) or 1 / 0)
+    assert main(["compare", "digits", "--devices", "cpu-scipy", "--quiet"]) == 1
+    assert seen == [before]
 
 
 def test_what_cannot_be_compared():
     for wrong in (("cpu", "cpu"), ("cpu", "cpu-scipy", "auto")):
         with pytest.raises(ValueError, match="two different devices"):
-            choose_ways(wrong, "float32")
-    ways, why = choose_ways(("cpu",), "float32")
-    assert [str(way) for way in ways] == ["cpu float32", "cpu float64"]
+            choose_variants(wrong, "float32")
+    variants, why = choose_variants(("cpu",), "float32")
+    assert [str(variant) for variant in variants] == ["cpu float32", "cpu float64"]
     assert why == "cpu float32 is compared with cpu float64."
 
 
 def test_without_numba_the_pip_command_is_named(monkeypatch):
     monkeypatch.setattr("herta_gpu.app.compare.find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r'pip install "herta_gpu\[fast\]"'):
-        choose_ways(("cpu", "cpu-scipy"), "float32")
+        choose_variants(("cpu", "cpu-scipy"), "float32")
 
 
 def test_the_time_of_compilation_is_not_compared(monkeypatch, capsys):
-    """What is reported is the second fit of each way, not the first."""
+    """What is reported is the second fit of each variant, not the first."""
     import herta_gpu.app.compare as module
 
     calls, real = [], module.fit
 
     def slow_at_first(model, data, stages):
-        answer = real(model, data, stages)
+        result = real(model, data, stages)
         calls.append(model.dtype)
-        answer["seconds"] = {"train": 50.0 if calls.count(model.dtype) == 1 else 1.0}
-        return answer
+        return replace(result, seconds={"train": 50.0 if calls.count(model.dtype) == 1 else 1.0})
 
     monkeypatch.setattr(module, "fit", slow_at_first)
     answer = run(capsys, "compare", "digits", "--devices", "cpu", "--ridge", "0.1")

@@ -18,8 +18,10 @@ import pytest
 
 from herta_gpu import HERTA
 from herta_gpu.app.cli import main
-from herta_gpu.app.runs import Run, jsonable, load_model, save_model
+from herta_gpu.app.page import Page
+from herta_gpu.app.runs import Run, load_model, save_model
 from herta_gpu.datasets import DataError, load
+from herta_gpu.plumbing.json_values import jsonable
 
 
 @pytest.fixture(scope="module")
@@ -203,13 +205,11 @@ def test_the_page_is_drawn_as_it_is_meant(run, tmp_path):
 
 @needs_browser
 def test_a_name_cannot_write_into_the_page(tmp_path):
-    from herta_gpu.app.report import page
-
     hostile = "<img src=x onerror=\"document.title='taken'\">"
     rows = [("a",), (hostile,)]
     tiles, stages, sections = [(hostile, "1")], {hostile: 1.0}, [(hostile, rows)]
-    made = page(hostile, hostile, tiles, stages, sections, note=hostile, foot=hostile)
-    (tmp_path / "page.html").write_text(made)
+    made = Page(hostile, hostile, tiles, stages, sections, note=hostile, foot=hostile)
+    (tmp_path / "page.html").write_text(made.html())
     dom = browse(tmp_path / "page.html", tmp_path / "p", "--virtual-time-budget=2000", "--dump-dom")
     assert "<title>taken" not in dom
     assert "<img" not in dom

@@ -1,4 +1,4 @@
-"""The options of the command line `herta`."""
+"""The options of the command line `herta`, and the function that each command runs."""
 
 from __future__ import annotations
 
@@ -8,14 +8,18 @@ from collections.abc import Callable
 from typing import Any
 
 from herta_gpu import __version__
+from herta_gpu.app import compare, info, plan, predict, profile, train, tune
 from herta_gpu.app.tune import LAMS, RIDGES
 from herta_gpu.datasets.dataset import NORMALIZATIONS
 from herta_gpu.herta import HERTA
 from herta_gpu.losses import LOSSES
 from herta_gpu.optimizers import OPTIMIZERS
+from herta_gpu.planning.settings import DEVICES
 
 _DEFAULTS = HERTA._defaults()
-_NAMES = ("dataset", "run", "out", "to", "resume", "data_dir", "split", "memory_budget")
+_NAMES = ("dataset", "run_folder", "out", "to", "resume", "data_dir", "split", "memory_budget")
+
+_POSITIONAL = {"dataset": "DATASET", "run_folder": "RUN"}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -32,12 +36,16 @@ def check_names(args: argparse.Namespace) -> None:
     """An empty name, as of a variable that is not set, would mean the present folder."""
     for name in _NAMES:
         if getattr(args, name, None) == "":
-            shown = name.upper() if name in ("dataset", "run") else "--" + name.replace("_", "-")
+            shown = _POSITIONAL.get(name, "--" + name.replace("_", "-"))
             raise ValueError(f"{shown} is empty: give a name, or leave it out.")
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line; `check` of what it gives is a further check, if there is one."""
+    """The command line.
+
+    What it parses has `run`, the function of the command, and `check`, a further check of the
+    arguments, if there is one.
+    """
     made = _Parser(
         prog="herta",
         description="Train unfolded graph neural networks to a certified optimum.",
@@ -49,92 +57,113 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--version", action="version", version=f"herta_gpu {__version__}")
     commands = made.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_train(commands)
+    _add_plan(commands)
     _add_tune(commands)
     _add_predict(commands)
-    _add_measuring(commands)
-    info = commands.add_parser("info", help="devices, versions, extras, datasets")
-    info.add_argument("--data-dir", metavar="DIR", help="where to look; default $HERTA_DATA")
-    _add_output(info)
+    _add_compare(commands)
+    _add_profile(commands)
+    _add_info(commands)
     return made
 
 
 def _add_train(commands: Any) -> None:
-    train = commands.add_parser("train", help="train, certify and evaluate a model")
-    _add_data(train, optional=True)
-    _add_model(train)
-    _add_run(train)
-    train.add_argument("--resume", metavar="RUN", help="go on with a run that was killed")
-    train.set_defaults(check=lambda args: _check_resume(train, args))
-    plan = commands.add_parser("plan", help="memory, cost and strategy, before anything is loaded")
-    plan.add_argument("dataset")
-    plan.add_argument("--data-dir", metavar="DIR", help="where to look; default $HERTA_DATA")
-    _add_model(plan)
-    _add_output(plan)
+    command = commands.add_parser("train", help="train, certify and evaluate a model")
+    _add_data(command, optional=True)
+    _add_model(command)
+    _add_run(command)
+    command.add_argument("--resume", metavar="RUN", help="go on with a run that was killed")
+    command.set_defaults(run=train.run, check=lambda args: _check_resume(command, args))
+
+
+def _add_plan(commands: Any) -> None:
+    about = "memory, cost and strategy, before anything is loaded"
+    command = commands.add_parser("plan", help=about)
+    command.add_argument("dataset")
+    _add_data_dir(command)
+    _add_model(command)
+    _add_output(command)
+    command.set_defaults(run=plan.run)
 
 
 def _add_tune(commands: Any) -> None:
-    tune = commands.add_parser("tune", help="choose lam, ridge and loss on the validation nodes")
-    _add_data(tune)
-    tune.add_argument(
+    about = "choose lam, ridge and loss on the validation nodes"
+    command = commands.add_parser("tune", help=about)
+    _add_data(command)
+    command.add_argument(
         "--lam", dest="lams", type=_numbers, default=LAMS, metavar="L,L,...",
         help=f"default {','.join(f'{v:g}' for v in LAMS)}",
     )  # fmt: skip
-    tune.add_argument(
+    command.add_argument(
         "--ridge", dest="ridges", type=_numbers, default=RIDGES, metavar="R,R,...",
         help=f"default {','.join(f'{v:g}' for v in RIDGES)}",
     )  # fmt: skip
-    tune.add_argument(
+    command.add_argument(
         "--loss", dest="losses", type=_words(tuple(LOSSES)), default=tuple(LOSSES),
         metavar="mse,ce",
     )  # fmt: skip
-    tune.add_argument("--optimizer", choices=OPTIMIZERS, help="of the final fit")
-    _add_computing(tune)
-    _add_run(tune)
+    command.add_argument("--optimizer", choices=OPTIMIZERS, help="of the final fit")
+    _add_computing(command)
+    _add_run(command)
+    command.set_defaults(run=tune.run)
 
 
 def _add_predict(commands: Any) -> None:
-    predict = commands.add_parser("predict", help="apply a trained run to a dataset")
-    predict.add_argument("run", help="the folder that --out wrote")
-    predict.add_argument("dataset")
-    predict.add_argument("--data-dir", metavar="DIR", help="where to look; default $HERTA_DATA")
-    predict.add_argument("--device", choices=("auto", "cpu", "cuda"))
-    predict.add_argument("--to", metavar="FILE", help=".npz or .csv; default RUN/predictions.npz")
-    _add_output(predict)
+    command = commands.add_parser("predict", help="apply a trained run to a dataset")
+    command.add_argument("run_folder", metavar="run", help="the folder that --out wrote")
+    command.add_argument("dataset")
+    _add_data_dir(command)
+    command.add_argument("--device", choices=("auto", "cpu", "cuda"))
+    command.add_argument("--to", metavar="FILE", help=".npz or .csv; default RUN/predictions.npz")
+    _add_output(command)
+    command.set_defaults(run=predict.run)
 
 
-def _add_measuring(commands: Any) -> None:
-    compare = commands.add_parser("compare", help="do two devices or precisions agree?")
-    profile = commands.add_parser("profile", help="where the time goes, with a trace to open")
-    for command in (compare, profile):
-        _add_data(command)
-        _add_model(command)
-        _add_output(command)
-    compare.add_argument(
-        "--devices", type=_words(("cpu", "cpu-scipy", "cuda", "auto")), default=("cpu", "cuda"),
-        metavar="A,B", help="default cpu,cuda; cpu-scipy is the CPU without compiled kernels",
+def _add_compare(commands: Any) -> None:
+    command = commands.add_parser("compare", help="do two devices or precisions agree?")
+    _add_data(command)
+    _add_model(command)
+    _add_output(command)
+    command.add_argument(
+        "--devices", type=_words(DEVICES), default=("cpu", "cuda"), metavar="A,B",
+        help="default cpu,cuda; cpu-scipy is the CPU without compiled kernels",
     )  # fmt: skip
-    compare.add_argument("--out", metavar="FILE.png", help="draw the seconds per stage")
-    compare.set_defaults(check=lambda args: _check_devices(compare, args))
-    profile.add_argument("--out", metavar="FILE.json", help="default herta-trace.json")
+    command.add_argument("--out", metavar="FILE.png", help="draw the seconds per stage")
+    command.set_defaults(run=compare.run, check=lambda args: _check_devices(command, args))
 
 
-def _check_devices(compare: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    if args.device != compare.get_default("device"):
-        compare.error("compare takes --devices A,B instead of --device")
+def _add_profile(commands: Any) -> None:
+    command = commands.add_parser("profile", help="where the time goes, with a trace to open")
+    _add_data(command)
+    _add_model(command)
+    _add_output(command)
+    command.add_argument("--out", metavar="FILE.json", help="default herta-trace.json")
+    command.set_defaults(run=profile.run)
 
 
-def _check_resume(train: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+def _add_info(commands: Any) -> None:
+    command = commands.add_parser("info", help="devices, versions, extras, datasets")
+    _add_data_dir(command)
+    _add_output(command)
+    command.set_defaults(run=info.run)
+
+
+def _check_devices(command: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    if args.device != command.get_default("device"):
+        command.error("compare takes --devices A,B instead of --device")
+
+
+def _check_resume(command: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     """--resume takes everything from the run; without it there must be a dataset."""
     if args.resume is None:
         if args.dataset is None:
-            train.error("a DATASET is needed, or --resume RUN")
+            command.error("a DATASET is needed, or --resume RUN")
         return
-    free = ("command", "resume", "json", "quiet", "debug", "check")
+    free = ("command", "resume", "json", "quiet", "debug", "run", "check")
     flags = {action.dest: max(action.option_strings, default="DATASET", key=len)
-             for action in train._actions}  # fmt: skip
+             for action in command._actions}  # fmt: skip
     for name, value in vars(args).items():
-        if name not in free and value != train.get_default(name):
-            train.error(f"--resume takes everything from the run: leave out {flags[name]}")
+        if name not in free and value != command.get_default(name):
+            command.error(f"--resume takes everything from the run: leave out {flags[name]}")
 
 
 def _add_data(command: argparse.ArgumentParser, optional: bool = False) -> None:
@@ -144,12 +173,16 @@ def _add_data(command: argparse.ArgumentParser, optional: bool = False) -> None:
         nargs="?" if optional else None,
         help="a name, the path of a .npz file, or a folder of tables; see herta --help",
     )
-    group.add_argument("--data-dir", metavar="DIR", help="where to look; default $HERTA_DATA")
+    _add_data_dir(group)
     group.add_argument("--split", metavar="public|random:0.8", help="default public if there is")
     group.add_argument(
         "--normalize", choices=NORMALIZATIONS, help="default row for bags of words, else none"
     )
     group.add_argument("--log-degree", action="store_true", help="as one more feature")
+
+
+def _add_data_dir(command: Any) -> None:
+    command.add_argument("--data-dir", metavar="DIR", help="where to look; default $HERTA_DATA")
 
 
 def _add_model(command: argparse.ArgumentParser) -> None:

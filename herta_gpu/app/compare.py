@@ -1,14 +1,13 @@
-"""Do two ways to compute agree, and which is faster: devices, kernels or precisions.
+"""`herta compare`: do two ways to compute agree, and which is faster?
 
-Both ways use the same seed, so that every difference is rounding.
+The two variants differ in the device, in the kernels or in the precision.  Both use the same seed,
+so that every difference is rounding.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,22 +15,23 @@ from typing import Any
 
 import numpy as np
 
-from herta_gpu.app.commands import Answer, fit, load_for, make_model
-from herta_gpu.app.report import bars, draw_bars, pyplot, table
+from herta_gpu.app.experiment import fit, load_for, make_model
+from herta_gpu.app.pictures import draw_bars, pyplot
+from herta_gpu.app.results import CommandOutput, FitResult
+from herta_gpu.app.text import bars, table
 from herta_gpu.backends import get_backend
 from herta_gpu.datasets import Dataset
 from herta_gpu.herta import HERTA
-from herta_gpu.plumbing.files import check_target
+from herta_gpu.plumbing.files import check_target, new_file
 from herta_gpu.plumbing.stages import SHORTEST, Stages
 from herta_gpu.plumbing.validation import check_choice
 
-DEVICES = ("cpu", "cpu-scipy", "cuda", "auto")
 _WORTH_REPEATING = 60.0  # seconds: compilation is no part of a speed, but a long fit hides it
 
 
 @dataclass(frozen=True)
-class Way:
-    """One of the things to compare; "cpu-scipy" is the CPU without compiled kernels."""
+class Variant:
+    """A device, by a name that `get_backend` knows, and a precision to compute in."""
 
     device: str
     dtype: str
@@ -39,33 +39,19 @@ class Way:
     def __str__(self) -> str:
         return f"{self.device} {self.dtype}"
 
-    @contextlib.contextmanager
-    def chosen(self) -> Iterator[str]:
-        """The device for HERTA, while the CPU backend is the one that was meant."""
-        before = os.environ.get("HERTA_FAST")
-        if self.device == "cpu-scipy":
-            os.environ["HERTA_FAST"] = "0"
-        try:
-            yield "cpu" if self.device == "cpu-scipy" else self.device
-        finally:
-            if before is None:
-                os.environ.pop("HERTA_FAST", None)
-            else:
-                os.environ["HERTA_FAST"] = before
 
-
-@dataclass
+@dataclass(frozen=True)
 class Fitted:
-    """What came out of one way."""
+    """What came out of one variant."""
 
     model: HERTA
-    answer: dict[str, Any]
-    Z: Any
+    result: FitResult
+    Z: Any  # the output of the model on all nodes, in float64
 
 
-def compare(args: argparse.Namespace) -> Answer:
+def run(args: argparse.Namespace) -> CommandOutput:
     """herta compare DATASET"""
-    ways, why = choose_ways(args.devices, args.dtype)
+    variants, why = choose_variants(args.devices, args.dtype)
     make_model(args, device="cpu")._checked()
     if args.out is not None:
         check_target(args.out)
@@ -73,25 +59,25 @@ def compare(args: argparse.Namespace) -> Answer:
         pyplot()  # it says so if it cannot be imported
     stages = Stages(args.verbose)
     data = load_for(args, stages)
-    found = {str(way): _fitted(args, way, data, stages) for way in ways}
+    found = {str(variant): _fitted(args, variant, data, stages) for variant in variants}
+    results = {name: one.result for name, one in found.items()}
     agreement = agreement_of(*found.values())
-    seconds = {name: one.answer["seconds"] for name, one in found.items()}
-    totals = {name: sum(spent.values()) for name, spent in seconds.items()}
-    parts = [_result_table(found), _speed_table(seconds), _agreement_table(agreement), bars(totals)]
-    text = "\n\n".join([why, *parts] if why else parts)
+    text = _text(results, agreement)
     if args.out is not None:
-        draw_bars(seconds, Path(args.out))
+        with new_file(Path(args.out)) as temporary:
+            temporary.write_bytes(draw_bars({name: r.seconds for name, r in results.items()}))
         text += f"\n\nbar chart: {args.out}"
-    result = {
+    content = {
         "dataset": data.name,
         "note": why,
         "agreement": agreement,
-        "runs": {name: one.answer for name, one in found.items()},
+        "runs": {name: result.as_json() for name, result in results.items()},
     }
-    return result, text
+    diverged = any(result.diverged for result in results.values())
+    return CommandOutput(content, f"{why}\n\n{text}" if why else text, diverged)
 
 
-def choose_ways(devices: Sequence[str], dtype: str) -> tuple[list[Way], str]:
+def choose_variants(devices: Sequence[str], dtype: str) -> tuple[list[Variant], str]:
     """What to compare, and why it is not what was asked for; with one device: two precisions."""
     if len(devices) > 2 or len(set(devices)) < len(devices):
         raise ValueError(f"compare takes two different devices, not {','.join(devices)}.")
@@ -103,40 +89,39 @@ def choose_ways(devices: Sequence[str], dtype: str) -> tuple[list[Way], str]:
     reasons = {device: _missing(device) for device in devices}
     usable = [device for device, reason in reasons.items() if reason is None]
     if len(usable) == 2:
-        return [Way(device, dtype) for device in usable], ""
+        return [Variant(device, dtype) for device in usable], ""
     only = usable[0] if usable else "cpu"
     why = f"{only} float32 is compared with {only} float64."
     for device, reason in reasons.items():
         if reason is not None:
             why = f"There is no {device} here ({reason.rstrip('.')}): {why}"
-    return [Way(only, kind) for kind in ("float32", "float64")], why
+    return [Variant(only, kind) for kind in ("float32", "float64")], why
 
 
 def _missing(device: str) -> str | None:
     """Why a device cannot be used, or None."""
     try:
-        get_backend("cpu" if device == "cpu-scipy" else device)
+        get_backend(device)
     except (RuntimeError, ImportError) as error:
         return str(error)
     return None
 
 
-def _fitted(args: argparse.Namespace, way: Way, data: Dataset, stages: Stages) -> Fitted:
-    stages.note(f"-- {way}")
-    with way.chosen() as device:
-        for last in (False, True):
-            model = make_model(args, device=device, dtype=way.dtype, verbose=False)
-            answer = fit(model, data, Stages())
-            total = sum(answer["seconds"].values())
-            if last or total > _WORTH_REPEATING:
-                stages.note(f"   {answer['status']} in {total:.2f} s")
-                break
-            stages.note(f"   {total:.2f} s to warm up")
-        return Fitted(model, answer, model.transform(data.graph, data.X).astype(np.float64))
+def _fitted(args: argparse.Namespace, variant: Variant, data: Dataset, stages: Stages) -> Fitted:
+    """Fit twice, unless that takes long: the first fit may compile, the second is measured."""
+    stages.note(f"-- {variant}")
+    for last in (False, True):
+        model = make_model(args, device=variant.device, dtype=variant.dtype, verbose=False)
+        result = fit(model, data, Stages())
+        if last or result.total_seconds > _WORTH_REPEATING:
+            stages.note(f"   {result.status} in {result.total_seconds:.2f} s")
+            break
+        stages.note(f"   {result.total_seconds:.2f} s to warm up")
+    return Fitted(model, result, model.transform(data.graph, data.X).astype(np.float64))
 
 
 def agreement_of(a: Fitted, b: Fitted) -> dict[str, float]:
-    """Differences of the first way relative to the second."""
+    """Differences of the first variant relative to the second."""
     losses = [one.model.history_[-1]["loss"] for one in (a, b)]
     found = {
         "W_relative_difference": _relative(a.model.W_, b.model.W_),
@@ -152,23 +137,32 @@ def _relative(a: Any, b: Any) -> float:
     return float(np.linalg.norm(a - b) / max(float(np.linalg.norm(b)), 1e-300))
 
 
-def _result_table(found: dict[str, Fitted]) -> str:
-    answers = [one.answer for one in found.values()]
-    part = "test" if "test" in answers[0]["scores"] else "train"
-    rows = [("", *found)]
-    rows.append(("status", *(a["status"] for a in answers)))
-    rows.append(("loss", *(f"{a['loss']:.10g}" for a in answers)))
-    rows.append(("certified gap", *(_gap(a["certificate"]["value"]) for a in answers)))
-    if any(a["certificate"]["reduced"] for a in answers):
-        over = [f"{c['kept']:,} of {c['features']:,}" for c in (a["certificate"] for a in answers)]
-        rows.append(("over features", *over))
-    rows.append((f"{part} {answers[0]['metric']}", *(f"{a['scores'][part]:.4f}" for a in answers)))
+def _text(results: dict[str, FitResult], agreement: dict[str, float]) -> str:
+    """Results, seconds and agreement as tables, and the totals as bars."""
+    totals = {name: result.total_seconds for name, result in results.items()}
+    parts = [_result_table(results), _speed_table(results), _agreement_table(agreement)]
+    return "\n\n".join([*parts, bars(totals)])
+
+
+def _result_table(results: dict[str, FitResult]) -> str:
+    found = list(results.values())
+    part = "test" if "test" in found[0].scores else "train"
+    rows = [
+        ("", *results),
+        ("status", *(r.status for r in found)),
+        ("loss", *(f"{r.loss:.10g}" for r in found)),
+        ("certified gap", *(_gap(r.certificate.value) for r in found)),
+    ]
+    certificates = [r.certificate for r in found]
+    if any(c.reduced for c in certificates):
+        rows.append(("over features", *(f"{c.kept:,} of {c.features:,}" for c in certificates)))
+    rows.append((f"{part} {found[0].metric}", *(f"{r.scores[part]:.4f}" for r in found)))
     return table(rows)
 
 
-def _speed_table(seconds: dict[str, dict[str, float]]) -> str:
-    first, second = seconds.values()
-    rows = [("seconds", *seconds, "first / second")]
+def _speed_table(results: dict[str, FitResult]) -> str:
+    first, second = (result.seconds for result in results.values())
+    rows = [("seconds", *results, "first / second")]
     for stage in first:
         if max(first[stage], second[stage]) >= SHORTEST:
             rows.append(_speeds(stage, first[stage], second[stage]))

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from herta_gpu.plumbing.estimator import r_squared
 from herta_gpu.plumbing.validation import as_labels, has_label
 
 
@@ -26,8 +27,6 @@ def rocauc(y: Any, scores: Any) -> float:
     >>> rocauc(np.array([[0], [0], [1], [1]]), np.array([[0.1], [0.4], [0.35], [0.8]]))
     0.75
     """
-    from scipy.stats import rankdata  # its import takes longer than all of ours: only who asks pays
-
     areas = []
     for truth, score in zip(np.asarray(y).T, np.asarray(scores).T, strict=True):
         known = ~np.isnan(truth.astype(np.float64))
@@ -35,9 +34,15 @@ def rocauc(y: Any, scores: Any) -> float:
         p, q = int(positive.sum()), int((~positive).sum())
         if p == 0 or q == 0:
             continue
-        ranks = rankdata(score[known])
+        ranks = _ranks(score[known])
         areas.append((ranks[positive].sum() - p * (p + 1) / 2) / (p * q))
     return float(np.mean(areas)) if areas else float("nan")
+
+
+def _ranks(values: Any) -> Any:
+    """Ranks from 1 on; equal values share the mean of their ranks (as scipy.stats.rankdata)."""
+    _, place, count = np.unique(values, return_inverse=True, return_counts=True)
+    return (np.cumsum(count) - (count - 1) / 2)[place]
 
 
 def evaluate(metric: str, y: Any, scores: Any, classes: Any | None) -> float:
@@ -48,7 +53,4 @@ def evaluate(metric: str, y: Any, scores: Any, classes: Any | None) -> float:
         return rocauc(y, scores)
     if classes is not None:
         return accuracy(y, classes[scores.argmax(axis=1)])
-    y = np.asarray(y).reshape(scores.shape)  # one target per node is one column
-    left = ((y - scores) ** 2).sum(axis=0)
-    total = ((y - y.mean(axis=0)) ** 2).sum(axis=0)
-    return float(np.mean(1.0 - left / np.where(total > 0, total, 1.0)))
+    return r_squared(np.asarray(y).reshape(scores.shape), scores)  # one target is one column

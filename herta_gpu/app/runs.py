@@ -13,34 +13,36 @@ import os
 import platform
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import scipy
 
 from herta_gpu import __version__
+from herta_gpu.app.results import FitResult
 from herta_gpu.certificate import Certificate
 from herta_gpu.datasets.dataset import NORMALIZATIONS
 from herta_gpu.herta import HERTA
 from herta_gpu.plumbing.checkpoint import Checkpoint
 from herta_gpu.plumbing.files import Archive, DataError, check_place, new_file, write_npz
+from herta_gpu.plumbing.json_values import check_entries, jsonable
 from herta_gpu.plumbing.validation import BudgetError, as_labels, check_choice, check_dtype
+
+try:
+    import fcntl
+except ImportError:  # it is part of Python on POSIX only
+    fcntl = None  # type: ignore[assignment]
 
 _EXTRAS = ("convergence.png", "tune.json", "predictions.npz")
 _FILES = ("config.json", "metrics.jsonl", "model.npz", "result.json", "report.html")
+T = TypeVar("T")
 _REPLACED = ".replaced"  # where --overwrite keeps the old run until the new one has begun
 _OPTIONAL_TEXT = (str, type(None))
 _CONFIG: dict[str, Any] = {
     "dataset": str, "split": _OPTIONAL_TEXT, "normalize": _OPTIONAL_TEXT, "log_degree": bool,
     "data_dir": _OPTIONAL_TEXT, "params": dict, "environment": dict,
-}  # fmt: skip
-_RESULT: dict[str, Any] = {
-    "dataset": str, "nodes": int, "edges": int, "features": int, "outputs": int, "lam": float,
-    "ridge": float, "loss_function": str, "status": str, "steps": int, "loss": float,
-    "certificate": dict, "metric": str, "scores": dict, "seconds": dict,
-    "peak_memory_bytes": int, "strategy": str, "dtype": str, "device": str, "note": str,
 }  # fmt: skip
 
 
@@ -130,15 +132,10 @@ class Run:
             shutil.rmtree(path / _REPLACED, ignore_errors=True)
             yield run
 
-    def result(self) -> dict[str, Any] | None:
-        """result.json, which a run has when it is finished."""
+    def result(self) -> FitResult | None:
+        """The content of result.json, which a run has when it is finished."""
         path = self.folder / "result.json"
-        if not path.is_file():
-            return None
-        content = _read_json(path, _RESULT)
-        if not isinstance(content["certificate"].get("text"), str):
-            raise DataError(f"{path} is damaged (its certificate has no text).")
-        return content
+        return _read_json(path, FitResult.from_json) if path.is_file() else None
 
     def write_json(self, name: str, content: dict[str, Any]) -> None:
         self.write_text(name, json.dumps(jsonable(content), indent=1) + "\n")
@@ -195,11 +192,8 @@ def _locked(folder: Path) -> Iterator[None]:
     """The operating system frees the lock when the process ends, however it ends."""
     with open(folder / ".lock", "a+", encoding="utf-8") as file:
         try:
-            import fcntl
-
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except ImportError:
-            pass  # not POSIX: no lock, and still no half files
+            if fcntl is not None:  # without a lock there are no half files either
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise RuntimeError(
                 f"Another process is writing a run into {folder}: choose another folder."
@@ -218,19 +212,6 @@ def environment() -> dict[str, Any]:
         "threads": os.environ.get("OMP_NUM_THREADS") or os.cpu_count(),
         "command": sys.argv,
     }
-
-
-def jsonable(value: Any) -> Any:
-    """JSON has no infinity and no NumPy: None and plain numbers instead."""
-    if isinstance(value, dict):
-        return {str(k): jsonable(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [jsonable(v) for v in value]
-    if isinstance(value, np.generic):
-        value = value.item()
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value if isinstance(value, (bool, int, float, str, type(None))) else str(value)
 
 
 def save_model(model: HERTA, path: str | Path) -> None:
@@ -294,7 +275,7 @@ def _about(stored: Archive) -> dict[str, Any]:
     if shape != () or kind.kind != "U":
         raise ValueError("its entry about is no text")
     about = json.loads(str(stored["about"]))
-    _check_entries(about, {"params": dict, "certificate": dict, "status": str, "flat": bool})
+    check_entries(about, {"params": dict, "certificate": dict, "status": str, "flat": bool})
     _check_params(about["params"])
     return dict(about)
 
@@ -322,38 +303,24 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     path = Path(folder) / "config.json"
     if not path.is_file():
         raise FileNotFoundError(f"{folder} is no run: it has no config.json.")
-    config = _read_json(path, _CONFIG)
-    try:
-        _check_params(config["params"])
-        HERTA(**config["params"])._settings()
-        if config["normalize"] is not None:
-            check_choice("normalize", config["normalize"], NORMALIZATIONS)
-    except (ValueError, TypeError) as error:
-        raise DataError(f"{path} is damaged ({_without_stop(error)}).") from None
-    return config
+    return _read_json(path, _checked_config)
 
 
-def _read_json(path: Path, types: dict[str, Any]) -> dict[str, Any]:
-    """A JSON file that must hold at least these entries."""
+def _read_json(path: Path, read: Callable[[Any], T]) -> T:
+    """What `read` makes of the content of a JSON file; its ValueError says what is damaged."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        _check_entries(content, types)
-    except (ValueError, RecursionError) as error:
+        return read(json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, TypeError, RecursionError) as error:
         raise DataError(f"{path} is damaged ({_without_stop(error)}).") from None
+
+
+def _checked_config(content: Any) -> dict[str, Any]:
+    check_entries(content, _CONFIG)
+    _check_params(content["params"])
+    HERTA(**content["params"])._settings()
+    if content["normalize"] is not None:
+        check_choice("normalize", content["normalize"], NORMALIZATIONS)
     return dict(content)
-
-
-def _check_entries(content: Any, types: dict[str, Any]) -> None:
-    if not isinstance(content, dict):
-        raise ValueError(f"it is a {type(content).__name__}, not an object with entries")
-    for name, kind in types.items():
-        if name not in content:
-            raise ValueError(f"it has no entry {name}")
-        value = content[name]
-        number = kind is float and isinstance(value, int)
-        # JSON has no infinity: None stands for it, also where a number should be.
-        if not isinstance(value, kind) and not number and not (kind is float and value is None):
-            raise ValueError(f"its entry {name} is {value!r}")
 
 
 def _check_params(params: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Choose lam, ridge and loss on the validation nodes.
+"""`herta tune`: choose lam, ridge and loss on the validation nodes.
 
 What does not depend on the ridge is done once per lam: the rows of H^-1 X on the training and
 validation nodes, and their singular directions.  Each ridge is then a small dense problem, for MSE
@@ -7,19 +7,26 @@ in closed form.  The winner is trained again by HERTA, on the true model and wit
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
-import scipy.sparse as sp
 
+from herta_gpu.app.experiment import load_for, make_model
 from herta_gpu.app.metrics import evaluate
+from herta_gpu.app.results import Candidate, CommandOutput, candidate_rows
+from herta_gpu.app.runs import check_free
+from herta_gpu.app.text import table
+from herta_gpu.app.train import train
 from herta_gpu.datasets import Dataset
 from herta_gpu.factors import RANK_CUT
 from herta_gpu.losses import LOSSES, CrossEntropy
 from herta_gpu.plumbing.estimator import Targets, make_targets
+from herta_gpu.plumbing.stages import Stages
 from herta_gpu.plumbing.validation import check_choice, check_ridge, check_rows
+from herta_gpu.preconditioner import rows_of_inverse
 from herta_gpu.solver import SDDSolver
 
 LAMS = (1.0, 5.0, 10.0, 20.0, 50.0)
@@ -29,15 +36,37 @@ _COLUMNS = 256  # right-hand sides at once
 _STEPS = 200  # of L-BFGS for one ridge
 
 
-@dataclass(frozen=True)
-class Candidate:
-    """One point of the grid, with its metric on the two splits it may look at."""
+def run(args: argparse.Namespace) -> CommandOutput:
+    """herta tune DATASET"""
+    stages = Stages(args.verbose)
+    for lam in args.lams:  # each checked before a long load
+        for loss in args.losses:
+            make_model(args, lam=lam, loss=loss, optimizer="cg")._checked()
+    for ridge in args.ridges:
+        check_ridge(ridge)
+    check_free(args.out, args.overwrite)
+    data = load_for(args, stages)
+    for loss in args.losses:  # before the search, which takes long
+        check = make_model(args, lam=args.lams[0], loss=loss, optimizer="cg")
+        check._checked_data(data.graph, data.X, data.y, data.split["train"], check._checked())
+    with stages("tune"):
+        found = tune(
+            data, args.lams, args.ridges, args.losses, args.device, args.memory_budget,
+            report=stages.note,
+        )  # fmt: skip
+    best = found[0]
+    optimizer = args.optimizer or ("cg" if best.loss == "mse" else "lbfgs")
+    model = make_model(args, lam=best.lam, ridge=best.ridge, loss=best.loss, optimizer=optimizer)
+    result = train(args, model, data, stages, found)
+    content = {**result.as_json(), "candidates": [asdict(c) for c in found]}
+    text = _text(found, data.metric) + "\n\n" + result.text(args.out)
+    return CommandOutput(content, text, result.diverged)
 
-    lam: float
-    ridge: float
-    loss: str
-    train: float
-    valid: float
+
+def _text(found: list[Candidate], metric: str, shown: int = 12) -> str:
+    left = len(found) - shown
+    more = f"\n... and {left} more, none better" if left > 0 else ""
+    return table(candidate_rows(found[:shown], metric)) + more
 
 
 def tune(
@@ -93,18 +122,18 @@ def tune(
 def propagated_rows(solver: SDDSolver, X: Any, rows: Any) -> Any:
     """The rows of H^-1 X in float64, by the fewer of len(rows) and d solves."""
     n, d = X.shape
+    out = np.empty((rows.shape[0], d))
     if rows.shape[0] > d:
-        out = np.empty((rows.shape[0], d))
         for j in range(0, d, _COLUMNS):
             out[:, j : j + _COLUMNS] = solver.solve(X[:, j : j + _COLUMNS])[rows]
         return out
-    out = np.empty((rows.shape[0], d))
+
+    def solve(unit: Any) -> Any:
+        return solver.solve(unit).astype(np.float64)
+
     for i in range(0, rows.shape[0], _COLUMNS):
         at = rows[i : i + _COLUMNS]
-        unit = np.zeros((n, at.shape[0]), dtype=solver.dtype)
-        unit[at, np.arange(at.shape[0])] = 1
-        columns = solver.solve(unit).astype(np.float64)  # H is symmetric
-        out[i : i + at.shape[0]] = (X.T @ columns).T if sp.issparse(X) else columns.T @ X
+        out[i : i + at.shape[0]] = rows_of_inverse(np, solve, X.T.dot, at, n, solver.dtype)
     return out
 
 

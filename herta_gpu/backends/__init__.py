@@ -8,6 +8,7 @@ from importlib.util import find_spec
 
 from herta_gpu.backends.base import Backend
 from herta_gpu.backends.cpu.reference import CPUBackend
+from herta_gpu.planning.settings import DEVICES
 
 
 @cache
@@ -47,17 +48,22 @@ def _first_line(error: Exception) -> str:
 
 
 def get_backend(device: str) -> Backend:
-    """The backend for ``"cpu"``, ``"cuda"`` or ``"auto"``: CUDA where it is usable, else the CPU.
+    """The backend of a name of `DEVICES`.
 
-    ``"cuda"`` is never replaced by anything else: without a usable device it is an error.
+    ``"auto"`` is CUDA where it is usable, else the CPU.  ``"cuda"`` is never replaced by anything
+    else: without a usable device it is an error.  ``"cpu-scipy"`` is the reference on the CPU,
+    without compiled kernels, also where numba is installed.
     """
     if device == "cpu":
         return _cpu(_fast())
     if device == "cuda":
         return _cuda()
+    if device == "cpu-scipy":
+        return _cpu(fast=False)
     if device == "auto":
         return _cuda() if _cuda_is_usable() else _cpu(_fast())
-    raise ValueError(f'device must be "auto", "cpu" or "cuda", not {device!r}.')
+    known = ", ".join(f'"{name}"' for name in DEVICES)
+    raise ValueError(f"device must be one of {known}, not {device!r}.")
 
 
 @cache

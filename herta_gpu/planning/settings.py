@@ -22,6 +22,7 @@ from herta_gpu.plumbing.validation import (
 )
 
 LOSS_NAMES = ("mse", "ce")
+DEVICES = ("auto", "cpu", "cpu-scipy", "cuda")
 OPTIMIZER_NAMES = ("cg", "gd", "momentum", "adam", "lbfgs")
 
 
@@ -70,7 +71,7 @@ class Settings:
         check_count("random_state", params["random_state"], least=0, most=MAX_SEED)
         check_choice("reorder", params["reorder"], ("auto", True, False))
         check_choice("precondition", params["precondition"], (True, False))
-        check_choice("device", params["device"], ("auto", "cpu", "cuda"))
+        check_choice("device", params["device"], DEVICES)
         budget, sparsify = params["memory_budget"], params["sparsify"]
         return cls(
             lam=lam,

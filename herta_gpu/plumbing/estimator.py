@@ -122,6 +122,14 @@ def accuracy_or_r2(predicted: Any, y: Any, rows: Any, classes: Any | None) -> fl
     truth, guess = (a[rows].astype(np.float64).reshape(rows.size, -1) for a in (y, predicted))
     if truth.shape != guess.shape:
         raise ValueError(f"y has {truth.shape[1]} columns but the model has {guess.shape[1]}.")
+    return r_squared(truth, guess)
+
+
+def r_squared(truth: Any, predicted: Any) -> float:
+    """R^2 of predictions (rows, columns), as the mean over the columns.
+
+    A column of equal targets has no variance to explain: its error is taken as it is.
+    """
     total = ((truth - truth.mean(axis=0)) ** 2).sum(axis=0)
-    left = ((truth - guess) ** 2).sum(axis=0)
+    left = ((truth - predicted) ** 2).sum(axis=0)
     return float(np.mean(1.0 - left / np.where(total > 0, total, 1.0)))

@@ -60,6 +60,11 @@ class Stages:
         if spent >= SHORTEST:
             self._show(f"{name:<15}{spent:8.2f} s")
 
+    def since(self, before: dict[str, float]) -> dict[str, float]:
+        """Seconds per stage that came after `before`, an earlier copy of `seconds`."""
+        spent = {name: s - before.get(name, 0.0) for name, s in self.seconds.items()}
+        return {name: s for name, s in spent.items() if name not in before or s > 0}
+
     def step(self, step: int, gap: float, goal: float, loss: float, warm: bool = False) -> None:
         """One step: a bar that fills as the certified gap falls to its goal.
 

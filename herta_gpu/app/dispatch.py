@@ -1,0 +1,77 @@
+"""From arguments to an exit code: parse, run the command, and tell an error in one sentence."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from herta_gpu.app.arguments import check_names, parser
+from herta_gpu.app.results import CommandOutput
+from herta_gpu.app.streams import give_up, say, unwritten
+from herta_gpu.plumbing.files import DataError
+from herta_gpu.plumbing.json_values import jsonable
+
+
+def dispatch(argv: Sequence[str] | None = None) -> int:
+    """Run the command that the arguments name and return its exit code."""
+    try:
+        args = parser().parse_args(argv)
+    except SystemExit as ended:  # the help was printed, or what is wrong
+        return _ended(ended)
+    except OSError as error:
+        return unwritten(error)
+    if hasattr(args, "check"):
+        args.check(args)
+    args.verbose = not (args.json or args.quiet)
+    try:
+        check_names(args)
+        output: CommandOutput = args.run(args)
+    except KeyboardInterrupt:
+        return _failed(args, _interrupted(args), 130)
+    except (DataError, OSError, RuntimeError, MemoryError, ImportError) as error:
+        return _failed(args, error, 1)
+    except (ValueError, TypeError) as error:
+        return _failed(args, error, 2)
+    except Exception as error:  # ours: nothing that a user does should come here
+        what = f"{type(error).__name__}: {error}"
+        return _failed(args, f"An error of herta itself ({what}): --debug shows where.", 1)
+    wrong = say(sys.stdout, _as_json(output.content) if args.json else output.text)
+    return int(output.diverged) if wrong is None else unwritten(wrong)
+
+
+def _ended(ended: SystemExit) -> int:
+    """Pass on how argparse ended, once all that it printed is written."""
+    try:
+        sys.stderr.flush()
+    except OSError:
+        give_up(sys.stderr)
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        return unwritten(error)
+    raise ended
+
+
+def _as_json(content: dict[str, Any]) -> str:
+    return json.dumps(jsonable(content), indent=1)
+
+
+def _interrupted(args: argparse.Namespace) -> str:
+    """What to say after Ctrl-C: how to go on, if there is a run that has begun."""
+    folder = getattr(args, "resume", None) or getattr(args, "out", None)
+    begun = args.command in ("train", "tune") and folder and Path(folder, "config.json").is_file()
+    return f"Interrupted: herta train --resume {folder} goes on." if begun else "Interrupted."
+
+
+def _failed(args: argparse.Namespace, error: Any, code: int) -> int:
+    if args.debug:
+        raise
+    text = " ".join(str(error).split()) or type(error).__name__
+    if args.json:
+        say(sys.stdout, _as_json({"error": text, "exit_code": code}))
+    say(sys.stderr, f"herta: {text}")
+    return code

@@ -1,0 +1,85 @@
+"""What several commands do alike: the model and the data that the options describe, and a fit."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from herta_gpu import backends, datasets
+from herta_gpu.app.results import FitResult
+from herta_gpu.datasets import Dataset
+from herta_gpu.herta import HERTA
+from herta_gpu.plumbing.checkpoint import Checkpoint
+from herta_gpu.plumbing.stages import Stages
+from herta_gpu.plumbing.validation import check_rows
+
+PARAMETERS = (
+    "lam", "alpha", "loss", "optimizer", "ridge", "tol", "max_iter", "strategy", "sparsify",
+    "sketch", "precondition", "device", "dtype", "memory_budget", "random_state", "learning_rate",
+)  # fmt: skip
+
+
+def make_model(args: argparse.Namespace, **changes: Any) -> HERTA:
+    """The estimator that the options describe, with some parameters changed."""
+    params = {name: getattr(args, name) for name in PARAMETERS if hasattr(args, name)}
+    params["verbose"] = args.verbose
+    return HERTA(**{**params, **changes})
+
+
+def load_for(args: argparse.Namespace, stages: Stages) -> Dataset:
+    """The dataset that the options describe, ready to train on."""
+    _tell_of_compilation(stages)
+    with stages("load"):
+        return prepared(
+            args.dataset, args.data_dir, args.random_state, args.split, args.normalize,
+            args.log_degree,
+        )  # fmt: skip
+
+
+def _tell_of_compilation(stages: Stages) -> None:
+    """The first fit ever compiles the CPU kernels: half a minute nobody should wonder about."""
+    folder = Path(backends.__file__).parent / "cpu" / "kernels" / "__pycache__"
+    elsewhere = "NUMBA_CACHE_DIR" in os.environ or not os.access(folder, os.W_OK)
+    if backends._fast() and not elsewhere and not any(folder.glob("laplacian*.nbi")):
+        stages.note("The first run compiles the CPU kernels: up to a minute, once.", stays=True)
+
+
+def prepared(
+    name: str,
+    data_dir: str | None,
+    random_state: int,
+    split: str | None,
+    normalize: str | None,
+    log_degree: bool,
+) -> Dataset:
+    """A dataset with a split and with the features as they will be used."""
+    data = datasets.load(name, data_dir, random_state=random_state)
+    if data.y is None:
+        raise ValueError(f"{name} has no labels to train on.")
+    data = data.with_split(split, random_state)
+    return with_features(data, normalize, log_degree)
+
+
+def with_features(data: Dataset, normalize: str | None, log_degree: bool) -> Dataset:
+    """A dataset with the features as they will be used."""
+    if data.X is None or data.X.shape[1] == 0:
+        raise ValueError(f"{data.name} has no features: HERTA needs some to train on.")
+    if normalize != "none":
+        check_rows("X", data.X, data.graph)  # NaN would spread over whole rows and columns
+    data = data.normalized(normalize)
+    return data.with_log_degree() if log_degree else data
+
+
+def fit(
+    model: HERTA,
+    data: Dataset,
+    stages: Stages,
+    callback: Callable[[dict[str, Any]], Any] | None = None,
+    checkpoint: Checkpoint | None = None,
+) -> FitResult:
+    """Train on the training nodes and evaluate on every part; `stages` times all of it."""
+    model.fit(data.graph, data.X, data.y, data.split["train"], callback, checkpoint, stages)
+    return FitResult.from_fit(model, data, stages)

@@ -1,0 +1,70 @@
+"""`herta info`: devices, versions, optional packages and datasets."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+from importlib.util import find_spec
+
+from herta_gpu import datasets
+from herta_gpu.app.results import CommandOutput
+from herta_gpu.app.runs import environment
+from herta_gpu.app.text import bytes_text, table
+from herta_gpu.backends import get_backend
+from herta_gpu.datasets.storage import cache_dir
+
+_EXTRAS = {
+    "fast": ("numba",),
+    "ogb": ("ogb", "torch"),
+    "plot": ("matplotlib",),
+    "tables": ("pandas", "pyarrow"),
+}
+
+
+def run(args: argparse.Namespace) -> CommandOutput:
+    """herta info"""
+    about, devices, extras = environment(), _devices(), _extras()
+    versions = {k: about[k] for k in ("herta_gpu", "python", "numpy", "scipy")}
+    folders, names = os.environ.get("HERTA_DATA", ""), datasets.names(args.data_dir)
+    result = {
+        "versions": versions,
+        "platform": platform.platform(),
+        "devices": devices,
+        "extras": extras,
+        "data_folders": folders,
+        "cache": str(cache_dir()),
+        "datasets": names,
+    }
+    rows = [
+        *versions.items(),
+        *((f"device {k}", v) for k, v in devices.items()),
+        *((f"extra {k}", v) for k, v in extras.items()),
+        ("data folders", folders or "none (HERTA_DATA is not set)"),
+        ("cache", str(cache_dir())),
+        ("datasets", ", ".join(names)),
+    ]
+    return CommandOutput(result, table(rows, header=False))
+
+
+def _devices() -> dict[str, str]:
+    """What there is of each device, or why it cannot be used."""
+    found = {"cpu": f"{os.cpu_count()} cores, {_free('cpu')}"}
+    try:
+        found["cuda"] = _free("cuda")
+    except (RuntimeError, ImportError) as error:
+        found["cuda"] = f"no ({error})"
+    return found
+
+
+def _free(device: str) -> str:
+    return f"{bytes_text(get_backend(device).memory_available())} free"
+
+
+def _extras() -> dict[str, str]:
+    """Whether each group of optional packages is installed."""
+    found = {}
+    for extra, packages in _EXTRAS.items():
+        missing = [p for p in packages if find_spec(p) is None]
+        found[extra] = f'no: pip install "herta_gpu[{extra}]"' if missing else "yes"
+    return found

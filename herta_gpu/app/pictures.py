@@ -1,0 +1,120 @@
+"""Pictures of a fit, drawn by matplotlib, which is optional, as the bytes of PNG files."""
+
+from __future__ import annotations
+
+import math
+from io import BytesIO
+from typing import Any
+
+# Tableau's colours: every stage that a fit can have gets one of its own.
+COLOURS = (
+    "#4e79a7", "#f28e2b", "#e15759", "#76b7b2", "#59a14f", "#edc948", "#b07aa1", "#ff9da7",
+    "#9c755f", "#bab0ac",
+)  # fmt: skip
+
+
+def pyplot() -> Any:
+    """matplotlib without a display."""
+    try:
+        import matplotlib
+
+        matplotlib.use("Agg")
+        from matplotlib import pyplot as plt
+    except ImportError as error:
+        raise ImportError(
+            f'Pictures are drawn by matplotlib ({error}): pip install "herta_gpu[plot]".'
+        ) from None
+    return plt
+
+
+def draw_convergence(history: list[dict[str, Any]], tol: float, gap: float = math.inf) -> bytes:
+    """Certified gap and loss, against steps and against seconds.
+
+    `gap` bounds the last loss minus the optimum: with it, the loss of every step is drawn against
+    a proven lower bound, also for steps that had no certificate while they ran.
+    """
+    plt = pyplot()
+    figure, axes = plt.subplots(2, 2, figsize=(9.5, 6), sharey="row", sharex="col")
+    losses = [h["loss"] for h in history]
+    gaps = [h["certificate"] for h in history]
+    bound = losses[-1] - gap
+    above = [(loss - bound) / bound if bound > 0 else math.inf for loss in losses]
+    for column, name in enumerate(("step", "seconds")):
+        # Steps on a cheaper model come first; the true ones are counted on from there.
+        values = list(range(len(history))) if name == "step" else [h[name] for h in history]
+        top, bottom = axes[0, column], axes[1, column]
+        drawn = _finite(top, values, above, "-", "#9db7d5", "loss above the proven bound")
+        drawn |= _finite(top, values, gaps, "o-", "#1f5fa8", "certificate of the step")
+        if len(history) == 1:  # certified where it began: a point with its numbers beside it
+            _beside(top, values[0], gaps[0], f"{gaps[0]:.1e}")
+            _beside(bottom, values[0], losses[0], f"{losses[0]:.6g}")
+        if drawn:
+            top.set_yscale("log")
+            top.axhline(tol, color="#888888", linestyle="--", linewidth=1, label="tol")
+            top.margins(y=0.1)
+        else:
+            top.text(0.5, 0.5, "no certificate", transform=top.transAxes, ha="center")
+            top.set_yticks([])
+        bottom.plot(values, losses, _line(losses), color="#b3541e", markersize=4)
+        bottom.set_xlabel(name)
+        for axis in (top, bottom):
+            axis.grid(alpha=0.3)
+    if drawn:
+        axes[0, 1].legend(fontsize=8, framealpha=0.9)
+    axes[0, 0].set_ylabel("relative gap")
+    axes[1, 0].set_ylabel("loss")
+    axes[0, 0].xaxis.get_major_locator().set_params(integer=True)
+    return _png(plt, figure)
+
+
+def _line(values: list[Any]) -> str:
+    """Points on the line while they can be told apart."""
+    return "o-" if len(values) <= 30 else "-"
+
+
+def _beside(axis: Any, x: float, y: float, text: str) -> None:
+    if math.isfinite(y):
+        axis.annotate(text, (x, y), xytext=(8, 0), textcoords="offset points", va="center")
+        axis.set_xlim(0 if x > 0 else -0.1, 2 * x if x > 0 else 1)
+
+
+def _finite(axis: Any, x: list[Any], y: list[Any], line: str, colour: str, label: str) -> bool:
+    """Draw the points that a logarithmic axis can show; whether there were any."""
+    kept = [(a, b) for a, b in zip(x, y) if b is not None and 0 < b < math.inf]
+    if kept:
+        axis.plot(*zip(*kept), line, color=colour, markersize=4, label=label)
+    return bool(kept)
+
+
+def draw_bars(groups: dict[str, dict[str, float]]) -> bytes:
+    """Seconds per stage, one bar per candidate: {candidate: {stage: seconds}}."""
+    plt = pyplot()
+    figure, axis = plt.subplots(figsize=(8, 4))
+    longest = max(max(seconds.values()) for seconds in groups.values())
+    stages = [
+        stage
+        for stage in next(iter(groups.values()))
+        if any(seconds.get(stage, 0.0) > 0.005 * longest for seconds in groups.values())
+    ]
+    height = 0.8 / len(groups)
+    for i, (name, seconds) in enumerate(groups.items()):
+        at = [j + i * height for j in range(len(stages))]
+        values = [seconds.get(s, 0.0) for s in stages]
+        drawn = axis.barh(at, values, height=height, label=name, color=COLOURS[i % len(COLOURS)])
+        axis.bar_label(drawn, [f"{v:.3g} s" for v in values], padding=3, fontsize=8)
+    axis.set_yticks([j + 0.4 - height / 2 for j in range(len(stages))], stages)
+    axis.invert_yaxis()
+    axis.set_xlabel("seconds")
+    axis.margins(x=0.12)
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.legend(loc="best")
+    return _png(plt, figure)
+
+
+def _png(plt: Any, figure: Any) -> bytes:
+    """The figure as a PNG file; it is closed, so that pyplot forgets it."""
+    figure.tight_layout()
+    file = BytesIO()
+    figure.savefig(file, dpi=120, format="png")
+    plt.close(figure)
+    return file.getvalue()

@@ -1,0 +1,245 @@
+"""What comes out of the commands: the result of a fit, the candidates of a search, an output.
+
+A `FitResult` is plain data: it needs neither the model nor the dataset any more, goes to
+result.json and comes back from there.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import MISSING, dataclass, fields
+from pathlib import Path
+from typing import Any, get_origin, get_type_hints
+
+import numpy as np
+
+from herta_gpu.app.metrics import evaluate
+from herta_gpu.app.text import Rows, bytes_text, counted, table
+from herta_gpu.backends import get_backend
+from herta_gpu.certificate import Certificate
+from herta_gpu.datasets import Dataset
+from herta_gpu.herta import HERTA
+from herta_gpu.plumbing.json_values import check_entries, jsonable
+from herta_gpu.plumbing.stages import SHORTEST, Stages
+
+try:
+    import resource
+except ImportError:  # it is part of Python on POSIX only
+    resource = None  # type: ignore[assignment]
+
+_FROM_FIT = ("plan_", "history_", "warm_history_", "stages_")
+
+
+@dataclass(frozen=True)
+class CommandOutput:
+    """What a command gives back to the command line."""
+
+    content: dict[str, Any]  # for --json
+    text: str  # for people
+    diverged: bool = False  # a fit has no result worth the name: the exit code is 1
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One point of the grid that `tune` searches, with its metric on the two parts it looks at."""
+
+    lam: float
+    ridge: float
+    loss: str
+    train: float
+    valid: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitResult:
+    """What there is to say about a fit; the names of the fields are the keys of result.json."""
+
+    dataset: str
+    nodes: int
+    edges: int
+    features: int
+    outputs: int
+    lam: float
+    ridge: float
+    loss_function: str
+    status: str
+    steps: int
+    warm_steps: int = 0  # on a cheaper model that went first
+    loss: float
+    certificate: Certificate
+    metric: str
+    scores: dict[str, float]  # per part of the split; nan where there is nothing to score
+    seconds: dict[str, float]  # per stage
+    peak_memory_bytes: int
+    strategy: str
+    dtype: str
+    device: str
+    normalize: str | None = None
+    note: str
+
+    @classmethod
+    def from_fit(cls, model: HERTA, data: Dataset, stages: Stages | None = None) -> FitResult:
+        """Evaluate a fitted model on every part of the split, and gather what there is to say.
+
+        `stages` is the timer that the fit had; by default the seconds are those of the model.
+        """
+        _check_has_fit(model)
+        stages = Stages(seconds=dict(model.stages_)) if stages is None else stages
+        with stages("evaluate"):
+            scores = _scores(model, data)
+        classes_or_tasks = model.classes_ is not None or data.metric == "rocauc"
+        return cls(
+            dataset=data.name,
+            nodes=data.graph.num_nodes,
+            edges=data.graph.num_edges,
+            features=data.X.shape[1],
+            outputs=model.W_.shape[1],
+            lam=model._lam(),
+            ridge=model.ridge,
+            loss_function=model.loss,
+            status=model.status_,
+            steps=len(model.history_) - 1,
+            warm_steps=max(0, len(model.warm_history_) - 1),
+            loss=model.history_[-1]["loss"],
+            certificate=model.certificate_,
+            metric=data.metric if classes_or_tasks else "r2",
+            scores=scores,
+            seconds=dict(stages.seconds),
+            peak_memory_bytes=peak_memory(),
+            strategy=model.plan_.strategy,
+            dtype=model.dtype,
+            device=get_backend(model.device).name,
+            normalize=data.metadata.get("normalize"),
+            note=data.metadata.get("note", ""),
+        )
+
+    @classmethod
+    def from_json(cls, content: Any) -> FitResult:
+        """The result that `as_json` wrote; a ValueError says what is wrong with it."""
+        hints = get_type_hints(cls) | {"certificate": dict}
+        needed = [field.name for field in fields(cls) if field.default is MISSING]
+        check_entries(content, {name: get_origin(hints[name]) or hints[name] for name in needed})
+        known = {field.name: content[field.name] for field in fields(cls) if field.name in content}
+        known["certificate"] = _certificate_from_json(content["certificate"])
+        known["scores"] = {part: _or(s, math.nan) for part, s in content["scores"].items()}
+        known["loss"] = _or(content["loss"], math.nan)
+        return cls(**known)
+
+    def as_json(self) -> dict[str, Any]:
+        """The content of result.json, in types that JSON has."""
+        found = self.certificate
+        certificate = {**vars(found), "reduced": found.reduced, "text": str(found)}
+        made: dict[str, Any] = jsonable({**vars(self), "certificate": certificate})
+        return made
+
+    @property
+    def diverged(self) -> bool:
+        return self.status == "diverged"
+
+    @property
+    def total_seconds(self) -> float:
+        return sum(self.seconds.values())
+
+    @property
+    def size_text(self) -> str:
+        return (
+            f"{self.nodes:,} nodes, {self.edges:,} edges, {self.features:,} features, "
+            f"{self.outputs:,} outputs"
+        )
+
+    @property
+    def model_text(self) -> str:
+        return f"lam {self.lam:g}, ridge {self.ridge:g}, loss {self.loss_function}"
+
+    @property
+    def status_text(self) -> str:
+        found = self.certificate
+        reduced = f" ({found.kept:,} of {found.features:,} features)" * found.reduced
+        warm = f" and {counted(self.warm_steps, 'cheap one')}" * (self.warm_steps > 0)
+        return f"{self.status}{reduced} after {counted(self.steps, 'outer step')}{warm}"
+
+    def rows(self) -> list[tuple[str, str]]:
+        """What was found and what it took, as (name, value)."""
+        shown = {stage: s for stage, s in self.seconds.items() if s >= SHORTEST}
+        spent = ", ".join(f"{stage} {s:.2f}" for stage, s in shown.items())
+        return [
+            ("status", self.status_text),
+            ("loss", f"{self.loss:.8g}"),
+            ("certificate", str(self.certificate)),
+            *((f"{part} {self.metric}", f"{score:.4f}") for part, score in self.scores.items()),
+            ("seconds", f"{self.total_seconds:.2f} ({spent})"),
+            ("peak memory", bytes_text(self.peak_memory_bytes)),
+        ]
+
+    def text(self, folder: str | None = None) -> str:
+        """The table that `herta train` prints; `folder` is that of the run, if there is one."""
+        computed = f"strategy {self.strategy}, {self.dtype} on {self.device}"
+        rows = [
+            ("dataset", f"{self.dataset}: {self.size_text}"),
+            ("model", f"{self.model_text}, {computed}"),
+            *self.rows(),
+        ]
+        if self.note:
+            rows.append(("note", self.note))
+        if folder is not None:
+            rows.append(("run", f"{folder} (report.html, model.npz, metrics.jsonl, config.json)"))
+        return table(rows, header=False)
+
+
+def candidate_rows(candidates: Sequence[Candidate], metric: str) -> Rows:
+    """A table of candidates, with its head."""
+    head = ("lam", "ridge", "loss", f"train {metric}", f"valid {metric}")
+    return [head] + [
+        (f"{c.lam:g}", f"{c.ridge:g}", c.loss, f"{c.train:.4f}", f"{c.valid:.4f}")
+        for c in candidates
+    ]
+
+
+def _check_has_fit(model: HERTA) -> None:
+    """An error unless the model knows how it was fitted."""
+    model._check_fitted()
+    missing = [name for name in _FROM_FIT if not hasattr(model, name)]
+    if missing:
+        raise RuntimeError(
+            f"This HERTA has no {', '.join(missing)}: it was read from a file that holds the "
+            "weights alone. Fit it again."
+        )
+
+
+def _scores(model: HERTA, data: Dataset) -> dict[str, float]:
+    """The metric on every part of the split; without a split, on all labelled nodes."""
+    if data.y is None:
+        raise ValueError(f"The dataset {data.name} has no labels to score against.")
+    split = data.split or {"all": data.labelled()}
+    Z, y = model.transform(data.graph, data.X), np.asarray(data.y)
+    return {
+        part: evaluate(data.metric, y[ids], Z[ids], model.classes_) for part, ids in split.items()
+    }
+
+
+def _certificate_from_json(content: Any) -> Certificate:
+    check_entries(content, {"value": float, "kind": str})
+    known = {f.name: content[f.name] for f in fields(Certificate) if f.name in content}
+    lost = {name: math.inf for name in ("value", "gap") if known.get(name, math.inf) is None}
+    return Certificate(**{**known, **lost})
+
+
+def _or(value: float | None, otherwise: float) -> float:
+    """JSON has neither infinity nor NaN: None stands for both."""
+    return otherwise if value is None else value
+
+
+def peak_memory() -> int:
+    """The most memory this process ever held, in bytes; 0 where the system does not say."""
+    status = Path("/proc/self/status")
+    if status.is_file():
+        # Linux hands ru_maxrss on from the process that started this one; VmHWM begins anew.
+        lines = dict(line.split(":", 1) for line in status.read_text().splitlines())
+        if "VmHWM" in lines:
+            return 1024 * int(lines["VmHWM"].split()[0])
+    if resource is None:
+        return 0
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else 1024 * peak

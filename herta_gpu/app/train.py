@@ -1,0 +1,112 @@
+"""`herta train`: train a model, prove how good it is, and keep it in a run folder if asked to."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from herta_gpu.app.experiment import fit, load_for, make_model, prepared
+from herta_gpu.app.report import report
+from herta_gpu.app.results import Candidate, CommandOutput, FitResult
+from herta_gpu.app.runs import Run, check_free, environment, read_config
+from herta_gpu.backends import get_backend
+from herta_gpu.datasets import Dataset
+from herta_gpu.herta import HERTA
+from herta_gpu.plumbing.stages import Stages
+
+_REPEAT = "config.json beside this page holds all that is needed to repeat the run."
+
+
+def run(args: argparse.Namespace) -> CommandOutput:
+    """herta train DATASET, or herta train --resume RUN"""
+    result = _new(args) if args.resume is None else _resumed(args)
+    text = result.text(args.out if args.resume is None else args.resume)
+    return CommandOutput(result.as_json(), text, result.diverged)
+
+
+def _new(args: argparse.Namespace) -> FitResult:
+    model, stages = make_model(args), Stages(args.verbose)
+    model._checked()  # a wrong parameter, or a folder in use, is told before a long load
+    check_free(args.out, args.overwrite)
+    return train(args, model, load_for(args, stages), stages)
+
+
+def _resumed(args: argparse.Namespace) -> FitResult:
+    """Go on with a run; everything that it needs stands in its config.json."""
+    config, stages = read_config(args.resume), Stages(args.verbose)
+    with Run.reopen(args.resume) as folder:
+        finished = folder.result()
+        if finished is not None:  # killed after its last write, or asked once too often
+            stages.note(f"{args.resume} is finished: this is its result.")
+            return finished
+        before = config["environment"].get("threads")
+        if str(before) != str(environment()["threads"]):
+            print(
+                f"The run began with {before} threads: the last bits may differ.", file=sys.stderr
+            )
+        params = {**HERTA._defaults(), **config["params"], "verbose": args.verbose}
+        with stages("load"):
+            data = prepared(
+                config["dataset"], config["data_dir"], params["random_state"], config["split"],
+                config["normalize"], config["log_degree"],
+            )  # fmt: skip
+        return _train_into(folder, HERTA(**params), data, stages)
+
+
+def train(
+    args: argparse.Namespace,
+    model: HERTA,
+    data: Dataset,
+    stages: Stages,
+    candidates: Sequence[Candidate] | None = None,
+) -> FitResult:
+    """Fit, into a run folder if there is to be one; `candidates` are what the model won against."""
+    if args.out is None:
+        return fit(model, data, stages)
+    with Run.create(args.out, args.overwrite) as folder:
+        _write_config(folder, args, model, data)
+        if candidates is not None:
+            folder.write_json("tune.json", {"candidates": [asdict(c) for c in candidates]})
+        return _train_into(folder, model, data, stages, candidates)
+
+
+def _write_config(folder: Run, args: argparse.Namespace, model: HERTA, data: Dataset) -> None:
+    """Everything needed to repeat the run, and to resume it."""
+    if model.memory_budget is None:
+        # The budget decides how many columns are solved at once, and so the last bits: fix it.
+        free = get_backend(model.device).memory_available()
+        model.set_params(memory_budget=int(0.8 * free))
+    config: dict[str, Any] = {"dataset": _anchored(args.dataset), "split": args.split}
+    config |= {"log_degree": args.log_degree, "normalize": data.metadata.get("normalize")}
+    config["data_dir"] = None if args.data_dir is None else os.path.abspath(args.data_dir)
+    config["params"] = {**model.get_params(), "verbose": False}
+    folder.write_json("config.json", {**config, "environment": environment()})
+
+
+def _anchored(name: str) -> str:
+    """A path as it is found from any folder; a name as it is."""
+    return os.path.abspath(name) if name.endswith(".npz") or os.sep in name else name
+
+
+def _train_into(
+    folder: Run,
+    model: HERTA,
+    data: Dataset,
+    stages: Stages,
+    candidates: Sequence[Candidate] | None = None,
+) -> FitResult:
+    """Train with a run folder that is complete up to the last step at any moment."""
+    folder.checkpoint.split = data.split
+    result = fit(model, data, stages, callback=folder.record, checkpoint=folder.checkpoint)
+    folder.save_model(model)
+    report(
+        model, data, folder.folder / "report.html", result=result, candidates=candidates,
+        picture=folder.folder / "convergence.png", repeat=_REPEAT,
+    )  # fmt: skip
+    folder.write_json("result.json", result.as_json())  # last: a run with a result is finished
+    folder.checkpoint.delete()
+    return result

@@ -1,0 +1,80 @@
+"""A report from Python: any fitted model has its page, without a run folder."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from herta_gpu import HERTA
+from herta_gpu.app.cli import main
+from herta_gpu.app.report import report
+from herta_gpu.datasets import load
+
+
+@pytest.fixture(scope="module")
+def fitted():
+    data = load("digits")
+    model = HERTA(lam=20.0, ridge=0.01, loss="ce", optimizer="lbfgs")
+    return model.fit(data.graph, data.X, data.y, data.split["train"]), data
+
+
+def test_a_report_needs_no_run_folder(fitted, tmp_path):
+    model, data = fitted
+    result = report(model, data, tmp_path / "deep" / "mine.html")
+    assert [p.name for p in (tmp_path / "deep").iterdir()] == ["mine.html"]
+    page = (tmp_path / "deep" / "mine.html").read_text()
+    assert f"<h1>HERTA on {data.name}</h1>" in page
+    for heading in ("Result", "Plan", "Memory planned", "Steps", "Parameters"):
+        assert f"<h2>{heading}</h2>" in page
+    assert "config.json" not in page  # there is none
+    assert result.scores["test"] == model.score(data.graph, data.X, data.y, data.split["test"])
+    assert f"{result.scores['test']:.4f}" in page
+
+
+def test_the_picture_is_inside_and_beside_if_asked_for(fitted, tmp_path):
+    pytest.importorskip("matplotlib")
+    model, data = fitted
+    report(model, data, str(tmp_path / "r.html"), picture=tmp_path / "p.png")
+    assert (tmp_path / "p.png").read_bytes()[:4] == b"\x89PNG"
+    assert 'src="data:image/png;base64,' in (tmp_path / "r.html").read_text()
+
+
+def test_the_page_of_a_run_is_that_of_python(fitted, tmp_path):
+    """All but times, memory, and the sentence that names the run's config.json."""
+    model, data = fitted
+    report(model, data, tmp_path / "mine.html")
+    argv = ["train", "digits", "--lam", "20", "--ridge", "0.01", "--loss", "ce", "--optimizer",
+            "lbfgs", "--quiet", "--out", str(tmp_path / "run")]  # fmt: skip
+    assert main(argv) == 0
+
+    def steps(path):
+        section = path.read_text().split("<h2>Steps</h2>")[1].split("<h2>")[0]
+        return re.sub(r"<td class=n>\d+\.\d{3}</td></tr>", "", section)  # the last column: seconds
+
+    run = tmp_path / "run" / "report.html"
+    assert steps(tmp_path / "mine.html") == steps(run)
+    assert "config.json beside this page" in run.read_text()
+
+
+def test_a_regression_has_its_report(tmp_path):
+    data = load("digits")
+    y = data.X @ np.arange(65.0)
+    model = HERTA(lam=0.5, ridge=0.1).fit(data.graph, data.X, y, data.split["train"])
+    result = report(model, replace(data, y=y), tmp_path / "r.html")
+    assert result.metric == "r2"
+    assert result.scores["test"] == pytest.approx(
+        model.score(data.graph, data.X, y, data.split["test"]), abs=1e-6
+    )
+
+
+def test_what_cannot_be_written_is_told_first(fitted, tmp_path, monkeypatch):
+    model, data = fitted
+    monkeypatch.setattr(HERTA, "transform", lambda *args: pytest.fail("evaluated"))
+    with pytest.raises(ValueError, match="is a folder"):
+        report(model, data, tmp_path)
+    with pytest.raises(RuntimeError, match="not fitted yet"):
+        report(HERTA(), data, tmp_path / "r.html")
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,128 @@
+"""The result of a fit: plain data that goes to JSON and comes back."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import fields, replace
+
+import numpy as np
+import pytest
+
+from herta_gpu import HERTA, Certificate
+from herta_gpu.app.experiment import fit
+from herta_gpu.app.results import FitResult
+from herta_gpu.app.runs import load_model, save_model
+from herta_gpu.datasets import load
+from herta_gpu.plumbing.stages import Stages
+
+
+@pytest.fixture(scope="module")
+def fitted():
+    data, stages = load("digits"), Stages()
+    with stages("load"):
+        model = HERTA(lam=20.0, ridge=0.1)
+    return model, data, fit(model, data, stages)
+
+
+def through_json(result: FitResult) -> FitResult:
+    return FitResult.from_json(json.loads(json.dumps(result.as_json())))
+
+
+def test_a_result_survives_json(fitted):
+    result = fitted[2]
+    again = through_json(result)
+    assert again == result
+    assert again.text("folder") == result.text("folder")
+    assert again.as_json() == result.as_json()
+
+
+def test_the_keys_are_those_that_result_json_always_had(fitted):
+    content = fitted[2].as_json()
+    assert list(content) == [
+        "dataset", "nodes", "edges", "features", "outputs", "lam", "ridge", "loss_function",
+        "status", "steps", "warm_steps", "loss", "certificate", "metric", "scores", "seconds",
+        "peak_memory_bytes", "strategy", "dtype", "device", "normalize", "note",
+    ]  # fmt: skip
+    assert set(content["certificate"]) == {
+        "value", "kind", "probability", "gap", "note", "kept", "features", "reduced", "text"
+    }  # fmt: skip
+
+
+def test_what_json_has_no_number_for_survives_as_well(fitted):
+    none = Certificate(math.inf, "none", note="diverged")
+    scores = {"train": 0.5, "test": math.nan}
+    result = replace(fitted[2], certificate=none, scores=scores, loss=math.inf, status="diverged")
+    again = through_json(result)
+    assert again.certificate == none
+    assert math.isnan(again.scores["test"])
+    assert math.isnan(again.loss)  # JSON keeps neither infinity nor NaN: it is no number any more
+    assert again.as_json() == result.as_json()
+    assert again.diverged
+    assert "no certificate (diverged)" in again.text()
+
+
+@pytest.mark.parametrize("name", [f.name for f in fields(FitResult)])
+def test_a_result_that_lacks_an_entry_is_refused_or_complete(fitted, name):
+    content = fitted[2].as_json()
+    del content[name]
+    if name in ("warm_steps", "normalize"):  # earlier versions did not write them
+        assert FitResult.from_json(content).text()
+        return
+    with pytest.raises(ValueError, match=f"it has no entry {name}"):
+        FitResult.from_json(content)
+
+
+@pytest.mark.parametrize("certificate", [None, [], {}, {"value": "small", "kind": "duality"}])
+def test_a_damaged_certificate_is_refused(fitted, certificate):
+    with pytest.raises(ValueError, match="it"):
+        FitResult.from_json({**fitted[2].as_json(), "certificate": certificate})
+
+
+def test_one_timer_holds_the_seconds_of_everything(fitted):
+    model, _, result = fitted
+    assert next(iter(result.seconds)) == "load"
+    assert list(result.seconds)[-1] == "evaluate"
+    assert {k: result.seconds[k] for k in model.stages_} == pytest.approx(model.stages_)
+    assert not {"load", "evaluate"} & set(model.stages_)
+
+
+def test_a_timer_that_times_two_fits_tells_them_apart():
+    data, stages = load("digits"), Stages()
+    models = [HERTA(lam=lam, ridge=0.1) for lam in (1.0, 20.0)]
+    for model in models:
+        model.fit(data.graph, data.X, data.y, data.split["train"], stages=stages)
+    first, second = (model.stages_ for model in models)
+    assert first["train"] + second["train"] == pytest.approx(stages.seconds["train"])
+    with pytest.raises(TypeError, match="stages must be a Stages, not dict"):
+        model.fit(data.graph, data.X, data.y, stages={})
+
+
+def test_a_model_that_was_fitted_elsewhere_is_evaluated_without_a_timer(fitted):
+    model, data, result = fitted
+    again = FitResult.from_fit(model, data)
+    assert again.scores == result.scores
+    assert set(again.seconds) == {*model.stages_, "evaluate"}
+    assert "evaluate" not in model.stages_  # the model's own record is left alone
+
+
+def test_without_a_split_all_labelled_nodes_are_scored(fitted):
+    model, data, _ = fitted
+    y = data.y.copy()
+    y[::3] = -1
+    result = FitResult.from_fit(model, replace(data, y=y, split={}))
+    assert list(result.scores) == ["all"]
+    assert result.scores["all"] == model.score(data.graph, data.X, y, np.flatnonzero(y >= 0))
+
+
+def test_a_model_that_cannot_be_reported_says_why(fitted, tmp_path):
+    model, data, _ = fitted
+    with pytest.raises(RuntimeError, match="not fitted yet"):
+        FitResult.from_fit(HERTA(), data)
+    with pytest.raises(ValueError, match="no labels to score against"):
+        FitResult.from_fit(model, replace(data, y=None))
+    save_model(model, tmp_path / "model.npz")
+    stored = load_model(tmp_path / "model.npz")
+    if not hasattr(stored, "plan_"):
+        with pytest.raises(RuntimeError, match="has no plan_"):
+            FitResult.from_fit(stored, data)
