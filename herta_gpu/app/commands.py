@@ -29,10 +29,7 @@ from herta_gpu.plumbing.validation import check_choice, check_ridge, check_rows
 
 Answer = tuple[dict[str, Any], str]
 
-PARAMETERS = (
-    "lam", "alpha", "loss", "optimizer", "ridge", "tol", "max_iter", "strategy", "sparsify",
-    "sketch", "precondition", "device", "dtype", "memory_budget", "random_state", "learning_rate",
-)  # fmt: skip
+PARAMETERS = tuple(HERTA._defaults())  # those of the signature: each is an option
 
 
 # ---- train and predict ----------------------------------------------------------------------
@@ -94,7 +91,6 @@ def _resume(args: argparse.Namespace) -> Answer:
 def make_model(args: argparse.Namespace, **changes: Any) -> HERTA:
     """The estimator that the options describe."""
     params = {name: getattr(args, name) for name in PARAMETERS if hasattr(args, name)}
-    params["verbose"] = args.verbose
     return HERTA(**{**params, **changes})
 
 

@@ -25,7 +25,6 @@ from herta_gpu.plumbing.files import check_target
 from herta_gpu.plumbing.stages import SHORTEST, Stages
 from herta_gpu.plumbing.validation import check_choice
 
-DEVICES = ("cpu", "cpu-scipy", "cuda", "auto")
 _WORTH_REPEATING = 60.0  # seconds: compilation is no part of a speed, but a long fit hides it
 
 
