@@ -22,7 +22,7 @@ import numpy as np
 import scipy.sparse as sp
 
 from herta_gpu import Graph
-from herta_gpu.datasets.edges import edge_keys, graph_of_keys
+from herta_gpu.graph import edge_keys, graph_of_keys
 
 ROOT = Path(__file__).parent.parent
 QUICK = "--quick" in sys.argv

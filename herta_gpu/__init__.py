@@ -5,15 +5,19 @@ if TYPE_CHECKING:
     from herta_gpu.certificate import Certificate
     from herta_gpu.graph import Graph
     from herta_gpu.herta import HERTA
+    from herta_gpu.plumbing.checkpoint import Checkpoint
     from herta_gpu.solver import SDDSolver
     from herta_gpu.sparsifier import Sparsifier, effective_dimension
 
-__all__ = ["HERTA", "Certificate", "Graph", "SDDSolver", "Sparsifier", "effective_dimension"]
+__all__ = [
+    "HERTA", "Certificate", "Checkpoint", "Graph", "SDDSolver", "Sparsifier", "effective_dimension",
+]  # fmt: skip
 __version__ = "0.1.0"
 
 _HOMES = {
     "HERTA": "herta", "Certificate": "certificate", "Graph": "graph", "SDDSolver": "solver",
     "Sparsifier": "sparsifier", "effective_dimension": "sparsifier",
+    "Checkpoint": "plumbing.checkpoint",
 }  # fmt: skip
 
 

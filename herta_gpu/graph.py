@@ -21,7 +21,7 @@ from herta_gpu.plumbing.ordering import (
     permuted,
     reverse_cuthill_mckee,
 )
-from herta_gpu.plumbing.validation import check_plain
+from herta_gpu.plumbing.validation import check_choice, check_plain
 
 _GATHERED = 1 << 20  # neighbours looked at together
 _TOP = 1 << 12  # nodes that usually settle the bound of lambda_max
@@ -57,13 +57,18 @@ class Graph:
 
     @classmethod
     def from_edges(
-        cls, edge_index: ArrayLike, num_nodes: int | None = None, edge_weight: Any = None
+        cls,
+        edge_index: ArrayLike,
+        num_nodes: int | None = None,
+        edge_weight: Any = None,
+        duplicates: str | None = None,
     ) -> Graph:
         """Build a graph from (2, m) node ids, in any direction and order.
 
-        (u, v) and (v, u) of equal weight are one edge; repeated edges of one direction add up;
-        two directions of different weight are an error.  Self-loops keep their weight, missing
-        ones get weight 1, edges of weight 0 are dropped.
+        Without weights every pair is one edge of weight 1, in whichever directions and however
+        often it is listed.  With weights, repeats of one direction add up; (u, v) and (v, u) of
+        equal weight are one edge, and of different weight an error.  Self-loops follow the same
+        rule, missing ones get weight 1, and edges of weight 0 are dropped.
 
         Parameters
         ----------
@@ -71,23 +76,50 @@ class Graph:
         num_nodes : int, optional
             Needed when the last nodes have no edge; by default the largest id plus one.
         edge_weight : array of m non-negative numbers, optional
+        duplicates : {None, "sum", "error"}
+            None is the rule above.  "sum" counts the repeats of an edge without weights as its
+            weight.  "error" refuses an edge that is listed twice in one direction.
+
+        Notes
+        -----
+        PyG's `to_undirected` adds the weights of both directions: of an edge that was listed in
+        both, each direction has twice its weight afterwards, and so has the edge here.  Its edges
+        without weights need no such step here.
 
         Arrays on a GPU stay there if cuGraph is installed, which then merges the edges.
+
+        Examples
+        --------
+        >>> from herta_gpu import Graph
+        >>> listed = [[0, 0, 1, 1], [1, 1, 0, 2]]  # 0-1 twice in one direction, once in the other
+        >>> Graph.from_edges(listed)
+        Graph(3 nodes, 2 edges, unweighted)
+        >>> Graph.from_edges(listed, edge_weight=[0.5, 1.5, 2.0, 1.0]).edges()[2].tolist()
+        [2.0, 1.0]
+        >>> Graph.from_edges(listed, duplicates="error")
+        Traceback (most recent call last):
+        ValueError: Edge (0, 1) is listed more than once in this direction.
         """
+        check_choice("duplicates", duplicates, (None, "sum", "error"))
         if on_device(edge_index):
             from herta_gpu.backends import get_backend
 
-            return get_backend("cuda").graph_from_edges(edge_index, num_nodes, edge_weight)
+            device: Any = get_backend("cuda")
+            return device.graph_from_edges(edge_index, num_nodes, edge_weight, duplicates)
         u, v, n = check_edges(edge_index, num_nodes)
         w = check_weights(edge_weight, u.shape[0])
-        if w is not None:
-            keep = w > 0
-            u, v, w = u[keep], v[keep], w[keep]
+        if duplicates == "error":
+            check_repeats(np, u, v, n)
+        if w is None and duplicates != "sum":
+            return graph_of_keys(edge_keys(u, v, n)[u != v], n)
+        w = np.ones(u.shape[0]) if w is None else w
+        keep = w > 0
+        u, v, w = u[keep], v[keep], w[keep]
         loop = u == v
-        loops = np.bincount(u[loop], weights=None if w is None else w[loop], minlength=n)
+        loops = np.bincount(u[loop], weights=w[loop], minlength=n)
         loops = np.where(loops > 0, loops, 1.0)
         if loop.any():
-            u, v, w = u[~loop], v[~loop], None if w is None else w[~loop]
+            u, v, w = u[~loop], v[~loop], w[~loop]
         lo, hi, weight = _merged(u, v, w, n)
         return _from_unique(lo, hi, weight, n, loops=loops)
 
@@ -343,12 +375,59 @@ def check_weights(edge_weight: Any, m: int) -> NDArray[np.float64] | None:
     return w
 
 
+def check_repeats(xp: Any, u: Any, v: Any, n: int) -> None:
+    """An error that names the first edge, by its ids, that one direction lists twice."""
+    key = xp.sort(u * n + v)
+    again = key[1:] == key[:-1]
+    if bool(again.any()):  # synchronize!
+        a, b = divmod(int(key[int(xp.argmax(again))]), n)  # synchronize!
+        raise ValueError(f"Edge ({a}, {b}) is listed more than once in this direction.")
+
+
+def edge_keys(u: Any, v: Any, n: int) -> Any:
+    """lo * n + hi of each pair: one int64 per edge, the same for both directions."""
+    key = np.minimum(u, v).astype(np.int64, copy=False)
+    key *= n
+    key += np.maximum(u, v)
+    return key
+
+
+def graph_of_keys(keys: Any, n: int) -> Graph:
+    """The unweighted graph of `edge_keys`, which are sorted in place; none may be a self-loop.
+
+    Large graphs are made this way: little is held beside the keys and the result.
+    """
+    keys.sort()
+    keys = distinct(np, keys)
+    above = np.zeros(n + 1, dtype=np.int64)
+    lo = keys // n
+    np.cumsum(np.bincount(lo, minlength=n), out=above[1:])
+    index_type = np.int32 if n < 2**31 else np.int64
+    keys -= lo * n
+    hi = keys.astype(index_type)
+    del keys, lo
+    upper = sp.csr_array((np.ones(hi.shape[0], dtype=np.int8), hi, above), shape=(n, n))
+    both = upper + upper.T.tocsr()
+    both.sort_indices()
+    indptr = both.indptr.astype(np.int64)
+    degree = np.diff(indptr).astype(np.float64) + 1.0
+    return Graph(indptr, both.indices.astype(index_type, copy=False), None, degree)
+
+
+def distinct(xp: Any, keys: Any) -> Any:
+    """Each of the sorted keys once."""
+    if not keys.size:
+        return keys
+    first = xp.ones(keys.shape[0], dtype=bool)
+    first[1:] = keys[1:] != keys[:-1]
+    return keys[first]  # synchronize!
+
+
 def _merged(u: Any, v: Any, w: Any, n: int) -> Edges:
-    """Each undirected edge once, sorted by (lo, hi)."""
-    key = np.minimum(u, v) * np.int64(n) + np.maximum(u, v)
+    """Each undirected edge once, sorted by (lo, hi), with its weight."""
+    key = edge_keys(u, v, n)
     forward = u < v
-    ahead = _summed(key[forward], None if w is None else w[forward])
-    back = _summed(key[~forward], None if w is None else w[~forward])
+    ahead, back = (_summed(key[way], w[way]) for way in (forward, ~forward))
     keys, weight = ahead if back[0].size == 0 else back
     if ahead[0].size and back[0].size:
         keys, weight = _union(ahead, back, n)
@@ -358,9 +437,6 @@ def _merged(u: Any, v: Any, w: Any, n: int) -> Edges:
 
 def _summed(key: Any, w: Any) -> tuple[Any, Any]:
     """Distinct keys in order, with their weights added up."""
-    if w is None:
-        keys, counts = np.unique(key, return_counts=True)
-        return keys, counts.astype(np.float64)
     sort = np.argsort(key, kind="stable")
     keys, first = np.unique(key[sort], return_index=True)
     return keys, np.add.reduceat(w[sort], first) if keys.size else w[:0]

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
-from typing import Any
+from pathlib import Path
+from typing import Any, Self
 
 import numpy as np
 import scipy.sparse as sp
 
 from herta_gpu.backends import get_backend
 from herta_gpu.backends.base import Array, Backend
+from herta_gpu.certificate import Certificate
 from herta_gpu.features import Features, bytes_held, has_hidden_columns
 from herta_gpu.graph import Graph, check_graph
 from herta_gpu.losses import LOSSES
@@ -32,6 +34,7 @@ from herta_gpu.plumbing.estimator import (
 )
 from herta_gpu.plumbing.fingerprint import fingerprint
 from herta_gpu.plumbing.interop import accept, like, on_device, take_rows, to_host
+from herta_gpu.plumbing.models import read_model, write_model
 from herta_gpu.plumbing.stages import Stages
 from herta_gpu.plumbing.validation import (
     BudgetError,
@@ -48,6 +51,13 @@ from herta_gpu.training import Training
 from herta_gpu.unfolded import DenseMap, UnfoldedMap
 
 _TRANSFORM_TOL = 1e-6
+# What a fit leaves and a file keeps, beside the weights and classes.
+_FITTED: dict[str, Any] = {
+    "certificate_": Certificate, "status_": str, "plan_": Plan, "spectrum_": Spectrum | None,
+    "changes_": list[Decision],
+    "history_": list[dict[str, Any]], "warm_history_": list[dict[str, Any]],
+    "stages_": dict[str, float], "_flat": bool,
+}  # fmt: skip
 
 
 def _names_what_fits(fit: Callable[..., HERTA]) -> Callable[..., HERTA]:
@@ -361,6 +371,33 @@ class HERTA(Estimator):
         check_scored(y, graph.num_nodes)  # before the solve
         predicted = to_host(self.predict(graph, X), backend)
         return accuracy_or_r2(predicted, y, node_rows(idx, graph.num_nodes), self.classes_)
+
+    def save(self, path: str | Path) -> None:
+        """Write the fitted model to exactly this path, in NumPy's .npz format and without pickles.
+
+        `load` gives back everything that `fit` left: weights, parameters, certificate, status,
+        plan, histories, spectrum and stages.
+
+        Examples
+        --------
+        >>> import tempfile
+        >>> from herta_gpu import HERTA
+        >>> from herta_gpu.datasets import load
+        >>> data = load("digits")
+        >>> model = HERTA(lam=5.0, ridge=0.1).fit(data.graph, data.X, data.y, data.split["train"])
+        >>> path = tempfile.mkdtemp() + "/model.npz"
+        >>> model.save(path)
+        >>> again = HERTA.load(path)
+        >>> again, bool((again.W_ == model.W_).all()), again.history_ == model.history_
+        (HERTA(lam=5.0, ridge=0.1), True, True)
+        """
+        self._check_fitted()
+        write_model(self, path, _FITTED)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """The fitted model that `save` wrote; a damaged file is a `DataError` that says so."""
+        return read_model(cls, path, _FITTED)
 
     def _lam(self) -> float:
         return strength(self.lam, self.alpha)

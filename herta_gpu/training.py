@@ -143,7 +143,7 @@ class Training:
         newton = isinstance(optimizer, Newton)  # it remembers nothing
         state["optimizer"] = {k: v for k, v in vars(optimizer).items() if k != "xp" and not newton}
         state["plan"] = self.identity
-        self.checkpoint.save_step(state)
+        self.checkpoint.save_step(state, self.backend)
 
     def _possible(self, saved: dict[str, Any] | None) -> dict[str, Any] | None:
         """None instead of a state that no fit of this problem can have left."""

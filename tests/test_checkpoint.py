@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -506,3 +507,19 @@ def test_other_test_nodes_are_seen_by_a_run(tmp_path):
     checkpoint.split = {"train": data["train"], "test": np.arange(6)}
     with pytest.raises(ValueError, match="the validation or test nodes changed"):
         HERTA(**PARAMS).fit(**data, checkpoint=checkpoint)
+
+
+def test_arrays_come_to_the_host_as_the_backend_says(tmp_path):
+    """By its `to_numpy`, not by what an array of some library happens to offer."""
+
+    class Elsewhere:
+        dtype = np.dtype("float64")
+
+        def get(self):
+            raise AssertionError("nobody but the backend knows how")
+
+    backend = SimpleNamespace(to_numpy=lambda x: np.arange(3.0), xp=np)
+    checkpoint = Checkpoint(tmp_path, share=1.0)
+    checkpoint.save_step({"w": Elsewhere(), "step": 2}, backend)
+    stored = checkpoint.last_step(backend)
+    assert stored["w"].tolist() == [0.0, 1.0, 2.0]

@@ -11,8 +11,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from herta_gpu.app.commands import make_model
 
 from herta_gpu import HERTA
+from herta_gpu.app.arguments import parser
 from herta_gpu.app.cli import main
 from herta_gpu.app.metrics import accuracy, evaluate, rocauc
 from herta_gpu.app.tune import propagated_rows, tune
@@ -45,6 +47,24 @@ def test_train_is_the_estimator(capsys):
 def test_alpha_is_another_name_for_lam(capsys):
     answer = run(capsys, "train", "digits", "--alpha", "0.1", "--ridge", "0.1")
     assert answer["lam"] == pytest.approx(9.0)
+
+
+@pytest.mark.parametrize("command", ["train", "plan", "compare", "profile"])
+def test_every_parameter_of_the_estimator_is_an_option(command):
+    args = parser().parse_args([command, "digits"])
+    told = set(vars(args)) | {"verbose"}  # which is the absence of --quiet
+    assert set(HERTA().get_params()) <= told
+    args.verbose = False
+    assert make_model(args).get_params() == HERTA().get_params()
+
+
+@pytest.mark.parametrize(("word", "value"), [("yes", True), ("no", False), ("auto", "auto")])
+def test_the_order_of_the_nodes_can_be_chosen(word, value, capsys):
+    args = parser().parse_args(["train", "digits", "--reorder", word])
+    args.verbose = False
+    assert repr(make_model(args).reorder) == repr(value)
+    assert main(["train", "digits", "--reorder", "rcm", "--quiet"]) == 2
+    assert "reorder must be one of" in capsys.readouterr().err
 
 
 def test_every_option_reaches_the_model(capsys):

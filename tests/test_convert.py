@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from herta_gpu import Graph
 from herta_gpu.datasets import (
     from_cugraph,
     from_dgl,
@@ -20,7 +21,6 @@ from herta_gpu.datasets import (
     read_edges,
     sizes,
 )
-from herta_gpu.datasets.edges import simple_graph
 from herta_gpu.plumbing.files import DataError
 
 
@@ -53,7 +53,7 @@ def test_pyg_and_dgl_objects_by_what_they_offer():
         ndata={"feat": X, "label": y[:, None], "train_mask": mask},
     )  # fmt: skip
     for data in (from_pyg(pyg), from_dgl(dgl)):
-        assert (data.graph.adjacency() != simple_graph(edges, 12).adjacency()).nnz == 0
+        assert (data.graph.adjacency() != Graph.from_edges(edges, 12).adjacency()).nnz == 0
         assert (data.X == X).all()
         assert (data.y == y).all()
         assert (data.split["train"] == np.flatnonzero(mask)).all()
@@ -66,7 +66,7 @@ def held(seed: int = 0):
 
 
 def assert_same(data, edges, X, y, mask):
-    assert (data.graph.adjacency() != simple_graph(edges, 12).adjacency()).nnz == 0
+    assert (data.graph.adjacency() != Graph.from_edges(edges, 12).adjacency()).nnz == 0
     assert (data.X == X).all()
     assert (data.y == y).all()
     for part, row in zip(("train", "valid", "test"), mask, strict=True):
@@ -119,13 +119,63 @@ def test_torch_tensors_in_a_pyg_object():
     assert data.X.tolist() == [[1.0, 1.0]] * 3
 
 
-def test_cugraph_edge_list():
+def test_networkx_weights_add_up_where_there_are_any():
+    nx = pytest.importorskip("networkx")
+    G = nx.MultiGraph([(0, 1, {"weight": 2.0}), (0, 1), (1, 2)])
+    assert from_networkx(G).graph.adjacency().toarray()[1].tolist() == [3.0, 1.0, 1.0]
+    assert from_networkx(nx.MultiGraph(list(G.edges()))).graph.weights is None
+
+
+def cugraph_of(table, directed: bool = False):
+    """What is read of a cuGraph graph, with the columns in an order of its own."""
+    return SimpleNamespace(
+        view_edge_list=lambda: table, number_of_vertices=lambda: 4, is_directed=lambda: directed,
+        is_weighted=lambda: "weights" in table.columns,
+    )  # fmt: skip
+
+
+def test_a_cugraph_graph_is_read_by_the_names_of_its_columns():
     pd = pytest.importorskip("pandas")
-    table = pd.DataFrame({"src": [0, 1], "dst": [1, 2], "weights": [1.0, 2.5]})
-    graph = from_cugraph(
-        SimpleNamespace(view_edge_list=lambda: table, number_of_vertices=lambda: 3)
-    )
-    assert graph.adjacency().toarray()[1].tolist() == [1.0, 1.0, 2.5]
+    table = pd.DataFrame({"weights": [1.0, 2.5], "dst": [1, 2], "src": [0, 1]})
+    for read in (from_cugraph, Graph.from_cugraph):
+        graph = read(cugraph_of(table))
+        assert graph.adjacency().toarray()[1].tolist() == [1.0, 1.0, 2.5, 0.0]
+        assert read(cugraph_of(table[["dst", "src"]])).weights is None
+        with pytest.raises(ValueError, match=r"directed: use its to_undirected"):
+            read(cugraph_of(table, directed=True))
+
+
+def loaded_everywhere(folder, edges):
+    """The graph of an edge list without weights, from every loader of such lists."""
+    n = int(edges.max()) + 1
+    yield Graph.from_edges(edges)
+    np.savez(folder / "e.npz", edge_index=edges, num_nodes=n)
+    yield load(str(folder / "e.npz")).graph
+    np.savetxt(folder / "e.csv", edges.T, fmt="%d", delimiter=",")
+    yield read_edges(folder / "e.csv")
+    yield from_pyg(SimpleNamespace(edge_index=edges, num_nodes=n)).graph
+    dgl = SimpleNamespace(edges=lambda: tuple(edges), num_nodes=lambda: n, ndata={})
+    yield from_dgl(dgl).graph
+    try:
+        import networkx as nx
+    except ImportError:
+        return
+    G = nx.MultiDiGraph()
+    G.add_nodes_from(range(n))
+    G.add_edges_from(edges.T.tolist())
+    yield from_networkx(G).graph
+
+
+@pytest.mark.parametrize(
+    "edges", [[[0, 0, 1], [1, 1, 2]], [[0, 0, 1], [1, 1, 0]], [[0, 2, 2, 1, 0], [1, 2, 2, 0, 1]]]
+)
+def test_every_loader_merges_edges_by_one_rule(tmp_path, edges):
+    pairs = {(min(u, v), max(u, v)) for u, v in zip(*edges, strict=True) if u != v}
+    for graph in loaded_everywhere(tmp_path, np.array(edges)):
+        u, v, w = graph.edges()
+        assert set(zip(u.tolist(), v.tolist(), strict=True)) == pairs
+        assert w is None
+        assert (graph.degree == graph.sampled_degree + 1).all()  # a repeated self-loop counts once
 
 
 @pytest.mark.parametrize(

@@ -126,6 +126,9 @@ class CuGraph:
     def is_directed(self) -> bool:
         return self._directed
 
+    def number_of_vertices(self) -> int:
+        return len(np.unique([self._frame[name].to_numpy() for name in ("src", "dst")]))
+
     def is_weighted(self) -> bool:
         return self.weight_column is not None
 
@@ -260,28 +263,44 @@ def test_a_fit_on_a_graph_of_the_device(cupy: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("edges", "n", "w"),
+    ("edges", "n", "w", "duplicates"),
     [
-        ([[0, 5], [1, 1]], 3, None),
-        ([[0, -1], [1, 1]], None, None),
-        ([[0.0, 1.0], [1.0, 2.0]], None, None),
-        ([[0, 1, 2]], None, None),
-        ([[0, 1], [1, 2]], None, [1.0, -1.0]),
-        ([[0, 1], [1, 2]], None, [1.0, np.nan]),
-        ([[0, 1], [1, 2]], None, [1.0]),
-        ([[0, 1], [1, 0]], None, [1.0, 2.0]),
-        ([[1, 0, 0], [0, 1, 1]], None, None),  # twice one way, once the other
+        ([[0, 5], [1, 1]], 3, None, None),
+        ([[0, -1], [1, 1]], None, None, None),
+        ([[0.0, 1.0], [1.0, 2.0]], None, None, None),
+        ([[0, 1, 2]], None, None, None),
+        ([[0, 1], [1, 2]], None, [1.0, -1.0], None),
+        ([[0, 1], [1, 2]], None, [1.0, np.nan], None),
+        ([[0, 1], [1, 2]], None, [1.0], None),
+        ([[0, 1], [1, 0]], None, [1.0, 2.0], None),
+        ([[1, 0, 0], [0, 1, 1]], None, None, "sum"),  # twice one way, once the other
+        ([[4, 2, 0, 2, 4], [4, 1, 1, 1, 4]], None, None, "error"),
+        ([[2, 0, 2], [1, 1, 1]], None, [1.0, 1.0, 1.0], "error"),
+        ([[0], [1]], None, None, "once"),
     ],
 )
 def test_what_is_wrong_on_the_host_is_wrong_on_the_device(
-    cupy: Any, edges: Any, n: Any, w: Any
+    cupy: Any, edges: Any, n: Any, w: Any, duplicates: Any
 ) -> None:
     edges, w = np.array(edges), None if w is None else np.array(w)
     with pytest.raises(ValueError) as expected:  # noqa: PT011 - the other says which
-        Graph.from_edges(edges, n, w)
+        Graph.from_edges(edges, n, w, duplicates)
+    w_there = None if w is None else cupy.asarray(w)
     with pytest.raises(ValueError) as found:  # noqa: PT011
-        Graph.from_edges(cupy.asarray(edges), n, None if w is None else cupy.asarray(w))
+        Graph.from_edges(cupy.asarray(edges), n, w_there, duplicates)
     assert str(found.value) == str(expected.value)
+
+
+@pytest.mark.parametrize("duplicates", [None, "sum"])
+def test_repeated_edges_without_weights_on_the_device(cupy: Any, duplicates: Any) -> None:
+    edges = np.array([[0, 0, 1, 1, 2, 2, 3, 3], [1, 1, 0, 0, 1, 3, 3, 3]])
+    g = Graph.from_edges(cupy.asarray(edges), 5, duplicates=duplicates)
+    expected = Graph.from_edges(edges, 5, duplicates=duplicates)
+    assert isinstance(g, DeviceGraph)
+    assert (g.weights is None) == (expected.weights is None) == (duplicates is None)
+    np.testing.assert_array_equal(g.indices, expected.indices)
+    np.testing.assert_allclose(g.to_csr().get().toarray(), expected.to_csr().toarray(), atol=1e-15)
+    assert g.num_components == expected.num_components == 2
 
 
 @pytest.mark.parametrize("missing", ["cudf", "cugraph"])

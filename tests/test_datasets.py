@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import scipy.sparse as sp
 
-from herta_gpu import HERTA
+from herta_gpu import HERTA, Graph
 from herta_gpu.datasets import (
     Dataset,
     load,
@@ -20,7 +20,6 @@ from herta_gpu.datasets import (
     names,
     sizes,
 )
-from herta_gpu.datasets.edges import simple_graph
 from herta_gpu.datasets.storage import read_dataset, write_dataset
 from herta_gpu.plumbing.files import new_file
 
@@ -32,7 +31,7 @@ needs_shared = pytest.mark.skipif(
 
 def small(n: int = 40, d: int = 5, c: int = 3, seed: int = 0) -> Dataset:
     rng = np.random.default_rng(seed)
-    graph = simple_graph(rng.integers(0, n, (2, 3 * n)), n)
+    graph = Graph.from_edges(rng.integers(0, n, (2, 3 * n)), n)
     X = rng.standard_normal((n, d)).astype(np.float32)
     ids = rng.permutation(n)
     split = {"train": ids[:20], "valid": ids[20:30], "test": ids[30:]}
@@ -49,17 +48,17 @@ def save_npz(path: Path, data: Dataset) -> Path:
 
 
 # ---- graphs ---------------------------------------------------------------------------------
-def test_simple_graph_is_scipys_symmetrised_pattern():
+def test_an_unweighted_graph_is_scipys_symmetrised_pattern():
     rng = np.random.default_rng(0)
     edges = rng.integers(0, 50, (2, 400))  # repeats, both directions and self-loops
     A = sp.coo_array((np.ones(400), (edges[0], edges[1])), shape=(50, 50)).tocsr()
     pattern = ((A + A.T) > 0).toarray()
     np.fill_diagonal(pattern, True)
-    assert (simple_graph(edges, 50).adjacency().toarray() == pattern).all()
+    assert (Graph.from_edges(edges, 50).adjacency().toarray() == pattern).all()
 
 
 def test_a_graph_without_edges_is_possible():
-    assert simple_graph(np.zeros((2, 0), dtype=np.int64), 3).num_edges == 0
+    assert Graph.from_edges(np.zeros((2, 0), dtype=np.int64), 3).num_edges == 0
 
 
 # ---- npz ------------------------------------------------------------------------------------

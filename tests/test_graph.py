@@ -59,10 +59,36 @@ def test_unweighted_graphs_store_no_values_and_64_bit_offsets():
     assert g.indices.dtype == np.int32
 
 
-def test_repeated_edges_of_one_direction_add_up():
-    g = Graph.from_edges([[0, 0, 1], [1, 1, 2]])
-    assert g.adjacency().toarray()[0, 1] == 2
+@pytest.mark.parametrize("edges", [[[0, 0, 1], [1, 1, 2]], [[0, 0, 1, 2], [1, 1, 0, 1]]])
+def test_without_weights_a_pair_is_one_edge_however_often_it_is_listed(edges):
+    g = Graph.from_edges(edges)
     assert g.num_edges == 2
+    assert g.weights is None
+
+
+def test_a_repeated_self_loop_counts_once_without_weights():
+    g = Graph.from_edges([[0, 0, 0], [0, 0, 1]])
+    assert g.adjacency().toarray().tolist() == [[1, 1], [1, 1]]
+
+
+def test_repeated_edges_of_one_direction_add_up_with_weights_or_on_request():
+    edges = [[0, 0, 1, 2, 2], [1, 1, 2, 2, 2]]
+    expected = [[1, 2, 0], [2, 1, 1], [0, 1, 2]]
+    for asked in ({"edge_weight": np.ones(5)}, {"duplicates": "sum"}):
+        assert Graph.from_edges(edges, **asked).adjacency().toarray().tolist() == expected
+    both = [[0, 0, 1, 1], [1, 1, 0, 0]]
+    assert Graph.from_edges(both, duplicates="sum").edges()[2].tolist() == [2]
+    with pytest.raises(ValueError, match=r"Edge \(0, 1\) has weight 2 but \(1, 0\) has 1"):
+        Graph.from_edges([[0, 0, 1], [1, 1, 0]], duplicates="sum")
+
+
+@pytest.mark.parametrize("weight", [None, [1.0, 2.0, 3.0]])
+def test_repeats_of_one_direction_are_an_error_on_request(weight):
+    Graph.from_edges([[0, 1, 1], [1, 0, 1]], duplicates="error")
+    with pytest.raises(ValueError, match=r"Edge \(2, 1\) is listed more than once"):
+        Graph.from_edges([[2, 0, 2], [1, 1, 1]], edge_weight=weight, duplicates="error")
+    with pytest.raises(ValueError, match="duplicates must be one of None"):
+        Graph.from_edges([[0], [1]], duplicates="drop")
 
 
 def test_both_directions_are_one_edge():
@@ -127,7 +153,7 @@ def test_communities_are_stored_together(monkeypatch):
     u, v = np.triu_indices(30, 1)
     inside = np.concatenate([[clique[u], clique[v]] for clique in nodes], axis=1)
     across = rng.integers(0, 1200, (2, inside.shape[1] // 5))
-    g = Graph.from_edges(np.unique(np.sort(np.concatenate([inside, across], 1), axis=0), axis=1))
+    g = Graph.from_edges(np.concatenate([inside, across], axis=1))
     r = g.reordered("communities")
 
     def near(graph: Graph) -> float:

@@ -29,6 +29,15 @@ def test_importing_loads_no_extra(tmp_path):
     assert run(code, tmp_path).strip() == "[]"
 
 
+def test_what_a_user_needs_is_at_the_top_level():
+    import herta_gpu
+    from herta_gpu.plumbing.checkpoint import Checkpoint
+
+    assert herta_gpu.Checkpoint is Checkpoint  # an argument of fit
+    assert set(herta_gpu.__all__) <= set(dir(herta_gpu))
+    assert all(hasattr(herta_gpu, name) for name in herta_gpu.__all__)
+
+
 def test_importing_costs_less_than_twice_its_dependencies(tmp_path):
     """A ratio in one run: the package against the NumPy and SciPy modules it stands on."""
     code = """
@@ -59,6 +68,7 @@ def test_the_wheel_works_with_the_source_tree_out_of_the_way(tmp_path):
         archive.extractall(inside)
     for kernel in (ROOT / "kernels").iterdir():
         assert f"herta_gpu/kernels/{kernel.name}" in names
+    assert "herta_gpu/py.typed" in names  # type checkers read our annotations
     assert not [n for n in names if n.startswith(("tests", "bench"))]
     code = f"""
 import sys

@@ -228,6 +228,10 @@ def _add_computing(command: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--device", choices=("auto", "cpu", "cuda"), **_default("device", "auto: cuda if usable")
     )
+    group.add_argument(
+        "--reorder", type=_wish, metavar="auto|yes|no",
+        **_default("reorder", "store the graph by community while fitting"),
+    )  # fmt: skip
     group.add_argument("--dtype", choices=("float32", "float64"), **_default("dtype"))
     group.add_argument("--memory-budget", metavar="8GB", help="default 80%% of what is free")
     group.add_argument(
@@ -274,7 +278,7 @@ def _words(allowed: tuple[str, ...]) -> Callable[[str], tuple[str, ...]]:
 
 
 def _wish(text: str) -> bool | int | str:
-    """For sparsify and sketch: a word, yes or no, or a count."""
+    """For sparsify, sketch and reorder: a word, yes or no, or a count."""
     simple: dict[str, bool] = {"yes": True, "true": True, "no": False, "false": False}
     if text.lower() in simple:
         return simple[text.lower()]

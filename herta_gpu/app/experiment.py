@@ -16,16 +16,12 @@ from herta_gpu.plumbing.checkpoint import Checkpoint
 from herta_gpu.plumbing.stages import Stages
 from herta_gpu.plumbing.validation import check_rows
 
-PARAMETERS = (
-    "lam", "alpha", "loss", "optimizer", "ridge", "tol", "max_iter", "strategy", "sparsify",
-    "sketch", "precondition", "device", "dtype", "memory_budget", "random_state", "learning_rate",
-)  # fmt: skip
+PARAMETERS = tuple(HERTA._defaults())  # those of the signature: each is an option
 
 
 def make_model(args: argparse.Namespace, **changes: Any) -> HERTA:
     """The estimator that the options describe, with some parameters changed."""
     params = {name: getattr(args, name) for name in PARAMETERS if hasattr(args, name)}
-    params["verbose"] = args.verbose
     return HERTA(**{**params, **changes})
 
 

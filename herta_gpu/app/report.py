@@ -87,7 +87,7 @@ def fit_page(
     memory = [(k, bytes_text(v)) for k, v in model.plan_.memory.items()]
     sections: list[tuple[str, Rows]] = [
         ("Result", [("", ""), *result.rows()]),
-        ("Plan", [("", "decision", "why"), *model.plan_.decisions]),
+        ("Plan", [("", "decision", "why"), *model.plan_.decisions, *model.changes_]),
         ("Memory planned", [("for", "size"), *memory]),
         ("Steps", _step_rows(history)),
         ("Parameters", [("name", "value"), *((k, str(v)) for k, v in model.get_params().items())]),

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import platform
 import shutil
@@ -22,13 +21,13 @@ import scipy
 
 from herta_gpu import __version__
 from herta_gpu.app.results import FitResult
-from herta_gpu.certificate import Certificate
 from herta_gpu.datasets.dataset import NORMALIZATIONS
 from herta_gpu.herta import HERTA
 from herta_gpu.plumbing.checkpoint import Checkpoint
-from herta_gpu.plumbing.files import Archive, DataError, check_place, new_file, write_npz
+from herta_gpu.plumbing.files import DataError, check_place, new_file
 from herta_gpu.plumbing.json_values import check_entries, jsonable
-from herta_gpu.plumbing.validation import BudgetError, as_labels, check_choice, check_dtype
+from herta_gpu.plumbing.models import check_params, without_stop
+from herta_gpu.plumbing.validation import BudgetError, check_choice
 
 try:
     import fcntl
@@ -215,87 +214,15 @@ def environment() -> dict[str, Any]:
 
 
 def save_model(model: HERTA, path: str | Path) -> None:
-    """Write a fitted model to the file `path`, in NumPy's .npz format and without pickles.
-
-    It is written to exactly this path: no ending is added.
-
-    Examples
-    --------
-    >>> import tempfile
-    >>> from herta_gpu import HERTA
-    >>> from herta_gpu.datasets import load
-    >>> from herta_gpu.app.runs import load_model, save_model
-    >>> data = load("digits")
-    >>> model = HERTA(lam=5.0, ridge=0.1).fit(data.graph, data.X, data.y, data.split["train"])
-    >>> path = tempfile.mkdtemp() + "/model.npz"
-    >>> save_model(model, path)
-    >>> bool((load_model(path).W_ == model.W_).all())
-    True
-    """
+    """`model.save(path)`, which see."""
     if not isinstance(model, HERTA):
         raise TypeError(f"save_model takes a fitted HERTA, not {type(model).__name__}.")
-    model._check_fitted()
-    certificate = vars(model.certificate_)
-    about = {
-        "params": {**model.get_params(), "dtype": check_dtype(model.dtype)},
-        "certificate": {k: v for k, v in certificate.items() if v != math.inf},
-        "status": model.status_,
-        "flat": bool(model._flat),
-    }
-    arrays = {"W": model.W_, "about": np.array(json.dumps(jsonable(about)))}
-    if model.classes_ is not None:
-        arrays["classes"] = model.classes_
-    write_npz(Path(path), arrays)
+    model.save(path)
 
 
 def load_model(path: str | Path) -> HERTA:
     """The fitted model that `save_model` wrote."""
-    path = Path(path)
-    if not path.is_file():
-        raise FileNotFoundError(f"There is no trained model at {path}.")
-    stored = Archive(path, "a whole model file")
-    try:
-        about = _about(stored)
-        W, classes = _weights(stored)
-        model = HERTA(**about["params"])
-        model._settings()
-        bound = Certificate(**{"value": math.inf, "kind": "none", **about["certificate"]})
-    except DataError:
-        raise
-    except (ValueError, TypeError) as error:
-        raise DataError(f"{path} is not a whole model file ({_without_stop(error)}).") from None
-    model.W_, model.classes_, model._flat = W, classes, about["flat"]
-    model.n_features_in_, model.status_, model.certificate_ = W.shape[0], about["status"], bound
-    return model
-
-
-def _about(stored: Archive) -> dict[str, Any]:
-    """What a model file says of the model, with the types that it must have."""
-    shape, kind = stored.header("about")
-    if shape != () or kind.kind != "U":
-        raise ValueError("its entry about is no text")
-    about = json.loads(str(stored["about"]))
-    check_entries(about, {"params": dict, "certificate": dict, "status": str, "flat": bool})
-    _check_params(about["params"])
-    return dict(about)
-
-
-def _weights(stored: Archive) -> tuple[Any, Any]:
-    """W and the classes, if the model can predict with them."""
-    W = stored["W"]
-    if W.ndim != 2 or W.size == 0 or W.dtype.kind != "f":
-        raise ValueError(f"W is {W.dtype} of shape {W.shape}, not a matrix of floats")
-    if not np.isfinite(W).all():
-        raise ValueError("W holds NaN or infinity")
-    if "classes" not in stored:
-        return W, None
-    classes = stored["classes"]
-    if classes.shape != (W.shape[1],):
-        raise ValueError(f"W has {W.shape[1]} columns for classes of shape {classes.shape}")
-    as_labels("classes", classes)
-    if classes.dtype.kind not in "iubU" or np.unique(classes).shape != classes.shape:
-        raise ValueError("its classes are not distinct numbers or text")
-    return W, classes
+    return HERTA.load(path)
 
 
 def read_config(folder: str | Path) -> dict[str, Any]:
@@ -311,23 +238,13 @@ def _read_json(path: Path, read: Callable[[Any], T]) -> T:
     try:
         return read(json.loads(path.read_text(encoding="utf-8")))
     except (ValueError, TypeError, RecursionError) as error:
-        raise DataError(f"{path} is damaged ({_without_stop(error)}).") from None
+        raise DataError(f"{path} is damaged ({without_stop(error)}).") from None
 
 
 def _checked_config(content: Any) -> dict[str, Any]:
     check_entries(content, _CONFIG)
-    _check_params(content["params"])
+    check_params(HERTA, content["params"])
     HERTA(**content["params"])._settings()
     if content["normalize"] is not None:
         check_choice("normalize", content["normalize"], NORMALIZATIONS)
     return dict(content)
-
-
-def _check_params(params: dict[str, Any]) -> None:
-    wrong = [name for name in params if name not in HERTA._defaults()]
-    if wrong:
-        raise ValueError(f"there is no parameter {wrong[0]!r}")
-
-
-def _without_stop(error: BaseException) -> str:
-    return str(error).rstrip(".") or type(error).__name__

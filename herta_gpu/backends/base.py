@@ -196,12 +196,6 @@ class Backend(ABC):
     def memory_available(self) -> int:
         """Bytes that can still be allocated on this device."""
 
-    def graph_from_edges(
-        self, edge_index: Any, num_nodes: int | None = None, edge_weight: Any = None
-    ) -> Graph:
-        """`Graph.from_edges` of arrays that are on this device."""
-        return Graph.from_edges(edge_index, num_nodes, edge_weight)
-
     @abstractmethod
     def laplacian(self, graph: Graph, dtype: str) -> Laplacian:
         """The Laplacian of `graph` on this device."""

@@ -1,7 +1,7 @@
 """From what people already hold in memory: SciPy, networkx, PyG, DGL, cuGraph.
 
 None of these packages is imported here: an object is recognised by what it offers.
-Directed edges become undirected ones, repeated ones count once unless weighted.
+Directed and repeated edges are merged by the rule of `Graph.from_edges`.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ import numpy as np
 import scipy.sparse as sp
 
 from herta_gpu.datasets.dataset import Dataset
-from herta_gpu.datasets.edges import simple_graph
-from herta_gpu.graph import Graph, check_edges
+from herta_gpu.graph import Graph
 
 _MASKS = {"train": "train_mask", "valid": "val_mask", "test": "test_mask"}
 
@@ -38,15 +37,18 @@ def from_scipy(adjacency: Any) -> Graph:
 
 
 def from_networkx(graph: Any, x: str = "x", y: str = "y", weight: str = "weight") -> Dataset:
-    """Nodes in the order of `graph.nodes`; node attributes `x`, `y`, edge attribute `weight`."""
+    """Nodes in the order of `graph.nodes`; node attributes `x`, `y`, edge attribute `weight`.
+
+    Where some edges have a weight, those without one have weight 1.
+    """
     nodes = list(graph.nodes)
     at = {node: i for i, node in enumerate(nodes)}
     edges = np.array([(at[u], at[v]) for u, v in graph.edges()], dtype=np.int64).reshape(-1, 2).T
-    weights = np.array([w for _, _, w in graph.edges(data=weight, default=1.0)], dtype=np.float64)
-    if (weights == 1).all():
-        made = simple_graph(edges, len(nodes))
-    else:
-        made = Graph.from_edges(edges, num_nodes=len(nodes), edge_weight=weights)
+    given = [w for _, _, w in graph.edges(data=weight)]
+    weights = None
+    if any(w is not None for w in given):
+        weights = np.array([1.0 if w is None else w for w in given], dtype=np.float64)
+    made = Graph.from_edges(edges, len(nodes), weights)
     attributes = [graph.nodes[node] for node in nodes]
     X = np.array([a[x] for a in attributes]) if all(x in a for a in attributes) else None
     has_y = any(y in a for a in attributes)
@@ -55,15 +57,14 @@ def from_networkx(graph: Any, x: str = "x", y: str = "y", weight: str = "weight"
 
 
 def from_pyg(data: Any) -> Dataset:
-    """A `torch_geometric.data.Data` with edge_index, x, y and the usual masks."""
-    edge_index = _numpy(data.edge_index)
-    n = int(data.num_nodes)
+    """A `torch_geometric.data.Data` with edge_index, x, y and the usual masks.
+
+    Its `edge_weight` is used if there is one.  PyG's `to_undirected` adds up the weights of the
+    two directions, so an edge that was listed in both has twice its weight afterwards.
+    """
     weight = getattr(data, "edge_weight", None)
-    if weight is None:
-        check_edges(edge_index, n)
-        graph = simple_graph(edge_index, n)
-    else:
-        graph = Graph.from_edges(edge_index, num_nodes=n, edge_weight=_numpy(weight))
+    weight = None if weight is None else _numpy(weight)
+    graph = Graph.from_edges(_numpy(data.edge_index), int(data.num_nodes), weight)
     found = {key: getattr(data, key, None) for key in ("x", "y", *_MASKS.values())}
     return _assembled("pyg", graph, found)
 
@@ -71,24 +72,15 @@ def from_pyg(data: Any) -> Dataset:
 def from_dgl(graph: Any) -> Dataset:
     """A homogeneous DGL graph with ndata "feat", "label" and the usual masks."""
     u, v = graph.edges()
-    edges, n = np.stack([_numpy(u), _numpy(v)]), int(graph.num_nodes())
-    check_edges(edges, n)
-    made = simple_graph(edges, n)
+    made = Graph.from_edges(np.stack([_numpy(u), _numpy(v)]), int(graph.num_nodes()))
     found = {mask: graph.ndata.get(mask) for mask in _MASKS.values()}
     found |= {"x": graph.ndata.get("feat"), "y": graph.ndata.get("label")}
     return _assembled("dgl", made, found)
 
 
 def from_cugraph(graph: Any) -> Graph:
-    """The edges of a cuGraph graph whose vertices are 0..n-1."""
-    table = graph.view_edge_list()
-    table = table.to_pandas() if hasattr(table, "to_pandas") else table
-    columns = list(table.columns)
-    edges = np.stack([np.asarray(table[c], dtype=np.int64) for c in columns[:2]])
-    n = max(int(graph.number_of_vertices()), int(edges.max(initial=-1)) + 1)
-    if len(columns) > 2:
-        return Graph.from_edges(edges, num_nodes=n, edge_weight=np.asarray(table[columns[2]]))
-    return simple_graph(edges, n)
+    """The graph of an undirected ``cugraph.Graph`` whose vertices are 0..n-1."""
+    return Graph.from_cugraph(graph)
 
 
 def _assembled(name: str, graph: Graph, found: dict[str, Any]) -> Dataset:

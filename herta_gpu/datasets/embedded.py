@@ -32,8 +32,7 @@ def digits(neighbours: int = 10, random_state: int = 0) -> Dataset:
     np.fill_diagonal(distance, np.inf)
     near = np.argpartition(distance, neighbours, axis=1)[:, :neighbours]
     source = np.repeat(np.arange(n), neighbours)
-    pairs = np.sort(np.stack([source, near.ravel()]), axis=0)
-    graph = Graph.from_edges(np.unique(pairs, axis=1), num_nodes=n)
+    graph = Graph.from_edges(np.stack([source, near.ravel()]), num_nodes=n)
     shuffled = np.random.default_rng(random_state).permutation(n)
     a, b = n // 10, n // 5
     split = {"train": shuffled[:a], "valid": shuffled[a:b], "test": shuffled[b:]}

@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 
 from herta_gpu.datasets.dataset import Dataset
-from herta_gpu.datasets.edges import simple_graph
 from herta_gpu.datasets.storage import cache_dir, is_cached, read_dataset, write_dataset
+from herta_gpu.graph import Graph
 from herta_gpu.plumbing.files import DataError
 
 SHAPES = {  # nodes, undirected edges, features, outputs, training nodes
@@ -88,7 +88,7 @@ def _from_ogb(name: str, root: Path, meta_dict: dict[str, Any] | None) -> Datase
     metadata = {"metric": _METRICS.get(source.eval_metric, "accuracy"), "source": "ogb"}
     return Dataset(
         name,
-        simple_graph(graph["edge_index"], n),
+        Graph.from_edges(graph["edge_index"], n),
         np.asarray(X),
         _targets(np.asarray(labels)),
         {part: np.sort(np.asarray(ids, dtype=np.int64)) for part, ids in split.items()},

@@ -89,14 +89,13 @@ def _codes(one_hot: Any) -> Any:
 
 
 def _edges(neighbours: dict[int, list[int]]) -> Any:
-    """Each pair once: the lists name both directions, and some edges twice."""
+    """The lists name both directions, and some edges twice."""
     source = np.repeat(
         np.fromiter(neighbours.keys(), np.int64, len(neighbours)),
         [len(ids) for ids in neighbours.values()],
     )
     target = np.concatenate([np.asarray(ids, dtype=np.int64) for ids in neighbours.values()])
-    pairs = np.sort(np.stack([source, target]), axis=0)
-    return np.unique(pairs[:, pairs[0] != pairs[1]], axis=1)
+    return np.stack([source, target])
 
 
 def _test_index(path: Path) -> Any:

@@ -12,8 +12,7 @@ import numpy as np
 import scipy.sparse as sp
 
 from herta_gpu.datasets.dataset import PARTS, Dataset, checked_split
-from herta_gpu.datasets.edges import simple_graph
-from herta_gpu.graph import Graph, check_edges
+from herta_gpu.graph import Graph
 from herta_gpu.plumbing.files import BROKEN, DataError, load_npy, why
 from herta_gpu.plumbing.validation import as_labels
 
@@ -98,7 +97,8 @@ def table_folder(name: str, folders: list[Path]) -> Path | None:
 def read_edges(path: _File, num_nodes: int | None = None) -> Graph:
     """An edge list from CSV (also .tsv, .txt, .gz; a header is skipped) or Parquet.
 
-    The first two columns are node ids from 0 on, a third one holds weights.
+    The first two columns are node ids from 0 on, a third one holds weights; repeated edges are
+    merged by the rule of `Graph.from_edges`.
     """
     path = Path(path)
     table = _table(path)
@@ -110,14 +110,11 @@ def read_edges(path: _File, num_nodes: int | None = None) -> Graph:
     highest = int(edges.max(initial=-1))
     if num_nodes is not None and highest >= num_nodes:
         raise DataError(f"{path} names node {highest:,} but there are {num_nodes:,} nodes.")
-    n = highest + 1 if num_nodes is None else num_nodes
+    weights = table[:, 2] if table.shape[1] > 2 else None
     try:
-        if table.shape[1] > 2:
-            return Graph.from_edges(edges, num_nodes=num_nodes, edge_weight=table[:, 2])
-        check_edges(edges, n if num_nodes is not None else None)
+        return Graph.from_edges(edges, num_nodes, weights)
     except ValueError as error:
         raise DataError(f"{path}: {error}") from None
-    return simple_graph(edges, n)
 
 
 def _find(folder: Path, name: str, endings: tuple[str, ...]) -> Path | None:

@@ -44,8 +44,7 @@ class Checkpoint:
     Examples
     --------
     >>> import tempfile
-    >>> from herta_gpu import HERTA
-    >>> from herta_gpu.plumbing.checkpoint import Checkpoint
+    >>> from herta_gpu import HERTA, Checkpoint
     >>> from herta_gpu.datasets import load
     >>> data, folder = load("digits"), tempfile.mkdtemp() + "/state"
     >>> arguments = (data.graph, data.X, data.y, data.split["train"])
@@ -125,13 +124,16 @@ class Checkpoint:
 
         return once
 
-    def save_step(self, state: dict[str, Any]) -> None:
-        """Store the state of the loop, unless storing would take more than its share of time."""
+    def save_step(self, state: dict[str, Any], backend: Backend) -> None:
+        """Store the state of the loop, unless storing would take more than its share of time.
+
+        Arrays in `state` are of `backend`.
+        """
         start = time.perf_counter()
         if start < self._may_save:
             return
         arrays: dict[str, Any] = {}
-        about = json.dumps(_packed(state, arrays))
+        about = json.dumps(_packed(state, arrays, backend.to_numpy))
         self._store(self.folder / _STEP, self._made_from, {"about": np.array(about), **arrays})
         end = time.perf_counter()
         self._may_save = end + (end - start) * (1 / self.share - 1)
@@ -189,17 +191,17 @@ def _read_json(path: Path) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def _packed(value: Any, arrays: dict[str, Any]) -> Any:
-    """JSON, with arrays put aside; floats survive to the last bit."""
+def _packed(value: Any, arrays: dict[str, Any], to_numpy: Callable[[Any], Any]) -> Any:
+    """JSON, with arrays put aside on the host; floats survive to the last bit."""
     if isinstance(value, dict):
-        return {"dict": {key: _packed(inner, arrays) for key, inner in value.items()}}
+        return {"dict": {key: _packed(inner, arrays, to_numpy) for key, inner in value.items()}}
     if isinstance(value, (list, tuple)):
-        return {type(value).__name__: [_packed(inner, arrays) for inner in value]}
+        return {type(value).__name__: [_packed(inner, arrays, to_numpy) for inner in value]}
     if isinstance(value, np.generic):
         return value.item()
     if hasattr(value, "dtype"):
         name = f"a{len(arrays)}"
-        arrays[name] = value.get() if hasattr(value, "get") else value  # from a GPU
+        arrays[name] = to_numpy(value)  # synchronize!
         return {"array": name}
     return value
 

@@ -201,9 +201,10 @@ class CUDABackend(Backend):
         return first, second, third
 
     def graph_from_edges(
-        self, edge_index: Any, num_nodes: int | None = None, edge_weight: Any = None
+        self, edge_index: Any, num_nodes: int | None, edge_weight: Any, duplicates: str | None
     ) -> Graph:
-        return from_device_edges(self, edge_index, num_nodes, edge_weight)
+        """`Graph.from_edges` of arrays that are on this device."""
+        return from_device_edges(self, edge_index, num_nodes, edge_weight, duplicates)
 
     def sampled_graph(self, graph: Graph, factors: Array) -> Graph:
         """L_tilde is put together on the device; the host reads it when somebody asks."""

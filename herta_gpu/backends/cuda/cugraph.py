@@ -58,11 +58,17 @@ def _columns(G: Any) -> list[Any]:
 
 
 def from_cugraph(G: Any, num_nodes: int | None = None) -> Graph:
-    """The undirected cuGraph graph `G`, whose vertex ids must be 0..num_nodes-1."""
+    """The undirected cuGraph graph `G`, whose vertex ids must be 0..num_nodes-1.
+
+    By default there are as many nodes as `G` knows vertices, and at least as its ids need.
+    """
     if G.is_directed():
         raise ValueError("The cuGraph graph is directed: use its to_undirected() first.")
     u, v, *w = (column.to_numpy() for column in _columns(G))
-    return Graph.from_edges(np.stack([u, v]), num_nodes, *w)
+    edges = np.stack([u, v])
+    if num_nodes is None:
+        num_nodes = max(int(G.number_of_vertices()), int(edges.max(initial=-1)) + 1)
+    return Graph.from_edges(edges, num_nodes, *w)
 
 
 def _column(frame: Any, *names: Any) -> Any:

@@ -10,7 +10,14 @@ import numpy as np
 from herta_gpu.backends.base import Array, Laplacian
 from herta_gpu.backends.cuda import cugraph as cugraph_adapter
 from herta_gpu.backends.cuda.device import SEGMENT, DeviceLaplacian
-from herta_gpu.graph import Graph, check_edges, check_weights, directions_differ
+from herta_gpu.graph import (
+    Graph,
+    check_edges,
+    check_repeats,
+    check_weights,
+    directions_differ,
+    distinct,
+)
 
 if TYPE_CHECKING:
     from herta_gpu.backends.cuda.backend import CUDABackend
@@ -61,15 +68,24 @@ class DeviceGraph(Graph):
 
 
 def from_device_edges(
-    backend: CUDABackend, edge_index: Any, num_nodes: int | None, edge_weight: Any
+    backend: CUDABackend,
+    edge_index: Any,
+    num_nodes: int | None,
+    edge_weight: Any,
+    duplicates: str | None,
 ) -> Graph:
     """`Graph.from_edges` for arrays on the device; without cuGraph the host does the work."""
     edges = backend.asarray(edge_index)
     w = None if edge_weight is None else backend.asarray(edge_weight)
     if not cugraph_adapter.available() or edges.ndim != 2 or not edges.size:
         weights = None if w is None else backend.to_numpy(w)  # synchronize!
-        return Graph.from_edges(backend.to_numpy(edges), num_nodes, weights)  # synchronize!
+        edges = backend.to_numpy(edges)  # synchronize!
+        return Graph.from_edges(edges, num_nodes, weights, duplicates)
     u, v, n = _checked(backend, edges, num_nodes, w)
+    if duplicates == "error":
+        check_repeats(backend.xp, u, v, n)
+    if w is None and duplicates != "sum":
+        u, v = _pairs_once(backend.xp, u, v, n)
     w = backend.xp.ones(u.shape[0]) if w is None else w.astype("float64", copy=False)
     keep = w > 0
     u, v, w = u[keep], v[keep], w[keep]  # synchronize!  how many
@@ -95,6 +111,12 @@ def _checked(backend: CUDABackend, edges: Array, n: Any, w: Array | None) -> tup
     elif w is not None:
         check_weights(np.empty(w.shape), edges.shape[1])  # raises
     return edges[0].astype("int64"), edges[1].astype("int64"), n
+
+
+def _pairs_once(xp: Any, u: Array, v: Array, n: int) -> tuple[Array, Array]:
+    """(lo, hi) of each pair of nodes, once: edges without weights."""
+    keys = distinct(xp, xp.sort(xp.minimum(u, v) * n + xp.maximum(u, v)))
+    return keys // n, keys % n
 
 
 def _sorted(xp: Any, u: Array, v: Array, w: Array, n: int) -> tuple[Array, Array, Array]:
