@@ -241,6 +241,7 @@ class HERTA(Estimator):
             budget = settings.budget(backend.memory_available())
             sizes = _sizes(graph, X, targets, settings.dtype, backend, budget)
             plan = make_plan(H, sizes, settings, budget, reordered=graph is not given)
+            self.plan_ = plan  # a fit that is interrupted leaves what it was about to do
         with stages("features"):
             features = Features(X, backend, graph.order, budget)
         inverse = graph.inverse_order()
@@ -269,7 +270,7 @@ class HERTA(Estimator):
         self.W_ = backend.to_numpy(point.W)  # synchronize!
         self.classes_, self._flat = targets.classes, targets.flat
         self.history_, self.certificate_, self.status_ = run.history, run.certificate, run.status
-        self.warm_history_, self.plan_, self.changes_ = run.warm_history, plan, changes
+        self.warm_history_, self.changes_ = run.warm_history, changes
         self.stages_, self.n_features_in_ = stages.since(before), X.shape[1]
         self.spectrum_ = spectrum
         return self

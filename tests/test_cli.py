@@ -11,11 +11,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from herta_gpu.app.commands import make_model
 
 from herta_gpu import HERTA
 from herta_gpu.app.arguments import parser
 from herta_gpu.app.cli import main
+from herta_gpu.app.experiment import make_model
 from herta_gpu.app.metrics import accuracy, evaluate, rocauc
 from herta_gpu.app.tune import propagated_rows, tune
 from herta_gpu.backends.base import Backend
