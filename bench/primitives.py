@@ -32,7 +32,7 @@ def matrix(graph: Graph, lam: float) -> Any:
     s = sp.diags_array(1.0 / np.sqrt(graph.degree))
     ones = np.ones(graph.indices.shape[0])
     A = sp.csr_array((ones, graph.indices, graph.indptr), shape=(graph.num_nodes,) * 2)
-    L = s @ (sp.diags_array(graph.sampled_degree) - A) @ s
+    L = s @ (sp.diags_array(graph.loopless_degree) - A) @ s
     H = sp.csr_array(sp.eye_array(graph.num_nodes) + lam * L).astype(np.float32)
     H.indices, H.indptr = H.indices.astype(np.int32), H.indptr.astype(np.int32)
     return H

@@ -146,7 +146,7 @@ class Graph:
         return self.indices.shape[0] // 2
 
     @cached_property
-    def sampled_degree(self) -> NDArray[np.float64]:
+    def loopless_degree(self) -> NDArray[np.float64]:
         """A 1: the degrees without self-loops (in L_tilde, those of the sampled edges)."""
         if self.weights is None:
             return np.diff(self.indptr).astype(np.float64)
@@ -182,13 +182,13 @@ class Graph:
         SciPy's; of a graph that was made on a GPU, one of ``cupyx.scipy.sparse`` there.
         """
         s = sp.diags_array(1.0 / np.sqrt(self.degree))
-        L = s @ (sp.diags_array(self.sampled_degree) - self._adjacency_off()) @ s
+        L = s @ (sp.diags_array(self.loopless_degree) - self._adjacency_off()) @ s
         return self._callers_order(L)
 
     def adjacency(self) -> Any:
         """A with self-loops as a SciPy CSR matrix, float64, in the caller's order."""
         return self._callers_order(
-            self._adjacency_off() + sp.diags_array(self.degree - self.sampled_degree)
+            self._adjacency_off() + sp.diags_array(self.degree - self.loopless_degree)
         )
 
     @cached_property
@@ -200,7 +200,7 @@ class Graph:
         """
         if self.num_edges == 0:
             return 0.0
-        ratio = self.sampled_degree / self.degree
+        ratio = self.loopless_degree / self.degree
         if self.num_nodes > 2 * _TOP:
             top = np.argpartition(ratio, self.num_nodes - _TOP)[-_TOP:]
             most = self._largest_sum(ratio, np.sort(top))
@@ -248,7 +248,7 @@ class Graph:
         order = p if self.order is None else self.order[p]
         return Graph(*permuted(self, p), self.degree[p], order)
 
-    def nearer(self) -> Graph:
+    def in_local_order(self) -> Graph:
         """This graph stored by community if it is large and that pays; else itself."""
         if self.num_nodes < LARGE or self.order is not None:
             return self

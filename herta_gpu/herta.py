@@ -33,7 +33,7 @@ from herta_gpu.plumbing.estimator import (
     make_targets,
 )
 from herta_gpu.plumbing.fingerprint import fingerprint
-from herta_gpu.plumbing.interop import accept, like, on_device, take_rows, to_host
+from herta_gpu.plumbing.interop import as_array, in_kind_of, on_device, take_rows, to_host
 from herta_gpu.plumbing.models import read_model, write_model
 from herta_gpu.plumbing.stages import Stages
 from herta_gpu.plumbing.validation import (
@@ -322,7 +322,7 @@ class HERTA(Estimator):
 
     def transform(self, graph: Graph, X: Any) -> Any:
         """Z* = H^-1 X W (n, c), to a relative H-norm error of 1e-6; on a GPU if X is."""
-        return like(self._output(graph, X), X)
+        return in_kind_of(self._output(graph, X), X)
 
     def _output(self, graph: Graph, X: Any) -> Array:
         """Z* as an array of the device that X is on."""
@@ -356,12 +356,12 @@ class HERTA(Estimator):
         """Class labels, or the model's output for float targets."""
         Z = self._output(graph, X)
         if self.classes_ is None:
-            return like(Z[:, 0] if self._flat else Z, X)
+            return in_kind_of(Z[:, 0] if self._flat else Z, X)
         best, backend = Z.argmax(axis=1), get_backend(self.device)
         if self.classes_.dtype.kind == "U":
             return self.classes_[to_host(best, backend)]  # neither a GPU nor a tensor holds text
         classes = backend.asarray(self.classes_) if on_device(Z) else self.classes_
-        return like(classes[best], X)
+        return in_kind_of(classes[best], X)
 
     def score(self, graph: Graph, X: Any, y: Any, idx: Any = None) -> float:
         """Accuracy on the labelled nodes of `idx` (default all), or R^2 for float targets."""
@@ -423,7 +423,7 @@ def _stored(graph: Graph, X: Any, c: int, settings: Settings, backend: Backend) 
         return graph.reordered("communities") if settings.reorder.when == "always" else graph
     # Rows of X on disk are read in their own order.
     can = backend.reorders and not isinstance(X, np.memmap)
-    return graph.nearer() if can and worth_reordering(settings, X.shape[1], c) else graph
+    return graph.in_local_order() if can and worth_reordering(settings, X.shape[1], c) else graph
 
 
 def _sampled(
@@ -486,7 +486,7 @@ def _start(
 
 
 def _two_dimensional(X: Any, backend: Backend) -> Any:
-    X = accept("X", X, backend)
+    X = as_array("X", X, backend)
     if sp.issparse(X):
         if X.ndim != 2:
             raise ValueError(f"A sparse X must have two dimensions, not {X.ndim}.")

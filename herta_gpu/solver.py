@@ -23,7 +23,7 @@ import scipy.sparse as sp
 from herta_gpu.backends import get_backend
 from herta_gpu.backends.base import Array, Backend, Laplacian
 from herta_gpu.graph import Graph, check_graph
-from herta_gpu.plumbing.interop import accept, like, on_device, take_rows
+from herta_gpu.plumbing.interop import as_array, in_kind_of, on_device, take_rows
 from herta_gpu.plumbing.validation import (
     BudgetError,
     check_choice,
@@ -330,7 +330,7 @@ class SDDSolver:
 
     def solve(self, B: Any) -> Any:
         """Z = H^-1 B for B of shape (n,) or (n, k), dense or SciPy sparse; see `info_`."""
-        given, B = B, accept("B", sp.csr_array(B) if sp.issparse(B) else B, self.backend)
+        given, B = B, as_array("B", sp.csr_array(B) if sp.issparse(B) else B, self.backend)
         check_rows("B", B, self.graph)
         flat = B.ndim == 1
         if flat:
@@ -343,7 +343,7 @@ class SDDSolver:
             return np.zeros(B.shape, dtype=self.dtype)
         xp = self.backend.xp if on_device(B) else np
         Z = xp.concatenate([Z for Z, _ in parts], axis=1) if len(parts) > 1 else parts[0][0]
-        return like(Z[:, 0] if flat else Z, given)
+        return in_kind_of(Z[:, 0] if flat else Z, given)
 
     def _width(self, k: int) -> int:
         budget = memory_budget(self.memory_budget, self.backend.memory_available())

@@ -24,9 +24,9 @@ ROOT = Path(__file__).resolve().parent.parent
 def _backend(name: str) -> type[Backend]:
     if name == "fast":
         pytest.importorskip("numba", reason="the compiled backend needs numba")
-        from herta_gpu.backends.cpu.compiled import FastCPUBackend
+        from herta_gpu.backends.cpu.compiled import CompiledBackend
 
-        return FastCPUBackend
+        return CompiledBackend
     if name == "cuda":
         with installed():  # the stand-in for CuPy
             from herta_gpu.backends.cuda.backend import CUDABackend

@@ -64,7 +64,7 @@ def test_cpu_scipy_is_the_backend_without_compiled_kernels(monkeypatch):
     pytest.importorskip("numba", reason="without numba there is only the SciPy path")
     monkeypatch.delenv("HERTA_FAST", raising=False)
     assert type(get_backend("cpu-scipy")).__name__ == "CPUBackend"
-    assert type(get_backend("cpu")).__name__ == "FastCPUBackend"
+    assert type(get_backend("cpu")).__name__ == "CompiledBackend"
     monkeypatch.setenv("HERTA_FAST", "1")
     assert type(get_backend("cpu-scipy")).__name__ == "CPUBackend"
 

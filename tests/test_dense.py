@@ -6,7 +6,7 @@ import pytest
 from herta_gpu.backends.cpu.reference import CPUBackend, lapack
 
 fast = pytest.importorskip("herta_gpu.backends.cpu.compiled", reason="numba is not installed")
-BACKENDS = [CPUBackend(), fast.FastCPUBackend()]
+BACKENDS = [CPUBackend(), fast.CompiledBackend()]
 
 
 def _layouts(M):

@@ -16,11 +16,11 @@ pytest.importorskip("numba", reason="the compiled backend needs numba")
 from herta_gpu import HERTA, Graph, SDDSolver, Sparsifier
 from herta_gpu.backends import get_backend
 from herta_gpu.backends.base import STREAM_SAMPLE
-from herta_gpu.backends.cpu.compiled import FastCPUBackend, aligned_empty, walsh_hadamard_inplace
+from herta_gpu.backends.cpu.compiled import CompiledBackend, aligned_empty, walsh_hadamard_inplace
 from herta_gpu.backends.cpu.kernels import laplacian as kernels
 from herta_gpu.backends.cpu.reference import CPUBackend, philox, walsh_hadamard
 
-PLAIN, FAST = CPUBackend(), FastCPUBackend()
+PLAIN, FAST = CPUBackend(), CompiledBackend()
 ULPS = {"float32": 1e-5, "float64": 1e-13}
 
 
@@ -254,7 +254,7 @@ def test_training_gives_the_same_model(monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
     for fast in ("0", "1"):
         monkeypatch.setenv("HERTA_FAST", fast)
-        assert isinstance(get_backend("cpu"), FastCPUBackend) == (fast == "1")
+        assert isinstance(get_backend("cpu"), CompiledBackend) == (fast == "1")
         found.append(HERTA(lam=20.0, tol=1e-8).fit(g, X, y))
     np.testing.assert_allclose(found[0].W_, found[1].W_, rtol=1e-3, atol=1e-4)
     assert found[0].history_[-1]["loss"] == pytest.approx(found[1].history_[-1]["loss"], rel=1e-7)

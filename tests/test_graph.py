@@ -164,11 +164,11 @@ def test_communities_are_stored_together(monkeypatch):
     assert near(r) > 0.6  # five of six edges are within a clique; a few cliques are split
     monkeypatch.setattr("herta_gpu.graph.LARGE", 1000)
     monkeypatch.setattr("herta_gpu.plumbing.ordering.COMMUNITY", 60)
-    assert g.nearer().order is not None
+    assert g.in_local_order().order is not None
     # Without communities the order stays; so it does where the caller has chosen one.
     flat = random_graph(1200, 20_000)
-    assert flat.nearer() is flat
-    assert r.nearer() is r
+    assert flat.in_local_order() is flat
+    assert r.in_local_order() is r
 
 
 @pytest.mark.parametrize("method", ["rcm", "degree", "communities"])

@@ -14,7 +14,7 @@ from cupy_standin.device_array import ndarray
 
 from herta_gpu import HERTA, Graph, SDDSolver
 from herta_gpu.backends import get_backend
-from herta_gpu.plumbing.interop import accept, on_device
+from herta_gpu.plumbing.interop import as_array, on_device
 from tests.conftest import random_graph
 
 
@@ -66,7 +66,7 @@ def test_tensors_as_edges_targets_and_right_hand_sides() -> None:
 def test_a_tensor_is_not_copied() -> None:
     torch = pytest.importorskip("torch", reason="torch is not installed")
     X = torch.arange(6.0).reshape(2, 3)
-    taken = accept("X", X, get_backend("cpu"))
+    taken = as_array("X", X, get_backend("cpu"))
     assert taken.ctypes.data == X.data_ptr()
     assert not on_device(X)
 
@@ -74,7 +74,7 @@ def test_a_tensor_is_not_copied() -> None:
 def test_what_speaks_only_dlpack_is_understood() -> None:
     g, X, y, _ = data()
     bare = SimpleNamespace(__dlpack__=X.__dlpack__, __dlpack_device__=X.__dlpack_device__)
-    assert np.shares_memory(accept("X", bare, get_backend("cpu")), X)
+    assert np.shares_memory(as_array("X", bare, get_backend("cpu")), X)
     model = HERTA(device="cpu").fit(g, bare, y)
     np.testing.assert_array_equal(model.W_, HERTA(device="cpu").fit(g, X, y).W_)
 

@@ -23,7 +23,7 @@ _POSITIONAL = {"dataset": "DATASET", "run_folder": "RUN"}
 
 
 class _Parser(argparse.ArgumentParser):
-    """One that does not keep quiet when its help cannot be written."""
+    """A parser that raises an error when its help cannot be written, instead of keeping quiet."""
 
     def _print_message(self, message: str, file: Any = None) -> None:
         if file is None or file is sys.stderr:
@@ -33,7 +33,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def check_names(args: argparse.Namespace) -> None:
-    """An empty name, as of a variable that is not set, would mean the present folder."""
+    """Refuse an empty name, as of a shell variable that is not set: it would mean this folder."""
     for name in _NAMES:
         if getattr(args, name, None) == "":
             shown = _POSITIONAL.get(name, "--" + name.replace("_", "-"))
@@ -278,7 +278,7 @@ def _words(allowed: tuple[str, ...]) -> Callable[[str], tuple[str, ...]]:
 
 
 def _wish(text: str) -> bool | int | str:
-    """For sparsify, sketch and reorder: a word, yes or no, or a count."""
+    """The value of --sparsify, --sketch or --reorder: a word, yes or no, or a count."""
     simple: dict[str, bool] = {"yes": True, "true": True, "no": False, "false": False}
     if text.lower() in simple:
         return simple[text.lower()]

@@ -14,7 +14,7 @@ COLOURS = (
 
 
 def pyplot() -> Any:
-    """matplotlib without a display."""
+    """The pyplot of matplotlib, set up to draw without a display."""
     try:
         import matplotlib
 
@@ -68,7 +68,7 @@ def draw_convergence(history: list[dict[str, Any]], tol: float, gap: float = mat
 
 
 def _line(values: list[Any]) -> str:
-    """Points on the line while they can be told apart."""
+    """The style of a line: with points as long as they can be told apart."""
     return "o-" if len(values) <= 30 else "-"
 
 
@@ -79,7 +79,7 @@ def _beside(axis: Any, x: float, y: float, text: str) -> None:
 
 
 def _finite(axis: Any, x: list[Any], y: list[Any], line: str, colour: str, label: str) -> bool:
-    """Draw the points that a logarithmic axis can show; whether there were any."""
+    """Draw the points that a logarithmic axis can show; True if there were any."""
     kept = [(a, b) for a, b in zip(x, y) if b is not None and 0 < b < math.inf]
     if kept:
         axis.plot(*zip(*kept), line, color=colour, markersize=4, label=label)

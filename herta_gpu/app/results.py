@@ -123,8 +123,8 @@ class FitResult:
         check_entries(content, {name: get_origin(hints[name]) or hints[name] for name in needed})
         known = {field.name: content[field.name] for field in fields(cls) if field.name in content}
         known["certificate"] = _certificate_from_json(content["certificate"])
-        known["scores"] = {part: _or(s, math.nan) for part, s in content["scores"].items()}
-        known["loss"] = _or(content["loss"], math.nan)
+        known["scores"] = {part: _number(s) for part, s in content["scores"].items()}
+        known["loss"] = _number(content["loss"])
         return cls(**known)
 
     def as_json(self) -> dict[str, Any]:
@@ -226,9 +226,9 @@ def _certificate_from_json(content: Any) -> Certificate:
     return Certificate(**{**known, **lost})
 
 
-def _or(value: float | None, otherwise: float) -> float:
-    """JSON has neither infinity nor NaN: None stands for both."""
-    return otherwise if value is None else value
+def _number(value: float | None) -> float:
+    """A number from JSON, where None stands for infinity and for NaN."""
+    return math.nan if value is None else value
 
 
 def peak_memory() -> int:

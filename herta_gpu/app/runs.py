@@ -97,7 +97,7 @@ class Run:
             os.replace(self.folder / name, old / name)
 
     def _begun(self, error: BaseException) -> bool:
-        """Whether there is something that is worth to go on with."""
+        """Whether the run got so far that going on with it is worth something."""
         if not (self.folder / "config.json").exists():
             return False
         refused = isinstance(error, (ValueError, TypeError, BudgetError))
@@ -105,7 +105,7 @@ class Run:
         return not refused or any(place.exists() for place in held)
 
     def _take_back(self) -> None:
-        """The old run, or nothing, instead of the one that could not begin."""
+        """Bring back the old run, if there was one, instead of the one that could not begin."""
         for name in (*_FILES, *_EXTRAS):
             (self.folder / name).unlink(missing_ok=True)
         self.checkpoint.delete()
@@ -126,7 +126,7 @@ class Run:
                 yield run
                 return
             run._reopened = True
-            for left in path.glob(".*.*.*"):  # what a write was at when the process was killed
+            for left in path.glob(".*.*.*"):  # unfinished files of the process that was killed
                 left.unlink()
             shutil.rmtree(path / _REPLACED, ignore_errors=True)
             yield run
@@ -144,7 +144,7 @@ class Run:
             temporary.write_text(text, encoding="utf-8")
 
     def record(self, step: dict[str, Any]) -> None:
-        """One more line of metrics.jsonl, on disk before training goes on."""
+        """Add a line to metrics.jsonl; it is on disk before training goes on."""
         if self._reopened:
             self._go_back(step["step"], step["warm"])
         with open(self.folder / "metrics.jsonl", "a", encoding="utf-8") as file:
@@ -166,7 +166,7 @@ class Run:
 
 
 def check_free(folder: str | Path | None, overwrite: bool = False) -> None:
-    """An error unless a new run may go into `folder`; None: there is to be no run."""
+    """An error unless a new run may go into `folder`; None means that there is to be no run."""
     if folder is None:
         return
     if not str(folder):
@@ -188,7 +188,7 @@ def check_free(folder: str | Path | None, overwrite: bool = False) -> None:
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """The operating system frees the lock when the process ends, however it ends."""
+    """Lock a folder; the operating system frees it when the process ends, however it ends."""
     with open(folder / ".lock", "a+", encoding="utf-8") as file:
         try:
             if fcntl is not None:  # without a lock there are no half files either
@@ -201,7 +201,7 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def environment() -> dict[str, Any]:
-    """What else a result depends on."""
+    """Versions, platform and threads: what else a result depends on."""
     return {
         "herta_gpu": __version__,
         "python": platform.python_version(),
@@ -226,7 +226,7 @@ def load_model(path: str | Path) -> HERTA:
 
 
 def read_config(folder: str | Path) -> dict[str, Any]:
-    """config.json of a run, with everything in it that a run is repeated from."""
+    """The content of config.json, from which a run can be repeated."""
     path = Path(folder) / "config.json"
     if not path.is_file():
         raise FileNotFoundError(f"{folder} is no run: it has no config.json.")

@@ -9,7 +9,7 @@ Rows = Sequence[Sequence[str]]
 
 
 def table(rows: Rows, header: bool = True) -> str:
-    """Columns padded to their widest entry; numbers are the caller's to format.
+    """Rows of text with every column padded to its widest entry.
 
     Examples
     --------
@@ -27,7 +27,7 @@ def table(rows: Rows, header: bool = True) -> str:
 
 
 def bytes_text(size: float) -> str:
-    """123.4 MB, 5.6 GB; 1 GB = 2^30 bytes."""
+    """A number of bytes as 123.4 MB or 5.6 GB, where 1 GB is 2^30 bytes."""
     for unit in ("B", "KB", "MB", "GB"):
         if abs(size) < 1024 or unit == "GB":
             return f"{size:,.0f} {unit}" if unit == "B" else f"{size:,.1f} {unit}"

@@ -33,7 +33,7 @@ LAMS = (1.0, 5.0, 10.0, 20.0, 50.0)
 RIDGES = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0)
 _SOLVE_TOL = 1e-5
 _COLUMNS = 256  # right-hand sides at once
-_STEPS = 200  # of L-BFGS for one ridge
+_STEPS = 200  # steps of L-BFGS for one ridge, at most
 
 
 def run(args: argparse.Namespace) -> CommandOutput:
@@ -138,7 +138,10 @@ def propagated_rows(solver: SDDSolver, X: Any, rows: Any) -> Any:
 
 
 class _Basis:
-    """A = U S V^T of the training rows: W = V w loses nothing, as a ridge keeps W in V's span."""
+    """The rows in the coordinates w of W = V w, with V from the training rows A = U S V^T.
+
+    Nothing is lost: a ridge keeps W in the span of V.
+    """
 
     def __init__(self, train: Any, valid: Any) -> None:
         if train.shape[0] <= train.shape[1]:
@@ -156,7 +159,10 @@ class _Basis:
 def _along_ridges(
     data: Dataset, targets: Targets, basis: _Basis, lam: float, loss: str, ridges: list[float]
 ) -> list[Candidate]:
-    """From the largest ridge, the easiest problem, down: each starts where the last one ended."""
+    """A candidate per ridge, from the largest, which is the easiest problem, to the smallest.
+
+    Each search starts where the one before it ended.
+    """
     found = []
     w = np.zeros((basis.squares.shape[0], targets.Y.shape[1]))
     for ridge in sorted(ridges, reverse=True):

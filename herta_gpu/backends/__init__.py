@@ -14,9 +14,9 @@ from herta_gpu.planning.settings import DEVICES
 @cache
 def _cpu(fast: bool) -> Backend:
     if fast:
-        from herta_gpu.backends.cpu.compiled import FastCPUBackend
+        from herta_gpu.backends.cpu.compiled import CompiledBackend
 
-        return FastCPUBackend()
+        return CompiledBackend()
     return CPUBackend()
 
 

@@ -119,7 +119,7 @@ class Backend(ABC):
 
     name: str
     xp: Any
-    reorders = False  # whether `Graph.nearer` is worth its time here
+    reorders = False  # whether `Graph.in_local_order` is worth its time here
     check_every = 1  # CG steps between two looks at the mask of converged columns
 
     # ---- arrays -------------------------------------------------------------------------

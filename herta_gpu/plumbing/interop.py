@@ -27,7 +27,7 @@ def on_device(x: Any) -> bool:
     return where is not None and where()[0] == _DLPACK_CUDA
 
 
-def accept(name: str, x: Any, backend: Backend) -> Any:
+def as_array(name: str, x: Any, backend: Backend) -> Any:
     """`x` as an array of the device it is on: NumPy's on the host; sparse matrices as they are."""
     if isinstance(x, np.matrix):
         return np.asarray(x)  # its products are not those of an array
@@ -60,7 +60,7 @@ def take_rows(x: Array, rows: Any, backend: Backend) -> Array:
     return x[backend.asarray(rows)] if on_device(x) else x[rows]
 
 
-def like(result: Array, given: Any) -> Any:
+def in_kind_of(result: Array, given: Any) -> Any:
     """`result` in the kind of `given`: a tensor where a tensor came in, of the same memory."""
     return sys.modules["torch"].from_dlpack(result) if _of_torch(given) else result
 

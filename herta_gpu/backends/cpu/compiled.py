@@ -33,7 +33,7 @@ _SMALL = 1 << 15  # multiply-adds below which a second thread costs more than it
 
 
 @dataclass
-class FastLaplacian(Laplacian):
+class CompiledLaplacian(Laplacian):
     """A Laplacian with its rows cut into chunks of equal work."""
 
     cuts: Array = None
@@ -51,7 +51,7 @@ class FastLaplacian(Laplacian):
         return self.indptr, self.indices, weights, self.inv_sqrt_degree, self.diagonal
 
 
-class FastCPUBackend(CPUBackend):
+class CompiledBackend(CPUBackend):
     """`CPUBackend` with compiled primitives."""
 
     name = "cpu"
@@ -73,16 +73,16 @@ class FastCPUBackend(CPUBackend):
     def zeros(self, shape: tuple[int, ...], dtype: str) -> Array:
         return _aligned(np.zeros, shape, dtype)
 
-    def laplacian(self, graph: Any, dtype: str) -> FastLaplacian:  # type: ignore[override]
+    def laplacian(self, graph: Any, dtype: str) -> CompiledLaplacian:  # type: ignore[override]
         work = graph.indptr + 4 * np.arange(graph.num_nodes + 1)
         inner = np.searchsorted(work, np.arange(_CHUNK_WORK, work[-1], _CHUNK_WORK))
-        return FastLaplacian(
+        return CompiledLaplacian(
             n=graph.num_nodes,
             indptr=graph.indptr,
             indices=graph.indices,
             weights=None if graph.weights is None else graph.weights.astype(dtype),
             inv_sqrt_degree=(1.0 / np.sqrt(graph.degree)).astype(dtype),
-            diagonal=(graph.sampled_degree / graph.degree).astype(dtype),
+            diagonal=(graph.loopless_degree / graph.degree).astype(dtype),
             lambda_max=graph.lambda_max_bound,
             cuts=np.unique(np.concatenate([[0], inner, [graph.num_nodes]])),
         )
@@ -128,7 +128,7 @@ class FastCPUBackend(CPUBackend):
         return total
 
     def cg_step(self, L: Laplacian, lam: float, state: CGState) -> None:
-        assert isinstance(L, FastLaplacian)
+        assert isinstance(L, CompiledLaplacian)
         Z, R, P, HP = state.Z, state.R, state.P, state.HP
         dots = np.zeros((L.cuts.shape[0] - 1, R.shape[1]))
         if L.far and state.scratch is None:
@@ -155,7 +155,7 @@ class FastCPUBackend(CPUBackend):
     def chebyshev(
         self, L: Laplacian, lam: float, B: Array, first: float, steps: Iterable[tuple[float, float]]
     ) -> Array:
-        assert isinstance(L, FastLaplacian)
+        assert isinstance(L, CompiledLaplacian)
         if not L.far:
             return super().chebyshev(L, lam, B, first, steps)
         # On D^-1/2 Z throughout: what a step reads from afar is then the iterate itself.
@@ -174,7 +174,7 @@ class FastCPUBackend(CPUBackend):
         return self._sketch(L, k, seed, incidence=False)
 
     def _sketch(self, L: Laplacian, k: int, seed: int, incidence: bool) -> Array:
-        assert isinstance(L, FastLaplacian)
+        assert isinstance(L, CompiledLaplacian)
         out = aligned_empty((L.n, k), L.inv_sqrt_degree.dtype)
         key = tuple(np.uint64(word) for word in seed_key(seed))
         kernel = sketch.incidence_rows if incidence else sketch.identity_rows
@@ -183,7 +183,7 @@ class FastCPUBackend(CPUBackend):
         return out
 
     def edge_scores(self, L: Laplacian, B_S: Array, Pi_S: Array, lam: float) -> Array:
-        assert isinstance(L, FastLaplacian)
+        assert isinstance(L, CompiledLaplacian)
         B_S, Pi_S = self.asarray(B_S), self.asarray(Pi_S)
         first = sampling.first_edges(L.indptr, L.indices)
         scores = np.empty(int(first[-1]))
@@ -268,7 +268,7 @@ def _apply(
     scratch: Array | None = None,
 ) -> None:
     """`laplacian.apply`; when `scaled`, X and Y hold D^-1/2 times the iterates of Chebyshev."""
-    assert isinstance(L, FastLaplacian)
+    assert isinstance(L, CompiledLaplacian)
     s, number, kernel = L.inv_sqrt_degree, X.dtype.type, laplacian.apply
     G, factors = X, (s, s, None)
     if scaled:

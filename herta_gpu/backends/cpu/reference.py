@@ -129,7 +129,7 @@ class CPUBackend(Backend):
             indices=graph.indices,
             weights=weights,
             inv_sqrt_degree=(1.0 / np.sqrt(graph.degree)).astype(dtype),
-            diagonal=(graph.sampled_degree / graph.degree).astype(dtype),
+            diagonal=(graph.loopless_degree / graph.degree).astype(dtype),
             lambda_max=graph.lambda_max_bound,
             chunks=_row_chunks(graph.indptr, graph.indices, weights, dtype),
         )

@@ -175,7 +175,7 @@ class CUDABackend(Backend):
                 "indices": self.asarray(graph.indices),
                 "weights": None if graph.weights is None else self.asarray(graph.weights),
                 "inv_sqrt_degree": self.asarray(1.0 / np.sqrt(graph.degree)),
-                "diagonal": self.asarray(graph.sampled_degree / graph.degree),
+                "diagonal": self.asarray(graph.loopless_degree / graph.degree),
                 "lambda_max": graph.lambda_max_bound,
                 "segments": self.segments(rows, length[rows]),
             }

@@ -93,7 +93,7 @@ def to_cugraph(graph: Graph) -> Any:
             "to_cugraph needs the packages cugraph and cudf of RAPIDS: install herta_gpu[cugraph]."
         ) from error
     u, v, w = graph.edges()
-    loops = graph.degree - graph.sampled_degree
+    loops = graph.degree - graph.loopless_degree
     looped = np.flatnonzero(np.abs(loops - 1) > 1e-9)
     ids = looped if graph.order is None else graph.order[looped]
     columns = {"src": np.concatenate([u, ids]), "dst": np.concatenate([v, ids])}
