@@ -1,4 +1,24 @@
-"""Unfolded graph neural networks trained to a certified optimum (HERTA)."""
+"""Unfolded graph neural networks trained to a certified optimum (HERTA).
+
+The ground floor is the paper; every other concern has a room with a name.
+
+    herta            Algorithm 1, in the paper's order: the place to begin reading
+    sparsifier       Algorithm 2: scores, sampling, L_tilde
+    solver           H = I + lam L, block CG and Chebyshev
+    preconditioner   Q, its sketch and P; `factors` holds the forms of P^-1/2
+    unfolded         Z*(W) and its gradient through two solves
+    losses           a new loss goes here; `optimizers` and `training` hold the loop
+    spectrum         what is known of the Hessian; `certificate` says what is proven of a fit
+    graph, features  from an edge list to a Graph; X behind three products
+
+    planning/        settings (the caller's wishes, frozen), costs, memory, the plan
+    backends/        the primitives: base.py, cpu/ (reference and compiled), cuda/ (CuPy)
+    datasets/        one module per source of data
+    app/             the command line, one module per command
+    plumbing/        checks, files, checkpoints, timers, scikit-learn manners
+
+Imports go down only; tests/test_imports.py holds the order.
+"""
 
 TYPE_CHECKING = False  # the word that type checkers know, without the time that `typing` takes
 if TYPE_CHECKING:

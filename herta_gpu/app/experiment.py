@@ -39,7 +39,7 @@ def _tell_of_compilation(stages: Stages) -> None:
     """The first fit ever compiles the CPU kernels: half a minute nobody should wonder about."""
     folder = Path(backends.__file__).parent / "cpu" / "kernels" / "__pycache__"
     elsewhere = "NUMBA_CACHE_DIR" in os.environ or not os.access(folder, os.W_OK)
-    if backends._fast() and not elsewhere and not any(folder.glob("laplacian*.nbi")):
+    if backends.compiled_kernels() and not elsewhere and not any(folder.glob("laplacian*.nbi")):
         stages.note("The first run compiles the CPU kernels: up to a minute, once.", stays=True)
 
 

@@ -12,15 +12,15 @@ from herta_gpu.planning.settings import DEVICES
 
 
 @cache
-def _cpu(fast: bool) -> Backend:
-    if fast:
+def _cpu(compiled: bool) -> Backend:
+    if compiled:
         from herta_gpu.backends.cpu.compiled import CompiledBackend
 
         return CompiledBackend()
     return CPUBackend()
 
 
-def _fast() -> bool:
+def compiled_kernels() -> bool:
     """Compiled kernels, unless numba is missing or ``HERTA_FAST=0`` asks for plain SciPy."""
     return os.environ.get("HERTA_FAST", "1") != "0" and find_spec("numba") is not None
 
@@ -55,13 +55,13 @@ def get_backend(device: str) -> Backend:
     without compiled kernels, also where numba is installed.
     """
     if device == "cpu":
-        return _cpu(_fast())
+        return _cpu(compiled_kernels())
     if device == "cuda":
         return _cuda()
     if device == "cpu-scipy":
-        return _cpu(fast=False)
+        return _cpu(compiled=False)
     if device == "auto":
-        return _cuda() if _cuda_is_usable() else _cpu(_fast())
+        return _cuda() if _cuda_is_usable() else _cpu(compiled_kernels())
     known = ", ".join(f'"{name}"' for name in DEVICES)
     raise ValueError(f"device must be one of {known}, not {device!r}.")
 

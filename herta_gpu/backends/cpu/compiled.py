@@ -1,6 +1,6 @@
 """The CPU backend, compiled: the same numbers as `CPUBackend` to rounding, several times faster.
 
-numba compiles the kernels of the other `fast_` modules on first use and keeps the machine
+numba compiles the kernels of `kernels/` on first use and keeps the machine
 code on disk.  Threads are Python's own around kernels that release the interpreter lock: they sleep
 between two calls, so they do not compete with those of BLAS.
 """
