@@ -5,7 +5,7 @@ The ground floor is the paper; every other concern has a room with a name.
     herta            Algorithm 1, in the paper's order: the place to begin reading
     sparsifier       Algorithm 2: scores, sampling, L_tilde
     solver           H = I + lam L, block CG and Chebyshev
-    preconditioner   Q, its sketch and P; `factors` holds the forms of P^-1/2
+    preconditioner   Q, its sketch and P; `grams` factors it, `factors` has the forms of P^-1/2
     unfolded         Z*(W) and its gradient through two solves
     losses           a new loss goes here; `optimizers` and `training` hold the loop
     spectrum         what is known of the Hessian; `certificate` says what is proven of a fit

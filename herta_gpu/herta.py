@@ -12,15 +12,14 @@ from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
-import scipy.sparse as sp
 
 from herta_gpu.backends import get_backend
 from herta_gpu.backends.base import Array, Backend
 from herta_gpu.certificate import Certificate
-from herta_gpu.features import Features, bytes_held, has_hidden_columns
+from herta_gpu.features import Features
 from herta_gpu.graph import Graph, check_graph
 from herta_gpu.losses import LOSSES
-from herta_gpu.planning.costs import Outline, Sizes, worth_reordering
+from herta_gpu.planning.costs import Outline, Sizes, sizes_of, stored_order
 from herta_gpu.planning.plan import Decision, Plan, make_plan, tighter
 from herta_gpu.planning.recipe import Recipe
 from herta_gpu.planning.settings import Settings, strength
@@ -33,7 +32,7 @@ from herta_gpu.plumbing.estimator import (
     make_targets,
 )
 from herta_gpu.plumbing.fingerprint import fingerprint
-from herta_gpu.plumbing.interop import as_array, in_kind_of, on_device, take_rows, to_host
+from herta_gpu.plumbing.interop import as_matrix, in_kind_of, on_device, take_rows, to_host
 from herta_gpu.plumbing.models import read_model, write_model
 from herta_gpu.plumbing.stages import Stages
 from herta_gpu.plumbing.validation import (
@@ -220,12 +219,7 @@ class HERTA(Estimator):
             A timer of the caller's that times the stages of this fit as well, and shows them if
             it is verbose; by default the fit has its own.
         """
-        if callback is not None and not callable(callback):
-            raise TypeError(f"callback must be a function, not {type(callback).__name__}.")
-        if not isinstance(checkpoint, (Checkpoint, type(None))):
-            raise TypeError(f"checkpoint must be a Checkpoint, not {type(checkpoint).__name__}.")
-        if not isinstance(stages, (Stages, type(None))):
-            raise TypeError(f"stages must be a Stages, not {type(stages).__name__}.")
+        _check_helpers(callback, checkpoint, stages)
         settings, backend = self._settings(), self._checked()
         X, targets = self._checked_data(graph, X, y, train, backend)
         stages = Stages(self.verbose) if stages is None else stages
@@ -235,11 +229,11 @@ class HERTA(Estimator):
                 data = (graph, X, y, targets.rows, checkpoint.split)
                 checkpoint.begin(fingerprint(self.get_params(), backend, *data))
         with stages("order"):
-            given, graph = graph, _stored(graph, X, targets.Y.shape[1], settings, backend)
+            given, graph = graph, stored_order(graph, X, targets.Y.shape[1], settings, backend)
         H = RegularizedLaplacian(graph, settings.lam, backend, settings.dtype)  # I + lam L_hat
         with stages("plan"):
             budget = settings.budget(backend.memory_available())
-            sizes = _sizes(graph, X, targets, settings.dtype, backend, budget)
+            sizes = sizes_of(graph, X, targets, settings.dtype, backend, budget)
             plan = make_plan(H, sizes, settings, budget, reordered=graph is not given)
             self.plan_ = plan  # a fit that is interrupted leaves what it was about to do
         with stages("features"):
@@ -280,7 +274,7 @@ class HERTA(Estimator):
     ) -> tuple[Any, Targets]:
         """X as a matrix and the training rows, or a sentence that says what is wrong."""
         check_graph(graph)
-        X = _two_dimensional(X, backend)
+        X = as_matrix(X, backend)
         check_rows("X", X, graph)
         if X.shape[1] == 0:
             raise ValueError("X has no columns: give at least one feature.")
@@ -329,7 +323,7 @@ class HERTA(Estimator):
         self._check_fitted()
         backend = get_backend(self.device)
         check_graph(graph)
-        X = _two_dimensional(X, backend)
+        X = as_matrix(X, backend)
         check_rows("X", X, graph)
         if X.shape[1] != self.n_features_in_:
             raise ValueError(
@@ -417,13 +411,13 @@ class HERTA(Estimator):
 
 
 # ---- the parts of fit ------------------------------------------------------------------------
-def _stored(graph: Graph, X: Any, c: int, settings: Settings, backend: Backend) -> Graph:
-    """`graph` in the order in which it is worked on."""
-    if settings.reorder.when != "auto":
-        return graph.reordered("communities") if settings.reorder.when == "always" else graph
-    # Rows of X on disk are read in their own order.
-    can = backend.reorders and not isinstance(X, np.memmap)
-    return graph.in_local_order() if can and worth_reordering(settings, X.shape[1], c) else graph
+def _check_helpers(callback: Any, checkpoint: Any, stages: Any) -> None:
+    if callback is not None and not callable(callback):
+        raise TypeError(f"callback must be a function, not {type(callback).__name__}.")
+    if not isinstance(checkpoint, (Checkpoint, type(None))):
+        raise TypeError(f"checkpoint must be a Checkpoint, not {type(checkpoint).__name__}.")
+    if not isinstance(stages, (Stages, type(None))):
+        raise TypeError(f"stages must be a Stages, not {type(stages).__name__}.")
 
 
 def _sampled(
@@ -483,29 +477,3 @@ def _start(
         A_loop = UnfoldedMap(H_loop, A.X, A.train, A.width)
         return run.loop(A_loop, w, certified=False).w, None
     return w, P.Z_start if warm else None
-
-
-def _two_dimensional(X: Any, backend: Backend) -> Any:
-    X = as_array("X", X, backend)
-    if sp.issparse(X):
-        if X.ndim != 2:
-            raise ValueError(f"A sparse X must have two dimensions, not {X.ndim}.")
-        try:
-            X = sp.csr_array(X)
-            X.check_format(full_check=True)
-        except (ValueError, IndexError) as error:
-            raise ValueError(f"X is no whole sparse matrix ({error}).") from None
-        return X
-    return X[:, None] if X.ndim == 1 else X
-
-
-def _sizes(
-    graph: Graph, X: Any, targets: Targets, dtype: str, backend: Backend, budget: int
-) -> Sizes:
-    word, X_bytes = np.dtype(dtype).itemsize, bytes_held(X, backend, budget)
-    return Sizes(
-        graph.num_nodes, graph.num_edges, X.shape[1], targets.Y.shape[1], targets.Y.shape[0],
-        word, X_bytes, has_hidden_columns(X, targets.rows, backend),
-        X.nnz if sp.issparse(X) else None,
-        lambda other: bytes_held(X, backend, other),
-    )  # fmt: skip

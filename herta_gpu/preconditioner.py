@@ -16,16 +16,9 @@ from typing import Any
 import numpy as np
 
 from herta_gpu.backends.base import Array, Backend
-from herta_gpu.factors import (
-    RANK_CUT,
-    DenseGram,
-    Factor,
-    Gram,
-    Identity,
-    LowRankGram,
-    RowSpaceGram,
-)
+from herta_gpu.factors import Factor, Identity
 from herta_gpu.features import Features, in_float64
+from herta_gpu.grams import RANK_CUT, DenseGram, Gram, LowRankGram, RowSpaceGram
 from herta_gpu.planning.recipe import Recipe
 from herta_gpu.solver import (
     RegularizedLaplacian,

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from herta_gpu.backends.cpu.reference import CPUBackend
-from herta_gpu.factors import DenseGram, LowRankGram, _smallest_eigenvalue
+from herta_gpu.grams import DenseGram, LowRankGram, _smallest_eigenvalue
 
 CPU = CPUBackend()
 

@@ -18,7 +18,7 @@ LAYERS = [
     ["backends"],
     ["solver"],
     ["features", "factors", "losses"],
-    ["unfolded", "optimizers", "sparsifier"],
+    ["grams", "unfolded", "optimizers", "sparsifier"],
     ["preconditioner"],
     ["spectrum"],
     ["certificate"],

@@ -21,7 +21,7 @@ from herta_gpu.app.runs import check_free
 from herta_gpu.app.text import table
 from herta_gpu.app.train import train
 from herta_gpu.datasets import Dataset
-from herta_gpu.factors import RANK_CUT
+from herta_gpu.grams import RANK_CUT
 from herta_gpu.losses import LOSSES, CrossEntropy
 from herta_gpu.plumbing.estimator import Targets, make_targets
 from herta_gpu.plumbing.stages import Stages

@@ -9,9 +9,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
+import scipy.sparse as sp
+
+from herta_gpu.backends.base import Backend
+from herta_gpu.features import bytes_held, has_hidden_columns
+from herta_gpu.graph import Graph
 from herta_gpu.losses import LOSSES
 from herta_gpu.planning.settings import Settings
+from herta_gpu.plumbing.estimator import Targets
 from herta_gpu.solver import BLOCK_WIDTH, RegularizedLaplacian, chebyshev_degree
 
 # A feature that only occurs outside the training rows reaches them through many hops, weakly: it
@@ -56,6 +64,24 @@ class Sizes:
     @property
     def dtype(self) -> str:
         return f"float{8 * self.word}"
+
+
+def sizes_of(
+    graph: Graph, X: Any, targets: Targets, dtype: str, backend: Backend, budget: int
+) -> Sizes:
+    """The sizes of data that are there."""
+    return Sizes(
+        n=graph.num_nodes,
+        m=graph.num_edges,
+        d=X.shape[1],
+        c=targets.Y.shape[1],
+        n_train=targets.Y.shape[0],
+        word=np.dtype(dtype).itemsize,
+        X_bytes=bytes_held(X, backend, budget),
+        hidden=has_hidden_columns(X, targets.rows, backend),
+        nonzeros=X.nnz if sp.issparse(X) else None,
+        X_bytes_at=lambda other: bytes_held(X, backend, other),
+    )
 
 
 class Outline(RegularizedLaplacian):
@@ -133,6 +159,15 @@ def worth_reordering(settings: Settings, d: int, c: int) -> bool:
     evaluations = 1 if LOSSES[settings.loss].quadratic else _CE_EVALUATIONS
     columns = d * chebyshev_degree(H, 1e-3) + 2 * c * evaluations * chebyshev_degree(H, 1e-4)
     return columns >= _REORDER_COLUMNS
+
+
+def stored_order(graph: Graph, X: Any, c: int, settings: Settings, backend: Backend) -> Graph:
+    """`graph` in the order in which it is worked on."""
+    if settings.reorder.when != "auto":
+        return graph.reordered("communities") if settings.reorder.when == "always" else graph
+    # Rows of X on disk are read in their own order.
+    can = backend.reorders and not isinstance(X, np.memmap)
+    return graph.in_local_order() if can and worth_reordering(settings, X.shape[1], c) else graph
 
 
 def sampling_pays(H: RegularizedLaplacian, sizes: Sizes, settings: Settings, s: int) -> bool:

@@ -1,0 +1,237 @@
+"""From Q^T Q to a factor of P.
+
+P = curvature * Q^T Q + ridge * I.  The curvature is 1 for MSE and that of the softmax for cross
+entropy.  Three rules keep certificates true:
+
+* With a ridge no direction is ever cut.  P is scaled to a unit diagonal, ridge included, and where
+  rounding hides its smallest eigenvalue a little is added to that diagonal.
+* Without a ridge, directions that P hardly sees are cut.  The factor's `rank` tells how many stay,
+  and what is proven is proven for those only.
+* A factor whose P is not curvature * Q^T Q + ridge * I up to rounding (something was added) has an
+  infinite `slack`, and whoever builds on that form must refuse it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from herta_gpu.backends.base import Array, Backend
+from herta_gpu.factors import Cholesky, Eigen, Factor, LowRank, Pivoted, RowSpace, Scaled
+
+RANK_CUT = 1e-12  # eigenvalues of P below this share of the largest are rounding, not data
+ROW_CUT = 1e-9  # singular values of A below this share of the largest are left over by the solves
+DAMPING = 1e-7  # share of the largest eigenvalue added when Q has too few rows to span the features
+_TINY = 1e-300  # nothing is known of the smallest eigenvalue
+_EPS = float(np.finfo(np.float64).eps)
+_LEAST_RIDGE = 1e-20  # share of the largest eigenvalue below which a ridge drowns in rounding
+
+
+class Gram(Protocol):
+    """Q^T Q, from which P and its factor are made for any curvature and ridge."""
+
+    def factor(self, curvature: float, ridge: float, symmetric: bool) -> Factor:
+        """C with C C^T = (curvature Q^T Q + shift I)^-1; `symmetric`: P^-1/2 itself."""
+
+
+@dataclass
+class DenseGram:
+    """Q^T Q as a d x d matrix."""
+
+    backend: Backend
+    QtQ: Array
+    units: Array  # (d,) norms of the columns of X
+    damped: bool
+    rounding: float = 0.0  # |error| <= rounding |q_i| |q_j| of each entry of Q^T Q
+
+    def factor(self, curvature: float, ridge: float, symmetric: bool) -> Factor:
+        xp, d = self.backend.xp, self.QtQ.shape[0]
+        P = curvature * self.QtQ
+        diagonal = xp.arange(d)
+        P[diagonal, diagonal] += ridge
+        # A feature's unit must not decide whether it counts.  With a ridge every feature counts and
+        # the unit diagonal makes P as well conditioned as scaling can.  Without one, columns of X
+        # are scaled to norm 1: what is small then is barely seen by the training rows.
+        size = xp.sqrt(P.diagonal()) if ridge > 0 else self.units
+        filled = size > 0
+        scale = xp.where(filled, 1.0 / xp.where(filled, size, 1.0), 0.0)
+        P *= scale[:, None]
+        P *= scale[None, :]
+        if ridge > 0:
+            inner = self._whole_root(P) if symmetric else self._whole_triangle(P)
+        else:
+            inner = self._cut(P, symmetric)
+        return Scaled(scale, inner)
+
+    def _whole_triangle(self, P: Array) -> Factor:
+        """A Cholesky factor of P, which has a unit diagonal; what rounding hides is lifted."""
+        backend, d = self.backend, P.shape[0]
+        diagonal, added, more = backend.xp.arange(d), 0.0, 4 * (d + 2) * d * _EPS
+        while True:
+            L = backend.cholesky(P)
+            smallest = _TINY if L is None else _smallest_eigenvalue(backend, P, L)
+            if L is not None and smallest > _TINY:
+                break
+            P[diagonal, diagonal] += more
+            added, more = added + more, 4 * more
+        slack = math.inf if added else self._slack(P, smallest)
+        return Cholesky(backend, L, smallest, slack, _lifted_note(added))
+
+    def _whole_root(self, P: Array) -> Factor:
+        """The symmetric root of P, which has a unit diagonal; no eigenvalue is cut here either."""
+        xp, d = self.backend.xp, P.shape[0]
+        values, V = xp.linalg.eigh(P)
+        least, added = 4 * (d + 2) * d * _EPS, 0.0
+        if float(values[0]) < least:  # synchronize!
+            added = least + max(0.0, -float(values[0]))
+            values = values + added
+        slack = math.inf if added else self._slack(P, float(values[0]))
+        return Eigen(V, values, slack, _lifted_note(added))
+
+    def _cut(self, P: Array, symmetric: bool) -> Factor:
+        """A factor of P without a ridge, cut where it must be, or damped if Q has too few rows."""
+        xp, d = self.backend.xp, P.shape[0]
+        top = _largest_eigenvalue(self.backend, P)
+        note = ""
+        if self.damped:
+            P[xp.arange(d), xp.arange(d)] += DAMPING * top
+            note = _damping_note(DAMPING)
+        if not symmetric:
+            return self._cut_triangle(P, top, note)
+        values, V = xp.linalg.eigh(P)
+        keep = values > RANK_CUT * xp.maximum(values[-1], 1e-300)
+        smallest = float(xp.where(keep, values, xp.inf).min())  # synchronize!
+        slack = math.inf if self.damped else self._slack(P, smallest)
+        return Eigen(xp.ascontiguousarray(V[:, keep]), values[keep], slack, note)
+
+    def _cut_triangle(self, P: Array, top: float, note: str) -> Factor:
+        """A Cholesky factor; of well-separated columns only where P is close to singular."""
+        backend, d = self.backend, P.shape[0]
+        L = backend.cholesky(P)
+        # The smallest eigenvalue is at most the least square of L's diagonal: a glance at that
+        # often settles that columns must go.
+        if L is not None and float(L.diagonal().min()) ** 2 > 10 * RANK_CUT * top:  # synchronize!
+            smallest = _smallest_eigenvalue(backend, P, L)
+            if smallest > 10 * RANK_CUT * top:
+                slack = math.inf if self.damped else self._slack(P, smallest)
+                return Cholesky(backend, L, smallest, slack, note)
+        L, J = backend.pivoted_cholesky(P, RANK_CUT * top)
+        kept = P[J[:, None], J[None, :]]
+        smallest = _smallest_eigenvalue(backend, kept, L) if J.shape[0] else 1.0
+        slack = math.inf if self.damped else self._slack(kept, smallest)
+        return Pivoted(backend, L, J, d, smallest, slack, note)
+
+    def _slack(self, P: Array, smallest: float) -> float:
+        """What rounding of Q^T Q and of its factor may do, seen from P's smallest eigenvalue.
+
+        |error of P_ij| <= rounding sqrt(P_ii P_jj), a matrix of norm rounding * trace(P).
+        """
+        trace = float(P.diagonal().sum())  # synchronize!
+        return (self.rounding + (P.shape[0] + 6) * _EPS) * trace / smallest
+
+
+@dataclass
+class LowRankGram:
+    """Q^T Q = U diag(values) U^T for a Q with few rows.
+
+    The factors come from Q itself, not from Q Q^T, whose small eigenvalues would be lost to
+    rounding as soon as one feature has a large unit.
+    """
+
+    backend: Backend
+    U: Array  # d x r, orthonormal
+    values: Array  # (r,), falling
+
+    @classmethod
+    def of_rows(cls, backend: Backend, Q: Array) -> LowRankGram:
+        U, s = backend.thin_svd(Q.astype("float64"))
+        return cls(backend, U, s**2)
+
+    def factor(self, curvature: float, ridge: float, symmetric: bool) -> Factor:
+        values = curvature * self.values
+        r, top = values.shape[0], float(values[0])  # synchronize!
+        if ridge == 0:
+            shift = DAMPING * (top or 1.0)
+            return LowRank(self.U, values, shift, math.inf, _damping_note(DAMPING))
+        shift = max(ridge, _LEAST_RIDGE * top)
+        # U is orthonormal and its values are right to within rounding of the largest.
+        slack = 64 * (r + 2) * _EPS * math.sqrt(max(top / shift, 1.0))
+        slack = slack if shift == ridge else math.inf
+        return LowRank(self.U, values, shift, slack, _lifted_note(shift - ridge))
+
+
+@dataclass
+class RowSpaceGram:
+    """Fewer training rows than features and no ridge: the rows of A are all that the loss sees."""
+
+    backend: Backend
+    scale: Array  # (d,) columns of X have norm 1 after this: a unit decides nothing
+    V: Array  # d x r, orthonormal: the span of the rows
+    R: Array  # r x r, upper triangular, (A V)^T (A V) = R^T R
+
+    @classmethod
+    def of_rows(cls, backend: Backend, A: Array, units: Array) -> RowSpaceGram:
+        xp, filled = backend.xp, units > 0
+        scale = xp.where(filled, 1.0 / xp.where(filled, units, 1.0), 0.0)
+        V, R = backend.row_space(A.astype("float64") * scale, ROW_CUT)
+        return cls(backend, scale, V, R)
+
+    def factor(self, curvature: float, ridge: float, symmetric: bool) -> Factor:
+        r = self.V.shape[1]
+        note = f"fewer train rows than features: optimum over the {r:,} directions that they see"
+        return Scaled(
+            self.scale, RowSpace(self.backend, self.V, math.sqrt(curvature) * self.R, note)
+        )
+
+
+def _damping_note(share: float) -> str:
+    return f"damped by {share:g} of its largest eigenvalue: fewer train rows than features"
+
+
+def _lifted_note(added: float) -> str:
+    return f"P lifted by {added:.1g}: features as good as dependent" if added else ""
+
+
+def _smallest_eigenvalue(backend: Backend, P: Array, L: Array) -> float:
+    """A number that is proven to be below all eigenvalues of P = L L^T.
+
+    The proof is a Cholesky factor of P minus that multiple of I.  Inverse iteration says which
+    multiple to try.
+    """
+
+    def inverse(v: Array) -> Array:
+        return backend.solve_triangular(L, backend.solve_triangular(L, v), trans=True)
+
+    d, size = P.shape[0], _growth(backend.xp, inverse, P.shape[0], 6)
+    # float64 finds no factor of a matrix that is indefinite by more than this.
+    rounding = (d + 2) * _EPS * float(P.diagonal().sum())  # synchronize!
+    bound = 0.5 / size if np.isfinite(size) and size > 0 else 0.0
+    diagonal = backend.xp.arange(d)
+    while bound > rounding:
+        shifted = P.copy()
+        shifted[diagonal, diagonal] -= bound
+        if backend.cholesky(shifted) is not None:
+            return bound - rounding
+        bound /= 4
+    return _TINY
+
+
+def _largest_eigenvalue(backend: Backend, P: Array) -> float:
+    """Power iteration; a few per cent are enough to scale the damping."""
+    return _growth(backend.xp, lambda v: backend.matmul(P, v), P.shape[0], 20) or 1.0
+
+
+def _growth(xp: Any, multiply: Callable[[Array], Array], d: int, steps: int) -> float:
+    """By how much `multiply` stretches a vector after so many steps; the host waits once."""
+    # No structure of P is likely to be orthogonal to these.
+    v = xp.asarray(np.random.default_rng(0).standard_normal((d, 1)))
+    v = v / xp.linalg.norm(v)
+    for _ in range(steps):
+        v = multiply(v)
+        size = xp.linalg.norm(v)
+        v = v / xp.where(size > 0, size, 1.0)
+    return float(size)  # synchronize!
