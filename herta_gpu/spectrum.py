@@ -18,7 +18,7 @@ from herta_gpu.solver import block_cg
 from herta_gpu.unfolded import UnfoldedMap
 
 LANCZOS_STEPS = 20
-_MOST_STEPS = 160  # of Lanczos, where fewer leave too little of a
+_MOST_STEPS = 80  # of Lanczos, where fewer leave too little of a
 _LANCZOS_TOL = 1e-4
 _LANCZOS_LEAST_TOL = 1e-12
 _BLUR = 0.05  # movement of the Ritz values that makes tighter solves worth it
@@ -179,7 +179,7 @@ def probabilistic_spectrum(
             # Where ||H^-1 X P^-1/2|| is large, it is the solves that blur the picture.
             tol = max(_LANCZOS_LEAST_TOL, tol * min(0.1, 0.1 * _BLUR / slip))
         elif steps < most and found.a > _USEFUL:
-            steps = 4 * steps  # the eigenvalues are fine, but what Lanczos may miss is not
+            steps = min(4 * steps, most)  # the eigenvalues are fine, but what Lanczos may miss is not
         else:
             return found
 
