@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from herta_gpu.backends import get_backend
-from herta_gpu.backends.base import Array
-from herta_gpu.graph import Graph
+from herta_gpu.backends.base import Array, Backend
+from herta_gpu.graph import Graph, edge_keys
 from herta_gpu.plumbing.estimator import Estimator
 from herta_gpu.plumbing.validation import (
     MAX_SEED,
@@ -118,7 +118,7 @@ class Sparsifier(Estimator):
             return self
         self.n_samples_ = int(s)
         # Subsample s rows of B_hat with probabilities l_i / Z; repeated edges are merged.
-        factors = backend.sample_edges(backend.asarray(scores), s, self.random_state, self.replace)
+        factors = self._drawn(backend, graph, backend.asarray(scores), s)
         self.graph_ = backend.sampled_graph(graph, factors)
         return self
 
@@ -126,6 +126,16 @@ class Sparsifier(Estimator):
     def scores_(self) -> Any:
         """On the host only when somebody asks: sampling happens where they are."""
         return get_backend(self.device).to_numpy(self._scores)  # synchronize!
+
+    def _drawn(self, backend: Backend, graph: Graph, scores: Array, s: int) -> Array:
+        """Factors of the edges, drawn in the order in which the caller's ids sort them."""
+        if graph.order is None:
+            return backend.sample_edges(scores, s, self.random_state, self.replace)
+        u, v, _ = graph.edges()
+        sort = backend.asarray(np.argsort(edge_keys(u, v, graph.num_nodes)))
+        factors = backend.xp.empty_like(scores)
+        factors[sort] = backend.sample_edges(scores[sort], s, self.random_state, self.replace)
+        return factors
 
     def _sketched(self, H: RegularizedLaplacian) -> Array:
         """Lines 1-8 of Algorithm 2, in blocks of sketch rows that fit the memory budget."""
@@ -182,6 +192,7 @@ def effective_dimension(graph: Graph, lam: float, random_state: int = 0) -> floa
     H = RegularizedLaplacian(graph, lam, backend, "float64")
     rng = np.random.default_rng(random_state)
     probes = rng.choice([-1.0, 1.0], size=(graph.num_nodes, 64))
+    probes = probes if graph.order is None else probes[graph.order]  # keyed by the caller's node
     Z, _ = block_cg(H, probes, 1e-4)
     # L (L + I/lam)^-1 = I - H^-1, and <g, (I - H^-1) g> = n - <g, H^-1 g> for signs g.
     return float(graph.num_nodes - backend.column_dots(probes, Z).mean())
