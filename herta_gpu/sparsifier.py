@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from herta_gpu.backends import get_backend
-from herta_gpu.backends.base import Array
-from herta_gpu.graph import Graph, check_graph
+from herta_gpu.backends.base import Array, Backend
+from herta_gpu.graph import Graph, check_graph, edge_keys
 from herta_gpu.plumbing.estimator import Estimator
 from herta_gpu.plumbing.validation import (
     MAX_SEED,
@@ -146,8 +146,21 @@ def sparsified(
     if n_samples is None and s >= m:
         return Sample(graph, found, n_lambda, m)
     # Subsample s rows of B_hat with probabilities l_i / Z; repeated edges are merged.
-    factors = backend.sample_edges(backend.asarray(found), s, seed, replace)
+    factors = _drawn(backend, graph, backend.asarray(found), s, seed, replace)
     return Sample(backend.sampled_graph(graph, factors), found, n_lambda, int(s))
+
+
+def _drawn(
+    backend: Backend, graph: Graph, scores: Array, s: int, seed: int, replace: bool
+) -> Array:
+    """Factors of the edges, drawn in the order in which the caller's ids sort them."""
+    if graph.order is None:
+        return backend.sample_edges(scores, s, seed, replace)
+    u, v, _ = graph.edges()
+    sort = backend.asarray(np.argsort(edge_keys(u, v, graph.num_nodes)))
+    factors = backend.xp.empty_like(scores)
+    factors[sort] = backend.sample_edges(scores[sort], s, seed, replace)
+    return factors
 
 
 def sketched_scores(H: RegularizedLaplacian, seed: int, budget: int) -> Array:
@@ -200,6 +213,7 @@ def effective_dimension(graph: Graph, lam: float, random_state: int = 0) -> floa
     H = RegularizedLaplacian(graph, lam, backend, "float64")
     rng = np.random.default_rng(random_state)
     probes = rng.choice([-1.0, 1.0], size=(graph.num_nodes, 64))
+    probes = probes if graph.order is None else probes[graph.order]  # keyed by the caller's node
     Z, _ = block_cg(H, probes, 1e-4)
     # L (L + I/lam)^-1 = I - H^-1, and <g, (I - H^-1) g> = n - <g, H^-1 g> for signs g.
     return float(graph.num_nodes - backend.column_dots(probes, Z).mean())

@@ -4,8 +4,10 @@
 //   sketch_identity    Pi_2^T:          row u = g(u) / sqrt(k)
 //
 // with s = D^-1/2, + for the smaller end of an edge, and g(lo, hi) in R^k the Philox normals of an
-// edge.  An edge's numbers are made again by each of its two ends: no exchange, no atomics, any
-// order of work gives the same bits.
+// edge.  Nodes are named, and compared, as the caller does: row u is node order[u], or u itself
+// where there is no order, so that the order of storage does not change a sketch (the host puts the
+// rows of Pi_2^T in order).  An edge's numbers are made again by each of its two ends: no exchange,
+// no atomics, any order of work gives the same bits.
 //
 // Threads: x makes four columns (one Philox call), y is a row and walks its neighbours.  Rows that
 // are longer than `segment` have the first blocks of the grid to themselves, all y on one row.
@@ -31,13 +33,17 @@ struct Place {
     }
 };
 
-// sum <- sum over the neighbours first, first + step, ... before last of node u.
+// The caller's name of a row.
+__device__ i64 node_of(const i64* order, i64 row) { return order ? order[row] : row; }
+
+// sum <- sum over the neighbours first, first + step, ... before last of a row.
 template <class T, class I>
-__device__ void add_edges(const I* indices, const T* weights, u32 group, u64 seed, i64 u, i64 first,
-                          i64 last, int step, T (&sum)[4]) {
+__device__ void add_edges(const I* indices, const T* weights, const i64* order, u32 group, u64 seed,
+                          i64 row, i64 first, i64 last, int step, T (&sum)[4]) {
     for (int i = 0; i < 4; ++i) sum[i] = 0;
+    const i64 u = node_of(order, row);
     for (i64 e = first; e < last; e += step) {
-        const i64 v = indices[e];
+        const i64 v = node_of(order, indices[e]);
         const u32 lo = static_cast<u32>(min(u, v)), hi = static_cast<u32>(max(u, v));
         const Vec<T, 4> g = gaussians<T>(philox(lo, hi, group, kStreamIncidence, seed));
         const T root = weights ? sqrt_of(weights[e]) : static_cast<T>(1);
@@ -47,14 +53,14 @@ __device__ void add_edges(const I* indices, const T* weights, u32 group, u64 see
 
 template <class T, class I>
 __device__ void incidence(i64 n, i64 k, const i64* indptr, const I* indices, const T* weights,
-                          const T* s, i32 segment, i32 longs, const i64* long_rows, T scale,
-                          u64 seed, T* out) {
+                          const T* s, const i64* order, i32 segment, i32 longs,
+                          const i64* long_rows, T scale, u64 seed, T* out) {
     const Place at(k);
     T sum[4];
     if (static_cast<i32>(blockIdx.x) < longs) {
         const i64 u = long_rows[blockIdx.x], last = at.inside ? indptr[u + 1] : 0;
         const i64 first = indptr[u] + threadIdx.y;
-        add_edges(indices, weights, at.group, seed, u, first, last, blockDim.y, sum);
+        add_edges(indices, weights, order, at.group, seed, u, first, last, blockDim.y, sum);
         double total[4];
         for (int i = 0; i < 4; ++i) total[i] = sum[i];
         block_sum(total);
@@ -68,7 +74,7 @@ __device__ void incidence(i64 n, i64 k, const i64* indptr, const I* indices, con
          u += step) {
         const i64 first = indptr[u], last = indptr[u + 1];
         if (last - first > segment) continue;
-        add_edges(indices, weights, at.group, seed, u, first, last, 1, sum);
+        add_edges(indices, weights, order, at.group, seed, u, first, last, 1, sum);
         at.write(out, u, k, scale * s[u], sum);
     }
 }
@@ -87,8 +93,10 @@ __device__ void identity(i64 n, i64 k, T scale, u64 seed, T* out) {
 #define INCIDENCE(T, t, I, i)                                                                      \
     extern "C" __global__ void __launch_bounds__(kThreads, 4) sketch_incidence_##t##_##i(          \
         i64 n, i64 k, const i64* indptr, const I* indices, const T* weights, const T* s,           \
-        i32 segment, i32 longs, const i64* long_rows, T scale, u64 seed, T* out) {                 \
-        incidence(n, k, indptr, indices, weights, s, segment, longs, long_rows, scale, seed, out); \
+        const i64* order, i32 segment, i32 longs, const i64* long_rows, T scale, u64 seed,         \
+        T* out) {                                                                                  \
+        incidence(n, k, indptr, indices, weights, s, order, segment, longs, long_rows, scale,      \
+                  seed, out);                                                                      \
     }
 
 #define IDENTITY(T, t)                                                 \

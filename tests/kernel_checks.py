@@ -107,6 +107,10 @@ def check_sketches(run: Emulated, L: Any, k: int, dtype: str) -> None:
     expected = CPU.sketch_incidence(L, k, SEED)
     assert_close(run.sketch_incidence(L, k, SEED), expected, dtype)
     assert_close(run.sketch_identity(L, k, SEED), CPU.sketch_identity(L, k, SEED), dtype)
+    named = replace(L, order=np.random.default_rng(0).permutation(L.n))  # by the caller
+    expected = CPU.sketch_incidence(named, k, SEED)
+    assert_close(run.sketch_incidence(named, k, SEED), expected, dtype)
+    assert_close(run.sketch_identity(named, k, SEED), CPU.sketch_identity(named, k, SEED), dtype)
 
 
 def check_scores(run: Emulated, L: Any, k: int, dtype: str) -> None:

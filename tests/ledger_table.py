@@ -40,7 +40,8 @@ def fit(ledger: Ledger, loss: str, streamed: bool = False) -> HERTA:
                 yield
 
     rng = np.random.default_rng(0)
-    graph = Graph.from_edges(rng.integers(0, NODES, (2, EDGES)), NODES)
+    # Repeated edges make it a weighted graph: weights move, too.
+    graph = Graph.from_edges(rng.integers(0, NODES, (2, EDGES)), NODES, duplicates="sum")
     X, y = rng.standard_normal((NODES, FEATURES)), rng.integers(0, CLASSES, NODES)
     model = HERTA(
         lam=5.0, loss=loss, ridge=0.1 if loss == "ce" else 0.0, sparsify=True, sketch=True,

@@ -56,6 +56,8 @@ class Laplacian:
     inv_sqrt_degree: Array  # (n,) D^-1/2
     diagonal: Array  # (n,) diag(L)
     lambda_max: float  # proven upper bound of the largest eigenvalue
+    # (n,) int64, row i is the caller's node order[i], which keys the sketches; None: node i.
+    order: Array | None = field(default=None, kw_only=True)
 
     @property
     def nnz(self) -> int:
@@ -272,11 +274,15 @@ class Backend(ABC):
     # ---- Algorithm 2 ---------------------------------------------------------------------
     @abstractmethod
     def sketch_incidence(self, L: Laplacian, k: int, seed: int) -> Array:
-        """(Pi_1 B_hat)^T, n x k, with Pi_1 ~ N(0, 1/k); neither factor is stored."""
+        """(Pi_1 B_hat)^T, n x k, with Pi_1 ~ N(0, 1/k); neither factor is stored.
+
+        The numbers of an edge are keyed by its ends as the caller names them (`Laplacian.order`):
+        the order in which a graph is stored does not change them.
+        """
 
     @abstractmethod
     def sketch_identity(self, L: Laplacian, k: int, seed: int) -> Array:
-        """Pi_2^T, n x k, with Pi_2 ~ N(0, 1/k)."""
+        """Pi_2^T, n x k, with Pi_2 ~ N(0, 1/k), keyed by the caller's node as well."""
 
     @abstractmethod
     def edge_scores(self, L: Laplacian, B_S: Array, Pi_S: Array, lam: float) -> Array:

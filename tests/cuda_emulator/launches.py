@@ -122,7 +122,8 @@ class Emulated:
         self.launch(
             *("sketch.cu", f"sketch_incidence_{suffix(dtype)}_{suffix(L.indices.dtype)}"),
             *(grid, (x, y), I64(L.n), I64(k), L.indptr, L.indices, L.weights, L.inv_sqrt_degree),
-            *(I32(self.segment), I32(longs.shape[0]), longs, dtype.type(k**-0.5), U64(seed), out),
+            *(L.order, I32(self.segment), I32(longs.shape[0]), longs),
+            *(dtype.type(k**-0.5), U64(seed), out),
         )
         return out
 
@@ -135,7 +136,7 @@ class Emulated:
             *((self.row_blocks(L.n, y), tiles), (x, y)),
             *(I64(L.n), I64(k), dtype.type(k**-0.5), U64(seed), out),
         )
-        return out
+        return out if L.order is None else out[L.order]
 
     # ---- sampling.cu ---------------------------------------------------------------------
     def _flat(self, kernel: str, size: int, *args: Any) -> None:

@@ -84,6 +84,7 @@ class CompiledBackend(CPUBackend):
             inv_sqrt_degree=(1.0 / np.sqrt(graph.degree)).astype(dtype),
             diagonal=(graph.loopless_degree / graph.degree).astype(dtype),
             lambda_max=graph.lambda_max_bound,
+            order=graph.order,
             cuts=np.unique(np.concatenate([[0], inner, [graph.num_nodes]])),
         )
 
@@ -179,7 +180,7 @@ class CompiledBackend(CPUBackend):
         key = tuple(np.uint64(word) for word in seed_key(seed))
         kernel = sketch.incidence_rows if incidence else sketch.identity_rows
         work = 16 * k * (L.nnz if incidence else L.n)
-        _run(partial(kernel, out, L.arrays, key, L.cuts), work)
+        _run(partial(kernel, out, L.arrays, L.order, key, L.cuts), work)
         return out
 
     def edge_scores(self, L: Laplacian, B_S: Array, Pi_S: Array, lam: float) -> Array:

@@ -131,6 +131,7 @@ class CPUBackend(Backend):
             inv_sqrt_degree=(1.0 / np.sqrt(graph.degree)).astype(dtype),
             diagonal=(graph.loopless_degree / graph.degree).astype(dtype),
             lambda_max=graph.lambda_max_bound,
+            order=graph.order,
             chunks=_row_chunks(graph.indptr, graph.indices, weights, dtype),
         )
 
@@ -201,6 +202,11 @@ class CPUBackend(Backend):
     # ---- Algorithm 2 ---------------------------------------------------------------------
     def sketch_incidence(self, L: Laplacian, k: int, seed: int) -> Array:
         lo, hi, root_w = _edge_ends(L)
+        first, second = lo, hi  # the ends by the caller's ids
+        if L.order is not None:
+            turned = L.order[lo] > L.order[hi]
+            lo, hi = np.where(turned, hi, lo), np.where(turned, lo, hi)
+            first, second = L.order[lo], L.order[hi]
         s = L.inv_sqrt_degree.astype(np.float64)
         out = np.zeros((L.n, k))
         blocks = [slice(a, a + _EDGE_CHUNK) for a in range(0, lo.shape[0], _EDGE_CHUNK)]
@@ -209,7 +215,7 @@ class CPUBackend(Backend):
             for at, G in zip(
                 blocks[a : a + width],
                 _each(
-                    lambda at: philox.gaussians(lo[at], hi[at], k, seed, STREAM_INCIDENCE),
+                    lambda at: philox.gaussians(first[at], second[at], k, seed, STREAM_INCIDENCE),
                     blocks[a : a + width],
                 ),
                 strict=True,
@@ -221,7 +227,8 @@ class CPUBackend(Backend):
         out = np.empty((L.n, k), dtype=L.inv_sqrt_degree.dtype)
 
         def rows(at: slice) -> None:
-            node = np.arange(at.start, at.stop, dtype=np.uint64)
+            node = np.arange(at.start, at.stop) if L.order is None else L.order[at]
+            node = node.astype(np.uint64)
             out[at] = philox.gaussians(
                 node & np.uint64(0xFFFFFFFF), node >> np.uint64(32), k, seed, STREAM_IDENTITY
             ) / np.sqrt(k)

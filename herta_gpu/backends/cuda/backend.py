@@ -179,6 +179,8 @@ class CUDABackend(Backend):
                 "lambda_max": graph.lambda_max_bound,
                 "segments": self.segments(rows, length[rows]),
             }
+        if graph.order is not None and "order" not in held:
+            held["order"] = self.asarray(graph.order, "int64")
         weights, (rows, segment_row, segment_rank) = held["weights"], held["segments"]
         return DeviceLaplacian(
             n=graph.num_nodes,
@@ -188,6 +190,7 @@ class CUDABackend(Backend):
             inv_sqrt_degree=held["inv_sqrt_degree"].astype(dtype, copy=False),
             diagonal=held["diagonal"].astype(dtype, copy=False),
             lambda_max=held["lambda_max"],
+            order=held.get("order"),
             segment_row=segment_row,
             segment_rank=segment_rank,
             long_rows=rows,
@@ -341,7 +344,7 @@ class CUDABackend(Backend):
         _launch(
             *("sketch.cu", f"sketch_incidence_{L.suffix}", (longs + blocks(L.n, y), tiles)),
             *((x, y), I64(L.n), I64(k), L.indptr, L.indices, pointer(L.weights)),
-            *(L.inv_sqrt_degree, I32(SEGMENT), I32(longs), L.long_rows),
+            *(L.inv_sqrt_degree, pointer(L.order), I32(SEGMENT), I32(longs), L.long_rows),
             *(dtype.type(k**-0.5), U64(seed), out),
         )
         return out
@@ -354,7 +357,7 @@ class CUDABackend(Backend):
             *("sketch.cu", f"sketch_identity_{suffix(dtype)}", (blocks(L.n, y), tiles), (x, y)),
             *(I64(L.n), I64(k), dtype.type(k**-0.5), U64(seed), out),
         )
-        return out
+        return out if L.order is None else out[L.order]
 
     def edge_scores(self, L: Laplacian, B_S: Array, Pi_S: Array, lam: float) -> Array:
         assert isinstance(L, DeviceLaplacian)

@@ -74,8 +74,14 @@ def root_weight(weights, e):  # type: ignore[no-untyped-def]
     return math.sqrt(np.float64(weights[e if weights.shape[0] > 1 else 0]))
 
 
+@inline
+def _callers(order, row):  # type: ignore[no-untyped-def]
+    """The caller's name of a row; without an order they are the same."""
+    return np.int64(row) if order is None else np.int64(order[row])
+
+
 @kernel
-def incidence_rows(out, L, key, cuts, counter):  # type: ignore[no-untyped-def]
+def incidence_rows(out, L, order, key, cuts, counter):  # type: ignore[no-untyped-def]
     """Rows of (Pi_1 B_hat)^T.  Both ends of an edge draw it: twice the draws, no conflicts."""
     indptr, indices, weights, s, _ = L
     k = out.shape[1]
@@ -86,12 +92,13 @@ def incidence_rows(out, L, key, cuts, counter):  # type: ignore[no-untyped-def]
     while chunk < cuts.shape[0] - 1:
         for i in range(cuts[chunk], cuts[chunk + 1]):
             total[:] = 0.0
+            node = _callers(order, i)
             for e in range(indptr[i], indptr[i + 1]):
-                v = np.int64(indices[e])
-                lo, hi = np.uint64(min(i, v)), np.uint64(max(i, v))
+                v = _callers(order, indices[e])
+                lo, hi = np.uint64(min(node, v)), np.uint64(max(node, v))
                 _normals(lo, hi, groups, key, STREAM_INCIDENCE, u, turn, normal)
                 f = root_weight(weights, e)
-                f = f if v > i else -f
+                f = f if v > node else -f
                 for j in range(4 * groups):
                     total[j] += f * normal[j]
             f = s[i] / math.sqrt(k)
@@ -101,14 +108,14 @@ def incidence_rows(out, L, key, cuts, counter):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def identity_rows(out, L, key, cuts, counter):  # type: ignore[no-untyped-def]
+def identity_rows(out, L, order, key, cuts, counter):  # type: ignore[no-untyped-def]
     k = out.shape[1]
     groups = (k + 3) // 4
     u, turn, normal = np.empty(2 * groups), np.empty(2 * groups, np.int64), np.empty(4 * groups)
     chunk = count(counter, 0)
     while chunk < cuts.shape[0] - 1:
         for i in range(cuts[chunk], cuts[chunk + 1]):
-            node = np.uint64(i)
+            node = np.uint64(_callers(order, i))
             _normals(node & MASK, node >> _32, groups, key, STREAM_IDENTITY, u, turn, normal)
             for j in range(k):
                 out[i, j] = normal[j] / math.sqrt(k)
