@@ -179,9 +179,8 @@ def probabilistic_spectrum(
             # Where ||H^-1 X P^-1/2|| is large, it is the solves that blur the picture.
             tol = max(_LANCZOS_LEAST_TOL, tol * min(0.1, 0.1 * _BLUR / slip))
         elif steps < most and found.a > _USEFUL:
-            steps = min(
-                4 * steps, most
-            )  # the eigenvalues are fine, but what Lanczos may miss is not
+            # The eigenvalues are fine, but what Lanczos may have missed is not.
+            steps = min(4 * steps, most)
         else:
             return found
 
