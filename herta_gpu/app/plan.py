@@ -17,7 +17,7 @@ from herta_gpu.backends import get_backend
 from herta_gpu.datasets import DataSizes
 from herta_gpu.herta import HERTA
 from herta_gpu.planning.plan import Plan
-from herta_gpu.plumbing.validation import parse_bytes
+from herta_gpu.plumbing.validation import memory_budget
 from herta_gpu.solver import column_bytes
 
 _R_LIKELY = 5.0  # lam above which rounding usually has to be measured
@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> CommandOutput:
         raise ValueError(f"{args.dataset} has no features: HERTA needs some to train on.")
     backend = get_backend(args.device)
     free = backend.memory_available()
-    budget = parse_bytes(args.memory_budget) if args.memory_budget else int(0.8 * free)
+    budget = memory_budget(args.memory_budget or None, free)
     made, fits = _cheapest(model, sizes, budget)
     x_bytes = 12 * sizes.X_nonzeros if sizes.X_nonzeros else 4 * sizes.n * sizes.d
     memory = {"X itself (can stay on disk when dense)": x_bytes, **made.memory}

@@ -17,6 +17,7 @@ from herta_gpu.backends import get_backend
 from herta_gpu.datasets import Dataset
 from herta_gpu.herta import HERTA
 from herta_gpu.plumbing.stages import Stages
+from herta_gpu.plumbing.validation import memory_budget
 
 _REPEAT = "config.json beside this page holds all that is needed to repeat the run."
 
@@ -79,7 +80,7 @@ def _write_config(folder: Run, args: argparse.Namespace, model: HERTA, data: Dat
     if model.memory_budget is None:
         # The budget decides how many columns are solved at once, and so the last bits: fix it.
         free = get_backend(model.device).memory_available()
-        model.set_params(memory_budget=int(0.8 * free))
+        model.set_params(memory_budget=memory_budget(None, free))
     config: dict[str, Any] = {"dataset": _anchored(args.dataset), "split": args.split}
     config |= {"log_degree": args.log_degree, "normalize": data.metadata.get("normalize")}
     config["data_dir"] = None if args.data_dir is None else os.path.abspath(args.data_dir)
