@@ -18,6 +18,8 @@ import scipy.sparse.linalg as sla
 from herta_gpu import Graph
 from herta_gpu.backends import get_backend
 
+ROOT = Path(__file__).resolve().parents[1]  # of the repository
+
 # The same examples in every run: a test that fails, fails for everybody.
 hypothesis.settings.register_profile("fixed", derandomize=True)
 hypothesis.settings.load_profile("fixed")
@@ -145,7 +147,7 @@ def shared(name: str) -> Shared:
 @pytest.fixture
 def ledger() -> Iterator[Any]:
     """The stand-in for CuPy in place of CuPy; what it was asked for is in the ledger."""
-    from cupy_standin import installed
+    from tests.cupy_standin import installed
 
     with installed() as found:
         yield found
