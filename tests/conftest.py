@@ -57,6 +57,20 @@ def least_squares(A: Any, Y: Any, ridge: float = 0.0) -> tuple[Any, float]:
     return W, 0.5 * float(((A @ W - Y) ** 2).sum() + ridge * (W**2).sum())
 
 
+def problem(n: int = 200, d: int = 8, c: int = 3, seed: int = 0, weighted: bool = False) -> Any:
+    """(graph, X, labels, every second node for training) without any structure."""
+    g = random_graph(n, 3 * n, seed, weighted)
+    rng = np.random.default_rng(seed)
+    return g, rng.standard_normal((n, d)), rng.integers(0, c, n), np.arange(0, n, 2)
+
+
+def closed_form(
+    g: Graph, X: Any, Y: Any, train: Any, lam: float, ridge: float = 0.0
+) -> tuple[Any, float]:
+    """(W, optimum) of MSE on the rows `train` by dense algebra."""
+    return least_squares(np.linalg.solve(dense_H(g, lam), X)[train], Y, ridge)
+
+
 def minimum(A: Any, Y: Any, loss: str, ridge: float) -> float:
     """The optimum by the closed form (MSE) or by SciPy's L-BFGS (cross entropy)."""
     if loss == "mse":
