@@ -15,7 +15,7 @@ demo: setup
 	$(BIN)/python -m herta_gpu.app.demo
 
 test: setup
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 lint: setup
 	$(BIN)/ruff check .

@@ -18,6 +18,8 @@ import scipy.sparse.linalg as sla
 from herta_gpu import Graph
 from herta_gpu.backends import get_backend
 
+ROOT = Path(__file__).resolve().parents[1]  # of the repository
+
 # The same examples in every run: a test that fails, fails for everybody.
 hypothesis.settings.register_profile("fixed", derandomize=True)
 hypothesis.settings.load_profile("fixed")
@@ -53,6 +55,20 @@ def least_squares(A: Any, Y: Any, ridge: float = 0.0) -> tuple[Any, float]:
     U, s, Vt = U[:, keep], s[keep], Vt[keep]
     W = Vt.T @ ((s / (s**2 + ridge))[:, None] * (U.T @ Y))
     return W, 0.5 * float(((A @ W - Y) ** 2).sum() + ridge * (W**2).sum())
+
+
+def problem(n: int = 200, d: int = 8, c: int = 3, seed: int = 0, weighted: bool = False) -> Any:
+    """(graph, X, labels, every second node for training) without any structure."""
+    g = random_graph(n, 3 * n, seed, weighted)
+    rng = np.random.default_rng(seed)
+    return g, rng.standard_normal((n, d)), rng.integers(0, c, n), np.arange(0, n, 2)
+
+
+def closed_form(
+    g: Graph, X: Any, Y: Any, train: Any, lam: float, ridge: float = 0.0
+) -> tuple[Any, float]:
+    """(W, optimum) of MSE on the rows `train` by dense algebra."""
+    return least_squares(np.linalg.solve(dense_H(g, lam), X)[train], Y, ridge)
 
 
 def minimum(A: Any, Y: Any, loss: str, ridge: float) -> float:
@@ -145,7 +161,7 @@ def shared(name: str) -> Shared:
 @pytest.fixture
 def ledger() -> Iterator[Any]:
     """The stand-in for CuPy in place of CuPy; what it was asked for is in the ledger."""
-    from cupy_standin import installed
+    from tests.cupy_standin import installed
 
     with installed() as found:
         yield found

@@ -9,18 +9,7 @@ from sklearn.base import clone
 
 from herta_gpu import HERTA, Graph
 from herta_gpu.backends import get_backend
-from herta_gpu.preconditioner import Preconditioner
-from tests.conftest import dense_H, least_squares, minimum, random_graph
-
-
-def problem(n=200, d=8, c=3, seed=0, weighted=False):
-    g = random_graph(n, 3 * n, seed, weighted)
-    rng = np.random.default_rng(seed)
-    return g, rng.standard_normal((n, d)), rng.integers(0, c, n), np.arange(0, n, 2)
-
-
-def closed_form(g, X, Y, train, lam, ridge=0.0):
-    return least_squares(np.linalg.solve(dense_H(g, lam), X)[train], Y, ridge)
+from tests.conftest import closed_form, dense_H, minimum, problem
 
 
 # ---- made-up data -------------------------------------------------------------------------
@@ -153,48 +142,6 @@ def test_the_same_seed_gives_the_same_bits():
     assert (other.W_ != a.W_).any()
 
 
-@pytest.mark.parametrize("optimizer", ["gd", "momentum", "adam", "cg", "lbfgs"])
-@pytest.mark.parametrize("loss", ["mse", "ce"])
-def test_every_optimizer_reaches_the_optimum(optimizer, loss):
-    g, X, y, train = problem()
-    model = HERTA(
-        lam=5.0, loss=loss, optimizer=optimizer, ridge=1.0, strategy="herta", max_iter=600, tol=1e-5
-    ).fit(g, X, y, train=train)
-    A = np.linalg.solve(dense_H(g, 5.0), X)[train]
-    best = minimum(A, np.eye(3)[y[train]], loss, ridge=1.0)
-    assert model.status_ == "certified"
-    assert model.history_[-1]["loss"] <= best * (1 + 1e-5)
-
-
-def test_standard_training_is_slow_on_ill_conditioned_features():
-    """What the paper is about: the same optimizer, with and without the preconditioner."""
-    g, X, y, train = problem()
-    X = X * np.logspace(0, -3, 8)
-    _, best = closed_form(g, X, np.eye(3)[y[train]], train, 1.0)
-    fast = HERTA(optimizer="gd", strategy="herta", max_iter=100).fit(g, X, y, train=train)
-    slow = HERTA(optimizer="gd", precondition=False, max_iter=100).fit(g, X, y, train=train)
-    assert len(fast.history_) <= 5
-    assert fast.history_[-1]["loss"] <= best * (1 + 1e-6)
-    assert slow.history_[-1]["loss"] > best * (1 + 1e-4)
-    assert slow.status_ == "max_iter"
-    assert slow.certificate_.kind == "none"
-
-
-def test_a_step_from_the_spectral_estimate():
-    g, X, y, train = problem()
-    model = HERTA(optimizer="gd", learning_rate="spectral", strategy="herta").fit(g, X, y, train)
-    assert model.status_ == "certified"
-
-
-def test_a_learning_rate_that_is_too_large_warns_and_keeps_the_last_good_point():
-    g, X, y, train = problem()
-    model = HERTA(optimizer="gd", learning_rate=1e6, precondition=False)
-    with pytest.warns(UserWarning, match="lower learning_rate"):
-        model.fit(g, X, y, train=train)
-    assert model.status_ == "diverged"
-    assert np.isfinite(model.W_).all()
-
-
 # ---- awkward input ------------------------------------------------------------------------
 def test_rank_deficient_features():
     g, X, y, train = problem()
@@ -323,25 +270,6 @@ def test_every_sparse_format(sparse):
     )
 
 
-@pytest.mark.parametrize("strategy", ["direct", "herta"])
-def test_there_are_never_more_steps_than_max_iter(strategy):
-    g, X, y, train = problem()
-    model = HERTA(loss="ce", optimizer="gd", ridge=1e-6, max_iter=3, tol=1e-300, strategy=strategy)
-    model.fit(g, X, y, train=train)
-    assert model.status_ == "max_iter"
-    assert len(model.history_) == 3 + 1  # and the start
-    # Steps on a stored A cost no solve and have a limit of their own.
-    least, most = (10, 20 * 3 + 1) if strategy == "direct" else (0, 0)
-    assert least <= len(model.warm_history_) <= most
-
-
-def test_tolerances_below_rounding_stagnate():
-    g, X, y, train = problem()
-    model = HERTA(tol=1e-300, dtype="float64").fit(g, X, y, train=train)
-    assert model.status_ == "stagnated"
-    assert len(model.history_) < 30
-
-
 def test_numpy_booleans_are_booleans():
     g, X, y, train = problem()
     options = {"strategy": "herta", "optimizer": "gd"}
@@ -372,99 +300,6 @@ def test_lanczos_on_nothing(options):
     g, _, y, train = problem()
     model = HERTA(**options).fit(g, np.zeros((200, 3)), y, train)
     assert np.abs(model.W_).max() == 0
-
-
-# ---- plan ----------------------------------------------------------------------------------
-def test_the_plan_tells_what_was_decided_and_why():
-    g, X, y, train = problem()
-    model = HERTA(strategy="herta", sparsify=True, sketch=True, optimizer="gd")
-    model.fit(g, X, y, train=train)
-    text = str(model.plan_)
-    assert "capped at m" in text
-    assert "capped at n" in text
-    assert model.plan_.n_samples == g.num_edges
-    assert model.plan_.sketch_rows == 128
-    assert model.status_ == "certified"
-    assert set(model.plan_.cost) == {"herta", "direct"}
-
-
-def test_auto_weighs_solves_for_Q_against_solves_for_gradients():
-    """ERRATA's rule: few features and many classes favour "direct", the reverse "herta"."""
-    g = random_graph(1500, 6000)
-    rng = np.random.default_rng(0)
-    narrow, wide = rng.standard_normal((1500, 10)), rng.standard_normal((1500, 700))
-    many, few = rng.standard_normal((1500, 30)), rng.standard_normal((1500, 1))
-    train = np.arange(1200)
-    assert HERTA(lam=20.0).fit(g, narrow, many, train).plan_.strategy == "direct"
-    assert HERTA(lam=20.0).fit(g, wide, few, train).plan_.strategy == "herta"
-
-
-def test_auto_sparsifies_dense_graphs_with_many_features_only():
-    model = HERTA(lam=20.0, strategy="herta", memory_budget="64GB")
-    thick = model.plan(n=100_000, m=10**8, d=20_000, c=1, n_train=80_000)
-    assert thick.n_samples is not None
-    assert thick.n_samples < 10**8
-    narrow = model.plan(n=100_000, m=10**8, d=50, c=1, n_train=80_000)
-    thin = model.plan(n=100_000, m=5 * 10**5, d=20_000, c=1, n_train=80_000)
-    assert narrow.n_samples is None
-    assert thin.n_samples is None
-
-
-def test_samples_by_degree_scores_lead_to_the_same_optimum():
-    rng = np.random.default_rng(0)
-    g = Graph.from_edges(np.array(np.triu_indices(400, 1)))
-    X, y, train = rng.standard_normal((400, 6)), rng.integers(0, 3, 400), np.arange(300)
-    model = HERTA(sparsify="degree", strategy="herta").fit(g, X, y, train)
-    assert model.plan_.n_samples < g.num_edges / 3
-    _, best = closed_form(g, X, np.eye(3)[y[train]], train, 1.0)
-    gap = (model.history_[-1]["loss"] - best) / best
-    assert gap <= model.certificate_.value <= 1e-6
-
-
-@pytest.mark.parametrize("strategy", ["herta", "direct"])
-def test_training_starts_from_what_Q_says_of_Z(strategy, monkeypatch):
-    g, X, y, train = problem(n=2000)
-    fit = HERTA(lam=20.0, strategy=strategy)
-    spent = [fit.fit(g, X, y, train).history_[0]["inner_iterations"]]
-    monkeypatch.setattr(Preconditioner, "for_training", lambda self, backend: self)
-    spent.append(fit.fit(g, X, y, train).history_[0]["inner_iterations"])
-    assert spent[0] < 0.8 * spent[1]
-
-
-def test_the_mixed_rule_iterates_on_a_sample_and_certifies_on_the_full_graph():
-    rng = np.random.default_rng(0)
-    g = Graph.from_edges(np.array(np.triu_indices(400, 1)))
-    X, y = rng.standard_normal((400, 6)), rng.integers(0, 3, 400)
-    mixed = HERTA(sparsify="mixed", strategy="herta", tol=0.08).fit(g, X, y)
-    assert mixed.plan_.loop_samples is not None
-    assert mixed.status_ == "certified"
-    tight = HERTA(sparsify="mixed", strategy="herta", tol=1e-6).fit(g, X, y)
-    assert tight.plan_.loop_samples is None
-
-
-def test_blocks_of_Q_are_wider_than_those_of_CG_where_memory_is_short():
-    n, d, c, budget = 10**7, 100, 8, 16 << 30
-    plan = HERTA(lam=1.0, memory_budget=budget).plan(n, 10**8, d, c, n)
-    assert plan.solve_width < plan.recipe.width <= d
-    assert sum(plan.memory.values()) <= budget
-    blocks = plan.recipe.blocks(d)
-    assert [i for J in blocks for i in range(d)[J]] == list(range(d))
-    sizes = [J.stop - J.start for J in blocks]
-    assert max(sizes) <= plan.recipe.width
-    assert max(sizes) - min(sizes) <= len(sizes)
-
-
-def test_a_small_memory_budget_narrows_blocks_and_then_sketches():
-    g = random_graph(4000, 12000)
-    rng = np.random.default_rng(0)
-    X, y = rng.standard_normal((4000, 60)), rng.integers(0, 2, 4000)
-    wide = HERTA(lam=2.0, strategy="herta").fit(g, X, y)
-    tight = HERTA(lam=2.0, strategy="herta", memory_budget="1.6MB").fit(g, X, y)
-    assert tight.plan_.recipe.width < wide.plan_.recipe.width
-    assert tight.plan_.sketch_rows is not None
-    assert sum(tight.plan_.memory.values()) <= 1.6 * 2**20
-    assert tight.status_ == "certified"
-    assert tight.history_[-1]["loss"] == pytest.approx(wide.history_[-1]["loss"], rel=1e-5)
 
 
 # ---- scikit-learn manners -----------------------------------------------------------------

@@ -7,7 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent / "herta_gpu"
+from tests.conftest import ROOT
+
+PACKAGE = ROOT / "herta_gpu"
 
 # From the ground up; a name stands for the module or for everything in the folder.
 LAYERS = [
@@ -42,11 +44,11 @@ LIGHT = ("app.cli", "__main__")
 
 
 def module_of(path: Path) -> str:
-    parts = list(path.relative_to(ROOT).with_suffix("").parts)
+    parts = list(path.relative_to(PACKAGE).with_suffix("").parts)
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-MODULES = {module_of(path): path for path in ROOT.rglob("*.py")}
+MODULES = {module_of(path): path for path in PACKAGE.rglob("*.py")}
 
 
 def edges(module: str) -> set[tuple[str, bool]]:

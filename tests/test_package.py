@@ -13,7 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+from tests.conftest import ROOT
+
 HEAVY = ("cupy", "cupyx", "cugraph", "torch", "ogb", "matplotlib", "numba", "sklearn", "pandas")
 
 

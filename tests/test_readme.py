@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+from tests.conftest import ROOT
+
 PAGES = ("README.md", "CHANGELOG.md", "bench/README.md", "tests/README.md", "kernels/README.md",
          "herta_gpu/app/README.md")  # fmt: skip
 

@@ -4,7 +4,7 @@ g++ compiles a kernel file behind ``cuda_emulator.h``; ``runtime.cpp`` schedules
 thread; this module builds, loads and launches.  A launch checks what CUDA never does: the number
 and the exact types of the arguments.  One launch at a time: the scheduler is not thread-safe.
 
->>> from cuda_emulator import load
+>>> from tests.cuda_emulator import load
 >>> load("cg.cu").types("cg_direction_f32_v4")[:3]
 ['i8', 'i8', 'const f4*']
 """

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from cuda_emulator import EmulatorError, Module, load
 
 from herta_gpu.backends.cuda.device import (
     MAX_BLOCKS,
@@ -21,6 +20,7 @@ from herta_gpu.backends.cuda.device import (
     suffix,
     vector_width,
 )
+from tests.cuda_emulator import EmulatorError, Module, load
 
 I32, I64, U32, U64 = np.int32, np.int64, np.uint32, np.uint64
 

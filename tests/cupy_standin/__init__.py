@@ -17,14 +17,13 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
-from cuda_emulator import EmulatorError, load
 
 from herta_gpu import backends
-
-from . import functions, sparse
-from .device_array import ndarray
-from .ledger import LEDGER, Ledger
-from .streams import Event, Graph, Stream
+from tests.cuda_emulator import EmulatorError, load
+from tests.cupy_standin import functions, sparse
+from tests.cupy_standin.device_array import ndarray
+from tests.cupy_standin.ledger import LEDGER, Ledger
+from tests.cupy_standin.streams import Event, Graph, Stream
 
 FREE_BYTES = 8 << 30
 _FUNCTIONS = (

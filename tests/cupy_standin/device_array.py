@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from .ledger import LEDGER
-from .streams import Clock, Stream, host_waited, order
+from tests.cupy_standin.ledger import LEDGER
+from tests.cupy_standin.streams import Clock, Stream, host_waited, order
 
 _SCALARS = (bool, int, float, np.generic)
 

@@ -1,7 +1,7 @@
 """The functions of cupy and cupyx that the backend uses, with CuPy's parameters.
 
-`tests/test_cuda.py` compares every name and signature here with the installed CuPy.  To use
-another function of CuPy, add it here: a name that is missing raises AttributeError.
+`tests/backends/cuda/test_cuda.py` compares every name and signature here with the installed CuPy.
+To use another function of CuPy, add it here: a name that is missing raises AttributeError.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import scipy.linalg
 
-from .device_array import allocator as asked
-from .device_array import call, ndarray, pinned, poison, unwrap, wrap
-from .ledger import LEDGER
+from tests.cupy_standin.device_array import allocator as asked
+from tests.cupy_standin.device_array import call, ndarray, pinned, poison, unwrap, wrap
+from tests.cupy_standin.ledger import LEDGER
 
 inf = np.inf
 UFUNCS = (

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import scipy.sparse as sp
 
-from .device_array import ndarray, unwrap
-from .ledger import LEDGER
+from tests.cupy_standin.device_array import ndarray, unwrap
+from tests.cupy_standin.ledger import LEDGER
 
 
 class _Sparse(ABC):

@@ -13,9 +13,8 @@ from itertools import count
 from typing import Any
 from weakref import WeakValueDictionary
 
-from cuda_emulator import EmulatorError
-
-from .ledger import LEDGER
+from tests.cuda_emulator import EmulatorError
+from tests.cupy_standin.ledger import LEDGER
 
 Clock = dict[int, int]  # how much of each stream's work is known to be done
 

@@ -12,14 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 import scipy.sparse as sp
-from cuda_emulator import compiler
-from cupy_standin import installed
-from cupy_standin.device_array import ndarray
-from cupy_standin.ledger import LEDGER
 
 from herta_gpu import HERTA, Graph
 from herta_gpu.backends.cuda.graphs import DeviceGraph
 from tests.conftest import random_graph
+from tests.cuda_emulator import compiler
+from tests.cupy_standin import installed
+from tests.cupy_standin.device_array import ndarray
+from tests.cupy_standin.ledger import LEDGER
 
 
 class Series:

@@ -8,14 +8,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cuda_emulator import compiler
-from cupy_standin import installed
-from cupy_standin.device_array import ndarray
 
 from herta_gpu import HERTA, Graph, SDDSolver
 from herta_gpu.backends import get_backend
 from herta_gpu.plumbing.interop import as_array, on_device
 from tests.conftest import random_graph
+from tests.cuda_emulator import compiler
+from tests.cupy_standin import installed
+from tests.cupy_standin.device_array import ndarray
 
 
 def data() -> tuple[Graph, Any, Any, Any]:

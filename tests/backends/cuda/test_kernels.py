@@ -8,13 +8,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cuda_emulator import ORDERS, compiler, load
-from cuda_emulator.launches import Emulated
+
+from tests.cuda_emulator import ORDERS, compiler, load
+from tests.cuda_emulator.launches import Emulated
 
 if compiler() is None:
     pytest.skip("no g++: the kernels cannot be emulated", allow_module_level=True)
 
-from kernel_checks import (
+from herta_gpu.backends.cpu import philox
+from herta_gpu.backends.cuda.device import hadamard_passes
+from herta_gpu.graph import Graph
+from tests.backends.cuda.kernel_checks import (
     CPU,
     DTYPES,
     EVERY,
@@ -33,10 +37,6 @@ from kernel_checks import (
     laplacian,
     snippet,
 )
-
-from herta_gpu.backends.cpu import philox
-from herta_gpu.backends.cuda.device import hadamard_passes
-from herta_gpu.graph import Graph
 
 # ---- against the CPU backend
 

@@ -5,20 +5,17 @@ from __future__ import annotations
 
 import ast
 import inspect
-from pathlib import Path
 
 import numpy as np
 import pytest
 import scipy.linalg
 import scipy.stats
-from cupy_standin import installed
 
 from herta_gpu.backends import base
 from herta_gpu.backends.base import Backend
 from herta_gpu.backends.cpu.reference import CPUBackend, keep_probabilities, philox, walsh_hadamard
-from tests.conftest import dense_H, random_graph
-
-ROOT = Path(__file__).resolve().parent.parent
+from tests.conftest import ROOT, dense_H, random_graph
+from tests.cupy_standin import installed
 
 
 def _backend(name: str) -> type[Backend]:

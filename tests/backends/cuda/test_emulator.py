@@ -6,13 +6,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cuda_emulator import ORDERS, EmulatorError, compiler, load
-from cuda_emulator.launches import Emulated
+
+from tests.cuda_emulator import ORDERS, EmulatorError, compiler, load
+from tests.cuda_emulator.launches import Emulated
 
 if compiler() is None:
     pytest.skip("no g++: the kernels cannot be emulated", allow_module_level=True)
 
-from kernel_checks import LAM, block, check_cg, laplacian, snippet
+from tests.backends.cuda.kernel_checks import LAM, block, check_cg, laplacian, snippet
 
 BROKEN = {
     "divergent barrier": "if (threadIdx.x < 3) { __syncthreads(); } else {\n __syncthreads(); }",

@@ -22,7 +22,7 @@ import pytest
 import herta_gpu.features
 from herta_gpu import Graph, SDDSolver
 from herta_gpu.backends import get_backend
-from tests import device_checks as checks
+from tests.backends.cuda import device_checks as checks
 
 pytestmark = pytest.mark.gpu
 

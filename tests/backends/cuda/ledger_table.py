@@ -1,28 +1,22 @@
-"""What a whole fit asks of the device, by stage: ``python tests/ledger_table.py``.
+"""What a whole fit asks of the device, by stage: ``python -m tests.backends.cuda.ledger_table``.
 
 The fit runs on the stand-in for CuPy, so these are counts, not times.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from unittest import mock
 
 import numpy as np
 
-HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE.parent)]
-
-from cupy_standin import installed  # noqa: E402
-from cupy_standin.ledger import Ledger  # noqa: E402
-
-import herta_gpu.features  # noqa: E402
-import herta_gpu.herta  # noqa: E402
-from herta_gpu import HERTA, Graph  # noqa: E402
-from herta_gpu.plumbing.stages import Stages  # noqa: E402
+import herta_gpu.features
+import herta_gpu.herta
+from herta_gpu import HERTA, Graph
+from herta_gpu.plumbing.stages import Stages
+from tests.cupy_standin import installed
+from tests.cupy_standin.ledger import Ledger
 
 NODES, EDGES, FEATURES, CLASSES = 200, 800, 6, 3
 

@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cuda_emulator import Module, kernel_text, load
-from cuda_emulator.launches import Emulated
 
 from herta_gpu.backends.cpu.reference import CPUBackend, keep_probabilities
 from herta_gpu.graph import Graph
+from tests.cuda_emulator import Module, kernel_text, load
+from tests.cuda_emulator.launches import Emulated
 
 CPU = CPUBackend()
 LAM, SEED = 20.0, 0x9E3779B97F4A7C15

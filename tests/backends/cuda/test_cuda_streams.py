@@ -9,17 +9,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cuda_emulator import compiler
+
+from tests.cuda_emulator import compiler
 
 if compiler() is None:
     pytest.skip("no g++: the kernels cannot be emulated", allow_module_level=True)
 
-from cupy_standin.ledger import Ledger
-from cupy_standin.streams import RaceError
-
 import herta_gpu.features
 from herta_gpu import HERTA
-from tests import device_checks as checks
+from tests.backends.cuda import device_checks as checks
+from tests.cupy_standin.ledger import Ledger
+from tests.cupy_standin.streams import RaceError
 
 
 @pytest.mark.parametrize("strategy", ["direct", "herta"])

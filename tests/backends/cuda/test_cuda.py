@@ -20,23 +20,21 @@ from typing import Any
 import numpy as np
 import pytest
 
-HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE.parent)]
-
-from cuda_emulator import compiler  # noqa: E402
+from tests.conftest import ROOT
+from tests.cuda_emulator import compiler
 
 if compiler() is None:
     pytest.skip("no g++: the kernels cannot be emulated", allow_module_level=True)
 
-from cupy_standin import build, installed  # noqa: E402
-from cupy_standin.device_array import ndarray  # noqa: E402
-from cupy_standin.ledger import Ledger  # noqa: E402
-
-import herta_gpu  # noqa: E402
-from herta_gpu import HERTA, SDDSolver  # noqa: E402
-from herta_gpu.backends import get_backend  # noqa: E402
-from tests import device_checks as checks  # noqa: E402
-from tests import ledger_table  # noqa: E402
+import herta_gpu
+from herta_gpu import HERTA, SDDSolver
+from herta_gpu.backends import get_backend
+from tests import cupy_standin
+from tests.backends.cuda import device_checks as checks
+from tests.backends.cuda import ledger_table
+from tests.cupy_standin import build, installed
+from tests.cupy_standin.device_array import ndarray
+from tests.cupy_standin.ledger import Ledger
 
 DTYPES = ("float32", "float64")
 
@@ -251,7 +249,7 @@ def test_the_readme_of_the_tests_has_the_table_that_the_command_prints(
 ) -> None:
     ledger_table.main()
     printed = capsys.readouterr().out.splitlines()
-    written = (HERE / "README.md").read_text(encoding="utf-8").splitlines()
+    written = (ROOT / "tests" / "README.md").read_text(encoding="utf-8").splitlines()
     at = next(i for i, line in enumerate(written) if line.startswith("| stage | kernel launches"))
     for line in written[at + 2 : written.index("", at)]:
         cells = line.split(" | ")
@@ -362,7 +360,7 @@ def test_every_name_and_parameter_is_one_of_the_installed_cupy() -> None:
     for cls in ("Event", "Stream", "PinnedMemory"):  # the first parameters of each constructor
         parameters = inspect.signature(getattr(build()["cupy.cuda"], cls)).parameters
         wanted[f"cupy.cuda:{cls}.__init__"] = list(parameters)
-    command = [sys.executable, "-P", str(HERE / "cupy_standin" / "installed_names.py")]
+    command = [sys.executable, "-P", str(Path(cupy_standin.__file__).parent / "installed_names.py")]
     done = subprocess.run(command, input=json.dumps(list(wanted)), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     real = json.loads(done.stdout)

@@ -1,11 +1,10 @@
 """The kernels under sanitizers, and bugs put into them on purpose: each turns a check red.
 
-A sanitizer wants a process of its own: ``python tests/test_kernel_mutants.py asan``.
+A sanitizer wants a process of its own: ``python -m tests.backends.cuda.test_kernel_mutants asan``.
 """
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import sys
@@ -14,15 +13,13 @@ from typing import NamedTuple
 
 import pytest
 
-HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE.parent)]
-
-from cuda_emulator import EmulatorError, Module, compiler, kernel_text, load  # noqa: E402
+from tests.conftest import ROOT
+from tests.cuda_emulator import EmulatorError, Module, compiler, kernel_text, load
 
 if compiler() is None:
     pytest.skip("no g++: the kernels cannot be emulated", allow_module_level=True)
 
-from kernel_checks import check_offsets, run_checks  # noqa: E402
+from tests.backends.cuda.kernel_checks import check_offsets, run_checks
 
 REPORTS = {"asan": ("AddressSanitizer", "runtime error"), "tsan": ("ThreadSanitizer",)}
 
@@ -42,8 +39,14 @@ def sanitized(variant: str, *arguments: str) -> subprocess.CompletedProcess[str]
         "HERTA_NUM_THREADS": "1",
     }
     command = [*fixed, "env", *(f"{name}={value}" for name, value in options.items())]
-    command += [sys.executable, str(HERE / "test_kernel_mutants.py"), variant, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=600, env=os.environ)
+    command += [
+        sys.executable,
+        "-m",
+        "tests.backends.cuda.test_kernel_mutants",
+        variant,
+        *arguments,
+    ]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
 
 
 @pytest.mark.parametrize("variant", REPORTS)

@@ -1,8 +1,8 @@
 """NVRTC compiles every kernel for every architecture we name, without spills.
 
-``tests/nvrtc_table.json`` holds registers, shared memory and theoretical occupancy per kernel; an
+``nvrtc_table.json`` holds registers, shared memory and theoretical occupancy per kernel; an
 occupancy below it fails (with another version of the compiler, one 25 points below it).  After a
-change that is meant:  python tests/test_nvrtc.py
+change that is meant:  python -m tests.backends.cuda.test_nvrtc
 """
 
 from __future__ import annotations
@@ -19,12 +19,9 @@ from typing import Any
 
 import pytest
 
-HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE))
+from tests.cuda_emulator import KERNELS, kernel_text
 
-from cuda_emulator import KERNELS, kernel_text  # noqa: E402
-
-TABLE = HERE / "nvrtc_table.json"
+TABLE = Path(__file__).parent / "nvrtc_table.json"
 FILES = sorted(path.name for path in KERNELS.glob("*.cu"))
 FLAGS = ["-std=c++17", "-ftz=true", "--device-as-default-execution-space", "--ptxas-options=-v"]
 # threads, blocks and bytes of shared memory per multiprocessor; bytes reserved per block

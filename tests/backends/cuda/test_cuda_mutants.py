@@ -8,18 +8,20 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from cuda_emulator import EmulatorError, compiler
+
+from tests.cuda_emulator import EmulatorError, compiler
 
 if compiler() is None:
     pytest.skip("no g++: the kernels cannot be emulated", allow_module_level=True)
 
-from cupy_standin.ledger import Ledger
-
 import herta_gpu
 from herta_gpu.backends.cuda import sampling as device_sampling
 from herta_gpu.backends.cuda import streaming as device_streaming
-from tests import device_checks as checks
-from tests.test_cuda import test_a_cg_step_is_three_launches_and_nothing_else as check_ledger
+from tests.backends.cuda import device_checks as checks
+from tests.backends.cuda.test_cuda import (
+    test_a_cg_step_is_three_launches_and_nothing_else as check_ledger,
+)
+from tests.cupy_standin.ledger import Ledger
 
 MUTANTS = {
     "a host array passed to a kernel": (

@@ -1,0 +1,184 @@
+"""The losses: values and derivatives against closed forms and finite differences."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import scipy.optimize
+import scipy.special
+
+from herta_gpu.losses import LOSSES, Loss
+from herta_gpu.optimizers import make_optimizer
+
+NAMES = list(LOSSES)
+
+
+def data(rows: int = 7, classes: int = 4, seed: int = 0) -> tuple[Any, Any, Any]:
+    """(F, a direction, one-hot Y)."""
+    rng = np.random.default_rng(seed)
+    F, D = rng.standard_normal((2, rows, classes))
+    return F, D, np.eye(classes)[rng.integers(0, classes, rows)]
+
+
+def gradient_by_differences(loss: Loss, F: Any, Y: Any, h: float = 1e-6) -> Any:
+    G = np.zeros_like(F)
+    for at in np.ndindex(*F.shape):
+        E = np.zeros_like(F)
+        E[at] = h
+        G[at] = (loss.value(np, F + E, Y) - loss.value(np, F - E, Y)) / (2 * h)
+    return G
+
+
+def test_mse_is_half_the_squares() -> None:
+    F, _, Y = data()
+    loss = LOSSES["mse"]
+    assert loss.value(np, F, Y) == pytest.approx(0.5 * np.linalg.norm(F - Y) ** 2)
+    assert loss.value(np, Y, Y) == 0.0
+
+
+def test_cross_entropy_is_minus_the_logarithm_of_the_softmax() -> None:
+    F, _, Y = data()
+    expected = -(Y * scipy.special.log_softmax(F, axis=1)).sum()
+    assert LOSSES["ce"].value(np, F, Y) == pytest.approx(expected, rel=1e-14)
+    assert LOSSES["ce"].value(np, 0 * F, Y) == pytest.approx(7 * np.log(4))
+
+
+def test_cross_entropy_survives_outputs_that_overflow_exp() -> None:
+    F, Y = np.array([[1e4, 0.0], [0.0, -1e4]]), np.eye(2)
+    loss = LOSSES["ce"]
+    assert loss.value(np, F, Y) == pytest.approx(1e4)  # the first row is right, the second wrong
+    np.testing.assert_allclose(loss.residual(np, F, Y), [[0, 0], [1, -1]])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_residual_is_the_gradient(name: str) -> None:
+    F, _, Y = data()
+    loss = LOSSES[name]
+    expected = gradient_by_differences(loss, F, Y)
+    np.testing.assert_allclose(loss.residual(np, F, Y), expected, atol=1e-8)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_second_derivatives_are_those_of_the_residual(name: str) -> None:
+    F, _, Y = data()
+    loss, h = LOSSES[name], 1e-6
+    second = loss.second(np, F)
+    for a in range(4):
+        for b in range(4):
+            E = np.zeros_like(F)
+            E[:, b] = h  # rows do not know of each other
+            ahead, behind = loss.residual(np, F + E, Y), loss.residual(np, F - E, Y)
+            expected = (ahead - behind)[:, a] / (2 * h)
+            np.testing.assert_allclose(second(a, b), expected, atol=1e-8)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_curvature_is_the_mean_diagonal_of_the_hessian(name: str) -> None:
+    F, _, _ = data()
+    loss = LOSSES[name]
+    second = loss.second(np, F)
+    expected = np.mean([second(a, a) for a in range(4)])
+    assert loss.curvature(np, F) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("classes", [2, 3, 10])
+def test_the_curvature_at_the_start_is_that_of_outputs_of_zero(name: str, classes: int) -> None:
+    loss = LOSSES[name]
+    assert loss.start_curvature(classes) == pytest.approx(
+        loss.curvature(np, np.zeros((5, classes)))
+    )
+
+
+def test_one_class_has_no_curvature_but_P_needs_some() -> None:
+    assert LOSSES["ce"].curvature(np, np.zeros((5, 1))) == 0.0
+    assert LOSSES["ce"].start_curvature(1) == 1.0
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_centred_keeps_every_gradient_and_is_a_projection(name: str) -> None:
+    F, D, Y = data()
+    loss = LOSSES[name]
+    residual = loss.residual(np, F, Y)
+    np.testing.assert_allclose(loss.centred(np, residual), residual, atol=1e-15)
+    once = loss.centred(np, D)
+    np.testing.assert_allclose(loss.centred(np, once), once, atol=1e-15)
+    # What it removes changes no value.
+    assert loss.value(np, F + D - once, Y) == pytest.approx(loss.value(np, F, Y), rel=1e-13)
+
+
+@pytest.mark.parametrize("ridge", [0.0, 0.7])
+def test_the_step_of_mse_is_optimal_for_every_column(ridge: float) -> None:
+    F, D, Y = data()
+    W, V = np.random.default_rng(1).standard_normal((2, 5, 4))
+    slope, curvature = ridge * (W * V).sum(axis=0), ridge * (V * V).sum(axis=0)
+    eta = LOSSES["mse"].step(np, F, D, Y, (slope, curvature))
+    for j in range(4):
+
+        def along(t: float, j: int = j) -> float:
+            w = W[:, j] + t * V[:, j]
+            return 0.5 * ((F[:, j] + t * D[:, j] - Y[:, j]) ** 2).sum() + 0.5 * ridge * (w @ w)
+
+        assert eta[j] == pytest.approx(scipy.optimize.minimize_scalar(along).x, abs=1e-6)
+
+
+def test_a_direction_of_nothing_moves_nothing() -> None:
+    F, D, Y = data()
+    none = (np.zeros(4), np.zeros(4))
+    D[:, 2] = 0
+    assert LOSSES["mse"].step(np, F, D, Y, none)[2] == 0
+
+
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 1e3])
+@pytest.mark.parametrize("ridge", [0.0, 0.7])
+def test_the_step_of_cross_entropy_is_optimal(ridge: float, scale: float) -> None:
+    F, _, Y = data(rows=60)
+    D = -LOSSES["ce"].residual(np, F, Y) * scale + scale * data(60, seed=3)[1]
+    D *= -np.sign((LOSSES["ce"].residual(np, F, Y) * D).sum())  # down
+    curvature = np.full(4, ridge * scale**2)
+    eta = LOSSES["ce"].step(np, F, D, Y, (np.zeros(4), curvature))
+    assert np.unique(eta).size == 1  # classes belong together
+
+    def slope(t: float) -> float:
+        return (LOSSES["ce"].residual(np, F + t * D, Y) * D).sum() + t * curvature.sum()
+
+    assert slope(0) < 0
+    best = scipy.optimize.brentq(slope, 0, 100 / scale, xtol=1e-14 / scale)
+    assert eta[0] == pytest.approx(best, rel=1e-5)
+
+
+def test_separable_classes_have_a_long_step_and_not_an_endless_one() -> None:
+    Y = np.eye(2)
+    eta = LOSSES["ce"].step(np, 0 * Y, Y, Y, (np.zeros(2), np.zeros(2)))
+    assert 10 < eta[0] < np.inf
+    assert LOSSES["ce"].value(np, eta * Y, Y) < 1e-4
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_rounding_of_a_value_is_within_its_bound(name: str) -> None:
+    F, _, Y = data(rows=200)
+    F = 1e3 * F
+    loss = LOSSES[name]
+    with np.errstate(over="ignore"):
+        top = F.max(axis=1, keepdims=True).astype(np.longdouble)
+        sums = np.log(np.exp(F - top).sum(axis=1)) + top[:, 0]
+        exact = (sums - (F * Y).sum(axis=1, dtype=np.longdouble)).sum()
+    if name == "mse":
+        assert loss.rounding(F) == 0.0
+    else:
+        assert abs(np.longdouble(loss.value(np, F, Y)) - exact) <= loss.rounding(F)
+        assert loss.rounding(F) < 1e-9 * float(exact)  # and it is worth something
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_a_loss_says_of_itself(name: str) -> None:
+    """Separable: no second derivative across columns; quadratic: the same ones everywhere."""
+    F, D, _ = data()
+    loss = LOSSES[name]
+    across = max(np.abs(loss.second(np, F)(a, b)).max() for a in range(4) for b in range(a))
+    assert loss.separable == (across == 0)
+    change = np.abs(loss.second(np, F)(0, 0) - loss.second(np, D)(0, 0)).max()
+    assert loss.quadratic == (change == 0)
+    assert make_optimizer("cg", None, np, loss.separable).searches
