@@ -41,6 +41,28 @@ def norm(x: Array) -> float:
     return float((x * x).sum()) ** 0.5  # synchronize!
 
 
+def keep_probabilities(xp: Any, scores: Array, s: int) -> Array:
+    """p = min(1, tau * score) with sum(p) = s: what is capped at 1 is shared out again."""
+    p = xp.minimum(1.0, s * scores / scores.sum())
+    for _ in range(50):
+        free = p < 1.0
+        count, total = int(xp.count_nonzero(free)), float(p.sum())  # synchronize!
+        budget = s - (p.shape[0] - count)
+        if budget <= 0 or count == 0 or total >= s * (1 - 1e-12):
+            break
+        rest = xp.where(free, scores, 0.0).sum()
+        p = xp.where(free, xp.minimum(1.0, budget * scores / rest), p)
+    return p
+
+
+def score_exponent(m: int, largest: float) -> int:
+    """e such that floor(2^e * score) of m scores, none above `largest`, add up exactly in 64 bits.
+
+    It comes from the largest score alone: rounding of the others changes no draw.
+    """
+    return 61 - int(np.ceil(np.log2(max(m, 2)))) - int(np.ceil(np.log2(largest)))
+
+
 @dataclass
 class Laplacian:
     """L = D^-1/2 (diag(A 1) - A) D^-1/2 on a device, A without self-loops.

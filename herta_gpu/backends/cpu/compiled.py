@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from herta_gpu.backends.base import Array, CGState, Laplacian
+from herta_gpu.backends.base import Array, CGState, Laplacian, keep_probabilities
 from herta_gpu.backends.cpu.kernels import cg, hadamard, laplacian, products, sampling, sketch
 from herta_gpu.backends.cpu.kernels.simd import VECTOR_BYTES
 from herta_gpu.backends.cpu.philox import seed_key
@@ -23,7 +23,6 @@ from herta_gpu.backends.cpu.reference import (
     CPUBackend,
     _integer_scores,
     _pool,
-    keep_probabilities,
 )
 from herta_gpu.plumbing.machine import num_threads
 
@@ -197,7 +196,7 @@ class CompiledBackend(CPUBackend):
     def sample_edges(self, scores: Array, s: int, seed: int, replace: bool) -> Array:
         key = tuple(np.uint64(word) for word in seed_key(seed))
         if not replace:
-            p, factors = keep_probabilities(scores, s), np.empty(scores.shape[0])
+            p, factors = keep_probabilities(np, scores, s), np.empty(scores.shape[0])
             _run(partial(sampling.bernoulli, p, factors, key), 20 * p.shape[0])
             return factors
         q = _integer_scores(scores)

@@ -27,6 +27,8 @@ from herta_gpu.backends.base import (
     Backend,
     CGState,
     Laplacian,
+    keep_probabilities,
+    score_exponent,
 )
 from herta_gpu.backends.cpu import lapack, philox
 from herta_gpu.plumbing.machine import host_memory, num_threads
@@ -297,8 +299,7 @@ def _incidence(lo: Array, hi: Array, root_w: Array, s: Array, n: int) -> Any:
 
 def _integer_scores(scores: Array) -> Array:
     """floor(2^e * score) with e from the largest score alone: sums are exact in 64 bits."""
-    exponent = 61 - int(np.ceil(np.log2(max(scores.shape[0], 2))))
-    exponent -= int(np.ceil(np.log2(scores.max())))
+    exponent = score_exponent(scores.shape[0], float(scores.max()))
     return np.maximum(np.ldexp(scores, exponent).astype(np.int64), scores > 0)
 
 
@@ -321,20 +322,8 @@ def _with_replacement(scores: Array, s: int, seed: int) -> Array:
     return factors
 
 
-def keep_probabilities(scores: Array, s: int) -> Array:
-    """p = min(1, tau * score) with sum(p) = s: what is capped at 1 is shared out again."""
-    p = np.minimum(1.0, s * scores / scores.sum())
-    for _ in range(50):
-        free = p < 1.0
-        budget = s - np.count_nonzero(~free)
-        if budget <= 0 or not free.any() or p.sum() >= s * (1 - 1e-12):
-            break
-        p[free] = np.minimum(1.0, budget * scores[free] / scores[free].sum())
-    return p
-
-
 def _bernoulli(scores: Array, s: int, seed: int) -> Array:
-    p = keep_probabilities(scores, s)
+    p = keep_probabilities(np, scores, s)
     words = philox.words64(0, scores.shape[0], seed, STREAM_SAMPLE)
     uniform = (words >> np.uint64(11)).astype(np.float64) * 2.0**-53
     return np.where(uniform < p, 1.0 / np.where(p > 0, p, 1.0), 0.0)

@@ -31,6 +31,7 @@ from herta_gpu.backends.cuda.device import (
     MAX_BLOCKS,
     NULL,
     SEGMENT,
+    THREADS,
     DeviceLaplacian,
     blocks,
     column_shape,
@@ -67,8 +68,14 @@ def _module(file: str) -> Any:
 
 
 def _launch(
-    file: str, name: str, grid: tuple[int, ...], block: tuple[int, ...], *args: Any
+    file: str,
+    name: str,
+    *,
+    grid: tuple[int, ...],
+    block: tuple[int, ...],
+    args: tuple[Any, ...],
 ) -> None:
+    """Run a kernel of one of our files; what it reads is checked first."""
     for i, a in enumerate(args):
         # A pointer knows nothing of strides, and CuPy sends any Python number as 64 bits.
         contiguous = isinstance(a, cupy.ndarray) and a.flags.c_contiguous
@@ -245,12 +252,14 @@ class CUDABackend(Backend):
         pieces = L.segment_row.shape[0]
         sums, tickets, _ = self._product_scratch(L, k)
         weights = pointer(L.weights)
+        graph = (I64(L.n), I64(k), L.indptr, L.indices, weights, L.inv_sqrt_degree, L.diagonal)
+        long_rows = (I32(SEGMENT), I32(pieces), L.segment_row, L.segment_rank, sums, tickets)
         _launch(
-            *("laplacian.cu", f"{kernel}_{L.suffix}_v{width}"),
-            *((pieces + blocks(L.n, y), tiles), (x, y)),
-            *(I64(L.n), I64(k), L.indptr, L.indices, weights, L.inv_sqrt_degree, L.diagonal),
-            *(X.dtype.type(lam), I32(SEGMENT), I32(pieces), L.segment_row, L.segment_rank),
-            *(sums, tickets, *tail),
+            "laplacian.cu",
+            f"{kernel}_{L.suffix}_v{width}",
+            grid=(pieces + blocks(L.n, y), tiles),
+            block=(x, y),
+            args=(*graph, X.dtype.type(lam), *long_rows, *tail),
         )
 
     def _product_scratch(self, L: DeviceLaplacian, k: int) -> tuple[Array, Array, Array]:
@@ -271,7 +280,8 @@ class CUDABackend(Backend):
         width = vector_width(k, X.dtype)
         x, y, tiles = column_shape(k, width)
         name = f"{kernel}_{suffix(X.dtype)}_v{width}"
-        _launch("cg.cu", name, (blocks(n, y), tiles), (x, y), I64(n), I64(k), *args)
+        shape = {"grid": (blocks(n, y), tiles), "block": (x, y)}
+        _launch("cg.cu", name, **shape, args=(I64(n), I64(k), *args))
 
     def _column_scratch(self, k: int) -> tuple[Array, Array]:
         """(partial sums, tickets) for k columns, made once per width and stream."""
@@ -341,11 +351,14 @@ class CUDABackend(Backend):
         dtype, longs = L.inv_sqrt_degree.dtype, L.long_rows.shape[0]
         x, y, tiles = column_shape(-(-k // 4) * 4, 4)
         out = cupy.empty((L.n, k), dtype=dtype)
+        graph = (I64(L.n), I64(k), L.indptr, L.indices, pointer(L.weights), L.inv_sqrt_degree)
+        long_rows = (I32(SEGMENT), I32(longs), L.long_rows)
         _launch(
-            *("sketch.cu", f"sketch_incidence_{L.suffix}", (longs + blocks(L.n, y), tiles)),
-            *((x, y), I64(L.n), I64(k), L.indptr, L.indices, pointer(L.weights)),
-            *(L.inv_sqrt_degree, pointer(L.order), I32(SEGMENT), I32(longs), L.long_rows),
-            *(dtype.type(k**-0.5), U64(seed), out),
+            "sketch.cu",
+            f"sketch_incidence_{L.suffix}",
+            grid=(longs + blocks(L.n, y), tiles),
+            block=(x, y),
+            args=(*graph, pointer(L.order), *long_rows, dtype.type(k**-0.5), U64(seed), out),
         )
         return out
 
@@ -354,8 +367,11 @@ class CUDABackend(Backend):
         x, y, tiles = column_shape(-(-k // 4) * 4, 4)
         out = cupy.empty((L.n, k), dtype=dtype)
         _launch(
-            *("sketch.cu", f"sketch_identity_{suffix(dtype)}", (blocks(L.n, y), tiles), (x, y)),
-            *(I64(L.n), I64(k), dtype.type(k**-0.5), U64(seed), out),
+            "sketch.cu",
+            f"sketch_identity_{suffix(dtype)}",
+            grid=(blocks(L.n, y), tiles),
+            block=(x, y),
+            args=(I64(L.n), I64(k), dtype.type(k**-0.5), U64(seed), out),
         )
         return out if L.order is None else out[L.order]
 
@@ -382,11 +398,14 @@ class CUDABackend(Backend):
         for number, levels in enumerate(passes):
             first, last = number == 0, number == len(passes) - 1
             grid = (1 << (log_n - levels), -(-k * Q.itemsize // 64))
+            sizes = (I64(n if first else padded), I64(k), I32(levels), I32(done), I32(first))
+            ends = (Q if first else work, out if last else work, place if last else NULL)
             _launch(
-                *("hadamard.cu", f"hadamard_{suffix(Q.dtype)}", grid, (512,)),
-                *(I64(n if first else padded), I64(k), I32(levels), I32(done), I32(first)),
-                *(U64(seed), Q if first else work, out if last else work),
-                *(place if last else NULL, Q.dtype.type(s**-0.5 if last else 1)),
+                "hadamard.cu",
+                f"hadamard_{suffix(Q.dtype)}",
+                grid=grid,
+                block=(512,),
+                args=(*sizes, U64(seed), *ends, Q.dtype.type(s**-0.5 if last else 1)),
             )
             done += levels
         return out
@@ -395,7 +414,8 @@ class CUDABackend(Backend):
         """(padded,) the place of each chosen row among them, -1 for the others."""
         keys = cupy.empty(padded, dtype=U64)
         arguments = (I64(padded), U32(STREAM_ROWS), U64(seed), keys)
-        _launch("hadamard.cu", "random_words", (blocks(padded, 256),), (256,), *arguments)
+        shape = {"grid": (blocks(padded, THREADS),), "block": (THREADS,)}
+        _launch("hadamard.cu", "random_words", **shape, args=arguments)
         place = cupy.full(padded, -1, dtype=I64)
         place[cupy.sort(cupy.argsort(keys)[:s])] = cupy.arange(s)  # CuPy's sorts are stable
         return place

@@ -113,20 +113,6 @@ def pivoted_cholesky(xp: Any, P: Array, cut: float) -> tuple[Array, Array]:
     return xp.ascontiguousarray(xp.tril(U[:r, J].T)), J
 
 
-def keep_probabilities(xp: Any, scores: Array, s: int) -> Array:
-    """p = min(1, tau * score) with sum(p) = s: what is capped at 1 is shared out again."""
-    p = xp.minimum(1.0, s * scores / scores.sum())
-    for _ in range(50):
-        free = p < 1.0
-        count, total = int(xp.count_nonzero(free)), float(p.sum())  # synchronize!
-        budget = s - (p.shape[0] - count)
-        if budget <= 0 or count == 0 or total >= s * (1 - 1e-12):
-            break
-        rest = xp.where(free, scores, 0.0).sum()
-        p = xp.where(free, xp.minimum(1.0, budget * scores / rest), p)
-    return p
-
-
 def kernel_folder() -> Path:
     """Where the CUDA sources are: inside the installed package, or beside it in a checkout."""
     package = Path(__file__).resolve().parents[2]

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from herta_gpu.backends.base import Array
+from herta_gpu.backends.base import Array, keep_probabilities, score_exponent
 from herta_gpu.backends.cuda.device import (
+    THREADS,
     DeviceLaplacian,
     blocks,
-    keep_probabilities,
     pointer,
     suffix,
     vector_width,
@@ -28,19 +29,21 @@ class EdgeSampler:
 
     def _flat(self, kernel: str, size: int, *args: Any) -> None:
         """A thread per item."""
-        self._launch("sampling.cu", kernel, (blocks(size, 256),), (256,), *args)
+        shape = {"grid": (blocks(size, THREADS),), "block": (THREADS,)}
+        self._launch("sampling.cu", kernel, **shape, args=args)
 
     def _rows(self, kernel: str, n: int, *args: Any) -> None:
         """A warp per row."""
-        self._launch("sampling.cu", kernel, (blocks(n, 8),), (32, 8), *args)
+        self._launch("sampling.cu", kernel, grid=(blocks(n, 8),), block=(32, 8), args=args)
 
     def _prefix_sum(self, x: Array, out: Array) -> None:
         """Inclusive, int64, in three launches."""
         n = x.shape[0]
         tiles = -(-n // _SCAN_TILE)
         totals = self.xp.empty(tiles, dtype=I64)
-        self._launch("sampling.cu", "scan_tiles", (tiles,), (256,), I64(n), x, out, totals)
-        self._launch("sampling.cu", "scan_totals", (1,), (256,), I64(tiles), totals)
+        scan = partial(self._launch, "sampling.cu", block=(THREADS,))
+        scan("scan_tiles", grid=(tiles,), args=(I64(n), x, out, totals))
+        scan("scan_totals", grid=(1,), args=(I64(tiles), totals))
         self._flat("scan_add", n, I64(n), totals, out)
 
     def _offsets(self, kernel: str, by_rows: bool, n: int, *args: Any) -> Array:
@@ -70,8 +73,9 @@ class EdgeSampler:
             _, lo, hi, weights = self.edges(L)
             name = f"edge_scores_{L.suffix}_v{vector_width(k, B_S.dtype)}"
             arguments = (I64(m), I64(k), lo, hi, pointer(weights), L.inv_sqrt_degree, B_S, Pi_S)
-            shape = ((blocks(m, 32),), (8, 32))
-            self._launch("sampling.cu", name, *shape, *arguments, np.float64(lam), scores)
+            shape = {"grid": (blocks(m, 32),), "block": (8, 32)}
+            arguments += (np.float64(lam), scores)
+            self._launch("sampling.cu", name, **shape, args=arguments)
         return scores
 
     def bernoulli(self, scores: Array, s: int, seed: int) -> Array:
@@ -88,9 +92,7 @@ class EdgeSampler:
         m = scores.shape[0]
         factors = self.xp.zeros(m)
         if m and s:
-            # The exponent comes from the largest score alone: integer sums are exact in 64 bits.
-            exponent = 61 - int(np.ceil(np.log2(max(m, 2))))
-            exponent -= int(np.ceil(np.log2(float(scores.max()))))  # synchronize!
+            exponent = score_exponent(m, float(scores.max()))  # synchronize!
             q, counts, prefix = (self.xp.zeros(m, dtype=I64) for _ in range(3))
             self._flat("integer_scores", m, I64(m), scores, I32(exponent), q)
             self._prefix_sum(q, prefix)

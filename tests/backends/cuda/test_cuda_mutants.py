@@ -33,7 +33,7 @@ MUTANTS = {
     "forgotten contiguity": ("cuda", 'cupy.asarray(x, dtype=dtype, order="C")',
                              "cupy.asarray(x, dtype=dtype)"),
     "arrays swapped": ("cuda", "s.R, s.R, s.P, s.Z", "s.R, s.P, s.R, s.Z"),
-    "sizes swapped": ("cuda", "(x, y), I64(n), I64(k), *args)", "(x, y), I64(k), I64(n), *args)"),
+    "sizes swapped": ("cuda", "args=(I64(n), I64(k), *args)", "args=(I64(k), I64(n), *args)"),
     "alpha and beta swapped": ("cuda", "s.iterations, s.alpha, s.beta,",
                                "s.iterations, s.beta, s.alpha,"),
     "tickets that do not start at 0": (
