@@ -74,8 +74,7 @@ class EdgeSampler:
             name = f"edge_scores_{L.suffix}_v{vector_width(k, B_S.dtype)}"
             arguments = (I64(m), I64(k), lo, hi, pointer(weights), L.inv_sqrt_degree, B_S, Pi_S)
             shape = {"grid": (blocks(m, 32),), "block": (8, 32)}
-            arguments += (np.float64(lam), scores)
-            self._launch("sampling.cu", name, **shape, args=arguments)
+            self._launch("sampling.cu", name, **shape, args=(*arguments, np.float64(lam), scores))
         return scores
 
     def bernoulli(self, scores: Array, s: int, seed: int) -> Array:

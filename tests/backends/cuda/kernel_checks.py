@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from herta_gpu.backends.cpu.reference import CPUBackend, keep_probabilities
+from herta_gpu.backends.base import keep_probabilities
+from herta_gpu.backends.cpu.reference import CPUBackend
 from herta_gpu.graph import Graph
 from tests.cuda_emulator import Module, kernel_text, load
 from tests.cuda_emulator.launches import Emulated
@@ -129,7 +130,7 @@ def check_sampling(run: Emulated, L: Any, k: int, dtype: str) -> None:
     drawn = CPU.sample_edges(scores, m + k, SEED, replace=True)
     assert np.array_equal(run.with_replacement(scores, m + k, SEED, exponent), drawn)
     kept = CPU.sample_edges(scores, m // 2, SEED, replace=False)
-    assert np.array_equal(run.bernoulli(keep_probabilities(scores, m // 2), SEED), kept)
+    assert np.array_equal(run.bernoulli(keep_probabilities(np, scores, m // 2), SEED), kept)
 
 
 def check_scan(run: Emulated, L: Any, k: int, dtype: str) -> None:
