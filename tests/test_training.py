@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -79,3 +81,79 @@ def test_training_starts_from_what_Q_says_of_Z(strategy, monkeypatch):
     monkeypatch.setattr(Preconditioner, "for_training", lambda self, backend: self)
     spent.append(fit.fit(g, X, y, train).history_[0]["inner_iterations"])
     assert spent[0] < 0.8 * spent[1]
+
+
+@pytest.mark.parametrize("loss", ["mse", "ce"])
+def test_the_objective_never_grows_under_an_exact_line_search(loss):
+    g, X, y, train = problem()
+    model = HERTA(lam=5.0, loss=loss, ridge=0.1, strategy="herta", optimizer="gd", sketch=32)
+    model.fit(g, X, y, train)
+    losses = [entry["loss"] for entry in model.history_]
+    assert len(losses) > 2
+    assert all(b <= a * (1 + 1e-9) for a, b in itertools.pairwise(losses))
+
+
+@pytest.mark.parametrize("max_iter", [1, 2, 5])
+def test_more_steps_begin_with_the_same_ones(max_iter):
+    g, X, y, train = problem()
+    options = {"loss": "ce", "ridge": 0.1, "strategy": "herta", "tol": 1e-12, "random_state": 3}
+    short = HERTA(**options, max_iter=max_iter).fit(g, X, y, train)
+    long = HERTA(**options, max_iter=8).fit(g, X, y, train)
+    assert short.status_ == "max_iter"
+    assert len(short.history_) == max_iter + 1
+    assert [h["loss"] for h in short.history_] == [h["loss"] for h in long.history_][: max_iter + 1]
+
+
+def test_entries_of_the_histories_tell_what_they_are():
+    g, X, y, train = problem()
+    seen = []
+    model = HERTA(loss="ce", ridge=0.1, strategy="direct")
+    model.fit(g, X, y, train, callback=seen.append)
+    assert seen == model.warm_history_ + model.history_
+    assert all(entry["warm"] for entry in model.warm_history_)
+    assert not any(entry["warm"] for entry in model.history_)
+    for history in (model.warm_history_, model.history_):
+        assert [entry["step"] for entry in history] == list(range(len(history)))
+        assert sorted(entry["seconds"] for entry in history) == [e["seconds"] for e in history]
+    # A model that stands in for the true one certifies nothing.
+    assert {entry["certificate"] for entry in model.warm_history_} == {np.inf}
+    assert model.history_[-1]["certificate"] == model.certificate_.value <= 1e-6
+
+
+def test_a_warm_start_on_a_stored_A_leaves_next_to_nothing_to_do():
+    g, X, y, train = problem()
+    options = {"lam": 5.0, "loss": "ce", "ridge": 0.1}
+    direct = HERTA(**options, strategy="direct").fit(g, X, y, train)
+    herta = HERTA(**options, strategy="herta").fit(g, X, y, train)
+    assert not herta.warm_history_
+    assert len(direct.history_) <= 2 < len(herta.history_)
+    assert direct.history_[0]["loss"] == pytest.approx(herta.history_[-1]["loss"], rel=1e-5)
+
+
+def test_the_last_entry_is_the_objective_of_W():
+    g, X, y, train = problem()
+    model = HERTA(lam=5.0, ridge=0.3, dtype="float64").fit(g, X, y, train)
+    F = np.linalg.solve(dense_H(g, 5.0), X @ model.W_)[train]
+    E = F - np.eye(3)[y[train]]
+    objective = 0.5 * (E**2).sum() + 0.15 * (model.W_**2).sum()
+    assert model.history_[-1]["loss"] == pytest.approx(objective, rel=1e-9)
+    A = np.linalg.solve(dense_H(g, 5.0), X)[train]
+    size = np.linalg.norm(A.T @ E + 0.3 * model.W_)
+    assert model.history_[-1]["grad_norm"] == pytest.approx(size, abs=1e-3)
+
+
+def test_each_way_to_end_has_its_status():
+    g, X, y, train = problem()
+    ends = {
+        "certified": HERTA(ridge=0.1),
+        "certified-reduced": HERTA(lam=20.0),
+        "converged": HERTA(lam=5.0, loss="ce", max_iter=300),
+        "max_iter": HERTA(optimizer="adam", max_iter=2, precondition=False),
+        "stagnated": HERTA(tol=1e-300, dtype="float64"),
+    }
+    for status, model in ends.items():
+        mixed = np.hstack([X, X[:, :3] @ np.arange(1.0, 7.0).reshape(3, 2)])
+        features = mixed if status == "certified-reduced" else X
+        assert model.fit(g, features, y, train).status_ == status
+        proven = model.certificate_.kind != "none" and model.certificate_.value <= model.tol
+        assert proven == status.startswith("certified")
