@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from herta_gpu.backends.cpu.reference import CPUBackend
-from herta_gpu.grams import DenseGram, Factor, Identity
+from herta_gpu.factors import Factor, Identity
+from herta_gpu.grams import DenseGram
 from herta_gpu.losses import LOSSES
 from herta_gpu.optimizers import (
     LBFGS,
