@@ -7,6 +7,7 @@ weights), the correction stands beside the line it concerns.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
 from typing import Any, Self
@@ -42,7 +43,7 @@ from herta_gpu.plumbing.validation import (
     check_scale,
     node_rows,
 )
-from herta_gpu.preconditioner import Once, Preconditioner, always, build, no_preconditioner
+from herta_gpu.preconditioner import Preconditioner, Recall, build, made_anew, no_preconditioner
 from herta_gpu.solver import BLOCK_WIDTH, RegularizedLaplacian, block_width
 from herta_gpu.sparsifier import sparsified
 from herta_gpu.spectrum import Spectrum, choose_spectrum
@@ -249,24 +250,26 @@ class HERTA(Estimator):
         # P <- Q_tilde^T Q_tilde; P' <- P^-1/2.  Q is cut to the training rows: with a mask, a P
         # from all rows would miss the Hessian.
         A = UnfoldedMap(H, features, rows, plan.solve_width)
-        once = always if checkpoint is None else checkpoint.on(backend, plan.identity)
-        P, spectrum, recipe, changes = _preconditioned(plan, settings, H_tilde, A, Y, stages, once)
+        recall = made_anew if checkpoint is None else checkpoint.on(backend, plan.identity)
+        P, spectrum, recipe, changes = _preconditioned(
+            plan, settings, H_tilde, A, Y, stages, recall
+        )
         # for t = 1..T: u <- X P' w - y_hat, two solves, g <- P' X^T u'', w <- w - eta g
         run = Training(
-            settings, recipe, backend, Y, P, spectrum, features, stages, callback, checkpoint,
-            plan.identity,
+            settings, made.recipe, backend, Y, made.P, made.spectrum, features, stages, callback,
+            checkpoint, plan.identity,
         )  # fmt: skip
         with stages("train"):
-            w, Z = _start(run, plan, settings, P, A, budget)
+            w, Z = _start(run, plan, settings, made.P, A, budget)
             point = run.loop(A, w, certified=True, Z=Z)
 
         # Output: W = P^-1/2 w, not w: the loop ran in preconditioned coordinates.
         self.W_ = backend.to_numpy(point.W)  # synchronize!
         self.classes_, self._flat = targets.classes, targets.flat
         self.history_, self.certificate_, self.status_ = run.history, run.certificate, run.status
-        self.warm_history_, self.changes_ = run.warm_history, changes
+        self.warm_history_, self.changes_ = run.warm_history, made.changes
         self.stages_, self.n_features_in_ = stages.since(before), X.shape[1]
-        self.spectrum_ = spectrum
+        self.spectrum_ = made.spectrum
         return self
 
     def _checked_data(
@@ -431,6 +434,16 @@ def _sampled(
     return H.on(found.graph)
 
 
+@dataclass(frozen=True)
+class _Made:
+    """P, what is known of the Hessian in its coordinates, and how P came about in the end."""
+
+    P: Preconditioner
+    spectrum: Spectrum | None
+    recipe: Recipe
+    changes: list[Decision]  # of the plan, for the user
+
+
 def _preconditioned(
     plan: Plan,
     settings: Settings,
@@ -438,23 +451,23 @@ def _preconditioned(
     A: UnfoldedMap,
     Y: Array,
     stages: Stages,
-    once: Once,
-) -> tuple[Preconditioner, Spectrum | None, Recipe, list[Decision]]:
+    recall: Recall,
+) -> _Made:
     """P^-1/2 and bounds of the Hessian it leaves; without any, Q is solved tighter once."""
     recipe = plan.recipe
     changes: list[Decision] = []
     if not settings.precondition:
         none = no_preconditioner(A.H.backend, A.X.shape[1], Y.shape[1])
-        return none, None, recipe, changes
+        return _Made(none, None, recipe, changes)
     while True:
         with stages("preconditioner"):
-            P = build(recipe, H_tilde, A, Y, settings.ridge, once)
+            P = build(recipe, H_tilde, A, Y, settings.ridge, recall)
         with stages("spectrum"):
             spectrum = choose_spectrum(plan.certificate, P, A, settings.ridge, settings.seed)
         missed = spectrum is not None and spectrum.kind == "estimate"
         rough = H_tilde is not A.H or recipe.sketch_rows is not None  # on purpose
         if not missed or rough or recipe.exact:
-            return P.for_training(A.H.backend), spectrum, recipe, changes
+            return _Made(P.for_training(A.H.backend), spectrum, recipe, changes)
         recipe, why = tighter(recipe, A.H)
         changes.append(why)
 

@@ -33,10 +33,11 @@ _GRAM_BYTES = 16 << 20  # of float64 copies of rows of Q, at least; P's own size
 
 
 Arrays = dict[str, Array]
-Once = Callable[[str, Callable[[], Arrays]], Arrays]  # of a checkpoint: make it, or read it again
+# A checkpoint gives such a function: what a name stands for is made, or read if it was made before.
+Recall = Callable[[str, Callable[[], Arrays]], Arrays]
 
 
-def always(name: str, make: Callable[[], Arrays]) -> Arrays:
+def made_anew(name: str, make: Callable[[], Arrays]) -> Arrays:
     """No checkpoint: everything is made anew."""
     return make()
 
@@ -103,12 +104,12 @@ def build(
     A: UnfoldedMap,
     Y: Array,
     ridge: float,
-    once: Once = always,
+    recall: Recall = made_anew,
 ) -> Preconditioner:
     """Lines 3 to 8 of Algorithm 1 on the training rows."""
     H, X, rows, sampled = A.H, A.X, A.train, H_tilde is not A.H
     backend, d = H.backend, X.shape[1]
-    made = once(recipe.name, lambda: _solved(recipe, H_tilde, H, X, Y, rows, once))
+    made = recall(recipe.name, lambda: _solved(recipe, H_tilde, H, X, Y, rows, recall))
     Q, at = made["Q"], rows if recipe.all_rows else None
     error = rounding = float("inf")
     if not (sampled or recipe.by_rows or recipe.sketch_rows is not None):
@@ -157,23 +158,23 @@ def _solved(
     X: Features,
     Y: Array,
     rows: Array,
-    once: Once,
+    recall: Recall,
 ) -> Arrays:
     """Q on the training rows or on all, or its sketch."""
     if recipe.by_rows:
-        return {"Q": _adjoint_rows(recipe, H, X, rows, once)}
+        return {"Q": _adjoint_rows(recipe, H, X, rows, recall)}
     if recipe.sketch_rows is not None:
-        Q_tilde, QtY = _sketched_rows(recipe, H_tilde, X, Y, rows, once)
+        Q_tilde, QtY = _sketched_rows(recipe, H_tilde, X, Y, rows, recall)
         return {"Q": Q_tilde, "QtY": QtY}
     n_rows = H.n if recipe.all_rows else rows.shape[0]
     Q = H.backend.xp.empty((n_rows, X.shape[1]), dtype=recipe.dtype(H.dtype))
-    for J, Q_J in _solved_columns(recipe, H_tilde, X, once):
+    for J, Q_J in _solved_columns(recipe, H_tilde, X, recall):
         Q[:, J] = Q_J if recipe.all_rows else Q_J[rows]
     return {"Q": Q}
 
 
 def _solved_columns(
-    recipe: Recipe, H_tilde: RegularizedLaplacian, X: Features, once: Once
+    recipe: Recipe, H_tilde: RegularizedLaplacian, X: Features, recall: Recall
 ) -> Iterator[tuple[slice, Array]]:
     """Q <- SDDSolver(I + lam L_tilde; X), a block of columns J at a time."""
     for J in recipe.blocks(X.shape[1]):
@@ -182,11 +183,11 @@ def _solved_columns(
             X_J = X.column_block(J.start, J.stop, recipe.dtype(H_tilde.dtype))
             return {"Q": chebyshev(H_tilde, X_J, recipe.degree)}
 
-        yield J, once(f"{recipe.name}-columns-{J.start}", solved)["Q"]
+        yield J, recall(f"{recipe.name}-columns-{J.start}", solved)["Q"]
 
 
 def _adjoint_rows(
-    recipe: Recipe, H: RegularizedLaplacian, X: Features, rows: Array, once: Once
+    recipe: Recipe, H: RegularizedLaplacian, X: Features, rows: Array, recall: Recall
 ) -> Array:
     """A = (H^-1 M^T)^T X row by row: fewer solves than H^-1 X when n_train < d."""
     xp = H.backend.xp
@@ -200,7 +201,7 @@ def _adjoint_rows(
 
     for i in range(0, rows.shape[0], recipe.width):
         at = rows[i : i + recipe.width]
-        block = once(f"{recipe.name}-rows-{i}", partial(solved, at))
+        block = recall(f"{recipe.name}-rows-{i}", partial(solved, at))
         A[i : i + at.shape[0]] = block["A"]
     return A
 
@@ -224,14 +225,19 @@ def rows_of_inverse(
 
 
 def _sketched_rows(
-    recipe: Recipe, H_tilde: RegularizedLaplacian, X: Features, Y: Array, rows: Array, once: Once
+    recipe: Recipe,
+    H_tilde: RegularizedLaplacian,
+    X: Features,
+    Y: Array,
+    rows: Array,
+    recall: Recall,
 ) -> tuple[Array, Array]:
     """Q_tilde, s uniform rows of Hadamard(R Q), and Q^T Y; Q itself never exists whole."""
     backend, s = H_tilde.backend, recipe.sketch_rows
     assert s is not None
     Q_tilde = backend.xp.empty((s, X.shape[1]), dtype=recipe.dtype(H_tilde.dtype))
     QtY = backend.xp.empty((X.shape[1], Y.shape[1]))
-    for J, Q_J in _solved_columns(recipe, H_tilde, X, once):
+    for J, Q_J in _solved_columns(recipe, H_tilde, X, recall):
         Q_rows = backend.asarray(Q_J[rows])
         _, QtY[J] = products(backend, Q_rows, Y, with_gram=False)
         Q_tilde[:, J] = backend.srht(Q_rows, s, recipe.seed)

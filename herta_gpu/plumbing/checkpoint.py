@@ -75,7 +75,7 @@ class Checkpoint:
     def __init__(self, folder: str | Path, worth: float = 0.2, share: float = 0.1) -> None:
         self.folder, self.worth, self.share = Path(folder), worth, share
         self.split: dict[str, Any] | None = None
-        self._may_save = 0.0  # a moment of the clock
+        self._may_save = 0.0  # the time of the clock from which on a step may be stored again
         self._made_from = ""  # in one word; nothing is read before `begin` knows it
         self._fingerprint: Fingerprint = {}
 
@@ -103,12 +103,12 @@ class Checkpoint:
     def on(
         self, backend: Backend, plan: str = ""
     ) -> Callable[[str, Callable[[], dict[str, Array]]], Any]:
-        """The function `once(name, make)`: what `make` made, now or before the crash.
+        """The function `recall(name, make)`: what `make` made, now or before the crash.
 
         `plan` names how things are made at present, which free memory may have changed.
         """
 
-        def once(name: str, make: Callable[[], dict[str, Array]]) -> dict[str, Array]:
+        def recall(name: str, make: Callable[[], dict[str, Array]]) -> dict[str, Array]:
             path, made_from = self.folder / f"{name}.npz", self._made_from + plan
             stored = _read(path, made_from)
             if stored is not None:
@@ -122,7 +122,7 @@ class Checkpoint:
                 part.unlink()  # complete: its parts are not needed any more
             return made
 
-        return once
+        return recall
 
     def save_step(self, state: dict[str, Any], backend: Backend) -> None:
         """Store the state of the loop, unless storing would take more than its share of time.
