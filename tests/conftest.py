@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,11 @@ from herta_gpu import Graph
 from herta_gpu.backends import get_backend
 
 ROOT = Path(__file__).resolve().parents[1]  # of the repository
+
+try:
+    import fcntl
+except ImportError:  # not on Windows: there each worker may make a reference of its own
+    fcntl = None  # type: ignore[assignment]
 
 # The same examples in every run: a test that fails, fails for everybody.
 hypothesis.settings.register_profile("fixed", derandomize=True)
@@ -107,6 +112,29 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return seen
 
 
+_folder: list[Path] = []  # of this run, for all of its workers
+
+
+@pytest.fixture(scope="session", autouse=True)
+def folder_of_the_run(tmp_path_factory: pytest.TempPathFactory) -> None:
+    own = tmp_path_factory.getbasetemp()
+    _folder.append(own.parent if "PYTEST_XDIST_WORKER" in os.environ else own)
+
+
+def made_once(name: str, make: Callable[[], Any]) -> Any:
+    """A reference that the workers of a run share: the first one makes it, others wait for it."""
+    path = _folder[-1] / f"{name}.npy"
+    with open(path.with_suffix(".lock"), "w") as lock:
+        if fcntl is not None:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        if not path.exists():
+            part = path.with_suffix(".part")
+            with open(part, "wb") as file:
+                np.save(file, make())
+            part.rename(path)
+        return np.load(path)
+
+
 class Shared:
     """A real data set: graph, row-normalised features, labels, 80% random training rows."""
 
@@ -123,24 +151,29 @@ class Shared:
         n = self.graph.num_nodes
         self.train = np.sort(np.random.default_rng(0).permutation(n)[: int(0.8 * n)])
         self.Y = np.eye(self.y.max() + 1)[self.y[self.train]]
-        self._maps: dict[float, Any] = {}
+        self.name = path.stem
 
+    @cache  # noqa: B019  one instance per data set and session
     def A(self, lam: float) -> Any:
         """M H^-1 X by a sparse LU with one step of refinement."""
-        if lam not in self._maps:
-            H = sp.csc_array(sp.eye_array(self.graph.num_nodes) + lam * self.graph.to_csr())
-            # SuperLU's order for symmetric matrices: 5 times faster than its default.
-            symmetric = {"SymmetricMode": True}
-            lu = sla.splu(H, "MMD_AT_PLUS_A", diag_pivot_thresh=0.0, options=symmetric)
-            X = self.X.toarray()
-            Q = lu.solve(X)
-            Q += lu.solve(X - H @ Q)
-            self._maps[lam] = Q[self.train]
-        return self._maps[lam]
+        return made_once(f"{self.name}-A-{lam:g}", lambda: self._map(lam))
+
+    def _map(self, lam: float) -> Any:
+        H = sp.csc_array(sp.eye_array(self.graph.num_nodes) + lam * self.graph.to_csr())
+        # SuperLU's order for symmetric matrices: 5 times faster than its default.
+        symmetric = {"SymmetricMode": True}
+        lu = sla.splu(H, "MMD_AT_PLUS_A", diag_pivot_thresh=0.0, options=symmetric)
+        X = self.X.toarray()
+        Q = lu.solve(X)
+        Q += lu.solve(X - H @ Q)
+        return Q[self.train]
 
     @cache  # noqa: B019  one instance per data set and session
     def optimum(self, lam: float) -> float:
-        return least_squares(self.A(lam), self.Y)[1]
+        def make() -> Any:
+            return np.array(least_squares(self.A(lam), self.Y)[1])
+
+        return float(made_once(f"{self.name}-optimum-{lam:g}", make))
 
 
 @cache

@@ -12,7 +12,7 @@ import ctypes.util
 import json
 import re
 import sys
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -111,6 +111,7 @@ def occupancy(arch: int, threads: int, registers: int, shared: int) -> int:
     return 100 * blocks * warps * 32 // max_threads
 
 
+@cache  # a test compiles what it looks at: no worker does it all
 def report(name: str, arch: int) -> Report:
     """Registers, shared memory, spills and occupancy of each kernel of a file."""
     log, ptx = compiled(name, arch)
@@ -131,22 +132,16 @@ def report(name: str, arch: int) -> Report:
     return kernels
 
 
-@pytest.fixture(scope="module")
-def reports() -> Any:
-    if nvrtc() is None:
-        pytest.skip("NVRTC is not installed: pip install nvidia-cuda-nvrtc")
-    with ProcessPoolExecutor(2) as pool:  # the compiler does one thing at a time in a process
-        yield compile_all(pool)
+needs_nvrtc = pytest.mark.skipif(
+    nvrtc() is None, reason="NVRTC is not installed: pip install nvidia-cuda-nvrtc"
+)
 
 
-def compile_all(pool: ProcessPoolExecutor) -> dict[tuple[str, int], Future[Report]]:
-    return {(f, arch): pool.submit(report, f, arch) for arch in ARCHES for f in FILES}
-
-
+@needs_nvrtc
 @pytest.mark.parametrize("arch", ARCHES)
 @pytest.mark.parametrize("name", FILES)
-def test_compiles_without_spills_at_full_occupancy(reports: Any, name: str, arch: int) -> None:
-    table, found = json.loads(TABLE.read_text()), reports[name, arch].result()
+def test_compiles_without_spills_at_full_occupancy(name: str, arch: int) -> None:
+    table, found = json.loads(TABLE.read_text()), report(name, arch)
     slack = 0 if version() == table["nvrtc"] else 25
     assert found, f"{name} holds no kernel"
     for kernel, now in found.items():
@@ -160,8 +155,9 @@ def test_compiles_without_spills_at_full_occupancy(reports: Any, name: str, arch
         )
 
 
-def test_table_has_no_other_kernels(reports: Any) -> None:
-    names = {kernel for f in FILES for kernel in reports[f, 80].result()}
+@needs_nvrtc
+def test_table_has_no_other_kernels() -> None:
+    names = {kernel for f in FILES for kernel in report(f, 80)}
     assert set(json.loads(TABLE.read_text())["kernels"]) == names
 
 
@@ -191,8 +187,9 @@ def test_gate_sees_float_atomics_and_scalar_loads() -> None:
 
 
 def write_table() -> None:
-    with ProcessPoolExecutor(2) as pool:
-        reports = {key: future.result() for key, future in compile_all(pool).items()}
+    keys = [(f, arch) for arch in ARCHES for f in FILES]
+    with ProcessPoolExecutor(2) as pool:  # the compiler does one thing at a time in a process
+        reports = dict(zip(keys, pool.map(report, *zip(*keys)), strict=True))
     lines = []
     for f in FILES:
         for kernel in sorted(reports[f, 80]):
