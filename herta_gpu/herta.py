@@ -251,9 +251,7 @@ class HERTA(Estimator):
         # from all rows would miss the Hessian.
         A = UnfoldedMap(H, features, rows, plan.solve_width)
         recall = made_anew if checkpoint is None else checkpoint.on(backend, plan.identity)
-        P, spectrum, recipe, changes = _preconditioned(
-            plan, settings, H_tilde, A, Y, stages, recall
-        )
+        made = _preconditioned(plan, settings, H_tilde, A, Y, stages, recall)
         # for t = 1..T: u <- X P' w - y_hat, two solves, g <- P' X^T u'', w <- w - eta g
         run = Training(
             settings, made.recipe, backend, Y, made.P, made.spectrum, features, stages, callback,
