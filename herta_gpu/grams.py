@@ -28,6 +28,7 @@ ROW_CUT = 1e-9  # singular values of A below this share of the largest are left 
 DAMPING = 1e-7  # share of the largest eigenvalue added when Q has too few rows to span the features
 _TINY = 1e-300  # nothing is known of the smallest eigenvalue
 _EPS = float(np.finfo(np.float64).eps)
+_PLAIN_RIDGE = 1e-6  # share of the largest eigenvalue from which on Q Q^T is exact enough
 _LEAST_RIDGE = 1e-20  # share of the largest eigenvalue below which a ridge drowns in rounding
 
 
@@ -136,24 +137,29 @@ class DenseGram:
 
 @dataclass
 class LowRankGram:
-    """Q^T Q = U diag(values) U^T for a Q with few rows.
-
-    The factors come from Q itself, not from Q Q^T, whose small eigenvalues would be lost to
-    rounding as soon as one feature has a large unit.
-    """
+    """Q^T Q = U diag(values) U^T for a Q with few rows."""
 
     backend: Backend
     U: Array  # d x r, orthonormal
     values: Array  # (r,), falling
 
     @classmethod
-    def of_rows(cls, backend: Backend, Q: Array) -> LowRankGram:
-        U, s = backend.thin_svd(Q.astype("float64"))
-        return cls(backend, U, s**2)
+    def of_rows(cls, backend: Backend, Q: Array, ridge: float) -> LowRankGram:
+        xp, Q = backend.xp, Q.astype("float64")
+        values, V = xp.linalg.eigh(backend.matmul(Q, Q.T))
+        top = float(values[-1])  # synchronize!
+        if ridge < _PLAIN_RIDGE * top:
+            # Q Q^T has lost its small eigenvalues to rounding, and this ridge does not hide them.
+            U, s = backend.thin_svd(Q)
+            return cls(backend, U, s**2)
+        keep = values > RANK_CUT * max(top, 1e-300)
+        values, V = values[keep][::-1], V[:, keep][:, ::-1]
+        return cls(backend, backend.matmul(Q.T, V) / xp.sqrt(values), values)
 
     def factor(self, curvature: float, ridge: float, symmetric: bool) -> Factor:
         values = curvature * self.values
-        r, top = values.shape[0], float(values[0])  # synchronize!
+        r = values.shape[0]
+        top = float(values[0]) if r else 0.0  # synchronize!
         if ridge == 0:
             shift = DAMPING * (top or 1.0)
             return LowRank(self.U, values, shift, math.inf, _damping_note(DAMPING))

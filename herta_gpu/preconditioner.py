@@ -127,7 +127,7 @@ def build(
     if whole_rows:
         QtQ: Gram = RowSpaceGram.of_rows(backend, Q, X.column_norms)
     elif low_rank:
-        QtQ = LowRankGram.of_rows(backend, Q if at is None else Q[at])
+        QtQ = LowRankGram.of_rows(backend, Q if at is None else Q[at], ridge)
     else:
         count = Q.shape[0] if at is None else rows.shape[0]
         QtQ = DenseGram(backend, dense, X.column_norms, damped, _gram_rounding(count, d))

@@ -14,7 +14,7 @@ def _gram(kind, rng):
     Q = rng.standard_normal((60, 12)) * np.logspace(0, -3, 12)
     if kind == "low rank":
         Q = Q[:5]
-        return Q, LowRankGram.of_rows(CPU, Q)
+        return Q, LowRankGram.of_rows(CPU, Q, 0.3)
     if kind == "pivoted cholesky":
         Q[:, 3], Q[:, 7] = 0.0, Q[:, 1] - 2 * Q[:, 5]
     return Q, DenseGram(CPU, Q.T @ Q, np.linalg.norm(Q, axis=0), damped=False)
