@@ -18,7 +18,7 @@ from herta_gpu.backends.base import Array, Backend, Blocks, Part
 from herta_gpu.plumbing.interop import on_device, take_rows
 
 _UNIT = 0.5 * float(np.finfo(np.float64).eps)  # what one operation rounds
-_CHUNK_BYTES = 16 << 20  # of float64 copies of rows of X at most, and a small part of the budget
+_CHUNK_BYTES = 16 << 20  # float64 copies of rows of X at most, and a small part of the budget
 
 
 class Features:

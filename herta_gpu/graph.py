@@ -316,7 +316,7 @@ def check_edges(edge_index: Any, num_nodes: int | None) -> tuple[Any, Any, int]:
         )
     if edges.size and edges.dtype.kind not in "iu":
         raise ValueError(f"edge_index must hold integers, not {edges.dtype}.")
-    # Of unsigned ids, no maximum with -1: that would be a float.
+    # The maximum of unsigned ids and -1 would be a float.
     largest, least = (int(edges.max()), int(edges.min())) if edges.size else (-1, 0)
     whole = isinstance(num_nodes, (int, np.integer)) and not isinstance(num_nodes, bool)
     if num_nodes is not None and (not whole or num_nodes < 0):

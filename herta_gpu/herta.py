@@ -439,7 +439,7 @@ class _Made:
     P: Preconditioner
     spectrum: Spectrum | None
     recipe: Recipe
-    changes: list[Decision]  # of the plan, for the user
+    changes: list[Decision]  # what turned out otherwise than planned
 
 
 def _preconditioned(

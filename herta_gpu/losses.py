@@ -83,7 +83,7 @@ class CrossEntropy:
     quadratic = False
 
     def start_curvature(self, c: int) -> float:
-        return 1.0 if c < 2 else (1 - 1 / c) / c  # of the softmax, per class
+        return 1.0 if c < 2 else (1 - 1 / c) / c  # curvature of the softmax, per class
 
     def value(self, xp: Any, F: Array, Y: Array) -> float:
         top = _row_max(xp, F)

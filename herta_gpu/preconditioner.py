@@ -29,7 +29,7 @@ from herta_gpu.solver import (
 )
 from herta_gpu.unfolded import UnfoldedMap
 
-_GRAM_BYTES = 16 << 20  # of float64 copies of rows of Q, at least; P's own size if that is more
+_GRAM_BYTES = 16 << 20  # float64 copies of rows of Q at a time; P's own size if that is more
 
 
 Arrays = dict[str, Array]

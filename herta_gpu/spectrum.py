@@ -18,14 +18,14 @@ from herta_gpu.solver import block_cg
 from herta_gpu.unfolded import UnfoldedMap
 
 LANCZOS_STEPS = 20
-_MOST_STEPS = 80  # of Lanczos, where fewer leave too little of a
+_MOST_STEPS = 80  # steps of Lanczos where fewer leave too little of a
 _LANCZOS_TOL = 1e-4
 _LANCZOS_LEAST_TOL = 1e-12
 _BLUR = 0.05  # movement of the Ritz values that makes tighter solves worth it
 _USEFUL = 0.02  # a below this makes the certificate too pessimistic to be worth having
 _PROVEN = 0.1  # below this it is worth measuring what rounding really did
 _SLACK = 0.1  # departure of P from Q^T Q + ridge beyond which nothing is built on that form
-_LEAST_UNIT = 1e-25  # of a column of X below which float32 loses digits to underflow
+_LEAST_UNIT = 1e-25  # norm of a column of X below which float32 loses digits to underflow
 _ENOUGH = 0.1  # rho below this is not worth a better bound
 _MEASURED = 0.3  # nor is this, once R had to be measured
 

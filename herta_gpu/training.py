@@ -30,7 +30,7 @@ from herta_gpu.preconditioner import Preconditioner
 from herta_gpu.spectrum import Spectrum, ritz_interval
 from herta_gpu.unfolded import LinearMap, Point, Problem, Rounding, UnfoldedMap
 
-_TIGHTENINGS = 6  # of the inner tolerance within one outer step
+_TIGHTENINGS = 6  # how often one outer step may tighten the inner tolerance
 _DIVERGED = 1e6  # growth of the objective in one step, or over its value at W = 0
 _FLATTER = 3.0  # loss of curvature after which P is factored again
 _ROUNDING = 1e-6  # relative, between a stored number and the same one computed again
@@ -63,7 +63,7 @@ class Training:
         self.curvature, self.symmetric, self.identity = recipe.curvature, recipe.symmetric, identity
         self.history: list[dict[str, Any]] = []
         self.warm_history: list[dict[str, Any]] = []  # steps on a model that stood in for the true
-        self.records = self.history  # of the loop that runs
+        self.records = self.history  # the history of the loop that runs
         self.certificate = Certificate(math.inf, "none")
         self.status = "max_iter"
         self.started = time.perf_counter()

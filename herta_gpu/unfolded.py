@@ -20,7 +20,7 @@ from herta_gpu.losses import Loss
 from herta_gpu.solver import RegularizedLaplacian, SolveInfo, block_cg
 
 _UNIT = 0.5 * float(np.finfo(np.float64).eps)  # what one operation rounds
-_LEAST_TOL = 1e-14  # of a solve; below is rounding, even in float64
+_LEAST_TOL = 1e-14  # the tightest solve: below is rounding, even in float64
 
 
 @dataclass
@@ -38,8 +38,8 @@ class Solved:
 class Rounding:
     """Bounds of what float64 may have rounded away at a point, beside what was measured."""
 
-    forward: float  # of the residual X W - H Z, and of E
-    adjoint: float  # of the residual M^T E - H V
+    forward: float  # error of the residual X W - H Z, and of E
+    adjoint: float  # error of the residual M^T E - H V
     transposed: Array  # (d,) row norms of what X^T V is off by
 
 
@@ -171,7 +171,7 @@ class Problem:
     ridge: float
     factor: Factor
     xp: Any
-    tol: float  # of the inner solves, relative; tightened when it limits the certificate
+    tol: float  # relative, for inner solves; tightened when it limits the certificate
 
     def point(self, w: Array, Z: Array, V: Array | None = None, spent: int = 0) -> Point:
         """Objective and gradient at w; Z must approximate H^-1 X W and is corrected if needed."""

@@ -18,7 +18,7 @@ from herta_gpu.plumbing.validation import as_labels
 
 _TABLES = (".csv", ".tsv", ".txt", ".csv.gz", ".tsv.gz", ".txt.gz", ".parquet")
 _ARRAYS = (*_TABLES, ".npy", ".npz")
-_HEADS = ("label", "labels", "class", "classes", "target", "targets", "y")  # of a text column
+_HEADS = ("label", "labels", "class", "classes", "target", "targets", "y")  # heads of a text column
 _File = str | os.PathLike[str]
 
 

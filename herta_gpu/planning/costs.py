@@ -31,17 +31,17 @@ _ROW_SPACE_TOL = 1e-10
 # runs on few columns and measures true residuals in float64: hence more than its share of memory.
 _CHEBYSHEV_STEP = 0.8e-10
 _CG_STEP = 2.0e-10
-_CG_LAUNCH = 1e-4  # of one step, however small the graph ...
+_CG_LAUNCH = 1e-4  # one step, however small the graph ...
 _CHEBYSHEV_LAUNCH = 4e-5  # ... and of one of Chebyshev's on a block of columns
 _NARROW = 12  # a block of one or two columns costs about as much as this many of a wide one ...
 # ... but a graph that is dense enough to be sampled has its eigenvalues in a bunch: CG ends early.
 _NARROW_AND_DENSE = 4.5
-_DENSE_PASS = 2e-9  # of X W or X^T V per number of a dense X: as float64, times a few columns ...
+_DENSE_PASS = 2e-9  # X W or X^T V, per number of a dense X: as float64, times a few columns ...
 _SPARSE_PASS = 3e-9  # ... and per non-zero of a sparse one
 _GEMM_FLOP = 1.0 / 75e9  # float64
 _FACTOR_FLOP = 1.0 / 30e9
-_OUTER_STEPS = 1  # of CG from the warm start, as on nearly every real graph tried
-_CE_EVALUATIONS = 40  # of cross entropy and its gradient
+_OUTER_STEPS = 1  # steps of CG from the warm start, as on nearly every real graph tried
+_CE_EVALUATIONS = 40  # cross entropy and its gradient, so many times
 # Finding communities costs about as much as a few hundred columns of H X, and saves up to half.
 _REORDER_COLUMNS = 1000
 
@@ -58,7 +58,7 @@ class Sizes:
     word: int  # bytes per number
     X_bytes: int
     hidden: bool = False  # some features occur only outside the training rows
-    nonzeros: int | None = None  # of a sparse X
+    nonzeros: int | None = None  # entries of a sparse X
     X_bytes_at: Callable[[int], int] | None = None  # X_bytes with another budget
 
     @property

@@ -9,15 +9,15 @@ from dataclasses import dataclass
 class Recipe:
     """Every decision that the bits of P depend on."""
 
-    degree: int  # of the Chebyshev polynomial
+    degree: int  # degree of the Chebyshev polynomial
     width: int  # columns of X at once
     exact: bool  # solve and keep Q in float64
     sketch_rows: int | None  # SRHT rows; None: the exact Gram matrix
     by_rows: bool  # solve for H^-1 M^T instead of H^-1 X
-    row_tol: float  # of those solves
+    row_tol: float  # tolerance of those solves
     all_rows: bool  # keep Q on all rows, for a certificate that does not depend on chance
     keep_rows: bool  # keep Q's training rows
-    curvature: float  # of the loss where training starts: P = curvature Q^T Q + ridge I
+    curvature: float  # where training starts: P = curvature Q^T Q + ridge I
     symmetric: bool  # the optimizer depends on the coordinates: P^-1/2 itself
     seed: int
 

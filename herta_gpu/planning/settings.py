@@ -46,7 +46,7 @@ class Settings:
     max_iter: int
     strategy: str  # "auto", "herta" or "direct"
     sparsify: Wish
-    scores: str  # of edges that are sampled: "sketch" is Algorithm 2, "degree" costs nothing
+    scores: str  # how edges are scored: "sketch" is Algorithm 2, "degree" costs nothing
     mixed: bool  # the loop, too, may run on a sampled graph
     sketch: Wish
     precondition: bool

@@ -26,8 +26,8 @@ Fingerprint = dict[str, dict[str, Any]]
 # They decide when a fit stops, what it says and how much it does at once, not what it finds.
 _FREE = ("max_iter", "verbose", "memory_budget")
 _CHUNK_BYTES = 16 << 20  # hashed at once
-_SAMPLED_ROWS = 4096  # of a memory map
-_SAMPLED_BYTES = 256 << 20  # of them at most
+_SAMPLED_ROWS = 4096  # rows of a memory map that are compared
+_SAMPLED_BYTES = 256 << 20  # bytes of those rows at most
 
 
 def fingerprint(
@@ -148,11 +148,11 @@ def _of_map(X: np.memmap, backend: Backend) -> dict[str, Any]:
 
 
 def _hash(arrays: Sequence[Any], backend: Backend, at: Any = None) -> str:
-    """Of type, shape and bytes in C order; of the rows `at` of the last array, if they are given.
+    """A hash of type, shape and bytes in C order; only the rows `at` of the last array, if given.
 
     Whatever the layout and the side an array is on, no more than a chunk of it is copied.
     """
-    whole = hashlib.sha256()  # of hashlib's the fastest where the processor has instructions for it
+    whole = hashlib.sha256()  # the fastest one where the processor has instructions for it
     for i, array in enumerate(arrays):
         if array is None:
             whole.update(b"none;")

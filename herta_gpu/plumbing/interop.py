@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import scipy.sparse as sp
 
-Array = Any  # of NumPy or CuPy
+Array = Any  # NumPy's or CuPy's
 Backend = Any  # a backend; this module is below them
 
 _DLPACK_CUDA = 2  # kDLCUDA

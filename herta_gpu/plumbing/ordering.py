@@ -16,7 +16,7 @@ Graph = Any  # a `herta_gpu.Graph`, which is above this module
 COMMUNITY = 4096  # nodes at most: their rows of 64 float32 columns are 1 MB, an L2 cache
 WORTH = 0.2  # share of the edges within communities from which storing them together pays
 LARGE = 1 << 16  # nodes from which a block does not fit the caches anyway
-_ROUNDS = 3  # of label propagation: later ones move few nodes
+_ROUNDS = 3  # rounds of label propagation: later ones move few nodes
 
 
 def reverse_cuthill_mckee(graph: Graph) -> Any:

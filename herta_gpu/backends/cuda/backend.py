@@ -96,7 +96,7 @@ class CUDACGState(CGState):
     pHp: Array
     alpha: Array
     beta: Array
-    steps: int | None = None  # of the last uncaptured batch
+    steps: int | None = None  # steps of the last batch that was not captured
     graph: Any = None  # that many steps as a CUDA graph
 
 

@@ -13,7 +13,7 @@ from herta_gpu.backends.base import Array, Laplacian
 
 NULL = np.uint64(0)  # a null pointer; not every version of CuPy takes None for one
 
-THREADS = 256  # of a block: kThreads of common.cuh
+THREADS = 256  # threads of a block: kThreads of common.cuh
 MAX_BLOCKS = 1024  # along x: bounds the partial sums of a reduction
 SEGMENT = 512  # neighbours that a block takes of a long row
 _HADAMARD_LEVELS = 9  # butterflies of one pass: kLogRows of hadamard.cu

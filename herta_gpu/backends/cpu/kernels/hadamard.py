@@ -15,7 +15,7 @@ from herta_gpu.backends.cpu.kernels.simd import (
     sub,
 )
 
-HADAMARD_BYTES = 512  # of each row that one task of the transform works on ...
+HADAMARD_BYTES = 512  # bytes of each row that one task of the transform works on ...
 HADAMARD_BITS = 9  # ... and log2 of its rows: 256 KB, which an L2 cache holds
 
 
