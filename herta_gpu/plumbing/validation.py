@@ -13,10 +13,7 @@ import scipy.sparse as sp
 from herta_gpu.plumbing.interop import on_device
 
 MAX_LAM = 1e6
-_LARGEST, _SMALLEST = (
-    1e15,
-    1e-15,
-)  # bounds of the largest entry of X: products must not leave float32
+_LARGEST, _SMALLEST = 1e15, 1e-15  # the largest entry of X: products must not leave float32
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 MAX_SEED = 2**32 - 1
 MAX_RIDGE = 1e30
