@@ -237,6 +237,8 @@ class HERTA(Estimator):
             sizes = sizes_of(graph, X, targets, settings.dtype, backend, budget)
             plan = make_plan(H, sizes, settings, budget, reordered=graph is not given)
             self.plan_ = plan  # a fit that is interrupted leaves what it was about to do
+        if checkpoint is not None:
+            checkpoint.claim()  # nothing can be refused any more
         with stages("features"):
             features = Features(X, backend, graph.order, budget)
         inverse = graph.inverse_order()

@@ -147,13 +147,16 @@ class Checkpoint:
         unpacked: dict[str, Any] = _unpacked(json.loads(str(stored["about"])), stored, place)
         return unpacked
 
-    def _store(self, path: Path, made_from: str, arrays: dict[str, Any]) -> None:
-        """One more file; before the first of them, what all of them are made from."""
+    def claim(self) -> None:
+        """Say in the folder what everything in it will be made from; from here on work is long."""
         about = self.folder / _MADE_FROM
         if self._fingerprint and not about.is_file():
             with new_file(about) as temporary:
                 text = json.dumps(self._fingerprint, indent=1) + "\n"
                 temporary.write_text(text, encoding="utf-8")
+
+    def _store(self, path: Path, made_from: str, arrays: dict[str, Any]) -> None:
+        self.claim()
         _write(path, made_from, arrays)
 
     def delete(self) -> None:
