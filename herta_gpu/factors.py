@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import Protocol
 
-from herta_gpu.backends.base import Array, Backend
+from herta_gpu.backends.base import Array, Backend, norm
 
 
 class Factor(Protocol):
@@ -44,6 +44,10 @@ class Factor(Protocol):
     def project(self, v: Array) -> Array:
         """v without what lies outside the kept subspace, in preconditioned coordinates."""
 
+    @property
+    def size(self) -> float:
+        """A bound of ||C||_2."""
+
     def amplified(self, sizes: Array) -> float:
         """A bound of ||E C|| over all E whose columns have these norms."""
 
@@ -73,8 +77,12 @@ class Identity:
     def project(self, v: Array) -> Array:
         return v
 
+    @property
+    def size(self) -> float:
+        return 1.0
+
     def amplified(self, sizes: Array) -> float:
-        return float((sizes**2).sum() ** 0.5)
+        return norm(sizes)
 
 
 @dataclass
@@ -104,8 +112,12 @@ class Cholesky:
     def project(self, v: Array) -> Array:
         return v
 
+    @property
+    def size(self) -> float:
+        return self.smallest**-0.5
+
     def amplified(self, sizes: Array) -> float:
-        return float(((sizes**2).sum() / self.smallest) ** 0.5)
+        return norm(sizes) * self.size
 
 
 @dataclass
@@ -139,8 +151,12 @@ class Pivoted:
     def project(self, v: Array) -> Array:
         return v
 
+    @property
+    def size(self) -> float:
+        return self.smallest**-0.5
+
     def amplified(self, sizes: Array) -> float:
-        return float(((sizes[self.J] ** 2).sum() / self.smallest) ** 0.5)
+        return norm(sizes[self.J]) * self.size
 
 
 @dataclass
@@ -169,10 +185,12 @@ class Eigen:
     def project(self, v: Array) -> Array:
         return self.V @ (self.V.T @ v)
 
+    @property
+    def size(self) -> float:
+        return float(self.values.min()) ** -0.5 if self.values.shape[0] else 0.0  # synchronize!
+
     def amplified(self, sizes: Array) -> float:
-        if not self.values.shape[0]:
-            return 0.0
-        return float(((sizes**2).sum() / self.values.min()) ** 0.5)
+        return norm(sizes) * self.size
 
 
 @dataclass
@@ -205,8 +223,12 @@ class LowRank:
     def project(self, v: Array) -> Array:
         return v
 
+    @property
+    def size(self) -> float:
+        return self.shift**-0.5
+
     def amplified(self, sizes: Array) -> float:
-        return float(((sizes**2).sum() / self.shift) ** 0.5)
+        return norm(sizes) * self.size
 
 
 @dataclass
@@ -239,13 +261,17 @@ class RowSpace:
     def project(self, v: Array) -> Array:
         return v
 
+    @property
+    def size(self) -> float:
+        return math.inf
+
     def amplified(self, sizes: Array) -> float:
         return math.inf
 
 
 @dataclass
 class Scaled:
-    """A factor of P for columns of X scaled to norm 1: C = diag(scale) C_inner."""
+    """A factor of P in scaled coordinates: C = diag(scale) C_inner."""
 
     scale: Array  # (d,)
     inner: Factor
@@ -279,5 +305,54 @@ class Scaled:
     def project(self, v: Array) -> Array:
         return self.inner.project(v)
 
+    @property
+    def size(self) -> float:
+        return float(self.scale.max()) * self.inner.size  # synchronize!
+
     def amplified(self, sizes: Array) -> float:
         return self.inner.amplified(self.scale * sizes)
+
+
+@dataclass
+class Composed:
+    """A factor of P for columns X C0: C = C0 C_inner."""
+
+    backend: Backend
+    C0: Array  # d x r
+    inner: Factor
+
+    @property
+    def kind(self) -> str:
+        return self.inner.kind
+
+    @property
+    def note(self) -> str:
+        return self.inner.note
+
+    @property
+    def rank(self) -> int:
+        return self.inner.rank
+
+    @property
+    def slack(self) -> float:
+        return self.inner.slack
+
+    def half(self, w: Array) -> Array:
+        return self.backend.matmul(self.C0, self.inner.half(w))
+
+    def half_T(self, g: Array) -> Array:
+        return self.inner.half_T(self.backend.matmul(self.C0.T, g))
+
+    def unhalf(self, W: Array) -> Array:
+        u = self.backend.xp.linalg.lstsq(self.C0, W, rcond=None)[0]
+        return self.inner.unhalf(u)
+
+    def project(self, v: Array) -> Array:
+        return self.inner.project(v)
+
+    @property
+    def size(self) -> float:
+        return norm(self.C0) * self.inner.size
+
+    def amplified(self, sizes: Array) -> float:
+        return self.inner.amplified(self.backend.matmul(abs(self.C0).T, sizes[:, None])[:, 0])

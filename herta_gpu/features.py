@@ -52,6 +52,29 @@ class Features:
             block[rows] = part
         return block
 
+    def row_chunks(self, columns: slice | None = None) -> Iterator[tuple[slice, Array]]:
+        """(rows, X[rows, columns]) in float64, dense, in turn; the next one overwrites a chunk."""
+        n, d = self.shape
+        J = slice(0, d) if columns is None else columns
+        if not self.sparse:
+            wide = in_float64(self.backend.xp)
+            for rows, part in self._dense.parts(self._parts(J.start, J.stop)):
+                yield rows, wide(part)
+            return
+        step = _rows_at_once(J.stop - J.start, self._chunk_bytes)
+        block = None if columns is None else self.column_block(J.start, J.stop, "float64")
+        for a in range(0, n, step):
+            rows = slice(a, min(a + step, n))
+            yield rows, self._rows[rows].toarray() if block is None else block[rows]
+
+    def gram(self, C: Array) -> Array:
+        """C^T X^T X C in float64; C is d x r, or (d,) for a diagonal."""
+        backend = self.backend
+        G = backend.xp.zeros((C.shape[-1], C.shape[-1]))
+        for _, part in self.row_chunks():
+            backend.add_gram(G, part * C if C.ndim == 1 else backend.matmul(part, C))
+        return G
+
     def times(self, W: Array) -> Array:
         """X W in float64 (n x c)."""
         if self.sparse:
@@ -106,14 +129,16 @@ class Features:
         rows = self.backend.xp.sqrt((W * W).sum(axis=1))
         return (self.shape[1] + 2) * _UNIT * float((self.column_norms * rows).sum())  # synchronize!
 
-    def transpose_rounding(self) -> Array:
-        """(d,) bounds of the row norms of (computed X^T V - X^T V), for ||V||_F = 1.
-
-        A dense X is summed chunk by chunk, which rounds less often than there are rows.
-        """
+    @property
+    def sum_rounding(self) -> float:
+        """What a sum over the rows, chunk by chunk, rounds: relative to the sizes of its terms."""
         n, chunk = self.shape[0], _rows_at_once(self.shape[1], self._chunk_bytes)
-        terms = n if self.sparse else min(n, chunk) + -(-n // chunk)
-        return (terms + 2) * _UNIT * self.column_norms
+        return (min(n, chunk) + -(-n // chunk) + 2) * _UNIT
+
+    def transpose_rounding(self) -> Array:
+        """(d,) bounds of the row norms of (computed X^T V - X^T V), for ||V||_F = 1."""
+        rounded = (self.shape[0] + 2) * _UNIT if self.sparse else self.sum_rounding
+        return rounded * self.column_norms
 
     def distinct_columns(self, at: Any) -> int:
         """How many different columns X has on the rows `at` (a mask of the host), zeros apart.

@@ -45,28 +45,27 @@ class DenseGram:
 
     backend: Backend
     QtQ: Array
-    units: Array  # (d,) norms of the columns of X
+    penalty: Array  # C0^T C0, what a ridge adds in the coordinates of Q; (d,) if it is diagonal
     damped: bool
     rounding: float = 0.0  # |error| <= rounding |q_i| |q_j| of each entry of Q^T Q
 
     def factor(self, curvature: float, ridge: float, symmetric: bool) -> Factor:
         xp, d = self.backend.xp, self.QtQ.shape[0]
         P = curvature * self.QtQ
-        diagonal = xp.arange(d)
-        P[diagonal, diagonal] += ridge
-        # A feature's unit must not decide whether it counts.  With a ridge every feature counts and
-        # the unit diagonal makes P as well conditioned as scaling can.  Without one, columns of X
-        # are scaled to norm 1: what is small then is barely seen by the training rows.
-        size = xp.sqrt(P.diagonal()) if ridge > 0 else self.units
-        filled = size > 0
-        scale = xp.where(filled, 1.0 / xp.where(filled, size, 1.0), 0.0)
+        if ridge == 0:
+            # Columns of X C0 have norm 1: what is small is barely seen by the training rows.
+            return self._cut(P, symmetric)
+        if self.penalty.ndim == 1:
+            diagonal = xp.arange(d)
+            P[diagonal, diagonal] += ridge * self.penalty
+        else:
+            P += ridge * self.penalty
+        # With a ridge every feature counts, and the unit diagonal makes P as well conditioned as
+        # scaling can.
+        scale = 1.0 / xp.sqrt(P.diagonal())
         P *= scale[:, None]
         P *= scale[None, :]
-        if ridge > 0:
-            inner = self._whole_root(P) if symmetric else self._whole_triangle(P)
-        else:
-            inner = self._cut(P, symmetric)
-        return Scaled(scale, inner)
+        return Scaled(scale, self._whole_root(P) if symmetric else self._whole_triangle(P))
 
     def _whole_triangle(self, P: Array) -> Factor:
         """A Cholesky factor of P, which has a unit diagonal; what rounding hides is lifted."""
@@ -74,7 +73,7 @@ class DenseGram:
         diagonal, added, more = backend.xp.arange(d), 0.0, 4 * (d + 2) * d * _EPS
         while True:
             L = backend.cholesky(P)
-            smallest = _TINY if L is None else _smallest_eigenvalue(backend, P, L)
+            smallest = _TINY if L is None else smallest_eigenvalue(backend, P, L)
             if L is not None and smallest > _TINY:
                 break
             P[diagonal, diagonal] += more
@@ -116,13 +115,13 @@ class DenseGram:
         # The smallest eigenvalue is at most the least square of L's diagonal: a glance at that
         # often settles that columns must go.
         if L is not None and float(L.diagonal().min()) ** 2 > 10 * RANK_CUT * top:  # synchronize!
-            smallest = _smallest_eigenvalue(backend, P, L)
+            smallest = smallest_eigenvalue(backend, P, L)
             if smallest > 10 * RANK_CUT * top:
                 slack = math.inf if self.damped else self._slack(P, smallest)
                 return Cholesky(backend, L, smallest, slack, note)
         L, J = backend.pivoted_cholesky(P, RANK_CUT * top)
         kept = P[J[:, None], J[None, :]]
-        smallest = _smallest_eigenvalue(backend, kept, L) if J.shape[0] else 1.0
+        smallest = smallest_eigenvalue(backend, kept, L) if J.shape[0] else 1.0
         slack = math.inf if self.damped else self._slack(kept, smallest)
         return Pivoted(backend, L, J, d, smallest, slack, note)
 
@@ -202,7 +201,7 @@ def _lifted_note(added: float) -> str:
     return f"P lifted by {added:.1g}: features as good as dependent" if added else ""
 
 
-def _smallest_eigenvalue(backend: Backend, P: Array, L: Array) -> float:
+def smallest_eigenvalue(backend: Backend, P: Array, L: Array) -> float:
     """A number that is proven to be below all eigenvalues of P = L L^T.
 
     The proof is a Cholesky factor of P minus that multiple of I.  Inverse iteration says which

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from herta_gpu.backends.base import Array, Backend
+from herta_gpu.diffusion import Arrays, Recall, Workspace
 from herta_gpu.factors import Factor, Identity
 from herta_gpu.features import Features, in_float64
 from herta_gpu.grams import RANK_CUT, DenseGram, Gram, LowRankGram, RowSpaceGram
@@ -28,13 +29,9 @@ from herta_gpu.solver import (
     chebyshev_rounding,
 )
 from herta_gpu.unfolded import UnfoldedMap
+from herta_gpu.whitening import Basis, Units, whitened
 
 _GRAM_BYTES = 16 << 20  # float64 copies of rows of Q at a time; P's own size if that is more
-
-
-Arrays = dict[str, Array]
-# A checkpoint gives such a function: what a name stands for is made, or read if it was made before.
-Recall = Callable[[str, Callable[[], Arrays]], Arrays]
 
 
 def made_anew(name: str, make: Callable[[], Arrays]) -> Arrays:
@@ -46,7 +43,9 @@ def made_anew(name: str, make: Callable[[], Arrays]) -> Arrays:
 class Preconditioner:
     """P^-1/2 and what is known about how well P approximates the Hessian."""
 
-    factor: Factor
+    factor: Factor  # in the coordinates of W
+    inner: Factor  # the same in those of Q: W = C0 u
+    basis: Basis | None  # C0; None without a preconditioner, or where Q has those of W
     gram: Gram | None  # Q^T Q; None without a preconditioner
     w_start: Array  # P^-1/2 Q^T Y, so that W = P^-1 Q^T Y: least squares on Q, the warm start
     Q_error: float  # proven ||p(H) x - H^-1 x|| <= Q_error ||H^-1 x||; inf on L_tilde or a sketch
@@ -55,6 +54,7 @@ class Preconditioner:
     features: int  # d
     kept: int  # features that what is proven speaks of; fewer than d where some had to go
     rows: Array | None = None  # training rows of Q, kept for training on Q itself
+    left: Array | None = None  # (r,) bounds of the columns of X C0 - H Q, where that was measured
     Q_all: Array | None = None  # Q on all rows, kept for the certificate
     Z_start: Array | None = None  # Q W at w_start, on all rows: training starts close to Z
 
@@ -78,8 +78,8 @@ class Preconditioner:
         if self.Q_all is None:
             return self
         with np.errstate(over="ignore"):
-            W = self.factor.half(self.w_start).astype(self.Q_all.dtype)
-        Z = backend.matmul(self.Q_all, W)
+            u = self.inner.half(self.w_start).astype(self.Q_all.dtype)
+        Z = backend.matmul(self.Q_all, u)
         size = float(backend.column_dots(Z, Z).sum())  # synchronize!
         # Weights of extreme units may not fit the working precision: then there is no guess.
         return replace(self, Q_all=None, Z_start=Z if math.isfinite(size) else None)
@@ -88,14 +88,15 @@ class Preconditioner:
         """The same Q with P = curvature Q^T Q + ridge I: the loss has become flatter."""
         if self.gram is None:
             return self
-        return replace(self, factor=self.gram.factor(curvature, ridge, symmetric))
+        inner = self.gram.factor(curvature, ridge, symmetric)
+        factor = inner if self.basis is None else self.basis.factor(inner)
+        return replace(self, factor=factor, inner=inner)
 
 
 def no_preconditioner(backend: Backend, d: int, c: int) -> Preconditioner:
     """W itself, started from zero as the paper does."""
-    return Preconditioner(
-        Identity(d), None, backend.xp.zeros((d, c)), float("inf"), float("inf"), False, d, d
-    )
+    none, start = Identity(d), backend.xp.zeros((d, c))
+    return Preconditioner(none, none, None, None, start, math.inf, math.inf, False, d, d)
 
 
 def build(
@@ -109,12 +110,13 @@ def build(
     """Lines 3 to 8 of Algorithm 1 on the training rows."""
     H, X, rows, sampled = A.H, A.X, A.train, H_tilde is not A.H
     backend, d = H.backend, X.shape[1]
-    made = recall(recipe.name, lambda: _solved(recipe, H_tilde, H, X, Y, rows, recall))
+    basis = _basis(recipe, X, rows.shape[0], ridge)
+    made = recall(recipe.name, lambda: _solved(recipe, H_tilde, A, basis, Y, recall))
     Q, at = made["Q"], rows if recipe.all_rows else None
-    error = rounding = float("inf")
+    error = rounding = math.inf
     if not (sampled or recipe.by_rows or recipe.sketch_rows is not None):
         error = chebyshev_error(H_tilde, recipe.degree)
-        narrowest = min(J.stop - J.start for J in recipe.blocks(d))
+        narrowest = min(J.stop - J.start for J in recipe.blocks(basis.rank))
         rounding = chebyshev_rounding(H_tilde, recipe.dtype(H_tilde.dtype), narrowest)
     whole_rows = recipe.by_rows and ridge == 0  # the rows of A itself: no other is missing
     damped = ridge == 0 and rows.shape[0] < d and not whole_rows
@@ -130,58 +132,74 @@ def build(
         QtQ = LowRankGram.of_rows(backend, Q if at is None else Q[at], ridge)
     else:
         count = Q.shape[0] if at is None else rows.shape[0]
-        QtQ = DenseGram(backend, dense, X.column_norms, damped, _gram_rounding(count, d))
-    factor = QtQ.factor(recipe.curvature, ridge, recipe.symmetric)
-    if isinstance(QtQ, DenseGram) and factor.rank < d:
+        QtQ = DenseGram(backend, dense, basis.ridge, damped, _gram_rounding(count, d))
+    inner = QtQ.factor(recipe.curvature, ridge, recipe.symmetric)
+    if isinstance(QtQ, DenseGram) and inner.rank < d:
         seen = X.distinct_columns(H.graph.connected_to(backend.to_numpy(rows)))  # synchronize!
-        kept = d - max(0, seen - factor.rank)
+        kept = d - max(0, seen - inner.rank)
     else:
         kept = d
     return Preconditioner(
-        factor,
+        basis.factor(inner),
+        inner,
+        basis,
         QtQ,
-        factor.half_T(QtY),
+        inner.half_T(QtY),
         error,
         rounding,
         damped,
         d,
         kept,
         rows=Q if recipe.keep_rows and recipe.sketch_rows is None else None,
+        left=made.get("left"),
         Q_all=Q if recipe.all_rows else None,
     )
+
+
+def _basis(recipe: Recipe, X: Features, n_train: int, ridge: float) -> Basis:
+    """The coordinates in which Q is solved for."""
+    if recipe.by_rows or (ridge > 0 and 2 * n_train < X.shape[1]):
+        return Units.plain(X)  # factors of so few rows find their own
+    return whitened(X, cut=ridge == 0) if recipe.whiten else Units.of(X)
 
 
 def _solved(
     recipe: Recipe,
     H_tilde: RegularizedLaplacian,
-    H: RegularizedLaplacian,
-    X: Features,
+    A: UnfoldedMap,
+    basis: Basis,
     Y: Array,
-    rows: Array,
     recall: Recall,
 ) -> Arrays:
     """Q on the training rows or on all, or its sketch."""
+    H, rows, backend = A.H, A.train, A.H.backend
     if recipe.by_rows:
-        return {"Q": _adjoint_rows(recipe, H, X, rows, recall)}
+        return {"Q": _adjoint_rows(recipe, H, A.X, rows, recall)}
     if recipe.sketch_rows is not None:
-        Q_tilde, QtY = _sketched_rows(recipe, H_tilde, X, Y, rows, recall)
+        Q_tilde, QtY = _sketched_rows(recipe, H_tilde, basis, Y, rows, recall)
         return {"Q": Q_tilde, "QtY": QtY}
     n_rows = H.n if recipe.all_rows else rows.shape[0]
-    Q = H.backend.xp.empty((n_rows, X.shape[1]), dtype=recipe.dtype(H.dtype))
-    for J, Q_J in _solved_columns(recipe, H_tilde, X, recall):
+    Q = backend.xp.empty((n_rows, basis.rank), dtype=recipe.dtype(H.dtype))
+    for J, Q_J in _solved_columns(recipe, H_tilde, basis, recall):
         Q[:, J] = Q_J if recipe.all_rows else Q_J[rows]
     return {"Q": Q}
 
 
 def _solved_columns(
-    recipe: Recipe, H_tilde: RegularizedLaplacian, X: Features, recall: Recall
+    recipe: Recipe, H_tilde: RegularizedLaplacian, basis: Basis, recall: Recall
 ) -> Iterator[tuple[slice, Array]]:
-    """Q <- SDDSolver(I + lam L_tilde; X), a block of columns J at a time."""
-    for J in recipe.blocks(X.shape[1]):
+    """Q <- SDDSolver(I + lam L_tilde; X C0), a block of columns J at a time."""
+    blocks = recipe.blocks(basis.rank)
+    width = max(J.stop - J.start for J in blocks)
+    work = Workspace(H_tilde.backend, H_tilde.n, width, recipe.dtype(H_tilde.dtype))
+    for J in blocks:
 
         def solved(J: slice = J) -> Arrays:
-            X_J = X.column_block(J.start, J.stop, recipe.dtype(H_tilde.dtype))
-            return {"Q": chebyshev(H_tilde, X_J, recipe.degree)}
+            B, *iterates = work.blocks(J.stop - J.start)
+            for rows, part in basis.chunks(J):
+                B[rows] = part
+            Z = chebyshev(H_tilde, B, recipe.degree, work=(iterates[0], iterates[1]))
+            return {"Q": Z}
 
         yield J, recall(f"{recipe.name}-columns-{J.start}", solved)["Q"]
 
@@ -227,7 +245,7 @@ def rows_of_inverse(
 def _sketched_rows(
     recipe: Recipe,
     H_tilde: RegularizedLaplacian,
-    X: Features,
+    basis: Basis,
     Y: Array,
     rows: Array,
     recall: Recall,
@@ -235,23 +253,26 @@ def _sketched_rows(
     """Q_tilde, s uniform rows of Hadamard(R Q), and Q^T Y; Q itself never exists whole."""
     backend, s = H_tilde.backend, recipe.sketch_rows
     assert s is not None
-    Q_tilde = backend.xp.empty((s, X.shape[1]), dtype=recipe.dtype(H_tilde.dtype))
-    QtY = backend.xp.empty((X.shape[1], Y.shape[1]))
-    for J, Q_J in _solved_columns(recipe, H_tilde, X, recall):
+    Q_tilde = backend.xp.empty((s, basis.rank), dtype=recipe.dtype(H_tilde.dtype))
+    QtY = backend.xp.empty((basis.rank, Y.shape[1]))
+    for J, Q_J in _solved_columns(recipe, H_tilde, basis, recall):
         Q_rows = backend.asarray(Q_J[rows])
         _, QtY[J] = products(backend, Q_rows, Y, with_gram=False)
         Q_tilde[:, J] = backend.srht(Q_rows, s, recipe.seed)
     return Q_tilde, QtY
 
 
-def residual_gram(H: RegularizedLaplacian, X: Features, Q: Array, width: int) -> Array:
-    """R^T R with R = X - H Q, measured in float64."""
-    R = H.backend.xp.empty(Q.shape, dtype=Q.dtype)
+def residual_norms(H: RegularizedLaplacian, basis: Basis, Q: Array, width: int) -> Array:
+    """(r,) bounds of the norms of the columns of X C0 - H Q, rounding included."""
+    xp, left = H.backend.xp, basis.rounding
+    sizes = xp.sqrt(H.backend.column_dots(Q, Q))
     for j in range(0, Q.shape[1], width):
         J = slice(j, min(j + width, Q.shape[1]))
-        # Against X itself, not against X rounded to the working precision.
-        R[:, J] = H.residual(X.column_block(J.start, J.stop, "float64"), Q[:, J])
-    return gram(H.backend, R)
+        Z, squares = H.backend.asarray(Q[:, J]), 0.0
+        for rows, part in basis.chunks(J):
+            squares = squares + (H.residual_rows(part, Z, rows.start) ** 2).sum(axis=0)
+        left[J] += xp.sqrt(squares) + H.residual_rounding * sizes[J]
+    return left
 
 
 def gram(backend: Backend, Q: Array, at: Array | None = None) -> Array:

@@ -78,6 +78,16 @@ class RegularizedLaplacian:
         terms = self.backend.roundings(self.most_neighbours, columns) + 8
         return 0.5 * float(np.finfo(np.float64).eps) * terms * self.lambda_max
 
+    @property
+    def residual_rounding(self) -> float:
+        """||computed `residual_rows` less the true ones|| <= this ||Z||."""
+        return 0.5 * float(np.finfo(np.float64).eps) * (self.most_neighbours + 8) * self.lambda_max
+
+    def residual_rows(self, B: Array, Z: Array, start: int) -> Array:
+        """Rows start, start + 1, ... of B - H Z in float64; B holds those rows, and is lost."""
+        L = self.laplacian(str(Z.dtype))
+        return self.backend.residual_rows(L, self.lam, Z, B, start, out=B)
+
     def apply(self, X: Array) -> Array:
         """H X in the precision of X."""
         return self.backend.apply_H(self.laplacian(str(X.dtype)), self.lam, X)
@@ -243,11 +253,14 @@ def chebyshev_rounding(H: RegularizedLaplacian, dtype: str, columns: int) -> flo
     return 0.5 * float(np.finfo(dtype).eps) * (step / (1 - r) ** 2 + top)
 
 
-def chebyshev(H: RegularizedLaplacian, B: Array, degree: int) -> Array:
+def chebyshev(
+    H: RegularizedLaplacian, B: Array, degree: int, work: tuple[Array, Array] | None = None
+) -> Array:
     """Z = p(H) B with p the Chebyshev polynomial: a linear map, the same for every column.
 
     ||p(H) b - H^-1 b|| <= eps ||H^-1 b|| with eps = `chebyshev_error`, in the H-norm and in the
     2-norm alike, for every b: this is what makes the preconditioner's bound hold for any X.
+    `work` are two blocks like B to work in, one of which becomes the result.
     """
     theta, delta = (H.lambda_max + 1) / 2, (H.lambda_max - 1) / 2
     rho, steps = delta / theta, []
@@ -255,7 +268,7 @@ def chebyshev(H: RegularizedLaplacian, B: Array, degree: int) -> Array:
         rho_next = 1.0 / (2 * theta / delta - rho) if delta > 0 else 0.0
         steps.append((rho * rho_next, 2 * rho_next / delta if delta > 0 else 0.0))
         rho = rho_next
-    return H.backend.chebyshev(H.laplacian(str(B.dtype)), H.lam, B, 1 / theta, steps)
+    return H.backend.chebyshev(H.laplacian(str(B.dtype)), H.lam, B, 1 / theta, steps, work=work)
 
 
 def column_bytes(dtype: str) -> int:

@@ -1,0 +1,155 @@
+"""Rows of Q = H^-1 X C0, solved for in blocks of columns, with a proven bound of their error.
+
+No array of n x d numbers is needed.  Of each block of columns three arrays of n x k exist: the
+right-hand side B, and the two iterates of Chebyshev.  A block takes a few passes:
+
+    Z = p(H) B;   rows of Q += rows of Z;   B <- B - H Z
+
+The residual is computed in float64, the first time against X C0 itself: B in float32 is not X C0,
+and what its rounding hides would never be seen.  H >= I, so Q is off by no more than what is left:
+
+    ||H^-1 X C0 v - Q v|| <= ||R v||,   R = X C0 - H Q.
+
+`left` holds the norms of R's columns, with all that rounding may have added to them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from herta_gpu.backends.base import Array, Backend
+from herta_gpu.solver import RegularizedLaplacian, chebyshev, chebyshev_degree, chebyshev_rounding
+from herta_gpu.whitening import Basis
+
+_MOST_PRODUCTS = 10**5  # with H, for each column
+_MARGIN = 0.9  # a pass aims a little lower, so that the last one is not missed by rounding
+_TYPICAL = 0.01  # what rounding really does to a pass, of the worst case
+_CHUNK = 1 << 19  # numbers of a block that the residual is computed for at a time
+
+
+Arrays = dict[str, Array]
+# A checkpoint gives such a function: what a name stands for is made, or read if it was made before.
+Recall = Callable[[str, Callable[[], Arrays]], Arrays]
+
+
+class Workspace:
+    """Three n x k blocks for every k up to `width`, allocated once."""
+
+    def __init__(self, backend: Backend, n: int, width: int, dtype: str) -> None:
+        self.n = n
+        self._flat = [backend.empty((n * width,), dtype) for _ in range(3)]
+
+    def blocks(self, k: int) -> list[Array]:
+        return [flat[: self.n * k].reshape(self.n, k) for flat in self._flat]
+
+
+class Diffusion:
+    """The rows `at` of Q in float64, those `beside` in the working precision, and what is left.
+
+    Where n x r numbers may be `kept`, a later call of `lower` goes on from the residual.
+    """
+
+    def __init__(
+        self,
+        H: RegularizedLaplacian,
+        basis: Basis,
+        at: Array,
+        beside: Array,
+        blocks: Sequence[slice],
+        dtype: str,
+        kept: bool,
+    ) -> None:
+        xp, r = H.backend.xp, basis.rank
+        self.H, self.basis, self.at, self.beside, self.dtype = H, basis, at, beside, dtype
+        self.cuts, self.width = blocks, max(J.stop - J.start for J in blocks)
+        self.rows = xp.zeros((at.shape[0], r))
+        self.others = xp.zeros((beside.shape[0], r), dtype=dtype)
+        self.left = basis.sizes  # bounds of the norms of the columns of X C0 - H Q, Q still 0
+        self.products = 0  # with H, for each column, at most
+        self._kept = H.backend.empty((H.n, r), dtype) if kept else None
+        self._begun = False
+
+    def lower(self, goal: float, recall: Recall, name: str) -> None:
+        """Solve until no column leaves more than `goal` times its size, if rounding allows it."""
+        work = Workspace(self.H.backend, self.H.n, self.width, self.dtype)
+        on = self._begun and self._kept is not None
+        left = self.left.copy()
+        for J in self.cuts:
+            block = recall(f"{name}-columns-{J.start}", partial(self._block, J, goal, work, on))
+            self.rows[:, J], self.others[:, J] = block["rows"], block["others"]
+            left[J] = block["left"]
+            self.products = max(self.products, int(block["products"][0]))  # synchronize!
+            if self._kept is not None:
+                self._kept[:, J] = block["B"]
+        self.left, self._begun = left, True
+
+    def _block(self, J: slice, goal: float, work: Workspace, on: bool) -> Arrays:
+        """One block of columns: from X C0, or on from what was left of it."""
+        H, basis, k = self.H, self.basis, J.stop - J.start
+        xp, (B, *iterates) = H.backend.xp, work.blocks(k)
+        sizes, unit = basis.sizes[J], 0.5 * float(np.finfo(self.dtype).eps)
+        if on:
+            assert self._kept is not None
+            B[...] = self._kept[:, J]
+            rows, others = self.rows[:, J].copy(), self.others[:, J].copy()
+            norms, left = xp.sqrt(H.backend.column_dots(B, B)), self.left[J]
+            rounded = xp.maximum(left - norms, 0.0) + unit * norms
+        else:
+            for part_rows, part in basis.chunks(J):
+                B[part_rows] = part
+            rows = xp.zeros((self.at.shape[0], k))
+            others = xp.zeros((self.beside.shape[0], k), dtype=self.dtype)
+            norms, rounded = sizes, basis.rounding[J]
+        worst, last, products = _worst(xp, norms, sizes), math.inf, 0
+        while worst > goal and worst < 0.5 * last and products < _MOST_PRODUCTS:
+            degree = self._degree(goal / worst, k)
+            Z = chebyshev(H, B, degree, work=(iterates[0], iterates[1]))
+            rows += Z[self.at]
+            others += Z[self.beside]
+            fresh = products == 0 and not on
+            source = basis.chunks(J) if fresh else _chunks(H.backend, B)
+            before, norms = norms, _new_residual(H, source, Z, B)
+            # ||Z|| <= ||H Z|| <= ||B|| + ||B - H Z||, and the new B is stored rounded.
+            rounded = rounded + H.residual_rounding * (before + norms) + unit * norms
+            products, last, worst = products + degree, worst, _worst(xp, norms, sizes)
+        made = {"rows": rows, "others": others, "left": norms + rounded}
+        made["products"] = xp.asarray([products])
+        return made if self._kept is None else {**made, "B": B}
+
+    def _degree(self, factor: float, columns: int) -> int:
+        """The degree of the next of the passes, all alike, that lower a residual by `factor`.
+
+        One pass cannot do more than rounding lets it.
+        """
+        worst_case = chebyshev_rounding(self.H, self.dtype, columns)
+        least = max(8 * float(np.finfo(self.dtype).eps), _TYPICAL * worst_case)
+        count = max(1, math.ceil(math.log(factor) / math.log(min(least, 0.1)) - 1e-9))
+        return chebyshev_degree(self.H, _MARGIN * factor ** (1 / count))
+
+
+def _worst(xp: Any, norms: Array, sizes: Array) -> float:
+    return float(xp.max(norms / xp.where(sizes > 0, sizes, 1.0)))  # synchronize!
+
+
+def _chunks(backend: Backend, B: Array) -> Iterator[tuple[slice, Array]]:
+    step = max(1, _CHUNK // B.shape[1])
+    for a in range(0, B.shape[0], step):
+        rows = slice(a, min(a + step, B.shape[0]))
+        yield rows, B[rows].astype("float64")
+
+
+def _new_residual(
+    H: RegularizedLaplacian, source: Iterator[tuple[slice, Array]], Z: Array, B: Array
+) -> Array:
+    """B <- source - H Z; the norms of its columns, before they are stored."""
+    squares: Any = 0.0
+    for rows, part in source:
+        R = H.residual_rows(part, Z, rows.start)
+        B[rows] = R
+        squares = squares + (R * R).sum(axis=0)
+    return H.backend.xp.sqrt(squares)

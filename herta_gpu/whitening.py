@@ -1,0 +1,200 @@
+"""Coordinates for the columns of X: W = C0 u, so that training is on X C0 instead of X.
+
+Two kinds.  `Units` scales each column of X to norm 1: it costs nothing, and no unit of measurement
+decides anything.  `Whitened` makes the columns of X C0 orthonormal up to rounding, by Cholesky's
+factor of X^T X in float64 (and of a second Gram matrix where X is ill-conditioned): errors of a
+solve then count alike in every direction, however much the features resemble each other.
+
+Both leave the problem as it is: C0 is invertible on what it keeps, and a ridge on W becomes
+ridge * C0^T C0 on u.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from herta_gpu.backends.base import Array, norm
+from herta_gpu.factors import Composed, Factor, Scaled
+from herta_gpu.features import Features
+from herta_gpu.grams import smallest_eigenvalue
+
+DEPENDENT = 1e-10  # what a combination of unit columns must leave to count as a direction
+_EPS = float(np.finfo(np.float64).eps)
+_PLAIN = 1e-7  # eigenvalue of the Gram matrix of unit columns that one round resolves well
+
+
+class Basis(Protocol):
+    """C0 (d x r): the columns of X C0 are what is solved for."""
+
+    @property
+    def rank(self) -> int:
+        """r, the number of columns."""
+
+    @property
+    def sizes(self) -> Array:
+        """(r,) bounds of the norms of the columns of X C0."""
+
+    @property
+    def norm(self) -> float:
+        """A bound of ||X C0||_2."""
+
+    @property
+    def rounding(self) -> Array:
+        """(r,) bounds of what rounding does to the columns of a computed X C0."""
+
+    @property
+    def ridge(self) -> Array:
+        """C0^T C0; (r,) where it is diagonal."""
+
+    def chunks(self, J: slice) -> Iterator[tuple[slice, Array]]:
+        """(rows, rows of X C0[:, J]) in float64, in turn."""
+
+    def weights(self, u: Array) -> Array:
+        """W = C0 u."""
+
+    def weights_rounding(self, u: Array) -> float:
+        """A bound of ||X (computed C0 u - C0 u)||_F."""
+
+    def factor(self, inner: Factor) -> Factor:
+        """C0 C for a factor C of P in the coordinates u: the same P seen from W."""
+
+
+@dataclass
+class Units:
+    """C0 = diag(scale), scale 1 / norm of each column of X."""
+
+    X: Features
+    scale: Array  # (d,)
+
+    @classmethod
+    def of(cls, X: Features) -> Units:
+        xp, size = X.backend.xp, X.column_norms
+        return cls(X, 1.0 / xp.where(size > 0, size, 1.0))
+
+    @classmethod
+    def plain(cls, X: Features) -> Units:
+        """X as it is."""
+        return cls(X, X.backend.xp.ones(X.shape[1]))
+
+    @property
+    def rank(self) -> int:
+        return self.scale.shape[0]
+
+    @property
+    def sizes(self) -> Array:
+        return self.scale * self.X.column_norms * (1 + 1e-12)
+
+    @property
+    def norm(self) -> float:
+        return norm(self.sizes)  # Frobenius
+
+    @property
+    def rounding(self) -> Array:
+        return 2 * _EPS * self.sizes
+
+    @property
+    def ridge(self) -> Array:
+        return self.scale**2
+
+    def chunks(self, J: slice) -> Iterator[tuple[slice, Array]]:
+        for rows, part in self.X.row_chunks(J):
+            yield rows, part * self.scale[J]
+
+    def weights(self, u: Array) -> Array:
+        return self.scale[:, None] * u
+
+    def weights_rounding(self, u: Array) -> float:
+        rows = self.X.backend.xp.sqrt((u * u).sum(axis=1))
+        return _EPS * float((self.sizes * rows).sum())  # synchronize!
+
+    def factor(self, inner: Factor) -> Factor:
+        return Scaled(self.scale, inner)
+
+
+@dataclass
+class Whitened:
+    """C0 with X C0 orthonormal up to rounding."""
+
+    X: Features
+    C: Array  # d x r
+    norm: float
+    spread: Array  # (r,) sum over features of |x_j| |C_jk|: what rounding is relative to
+
+    @property
+    def rank(self) -> int:
+        return self.C.shape[1]
+
+    @property
+    def sizes(self) -> Array:
+        return self.X.backend.xp.full(self.rank, self.norm)
+
+    @property
+    def rounding(self) -> Array:
+        return (self.C.shape[0] + 2) * 0.5 * _EPS * self.spread
+
+    @property
+    def ridge(self) -> Array:
+        return self.X.backend.matmul(self.C.T, self.C)
+
+    def chunks(self, J: slice) -> Iterator[tuple[slice, Array]]:
+        backend = self.X.backend
+        C = backend.asarray(self.C[:, J])
+        for rows, part in self.X.row_chunks():
+            yield rows, backend.matmul(part, C)
+
+    def weights(self, u: Array) -> Array:
+        return self.X.backend.matmul(self.C, u)
+
+    def weights_rounding(self, u: Array) -> float:
+        rows = self.X.backend.xp.sqrt((u * u).sum(axis=1))
+        return (self.rank + 2) * 0.5 * _EPS * float((self.spread * rows).sum())  # synchronize!
+
+    def factor(self, inner: Factor) -> Factor:
+        return Composed(self.X.backend, self.C, inner)
+
+
+def whitened(X: Features, cut: bool) -> Whitened:
+    """Shifted Cholesky QR (Fukaya and others, 2020) of X with its columns scaled to norm 1.
+
+    One round suffices where the Gram matrix is well conditioned.  Otherwise a little is added to
+    its diagonal, and the Gram matrix of the columns found so far shows what that hid.  `cut`:
+    directions that unit columns nearly do not have go; never with a ridge, which sees them all.
+    """
+    backend, d = X.backend, X.shape[1]
+    xp, scale = backend.xp, Units.of(X).scale
+    G, at = X.gram(scale), xp.arange(d)
+    G[at, at] = xp.where(X.column_norms > 0, G[at, at], 1.0)  # an empty column is no direction
+    L = backend.cholesky(G)
+    smallest = 0.0 if L is None else smallest_eigenvalue(backend, G, L)
+    shift = 0.0 if smallest > _PLAIN else 16 * (d + 2) * d * _EPS
+    if shift:
+        G[at, at] += shift
+        L = backend.cholesky(G)
+    assert L is not None  # the shift is far above what rounding can hide
+    C = scale[:, None] * backend.solve_triangular(L, xp.eye(d), trans=True)
+    # What the Gram matrix and its factor have lost to rounding, seen from the smallest eigenvalue.
+    lost = X.sum_rounding + (d + 6) * _EPS
+    if shift:
+        return _second_round(X, C, shift, cut, lost)
+    return Whitened(X, C, (1 + lost * d / smallest) ** 0.5, _spread(X, C))
+
+
+def _second_round(X: Features, C: Array, shift: float, cut: bool, lost: float) -> Whitened:
+    """The columns X C, nearly orthonormal but for what the shift hid, made orthonormal."""
+    backend, xp = X.backend, X.backend.xp
+    values, V = xp.linalg.eigh(X.gram(C))
+    least = DEPENDENT**2 / shift  # sigma^2 / (sigma^2 + shift) of a direction of size sigma
+    keep = values > least if cut else xp.ones(values.shape[0], dtype=bool)
+    values = xp.maximum(values, least)[keep]
+    off = 0.5 * (X.shape[1] + 2) * _EPS * norm(_spread(X, C))  # ||computed X C - X C||_F
+    C = backend.matmul(C, xp.ascontiguousarray(V[:, keep]) / xp.sqrt(values))
+    bound = (1 + lost * X.shape[1] / least) ** 0.5 + off / least**0.5
+    return Whitened(X, C, bound, _spread(X, C))
+
+
+def _spread(X: Features, C: Array) -> Array:
+    return X.backend.matmul(abs(C).T, X.column_norms[:, None])[:, 0]
