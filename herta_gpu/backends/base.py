@@ -12,9 +12,10 @@ counters, so the same seed gives the same numbers on every backend, whatever the
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from herta_gpu.graph import Graph
 
 Array = Any  # numpy.ndarray or cupy.ndarray, as the backend says
 Part = tuple[slice, slice]  # rows and columns of a matrix
+Exact = tuple[Array, Array, Array | None]  # D^-1/2, diag(L) and the weights in float64
 
 # Philox streams: one number per use, so that no two uses share random bits.
 STREAM_INCIDENCE = 0  # Pi_1, keyed by the edge's two ends
@@ -80,6 +82,19 @@ class Laplacian:
     lambda_max: float  # proven upper bound of the largest eigenvalue
     # (n,) int64, row i is the caller's node order[i], which keys the sketches; None: node i.
     order: Array | None = field(default=None, kw_only=True)
+    unrounded: Callable[[], Exact] | None = field(default=None, kw_only=True, repr=False)
+
+    @cached_property
+    def exact(self) -> Exact:
+        """(D^-1/2, diag(L), weights) in float64, whatever this Laplacian's own precision is.
+
+        A residual must be that of the graph's H, not of an H whose entries were rounded to
+        float32.  Made when first asked for: 16 bytes a node.
+        """
+        if self.inv_sqrt_degree.dtype == np.float64:
+            return self.inv_sqrt_degree, self.diagonal, self.weights
+        assert self.unrounded is not None
+        return self.unrounded()
 
     @property
     def nnz(self) -> int:
@@ -229,6 +244,35 @@ class Backend(ABC):
     def apply_H(self, L: Laplacian, lam: float, X: Array, out: Array | None = None) -> Array:
         """Y = (I + lam L) X = (1 + lam diag(L)) X - lam D^-1/2 A D^-1/2 X for an n x k block."""
 
+    @abstractmethod
+    def residual_rows(
+        self, L: Laplacian, lam: float, Z: Array, B: Array, start: int, out: Array | None = None
+    ) -> Array:
+        """Rows start, start + 1, ... of B - (I + lam L) Z, in float64 whatever Z's precision is.
+
+        B is a chunk of rows, float64, and so is the result, which may be B itself (`out`).  Z is
+        the whole n x k block; its numbers are widened on their way, and no array of n x k or of
+        nnz numbers is made.  With s, l and w the float64 arrays of `Laplacian.exact`, row i is
+
+            B_i - (1 + lam l_i) Z_i + lam s_i sum_j w_ij s_j Z_j,
+
+        and a term of it is rounded at most (neighbours + 8) times by 2^-53.  Neither the number
+        of threads nor the way in which rows are cut into chunks changes a bit of it.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> from herta_gpu import Graph
+        >>> from herta_gpu.backends import get_backend
+        >>> backend, graph = get_backend("cpu"), Graph.from_edges([[0, 1], [1, 2]])
+        >>> L = backend.laplacian(graph, "float32")
+        >>> Z, B = np.ones((3, 2), "float32"), np.ones((2, 2))  # B: rows 1 and 2
+        >>> R = backend.residual_rows(L, 5.0, Z, B, start=1)
+        >>> H = np.eye(3) + 5.0 * graph.to_csr().toarray()
+        >>> bool(np.abs(R - (B - (H @ Z)[1:])).max() < 1e-14)
+        True
+        """
+
     def roundings(self, neighbours: float, columns: int) -> float:
         """How often a term of a sum over so many neighbours is rounded, at most, on its way.
 
@@ -283,15 +327,35 @@ class Backend(ABC):
         """Z_prev <- Z + c1 (Z - Z_prev) + c2 (B - H Z), in place: the next iterate."""
 
     def chebyshev(
-        self, L: Laplacian, lam: float, B: Array, first: float, steps: Iterable[tuple[float, float]]
+        self,
+        L: Laplacian,
+        lam: float,
+        B: Array,
+        first: float,
+        steps: Iterable[tuple[float, float]],
+        work: tuple[Array, Array] | None = None,
     ) -> Array:
-        """Z of Z_0 = 0, Z_1 = first B, and a `chebyshev_step` for each (c1, c2)."""
-        Z, Z_prev = self.empty(B.shape, str(B.dtype)), self.zeros(B.shape, str(B.dtype))
+        """Z of Z_0 = 0, Z_1 = first B, and a `chebyshev_step` for each (c1, c2).
+
+        `work` are two blocks like B for the iterates, one of which is the result; with them, no
+        other array of n x k numbers is made.
+        """
+        Z, Z_prev = self.iterates(B, work)
+        Z_prev.fill(0)
         self.xp.multiply(B, B.dtype.type(first), out=Z)
         for c1, c2 in steps:
             self.chebyshev_step(L, lam, Z, Z_prev, B, c1, c2)
             Z, Z_prev = Z_prev, Z
         return Z
+
+    def iterates(self, B: Array, work: tuple[Array, Array] | None) -> tuple[Array, Array]:
+        """The two blocks that `chebyshev` works in: the caller's, or new ones."""
+        if work is None:
+            return self.empty(B.shape, str(B.dtype)), self.empty(B.shape, str(B.dtype))
+        for block in work:
+            if (block.shape, block.dtype) != (B.shape, B.dtype) or not block.flags.c_contiguous:
+                raise ValueError(f"work must be two C-contiguous blocks of {B.shape}, {B.dtype}.")
+        return work
 
     # ---- Algorithm 2 ---------------------------------------------------------------------
     @abstractmethod

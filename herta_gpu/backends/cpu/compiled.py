@@ -23,6 +23,7 @@ from herta_gpu.backends.cpu.reference import (
     CPUBackend,
     _integer_scores,
     _pool,
+    unrounded,
 )
 from herta_gpu.plumbing.machine import num_threads
 
@@ -84,6 +85,7 @@ class CompiledBackend(CPUBackend):
             diagonal=(graph.loopless_degree / graph.degree).astype(dtype),
             lambda_max=graph.lambda_max_bound,
             order=graph.order,
+            unrounded=partial(unrounded, graph),
             cuts=np.unique(np.concatenate([[0], inner, [graph.num_nodes]])),
         )
 
@@ -111,6 +113,25 @@ class CompiledBackend(CPUBackend):
         if out is None or out is Y:
             return Y
         out[...] = Y
+        return out
+
+    def residual_rows(
+        self, L: Laplacian, lam: float, Z: Array, B: Array, start: int, out: Array | None = None
+    ) -> Array:
+        assert isinstance(L, CompiledLaplacian)
+        (b, k), Z, B = B.shape, self.asarray(Z), self.asarray(B, "float64")
+        usable = out is not None and out.dtype == np.float64 and out.flags.c_contiguous
+        R = out if usable else aligned_empty(B.shape, "float64")
+        s, diagonal, weights = L.exact
+        first, last = np.searchsorted(L.cuts, (start + 1, start + b))
+        cuts = np.concatenate([[start], L.cuts[first:last], [start + b]])
+        work = (int(L.indptr[start + b] - L.indptr[start]) + 4 * b) * k
+        kernel = laplacian.residual_column if k == 1 else laplacian.residual
+        arrays = (L.indptr, L.indices, weights, s, diagonal)
+        _run(partial(kernel, Z, B, R, start, arrays, float(lam), cuts), work)
+        if out is None or out is R:
+            return R
+        out[...] = R
         return out
 
     def roundings(self, neighbours: float, columns: int) -> float:
@@ -153,18 +174,26 @@ class CompiledBackend(CPUBackend):
         _apply(L, lam, Z, Z_prev, B=B, c1=c1, c2=c2)
 
     def chebyshev(
-        self, L: Laplacian, lam: float, B: Array, first: float, steps: Iterable[tuple[float, float]]
+        self,
+        L: Laplacian,
+        lam: float,
+        B: Array,
+        first: float,
+        steps: Iterable[tuple[float, float]],
+        work: tuple[Array, Array] | None = None,
     ) -> Array:
         assert isinstance(L, CompiledLaplacian)
-        if not L.far:
-            return super().chebyshev(L, lam, B, first, steps)
+        if not L.far and B.shape[1] != 1:
+            return super().chebyshev(L, lam, B, first, steps, work)
         # On D^-1/2 Z throughout: what a step reads from afar is then the iterate itself.
         B, s = self.asarray(B, str(L.inv_sqrt_degree.dtype)), L.inv_sqrt_degree
-        Z, Z_prev = _scaled(B, s, first), self.zeros(B.shape, str(B.dtype))
+        Z, Z_prev = self.iterates(B, work)
+        _scaled(B, s, first, out=Z)
+        Z_prev.fill(0)
         for c1, c2 in steps:
             _apply(L, lam, Z, Z_prev, B=B, c1=c1, c2=c2, scaled=True)
             Z, Z_prev = Z_prev, Z
-        return _scaled(Z, 1 / s, 1.0, out=Z)
+        return _scaled(Z, s, 1.0, out=Z, inverse=True)
 
     # ---- Algorithm 2 ---------------------------------------------------------------------
     def sketch_incidence(self, L: Laplacian, k: int, seed: int) -> Array:
@@ -272,7 +301,7 @@ def _apply(
     s, number, kernel = L.inv_sqrt_degree, X.dtype.type, laplacian.apply
     G, factors = X, (s, s, None)
     if scaled:
-        factors = (None, s * s, s)
+        factors = (None, s, s)
     elif L.far or X.shape[1] == 1:
         G, factors = _scaled(X, s, 1.0, scratch), (None, s, None)
     if X.shape[1] == 1:
@@ -282,14 +311,15 @@ def _apply(
     _run(partial(kernel, G, X, *rest), (L.nnz + 4 * L.n) * X.shape[1])
 
 
-def _scaled(X: Array, s: Array, f: float, out: Array | None = None) -> Array:
-    """diag(f s) X."""
-    out = aligned_empty(X.shape, X.dtype) if out is None else out
+def _scaled(X: Array, s: Array, f: float, out: Array | None = None, inverse: bool = False) -> Array:
+    """diag(f s) X, or diag(f / s) X if `inverse`."""
+    out, f = aligned_empty(X.shape, X.dtype) if out is None else out, X.dtype.type(f)
     if X.shape[1] == 1:
-        np.multiply(X[:, 0], X.dtype.type(f) * s, out=out[:, 0])
+        (np.divide if inverse else np.multiply)(X[:, 0], s, out=out[:, 0])
+        out *= f
         return out
     rows = _flat_rows(X.shape[1])
-    _run(partial(laplacian.scale_rows, X, s, X.dtype.type(f), out, rows), X.size)
+    _run(partial(laplacian.scale_rows, X, s, f, out, inverse, rows), X.size)
     return out
 
 

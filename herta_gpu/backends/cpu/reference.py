@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ from herta_gpu.backends.base import (
     Array,
     Backend,
     CGState,
+    Exact,
     Laplacian,
     keep_probabilities,
     score_exponent,
@@ -34,6 +36,8 @@ from herta_gpu.backends.cpu import lapack, philox
 from herta_gpu.plumbing.machine import host_memory, num_threads
 
 _CHUNK_WORK = 1 << 16  # non-zeros plus four per row: a block of 64 columns stays in the L2 cache
+_ROWS = 1 << 12  # rows of a residual that one thread takes at a time
+_ENTRY_CHUNK = 1 << 16  # neighbours whose rows are widened to float64 at once
 _EDGE_CHUNK = 1 << 15  # edges handled at once by the sketch and the scores
 _DRAW_CHUNK = 1 << 20  # draws handled at once by the sampler
 _HADAMARD_FACTOR = 32  # rows mixed by one matrix product of the Walsh-Hadamard transform
@@ -57,6 +61,11 @@ class CPULaplacian(Laplacian):
     """A Laplacian cut into row chunks, each a SciPy CSR matrix over views of the graph's arrays."""
 
     chunks: list[tuple[slice, Any]] = field(default_factory=list)
+
+
+def unrounded(graph: Any) -> Exact:
+    """`Laplacian.exact` from the graph's own arrays."""
+    return 1.0 / np.sqrt(graph.degree), graph.loopless_degree / graph.degree, graph.weights
 
 
 def _row_chunks(indptr: Array, indices: Array, weights: Array | None, dtype: str) -> list[Any]:
@@ -134,6 +143,7 @@ class CPUBackend(Backend):
             diagonal=(graph.loopless_degree / graph.degree).astype(dtype),
             lambda_max=graph.lambda_max_bound,
             order=graph.order,
+            unrounded=partial(unrounded, graph),
             chunks=_row_chunks(graph.indptr, graph.indices, weights, dtype),
         )
 
@@ -141,20 +151,29 @@ class CPUBackend(Backend):
     def apply_H(self, L: Laplacian, lam: float, X: Array, out: Array | None = None) -> Array:
         assert isinstance(L, CPULaplacian)
         Y = np.empty_like(X) if out is None else out
-        s = L.inv_sqrt_degree[:, None]
-        h = (1 + lam * L.diagonal).astype(X.dtype)[:, None]
-        lam_s = (lam * L.inv_sqrt_degree).astype(X.dtype)[:, None]
-        SX = s * X
+        X = X.copy() if np.may_share_memory(X, Y) else X
 
         def rows(chunk: tuple[slice, Any]) -> None:
-            at, A = chunk
-            np.multiply(h[at], X[at], out=Y[at])
-            ASX = A @ SX
-            ASX *= lam_s[at]
-            Y[at] -= ASX
+            Y[chunk[0]] = _H_rows(L, lam, X, *chunk)
 
         _each(rows, L.chunks)
         return Y
+
+    def residual_rows(
+        self, L: Laplacian, lam: float, Z: Array, B: Array, start: int, out: Array | None = None
+    ) -> Array:
+        out, stop = np.empty(B.shape) if out is None else out, start + B.shape[0]
+        s, diagonal, _ = L.exact
+        parts = [slice(a, min(a + _ROWS, stop)) for a in range(start, stop, _ROWS)]
+
+        def rows(at: slice) -> None:
+            here = slice(at.start - start, at.stop - start)
+            HZ = (1 + lam * diagonal[at])[:, None] * Z[at].astype(np.float64)
+            HZ -= (lam * s[at])[:, None] * _neighbour_sums(L, Z, at)
+            np.subtract(B[here], HZ, out=out[here])
+
+        _each(rows, parts)
+        return out
 
     def column_dots(self, X: Array, Y: Array) -> Array:
         parts = _each(lambda at: _dots(X[at], Y[at]), _flat_chunks(*X.shape))
@@ -189,17 +208,16 @@ class CPUBackend(Backend):
     def chebyshev_step(
         self, L: Laplacian, lam: float, Z: Array, Z_prev: Array, B: Array, c1: float, c2: float
     ) -> None:
+        assert isinstance(L, CPULaplacian)
         dtype = Z.dtype.type
-        HZ = self.apply_H(L, lam, Z)
 
-        def advance(at: slice) -> None:
-            np.subtract(B[at], HZ[at], out=HZ[at])
-            HZ[at] *= dtype(c2)
+        def advance(chunk: tuple[slice, Any]) -> None:
+            at, _ = chunk
             Z_prev[at] *= dtype(-c1)
             Z_prev[at] += dtype(1 + c1) * Z[at]
-            Z_prev[at] += HZ[at]
+            Z_prev[at] += dtype(c2) * (B[at] - _H_rows(L, lam, Z, *chunk))
 
-        _each(advance, _flat_chunks(*Z.shape))
+        _each(advance, L.chunks)
 
     # ---- Algorithm 2 ---------------------------------------------------------------------
     def sketch_incidence(self, L: Laplacian, k: int, seed: int) -> Array:
@@ -265,6 +283,35 @@ class CPUBackend(Backend):
         keys = philox.words64(0, padded, seed, STREAM_ROWS)
         rows = np.sort(np.argsort(keys, kind="stable")[:s])
         return Y[rows] * Q.dtype.type(np.sqrt(padded / s))
+
+
+def _H_rows(L: Laplacian, lam: float, X: Array, at: slice, A: Any) -> Array:
+    """Rows `at` of H X; A holds those of the adjacency matrix."""
+    s = L.inv_sqrt_degree
+    AS = sp.csr_array((A.data * s[A.indices], A.indices, A.indptr), shape=A.shape)
+    Y = (1 + lam * L.diagonal[at]).astype(X.dtype)[:, None] * X[at]
+    Y -= (lam * s[at]).astype(X.dtype)[:, None] * (AS @ X)
+    return Y
+
+
+def _neighbour_sums(L: Laplacian, Z: Array, at: slice) -> Array:
+    """Rows `at` of A D^-1/2 Z in float64, a bounded number of neighbours at a time.
+
+    Pieces end at multiples of `_ENTRY_CHUNK` of the whole graph: a row is always summed alike.
+    """
+    s, _, weights = L.exact
+    indptr, k = L.indptr[at.start : at.stop + 1], Z.shape[1]
+    first, last = int(indptr[0]), int(indptr[-1])
+    total = np.zeros((at.stop - at.start, k))
+    inner = range(first // _ENTRY_CHUNK * _ENTRY_CHUNK + _ENTRY_CHUNK, last, _ENTRY_CHUNK)
+    for a, b in pairwise([first, *inner, last]):
+        # SciPy would widen all of Z: it gets the rows that these neighbours name.
+        nodes, place = np.unique(L.indices[a:b], return_inverse=True)
+        values = s[L.indices[a:b]] if weights is None else weights[a:b] * s[L.indices[a:b]]
+        local = np.clip(indptr, a, b) - a
+        A = sp.csr_array((values, place, local), shape=(total.shape[0], nodes.shape[0]))
+        total += A @ Z[nodes].astype(np.float64)
+    return total
 
 
 def walsh_hadamard(Y: Array) -> Array:

@@ -242,6 +242,11 @@ class CUDABackend(Backend):
             self._product("apply_H", L, lam, X, X, Y, NULL, NULL)
         return Y
 
+    def residual_rows(
+        self, L: Laplacian, lam: float, Z: Array, B: Array, start: int, out: Array | None = None
+    ) -> Array:
+        raise NotImplementedError
+
     def _product(self, kernel: str, L: Laplacian, lam: float, X: Array, *tail: Any) -> None:
         """apply_H or chebyshev on the block X; `tail` is what follows the common arguments."""
         assert isinstance(L, DeviceLaplacian)

@@ -9,6 +9,7 @@ results do not depend on how many threads there are.
 from numba import float64
 
 from herta_gpu.backends.cpu.kernels.simd import (
+    REGISTER_BYTES,
     VECTOR_BYTES,
     add,
     add_product,
@@ -18,16 +19,19 @@ from herta_gpu.backends.cpu.kernels.simd import (
     kernel,
     load,
     load_quarter,
+    load_wide,
     mul,
     peek,
     prefetch,
     splat,
     splat_quarter,
+    splat_wide,
     store,
     sub,
 )
 
 TILE = 4  # vectors of a row held in registers at once
+WIDE_TILE = 4 * REGISTER_BYTES // 64  # the same of rows that are summed in float64
 _AHEAD = 40  # neighbours between the prefetch of a row and its use: a few rows of a graph
 FAR = 8 << 20  # bytes from which on a random read is waited for
 RUN = 32  # neighbours summed before the sum joins those before it: a hub then rounds far less
@@ -39,6 +43,11 @@ def _scale(s, weights, v, e):  # type: ignore[no-untyped-def]
     if s is None:
         return 1.0 if weights is None else peek(weights, e)
     return peek(s, v) if weights is None else peek(s, v) * peek(weights, e)
+
+
+@inline
+def _post(post, own, i):  # type: ignore[no-untyped-def]
+    return peek(post, i) if own is None else peek(post, i) * peek(own, i)
 
 
 @inline
@@ -92,7 +101,7 @@ def _narrow_rows(vectors, G, X, Y, B, dots, k, L, lam, c1, c2, a, b, into):  # t
             if vectors > 1:
                 t1 = fma(load_quarter(G, v * k + lanes, n1), f, t1)
         h = splat_quarter(X, 1.0 + lam * peek(diagonal, i))
-        c, at = splat_quarter(X, -lam * peek(post, i)), i * k
+        c, at = splat_quarter(X, -lam * _post(post, own, i)), i * k
         f = splat_quarter(X, _scale(own, None, i, 0))
         x = load_quarter(X, at, n0)
         y = fma(t0, c, mul(x, h))
@@ -140,7 +149,7 @@ def _rows(vectors, G, X, Y, B, dots, k, j, tail, L, lam, c1, c2, a, b, into):  #
         )
         at = i * k + j
         h = splat(X, 1.0 + lam * peek(diagonal, i))
-        c, f = splat(X, -lam * peek(post, i)), splat(X, _scale(own, None, i, 0))
+        c, f = splat(X, -lam * _post(post, own, i)), splat(X, _scale(own, None, i, 0))
         _finish(X, Y, B, dots, at, into, tail if vectors < 2 else lanes, t0, h, c, f, f1, f2)
         if vectors > 1:
             n = tail if vectors == 2 else lanes
@@ -157,8 +166,8 @@ def apply(G, X, Y, B, dots, L, lam, c1, c2, cuts, counter):  # type: ignore[no-u
     """Y <- H X; with `dots`, column dots of X and Y by chunk; with B, a Chebyshev step into Y.
 
     L holds (indptr, indices, w, s, post, own, diagonal), and row i of H X is (1 + lam diagonal_i)
-    X_i - lam post_i sum_e w_e s_e G_e; B_i counts times own_i.  Plainly, G is X, s and post are
-    D^-1/2, own is None; on large graphs `fast._apply` has others.  What is None is
+    X_i - lam post_i own_i sum_e w_e s_e G_e; B_i counts times own_i.  Plainly, G is X, s and post
+    are D^-1/2, own is None; on large graphs `compiled._apply` has others.  What is None is
     compiled away; of w, s and own it stands for ones.
     """
     k = X.shape[1]
@@ -202,7 +211,7 @@ def apply_column(G, X, Y, B, dots, L, lam, c1, c2, cuts, counter):  # type: igno
             for e in range(first, last):
                 total += _product(peek(G, peek(indices, e)), weights, e)
             x = peek(X, i)
-            y = x + lam * (peek(diagonal, i) * x - peek(post, i) * total)
+            y = x + lam * (peek(diagonal, i) * x - _post(post, own, i) * total)
             if dots is not None:
                 dots[chunk, 0] += float64(x) * float64(y)
             if B is not None:
@@ -211,16 +220,104 @@ def apply_column(G, X, Y, B, dots, L, lam, c1, c2, cuts, counter):  # type: igno
         chunk = count(counter, 0)
 
 
+@inline
+def _wide_rows(vectors, Z, k, j, tail, L, lam, B, start, R, a, b):  # type: ignore[no-untyped-def]
+    """Rows a..b of B - H Z, columns j.. of a tile of `vectors` vectors, in float64."""
+    indptr, indices, weights, s, diagonal = L
+    lanes = VECTOR_BYTES // Z.itemsize
+    n0, n1 = tail if vectors < 2 else lanes, tail if vectors == 2 else lanes
+    n2, end = tail if vectors == 3 else lanes, indptr[-1] - 1
+    far = s.size * s.itemsize > FAR
+    for i in range(a, b):
+        t0 = splat_wide(0.0, Z)
+        t1, t2, t3 = t0, t0, t0
+        for e in range(peek(indptr, i), peek(indptr, i + 1)):
+            v, ahead = peek(indices, e), peek(indices, min(e + _AHEAD, end))
+            f, at, soon = splat_wide(_scale(s, weights, v, e), Z), v * k + j, ahead * k + j
+            if far:
+                prefetch(s, ahead)
+            prefetch(Z, soon)
+            prefetch(Z, soon + (vectors - 1) * lanes + tail - 1)
+            t0 = fma(load_wide(Z, at, n0, Z), f, t0)
+            if vectors > 1:
+                prefetch(Z, soon + lanes)
+                t1 = fma(load_wide(Z, at + lanes, n1, Z), f, t1)
+            if vectors > 2:
+                prefetch(Z, soon + 2 * lanes)
+                t2 = fma(load_wide(Z, at + 2 * lanes, n2, Z), f, t2)
+            if vectors > 3:
+                prefetch(Z, soon + 3 * lanes)
+                t3 = fma(load_wide(Z, at + 3 * lanes, tail, Z), f, t3)
+        at, into = i * k + j, (i - start) * k + j
+        h = splat_wide(-1.0 - lam * peek(diagonal, i), Z)
+        c = splat_wide(lam * peek(s, i), Z)
+        _subtract(Z, B, R, at, into, n0, t0, h, c)
+        if vectors > 1:
+            _subtract(Z, B, R, at + lanes, into + lanes, n1, t1, h, c)
+        if vectors > 2:
+            _subtract(Z, B, R, at + 2 * lanes, into + 2 * lanes, n2, t2, h, c)
+        if vectors > 3:
+            _subtract(Z, B, R, at + 3 * lanes, into + 3 * lanes, tail, t3, h, c)
+
+
+@inline
+def _subtract(Z, B, R, at, into, n, total, h, c):  # type: ignore[no-untyped-def]
+    """One vector of row i of B - H Z."""
+    z, b = load_wide(Z, at, n, Z), load_wide(B, into, n, Z)
+    store(R, into, n, fma(total, c, fma(z, h, b)))
+
+
 @kernel
-def scale_rows(X, s, f, Y, rows, counter):  # type: ignore[no-untyped-def]
-    """Y <- diag(f s) X, in chunks of `rows` rows; Y may be X."""
+def residual(Z, B, R, start, L, lam, cuts, counter):  # type: ignore[no-untyped-def]
+    """R <- B - H Z in float64, B and R being the rows from `start` on; R may be B.
+
+    L holds (indptr, indices, w, s, diagonal), the last three in float64; w may be None.
+    """
+    k = Z.shape[1]
+    lanes = VECTOR_BYTES // Z.itemsize
+    chunk = count(counter, 0)
+    while chunk < cuts.shape[0] - 1:
+        a, b = cuts[chunk], cuts[chunk + 1]
+        for j in range(0, k, WIDE_TILE * lanes):
+            vectors = min(WIDE_TILE, (k - j + lanes - 1) // lanes)
+            tail = min(lanes, k - j - (vectors - 1) * lanes)
+            if vectors == 1:
+                _wide_rows(1, Z, k, j, tail, L, lam, B, start, R, a, b)
+            elif vectors == 2:
+                _wide_rows(2, Z, k, j, tail, L, lam, B, start, R, a, b)
+            elif vectors == 3:
+                _wide_rows(3, Z, k, j, tail, L, lam, B, start, R, a, b)
+            else:
+                _wide_rows(4, Z, k, j, tail, L, lam, B, start, R, a, b)
+        chunk = count(counter, 0)
+
+
+@kernel
+def residual_column(Z, B, R, start, L, lam, cuts, counter):  # type: ignore[no-untyped-def]
+    """`residual` for one column."""
+    indptr, indices, weights, s, diagonal = L
+    chunk = count(counter, 0)
+    while chunk < cuts.shape[0] - 1:
+        for i in range(cuts[chunk], cuts[chunk + 1]):
+            total = 0.0
+            for e in range(peek(indptr, i), peek(indptr, i + 1)):
+                v = peek(indices, e)
+                total += _scale(s, weights, v, e) * float64(peek(Z, v))
+            Hz = (1.0 + lam * peek(diagonal, i)) * float64(peek(Z, i)) - lam * peek(s, i) * total
+            R[i - start, 0] = B[i - start, 0] - Hz
+        chunk = count(counter, 0)
+
+
+@kernel
+def scale_rows(X, s, f, Y, inverse, rows, counter):  # type: ignore[no-untyped-def]
+    """Y <- diag(f s) X, or diag(f / s) X if `inverse`, in chunks of `rows` rows; Y may be X."""
     n, k = X.shape
     lanes = VECTOR_BYTES // X.itemsize
     quarter, whole = lanes // 4, k // lanes * lanes
     chunk = count(counter, 0)
     while chunk * rows < n:
         for i in range(chunk * rows, min(n, (chunk + 1) * rows)):
-            own = f * peek(s, i)
+            own = f / peek(s, i) if inverse else f * peek(s, i)
             for j in range(i * k, i * k + whole, lanes):
                 store(Y, j, None, mul(load(X, j, None), splat(X, own)))
             for j in range(i * k + whole, (i + 1) * k - quarter + 1, quarter):

@@ -32,8 +32,8 @@ inline = numba.njit(forceinline=True)  # constant arguments become constants of 
 class Vec(types.Type):
     """`VECTOR_BYTES` (or a part) of one scalar type, held in a register."""
 
-    def __init__(self, scalar: Any, parts: int = 1) -> None:
-        self.scalar, self.lanes = scalar, VECTOR_BYTES * 8 // scalar.bitwidth // parts
+    def __init__(self, scalar: Any, parts: float = 1) -> None:
+        self.scalar, self.lanes = scalar, int(VECTOR_BYTES * 8 // scalar.bitwidth / parts)
         super().__init__(name=f"Vec({scalar} x {self.lanes})")
 
 
@@ -135,6 +135,35 @@ def load_quarter(typing_context, array, offset, n):  # type: ignore[no-untyped-d
     return _load(array, n, 4)
 
 
+def _wide(like: Any, parts: int) -> Any:
+    """As many lanes as a vector of `like` has (or a part), in float64: several registers of it."""
+    return Vec(types.float64, parts * like.dtype.bitwidth / 64)
+
+
+def _load_wide(array: Any, n: Any, like: Any, parts: int) -> Any:
+    vec = _wide(like, parts)
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        pointer = _address(context, builder, array, args[0], args[1])
+        stored = _llvm(array.dtype, vec.lanes)
+        value = _read(builder, pointer, stored, _lanes_wanted(n, args[2]))
+        narrow = array.dtype.bitwidth == 32
+        return builder.fpext(value, _llvm(vec.scalar, vec.lanes)) if narrow else value
+
+    return vec(array, types.int64, n, like), codegen
+
+
+@intrinsic
+def load_wide(typing_context, array, offset, n, like):  # type: ignore[no-untyped-def]
+    """As `load`, as many lanes as a vector of the array `like` has, widened to float64."""
+    return _load_wide(array, n, like, 1)
+
+
+@intrinsic
+def load_wide_quarter(typing_context, array, offset, n, like):  # type: ignore[no-untyped-def]
+    return _load_wide(array, n, like, 4)
+
+
 @intrinsic
 def load_register(typing_context, array, offset, n):  # type: ignore[no-untyped-def]
     """As `load`, one register of this machine: what needs many of them at once."""
@@ -177,6 +206,26 @@ def splat_quarter(typing_context, array, number):  # type: ignore[no-untyped-def
 @intrinsic
 def splat_register(typing_context, array, number):  # type: ignore[no-untyped-def]
     return _splat_of(array, number, VECTOR_BYTES // REGISTER_BYTES)
+
+
+def _splat_wide(number: Any, like: Any, parts: int) -> Any:
+    vec = _wide(like, parts)
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return _splat(builder, context.cast(builder, args[0], number, vec.scalar), vec.lanes)
+
+    return vec(number, like), codegen
+
+
+@intrinsic
+def splat_wide(typing_context, number, like):  # type: ignore[no-untyped-def]
+    """A float64 vector of one number, as long as one of the array `like`."""
+    return _splat_wide(number, like, 1)
+
+
+@intrinsic
+def splat_wide_quarter(typing_context, number, like):  # type: ignore[no-untyped-def]
+    return _splat_wide(number, like, 4)
 
 
 @intrinsic
