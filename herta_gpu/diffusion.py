@@ -74,6 +74,11 @@ class Diffusion:
         self._kept = H.backend.empty((H.n, r), dtype) if kept else None
         self._begun = False
 
+    @property
+    def worst(self) -> float:
+        """The largest of what is left, relative to the size of its column."""
+        return _worst(self.H.backend.xp, self.left, self.basis.sizes)
+
     def lower(self, goal: float, recall: Recall, name: str) -> None:
         """Solve until no column leaves more than `goal` times its size, if rounding allows it."""
         work = Workspace(self.H.backend, self.H.n, self.width, self.dtype)

@@ -344,8 +344,7 @@ class Composed:
         return self.inner.half_T(self.backend.matmul(self.C0.T, g))
 
     def unhalf(self, W: Array) -> Array:
-        u = self.backend.xp.linalg.lstsq(self.C0, W, rcond=None)[0]
-        return self.inner.unhalf(u)
+        return self.inner.unhalf(self.backend.xp.linalg.lstsq(self.C0, W, rcond=None)[0])
 
     def project(self, v: Array) -> Array:
         return self.inner.project(v)

@@ -6,8 +6,9 @@ weights), the correction stands beside the line it concerns.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import wraps
 from pathlib import Path
 from typing import Any, Self
@@ -17,11 +18,13 @@ import numpy as np
 from herta_gpu.backends import get_backend
 from herta_gpu.backends.base import Array, Backend
 from herta_gpu.certificate import Certificate
+from herta_gpu.diffusion import Recall
+from herta_gpu.direct import StoredProblem
 from herta_gpu.features import Features
 from herta_gpu.graph import Graph, check_graph
 from herta_gpu.losses import LOSSES
 from herta_gpu.planning.costs import Outline, Sizes, sizes_of, stored_order
-from herta_gpu.planning.plan import Decision, Plan, make_plan, tighter
+from herta_gpu.planning.plan import Decision, Plan, make_plan, orthonormal, tighter
 from herta_gpu.planning.recipe import Recipe
 from herta_gpu.planning.settings import Settings, strength
 from herta_gpu.plumbing.checkpoint import Checkpoint
@@ -43,7 +46,13 @@ from herta_gpu.plumbing.validation import (
     check_scale,
     node_rows,
 )
-from herta_gpu.preconditioner import Preconditioner, Recall, build, made_anew, no_preconditioner
+from herta_gpu.preconditioner import (
+    Preconditioner,
+    build,
+    lowered,
+    made_anew,
+    no_preconditioner,
+)
 from herta_gpu.solver import BLOCK_WIDTH, RegularizedLaplacian, block_width
 from herta_gpu.sparsifier import sparsified
 from herta_gpu.spectrum import Spectrum, choose_spectrum
@@ -51,6 +60,8 @@ from herta_gpu.training import Training
 from herta_gpu.unfolded import DenseMap, UnfoldedMap
 
 _TRANSFORM_TOL = 1e-6
+_ATTEMPTS = 4  # how often Q is solved for more tightly when a certificate asks for it
+_LEAST_GOAL = 1e-13  # residuals relative to their columns: below is rounding
 # What a fit leaves and a file keeps, beside the weights and classes.
 _FITTED: dict[str, Any] = {
     "certificate_": Certificate, "status_": str, "plan_": Plan, "spectrum_": Spectrum | None,
@@ -130,8 +141,8 @@ class HERTA(Estimator):
     W_ : array (d, c)
     classes_ : array (c,) or None for float targets
     history_ : list of dict
-        One per outer step: step, loss (the objective), grad_norm, certificate, inner_iterations,
-        seconds.  The first entry is the starting point.
+        One per outer step: step, loss (the objective), loss_error (it is right up to this much),
+        grad_norm, certificate, inner_iterations, seconds.  The first entry is the starting point.
     warm_history_ : list of dict
         The same for steps on a cheaper model that went first (a stored A, or a sampled graph);
         they are marked by ``warm`` and count neither as outer steps nor towards max_iter.
@@ -260,11 +271,15 @@ class HERTA(Estimator):
             checkpoint, plan.identity,
         )  # fmt: skip
         with stages("train"):
-            w, Z = _start(run, plan, settings, made.P, A, budget)
-            point = run.loop(A, w, certified=True, Z=Z)
+            W = None
+            if plan.stored:
+                made, W = _on_stored_rows(run, made, settings, A, Y, recall)
+            if W is None:
+                w, Z = _start(run, plan, settings, made.P, A, budget)
+                # Output: W = P^-1/2 w, not w: the loop ran in preconditioned coordinates.
+                W = run.loop(A, w, certified=True, Z=Z).W
 
-        # Output: W = P^-1/2 w, not w: the loop ran in preconditioned coordinates.
-        self.W_ = backend.to_numpy(point.W)  # synchronize!
+        self.W_ = backend.to_numpy(W)  # synchronize!
         self.classes_, self._flat = targets.classes, targets.flat
         self.history_, self.certificate_, self.status_ = run.history, run.certificate, run.status
         self.warm_history_, self.changes_ = run.warm_history, made.changes
@@ -466,10 +481,50 @@ def _preconditioned(
             spectrum = choose_spectrum(plan.certificate, P, A, settings.ridge, settings.seed)
         missed = spectrum is not None and spectrum.kind == "estimate"
         rough = H_tilde is not A.H or recipe.sketch_rows is not None  # on purpose
-        if not missed or rough or recipe.exact:
+        alike = P.kept < P.features and not recipe.whiten and not rough
+        if alike:
+            recipe, why = orthonormal(recipe)
+        elif missed and not rough and not recipe.exact:
+            recipe, why = tighter(recipe, A.H)
+        else:
             return _Made(P.for_training(A.H.backend), spectrum, recipe, changes)
-        recipe, why = tighter(recipe, A.H)
         changes.append(why)
+
+
+def _on_stored_rows(
+    run: Training,
+    made: _Made,
+    settings: Settings,
+    A: UnfoldedMap,
+    Y: Array,
+    recall: Recall,
+) -> tuple[_Made, Array | None]:
+    """Weights from the stored rows of Q, solved for more tightly while that helps to prove them.
+
+    None instead of weights where only the true model can tell more.
+    """
+    backend, loss, ridge = A.H.backend, LOSSES[settings.loss], settings.ridge
+    X_norm = A.X.norm_bound() if ridge > 0 else math.inf
+    P, recipe, changes = made.P, made.recipe, list(made.changes)
+    u = None
+    for _ in range(_ATTEMPTS):
+        problem = StoredProblem(backend, loss, P, Y, ridge, X_norm)
+        u = problem.minimised(settings.tol, u)
+        proof = run.direct(problem, u)
+        if run.status != "stagnated":
+            break
+        share = proof.wanted(0.7 * settings.tol)
+        if P.diffusion is None or share == 0:
+            break
+        goal = share * P.diffusion.worst
+        if goal < _LEAST_GOAL:
+            break
+        recipe = replace(recipe, goal=goal)
+        how = f"residuals to {goal:.1e}"
+        changes.append(Decision("Q again", how, "the certificate asks for it"))
+        P = lowered(P, recipe, A, Y, ridge, recall)
+    made = replace(made, P=P, recipe=recipe, changes=changes)
+    return made, problem.basis.weights(u)
 
 
 def _start(
@@ -484,7 +539,8 @@ def _start(
     warm = LOSSES[settings.loss].quadratic
     w = P.w_start if warm else A.H.backend.xp.zeros_like(P.w_start)
     if plan.strategy == "direct" and P.rows is not None:
-        return run.loop(DenseMap(P.rows, A.H.backend), w, certified=False).w, None
+        rows = P.rows if P.basis is None else P.basis.rows(P.rows)
+        return run.loop(DenseMap(rows, A.H.backend), w, certified=False).w, None
     if plan.loop_samples is not None:
         H_loop = _sampled(A.H, plan.loop_samples, settings, budget)
         A_loop = UnfoldedMap(H_loop, A.X, A.train, A.width)

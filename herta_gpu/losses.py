@@ -22,6 +22,7 @@ class Loss(Protocol):
 
     separable: bool  # columns of W are independent problems
     quadratic: bool  # the Hessian is the same everywhere: bounds of its spectrum certify a fit
+    steepest: float  # the largest eigenvalue that the Hessian with respect to F can have
 
     def start_curvature(self, c: int) -> float: ...
     def value(self, xp: Any, F: Array, Y: Array) -> float: ...
@@ -38,6 +39,7 @@ class MSE:
 
     separable = True
     quadratic = True
+    steepest = 1.0
 
     def start_curvature(self, c: int) -> float:
         """The curvature at W = 0, where training starts, for c outputs."""
@@ -81,6 +83,7 @@ class CrossEntropy:
 
     separable = False
     quadratic = False
+    steepest = 0.5
 
     def start_curvature(self, c: int) -> float:
         return 1.0 if c < 2 else (1 - 1 / c) / c  # curvature of the softmax, per class

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from herta_gpu.backends.base import Array, Backend
-from herta_gpu.diffusion import Arrays, Recall, Workspace
+from herta_gpu.diffusion import Arrays, Diffusion, Recall, Workspace
 from herta_gpu.factors import Factor, Identity
 from herta_gpu.features import Features, in_float64
 from herta_gpu.grams import RANK_CUT, DenseGram, Gram, LowRankGram, RowSpaceGram
@@ -55,6 +55,7 @@ class Preconditioner:
     kept: int  # features that what is proven speaks of; fewer than d where some had to go
     rows: Array | None = None  # training rows of Q, kept for training on Q itself
     left: Array | None = None  # (r,) bounds of the columns of X C0 - H Q, where that was measured
+    diffusion: Diffusion | None = None  # how `rows` and `left` were found, to go on from
     Q_all: Array | None = None  # Q on all rows, kept for the certificate
     Z_start: Array | None = None  # Q W at w_start, on all rows: training starts close to Z
 
@@ -106,12 +107,53 @@ def build(
     Y: Array,
     ridge: float,
     recall: Recall = made_anew,
+    beside: Array | None = None,
 ) -> Preconditioner:
-    """Lines 3 to 8 of Algorithm 1 on the training rows."""
+    """Lines 3 to 8 of Algorithm 1 on the training rows; rows `beside` of Q are kept if measured."""
+    basis = _basis(recipe, A.X, A.train.shape[0], ridge)
+    if recipe.goal is None or recipe.by_rows:
+        made = recall(recipe.name, lambda: _solved(recipe, H_tilde, A, basis, Y, recall))
+        return _factored(recipe, H_tilde, A, basis, made, Y, ridge)
+    beside = A.train[:0] if beside is None else beside
+    diffusion = Diffusion(
+        A.H, basis, A.train, beside, recipe.blocks(basis.rank), recipe.dtype(A.H.dtype),
+        recipe.keep_residual,
+    )  # fmt: skip
+    diffusion.lower(recipe.goal, recall, recipe.name)
+    made = {"Q": diffusion.rows, "left": diffusion.left}
+    return replace(_factored(recipe, H_tilde, A, basis, made, Y, ridge), diffusion=diffusion)
+
+
+def lowered(
+    P: Preconditioner,
+    recipe: Recipe,
+    A: UnfoldedMap,
+    Y: Array,
+    ridge: float,
+    recall: Recall = made_anew,
+) -> Preconditioner:
+    """P again, with residuals lowered to the goal of `recipe`."""
+    diffusion = P.diffusion
+    assert diffusion is not None
+    assert recipe.goal is not None
+    diffusion.lower(recipe.goal, recall, recipe.name)
+    made = {"Q": diffusion.rows, "left": diffusion.left}
+    again = _factored(recipe, A.H, A, diffusion.basis, made, Y, ridge)
+    return replace(again, diffusion=diffusion)
+
+
+def _factored(
+    recipe: Recipe,
+    H_tilde: RegularizedLaplacian,
+    A: UnfoldedMap,
+    basis: Basis,
+    made: Arrays,
+    Y: Array,
+    ridge: float,
+) -> Preconditioner:
+    """P = Q^T Q + ridge C0^T C0 and its factor, from Q or its sketch."""
     H, X, rows, sampled = A.H, A.X, A.train, H_tilde is not A.H
     backend, d = H.backend, X.shape[1]
-    basis = _basis(recipe, X, rows.shape[0], ridge)
-    made = recall(recipe.name, lambda: _solved(recipe, H_tilde, A, basis, Y, recall))
     Q, at = made["Q"], rows if recipe.all_rows else None
     error = rounding = math.inf
     if not (sampled or recipe.by_rows or recipe.sketch_rows is not None):
@@ -174,7 +216,7 @@ def _solved(
     """Q on the training rows or on all, or its sketch."""
     H, rows, backend = A.H, A.train, A.H.backend
     if recipe.by_rows:
-        return {"Q": _adjoint_rows(recipe, H, A.X, rows, recall)}
+        return _adjoint_rows(recipe, H, A.X, rows, recall)
     if recipe.sketch_rows is not None:
         Q_tilde, QtY = _sketched_rows(recipe, H_tilde, basis, Y, rows, recall)
         return {"Q": Q_tilde, "QtY": QtY}
@@ -206,22 +248,36 @@ def _solved_columns(
 
 def _adjoint_rows(
     recipe: Recipe, H: RegularizedLaplacian, X: Features, rows: Array, recall: Recall
-) -> Array:
-    """A = (H^-1 M^T)^T X row by row: fewer solves than H^-1 X when n_train < d."""
-    xp = H.backend.xp
-    A = xp.empty((rows.shape[0], X.shape[1]), dtype="float64")
+) -> Arrays:
+    """A = (H^-1 M^T)^T X row by row: fewer solves than H^-1 X when n_train < d.
 
-    def solve(unit: Array) -> Array:
-        return block_cg(H, unit, recipe.row_tol)[0]
+    With V the solutions and R = M^T - H V, column j of A is off by (H^-1 R)^T x_j: by no more than
+    ||R|| ||x_j||, and by what the residuals and X^T V were rounded.
+    """
+    xp, k = H.backend.xp, recipe.width
+    A, squares = xp.empty((rows.shape[0], X.shape[1]), dtype="float64"), 0.0
 
     def solved(at: Array) -> Arrays:
-        return {"A": rows_of_inverse(xp, solve, X.transpose_times, at, H.n, H.dtype)}
+        left = []
 
-    for i in range(0, rows.shape[0], recipe.width):
-        at = rows[i : i + recipe.width]
+        def solve(unit: Array) -> Array:
+            V, info = block_cg(H, unit, recipe.row_tol)
+            size = xp.sqrt(H.backend.column_dots(V, V))
+            left.append(xp.asarray(info.residuals) + H.rounding(V.shape[1]) * size)
+            return V
+
+        made = rows_of_inverse(xp, solve, X.transpose_times, at, H.n, H.dtype)
+        return {"A": made, "left": left[0]}
+
+    for i in range(0, rows.shape[0], k):
+        at = rows[i : i + k]
         block = recall(f"{recipe.name}-rows-{i}", partial(solved, at))
         A[i : i + at.shape[0]] = block["A"]
-    return A
+        squares = squares + (block["left"] ** 2).sum()
+    # H >= I, so no solution is longer than its right-hand side plus what it leaves.
+    longest = math.sqrt(rows.shape[0]) + float(squares) ** 0.5  # synchronize!
+    rounding = X.transpose_rounding() * longest
+    return {"Q": A, "left": xp.sqrt(squares) * X.column_norms + rounding}
 
 
 def rows_of_inverse(

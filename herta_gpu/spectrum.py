@@ -1,7 +1,7 @@
 """What is known of the preconditioned Hessian P^-1/2 T P^-1/2: where its eigenvalues lie.
 
-In the order of their price: proven from the polynomial behind Q, measured from R = X - H Q, or
-found by Lanczos from a random start, which fails with a stated probability.
+In the order of their price: proven from the polynomial behind Q, from the norms of the columns of
+R = X C0 - H Q, or found by Lanczos from a random start, which fails with a stated probability.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from herta_gpu.backends.base import Array, Backend, norm
-from herta_gpu.preconditioner import Preconditioner, gram, residual_gram
+from herta_gpu.preconditioner import Preconditioner, gram, residual_norms
 from herta_gpu.solver import block_cg
 from herta_gpu.unfolded import UnfoldedMap
 
@@ -25,9 +25,8 @@ _BLUR = 0.05  # movement of the Ritz values that makes tighter solves worth it
 _USEFUL = 0.02  # a below this makes the certificate too pessimistic to be worth having
 _PROVEN = 0.1  # below this it is worth measuring what rounding really did
 _SLACK = 0.1  # departure of P from Q^T Q + ridge beyond which nothing is built on that form
-_LEAST_UNIT = 1e-25  # norm of a column of X below which float32 loses digits to underflow
+_LEAST_SIZE = 1e-25  # norm of a column below which float32 loses digits to underflow
 _ENOUGH = 0.1  # rho below this is not worth a better bound
-_MEASURED = 0.3  # nor is this, once R had to be measured
 
 
 @dataclass(frozen=True)
@@ -54,25 +53,26 @@ def choose_spectrum(
 ) -> Spectrum | None:
     """Bounds of the preconditioned Hessian: the cheapest of those planned that holds."""
     found = None
-    if P.Q_all is not None and _as_claimed(P, A):
-        outside = _outside(P, A)
-        found = proven_spectrum(P, A, outside)
-        if found is None and kind == "spectral-deterministic":
-            found = measured_spectrum(P, A, outside)
+    if P.factor.rank > 0 and P.inner.slack < _SLACK and _in_range(P):
+        if P.Q_all is not None and P.basis is not None:
+            outside = _outside(P, A)
+            found = proven_spectrum(P, A, outside)
+            if found is None and kind == "spectral-deterministic":
+                found = measured_spectrum(P, residual_norms(A.H, P.basis, P.Q_all, A.width))
+        elif P.left is not None:
+            found = measured_spectrum(P, P.left)
     if found is None and kind.startswith("spectral"):
         found = probabilistic_spectrum(P, A, ridge, seed)
     return found
 
 
-def _as_claimed(P: Preconditioner, A: UnfoldedMap) -> bool:
-    """Whether P is Q^T Q + ridge to within rounding, and Q free of underflow."""
-    if P.factor.rank == 0 or not P.factor.slack < _SLACK:
-        return False
-    units = A.X.column_norms
-    if P.Q_all is None or P.Q_all.dtype == np.float64:
+def _in_range(P: Preconditioner) -> bool:
+    """Whether no column was so small or large that float32 lost digits of it."""
+    if P.basis is None or P.Q_all is None or P.Q_all.dtype == np.float64:
         return True
-    fine = (units > _LEAST_UNIT) & (units < 1 / _LEAST_UNIT)
-    return bool(((units == 0) | fine).all())  # synchronize!
+    sizes = P.basis.sizes
+    fine = (sizes > _LEAST_SIZE) & (sizes < 1 / _LEAST_SIZE)
+    return bool(((sizes == 0) | fine).all())  # synchronize!
 
 
 # Both of the next two start from | ||A v|| - ||M Q v|| | <= ||(H^-1 X - Q) v|| <= rho for
@@ -86,17 +86,18 @@ def proven_spectrum(P: Preconditioner, A: UnfoldedMap, outside: float) -> Spectr
         return None
     xp, norms2 = A.H.backend.xp, A.H.backend.column_dots(P.Q_all, P.Q_all)
     sizes = xp.sqrt(norms2) * (relative / (1 - eps - relative))
-    rounding = P.factor.amplified(sizes)
+    rounding = P.inner.amplified(sizes)
     rho = eps / (1 - eps) * (math.sqrt(1 + outside) + rounding) + rounding
-    return _around_one(rho, outside, P.factor.slack, "spectral-proven", least=_PROVEN)
+    return _around_one(rho, outside, P.inner.slack, "spectral-proven", least=_PROVEN)
 
 
-def measured_spectrum(P: Preconditioner, A: UnfoldedMap, outside: float) -> Spectrum | None:
-    """From R = X - H Q: ||(H^-1 X - Q) v|| <= ||R v||."""
-    assert P.Q_all is not None
-    RtR = residual_gram(A.H, A.X, P.Q_all, A.width)
-    rho = math.sqrt(_norm_bound(_congruent(P, RtR), A.H.backend, _MEASURED**2))
-    return _around_one(rho, outside, P.factor.slack, "spectral-deterministic", least=_USEFUL)
+def measured_spectrum(P: Preconditioner, left: Array) -> Spectrum | None:
+    """From the columns of R = X C0 - H Q: ||(H^-1 X C0 - Q) v|| <= ||R v||."""
+    assert P.basis is not None
+    # ||H^-1 X C0 C|| <= ||X C0|| ||C||, whichever rows are outside training.
+    outside = max(0.0, (P.basis.norm * P.inner.size) ** 2 - 1)
+    rho = P.inner.amplified(left)
+    return _around_one(rho, outside, P.inner.slack, "spectral-deterministic", least=_USEFUL)
 
 
 def _around_one(
@@ -123,7 +124,7 @@ def _outside(P: Preconditioner, A: UnfoldedMap) -> float:
     enough = (_ENOUGH / max(P.Q_error, 1e-16)) ** 2
     if at.shape[0] > P.Q_all.shape[1]:
         return _norm_bound(_congruent(P, gram(backend, P.Q_all, at)), backend, enough)
-    B = P.factor.half_T(P.Q_all[at].astype("float64").T)
+    B = P.inner.half_T(P.Q_all[at].astype("float64").T)
     total = float((B * B).sum())  # synchronize!
     if total <= enough:
         return total
@@ -132,7 +133,7 @@ def _outside(P: Preconditioner, A: UnfoldedMap) -> float:
 
 def _congruent(P: Preconditioner, S: Array) -> Array:
     """P^-1/2 S P^-1/2 for a symmetric S."""
-    return P.factor.half_T(P.factor.half_T(S).T)
+    return P.inner.half_T(P.inner.half_T(S).T)
 
 
 def _norm_bound(S: Array, backend: Backend, enough: float = 0.0) -> float:

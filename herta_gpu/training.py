@@ -11,6 +11,7 @@ from typing import Any
 
 from herta_gpu.backends.base import Array, Backend, norm
 from herta_gpu.certificate import Certificate, certify, gradient_error
+from herta_gpu.direct import Proof, StoredProblem
 from herta_gpu.factors import Factor
 from herta_gpu.features import Features
 from herta_gpu.losses import LOSSES
@@ -117,6 +118,25 @@ class Training:
             self._save(step + 1, problem, point, optimizer)
         return point
 
+    def direct(self, problem: StoredProblem, u: Array) -> Proof:
+        """A step of the strategy "direct": weights from stored rows, and what is proven of them."""
+        proof = problem.proof(u, self._no_proof(problem.objective(u)))
+        self.certificate, self.records = proof.certificate(), self.history
+        value = self.certificate.value
+        known = (proof.objective, proof.error, proof.grad_norm)
+        self._tell(value, *known, 0, warm=False)
+        self.status = self._ending(self.certificate, proof)
+        return proof
+
+    def _ending(self, certificate: Certificate, proof: Proof) -> str:
+        """How a fit on stored rows ends here."""
+        tol = self.settings.tol
+        if certificate.kind == "none":
+            return "converged"
+        if certificate.value <= tol:
+            return "certified-reduced" if certificate.reduced else "certified"
+        return "stagnated"
+
     def _newton_is_due(self, w: Array) -> bool:
         """Whether cross entropy has had as many steps as a few of Newton's would cost.
 
@@ -130,7 +150,9 @@ class Training:
 
     def _newton(self, factor: Factor, rank: int) -> Newton:
         assert self.P.rows is not None
-        return Newton(self.backend, self.loss, self.P.rows, factor, rank, self.settings.ridge)
+        C = self.P.inner.half(self.xp.eye(rank))
+        rows = self.backend.matmul(self.P.rows.astype("float64"), C)
+        return Newton(self.backend, self.loss, rows, factor, rank, self.settings.ridge)
 
     def _save(self, step: int, problem: Problem, point: Point, optimizer: Optimizer) -> None:
         """Everything that the loop needs to begin with `step`."""
@@ -245,12 +267,15 @@ class Training:
         return certify(point, spectrum, self.P, self.settings.ridge, self.X_norm, why_not)
 
     def _why_not(self, point: Point) -> str:
+        return self._no_proof(point.objective)
+
+    def _no_proof(self, objective: float) -> str:
         """Why there is no certificate, for the user."""
         if not self.settings.precondition:
             return "precondition=False gives no bound on the spectrum"
         if self.loss.quadratic:
             return f"{self.P.note or 'P misses too much of the Hessian'}; a ridge would help"
-        if point.objective < math.log(2):  # every training row has more than half of the softmax
+        if objective < math.log(2):  # every training row has more than half of the softmax
             return "the training classes are separable, so there is no minimiser; a ridge gives one"
         return "cross entropy without a ridge is not strongly convex"
 
@@ -336,18 +361,32 @@ class Training:
 
     def _record(self, point: Point, certified: bool) -> None:
         value = self.certificate.value if certified else math.inf
+        size = norm(point.gradient)
+        known = (point.objective, point.objective_error, size)
+        self._tell(value, *known, point.inner_iterations, warm=not certified)
+
+    def _tell(
+        self,
+        value: float,
+        objective: float,
+        error: float,
+        grad_norm: float,
+        inner_iterations: int,
+        warm: bool,
+    ) -> None:
         step = len(self.records)
         self.records.append(
             {
                 "step": step,
-                "loss": point.objective,
-                "grad_norm": norm(point.gradient),
+                "loss": objective,
+                "loss_error": error,
+                "grad_norm": grad_norm,
                 "certificate": value,
-                "inner_iterations": point.inner_iterations,
+                "inner_iterations": inner_iterations,
                 "seconds": time.perf_counter() - self.started,
-                "warm": not certified,
+                "warm": warm,
             }
         )
-        self.stages.step(step, value, self.settings.tol, point.objective, warm=not certified)
+        self.stages.step(step, value, self.settings.tol, objective, warm=warm)
         if self.callback is not None:
             self.callback(self.records[-1])

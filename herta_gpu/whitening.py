@@ -11,6 +11,7 @@ ridge * C0^T C0 on u.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
@@ -50,6 +51,9 @@ class Basis(Protocol):
     def ridge(self) -> Array:
         """C0^T C0; (r,) where it is diagonal."""
 
+    def ridge_size(self, sizes: Array) -> Array:
+        """(r,) bounds of the row norms of |C0|^T |C0| u, for u whose rows have these norms."""
+
     def chunks(self, J: slice) -> Iterator[tuple[slice, Array]]:
         """(rows, rows of X C0[:, J]) in float64, in turn."""
 
@@ -58,6 +62,18 @@ class Basis(Protocol):
 
     def weights_rounding(self, u: Array) -> float:
         """A bound of ||X (computed C0 u - C0 u)||_F."""
+
+    def coordinates(self, W: Array) -> Array:
+        """u of W = C0 u."""
+
+    def rows(self, Q: Array) -> Array:
+        """Q C0^-1: rows of H^-1 X C0 as rows of H^-1 X."""
+
+    def dual_norm(self, g: Array) -> float:
+        """A bound of ||C0^-T g||_F: a gradient in u as W sees it; inf where C0 is not square."""
+
+    def dual_bound(self, sizes: Array) -> float:
+        """A bound of ||C0^-T G||_F for all G whose rows have these norms."""
 
     def factor(self, inner: Factor) -> Factor:
         """C0 C for a factor C of P in the coordinates u: the same P seen from W."""
@@ -100,6 +116,9 @@ class Units:
     def ridge(self) -> Array:
         return self.scale**2
 
+    def ridge_size(self, sizes: Array) -> Array:
+        return self.ridge * sizes
+
     def chunks(self, J: slice) -> Iterator[tuple[slice, Array]]:
         for rows, part in self.X.row_chunks(J):
             yield rows, part * self.scale[J]
@@ -110,6 +129,18 @@ class Units:
     def weights_rounding(self, u: Array) -> float:
         rows = self.X.backend.xp.sqrt((u * u).sum(axis=1))
         return _EPS * float((self.sizes * rows).sum())  # synchronize!
+
+    def coordinates(self, W: Array) -> Array:
+        return W / self.scale[:, None]
+
+    def rows(self, Q: Array) -> Array:
+        return Q / self.scale
+
+    def dual_norm(self, g: Array) -> float:
+        return norm(g / self.scale[:, None])
+
+    def dual_bound(self, sizes: Array) -> float:
+        return norm(sizes / self.scale)
 
     def factor(self, inner: Factor) -> Factor:
         return Scaled(self.scale, inner)
@@ -122,6 +153,7 @@ class Whitened:
     X: Features
     C: Array  # d x r
     norm: float
+    inverse: float  # a bound of ||C0^-1||_2: ||X|| where X C0 is orthonormal; inf if not known
     spread: Array  # (r,) sum over features of |x_j| |C_jk|: what rounding is relative to
 
     @property
@@ -140,6 +172,10 @@ class Whitened:
     def ridge(self) -> Array:
         return self.X.backend.matmul(self.C.T, self.C)
 
+    def ridge_size(self, sizes: Array) -> Array:
+        C = abs(self.C)
+        return self.X.backend.matmul(C.T, self.X.backend.matmul(C, sizes[:, None]))[:, 0]
+
     def chunks(self, J: slice) -> Iterator[tuple[slice, Array]]:
         backend = self.X.backend
         C = backend.asarray(self.C[:, J])
@@ -152,6 +188,22 @@ class Whitened:
     def weights_rounding(self, u: Array) -> float:
         rows = self.X.backend.xp.sqrt((u * u).sum(axis=1))
         return (self.rank + 2) * 0.5 * _EPS * float((self.spread * rows).sum())  # synchronize!
+
+    def coordinates(self, W: Array) -> Array:
+        return self.X.backend.xp.linalg.lstsq(self.C, W, rcond=None)[0]
+
+    def rows(self, Q: Array) -> Array:
+        return self.X.backend.xp.linalg.lstsq(self.C.T, Q.T, rcond=None)[0].T
+
+    def dual_norm(self, g: Array) -> float:
+        if self.C.shape[0] != self.rank:
+            return math.inf
+        solved = self.X.backend.xp.linalg.solve(self.C.T, g)
+        off = g - self.X.backend.matmul(self.C.T, solved)
+        return norm(solved) + self.inverse * (norm(off) + self.rank * _EPS * norm(g))
+
+    def dual_bound(self, sizes: Array) -> float:
+        return self.inverse * norm(sizes) if self.C.shape[0] == self.rank else math.inf
 
     def factor(self, inner: Factor) -> Factor:
         return Composed(self.X.backend, self.C, inner)
@@ -180,7 +232,8 @@ def whitened(X: Features, cut: bool) -> Whitened:
     lost = X.sum_rounding + (d + 6) * _EPS
     if shift:
         return _second_round(X, C, shift, cut, lost)
-    return Whitened(X, C, (1 + lost * d / smallest) ** 0.5, _spread(X, C))
+    error = lost * d / smallest  # ||(X C)^T X C - I|| <= this
+    return Whitened(X, C, (1 + error) ** 0.5, _inverse(X, error), _spread(X, C))
 
 
 def _second_round(X: Features, C: Array, shift: float, cut: bool, lost: float) -> Whitened:
@@ -192,8 +245,15 @@ def _second_round(X: Features, C: Array, shift: float, cut: bool, lost: float) -
     values = xp.maximum(values, least)[keep]
     off = 0.5 * (X.shape[1] + 2) * _EPS * norm(_spread(X, C))  # ||computed X C - X C||_F
     C = backend.matmul(C, xp.ascontiguousarray(V[:, keep]) / xp.sqrt(values))
-    bound = (1 + lost * X.shape[1] / least) ** 0.5 + off / least**0.5
-    return Whitened(X, C, bound, _spread(X, C))
+    error = lost * X.shape[1] / least + 2 * off / least**0.5 + off**2 / least
+    # A direction that was lifted to `least` is shorter than 1: X says less of it than of C0.
+    inverse = math.inf if bool((values <= least).any()) else _inverse(X, error)  # synchronize!
+    return Whitened(X, C, (1 + error) ** 0.5, inverse, _spread(X, C))
+
+
+def _inverse(X: Features, error: float) -> float:
+    """||C0^-1|| = ||X C0 C0^-1|| / (the smallest singular value of X C0) at most."""
+    return X.norm_bound() / (1 - error) ** 0.5 if error < 1 else math.inf
 
 
 def _spread(X: Features, C: Array) -> Array:

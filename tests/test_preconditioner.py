@@ -17,18 +17,20 @@ from herta_gpu.preconditioner import (
     gram,
     no_preconditioner,
     products,
-    residual_gram,
+    residual_norms,
     rows_of_inverse,
 )
 from herta_gpu.solver import RegularizedLaplacian, chebyshev, chebyshev_degree
 from herta_gpu.unfolded import UnfoldedMap
+from herta_gpu.whitening import Units, whitened
 from tests.conftest import dense_H, random_graph
 
 LAM, N = 5.0, 80
 BACKEND = get_backend("cpu")
 RECIPE = Recipe(
     degree=200, width=3, exact=True, sketch_rows=None, by_rows=False, row_tol=1e-10,
-    all_rows=False, keep_rows=False, curvature=1.0, symmetric=False, seed=0,
+    all_rows=False, keep_rows=False, whiten=False, goal=None, keep_residual=False, curvature=1.0,
+    symmetric=False, seed=0,
 )  # fmt: skip
 
 
@@ -69,12 +71,14 @@ def test_P_is_the_hessian(ridge: float, curvature: float, symmetric: bool, all_r
 def test_a_rough_Q_is_the_polynomial_and_within_its_proven_error(degree: int) -> None:
     map_, _, X, Y = problem(n_train=N)
     P = build(replace(RECIPE, degree=degree, keep_rows=True), map_.H, map_, Y, 0.0)
-    Q, exact = P.rows, np.linalg.solve(dense_H(map_.H.graph, LAM), X)
-    np.testing.assert_allclose(Q, chebyshev(map_.H, X, degree), atol=1e-12)
+    units = np.linalg.norm(X, axis=0)  # Q belongs to columns of norm 1
+    Q, exact = P.rows, np.linalg.solve(dense_H(map_.H.graph, LAM), X / units)
+    np.testing.assert_allclose(Q, chebyshev(map_.H, X / units, degree), atol=1e-12)
     error = np.linalg.norm(Q - exact, axis=0) / np.linalg.norm(exact, axis=0)
     assert (error <= P.Q_error + P.Q_rounding).all()
     assert P.Q_rounding < 1e-10
-    np.testing.assert_allclose(inverse(P) @ (Q.T @ Q), np.eye(7), atol=1e-7)
+    A = Q * units
+    np.testing.assert_allclose(inverse(P) @ (A.T @ A), np.eye(7), atol=1e-7)
 
 
 def test_the_degree_that_a_tolerance_asks_for_keeps_it() -> None:
@@ -193,11 +197,15 @@ def test_products_are_summed_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     np.testing.assert_allclose(gram(BACKEND, Q), Q.T @ Q, rtol=1e-12, atol=1e-12)
 
 
-def test_the_residual_of_Q_is_measured_against_X() -> None:
+@pytest.mark.parametrize("basis", [Units.of, Units.plain, lambda X: whitened(X, cut=True)])
+def test_the_residual_of_Q_is_measured_against_X(basis: Any) -> None:
     map_, _, X, _ = problem()
-    Q = chebyshev(map_.H, X, 2)
-    R = X - dense_H(map_.H.graph, LAM) @ Q
-    np.testing.assert_allclose(residual_gram(map_.H, map_.X, Q, 3), R.T @ R, atol=1e-10)
+    C0 = basis(map_.X).weights(np.eye(7))
+    Q = chebyshev(map_.H, X @ C0, 2)
+    R = X @ C0 - dense_H(map_.H.graph, LAM) @ Q
+    found = residual_norms(map_.H, basis(map_.X), Q, 3)
+    np.testing.assert_allclose(found, np.linalg.norm(R, axis=0), rtol=1e-10)
+    assert (found >= np.linalg.norm(R, axis=0)).all()
 
 
 def test_rows_of_the_inverse() -> None:

@@ -40,6 +40,9 @@ _DENSE_PASS = 2e-9  # X W or X^T V per number of a dense X, as float64, a few co
 _SPARSE_PASS = 3e-9  # ... and per non-zero of a sparse one
 _GEMM_FLOP = 1.0 / 75e9  # float64
 _FACTOR_FLOP = 1.0 / 30e9
+_MISFIT = 5.0  # 1 + ||Y|| / ||E||: how much of a certificate the targets themselves make up
+_ALIKE = 1 / 30  # smallest singular value of columns of norm 1, as on bags of words
+_CE_GOAL = 1e-4  # cross entropy: times sqrt(tol ridge)
 _OUTER_STEPS = 1  # steps of CG from the warm start, as on nearly every real graph tried
 _CE_EVALUATIONS = 40  # cross entropy and its gradient, so many times
 # Finding communities costs about as much as a few hundred columns of H X, and saves up to half.
@@ -58,6 +61,7 @@ class Sizes:
     word: int  # bytes per number
     X_bytes: int
     hidden: bool = False  # some features occur only outside the training rows
+    beside: int = 0  # rows of Q outside training that are kept for evaluation
     nonzeros: int | None = None  # entries of a sparse X
     X_bytes_at: Callable[[int], int] | None = None  # X_bytes with another budget
 
@@ -104,7 +108,7 @@ def Q_tolerance(H: RegularizedLaplacian, sizes: Sizes, settings: Settings, strat
     top = H.lambda_max
     if sizes.hidden and sizes.n_train >= sizes.d:
         return EXACT_TOL
-    if strategy == "direct":
+    if strategy == "direct":  # and the true model is looked at afterwards
         # What Q is off by counts squared in the loss.  Tight enough that the first look at the true
         # model is nearly always the last; a duality gap asks for more.
         share = 0.5 if LOSSES[settings.loss].quadratic else 0.1
@@ -116,6 +120,37 @@ def Q_tolerance(H: RegularizedLaplacian, sizes: Sizes, settings: Settings, strat
     return min(loose, 0.003) if sizes.n_train < sizes.d else loose
 
 
+def Q_goal(H: RegularizedLaplacian, sizes: Sizes, settings: Settings, whiten: bool) -> float:
+    """Residuals of Q's columns that should prove a fit from Q alone, relative to those of X C0.
+
+    A guess: should it miss, the fit itself tells what is needed, and goes on.
+    """
+    if not LOSSES[settings.loss].quadratic:
+        # A ridge of 0 proves nothing, but the optimum must be that of the true model.
+        size = math.sqrt(settings.tol * min(settings.ridge, 1.0)) if settings.ridge else 1.0
+        return min(1e-4, max(1e-10, _CE_GOAL * size))
+    rho = min(0.1, math.sqrt(settings.tol) / _MISFIT)
+    # The smallest singular value of the training rows of H^-1 X C0, as seen on real graphs.
+    smallest = math.sqrt(sizes.n_train / sizes.n) / (0.7 * H.lambda_max + 0.9)
+    smallest *= 1.0 if whiten else _ALIKE
+    # The objective, too, is known from Q alone, and what Q is off by counts there as it is.
+    return max(1e-13, min(rho * smallest / math.sqrt(sizes.d), 1e-3 * math.sqrt(settings.tol)))
+
+
+def worth_whitening(H: RegularizedLaplacian, sizes: Sizes, settings: Settings) -> bool:
+    """Whether orthonormal columns cost little beside the products with H."""
+    if not LOSSES[settings.loss].quadratic or sizes.n_train < sizes.d:
+        return False
+    work = (2 * sizes.m + 4 * sizes.n) * _CHEBYSHEV_STEP
+    degree = chebyshev_degree(H, Q_goal(H, sizes, settings, True))
+    return _whitening(sizes) <= 0.25 * sizes.d * degree * work
+
+
+def _whitening(sizes: Sizes) -> float:
+    """Predicted seconds of X^T X, and of X C0 twice."""
+    return 5 * sizes.n * sizes.d**2 * _GEMM_FLOP
+
+
 def row_tolerance(settings: Settings) -> float:
     """How well H^-1 M^T must be solved for; without a ridge its rows must span what A's do."""
     return _ROW_SPACE_TOL if settings.ridge == 0 else min(1e-4, math.sqrt(settings.tol) / 10)
@@ -123,27 +158,45 @@ def row_tolerance(settings: Settings) -> float:
 
 def strategy_costs(H: RegularizedLaplacian, sizes: Sizes, settings: Settings) -> dict[str, float]:
     """Predicted seconds of each strategy: solves for Q, d x d work, the loop."""
-    work = 2 * sizes.m + 4 * sizes.n
-    inner = chebyshev_degree(H, 1e-4)
-    evaluation = 2 * inner * (sizes.c * work * _CG_STEP + _CG_LAUNCH) + 3 * _pass(sizes)
     small = min(sizes.n_train, sizes.d)
     dense = sizes.n_train * sizes.d * small * _GEMM_FLOP + small**3 / 3 * _FACTOR_FLOP
     evaluations = 1 + (_OUTER_STEPS if LOSSES[settings.loss].quadratic else _CE_EVALUATIONS)
-    cost = {}
-    for strategy in ("herta", "direct"):
-        degree = chebyshev_degree(H, Q_tolerance(H, sizes, settings, strategy))
-        if strategy == "direct" and sizes.n_train < sizes.d:
-            degree = chebyshev_degree(H, row_tolerance(settings))
-            solves = sizes.n_train * degree * work * _CG_STEP
-            solves += 2 * sizes.n * sizes.n_train * sizes.d * _GEMM_FLOP
-        else:
-            launches = math.ceil(sizes.d / BLOCK_WIDTH) * _CHEBYSHEV_LAUNCH
-            solves = degree * (sizes.d * work * _CHEBYSHEV_STEP + launches)
-        loop = evaluation * (evaluations if strategy == "herta" else 1)
-        if strategy == "direct" and not LOSSES[settings.loss].quadratic:
-            loop += evaluations * 4 * sizes.n_train * sizes.d * sizes.c * _GEMM_FLOP
-        cost[strategy] = solves + dense + loop
-    return cost
+    rough = chebyshev_degree(H, Q_tolerance(H, sizes, settings, "herta"))
+    herta = _columns(sizes, rough) + evaluations * _evaluation(H, sizes)
+    return {"herta": herta + dense, "direct": dense + min(direct_costs(H, sizes, settings))}
+
+
+def direct_costs(H: RegularizedLaplacian, sizes: Sizes, settings: Settings) -> tuple[float, float]:
+    """Predicted seconds of "direct", proven from Q alone or by one look at the true model."""
+    loss = LOSSES[settings.loss]
+    training = 0.0
+    if not loss.quadratic:
+        training = _CE_EVALUATIONS * 4 * sizes.n_train * sizes.d * sizes.c * _GEMM_FLOP
+    if sizes.n_train < sizes.d:
+        work = (2 * sizes.m + 4 * sizes.n) * _CG_STEP
+        solves = sizes.n_train * chebyshev_degree(H, row_tolerance(settings)) * work
+        solves += 2 * sizes.n * sizes.n_train * sizes.d * _GEMM_FLOP + training
+        return (solves if settings.ridge > 0 else math.inf), solves + _evaluation(H, sizes)
+    whiten = worth_whitening(H, sizes, settings)
+    tight = chebyshev_degree(H, Q_goal(H, sizes, settings, whiten)) + 2
+    alone = _columns(sizes, tight) + (_whitening(sizes) if whiten else 0.0) + training
+    if loss.quadratic:
+        return alone, math.inf
+    degree = chebyshev_degree(H, Q_tolerance(H, sizes, settings, "direct"))
+    return alone, _columns(sizes, degree) + training + _evaluation(H, sizes)
+
+
+def _columns(sizes: Sizes, degree: int) -> float:
+    """Predicted seconds of Q by Chebyshev."""
+    work = sizes.d * (2 * sizes.m + 4 * sizes.n) * _CHEBYSHEV_STEP
+    return degree * (work + math.ceil(sizes.d / BLOCK_WIDTH) * _CHEBYSHEV_LAUNCH)
+
+
+def _evaluation(H: RegularizedLaplacian, sizes: Sizes) -> float:
+    """Predicted seconds of the true objective and its gradient: two solves over the outputs."""
+    work = (2 * sizes.m + 4 * sizes.n) * _CG_STEP
+    inner = chebyshev_degree(H, 1e-4)
+    return 2 * inner * (sizes.c * work + _CG_LAUNCH) + 3 * _pass(sizes)
 
 
 def _pass(sizes: Sizes) -> float:
@@ -185,8 +238,7 @@ def certificate_costs(H: RegularizedLaplacian, sizes: Sizes) -> tuple[float, flo
     rest = sizes.n - sizes.n_train
     work, small = 2 * sizes.m + 4 * sizes.n, min(rest, sizes.d)
     proven = (rest * sizes.d**2 + 8 * small**2 * sizes.d) * _GEMM_FLOP
-    grams = (2 * sizes.n * sizes.d**2 + 8 * sizes.d**3) * _GEMM_FLOP
-    measured = proven + sizes.d * work * _CHEBYSHEV_STEP + grams
+    measured = proven + 2 * sizes.d * work * _CHEBYSHEV_STEP
     lanczos = 40 * chebyshev_degree(H, 1e-4) * (work * _NARROW * _CG_STEP + _CG_LAUNCH)
     lanczos += 80 * 2 * sizes.n * sizes.d * _GEMM_FLOP
     return proven, measured, lanczos

@@ -26,34 +26,59 @@ class Layout:
     width: int  # columns of a solve
     Q_width: int  # columns of Q while it is made
     memory: dict[str, int]  # stage to bytes
+    keep_residual: bool = False  # n x d numbers from which a later pass over Q goes on
 
 
 def fitting_layout(
-    sizes: Sizes, settings: Settings, budget: int, by_rows: bool, certificate: str
+    sizes: Sizes, settings: Settings, budget: int, by_rows: bool, certificate: str, stored: bool
 ) -> Layout:
-    """The best layout within the budget: first R goes, then rows of Q, then Q for its sketch."""
+    """The best layout within the budget.
+
+    `stored`: the fit is proven from the training rows of Q, so nothing else of it is held, and no
+    array of n x c.  Otherwise first the rows of Q outside training go, then Q for its sketch.
+    """
+    if stored and not by_rows:
+        return _stored_layout(sizes, settings, budget, certificate)
     rows, why = _sketch(sizes, settings, by_rows)
     ways = [(rows, why, certificate)]
-    if certificate == "spectral-deterministic":
-        ways.append((rows, why, "spectral-proven"))
     if certificate in DETERMINISTIC:
         ways.append((rows, why, "spectral-probabilistic"))
     can = settings.sketch.when == "auto" and not by_rows and settings.precondition
     fewer = SKETCH_ROWS_PER_COLUMN * sizes.d
     if can and fewer < sizes.n_train:
         ways.append((fewer, "Q does not fit the memory budget", ways[-1][2]))
+    outputs = 0 if stored else 7
     for rows, why, certificate in ways:
-        memory = _memory(sizes, settings, budget, rows, certificate)
+        memory = _memory(sizes, settings, budget, rows, certificate, outputs)
         left = budget - sum(memory.values())
         width = block_width(sizes.n, max(sizes.d, sizes.c), sizes.dtype, left)
         if width >= 1:
             column = _Q_column(sizes, by_rows, rows)
             Q_width = min(sizes.d, BLOCK_WIDTH, left // column)
-            block = max(Q_width * column, _block_bytes(sizes, width, certificate))
+            block = max(Q_width * column, min(width, sizes.c) * _solved_column(sizes))
             memory["one block of columns"] = block
             return Layout(rows, why, certificate, width, Q_width, memory)
-    least = _least_budget(sizes, settings, rows, certificate)
-    raise BudgetError(
+    least = _least_budget(sizes, settings, rows, certificate, outputs, _solved_column(sizes))
+    raise _too_little(least, budget)
+
+
+def _stored_layout(sizes: Sizes, settings: Settings, budget: int, certificate: str) -> Layout:
+    """Three blocks of columns beside the training rows of Q, and its residual if there is room."""
+    memory = _memory(sizes, settings, budget, None, certificate, 0)
+    left = budget - sum(memory.values())
+    column, residual = 3 * sizes.n * sizes.word, sizes.n * sizes.d * sizes.word
+    width = min(sizes.d, BLOCK_WIDTH, left // column)
+    if width < 1:
+        raise _too_little(_least_budget(sizes, settings, None, certificate, 0, column), budget)
+    keep = left - residual >= width * column
+    memory["one block of columns"] = width * column
+    if keep:
+        memory["residual of Q"] = residual
+    return Layout(None, "Q itself is never stored", certificate, width, width, memory, keep)
+
+
+def _too_little(least: int, budget: int) -> BudgetError:
+    return BudgetError(
         f"This fit needs at least {least:,} MB but the budget is {budget / 2**20:,.1f} MB: "
         "raise memory_budget, free memory or use fewer features."
     )
@@ -76,54 +101,68 @@ def _sketch(sizes: Sizes, settings: Settings, by_rows: bool) -> tuple[int | None
     return min(s, padded), f"Algorithm 1 wants {s:.2g}, {capped}" if s > padded else "Algorithm 1"
 
 
-def _least_budget(sizes: Sizes, settings: Settings, rows: int | None, certificate: str) -> int:
+def _least_budget(
+    sizes: Sizes,
+    settings: Settings,
+    rows: int | None,
+    certificate: str,
+    outputs: int,
+    column: int,
+) -> int:
     """MB with which the thriftiest plan works: what it takes grows with the budget, but slower."""
     budget, need = 0, 1
     while need > budget << 20:
         budget = -(-need >> 20)
         held = sizes.X_bytes if sizes.X_bytes_at is None else sizes.X_bytes_at(budget << 20)
         there = replace(sizes, X_bytes=held)
-        memory = _memory(there, settings, budget << 20, rows, certificate)
-        need = sum(memory.values()) + sizes.n * column_bytes(sizes.dtype)
+        memory = _memory(there, settings, budget << 20, rows, certificate, outputs)
+        need = sum(memory.values()) + column
     return budget
 
 
 def _Q_column(sizes: Sizes, by_rows: bool, sketch_rows: int | None) -> int:
     """Bytes of a column of Q while it is made: Chebyshev holds three, CG and a sketch more."""
     if by_rows or sketch_rows is not None:
-        return sizes.n * column_bytes(sizes.dtype)
+        return _solved_column(sizes)
     return sizes.n * (3 * (8 if sizes.hidden else sizes.word) + 8)
 
 
-def _block_bytes(sizes: Sizes, width: int, certificate: str) -> int:
-    """Bytes of a block of outputs while CG solves for it, or of Q while R is measured."""
-    block = min(width, sizes.c) * column_bytes(sizes.dtype)
-    if certificate == "spectral-deterministic":
-        block = max(block, width * (2 * sizes.word + 32))
-    return sizes.n * block
+def _solved_column(sizes: Sizes) -> int:
+    """Bytes of a column while CG solves for it."""
+    return sizes.n * column_bytes(sizes.dtype)
 
 
 def _memory(
-    sizes: Sizes, settings: Settings, budget: int, rows: int | None, certificate: str
+    sizes: Sizes,
+    settings: Settings,
+    budget: int,
+    rows: int | None,
+    certificate: str,
+    outputs: int,
 ) -> dict[str, int]:
-    """Bytes per stage that stay allocated, blocks of columns apart."""
+    """Bytes per stage that stay allocated, blocks of columns apart.
+
+    `outputs` counts the arrays of n x c float64 numbers.
+    """
     n, d, c, word = sizes.n, sizes.d, sizes.c, sizes.word
     graph = 2 * sizes.m * 4 + 8 * n + 4 * 8 * n
     chunks = 2 * min(chunk_bytes(budget), 8 * n * d)
-    memory = {
-        "graph": graph, "X (copies)": sizes.X_bytes, "chunks of X": chunks,
-        "outputs": 7 * n * c * 8,
-    }  # fmt: skip
+    memory = {"graph": graph, "X (copies)": sizes.X_bytes, "chunks of X": chunks}
+    if outputs:
+        memory["outputs"] = outputs * n * c * 8
+    else:
+        memory["outputs on training nodes"] = 4 * sizes.n_train * c * 8
     if settings.precondition:
         q_rows = sizes.n_train if rows is None else rows
         if certificate in DETERMINISTIC:
             q_rows = n
-        memory["Q"] = q_rows * d * (8 if sizes.hidden else word)
+        wide = sizes.hidden or not outputs
+        memory["Q"] = q_rows * d * (8 if wide else word)
         memory["P and its factor"] = 3 * min(d, max(sizes.n_train, 1)) * d * 8
+    if sizes.beside:
+        memory["rows of Q for evaluation"] = sizes.beside * d * word
     if certificate in DETERMINISTIC:
         # B and its Gram matrix, for as many rows outside training as columns at most.
         outside = min(n - sizes.n_train, d)
         memory["rows of Q outside training"] = 8 * outside * (d + 3 * outside)
-    if certificate == "spectral-deterministic":
-        memory["R"] = n * d * (8 if sizes.hidden else word) + 3 * d * d * 8
     return memory

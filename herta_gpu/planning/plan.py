@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from herta_gpu.losses import LOSSES
@@ -11,16 +11,20 @@ from herta_gpu.optimizers import NEWTON_SIZE
 from herta_gpu.planning.costs import (
     EXACT_TOL,
     Outline,
+    Q_goal,
     Q_tolerance,
     Sizes,
     certificate_costs,
+    direct_costs,
     row_tolerance,
     sampling_pays,
     strategy_costs,
+    worth_whitening,
 )
 from herta_gpu.planning.memory import BETA, DETERMINISTIC, Layout, fitting_layout
 from herta_gpu.planning.recipe import Recipe
 from herta_gpu.planning.settings import Settings
+from herta_gpu.plumbing.validation import BudgetError
 from herta_gpu.solver import BLOCK_WIDTH, RegularizedLaplacian, chebyshev_degree
 from herta_gpu.sparsifier import degree_scores, sample_size
 
@@ -55,6 +59,8 @@ class Plan:
         Edges to sample for L_tilde; None: the full graph.
     sketch_rows : int or None
         Rows of the SRHT; None: the exact Gram matrix.
+    stored : bool
+        Whether the fit is proven from stored rows of Q, without a solve over the outputs.
     loop_samples : int or None
         Edges to sample for the loop itself (sparsify="mixed").
     certificate : str
@@ -70,6 +76,7 @@ class Plan:
     certificate: str
     recipe: Recipe
     solve_width: int
+    stored: bool = False
     loop_samples: int | None = None
     memory: dict[str, int] = field(default_factory=dict)
     cost: dict[str, float] = field(default_factory=dict)
@@ -95,13 +102,20 @@ def make_plan(
 ) -> Plan:
     """Choose strategy, sparsifier, sketch and certificate within `budget` bytes."""
     cost = strategy_costs(H, sizes, settings)
-    strategy = _strategy(settings, cost)
-    samples = _samples(H, sizes, settings, strategy.value)
-    loop = _loop_samples(H, sizes, settings)
-    by_rows = _by_rows(sizes, settings, strategy.value, samples.value)
-    wanted = _certificate(H, sizes, settings, by_rows, samples.value)
-    layout = fitting_layout(sizes, settings, budget, by_rows, wanted)
-    recipe = _recipe(H, sizes, settings, strategy.value, by_rows, layout)
+    strategies = _strategies(settings, cost)
+    for strategy in strategies:
+        samples = _samples(H, sizes, settings, strategy.value)
+        loop = _loop_samples(H, sizes, settings)
+        by_rows = _by_rows(sizes, settings, strategy.value, samples.value)
+        stored = _stored(H, sizes, settings, strategy.value, by_rows)
+        wanted = _certificate(H, sizes, settings, by_rows, samples.value, stored)
+        try:
+            layout = fitting_layout(sizes, settings, budget, by_rows, wanted, stored)
+            break
+        except BudgetError:
+            if strategy is strategies[-1]:
+                raise
+    recipe = _recipe(H, sizes, settings, strategy.value, by_rows, layout, stored)
     told = [
         strategy.decision,
         samples.decision,
@@ -121,6 +135,7 @@ def make_plan(
         layout.certificate,
         recipe,
         layout.width,
+        stored,
         None if loop is None else loop.value,
         layout.memory,
         cost,
@@ -129,8 +144,9 @@ def make_plan(
 
 
 _CERTIFICATE_WHY = {
+    "residual": "the residuals of Q's columns prove it, without another solve",
     "spectral-proven": "the error of the polynomial proves it",
-    "spectral-deterministic": "the error of the polynomial or, if need be, R = X - H Q proves it",
+    "spectral-deterministic": "the error of the polynomial or, if need be, residuals prove it",
     "spectral-probabilistic": "Lanczos: Q is a sketch, of a sampled graph, or kept in part only",
     "duality": "the ridge makes the objective strongly convex",
     "none": "no strong convexity to build on: the gradient decides",
@@ -144,19 +160,25 @@ def _recipe(
     strategy: str,
     by_rows: bool,
     layout: Layout,
+    stored: bool,
 ) -> Recipe:
     loss = LOSSES[settings.loss]
+    whiten = stored and worth_whitening(H, sizes, settings)
+    goal = Q_goal(H, sizes, settings, whiten) if stored and not by_rows else None
     # Steps on stored rows cost no solve, and Newton's method needs them for its Hessian.
     useful = strategy == "direct" or sizes.d * sizes.c <= NEWTON_SIZE
     return Recipe(
-        degree=chebyshev_degree(H, Q_tolerance(H, sizes, settings, strategy)),
+        degree=chebyshev_degree(H, goal or Q_tolerance(H, sizes, settings, strategy)),
         width=layout.Q_width,
-        exact=sizes.hidden and sizes.n_train >= sizes.d,
+        exact=sizes.hidden and sizes.n_train >= sizes.d and goal is None,
         sketch_rows=layout.sketch_rows,
         by_rows=by_rows,
         row_tol=row_tolerance(settings),
         all_rows=layout.certificate in DETERMINISTIC,
-        keep_rows=not loss.quadratic and useful and layout.sketch_rows is None,
+        keep_rows=(stored or not loss.quadratic) and useful and layout.sketch_rows is None,
+        whiten=whiten,
+        goal=goal,
+        keep_residual=layout.keep_residual,
         curvature=loss.start_curvature(sizes.c),
         symmetric=settings.optimizer == "adam",
         seed=settings.seed,
@@ -168,6 +190,12 @@ def tighter(recipe: Recipe, H: RegularizedLaplacian) -> Chosen:
     values = {**vars(recipe), "exact": True, "degree": chebyshev_degree(H, EXACT_TOL)}
     again = Decision("Q again", "float64", "P missed too much of the Hessian")
     return Chosen(Recipe(**values), again)
+
+
+def orthonormal(recipe: Recipe) -> Chosen:
+    """The recipe for features so alike that columns of norm 1 do not tell them apart."""
+    again = Decision("Q again", "orthonormal columns", "features too alike for columns of norm 1")
+    return Chosen(replace(recipe, whiten=True), again)
 
 
 def _layout_decisions(layout: Layout) -> list[Decision]:
@@ -182,6 +210,10 @@ def _layout_decisions(layout: Layout) -> list[Decision]:
 def _Q_decision(recipe: Recipe) -> Decision:
     if recipe.by_rows:
         return Decision("Q", "H^-1 M^T (fewer train rows than features)", "solves with CG")
+    if recipe.goal is not None:
+        columns = "orthonormal columns" if recipe.whiten else "columns of norm 1"
+        how = f"residuals to {recipe.goal:.1e}, about {recipe.degree} products"
+        return Decision("Q", how, f"passes of Chebyshev over {columns}")
     return Decision("Q", f"Chebyshev degree {recipe.degree}", "solves with one polynomial")
 
 
@@ -190,18 +222,37 @@ def _memory_decision(layout: Layout, budget: int) -> Decision:
     return Decision("memory", f"{total / 2**20:,.1f} MB", f"budget {budget / 2**20:,.0f} MB")
 
 
-def _strategy(settings: Settings, cost: dict[str, float]) -> Chosen:
+def _strategies(settings: Settings, cost: dict[str, float]) -> list[Chosen]:
+    """The strategy to take, and what to take where memory forbids it."""
+
     def chosen(value: str, why: str) -> Chosen:
         return Chosen(value, Decision("strategy", value, why))
 
     if not settings.precondition:
-        return chosen("herta", "precondition=False: standard training")
+        return [chosen("herta", "precondition=False: standard training")]
     if settings.strategy != "auto":
-        return chosen(settings.strategy, "as asked")
+        return [chosen(settings.strategy, "as asked")]
     if settings.custom_P:
-        return chosen("herta", "sparsify or sketch was asked for")
-    best = min(cost, key=lambda s: cost[s])
-    return chosen(best, "predicted cost: " + ", ".join(f"{s} {cost[s]:.3g}" for s in cost))
+        return [chosen("herta", "sparsify or sketch was asked for")]
+    best, other = sorted(cost, key=lambda s: cost[s])
+    why = "predicted cost: " + ", ".join(f"{s} {cost[s]:.3g}" for s in cost)
+    return [chosen(best, why), chosen(other, f"{best} does not fit the memory budget")]
+
+
+def _stored(
+    H: RegularizedLaplacian, sizes: Sizes, settings: Settings, strategy: str, by_rows: bool
+) -> bool:
+    """Whether the fit is proven from stored rows alone, without a look at the true model."""
+    if strategy != "direct" or settings.custom_P:
+        return False
+    if settings.optimizer not in ("cg", "lbfgs") and not LOSSES[settings.loss].quadratic:
+        return False  # its own steps are asked for, with the true gradient
+    if by_rows:
+        return settings.ridge > 0
+    if sizes.n_train < sizes.d:
+        return False
+    alone, looked = direct_costs(H, sizes, settings)
+    return alone <= looked
 
 
 def _samples(H: RegularizedLaplacian, sizes: Sizes, settings: Settings, strategy: str) -> Chosen:
@@ -264,9 +315,16 @@ def _loop_samples(H: RegularizedLaplacian, sizes: Sizes, settings: Settings) -> 
 
 
 def _certificate(
-    H: RegularizedLaplacian, sizes: Sizes, settings: Settings, by_rows: bool, n_samples: int | None
+    H: RegularizedLaplacian,
+    sizes: Sizes,
+    settings: Settings,
+    by_rows: bool,
+    n_samples: int | None,
+    stored: bool,
 ) -> str:
     """The kind of certificate to try first."""
+    if stored and LOSSES[settings.loss].quadratic and not by_rows:
+        return "residual"
     unseen = by_rows or (sizes.n_train < sizes.d and settings.ridge == 0)
     if unseen or not LOSSES[settings.loss].quadratic or not settings.precondition:
         return "duality" if settings.ridge > 0 else "none"

@@ -17,6 +17,9 @@ class Recipe:
     row_tol: float  # tolerance of those solves
     all_rows: bool  # keep Q on all rows, for a certificate that does not depend on chance
     keep_rows: bool  # keep Q's training rows
+    whiten: bool  # orthonormal columns X C0 instead of columns of norm 1
+    goal: float | None  # residuals of Q's columns, relative to those of X C0; None: not measured
+    keep_residual: bool  # n x d numbers, so that a later pass can go on from them
     curvature: float  # where training starts: P = curvature Q^T Q + ridge I
     symmetric: bool  # the optimizer depends on the coordinates: P^-1/2 itself
     seed: int
@@ -25,7 +28,9 @@ class Recipe:
     def name(self) -> str:
         """The name of Q in a checkpoint; it tells what depends on how much memory is free."""
         rows = "all" if self.all_rows else self.sketch_rows or "train"
-        return f"{'Q64' if self.exact else 'Q'}-{self.degree}-{rows}-{self.width}"
+        how = f"{self.degree}" if self.goal is None else f"{self.goal:.6e}"
+        kind = f"{'W' if self.whiten else ''}Q{'64' if self.exact else ''}"
+        return f"{kind}-{how}-{rows}-{self.width}"
 
     def dtype(self, working: str) -> str:
         """The precision of Q where the fit works in `working`."""

@@ -1,0 +1,192 @@
+"""The strategy "direct": train on the stored rows of Q, and prove it from Q alone.
+
+With D = A - Q, A = M H^-1 X and Q the stored rows (both in the coordinates u of `whitening`), and
+with bounds of the norms of D's columns, the true gradient at u is known up to
+
+    ||C^T g|| <= ||C^T g_Q|| + rho ||E_Q|| + (1 + rho) ||D u||,      rho >= ||D C||,
+
+for C C^T = P^-1 and g_Q, E_Q the gradient and the residual of the stored problem: no solve and no
+array on all nodes is needed any more.  MSE has a Hessian of at least (1 - rho)^2 in these
+coordinates, so its gap is at most ||C^T g||^2 / (2 (1 - rho)^2).  With a ridge any loss is strongly
+convex in W, and the same difference seen from W gives
+
+    ||g|| <= ||g_Q|| + ||D|| ||E_Q|| + beta ||X|| ||D u||,           gap <= ||g||^2 / (2 ridge),
+
+beta the largest curvature of the loss.  Rounding is counted where it happens, that of W = C0 u
+included.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from herta_gpu.backends.base import Array, Backend, norm
+from herta_gpu.certificate import Certificate
+from herta_gpu.losses import Loss
+from herta_gpu.preconditioner import Preconditioner
+
+_UNIT = 0.5 * float(np.finfo(np.float64).eps)
+_SLACK = 0.1  # departure of P from Q^T Q + ridge beyond which nothing is built on that form
+_REFINEMENTS = 3  # of least squares: each repairs what rounding did to the factor
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What a bound of the gap is made of; `share` scales what the solves left, D."""
+
+    kind: str
+    gradient: float  # of the stored problem, rounding included
+    E: float  # ||E_Q||
+    through: float  # how an error of the outputs reaches the gradient
+    D: float  # ||D|| as the gradient sees it
+    Du: float  # ||D u||
+    other: float  # errors of the outputs that are rounding
+    convexity: float  # strong convexity at D = 0, as a root
+
+    def gap(self, share: float = 1.0) -> float:
+        D, error = share * self.D, share * self.Du + self.other
+        size = self.gradient + D * self.E + (self.through + D) * error
+        root = self.convexity - D if self.kind == "residual" else self.convexity
+        return size**2 / (2 * root**2) if root > 0 else math.inf
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What is known at one u."""
+
+    objective: float
+    rounding: float  # of the objective, at exact outputs
+    slope: float  # ||E_Q||: how fast the objective changes with the outputs
+    grad_norm: float
+    choices: tuple[Terms, ...]
+    note: str
+    kept: int
+    features: int
+
+    def certificate(self, share: float = 1.0) -> Certificate:
+        if not self.choices:
+            return Certificate(
+                math.inf, "none", note=self.note, kept=self.features, features=self.features
+            )
+        gap, best = min(((terms.gap(share), terms) for terms in self.choices), key=lambda c: c[0])
+        error = share * best.Du + best.other
+        below = self.objective - self.rounding - error * (self.slope + 0.5 * error) - gap
+        value = gap / below if below > 0 else math.inf
+        value = 0.0 if gap == 0 else value
+        spectral = best.kind == "residual"
+        kept, note = (self.kept, self.note) if spectral else (self.features, "")
+        return Certificate(value, best.kind, 0.0, gap, note, kept, self.features)
+
+    @property
+    def error(self) -> float:
+        """The objective is right up to this much."""
+        off = min((terms.Du + terms.other for terms in self.choices), default=math.inf)
+        return self.rounding + off * (self.slope + 0.5 * off)
+
+    def wanted(self, tol: float) -> float:
+        """The share of what the solves left that would be small enough; 0: none would be."""
+        low, high = 0.0, 1.0
+        if self.certificate(0.0).value > tol:
+            return 0.0
+        for _ in range(60):
+            middle = 0.5 * (low + high) if low else 0.5 * high
+            if self.certificate(middle).value <= tol:
+                low = middle
+            else:
+                high = middle
+            if low and high < 1.2 * low:
+                break
+        return low
+
+
+class StoredProblem:
+    """min over u of loss(Q u) + ridge/2 ||C0 u||^2 on the stored rows."""
+
+    def __init__(
+        self, backend: Backend, loss: Loss, P: Preconditioner, Y: Array, ridge: float, X_norm: float
+    ) -> None:
+        assert P.rows is not None
+        assert P.basis is not None
+        self.backend, self.loss, self.P, self.Y, self.ridge = backend, loss, P, Y, ridge
+        self.Q, self.basis, self.X_norm = P.rows, P.basis, X_norm
+        self.sizes = backend.xp.sqrt(backend.column_dots(self.Q, self.Q))
+
+    def gradient(self, u: Array) -> tuple[Array, Array]:
+        """(outputs, gradient) at u."""
+        F = self.backend.matmul(self.Q, u)
+        E = self.loss.residual(self.backend.xp, F, self.Y)
+        g = self.loss.centred(self.backend.xp, self.backend.matmul(self.Q.T, E))
+        return F, g + self.ridge * self._penalty(u)
+
+    def _penalty(self, u: Array) -> Array:
+        G = self.basis.ridge
+        return G[:, None] * u if G.ndim == 1 else self.backend.matmul(G, u)
+
+    def objective(self, u: Array) -> float:
+        W = self.basis.weights(u)
+        value = self.loss.value(self.backend.xp, self.backend.matmul(self.Q, u), self.Y)
+        return value + 0.5 * self.ridge * float(self.backend.xp.sum(W * W))  # synchronize!
+
+    def minimised(self, tol: float, start: Array | None) -> Array:
+        """u at the optimum of the stored problem, or ten times closer to it than `tol`."""
+        assert self.loss.quadratic
+        return self.least_squares()
+
+    def least_squares(self) -> Array:
+        """u = P^-1 Q^T Y, refined by gradients of the stored problem itself."""
+        inner = self.P.inner
+        u = inner.half(self.P.w_start)
+        last = math.inf
+        for _ in range(_REFINEMENTS):
+            w = inner.half_T(self.gradient(u)[1])
+            size = norm(w)
+            if not size < 0.5 * last:
+                break
+            u, last = u - inner.half(w), size
+        return u
+
+    def proof(self, u: Array, why_not: str) -> Proof:
+        """Everything that is known of the true problem at W = C0 u."""
+        xp, P = self.backend.xp, self.P
+        F, g = self.gradient(u)
+        E, W = self.loss.residual(xp, F, self.Y), self.basis.weights(u)
+        by_row = xp.sqrt((u * u).sum(axis=1))
+        slope = norm(E)
+        objective = self.loss.value(xp, F, self.Y)
+        objective += 0.5 * self.ridge * float(xp.sum(W * W))  # synchronize!
+        # Rounding: of Q u and of E, of Q^T E and the ridge's part, and of W itself.
+        r, count = u.shape[0], self.Y.shape[0]
+        outputs = (r + 2) * _UNIT * float((self.sizes * by_row).sum())  # synchronize!
+        outputs += 4 * _UNIT * (norm(F) + norm(self.Y)) + self.basis.weights_rounding(u)
+        rows = (count + 4) * _UNIT * slope * self.sizes
+        if self.ridge > 0:
+            rows = rows + (r + 4) * _UNIT * self.ridge * self.basis.ridge_size(by_row)
+        Du = float((P.left * by_row).sum())  # synchronize!
+        choices = []
+        slack = P.inner.slack
+        if self.loss.quadratic and slack < _SLACK:
+            size = norm(P.inner.half_T(g)) + P.inner.amplified(rows)
+            rho, top = P.inner.amplified(P.left), math.sqrt(1 + slack)
+            choices.append(
+                Terms("residual", size, slope, top, rho, min(Du, rho * self._length(u)), outputs,
+                      math.sqrt(1 - slack))
+            )  # fmt: skip
+        if self.ridge > 0:
+            size = self.basis.dual_norm(g) + self.basis.dual_bound(rows)
+            D = self.basis.dual_bound(P.left)
+            through = self.loss.steepest * self.X_norm
+            choices.append(
+                Terms("duality", size, slope, through, D, Du, outputs, math.sqrt(self.ridge))
+            )
+        note = P.note if choices else why_not
+        grad_norm = self.basis.dual_norm(g)
+        rounding = self.loss.rounding(F) + 8 * _UNIT * objective
+        return Proof(
+            objective, rounding, slope, grad_norm, tuple(choices), note, P.kept, P.features
+        )
+
+    def _length(self, u: Array) -> float:
+        return norm(self.P.inner.unhalf(u))
