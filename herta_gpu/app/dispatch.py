@@ -13,7 +13,7 @@ from herta_gpu.app.arguments import check_names, parser
 from herta_gpu.app.results import CommandOutput
 from herta_gpu.app.streams import give_up, say, unwritten
 from herta_gpu.plumbing.files import DataError
-from herta_gpu.plumbing.json_values import jsonable
+from herta_gpu.plumbing.plain import to_plain
 
 
 def dispatch(argv: Sequence[str] | None = None) -> int:
@@ -57,7 +57,7 @@ def _ended(ended: SystemExit) -> int:
 
 
 def _as_json(content: dict[str, Any]) -> str:
-    return json.dumps(jsonable(content), indent=1)
+    return json.dumps(to_plain(content, lossy=True), indent=1)
 
 
 def _interrupted(args: argparse.Namespace) -> str:

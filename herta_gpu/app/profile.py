@@ -13,7 +13,7 @@ from herta_gpu.app.text import table
 from herta_gpu.backends import get_backend
 from herta_gpu.herta import HERTA
 from herta_gpu.plumbing.files import check_target, new_file
-from herta_gpu.plumbing.json_values import jsonable
+from herta_gpu.plumbing.plain import to_plain
 from herta_gpu.plumbing.stages import Stages
 
 
@@ -30,7 +30,7 @@ def run(args: argparse.Namespace) -> CommandOutput:
     with get_backend(args.device).profiled():
         result = fit(model, data, Stages(args.verbose))
     with new_file(path) as temporary:
-        temporary.write_text(json.dumps(jsonable(trace(model, result.seconds))))
+        temporary.write_text(json.dumps(to_plain(trace(model, result.seconds), lossy=True)))
     nsys = (
         "nsys profile --trace=cuda,nvtx,osrt --capture-range=cudaProfilerApi "
         f"--capture-range-end=stop -o herta python -m herta_gpu profile {args.dataset}"

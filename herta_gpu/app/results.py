@@ -21,7 +21,7 @@ from herta_gpu.backends import get_backend
 from herta_gpu.certificate import Certificate
 from herta_gpu.datasets import Dataset
 from herta_gpu.herta import HERTA
-from herta_gpu.plumbing.json_values import check_entries, jsonable
+from herta_gpu.plumbing.plain import check_entries, to_plain
 from herta_gpu.plumbing.stages import SHORTEST, Stages
 
 try:
@@ -131,7 +131,7 @@ class FitResult:
         """The content of result.json, in types that JSON has."""
         found = self.certificate
         certificate = {**vars(found), "reduced": found.reduced, "text": str(found)}
-        made: dict[str, Any] = jsonable({**vars(self), "certificate": certificate})
+        made: dict[str, Any] = to_plain({**vars(self), "certificate": certificate}, lossy=True)
         return made
 
     @property

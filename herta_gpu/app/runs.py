@@ -25,8 +25,8 @@ from herta_gpu.datasets.dataset import NORMALIZATIONS
 from herta_gpu.herta import HERTA
 from herta_gpu.plumbing.checkpoint import Checkpoint
 from herta_gpu.plumbing.files import DataError, check_place, new_file
-from herta_gpu.plumbing.json_values import check_entries, jsonable
 from herta_gpu.plumbing.models import check_params, without_stop
+from herta_gpu.plumbing.plain import check_entries, to_plain
 from herta_gpu.plumbing.validation import BudgetError, check_choice
 
 try:
@@ -137,7 +137,7 @@ class Run:
         return _read_json(path, FitResult.from_json) if path.is_file() else None
 
     def write_json(self, name: str, content: dict[str, Any]) -> None:
-        self.write_text(name, json.dumps(jsonable(content), indent=1) + "\n")
+        self.write_text(name, json.dumps(to_plain(content, lossy=True), indent=1) + "\n")
 
     def write_text(self, name: str, text: str) -> None:
         with new_file(self.folder / name) as temporary:
@@ -148,7 +148,7 @@ class Run:
         if self._reopened:
             self._go_back(step["step"], step["warm"])
         with open(self.folder / "metrics.jsonl", "a", encoding="utf-8") as file:
-            file.write(json.dumps(jsonable(step)) + "\n")
+            file.write(_line(step))
             file.flush()
             os.fsync(file.fileno())
 
@@ -159,7 +159,9 @@ class Run:
         if state is not None:
             steps = state["warm_history"][: step if warm else None]
             steps += [] if warm else state["history"][:step]
-        self.write_text("metrics.jsonl", "".join(json.dumps(jsonable(s)) + "\n" for s in steps))
+        self.write_text(
+            "metrics.jsonl", "".join(json.dumps(to_plain(s, lossy=True)) + "\n" for s in steps)
+        )
 
     def save_model(self, model: HERTA) -> None:
         save_model(model, self.folder / "model.npz")
@@ -198,6 +200,11 @@ def _locked(folder: Path) -> Iterator[None]:
                 f"Another process is writing a run into {folder}: choose another folder."
             ) from None
         yield
+
+
+def _line(step: dict[str, Any]) -> str:
+    """One line of metrics.jsonl."""
+    return json.dumps(to_plain(step, lossy=True)) + "\n"
 
 
 def environment() -> dict[str, Any]:

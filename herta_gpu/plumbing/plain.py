@@ -14,8 +14,11 @@ _NUMBER = "float"  # the key of a number that JSON does not have
 _LISTS = (list, tuple, Sequence)
 
 
-def to_plain(value: Any) -> Any:
+def to_plain(value: Any, lossy: bool = False) -> Any:
     """`value` as what JSON can hold; dataclasses become objects, tuples lists.
+
+    With `lossy` the JSON is for readers that do not know this module: null stands for infinity and
+    NaN, and the text of an object for the object.  Without it, `from_plain` gives back all of it.
 
     Examples
     --------
@@ -24,19 +27,23 @@ def to_plain(value: Any) -> Any:
     {'gap': {'float': 'inf'}, 'rows': [1, 2]}
     >>> from_plain(dict[str, float], to_plain({"gap": float("inf")}))
     {'gap': inf}
+    >>> to_plain({"gap": float("inf")}, lossy=True)
+    {'gap': None}
     """
     if is_dataclass(value) and not isinstance(value, type):
-        return {field.name: to_plain(getattr(value, field.name)) for field in fields(value)}
+        return {field.name: to_plain(getattr(value, field.name), lossy) for field in fields(value)}
     if isinstance(value, Mapping):
-        return {str(key): to_plain(inner) for key, inner in value.items()}
+        return {str(key): to_plain(inner, lossy) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
-        return [to_plain(inner) for inner in value]
+        return [to_plain(inner, lossy) for inner in value]
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, float) and not math.isfinite(value):
-        return {_NUMBER: str(value)}
+        return None if lossy else {_NUMBER: str(value)}
     if isinstance(value, (bool, int, float, str, type(None))):
         return value
+    if lossy:
+        return str(value)
     raise TypeError(f"{type(value).__name__} cannot be written as JSON.")
 
 
@@ -66,6 +73,20 @@ def from_plain(kind: Any, value: Any, name: str = "it") -> Any:
         return float(_checked(whole, number, name))
     allowed = type(None) if kind is None else kind
     return _checked(type(value) is allowed, value, name)
+
+
+def check_entries(content: Any, types: dict[str, Any]) -> None:
+    """A ValueError unless `content`, from lossy JSON, has at least these entries of these types."""
+    if not isinstance(content, dict):
+        raise ValueError(f"it is a {type(content).__name__}, not an object with entries")
+    for name, kind in types.items():
+        if name not in content:
+            raise ValueError(f"it has no entry {name}")
+        value = content[name]
+        number = kind is float and isinstance(value, int)
+        # None stands for infinity, also where a number should be.
+        if not isinstance(value, kind) and not number and not (kind is float and value is None):
+            raise ValueError(f"its entry {name} is {value!r}")
 
 
 def _any(value: Any) -> Any:

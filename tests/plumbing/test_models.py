@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -130,6 +131,14 @@ def test_dataclasses_are_rebuilt_from_json():
     assert from_plain(Outer, json.loads(json.dumps(to_plain(deep), allow_nan=False))) == deep
     assert math.isnan(from_plain(float, to_plain(math.nan)))
     assert to_plain(np.float32(0.5)) == 0.5
+
+
+def test_lossy_json_is_for_readers_who_do_not_know_the_types():
+    content = {1: (np.float32(0.5), -math.inf, math.nan), "at": Path("run"), "in": Inner(math.inf)}
+    plain = {"1": [0.5, None, None], "at": "run", "in": {"size": None, "words": []}}
+    assert to_plain(content, lossy=True) == plain
+    with pytest.raises(TypeError, match="cannot be written"):
+        to_plain(content)
 
 
 @pytest.mark.parametrize(
