@@ -3,7 +3,8 @@
 //   Y_i = (1 + lam L_ii) X_i - lam s_i sum_j a_ij s_j X_j,   s = D^-1/2,  a_ij = 1 if no weights
 //
 // apply_H also returns the column dots X . Y that CG needs, and chebyshev turns H Z into the next
-// iterate on the spot, so that neither ever reads Y again.
+// iterate on the spot, so that neither ever reads Y again.  residual gives some rows of B - H Z in
+// float64, whatever Z is stored in: its numbers are widened in registers.
 //
 // Threads: x holds N columns (16 bytes), y is a row.  Below eight column groups the spare lanes of
 // a row share its non-zeros and add up by shuffles, so a row always has eight lanes or more.  Rows
@@ -14,7 +15,8 @@
 // Bytes: 4 nnz + 8 n for the graph (values and self-loops implicit when unweighted), 2 n k w for X
 // and Y (4 n k w for chebyshev): the lower bound.  On top come the gathers of neighbours, at most
 // nnz k w, which the caches absorb as far as node order is local; each is a coalesced run of k w
-// bytes, because blocks are row-major.  Nothing else is stored between reads.
+// bytes, because blocks are row-major.  Nothing else is stored between reads.  residual moves
+// n k (w + 16) for Z, B and R, and 24 n for the graph's scales, which are float64 there.
 
 template <class T, class I>
 struct Laplacian {
@@ -54,21 +56,21 @@ struct Lane {
 };
 
 // sum <- sum of a_ij s_j X_j over the non-zeros first, first + step, ... before last.
-template <int N, class T, class I>
-__device__ void gather(const Laplacian<T, I>& L, const T* X, i64 column, i64 first, i64 last,
+template <int N, class T, class I, class S>
+__device__ void gather(const Laplacian<T, I>& L, const S* X, i64 column, i64 first, i64 last,
                        int step, T (&sum)[N]) {
 #pragma unroll 4
     for (i64 e = first; e < last; e += step) {
         const i64 j = L.indices[e];
         const T a = L.weights ? L.weights[e] * L.s[j] : L.s[j];
-        const Vec<T, N> x = load<N>(X + j * L.k + column);
-        for (int i = 0; i < N; ++i) sum[i] += a * x.v[i];
+        const Vec<S, N> x = load<N>(X + j * L.k + column);
+        for (int i = 0; i < N; ++i) sum[i] += a * static_cast<T>(x.v[i]);
     }
 }
 
 // The same with the share of this thread, one of `workers` on the row, added up over the splits.
-template <int N, class T, class I>
-__device__ void gather_share(const Laplacian<T, I>& L, const T* X, const Lane<N>& lane, i64 first,
+template <int N, class T, class I, class S>
+__device__ void gather_share(const Laplacian<T, I>& L, const S* X, const Lane<N>& lane, i64 first,
                              i64 last, int worker, int workers, T (&sum)[N]) {
     for (int i = 0; i < N; ++i) sum[i] = 0;
     first += worker * lane.splits + lane.split;
@@ -79,14 +81,15 @@ __device__ void gather_share(const Laplacian<T, I>& L, const T* X, const Lane<N>
 }
 
 // Y_i from the sum over its neighbours; adds X_i . Y_i to dot.
-template <int N, class T, class I, class Finish>
-__device__ void finish_row(const Laplacian<T, I>& L, const T* X, const Lane<N>& lane, i64 row,
+template <int N, class T, class I, class S, class Finish>
+__device__ void finish_row(const Laplacian<T, I>& L, const S* X, const Lane<N>& lane, i64 row,
                            const T (&sum)[N], const Finish& finish, double (&dot)[N]) {
     const i64 at = row * L.k + lane.column;
     const T h = 1 + L.lam * L.diagonal[row], lam_s = L.lam * L.s[row];
-    const Vec<T, N> x = load<N>(X + at);
-    Vec<T, N> y;
+    const Vec<S, N> stored = load<N>(X + at);
+    Vec<T, N> x, y;
     for (int i = 0; i < N; ++i) {
+        x.v[i] = stored.v[i];
         y.v[i] = h * x.v[i] - lam_s * sum[i];
         dot[i] += static_cast<double>(x.v[i]) * y.v[i];
     }
@@ -94,8 +97,8 @@ __device__ void finish_row(const Laplacian<T, I>& L, const T* X, const Lane<N>& 
 }
 
 // One segment of a long row, by the whole block.
-template <int N, class T, class I, class Finish>
-__device__ void long_row(const Laplacian<T, I>& L, const T* X, const Lane<N>& lane,
+template <int N, class T, class I, class S, class Finish>
+__device__ void long_row(const Laplacian<T, I>& L, const S* X, const Lane<N>& lane,
                          const Finish& finish, double (&dot)[N]) {
     const i32 piece = blockIdx.x, rank = L.segment_rank[piece], first_piece = piece - rank;
     const i64 row = L.segment_row[piece], end = L.indptr[row + 1];
@@ -108,7 +111,7 @@ __device__ void long_row(const Laplacian<T, I>& L, const T* X, const Lane<N>& la
     const bool writer = lane.owner && threadIdx.y == 0;
     if (writer) {
         // Each segment gives its own share of X . Y: who comes last must not change the sum.
-        const Vec<T, N> x = load<N>(X + row * L.k + lane.column);
+        const Vec<S, N> x = load<N>(X + row * L.k + lane.column);
         const double h = rank == 0 ? 1 + L.lam * L.diagonal[row] : 0, lam_s = L.lam * L.s[row];
         for (int i = 0; i < N; ++i) {
             L.segment_sums[piece * L.k + lane.column + i] = part[i];
@@ -129,22 +132,23 @@ __device__ void long_row(const Laplacian<T, I>& L, const T* X, const Lane<N>& la
     if (writer) finish_row(L, X, lane, row, sum, finish, counted);
 }
 
-// H X for all rows: finish(offset, x, y) gets each piece of X and of Y = H X once.
-template <int N, class T, class I, class Finish>
-__device__ void multiply(const Laplacian<T, I>& L, const T* X, const Finish& finish,
-                         double* partials, double* dots) {
+// H X for the rows from `from` to before `to`: finish(offset, x, y) gets each piece of X and of
+// Y = H X once.  The segments must be those of these rows.
+template <int N, class T, class I, class S, class Finish>
+__device__ void multiply(const Laplacian<T, I>& L, const S* X, i64 from, i64 to,
+                         const Finish& finish, double* partials, double* dots) {
     const Lane<N> lane(L.k);
     double dot[N] = {};
     if (static_cast<i32>(blockIdx.x) < L.segments) {
         long_row(L, X, lane, finish, dot);
     } else {
         const i64 step = static_cast<i64>(gridDim.x - L.segments) * blockDim.y;
-        const i64 start = static_cast<i64>(blockIdx.x - L.segments) * blockDim.y;
-        for (i64 base = start; base < L.n; base += step) {  // the same turns for a whole warp
+        const i64 start = from + static_cast<i64>(blockIdx.x - L.segments) * blockDim.y;
+        for (i64 base = start; base < to; base += step) {  // the same turns for a whole warp
             const i64 row = base + threadIdx.y;
-            const i64 first = row < L.n ? L.indptr[row] : 0;
-            const i64 last = row < L.n ? L.indptr[row + 1] : 0;
-            const bool mine = row < L.n && last - first <= L.segment;
+            const i64 first = row < to ? L.indptr[row] : 0;
+            const i64 last = row < to ? L.indptr[row + 1] : 0;
+            const bool mine = row < to && last - first <= L.segment;
             T sum[N];
             gather_share(L, X, lane, first, mine ? last : first, 0, 1, sum);
             if (mine && lane.owner) finish_row(L, X, lane, row, sum, finish, dot);
@@ -184,6 +188,23 @@ struct Chebyshev {
     }
 };
 
+// R <- B - H Z, both the rows from offset / k on; R may be B.
+struct Residual {
+    const double* B;
+    double* R;
+    i64 offset;
+
+    template <int N>
+    __device__ void operator()(i64 at, const Vec<double, N>&, const Vec<double, N>& Hz) const {
+        constexpr int M = N < 2 ? N : 2;  // float64 numbers that fit into one load
+        for (int i = 0; i < N; i += M) {
+            Vec<double, M> r = load<M>(B + at - offset + i);
+            for (int c = 0; c < M; ++c) r.v[c] -= Hz.v[i + c];
+            store(R + at - offset + i, r);
+        }
+    }
+};
+
 #define LAPLACIAN(T, I)                                                              \
     i64 n, i64 k, const i64 *indptr, const I *indices, const T *weights, const T *s, \
         const T *diagonal, T lam, i32 segment, i32 segments, const i64 *segment_row, \
@@ -197,12 +218,17 @@ struct Chebyshev {
     extern "C" __global__ void __launch_bounds__(kThreads, 4) apply_H_##t##_##i##_v##N(   \
         LAPLACIAN(T, I), const T* X, T* Y, double* partials, double* dots) {              \
         const Laplacian<T, I> L = LAPLACIAN_FIELDS;                                       \
-        multiply<N>(L, X, Store<T>{Y}, partials, dots);                                   \
+        multiply<N>(L, X, 0, n, Store<T>{Y}, partials, dots);                             \
     }                                                                                     \
     extern "C" __global__ void __launch_bounds__(kThreads, 4) chebyshev_##t##_##i##_v##N( \
         LAPLACIAN(T, I), const T* Z, T* Z_prev, const T* B, T c1, T c2) {                 \
         const Laplacian<T, I> L = LAPLACIAN_FIELDS;                                       \
-        multiply<N>(L, Z, Chebyshev<T>{B, Z_prev, c1, c2}, nullptr, nullptr);             \
+        multiply<N>(L, Z, 0, n, Chebyshev<T>{B, Z_prev, c1, c2}, nullptr, nullptr);       \
+    }                                                                                     \
+    extern "C" __global__ void __launch_bounds__(kThreads, 4) residual_##t##_##i##_v##N(  \
+        LAPLACIAN(double, I), const T* Z, const double* B, i64 from, i64 to, double* R) { \
+        const Laplacian<double, I> L = LAPLACIAN_FIELDS;                                  \
+        multiply<N>(L, Z, from, to, Residual{B, R, from * k}, nullptr, nullptr);          \
     }
 
 #define WIDTHS(I, i)              \

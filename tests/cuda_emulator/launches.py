@@ -54,19 +54,23 @@ class Emulated:
         return max(1, min(-(-n // rows), self.max_blocks))
 
     # ---- laplacian.cu --------------------------------------------------------------------
-    def _laplacian(self, L: Any, lam: float, X: Any) -> tuple[str, Any, Any, tuple[Any, ...]]:
-        n, k = X.shape
+    def _laplacian(
+        self, L: Any, lam: Any, X: Any, scales: Any = None, start: int = 0, stop: int | None = None
+    ) -> tuple[str, Any, Any, tuple[Any, ...]]:
+        (n, k), stop = X.shape, X.shape[0] if stop is None else stop
         width = vector_width(k, X.dtype)
         x, y, tiles = column_shape(k, width, least=8)
         row, rank = long_rows(L.indptr, self.segment)
-        segments = row.shape[0]
+        here = slice(*np.searchsorted(row, (start, stop)).tolist())
+        row, rank, segments = row[here], rank[here], here.stop - here.start
         name = f"{suffix(X.dtype)}_{suffix(L.indices.dtype)}_v{width}"
+        s, diagonal, weights = scales or (L.inv_sqrt_degree, L.diagonal, L.weights)
         args = (
-            *(I64(n), I64(k), L.indptr, L.indices, L.weights, L.inv_sqrt_degree, L.diagonal),
-            *(X.dtype.type(lam), I32(self.segment), I32(segments), row, rank),
+            *(I64(n), I64(k), L.indptr, L.indices, weights, s, diagonal),
+            *(s.dtype.type(lam), I32(self.segment), I32(segments), row, rank),
             *(np.full((segments, k), np.nan), np.zeros((tiles, segments + 1), U32)),
         )
-        return name, (segments + self.row_blocks(n, y), tiles), (x, y), args
+        return name, (segments + self.row_blocks(stop - start, y), tiles), (x, y), args
 
     def apply_H(self, L: Any, lam: float, X: Any, dots: bool = False) -> Any:
         name, grid, block, args = self._laplacian(L, lam, X)
@@ -75,6 +79,14 @@ class Emulated:
         tail = (partials, total) if dots else (None, None)
         self.launch("laplacian.cu", f"apply_H_{name}", grid, block, *args, X, Y, *tail)
         return (Y, total) if dots else Y
+
+    def residual_rows(self, L: Any, lam: float, Z: Any, B: Any, start: int) -> Any:
+        stop = start + B.shape[0]
+        name, grid, block, args = self._laplacian(L, lam, Z, L.exact, start, stop)
+        R = np.full_like(B, np.nan)
+        tail = (Z, B, I64(start), I64(stop), R)
+        self.launch("laplacian.cu", f"residual_{name}", grid, block, *args, *tail)
+        return R
 
     def chebyshev_step(
         self, L: Any, lam: float, Z: Any, Z_prev: Any, B: Any, c1: float, c2: float

@@ -16,7 +16,15 @@ from typing import Any
 import numpy as np
 
 from herta_gpu.backends.base import Array, CGState, Laplacian, keep_probabilities
-from herta_gpu.backends.cpu.kernels import cg, hadamard, laplacian, products, sampling, sketch
+from herta_gpu.backends.cpu.kernels import (
+    cg,
+    hadamard,
+    laplacian,
+    products,
+    residual,
+    sampling,
+    sketch,
+)
 from herta_gpu.backends.cpu.kernels.simd import VECTOR_BYTES
 from herta_gpu.backends.cpu.philox import seed_key
 from herta_gpu.backends.cpu.reference import (
@@ -126,7 +134,7 @@ class CompiledBackend(CPUBackend):
         first, last = np.searchsorted(L.cuts, (start + 1, start + b))
         cuts = np.concatenate([[start], L.cuts[first:last], [start + b]])
         work = (int(L.indptr[start + b] - L.indptr[start]) + 4 * b) * k
-        kernel = laplacian.residual_column if k == 1 else laplacian.residual
+        kernel = residual.residual_column if k == 1 else residual.residual
         arrays = (L.indptr, L.indices, weights, s, diagonal)
         _run(partial(kernel, Z, B, R, start, arrays, float(lam), cuts), work)
         if out is None or out is R:

@@ -188,7 +188,8 @@ class CUDABackend(Backend):
             }
         if graph.order is not None and "order" not in held:
             held["order"] = self.asarray(graph.order, "int64")
-        weights, (rows, segment_row, segment_rank) = held["weights"], held["segments"]
+        weights, (rows, segment_row, segment_rank, cut_rows) = held["weights"], held["segments"]
+        exact = (held["inv_sqrt_degree"], held["diagonal"], weights)
         return DeviceLaplacian(
             n=graph.num_nodes,
             indptr=held["indptr"],
@@ -198,17 +199,19 @@ class CUDABackend(Backend):
             diagonal=held["diagonal"].astype(dtype, copy=False),
             lambda_max=held["lambda_max"],
             order=held.get("order"),
+            unrounded=lambda: exact,
             segment_row=segment_row,
             segment_rank=segment_rank,
             long_rows=rows,
+            cut_rows=cut_rows,
         )
 
-    def segments(self, rows: Any, length: Any) -> tuple[Array, Array, Array]:
+    def segments(self, rows: Any, length: Any) -> tuple[Array, Array, Array, Any]:
         """What the kernels must know of the rows that are too long for one block."""
         rows, row, rank = segments(rows, length)
         types = ("int64", "int64", "int32")
         first, second, third = map(self.asarray, (rows, row, rank), types)
-        return first, second, third
+        return first, second, third, row
 
     def graph_from_edges(
         self, edge_index: Any, num_nodes: int | None, edge_weight: Any, duplicates: str | None
@@ -245,26 +248,38 @@ class CUDABackend(Backend):
     def residual_rows(
         self, L: Laplacian, lam: float, Z: Array, B: Array, start: int, out: Array | None = None
     ) -> Array:
-        raise NotImplementedError
+        assert isinstance(L, DeviceLaplacian)
+        Z, B, stop = self.asarray(Z), self.asarray(B, "float64"), start + B.shape[0]
+        R = cupy.empty(B.shape) if out is None else out
+        if R.size:
+            scales, tail = (*L.exact, np.float64(lam)), (Z, B, I64(start), I64(stop), R)
+            self._rows("residual", L, scales, Z, slice(start, stop), tail)
+        return R
 
     def _product(self, kernel: str, L: Laplacian, lam: float, X: Array, *tail: Any) -> None:
         """apply_H or chebyshev on the block X; `tail` is what follows the common arguments."""
         assert isinstance(L, DeviceLaplacian)
         assert X.dtype == L.inv_sqrt_degree.dtype
-        k = X.shape[1]
+        scales = (L.inv_sqrt_degree, L.diagonal, L.weights, X.dtype.type(lam))
+        self._rows(kernel, L, scales, X, slice(0, L.n), tail)
+
+    def _rows(
+        self, kernel: str, L: DeviceLaplacian, scales: Any, X: Array, at: slice, tail: Any
+    ) -> None:
+        """A kernel of laplacian.cu on some rows; `scales` are s, diag(L), the weights and lam."""
+        k, (s, diagonal, weights, lam) = X.shape[1], scales
         width = vector_width(k, X.dtype)
         x, y, tiles = column_shape(k, width, least=8)
-        pieces = L.segment_row.shape[0]
+        a, b = np.searchsorted(L.cut_rows, (at.start, at.stop)).tolist()  # segments of these rows
         sums, tickets, _ = self._product_scratch(L, k)
-        weights = pointer(L.weights)
-        graph = (I64(L.n), I64(k), L.indptr, L.indices, weights, L.inv_sqrt_degree, L.diagonal)
-        long_rows = (I32(SEGMENT), I32(pieces), L.segment_row, L.segment_rank, sums, tickets)
+        graph = (I64(L.n), I64(k), L.indptr, L.indices, pointer(weights), s, diagonal, lam)
+        cut = (I32(SEGMENT), I32(b - a), L.segment_row[a:b], L.segment_rank[a:b], sums, tickets)
         _launch(
             "laplacian.cu",
-            f"{kernel}_{L.suffix}_v{width}",
-            grid=(pieces + blocks(L.n, y), tiles),
+            f"{kernel}_{suffix(X.dtype)}_{suffix(L.indices.dtype)}_v{width}",
+            grid=(b - a + blocks(at.stop - at.start, y), tiles),
             block=(x, y),
-            args=(*graph, X.dtype.type(lam), *long_rows, *tail),
+            args=(*graph, *cut, *tail),
         )
 
     def _product_scratch(self, L: DeviceLaplacian, k: int) -> tuple[Array, Array, Array]:

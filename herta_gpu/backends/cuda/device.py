@@ -75,6 +75,7 @@ class DeviceLaplacian(Laplacian):
     segment_row: Array  # the row of each segment
     segment_rank: Array  # its place within the row
     long_rows: Array
+    cut_rows: Any = None  # segment_row on the host
     edges: tuple[Array, Array, Array, Array | None] | None = None  # first edge, lo, hi, weights
     # (k, stream) -> what a product needs beside its operands; a stream runs one at a time.
     scratch: dict[tuple[int, int], tuple[Array, Array, Array]] = field(default_factory=dict)

@@ -6,6 +6,7 @@ Every check compares with the CPU backend for the same seed.
 from __future__ import annotations
 
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -68,6 +69,17 @@ def check_products(backend: Backend, g: Graph, k: int, dtype: str) -> None:
     backend.chebyshev_step(L, LAM, X_dev, Z_dev, B_dev, 0.3, 0.2)
     CPU.chebyshev_step(L_cpu, LAM, X, Z, B, 0.3, 0.2)
     close(backend, Z_dev, Z, dtype)
+
+
+def check_residual(backend: Backend, g: Graph, k: int, dtype: str) -> None:
+    """Chunks of it, onto B itself; the scales of a float32 graph are float64 all the same."""
+    L, L_cpu = backend.laplacian(g, dtype), CPU.laplacian(g, dtype)
+    Z, B = block(L.n, k, dtype), block(L.n, k, "float64", 1)
+    R = backend.asarray(B.copy())
+    for a, b in pairwise(sorted({0, 1, L.n // 2, L.n})):  # each hub in a chunk of its own
+        part = R[a:b]
+        assert backend.residual_rows(L, LAM, backend.asarray(Z), part, a, out=part) is part
+    close(backend, R, CPU.residual_rows(L_cpu, LAM, Z, B, 0), "float64")
 
 
 def check_reference(backend: Backend, g: Graph, dtype: str) -> None:
@@ -167,6 +179,7 @@ def check_empty(backend: Backend) -> None:
     none = backend.asarray(np.zeros((1, 0), "float32"))
     assert backend.apply_H(L, LAM, none).shape == (1, 0)
     assert backend.column_dots(none, none).shape == (0,)
+    assert backend.residual_rows(L, LAM, none, none.astype("float64"), 0).shape == (1, 0)
     assert backend.srht(none, 1, 0).shape == (1, 0)
     state = backend.cg_start(L, LAM, none, backend.asarray(np.zeros(0)), 0.1, 0.1)
     backend.cg_step(L, LAM, state)
@@ -210,6 +223,7 @@ def check_all(backend: Backend) -> None:
     ):
         g = graph(name, weighted)
         check_products(backend, g, k, dtype)
+        check_residual(backend, g, k, dtype)
         check_cg(backend, g, k, dtype)
         check_sketches(backend, g, k, dtype)
     for dtype in ("float32", "float64"):

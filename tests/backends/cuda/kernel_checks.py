@@ -84,6 +84,16 @@ def check_chebyshev(run: Emulated, L: Any, k: int, dtype: str) -> None:
     assert_close(found, expected, dtype)
 
 
+def check_residual(run: Emulated, L: Any, k: int, dtype: str) -> None:
+    """In chunks, the last one short: the same bits as at once."""
+    Z, B = block(L.n, k, dtype), block(L.n, k, "float64", 1)
+    rows = max(1, L.n // 3)
+    parts = [run.residual_rows(L, LAM, Z, B[a : a + rows], a) for a in range(0, L.n, rows)]
+    found = np.concatenate(parts)
+    assert_close(found, CPU.residual_rows(L, LAM, Z, B, 0), "float64")
+    assert found.tobytes() == run.residual_rows(L, LAM, Z, B, 0).tobytes()
+
+
 def check_cg(run: Emulated, L: Any, k: int, dtype: str) -> None:
     R, tol = block(L.n, k, dtype), 0.1
     R[:, k // 2] = 0  # starts frozen
@@ -159,7 +169,7 @@ def check_srht(run: Emulated, L: Any, k: int, dtype: str) -> None:
 
 
 CHECKS: dict[str, list[Callable[[Emulated, Any, int, str], None]]] = {
-    "laplacian.cu": [check_apply_H, check_chebyshev],
+    "laplacian.cu": [check_apply_H, check_chebyshev, check_residual],
     "cg.cu": [check_cg, check_column_dots],
     "sketch.cu": [check_sketches],
     "sampling.cu": [check_scores, check_sampling, check_scan, check_sampled_graph],

@@ -52,6 +52,7 @@ DTYPES = ("float32", "float64")
 def test_primitives(backend: Any, name: str, weighted: bool, k: int, dtype: str) -> None:
     g = checks.graph(name, weighted)
     checks.check_products(backend, g, k, dtype)
+    checks.check_residual(backend, g, k, dtype)
     checks.check_cg(backend, g, k, dtype)
     checks.check_sketches(backend, g, k, dtype)
     checks.check_srht(backend, g.num_nodes, k, dtype)

@@ -45,11 +45,16 @@ MUTANTS = {
     ),
     "the caller's array changed": ("cuda", "energy = energy.copy()", "energy = energy"),
     "weights forgotten": (
-        "cuda", "weights = pointer(L.weights)", "weights = NULL"
+        "cuda", "L.indices, pointer(weights), s", "L.indices, NULL, s"
     ),
     "a launch for nothing": (
         "cuda", "if X.size:\n            self._product", "if 1:\n            self._product"
     ),
+    "scales that were rounded": (
+        "cuda", "exact = (held[\"inv_sqrt_degree\"]",
+        "exact = (held[\"inv_sqrt_degree\"].astype(\"float32\").astype(\"float64\")",
+    ),
+    "segments of other rows": ("cuda", "L.segment_row[a:b]", "L.segment_row[: b - a]"),
     "the wrong random stream": ("cuda", "U32(STREAM_ROWS)", "U32(3)"),
     "a failed factorisation unnoticed": ("cuda", 'linalg="raise"', 'linalg="ignore"'),
     "long rows forgotten": (

@@ -92,7 +92,7 @@ MUTANTS = {
         "laplacian.cu", "lane(L.k);\n", "lane(L.k);\n    if (!lane.inside) return;\n"
     ),
     "off by one: a row too many": Mutant(
-        "laplacian.cu", "const bool mine = row < L.n &&", "const bool mine = row <= L.n &&", "asan"
+        "laplacian.cu", "const bool mine = row < to &&", "const bool mine = row <= to &&", "asan"
     ),
     "off by one: the tail of a tile": Mutant(
         "sampling.cu", "x[i] = first + i < n ?", "x[i] = first + i <= n ?", "asan"
@@ -105,6 +105,17 @@ MUTANTS = {
     ),
     "32-bit offset": Mutant(
         "laplacian.cu", "X + j * L.k + column", "X + static_cast<i32>(j * L.k) + column", "offsets"
+    ),
+    "a chunk written from the first row on": Mutant(
+        "laplacian.cu", "store(R + at - offset + i, r)", "store(R + at + i, r)", "asan"
+    ),
+    "a chunk of other rows": Mutant(
+        "laplacian.cu", "start = from + static_cast", "start = static_cast", "asan"
+    ),
+    "float64 sums kept in float32": Mutant(
+        "laplacian.cu",
+        "sum[i] += a * static_cast<T>(x.v[i])",
+        "sum[i] = static_cast<float>(sum[i] + a * static_cast<T>(x.v[i]))",
     ),
     "arguments swapped": Mutant(
         "sketch.cu", "philox(lo, hi, group, kStreamInc", "philox(hi, lo, group, kStreamInc"

@@ -9,7 +9,6 @@ results do not depend on how many threads there are.
 from numba import float64
 
 from herta_gpu.backends.cpu.kernels.simd import (
-    REGISTER_BYTES,
     VECTOR_BYTES,
     add,
     add_product,
@@ -19,26 +18,23 @@ from herta_gpu.backends.cpu.kernels.simd import (
     kernel,
     load,
     load_quarter,
-    load_wide,
     mul,
     peek,
     prefetch,
     splat,
     splat_quarter,
-    splat_wide,
     store,
     sub,
 )
 
 TILE = 4  # vectors of a row held in registers at once
-WIDE_TILE = 4 * REGISTER_BYTES // 64  # the same of rows that are summed in float64
-_AHEAD = 40  # neighbours between the prefetch of a row and its use: a few rows of a graph
+AHEAD = 40  # neighbours between the prefetch of a row and its use: a few rows of a graph
 FAR = 8 << 20  # bytes from which on a random read is waited for
 RUN = 32  # neighbours summed before the sum joins those before it: a hub then rounds far less
 
 
 @inline
-def _scale(s, weights, v, e):  # type: ignore[no-untyped-def]
+def scale(s, weights, v, e):  # type: ignore[no-untyped-def]
     """s_v w_e; what is None is 1, and costs nothing."""
     if s is None:
         return 1.0 if weights is None else peek(weights, e)
@@ -62,9 +58,9 @@ def _row_sum(G, k, j, vectors, tail, indices, weights, s, first, last, end):  # 
         a0, a1, a2, a3 = zero, zero, zero, zero
         for e in range(run, min(run + RUN, last)):
             v = peek(indices, e)
-            f, at = splat(G, _scale(s, weights, v, e)), v * k + j
+            f, at = splat(G, scale(s, weights, v, e)), v * k + j
             # Rows are random reads: ask early, also for the line that a row's end may touch.
-            soon = peek(indices, min(e + _AHEAD, end)) * k + j
+            soon = peek(indices, min(e + AHEAD, end)) * k + j
             prefetch(G, soon)
             prefetch(G, soon + (vectors - 1) * lanes + tail - 1)
             a0 = fma(load(G, at, n0), f, a0)
@@ -95,14 +91,14 @@ def _narrow_rows(vectors, G, X, Y, B, dots, k, L, lam, c1, c2, a, b, into):  # t
         for e in range(peek(indptr, i), peek(indptr, i + 1)):
             v = peek(indices, e)
             if far:
-                prefetch(G, peek(indices, min(e + _AHEAD, end)) * k)
-            f = splat_quarter(G, _scale(s, weights, v, e))
+                prefetch(G, peek(indices, min(e + AHEAD, end)) * k)
+            f = splat_quarter(G, scale(s, weights, v, e))
             t0 = fma(load_quarter(G, v * k, n0), f, t0)
             if vectors > 1:
                 t1 = fma(load_quarter(G, v * k + lanes, n1), f, t1)
         h = splat_quarter(X, 1.0 + lam * peek(diagonal, i))
         c, at = splat_quarter(X, -lam * _post(post, own, i)), i * k
-        f = splat_quarter(X, _scale(own, None, i, 0))
+        f = splat_quarter(X, scale(own, None, i, 0))
         x = load_quarter(X, at, n0)
         y = fma(t0, c, mul(x, h))
         if dots is not None:
@@ -149,7 +145,7 @@ def _rows(vectors, G, X, Y, B, dots, k, j, tail, L, lam, c1, c2, a, b, into):  #
         )
         at = i * k + j
         h = splat(X, 1.0 + lam * peek(diagonal, i))
-        c, f = splat(X, -lam * _post(post, own, i)), splat(X, _scale(own, None, i, 0))
+        c, f = splat(X, -lam * _post(post, own, i)), splat(X, scale(own, None, i, 0))
         _finish(X, Y, B, dots, at, into, tail if vectors < 2 else lanes, t0, h, c, f, f1, f2)
         if vectors > 1:
             n = tail if vectors == 2 else lanes
@@ -217,94 +213,6 @@ def apply_column(G, X, Y, B, dots, L, lam, c1, c2, cuts, counter):  # type: igno
             if B is not None:
                 y = x + c1 * (x - peek(Y, i)) + c2 * (_product(peek(B, i), own, i) - y)
             Y[i, 0] = y
-        chunk = count(counter, 0)
-
-
-@inline
-def _wide_rows(vectors, Z, k, j, tail, L, lam, B, start, R, a, b):  # type: ignore[no-untyped-def]
-    """Rows a..b of B - H Z, columns j.. of a tile of `vectors` vectors, in float64."""
-    indptr, indices, weights, s, diagonal = L
-    lanes = VECTOR_BYTES // Z.itemsize
-    n0, n1 = tail if vectors < 2 else lanes, tail if vectors == 2 else lanes
-    n2, end = tail if vectors == 3 else lanes, indptr[-1] - 1
-    far = s.size * s.itemsize > FAR
-    for i in range(a, b):
-        t0 = splat_wide(0.0, Z)
-        t1, t2, t3 = t0, t0, t0
-        for e in range(peek(indptr, i), peek(indptr, i + 1)):
-            v, ahead = peek(indices, e), peek(indices, min(e + _AHEAD, end))
-            f, at, soon = splat_wide(_scale(s, weights, v, e), Z), v * k + j, ahead * k + j
-            if far:
-                prefetch(s, ahead)
-            prefetch(Z, soon)
-            prefetch(Z, soon + (vectors - 1) * lanes + tail - 1)
-            t0 = fma(load_wide(Z, at, n0, Z), f, t0)
-            if vectors > 1:
-                prefetch(Z, soon + lanes)
-                t1 = fma(load_wide(Z, at + lanes, n1, Z), f, t1)
-            if vectors > 2:
-                prefetch(Z, soon + 2 * lanes)
-                t2 = fma(load_wide(Z, at + 2 * lanes, n2, Z), f, t2)
-            if vectors > 3:
-                prefetch(Z, soon + 3 * lanes)
-                t3 = fma(load_wide(Z, at + 3 * lanes, tail, Z), f, t3)
-        at, into = i * k + j, (i - start) * k + j
-        h = splat_wide(-1.0 - lam * peek(diagonal, i), Z)
-        c = splat_wide(lam * peek(s, i), Z)
-        _subtract(Z, B, R, at, into, n0, t0, h, c)
-        if vectors > 1:
-            _subtract(Z, B, R, at + lanes, into + lanes, n1, t1, h, c)
-        if vectors > 2:
-            _subtract(Z, B, R, at + 2 * lanes, into + 2 * lanes, n2, t2, h, c)
-        if vectors > 3:
-            _subtract(Z, B, R, at + 3 * lanes, into + 3 * lanes, tail, t3, h, c)
-
-
-@inline
-def _subtract(Z, B, R, at, into, n, total, h, c):  # type: ignore[no-untyped-def]
-    """One vector of row i of B - H Z."""
-    z, b = load_wide(Z, at, n, Z), load_wide(B, into, n, Z)
-    store(R, into, n, fma(total, c, fma(z, h, b)))
-
-
-@kernel
-def residual(Z, B, R, start, L, lam, cuts, counter):  # type: ignore[no-untyped-def]
-    """R <- B - H Z in float64, B and R being the rows from `start` on; R may be B.
-
-    L holds (indptr, indices, w, s, diagonal), the last three in float64; w may be None.
-    """
-    k = Z.shape[1]
-    lanes = VECTOR_BYTES // Z.itemsize
-    chunk = count(counter, 0)
-    while chunk < cuts.shape[0] - 1:
-        a, b = cuts[chunk], cuts[chunk + 1]
-        for j in range(0, k, WIDE_TILE * lanes):
-            vectors = min(WIDE_TILE, (k - j + lanes - 1) // lanes)
-            tail = min(lanes, k - j - (vectors - 1) * lanes)
-            if vectors == 1:
-                _wide_rows(1, Z, k, j, tail, L, lam, B, start, R, a, b)
-            elif vectors == 2:
-                _wide_rows(2, Z, k, j, tail, L, lam, B, start, R, a, b)
-            elif vectors == 3:
-                _wide_rows(3, Z, k, j, tail, L, lam, B, start, R, a, b)
-            else:
-                _wide_rows(4, Z, k, j, tail, L, lam, B, start, R, a, b)
-        chunk = count(counter, 0)
-
-
-@kernel
-def residual_column(Z, B, R, start, L, lam, cuts, counter):  # type: ignore[no-untyped-def]
-    """`residual` for one column."""
-    indptr, indices, weights, s, diagonal = L
-    chunk = count(counter, 0)
-    while chunk < cuts.shape[0] - 1:
-        for i in range(cuts[chunk], cuts[chunk + 1]):
-            total = 0.0
-            for e in range(peek(indptr, i), peek(indptr, i + 1)):
-                v = peek(indices, e)
-                total += _scale(s, weights, v, e) * float64(peek(Z, v))
-            Hz = (1.0 + lam * peek(diagonal, i)) * float64(peek(Z, i)) - lam * peek(s, i) * total
-            R[i - start, 0] = B[i - start, 0] - Hz
         chunk = count(counter, 0)
 
 
