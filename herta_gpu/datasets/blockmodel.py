@@ -18,7 +18,9 @@ import numpy as np
 
 from herta_gpu.datasets.dataset import Dataset
 from herta_gpu.datasets.storage import cache_dir
-from herta_gpu.graph import check_size, edge_keys, graph_of_keys
+from herta_gpu.graph import graph_of_keys
+from herta_gpu.plumbing.building import edge_keys
+from herta_gpu.plumbing.edge_checks import check_size
 from herta_gpu.plumbing.files import new_file
 
 PRESETS = {  # nodes, edges, features, classes, shares of train, valid and test
