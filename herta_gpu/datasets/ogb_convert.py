@@ -86,7 +86,7 @@ def convert(
         if isinstance(error, DataError):
             _clean(folder)
         with contextlib.suppress(OSError):  # not empty: there is something to go on with
-            for at in new:
+            for at in filter(Path.exists, new):
                 at.rmdir()
         raise
     return [folder / f"{key}.npy" for key in _ARRAYS]
