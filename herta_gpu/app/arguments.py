@@ -8,9 +8,11 @@ from collections.abc import Callable
 from typing import Any
 
 from herta_gpu import __version__
-from herta_gpu.app import compare, info, plan, predict, profile, train, tune
+from herta_gpu.app import compare, convert, info, plan, predict, profile, train, tune
 from herta_gpu.app.tune import LAMS, RIDGES
 from herta_gpu.datasets.dataset import NORMALIZATIONS
+from herta_gpu.datasets.ogb_convert import FEATURES
+from herta_gpu.datasets.ogb_raw import FROM_FILES
 from herta_gpu.herta import HERTA
 from herta_gpu.losses import LOSSES
 from herta_gpu.optimizers import OPTIMIZERS
@@ -62,6 +64,7 @@ def parser() -> argparse.ArgumentParser:
     _add_predict(commands)
     _add_compare(commands)
     _add_profile(commands)
+    _add_convert(commands)
     _add_info(commands)
     return made
 
@@ -138,6 +141,21 @@ def _add_profile(commands: Any) -> None:
     _add_output(command)
     command.add_argument("--out", metavar="FILE.json", help="default herta-trace.json")
     command.set_defaults(run=profile.run)
+
+
+def _add_convert(commands: Any) -> None:
+    about = "make memory-mappable files of what OGB's download holds"
+    command = commands.add_parser("convert", help=about)
+    command.add_argument("dataset", help=", ".join(FROM_FILES))
+    command.add_argument(
+        "--root", "--data-dir", dest="data_dir", metavar="DIR",
+        help="where OGB's folder or zip lies; default $HERTA_DATA",
+    )  # fmt: skip
+    command.add_argument(
+        "--features", choices=FEATURES, help="default float32; float16 halves the largest file"
+    )
+    _add_output(command)
+    command.set_defaults(run=convert.run)
 
 
 def _add_info(commands: Any) -> None:

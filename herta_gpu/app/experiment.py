@@ -31,7 +31,7 @@ def load_for(args: argparse.Namespace, stages: Stages) -> Dataset:
     with stages("load"):
         return prepared(
             args.dataset, args.data_dir, args.random_state, args.split, args.normalize,
-            args.log_degree,
+            args.log_degree, stages,
         )  # fmt: skip
 
 
@@ -50,9 +50,10 @@ def prepared(
     split: str | None,
     normalize: str | None,
     log_degree: bool,
+    stages: Stages | None = None,
 ) -> Dataset:
     """A dataset with a split and with the features as they will be used."""
-    data = datasets.load(name, data_dir, random_state=random_state)
+    data = datasets.load(name, data_dir, random_state=random_state, stages=stages)
     if data.y is None:
         raise ValueError(f"{name} has no labels to train on.")
     data = data.with_split(split, random_state)

@@ -18,6 +18,7 @@ from herta_gpu.app.text import table
 from herta_gpu.datasets import Dataset
 from herta_gpu.herta import HERTA
 from herta_gpu.plumbing.files import check_target, new_file, write_npz
+from herta_gpu.plumbing.stages import Stages
 from herta_gpu.plumbing.validation import check_choice
 
 
@@ -57,7 +58,8 @@ def _model_and_data(args: argparse.Namespace) -> tuple[HERTA, Dataset]:
         model.set_params(device=args.device)
     data_dir = args.data_dir or config.get("data_dir")
     seed = config["params"].get("random_state", model.random_state)
-    data = datasets.load(args.dataset, data_dir, random_state=seed)
+    stages = Stages(args.verbose)
+    data = datasets.load(args.dataset, data_dir, random_state=seed, stages=stages)
     return model, with_features(data, config["normalize"], config["log_degree"])
 
 

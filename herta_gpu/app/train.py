@@ -53,7 +53,7 @@ def _resumed(args: argparse.Namespace) -> FitResult:
         with stages("load"):
             data = prepared(
                 config["dataset"], config["data_dir"], params["random_state"], config["split"],
-                config["normalize"], config["log_degree"],
+                config["normalize"], config["log_degree"], stages,
             )  # fmt: skip
         return _train_into(folder, HERTA(**params), data, stages)
 

@@ -22,17 +22,21 @@ from herta_gpu.datasets.convert import (
 from herta_gpu.datasets.dataset import Dataset, num_outputs, trained_split
 from herta_gpu.datasets.embedded import digits
 from herta_gpu.datasets.npz import load_npz, outline
-from herta_gpu.datasets.ogbn import load_ogb
+from herta_gpu.datasets.ogb_convert import converted_sizes, is_converted
+from herta_gpu.datasets.ogb_raw import FROM_FILES, find
+from herta_gpu.datasets.ogbn import convert_ogb, load_ogb
 from herta_gpu.datasets.planetoid import load_planetoid
 from herta_gpu.datasets.storage import cached_sizes, data_dirs, is_cached
 from herta_gpu.datasets.tables import from_tables, load_tables, read_edges, table_folder
 from herta_gpu.plumbing.files import Archive, DataError
+from herta_gpu.plumbing.stages import Stages
 from herta_gpu.plumbing.validation import as_labels, has_label, train_rows
 
 __all__ = [
     "DataError",
     "DataSizes",
     "Dataset",
+    "convert_ogb",
     "digits",
     "from_cugraph",
     "from_dgl",
@@ -71,6 +75,7 @@ def load(
     data_dir: _Folder = None,
     features: bool = True,
     random_state: int = 0,
+    stages: Stages | None = None,
 ) -> Dataset:
     """Load a dataset by its name.
 
@@ -87,6 +92,8 @@ def load(
         False loads the graph, the labels and the split alone, with X None.
     random_state : int
         For data that is generated.
+    stages : Stages, optional
+        Shows the progress of a conversion, the first time that OGB's files are read.
 
     Examples
     --------
@@ -113,7 +120,7 @@ def load(
         data = load_planetoid(name, planetoid.find_planetoid(name, folders))
         return data if features else replace(data, X=None)
     if name in ogbn.SHAPES:
-        return load_ogb(name, _ogb_root(name, folders, data_dir), features)
+        return load_ogb(name, _ogb_root(name, folders, data_dir), features, stages=stages)
     raise ValueError(_unknown(name, folders))
 
 
@@ -166,7 +173,8 @@ def _npz_of(name: str, folders: list[Path]) -> Path | None:
 def _ogb_root(name: str, folders: list[Path], data_dir: _Folder) -> Path | None:
     """A folder in which ogb has the data already, else the one asked for, else the cache."""
     for folder in folders:
-        if (folder / name.replace("-", "_")).is_dir():
+        raw = name in FROM_FILES and find(name, [folder]) is not None
+        if raw or (folder / name.replace("-", "_")).is_dir():
             return folder
     return None if data_dir is None else Path(data_dir)
 
@@ -187,6 +195,9 @@ def _n_train(source: Any, split: dict[str, Any], n: int, y: Any) -> int:
 
 
 def _ogb_sizes(name: str) -> DataSizes:
+    if name in FROM_FILES and is_converted(name):
+        n, m, d, n_train = converted_sizes(name)
+        return DataSizes(n, m, d, ogbn.SHAPES[name][3], n_train, None)
     folder = ogbn.cached_folder(name)
     if not is_cached(folder):
         return DataSizes(*ogbn.SHAPES[name], X_nonzeros=None)

@@ -1,7 +1,9 @@
-"""The node datasets of the Open Graph Benchmark, through the `ogb` package.
+"""The node datasets of the Open Graph Benchmark, from OGB's files or through the `ogb` package.
 
-ogb is asked once; from then on our own memory-mapped copy is read, without torch and without
-pickles.  What ogb has processed before is read, too, although recent versions of torch refuse it.
+Where the raw files of ogbn-arxiv, -products or -papers100M lie they are converted, without ogb and
+torch.  Otherwise ogb is asked once; from then on our own memory-mapped copy is read, without torch
+and without pickles.  What ogb has processed before is read, too, although recent versions of torch
+refuse it.
 """
 
 from __future__ import annotations
@@ -12,16 +14,19 @@ import os
 import sys
 import warnings
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from herta_gpu.datasets.dataset import Dataset
+from herta_gpu.datasets.ogb_convert import convert, is_converted, read_converted
+from herta_gpu.datasets.ogb_raw import FROM_FILES, expected, find
 from herta_gpu.datasets.storage import cache_dir, is_cached, read_dataset, write_dataset
 from herta_gpu.graph import Graph
 from herta_gpu.plumbing.files import DataError
+from herta_gpu.plumbing.stages import Stages
 
 SHAPES = {  # nodes, undirected edges, features, outputs, training nodes
     "ogbn-arxiv": (169_343, 1_157_799, 128, 40, 90_941),
@@ -43,6 +48,7 @@ def load_ogb(
     data_dir: str | os.PathLike[str] | None = None,
     features: bool = True,
     meta_dict: dict[str, Any] | None = None,
+    stages: Stages | None = None,
 ) -> Dataset:
     """A dataset of OGB; features=False leaves X on disk and gives None for it.
 
@@ -55,12 +61,43 @@ def load_ogb(
         ogb's `root`: where it finds the data or puts it; by default the cache.
     meta_dict : dict, optional
         As ogb takes it, for data of one's own in OGB's format.
+    stages : Stages, optional
+        Shows how far a conversion has come, the first time.
     """
     folder = cached_folder(name)
+    root = Path(data_dir) if data_dir is not None else _downloads()
+    if name in FROM_FILES and meta_dict is None:
+        place = None if is_converted(name) or is_cached(folder) else find(name, [root])
+        if place is not None:
+            convert(name, place, stages=stages)
+        if is_converted(name):
+            return read_converted(name, features)
     if not is_cached(folder):
-        root = Path(data_dir) if data_dir is not None else cache_dir() / "ogb" / "download"
         write_dataset(folder, _from_ogb(name, root, meta_dict))
     return read_dataset(folder, features)
+
+
+def convert_ogb(
+    name: str,
+    folders: Sequence[Path],
+    features: str | None = None,
+    stages: Stages | None = None,
+) -> list[Path]:
+    """Convert OGB's files of a dataset, found below one of the folders; the paths written."""
+    if name not in FROM_FILES:
+        raise ValueError(f"OGB's files are converted for {', '.join(FROM_FILES)}, not {name!r}.")
+    place = find(name, [*folders, _downloads()])
+    if place is None:
+        places = ", ".join(str(folder) for folder in folders)
+        raise FileNotFoundError(
+            f"There is no {expected(name)} in {places or 'a data folder: set HERTA_DATA'}."
+        )
+    return convert(name, place, features, stages)
+
+
+def _downloads() -> Path:
+    """Where ogb puts its files unless it is told otherwise."""
+    return cache_dir() / "ogb" / "download"
 
 
 def _from_ogb(name: str, root: Path, meta_dict: dict[str, Any] | None) -> Dataset:

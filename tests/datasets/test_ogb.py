@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import scipy.sparse as sp
 
-from herta_gpu.datasets import DataError, load, sizes
+from herta_gpu.datasets import DataError, load, ogbn, sizes
 
 
 @pytest.fixture
@@ -147,8 +147,9 @@ def write_arxiv(root: Path):
     return X
 
 
-def test_arxiv_by_name_from_ogbs_csv_files(ogb_cache):
-    """Read by the real package under the real name."""
+def test_arxiv_by_name_through_ogb(ogb_cache, monkeypatch):
+    """Read by the real package under the real name, as after a download."""
+    monkeypatch.setattr(ogbn, "FROM_FILES", ())
     X = write_arxiv(ogb_cache / "ogbn_arxiv")
     assert np.allclose(load("ogbn-arxiv", ogb_cache).X, X, atol=1e-6)
     # The size of what is in the cache, not of the real thing.
@@ -156,7 +157,8 @@ def test_arxiv_by_name_from_ogbs_csv_files(ogb_cache):
     assert load("ogbn-arxiv", ogb_cache, features=False).X is None
 
 
-def test_a_truncated_download_is_named_and_leaves_no_cache(ogb_cache):
+def test_a_truncated_download_is_named_and_leaves_no_cache(ogb_cache, monkeypatch):
+    monkeypatch.setattr(ogbn, "FROM_FILES", ())
     X = write_arxiv(ogb_cache / "ogbn_arxiv")
     path = ogb_cache / "ogbn_arxiv" / "raw" / "node-feat.csv.gz"
     whole = path.read_bytes()
@@ -173,7 +175,7 @@ def test_proteins_from_the_name_to_the_table(ogb_cache, capsys, monkeypatch):
     from ogb.nodeproppred import Evaluator
 
     from herta_gpu.app.cli import main
-    from herta_gpu.datasets import load_ogb, ogbn
+    from herta_gpu.datasets import load_ogb
 
     rng, edges, _, split = arrays(n=60, m=300)
     split = {"train": np.arange(30), "valid": np.arange(30, 45), "test": np.arange(45, 60)}

@@ -1,0 +1,782 @@
+"""OGB's own files without ogb: small ones of exactly that form, compared with NumPy's readers."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import zipfile
+
+import numpy as np
+import pytest
+
+from herta_gpu.app.cli import main
+from herta_gpu.datasets import DataError, load, ogb_convert, ogb_raw, places, sizes
+
+PAPERS, ARXIV = "ogbn-papers100M", "ogbn-arxiv"
+N, M, D = 300, 2000, 8
+KEYS = ("edge_index", "num_nodes_list", "num_edges_list", "node_feat", "node_year")
+CONVERTED = ("train", "valid", "test", "node_label", "edge_index", "node_feat")
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path, monkeypatch):
+    """A cache of its own, and chunks so small that every array has many."""
+    monkeypatch.setenv("HERTA_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("HERTA_DATA", raising=False)
+    monkeypatch.setattr(ogb_raw, "_CHUNK", 1000)
+    monkeypatch.setattr(ogb_convert, "_KEPT", 1500)
+
+
+def contents(seed=0, labels_2d=True):
+    """The arrays of a small dataset; three quarters of the nodes have no label."""
+    rng = np.random.default_rng(seed)
+    y = rng.integers(0, 5, N).astype(np.float32)
+    y[rng.random(N) < 0.75] = np.nan
+    known = rng.permutation(np.flatnonzero(~np.isnan(y)))
+    return {
+        "edge_index": rng.integers(0, N, (2, M)),
+        "num_nodes_list": np.array([N]),
+        "num_edges_list": np.array([M]),
+        "node_feat": rng.standard_normal((N, D)).astype(np.float32),
+        "node_year": np.full((N, 1), 2017),
+        "node_label": y[:, None] if labels_2d else y,
+        "train": known[:30],
+        "valid": known[30:40],
+        "test": known[40:],
+    }
+
+
+def write_npz(path, arrays, method=zipfile.ZIP_DEFLATED, version=(1, 0)):
+    with zipfile.ZipFile(path, "w", method) as archive:
+        for key, array in arrays.items():
+            with archive.open(f"{key}.npy", "w", force_zip64=True) as member:
+                np.lib.format.write_array(member, np.asanyarray(array), version)
+
+
+def write_table(path, rows, fmt="%.9g"):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with gzip.open(path, "wt") as file:
+        np.savetxt(file, np.asarray(rows), delimiter=",", fmt=fmt)
+
+
+def write_split(folder, arrays):
+    for part in ("train", "valid", "test"):
+        write_table(folder / f"{part}.csv.gz", arrays[part], "%d")
+
+
+def write_papers(root, arrays, keys=KEYS, folder="papers100M-bin", **form):
+    at = root / folder
+    (at / "raw").mkdir(parents=True)
+    write_npz(at / "raw" / "data.npz", {key: arrays[key] for key in keys if key in arrays}, **form)
+    write_npz(at / "raw" / "node-label.npz", {"node_label": arrays["node_label"]}, **form)
+    write_split(at / "split" / "time", arrays)
+    return at
+
+
+def write_arxiv(root, arrays, folder="ogbn_arxiv"):
+    at = root / folder
+    write_table(at / "raw" / "edge.csv.gz", arrays["edge_index"].T, "%d")
+    write_table(at / "raw" / "node-feat.csv.gz", arrays["node_feat"])
+    write_table(at / "raw" / "node-label.csv.gz", np.arange(N)[:, None] % 5, "%d")
+    write_table(at / "raw" / "num-node-list.csv.gz", [[N]], "%d")
+    write_table(at / "raw" / "num-edge-list.csv.gz", [[M]], "%d")
+    write_split(at / "split" / "time", arrays)
+    return at
+
+
+def converted(name=PAPERS):
+    """The converted arrays as NumPy reads them."""
+    folder = ogb_convert.converted_folder(name)
+    return {key: np.load(folder / f"{key}.npy") for key in CONVERTED}
+
+
+def check(found, arrays):
+    assert (found["edge_index"] == arrays["edge_index"]).all()
+    assert found["edge_index"].dtype == np.int32
+    assert found["edge_index"].flags.c_contiguous
+    assert (found["node_feat"] == arrays["node_feat"]).all()
+    y = np.ravel(arrays["node_label"])
+    assert (found["node_label"] == np.where(np.isnan(y), -1, y)).all()
+    for part in ("train", "valid", "test"):
+        assert (found[part] == np.sort(arrays[part])).all()
+
+
+def nothing_left(tmp_path):
+    return not list((tmp_path / "cache").rglob("*"))
+
+
+# ---- every form that the files may have ------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
+@pytest.mark.parametrize("version", [(1, 0), (2, 0), (3, 0)])
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_every_form_gives_what_numpy_reads(tmp_path, monkeypatch, method, version, seed):
+    monkeypatch.setattr(zipfile, "ZIP64_LIMIT", 100)  # archives of ZIP64, however small
+    arrays = contents(seed, labels_2d=seed != 1)
+    if seed == 2:
+        arrays["edge_index"] = np.asfortranarray(arrays["edge_index"])
+    keys = np.random.default_rng(seed).permutation(KEYS)
+    folder = ("papers100M-bin", "ogbn_papers100M")[seed % 2]
+    at = write_papers(tmp_path, arrays, keys, folder, method=method, version=version)
+    data = load(PAPERS, tmp_path)
+    with np.load(at / "raw" / "data.npz") as theirs, np.load(at / "raw" / "node-label.npz") as y:
+        check(converted(), {**arrays, **theirs, **y})
+    assert isinstance(data.X, np.memmap)
+    assert (np.asarray(data.X) == arrays["node_feat"]).all()
+    truth = np.eye(N, dtype=bool)
+    truth[tuple(arrays["edge_index"])] = True
+    assert (data.graph.adjacency().toarray() == (truth | truth.T)).all()
+    assert (
+        data.labelled().tolist()
+        == np.flatnonzero(~np.isnan(np.ravel(arrays["node_label"]))).tolist()
+    )
+    assert (sizes(PAPERS).n, sizes(PAPERS).m, sizes(PAPERS).d, sizes(PAPERS).n_train) == (
+        N,
+        M,
+        D,
+        30,
+    )
+    assert load(PAPERS, features=False).X is None  # without its files, from now on
+
+
+def test_what_numpy_itself_writes(tmp_path):
+    arrays = contents()
+    at = write_papers(tmp_path, arrays)
+    np.savez_compressed(at / "raw" / "data.npz", **{key: arrays[key] for key in KEYS})
+    np.savez(at / "raw" / "node-label.npz", node_label=arrays["node_label"].astype(np.float64))
+    load(PAPERS, tmp_path / "papers100M-bin")  # the folder itself is as good as the one around it
+    check(converted(), arrays)
+
+
+def test_other_types_of_the_same_numbers(tmp_path):
+    arrays = contents()
+    other = {"edge_index": arrays["edge_index"].astype(">i4")}
+    other["node_feat"] = arrays["node_feat"].astype(np.float64)
+    other["node_label"] = np.nan_to_num(arrays["node_label"], nan=-1).astype(np.int64)
+    write_papers(tmp_path, {**arrays, **other})
+    load(PAPERS, tmp_path)
+    check(converted(), arrays)
+
+
+def test_a_single_chunk_and_no_edge_at_all(tmp_path, monkeypatch):
+    monkeypatch.setattr(ogb_raw, "_CHUNK", 1 << 22)
+    arrays = {**contents(), "edge_index": np.empty((2, 0), int), "num_edges_list": np.array([0])}
+    write_papers(tmp_path, arrays)
+    assert load(PAPERS, tmp_path).graph.num_edges == 0
+    check(converted(), arrays)
+
+
+@pytest.mark.parametrize("method", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
+@pytest.mark.parametrize("outer", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
+def test_still_in_the_zip_of_the_download(tmp_path, method, outer):
+    arrays = contents()
+    write_papers(tmp_path / "made", arrays, method=method)
+    outer_zip(tmp_path, "papers100M-bin", outer)
+    load(PAPERS, tmp_path)
+    check(converted(), arrays)
+
+
+def outer_zip(tmp_path, folder, method):
+    """The zip of a download, with comments and names that shift everything in it."""
+    with zipfile.ZipFile(tmp_path / f"{folder}.zip", "w", method) as archive:
+        for path in sorted((tmp_path / "made" / folder).rglob("*")):
+            archive.write(path, path.relative_to(tmp_path / "made"))
+        archive.comment = b"a comment at the end"
+    shutil.rmtree(tmp_path / "made")
+
+
+def test_a_large_archive_that_is_compressed_twice_is_to_be_unzipped(tmp_path, monkeypatch):
+    monkeypatch.setattr(places, "_IN_MEMORY", 10)
+    write_papers(tmp_path / "made", contents())
+    outer_zip(tmp_path, "papers100M-bin", zipfile.ZIP_DEFLATED)
+    with pytest.raises(DataError, match=r"raw/data\.npz compressed once more.*unzip it first"):
+        load(PAPERS, tmp_path)
+    assert nothing_left(tmp_path)
+
+
+# ---- float16 ---------------------------------------------------------------------------------
+
+
+def convert(tmp_path, features=None):
+    return ogb_convert.convert(PAPERS, ogb_raw.find(PAPERS, [tmp_path]), features)
+
+
+def test_float16_is_numpys_rounding_and_replaces_the_features_alone(tmp_path):
+    arrays = contents()
+    write_papers(tmp_path, arrays)
+    convert(tmp_path)
+    folder = ogb_convert.converted_folder(PAPERS)
+    before = {key: (folder / f"{key}.npy").stat().st_ino for key in CONVERTED}
+    convert(tmp_path, "float16")
+    after = {key: (folder / f"{key}.npy").stat().st_ino for key in CONVERTED}
+    assert {key for key in CONVERTED if before[key] != after[key]} == {"node_feat"}
+    X = load(PAPERS, tmp_path).X
+    assert X.dtype == np.float16
+    assert (arrays["node_feat"].astype(np.float16) == X).all()
+    convert(tmp_path)  # without a wish, what is there stays
+    assert load(PAPERS, tmp_path).X.dtype == np.float16
+
+
+def test_an_overflow_in_float16_names_its_place(tmp_path):
+    arrays = contents()
+    arrays["node_feat"][5, 1] = np.inf  # infinite before: not the fault of float16
+    arrays["node_feat"][217, 3] = -65520.0  # the smallest number that rounds to infinity
+    arrays["node_feat"][216, 3] = 65519.0
+    write_papers(tmp_path, arrays)
+    with pytest.raises(DataError, match=r"row 217, column 3 is -65520, which float16 cannot hold"):
+        convert(tmp_path, "float16")
+    assert nothing_left(tmp_path)
+    convert(tmp_path)
+    with pytest.raises(DataError, match="row 217, column 3"):
+        convert(tmp_path, "float16")
+    check(converted(), arrays)  # what was whole before stays
+    assert not list((tmp_path / "cache").rglob("*.part"))
+    with pytest.raises(ValueError, match='features must be one of None, "float32", "float16"'):
+        convert(tmp_path, "float8")
+
+
+# ---- killed and resumed ----------------------------------------------------------------------
+
+
+class Killed(BaseException):
+    """As sudden as a signal."""
+
+
+def stopped_after(monkeypatch, reads):
+    """From now on the reader of zips dies after so many reads of a chunk."""
+    whole, count = zipfile.ZipExtFile.read, [0]
+
+    def read(self, n=-1):
+        count[0] += n > 900
+        if count[0] > reads:
+            raise Killed
+        return whole(self, n)
+
+    monkeypatch.setattr(zipfile.ZipExtFile, "read", read)
+
+
+def files():
+    folder = ogb_convert.converted_folder(PAPERS)
+    return {path.name: path.read_bytes() for path in folder.glob("*.npy")}
+
+
+@pytest.mark.parametrize("fortran", [False, True])
+@pytest.mark.parametrize("method", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
+def test_killed_anywhere_and_resumed_gives_the_same_bytes(tmp_path, monkeypatch, method, fortran):
+    arrays = contents()
+    if fortran:
+        arrays["edge_index"] = np.asfortranarray(arrays["edge_index"])
+    write_papers(tmp_path, arrays, method=method)
+    convert(tmp_path)
+    whole = files()
+    shutil.rmtree(tmp_path / "cache")
+    kills = 0
+    for _ in range(20):  # each run dies a few chunks later than the one before
+        with monkeypatch.context() as patch:
+            stopped_after(patch, 3 + 4 * kills)
+            try:
+                convert(tmp_path)
+                break
+            except Killed:
+                kills += 1
+                assert not ogb_convert.is_converted(PAPERS)
+    assert kills > 5
+    assert files() == whole
+    assert not list((tmp_path / "cache").rglob("*.part"))
+
+
+def test_what_was_written_is_not_written_again(tmp_path, monkeypatch):
+    arrays = contents()
+    write_papers(tmp_path, arrays)
+    with monkeypatch.context() as patch:
+        stopped_after(patch, 28)
+        with pytest.raises(Killed):
+            convert(tmp_path)
+    folder = ogb_convert.converted_folder(PAPERS)
+    part = folder / "edge_index.npy.part"
+    kept = json.loads((folder / "meta.json").read_text())["begun"]["edge_index"]["values"]
+    assert 1000 < kept < 2 * M
+    finished = (folder / "node_label.npy").stat().st_ino
+    changed = bytearray(part.read_bytes())
+    start = changed.index(b"\n") + 1  # the end of the header
+    before = np.frombuffer(bytes(changed), np.int32, offset=start)[kept // 2]
+    changed[start + 4 * (kept // 2)] ^= 1
+    part.write_bytes(changed)
+    convert(tmp_path)
+    found = np.load(folder / "edge_index.npy").ravel()
+    assert found[kept // 2] == before ^ 1  # our mark: the resumed run left it alone
+    found[kept // 2] ^= 1
+    assert (found == arrays["edge_index"].ravel()).all()
+    assert (folder / "node_label.npy").stat().st_ino == finished
+
+
+def test_other_files_are_not_mixed_with_what_a_kill_left(tmp_path, monkeypatch):
+    write_papers(tmp_path, contents(0))
+    with monkeypatch.context() as patch:
+        stopped_after(patch, 28)
+        with pytest.raises(Killed):
+            convert(tmp_path)
+    shutil.rmtree(tmp_path / "papers100M-bin")
+    write_papers(tmp_path, contents(1))
+    convert(tmp_path)
+    check(converted(), contents(1))
+
+
+def test_a_part_that_is_gone_or_shorter_is_made_again(tmp_path, monkeypatch):
+    arrays = contents()
+    write_papers(tmp_path, arrays)
+    for left in (None, 300):
+        with monkeypatch.context() as patch:
+            stopped_after(patch, 28)
+            with pytest.raises(Killed):
+                convert(tmp_path)
+        part = ogb_convert.converted_folder(PAPERS) / "edge_index.npy.part"
+        part.unlink() if left is None else part.write_bytes(part.read_bytes()[:left])
+        convert(tmp_path)
+        check(converted(), arrays)
+        shutil.rmtree(tmp_path / "cache")
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="there is no SIGKILL here")
+def test_a_real_kill(tmp_path):
+    arrays = contents()
+    write_papers(tmp_path, arrays)
+    code = (
+        "import os, signal, sys\n"
+        "from pathlib import Path\n"
+        "from herta_gpu.datasets import ogb_convert, ogb_raw\n"
+        "ogb_raw._CHUNK, ogb_convert._KEPT = 1000, 1500\n"
+        "note = ogb_convert._Ledger.note\n"
+        "def last(self, goal, values):\n"
+        "    note(self, goal, values)\n"
+        "    if goal.key == 'node_feat':\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)\n"
+        "ogb_convert._Ledger.note = last\n"
+        "ogb_convert.convert(sys.argv[1], ogb_raw.find(sys.argv[1], [Path(sys.argv[2])]))\n"
+    )
+    argv = [sys.executable, "-c", code, PAPERS, str(tmp_path)]
+    done = subprocess.run(argv, check=False, timeout=120, env=os.environ)
+    assert done.returncode == -signal.SIGKILL
+    assert not ogb_convert.is_converted(PAPERS)
+    load(PAPERS, tmp_path)
+    check(converted(), arrays)
+
+
+def test_two_at_once_do_not_write_the_same_files(tmp_path):
+    pytest.importorskip("fcntl", reason="locks are of POSIX")
+    write_papers(tmp_path, contents())
+    folder = ogb_convert.converted_folder(PAPERS)
+    folder.mkdir(parents=True)
+    with ogb_convert._alone(folder), pytest.raises(RuntimeError, match="Another process converts"):
+        convert(tmp_path)
+
+
+# ---- bad input -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("share", [0.0, 0.001, 0.1, 0.5, 0.9, 0.999])
+@pytest.mark.parametrize("file", ["data.npz", "node-label.npz"])
+def test_a_truncated_archive_is_told_and_leaves_nothing(tmp_path, file, share):
+    at = write_papers(tmp_path, contents())
+    path = at / "raw" / file
+    raw = path.read_bytes()
+    path.write_bytes(raw[: int(share * len(raw))])
+    with pytest.raises(DataError, match=rf"{file} is damaged \(.*\): download it again\.$"):
+        load(PAPERS, tmp_path)
+    assert nothing_left(tmp_path)
+
+
+@pytest.mark.parametrize("share", [0.2, 0.7])
+def test_a_truncated_zip_of_the_download(tmp_path, share):
+    write_papers(tmp_path / "made", contents())
+    outer_zip(tmp_path, "papers100M-bin", zipfile.ZIP_STORED)
+    path = tmp_path / "papers100M-bin.zip"
+    path.write_bytes(path.read_bytes()[: int(share * path.stat().st_size)])
+    with pytest.raises(DataError, match=r"papers100M-bin\.zip is damaged"):
+        load(PAPERS, tmp_path)
+    assert nothing_left(tmp_path)
+
+
+@pytest.mark.parametrize("method", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
+@pytest.mark.parametrize("key", ["edge_index", "node_feat"])
+def test_one_wrong_bit_is_found_by_the_checksum(tmp_path, method, key):
+    at = write_papers(tmp_path, contents(), method=method)
+    path = at / "raw" / "data.npz"
+    with zipfile.ZipFile(path) as archive:
+        info = archive.getinfo(f"{key}.npy")
+    raw = bytearray(path.read_bytes())
+    raw[info.header_offset + info.compress_size // 2] ^= 4
+    path.write_bytes(raw)
+    with pytest.raises(DataError, match=rf"data\.npz.*(is damaged|{key})"):
+        load(PAPERS, tmp_path)
+    assert nothing_left(tmp_path)
+
+
+def fortran(X):
+    return np.asfortranarray(X)
+
+
+BAD = {
+    "no features": (lambda a: a.pop("node_feat"), r"has no entry node_feat but .*not OGB's file"),
+    "no edges": (lambda a: a.pop("edge_index"), r"has no entry edge_index but"),
+    "no count": (lambda a: a.pop("num_nodes_list"), r"has no entry num_nodes_list but"),
+    "two graphs": (lambda a: a.update(num_nodes_list=np.array([N, N])), "must be one integer"),
+    "float count": (lambda a: a.update(num_nodes_list=np.array([300.0])), "must be one integer"),
+    "no nodes": (lambda a: a.update(num_nodes_list=np.array([0])), "the number of nodes is 0"),
+    "wrong n": (lambda a: a.update(num_nodes_list=np.array([N + 1])), r"\(300, 8\) but .* 301"),
+    "wrong m": (lambda a: a.update(num_edges_list=np.array([M - 1])), r"must have shape \(2, 1999"),
+    "turned": (lambda a: a.update(edge_index=a["edge_index"].T.copy()), r"not \(2000, 2\)"),
+    "float ids": (lambda a: a.update(edge_index=1.0 * a["edge_index"]), "must hold integers, not"),
+    "text": (lambda a: a.update(node_feat=a["node_feat"].astype("U3")), "must hold floats, not"),
+    "objects": (lambda a: a.update(node_feat=a["node_feat"].astype(object)), "Python objects"),
+    "by columns": (lambda a: a.update(node_feat=fortran(a["node_feat"])), "Fortran order"),
+    "few labels": (lambda a: a.update(node_label=a["node_label"][:-1]), r"shape \(299, 1\) but"),
+    "label 1.5": (lambda a: a["node_label"].__setitem__(7, 1.5), "node 7 has the label 1.5"),
+    "label -2": (lambda a: a["node_label"].__setitem__(7, -2), "node 7 has the label -2"),
+    "label 40000": (lambda a: a["node_label"].__setitem__(7, 40000), "has the label 40000"),
+    "node 300": (lambda a: a["edge_index"].__setitem__((1, 1234), N), "edge 1,234 names node 300"),
+    "node -1": (lambda a: a["edge_index"].__setitem__((0, 1999), -1), "edge 1,999 names node -1"),
+    "split 300": (lambda a: a["test"].__setitem__(0, N), r"split/time: test .*300"),
+    "overlap": (lambda a: a["test"].__setitem__(0, a["train"][3]), "train and test overlap"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_one_sentence_and_leaves_nothing(tmp_path, case):
+    change, sentence = BAD[case]
+    arrays = contents()
+    change(arrays)
+    write_papers(tmp_path, arrays)
+    with pytest.raises(DataError, match=sentence) as told:
+        load(PAPERS, tmp_path)
+    assert "\n" not in str(told.value)
+    assert nothing_left(tmp_path)
+
+
+def test_an_edge_in_pairs_is_numbered_alike(tmp_path):
+    arrays = contents()
+    arrays["edge_index"][1, 1234] = N
+    write_papers(tmp_path, {**arrays, "edge_index": fortran(arrays["edge_index"])})
+    with pytest.raises(DataError, match="edge 1,234 names node 300"):
+        load(PAPERS, tmp_path)
+
+
+@pytest.mark.parametrize("file", ["raw/node-label.npz", "split/time/valid.csv.gz"])
+def test_a_missing_file_is_named(tmp_path, file):
+    (write_papers(tmp_path, contents()) / file).unlink()
+    with pytest.raises(DataError, match=f"{file} is missing"):
+        load(PAPERS, tmp_path)
+
+
+def test_a_foreign_archive_and_an_unknown_version(tmp_path):
+    at = write_papers(tmp_path, contents())
+    path = at / "raw" / "data.npz"
+    np.savez(path, a=np.arange(3), b=np.arange(4))
+    with pytest.raises(DataError, match=r"has no entry num_nodes_list but a, b: it is not OGB's"):
+        load(PAPERS, tmp_path)
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("num_nodes_list.npy", b"\x93NUMPY\x09\x00" + bytes(200))
+    with pytest.raises(DataError, match=r"is of version \(9, 0\) of \.npy"):
+        load(PAPERS, tmp_path)
+    path.write_bytes(b"<!DOCTYPE html>" + bytes(1000))
+    with pytest.raises(DataError, match=r"data\.npz is damaged \(File is not a zip file\)"):
+        load(PAPERS, tmp_path)
+    assert nothing_left(tmp_path)
+
+
+def test_a_full_disk_is_told_before_anything_is_written(tmp_path, monkeypatch):
+    arrays = contents()
+    write_papers(tmp_path, arrays)
+    real = shutil.disk_usage
+    need = 4 * N * D + 8 * M + 2 * N  # without splits and headers
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: real(path)._replace(free=need))
+    with pytest.raises(RuntimeError, match=r"writes 0\.0 GB into .*set HERTA_CACHE"):
+        load(PAPERS, tmp_path)
+    assert nothing_left(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: real(path)._replace(free=need + 10_000))
+    load(PAPERS, tmp_path)
+    check(converted(), arrays)
+
+
+def test_a_converted_file_that_is_cut_is_told_and_made_again(tmp_path):
+    arrays = contents()
+    write_papers(tmp_path, arrays)
+    load(PAPERS, tmp_path)
+    path = ogb_convert.converted_folder(PAPERS) / "node_feat.npy"
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(DataError, match=r"node_feat\.npy is not a whole array: delete"):
+        load(PAPERS, tmp_path)
+    convert(tmp_path)
+    check(converted(), arrays)
+
+
+# ---- tables ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("chunk", [50, 1000, 1 << 22])
+@pytest.mark.parametrize("zipped", [False, True])
+def test_tables_give_what_numpy_reads(tmp_path, monkeypatch, chunk, zipped):
+    monkeypatch.setattr(ogb_raw, "_CHUNK", chunk)
+    arrays = contents()
+    arrays["node_feat"][3] = [1e-30, -2.5e8, 0.1, 123456789, -0.0, 1e-3, 7, 3e38]
+    write_arxiv(tmp_path / "made", arrays, "arxiv")
+    arrays["node_label"] = np.arange(N) % 5.0
+    if zipped:
+        outer_zip(tmp_path, "arxiv", zipfile.ZIP_DEFLATED)
+    data = load(ARXIV, tmp_path if zipped else tmp_path / "made")
+    check(converted(ARXIV), arrays)
+    assert isinstance(data.X, np.memmap)
+    assert data.graph.num_nodes == N
+
+
+def test_tables_killed_and_resumed(tmp_path, monkeypatch):
+    arrays = contents()
+    write_arxiv(tmp_path, arrays)
+    arrays["node_label"] = np.arange(N) % 5.0
+    parsed = ogb_raw._parsed
+    for kill in (12, 20, 30):
+        count = [0]
+
+        def dying(*args, kill=kill, count=count):
+            count[0] += 1
+            if count[0] > kill:
+                raise Killed
+            return parsed(*args)
+
+        monkeypatch.setattr(ogb_raw, "_parsed", dying)
+        with pytest.raises(Killed):
+            load(ARXIV, tmp_path)
+    monkeypatch.setattr(ogb_raw, "_parsed", parsed)
+    load(ARXIV, tmp_path)
+    check(converted(ARXIV), arrays)
+
+
+def retell(path, change):
+    """Change the text of a compressed table."""
+    with gzip.open(path, "rb") as file:
+        text = file.read()
+    with gzip.open(path, "wb") as file:
+        file.write(change(text))
+
+
+def test_tables_as_other_programs_write_them(tmp_path):
+    arrays = contents()
+    at = write_arxiv(tmp_path, arrays)
+    retell(at / "raw" / "edge.csv.gz", lambda text: text.replace(b"\n", b"\r\n"))
+    retell(at / "raw" / "node-feat.csv.gz", lambda text: text.rstrip(b"\n"))
+    retell(at / "raw" / "node-label.csv.gz", lambda text: text.replace(b"4", b'""'))
+    load(ARXIV, tmp_path)
+    y = np.arange(N) % 5.0
+    arrays["node_label"] = np.where(y == 4, np.nan, y)
+    check(converted(ARXIV), arrays)
+
+
+LINES = {
+    "a word": ("raw/edge", 700, b"7,x", r"line 700 is '7,x' instead of 2 integers"),
+    "a float id": ("raw/edge", 700, b"7,1.5", r"line 700 is '7,1.5' instead of 2 integers"),
+    "three": ("raw/edge", 1, b"7,8,9", r"line 1 is '7,8,9' instead of 2 integers"),
+    "one": ("raw/edge", 2000, b"7", r"line 2,000 is '7' instead of 2 integers"),
+    "blank": ("raw/node-label", 9, b"", r"line 9 is '' instead of 1 number"),
+    "hole": ("raw/node-feat", 5, b"1,2,,4,5,6,7,8", r"line 5 is '1,2,,4,5,6,7,8' instead of 8"),
+    "split": ("split/time/train", 3, b"x", r"train.csv.gz: line 3 is 'x' instead of 1 integer"),
+    "large id": ("raw/edge", 4, b"99999999999999999999,1", r"edge 3 names node"),
+}
+
+
+@pytest.mark.parametrize("case", LINES)
+def test_a_bad_line_is_named(tmp_path, case):
+    file, number, bad, sentence = LINES[case]
+    at = write_arxiv(tmp_path, contents())
+
+    def change(text):
+        lines = text.split(b"\n")
+        lines[number - 1] = bad
+        return b"\n".join(lines)
+
+    retell(at / f"{file}.csv.gz", change)
+    with pytest.raises(DataError, match=sentence):
+        load(ARXIV, tmp_path)
+    assert nothing_left(tmp_path)
+
+
+def test_rows_that_make_up_for_each_other_are_found(tmp_path):
+    at = write_arxiv(tmp_path, contents())
+    lines = [b"1,2,3", b"4", *[b"5,6"] * (M - 2)]
+    retell(at / "raw" / "edge.csv.gz", lambda _: b"\n".join(lines))
+    with pytest.raises(DataError, match=r"line 1 is '1,2,3' instead of 2 integers"):
+        load(ARXIV, tmp_path)
+
+
+@pytest.mark.parametrize(("more", "word"), [(b"1,2\n", "more"), (b"", "fewer")])
+def test_a_wrong_number_of_lines_is_told(tmp_path, more, word):
+    at = write_arxiv(tmp_path, contents())
+    retell(
+        at / "raw" / "edge.csv.gz",
+        lambda text: text + more if more else text[: text.rindex(b"\n", 0, -1) + 1],
+    )
+    with pytest.raises(DataError, match=rf"edge\.csv\.gz has {word} than the 2,000 lines"):
+        load(ARXIV, tmp_path)
+    assert nothing_left(tmp_path)
+
+
+@pytest.mark.parametrize("file", ["edge", "node-feat", "node-label", "num-node-list"])
+def test_a_truncated_table_is_told_and_leaves_nothing(tmp_path, file):
+    at = write_arxiv(tmp_path, contents())
+    path = at / "raw" / f"{file}.csv.gz"
+    path.write_bytes(path.read_bytes()[:-9])
+    with pytest.raises(DataError, match=rf"{file}\.csv\.gz is damaged \(.*\): download it again"):
+        load(ARXIV, tmp_path)
+    assert nothing_left(tmp_path)
+
+
+# ---- against the real package ----------------------------------------------------------------
+
+
+def test_the_same_as_through_ogb(tmp_path, monkeypatch):
+    """ogb's own reader of the same files, in the form of papers100M and in that of arxiv."""
+    graphs = pytest.importorskip("ogb.io.read_graph_raw", reason="ogb is not installed")
+    arrays = contents()
+    at = write_papers(tmp_path, {**arrays, "edge_index": fortran(arrays["edge_index"])})
+    theirs = graphs.read_binary_graph_raw(str(at / "raw"), add_inverse_edge=False)[0]
+    load(PAPERS, tmp_path)
+    assert (converted()["edge_index"] == theirs["edge_index"]).all()
+    assert (converted()["node_feat"] == theirs["node_feat"]).all()
+    at = write_arxiv(tmp_path, arrays)
+    theirs = graphs.read_csv_graph_raw(str(at / "raw"), add_inverse_edge=True)[0]
+    ours = load(ARXIV, tmp_path)
+    assert np.allclose(ours.X, theirs["node_feat"], rtol=1e-6)
+    both = {tuple(sorted(pair)) for pair in theirs["edge_index"].T.tolist()}
+    mine = set(zip(*(ends.tolist() for ends in ours.graph.edges()[:2])))
+    assert {pair for pair in both if pair[0] != pair[1]} == mine
+
+
+def test_neither_ogb_nor_torch_nor_pandas_is_needed(tmp_path):
+    write_papers(tmp_path, contents())
+    write_arxiv(tmp_path, contents())
+    code = (
+        "import sys; sys.modules |= {'torch': None, 'ogb': None, 'pandas': None};"
+        "from herta_gpu.datasets import load;"
+        "print(*(load(name, sys.argv[1]).X.shape for name in sys.argv[2:]))"
+    )
+    argv = [sys.executable, "-c", code, str(tmp_path), PAPERS, ARXIV]
+    done = subprocess.run(argv, check=True, capture_output=True, text=True, env=os.environ)
+    assert done.stdout.split("\n")[0] == "(300, 8) (300, 8)"
+
+
+# ---- memory ----------------------------------------------------------------------------------
+
+
+def test_memory_does_not_grow_with_the_file(tmp_path):
+    """192 MB of features and 64 MB of edges, in less than 48 MB more than Python holds anyway."""
+    pytest.importorskip("resource", reason="the peak is told on POSIX only")
+    n, m = 393_216, 4_194_304
+    arrays = contents()
+    at = write_papers(tmp_path, arrays)
+    rng = np.random.default_rng(0)
+    X, ids = rng.standard_normal(1 << 20).astype(np.float32), rng.integers(0, n, 1 << 20)
+    X, ids = X.astype(np.float16).astype(np.float32).tobytes(), ids.tobytes()
+    with zipfile.ZipFile(at / "raw" / "data.npz", "w", zipfile.ZIP_DEFLATED, compresslevel=1) as a:
+        for key, kind, shape, block, times in (
+            ("node_feat", "<f4", (n, 128), X, 48), ("edge_index", "<i8", (2, m), ids, 8),
+        ):  # fmt: skip
+            with a.open(f"{key}.npy", "w", force_zip64=True) as member:
+                about = {"descr": kind, "fortran_order": False, "shape": shape}
+                np.lib.format.write_array_header_1_0(member, about)
+                for _ in range(times):
+                    member.write(block)
+        for key, count in (("num_nodes_list", n), ("num_edges_list", m)):
+            with a.open(f"{key}.npy", "w") as member:
+                np.lib.format.write_array(member, np.array([count]))
+    write_npz(at / "raw" / "node-label.npz", {"node_label": np.zeros((n, 1), np.float32)})
+    code = (
+        "import resource, sys\n"
+        "from pathlib import Path\n"
+        "from herta_gpu.datasets import ogb_convert, ogb_raw\n"
+        "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        "before = peak()\n"
+        "ogb_convert.convert(sys.argv[1], ogb_raw.find(sys.argv[1], [Path(sys.argv[2])]))\n"
+        "print((peak() - before) * (1 if sys.platform == 'darwin' else 1024))\n"
+    )
+    argv = [sys.executable, "-c", code, PAPERS, str(tmp_path)]
+    done = subprocess.run(argv, check=True, capture_output=True, text=True, env=os.environ)
+    assert int(done.stdout) < 48 << 20
+    found = np.load(ogb_convert.converted_folder(PAPERS) / "node_feat.npy", mmap_mode="r")
+    assert found.shape == (n, 128)
+    assert found[-8192:].tobytes() == X
+
+
+# ---- the command line ------------------------------------------------------------------------
+
+
+def run(capsys, *argv):
+    code = main([str(word) for word in argv])
+    return code, *capsys.readouterr()
+
+
+def test_convert_tells_what_it_wrote_and_where(tmp_path, capsys):
+    write_papers(tmp_path, contents())
+    code, out, err = run(capsys, "convert", PAPERS, "--root", tmp_path, "--features", "float16")
+    folder = ogb_convert.converted_folder(PAPERS)
+    assert code == 0
+    assert str(folder) in out
+    assert "node_feat.npy   float16  300 x 8" in out
+    assert f"OGB's files in {tmp_path / 'papers100M-bin'} are converted once, into {folder}" in err
+    code, out, err = run(capsys, "convert", PAPERS, "--root", tmp_path, "--json")
+    assert (code, err) == (0, "")
+    answer = json.loads(out)
+    assert [f["file"] for f in answer["files"]] == [f"{key}.npy" for key in CONVERTED]
+    assert answer["files"][-1]["dtype"] == "float16"
+    assert answer["files"][-1]["bytes"] == (folder / "node_feat.npy").stat().st_size
+
+
+def test_convert_asked_wrongly(tmp_path, capsys):
+    code, _, err = run(capsys, "convert", "cora", "--root", tmp_path)
+    assert (code, err.count("\n")) == (2, 1)
+    assert "ogbn-arxiv, ogbn-products, ogbn-papers100M, not 'cora'" in err
+    code, _, err = run(capsys, "convert", PAPERS, "--root", tmp_path)
+    assert (code, err.count("\n")) == (1, 1)
+    assert "ogbn_papers100M/raw, papers100M-bin/raw or papers100M-bin.zip in" in err
+    code, _, err = run(capsys, "convert", PAPERS)
+    assert "in a data folder: set HERTA_DATA" in err
+
+
+def test_train_converts_by_itself_and_says_so(tmp_path, capsys, monkeypatch):
+    write_papers(tmp_path, contents())
+    monkeypatch.setenv("HERTA_DATA", str(tmp_path))
+    argv = ("train", PAPERS, "--ridge", "0.1")
+    code, out, err = run(capsys, *argv)
+    assert code == 0
+    assert "are converted once, into" in err
+    assert "certified" in out
+    code, _, err = run(capsys, *argv)
+    assert "converted" not in err
+    shutil.rmtree(tmp_path / "cache")
+    code, _, err = run(capsys, *argv, "--quiet")
+    assert (code, err) == (0, "")
+
+
+def test_the_bar_is_for_terminals(tmp_path, monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    monkeypatch.setattr(ogb_convert, "_OFTEN", 0.0)
+    write_papers(tmp_path, contents())
+    place = ogb_raw.find(PAPERS, [tmp_path])
+    stages = ogb_convert.Stages(verbose=True)
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    ogb_convert.convert(PAPERS, place, stages=stages)
+    shown = sys.stderr.getvalue()
+    assert "node_feat   [########################] 100% of 0.0 GB" in shown
+    shutil.rmtree(tmp_path / "cache")
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    ogb_convert.convert(PAPERS, place, stages=stages)
+    assert "[" not in sys.stderr.getvalue()
+    assert sys.stderr.getvalue().count("\n") == 1 + len(CONVERTED)
