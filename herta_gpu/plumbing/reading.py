@@ -17,7 +17,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
@@ -146,7 +146,7 @@ class MappedRows:
         ring: Sequence[Any] | None = None,
         kept: int = 1,
         before_reuse: Callable[[int], None] | None = None,
-    ) -> Iterator[Any]:
+    ) -> Generator[Any, None, None]:
         """X[rows, columns] of each part in turn, in buffers that are used again.
 
         Parameters
