@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -22,9 +22,9 @@ import numpy as np
 from numpy.linalg import LinAlgError
 
 from herta_gpu.graph import Graph
+from herta_gpu.plumbing.reading import MappedRows, Part, Reads, check_not_shrunk, mapping_of
 
 Array = Any  # numpy.ndarray or cupy.ndarray, as the backend says
-Part = tuple[slice, slice]  # rows and columns of a matrix
 Exact = tuple[Array, Array, Array | None]  # D^-1/2, diag(L) and the weights in float64
 
 # Philox streams: one number per use, so that no two uses share random bits.
@@ -139,15 +139,35 @@ class CGState:
 
 
 class Blocks:
-    """A dense matrix, rows in `order`, that is worked on part by part."""
+    """A dense matrix, rows in `order`, that is worked on part by part.
+
+    One that lies in a file, in the order of its rows, is read ahead of its use (`MappedRows`).
+    """
 
     def __init__(self, X: Any, order: Any = None) -> None:
         self.X, self.order = X, order
+        self.reads = Reads()  # passes over X so far, their bytes and seconds
+        self._mapping = mapping_of(X)
+        self._in_rows = MappedRows.of(X) if order is None else None
 
     def parts(self, wanted: Sequence[Part]) -> Iterator[tuple[slice, Array]]:
         """(rows, X[rows, columns]) in turn; with the next one, a part may be overwritten."""
+        file = self._readable()
+        if file is not None:
+            with closing(file.parts(wanted, self.reads)) as parts:
+                for (rows, _), part in zip(wanted, parts, strict=True):
+                    yield rows, part
+            return
         for rows, columns in wanted:
             yield rows, self._taken(rows, columns)
+        self.reads.passes += 1
+
+    def _readable(self) -> MappedRows | None:
+        """The file of X if its rows can be read there; a file that was cut short is an error."""
+        if self._mapping is not None:
+            check_not_shrunk(self._mapping)
+        file = self._in_rows
+        return file if file is not None and file.still_there() else None
 
     def _taken(self, rows: slice, columns: slice) -> Any:
         return self.X[rows if self.order is None else self.order[rows], columns]

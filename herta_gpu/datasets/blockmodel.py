@@ -3,25 +3,30 @@
 Degrees follow a power law, a share of the edges stays within a class, and features are noise
 around the mean of the class.  Everything comes from counter-based random numbers, one stream per
 chunk: the same seed gives the same graph whatever the number of threads.
+
+A large one is made once, into the cache, and mapped from there: neither the list of its edges nor
+X is ever in memory as a whole.
 """
 
 from __future__ import annotations
 
 import math
-import os
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+import shutil
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from herta_gpu.datasets.dataset import Dataset
-from herta_gpu.datasets.storage import cache_dir
-from herta_gpu.graph import graph_of_keys
+from herta_gpu.datasets.runs import Runs, Scratch, in_parallel
+from herta_gpu.datasets.storage import cache_dir, is_cached, read_dataset, write_dataset
+from herta_gpu.graph import Graph
 from herta_gpu.plumbing.building import edge_keys
 from herta_gpu.plumbing.edge_checks import check_size
-from herta_gpu.plumbing.files import new_file
+from herta_gpu.plumbing.files import DataError, check_place, load_npy, new_file
+from herta_gpu.plumbing.stages import Stages
 
 PRESETS = {  # nodes, edges, features, classes, shares of train, valid and test
     "arxiv": (169_343, 1_157_799, 128, 40, (0.537, 0.176, 0.287)),
@@ -32,8 +37,11 @@ HOMOPHILY = 0.6  # share of the edges drawn within a class
 _EXPONENT = 2.5  # P(degree > k) ~ k^(1 - exponent)
 _SIGNAL = 0.25  # length of a class mean per feature, against noise of 1
 _STUBS = 4  # entries of the list that ends of edges are drawn from, per node
-_EDGE_CHUNK, _ROW_CHUNK = 1 << 20, 1 << 16
-_ON_DISK = 4 << 30  # bytes of X above which it is written to the cache instead of memory
+_EDGE_CHUNK, _ROW_CHUNK = 1 << 20, 1 << 16  # of one stream of random numbers
+_SLAB = 8 << 20  # bytes of X that a thread makes at once
+_ON_DISK = 4 << 30  # bytes of X and the edges above which they are kept in the cache
+_HALF = 16 << 30  # bytes of X in float32 above which it is float16
+_FORMAT = 2  # of what lies in the cache
 
 
 @dataclass(frozen=True)
@@ -49,6 +57,20 @@ class Spec:
     @property
     def n_train(self) -> int:
         return max(1, int(self.split[0] * self.n))
+
+    @property
+    def large(self) -> bool:
+        """Whether it lives in the cache instead of memory."""
+        return 4 * self.n * self.d + 8 * self.m > _ON_DISK
+
+    @property
+    def X_dtype(self) -> Any:
+        return np.dtype(np.float16 if 4 * self.n * self.d > _HALF else np.float32)
+
+    @property
+    def y_dtype(self) -> Any:
+        """Of a large one no larger than its classes ask for."""
+        return np.dtype(np.int64 if not self.large else np.int16 if self.c < 2**15 else np.int32)
 
 
 def parse(text: str) -> Spec:
@@ -116,6 +138,8 @@ def _checked(spec: Spec, text: str) -> Spec:
 def synthetic(text: str, random_state: int = 0, features: bool = True) -> Dataset:
     """A degree-corrected block model; see the module for what is in it.
 
+    Above 4 GB it is kept in the cache folder (HERTA_CACHE), and a second call opens it from there.
+
     Examples
     --------
     >>> from herta_gpu.datasets import load
@@ -123,21 +147,73 @@ def synthetic(text: str, random_state: int = 0, features: bool = True) -> Datase
     >>> data.graph.num_edges, data.X.shape, data.num_classes
     (4000, (1000, 8), 3)
     """
-    spec = parse(text)
+    spec, name = parse(text), f"synthetic:{text}"
+    if spec.large:
+        return replace(_cached(spec, random_state, features, name), name=name)
+    data = _without_features(spec, random_state, None, Stages())
+    X = _features_in_memory(spec, random_state, data.y) if features else None
+    return replace(data, name=name, X=X)
+
+
+def _cached(spec: Spec, seed: int, features: bool, name: str) -> Dataset:
+    """The same from the cache, where it is put first if it is not there."""
+    shares = "-".join(f"{share:g}" for share in spec.split)
+    key = f"{spec.n}-{spec.m}-{spec.d}-{spec.c}-{shares}-{seed}-v{_FORMAT}"
+    folder = cache_dir() / "synthetic" / key
+    known, X_known = is_cached(folder), (folder / "X.npy").is_file()
+    _check_disk(spec, folder, not known, features and not X_known, name)
+    stages = Stages(verbose=True)  # it takes minutes
+    if not known:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        write_dataset(folder, _without_features(spec, seed, folder.parent, stages))
+    data = read_dataset(folder)
+    if features and not X_known:
+        with stages("features"):
+            _write_features(spec, seed, data.y, folder / "X.npy", stages)
+    return replace(data, X=_mapped(spec, folder / "X.npy") if features else None)
+
+
+def _check_disk(spec: Spec, folder: Path, graph: bool, X: bool, name: str) -> None:
+    """One sentence, before any work, if what is still to be written has no room."""
+    if not (graph or X):
+        return
+    check_place(folder)
+    kept = graph * (8 * spec.m + 32 * spec.n) + X * spec.n * spec.d * spec.X_dtype.itemsize
+    need = max(kept, graph * 17 * spec.m)  # the drawn edges and their sorted list, for a while
+    place = next(place for place in folder.parents if place.exists())
+    free = shutil.disk_usage(place).free
+    if need > free:
+        raise ValueError(
+            f"{name} needs {need / 2**30:,.1f} GB of disk, but {place} has {free / 2**30:,.1f} GB "
+            "free: set HERTA_CACHE to a folder with more room."
+        )
+
+
+def _without_features(spec: Spec, seed: int, folder: Path | None, stages: Stages) -> Dataset:
+    """Graph, labels and split; what does not fit into memory on the way goes to the folder."""
     check_size(spec.n, spec.m, "The n of synthetic:")
     # Inside, nodes are sorted by class, so that a class is a range of the stubs.
-    rank = _stream(random_state, 0).permutation(spec.n)
-    ends = _class_ends(spec)
-    stubs = _stubs(spec, random_state)
-    keys = _edge_keys(spec, random_state, stubs, ends, rank)
-    del stubs
-    graph = graph_of_keys(keys, spec.n)
-    y = np.empty(spec.n, dtype=np.int64)
-    y[rank] = np.repeat(np.arange(spec.c), np.diff(ends))
-    X = _features(spec, random_state, y, text) if features else None
+    rank, ends = _stream(seed, 0).permutation(spec.n), _class_ends(spec)
+    y = np.empty(spec.n, dtype=spec.y_dtype)
+    y[rank] = np.repeat(np.arange(spec.c, dtype=y.dtype), np.diff(ends))
+    with stages("edges"):
+        stubs = _stubs(spec, seed)
+        starts = np.searchsorted(stubs, ends).astype(np.float64)
+        for a in range(0, stubs.shape[0], _EDGE_CHUNK):  # from here on in the caller's order
+            stubs[a : a + _EDGE_CHUNK] = rank[stubs[a : a + _EDGE_CHUNK]]
+        del rank
+        edges = _edges(spec, seed, stubs, starts, folder, stages)
+        del stubs
+    with stages("graph"):
+        graph = _graph(edges, spec.n)
+        del edges
     metadata = {"metric": "accuracy", "source": "generated", "homophily": HOMOPHILY}
-    split = _split(spec, random_state)
-    return Dataset(f"synthetic:{text}", graph, X, y, split, metadata)
+    return Dataset("synthetic", graph, None, y, _split(spec, seed), metadata)
+
+
+def _graph(edges: Any, n: int) -> Graph:
+    """The graph of the sorted list, which may be a memory map."""
+    return Graph.from_edges(edges, num_nodes=n)
 
 
 def _stream(seed: int, part: int, chunk: int = 0) -> np.random.Generator:
@@ -166,46 +242,40 @@ def _stubs(spec: Spec, seed: int) -> Any:
         uniform = _stream(seed, 1, a // _EDGE_CHUNK).random(b - a)
         weight[a:b] = np.minimum((1 - uniform) ** (-1 / (_EXPONENT - 1)), cap)
 
-    _in_parallel(fill, range(0, spec.n, _EDGE_CHUNK))
+    in_parallel(fill, range(0, spec.n, _EDGE_CHUNK))
     weight *= _STUBS / float(weight.mean(dtype=np.float64))
     weight += _stream(seed, 7).random(spec.n, dtype=np.float32)  # rounds without a bias
-    counts = np.maximum(weight.astype(np.int64), 1)
+    counts = np.maximum(weight.astype(np.int32), 1)
     return np.repeat(np.arange(spec.n, dtype=np.int32 if spec.n < 2**31 else np.int64), counts)
 
 
-def _edge_keys(spec: Spec, seed: int, stubs: Any, ends: Any, rank: Any) -> Any:
-    """Exactly m distinct pairs, as sorted keys."""
-    starts = np.searchsorted(stubs, ends).astype(np.float64)
-    keys = np.empty(0, dtype=np.int64)
+def _edges(
+    spec: Spec, seed: int, stubs: Any, starts: Any, folder: Path | None, stages: Stages
+) -> Any:
+    """Exactly m distinct pairs, (2, m), sorted.
+
+    A few more than m are drawn, for some are loops or repeats; what is too many then goes.
+    """
+    runs = Runs(spec.n, spec.m, Scratch(folder))
+    counts = np.zeros(runs.ranges, dtype=np.int64)
     first = 0
-    while keys.shape[0] < spec.m:
-        missing = spec.m - keys.shape[0]
-        drawn = int(1.05 * missing) + 1000
-        fresh = np.empty(drawn, dtype=np.int64)
+    while (found := int(counts.sum())) < spec.m:
+        drawn = int(1.05 * (spec.m - found)) + 1000
         chunks = range(0, drawn, _EDGE_CHUNK)
 
-        def fill(a: int, fresh: Any = fresh, drawn: int = drawn, first: int = first) -> None:
-            b = min(a + _EDGE_CHUNK, drawn)
+        def fill(a: int, drawn: int = drawn, first: int = first) -> None:
             rng = _stream(seed, 2, first + a // _EDGE_CHUNK)
-            fresh[a:b] = _pairs(spec, rng, b - a, stubs, starts, rank)
+            runs.add(_pairs(spec, rng, min(_EDGE_CHUNK, drawn - a), stubs, starts))
 
-        _in_parallel(fill, chunks)
+        in_parallel(fill, chunks, _progress(stages, "edges drawn"))
         first += len(chunks)
-        fresh = fresh[fresh >= 0]
-        keys = np.concatenate([keys, fresh]) if keys.size else fresh
-        del fresh
-        keys.sort()
-        keys = keys[np.concatenate([[True], keys[1:] != keys[:-1]])]
-    surplus = keys.shape[0] - spec.m
-    if surplus:
-        gone = _stream(seed, 3).choice(keys.shape[0], surplus, replace=False, shuffle=False)
-        keys = np.delete(keys, gone)
-    return keys
+        counts = runs.count(_progress(stages, "edges sorted"))
+    gone = _stream(seed, 3).choice(found, found - spec.m, replace=False, shuffle=False)
+    gone.sort()
+    return runs.edge_list(counts, gone, Scratch(folder), _progress(stages, "edges listed"))
 
 
-def _pairs(
-    spec: Spec, rng: np.random.Generator, count: int, stubs: Any, starts: Any, rank: Any
-) -> Any:
+def _pairs(spec: Spec, rng: np.random.Generator, count: int, stubs: Any, starts: Any) -> Any:
     """Keys of `count` random pairs; -1 for a self-loop.  `starts`: of each class in the stubs."""
     at_u = rng.integers(0, stubs.shape[0], count)
     inside = rng.random(count, dtype=np.float32) < HOMOPHILY
@@ -214,35 +284,65 @@ def _pairs(
     high = np.where(inside, starts[of + 1], stubs.shape[0])
     at_v = (low + rng.random(count) * (high - low)).astype(np.int64)
     u, v = stubs[at_u], stubs[at_v]
-    return np.where(u == v, -1, edge_keys(rank[u], rank[v], spec.n))
+    return np.where(u == v, -1, edge_keys(u, v, spec.n))
 
 
-def _features(spec: Spec, seed: int, y: Any, text: str) -> Any:
-    """Noise around class means, float32; a very large X goes to a memory-mapped file."""
-    means = _stream(seed, 4).standard_normal((spec.c, spec.d), dtype=np.float32) * _SIGNAL
+def _feature_slabs(spec: Spec, seed: int, y: Any, means: Any, a: int) -> Iterator[tuple[int, Any]]:
+    """(first row, rows) of the chunk of X that begins at row a: noise around the class means."""
+    rng, stop = _stream(seed, 5, a // _ROW_CHUNK), min(a + _ROW_CHUNK, spec.n)
+    step = max(1, _SLAB // (4 * spec.d))
+    for i in range(a, stop, step):
+        j = min(i + step, stop)
+        rows = rng.standard_normal((j - i, spec.d), dtype=np.float32)
+        rows += means[y[i:j]]
+        yield i, rows
 
-    def fill_all(X: Any) -> None:
+
+def _class_means(spec: Spec, seed: int) -> Any:
+    return _stream(seed, 4).standard_normal((spec.c, spec.d), dtype=np.float32) * _SIGNAL
+
+
+def _features_in_memory(spec: Spec, seed: int, y: Any) -> Any:
+    X, means = np.empty((spec.n, spec.d), dtype=np.float32), _class_means(spec, seed)
+
+    def fill(a: int) -> None:
+        for i, rows in _feature_slabs(spec, seed, y, means, a):
+            X[i : i + rows.shape[0]] = rows
+
+    in_parallel(fill, range(0, spec.n, _ROW_CHUNK))
+    return X
+
+
+def _write_features(spec: Spec, seed: int, y: Any, path: Path, stages: Stages) -> None:
+    """X into a file, each thread its rows; not through a map, which would count as memory."""
+    means, dtype = _class_means(spec, seed), spec.X_dtype
+    with new_file(path) as temporary:
+        with open(temporary, "wb") as file:
+            header = {"descr": dtype.str, "fortran_order": False, "shape": (spec.n, spec.d)}
+            np.lib.format.write_array_header_1_0(file, header)
+            start = file.tell()
+
         def fill(a: int) -> None:
-            b = min(a + _ROW_CHUNK, spec.n)
-            rng = _stream(seed, 5, a // _ROW_CHUNK)
-            X[a:b] = rng.standard_normal((b - a, spec.d), dtype=np.float32) + means[y[a:b]]
+            with open(temporary, "rb+") as file:
+                file.seek(start + a * spec.d * dtype.itemsize)
+                for _, rows in _feature_slabs(spec, seed, y, means, a):
+                    file.write(rows.astype(dtype, copy=False).data.cast("B"))
 
-        _in_parallel(fill, range(0, spec.n, _ROW_CHUNK))
+        in_parallel(fill, range(0, spec.n, _ROW_CHUNK), _progress(stages, "features"))
 
-    if 4 * spec.n * spec.d <= _ON_DISK:
-        X = np.empty((spec.n, spec.d), dtype=np.float32)
-        fill_all(X)
-        return X
-    shape = f"{spec.n}-{spec.m}-{spec.d}-{spec.c}"
-    path = cache_dir() / "synthetic" / f"X-{shape}-{seed}.npy"
-    if not path.is_file():
-        with new_file(path) as temporary:
-            mapped = np.lib.format.open_memmap(
-                temporary, mode="w+", dtype=np.float32, shape=(spec.n, spec.d)
-            )
-            fill_all(mapped)
-            mapped.flush()
-    return np.load(path, mmap_mode="r")
+
+def _mapped(spec: Spec, path: Path) -> Any:
+    try:
+        X = load_npy(path, "a whole array")
+    except DataError as error:
+        raise DataError(f"{error} Delete it and load again.") from None
+    if X.shape != (spec.n, spec.d) or X.dtype != spec.X_dtype:
+        raise DataError(f"{path} holds another matrix: delete it and load again.")
+    return X
+
+
+def _progress(stages: Stages, what: str) -> Callable[[float], None]:
+    return lambda share: stages.note(f"{what} {share:.0%} ...")
 
 
 def _split(spec: Spec, seed: int) -> dict[str, Any]:
@@ -253,9 +353,3 @@ def _split(spec: Spec, seed: int) -> dict[str, Any]:
         split[part] = np.sort(nodes[start:stop])
         start = stop
     return split
-
-
-def _in_parallel(task: Callable[[int], None], starts: Iterable[int]) -> None:
-    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-        for _ in pool.map(task, starts):
-            pass

@@ -2,13 +2,33 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+import shutil
+import subprocess
+import sys
+from typing import Any
 
 import numpy as np
 import pytest
 
 from herta_gpu import HERTA
-from herta_gpu.datasets import blockmodel, load
+from herta_gpu.datasets import DataError, Dataset, blockmodel, load, runs
+
+
+def digest(*arrays: Any) -> str:
+    whole = hashlib.sha256(b"".join(np.ascontiguousarray(a).tobytes() for a in arrays))
+    return whole.hexdigest()[:16]
+
+
+def same(one: Dataset, other: Dataset) -> bool:
+    """Whether two data sets hold the same numbers."""
+    pairs = [
+        *((getattr(one.graph, a), getattr(other.graph, a)) for a in ("indptr", "indices")),
+        *((one.split[part], other.split[part]) for part in one.split),
+        *[(one.graph.degree, other.graph.degree), (one.X, other.X), (one.y, other.y)],
+    ]
+    return all(np.array_equal(a, b) for a, b in pairs)
 
 
 def test_same_seed_same_graph_whatever_the_threads(monkeypatch):
@@ -16,13 +36,59 @@ def test_same_seed_same_graph_whatever_the_threads(monkeypatch):
     monkeypatch.setattr(blockmodel, "_EDGE_CHUNK", 1 << 12)
     monkeypatch.setattr(blockmodel, "_ROW_CHUNK", 1 << 8)
     first = load(f"synthetic:{text}", random_state=5)
-    monkeypatch.setattr(os, "cpu_count", lambda: 1)
+    monkeypatch.setenv("HERTA_NUM_THREADS", "1")
     again = load(f"synthetic:{text}", random_state=5)
     other = load(f"synthetic:{text}", random_state=6)
-    assert (first.graph.indices == again.graph.indices).all()
-    assert (first.X == again.X).all()
-    assert (first.y == again.y).all()
+    assert same(first, again)
     assert (first.graph.indices[:100] != other.graph.indices[:100]).any()
+
+
+# Of the code that sorted all edges at once: whoever has used a seed gets the same data for ever.
+KNOWN = {
+    ("n=1000,m=4000,d=8,c=3", 0): ("ced95ac3fd64f5d2", "015d177fa3ffab4f", "2435fa26fd681c75"),
+    ("n=300,m=11000,d=3,c=5", 1): ("c5899c9f6c092236", "94d4de6ccd895e27", "2d204c3cd836f077"),
+    ("n=150000,m=1200000,d=4,c=12", 3): (
+        *("66bc1aac234ace53", "e5419503717b1b05", "f6a98bfb88dd5169"),
+    ),
+    ("n=5,m=0,d=2,c=2", 0): ("17b0761f87b081d5", "d68f2016196e90c7", "c18dd87fb0f74f73"),
+    ("arxiv@0.1", 7): ("ddd078771048f6fc", "498f6d919b902c8b", "478c757168e097b0"),
+}
+
+
+@pytest.mark.parametrize("ranges", ["one range", "many ranges"])
+@pytest.mark.parametrize(("text", "seed"), KNOWN)
+def test_a_seed_keeps_its_data(text, seed, ranges, monkeypatch):
+    if ranges == "many ranges":
+        monkeypatch.setattr(runs, "_RANGE", 1 << 11)
+        monkeypatch.setattr(blockmodel, "_SLAB", 100)
+    data = load(f"synthetic:{text}", random_state=seed)
+    graph = digest(data.graph.indptr.astype("<i8"), data.graph.indices.astype("<i4"))
+    labels = [data.y, *data.split.values()]
+    found = (graph, digest(data.X.astype("<f4")), digest(*(a.astype("<i8") for a in labels)))
+    assert found == KNOWN[text, seed]
+
+
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_runs_are_the_sorted_list_of_different_edges(on_disk, tmp_path, monkeypatch):
+    monkeypatch.setattr(runs, "_RANGE", 64)
+    rng, n = np.random.default_rng(0), 50
+    pairs = np.sort(rng.integers(0, n, (2, 3000)), axis=0)
+    keys = np.where(pairs[0] == pairs[1], -1, pairs[0] * n + pairs[1])
+    folder = tmp_path if on_disk else None
+    made = runs.Runs(n, 1000, runs.Scratch(folder))
+    for chunk in np.array_split(keys.copy(), 7):
+        made.add(chunk)
+    different = np.unique(keys[keys >= 0])
+    counts = made.count()
+    assert counts.sum() == different.shape[0]
+    assert np.count_nonzero(counts) > 8
+    gone = np.array([0, 5, 6, 7, 300, different.shape[0] - 1])
+    found = made.edge_list(counts, gone, runs.Scratch(folder))
+    kept = np.delete(different, gone)
+    assert found.dtype == np.int32
+    assert isinstance(found, np.memmap) == on_disk
+    np.testing.assert_array_equal(found, [kept // n, kept % n])
+    assert list(tmp_path.iterdir()) == []  # files without a name
 
 
 def test_synthetic_is_a_power_law_with_classes():
@@ -50,15 +116,151 @@ def test_the_graph_helps_on_synthetic_data():
     assert score[10.0] > score[1e-3] + 0.05
 
 
-def test_a_large_X_is_mapped_from_the_cache(monkeypatch, tmp_path):
-    text = "n=500,m=1000,d=9,c=3"
-    in_memory = load(f"synthetic:{text}").X
+# ---- large ones
+
+TEXT = "n=500,m=1000,d=9,c=3"
+
+
+@pytest.fixture
+def in_cache(monkeypatch, tmp_path):
+    """Everything counts as large; where it is kept."""
     monkeypatch.setenv("HERTA_CACHE", str(tmp_path))
     monkeypatch.setattr(blockmodel, "_ON_DISK", 0)
-    mapped = load(f"synthetic:{text}").X
-    assert isinstance(mapped, np.memmap)
-    assert (mapped == in_memory).all()
-    assert len(list(tmp_path.rglob("*"))) == 2  # the folder and one file: nothing temporary
+    monkeypatch.setattr(blockmodel, "_ROW_CHUNK", 64)
+    return tmp_path / "synthetic"
+
+
+@pytest.fixture
+def in_memory(monkeypatch):
+    """The same from memory."""
+    with monkeypatch.context() as patch:
+        patch.setattr(blockmodel, "_ROW_CHUNK", 64)
+        return load(f"synthetic:{TEXT}")
+
+
+def test_a_large_one_is_mapped_from_the_cache(in_memory, in_cache, monkeypatch):
+    data = load(f"synthetic:{TEXT}")
+    assert same(data, in_memory)
+    assert isinstance(data.X, np.memmap)
+    assert data.X.dtype == np.float32
+    assert data.y.dtype == np.int16
+    assert data.metadata == in_memory.metadata
+    assert data.name == in_memory.name
+    (folder,) = in_cache.iterdir()
+    assert not list(folder.glob(".*"))  # nothing temporary
+
+    def fail(*_):
+        raise AssertionError("made again")
+
+    monkeypatch.setattr(blockmodel, "_without_features", fail)
+    monkeypatch.setattr(blockmodel, "_write_features", fail)
+    assert same(load(f"synthetic:{TEXT}"), in_memory)
+    assert load("synthetic:n=5e2,m=1e3,d=9,c=3", features=False).X is None
+
+
+def test_the_cache_tells_specs_and_seeds_apart(in_cache):
+    load(f"synthetic:{TEXT}")
+    load(f"synthetic:{TEXT}", random_state=1)
+    n, m = 16934, 115779  # of arxiv@0.1, whose split is another one
+    one, other = (
+        load(f"synthetic:{text}", features=False)
+        for text in ("arxiv@0.1", f"n={n},m={m},d=128,c=40")
+    )
+    assert len(list(in_cache.iterdir())) == 4
+    assert one.split["train"].shape != other.split["train"].shape
+
+
+def test_X_joins_a_graph_that_is_there(in_memory, in_cache):
+    assert load(f"synthetic:{TEXT}", features=False).X is None
+    assert same(load(f"synthetic:{TEXT}"), in_memory)
+    assert len(list(in_cache.iterdir())) == 1
+
+
+def test_a_very_large_X_is_float16(in_memory, in_cache, monkeypatch):
+    monkeypatch.setattr(blockmodel, "_HALF", 0)
+    X = load(f"synthetic:{TEXT}").X
+    np.testing.assert_array_equal(X, in_memory.X.astype(np.float16))
+    assert blockmodel.parse("papers100M@0.1").X_dtype == np.float16  # _HALF is 0
+    monkeypatch.undo()
+    kinds = [blockmodel.parse(f"papers100M{at}").X_dtype for at in ("@0.1", "")]
+    assert kinds == [np.float32, np.float16]
+
+
+def test_a_fit_on_a_large_one_is_the_fit_in_memory(in_memory, in_cache):
+    data = load(f"synthetic:{TEXT}")
+    weights = [
+        HERTA(ridge=0.1, device="cpu-scipy").fit(d.graph, d.X, d.y, d.split["train"]).W_
+        for d in (in_memory, data)
+    ]
+    np.testing.assert_array_equal(*weights)
+
+
+KILLED = """
+import os
+from herta_gpu.datasets import blockmodel, load
+blockmodel._ON_DISK, blockmodel._ROW_CHUNK = 0, 64
+at, made = {at!r}, getattr(blockmodel, {at!r})
+def dies(*args):
+    for k, value in enumerate(made(*args)):
+        if k == {after}:
+            os._exit(9)
+        yield value
+blockmodel.{at} = dies if {after} >= 0 else lambda *_: os._exit(9)
+load("synthetic:{text}")
+"""
+
+
+@pytest.mark.parametrize(("at", "after"), [("_feature_slabs", 0), ("_graph", -1)])
+def test_after_a_kill_it_is_made_again(in_memory, in_cache, at, after):
+    code = KILLED.format(at=at, after=after, text=TEXT)
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 9
+    assert same(load(f"synthetic:{TEXT}"), in_memory)
+
+
+def test_an_error_leaves_nothing_that_looks_whole(in_memory, in_cache, monkeypatch):
+    def full(*_):
+        raise OSError("No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(blockmodel, "_feature_slabs", full)
+        with pytest.raises(OSError, match="No space"):
+            load(f"synthetic:{TEXT}")
+    (folder,) = in_cache.iterdir()
+    assert not [path for path in folder.iterdir() if "X" in path.name]
+    assert same(load(f"synthetic:{TEXT}"), in_memory)
+
+
+def test_a_full_disk_is_one_sentence_before_any_work(in_cache, monkeypatch):
+    monkeypatch.setattr(blockmodel, "_without_features", None)
+    free = shutil.disk_usage(in_cache.parent)._replace(free=5 << 30)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: free)
+    with pytest.raises(
+        ValueError, match=r"papers100M needs 4\d\.\d GB of disk.*5\.0 GB.*HERTA_CACHE"
+    ):
+        load("synthetic:papers100M")
+    assert not in_cache.exists()
+
+
+@pytest.mark.parametrize("damage", ["cut short", "another shape"])
+def test_a_damaged_X_is_one_sentence(in_cache, damage):
+    load(f"synthetic:{TEXT}")
+    (path,) = in_cache.rglob("X.npy")
+    if damage == "cut short":
+        os.truncate(path, 1000)
+    else:
+        np.save(path, np.ones((3, 9), np.float32))
+    with pytest.raises(DataError, match=r"X\.npy.*[Dd]elete it and load again"):
+        load(f"synthetic:{TEXT}")
+
+
+def test_a_large_one_tells_what_it_does(in_cache, monkeypatch, capsys):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    load(f"synthetic:{TEXT}")
+    said = capsys.readouterr().err
+    assert "edges drawn 100% ..." in said
+    assert "features 100% ..." in said
+    load(f"synthetic:{TEXT}")
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize(

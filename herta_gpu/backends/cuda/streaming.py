@@ -8,18 +8,25 @@ nothing but copy fills the other:
 
 Two events per buffer keep them apart: the caller's stream waits until the buffer is `copied`, a
 copy until it has been `used`.  The host waits for neither, unless it has to gather a part first.
+
+A matrix in a file comes through a ring of pinned buffers that threads fill ahead of the copies
+(`herta_gpu.plumbing.reading`).
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from herta_gpu.backends.base import Array, Blocks, Part
+from herta_gpu.plumbing.reading import MappedRows
+
+_RING = 4  # parts in pinned memory: two that the copies may still read, two that are being read
 
 
 @dataclass
@@ -35,8 +42,9 @@ class Buffer:
 class StreamedBlocks(Blocks):
     """X in pinned memory, rows already in `order`; its parts come through two buffers.
 
-    A memory-mapped X may be larger than the host's memory: it stays in its file, and each part is
-    gathered into a pinned buffer of its own size.  So is a part that cuts rows.
+    A memory-mapped X may be larger than the host's memory: it stays in its file.  Threads read its
+    rows into pinned buffers; rows in another order than the file's are gathered into one of their
+    own size, as is a part that cuts rows.
     """
 
     def __init__(
@@ -54,33 +62,61 @@ class StreamedBlocks(Blocks):
         self._xp, self._empty_pinned = xp, empty_pinned
         self._copies = xp.cuda.Stream(non_blocking=True)
         self._buffers: list[Buffer] = []
+        self._ring: list[Any] = []  # flat, pinned, for what is read from a file
         # Pinned memory and buffers must outlive the copies, which the host does not wait for.
         weakref.finalize(self, self._copies.synchronize).atexit = False
 
     def parts(self, wanted: Sequence[Part]) -> Iterator[tuple[slice, Array]]:
-        stream = self._xp.cuda.get_current_stream()
+        file, stream = self._readable(), self._xp.cuda.get_current_stream()
         buffers = self._two_buffers(max(map(self._size, wanted), default=0), stream)
-        ahead = self._send(wanted[0], buffers[0]) if wanted else None
+        with closing(self._gathers(wanted) if file is None else self._read(file, wanted)) as hosts:
+            yield from self._sent(wanted, hosts, buffers, stream)
+
+    def _sent(
+        self, wanted: Sequence[Part], hosts: Iterator[Any], buffers: list[Buffer], stream: Any
+    ) -> Iterator[tuple[slice, Array]]:
+        """The parts on the device; `hosts` gives them in pinned memory."""
+        ahead = self._send(next(hosts), buffers[0]) if wanted else None
         for i, (rows, _) in enumerate(wanted):
             buffer, part = buffers[i % 2], ahead
             if i + 1 < len(wanted):
-                ahead = self._send(wanted[i + 1], buffers[(i + 1) % 2])
+                ahead = self._send(next(hosts), buffers[(i + 1) % 2])
             stream.wait_event(buffer.copied)
             try:
                 yield rows, part
             finally:  # the caller may stop early
                 buffer.used.record(stream)
+        next(hosts, None)  # its end counts the pass
 
-    def _send(self, part: Part, buffer: Buffer) -> Array:
-        """Start the copy of `part`; where it will be."""
-        host = self._taken(*part)
-        if self._in_file or not host.flags.c_contiguous:
-            host = self._gathered(host, buffer)
+    def _send(self, host: Any, buffer: Buffer) -> Array:
+        """Start the copy of a part in pinned memory; where it will be."""
         view = buffer.device[: host.size].reshape(host.shape)
         self._copies.wait_event(buffer.used)
         view.set(host, stream=self._copies)
         buffer.copied.record(self._copies)
         return view
+
+    def _read(self, file: MappedRows, wanted: Sequence[Part]) -> Generator[Any, None, None]:
+        """Parts in pinned memory, read ahead from the file."""
+        size = self._buffers[0].device.size
+        self._copies.synchronize()  # synchronize!  those of the pass before may still be reading
+        if not self._ring or self._ring[0].size < size:
+            self._ring = [self._empty_pinned((size,), self.X.dtype) for _ in range(_RING)]
+
+        def before_reuse(part: int) -> None:
+            # Part - 4 was there.  Part - 2 has not been sent, so the event is still that one's.
+            self._buffers[part % 2].copied.synchronize()  # synchronize!
+
+        yield from file.parts(wanted, self.reads, self._ring, kept=2, before_reuse=before_reuse)
+
+    def _gathers(self, wanted: Sequence[Part]) -> Generator[Any, None, None]:
+        """Parts in pinned memory, gathered where they are not there as they should be."""
+        for i, part in enumerate(wanted):
+            host = self._taken(*part)
+            if self._in_file or not host.flags.c_contiguous:
+                host = self._gathered(host, self._buffers[i % 2])
+            yield host
+        self.reads.passes += 1
 
     def _gathered(self, host: Any, buffer: Buffer) -> Any:
         if buffer.pinned is None:

@@ -81,6 +81,12 @@ MUTANTS = {
     "a pinned buffer refilled while it is being read": (
         device_streaming, "        buffer.copied.synchronize()", "        pass"
     ),
+    "a buffer of the ring refilled while it is being read": (
+        device_streaming, "self._buffers[part % 2].copied.synchronize()", "pass"
+    ),
+    "a ring refilled while the pass before is being read": (
+        device_streaming, "self._copies.synchronize()  # synchronize!  those", "# those"
+    ),
     "one buffer for two parts": (device_streaming, "buffers[(i + 1) % 2]", "buffers[i % 2]"),
 }  # fmt: skip
 

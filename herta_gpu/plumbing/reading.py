@@ -1,0 +1,264 @@
+"""A matrix in a file, read ahead of its use.
+
+Whoever slices a memory map waits for the disk, page by page, while nothing else goes on.  Here a
+few threads read whole rows, in the order of the file, into a ring of buffers, and the caller works
+on one part while they fill the next ones:
+
+    threads   | part 0 | part 1 | part 2 | part 3 | ...
+    caller    | (wait) | use part 0 | use part 1 | use part 2 | ...
+
+Memory is that of the ring, whatever the size of the file.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from herta_gpu.plumbing.files import DataError
+
+Part = tuple[slice, slice]  # rows and columns of a matrix
+
+RING = 3  # parts in memory: the caller's and two that come next
+_PIECE = 4 << 20  # bytes that a thread reads at once
+_THREADS = 4  # they wait for the disk most of the time: as many on any machine
+
+
+class Reads:
+    """What was read of a matrix so far, and what that cost.
+
+    Attributes
+    ----------
+    passes : int
+        How often its rows were gone through, from memory or from a file.
+    bytes_read : int
+        What came from its file; 0 where X is in memory.
+    seconds : float
+        During which at least one thread was reading.
+    waited : float
+        The part of it for which the caller had nothing else to do.
+    """
+
+    def __init__(self) -> None:
+        self.passes, self.bytes_read = 0, 0
+        self.seconds = self.waited = 0.0
+        self._lock, self._busy, self._since = threading.Lock(), 0, 0.0
+
+    @property
+    def rate(self) -> float:
+        """Bytes a second while something was read."""
+        return self.bytes_read / self.seconds if self.seconds > 0 else 0.0
+
+    def __str__(self) -> str:
+        text = f"{self.passes:,} {'pass' if self.passes == 1 else 'passes'} over X"
+        return f"{text}, {self.rate / 1e9:.1f} GB/s" if self.bytes_read else text
+
+    @contextmanager
+    def reading(self, size: int) -> Iterator[None]:
+        """Around each read: time counts once, however many threads read."""
+        with self._lock:
+            self._busy += 1
+            if self._busy == 1:
+                self._since = time.perf_counter()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._busy -= 1
+                self.bytes_read += size
+                if self._busy == 0:
+                    self.seconds += time.perf_counter() - self._since
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.waited += time.perf_counter() - start
+
+
+class MappedRows:
+    """The rows of a memory-mapped matrix, read from its file instead of through the map.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> import numpy as np
+    >>> from herta_gpu.plumbing.reading import MappedRows, Reads
+    >>> with tempfile.NamedTemporaryFile(suffix=".npy") as file:
+    ...     np.save(file, np.arange(12.0).reshape(6, 2))
+    ...     file.flush()
+    ...     X, reads = np.load(file.name, mmap_mode="r"), Reads()
+    ...     wanted = [(slice(0, 4), slice(0, 2)), (slice(4, 6), slice(0, 2))]
+    ...     [float(part.sum()) for part in MappedRows.of(X).parts(wanted, reads)]
+    [28.0, 38.0]
+    >>> reads.passes, reads.bytes_read
+    (1, 96)
+    """
+
+    def __init__(self, X: Any, root: np.memmap) -> None:
+        self.X = X
+        self._path, self._shape, self._dtype = str(root.filename), X.shape, X.dtype
+        # Where X[0, 0] lies in the file, and from row to row: X may be a view of what is mapped.
+        self._start = int(root.offset) + X.ctypes.data - root.ctypes.data
+        self._stride, self._row_bytes = X.strides[0], X.shape[1] * X.itemsize
+        self._own = threading.local()  # memory of each thread for rows that it cuts
+
+    @classmethod
+    def of(cls, X: Any) -> MappedRows | None:
+        """None if the numbers are not in a file, row by row, as this machine writes them."""
+        root = mapping_of(X)
+        if root is None or root.mode == "c":  # what was changed there is not in the file
+            return None
+        plain = X.ndim == 2 and X.size and X.dtype.kind in "fiu" and X.dtype.isnative
+        if not plain or X.strides[1] != X.itemsize or X.strides[0] < X.shape[1] * X.itemsize:
+            return None
+        return cls(X, root)
+
+    def still_there(self) -> bool:
+        """Whether the file is the one that was mapped, by its first and last row.
+
+        A map outlives the name of its file: whoever wrote another one there, or deleted it, has
+        left us with the map alone.
+        """
+        ends = np.empty((2, self._shape[1]), dtype=self._dtype)
+        try:
+            for row, at in zip(ends, (0, self._shape[0] - 1)):
+                self._read(self._start + at * self._stride, row)
+        except FileNotFoundError:
+            return False
+        return ends.tobytes() == self.X[[0, -1]].tobytes()
+
+    def parts(
+        self,
+        wanted: Sequence[Part],
+        reads: Reads,
+        ring: Sequence[Any] | None = None,
+        kept: int = 1,
+        before_reuse: Callable[[int], None] | None = None,
+    ) -> Generator[Any, None, None]:
+        """X[rows, columns] of each part in turn, in buffers that are used again.
+
+        Parameters
+        ----------
+        wanted : sequence of (rows, columns)
+            Slices without a step.
+        reads : Reads
+            Where the pass is counted.
+        ring : flat arrays of X's type, optional
+            Buffers that hold the largest part each; by default new ones.
+        kept : int
+            How many parts, the newest included, stay as they are when the next one is asked for.
+        before_reuse : function of the number of a part, optional
+            Called in the caller's thread before that part goes over an older one.
+        """
+        count = len(wanted)
+        if ring is None:
+            most = max((self._extent(part) for part in wanted), default=0)
+            ring = [np.empty(most, self._dtype) for _ in range(min(RING, count))]
+        pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="herta-reads")
+        begun: deque[tuple[Any, list[Future[None]]]] = deque()
+        started = 0
+        try:
+            for i in range(count):
+                while started < min(count, i + 1 + len(ring) - kept):
+                    if before_reuse is not None and started >= len(ring):
+                        before_reuse(started)
+                    room = ring[started % len(ring)]
+                    begun.append(self._begin(pool, wanted[started], room, reads))
+                    started += 1
+                part, pieces = begun.popleft()
+                with reads.waiting():
+                    for piece in pieces:
+                        piece.result()
+                yield part
+            reads.passes += 1
+        finally:  # the caller may stop early
+            pool.shutdown(cancel_futures=True)
+
+    def _begin(
+        self, pool: ThreadPoolExecutor, part: Part, room: Any, reads: Reads
+    ) -> tuple[Any, list[Future[None]]]:
+        """Where a part will be, and the pieces that it is read in."""
+        (first, last, _), (left, right, _) = self._bounds(part)
+        out = room[: (last - first) * (right - left)].reshape(last - first, right - left)
+        step = max(1, _PIECE // self._stride)
+        pieces = [
+            pool.submit(self._piece, a, left, right, out[a - first : a - first + step], reads)
+            for a in range(first, last, step)
+        ]
+        return out, pieces
+
+    def _piece(self, first: int, left: int, right: int, out: Any, reads: Reads) -> None:
+        """Whole rows, from `first` on, and of them the columns left:right."""
+        rows, at = out.shape[0], self._start + first * self._stride
+        size = (rows - 1) * self._stride + self._row_bytes
+        with reads.reading(size):
+            if out.nbytes == size:  # all columns, and nothing between the rows
+                self._read(at, out)
+                return
+            raw = self._raw(size)
+            self._read(at, raw)
+            strides = (self._stride, self._dtype.itemsize)
+            whole = np.ndarray((rows, self._shape[1]), self._dtype, raw, strides=strides)
+            out[...] = whole[:, left:right]
+
+    def _raw(self, size: int) -> Any:
+        """Bytes of this thread, as many as it takes."""
+        if getattr(self._own, "raw", None) is None or self._own.raw.size < size:
+            self._own.raw = np.empty(size, np.uint8)
+        return self._own.raw[:size]
+
+    def _read(self, at: int, out: Any) -> None:
+        """Fill `out` with the bytes of the file from `at` on."""
+        left = memoryview(out).cast("B")
+        with open(self._path, "rb", buffering=0) as file:
+            file.seek(at)
+            while left:
+                got = file.readinto(left)
+                if not got:
+                    raise _shrunk(self._path, os.fstat(file.fileno()).st_size, at + len(left))
+                at, left = at + got, left[got:]
+
+    def _bounds(self, part: Part) -> Any:
+        return [s.indices(n) for s, n in zip(part, self._shape, strict=True)]
+
+    def _extent(self, part: Part) -> int:
+        (first, last, _), (left, right, _) = self._bounds(part)
+        return (last - first) * (right - left)
+
+
+def mapping_of(X: Any) -> np.memmap | None:
+    """The map of a file that X is, or is a view of."""
+    while isinstance(X, np.ndarray):
+        if isinstance(X, np.memmap) and isinstance(X.base, mmap.mmap):
+            return X if X.filename is not None else None
+        X = X.base
+    return None
+
+
+def check_not_shrunk(root: np.memmap) -> None:
+    """An error if a mapped file ends early by now: to touch what is gone would end the process."""
+    try:
+        size = os.stat(str(root.filename)).st_size
+    except FileNotFoundError:
+        return  # without a name it stays whole until it is unmapped
+    if size < int(root.offset) + root.nbytes:
+        raise _shrunk(str(root.filename), size, int(root.offset) + root.nbytes)
+
+
+def _shrunk(path: str, size: int, needed: int) -> DataError:
+    return DataError(
+        f"{path} has {size:,} bytes now, but X is mapped from its first {needed:,}: it was cut "
+        "short while it was in use."
+    )
