@@ -27,7 +27,9 @@ class Loss(Protocol):
     def start_curvature(self, c: int) -> float: ...
     def value(self, xp: Any, F: Array, Y: Array) -> float: ...
     def residual(self, xp: Any, F: Array, Y: Array) -> Array: ...
+    def at(self, xp: Any, F: Array, Y: Array) -> tuple[float, Array]: ...
     def curvature(self, xp: Any, F: Array) -> float: ...
+    def row_curvature(self, xp: Any, F: Array) -> Array: ...
     def rounding(self, F: Array) -> float: ...
     def second(self, xp: Any, F: Array) -> Callable[[int, int], Array]: ...
     def centred(self, xp: Any, G: Array) -> Array: ...
@@ -52,9 +54,18 @@ class MSE:
         """The gradient with respect to F."""
         return F - Y
 
+    def at(self, xp: Any, F: Array, Y: Array) -> tuple[float, Array]:
+        """Value and gradient together, for less than one after the other."""
+        E = F - Y
+        return 0.5 * float(xp.sum(E * E)), E  # synchronize!
+
     def curvature(self, xp: Any, F: Array) -> float:
         """The mean diagonal of the Hessian with respect to F."""
         return 1.0
+
+    def row_curvature(self, xp: Any, F: Array) -> Array:
+        """(n_train,) mean eigenvalues of each row's Hessian, over what `centred` leaves."""
+        return xp.ones(F.shape[0])
 
     def rounding(self, F: Array) -> float:
         """What `value` may be off by at an exact F, beside rounding of E and of the sum."""
@@ -96,9 +107,23 @@ class CrossEntropy:
     def residual(self, xp: Any, F: Array, Y: Array) -> Array:
         return _softmax(xp, F) - Y
 
+    def at(self, xp: Any, F: Array, Y: Array) -> tuple[float, Array]:
+        top = _row_max(xp, F)
+        S = xp.exp(F - top)
+        total = _row_sum(xp, S)
+        value = float(xp.sum(xp.log(total) + top - _row_sum(xp, F * Y)))  # synchronize!
+        S /= total
+        S -= Y
+        return value, S
+
     def curvature(self, xp: Any, F: Array) -> float:
         S = _softmax(xp, F)
         return float(xp.mean(S * (1 - S)))  # synchronize!
+
+    def row_curvature(self, xp: Any, F: Array) -> Array:
+        # diag(s) - s s^T has the trace sum(s (1 - s)), and c - 1 directions to share it out to.
+        S = _softmax(xp, F)
+        return _row_sum(xp, S * (1 - S))[:, 0] / max(1, F.shape[1] - 1)
 
     def rounding(self, F: Array) -> float:
         # Logarithms and outputs of the size of F, whose difference may be far smaller.

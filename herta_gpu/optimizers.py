@@ -7,6 +7,8 @@ Where the columns of W are independent problems (MSE) the scalars below are one 
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from herta_gpu.backends.base import Array, Backend
@@ -98,34 +100,86 @@ class ConjugateGradients:
 
 
 class LBFGS:
-    """Limited-memory BFGS (Nocedal's two loops)."""
+    """Limited-memory BFGS in the compact form of Byrd, Nocedal and Schnabel (1994).
+
+    With the steps s_i and the changes of the gradient y_i as columns of S and Y, R the upper
+    triangle of S^T Y and D its diagonal, the direction is that of Nocedal's two loops,
+
+        v = H_0 (g - Y R^-1 S^T g),     direction = -(v + S R^-T (D R^-1 S^T g - Y^T v)),
+
+    but it takes four products with matrices, however many pairs there are.  The pairs live in the
+    coordinates of w: H_0, the guess of the inverse Hessian, may change from step to step.
+    """
 
     searches = True
 
-    def __init__(self, xp: Any) -> None:
-        self.xp = xp
-        self._pairs: list[tuple[Array, Array, float]] = []
+    def __init__(self, xp: Any, memory: int = LBFGS_MEMORY) -> None:
+        self.xp, self.memory = xp, memory
+        self._first, self.pairs = 0, 0  # as many pairs are in use, in the rows from _first on
+        self._S: Array = xp.zeros((0, 0))
+        self._Y: Array = xp.zeros((0, 0))
+        self._D: Array = xp.zeros(0)  # <s_i, y_i>
+        self._R_inverse: Array = xp.zeros((0, 0))
         self._last: tuple[Array, Array] | None = None
 
-    def direction(self, w: Array, g: Array) -> Array:
-        xp = self.xp
+    def direction(
+        self,
+        w: Array,
+        g: Array,
+        inverse: Callable[[Array], Array] | None = None,
+        product: Callable[[Array, Array], Array] = operator.matmul,
+    ) -> Array:
+        """The next direction; `inverse` applies H_0 up to a factor (None: the identity)."""
         if self._last is not None:
-            s, y = w - self._last[0], g - self._last[1]
-            sy = float(xp.sum(s * y))  # synchronize!
-            if sy > 0:
-                self._pairs = [*self._pairs, (s, y, 1.0 / sy)][-LBFGS_MEMORY:]
+            self._remember(w - self._last[0], g - self._last[1], product)
         self._last = (w, g)
-        q, coefficients = g.copy(), []
-        for s, y, rho in reversed(self._pairs):
-            a = rho * xp.sum(s * q)
-            q = q - a * y
-            coefficients.append(a)
-        if self._pairs:
-            _, y, rho = self._pairs[-1]
-            q = q / (rho * xp.sum(y * y))
-        for (s, y, rho), a in zip(self._pairs, reversed(coefficients), strict=True):
-            q = q + s * (a - rho * xp.sum(y * q))
-        return -q
+        H_0 = inverse or (lambda v: v)
+        if self.pairs == 0:
+            return -H_0(g)
+        S, Y, D, R_inverse = self._stored()
+        q = product(R_inverse, product(S, g.reshape(-1, 1)))
+        y = Y[-1].reshape(g.shape)
+        scale = D[-1] / self.xp.sum(y * H_0(y))
+        v = scale * H_0(g - product(Y.T, q).reshape(g.shape)).reshape(-1, 1)
+        back = product(R_inverse.T, D[:, None] * q - product(Y, v))
+        return -(v + product(S.T, back)).reshape(g.shape)
+
+    def forget(self) -> None:
+        """Begin anew, without pairs."""
+        self._first, self.pairs, self._last = 0, 0, None
+
+    def _stored(self) -> tuple[Array, Array, Array, Array]:
+        """(S^T, Y^T, D, R^-1) of the pairs in use, the newest last."""
+        J = slice(self._first, self._first + self.pairs)
+        return self._S[J], self._Y[J], self._D[J], self._R_inverse[J, J]
+
+    def _remember(self, s: Array, y: Array, product: Callable[[Array, Array], Array]) -> None:
+        """One more pair.  R grows by a column, R^-1 with it; the oldest pair is its first row."""
+        sy = float(self.xp.sum(s * y))  # synchronize!
+        if not sy > 0:
+            return
+        if self.pairs == self.memory:
+            self._first, self.pairs = self._first + 1, self.pairs - 1
+        if self._first + self.pairs == self._S.shape[0]:
+            self._make_room(s.size)
+        at = self._first + self.pairs
+        old = slice(self._first, at)
+        self._R_inverse[at, at] = 1 / sy
+        if self.pairs:
+            column = product(self._S[old], y.reshape(-1, 1))
+            self._R_inverse[old, at] = product(self._R_inverse[old, old], column)[:, 0] / -sy
+        self._S[at], self._Y[at], self._D[at] = s.reshape(-1), y.reshape(-1), sy
+        self.pairs += 1
+
+    def _make_room(self, size: int) -> None:
+        """Arrays with room for twice the pairs in use, which move to their front."""
+        xp, k, room = self.xp, self.pairs, max(2 * self.pairs, 16)
+        kept = self._stored()
+        shapes: list[tuple[int, ...]] = [(room, size), (room, size), (room,), (room, room)]
+        self._S, self._Y, self._D, self._R_inverse = (xp.zeros(shape) for shape in shapes)
+        self._first = 0
+        if k:
+            self._S[:k], self._Y[:k], self._D[:k], self._R_inverse[:k, :k] = kept
 
 
 class Newton:

@@ -21,7 +21,7 @@ LAYERS = [
     ["solver"],
     ["features", "factors", "losses"],
     ["grams", "unfolded", "optimizers", "sparsifier"],
-    ["preconditioner"],
+    ["preconditioner", "dense"],
     ["spectrum"],
     ["certificate"],
     ["training"],

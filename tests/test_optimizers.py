@@ -106,8 +106,9 @@ def test_lbfgs_remembers_so_many_pairs_and_meets_the_last_one() -> None:
     for _ in range(LBFGS_MEMORY + 5):
         w = rng.standard_normal(b.shape)
         direction = lbfgs.direction(w, T @ w - b)
-    assert len(lbfgs._pairs) == LBFGS_MEMORY
-    s, y, _ = lbfgs._pairs[-1]
+    assert lbfgs.pairs == LBFGS_MEMORY
+    S, Y, _, _ = lbfgs._stored()
+    s, y = S[-1].reshape(b.shape), Y[-1].reshape(b.shape)
     lbfgs._last = None
     np.testing.assert_allclose(lbfgs.direction(w, y), -s, atol=1e-10)  # the secant equation
     assert (direction * (T @ w - b)).sum() < 0
