@@ -485,11 +485,11 @@ def _factor(backend: Backend, P: Array, ridge: float) -> tuple[Factor, bool]:
     """
     xp, r = backend.xp, P.shape[0]
     size = xp.sqrt(P.diagonal())
-    if ridge == 0:
-        factor = DenseGram(backend, P, size, damped=False).factor(1.0, 0.0, False)
-        return factor, factor.slack < 0.1
     scale = 1 / xp.where(size > 0, size, 1.0)
     P = scale[:, None] * P * scale
+    if ridge == 0:
+        factor = DenseGram(backend, P, xp.ones(r), damped=False).factor(1.0, 0.0, False)
+        return Scaled(scale, factor), factor.slack < 0.1
     diagonal, added, more = xp.arange(r), 0.0, 4 * (r + 2) * r * _UNIT
     L = backend.cholesky(P)
     while L is None:

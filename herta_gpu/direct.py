@@ -19,14 +19,19 @@ included.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from herta_gpu.backends.base import Array, Backend, norm
 from herta_gpu.certificate import Certificate
+from herta_gpu.dense import minimise
 from herta_gpu.losses import Loss
 from herta_gpu.preconditioner import Preconditioner
+
+Tell = Callable[[dict[str, Any]], None]
 
 _UNIT = 0.5 * float(np.finfo(np.float64).eps)
 _SLACK = 0.1  # departure of P from Q^T Q + ridge beyond which nothing is built on that form
@@ -111,7 +116,8 @@ class StoredProblem:
         assert P.rows is not None
         assert P.basis is not None
         self.backend, self.loss, self.P, self.Y, self.ridge = backend, loss, P, Y, ridge
-        self.Q, self.basis, self.X_norm = P.rows, P.basis, X_norm
+        self.Q, self.basis, self.X_norm = P.rows.astype("float64", copy=False), P.basis, X_norm
+        self.settled = True  # whether the optimum of the stored problem was found
         self.sizes = backend.xp.sqrt(backend.column_dots(self.Q, self.Q))
 
     def gradient(self, u: Array) -> tuple[Array, Array]:
@@ -130,10 +136,17 @@ class StoredProblem:
         value = self.loss.value(self.backend.xp, self.backend.matmul(self.Q, u), self.Y)
         return value + 0.5 * self.ridge * float(self.backend.xp.sum(W * W))  # synchronize!
 
-    def minimised(self, tol: float, start: Array | None) -> Array:
+    def minimised(self, tol: float, start: Array | None, steps: int, tell: Tell) -> Array:
         """u at the optimum of the stored problem, or ten times closer to it than `tol`."""
-        assert self.loss.quadratic
-        return self.least_squares()
+        if self.loss.quadratic:
+            return self.least_squares()
+        metric = self.basis.metric()
+        fitted = minimise(
+            self.backend, self.loss, self.Q, self.Y, self.ridge, metric, goal=0.1 * tol,
+            max_steps=steps, start=start, callback=tell,
+        )  # fmt: skip
+        self.settled = fitted.status != "max_iter"
+        return fitted.u
 
     def least_squares(self) -> Array:
         """u = P^-1 Q^T Y, refined by gradients of the stored problem itself."""

@@ -24,7 +24,14 @@ from herta_gpu.features import Features
 from herta_gpu.graph import Graph, check_graph
 from herta_gpu.losses import LOSSES
 from herta_gpu.planning.costs import Outline, Sizes, sizes_of, stored_order
-from herta_gpu.planning.plan import Decision, Plan, make_plan, orthonormal, tighter
+from herta_gpu.planning.plan import (
+    Decision,
+    Plan,
+    make_plan,
+    orthonormal,
+    tighter,
+    with_less_left,
+)
 from herta_gpu.planning.recipe import Recipe
 from herta_gpu.planning.settings import Settings, strength
 from herta_gpu.plumbing.checkpoint import Checkpoint
@@ -60,8 +67,8 @@ from herta_gpu.training import Training
 from herta_gpu.unfolded import DenseMap, UnfoldedMap
 
 _TRANSFORM_TOL = 1e-6
+_CHEAP_STEPS = 20  # steps on stored rows, without a solve, that count as one of max_iter
 _ATTEMPTS = 4  # how often Q is solved for more tightly when a certificate asks for it
-_LEAST_GOAL = 1e-13  # residuals relative to their columns: below is rounding
 # What a fit leaves and a file keeps, beside the weights and classes.
 _FITTED: dict[str, Any] = {
     "certificate_": Certificate, "status_": str, "plan_": Plan, "spectrum_": Spectrum | None,
@@ -271,10 +278,9 @@ class HERTA(Estimator):
             checkpoint, plan.identity,
         )  # fmt: skip
         with stages("train"):
-            W = None
             if plan.stored:
-                made, W = _on_stored_rows(run, made, settings, A, Y, recall)
-            if W is None:
+                made, W = _on_stored_rows(run, plan, made, settings, A, Y, recall)
+            else:
                 w, Z = _start(run, plan, settings, made.P, A, budget)
                 # Output: W = P^-1/2 w, not w: the loop ran in preconditioned coordinates.
                 W = run.loop(A, w, certified=True, Z=Z).W
@@ -493,38 +499,43 @@ def _preconditioned(
 
 def _on_stored_rows(
     run: Training,
+    plan: Plan,
     made: _Made,
     settings: Settings,
     A: UnfoldedMap,
     Y: Array,
     recall: Recall,
-) -> tuple[_Made, Array | None]:
-    """Weights from the stored rows of Q, solved for more tightly while that helps to prove them.
+) -> tuple[_Made, Array]:
+    """W from the stored rows of Q, solved for more tightly while that helps to prove it.
 
-    None instead of weights where only the true model can tell more.
+    Where it does not, the true model has the last word, if there is memory for it.
     """
     backend, loss, ridge = A.H.backend, LOSSES[settings.loss], settings.ridge
     X_norm = A.X.norm_bound() if ridge > 0 else math.inf
     P, recipe, changes = made.P, made.recipe, list(made.changes)
     u = None
-    for _ in range(_ATTEMPTS):
+    for _ in range(min(_ATTEMPTS, settings.max_iter)):
         problem = StoredProblem(backend, loss, P, Y, ridge, X_norm)
-        u = problem.minimised(settings.tol, u)
+        u = problem.minimised(settings.tol, u, _CHEAP_STEPS * settings.max_iter, run.warm)
         proof = run.direct(problem, u)
         if run.status != "stagnated":
             break
-        share = proof.wanted(0.7 * settings.tol)
-        if P.diffusion is None or share == 0:
+        worst = None if P.diffusion is None else P.diffusion.worst
+        again = with_less_left(recipe, worst, proof.wanted(0.7 * settings.tol))
+        if again is None:
             break
-        goal = share * P.diffusion.worst
-        if goal < _LEAST_GOAL:
-            break
-        recipe = replace(recipe, goal=goal)
-        how = f"residuals to {goal:.1e}"
-        changes.append(Decision("Q again", how, "the certificate asks for it"))
+        recipe = again.value
+        changes.append(again.decision)
         P = lowered(P, recipe, A, Y, ridge, recall)
     made = replace(made, P=P, recipe=recipe, changes=changes)
-    return made, problem.basis.weights(u)
+    if run.status != "stagnated" or not plan.may_look or len(run.history) > settings.max_iter:
+        return made, problem.basis.weights(u)
+    made.changes.append(Decision("proof", "true gradients", "Q alone could not prove the fit"))
+    kind = "spectral-deterministic" if loss.quadratic else plan.certificate
+    spectrum = choose_spectrum(kind, P, A, ridge, settings.seed)
+    run.P, run.spectrum = P, spectrum
+    point = run.loop(A, P.inner.unhalf(u), certified=True)
+    return replace(made, spectrum=spectrum), point.W
 
 
 def _start(

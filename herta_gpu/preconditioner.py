@@ -132,10 +132,10 @@ def lowered(
     ridge: float,
     recall: Recall = made_anew,
 ) -> Preconditioner:
-    """P again, with residuals lowered to the goal of `recipe`."""
+    """P again, its residuals lowered to what `recipe` now asks for."""
     diffusion = P.diffusion
-    assert diffusion is not None
-    assert recipe.goal is not None
+    if diffusion is None or recipe.goal is None:
+        return build(recipe, A.H, A, Y, ridge, recall)
     diffusion.lower(recipe.goal, recall, recipe.name)
     made = {"Q": diffusion.rows, "left": diffusion.left}
     again = _factored(recipe, A.H, A, diffusion.basis, made, Y, ridge)

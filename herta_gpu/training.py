@@ -81,6 +81,7 @@ class Training:
         problem = Problem(A, self.loss, self.Y, self.settings.ridge, self.P.factor, self.xp, inner)
         optimizer = self._optimizer(A)
         limit = self.settings.max_iter * (1 if isinstance(A, UnfoldedMap) else _CHEAP_STEPS)
+        limit -= len(self.history)  # where stored rows went first
         self.status = "max_iter"
         self.phase += 1
         if self.saved is not None and self.saved["phase"] > self.phase:
@@ -118,6 +119,12 @@ class Training:
             self._save(step + 1, problem, point, optimizer)
         return point
 
+    def warm(self, record: dict[str, Any]) -> None:
+        """A step of training on stored rows, which proves nothing of the true model yet."""
+        self.records = self.warm_history
+        known = (record["objective"], math.inf, math.nan)
+        self._tell(math.inf, *known, 0, warm=True)
+
     def direct(self, problem: StoredProblem, u: Array) -> Proof:
         """A step of the strategy "direct": weights from stored rows, and what is proven of them."""
         proof = problem.proof(u, self._no_proof(problem.objective(u)))
@@ -125,17 +132,12 @@ class Training:
         value = self.certificate.value
         known = (proof.objective, proof.error, proof.grad_norm)
         self._tell(value, *known, 0, warm=False)
-        self.status = self._ending(self.certificate, proof)
+        self.status = "stagnated" if problem.settled else "max_iter"
+        if value <= self.settings.tol:
+            self.status = "certified-reduced" if self.certificate.reduced else "certified"
+        elif problem.settled and not proof.choices:
+            self.status = "converged"
         return proof
-
-    def _ending(self, certificate: Certificate, proof: Proof) -> str:
-        """How a fit on stored rows ends here."""
-        tol = self.settings.tol
-        if certificate.kind == "none":
-            return "converged"
-        if certificate.value <= tol:
-            return "certified-reduced" if certificate.reduced else "certified"
-        return "stagnated"
 
     def _newton_is_due(self, w: Array) -> bool:
         """Whether cross entropy has had as many steps as a few of Newton's would cost.

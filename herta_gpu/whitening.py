@@ -19,6 +19,7 @@ from typing import Protocol
 import numpy as np
 
 from herta_gpu.backends.base import Array, norm
+from herta_gpu.dense import Metric
 from herta_gpu.factors import Composed, Factor, Scaled
 from herta_gpu.features import Features
 from herta_gpu.grams import smallest_eigenvalue
@@ -62,6 +63,9 @@ class Basis(Protocol):
 
     def weights_rounding(self, u: Array) -> float:
         """A bound of ||X (computed C0 u - C0 u)||_F."""
+
+    def metric(self) -> Metric:
+        """||W||^2 as a function of u."""
 
     def coordinates(self, W: Array) -> Array:
         """u of W = C0 u."""
@@ -130,6 +134,9 @@ class Units:
         rows = self.X.backend.xp.sqrt((u * u).sum(axis=1))
         return _EPS * float((self.sizes * rows).sum())  # synchronize!
 
+    def metric(self) -> Metric:
+        return Metric.diagonal(self.X.backend, self.ridge)
+
     def coordinates(self, W: Array) -> Array:
         return W / self.scale[:, None]
 
@@ -188,6 +195,9 @@ class Whitened:
     def weights_rounding(self, u: Array) -> float:
         rows = self.X.backend.xp.sqrt((u * u).sum(axis=1))
         return (self.rank + 2) * 0.5 * _EPS * float((self.spread * rows).sum())  # synchronize!
+
+    def metric(self) -> Metric:
+        return Metric.of_map(self.X.backend, self.C)
 
     def coordinates(self, W: Array) -> Array:
         return self.X.backend.xp.linalg.lstsq(self.C, W, rcond=None)[0]

@@ -73,10 +73,9 @@ def test_every_optimizer_reaches_the_optimum(optimizer, loss):
     assert model.history_[-1]["loss"] <= best * (1 + 1e-5)
 
 
-@pytest.mark.parametrize("strategy", ["herta", "direct"])
-def test_training_starts_from_what_Q_says_of_Z(strategy, monkeypatch):
+def test_training_starts_from_what_Q_says_of_Z(monkeypatch):
     g, X, y, train = problem(n=2000)
-    fit = HERTA(lam=20.0, strategy=strategy)
+    fit = HERTA(lam=20.0, strategy="herta")
     spent = [fit.fit(g, X, y, train).history_[0]["inner_iterations"]]
     monkeypatch.setattr(Preconditioner, "for_training", lambda self, backend: self)
     spent.append(fit.fit(g, X, y, train).history_[0]["inner_iterations"])
@@ -130,13 +129,17 @@ def test_a_warm_start_on_a_stored_A_leaves_next_to_nothing_to_do():
     assert direct.history_[0]["loss"] == pytest.approx(herta.history_[-1]["loss"], rel=1e-5)
 
 
-def test_the_last_entry_is_the_objective_of_W():
+@pytest.mark.parametrize("strategy", ["herta", "direct"])
+def test_the_last_entry_is_the_objective_of_W(strategy):
     g, X, y, train = problem()
-    model = HERTA(lam=5.0, ridge=0.3, dtype="float64").fit(g, X, y, train)
+    model = HERTA(lam=5.0, ridge=0.3, dtype="float64", strategy=strategy).fit(g, X, y, train)
     F = np.linalg.solve(dense_H(g, 5.0), X @ model.W_)[train]
     E = F - np.eye(3)[y[train]]
     objective = 0.5 * (E**2).sum() + 0.15 * (model.W_**2).sum()
-    assert model.history_[-1]["loss"] == pytest.approx(objective, rel=1e-9)
+    last = model.history_[-1]
+    assert abs(last["loss"] - objective) <= last["loss_error"]
+    # Stored rows alone know the objective a little less well than solves do.
+    assert last["loss"] == pytest.approx(objective, rel=1e-9 if strategy == "herta" else 1e-6)
     A = np.linalg.solve(dense_H(g, 5.0), X)[train]
     size = np.linalg.norm(A.T @ E + 0.3 * model.W_)
     assert model.history_[-1]["grad_norm"] == pytest.approx(size, abs=1e-3)

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from herta_gpu.graph import distinct
+from herta_gpu.plumbing.building import distinct
 from herta_gpu.plumbing.machine import num_threads
 
 _RANGE = 1 << 22  # keys that are sorted at once

@@ -134,7 +134,8 @@ def Q_goal(H: RegularizedLaplacian, sizes: Sizes, settings: Settings, whiten: bo
     smallest = math.sqrt(sizes.n_train / sizes.n) / (0.7 * H.lambda_max + 0.9)
     smallest *= 1.0 if whiten else _ALIKE
     # The objective, too, is known from Q alone, and what Q is off by counts there as it is.
-    return max(1e-13, min(rho * smallest / math.sqrt(sizes.d), 1e-3 * math.sqrt(settings.tol)))
+    seen = 1e-3 * math.sqrt(settings.tol) * min(1.0, (1e6 * settings.tol) ** 0.25)
+    return max(1e-13, min(rho * smallest / math.sqrt(sizes.d), seen))
 
 
 def worth_whitening(H: RegularizedLaplacian, sizes: Sizes, settings: Settings) -> bool:
@@ -152,8 +153,11 @@ def _whitening(sizes: Sizes) -> float:
 
 
 def row_tolerance(settings: Settings) -> float:
-    """How well H^-1 M^T must be solved for; without a ridge its rows must span what A's do."""
-    return _ROW_SPACE_TOL if settings.ridge == 0 else min(1e-4, math.sqrt(settings.tol) / 10)
+    """How well H^-1 M^T must be solved for; without a ridge its rows must span what A's do.
+
+    With one they must prove the fit: a guess, and the fit tells what is needed should it miss.
+    """
+    return _ROW_SPACE_TOL if settings.ridge == 0 else min(1e-6, 1e-3 * math.sqrt(settings.tol))
 
 
 def strategy_costs(H: RegularizedLaplacian, sizes: Sizes, settings: Settings) -> dict[str, float]:

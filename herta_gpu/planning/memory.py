@@ -13,6 +13,7 @@ from herta_gpu.solver import BLOCK_WIDTH, block_width, column_bytes
 
 BETA = 1.0 / 64.0  # Algorithm 1; with K = C = 1 its sample sizes exceed m and n on real graphs
 SKETCH_ROWS_PER_COLUMN = 16  # measured: condition number about 2.7 after preconditioning
+_OUTPUTS = 7  # arrays of n x c float64 numbers that the loop with the true model holds
 DETERMINISTIC = ("spectral-proven", "spectral-deterministic")  # they need Q on all rows
 
 
@@ -27,6 +28,7 @@ class Layout:
     Q_width: int  # columns of Q while it is made
     memory: dict[str, int]  # stage to bytes
     keep_residual: bool = False  # n x d numbers from which a later pass over Q goes on
+    may_look: bool = True  # there is memory for solves over the outputs
 
 
 def fitting_layout(
@@ -47,7 +49,7 @@ def fitting_layout(
     fewer = SKETCH_ROWS_PER_COLUMN * sizes.d
     if can and fewer < sizes.n_train:
         ways.append((fewer, "Q does not fit the memory budget", ways[-1][2]))
-    outputs = 0 if stored else 7
+    outputs = 0 if stored else _OUTPUTS
     for rows, why, certificate in ways:
         memory = _memory(sizes, settings, budget, rows, certificate, outputs)
         left = budget - sum(memory.values())
@@ -68,13 +70,15 @@ def _stored_layout(sizes: Sizes, settings: Settings, budget: int, certificate: s
     left = budget - sum(memory.values())
     column, residual = 3 * sizes.n * sizes.word, sizes.n * sizes.d * sizes.word
     width = min(sizes.d, BLOCK_WIDTH, left // column)
+    looks = _OUTPUTS * sizes.n * sizes.c * 8 + _solved_column(sizes)
     if width < 1:
         raise _too_little(_least_budget(sizes, settings, None, certificate, 0, column), budget)
     keep = left - residual >= width * column
     memory["one block of columns"] = width * column
     if keep:
         memory["residual of Q"] = residual
-    return Layout(None, "Q itself is never stored", certificate, width, width, memory, keep)
+    why = "Q itself is never stored"
+    return Layout(None, why, certificate, width, width, memory, keep, looks <= left)
 
 
 def _too_little(least: int, budget: int) -> BudgetError:

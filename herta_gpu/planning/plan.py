@@ -28,6 +28,7 @@ from herta_gpu.plumbing.validation import BudgetError
 from herta_gpu.solver import BLOCK_WIDTH, RegularizedLaplacian, chebyshev_degree
 from herta_gpu.sparsifier import degree_scores, sample_size
 
+LEAST_LEFT = 1e-14  # residuals relative to their columns: below is rounding, even in float64
 AUTO_EPS = 0.5  # accuracy of a sparsifier that "auto" may use
 
 
@@ -61,6 +62,8 @@ class Plan:
         Rows of the SRHT; None: the exact Gram matrix.
     stored : bool
         Whether the fit is proven from stored rows of Q, without a solve over the outputs.
+    may_look : bool
+        Whether there is memory for such solves, should that proof fail.
     loop_samples : int or None
         Edges to sample for the loop itself (sparsify="mixed").
     certificate : str
@@ -77,6 +80,7 @@ class Plan:
     recipe: Recipe
     solve_width: int
     stored: bool = False
+    may_look: bool = True
     loop_samples: int | None = None
     memory: dict[str, int] = field(default_factory=dict)
     cost: dict[str, float] = field(default_factory=dict)
@@ -136,6 +140,7 @@ def make_plan(
         recipe,
         layout.width,
         stored,
+        layout.may_look,
         None if loop is None else loop.value,
         layout.memory,
         cost,
@@ -190,6 +195,19 @@ def tighter(recipe: Recipe, H: RegularizedLaplacian) -> Chosen:
     values = {**vars(recipe), "exact": True, "degree": chebyshev_degree(H, EXACT_TOL)}
     again = Decision("Q again", "float64", "P missed too much of the Hessian")
     return Chosen(Recipe(**values), again)
+
+
+def with_less_left(recipe: Recipe, worst: float | None, share: float) -> Chosen | None:
+    """The recipe that leaves only `share` of the present residuals; None where rounding forbids it.
+
+    `worst` is the largest of them, relative to its column; None: those of the rows of H^-1.
+    """
+    least = share * (recipe.row_tol if worst is None else worst)
+    if least < LEAST_LEFT:
+        return None
+    again = replace(recipe, row_tol=least) if worst is None else replace(recipe, goal=least)
+    why = "the certificate asks for it"
+    return Chosen(again, Decision("Q again", f"residuals to {least:.1e}", why))
 
 
 def orthonormal(recipe: Recipe) -> Chosen:

@@ -29,6 +29,7 @@ class Recipe:
         """The name of Q in a checkpoint; it tells what depends on how much memory is free."""
         rows = "all" if self.all_rows else self.sketch_rows or "train"
         how = f"{self.degree}" if self.goal is None else f"{self.goal:.6e}"
+        how = f"{self.row_tol:.6e}" if self.by_rows else how
         kind = f"{'W' if self.whiten else ''}Q{'64' if self.exact else ''}"
         return f"{kind}-{how}-{rows}-{self.width}"
 
