@@ -23,7 +23,8 @@ import scipy.sparse as sp
 
 from herta_gpu import Graph
 from herta_gpu.datasets import load
-from herta_gpu.graph import edge_keys, graph_of_keys
+from herta_gpu.graph import graph_of_keys
+from herta_gpu.plumbing.building import edge_keys
 
 ROOT = Path(__file__).parent.parent
 QUICK = "--quick" in sys.argv

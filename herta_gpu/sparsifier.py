@@ -14,7 +14,8 @@ import numpy as np
 
 from herta_gpu.backends import get_backend
 from herta_gpu.backends.base import Array, Backend
-from herta_gpu.graph import Graph, check_graph, edge_keys
+from herta_gpu.graph import Graph, check_graph
+from herta_gpu.plumbing.building import edge_keys
 from herta_gpu.plumbing.estimator import Estimator
 from herta_gpu.plumbing.validation import (
     MAX_SEED,

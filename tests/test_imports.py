@@ -35,6 +35,7 @@ LAYERS = [
 OPTIONAL = {
     ("graph", "backends"),  # edges on a GPU
     ("graph", "backends.cuda.cugraph"),
+    ("plumbing.building", "backends.cpu.kernels.building"),  # numba
     ("plumbing.ordering", "backends.cpu.kernels.ordering"),  # numba
     ("backends", "backends.cpu.compiled"),  # numba
     ("backends", "backends.cuda.backend"),  # CuPy

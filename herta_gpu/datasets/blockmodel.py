@@ -22,7 +22,9 @@ import numpy as np
 from herta_gpu.datasets.dataset import Dataset
 from herta_gpu.datasets.runs import Runs, Scratch, in_parallel
 from herta_gpu.datasets.storage import cache_dir, is_cached, read_dataset, write_dataset
-from herta_gpu.graph import Graph, check_size, edge_keys
+from herta_gpu.graph import Graph
+from herta_gpu.plumbing.building import edge_keys
+from herta_gpu.plumbing.edge_checks import check_size
 from herta_gpu.plumbing.files import DataError, check_place, load_npy, new_file
 from herta_gpu.plumbing.stages import Stages
 

@@ -10,13 +10,14 @@ import numpy as np
 from herta_gpu.backends.base import Array, Laplacian
 from herta_gpu.backends.cuda import cugraph as cugraph_adapter
 from herta_gpu.backends.cuda.device import SEGMENT, DeviceLaplacian
-from herta_gpu.graph import (
-    Graph,
+from herta_gpu.graph import Graph
+from herta_gpu.plumbing.building import distinct
+from herta_gpu.plumbing.edge_checks import (
     check_edges,
     check_repeats,
+    check_size,
     check_weights,
     directions_differ,
-    distinct,
 )
 
 if TYPE_CHECKING:
@@ -61,6 +62,7 @@ class DeviceGraph(Graph):
     indices = _read_back("indices")
     weights = _read_back("weights")
     degree = _read_back("degree")
+    given_degree: Any = property(lambda graph: graph.degree)
 
     def to_csr(self) -> Any:
         """L as a CSR matrix of cupyx.scipy.sparse, on the device, float64, caller's order."""
@@ -104,7 +106,8 @@ def _checked(backend: CUDABackend, edges: Array, n: Any, w: Array | None) -> tup
     if edges.shape[0] != 2 or edges.dtype.kind not in "iu":
         check_edges(np.empty(edges.shape, edges.dtype), n)  # raises
     extremes = np.array([[int(edges.min())], [int(edges.max())]])  # synchronize!
-    _, _, n = check_edges(extremes, n)
+    _, n, source = check_edges(extremes, n)
+    check_size(n, 1, source)
     if w is not None and w.shape == edges.shape[1:]:
         positive = backend.xp.where(w > 0, w, w.max()).min()
         check_weights(np.array([float(x) for x in (w.min(), w.max(), positive)]), 3)  # synchronize!

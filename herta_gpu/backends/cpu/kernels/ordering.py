@@ -1,5 +1,8 @@
-"""Compiled label propagation."""
+"""Compiled loops of plumbing/ordering.py: communities, components, other orders of the rows."""
 
+import numpy as np
+
+from herta_gpu.backends.cpu.kernels.building import sort, spares
 from herta_gpu.backends.cpu.kernels.simd import kernel
 
 
@@ -27,3 +30,44 @@ def propagate(indptr, indices, labels, sizes, counts, most):  # type: ignore[no-
             sizes[best] += 1
             labels[i] = best
     return inside
+
+
+@kernel
+def join(indptr, indices, label):  # type: ignore[no-untyped-def]
+    """label[i], which is i before, becomes the least node of i's component; gives their number.
+
+    Trees of labels: each points to a smaller one, and the ends of an edge get one root.
+    """
+    for i in range(label.shape[0]):
+        for e in range(indptr[i], indptr[i + 1]):
+            if indices[e] < i:  # each edge once
+                a, b = _root(label, i), _root(label, indices[e])
+                label[max(a, b)] = min(a, b)
+    roots = 0
+    for i in range(label.shape[0]):
+        roots += label[i] == i
+        label[i] = label[label[i]]  # a smaller one's is its root already
+    return roots
+
+
+@kernel
+def _root(label, i):  # type: ignore[no-untyped-def]
+    while label[i] != i:
+        label[i] = label[label[i]]  # half the way for whoever comes next
+        i = label[i]
+    return i
+
+
+@kernel
+def permute(old_indptr, old, old_weights, p, inverse, indptr, indices, weights, first, last):  # type: ignore[no-untyped-def]
+    """Rows first..last of the graph with node p[i] in row i, whose `indptr` is known."""
+    keys, spare, half = spares(indptr, first, last, indptr[first], indices)
+    spare_weights = None if weights is None else np.empty(half, np.float64)
+    for i in range(first, last):
+        at = indptr[i]
+        for e in range(old_indptr[p[i]], old_indptr[p[i] + 1]):
+            indices[at] = inverse[old[e]]
+            if weights is not None:
+                weights[at] = old_weights[e]
+            at += 1
+        sort(indices, weights, indptr[i], indptr[i + 1], keys, spare, spare_weights)

@@ -1,0 +1,257 @@
+"""Compiled loops that sort an edge list into the rows of a CSR matrix.
+
+An entry of a row is the code 2 * neighbour + direction; the direction is 1 where the list has the
+larger node first.  A thread owns a range of rows: nobody else writes there, and results do not
+depend on how many threads there are.
+"""
+
+import numpy as np
+
+from herta_gpu.backends.cpu.kernels.simd import inline, kernel, prefetch
+
+_SHORT = 64  # entries up to which all pairs are compared
+_BLOCK = 512  # edges whose entries are picked out together, in the first cache
+
+
+@inline
+def _pick(ends, w, begin, end, first, last, both, rows, codes, edges):  # type: ignore[no-untyped-def]
+    """The entries of rows first..last from edges begin..end, one behind the other.
+
+    Which edges are ours is random: a branch would be guessed wrongly half of the time.
+    """
+    found = 0
+    for e in range(begin, end):
+        u, v = np.int64(ends[0, e]), np.int64(ends[1, e])
+        back, wanted = np.int64(u > v), not both or u != v
+        if w is not None:
+            wanted = wanted and w[e] != 0
+        rows[found], codes[found], edges[found] = u, 2 * v + back, e
+        found += np.int64(wanted) & np.int64(u >= first) & np.int64(u < last)
+        if both:
+            rows[found], codes[found], edges[found] = v, 2 * u + back, e
+            found += np.int64(wanted) & np.int64(v >= first) & np.int64(v < last)
+    return found
+
+
+@kernel
+def count(ends, w, first, last, both, indptr):  # type: ignore[no-untyped-def]
+    """Add to indptr[i + 1] how many entries row i, first <= i < last, gets from these edges.
+
+    `both`: a row of each end, self-loops aside; else one of the first end, whatever the other.
+    """
+    m, size = ends.shape[1], 2 * _BLOCK + 2
+    rows, edges = np.empty(size, ends.dtype), np.empty(size, np.int64)
+    codes = np.empty_like(rows)
+    for begin in range(0, m, _BLOCK):
+        end = min(begin + _BLOCK, m)
+        for i in range(_pick(ends, w, begin, end, first, last, both, rows, codes, edges)):
+            indptr[np.int64(rows[i]) + 1] += 1
+
+
+@kernel
+def starts(indptr):  # type: ignore[no-untyped-def]
+    """The counts of `count` become the places where the rows start; gives their sum."""
+    total = 0
+    for i in range(1, indptr.shape[0]):
+        here = indptr[i]
+        indptr[i] = total
+        total += here
+    return total
+
+
+@kernel
+def scatter(ends, w, first, last, both, indptr, base, codes, weights, loops):  # type: ignore[no-untyped-def]
+    """Put each entry into its row; indptr[i + 1] moves from the start of row i to its end.
+
+    The entry numbered `base` is the first of `codes` and `weights`.
+    """
+    m, size = ends.shape[1], 2 * _BLOCK + 2
+    rows, edges = np.empty(size, ends.dtype), np.empty(size, np.int64)
+    picked, place = np.empty_like(rows), np.empty_like(edges)
+    for begin in range(0, m, _BLOCK):
+        end = min(begin + _BLOCK, m)
+        found = _pick(ends, w, begin, end, first, last, both, rows, picked, edges)
+        for i in range(found):
+            row = np.int64(rows[i]) + 1
+            at = indptr[row]
+            indptr[row] = at + 1
+            place[i] = at - base
+            prefetch(codes, at - base)
+        for i in range(found):
+            codes[place[i]] = picked[i]
+            if weights is not None:
+                weights[place[i]] = w[edges[i]]
+    if loops is not None:
+        for e in range(m):
+            if ends[0, e] == ends[1, e] and first <= ends[0, e] < last:
+                loops[ends[0, e]] += w[e]
+
+
+@inline
+def _sort_short(codes, weights, a, b, keys, spare, spare_weights):  # type: ignore[no-untyped-def]
+    """Each code's place is the number of smaller ones: no branch, and as many pairs at once as a
+    register holds.  A code is followed by its position: no two are equal then."""
+    for i in range(b - a):
+        keys[i] = np.int64(codes[a + i]) * _SHORT + i
+        spare[i] = codes[a + i]
+        if weights is not None:
+            spare_weights[i] = weights[a + i]
+    for i in range(b - a):
+        key, at = keys[i], a
+        for j in range(b - a):
+            at += np.int64(keys[j] < key)
+        codes[at] = spare[i]
+        if weights is not None:
+            weights[at] = spare_weights[i]
+
+
+@kernel
+def sort(codes, weights, a, b, keys, spare, spare_weights):  # type: ignore[no-untyped-def]
+    """Sort codes[a:b], and weights with them; equal codes keep their order.
+
+    The spare arrays hold half as many numbers, `_SHORT` at least.
+    """
+    if b - a <= _SHORT:
+        _sort_short(codes, weights, a, b, keys, spare, spare_weights)
+        return
+    middle = (a + b) // 2
+    sort(codes, weights, a, middle, keys, spare, spare_weights)
+    sort(codes, weights, middle, b, keys, spare, spare_weights)
+    if codes[middle - 1] <= codes[middle]:
+        return
+    left = middle - a
+    for i in range(left):
+        spare[i] = codes[a + i]
+        if weights is not None:
+            spare_weights[i] = weights[a + i]
+    i, j, at = 0, middle, a
+    while i < left:
+        if j < b and codes[j] < spare[i]:
+            codes[at] = codes[j]
+            if weights is not None:
+                weights[at] = weights[j]
+            j += 1
+        else:
+            codes[at] = spare[i]
+            if weights is not None:
+                weights[at] = spare_weights[i]
+            i += 1
+        at += 1
+
+
+@inline
+def spares(indptr, first, last, start, codes):  # type: ignore[no-untyped-def]
+    """What `sort` needs for the rows from `first` to `last`, which begin at `start`."""
+    most = 0
+    for i in range(first, last):
+        most = max(most, indptr[i + 1] - start)
+        start = indptr[i + 1]
+    half = most // 2 + _SHORT
+    return np.empty(_SHORT, np.int64), np.empty(half, codes.dtype), half
+
+
+@kernel
+def merge(indptr, base, codes, first, last, start):  # type: ignore[no-untyped-def]
+    """Rows first..last sorted, with each neighbour once, one row behind the other from `start`.
+
+    Afterwards `codes` holds neighbours, and indptr[i + 1] the end of row i.  Gives the end of all.
+    """
+    keys, spare, _ = spares(indptr, first, last, start, codes)
+    at, begin = start - base, start - base
+    for i in range(first, last):
+        end = indptr[i + 1] - base
+        sort(codes, None, begin, end, keys, spare, None)
+        before = np.int64(-1)
+        for e in range(begin, end):
+            v = np.int64(codes[e]) >> 1
+            if v != before:
+                codes[at] = v
+                at += 1
+                before = v
+        indptr[i + 1] = at + base
+        begin = end
+    return at + base
+
+
+@kernel
+def merge_weighted(indptr, base, codes, weights, first, last, start, clash):  # type: ignore[no-untyped-def]
+    """As `merge`; weights of one direction add up, and those of both must be the same.
+
+    `clash` becomes (weight ahead, weight back) of the first edge for which they are not; the
+    answer is then (row, neighbour, True), else (end, unequal weights of 1, False).
+    """
+    keys, spare, half = spares(indptr, first, last, start, codes)
+    spare_weights = np.empty(half)
+    at, begin, others = start - base, start - base, np.int64(0)
+    for i in range(first, last):
+        end = indptr[i + 1] - base
+        sort(codes, weights, begin, end, keys, spare, spare_weights)
+        e = begin
+        while e < end:
+            v, middle = np.int64(codes[e]) >> 1, e
+            while middle < end and codes[middle] == 2 * v:
+                middle += 1
+            stop = middle
+            while stop < end and codes[stop] == 2 * v + 1:
+                stop += 1
+            ahead = _total(weights, e, middle)
+            back = _total(weights, middle, stop)
+            if e < middle < stop and i < v and abs(ahead - back) > 1e-6 * back:
+                clash[0], clash[1] = ahead, back
+                return i, v, True
+            codes[at], weights[at] = v, ahead if e < middle else back
+            others += weights[at] != 1
+            at += 1
+            e = stop
+        indptr[i + 1] = at + base
+        begin = end
+    return at + base, others, False
+
+
+@kernel
+def _total(x, a, b):  # type: ignore[no-untyped-def]
+    """The sum of x[a:b], in the order of numpy.add.reduceat: the results are then the same."""
+    if b == a:
+        return 0.0
+    return x[a] + _pairwise(x, a + 1, b - a - 1) if b > a + 1 else x[a]
+
+
+@kernel
+def _pairwise(x, a, n):  # type: ignore[no-untyped-def]
+    if n > 128:
+        half = n // 2
+        half -= half % 8
+        return _pairwise(x, a, half) + _pairwise(x, a + half, n - half)
+    whole = n - n % 8
+    total = 0.0
+    if whole:
+        r = (x[a], x[a + 1], x[a + 2], x[a + 3], x[a + 4], x[a + 5], x[a + 6], x[a + 7])
+        for i in range(a + 8, a + whole, 8):
+            r = (
+                r[0] + x[i], r[1] + x[i + 1], r[2] + x[i + 2], r[3] + x[i + 3],
+                r[4] + x[i + 4], r[5] + x[i + 5], r[6] + x[i + 6], r[7] + x[i + 7],
+            )  # fmt: skip
+        total = ((r[0] + r[1]) + (r[2] + r[3])) + ((r[4] + r[5]) + (r[6] + r[7]))
+    for i in range(a + whole, a + n):
+        total += x[i]
+    return total
+
+
+@kernel
+def first_repeat(indptr, codes, first, last, start):  # type: ignore[no-untyped-def]
+    """(row, neighbour) of the first entry that a row has twice; (-1, -1) without one."""
+    keys, spare, _ = spares(indptr, first, last, start, codes)
+    for i in range(first, last):
+        sort(codes, None, start, indptr[i + 1], keys, spare, None)
+        for e in range(start + 1, indptr[i + 1]):
+            if codes[e] == codes[e - 1]:
+                return i, np.int64(codes[e]) >> 1
+        start = indptr[i + 1]
+    return np.int64(-1), np.int64(-1)
+
+
+@kernel
+def move(x, to, start, end):  # type: ignore[no-untyped-def]
+    """x[to:] = x[start:end] with to <= start; NumPy would copy what overlaps."""
+    for e in range(start, end):
+        x[to + e - start] = x[e]

@@ -1,0 +1,314 @@
+"""From an edge list to the arrays of a graph: rows sorted, with each neighbour once.
+
+A large list is read twice, a chunk at a time: to count the entries of each row, and to put them
+there.  Beside the result little more than a chunk is held.  Small lists, and machines without
+numba, take NumPy's sorts of one key per edge; the results are the same, bit for bit.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from importlib.util import find_spec
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import scipy.sparse as sp
+
+from herta_gpu.plumbing.edge_checks import (
+    CHUNK,
+    KEY_BYTES,
+    check_edges,
+    check_repeats,
+    check_size,
+    check_weights,
+    directions_differ,
+    repeated,
+)
+from herta_gpu.plumbing.graph_files import GraphWriter
+from herta_gpu.plumbing.machine import host_memory, num_threads
+
+Arrays = tuple[Any, Any, Any, Any]  # indptr, indices, weights and degree as `Graph` takes them
+COMPILED = 1 << 20  # nodes and listed edges from which compiled code pays for its start
+NARROW = 2**31  # nodes from which their ids take 64 bits
+_ROWS = 1 << 20  # rows whose weights are added up together
+
+
+def build(
+    edge_index: Any, num_nodes: Any, edge_weight: Any, duplicates: str | None, folder: Any = None
+) -> Arrays | None:
+    """What `Graph.from_edges` promises, in memory; or in a folder of files, and None here."""
+    edges, n, source = check_edges(edge_index, num_nodes)
+    m = edges.shape[1]
+    kernels = _kernels(n + m)
+    weighted = edge_weight is not None or duplicates == "sum"
+    # A node has 8 bytes of indptr, 8 of degrees, and up to 24 in what is derived from them.
+    least = KEY_BYTES if kernels is None else (40, 24) if weighted else (32, 8)
+    # Rows that go to a folder are made in as much memory as there is.
+    check_size(n, m, source, *(least if folder is None or kernels is None else (least[0], 0)))
+    w = check_weights(edge_weight, m)
+    w = np.broadcast_to(1.0, m) if w is None and weighted else w
+    writer = None if folder is None else GraphWriter(folder, n, 2 * m, weighted)
+    if kernels is None:
+        arrays = _with_numpy(edges, w, n, duplicates)
+        if writer is None:
+            return arrays
+        writer.write(*arrays)
+        return None
+    if duplicates == "error":
+        _check_repeats(kernels, edges, n)
+    if writer is None:
+        return _with_kernels(kernels, edges, w, n)
+    with writer:
+        _with_kernels(kernels, edges, w, n, writer)
+    return None
+
+
+def worth_compiling(size: int) -> bool:
+    """Whether compiled loops over so many nodes and edges are there, and pay for their start."""
+    wanted = size >= COMPILED and os.environ.get("HERTA_FAST", "1") != "0"
+    return wanted and find_spec("numba") is not None
+
+
+def _kernels(size: int) -> Any | None:
+    if not worth_compiling(size):
+        return None
+    from herta_gpu.backends.cpu.kernels import building
+
+    return building
+
+
+# ---- in two passes, compiled -------------------------------------------------------------
+class _Rows:
+    """How many entries each row has before any are merged, and how they get there."""
+
+    def __init__(
+        self, pool: ThreadPoolExecutor, kernels: Any, edges: Any, w: Any, n: int, both: bool
+    ) -> None:
+        """`both`: each edge has an entry in the row of either end; else of its first end only."""
+        self.pool, self.kernels, self.edges, self.w, self.both = pool, kernels, edges, w, both
+        self.threads, self.ids = num_threads(), np.uint32 if n < NARROW else np.int64
+        self.indptr = np.zeros(n + 1, dtype=np.int64)
+        ranges = [n * t // self.threads for t in range(self.threads + 1)]
+        for ends, part in self._chunks():
+            self.each(partial(kernels.count, ends, part), ranges, both, self.indptr)
+        self.total = int(kernels.starts(self.indptr))
+
+    def _chunks(self) -> Iterator[tuple[Any, Any]]:
+        """Ends and weights of the listed edges in few types: each is compiled for."""
+        for a in range(0, self.edges.shape[1], CHUNK):
+            ends = np.empty((2, min(CHUNK, self.edges.shape[1] - a)), self.ids)
+            np.copyto(ends, self.edges[:, a : a + CHUNK], casting="unsafe")
+            yield ends, None if self.w is None else self.w[a : a + CHUNK].astype(np.float64)
+
+    def each(self, job: Callable[..., Any], cuts: list[int], *rest: Any) -> list[Any]:
+        """job(first, last, *rest) of the ranges between the cuts, on all threads."""
+        return list(self.pool.map(lambda a, b: job(a, b, *rest), cuts[:-1], cuts[1:]))
+
+    def start(self, row: int) -> int:
+        """Where a row that is not filled yet starts."""
+        return int(self.indptr[row + 1]) if row + 1 < self.indptr.shape[0] else self.total
+
+    def cuts(self, first: int, last: int, parts: int) -> list[int]:
+        """Rows first..last cut into so many ranges of about equal entries, or fewer."""
+        a, b = self.start(first), self.start(last)
+        wanted = [a + (b - a) * t // parts for t in range(1, parts)]
+        inner = first + np.searchsorted(self.indptr[first + 1 : last + 1], wanted)
+        return sorted({first, *inner.tolist(), last})
+
+    def fill(
+        self, first: int, last: int, codes: Any, weights: Any = None, loops: Any = None
+    ) -> None:
+        """Rows first..last into the arrays given; afterwards indptr has their ends."""
+        base, ranges = self.start(first), self.cuts(first, last, self.threads)
+        to = (self.both, self.indptr, base, codes, weights, loops)
+        for ends, part in self._chunks():
+            self.each(partial(self.kernels.scatter, ends, part), ranges, *to)
+
+    def merge(self, first: int, last: int, codes: Any, weights: Any, loops: Any) -> tuple[int, int]:
+        """Fill rows first..last and merge them to the front of the arrays given.
+
+        Gives how many entries there are, and how many have a weight other than 1.
+        """
+        kernels, indptr, base = self.kernels, self.indptr, self.start(first)
+        ranges = self.cuts(first, last, 8 * self.threads)
+        begin = {row: self.start(row) for row in ranges}
+        self.fill(first, last, codes, weights, loops)
+        clash = {row: np.zeros(2) for row in ranges}
+
+        def merged(a: int, b: int) -> Any:
+            if weights is None:
+                return kernels.merge(indptr, base, codes, a, b, begin[a]), 0, False
+            rows = (codes, weights, a, b, begin[a], clash[a])
+            return kernels.merge_weighted(indptr, base, *rows)
+
+        before, others = int(indptr[first]), 0
+        at = before
+        for (a, b), (end, other, wrong) in zip(pairwise(ranges), self.each(merged, ranges)):
+            if wrong:
+                directions_differ(end, other, *clash[a])
+            for x in (codes,) if weights is None else (codes, weights):
+                kernels.move(x, at - before, begin[a] - base, end - base)
+            indptr[a + 1 : b + 1] += at - begin[a]
+            at, others = at + end - begin[a], others + other
+        return at - before, others
+
+
+def _with_kernels(
+    kernels: Any, edges: Any, w: Any, n: int, writer: GraphWriter | None = None
+) -> Arrays:
+    """The arrays of a graph; with a `writer`, a group of rows at a time into its files."""
+    with ThreadPoolExecutor(num_threads()) as pool:
+        rows = _Rows(pool, kernels, edges, w, n, both=True)
+        per_entry = rows.ids().itemsize + (0 if w is None else 8)
+        # Rows for files take half of the free memory: the rest is for pages on their way there.
+        room = max(host_memory() // 2, CHUNK * per_entry)
+        groups = rows.cuts(0, n, 1 if writer is None else -(-rows.total * per_entry // room) or 1)
+        size = max(rows.start(b) - rows.start(a) for a, b in pairwise(groups))
+        indices = np.empty(size, np.int32 if n < NARROW else np.int64)
+        weights, loops = (None, None) if w is None else (np.empty(size), np.zeros(n))
+        codes, others, looped = indices.view(rows.ids), 0, False
+        for a, b in pairwise(groups):
+            length, other = rows.merge(a, b, codes, weights, loops)
+            others += other
+            if loops is not None and weights is not None:
+                looped |= _add_loops(weights, rows.indptr[a : b + 1], loops[a:b])
+            if writer is not None:
+                writer.append(indices[:length], None if weights is None else weights[:length])
+    degree = loops if others or looped else None
+    if writer is not None:
+        writer.finish(rows.indptr, degree, weighted=others > 0)
+        length = 0
+    del codes  # nobody looks at the rest, which goes back to the system
+    indices.resize(length, refcheck=False)
+    if weights is not None:
+        weights.resize(length, refcheck=False)
+    return rows.indptr, indices, weights if others else None, degree
+
+
+def _check_repeats(kernels: Any, edges: Any, n: int) -> None:
+    """As `check_repeats`, without keys."""
+    with ThreadPoolExecutor(num_threads()) as pool:
+        rows = _Rows(pool, kernels, edges, None, n, both=False)
+        codes, ranges = np.empty(rows.total, rows.ids), rows.cuts(0, n, 8 * rows.threads)
+        begin = {row: rows.start(row) for row in ranges}
+        rows.fill(0, n, codes)
+        found = rows.each(
+            lambda a, b: kernels.first_repeat(rows.indptr, codes, a, b, begin[a]), ranges
+        )
+    for u, v in found:
+        if u >= 0:
+            repeated(u, v)
+
+
+def _add_loops(weights: Any, indptr: Any, degree: Any) -> bool:
+    """Self-loops become degrees, in place; whether one of them has a weight other than 1."""
+    degree[degree == 0] = 1.0
+    looped = bool((degree != 1).any())
+    row_sums(weights, indptr, degree)
+    return looped
+
+
+def row_sums(values: Any, indptr: Any, out: Any) -> Any:
+    """`out` plus the sum of the values of each row; they begin with those of the first row."""
+    for a in range(0, out.shape[0], _ROWS):
+        at = indptr[a : a + _ROWS + 1] - indptr[0]
+        filled = np.diff(at) > 0
+        if filled.any():
+            sums = np.add.reduceat(values[: at[-1]], at[:-1][filled])
+            out[a : a + _ROWS][filled] += sums
+    return out
+
+
+# ---- by sorted keys, with NumPy ----------------------------------------------------------
+def _with_numpy(edges: Any, w: Any, n: int, duplicates: str | None) -> Arrays:
+    u, v = edges.astype(np.int64, copy=False)
+    if duplicates == "error":
+        check_repeats(np, u, v, n)
+    if w is None:
+        return of_keys(edge_keys(u, v, n)[u != v], n)
+    w = w.astype(np.float64, copy=False)
+    keep = w > 0
+    u, v, w = u[keep], v[keep], w[keep]
+    loop = u == v
+    degree = np.bincount(u[loop], weights=w[loop], minlength=n).astype(np.float64, copy=False)
+    indptr, indices, weights = of_edges(*_merged(u[~loop], v[~loop], w[~loop], n), n)
+    every = np.ones(indices.shape[0]) if weights is None else weights
+    looped = _add_loops(every, indptr, degree)
+    return indptr, indices, weights, degree if weights is not None or looped else None
+
+
+def edge_keys(u: Any, v: Any, n: int) -> Any:
+    """lo * n + hi of each pair: one int64 per edge, the same for both directions."""
+    key = np.minimum(u, v).astype(np.int64, copy=False)
+    key *= n
+    key += np.maximum(u, v)
+    return key
+
+
+def of_keys(keys: Any, n: int) -> Arrays:
+    """The unweighted graph of `edge_keys`, which are sorted in place; none may be a self-loop."""
+    keys.sort()
+    keys = distinct(np, keys)
+    above = np.zeros(n + 1, dtype=np.int64)
+    lo = keys // n
+    np.cumsum(np.bincount(lo, minlength=n), out=above[1:])
+    index_type = np.int32 if n < NARROW else np.int64
+    keys -= lo * n
+    hi = keys.astype(index_type)
+    del keys, lo
+    upper = sp.csr_array((np.ones(hi.shape[0], dtype=np.int8), hi, above), shape=(n, n))
+    both = upper + upper.T.tocsr()
+    both.sort_indices()
+    return both.indptr.astype(np.int64), both.indices.astype(index_type, copy=False), None, None
+
+
+def distinct(xp: Any, keys: Any) -> Any:
+    """Each of the sorted keys once."""
+    if not keys.size:
+        return keys
+    first = xp.ones(keys.shape[0], dtype=bool)
+    first[1:] = keys[1:] != keys[:-1]
+    return keys[first]  # synchronize!
+
+
+def _merged(u: Any, v: Any, w: Any, n: int) -> tuple[Any, Any, Any]:
+    """(lo, hi, weight) of each undirected edge once, sorted; without weights if all are 1."""
+    key, forward = edge_keys(u, v, n), u < v
+    ahead, back = (_summed(key[way], w[way]) for way in (forward, ~forward))
+    twice, at, there = np.intersect1d(ahead[0], back[0], return_indices=True, assume_unique=True)
+    w_ahead, w_back = ahead[1][at], back[1][there]
+    differ = ~np.isclose(w_ahead, w_back, rtol=1e-6, atol=0.0)
+    if differ.any():
+        i = int(np.argmax(differ))
+        directions_differ(*divmod(int(twice[i]), n), w_ahead[i], w_back[i])
+    keys = np.concatenate([ahead[0], np.delete(back[0], there)])
+    weight = np.concatenate([ahead[1], np.delete(back[1], there)])
+    sort = np.argsort(keys, kind="stable")
+    keys, weight = keys[sort], weight[sort]
+    return keys // n, keys % n, None if (weight == 1).all() else weight
+
+
+def _summed(key: Any, w: Any) -> tuple[Any, Any]:
+    """Distinct keys in order, with their weights added up."""
+    sort = np.argsort(key, kind="stable")
+    keys, first = np.unique(key[sort], return_index=True)
+    return keys, np.add.reduceat(w[sort], first) if keys.size else w[:0]
+
+
+def of_edges(lo: Any, hi: Any, weight: Any, n: int) -> tuple[Any, Any, Any]:
+    """CSR from edges with lo < hi, sorted by (lo, hi); columns come out sorted as well."""
+    counts = np.bincount(lo, minlength=n) + np.bincount(hi, minlength=n)
+    indptr = np.zeros(n + 1, dtype=np.int64)
+    np.cumsum(counts, out=indptr[1:])
+    index_type = np.int32 if n < NARROW else np.int64
+    # Entries below the diagonal first: within a row they precede those above it, and a
+    # counting sort by row keeps that order.
+    rows, columns = np.concatenate([hi, lo]), np.concatenate([lo, hi]).astype(index_type)
+    data = np.arange(rows.shape[0]) if weight is not None else np.ones(rows.shape[0], np.int8)
+    csr = sp.coo_array((data, (rows, columns)), shape=(n, n)).tocsr()
+    indices = csr.indices.astype(index_type, copy=False)
+    return indptr, indices, None if weight is None else np.concatenate([weight, weight])[csr.data]

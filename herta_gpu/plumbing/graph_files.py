@@ -1,0 +1,157 @@
+"""A finished graph as a folder of plain .npy files, which is opened without being read.
+
+`graph.json` says what belongs to the folder.  The folder is written beside its final place and
+renamed at the end, so an interrupted write leaves nothing that looks finished.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from herta_gpu.plumbing.files import DataError, check_place, load_npy, new_folder
+
+VERSION = 1
+_FORMAT = "herta_gpu graph"
+_META = "graph.json"
+
+
+class GraphWriter:
+    """Writes a graph into a new folder; its rows may come in parts."""
+
+    def __init__(self, folder: str | os.PathLike[str], n: int, entries: int, weighted: bool):
+        """An error unless there is room for so many entries in a folder that does not exist."""
+        self.folder = Path(folder)
+        if self.folder.exists():
+            raise ValueError(f"{self.folder} exists already: name a new folder for the graph.")
+        check_place(self.folder.parent)
+        place = self.folder.absolute().parent
+        while not place.exists():
+            place = place.parent
+        need = 24 * n + entries * ((4 if n < 2**31 else 8) + (8 if weighted else 0))
+        free = shutil.disk_usage(place).free
+        if need > free:
+            raise OSError(
+                f"The graph may take {need / 2**30:,.1f} GB in {self.folder}, where "
+                f"{free / 2**30:,.1f} GB are free: choose another disk."
+            )
+
+    def __enter__(self) -> GraphWriter:
+        self._open = contextlib.ExitStack()
+        self.at = self._open.enter_context(new_folder(self.folder))
+        self.files: dict[str, Any] = {}  # of each name the open file and the type
+        self.entries = 0
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._open.__exit__(*error)
+
+    def append(self, indices: Any, weights: Any) -> None:
+        """The entries of further rows."""
+        for name, part in (("indices", indices), ("weights", weights)):
+            if part is not None and name not in self.files:
+                file = self._open.enter_context((self.at / f"{name}.npy").open("wb"))
+                self.files[name] = file, part.dtype
+                _write_header(file, part.dtype, 0)
+            if part is not None:
+                part.tofile(self.files[name][0])
+        self.entries += indices.shape[0]
+
+    def finish(self, indptr: Any, degree: Any, weighted: bool, order: Any = None) -> None:
+        """Everything else; weights that all turned out to be 1 are dropped."""
+        for file, dtype in self.files.values():
+            file.seek(0)
+            _write_header(file, dtype, self.entries)
+            file.close()
+        if not weighted:
+            (self.at / "weights.npy").unlink(missing_ok=True)
+        for name, array in (("indptr", indptr), ("degree", degree), ("order", order)):
+            if array is not None:
+                np.save(self.at / f"{name}.npy", array, allow_pickle=False)
+        sizes = {path.stem: path.stat().st_size for path in sorted(self.at.glob("*.npy"))}
+        meta = {"format": _FORMAT, "version": VERSION, "nodes": indptr.shape[0] - 1}
+        meta |= {"edges": self.entries // 2, "bytes": sizes}
+        (self.at / _META).write_text(json.dumps(meta, indent=1))
+
+    def write(
+        self, indptr: Any, indices: Any, weights: Any, degree: Any, order: Any = None
+    ) -> None:
+        """A whole graph at once."""
+        with self:
+            self.append(indices, weights)
+            self.finish(indptr, degree, weights is not None, order)
+
+
+def _write_header(file: Any, dtype: Any, length: int) -> None:
+    """That of a vector, which NumPy pads so that a longer one has room."""
+    known = {"descr": np.dtype(dtype).str, "fortran_order": False, "shape": (length,)}
+    np.lib.format.write_array_header_1_0(file, known)
+
+
+def open_graph(folder: str | os.PathLike[str]) -> tuple[Any, Any, Any, Any, Any]:
+    """(indptr, indices, weights, degree, order) of a folder, as memory maps."""
+    folder = Path(folder)
+    meta = _meta(folder)
+    sizes = meta["bytes"]
+    found = {name: _opened(folder / f"{name}.npy", size) for name, size in sizes.items()}
+    n, entries = meta["nodes"], 2 * meta["edges"]
+    lengths = {"indptr": n + 1, "indices": entries, "weights": entries, "degree": n, "order": n}
+    kinds = {"indices": ("int32", "int64"), "weights": ("float64",), "degree": ("float64",)}
+    for name, array in found.items():
+        if array.shape != (lengths[name],) or str(array.dtype) not in kinds.get(name, ("int64",)):
+            raise _damaged(folder, f"{name} is {array.dtype} of shape {array.shape}")
+    if found["indptr"][0] != 0 or found["indptr"][-1] != entries:
+        raise _damaged(folder, f"indptr does not end with {entries:,}")
+    indptr, indices, *rest = map(found.get, lengths)
+    return indptr, indices, *rest  # type: ignore[return-value]
+
+
+def _meta(folder: Path) -> dict[str, Any]:
+    path = folder / _META
+    if not path.is_file():
+        raise DataError(f"{folder} holds no graph: it has no {_META}, as Graph.save writes it.")
+    try:
+        meta = json.loads(path.read_text())
+        if meta["format"] != _FORMAT or meta["version"] != VERSION:
+            raise ValueError(f"it is a {meta['format']} of version {meta['version']}")
+        known = {"indptr", "indices", "weights", "degree", "order"}
+        if not {"indptr", "indices"} <= set(meta["bytes"]) <= known:
+            raise ValueError("its list of files is not that of a graph")
+        if not all(type(meta[key]) is int and meta[key] >= 0 for key in ("nodes", "edges")):
+            raise ValueError("its sizes are no whole numbers")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise _damaged(folder, f"{_META}: {error}") from None
+    return dict(meta)
+
+
+def _opened(path: Path, size: Any) -> Any:
+    found = path.stat().st_size if path.is_file() else None
+    if found != size:
+        what = "is missing" if found is None else f"has {found:,} bytes instead of {size:,}"
+        raise _damaged(path.parent, f"{path.name} {what}")
+    try:
+        array = load_npy(path, "a whole array")
+    except DataError as error:
+        raise _damaged(path.parent, str(error).rstrip(".")) from None
+    return _writable(path, array) if isinstance(array, np.memmap) else array
+
+
+def _writable(path: Path, array: Any) -> Any:
+    """The same map, copied where somebody writes to it: the file never changes.
+
+    Numba would compile every kernel again for arrays that are read-only.  A map that is larger
+    than the memory is not given this way, and stays as it is.
+    """
+    with contextlib.suppress(OSError):
+        array = np.load(path, "c", allow_pickle=False)
+    return np.asarray(array)
+
+
+def _damaged(folder: Path, what: str) -> DataError:
+    return DataError(f"{folder} is no whole graph ({what}): delete it and save the graph again.")
