@@ -19,13 +19,13 @@ from typing import Any
 
 import numpy as np
 
-from herta_gpu.datasets.dataset import Dataset
+from herta_gpu.datasets.dataset import PARTS, Dataset
 from herta_gpu.datasets.runs import Runs, Scratch, in_parallel
-from herta_gpu.datasets.storage import cache_dir, is_cached, read_dataset, write_dataset
+from herta_gpu.datasets.storage import cache_dir
 from herta_gpu.graph import Graph
-from herta_gpu.plumbing.building import edge_keys
-from herta_gpu.plumbing.edge_checks import check_size
-from herta_gpu.plumbing.files import DataError, check_place, load_npy, new_file
+from herta_gpu.plumbing.building import edge_keys, worth_compiling
+from herta_gpu.plumbing.edge_checks import KEY_BYTES, check_size
+from herta_gpu.plumbing.files import DataError, check_place, load_npy, new_file, new_folder
 from herta_gpu.plumbing.stages import Stages
 
 PRESETS = {  # nodes, edges, features, classes, shares of train, valid and test
@@ -41,7 +41,9 @@ _EDGE_CHUNK, _ROW_CHUNK = 1 << 20, 1 << 16  # of one stream of random numbers
 _SLAB = 8 << 20  # bytes of X that a thread makes at once
 _ON_DISK = 4 << 30  # bytes of X and the edges above which they are kept in the cache
 _HALF = 16 << 30  # bytes of X in float32 above which it is float16
-_FORMAT = 2  # of what lies in the cache
+_FORMAT = 3  # of what lies in the cache
+_GRAPH = "graph"  # the folder of the graph there
+_METADATA = {"metric": "accuracy", "source": "generated", "homophily": HOMOPHILY}
 
 
 @dataclass(frozen=True)
@@ -149,7 +151,7 @@ def synthetic(text: str, random_state: int = 0, features: bool = True) -> Datase
     """
     spec, name = parse(text), f"synthetic:{text}"
     if spec.large:
-        return replace(_cached(spec, random_state, features, name), name=name)
+        return _cached(spec, random_state, features, name)
     data = _without_features(spec, random_state, None, Stages())
     X = _features_in_memory(spec, random_state, data.y) if features else None
     return replace(data, name=name, X=X)
@@ -160,17 +162,22 @@ def _cached(spec: Spec, seed: int, features: bool, name: str) -> Dataset:
     shares = "-".join(f"{share:g}" for share in spec.split)
     key = f"{spec.n}-{spec.m}-{spec.d}-{spec.c}-{shares}-{seed}-v{_FORMAT}"
     folder = cache_dir() / "synthetic" / key
-    known, X_known = is_cached(folder), (folder / "X.npy").is_file()
+    known, X_known = folder.is_dir(), (folder / "X.npy").is_file()
     _check_disk(spec, folder, not known, features and not X_known, name)
     stages = Stages(verbose=True)  # it takes minutes
     if not known:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        write_dataset(folder, _without_features(spec, seed, folder.parent, stages))
-    data = read_dataset(folder)
+        with new_folder(folder) as at:
+            made = _without_features(spec, seed, at, stages)
+            for part, array in {"y": made.y, **made.split}.items():
+                np.save(at / f"{part}.npy", array)
+            del made
+    y = _mapped(folder / "y.npy", (spec.n,), spec.y_dtype)
     if features and not X_known:
         with stages("features"):
-            _write_features(spec, seed, data.y, folder / "X.npy", stages)
-    return replace(data, X=_mapped(spec, folder / "X.npy") if features else None)
+            _write_features(spec, seed, y, folder / "X.npy", stages)
+    X = _mapped(folder / "X.npy", (spec.n, spec.d), spec.X_dtype) if features else None
+    split = {part: _mapped(folder / f"{part}.npy") for part in PARTS}
+    return Dataset(name, Graph.open(folder / _GRAPH), X, y, split, dict(_METADATA))
 
 
 def _check_disk(spec: Spec, folder: Path, graph: bool, X: bool, name: str) -> None:
@@ -179,7 +186,8 @@ def _check_disk(spec: Spec, folder: Path, graph: bool, X: bool, name: str) -> No
         return
     check_place(folder)
     kept = graph * (8 * spec.m + 32 * spec.n) + X * spec.n * spec.d * spec.X_dtype.itemsize
-    need = max(kept, graph * 17 * spec.m)  # the drawn edges and their sorted list, for a while
+    # For a while: the drawn edges and their sorted list, then the list and the graph.
+    need = max(kept, graph * (17 * spec.m + 32 * spec.n))
     place = next(place for place in folder.parents if place.exists())
     free = shutil.disk_usage(place).free
     if need > free:
@@ -189,9 +197,23 @@ def _check_disk(spec: Spec, folder: Path, graph: bool, X: bool, name: str) -> No
         )
 
 
+def _mapped(path: Path, shape: tuple[int, ...] | None = None, dtype: Any = None) -> Any:
+    """An array of the cache, which must be what it was."""
+    try:
+        array = load_npy(path, "a whole array")
+    except (DataError, FileNotFoundError) as error:
+        raise DataError(f"{error} Delete {path.parent} and load again.") from None
+    if shape is not None and (array.shape != shape or array.dtype != dtype):
+        raise DataError(f"{path} holds another array: delete {path.parent} and load again.")
+    return array
+
+
 def _without_features(spec: Spec, seed: int, folder: Path | None, stages: Stages) -> Dataset:
-    """Graph, labels and split; what does not fit into memory on the way goes to the folder."""
-    check_size(spec.n, spec.m, "The n of synthetic:")
+    """Graph, labels and split; with a folder, the graph and what leads to it are files there."""
+    compiled = worth_compiling(spec.n + spec.m)
+    in_files = compiled and folder is not None
+    held = 0 if in_files else 17 if compiled else KEY_BYTES[1]  # bytes an edge, at most
+    check_size(spec.n, spec.m, "The n of synthetic:", KEY_BYTES[0], held)
     # Inside, nodes are sorted by class, so that a class is a range of the stubs.
     rank, ends = _stream(seed, 0).permutation(spec.n), _class_ends(spec)
     y = np.empty(spec.n, dtype=spec.y_dtype)
@@ -205,15 +227,14 @@ def _without_features(spec: Spec, seed: int, folder: Path | None, stages: Stages
         edges = _edges(spec, seed, stubs, starts, folder, stages)
         del stubs
     with stages("graph"):
-        graph = _graph(edges, spec.n)
+        graph = _graph(edges, spec.n, folder)
         del edges
-    metadata = {"metric": "accuracy", "source": "generated", "homophily": HOMOPHILY}
-    return Dataset("synthetic", graph, None, y, _split(spec, seed), metadata)
+    return Dataset("synthetic", graph, None, y, _split(spec, seed), dict(_METADATA))
 
 
-def _graph(edges: Any, n: int) -> Graph:
-    """The graph of the sorted list, which may be a memory map."""
-    return Graph.from_edges(edges, num_nodes=n)
+def _graph(edges: Any, n: int, folder: Path | None) -> Graph:
+    """The graph of the sorted list; made in the folder, if there is one, and mapped from it."""
+    return Graph.from_edges(edges, n, folder=None if folder is None else folder / _GRAPH)
 
 
 def _stream(seed: int, part: int, chunk: int = 0) -> np.random.Generator:
@@ -331,16 +352,6 @@ def _write_features(spec: Spec, seed: int, y: Any, path: Path, stages: Stages) -
         in_parallel(fill, range(0, spec.n, _ROW_CHUNK), _progress(stages, "features"))
 
 
-def _mapped(spec: Spec, path: Path) -> Any:
-    try:
-        X = load_npy(path, "a whole array")
-    except DataError as error:
-        raise DataError(f"{error} Delete it and load again.") from None
-    if X.shape != (spec.n, spec.d) or X.dtype != spec.X_dtype:
-        raise DataError(f"{path} holds another matrix: delete it and load again.")
-    return X
-
-
 def _progress(stages: Stages, what: str) -> Callable[[float], None]:
     return lambda share: stages.note(f"{what} {share:.0%} ...")
 
@@ -348,7 +359,7 @@ def _progress(stages: Stages, what: str) -> Callable[[float], None]:
 def _split(spec: Spec, seed: int) -> dict[str, Any]:
     nodes = _stream(seed, 6).permutation(spec.n)
     split, start = {}, 0
-    for part, share in zip(("train", "valid", "test"), spec.split, strict=True):
+    for part, share in zip(PARTS, spec.split, strict=True):
         stop = start + max(1, int(share * spec.n))
         split[part] = np.sort(nodes[start:stop])
         start = stop

@@ -1,6 +1,6 @@
 """More edges than memory holds, sorted and each of them once.
 
-Edges come in chunks, as keys (`herta_gpu.graph.edge_keys`).  Each chunk is sorted and appended to a
+Edges come in chunks, as keys (`edge_keys`).  Each chunk is sorted and appended to a
 file as it is, a run.  All runs are cut at the same keys, so that the n-th piece of every run
 together are a range that memory holds: the ranges, sorted one by one, are the sorted list.
 """

@@ -29,7 +29,7 @@ from herta_gpu.plumbing.files import DataError
 Part = tuple[slice, slice]  # rows and columns of a matrix
 
 RING = 3  # parts in memory: the caller's and two that come next
-_PIECE = 4 << 20  # bytes that a thread reads at once
+_PIECE = 1 << 20  # bytes that a thread reads at once
 _THREADS = 4  # they wait for the disk most of the time: as many on any machine
 
 
