@@ -249,14 +249,14 @@ class Killed(BaseException):
     """As sudden as a signal."""
 
 
-def stopped_after(monkeypatch, reads):
+def stopped_after(monkeypatch, reads, by=Killed):
     """From now on the reader of zips dies after so many reads of a chunk."""
     whole, count = zipfile.ZipExtFile.read, [0]
 
     def read(self, n=-1):
         count[0] += n > 900
         if count[0] > reads:
-            raise Killed
+            raise by
         return whole(self, n)
 
     monkeypatch.setattr(zipfile.ZipExtFile, "read", read)
@@ -326,6 +326,22 @@ def test_other_files_are_not_mixed_with_what_a_kill_left(tmp_path, monkeypatch):
     shutil.rmtree(tmp_path / "papers100M-bin")
     write_papers(tmp_path, contents(1))
     convert(tmp_path)
+    check(converted(), contents(1))
+
+
+def test_a_kill_between_two_sources_leaves_no_mixture(tmp_path, monkeypatch):
+    write_papers(tmp_path, contents(0))
+    convert(tmp_path)
+    shutil.rmtree(tmp_path / "papers100M-bin")
+    write_papers(tmp_path, contents(1))
+    with monkeypatch.context() as patch:
+        stopped_after(patch, 40)  # labels and edges are the new ones by then, the features not
+        with pytest.raises(Killed):
+            convert(tmp_path)
+    assert (converted()["edge_index"] == contents(1)["edge_index"]).all()
+    assert (converted()["node_feat"] == contents(0)["node_feat"]).all()
+    assert not ogb_convert.is_converted(PAPERS)
+    load(PAPERS, tmp_path)
     check(converted(), contents(1))
 
 
@@ -745,6 +761,18 @@ def test_convert_asked_wrongly(tmp_path, capsys):
     assert "ogbn_papers100M/raw, papers100M-bin/raw or papers100M-bin.zip in" in err
     code, _, err = run(capsys, "convert", PAPERS)
     assert "in a data folder: set HERTA_DATA" in err
+
+
+def test_an_interrupted_conversion_says_how_to_go_on(tmp_path, capsys, monkeypatch):
+    arrays = contents()
+    write_papers(tmp_path, arrays)
+    with monkeypatch.context() as patch:
+        stopped_after(patch, 28, KeyboardInterrupt)
+        code, _, err = run(capsys, "convert", PAPERS, "--root", tmp_path, "--features", "float16")
+    assert code == 130
+    assert err.endswith("herta: Interrupted: the same command goes on.\n")
+    assert run(capsys, "convert", PAPERS, "--root", tmp_path, "--quiet")[0] == 0
+    check(converted(), arrays)
 
 
 def test_train_converts_by_itself_and_says_so(tmp_path, capsys, monkeypatch):
