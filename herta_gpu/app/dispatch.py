@@ -62,6 +62,8 @@ def _as_json(content: dict[str, Any]) -> str:
 
 def _interrupted(args: argparse.Namespace) -> str:
     """What to say after Ctrl-C: how to go on, if there is a run that has begun."""
+    if args.command == "convert":
+        return "Interrupted: the same command goes on."
     folder = getattr(args, "resume", None) or getattr(args, "out", None)
     begun = args.command in ("train", "tune") and folder and Path(folder, "config.json").is_file()
     return f"Interrupted: herta train --resume {folder} goes on." if begun else "Interrupted."

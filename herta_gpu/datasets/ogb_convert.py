@@ -195,6 +195,14 @@ class _Ledger:
         values = int(about.pop("values", 0))
         return values if about == goal.about else 0
 
+    def forget_others(self, goals: list[_Goal]) -> None:
+        """Arrays from other files are never taken together with those that are to come."""
+        old = [g.key for g in goals if self.finished.get(g.key, g.about)["from"] != g.about["from"]]
+        for key in old:
+            del self.finished[key]
+        if old:
+            self._save()
+
     def note(self, goal: _Goal, values: int | None) -> None:
         """So many values are written; None: the array is finished."""
         self.begun.pop(goal.key, None)
@@ -202,6 +210,9 @@ class _Ledger:
             self.finished[goal.key] = goal.about
         else:
             self.begun[goal.key] = {**goal.about, "values": values}
+        self._save()
+
+    def _save(self) -> None:
         about = {"version": VERSION, "finished": self.finished, "begun": self.begun}
         with new_file(self._path) as temporary:
             temporary.write_text(json.dumps(about, indent=1))
@@ -221,6 +232,7 @@ class _Work:
         if not goals:
             return
         self._check_space(name, goals)
+        self._ledger.forget_others(goals)
         self._stages.note(
             f"{name}: OGB's files in {self._raw.source} are converted once, into {self._folder}.",
             stays=True,

@@ -104,8 +104,9 @@ def _from_ogb(name: str, root: Path, meta_dict: dict[str, Any] | None) -> Datase
     try:
         from ogb.nodeproppred import NodePropPredDataset
     except ImportError as error:
+        files = f", or put {expected(name)} into a data folder" if name in FROM_FILES else ""
         raise ImportError(
-            f'{name} is loaded by the package ogb ({error}): pip install "herta_gpu[ogb]".'
+            f'{name} is loaded by the package ogb ({error}): pip install "herta_gpu[ogb]"{files}.'
         ) from None
     with _trusting_torch(), contextlib.redirect_stdout(sys.stderr):
         try:

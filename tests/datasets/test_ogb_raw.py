@@ -184,10 +184,13 @@ def test_still_in_the_zip_of_the_download(tmp_path, method, outer):
 
 
 def outer_zip(tmp_path, folder, method):
-    """The zip of a download, with comments and names that shift everything in it."""
+    """The zip of a download; its members have the longer headers of ZIP64, as large ones do."""
     with zipfile.ZipFile(tmp_path / f"{folder}.zip", "w", method) as archive:
         for path in sorted((tmp_path / "made" / folder).rglob("*")):
-            archive.write(path, path.relative_to(tmp_path / "made"))
+            if path.is_file():
+                name = path.relative_to(tmp_path / "made").as_posix()
+                with archive.open(name, "w", force_zip64=True) as member:
+                    member.write(path.read_bytes())
         archive.comment = b"a comment at the end"
     shutil.rmtree(tmp_path / "made")
 
@@ -249,14 +252,14 @@ class Killed(BaseException):
     """As sudden as a signal."""
 
 
-def stopped_after(monkeypatch, reads):
+def stopped_after(monkeypatch, reads, by=Killed):
     """From now on the reader of zips dies after so many reads of a chunk."""
     whole, count = zipfile.ZipExtFile.read, [0]
 
     def read(self, n=-1):
         count[0] += n > 900
         if count[0] > reads:
-            raise Killed
+            raise by
         return whole(self, n)
 
     monkeypatch.setattr(zipfile.ZipExtFile, "read", read)
@@ -326,6 +329,22 @@ def test_other_files_are_not_mixed_with_what_a_kill_left(tmp_path, monkeypatch):
     shutil.rmtree(tmp_path / "papers100M-bin")
     write_papers(tmp_path, contents(1))
     convert(tmp_path)
+    check(converted(), contents(1))
+
+
+def test_a_kill_between_two_sources_leaves_no_mixture(tmp_path, monkeypatch):
+    write_papers(tmp_path, contents(0))
+    convert(tmp_path)
+    shutil.rmtree(tmp_path / "papers100M-bin")
+    write_papers(tmp_path, contents(1))
+    with monkeypatch.context() as patch:
+        stopped_after(patch, 40)  # labels and edges are the new ones by then, the features not
+        with pytest.raises(Killed):
+            convert(tmp_path)
+    assert (converted()["edge_index"] == contents(1)["edge_index"]).all()
+    assert (converted()["node_feat"] == contents(0)["node_feat"]).all()
+    assert not ogb_convert.is_converted(PAPERS)
+    load(PAPERS, tmp_path)
     check(converted(), contents(1))
 
 
@@ -415,6 +434,23 @@ def test_one_wrong_bit_is_found_by_the_checksum(tmp_path, method, key):
     raw[info.header_offset + info.compress_size // 2] ^= 4
     path.write_bytes(raw)
     with pytest.raises(DataError, match=rf"data\.npz.*(is damaged|{key})"):
+        load(PAPERS, tmp_path)
+    assert nothing_left(tmp_path)
+
+
+@pytest.mark.parametrize("method", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
+@pytest.mark.parametrize("chunk", [1000, 4096, 1 << 22])
+@pytest.mark.parametrize("key", ["edge_index", "node_feat"])
+def test_the_checksum_is_compared_whatever_the_chunks(tmp_path, monkeypatch, method, chunk, key):
+    """zipfile compares it at the end of a member only, which the last chunk has to reach."""
+    monkeypatch.setattr(ogb_raw, "_CHUNK", chunk)
+    path = write_papers(tmp_path, contents(), method=method) / "raw" / "data.npz"
+    with zipfile.ZipFile(path) as archive:
+        stored = archive.getinfo(f"{key}.npy").CRC.to_bytes(4, "little")
+    raw = path.read_bytes()
+    assert raw.count(stored) >= 1
+    path.write_bytes(raw.replace(stored, bytes([stored[0] ^ 1]) + stored[1:]))
+    with pytest.raises(DataError, match=r"data\.npz is damaged \(Bad CRC-32"):
         load(PAPERS, tmp_path)
     assert nothing_left(tmp_path)
 
@@ -745,6 +781,18 @@ def test_convert_asked_wrongly(tmp_path, capsys):
     assert "ogbn_papers100M/raw, papers100M-bin/raw or papers100M-bin.zip in" in err
     code, _, err = run(capsys, "convert", PAPERS)
     assert "in a data folder: set HERTA_DATA" in err
+
+
+def test_an_interrupted_conversion_says_how_to_go_on(tmp_path, capsys, monkeypatch):
+    arrays = contents()
+    write_papers(tmp_path, arrays)
+    with monkeypatch.context() as patch:
+        stopped_after(patch, 28, KeyboardInterrupt)
+        code, _, err = run(capsys, "convert", PAPERS, "--root", tmp_path, "--features", "float16")
+    assert code == 130
+    assert err.endswith("herta: Interrupted: the same command goes on.\n")
+    assert run(capsys, "convert", PAPERS, "--root", tmp_path, "--quiet")[0] == 0
+    check(converted(), arrays)
 
 
 def test_train_converts_by_itself_and_says_so(tmp_path, capsys, monkeypatch):
