@@ -8,6 +8,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+# BLAS reads this when it is loaded, and programs that tests start inherit it.  Its threads go on
+# spinning after each of the many small products of a test: with two of them a test takes up to
+# five times the time of the processor, and two workers have no more than two cores.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
 import hypothesis
 import numpy as np
 import pytest

@@ -1,13 +1,7 @@
-"""A checkpoint goes on with its own fit and with no other, and believes nothing it can measure."""
+"""A checkpoint goes on with its own fit and with no other."""
 
 from __future__ import annotations
 
-import json
-import os
-import signal
-import subprocess
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,41 +9,9 @@ import pytest
 import scipy.sparse as sp
 
 from herta_gpu import HERTA, Graph
-from herta_gpu.app.cli import main
-from herta_gpu.app.runs import load_model
 from herta_gpu.datasets import load
 from herta_gpu.plumbing.checkpoint import Checkpoint
-from herta_gpu.plumbing.fingerprint import differences, fingerprint
-
-PARAMS = {"lam": 5.0, "loss": "ce", "ridge": 0.1, "strategy": "herta", "tol": 1e-9}
-WAY_OUT = r"choose another folder, or begin anew with checkpoint\.delete\(\) \(--overwrite on"
-
-
-def given() -> dict:
-    data = load("synthetic:n=400,m=2000,d=12,c=3")
-    return {"graph": data.graph, "X": data.X, "y": data.y, "train": data.split["train"]}
-
-
-def killed(folder: Path, data: dict, at: int = 3, warm: bool = True, **params) -> None:
-    """The state of a fit that stopped when it had recorded step `at`, of a cheaper model or not."""
-
-    def stop(entry: dict) -> None:
-        if entry["step"] == at and (warm or not entry["warm"]):
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        fit(folder, data, stop, **params)
-    assert (folder / "step.npz").is_file()
-    assert list(folder.glob("Q*.npz"))
-
-
-def fit(folder: Path, data: dict, callback=None, **params) -> HERTA:
-    checkpoint = Checkpoint(folder, worth=0.0, share=1.0)
-    return HERTA(**{**PARAMS, **params}).fit(**data, callback=callback, checkpoint=checkpoint)
-
-
-def files(folder: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+from tests.plumbing.killed_fits import PARAMS, WAY_OUT, files, fit, given, killed
 
 
 def other_entry(data: dict) -> None:
@@ -247,193 +209,7 @@ def _sketching(model: HERTA) -> int:
     return budget
 
 
-# ---- memory maps ----------------------------------------------------------------------------
-@pytest.fixture
-def mapped(tmp_path) -> tuple[dict, Path]:
-    """Data with X in a file, and that file."""
-    data, path = given(), tmp_path / "X.npy"
-    np.save(path, np.tile(data["X"], (1, 3)) + np.arange(36, dtype="float32"))
-    return dict(data, X=np.load(path, mmap_mode="r")), path
-
-
-def reopened(data: dict, path: Path) -> dict:
-    return dict(data, X=np.load(path, mmap_mode="r"))
-
-
-COMPARED = (
-    r"of a memory map only 400 rows, the file's size and the file's time of change are compared"
-)
-
-
-def test_a_changed_memory_map_is_refused(tmp_path, mapped):
-    data, path = mapped
-    folder, about = tmp_path / "state", path.stat()
-    killed(folder, data)
-    before = files(folder)
-    os.utime(path, ns=(about.st_atime_ns, about.st_mtime_ns + 1))
-    with pytest.raises(ValueError, match=rf"X \(by the file's time of change; {COMPARED}\)"):
-        fit(folder, reopened(data, path))
-    X = np.load(path)
-    X[-1, -1] += 1
-    np.save(path, X)
-    os.utime(path, ns=(about.st_atime_ns, about.st_mtime_ns))  # rows give it away all the same
-    with pytest.raises(ValueError, match=rf"the features X \(by 400 rows; {COMPARED}\) changed"):
-        fit(folder, reopened(data, path))
-    assert files(folder) == before
-    X[-1, -1] -= 1
-    np.save(path, X)
-    os.utime(path, ns=(about.st_atime_ns, about.st_mtime_ns))
-    again = fit(folder, reopened(data, path))
-    assert (again.W_ == HERTA(**PARAMS).fit(**data).W_).all()
-
-
-def test_rows_of_a_large_map_are_sampled(tmp_path):
-    """The first, the last and others between; a row that is not among them goes unseen."""
-    from herta_gpu.backends import get_backend
-
-    path, n = tmp_path / "X.npy", 50_000
-    np.save(path, np.zeros((n, 2), dtype="float32"))
-    about = path.stat()
-
-    def of(row: int) -> dict:
-        X = np.load(path, mmap_mode="r+")
-        X[row] = 1
-        X.flush()
-        os.utime(path, ns=(about.st_atime_ns, about.st_mtime_ns))
-        graph = Graph.from_edges([[0], [1]], num_nodes=2)
-        found = fingerprint(
-            HERTA().get_params(), get_backend("cpu"), graph, X, np.zeros(n), np.arange(3)
-        )
-        X[row] = 0
-        X.flush()
-        return found
-
-    step = (n - 1) / 4095
-    then = of(1)  # not among them
-    assert differences(then, of(2)) == []
-    for row in (0, n - 1, int(1000 * step)):
-        assert "the features X (by 4,096 rows; of a memory map" in differences(then, of(row))[0]
-
-
-# ---- nothing is believed --------------------------------------------------------------------
-def edited(path: Path, change) -> None:
-    """step.npz with another point, in the form that a checkpoint gives it."""
-    with np.load(path) as stored:
-        arrays = dict(stored)
-    about = json.loads(str(arrays["about"]))["dict"]
-    point = {k: v["array"] if isinstance(v, dict) else v for k, v in about["point"]["dict"].items()}
-    change(about, point, arrays)
-    for name, value in point.items():
-        if not isinstance(about["point"]["dict"][name], dict):
-            about["point"]["dict"][name] = value
-    arrays["about"] = np.array(json.dumps({"dict": about}))
-    np.savez(path, **arrays)
-
-
-def small_gradient(about, point, arrays) -> None:
-    for name in ("g", "gradient"):
-        arrays[point[name]] = arrays[point[name]] * 1e-9
-
-
-def small_objective(about, point, arrays) -> None:
-    point["objective"] = 1e-3
-
-
-def no_residuals(about, point, arrays) -> None:
-    point["forward_residual"] = point["adjoint_residual"] = 0.0
-    arrays[point["Z"]] = arrays[point["Z"]] * 1.5
-
-
-def point_of_others(about, point, arrays) -> None:
-    """All of it fits together, but for other weights."""
-    arrays[point["w"]] = arrays[point["w"]][::-1].copy()
-
-
-def not_numbers(about, point, arrays) -> None:
-    arrays[point["W"]] = arrays[point["W"]] * np.nan
-
-
-def flat_curvature(about, point, arrays) -> None:
-    about["curvature"] = 1e-6
-
-
-TAMPERED = [
-    small_gradient, small_objective, no_residuals, point_of_others, not_numbers, flat_curvature
-]  # fmt: skip
-
-
-@pytest.mark.filterwarnings("ignore:The stored state contradicts itself")
-@pytest.mark.parametrize("change", TAMPERED)
-@pytest.mark.parametrize(
-    ("loss", "strategy"), [("mse", "herta"), ("ce", "herta"), ("ce", "direct")]
-)
-def test_a_tampered_step_is_not_believed(tmp_path, change, loss, strategy):
-    data = given()
-    data["X"] = data["X"] * np.logspace(-1, 1, 12).astype("float32")
-    params = {"loss": loss, "strategy": strategy, "ridge": 0.01, "tol": 1e-8}
-    params["sketch"] = 30 if loss == "mse" else "auto"
-    exact = {"tol": 1e-13, "dtype": "float64", "strategy": "herta"}
-    optimum = HERTA(**{**PARAMS, **params, **exact}).fit(**data).history_[-1]["loss"]
-    killed(tmp_path, data, at=2, **params)
-    edited(tmp_path / "step.npz", change)
-    model = fit(tmp_path, data, **params)
-    truth = objective(model, data)
-    assert model.history_[-1]["loss"] == pytest.approx(truth, rel=1e-5)
-    assert min(h["loss"] for h in model.history_) >= optimum * (1 - 1e-6)
-    assert model.status_ == "certified"
-    assert (truth - optimum) / truth <= model.certificate_.value + 1e-12
-
-
-def objective(model: HERTA, data: dict) -> float:
-    """By dense algebra in float64, from the weights and the data alone."""
-    H = np.eye(400) + model.lam * data["graph"].to_csr().toarray()
-    F = np.linalg.solve(H, data["X"].astype("float64") @ model.W_)[np.sort(data["train"])]
-    codes = np.searchsorted(model.classes_, data["y"][np.sort(data["train"])])
-    ridge = 0.5 * model.ridge * (model.W_**2).sum()
-    if model.loss == "mse":
-        return 0.5 * ((F - np.eye(3)[codes]) ** 2).sum() + ridge
-    top = F.max(axis=1)
-    log_sum = np.log(np.exp(F - top[:, None]).sum(axis=1)) + top
-    return (log_sum - F[np.arange(len(codes)), codes]).sum() + ridge
-
-
-def test_files_of_another_fit_are_not_read(tmp_path):
-    """Copied into the folder, beside a fingerprint that is right."""
-    data, other = given(), given()
-    other["X"] = other["X"][::-1].copy()
-    killed(tmp_path / "mine", data)
-    killed(tmp_path / "other", other)
-    for path in (tmp_path / "other").glob("*.npz"):
-        (tmp_path / "mine" / path.name).write_bytes(path.read_bytes())
-    seen = []
-    again = fit(tmp_path / "mine", data, seen.append)
-    assert seen[0]["step"] == 0
-    assert (again.W_ == HERTA(**PARAMS).fit(**data).W_).all()
-
-
-@pytest.mark.parametrize("left", [None, "", "[]", '{"data": 3}', "{"])
-def test_a_state_of_unknown_origin_is_refused(tmp_path, left):
-    data = given()
-    killed(tmp_path, data)
-    (tmp_path / "made-from.json").unlink()
-    if left is not None:
-        (tmp_path / "made-from.json").write_text(left)
-    before = files(tmp_path)
-    with pytest.raises(ValueError, match=WAY_OUT):
-        fit(tmp_path, data)
-    assert files(tmp_path) == before
-    Checkpoint(tmp_path).delete()
-    assert (fit(tmp_path, data).W_ == HERTA(**PARAMS).fit(**data).W_).all()
-
-
-def test_a_state_of_another_version_is_refused(tmp_path, monkeypatch):
-    data = given()
-    killed(tmp_path, data)
-    monkeypatch.setattr("herta_gpu.plumbing.fingerprint.__version__", "9.9")
-    with pytest.raises(ValueError, match=r"version of herta_gpu \(0\..* then, 9\.9 now\) changed"):
-        fit(tmp_path, data)
-
-
+# ---- what is written, and when ---------------------------------------------------------------
 def test_the_fingerprint_is_there_before_anything_else(tmp_path, monkeypatch):
     """And nothing at all without a checkpoint: hashing takes time."""
     from herta_gpu import herta
@@ -448,55 +224,6 @@ def test_the_fingerprint_is_there_before_anything_else(tmp_path, monkeypatch):
     assert len(written) > 2
     monkeypatch.setattr(herta, "fingerprint", None)
     HERTA(**PARAMS).fit(**given())
-
-
-# ---- the command line -----------------------------------------------------------------------
-def store(path: Path, data: dict, X) -> None:
-    u, v, _ = data["graph"].edges()
-    rest = np.setdiff1d(np.arange(400), data["train"])
-    np.savez(
-        path, edge_index=np.stack([u, v]), num_nodes=400, features=X, labels=data["y"],
-        train=data["train"], valid=rest[:50], test=rest[50:],
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize("at", [0, 3])
-def test_resume_after_the_file_was_replaced(tmp_path, capsys, at):
-    data, npz, run = given(), tmp_path / "mine.npz", tmp_path / "run"
-    store(npz, data, data["X"])
-    command = ["train", str(npz), "--loss", "ce", "--ridge", "0.01", "--strategy", "herta"]
-    code = (
-        "import os; from herta_gpu.app.cli import main; from herta_gpu.app.runs import Run\n"
-        "record = Run.record\n"
-        "def fatal(self, entry):\n"
-        "    record(self, entry)\n"
-        f"    if entry['step'] == {at}: os.kill(os.getpid(), 9)\n"
-        "Run.record = fatal\n"
-        f"main({[*command, '--quiet', '--out', str(run)]!r})"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=120)
-    assert done.returncode == -signal.SIGKILL
-    with open(run / "metrics.jsonl", "a") as file:
-        file.write('{"step": 99}\n')  # not in the state, and not to be lost by a refusal
-    before = files(run)
-    store(npz, data, data["X"] * 2)
-    assert main(["train", "--resume", str(run), "--quiet"]) == 2
-    said = capsys.readouterr().err
-    assert "the features X changed" in said
-    assert "--overwrite" in said
-    assert said.count("\n") == 1
-    assert files(run) == before
-    store(npz, data, data["X"])
-    assert main(["train", "--resume", str(run), "--quiet"]) == 0
-    steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").open()]
-    assert steps == list(range(len(steps)))
-    W = load_model(run / "model.npz").W_
-    store(npz, data, data["X"] * 2)
-    capsys.readouterr()
-    assert main(["train", "--resume", str(run), "--json"]) == 0  # finished: what it found then
-    assert json.loads(capsys.readouterr().out) == json.loads((run / "result.json").read_text())
-    assert main([*command, "--quiet", "--out", str(run), "--overwrite"]) == 0
-    assert not np.array_equal(load_model(run / "model.npz").W_, W)
 
 
 def test_other_test_nodes_are_seen_by_a_run(tmp_path):

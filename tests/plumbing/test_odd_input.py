@@ -1,0 +1,132 @@
+"""What looks like bad input and is not: masks, text labels, numbers of other types."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from herta_gpu import HERTA
+from herta_gpu.app.cli import main
+from herta_gpu.app.runs import load_model, save_model
+from herta_gpu.datasets import DataError, Dataset, load, load_npz
+from herta_gpu.datasets.dataset import checked_split
+from tests.plumbing.bad_input import MODEL, NAMES, D, G, N, X, Y, fit, npz, refused, tables
+
+MASK = np.arange(N) < 15
+
+
+@pytest.mark.parametrize("mask", [MASK, MASK.astype(int), MASK.astype(float), MASK.astype("u1")])
+def test_masks_are_splits(mask, tmp_path, capsys):
+    path = npz(tmp_path, drop=("valid",), train=mask, test=1 - mask.astype(mask.dtype))
+    data = load_npz(path)
+    assert data.split["train"].tolist() == list(range(15))
+    assert data.split["test"].tolist() == list(range(15, N))
+    assert main(["plan", str(path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["n_train"] == 15
+    if mask.dtype.kind in "biu":
+        ours = HERTA(ridge=0.1).fit(G, X, Y, train=mask).W_
+        assert (ours == HERTA(ridge=0.1).fit(G, X, Y, train=np.arange(15)).W_).all()
+
+
+def test_a_mask_is_told_from_ids_where_it_can_be():
+    assert checked_split("two", {"train": [0, 1]}, 2)["train"].tolist() == [0, 1]
+    assert checked_split("two", {"train": [1, 0]}, 3)["train"].tolist() == [1, 0]
+    assert checked_split("three", {"train": [1, 0, 0]}, 3)["train"].tolist() == [0]
+
+
+def test_a_split_of_ones_own_may_not_overlap():
+    data = Dataset("mine", G, X, Y, {"train": np.arange(5), "test": np.arange(4, 9)})
+    refused(DataError, "train and test overlap", lambda: data.with_split("public"))
+    refused(DataError, "train and test overlap", lambda: data.with_split(None))
+
+
+def test_one_column_of_classes_is_classes(tmp_path):
+    assert load_npz(npz(tmp_path, labels=Y[:, None])).y.tolist() == Y.tolist()
+
+
+def test_num_nodes_may_be_a_whole_float_or_be_left_out(tmp_path):
+    assert load_npz(npz(tmp_path, num_nodes=30.0)).graph.num_nodes == N
+    assert load_npz(npz(tmp_path, num_nodes=[30])).graph.num_nodes == N
+    assert load_npz(npz(tmp_path, drop=("num_nodes",))).graph.num_nodes == N
+
+
+@pytest.mark.filterwarnings("ignore:the matrix subclass")
+def test_a_matrix_of_numpy_is_an_array():
+    ours = HERTA(ridge=0.1).fit(G, np.matrix(X), Y)
+    assert (ours.W_ == MODEL.W_).all()
+    assert ours.transform(G, np.matrix(X)).shape == (N, 3)
+
+
+LABELS = [NAMES, NAMES.astype(object), NAMES.astype("S"), NAMES.tolist()]
+
+
+@pytest.mark.parametrize("labels", LABELS, ids=["text", "objects", "bytes", "list"])
+def test_text_labels_in_python(labels, tmp_path):
+    model = HERTA(ridge=0.1).fit(G, X, labels)
+    assert model.classes_.tolist() == ["blue", "green", "red"]
+    predicted = model.predict(G, X)
+    assert (predicted == np.array(["red", "green", "blue"])[MODEL.predict(G, X)]).all()
+    assert model.score(G, X, labels) == MODEL.score(G, X, Y)
+    save_model(model, tmp_path / "m")
+    assert (load_model(tmp_path / "m").predict(G, X) == predicted).all()
+
+
+@pytest.mark.parametrize("nothing", ["", None, float("nan"), "-1", "  "])
+def test_text_that_is_no_label(nothing):
+    labels = NAMES.astype(object)
+    labels[20:] = nothing
+    model = HERTA(ridge=0.1).fit(G, X, labels)
+    assert (model.W_ == HERTA(ridge=0.1).fit(G, X, NAMES, train=np.arange(20)).W_).all()
+    whole = Y.astype(object)
+    whole[20:] = None
+    assert HERTA(ridge=0.1).fit(G, X, whole).classes_.tolist() == [0, 1, 2]
+    refused(ValueError, "node 25, which has no label", lambda: fit(y=labels, train=[1, 25]))
+
+
+@pytest.mark.parametrize("kind", ["npz", "csv", "csv with a head", "npy"])
+def test_text_labels_on_the_command_line(kind, tmp_path, capsys):
+    lines = "\n".join(NAMES) + "\n"
+    made = {
+        "npz": lambda: npz(tmp_path, labels=NAMES),
+        "csv": lambda: tables(tmp_path, labels=lines),
+        "csv with a head": lambda: tables(tmp_path, labels="colour\n" + lines),
+        "npy": lambda: tables(tmp_path, labels=NAMES),
+    }
+    data, run = str(made[kind]()), str(tmp_path / "run")
+    assert main(["plan", data, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["c"] == 3
+    assert main(["train", data, "--ridge", "0.1", "--out", run, "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert main(["predict", run, data, "--to", str(tmp_path / "p.csv"), "--json"]) == 0
+    assert "score" in json.loads(capsys.readouterr().out)
+    model = HERTA(ridge=0.1, dtype="float32").fit(G, load(data).X, NAMES, train=np.arange(15))
+    rows = (tmp_path / "p.csv").read_text().splitlines()
+    assert rows == ["node,prediction", *(f"{i},{v}" for i, v in enumerate(model.predict(G, X)))]
+    assert answer["scores"]["test"] == model.score(G, X, NAMES, np.arange(20, N))
+    assert main(["predict", run, data, "--to", str(tmp_path / "p.npz"), "--quiet"]) == 0
+    with np.load(tmp_path / "p.npz", allow_pickle=False) as stored:
+        assert (stored["predictions"] == model.predict(G, X)).all()
+
+
+def test_text_labels_are_tuned_on(tmp_path, capsys):
+    argv = ["tune", str(npz(tmp_path, labels=NAMES)), "--lam", "1", "--ridge", "0.1", "--json"]
+    assert main(argv) == 0
+    assert len(json.loads(capsys.readouterr().out)["candidates"]) == 2
+
+
+def test_predictions_for_labels_of_another_kind_have_no_score(tmp_path, capsys, finished):
+    data = npz(tmp_path, labels=NAMES)
+    argv = ["predict", str(finished), str(data), "--to", str(tmp_path / "p.csv"), "--json"]
+    assert main(argv) == 0
+    assert "score" not in json.loads(capsys.readouterr().out)
+
+
+def test_one_float_per_node_is_scored_as_one_column(tmp_path, capsys):
+    data = npz(tmp_path, labels=X @ np.arange(1.0, D + 1))
+    assert main(["train", str(data), "--lam", "0.001", "--ridge", "1e-6", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["metric"] == "r2"
+    assert answer["outputs"] == 1
+    assert answer["scores"]["test"] > 0.99
