@@ -102,6 +102,20 @@ class Laplacian:
 
 
 @dataclass
+class Halves:
+    """D^-1/2 Z in float16, which is what Chebyshev's neighbours are read from.
+
+    Column j is multiplied by 2^e_j, which brings the largest entry of D^-1/2 B to about 2^14, once
+    for all iterates: D^-1/2 H^-1 D^1/2 has no negative entry and row sums of 1, so that of
+    D^-1/2 H^-1 B is no larger.  What passes 65,504 on the way counts as that.
+    """
+
+    G: Array  # n x k uint16, the bits of float16
+    up: Array  # (k,) float32, 2^e
+    down: Array  # (k,) float32, 2^-e
+
+
+@dataclass
 class CGState:
     """Where k columns of block CG stand; everything of it lives on the device.
 
@@ -179,6 +193,7 @@ class Backend(ABC):
     name: str
     xp: Any
     reorders = False  # whether `Graph.in_local_order` is worth its time here
+    at_once = 1 << 18  # numbers of a block that array operations take at a time
     check_every = 1  # CG steps between two looks at the mask of converged columns
 
     # ---- arrays -------------------------------------------------------------------------
@@ -342,9 +357,20 @@ class Backend(ABC):
 
     @abstractmethod
     def chebyshev_step(
-        self, L: Laplacian, lam: float, Z: Array, Z_prev: Array, B: Array, c1: float, c2: float
+        self,
+        L: Laplacian,
+        lam: float,
+        Z: Array,
+        Z_prev: Array,
+        B: Array,
+        c1: float,
+        c2: float,
+        halves: Halves | None = None,
     ) -> None:
-        """Z_prev <- Z + c1 (Z - Z_prev) + c2 (B - H Z), in place: the next iterate."""
+        """Z_prev <- Z + c1 (Z - Z_prev) + c2 (B - H Z), in place: the next iterate.
+
+        With `halves`, the neighbours' rows of D^-1/2 Z are first rounded to float16 there.
+        """
 
     def chebyshev(
         self,
@@ -353,29 +379,63 @@ class Backend(ABC):
         B: Array,
         first: float,
         steps: Iterable[tuple[float, float]],
-        work: tuple[Array, Array] | None = None,
+        work: tuple[Array, ...] | None = None,
+        half: bool = False,
     ) -> Array:
         """Z of Z_0 = 0, Z_1 = first B, and a `chebyshev_step` for each (c1, c2).
 
         `work` are two blocks like B for the iterates, one of which is the result; with them, no
         other array of n x k numbers is made.
+
+        With `half`, neighbours may be read in float16 where B is float32 (`Halves`): the step then
+        moves up to half of the bytes, for a relative error of about 5e-4, which a second pass on
+        the residual takes away.  It needs n x k numbers of 16 bits, which `work` may hold as its
+        third block, of uint16.  `half_pays` says where it is worth it.
         """
         Z, Z_prev = self.iterates(B, work)
+        halves = None
+        if half and B.dtype == np.float32:
+            halves = self.halves(L, B, work[2] if work and len(work) > 2 else None)
         Z_prev.fill(0)
         self.xp.multiply(B, B.dtype.type(first), out=Z)
         for c1, c2 in steps:
-            self.chebyshev_step(L, lam, Z, Z_prev, B, c1, c2)
+            self.chebyshev_step(L, lam, Z, Z_prev, B, c1, c2, halves)
             Z, Z_prev = Z_prev, Z
         return Z
 
-    def iterates(self, B: Array, work: tuple[Array, Array] | None) -> tuple[Array, Array]:
+    def iterates(self, B: Array, work: tuple[Array, ...] | None) -> tuple[Array, Array]:
         """The two blocks that `chebyshev` works in: the caller's, or new ones."""
         if work is None:
             return self.empty(B.shape, str(B.dtype)), self.empty(B.shape, str(B.dtype))
-        for block in work:
-            if (block.shape, block.dtype) != (B.shape, B.dtype) or not block.flags.c_contiguous:
-                raise ValueError(f"work must be two C-contiguous blocks of {B.shape}, {B.dtype}.")
-        return work
+        for block, dtype in zip(work, (B.dtype, B.dtype, "uint16"), strict=False):
+            if block.shape != B.shape or block.dtype != dtype or not block.flags.c_contiguous:
+                raise ValueError(
+                    f"work must be two C-contiguous blocks of {B.shape}, {B.dtype}, "
+                    "and perhaps a third one of uint16."
+                )
+        return work[0], work[1]
+
+    def halves(self, L: Laplacian, B: Array, G: Array | None = None) -> Halves:
+        """What `chebyshev` needs to solve for B with float16 neighbours; G is not filled yet."""
+        _, exponent = np.frexp(self.to_numpy(self.largest_entries(L, B)))  # synchronize!
+        # Neither 2^e nor 2^-e may leave float32's range; of tiny numbers fewer bits are kept.
+        e = np.clip(14 - exponent, -126, 126)
+        up, down = (np.ldexp(np.float32(1), power).astype("float32") for power in (e, -e))
+        G = self.empty(B.shape, "uint16") if G is None else G
+        return Halves(G, self.asarray(up), self.asarray(down))
+
+    def largest_entries(self, L: Laplacian, B: Array) -> Array:
+        """(k,) the largest entry of |D^-1/2 B| by column."""
+        xp, s, (n, k) = self.xp, L.inv_sqrt_degree, B.shape
+        largest, rows = xp.zeros(k, dtype=B.dtype), max(1, self.at_once // max(k, 1))
+        for a in range(0, n, rows):
+            part = abs(B[a : a + rows]) * s[a : a + rows, None]
+            largest = xp.maximum(largest, part.max(axis=0))
+        return largest
+
+    def half_pays(self, L: Laplacian, k: int) -> bool:
+        """Whether `chebyshev` of a float32 block of k columns is faster with `half`."""
+        return False
 
     # ---- Algorithm 2 ---------------------------------------------------------------------
     @abstractmethod

@@ -28,6 +28,7 @@ from herta_gpu.backends.base import (
     Backend,
     CGState,
     Exact,
+    Halves,
     Laplacian,
     keep_probabilities,
     score_exponent,
@@ -163,13 +164,13 @@ class CPUBackend(Backend):
         self, L: Laplacian, lam: float, Z: Array, B: Array, start: int, out: Array | None = None
     ) -> Array:
         out, stop = np.empty(B.shape) if out is None else out, start + B.shape[0]
-        s, diagonal, _ = L.exact
+        s, diagonal, weights = L.exact
         parts = [slice(a, min(a + _ROWS, stop)) for a in range(start, stop, _ROWS)]
 
         def rows(at: slice) -> None:
             here = slice(at.start - start, at.stop - start)
             HZ = (1 + lam * diagonal[at])[:, None] * Z[at].astype(np.float64)
-            HZ -= (lam * s[at])[:, None] * _neighbour_sums(L, Z, at)
+            HZ -= (lam * s[at])[:, None] * _neighbour_sums(L, Z, at, s, weights)
             np.subtract(B[here], HZ, out=out[here])
 
         _each(rows, parts)
@@ -206,17 +207,28 @@ class CPUBackend(Backend):
         return int(np.count_nonzero(state.active))
 
     def chebyshev_step(
-        self, L: Laplacian, lam: float, Z: Array, Z_prev: Array, B: Array, c1: float, c2: float
+        self,
+        L: Laplacian,
+        lam: float,
+        Z: Array,
+        Z_prev: Array,
+        B: Array,
+        c1: float,
+        c2: float,
+        halves: Halves | None = None,
     ) -> None:
         assert isinstance(L, CPULaplacian)
         dtype = Z.dtype.type
 
         def advance(chunk: tuple[slice, Any]) -> None:
             at, _ = chunk
+            HZ = _H_rows(L, lam, Z, *chunk) if halves is None else _half_rows(L, lam, Z, at, halves)
             Z_prev[at] *= dtype(-c1)
             Z_prev[at] += dtype(1 + c1) * Z[at]
-            Z_prev[at] += dtype(c2) * (B[at] - _H_rows(L, lam, Z, *chunk))
+            Z_prev[at] += dtype(c2) * (B[at] - HZ)
 
+        if halves is not None:
+            _each(partial(_halve, L, Z, halves), _flat_chunks(*Z.shape))
         _each(advance, L.chunks)
 
     # ---- Algorithm 2 ---------------------------------------------------------------------
@@ -294,15 +306,30 @@ def _H_rows(L: Laplacian, lam: float, X: Array, at: slice, A: Any) -> Array:
     return Y
 
 
-def _neighbour_sums(L: Laplacian, Z: Array, at: slice) -> Array:
-    """Rows `at` of A D^-1/2 Z in float64, a bounded number of neighbours at a time.
+def _halve(L: Laplacian, Z: Array, halves: Halves, at: slice) -> None:
+    """Rows `at` of D^-1/2 Z into halves.G."""
+    scaled = L.inv_sqrt_degree[at, None] * Z[at] * halves.up
+    halves.G[at] = np.clip(scaled, -65504, 65504).astype(np.float16).view(np.uint16)
+
+
+def _half_rows(L: Laplacian, lam: float, Z: Array, at: slice, halves: Halves) -> Array:
+    """Rows `at` of H Z, the neighbours' from halves.G."""
+    s, one = L.inv_sqrt_degree, np.ones(1, dtype=Z.dtype)
+    G = halves.G.view(np.float16)
+    sums = _neighbour_sums(L, G, at, np.broadcast_to(one, s.shape), L.weights)
+    Y = (1 + lam * L.diagonal[at]).astype(Z.dtype)[:, None] * Z[at]
+    Y -= (lam * s[at]).astype(Z.dtype)[:, None] * (sums * halves.down)
+    return Y
+
+
+def _neighbour_sums(L: Laplacian, Z: Array, at: slice, s: Array, weights: Array | None) -> Array:
+    """Rows `at` of A diag(s) Z in the precision of s, a bounded number of neighbours at a time.
 
     Pieces end at multiples of `_ENTRY_CHUNK` of the whole graph: a row is always summed alike.
     """
-    s, _, weights = L.exact
     indptr, k = L.indptr[at.start : at.stop + 1], Z.shape[1]
     first, last = int(indptr[0]), int(indptr[-1])
-    total = np.zeros((at.stop - at.start, k))
+    total = np.zeros((at.stop - at.start, k), dtype=s.dtype)
     inner = range(first // _ENTRY_CHUNK * _ENTRY_CHUNK + _ENTRY_CHUNK, last, _ENTRY_CHUNK)
     for a, b in pairwise([first, *inner, last]):
         # SciPy would widen all of Z: it gets the rows that these neighbours name.
@@ -310,7 +337,7 @@ def _neighbour_sums(L: Laplacian, Z: Array, at: slice) -> Array:
         values = s[L.indices[a:b]] if weights is None else weights[a:b] * s[L.indices[a:b]]
         local = np.clip(indptr, a, b) - a
         A = sp.csr_array((values, place, local), shape=(total.shape[0], nodes.shape[0]))
-        total += A @ Z[nodes].astype(np.float64)
+        total += A @ Z[nodes].astype(s.dtype)
     return total
 
 

@@ -15,6 +15,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic, models, register_model
 
 VECTOR_BYTES = 64  # one AVX-512 register, or two of AVX2
+HALF = bool(llvm.get_host_cpu_features().get("f16c"))  # instructions for float16
 REGISTER_BYTES = 64 if llvm.get_host_cpu_features().get("avx512f") else 32
 
 
@@ -70,7 +71,7 @@ def _splat(builder: Any, value: Any, lanes: int) -> Any:
 
 def _masked(builder: Any, name: str, result: Any, arguments: list[Any], vector: Any) -> Any:
     """Call of llvm.masked.load or store, whose names hold the vector's type."""
-    kind = "f32" if isinstance(vector.element, ir.FloatType) else "f64"
+    kind = {2: "i16", 4: "f32", 8: "f64"}[_align(vector)]
     function = ir.FunctionType(result, [a.type for a in arguments])
     full = f"llvm.masked.{name}.v{vector.count}{kind}.p0"
     return builder.call(cgutils.get_or_insert_function(builder.module, function, full), arguments)
@@ -83,7 +84,7 @@ def _read(builder: Any, pointer: Any, vector: Any, n: Any) -> Any:
     if n is None:
         return builder.load(pointer, align=align)
     mask = _mask(builder, vector.count, n)
-    zeros = ir.Constant(vector, [0.0] * vector.count)
+    zeros = ir.Constant(vector, None)
     return _masked(builder, "load", vector, [pointer, ir.IntType(32)(align), mask, zeros], vector)
 
 
@@ -105,6 +106,8 @@ def _write(builder: Any, value: Any, pointer: Any, n: Any) -> None:
 
 
 def _align(vector: Any) -> int:
+    if isinstance(vector.element, ir.IntType):
+        return 2
     return 4 if isinstance(vector.element, ir.FloatType) else 8
 
 
@@ -133,6 +136,49 @@ def load(typing_context, array, offset, n):  # type: ignore[no-untyped-def]
 def load_quarter(typing_context, array, offset, n):  # type: ignore[no-untyped-def]
     """As `load`, a quarter as long: a read that rarely straddles two cache lines."""
     return _load(array, n, 4)
+
+
+def _load_as(array: Any, n: Any, like: Any, parts: int) -> Any:
+    vec, half = Vec(like.dtype, parts), array.dtype == types.uint16
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        pointer = _address(context, builder, array, args[0], args[1])
+        stored = ir.VectorType(ir.IntType(16), vec.lanes) if half else _llvm(vec.scalar, vec.lanes)
+        value = _read(builder, pointer, stored, _lanes_wanted(n, args[2]))
+        if not half:
+            return value
+        value = builder.bitcast(value, ir.VectorType(ir.HalfType(), vec.lanes))
+        return builder.fpext(value, _llvm(vec.scalar, vec.lanes))
+
+    return vec(array, types.int64, n, like), codegen
+
+
+@intrinsic
+def load_as(typing_context, array, offset, n, like):  # type: ignore[no-untyped-def]
+    """As `load`, a vector of the array `like`, from an array of its type or the bits of float16."""
+    return _load_as(array, n, like, 1)
+
+
+@intrinsic
+def load_as_quarter(typing_context, array, offset, n, like):  # type: ignore[no-untyped-def]
+    return _load_as(array, n, like, 4)
+
+
+@intrinsic
+def store_half(typing_context, array, offset, n, value):  # type: ignore[no-untyped-def]
+    """As `store`, in float16; what is too large becomes the largest there is, a NaN stays one."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        pointer, x = _address(context, builder, array, args[0], args[1]), args[3]
+        for sign, beyond in ((65504.0, ">"), (-65504.0, "<")):
+            most = ir.Constant(x.type, [sign] * value.lanes)
+            x = builder.select(builder.fcmp_ordered(beyond, x, most), most, x)
+        half = builder.fptrunc(x, ir.VectorType(ir.HalfType(), value.lanes))
+        bits = builder.bitcast(half, ir.VectorType(ir.IntType(16), value.lanes))
+        _write(builder, bits, pointer, _lanes_wanted(n, args[2]))
+        return context.get_dummy_value()
+
+    return types.void(array, types.int64, n, value), codegen
 
 
 def _wide(like: Any, parts: int) -> Any:
