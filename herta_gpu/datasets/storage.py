@@ -16,6 +16,7 @@ import numpy as np
 from herta_gpu.datasets.dataset import PARTS, Dataset
 from herta_gpu.graph import Graph
 from herta_gpu.plumbing.files import DataError, load_npy, new_folder
+from herta_gpu.plumbing.graph_files import for_kernels
 
 VERSION = 1
 _SMALL = 1 << 12  # bytes: of a file that need not be mapped
@@ -41,13 +42,10 @@ def cache_dir() -> Path:
 
 def write_dataset(folder: Path, data: Dataset) -> None:
     """Store a dataset with a dense X as memory-mappable files."""
-    arrays = {"indptr": data.graph.indptr, "indices": data.graph.indices}
-    arrays |= {"degree": data.graph.degree, "y": data.y}
-    if data.graph.weights is not None:
-        arrays["weights"] = data.graph.weights
-    if data.X is not None:
-        arrays["X"] = data.X
-    arrays |= data.split
+    arrays: dict[str, Any] = {"indptr": data.graph.indptr, "indices": data.graph.indices}
+    arrays |= {"weights": data.graph.weights, "degree": data.graph.given_degree, "y": data.y}
+    arrays |= {"X": data.X, **data.split}
+    arrays = {name: array for name, array in arrays.items() if array is not None}
     with new_folder(folder) as at:
         for name, array in arrays.items():
             np.save(at / f"{name}.npy", array, allow_pickle=False)
@@ -63,11 +61,12 @@ def read_dataset(folder: Path, features: bool = True) -> Dataset:
     def opened(name: str) -> Any:
         return _opened(folder / f"{name}.npy", meta["bytes"].get(name))
 
+    def mapped(name: str) -> Any:
+        return for_kernels(folder / f"{name}.npy", opened(name))
+
     has = meta["bytes"]
-    weights = np.asarray(opened("weights")) if "weights" in has else None
-    graph = Graph(
-        np.asarray(opened("indptr")), opened("indices"), weights, np.asarray(opened("degree"))
-    )
+    weights, degree = (mapped(name) if name in has else None for name in ("weights", "degree"))
+    graph = Graph(mapped("indptr"), mapped("indices"), weights, degree)
     X = opened("X") if features and "X" in has else None
     split = {part: np.asarray(opened(part)) for part in PARTS if part in has}
     return Dataset(meta["name"], graph, X, np.asarray(opened("y")), split, meta["metadata"])

@@ -139,18 +139,19 @@ def _opened(path: Path, size: Any) -> Any:
         array = load_npy(path, "a whole array")
     except DataError as error:
         raise _damaged(path.parent, str(error).rstrip(".")) from None
-    return _writable(path, array) if isinstance(array, np.memmap) else array
+    return for_kernels(path, array)
 
 
-def _writable(path: Path, array: Any) -> Any:
-    """The same map, copied where somebody writes to it: the file never changes.
+def for_kernels(path: Path, array: Any) -> Any:
+    """The memory map of a file, copied where somebody writes to it: the file never changes.
 
     Numba would compile every kernel again for arrays that are read-only.  A map that is larger
     than the memory is not given this way, and stays as it is.
     """
-    with contextlib.suppress(OSError):
-        array = np.load(path, "c", allow_pickle=False)
-    return np.asarray(array)
+    if isinstance(array, np.memmap):
+        with contextlib.suppress(OSError):
+            array = np.load(path, "c", allow_pickle=False)
+    return array
 
 
 def _damaged(folder: Path, what: str) -> DataError:

@@ -14,22 +14,31 @@ _BLOCK = 512  # edges whose entries are picked out together, in the first cache
 
 
 @inline
+def _note(i, row, other, back, e, rows, codes, edges):  # type: ignore[no-untyped-def]
+    rows[i] = row
+    if codes is not None:
+        codes[i] = 2 * other + back
+    if edges is not None:
+        edges[i] = e
+
+
+@inline
 def _pick(ends, w, begin, end, first, last, both, rows, codes, edges):  # type: ignore[no-untyped-def]
     """The entries of rows first..last from edges begin..end, one behind the other.
 
     Which edges are ours is random: a branch would be guessed wrongly half of the time.
     """
-    found = 0
+    found, width = 0, np.uint64(last - first)
     for e in range(begin, end):
         u, v = np.int64(ends[0, e]), np.int64(ends[1, e])
-        back, wanted = np.int64(u > v), not both or u != v
+        back, wanted = np.int64(u > v), np.int64(not both or u != v)
         if w is not None:
-            wanted = wanted and w[e] != 0
-        rows[found], codes[found], edges[found] = u, 2 * v + back, e
-        found += np.int64(wanted) & np.int64(u >= first) & np.int64(u < last)
+            wanted &= np.int64(w[e] != 0)
+        _note(found, u, v, back, e, rows, codes, edges)
+        found += wanted & np.int64(np.uint64(u - first) < width)
         if both:
-            rows[found], codes[found], edges[found] = v, 2 * u + back, e
-            found += np.int64(wanted) & np.int64(v >= first) & np.int64(v < last)
+            _note(found, v, u, back, e, rows, codes, edges)
+            found += wanted & np.int64(np.uint64(v - first) < width)
     return found
 
 
@@ -39,12 +48,10 @@ def count(ends, w, first, last, both, indptr):  # type: ignore[no-untyped-def]
 
     `both`: a row of each end, self-loops aside; else one of the first end, whatever the other.
     """
-    m, size = ends.shape[1], 2 * _BLOCK + 2
-    rows, edges = np.empty(size, ends.dtype), np.empty(size, np.int64)
-    codes = np.empty_like(rows)
+    m, rows = ends.shape[1], np.empty(2 * _BLOCK + 2, ends.dtype)
     for begin in range(0, m, _BLOCK):
         end = min(begin + _BLOCK, m)
-        for i in range(_pick(ends, w, begin, end, first, last, both, rows, codes, edges)):
+        for i in range(_pick(ends, w, begin, end, first, last, both, rows, None, None)):
             indptr[np.int64(rows[i]) + 1] += 1
 
 
@@ -66,8 +73,8 @@ def scatter(ends, w, first, last, both, indptr, base, codes, weights, loops):  #
     The entry numbered `base` is the first of `codes` and `weights`.
     """
     m, size = ends.shape[1], 2 * _BLOCK + 2
-    rows, edges = np.empty(size, ends.dtype), np.empty(size, np.int64)
-    picked, place = np.empty_like(rows), np.empty_like(edges)
+    rows, picked = np.empty(size, ends.dtype), np.empty(size, ends.dtype)
+    place, edges = np.empty(size, np.int64), None if w is None else np.empty(size, np.int64)
     for begin in range(0, m, _BLOCK):
         end = min(begin + _BLOCK, m)
         found = _pick(ends, w, begin, end, first, last, both, rows, picked, edges)
