@@ -16,114 +16,31 @@ from typing import Any
 import numpy as np
 
 from herta_gpu.backends.base import Array, Backend, norm
-from herta_gpu.factors import Cholesky, Factor, Scaled
-from herta_gpu.grams import ROW_CUT, DenseGram
+from herta_gpu.factors import Factor
+from herta_gpu.grams import ROW_CUT
+from herta_gpu.hessians import (
+    ClassBlocks,
+    Hessian,
+    Metric,
+    RankOnes,
+    ScaledGram,
+    active_rows,
+    factor_of,
+    rank_ones,
+    spectral_norm,
+    weighted_gram,
+)
 from herta_gpu.losses import Loss
 from herta_gpu.optimizers import LBFGS
 
 _UNIT = 0.5 * float(np.finfo(np.float64).eps)  # what one operation rounds
 _PAIRS = 300  # of L-BFGS; a quarter of the rows where that is less
-_CHUNK_BYTES = 16 << 20  # rows of A that are weighted at a time
 _STALE = 2.0  # change of the mean curvature after which P is factored again
+_FLAT = 0.1  # share of the slope at the start of a step that may be left at its end
+_WHOLE_SIZE = 8000  # numbers in u up to which the whole Hessian of cross entropy is worth having
+_WATCHED = 10  # steps after which their progress says something
+_STUCK = 50  # steps without progress that are the end
 _REFINEMENTS = 3  # of the solution of MSE
-_POWER_STEPS = 8
-
-
-class Metric:
-    """The ridge term in coordinates u: ||W||^2 = u^T G u, with W = C0 u and G = C0^T C0.
-
-    Parameters
-    ----------
-    backend : Backend
-    G, K : None, (r,) or (r, r) arrays
-        G and a K with K K^T = G^-1; one-dimensional ones are diagonals, None is the identity.
-        ||K^T g|| is the norm of the gradient with respect to W, and u = K t makes ||W|| = ||t||.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from herta_gpu.backends import get_backend
-    >>> C0 = np.array([[2.0, 1.0], [0.0, 1.0], [1.0, 0.0]])
-    >>> metric = Metric.of_map(get_backend("cpu"), C0)
-    >>> u = np.array([[1.0], [-1.0]])
-    >>> float((u * metric.times(u)).sum()), float(((C0 @ u) ** 2).sum())
-    (3.0, 3.0)
-    """
-
-    def __init__(self, backend: Backend, G: Array | None = None, K: Array | None = None) -> None:
-        self.backend, self.G, self.K = backend, G, K
-
-    @classmethod
-    def diagonal(cls, backend: Backend, G: Array) -> Metric:
-        """The metric of a diagonal G, given as a vector."""
-        return cls(backend, G, G**-0.5)
-
-    @classmethod
-    def of_map(cls, backend: Backend, C0: Array) -> Metric:
-        """The metric of a d x r matrix C0 of full rank."""
-        xp = backend.xp
-        R = xp.linalg.qr(C0, mode="r")
-        K = backend.solve_triangular(R.T, xp.eye(R.shape[0]), trans=True)
-        return cls(backend, backend.matmul(C0.T, C0), K)
-
-    @classmethod
-    def of_whitening(cls, backend: Backend, L: Array) -> Metric:
-        """The metric of C0 = L^-T, which whitens an X with X^T X = L L^T."""
-        C0_T = backend.solve_triangular(L, backend.xp.eye(L.shape[0]))
-        return cls(backend, backend.matmul(C0_T, C0_T.T), L)
-
-    @classmethod
-    def of_gram(cls, backend: Backend, G: Array) -> Metric:
-        """The metric of G itself, r x r and well enough conditioned for a Cholesky factor."""
-        scale = G.diagonal() ** -0.5
-        L = backend.cholesky(scale[:, None] * G * scale)
-        if L is None:
-            raise ValueError("G must be positive definite: give C0 itself, or its inverse.")
-        K = backend.solve_triangular(L, backend.xp.eye(G.shape[0]), trans=True)
-        return cls(backend, G, scale[:, None] * K)
-
-    def times(self, u: Array) -> Array:
-        """G u."""
-        return self._by(self.G, u)
-
-    def outer(self, g: Array) -> Array:
-        """K^T g: the gradient with respect to W, up to a rotation."""
-        return self._by(None if self.K is None else self.K.T, g)
-
-    def lift(self, t: Array) -> Array:
-        """K t: the u of coordinates t in which the metric is the identity."""
-        return self._by(self.K, t)
-
-    def lower(self, u: Array) -> Array:
-        """K^-1 u."""
-        return self.outer(self.times(u))
-
-    def rows(self, A: Array) -> Array:
-        """A K: the rows of A in the coordinates t."""
-        if self.K is None:
-            return A
-        return A * self.K if self.K.ndim == 1 else self.backend.matmul(A, self.K)
-
-    def add_to(self, P: Array, ridge: float) -> None:
-        """P += ridge G."""
-        if self.G is not None and self.G.ndim == 2:
-            P += ridge * self.G
-        else:
-            diagonal = self.backend.xp.arange(P.shape[0])
-            P[diagonal, diagonal] += ridge * (1.0 if self.G is None else self.G)
-
-    def stretch(self) -> float:
-        """||K||, to some per cent."""
-        if self.K is None:
-            return 1.0
-        if self.K.ndim == 1:
-            return float(self.K.max())  # synchronize!
-        return _size(self.backend, self.K)
-
-    def _by(self, M: Array | None, u: Array) -> Array:
-        if M is None:
-            return u
-        return M[:, None] * u if M.ndim == 1 else self.backend.matmul(M, u)
 
 
 @dataclass
@@ -165,7 +82,7 @@ class DenseProblem:
         self.columns = self.xp.sqrt((A * A).sum(axis=0))  # norms
         # Rounding is seen through the gradient with respect to W.
         self.stretch = metric.stretch() if ridge > 0 else math.inf
-        self.A_norm = _size(backend, A)
+        self.A_norm = spectral_norm(backend, A)
 
     def start(self, u: Array | None) -> Point:
         """The point of u (None: 0)."""
@@ -185,7 +102,8 @@ class DenseProblem:
         self.passes += 1
         slope = self.ridge * self.xp.sum(at.Gu * D, axis=0)
         curvature = self.ridge * self.xp.sum(GD * D, axis=0)
-        eta = self.loss.step(self.xp, at.F, FD, self.Y, (slope, curvature))
+        enough = _FLAT * abs(float(self.xp.sum(at.g * D)))  # synchronize!
+        eta = self.loss.step(self.xp, at.F, FD, self.Y, (slope, curvature), enough)
         return self._at(at.u + eta * D, at.F + eta * FD, at.Gu + eta * GD)
 
     def _at(self, u: Array, F: Array, Gu: Array) -> Point:
@@ -196,23 +114,11 @@ class DenseProblem:
             value += 0.5 * self.ridge * float(self.xp.sum(u * Gu))  # synchronize!
         return Point(u, F, Gu, value, E, g)
 
-    def gram(self, weights: Array | None = None) -> Array:
-        """A^T diag(weights) A."""
-        n, r = self.A.shape
-        G, step = self.xp.zeros((r, r)), max(1, _CHUNK_BYTES // (8 * max(r, 1)))
-        if weights is None:
-            self.backend.add_gram(G, self.A)
-            return G
-        roots = self.xp.sqrt(weights)[:, None]
-        for i in range(0, n, step):
-            self.backend.add_gram(G, self.A[i : i + step] * roots[i : i + step])
-        return G
-
-    def duality_gap(self, point: Point) -> float:
+    def duality_gap(self, point: Point, rounding: bool = True) -> float:
         """A bound of objective - optimum by strong convexity; inf without a ridge."""
         if self.ridge == 0:
             return math.inf
-        size = norm(self.metric.outer(point.g)) + self._rounding(point)
+        size = norm(self.metric.outer(point.g)) + (self._rounding(point) if rounding else 0.0)
         return size**2 / (2 * self.ridge)
 
     def forward_rounding(self, point: Point) -> float:
@@ -293,7 +199,8 @@ def minimise(
         return _in_row_space(problem, goal, max_steps, start, memory_limit, callback)
     if loss.quadratic:
         return _least_squares(problem, goal, start, factor, callback)
-    return _Descent(problem, goal, max_steps, callback).run(problem.start(start))
+    limit = backend.memory_available() if memory_limit is None else memory_limit
+    return _Descent(problem, goal, max_steps, limit, callback).run(problem.start(start))
 
 
 def row_space(
@@ -370,9 +277,9 @@ def _least_squares(
     history: list[dict[str, Any]] = []
     exact = factor is None or factor.slack < 0.1
     if factor is None:
-        P = problem.gram()
+        P = weighted_gram(problem.backend, problem.A)
         problem.metric.add_to(P, problem.ridge)
-        factor, exact = _factor(problem.backend, P, problem.ridge)
+        factor, exact = factor_of(problem.backend, P, problem.ridge, measured=True)
     point = problem.start(start)
     best = math.inf
     for step in range(_REFINEMENTS + 1):
@@ -402,39 +309,43 @@ def _quadratic_gap(
 
 
 class _Descent:
-    """L-BFGS for cross entropy."""
+    """L-BFGS for cross entropy, from a guess of the Hessian that becomes better when it must."""
 
     def __init__(
         self,
         problem: DenseProblem,
         goal: float,
         max_steps: int,
+        memory_limit: int,
         callback: Callable[[dict[str, Any]], None] | None,
     ) -> None:
         self.problem, self.goal, self.max_steps, self.callback = problem, goal, max_steps, callback
         self.backend, self.xp, self.loss = problem.backend, problem.xp, problem.loss
+        self.memory_limit = memory_limit
         self.lbfgs = LBFGS(self.xp, min(_PAIRS, problem.A.shape[0] // 4))
         self.history: list[dict[str, Any]] = []
-        self.curvature = math.nan  # of the rows when P was factored
         self.at_zero = self.loss.value(self.xp, self.xp.zeros_like(problem.Y), problem.Y)
+        self.hessian: Hessian | None = None
+        self.curvature = 0.0  # of all rows when P was factored
+        self.least: list[float] = []  # the smallest gap so far, at each step since the Hessian
 
     def run(self, point: Point) -> DenseFit:
         problem, status, fresh = self.problem, "max_iter", True
         for step in range(self.max_steps + 1):
             self._follow(point)
-            gap = problem.duality_gap(point)
-            size = norm(self.factor.half_T(point.g))
-            found = self._status(point, gap, size)
-            if found and not fresh:  # steps add to F: what they rounded must not decide
-                point, fresh = problem.again(point), True
-                gap, size = problem.duality_gap(point), norm(self.factor.half_T(point.g))
-                found = self._status(point, gap, size)
+            gap = problem.duality_gap(point, rounding=False)
+            found = self._status(point, gap)
+            if found:
+                if not fresh:  # steps add to F: what they rounded must not decide
+                    point, fresh = problem.again(point), True
+                gap = problem.duality_gap(point)
+                found = self._status(point, gap)
             _record(self.history, step, point, gap, problem.passes, self.callback)
             if found or step == self.max_steps:
                 status = found or status
                 break
             ahead = self._step(point)
-            if not ahead.objective < point.objective:
+            if not ahead.objective <= point.objective + 1e-12 * abs(point.objective):
                 if fresh and not self.lbfgs.pairs:
                     status = "stagnated"
                     break
@@ -442,88 +353,107 @@ class _Descent:
                 point, fresh = problem.again(point), True
                 continue
             point, fresh = ahead, False
+        if not fresh:
+            point = problem.again(point)
+        gap, size = problem.duality_gap(point), self._size(point)
         return _fit(problem, point, size, gap, step, status, self.history)
 
     def _step(self, point: Point) -> Point:
-        D = self.lbfgs.direction(point.u, point.g, self._inverse, self.backend.matmul)
+        assert self.hessian is not None
+        inverse = self.hessian.inverse
+        D = self.lbfgs.direction(point.u, point.g, inverse, self.backend.matmul)
         if not float(self.xp.sum(D * point.g)) < 0:  # synchronize!
             self.lbfgs.forget()
-            D = -self._inverse(point.g)
+            D = self.lbfgs.direction(point.u, point.g, inverse, self.backend.matmul)
         return self.problem.move(point, D)
 
-    def _inverse(self, g: Array) -> Array:
-        return self.factor.half(self.factor.half_T(g))
+    def _size(self, point: Point) -> float:
+        """||H^-1/2 gradient|| with the present guess H of the Hessian."""
+        assert self.hessian is not None
+        return max(0.0, float(self.xp.sum(point.g * self.hessian.inverse(point.g)))) ** 0.5
 
-    def _follow(self, point: Point) -> None:
-        """Factor P again once the rows' curvature has changed."""
-        weights = self.loss.row_curvature(self.xp, point.F)
-        now = float(weights.sum())  # synchronize!
-        if self.curvature / _STALE < now < self.curvature * _STALE:
-            return
-        self.curvature = now
-        P = self.problem.gram(weights)
-        self.problem.metric.add_to(P, self.problem.ridge)
-        self.factor, _ = _factor(self.backend, P, self.problem.ridge)
-
-    def _status(self, point: Point, gap: float, size: float) -> str:
+    def _status(self, point: Point, gap: float) -> str:
         """The word for having arrived, or nothing."""
         if gap <= self.goal * point.objective:
             return "certified"
+        losses = [h["objective"] for h in self.history]
         if self.problem.ridge > 0:
-            return ""
+            gaps = [h["gap"] for h in self.history]
+            idle = len(gaps) > _STUCK and min(gaps[-_STUCK:]) >= min(gaps[:-_STUCK])
+            idle = idle and losses[-_STUCK] - losses[-1] <= 1e-10 * abs(losses[-1])
+            return "stagnated" if idle else ""
         if point.objective <= self.goal * self.at_zero:
             return "converged"  # no objective is below 0
-        losses = [h["objective"] for h in self.history[-4:]]
-        settled = len(losses) == 4 and losses[0] - point.objective <= 0.3 * self.goal * losses[0]
-        return "converged" if settled and size**2 <= self.goal * point.objective else ""
+        settled = len(losses) > 3 and losses[-4] - point.objective <= 0.3 * self.goal * losses[-4]
+        near = settled and self._size(point) ** 2 <= self.goal * point.objective
+        return "converged" if near else ""
+
+    def _follow(self, point: Point) -> None:
+        """Make P anew once the rows' curvature has changed, the whole Hessian once that pays."""
+        weights = self.loss.row_curvature(self.xp, point.E, self.problem.Y)
+        whole = self._whole(point, weights) if self._slow(point) else None
+        if whole is not None:
+            self.hessian, self.least = whole, []
+            self.lbfgs.forget()  # it knows better than any pair
+            return
+        now = float(weights.sum())  # synchronize!
+        near = self.curvature / _STALE <= now <= self.curvature * _STALE
+        if self.hessian is None or not (self.hessian.exact or near):
+            problem, self.curvature = self.problem, now
+            self.hessian = ScaledGram(
+                self.backend, problem.A, weights, problem.ridge, problem.metric
+            )
+
+    def _slow(self, point: Point) -> bool:
+        """Note how the gap shrinks; whether more steps are likely than were taken so far."""
+        problem = self.problem
+        gap = problem.duality_gap(point, rounding=False)
+        if problem.ridge == 0 and self.hessian is not None:
+            gap = self._size(point) ** 2
+        self.least.append(min(gap, *self.least[-1:]) if self.least else gap)
+        taken = len(self.least)
+        if taken < _WATCHED or taken % 5:
+            return False
+        window = taken // 2
+        before, now, goal = self.least[-window - 1], self.least[-1], self.goal * point.objective
+        if not now > goal:
+            return False
+        rate = math.log(before / now) / window
+        self.left = math.log(now / goal) / rate if rate > 0 else math.inf
+        return True
+
+    def _whole(self, point: Point, weights: Array) -> Hessian | None:
+        """The Hessian itself where it costs less than the steps that are left, and were taken."""
+        problem, xp, (n, c) = self.problem, self.xp, self.problem.Y.shape
+        r, m, taken = problem.A.shape[1], c - 1, len(self.least)
+        # A product with few columns runs at about a quarter of the speed of a Gram matrix.
+        a_step = 16.0 * n * r * c + 32.0 * self.lbfgs.pairs * r * c + 400.0 * n * c + 2e7
+        budget = a_step * min(2 * taken, self.left)
+        if ScaledGram.cost(n, r) > budget or m == 0:
+            return None
+        rows = active_rows(xp, weights)
+        blocks = ClassBlocks.cost(rows.shape[0], r, m)
+        if r * c > _WHOLE_SIZE or ClassBlocks.memory(rows.shape[0], r, m) > self.memory_limit:
+            blocks = math.inf
+        if problem.ridge > 0:
+            most = _most_terms(n, r, min(budget, blocks), self.memory_limit)
+            terms = rank_ones(xp, point.E + problem.Y, most)
+            if terms is not None:
+                return RankOnes(self.backend, problem.A, terms, problem.ridge, problem.metric)
+        if blocks > budget:
+            return None
+        S = point.E + problem.Y
+        return ClassBlocks(self.backend, problem.A, S, problem.ridge, problem.metric, rows)
 
 
-def _factor(backend: Backend, P: Array, ridge: float) -> tuple[Factor, bool]:
-    """(C with C C^T = P^-1, whether nothing had to be added to P).
-
-    Without a ridge, directions that P does not see are cut.
-    """
-    xp, r = backend.xp, P.shape[0]
-    size = xp.sqrt(P.diagonal())
-    if ridge == 0:
-        factor = DenseGram(backend, P, size, damped=False).factor(1.0, 0.0, False)
-        return factor, factor.slack < 0.1
-    scale = 1 / xp.where(size > 0, size, 1.0)
-    P = scale[:, None] * P * scale
-    diagonal, added, more = xp.arange(r), 0.0, 4 * (r + 2) * r * _UNIT
-    L = backend.cholesky(P)
-    while L is None:
-        P[diagonal, diagonal] += more
-        added, more = added + more, 4 * more
-        L = backend.cholesky(P)
-
-    def inverse(v: Array) -> Array:
-        return backend.solve_triangular(L, backend.solve_triangular(L, v), trans=True)
-
-    smallest = 0.5 / _growth(xp, inverse, r)
-    return Scaled(scale, Cholesky(backend, L, smallest, 0.0)), added == 0
-
-
-def _growth(xp: Any, multiply: Callable[[Array], Array], r: int) -> float:
-    """The largest eigenvalue of a symmetric operator, to some per cent."""
-    v = xp.asarray(np.random.default_rng(0).standard_normal((r, 1)))
-    size = xp.ones(())
-    for _ in range(_POWER_STEPS):
-        v = v / xp.where(size > 0, size, 1.0)
-        v = multiply(v)
-        size = xp.sqrt((v * v).sum())
-    return float(size)  # synchronize!
-
-
-def _size(backend: Backend, M: Array) -> float:
-    """||M||, to some per cent."""
-    if M.size == 0:
-        return 0.0
-
-    def squared(v: Array) -> Array:
-        return backend.matmul(M.T, backend.matmul(M, v))
-
-    return 1.1 * _growth(backend.xp, squared, M.shape[1]) ** 0.5
+def _most_terms(n: int, r: int, cost: float, memory: int) -> int:
+    """How many terms a `RankOnes` may have."""
+    N = 0
+    while N < _WHOLE_SIZE:
+        if RankOnes.cost(n, r, N + 100) > cost or RankOnes.memory(r, N + 100) > memory:
+            break
+        N += 100
+    return N
 
 
 def _record(
