@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from herta_gpu.backends.base import Array, Backend
-from herta_gpu.factors import Cholesky, Factor, Scaled
+from herta_gpu.factors import Cholesky, Factor, Identity, Scaled
 from herta_gpu.grams import DenseGram
 
 _CHUNK_BYTES = 16 << 20  # rows of A that are weighted at a time
@@ -56,16 +56,15 @@ class Metric:
     @classmethod
     def of_map(cls, backend: Backend, C0: Array) -> Metric:
         """The metric of a d x r matrix C0 of full rank."""
-        xp = backend.xp
-        R = xp.linalg.qr(C0, mode="r")
-        K = backend.solve_triangular(R.T, xp.eye(R.shape[0]), trans=True)
+        R = backend.xp.linalg.qr(C0, mode="r")
+        K = backend.solve_triangular(R.T, _identity(backend, R.shape[0]), trans=True)
         return cls(backend, backend.matmul(C0.T, C0), K)
 
     @classmethod
     def of_whitening(cls, backend: Backend, L: Array) -> Metric:
         """The metric of C0 = L^-T, which whitens an X with X^T X = L L^T."""
-        C0_T = backend.solve_triangular(L, backend.xp.eye(L.shape[0]))
-        return cls(backend, backend.matmul(C0_T, C0_T.T), L)
+        C0_T = backend.solve_triangular(L, _identity(backend, L.shape[0]))
+        return cls(backend, backend.matmul(C0_T, C0_T.T), L.T)
 
     @classmethod
     def of_gram(cls, backend: Backend, G: Array) -> Metric:
@@ -74,7 +73,7 @@ class Metric:
         L = backend.cholesky(scale[:, None] * G * scale)
         if L is None:
             raise ValueError("G must be positive definite: give C0 itself, or its inverse.")
-        K = backend.solve_triangular(L, backend.xp.eye(G.shape[0]), trans=True)
+        K = backend.solve_triangular(L, _identity(backend, G.shape[0]), trans=True)
         return cls(backend, G, scale[:, None] * K)
 
     def times(self, u: Array) -> Array:
@@ -295,6 +294,10 @@ def _most_of(xp: Any, weights: Array, most: int) -> int | None:
     return N if most >= N else None
 
 
+def _identity(backend: Backend, r: int) -> Array:
+    return backend.xp.diag(backend.xp.ones(r))
+
+
 def class_basis(c: int) -> Any:
     """c x (c - 1): an orthonormal basis of the vectors whose sum is 0."""
     B = np.zeros((c, c - 1))
@@ -325,6 +328,8 @@ def factor_of(
     """
     xp, r = backend.xp, P.shape[0]
     size = xp.sqrt(P.diagonal())
+    if r == 0:
+        return Identity(0), True
     if ridge == 0:
         factor = DenseGram(backend, P, size, damped=False).factor(1.0, 0.0, False)
         return factor, factor.slack < 0.1

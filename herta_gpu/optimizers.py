@@ -157,7 +157,7 @@ class LBFGS:
     def _remember(self, s: Array, y: Array, product: Callable[[Array, Array], Array]) -> None:
         """One more pair.  R grows by a column, R^-1 with it; the oldest pair is its first row."""
         sy = float(self.xp.sum(s * y))  # synchronize!
-        if not sy > 0:
+        if not sy > 0 or self.memory == 0:
             return
         if self.pairs == self.memory:
             self._first, self.pairs = self._first + 1, self.pairs - 1

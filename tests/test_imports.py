@@ -22,6 +22,7 @@ LAYERS = [
     ["features", "factors", "losses"],
     ["grams", "unfolded", "optimizers", "sparsifier"],
     ["preconditioner", "hessians"],
+    ["descent"],
     ["dense"],
     ["spectrum"],
     ["certificate"],
