@@ -201,14 +201,15 @@ class Descent:
             if found:
                 if not fresh:  # steps add to F: what they rounded must not decide
                     point, fresh = problem.again(point), True
-                gap = problem.gap(point)
-                found = self._status(point, gap)
+                bare, gap = problem.gap(point, rounding=False), problem.gap(point)
+                hidden = bare <= 0.1 * self.goal * point.objective  # the rest is rounding
+                found = self._status(point, gap) or ("stagnated" if hidden else "")
             problem.record(self.history, point, gap, self.callback)
             if found or step == self.max_steps:
                 status = found or status
                 break
             ahead = self._step(point)
-            if ahead.objective <= point.objective + _NOISE * abs(point.objective):
+            if self._not_above(ahead, point):
                 point, fresh = ahead, False
             elif self.lbfgs.pairs or not fresh:
                 self.lbfgs.forget()
@@ -226,6 +227,11 @@ class Descent:
             self.lbfgs.forget()
             D = self.lbfgs.direction(*arguments)
         return self.problem.move(point, D)
+
+    def _not_above(self, ahead: Point, point: Point) -> bool:
+        """Whether a step went down, as far as rounding can tell."""
+        rise = ahead.objective - point.objective
+        return rise <= _NOISE * abs(point.objective) or rise <= self.loss.rounding(point.F)
 
     def _size(self, point: Point) -> float:
         """||H^-1/2 gradient|| with the present guess H of the Hessian."""

@@ -113,18 +113,19 @@ class CrossEntropy:
         return 1.0 if c < 2 else (1 - 1 / c) / c  # curvature of the softmax, per class
 
     def value(self, xp: Any, F: Array, Y: Array) -> float:
-        top = _row_max(xp, F)
-        log_sum = xp.log(_row_sum(xp, xp.exp(F - top))) + top
-        return float(xp.sum(log_sum - _row_sum(xp, F * Y)))  # synchronize!
+        return self.at(xp, F, Y)[0]
 
     def residual(self, xp: Any, F: Array, Y: Array) -> Array:
         return _softmax(xp, F) - Y
 
     def at(self, xp: Any, F: Array, Y: Array) -> tuple[float, Array]:
         top = _row_max(xp, F)
-        S = xp.exp(F - top)
+        below = top - F
+        S = xp.exp(-below)
         total = _row_sum(xp, S)
-        value = float(xp.sum(xp.log(total) + top - _row_sum(xp, F * Y)))  # synchronize!
+        # Not log + top - <F, Y>: of a row that is all but certain that would leave rounding only.
+        rows = xp.log(total) + _row_sum(xp, below * Y) + top * (1 - _row_sum(xp, Y))
+        value = float(xp.sum(rows))  # synchronize!
         S /= total
         S -= Y
         return value, S
