@@ -156,5 +156,5 @@ def _new_residual(
     for rows, part in source:
         R = H.residual_rows(part, Z, rows.start)
         B[rows] = R
-        squares = squares + (R * R).sum(axis=0)
+        squares = squares + H.backend.column_dots(R, R)
     return H.backend.xp.sqrt(squares)

@@ -35,6 +35,8 @@ Tell = Callable[[dict[str, Any]], None]
 
 _UNIT = 0.5 * float(np.finfo(np.float64).eps)
 _SLACK = 0.1  # departure of P from Q^T Q + ridge beyond which nothing is built on that form
+_LOSS_ERROR = 300.0  # times tol: the bound of what is not known of the objective
+_LEAST_SHARE = 1e-12
 _REFINEMENTS = 3  # of least squares: each repairs what rounding did to the factor
 
 
@@ -85,25 +87,27 @@ class Proof:
         kept, note = (self.kept, self.note) if spectral else (self.features, "")
         return Certificate(value, best.kind, 0.0, gap, note, kept, self.features)
 
-    @property
-    def error(self) -> float:
+    def error(self, share: float = 1.0) -> float:
         """The objective is right up to this much."""
-        off = min((terms.Du + terms.other for terms in self.choices), default=math.inf)
+        off = min((share * terms.Du + terms.other for terms in self.choices), default=math.inf)
         return self.rounding + off * (self.slope + 0.5 * off)
+
+    def enough(self, tol: float, share: float = 1.0) -> bool:
+        """Whether the gap is proven, and the objective known about as well as the gap.
+
+        What D really does to the objective is orders of magnitude below its bound.
+        """
+        known = self.error(share) <= _LOSS_ERROR * tol * self.objective
+        return known and self.certificate(share).value <= tol
 
     def wanted(self, tol: float) -> float:
         """The share of what the solves left that would be small enough; 0: none would be."""
         low, high = 0.0, 1.0
-        if self.certificate(0.0).value > tol:
+        if not self.enough(tol, 0.0):
             return 0.0
-        for _ in range(60):
-            middle = 0.5 * (low + high) if low else 0.5 * high
-            if self.certificate(middle).value <= tol:
-                low = middle
-            else:
-                high = middle
-            if low and high < 1.2 * low:
-                break
+        while not (low and high < 1.2 * low) and high > _LEAST_SHARE:
+            middle = 0.5 * (low + high) if low else 0.1 * high
+            low, high = (middle, high) if self.enough(tol, middle) else (low, middle)
         return low
 
 

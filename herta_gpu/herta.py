@@ -19,12 +19,13 @@ from herta_gpu.backends import get_backend
 from herta_gpu.backends.base import Array, Backend
 from herta_gpu.certificate import Certificate
 from herta_gpu.diffusion import Recall
-from herta_gpu.direct import StoredProblem
+from herta_gpu.direct import Proof, StoredProblem
 from herta_gpu.features import Features
 from herta_gpu.graph import Graph, check_graph
 from herta_gpu.losses import LOSSES
 from herta_gpu.planning.costs import Outline, Sizes, sizes_of, stored_order
 from herta_gpu.planning.plan import (
+    Chosen,
     Decision,
     Plan,
     make_plan,
@@ -518,10 +519,7 @@ def _on_stored_rows(
         problem = StoredProblem(backend, loss, P, Y, ridge, X_norm)
         u = problem.minimised(settings.tol, u, _CHEAP_STEPS * settings.max_iter, run.warm)
         proof = run.direct(problem, u)
-        if run.status != "stagnated":
-            break
-        worst = None if P.diffusion is None else P.diffusion.worst
-        again = with_less_left(recipe, worst, proof.wanted(0.7 * settings.tol))
+        again = _again(run, proof, P, recipe, settings)
         if again is None:
             break
         recipe = again.value
@@ -536,6 +534,22 @@ def _on_stored_rows(
     run.P, run.spectrum = P, spectrum
     point = run.loop(A, P.inner.unhalf(u), certified=True)
     return replace(made, spectrum=spectrum), point.W
+
+
+def _again(
+    run: Training, proof: Proof, P: Preconditioner, recipe: Recipe, settings: Settings
+) -> Chosen | None:
+    """How to solve for Q again so that stored rows prove more; None if they do, or never will."""
+    certified, kept = run.status.startswith("certified"), recipe.keep_residual
+    if (certified and (proof.enough(settings.tol) or not kept)) or run.status == "converged":
+        return None
+    if run.status == "max_iter":
+        return None
+    worst = None if P.diffusion is None else P.diffusion.worst
+    again = with_less_left(recipe, worst, proof.wanted(0.7 * settings.tol))
+    if again is not None or certified or recipe.whiten or worst is None:
+        return again
+    return orthonormal(recipe)
 
 
 def _start(

@@ -29,11 +29,19 @@ class Loss(Protocol):
     def residual(self, xp: Any, F: Array, Y: Array) -> Array: ...
     def at(self, xp: Any, F: Array, Y: Array) -> tuple[float, Array]: ...
     def curvature(self, xp: Any, F: Array) -> float: ...
-    def row_curvature(self, xp: Any, F: Array) -> Array: ...
+    def row_curvature(self, xp: Any, E: Array, Y: Array) -> Array: ...
     def rounding(self, F: Array) -> float: ...
     def second(self, xp: Any, F: Array) -> Callable[[int, int], Array]: ...
     def centred(self, xp: Any, G: Array) -> Array: ...
-    def step(self, xp: Any, F: Array, FD: Array, Y: Array, ridge: tuple[Array, Array]) -> Array: ...
+    def step(
+        self,
+        xp: Any,
+        F: Array,
+        FD: Array,
+        Y: Array,
+        ridge: tuple[Array, Array],
+        enough: float = 0.0,
+    ) -> Array: ...
 
 
 class MSE:
@@ -63,9 +71,9 @@ class MSE:
         """The mean diagonal of the Hessian with respect to F."""
         return 1.0
 
-    def row_curvature(self, xp: Any, F: Array) -> Array:
-        """(n_train,) mean eigenvalues of each row's Hessian, over what `centred` leaves."""
-        return xp.ones(F.shape[0])
+    def row_curvature(self, xp: Any, E: Array, Y: Array) -> Array:
+        """(n_train,) mean eigenvalue of each row's Hessian over what `centred` leaves, from E."""
+        return xp.ones(E.shape[0])
 
     def rounding(self, F: Array) -> float:
         """What `value` may be off by at an exact F, beside rounding of E and of the sum."""
@@ -79,7 +87,15 @@ class MSE:
         """G without the part that no gradient of this loss has."""
         return G
 
-    def step(self, xp: Any, F: Array, FD: Array, Y: Array, ridge: tuple[Array, Array]) -> Array:
+    def step(
+        self,
+        xp: Any,
+        F: Array,
+        FD: Array,
+        Y: Array,
+        ridge: tuple[Array, Array],
+        enough: float = 0.0,
+    ) -> Array:
         """The minimiser of the objective along each column of the direction.
 
         `ridge` holds the column-wise slope and curvature of the ridge term.
@@ -100,18 +116,19 @@ class CrossEntropy:
         return 1.0 if c < 2 else (1 - 1 / c) / c  # curvature of the softmax, per class
 
     def value(self, xp: Any, F: Array, Y: Array) -> float:
-        top = _row_max(xp, F)
-        log_sum = xp.log(_row_sum(xp, xp.exp(F - top))) + top
-        return float(xp.sum(log_sum - _row_sum(xp, F * Y)))  # synchronize!
+        return self.at(xp, F, Y)[0]
 
     def residual(self, xp: Any, F: Array, Y: Array) -> Array:
         return _softmax(xp, F) - Y
 
     def at(self, xp: Any, F: Array, Y: Array) -> tuple[float, Array]:
         top = _row_max(xp, F)
-        S = xp.exp(F - top)
+        below = top - F
+        S = xp.exp(-below)
         total = _row_sum(xp, S)
-        value = float(xp.sum(xp.log(total) + top - _row_sum(xp, F * Y)))  # synchronize!
+        # Not log + top - <F, Y>: of a row that is all but certain that would leave rounding only.
+        rows = xp.log(total) + _row_sum(xp, below * Y) + top * (1 - _row_sum(xp, Y))
+        value = float(xp.sum(rows))  # synchronize!
         S /= total
         S -= Y
         return value, S
@@ -120,10 +137,10 @@ class CrossEntropy:
         S = _softmax(xp, F)
         return float(xp.mean(S * (1 - S)))  # synchronize!
 
-    def row_curvature(self, xp: Any, F: Array) -> Array:
+    def row_curvature(self, xp: Any, E: Array, Y: Array) -> Array:
         # diag(s) - s s^T has the trace sum(s (1 - s)), and c - 1 directions to share it out to.
-        S = _softmax(xp, F)
-        return _row_sum(xp, S * (1 - S))[:, 0] / max(1, F.shape[1] - 1)
+        S = E + Y
+        return _row_sum(xp, S * (1 - S))[:, 0] / max(1, Y.shape[1] - 1)
 
     def rounding(self, F: Array) -> float:
         # Logarithms and outputs of the size of F, whose difference may be far smaller.
@@ -138,8 +155,19 @@ class CrossEntropy:
         # direction, so softly that what solves leave over there would run away with W.
         return G - _row_sum(xp, G) / G.shape[1]
 
-    def step(self, xp: Any, F: Array, FD: Array, Y: Array, ridge: tuple[Array, Array]) -> Array:
-        """The minimiser along the direction, by Newton's method kept inside a bracket."""
+    def step(
+        self,
+        xp: Any,
+        F: Array,
+        FD: Array,
+        Y: Array,
+        ridge: tuple[Array, Array],
+        enough: float = 0.0,
+    ) -> Array:
+        """The minimiser along the direction, by Newton's method kept inside a bracket.
+
+        Or a step at which the slope is at most `enough`, up or down.
+        """
         slope0, curvature0 = (float(r.sum()) for r in ridge)  # synchronize!
         low, high, eta = 0.0, float("inf"), 1.0
         for _ in range(_NEWTON_STEPS):
@@ -148,6 +176,8 @@ class CrossEntropy:
             both = xp.stack([xp.sum((S - Y) * FD), xp.sum(S * (FD - mean) ** 2)])
             slope, curvature = both.tolist()  # synchronize!
             slope, curvature = slope + slope0 + eta * curvature0, curvature + curvature0
+            if abs(slope) <= enough:
+                break
             low, high = (eta, high) if slope < 0 else (low, eta)
             new = eta - slope / curvature if curvature > 0 else float("inf")
             if not low < new < high:

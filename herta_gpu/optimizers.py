@@ -129,18 +129,19 @@ class LBFGS:
         inverse: Callable[[Array], Array] | None = None,
         product: Callable[[Array, Array], Array] = operator.matmul,
     ) -> Array:
-        """The next direction; `inverse` applies H_0 up to a factor (None: the identity)."""
+        """The next direction; `inverse` applies H_0 (None: a multiple of the identity)."""
         if self._last is not None:
             self._remember(w - self._last[0], g - self._last[1], product)
         self._last = (w, g)
-        H_0 = inverse or (lambda v: v)
         if self.pairs == 0:
-            return -H_0(g)
+            return -g if inverse is None else -inverse(g)
         S, Y, D, R_inverse = self._stored()
         q = product(R_inverse, product(S, g.reshape(-1, 1)))
-        y = Y[-1].reshape(g.shape)
-        scale = D[-1] / self.xp.sum(y * H_0(y))
-        v = scale * H_0(g - product(Y.T, q).reshape(g.shape)).reshape(-1, 1)
+        v = g.reshape(-1, 1) - product(Y.T, q)
+        if inverse is None:
+            v = v * (D[-1] / self.xp.sum(Y[-1] * Y[-1]))
+        else:
+            v = inverse(v.reshape(g.shape)).reshape(-1, 1)
         back = product(R_inverse.T, D[:, None] * q - product(Y, v))
         return -(v + product(S.T, back)).reshape(g.shape)
 
@@ -156,7 +157,7 @@ class LBFGS:
     def _remember(self, s: Array, y: Array, product: Callable[[Array, Array], Array]) -> None:
         """One more pair.  R grows by a column, R^-1 with it; the oldest pair is its first row."""
         sy = float(self.xp.sum(s * y))  # synchronize!
-        if not sy > 0:
+        if not sy > 0 or self.memory == 0:
             return
         if self.pairs == self.memory:
             self._first, self.pairs = self._first + 1, self.pairs - 1

@@ -29,7 +29,7 @@ from herta_gpu.solver import (
     chebyshev_rounding,
 )
 from herta_gpu.unfolded import UnfoldedMap
-from herta_gpu.whitening import Basis, Units, whitened
+from herta_gpu.whitening import Basis, Units, Whitened, whitened
 
 _GRAM_BYTES = 16 << 20  # float64 copies of rows of Q at a time; P's own size if that is more
 
@@ -134,7 +134,8 @@ def lowered(
 ) -> Preconditioner:
     """P again, its residuals lowered to what `recipe` now asks for."""
     diffusion = P.diffusion
-    if diffusion is None or recipe.goal is None:
+    coordinates = recipe.whiten == isinstance(P.basis, Whitened)
+    if diffusion is None or recipe.goal is None or not coordinates:
         return build(recipe, A.H, A, Y, ridge, recall)
     diffusion.lower(recipe.goal, recall, recipe.name)
     made = {"Q": diffusion.rows, "left": diffusion.left}

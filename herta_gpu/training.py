@@ -130,7 +130,7 @@ class Training:
         proof = problem.proof(u, self._no_proof(problem.objective(u)))
         self.certificate, self.records = proof.certificate(), self.history
         value = self.certificate.value
-        known = (proof.objective, proof.error, proof.grad_norm)
+        known = (proof.objective, proof.error(), proof.grad_norm)
         self._tell(value, *known, 0, warm=False)
         self.status = "stagnated" if problem.settled else "max_iter"
         if value <= self.settings.tol:

@@ -10,7 +10,9 @@ import scipy.optimize
 import scipy.special
 
 from herta_gpu.backends.cpu.reference import CPUBackend
-from herta_gpu.dense import Metric, minimise
+from herta_gpu.dense import minimise, row_space
+from herta_gpu.grams import DenseGram
+from herta_gpu.hessians import ClassBlocks, Metric, RankOnes, rank_ones
 from herta_gpu.losses import LOSSES
 
 CPU = CPUBackend()
@@ -62,3 +64,241 @@ def test_the_optimum_is_that_of_scipy(loss: str, ridge: float, shape: Any) -> No
     np.testing.assert_allclose(fit.gradient.ravel(), gradient, atol=1e-9 * np.abs(A).sum())
     assert fit.objective - best <= fit.gap + 1e-9 * best
     assert fit.objective >= best * (1 - 1e-9)
+
+
+@pytest.mark.parametrize("ridge", [1e-4, 0.3])
+def test_cross_entropy_agrees_with_scikit_learn(ridge: float) -> None:
+    linear_model = pytest.importorskip("sklearn.linear_model")
+    A, Y, _ = rows(150, 12, 4)
+    theirs = linear_model.LogisticRegression(
+        C=1 / ridge, fit_intercept=False, solver="newton-cg", tol=1e-12, max_iter=2000
+    ).fit(A, Y.argmax(axis=1))
+    fit = minimise(CPU, LOSSES["ce"], A, Y, ridge, goal=1e-12)
+    assert fit.status == "certified"
+    np.testing.assert_allclose(fit.u, theirs.coef_.T, atol=1e-4 * np.abs(theirs.coef_).max())
+
+
+@pytest.mark.parametrize("loss", ["mse", "ce"])
+@pytest.mark.parametrize("ridge", [0.0, 1e-4, 1.0])
+@pytest.mark.parametrize(
+    "case", ["one row", "one class", "missing class", "two outputs", "one output", "zero columns",
+             "units", "repeated columns", "no columns that matter"]
+)  # fmt: skip
+def test_awkward_rows_end_in_an_optimum(case: str, ridge: float, loss: str) -> None:
+    A, Y, _ = rows(40, 6, 3)
+    if case == "one row":
+        A, Y = A[:1], Y[:1]
+    elif case == "one class":
+        Y = np.eye(3)[np.zeros(40, dtype=int)]
+    elif case == "missing class":
+        Y = np.eye(4)[Y.argmax(axis=1)]
+    elif case == "two outputs":
+        Y = np.eye(2)[(A @ np.arange(6.0) + np.sin(np.arange(40)) * 9 > 0).astype(int)]
+    elif case == "one output":
+        Y = np.ones((40, 1))
+    elif case == "zero columns":
+        A[:, [0, 3]] = 0
+    elif case == "units":
+        A = A * 10.0 ** np.array([-8, -4, 0, 2, 5, 8])
+    elif case == "repeated columns":
+        A[:, 4:] = A[:, :2]
+    else:
+        A = A[:, :0]
+    with np.errstate(over="ignore"):
+        fit = minimise(CPU, LOSSES[loss], A, Y, ridge, goal=1e-7)
+    assert np.isfinite(fit.u).all()
+    assert fit.u.shape == (A.shape[1], Y.shape[1])
+    scale = 1 / np.maximum(np.linalg.norm(A, axis=0), 1e-300)
+    scale = np.where(np.linalg.norm(A, axis=0) > 0, scale, 1.0)
+    G = np.diag(scale**2)  # the same problem in columns of norm 1, which SciPy can solve
+    best = optimum(A * scale, Y, loss, ridge, G) if A.shape[1] else fit.objective
+    assert fit.objective <= best + 1e-5 * best + 1e-5 * LOSSES[loss].value(np, 0 * Y, Y)
+    if ridge == 1.0 and case != "units":
+        assert fit.status == "certified"
+    if fit.status == "certified":
+        assert fit.objective - fit.gap <= best * (1 + 1e-9) + 1e-12
+
+
+def test_separable_classes_without_a_ridge_come_to_an_end() -> None:
+    A = np.vstack([np.eye(3) + 0.01 * k for k in range(5)])
+    fit = minimise(CPU, LOSSES["ce"], A, np.vstack([np.eye(3)] * 5), 0.0, goal=1e-7)
+    assert fit.status == "converged"
+    assert fit.objective <= 1e-7 * 15 * np.log(3)
+    assert fit.objective <= fit.gap <= 1.001 * fit.objective + 1e-9  # nothing is below 0
+
+
+@pytest.mark.parametrize("ridge", [0.0, 0.01])
+def test_least_squares_are_refined_to_rounding(ridge: float) -> None:
+    """Columns of condition 1e6: the normal equations alone would leave 1e-4 of the solution."""
+    rng = np.random.default_rng(1)
+    A = np.linalg.qr(rng.standard_normal((80, 10)))[0] * np.geomspace(1, 1e-6, 10)
+    A = A @ np.linalg.qr(rng.standard_normal((10, 10)))[0]
+    Y = rng.standard_normal((80, 3))
+    fit = minimise(CPU, LOSSES["mse"], A, Y, ridge * 1e-12)
+    stacked = np.vstack([A, np.sqrt(ridge * 1e-12) * np.eye(10)])
+    best = np.linalg.lstsq(stacked, np.vstack([Y, np.zeros((10, 3))]), rcond=None)[0]
+    assert np.linalg.norm(A @ (fit.u - best)) <= 1e-9 * np.linalg.norm(Y)
+    assert fit.gap <= 1e-14 * fit.objective
+
+
+def test_a_factor_of_the_caller_decides_what_is_cut() -> None:
+    A, Y, _ = rows(40, 6, 3)
+    A[:, 5] = A[:, 0] + A[:, 1]
+    factor = DenseGram(CPU, A.T @ A, np.linalg.norm(A, axis=0), False).factor(1.0, 0.0, False)
+    fit = minimise(CPU, LOSSES["mse"], A, Y, 0.0, factor=factor)
+    best = np.linalg.lstsq(A, Y, rcond=None)[0]
+    assert factor.rank == 5
+    assert (fit.u == 0).all(axis=1).sum() == 1
+    np.testing.assert_allclose(A @ fit.u, A @ best, atol=1e-12)
+
+
+@pytest.mark.parametrize("ridge", [0.0, 0.1])
+def test_the_row_space_holds_the_optimum(ridge: float) -> None:
+    A, Y, C0 = rows(7, 20, 3)
+    metric = Metric.of_map(CPU, C0)
+    T, lift, lower = row_space(CPU, A, ridge, metric)
+    t = np.random.default_rng(2).standard_normal((7, 3))
+    np.testing.assert_allclose(A @ lift(t), T @ t, atol=1e-10)
+    if ridge > 0:
+        assert (np.square(C0 @ lift(t))).sum() == pytest.approx((t**2).sum())
+        P = A.T @ A + ridge * C0.T @ C0
+        best = np.linalg.solve(P, A.T @ Y)  # in the whole space
+        inside = np.linalg.solve(T.T @ T + ridge * np.eye(7), T.T @ Y)
+        np.testing.assert_allclose(lift(inside), best, atol=1e-9)
+        np.testing.assert_allclose(lower(best), inside, atol=1e-9)
+    else:
+        np.testing.assert_allclose(lower(lift(t)), t, atol=1e-10)
+
+
+def test_metrics_from_a_map_a_gram_and_a_whitening_are_the_same() -> None:
+    rng = np.random.default_rng(3)
+    X, u, g = rng.standard_normal((30, 6)), *rng.standard_normal((2, 6, 2))
+    L = np.linalg.cholesky(X.T @ X)
+    C0 = np.linalg.inv(L).T
+    W_gradient = np.linalg.norm(np.linalg.solve(C0.T, g))  # g = C0^T (gradient of W)
+    metrics = [Metric.of_map(CPU, C0), Metric.of_gram(CPU, C0.T @ C0), Metric.of_whitening(CPU, L)]
+    for metric in metrics:
+        assert (u * metric.times(u)).sum() == pytest.approx(((C0 @ u) ** 2).sum())
+        assert np.linalg.norm(metric.outer(g)) == pytest.approx(W_gradient)
+        np.testing.assert_allclose(metric.lower(metric.lift(u)), u, atol=1e-10)
+    with pytest.raises(ValueError, match="positive definite"):
+        Metric.of_gram(CPU, np.array([[1.0, 2.0], [2.0, 1.0]]))
+
+
+def test_a_start_near_the_optimum_saves_steps() -> None:
+    A, Y, _ = rows(150, 12, 4)
+    first = minimise(CPU, LOSSES["ce"], A, Y, 1e-3)
+    again = minimise(CPU, LOSSES["ce"], A, Y, 1e-3, start=first.u)
+    assert again.steps == 0
+    few = minimise(CPU, LOSSES["ce"], A[:10], Y[:10], 1e-3)
+    assert minimise(CPU, LOSSES["ce"], A[:10], Y[:10], 1e-3, start=few.u, goal=3e-7).steps == 0
+
+
+def test_the_history_is_told_step_by_step() -> None:
+    A, Y, _ = rows(150, 12, 4)
+    told: list[dict[str, Any]] = []
+    fit = minimise(CPU, LOSSES["ce"], A, Y, 1e-3, callback=told.append)
+    assert told == fit.history
+    assert [h["step"] for h in told] == list(range(fit.steps + 1))
+    falling = np.diff([h["objective"] for h in told])
+    assert (falling <= 1e-12 * told[0]["objective"]).all()
+    best = optimum(A, Y, "ce", 1e-3, np.eye(12))
+    assert all(h["objective"] - best <= h["gap"] + 1e-9 * best for h in told)
+    assert minimise(CPU, LOSSES["ce"], A, Y, 1e-3, max_steps=3).status == "max_iter"
+
+
+def hard_rows() -> tuple[Any, Any]:
+    """Nearly separable classes in columns of very different sizes."""
+    rng = np.random.default_rng(4)
+    A = rng.standard_normal((400, 20)) * np.geomspace(1, 30, 20)
+    scores = A @ rng.standard_normal((20, 4))
+    scores += 0.05 * rng.standard_normal((400, 4)) * scores.std()
+    return A, np.eye(4)[scores.argmax(axis=1)]
+
+
+@pytest.mark.parametrize("kind", [ClassBlocks, RankOnes])
+def test_the_whole_hessian_is_the_hessian(kind: Any) -> None:
+    A, Y = hard_rows()
+    A, Y, ridge = A[:60, :5], Y[:60], 0.2
+    C0 = np.random.default_rng(5).standard_normal((8, 5))
+    metric = Metric.of_map(CPU, C0)
+    u = 0.05 * np.random.default_rng(6).standard_normal((5, 4))
+    S = scipy.special.softmax(A @ u, axis=1)
+    H = ridge * np.kron(C0.T @ C0, np.eye(4))
+    for a, p in zip(A, S, strict=True):
+        H += np.kron(np.outer(a, a), np.diag(p) - np.outer(p, p))
+    g = LOSSES["ce"].centred(np, np.random.default_rng(7).standard_normal((5, 4)))
+    expected = np.linalg.solve(H, g.ravel()).reshape(5, 4)
+    if kind is ClassBlocks:
+        hessian = ClassBlocks(CPU, A, S, ridge, metric, np.arange(60))
+        tolerance = 1e-10
+    else:
+        terms = rank_ones(np, S, 180)
+        assert terms is not None
+        hessian = RankOnes(CPU, A, terms, ridge, metric)
+        tolerance = 0.02  # what is not among the terms is spread over the classes
+    found = hessian.inverse(g)
+    assert np.linalg.norm(found - expected) <= tolerance * np.linalg.norm(expected)
+
+
+def test_rank_one_terms_add_up_to_the_hessian_of_each_row() -> None:
+    rng = np.random.default_rng(8)
+    S = scipy.special.softmax(rng.standard_normal((30, 5)) * rng.choice([1, 5, 200], (30, 1)), 1)
+    terms = rank_ones(np, S, 120)
+    assert terms is not None
+    at, q, rest = terms
+    left = 0.0
+    for i, p in enumerate(S):
+        H = np.diag(p) - np.outer(p, p)
+        missing = H - q[at == i].T @ q[at == i]
+        left += np.trace(missing)
+        assert np.linalg.eigvalsh(missing).min() >= -1e-12
+        assert rest[i] * 4 == pytest.approx(np.trace(missing), abs=1e-12)
+    assert left <= 0.001 * sum(1 - (p**2).sum() for p in S)
+    assert rank_ones(np, S, at.shape[0] - 1) is None
+    certain = rank_ones(np, np.eye(3), 6)  # no curvature at all, and no division by it
+    assert certain is not None
+    assert np.isfinite(certain[1]).all()
+
+
+def test_a_goal_that_rounding_forbids_is_given_up_soon() -> None:
+    A, Y = hard_rows()
+    fit = minimise(CPU, LOSSES["ce"], A, Y, 1e-5, goal=1e-13)
+    assert fit.status == "stagnated"
+    assert 1e-13 * fit.objective < fit.gap < 1e-6 * fit.objective
+    assert fit.steps < 150
+
+
+def test_the_whole_hessian_takes_over_where_steps_are_many(monkeypatch: Any) -> None:
+    A, Y = hard_rows()
+    made = []
+    for kind in (ClassBlocks, RankOnes):
+        real = kind.__init__
+
+        def told(self: Any, *args: Any, real: Any = real, kind: Any = kind) -> None:
+            made.append(kind)
+            real(self, *args)
+
+        monkeypatch.setattr(kind, "__init__", told)
+    fit = minimise(CPU, LOSSES["ce"], A, Y, 1e-5)
+    assert made
+    assert fit.status == "certified"
+    made.clear()
+    without = minimise(CPU, LOSSES["ce"], A, Y, 1e-5, memory_limit=0)
+    assert not made
+    assert without.status == "certified"
+    assert without.passes > 2 * fit.passes
+    assert without.objective == pytest.approx(fit.objective, rel=2e-7)
+
+
+@pytest.mark.parametrize("loss", ["mse", "ce"])
+@pytest.mark.parametrize("shape", [(120, 6, 3), (8, 15, 3)])
+def test_the_same_on_the_stand_in_for_cupy(backend: Any, loss: str, shape: Any) -> None:
+    A, Y, C0 = rows(*shape)
+    place = backend.asarray
+    for ridge in (0.0, 1e-4):
+        ours = minimise(CPU, LOSSES[loss], A, Y, ridge, Metric.of_gram(CPU, C0.T @ C0))
+        metric = Metric.of_gram(backend, place(C0.T @ C0))
+        fit = minimise(backend, LOSSES[loss], place(A), place(Y), ridge, metric)
+        assert fit.status == ours.status
+        assert fit.objective == pytest.approx(ours.objective, rel=1e-6, abs=1e-9)

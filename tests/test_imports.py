@@ -21,6 +21,8 @@ LAYERS = [
     ["solver"],
     ["features", "factors", "losses"],
     ["grams", "unfolded", "optimizers", "sparsifier"],
+    ["hessians"],
+    ["descent"],
     ["dense"],
     ["whitening"],
     ["diffusion"],

@@ -139,8 +139,11 @@ def Q_goal(H: RegularizedLaplacian, sizes: Sizes, settings: Settings, whiten: bo
 
 
 def worth_whitening(H: RegularizedLaplacian, sizes: Sizes, settings: Settings) -> bool:
-    """Whether orthonormal columns cost little beside the products with H."""
-    if not LOSSES[settings.loss].quadratic or sizes.n_train < sizes.d:
+    """Whether orthonormal columns cost little beside the products with H.
+
+    Not with a ridge, which speaks of W: features of very unequal units would be mixed.
+    """
+    if settings.ridge > 0 or not LOSSES[settings.loss].quadratic or sizes.n_train < sizes.d:
         return False
     work = (2 * sizes.m + 4 * sizes.n) * _CHEBYSHEV_STEP
     degree = chebyshev_degree(H, Q_goal(H, sizes, settings, True))

@@ -68,7 +68,9 @@ def _stored_layout(sizes: Sizes, settings: Settings, budget: int, certificate: s
     """Three blocks of columns beside the training rows of Q, and its residual if there is room."""
     memory = _memory(sizes, settings, budget, None, certificate, 0)
     left = budget - sum(memory.values())
-    column, residual = 3 * sizes.n * sizes.word, sizes.n * sizes.d * sizes.word
+    # Three blocks, and the rows of one of them on their way into Q.
+    column = 3 * sizes.n * sizes.word + 3 * sizes.n_train * 8
+    residual = sizes.n * sizes.d * sizes.word
     width = min(sizes.d, BLOCK_WIDTH, left // column)
     looks = _OUTPUTS * sizes.n * sizes.c * 8 + _solved_column(sizes)
     if width < 1:
@@ -149,8 +151,8 @@ def _memory(
     `outputs` counts the arrays of n x c float64 numbers.
     """
     n, d, c, word = sizes.n, sizes.d, sizes.c, sizes.word
-    graph = 2 * sizes.m * 4 + 8 * n + 4 * 8 * n
-    chunks = 2 * min(chunk_bytes(budget), 8 * n * d)
+    graph = 2 * sizes.m * 4 + 8 * n + 5 * 8 * n
+    chunks = 4 * min(chunk_bytes(budget), 8 * n * d)
     memory = {"graph": graph, "X (copies)": sizes.X_bytes, "chunks of X": chunks}
     if outputs:
         memory["outputs"] = outputs * n * c * 8

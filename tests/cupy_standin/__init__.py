@@ -151,7 +151,7 @@ def build() -> dict[str, ModuleType]:
         set_allocator=functions.set_allocator,
         get_current_stream=lambda device_id=-1: Stream.current,
     )
-    parts = {name: getattr(functions, name) for name in ("norm", "eigh", "cholesky", "svd")}
+    parts = {name: getattr(functions, name) for name in ("norm", "eigh", "cholesky", "qr", "svd")}
     linalg = _module("cupy.linalg", **parts)
     cupy = _module(
         "cupy",

@@ -237,6 +237,12 @@ def eigh(a: Any, UPLO: str = "L") -> tuple[ndarray, ndarray]:
     return ndarray(values), ndarray(np.asfortranarray(vectors))
 
 
+def qr(a: Any, mode: str = "reduced") -> Any:
+    LEDGER.add("calls")
+    found = np.linalg.qr(unwrap(a), mode=mode)  # type: ignore[call-overload]
+    return ndarray(found) if mode == "r" else tuple(ndarray(part) for part in found)
+
+
 def svd(a: Any, full_matrices: bool = True, compute_uv: bool = True) -> tuple[ndarray, ...]:
     LEDGER.add("calls")
     return tuple(ndarray(part) for part in np.linalg.svd(unwrap(a), full_matrices=full_matrices))

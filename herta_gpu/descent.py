@@ -1,0 +1,329 @@
+"""Cross entropy on stored rows: L-BFGS from a guess of the Hessian that improves when it must.
+
+The problem is min over u of loss(A u) + ridge/2 ||C0 u||^2 for a dense A.  A "pass" is a product
+with A or A^T.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from herta_gpu.backends.base import Array, Backend, norm
+from herta_gpu.hessians import (
+    ClassBlocks,
+    Hessian,
+    Metric,
+    RankOnes,
+    ScaledGram,
+    active_rows,
+    rank_ones,
+    spectral_norm,
+)
+from herta_gpu.losses import Loss
+from herta_gpu.optimizers import LBFGS, LBFGS_MEMORY
+
+UNIT = 0.5 * float(np.finfo(np.float64).eps)  # what one operation rounds
+_PAIRS = 300  # of L-BFGS; a quarter of the rows where that is less
+_STALE = 2.0  # change of the mean curvature after which P is factored again
+_FLAT = 0.1  # share of the slope at the start of a step that may be left at its end
+_WHOLE_SIZE = 8000  # numbers in u up to which the whole Hessian of cross entropy is worth having
+_WATCHED = 10  # steps after which their progress says something
+_STUCK = 50  # steps without progress that are the end
+_NOISE = 1e-12  # relative, of objectives that are taken for equal
+
+History = list[dict[str, Any]]
+Callback = Callable[[dict[str, Any]], None]
+
+
+@dataclass
+class DenseFit:
+    """What training on stored rows found."""
+
+    u: Array  # r x c
+    objective: float  # loss + ridge/2 <u, G u>
+    objective_error: float  # what rounding may have done to it
+    gradient: Array  # r x c, with respect to u, from products with A at the very end
+    size: float  # ||P^-1/2 gradient||, P the last one that was factored
+    gap: float  # bound of objective - optimum, rounding included; without a ridge often no better
+    #              than the objective, since none is below 0
+    steps: int
+    passes: int  # products with A or A^T
+    status: str  # "certified" (gap <= goal * objective), "converged", "stagnated" or "max_iter"
+    history: History  # step, objective, gap, passes
+
+
+@dataclass
+class Point:
+    """Everything known at one u."""
+
+    u: Array
+    F: Array  # A u
+    Gu: Array  # G u
+    objective: float
+    E: Array  # the gradient of the loss with respect to F
+    g: Array  # the gradient of the objective with respect to u
+
+
+class DenseProblem:
+    """Objective, gradient, exact steps and the bound of the gap, with passes counted."""
+
+    def __init__(
+        self, backend: Backend, loss: Loss, A: Array, Y: Array, ridge: float, metric: Metric
+    ) -> None:
+        self.backend, self.xp, self.loss, self.A, self.Y = backend, backend.xp, loss, A, Y
+        self.ridge, self.metric, self.passes = ridge, metric, 0
+        self.columns = self.xp.sqrt((A * A).sum(axis=0))  # norms
+        self.at_zero = loss.value(self.xp, self.xp.zeros_like(Y), Y)
+
+    @cached_property
+    def amplification(self) -> float:
+        """By how much an error of the gradient may grow on the way to that with respect to W."""
+        return self.metric.stretch() if self.ridge > 0 else math.inf
+
+    @cached_property
+    def A_norm(self) -> float:
+        return spectral_norm(self.backend, self.A)
+
+    def start(self, u: Array | None) -> Point:
+        """The point of u (None: 0)."""
+        if u is None:
+            u = self.xp.zeros((self.A.shape[1], self.Y.shape[1]))
+            return self._at(u, self.xp.zeros_like(self.Y), u)
+        self.passes += 1
+        return self._at(u, self.backend.matmul(self.A, u), self.metric.times(u))
+
+    def again(self, point: Point) -> Point:
+        """The same u, every number computed from it."""
+        return self.start(point.u)
+
+    def move(self, at: Point, D: Array) -> Point:
+        """The minimiser along D."""
+        FD, GD = self.backend.matmul(self.A, D), self.metric.times(D)
+        self.passes += 1
+        slope = self.ridge * self.xp.sum(at.Gu * D, axis=0)
+        curvature = self.ridge * self.xp.sum(GD * D, axis=0)
+        enough = _FLAT * abs(float(self.xp.sum(at.g * D)))  # synchronize!
+        eta = self.loss.step(self.xp, at.F, FD, self.Y, (slope, curvature), enough)
+        return self._at(at.u + eta * D, at.F + eta * FD, at.Gu + eta * GD)
+
+    def _at(self, u: Array, F: Array, Gu: Array) -> Point:
+        value, E = self.loss.at(self.xp, F, self.Y)
+        self.passes += 1
+        g = self.loss.centred(self.xp, self.backend.matmul(self.A.T, E)) + self.ridge * Gu
+        if self.ridge > 0:
+            value += 0.5 * self.ridge * float(self.xp.sum(u * Gu))  # synchronize!
+        return Point(u, F, Gu, value, E, g)
+
+    def gap(self, point: Point, rounding: bool = True) -> float:
+        """A bound of objective - optimum, by strong convexity or because nothing is below 0."""
+        if self.ridge == 0:
+            return point.objective + (self.objective_error(point) if rounding else 0.0)
+        size = norm(self.metric.outer(point.g))
+        if not rounding:
+            return size**2 / (2 * self.ridge)
+        least = (size + self._rounding(point)) ** 2 / (2 * self.ridge)
+        return min(least, point.objective + self.objective_error(point))
+
+    def forward_rounding(self, point: Point) -> float:
+        """A bound of what float64 may have done to F and E."""
+        rows = self.xp.sqrt((point.u * point.u).sum(axis=1))
+        terms = min(norm(self.columns) * norm(rows), float((self.columns * rows).sum()))
+        return UNIT * ((self.A.shape[1] + 2) * terms + 4 * (norm(point.F) + norm(self.Y)))
+
+    def objective_error(self, point: Point) -> float:
+        """A bound of what float64 may have done to the objective."""
+        off = norm(point.E) * self.forward_rounding(point) + self.loss.rounding(point.F)
+        return off + 8 * UNIT * abs(point.objective)
+
+    def _rounding(self, point: Point) -> float:
+        """The same for the gradient with respect to W."""
+        forward = self.A_norm * self.forward_rounding(point)
+        adjoint = (self.A.shape[0] + 2) * UNIT * norm(point.E) * norm(self.columns)
+        G_terms = 1 if self.metric.G is None or self.metric.G.ndim == 1 else self.A.shape[1]
+        ridge = (G_terms + 2) * UNIT * self.ridge * norm(point.Gu)
+        return self.amplification * (forward + adjoint + ridge)
+
+    def fit(self, point: Point, size: float, gap: float, status: str, history: History) -> DenseFit:
+        """The end of a history."""
+        return DenseFit(
+            u=point.u,
+            objective=point.objective,
+            objective_error=self.objective_error(point),
+            gradient=point.g,
+            size=size,
+            gap=gap,
+            steps=history[-1]["step"] if history else 0,
+            passes=self.passes,
+            status=status,
+            history=history,
+        )
+
+    def record(self, history: History, point: Point, gap: float, callback: Callback | None) -> None:
+        """One line of the history, told to the callback."""
+        found = {"objective": point.objective, "gap": gap, "passes": self.passes}
+        history.append({"step": len(history), **found})
+        if callback is not None:
+            callback(history[-1])
+
+
+class Descent:
+    """L-BFGS for cross entropy, from a guess of the Hessian that becomes better when it must."""
+
+    def __init__(
+        self,
+        problem: DenseProblem,
+        goal: float,
+        max_steps: int,
+        memory_limit: int,
+        callback: Callback | None,
+    ) -> None:
+        self.problem, self.goal, self.max_steps, self.callback = problem, goal, max_steps, callback
+        self.backend, self.xp, self.loss = problem.backend, problem.xp, problem.loss
+        self.memory_limit, rows = memory_limit, problem.A.shape[0]
+        self.lbfgs = LBFGS(self.xp, max(LBFGS_MEMORY, min(_PAIRS, rows // 4)))
+        self.history: History = []
+        self.curvature = -1.0  # of all rows when P was factored
+        self.hessian: Hessian = _Nothing()
+        self.least: list[float] = []  # the smallest gap so far, at each step with this Hessian
+
+    def run(self, point: Point) -> DenseFit:
+        problem, status, fresh = self.problem, "max_iter", True
+        for step in range(self.max_steps + 1):
+            self._follow(point)
+            gap = problem.gap(point, rounding=False)
+            found = self._status(point, gap)
+            if found:
+                if not fresh:  # steps add to F: what they rounded must not decide
+                    point, fresh = problem.again(point), True
+                bare, gap = problem.gap(point, rounding=False), problem.gap(point)
+                hidden = bare <= 0.1 * self.goal * point.objective  # the rest is rounding
+                found = self._status(point, gap) or ("stagnated" if hidden else "")
+            problem.record(self.history, point, gap, self.callback)
+            if found or step == self.max_steps:
+                status = found or status
+                break
+            ahead = self._step(point)
+            if self._not_above(ahead, point):
+                point, fresh = ahead, False
+            elif self.lbfgs.pairs or not fresh:
+                self.lbfgs.forget()
+                point, fresh = problem.again(point), True
+            else:
+                status = "stagnated"
+                break
+        point = point if fresh else problem.again(point)
+        return problem.fit(point, self._size(point), problem.gap(point), status, self.history)
+
+    def _step(self, point: Point) -> Point:
+        arguments = (point.u, point.g, self.hessian.inverse, self.backend.matmul)
+        D = self.lbfgs.direction(*arguments)
+        if not float(self.xp.sum(D * point.g)) < 0:  # synchronize!
+            self.lbfgs.forget()
+            D = self.lbfgs.direction(*arguments)
+        return self.problem.move(point, D)
+
+    def _not_above(self, ahead: Point, point: Point) -> bool:
+        """Whether a step went down, as far as rounding can tell."""
+        rise = ahead.objective - point.objective
+        return rise <= _NOISE * abs(point.objective) or rise <= self.loss.rounding(point.F)
+
+    def _size(self, point: Point) -> float:
+        """||H^-1/2 gradient|| with the present guess H of the Hessian."""
+        square = float(self.xp.sum(point.g * self.hessian.inverse(point.g)))  # synchronize!
+        return max(0.0, square) ** 0.5
+
+    def _status(self, point: Point, gap: float) -> str:
+        """The word for having arrived, or nothing."""
+        if gap <= self.goal * point.objective:
+            return "certified"
+        if point.objective <= self.goal * (self.goal if self.problem.ridge else 1) * (
+            self.problem.at_zero
+        ):
+            return "converged"  # an optimum of about 0 has no relative gap
+        losses = [h["objective"] for h in self.history]
+        if self.problem.ridge > 0:
+            gaps = [h["gap"] for h in self.history]
+            idle = len(gaps) > _STUCK and min(gaps[-_STUCK:]) >= min(gaps[:-_STUCK])
+            idle = idle and losses[-_STUCK] - losses[-1] <= 100 * _NOISE * abs(losses[-1])
+            return "stagnated" if idle else ""
+        settled = len(losses) > 3 and losses[-4] - point.objective <= 0.3 * self.goal * losses[-4]
+        near = settled and self._size(point) ** 2 <= self.goal * point.objective
+        return "converged" if near else ""
+
+    def _follow(self, point: Point) -> None:
+        """Make P anew once the rows' curvature has changed, the whole Hessian once that pays."""
+        problem = self.problem
+        weights = self.loss.row_curvature(self.xp, point.E, problem.Y)
+        left = self._steps_left(point)
+        whole = self._whole(point, weights, min(2.0 * len(self.least), left)) if left else None
+        if whole is not None:
+            self.hessian, self.least = whole, []
+            self.lbfgs.forget()  # it knows better than any pair
+            return
+        now = float(weights.sum())  # synchronize!
+        near = self.curvature / _STALE <= now <= self.curvature * _STALE
+        if not (near or self.hessian.exact):
+            self.curvature = now
+            P = ScaledGram(self.backend, problem.A, weights, problem.ridge, problem.metric)
+            self.hessian = P
+
+    def _steps_left(self, point: Point) -> float:
+        """How many more steps like the last ones there would be; 0 where that is not asked."""
+        gap = self.problem.gap(point, rounding=False)
+        if self.problem.ridge == 0:
+            gap = self._size(point) ** 2
+        self.least.append(min([gap, *self.least[-1:]]))
+        taken, goal, now = len(self.least), self.goal * point.objective, self.least[-1]
+        if taken < _WATCHED or taken % 5 or not now > goal > 0:
+            return 0.0
+        window = taken // 2
+        rate = math.log(self.least[-window - 1] / now) / window
+        return math.log(now / goal) / rate if rate > 0 else math.inf
+
+    def _whole(self, point: Point, weights: Array, steps: float) -> Hessian | None:
+        """The Hessian itself, where it costs less than so many steps and fits the memory."""
+        problem, (n, c), r = self.problem, self.problem.Y.shape, self.problem.A.shape[1]
+        # A product with few columns runs at about a quarter of the speed of a Gram matrix.
+        a_step = 16.0 * n * r * c + 32.0 * self.lbfgs.pairs * r * c + 400.0 * n * c + 2e7
+        budget = steps * a_step
+        if c == 1 or ScaledGram.cost(n, r) > budget:
+            return None
+        active = active_rows(self.xp, weights)
+        blocks = ClassBlocks.cost(active.shape[0], r, c - 1)
+        memory = ClassBlocks.memory(active.shape[0], r, c - 1)
+        if r * c > _WHOLE_SIZE or memory > self.memory_limit:
+            blocks = math.inf
+        arguments = (problem.ridge, problem.metric)
+        if problem.ridge > 0:
+            most = _most_terms(n, r, min(budget, blocks), self.memory_limit)
+            terms = rank_ones(self.xp, point.E + problem.Y, most) if most else None
+            if terms is not None:
+                return RankOnes(self.backend, problem.A, terms, *arguments)
+        if blocks > budget:
+            return None
+        return ClassBlocks(self.backend, problem.A, point.E + problem.Y, *arguments, active)
+
+
+class _Nothing:
+    """No guess of the Hessian yet."""
+
+    exact = False
+
+    def inverse(self, g: Array) -> Array:
+        return g
+
+
+def _most_terms(n: int, r: int, cost: float, memory: int) -> int:
+    """How many terms a `RankOnes` may have, in hundreds."""
+    N = 0
+    while N < _WHOLE_SIZE:
+        if RankOnes.cost(n, r, N + 100) > cost or RankOnes.memory(r, N + 100) > memory:
+            break
+        N += 100
+    return N

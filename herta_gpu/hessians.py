@@ -1,0 +1,372 @@
+"""Guesses of the inverse Hessian of loss(A u) + ridge/2 <u, G u> for a stored A.
+
+`ScaledGram` has one r x r matrix for all classes, P.  The two others are the Hessian itself but
+for rows that add next to nothing: `ClassBlocks` as a matrix of r (c - 1) rows, `RankOnes` as P and
+a correction by Woodbury's formula, for classes that are nearly separable: then few rows of A still
+have any curvature, and most of those in one direction only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import numpy as np
+
+from herta_gpu.backends.base import Array, Backend
+from herta_gpu.factors import Cholesky, Factor, Identity, Scaled
+from herta_gpu.grams import DenseGram
+
+_CHUNK_BYTES = 16 << 20  # rows of A that are weighted at a time
+_UNIT = 0.5 * float(np.finfo(np.float64).eps)  # what one operation rounds
+_POWER_STEPS = 8
+_TINY = 1e-100  # a probability that is none: its square must not vanish
+_SHARE = 0.999  # of all curvature, that the rows in a Hessian hold
+
+
+class Metric:
+    """The ridge term in coordinates u: ||W||^2 = u^T G u, with W = C0 u and G = C0^T C0.
+
+    Parameters
+    ----------
+    backend : Backend
+    G, K : None, (r,) or (r, r) arrays
+        G and a K with K K^T = G^-1; one-dimensional ones are diagonals, None is the identity.
+        ||K^T g|| is the norm of the gradient with respect to W, and u = K t makes ||W|| = ||t||.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from herta_gpu.backends import get_backend
+    >>> C0 = np.array([[2.0, 1.0], [0.0, 1.0], [1.0, 0.0]])
+    >>> metric = Metric.of_map(get_backend("cpu"), C0)
+    >>> u = np.array([[1.0], [-1.0]])
+    >>> float((u * metric.times(u)).sum()), float(((C0 @ u) ** 2).sum())
+    (3.0, 3.0)
+    """
+
+    def __init__(self, backend: Backend, G: Array | None = None, K: Array | None = None) -> None:
+        self.backend, self.G, self.K = backend, G, K
+
+    @classmethod
+    def diagonal(cls, backend: Backend, G: Array) -> Metric:
+        """The metric of a diagonal G, given as a vector."""
+        return cls(backend, G, G**-0.5)
+
+    @classmethod
+    def of_map(cls, backend: Backend, C0: Array) -> Metric:
+        """The metric of a d x r matrix C0 of full rank."""
+        R = backend.xp.linalg.qr(C0, mode="r")
+        K = backend.solve_triangular(R.T, _identity(backend, R.shape[0]), trans=True)
+        return cls(backend, backend.matmul(C0.T, C0), K)
+
+    @classmethod
+    def of_whitening(cls, backend: Backend, L: Array) -> Metric:
+        """The metric of C0 = L^-T, which whitens an X with X^T X = L L^T."""
+        C0_T = backend.solve_triangular(L, _identity(backend, L.shape[0]))
+        return cls(backend, backend.matmul(C0_T, C0_T.T), L.T)
+
+    @classmethod
+    def of_gram(cls, backend: Backend, G: Array) -> Metric:
+        """The metric of G itself, r x r and well enough conditioned for a Cholesky factor."""
+        scale = G.diagonal() ** -0.5
+        L = backend.cholesky(scale[:, None] * G * scale)
+        if L is None:
+            raise ValueError("G must be positive definite: give C0 itself, or its inverse.")
+        K = backend.solve_triangular(L, _identity(backend, G.shape[0]), trans=True)
+        return cls(backend, G, scale[:, None] * K)
+
+    def times(self, u: Array) -> Array:
+        """G u."""
+        return self._by(self.G, u)
+
+    def outer(self, g: Array) -> Array:
+        """K^T g: the gradient with respect to W, up to a rotation."""
+        return self._by(None if self.K is None else self.K.T, g)
+
+    def lift(self, t: Array) -> Array:
+        """K t: the u of coordinates t in which the metric is the identity."""
+        return self._by(self.K, t)
+
+    def lower(self, u: Array) -> Array:
+        """K^-1 u."""
+        return self.outer(self.times(u))
+
+    def rows(self, A: Array) -> Array:
+        """A K: the rows of A in the coordinates t."""
+        if self.K is None:
+            return A
+        return A * self.K if self.K.ndim == 1 else self.backend.matmul(A, self.K)
+
+    def add_to(self, P: Array, ridge: float) -> None:
+        """P += ridge G."""
+        if self.G is not None and self.G.ndim == 2:
+            P += ridge * self.G
+        else:
+            diagonal = self.backend.xp.arange(P.shape[0])
+            P[diagonal, diagonal] += ridge * (1.0 if self.G is None else self.G)
+
+    def stretch(self) -> float:
+        """||K||, to some per cent."""
+        if self.K is None:
+            return 1.0
+        if self.K.ndim == 1:
+            return float(self.K.max())  # synchronize!
+        return spectral_norm(self.backend, self.K)
+
+    def _by(self, M: Array | None, u: Array) -> Array:
+        if M is None:
+            return u
+        return M[:, None] * u if M.ndim == 1 else self.backend.matmul(M, u)
+
+
+class Hessian(Protocol):
+    """A guess of the Hessian that can be solved with."""
+
+    exact: bool  # the Hessian itself, but for rows that add next to nothing
+
+    def inverse(self, g: Array) -> Array: ...
+
+
+class ScaledGram:
+    """P = A^T diag(weights) A + ridge G, the same for every class."""
+
+    exact = False
+
+    def __init__(
+        self, backend: Backend, A: Array, weights: Array, ridge: float, metric: Metric
+    ) -> None:
+        P = weighted_gram(backend, A, weights)
+        metric.add_to(P, ridge)
+        self.factor, _ = factor_of(backend, P, ridge)
+
+    def inverse(self, g: Array) -> Array:
+        return self.factor.half(self.factor.half_T(g))
+
+    @staticmethod
+    def cost(n: int, r: int) -> float:
+        """Flops of making one."""
+        return n * r**2 + r**3 / 3
+
+
+class ClassBlocks:
+    """The whole Hessian of cross entropy, over the c - 1 directions that classes differ in.
+
+    With B an orthonormal basis (c x (c - 1)) of what is not common to all classes, and p the
+    softmax of a row, block a, b is A^T diag(B_a^T (diag(p) - p p^T) B_b) A + delta_ab ridge G.
+    """
+
+    exact = True
+
+    def __init__(
+        self, backend: Backend, A: Array, S: Array, ridge: float, metric: Metric, active: Array
+    ) -> None:
+        xp, r, m = backend.xp, A.shape[1], S.shape[1] - 1
+        self.backend, self.shape = backend, (r, m)
+        self.B = xp.asarray(class_basis(m + 1))
+        A, S = A[active], S[active]
+        mean = S @ self.B
+        H = xp.zeros((r * m, r * m))
+        for a in range(m):
+            rows = slice(a * r, (a + 1) * r)
+            for b in range(a):
+                columns = slice(b * r, (b + 1) * r)
+                weights = S @ (self.B[:, a] * self.B[:, b]) - mean[:, a] * mean[:, b]
+                H[rows, columns] = backend.matmul(A.T, weights[:, None] * A)
+                H[columns, rows] = H[rows, columns].T
+            weights = S @ self.B[:, a] ** 2 - mean[:, a] ** 2
+            block = weighted_gram(backend, A, xp.maximum(weights, 0.0))
+            metric.add_to(block, ridge)
+            H[rows, rows] = block
+        self.factor, _ = factor_of(backend, H, ridge)
+
+    def inverse(self, g: Array) -> Array:
+        r, m = self.shape
+        x = (g @ self.B).T.reshape(r * m, 1)
+        x = self.factor.half(self.factor.half_T(x))
+        return x.reshape(m, r).T @ self.B.T
+
+    @staticmethod
+    def cost(rows: int, r: int, m: int) -> float:
+        """Flops of making one with so many active rows."""
+        return m**2 * rows * r**2 + (r * m) ** 3 / 3
+
+    @staticmethod
+    def memory(rows: int, r: int, m: int) -> int:
+        """Bytes that it needs."""
+        return 8 * (2 * (r * m) ** 2 + 2 * rows * r)
+
+
+class RankOnes:
+    """P of what is left, and the weightiest rank-one terms of the Hessian as they are.
+
+    Row i of A with the softmax p adds sum_k (a_i x q_k) (a_i x q_k)^T, the q_k those of
+    `rank_ones`.  With C C^T = P^-1 and B the rows a_i C of the terms, the correction needs the
+    N x N matrix I + (B B^T) o (q q^T) only.
+    """
+
+    exact = True
+
+    def __init__(
+        self,
+        backend: Backend,
+        A: Array,
+        terms: tuple[Array, Array, Array],
+        ridge: float,
+        metric: Metric,
+    ) -> None:
+        self.backend, (rows, self.q, rest) = backend, terms
+        self.P = ScaledGram(backend, A, rest, ridge, metric)
+        # Twice with the factor itself: what it cut or added, the correction must not see otherwise.
+        self.BT = self.P.factor.half_T(backend.xp.ascontiguousarray(A[rows].T))  # r x N
+        N = self.q.shape[0]
+        K = backend.xp.zeros((N, N))
+        backend.add_gram(K, self.BT)
+        K *= backend.matmul(self.q, self.q.T)
+        K[backend.xp.arange(N), backend.xp.arange(N)] += 1
+        self.K, _ = factor_of(backend, K, 1.0)
+
+    def inverse(self, g: Array) -> Array:
+        y = self.P.factor.half_T(g)
+        z = (self.backend.matmul(self.BT.T, y) * self.q).sum(axis=1)[:, None]
+        z = self.K.half(self.K.half_T(z))
+        return self.P.factor.half(y - self.backend.matmul(self.BT, z * self.q))
+
+    @staticmethod
+    def cost(n: int, r: int, N: int) -> float:
+        """Flops of making one with N terms."""
+        return ScaledGram.cost(n, r) + N * r**2 + N**2 * r + N**3 / 3
+
+    @staticmethod
+    def memory(r: int, N: int) -> int:
+        """Bytes that it needs."""
+        return 8 * (3 * N**2 + 2 * N * r)
+
+
+def rank_ones(xp: Any, S: Array, most: int) -> tuple[Array, Array, Array] | None:
+    """(rows, q, rest): the weightiest terms q q^T of diag(p) - p p^T for all rows p of S.
+
+    They hold `_SHARE` of all; None if more than `most` would be needed.  With the classes of a row
+    in falling order, R_k the probability of all after the k-th, and rho_k theirs over R_k,
+
+        diag(p) - p p^T = sum_k  p_k R_k / (p_k + R_k)  (e_k - rho_k) (e_k - rho_k)^T,
+
+    so that the first term, the top class against the others, is nearly all of a nearly certain
+    row.  `rest` is the mean curvature of each row that the terms leave.
+    """
+    n, c = S.shape
+    at = xp.arange(n)[:, None]
+    order = xp.argsort(-S, axis=1)
+    p = S[at, order]
+    R, squares = xp.zeros((n, c)), xp.zeros((n, c))  # of the classes after the k-th
+    for k in range(c - 2, -1, -1):
+        R[:, k] = R[:, k + 1] + p[:, k + 1]
+        squares[:, k] = squares[:, k + 1] + p[:, k + 1] ** 2
+    seen = R > _TINY
+    over = 1 / xp.where(seen, R, 1.0)
+    weight = xp.where(seen, p * R / xp.where(seen, p + R, 1.0), 0.0)[:, :-1]
+    trace = weight * (1 + squares[:, :-1] * over[:, :-1] ** 2)
+    N = _most_of(xp, trace.reshape(-1), most)
+    if N is None:
+        return None
+    chosen = xp.argsort(-trace.reshape(-1))[:N]
+    rows, k = chosen // (c - 1), chosen % (c - 1)
+    behind = xp.arange(c)[None, :] > k[:, None]
+    q = xp.where(behind, -p[rows] * over[rows, k][:, None], 0.0)
+    q[xp.arange(N), k] = 1.0
+    q *= xp.sqrt(weight[rows, k])[:, None]
+    by_class = xp.zeros((N, c))
+    by_class[xp.arange(N)[:, None], order[rows]] = q
+    trace[rows, k] = 0.0
+    return rows, by_class, trace.sum(axis=1) / (c - 1)
+
+
+def active_rows(xp: Any, weights: Array) -> Array:
+    """The rows that hold `_SHARE` of all weights, in their order."""
+    N = _most_of(xp, weights, weights.shape[0])
+    return xp.sort(xp.argsort(-weights)[:N])
+
+
+def _most_of(xp: Any, weights: Array, most: int) -> int | None:
+    """How many of the largest weights hold `_SHARE` of all; None if more than `most`."""
+    sums = xp.cumsum(-xp.sort(-weights))
+    N = 1 + int((sums < _SHARE * sums[-1]).sum())  # synchronize!
+    return N if most >= N else None
+
+
+def _identity(backend: Backend, r: int) -> Array:
+    return backend.xp.diag(backend.xp.ones(r))
+
+
+def class_basis(c: int) -> Any:
+    """c x (c - 1): an orthonormal basis of the vectors whose sum is 0."""
+    B = np.zeros((c, c - 1))
+    for k in range(1, c):
+        B[:k, k - 1], B[k, k - 1] = 1, -k
+        B[:, k - 1] /= (k * (k + 1)) ** 0.5
+    return B
+
+
+def weighted_gram(backend: Backend, A: Array, weights: Array | None = None) -> Array:
+    """A^T diag(weights) A (None: all 1)."""
+    xp, (n, r) = backend.xp, A.shape
+    G, step = xp.zeros((r, r)), max(1, r, _CHUNK_BYTES // (8 * max(r, 1)))
+    roots = None if weights is None else xp.sqrt(weights)[:, None]
+    for i in range(0, n, step):
+        rows = slice(i, i + step)
+        backend.add_gram(G, A[rows] if roots is None else A[rows] * roots[rows])
+    return G
+
+
+def factor_of(
+    backend: Backend, P: Array, ridge: float, measured: bool = False
+) -> tuple[Factor, bool]:
+    """(C with C C^T = P^-1, whether nothing had to be added to P); P is overwritten.
+
+    Without a ridge, directions that P does not see are cut.  `amplified` is of use only where the
+    factor was `measured`.
+    """
+    xp, r = backend.xp, P.shape[0]
+    size = xp.sqrt(P.diagonal())
+    if r == 0:
+        return Identity(0), True
+    scale = 1 / xp.where(size > 0, size, 1.0)
+    P *= scale[:, None]
+    P *= scale[None, :]
+    if ridge == 0:
+        cut = DenseGram(backend, P, xp.ones(r), damped=False).factor(1.0, 0.0, False)
+        return Scaled(scale, cut), cut.slack < 0.1
+    diagonal, added, more = xp.arange(r), 0.0, 4 * (r + 2) * r * _UNIT
+    L = backend.cholesky(P)
+    while L is None:
+        P[diagonal, diagonal] += more
+        added, more = added + more, 4 * more
+        L = backend.cholesky(P)
+    found = Cholesky(backend, L, 0.0, 0.0)
+    if measured:
+        # Inverse iteration is right to some per cent; half of what it says is below.
+        grown = _growth(xp, lambda v: found.half_T(found.half(v)), r)
+        found.smallest = 0.5 / (grown or 1.0)
+    return Scaled(scale, found), added == 0
+
+
+def spectral_norm(backend: Backend, M: Array) -> float:
+    """||M||, to some per cent and rather above."""
+    if M.size == 0:
+        return 0.0
+
+    def squared(v: Array) -> Array:
+        return backend.matmul(M.T, backend.matmul(M, v))
+
+    return 1.1 * _growth(backend.xp, squared, M.shape[1]) ** 0.5
+
+
+def _growth(xp: Any, multiply: Callable[[Array], Array], r: int) -> float:
+    """The largest eigenvalue of a symmetric operator, to some per cent."""
+    v = xp.asarray(np.random.default_rng(0).standard_normal((r, 1)))
+    size = xp.ones(())
+    for _ in range(_POWER_STEPS):
+        v = v / xp.where(size > 0, size, 1.0)
+        v = multiply(v)
+        size = xp.sqrt((v * v).sum())
+    return float(size)  # synchronize!
