@@ -6,9 +6,7 @@ weights), the correction stands beside the line it concerns.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from functools import wraps
 from pathlib import Path
 from typing import Any, Self
@@ -18,22 +16,10 @@ import numpy as np
 from herta_gpu.backends import get_backend
 from herta_gpu.backends.base import Array, Backend
 from herta_gpu.certificate import Certificate
-from herta_gpu.diffusion import Recall
-from herta_gpu.direct import Proof, StoredProblem
 from herta_gpu.features import Features
 from herta_gpu.graph import Graph, check_graph
-from herta_gpu.losses import LOSSES
 from herta_gpu.planning.costs import Outline, Sizes, sizes_of, stored_order
-from herta_gpu.planning.plan import (
-    Chosen,
-    Decision,
-    Plan,
-    make_plan,
-    orthonormal,
-    tighter,
-    with_less_left,
-)
-from herta_gpu.planning.recipe import Recipe
+from herta_gpu.planning.plan import Decision, Plan, make_plan
 from herta_gpu.planning.settings import Settings, strength
 from herta_gpu.plumbing.checkpoint import Checkpoint
 from herta_gpu.plumbing.estimator import (
@@ -43,8 +29,9 @@ from herta_gpu.plumbing.estimator import (
     check_scored,
     make_targets,
 )
+from herta_gpu.plumbing.files import check_target
 from herta_gpu.plumbing.fingerprint import fingerprint
-from herta_gpu.plumbing.interop import as_matrix, in_kind_of, on_device, take_rows, to_host
+from herta_gpu.plumbing.interop import as_matrix, in_kind_of, on_device, to_host
 from herta_gpu.plumbing.models import read_model, write_model
 from herta_gpu.plumbing.stages import Stages
 from herta_gpu.plumbing.validation import (
@@ -54,22 +41,14 @@ from herta_gpu.plumbing.validation import (
     check_scale,
     node_rows,
 )
-from herta_gpu.preconditioner import (
-    Preconditioner,
-    build,
-    lowered,
-    made_anew,
-    no_preconditioner,
-)
+from herta_gpu.preconditioner import made_anew
+from herta_gpu.prediction import Outputs
 from herta_gpu.solver import BLOCK_WIDTH, RegularizedLaplacian, block_width
-from herta_gpu.sparsifier import sparsified
-from herta_gpu.spectrum import Spectrum, choose_spectrum
+from herta_gpu.spectrum import Spectrum
+from herta_gpu.steps import on_stored_rows, preconditioned, sampled, start
 from herta_gpu.training import Training
-from herta_gpu.unfolded import DenseMap, UnfoldedMap
+from herta_gpu.unfolded import UnfoldedMap
 
-_TRANSFORM_TOL = 1e-6
-_CHEAP_STEPS = 20  # steps on stored rows, without a solve, that count as one of max_iter
-_ATTEMPTS = 4  # how often Q is solved for more tightly when a certificate asks for it
 # What a fit leaves and a file keeps, beside the weights and classes.
 _FITTED: dict[str, Any] = {
     "certificate_": Certificate, "status_": str, "plan_": Plan, "spectrum_": Spectrum | None,
@@ -164,6 +143,8 @@ class HERTA(Estimator):
     plan_ : Plan
     changes_ : list of (what, choice, why)
         What turned out otherwise than planned.
+    outputs_ : array (len(evaluate), c) or None
+        Z* at the nodes `evaluate` of the last `fit`, where that came with it.
     spectrum_ : Spectrum or None
         What is known of the preconditioned Hessian; ``kappa`` bounds its condition number.
     stages_ : dict of stage to seconds
@@ -218,6 +199,7 @@ class HERTA(Estimator):
         callback: Callable[[dict[str, Any]], None] | None = None,
         checkpoint: Checkpoint | None = None,
         stages: Stages | None = None,
+        evaluate: Any = None,
     ) -> HERTA:
         """Train on the nodes `train` (ids, a mask, or None: all labelled ones).
 
@@ -238,10 +220,14 @@ class HERTA(Estimator):
         stages : Stages, optional
             A timer of the caller's that times the stages of this fit as well, and shows them if
             it is verbose; by default the fit has its own.
+        evaluate : optional
+            Ids (or a mask) of other nodes whose outputs are wanted.  Where the strategy is
+            "direct" they come with the fit, in `outputs_`, and need no solve of their own.
         """
         _check_helpers(callback, checkpoint, stages)
         settings, backend = self._settings(), self._checked()
         X, targets = self._checked_data(graph, X, y, train, backend)
+        beside = node_rows([] if evaluate is None else to_host(evaluate, backend), graph.num_nodes)
         stages = Stages(self.verbose) if stages is None else stages
         before = dict(stages.seconds)
         if checkpoint is not None:
@@ -253,40 +239,40 @@ class HERTA(Estimator):
         H = RegularizedLaplacian(graph, settings.lam, backend, settings.dtype)  # I + lam L_hat
         with stages("plan"):
             budget = settings.budget(backend.memory_available())
-            sizes = sizes_of(graph, X, targets, settings.dtype, backend, budget)
+            sizes = sizes_of(graph, X, targets, settings, backend, budget, beside.size)
             plan = make_plan(H, sizes, settings, budget, reordered=graph is not given)
             self.plan_ = plan  # a fit that is interrupted leaves what it was about to do
         if checkpoint is not None:
             checkpoint.claim()  # nothing can be refused any more
         with stages("features"):
             features = Features(X, backend, graph.order, budget)
-        inverse = graph.inverse_order()
-        rows = backend.asarray(targets.rows if inverse is None else inverse[targets.rows])
-        Y = backend.asarray(targets.Y)
+        rows, Y = _stored(graph, targets.rows, backend), backend.asarray(targets.Y)
 
         # L_tilde <- Sparsify(L_hat)
         with stages("sparsify"):
-            H_tilde = _sampled(H, plan.n_samples, settings, budget)
+            H_tilde = sampled(H, plan.n_samples, settings, budget)
         # Q <- SDDSolver(I + lam L_tilde; X); Q' <- Hadamard(R Q); Q_tilde <- s rows of Q';
         # P <- Q_tilde^T Q_tilde; P' <- P^-1/2.  Q is cut to the training rows: with a mask, a P
         # from all rows would miss the Hessian.
         A = UnfoldedMap(H, features, rows, plan.solve_width)
         recall = made_anew if checkpoint is None else checkpoint.on(backend, plan.identity)
-        made = _preconditioned(plan, settings, H_tilde, A, Y, stages, recall)
+        others = _stored(graph, beside[: plan.beside], backend)  # all of them, or none
+        made = preconditioned(plan, settings, H_tilde, A, Y, others, stages, recall)
         # for t = 1..T: u <- X P' w - y_hat, two solves, g <- P' X^T u'', w <- w - eta g
         run = Training(
             settings, made.recipe, backend, Y, made.P, made.spectrum, features, stages, callback,
             checkpoint, plan.identity,
         )  # fmt: skip
         with stages("train"):
-            if plan.stored:
-                made, W = _on_stored_rows(run, plan, made, settings, A, Y, recall)
+            if plan.stored:  # one tight Q instead of two solves per step
+                made, W = on_stored_rows(run, plan, made, settings, A, Y, recall)
             else:
-                w, Z = _start(run, plan, settings, made.P, A, budget)
+                w, Z = start(run, plan, settings, made.P, A, budget)
                 # Output: W = P^-1/2 w, not w: the loop ran in preconditioned coordinates.
                 W = run.loop(A, w, certified=True, Z=Z).W
 
         self.W_ = backend.to_numpy(W)  # synchronize!
+        self.outputs_ = made.outputs(W) if beside.size == plan.beside > 0 else None
         self.classes_, self._flat = targets.classes, targets.flat
         self.history_, self.certificate_, self.status_ = run.history, run.certificate, run.status
         self.warm_history_, self.changes_ = run.warm_history, made.changes
@@ -339,14 +325,53 @@ class HERTA(Estimator):
         budget = settings.budget(backend.memory_available())
         return make_plan(Outline(n, settings.lam), sizes, settings, budget)
 
-    def transform(self, graph: Graph, X: Any) -> Any:
-        """Z* = H^-1 X W (n, c), to a relative H-norm error of 1e-6; on a GPU if X is."""
-        return in_kind_of(self._output(graph, X), X)
+    def transform(
+        self, graph: Graph, X: Any, idx: Any = None, out: str | Path | None = None
+    ) -> Any:
+        """Z* = H^-1 X W (n, c), to a relative H-norm error of 1e-6; on a GPU if X is.
 
-    def _output(self, graph: Graph, X: Any) -> Array:
-        """Z* as an array of the device that X is on."""
-        self._check_fitted()
-        backend = get_backend(self.device)
+        Parameters
+        ----------
+        graph, X
+            As in `fit`; the graph may be another one.
+        idx : ids or a mask, optional
+            The nodes to give the rows of; no array of (n, c) is made then.
+        out : path, optional
+            A new .npy file for outputs that do not fit into memory; it is given back as a map.
+        """
+        Z = self._outputs(graph, X)
+        rows = self._stored_rows(graph, idx)
+        if out is not None:
+            check_target(out)
+            return Z.write(rows, Path(out), self.dtype)
+        found = Z.of(rows, self.dtype)
+        return in_kind_of(found if on_device(X) else to_host(found, Z.H.backend), X)
+
+    def predict(self, graph: Graph, X: Any, idx: Any = None) -> Any:
+        """Class labels, or the model's output for float targets; of the nodes `idx` or of all.
+
+        `undecided_` counts the nodes whose two best classes are closer than the error of the solve.
+        """
+        classes = self._fitted().classes_
+        if classes is None:
+            Z = self.transform(graph, X, idx)
+            return Z[:, 0] if self._flat else Z
+        outputs = self._outputs(graph, X)
+        backend = outputs.H.backend
+        best, self.undecided_ = outputs.labels(self._stored_rows(graph, idx), self.dtype)
+        if classes.dtype.kind == "U":
+            return classes[to_host(best, backend)]  # neither a GPU nor a tensor holds text
+        found = backend.asarray(classes)[best] if on_device(X) else classes[to_host(best, backend)]
+        return in_kind_of(found, X)
+
+    def _outputs(self, graph: Graph, X: Any) -> Outputs:
+        """Z* of this graph and these features, not computed yet.
+
+        Never from the fit's Z, near as it is: a model that was stored and read again gives the same
+        bits as this one.
+        """
+        self._fitted()
+        backend, settings = get_backend(self.device), self._settings()
         check_graph(graph)
         X = as_matrix(X, backend)
         check_rows("X", X, graph)
@@ -356,41 +381,29 @@ class HERTA(Estimator):
                 f"{self.n_features_in_:,}."
             )
         check_scale(X, fitted=True)
-        settings = self._settings()
         H = RegularizedLaplacian(graph, settings.lam, backend, settings.dtype)
-        everything = backend.xp.arange(graph.num_nodes)
         budget = settings.budget(backend.memory_available())
         width = max(1, block_width(graph.num_nodes, self.W_.shape[1], settings.dtype, budget))
         features = Features(X, backend, graph.order, budget)
-        A = UnfoldedMap(H, features, everything, width)
-        # Not from the fit's Z, near as it is: a model that was stored and read again gives the same
-        # bits as this one.
-        Z = A.forward(backend.asarray(self.W_), _TRANSFORM_TOL).value
-        if not bool(backend.xp.isfinite(Z).all()):  # synchronize!
-            raise ValueError("H^-1 X W overflows: give X in the units the model was fitted with.")
-        Z = Z if on_device(X) else backend.to_numpy(Z)  # synchronize!
-        return take_rows(Z, graph.inverse_order(), backend).astype(self.dtype)
+        return Outputs(H, features, backend.asarray(self.W_), width)
 
-    def predict(self, graph: Graph, X: Any) -> Any:
-        """Class labels, or the model's output for float targets."""
-        Z = self._output(graph, X)
-        if self.classes_ is None:
-            return in_kind_of(Z[:, 0] if self._flat else Z, X)
-        best, backend = Z.argmax(axis=1), get_backend(self.device)
-        if self.classes_.dtype.kind == "U":
-            return self.classes_[to_host(best, backend)]  # neither a GPU nor a tensor holds text
-        classes = backend.asarray(self.classes_) if on_device(Z) else self.classes_
-        return in_kind_of(classes[best], X)
+    def _stored_rows(self, graph: Graph, idx: Any) -> Array | None:
+        """Where the graph stores the nodes `idx`; None: all rows, as they are stored."""
+        if idx is None and graph.order is None:
+            return None
+        backend = get_backend(self.device)
+        return _stored(graph, node_rows(to_host(idx, backend), graph.num_nodes), backend)
 
     def score(self, graph: Graph, X: Any, y: Any, idx: Any = None) -> float:
         """Accuracy on the labelled nodes of `idx` (default all), or R^2 for float targets."""
-        self._check_fitted()
+        self._fitted()
         check_graph(graph)
         backend = get_backend(self.device)
         y, idx = (to_host(a, backend) for a in (y, idx))
         check_scored(y, graph.num_nodes)  # before the solve
-        predicted = to_host(self.predict(graph, X), backend)
-        return accuracy_or_r2(predicted, y, node_rows(idx, graph.num_nodes), self.classes_)
+        rows = node_rows(idx, graph.num_nodes)
+        predicted = to_host(self.predict(graph, X, rows), backend)
+        return accuracy_or_r2(predicted, y, rows, self.classes_)
 
     def save(self, path: str | Path) -> None:
         """Write the fitted model to exactly this path, in NumPy's .npz format and without pickles.
@@ -411,7 +424,7 @@ class HERTA(Estimator):
         >>> again, bool((again.W_ == model.W_).all()), again.history_ == model.history_
         (HERTA(lam=5.0, ridge=0.1), True, True)
         """
-        self._check_fitted()
+        self._fitted()
         write_model(self, path, _FITTED)
 
     @classmethod
@@ -430,9 +443,10 @@ class HERTA(Estimator):
         """The device, if the parameters are right and it is there."""
         return get_backend(self._settings().device)
 
-    def _check_fitted(self) -> None:
+    def _fitted(self) -> Self:
         if not hasattr(self, "W_"):
             raise RuntimeError("This HERTA is not fitted yet: call fit first.")
+        return self
 
 
 # ---- the parts of fit ------------------------------------------------------------------------
@@ -445,129 +459,7 @@ def _check_helpers(callback: Any, checkpoint: Any, stages: Any) -> None:
         raise TypeError(f"stages must be a Stages, not {type(stages).__name__}.")
 
 
-def _sampled(
-    H: RegularizedLaplacian, n_samples: int | None, settings: Settings, budget: int
-) -> RegularizedLaplacian:
-    """I + lam L_tilde: Algorithm 2 when it was asked for, its cheap relative otherwise."""
-    if n_samples is None:
-        return H
-    faithful = settings.scores == "sketch"
-    found = sparsified(H, n_samples, 0.0, settings.scores, faithful, settings.seed, budget)
-    return H.on(found.graph)
-
-
-@dataclass(frozen=True)
-class _Made:
-    """P, what is known of the Hessian in its coordinates, and how P came about in the end."""
-
-    P: Preconditioner
-    spectrum: Spectrum | None
-    recipe: Recipe
-    changes: list[Decision]  # what turned out otherwise than planned
-
-
-def _preconditioned(
-    plan: Plan,
-    settings: Settings,
-    H_tilde: RegularizedLaplacian,
-    A: UnfoldedMap,
-    Y: Array,
-    stages: Stages,
-    recall: Recall,
-) -> _Made:
-    """P^-1/2 and bounds of the Hessian it leaves; without any, Q is solved tighter once."""
-    recipe = plan.recipe
-    changes: list[Decision] = []
-    if not settings.precondition:
-        none = no_preconditioner(A.H.backend, A.X.shape[1], Y.shape[1])
-        return _Made(none, None, recipe, changes)
-    while True:
-        with stages("preconditioner"):
-            P = build(recipe, H_tilde, A, Y, settings.ridge, recall)
-        with stages("spectrum"):
-            spectrum = choose_spectrum(plan.certificate, P, A, settings.ridge, settings.seed)
-        missed = spectrum is not None and spectrum.kind == "estimate"
-        rough = H_tilde is not A.H or recipe.sketch_rows is not None  # on purpose
-        alike = P.kept < P.features and not recipe.whiten and not rough
-        if alike:
-            recipe, why = orthonormal(recipe)
-        elif missed and not rough and not recipe.exact:
-            recipe, why = tighter(recipe, A.H)
-        else:
-            return _Made(P.for_training(A.H.backend), spectrum, recipe, changes)
-        changes.append(why)
-
-
-def _on_stored_rows(
-    run: Training,
-    plan: Plan,
-    made: _Made,
-    settings: Settings,
-    A: UnfoldedMap,
-    Y: Array,
-    recall: Recall,
-) -> tuple[_Made, Array]:
-    """W from the stored rows of Q, solved for more tightly while that helps to prove it.
-
-    Where it does not, the true model has the last word, if there is memory for it.
-    """
-    backend, loss, ridge = A.H.backend, LOSSES[settings.loss], settings.ridge
-    X_norm = A.X.norm_bound() if ridge > 0 else math.inf
-    P, recipe, changes = made.P, made.recipe, list(made.changes)
-    u = None
-    for _ in range(min(_ATTEMPTS, settings.max_iter)):
-        problem = StoredProblem(backend, loss, P, Y, ridge, X_norm)
-        u = problem.minimised(settings.tol, u, _CHEAP_STEPS * settings.max_iter, run.warm)
-        proof = run.direct(problem, u)
-        again = _again(run, proof, P, recipe, settings)
-        if again is None:
-            break
-        recipe = again.value
-        changes.append(again.decision)
-        P = lowered(P, recipe, A, Y, ridge, recall)
-    made = replace(made, P=P, recipe=recipe, changes=changes)
-    if run.status != "stagnated" or not plan.may_look or len(run.history) > settings.max_iter:
-        return made, problem.basis.weights(u)
-    made.changes.append(Decision("proof", "true gradients", "Q alone could not prove the fit"))
-    kind = "spectral-deterministic" if loss.quadratic else plan.certificate
-    spectrum = choose_spectrum(kind, P, A, ridge, settings.seed)
-    run.P, run.spectrum = P, spectrum
-    point = run.loop(A, P.inner.unhalf(u), certified=True)
-    return replace(made, spectrum=spectrum), point.W
-
-
-def _again(
-    run: Training, proof: Proof, P: Preconditioner, recipe: Recipe, settings: Settings
-) -> Chosen | None:
-    """How to solve for Q again so that stored rows prove more; None if they do, or never will."""
-    certified, kept = run.status.startswith("certified"), recipe.keep_residual
-    if (certified and (proof.enough(settings.tol) or not kept)) or run.status == "converged":
-        return None
-    if run.status == "max_iter":
-        return None
-    worst = None if P.diffusion is None else P.diffusion.worst
-    again = with_less_left(recipe, worst, proof.wanted(0.7 * settings.tol))
-    if again is not None or certified or recipe.whiten or worst is None:
-        return again
-    return orthonormal(recipe)
-
-
-def _start(
-    run: Training,
-    plan: Plan,
-    settings: Settings,
-    P: Preconditioner,
-    A: UnfoldedMap,
-    budget: int,
-) -> tuple[Array, Array | None]:
-    """Where the loop starts, and what is known of Z there: a cheaper model may go first."""
-    warm = LOSSES[settings.loss].quadratic
-    w = P.w_start if warm else A.H.backend.xp.zeros_like(P.w_start)
-    if plan.strategy == "direct" and P.rows is not None:
-        rows = P.rows if P.basis is None else P.basis.rows(P.rows)
-        return run.loop(DenseMap(rows, A.H.backend), w, certified=False).w, None
-    if plan.loop_samples is not None:
-        H_loop = _sampled(A.H, plan.loop_samples, settings, budget)
-        A_loop = UnfoldedMap(H_loop, A.X, A.train, A.width)
-        return run.loop(A_loop, w, certified=False).w, None
-    return w, P.Z_start if warm else None
+def _stored(graph: Graph, nodes: Any, backend: Backend) -> Array:
+    """The rows in which the graph stores these nodes of the caller's."""
+    inverse = graph.inverse_order()
+    return backend.asarray(nodes if inverse is None else inverse[nodes])

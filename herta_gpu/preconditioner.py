@@ -136,7 +136,8 @@ def lowered(
     diffusion = P.diffusion
     coordinates = recipe.whiten == isinstance(P.basis, Whitened)
     if diffusion is None or recipe.goal is None or not coordinates:
-        return build(recipe, A.H, A, Y, ridge, recall)
+        beside = None if diffusion is None else diffusion.beside
+        return build(recipe, A.H, A, Y, ridge, recall, beside)
     diffusion.lower(recipe.goal, recall, recipe.name)
     made = {"Q": diffusion.rows, "left": diffusion.left}
     again = _factored(recipe, A.H, A, diffusion.basis, made, Y, ridge)

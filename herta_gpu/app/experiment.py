@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from herta_gpu import backends, datasets
-from herta_gpu.app.results import FitResult
+from herta_gpu.app.results import FitResult, evaluated
 from herta_gpu.datasets import Dataset
 from herta_gpu.herta import HERTA
 from herta_gpu.plumbing.checkpoint import Checkpoint
@@ -78,5 +78,8 @@ def fit(
     checkpoint: Checkpoint | None = None,
 ) -> FitResult:
     """Train on the training nodes and evaluate on every part; `stages` times all of it."""
-    model.fit(data.graph, data.X, data.y, data.split["train"], callback, checkpoint, stages)
+    model.fit(
+        data.graph, data.X, data.y, data.split["train"], callback, checkpoint, stages,
+        evaluated(data.split),
+    )  # fmt: skip
     return FitResult.from_fit(model, data, stages)

@@ -199,7 +199,7 @@ def candidate_rows(candidates: Sequence[Candidate], metric: str) -> Rows:
 
 def _check_has_fit(model: HERTA) -> None:
     """An error unless the model knows how it was fitted."""
-    model._check_fitted()
+    model._fitted()
     missing = [name for name in _FROM_FIT if not hasattr(model, name)]
     if missing:
         raise RuntimeError(
@@ -213,10 +213,21 @@ def _scores(model: HERTA, data: Dataset) -> dict[str, float]:
     if data.y is None:
         raise ValueError(f"The dataset {data.name} has no labels to score against.")
     split = data.split or {"all": data.labelled()}
-    Z, y = model.transform(data.graph, data.X), np.asarray(data.y)
-    return {
-        part: evaluate(data.metric, y[ids], Z[ids], model.classes_) for part, ids in split.items()
-    }
+    y, nodes = np.asarray(data.y), evaluated(split)
+    Z = getattr(model, "outputs_", None)
+    if Z is None or len(Z) != len(nodes):
+        Z = model.transform(data.graph, data.X, nodes)
+    scores, start = {}, 0
+    for part, ids in split.items():
+        there = Z[start : start + len(ids)]
+        scores[part] = evaluate(data.metric, y[ids], there, model.classes_)
+        start += len(ids)
+    return scores
+
+
+def evaluated(split: dict[str, Any]) -> Any:
+    """The nodes that a result speaks of, part after part."""
+    return np.concatenate([np.asarray(ids) for ids in split.values()])
 
 
 def _certificate_from_json(content: Any) -> Certificate:

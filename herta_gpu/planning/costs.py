@@ -40,7 +40,7 @@ _DENSE_PASS = 2e-9  # X W or X^T V per number of a dense X, as float64, a few co
 _SPARSE_PASS = 3e-9  # ... and per non-zero of a sparse one
 _GEMM_FLOP = 1.0 / 75e9  # float64
 _FACTOR_FLOP = 1.0 / 30e9
-_MISFIT = 5.0  # 1 + ||Y|| / ||E||: how much of a certificate the targets themselves make up
+_MISFIT = 3.0  # 1 + ||Y|| / ||E||: how much of a certificate the targets themselves make up
 _ALIKE = 1 / 30  # smallest singular value of columns of norm 1, as on bags of words
 _CE_GOAL = 1e-4  # cross entropy: times sqrt(tol ridge)
 _OUTER_STEPS = 1  # steps of CG from the warm start, as on nearly every real graph tried
@@ -71,20 +71,27 @@ class Sizes:
 
 
 def sizes_of(
-    graph: Graph, X: Any, targets: Targets, dtype: str, backend: Backend, budget: int
+    graph: Graph,
+    X: Any,
+    targets: Targets,
+    settings: Settings,
+    backend: Backend,
+    budget: int,
+    beside: int = 0,
 ) -> Sizes:
-    """The sizes of data that are there."""
+    """The sizes of data that are there; `beside` rows of outputs are wanted as well."""
     return Sizes(
         n=graph.num_nodes,
         m=graph.num_edges,
         d=X.shape[1],
         c=targets.Y.shape[1],
         n_train=targets.Y.shape[0],
-        word=np.dtype(dtype).itemsize,
+        word=np.dtype(settings.dtype).itemsize,
         X_bytes=bytes_held(X, backend, budget),
         hidden=has_hidden_columns(X, targets.rows, backend),
         nonzeros=X.nnz if sp.issparse(X) else None,
         X_bytes_at=lambda other: bytes_held(X, backend, other),
+        beside=beside,
     )
 
 
@@ -134,7 +141,7 @@ def Q_goal(H: RegularizedLaplacian, sizes: Sizes, settings: Settings, whiten: bo
     smallest = math.sqrt(sizes.n_train / sizes.n) / (0.7 * H.lambda_max + 0.9)
     smallest *= 1.0 if whiten else _ALIKE
     # The objective, too, is known from Q alone, and what Q is off by counts there as it is.
-    seen = 1e-3 * math.sqrt(settings.tol) * min(1.0, (1e6 * settings.tol) ** 0.25)
+    seen = 3e-3 * math.sqrt(settings.tol) * min(1.0, (1e6 * settings.tol) ** 0.25)
     return max(1e-13, min(rho * smallest / math.sqrt(sizes.d), seen))
 
 

@@ -14,6 +14,7 @@ from herta_gpu.solver import BLOCK_WIDTH, block_width, column_bytes
 BETA = 1.0 / 64.0  # Algorithm 1; with K = C = 1 its sample sizes exceed m and n on real graphs
 SKETCH_ROWS_PER_COLUMN = 16  # measured: condition number about 2.7 after preconditioning
 _OUTPUTS = 7  # arrays of n x c float64 numbers that the loop with the true model holds
+_BESIDE = 0.25  # share of the memory that rows for evaluation may take
 DETERMINISTIC = ("spectral-proven", "spectral-deterministic")  # they need Q on all rows
 
 
@@ -29,6 +30,7 @@ class Layout:
     memory: dict[str, int]  # stage to bytes
     keep_residual: bool = False  # n x d numbers from which a later pass over Q goes on
     may_look: bool = True  # there is memory for solves over the outputs
+    beside: int = 0  # rows of Q outside training that are kept for evaluation
 
 
 def fitting_layout(
@@ -67,6 +69,11 @@ def fitting_layout(
 def _stored_layout(sizes: Sizes, settings: Settings, budget: int, certificate: str) -> Layout:
     """Three blocks of columns beside the training rows of Q, and its residual if there is room."""
     memory = _memory(sizes, settings, budget, None, certificate, 0)
+    beside = sizes.beside * sizes.d * sizes.word
+    # Outputs that would take much of the memory are solved for when they are asked for.
+    beside = beside if beside <= _BESIDE * (budget - sum(memory.values())) else 0
+    if beside:
+        memory["rows of Q for evaluation"] = beside
     left = budget - sum(memory.values())
     # Three blocks, and the rows of one of them on their way into Q.
     column = 3 * sizes.n * sizes.word + 3 * sizes.n_train * 8
@@ -80,7 +87,8 @@ def _stored_layout(sizes: Sizes, settings: Settings, budget: int, certificate: s
     if keep:
         memory["residual of Q"] = residual
     why = "Q itself is never stored"
-    return Layout(None, why, certificate, width, width, memory, keep, looks <= left)
+    rows = sizes.beside if beside else 0
+    return Layout(None, why, certificate, width, width, memory, keep, looks <= left, rows)
 
 
 def _too_little(least: int, budget: int) -> BudgetError:
@@ -165,8 +173,6 @@ def _memory(
         wide = sizes.hidden or not outputs
         memory["Q"] = q_rows * d * (8 if wide else word)
         memory["P and its factor"] = 3 * min(d, max(sizes.n_train, 1)) * d * 8
-    if sizes.beside:
-        memory["rows of Q for evaluation"] = sizes.beside * d * word
     if certificate in DETERMINISTIC:
         # B and its Gram matrix, for as many rows outside training as columns at most.
         outside = min(n - sizes.n_train, d)

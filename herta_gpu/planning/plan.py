@@ -64,6 +64,8 @@ class Plan:
         Whether the fit is proven from stored rows of Q, without a solve over the outputs.
     may_look : bool
         Whether there is memory for such solves, should that proof fail.
+    beside : int
+        Rows of Q outside training that are kept for evaluation.
     loop_samples : int or None
         Edges to sample for the loop itself (sparsify="mixed").
     certificate : str
@@ -81,6 +83,7 @@ class Plan:
     solve_width: int
     stored: bool = False
     may_look: bool = True
+    beside: int = 0
     loop_samples: int | None = None
     memory: dict[str, int] = field(default_factory=dict)
     cost: dict[str, float] = field(default_factory=dict)
@@ -141,6 +144,7 @@ def make_plan(
         layout.width,
         stored,
         layout.may_look,
+        layout.beside,
         None if loop is None else loop.value,
         layout.memory,
         cost,

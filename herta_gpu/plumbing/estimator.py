@@ -101,25 +101,25 @@ def _one_hot(codes: Any, c: int) -> Any:
 
 
 def accuracy_or_r2(predicted: Any, y: Any, rows: Any, classes: Any | None) -> float:
-    """Share of right labels among the labelled rows, or R^2 (mean over the columns)."""
+    """Share of right labels among the labelled ones of `rows`, which the predictions are of; or
+    R^2 (mean over the columns)."""
     y = as_labels("y", y)
-    check_scored(y, predicted.shape[0])
     if rows.size == 0:
         raise ValueError("There is no row to score: idx is empty.")
+    y = y[rows]
     if classes is not None:
         if y.ndim == 2 or (y.dtype.kind == "U") != (classes.dtype.kind == "U"):
             kind = "text" if classes.dtype.kind == "U" else "number"
             raise ValueError(f"y must hold one {kind} per node, as the classes of the model are.")
         known = has_label(y) if y.dtype.kind == "U" else y >= 0  # floats, too: NaN is none
-        rows = rows[known[rows]]
-        if rows.size == 0:
+        if not known.any():
             raise ValueError("None of the rows to score has a label.")
-        return float(np.mean(predicted[rows] == y[rows]))
+        return float(np.mean(predicted[known] == y[known]))
     if y.dtype.kind == "U":
         raise ValueError("y holds text but the model predicts numbers.")
-    if not np.isfinite(y[rows]).all():
+    if not np.isfinite(y).all():
         raise ValueError("y holds NaN or infinity in a row to score: leave such rows out by idx.")
-    truth, guess = (a[rows].astype(np.float64).reshape(rows.size, -1) for a in (y, predicted))
+    truth, guess = (a.astype(np.float64).reshape(rows.size, -1) for a in (y, predicted))
     if truth.shape != guess.shape:
         raise ValueError(f"y has {truth.shape[1]} columns but the model has {guess.shape[1]}.")
     return r_squared(truth, guess)

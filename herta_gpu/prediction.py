@@ -1,0 +1,89 @@
+"""What a fitted model says of nodes: Z* = H^-1 X W, a block of outputs at a time.
+
+Nothing of n x c numbers is needed unless it is asked for: outputs of some nodes are gathered block
+by block, and labels take the best output so far, the second best and the class of the best.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from herta_gpu.backends.base import Array
+from herta_gpu.features import Features
+from herta_gpu.plumbing.files import new_file
+from herta_gpu.solver import RegularizedLaplacian, block_cg
+
+TOL = 1e-6  # relative H-norm error of every output
+
+
+class OutputBlock(NamedTuple):
+    """Some outputs of all nodes, in the order in which the graph is stored."""
+
+    J: slice
+    Z: Array  # n x k
+    error: float  # no number of Z is off by more than this
+
+
+class Labels(NamedTuple):
+    """The class with the largest output of each node, and how many were too close to call."""
+
+    best: Array  # (n,) columns of Z
+    undecided: int  # nodes whose two best outputs are closer than the error of the solve
+
+
+class Outputs:
+    """Z* = H^-1 X W, of which at most `width` columns exist at a time."""
+
+    def __init__(self, H: RegularizedLaplacian, X: Features, W: Array, width: int) -> None:
+        self.H, self.X, self.W, self.width = H, X, W, width
+
+    def blocks(self) -> Iterator[OutputBlock]:
+        """The outputs in turn, each from scratch: the same bits whichever others are asked for."""
+        xp, c = self.H.backend.xp, self.W.shape[1]
+        for j in range(0, c, self.width):
+            J = slice(j, min(j + self.width, c))
+            Z, info = block_cg(self.H, self.X.times(xp.ascontiguousarray(self.W[:, J])), TOL)
+            if not bool(xp.isfinite(Z).all()):  # synchronize!
+                raise ValueError(
+                    "H^-1 X W overflows: give X in the units the model was fitted with."
+                )
+            yield OutputBlock(J, Z, float(info.residuals.max(initial=0.0)))
+
+    def of(self, rows: Array | None, dtype: str) -> Array:
+        """Z* at the stored rows `rows` (None: all)."""
+        count = self.H.n if rows is None else rows.shape[0]
+        out = self.H.backend.empty((count, self.W.shape[1]), dtype)
+        for J, Z, _ in self.blocks():
+            out[:, J] = Z if rows is None else Z[rows]
+        return out
+
+    def write(self, rows: Any, path: Path, dtype: str) -> Any:
+        """Z* at the stored rows `rows` in a new .npy file, given back as a memory map."""
+        shape = (rows.shape[0], self.W.shape[1])
+        with new_file(path) as temporary:
+            file: Any = np.lib.format.open_memmap(temporary, "w+", np.dtype(dtype), shape)
+            for J, Z, _ in self.blocks():
+                file[:, J] = self.H.backend.to_numpy(Z[rows])  # synchronize!
+            file.flush()
+            del file
+        return np.load(path, mmap_mode="r")
+
+    def labels(self, rows: Array | None, dtype: str) -> Labels:
+        """The best class of the stored rows `rows` (None: all)."""
+        xp, count = self.H.backend.xp, self.H.n if rows is None else rows.shape[0]
+        first, second = (xp.full(count, -xp.inf, dtype=dtype) for _ in range(2))
+        best, error = xp.zeros(count, dtype="int32"), 0.0
+        for J, Z, off in self.blocks():
+            error = max(error, off)
+            Z = (Z if rows is None else Z[rows]).astype(dtype, copy=False)
+            for j in range(J.start, J.stop):
+                z = Z[:, j - J.start]
+                better = z > first
+                second = xp.where(better, first, xp.maximum(second, z))
+                first, best = xp.where(better, z, first), xp.where(better, j, best)
+        close = first - second <= 2 * error
+        return Labels(best, int(close.sum()) if self.W.shape[1] > 1 else 0)  # synchronize!

@@ -1,0 +1,173 @@
+"""Steps of Algorithm 1 that may take more than one try: P, and training on stored rows.
+
+Each carries a plan out.  What turned out otherwise than planned is told in `Made.changes`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+from herta_gpu.backends.base import Array
+from herta_gpu.diffusion import Recall
+from herta_gpu.direct import Proof, StoredProblem
+from herta_gpu.losses import LOSSES
+from herta_gpu.planning.plan import (
+    Chosen,
+    Decision,
+    Plan,
+    orthonormal,
+    tighter,
+    with_less_left,
+)
+from herta_gpu.planning.recipe import Recipe
+from herta_gpu.planning.settings import Settings
+from herta_gpu.plumbing.stages import Stages
+from herta_gpu.preconditioner import Preconditioner, build, lowered, no_preconditioner
+from herta_gpu.solver import RegularizedLaplacian
+from herta_gpu.sparsifier import sparsified
+from herta_gpu.spectrum import Spectrum, choose_spectrum
+from herta_gpu.training import Training
+from herta_gpu.unfolded import DenseMap, UnfoldedMap
+
+_CHEAP_STEPS = 20  # steps on stored rows, without a solve, that count as one of max_iter
+_ATTEMPTS = 4  # how often Q is solved for more tightly when a certificate asks for it
+
+
+def sampled(
+    H: RegularizedLaplacian, n_samples: int | None, settings: Settings, budget: int
+) -> RegularizedLaplacian:
+    """I + lam L_tilde: Algorithm 2 when it was asked for, its cheap relative otherwise."""
+    if n_samples is None:
+        return H
+    faithful = settings.scores == "sketch"
+    found = sparsified(H, n_samples, 0.0, settings.scores, faithful, settings.seed, budget)
+    return H.on(found.graph)
+
+
+@dataclass(frozen=True)
+class Made:
+    """P, what is known of the Hessian in its coordinates, and how P came about in the end."""
+
+    P: Preconditioner
+    spectrum: Spectrum | None
+    recipe: Recipe
+    changes: list[Decision]  # what turned out otherwise than planned
+
+    def outputs(self, W: Array) -> Any:
+        """The outputs of W on the rows of Q that were kept for evaluation, on the host."""
+        diffusion = self.P.diffusion
+        if diffusion is None:
+            return None
+        backend = diffusion.H.backend
+        u = diffusion.basis.coordinates(W).astype(diffusion.others.dtype)
+        return backend.to_numpy(backend.matmul(diffusion.others, u))  # synchronize!
+
+
+def preconditioned(
+    plan: Plan,
+    settings: Settings,
+    H_tilde: RegularizedLaplacian,
+    A: UnfoldedMap,
+    Y: Array,
+    beside: Array,
+    stages: Stages,
+    recall: Recall,
+) -> Made:
+    """P^-1/2 and bounds of the Hessian it leaves; without any, Q is solved tighter once."""
+    recipe = plan.recipe
+    changes: list[Decision] = []
+    if not settings.precondition:
+        none = no_preconditioner(A.H.backend, A.X.shape[1], Y.shape[1])
+        return Made(none, None, recipe, changes)
+    while True:
+        with stages("preconditioner"):
+            P = build(recipe, H_tilde, A, Y, settings.ridge, recall, beside)
+        with stages("spectrum"):
+            spectrum = choose_spectrum(plan.certificate, P, A, settings.ridge, settings.seed)
+        missed = spectrum is not None and spectrum.kind == "estimate"
+        rough = H_tilde is not A.H or recipe.sketch_rows is not None  # on purpose
+        alike = P.kept < P.features and not recipe.whiten and not rough
+        if alike:
+            recipe, why = orthonormal(recipe)
+        elif missed and not rough and not recipe.exact:
+            recipe, why = tighter(recipe, A.H)
+        else:
+            return Made(P.for_training(A.H.backend), spectrum, recipe, changes)
+        changes.append(why)
+
+
+def on_stored_rows(
+    run: Training,
+    plan: Plan,
+    made: Made,
+    settings: Settings,
+    A: UnfoldedMap,
+    Y: Array,
+    recall: Recall,
+) -> tuple[Made, Array]:
+    """W from the stored rows of Q, solved for more tightly while that helps to prove it.
+
+    Where it does not, the true model has the last word, if there is memory for it.
+    """
+    backend, loss, ridge = A.H.backend, LOSSES[settings.loss], settings.ridge
+    X_norm = A.X.norm_bound() if ridge > 0 else math.inf
+    P, recipe, changes = made.P, made.recipe, list(made.changes)
+    u = None
+    for _ in range(min(_ATTEMPTS, settings.max_iter)):
+        problem = StoredProblem(backend, loss, P, Y, ridge, X_norm)
+        u = problem.minimised(settings.tol, u, _CHEAP_STEPS * settings.max_iter, run.warm)
+        proof = run.direct(problem, u)
+        again = _again(run, proof, P, recipe, settings)
+        if again is None:
+            break
+        recipe = again.value
+        changes.append(again.decision)
+        P = lowered(P, recipe, A, Y, ridge, recall)
+    made = replace(made, P=P, recipe=recipe, changes=changes)
+    if run.status != "stagnated" or not plan.may_look or len(run.history) > settings.max_iter:
+        return made, problem.basis.weights(u)
+    made.changes.append(Decision("proof", "true gradients", "Q alone could not prove the fit"))
+    kind = "spectral-deterministic" if loss.quadratic else plan.certificate
+    spectrum = choose_spectrum(kind, P, A, ridge, settings.seed)
+    run.P, run.spectrum = P, spectrum
+    point = run.loop(A, P.inner.unhalf(u), certified=True)
+    return replace(made, spectrum=spectrum), point.W
+
+
+def _again(
+    run: Training, proof: Proof, P: Preconditioner, recipe: Recipe, settings: Settings
+) -> Chosen | None:
+    """How to solve for Q again so that stored rows prove more; None if they do, or never will."""
+    certified, kept = run.status.startswith("certified"), recipe.keep_residual
+    if (certified and (proof.enough(settings.tol) or not kept)) or run.status == "converged":
+        return None
+    if run.status == "max_iter":
+        return None
+    worst = None if P.diffusion is None else P.diffusion.worst
+    again = with_less_left(recipe, worst, proof.wanted(0.7 * settings.tol))
+    if again is not None or certified or recipe.whiten or worst is None:
+        return again
+    return orthonormal(recipe)
+
+
+def start(
+    run: Training,
+    plan: Plan,
+    settings: Settings,
+    P: Preconditioner,
+    A: UnfoldedMap,
+    budget: int,
+) -> tuple[Array, Array | None]:
+    """Where the loop starts, and what is known of Z there: a cheaper model may go first."""
+    warm = LOSSES[settings.loss].quadratic
+    w = P.w_start if warm else A.H.backend.xp.zeros_like(P.w_start)
+    if plan.strategy == "direct" and P.rows is not None:
+        rows = P.rows if P.basis is None else P.basis.rows(P.rows)
+        return run.loop(DenseMap(rows, A.H.backend), w, certified=False).w, None
+    if plan.loop_samples is not None:
+        H_loop = sampled(A.H, plan.loop_samples, settings, budget)
+        A_loop = UnfoldedMap(H_loop, A.X, A.train, A.width)
+        return run.loop(A_loop, w, certified=False).w, None
+    return w, P.Z_start if warm else None
