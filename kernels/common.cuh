@@ -6,6 +6,7 @@
 // every k, and each thread keeps its own columns for good.  Sums never use float atomics: their
 // order is fixed, so equal input gives equal bits.
 
+using u16 = unsigned short;
 using i32 = int;
 using i64 = long long;
 using u32 = unsigned int;
@@ -38,6 +39,33 @@ __device__ void store(float* at, const Vec<float, 4>& x) {
 }
 __device__ void store(double* at, const Vec<double, 2>& x) {
     __stwb(reinterpret_cast<double2*>(at), make_double2(x.v[0], x.v[1]));
+}
+__device__ void store(u16* at, const Vec<u16, 2>& x) {
+    __stwb(reinterpret_cast<ushort2*>(at), make_ushort2(x.v[0], x.v[1]));
+}
+__device__ void store(u16* at, const Vec<u16, 4>& x) {
+    __stwb(reinterpret_cast<ushort4*>(at), make_ushort4(x.v[0], x.v[1], x.v[2], x.v[3]));
+}
+
+// ---- float16 -----------------------------------------------------------------------------------
+
+// Without a header there is no type for it: its bits are u16, and they are taken apart by hand.
+// The value of float16 bits.  -ftz=true makes 0 of what is below 2^-14, and a NaN is not one here.
+__device__ float half_value(u16 bits) {
+    const u32 signed_bits = static_cast<u32>(static_cast<i32>(static_cast<short>(bits)));
+    return __uint_as_float(signed_bits << 13 & 0x8fffe000u) * 0x1p112f;
+}
+
+// The bits of the nearest float16, ties to even; beyond its range, of the largest there is.
+__device__ u16 half_bits(float x) {
+    const u32 sign = __float_as_uint(x) >> 16 & 0x8000u;
+    const float a = fabsf(x);
+    if (!(a <= 65504.0f)) return static_cast<u16>(sign | (a > 65504.0f ? 0x7bffu : 0x7e00u));
+    const u32 exponent = max(__float_as_uint(a) >> 23, 113u);  // 2^-14 is the smallest
+    // The last place of a float 2^13 times larger is that of float16: the sum rounds to it.
+    const u32 base = (exponent + 13) << 23;
+    const u32 units = __float_as_uint(a + __uint_as_float(base)) - base;
+    return static_cast<u16>(sign | (((exponent - 113) << 10) + units));
 }
 
 // The first index and the stride of a one-dimensional grid-stride loop.

@@ -128,6 +128,19 @@ inline void sincospif(float x, float* s, float* c) {
     *c = static_cast<float>(std::cos(M_PI * x));
 }
 
+inline float __uint_as_float(unsigned bits) {
+    float x;
+    std::memcpy(&x, &bits, sizeof(x));
+    return x;
+}
+
+inline unsigned __float_as_uint(float x) {
+    unsigned bits;
+    std::memcpy(&bits, &x, sizeof(bits));
+    return bits;
+}
+
+using ushort = unsigned short;
 #define EMU_VECTOR(T, N, ...)            \
     struct alignas(N * sizeof(T)) T##N { \
         T __VA_ARGS__;                   \
@@ -135,10 +148,14 @@ inline void sincospif(float x, float* s, float* c) {
 EMU_VECTOR(float, 2, x, y)
 EMU_VECTOR(float, 4, x, y, z, w)
 EMU_VECTOR(double, 2, x, y)
+EMU_VECTOR(ushort, 2, x, y)
+EMU_VECTOR(ushort, 4, x, y, z, w)
 
 inline float2 make_float2(float x, float y) { return {x, y}; }
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 inline double2 make_double2(double x, double y) { return {x, y}; }
+inline ushort2 make_ushort2(ushort x, ushort y) { return {x, y}; }
+inline ushort4 make_ushort4(ushort x, ushort y, ushort z, ushort w) { return {x, y, z, w}; }
 
 template <class T>
 void __stwb(T* at, T value) {

@@ -95,6 +95,16 @@ class Emulated:
         c = (Z.dtype.type(c1), Z.dtype.type(c2))
         self.launch("laplacian.cu", f"chebyshev_{name}", grid, block, *args, Z, Z_prev, B, *c)
 
+    def chebyshev_half(
+        self, L: Any, lam: float, Z: Any, Z_prev: Any, B: Any, c1: float, c2: float, halves: Any
+    ) -> None:
+        name, grid, block, size, _ = self._columns(Z)
+        tail = (Z, L.inv_sqrt_degree, halves.up, halves.G)
+        self.launch("laplacian.cu", f"halve_{name}", grid, block, *size, *tail)
+        name, grid, block, args = self._laplacian(L, lam, Z)
+        tail = (halves.G, halves.down, Z, Z_prev, B, np.float32(c1), np.float32(c2))
+        self.launch("laplacian.cu", f"chebyshev_half_{name}", grid, block, *args, *tail)
+
     # ---- cg.cu ---------------------------------------------------------------------------
     def _columns(self, X: Any) -> tuple[str, Any, Any, tuple[Any, ...], tuple[Any, ...]]:
         n, k = X.shape

@@ -26,6 +26,7 @@ from tests.cupy_standin.ledger import LEDGER, Ledger
 from tests.cupy_standin.streams import Event, Graph, Stream
 
 FREE_BYTES = 8 << 30
+L2_BYTES = 1 << 20
 _FUNCTIONS = (
     *(
         "asarray",
@@ -132,6 +133,8 @@ def build() -> dict[str, ModuleType]:
     runtime = _module(
         "cupy.cuda.runtime",
         getDeviceCount=lambda: 1,
+        getDevice=lambda: 0,
+        getDeviceProperties=lambda device: {"l2CacheSize": L2_BYTES},
         memGetInfo=lambda: (FREE_BYTES - LEDGER.held, FREE_BYTES),
     )
     profiler = _module(

@@ -37,6 +37,7 @@ from herta_gpu.backends.cpu import lapack, philox
 from herta_gpu.plumbing.machine import host_memory, num_threads
 
 _CHUNK_WORK = 1 << 16  # non-zeros plus four per row: a block of 64 columns stays in the L2 cache
+_FLAT = 1 << 18  # numbers of a block that one thread takes at a time
 _ROWS = 1 << 12  # rows of a residual that one thread takes at a time
 _ENTRY_CHUNK = 1 << 16  # neighbours whose rows are widened to float64 at once
 _EDGE_CHUNK = 1 << 15  # edges handled at once by the sketch and the scores
@@ -89,7 +90,7 @@ def _row_chunks(indptr: Array, indices: Array, weights: Array | None, dtype: str
 
 def _flat_chunks(n: int, k: int) -> list[slice]:
     """Rows of an n x k block in pieces that stay in the cache."""
-    rows = max(1, (1 << 18) // max(k, 1))
+    rows = max(1, _FLAT // max(k, 1))
     return [slice(a, min(a + rows, n)) for a in range(0, n, rows)] or [slice(0, 0)]
 
 

@@ -26,7 +26,7 @@ import cupyx
 import cupyx.scipy.sparse
 import numpy as np
 
-from herta_gpu.backends.base import STREAM_ROWS, Array, Backend, CGState, Laplacian
+from herta_gpu.backends.base import STREAM_ROWS, Array, Backend, CGState, Halves, Laplacian
 from herta_gpu.backends.cuda.device import (
     MAX_BLOCKS,
     NULL,
@@ -106,6 +106,7 @@ class CUDABackend(Backend):
     name = "cuda"
     xp = cupy
     check_every = 4  # a look waits for the device
+    at_once = 1 << 23
 
     def __init__(self) -> None:
         # With HERTA_CUDA_GRAPHS=1 the steps of CG between two looks at the mask are captured once
@@ -294,14 +295,14 @@ class CUDABackend(Backend):
             )
         return L.scratch[key]
 
-    def _columns(self, kernel: str, X: Array, *args: Any) -> None:
-        """A kernel of cg.cu on blocks shaped like X."""
+    def _columns(self, file: str, kernel: str, X: Array, *args: Any) -> None:
+        """A kernel on blocks shaped like X."""
         n, k = X.shape
         width = vector_width(k, X.dtype)
         x, y, tiles = column_shape(k, width)
         name = f"{kernel}_{suffix(X.dtype)}_v{width}"
         shape = {"grid": (blocks(n, y), tiles), "block": (x, y)}
-        _launch("cg.cu", name, **shape, args=(I64(n), I64(k), *args))
+        _launch(file, name, **shape, args=(I64(n), I64(k), *args))
 
     def _column_scratch(self, k: int) -> tuple[Array, Array]:
         """(partial sums, tickets) for k columns, made once per width and stream."""
@@ -316,7 +317,7 @@ class CUDABackend(Backend):
         if X.size:
             dtype = str(np.promote_types(X.dtype, Y.dtype))
             X, Y = self.asarray(X, dtype), self.asarray(Y, dtype)
-            self._columns("column_dots", X, X, Y, *self._column_scratch(X.shape[1]), dots)
+            self._columns("cg.cu", "column_dots", X, X, Y, *self._column_scratch(X.shape[1]), dots)
         return dots
 
     def cg_start(
@@ -336,10 +337,21 @@ class CUDABackend(Backend):
         partials = self._product_scratch(L, k)[2]
         self._product("apply_H", L, lam, s.P, s.P, s.HP, partials, s.pHp)
         self._columns(
-            *("cg_residual", s.R, s.HP, s.R, s.pHp, s.rho, s.energy, np.float64(s.tol), s.floor),
+            *(
+                "cg.cu",
+                "cg_residual",
+                s.R,
+                s.HP,
+                s.R,
+                s.pHp,
+                s.rho,
+                s.energy,
+                np.float64(s.tol),
+                s.floor,
+            ),
             *(s.active, s.iterations, s.alpha, s.beta, *self._column_scratch(k)),
         )
-        self._columns("cg_direction", s.R, s.R, s.P, s.Z, s.alpha, s.beta)
+        self._columns("cg.cu", "cg_direction", s.R, s.R, s.P, s.Z, s.alpha, s.beta)
 
     def cg_steps(self, L: Laplacian, lam: float, state: CGState, count: int) -> None:
         assert isinstance(state, CUDACGState)
@@ -359,11 +371,29 @@ class CUDABackend(Backend):
         return int(cupy.count_nonzero(state.active))  # synchronize!
 
     def chebyshev_step(
-        self, L: Laplacian, lam: float, Z: Array, Z_prev: Array, B: Array, c1: float, c2: float
+        self,
+        L: Laplacian,
+        lam: float,
+        Z: Array,
+        Z_prev: Array,
+        B: Array,
+        c1: float,
+        c2: float,
+        halves: Halves | None = None,
     ) -> None:
-        if Z.size:
-            c = (Z.dtype.type(c1), Z.dtype.type(c2))
-            self._product("chebyshev", L, lam, Z, Z, Z_prev, B, *c)
+        if not Z.size:
+            return
+        rest = (Z, Z_prev, B, Z.dtype.type(c1), Z.dtype.type(c2))
+        if halves is None:
+            self._product("chebyshev", L, lam, Z, *rest)
+            return
+        self._columns("laplacian.cu", "halve", Z, Z, L.inv_sqrt_degree, halves.up, halves.G)
+        self._product("chebyshev_half", L, lam, Z, halves.G, halves.down, *rest)
+
+    def half_pays(self, L: Laplacian, k: int) -> bool:
+        # The caches hold no block that is larger; every gather is then half the bytes.
+        runtime = cupy.cuda.runtime
+        return 4 * L.n * k > runtime.getDeviceProperties(runtime.getDevice())["l2CacheSize"]
 
     # ---- Algorithm 2 -----------------------------------------------------------------------
     def sketch_incidence(self, L: Laplacian, k: int, seed: int) -> Array:

@@ -82,6 +82,26 @@ def check_residual(backend: Backend, g: Graph, k: int, dtype: str) -> None:
     close(backend, R, CPU.residual_rows(L_cpu, LAM, Z, B, 0), "float64")
 
 
+def check_half(backend: Backend, g: Graph, k: int) -> None:
+    """Chebyshev with float16 neighbours, in blocks of the caller, which are used again."""
+    L, L_cpu, steps = (
+        backend.laplacian(g, "float32"),
+        CPU.laplacian(g, "float32"),
+        [(0.3, 0.05)] * 3,
+    )
+    B = block(g.num_nodes, k, "float32")
+    expected = CPU.chebyshev(L_cpu, LAM, B, 0.1, steps, half=True)
+    kinds = ("float32", "float32", "uint16")
+    work = tuple(backend.empty(B.shape, kind) for kind in kinds)
+    for _ in range(2):
+        found = backend.chebyshev(L, LAM, backend.asarray(B), 0.1, steps, work, half=True)
+        assert found is work[1]
+        close(backend, found, expected, "float32")
+    assert (
+        backend.chebyshev(L, LAM, backend.asarray(B[:, :0].copy()), 0.1, steps, half=True).size == 0
+    )
+
+
 def check_reference(backend: Backend, g: Graph, dtype: str) -> None:
     """The kernel against CuPy's own product with the CSR matrix of the same Laplacian."""
     L, X = backend.laplacian(g, dtype), backend.asarray(block(g.num_nodes, 5, dtype))
@@ -226,6 +246,7 @@ def check_all(backend: Backend) -> None:
         check_residual(backend, g, k, dtype)
         check_cg(backend, g, k, dtype)
         check_sketches(backend, g, k, dtype)
+    check_half(backend, graph("hub", True), 6)
     for dtype in ("float32", "float64"):
         check_reference(backend, graph("hub", True), dtype)
         check_reference(backend, graph("tail").reordered("degree"), dtype)

@@ -84,6 +84,23 @@ def check_chebyshev(run: Emulated, L: Any, k: int, dtype: str) -> None:
     assert_close(found, expected, dtype)
 
 
+def check_half(run: Emulated, L: Any, k: int, dtype: str) -> None:
+    """The bits of float16 are NumPy's; a step from them is that of the reference."""
+    if dtype != "float32":
+        return
+    Z, before, B = (block(L.n, k, dtype, seed) for seed in range(3))
+    for X in (Z, before, B):
+        X[:, ::3] *= 1e30  # columns of other units
+    Z[L.n // 2 :: 7] *= 100.0  # too large for float16
+    Z[L.n // 3 :: 7] *= 2.0**-30  # below its smallest normal number
+    expected, found, theirs = before.copy(), before.copy(), CPU.halves(L, B)
+    ours = replace(theirs, G=np.zeros_like(theirs.G))
+    CPU.chebyshev_step(L, LAM, Z, expected, B, 0.3, 0.2, theirs)
+    run.chebyshev_half(L, LAM, Z, found, B, 0.3, 0.2, ours)
+    assert np.array_equal(ours.G, theirs.G)
+    assert_close(found * theirs.up, expected * theirs.up, dtype)
+
+
 def check_residual(run: Emulated, L: Any, k: int, dtype: str) -> None:
     """In chunks, the last one short: the same bits as at once."""
     Z, B = block(L.n, k, dtype), block(L.n, k, "float64", 1)
@@ -169,7 +186,7 @@ def check_srht(run: Emulated, L: Any, k: int, dtype: str) -> None:
 
 
 CHECKS: dict[str, list[Callable[[Emulated, Any, int, str], None]]] = {
-    "laplacian.cu": [check_apply_H, check_chebyshev, check_residual],
+    "laplacian.cu": [check_apply_H, check_chebyshev, check_residual, check_half],
     "cg.cu": [check_cg, check_column_dots],
     "sketch.cu": [check_sketches],
     "sampling.cu": [check_scores, check_sampling, check_scan, check_sampled_graph],

@@ -58,6 +58,19 @@ def test_primitives(backend: Any, name: str, weighted: bool, k: int, dtype: str)
     checks.check_srht(backend, g.num_nodes, k, dtype)
 
 
+@pytest.mark.parametrize("k", [1, 6, 8, 130])
+@pytest.mark.parametrize(("name", "weighted"), [("one", False), ("tail", True)])
+def test_neighbours_in_float16(backend: Any, name: str, weighted: bool, k: int) -> None:
+    checks.check_half(backend, checks.graph(name, weighted), k)
+
+
+def test_float16_pays_where_the_cache_does_not_hold_a_block(backend: Any) -> None:
+    n = 605
+    L, most = backend.laplacian(checks.graph("hub"), "float32"), cupy_standin.L2_BYTES // (4 * n)
+    assert not backend.half_pays(L, most)
+    assert backend.half_pays(L, most + 1)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("name", ["hub", "tail", "one"])

@@ -55,6 +55,10 @@ MUTANTS = {
         "exact = (held[\"inv_sqrt_degree\"].astype(\"float32\").astype(\"float64\")",
     ),
     "segments of other rows": ("cuda", "L.segment_row[a:b]", "L.segment_row[: b - a]"),
+    "up and down swapped": ("cuda", "degree, halves.up,", "degree, halves.down,"),
+    "float16 of the iterate before": (
+        "cuda", "\"halve\", Z, Z, L.inv", "\"halve\", Z, Z_prev, L.inv"
+    ),
     "the wrong random stream": ("cuda", "U32(STREAM_ROWS)", "U32(3)"),
     "a failed factorisation unnoticed": ("cuda", 'linalg="raise"', 'linalg="ignore"'),
     "long rows forgotten": (

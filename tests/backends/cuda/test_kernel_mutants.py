@@ -92,7 +92,7 @@ MUTANTS = {
         "laplacian.cu", "lane(L.k);\n", "lane(L.k);\n    if (!lane.inside) return;\n"
     ),
     "off by one: a row too many": Mutant(
-        "laplacian.cu", "const bool mine = row < to &&", "const bool mine = row <= to &&", "asan"
+        "laplacian.cu", "const bool mine = row < b &&", "const bool mine = row <= b &&", "asan"
     ),
     "off by one: the tail of a tile": Mutant(
         "sampling.cu", "x[i] = first + i < n ?", "x[i] = first + i <= n ?", "asan"
@@ -103,19 +103,30 @@ MUTANTS = {
     "shared tile without its padding": Mutant(
         "hadamard.cu", "tile[slot(1 << kLogRows)]", "tile[1 << kLogRows]", "asan"
     ),
-    "32-bit offset": Mutant(
-        "laplacian.cu", "X + j * L.k + column", "X + static_cast<i32>(j * L.k) + column", "offsets"
-    ),
+    "32-bit offset": Mutant("laplacian.cu", "X + j * k", "X + static_cast<i32>(j * k)", "offsets"),
     "a chunk written from the first row on": Mutant(
         "laplacian.cu", "store(R + at - offset + i, r)", "store(R + at + i, r)", "asan"
     ),
     "a chunk of other rows": Mutant(
-        "laplacian.cu", "start = from + static_cast", "start = static_cast", "asan"
+        "laplacian.cu", "start = a + static_cast", "start = static_cast", "asan"
     ),
     "float64 sums kept in float32": Mutant(
         "laplacian.cu",
-        "sum[i] += a * static_cast<T>(x.v[i])",
-        "sum[i] = static_cast<float>(sum[i] + a * static_cast<T>(x.v[i]))",
+        "sum[i] += a * static_cast<T>(value(x.v[i]))",
+        "sum[i] = static_cast<float>(sum[i] + a * static_cast<T>(value(x.v[i])))",
+    ),
+    "float16 cut off instead of rounded": Mutant(
+        "laplacian.cu", "a + __uint_as_float(base)", "a * 0.9998f + __uint_as_float(base)"
+    ),
+    "float16 without its smallest numbers": Mutant(
+        "laplacian.cu", "max(__float_as_uint(a) >> 23, 113u)", "max(__float_as_uint(a) >> 23, 114u)"
+    ),
+    "float16 that overflows": Mutant("laplacian.cu", "a > 65504.0f ? 0x7bffu", "a > 65504.0f ? 0u"),
+    "the unit of another column": Mutant(
+        "laplacian.cu", "unit[column] * sum", "unit[0 * column] * sum"
+    ),
+    "float16 times D^-1/2 once more": Mutant(
+        "laplacian.cu", "factor(float) const { return 1; }", "factor(float s) const { return s; }"
     ),
     "arguments swapped": Mutant(
         "sketch.cu", "philox(lo, hi, group, kStreamInc", "philox(hi, lo, group, kStreamInc"

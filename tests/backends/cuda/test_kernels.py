@@ -130,6 +130,41 @@ def test_random_words_beyond_32_bits_and_streams() -> None:
         assert np.array_equal(found, philox.words64(0, 1000, SEED, stream))
 
 
+# ---- float16
+
+HALVES = """
+extern "C" __global__ void narrow(i64 n, const float* x, u16* bits) {
+    for (i64 i = 0; i < n; ++i) bits[i] = half_bits(x[i]);
+}
+extern "C" __global__ void widen(i64 n, const u16* bits, float* x) {
+    for (i64 i = 0; i < n; ++i) x[i] = half_value(bits[i]);
+}
+"""
+
+
+def test_float16_is_that_of_numpy() -> None:
+    """Every finite float16, what lies between two of them, and what lies beyond."""
+    finite = np.flatnonzero(np.arange(1 << 16) % 0x8000 < 0x7C00).astype(np.uint16)
+    value = finite.view(np.float16).astype(np.float32)
+    found = np.full_like(value, np.nan)
+    snippet(HALVES).launch("widen", (1,), (1,), (np.int64(value.size), finite, found))
+    assert np.array_equal(found, value)
+    rng = np.random.default_rng(0)
+    middle = np.float32(0.5) * (value[:-1] + value[1:])  # ties
+    x = np.concatenate(
+        [
+            *(value, middle, np.nextafter(middle, np.float32(1e9))),
+            (rng.standard_normal(50_000) * 2.0 ** rng.integers(-40, 17, 50_000)).astype("f4"),
+            np.array([65504, 65519, 65520, 1e30, np.inf, -np.inf, -1e5], np.float32),
+        ]
+    )
+    bits = np.zeros(x.size, np.uint16)
+    snippet(HALVES).launch("narrow", (1,), (1,), (np.int64(x.size), x, bits))
+    assert np.array_equal(bits, np.clip(x, -65504, 65504).astype(np.float16).view(np.uint16))
+    snippet(HALVES).launch("narrow", (1,), (1,), (np.int64(1), np.full(1, np.nan, "f4"), bits))
+    assert np.isnan(bits.view(np.float16)[0])
+
+
 # ---- traffic
 
 
@@ -161,6 +196,19 @@ def test_steps_move_little_more_than_they_must(k: int, dtype: str) -> None:
     for found, blocks in ((cg, 10), (chebyshev, 4)):
         compulsory = 4 * L.nnz + 8 * L.n + blocks * L.n * k * width
         assert 0.6 * (compulsory + gathers) < found <= 1.3 * compulsory + gathers
+
+
+@pytest.mark.parametrize("k", [8, 40])
+def test_float16_halves_the_gathers_and_a_residual_reads_what_it_must(k: int) -> None:
+    L, X, B = dense("float32"), block(2000, k, "float32"), block(2000, k, "float64")
+    halves = CPU.halves(L, X)
+    rest = (X, X.copy(), X.copy(), 0.3, 0.2, halves)
+    half = moved(lambda run: run.chebyshev_half(L, LAM, *rest), "laplacian.cu")
+    compulsory, gathers = 4 * L.nnz + 12 * L.n + (16 + 6) * L.n * k, 2 * L.nnz * k
+    assert 0.6 * (compulsory + gathers) < half <= 1.3 * compulsory + gathers
+    residual = moved(lambda run: run.residual_rows(L, LAM, X, B, 0), "laplacian.cu")
+    compulsory, gathers = 4 * L.nnz + 24 * L.n + 20 * L.n * k, L.nnz * (4 * k + 8)
+    assert 0.6 * (compulsory + gathers) < residual <= 1.3 * compulsory + gathers
 
 
 def test_hadamard_reads_and_writes_once_per_pass() -> None:

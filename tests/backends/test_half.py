@@ -1,0 +1,165 @@
+"""Chebyshev with the gathered block in float16, against dense algebra."""
+
+from __future__ import annotations
+
+import tracemalloc
+from typing import Any
+
+import numpy as np
+import pytest
+
+from herta_gpu import Graph
+from herta_gpu.backends.base import Backend
+from herta_gpu.backends.cpu import reference
+from herta_gpu.backends.cpu.reference import CPUBackend
+from tests.backends.test_residual import backend, hub
+from tests.conftest import dense_H, random_graph
+
+__all__ = ["backend"]  # the fixture
+
+
+def coefficients(L: Any, lam: float, degree: int) -> tuple[float, list[tuple[float, float]]]:
+    """1/theta and (c1, c2) of Chebyshev's iteration on [1, 1 + lam lambda_max] (Saad, 12.1)."""
+    top = 1 + lam * L.lambda_max
+    theta, delta = (top + 1) / 2, (top - 1) / 2
+    rho, steps = delta / theta, []
+    for _ in range(degree - 1):
+        after = 1 / (2 * theta / delta - rho)
+        steps.append((rho * after, 2 * after / delta))
+        rho = after
+    return 1 / theta, steps
+
+
+def whitened(n: int, k: int) -> Any:
+    return np.linalg.qr(np.random.default_rng(k).standard_normal((n, k)))[0].astype("float32")
+
+
+def refined(backend: Backend, L: Any, lam: float, B: Any, half: bool, degree: int) -> list[Any]:
+    """What two passes give: Z, then Z + p(H) (B - H Z), in float64."""
+    first, steps = coefficients(L, lam, degree)
+    Z = backend.chebyshev(L, lam, B, first, steps, half=half)
+    R = backend.residual_rows(L, lam, Z, B.astype("float64"), 0).astype("float32")
+    return [Z, Z + backend.chebyshev(L, lam, R, first, steps, half=half).astype("float64")]
+
+
+def off(found: Any, want: Any) -> float:
+    """The largest relative error of a column."""
+    return float((np.linalg.norm(found - want, axis=0) / np.linalg.norm(want, axis=0)).max())
+
+
+@pytest.mark.parametrize("weighted", [False, True], ids=["unweighted", "weighted"])
+@pytest.mark.parametrize("k", [16, 17, 40, 64, 100])
+@pytest.mark.parametrize(("lam", "degree"), [(1.0, 12), (20.0, 50)])
+def test_two_passes_lose_nothing(
+    backend: Backend, k: int, weighted: bool, lam: float, degree: int
+) -> None:
+    g = hub(weighted)
+    L, B = backend.laplacian(g, "float32"), whitened(g.num_nodes, k)
+    want = np.linalg.solve(dense_H(g, lam), B.astype("float64"))
+    once, twice = refined(backend, L, lam, B, True, degree)
+    assert 1e-5 < off(once, want) < 1e-3  # float16 it was: float32 is 100 times better
+    in_one_pass, _ = refined(backend, L, lam, B, False, degree)
+    assert off(twice, want) < max(off(in_one_pass, want), 3e-7)
+
+
+@pytest.mark.parametrize("unit", [1e-37, 1e-30, 1e-6, 1e6, 1e30])
+def test_columns_of_any_unit(backend: Backend, unit: float) -> None:
+    """Huge, tiny, zero and plain columns side by side: each is as good as alone."""
+    g, lam = random_graph(300, 1500), 5.0
+    L, B = backend.laplacian(g, "float32"), whitened(300, 24)
+    B *= 10.0  # no entry is a denormal, even of the tiniest unit
+    B[:, ::2] *= np.float32(unit)
+    B[:, 5] = 0
+    first, steps = coefficients(L, lam, 20)
+    found = backend.chebyshev(L, lam, B, first, steps, half=True)
+    want = np.linalg.solve(dense_H(g, lam), B.astype("float64"))
+    assert not found[:, 5].any()
+    rest = np.arange(24) != 5
+    assert off(found[:, rest] / B.max(axis=0)[rest], want[:, rest] / B.max(axis=0)[rest]) < 1e-3
+
+
+def test_one_large_entry_leaves_the_small_ones_their_digits(backend: Backend) -> None:
+    """A spike of 2^20 in a component of its own costs the others nothing."""
+    others = np.stack(random_graph(60, 200).edges()[:2])
+    g = Graph.from_edges(np.concatenate([[[0], [1]], 2 + others], axis=1))
+    lam, (n, k) = 5.0, (g.num_nodes, 16)
+    L, B = backend.laplacian(g, "float32"), whitened(n, k)
+    B[0] = 2.0**20
+    first, steps = coefficients(L, lam, 20)
+    found = backend.chebyshev(L, lam, B, first, steps, half=True)
+    want = np.linalg.solve(dense_H(g, lam), B.astype("float64"))
+    assert off(found[2:], want[2:]) < 1e-3
+
+
+def test_a_nan_is_not_lost(backend: Backend) -> None:
+    g = random_graph(60, 200)
+    L, B = backend.laplacian(g, "float32"), whitened(60, 16)
+    B[3, 2] = np.nan
+    found = backend.chebyshev(L, 5.0, B, *coefficients(L, 5.0, 5), half=True)
+    assert np.isnan(found[3, 2])
+    assert not np.isnan(found[:, [0, 1, 3]]).any()
+
+
+def test_what_overflows_stays_finite(backend: Backend) -> None:
+    """Coefficients that let iterates grow a thousandfold: wrong numbers, but numbers."""
+    g = random_graph(60, 200)
+    L, B = backend.laplacian(g, "float32"), whitened(60, 16)
+    found = backend.chebyshev(L, 1.0, B, 1000.0, [(0.1, 0.1)] * 3, half=True)
+    assert np.isfinite(found).all()
+
+
+def test_float64_is_never_halved(backend: Backend) -> None:
+    g = random_graph(60, 200)
+    L, B = backend.laplacian(g, "float64"), whitened(60, 16).astype("float64")
+    first, steps = coefficients(L, 5.0, 10)
+    np.testing.assert_array_equal(
+        backend.chebyshev(L, 5.0, B, first, steps, half=True),
+        backend.chebyshev(L, 5.0, B, first, steps),
+    )
+
+
+def test_threads_change_no_bit(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    g = random_graph(600, 60_000)
+    L, B = backend.laplacian(g, "float32"), whitened(600, 40)
+    first, steps = coefficients(L, 5.0, 6)
+    found = []
+    for threads in ("1", "3"):
+        monkeypatch.setenv("HERTA_NUM_THREADS", threads)
+        found.append(backend.chebyshev(L, 5.0, B, first, steps, half=True))
+    np.testing.assert_array_equal(*found)
+
+
+def test_the_third_block_is_all_that_it_needs(
+    backend: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HERTA_NUM_THREADS", "1")
+    for name, size in (("_CHUNK_WORK", 1 << 12), ("_ENTRY_CHUNK", 1 << 10)):
+        monkeypatch.setattr(reference, name, size)
+    monkeypatch.setattr(type(backend), "at_once", 1 << 12)
+    monkeypatch.setattr(reference, "_FLAT", 1 << 12)
+    n, k = 40_000, 32
+    g = Graph.from_edges(np.random.default_rng(0).integers(0, n, (2, 2 * n)), n)
+    L, B = backend.laplacian(g, "float32"), np.ones((n, k), dtype="float32")
+    work = (np.empty_like(B), np.empty_like(B), np.empty(B.shape, "uint16"))
+    steps = [(0.3, 0.05)] * 3
+    backend.chebyshev(L, 5.0, B, 0.1, steps, work, half=True)  # compiles
+    tracemalloc.start()
+    found = backend.chebyshev(L, 5.0, B, 0.1, steps, work, half=True)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert found is work[1]
+    assert peak < B.nbytes / 8
+    np.testing.assert_array_equal(found, backend.chebyshev(L, 5.0, B, 0.1, steps, half=True))
+    with pytest.raises(ValueError, match="third one of uint16"):
+        backend.chebyshev(L, 5.0, B, 0.1, steps, (work[0], work[1], work[0]), half=True)
+
+
+def test_narrow_blocks_and_small_graphs_are_not_halved(backend: Backend) -> None:
+    L = backend.laplacian(hub(), "float32")
+    assert not any(backend.half_pays(L, k) for k in (1, 8, 32, 64))
+    if type(backend) is not CPUBackend:
+        from herta_gpu.backends.cpu.kernels.simd import HALF
+
+        big = Graph(np.zeros(3_000_001, np.int64), np.zeros(0, np.int32), None, np.ones(3_000_000))
+        L = backend.laplacian(big, "float32")
+        assert [backend.half_pays(L, k) for k in (1, 16, 32, 64)] == [False, False, HALF, HALF]
