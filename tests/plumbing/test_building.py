@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
@@ -25,6 +26,7 @@ def compiled(always: bool = True, chunk: int = 1 << 22, threads: int = 2, **more
     """Compiled code for every graph, however small, or for none."""
     changed = {"COMPILED": 0 if always else 1 << 62, "CHUNK": chunk, **more}
     with ExitStack() as stack:
+        stack.enter_context(mock.patch.dict(os.environ, {"HERTA_FAST": "1"}))
         for name, value in changed.items():
             stack.enter_context(mock.patch.object(building, name, value))
         for module in (building, ordering):

@@ -17,6 +17,11 @@ from tests.conftest import random_graph
 ARRAYS = ("indptr", "indices", "weights", "given_degree", "order")
 
 
+@pytest.fixture(autouse=True)
+def _compiled_kernels_are_allowed(monkeypatch):
+    monkeypatch.delenv("HERTA_FAST", raising=False)
+
+
 def assert_same(one: Graph, other: Graph) -> None:
     for name in ARRAYS:
         a, b = getattr(one, name), getattr(other, name)
