@@ -93,32 +93,42 @@ class DenseProblem:
 
     def start(self, u: Array | None) -> Point:
         """The point of u (None: 0)."""
+        F, rounding = self.xp.zeros_like(self.Y), self.xp.zeros(())
         if u is None:
             u = self.xp.zeros((self.A.shape[1], self.Y.shape[1]))
-            return self._at(u, self.xp.zeros_like(self.Y), self.xp.zeros(()))
-        self.passes += 1
-        F = self.backend.matmul(self.A, u)
-        return self._at(u, F, self._product_rounding(u))
+        else:
+            self.passes += 1
+            F, rounding = self.backend.matmul(self.A, u), self._product_rounding(u)
+        return self._at(u, F, rounding, self._values(u, F))
 
     def move(self, at: Point, D: Array) -> Point:
-        """The minimiser along D."""
+        """The minimiser along D, or a point near it that is lower than the start, too."""
         FD, GD = self.backend.matmul(self.A, D), self.metric.times(D)
         self.passes += 1
         slope = self.ridge * self.xp.sum(at.Gu * D, axis=0)
         curvature = self.ridge * self.xp.sum(GD * D, axis=0)
         enough = _FLAT * abs(float(self.xp.sum(at.g * D)))  # synchronize!
-        eta = self.loss.step(self.xp, at.F, FD, self.Y, (slope, curvature), enough)
-        F, step = at.F + eta * FD, eta * D
-        added = self._product_rounding(step) + 2 * UNIT * self.xp.sqrt((F * F).sum())
-        return self._at(at.u + step, F, at.rounding + added)
+        for flat in (enough, 0.0):
+            eta = self.loss.step(self.xp, at.F, FD, self.Y, (slope, curvature), flat)
+            u, F = at.u + eta * D, at.F + eta * FD
+            values = self._values(u, F)
+            if values[0] <= at.objective:
+                break  # a slight slope may go on for long behind a narrow valley: not otherwise
+        added = self._product_rounding(eta * D) + 2 * UNIT * self.xp.sqrt((F * F).sum())
+        return self._at(u, F, at.rounding + added, values)
 
-    def _at(self, u: Array, F: Array, rounding: Array) -> Point:
+    def _values(self, u: Array, F: Array) -> tuple[float, Array, Array]:
+        """(objective, gradient of the loss with respect to F, G u)."""
         Gu, (value, E) = self.metric.times(u), self.loss.at(self.xp, F, self.Y)
-        self.passes += 1
-        g = self.loss.centred(self.xp, self.backend.matmul(self.A.T, E)) + self.ridge * Gu
         if self.ridge > 0:
             value += 0.5 * self.ridge * float(self.xp.sum(u * Gu))  # synchronize!
-        return Point(u, F, Gu, value, E, g, rounding)
+        return value, E, Gu
+
+    def _at(self, u: Array, F: Array, rounding: Array, values: tuple[float, Array, Array]) -> Point:
+        objective, E, Gu = values
+        self.passes += 1
+        g = self.loss.centred(self.xp, self.backend.matmul(self.A.T, E)) + self.ridge * Gu
+        return Point(u, F, Gu, objective, E, g, rounding)
 
     def _product_rounding(self, u: Array) -> Array:
         """A bound of what float64 may have done to A u."""
@@ -273,7 +283,7 @@ class Descent:
         problem = self.problem
         weights = self.loss.row_curvature(self.xp, point.E, problem.Y)
         left = self._steps_left(point)
-        whole = self._whole(point, weights, min(2.0 * len(self.least), left)) if left else None
+        whole = self._whole(point, weights, min(len(self.least), 0.5 * left)) if left else None
         if whole is not None:
             self.hessian, self.least = whole, []
             self.lbfgs.forget()  # it knows better than any pair
