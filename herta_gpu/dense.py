@@ -163,7 +163,7 @@ def _least_squares(
     size = norm(factor.half_T(point.g))
     problem.record(history, point, _quadratic_gap(problem, point, factor, size, exact), callback)
     for _ in range(_REFINEMENTS):
-        ahead = problem.again(problem.move(point, -factor.half(factor.half_T(point.g))))
+        ahead = problem.start(problem.move(point, -factor.half(factor.half_T(point.g))).u)
         left = norm(factor.half_T(ahead.g))
         if not left < size:
             break

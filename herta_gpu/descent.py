@@ -48,7 +48,7 @@ class DenseFit:
     u: Array  # r x c
     objective: float  # loss + ridge/2 <u, G u>
     objective_error: float  # what rounding may have done to it
-    gradient: Array  # r x c, with respect to u, from products with A at the very end
+    gradient: Array  # r x c, with respect to u, in float64
     size: float  # ||P^-1/2 gradient||, P the last one that was factored
     gap: float  # bound of objective - optimum, rounding included; without a ridge often no better
     #              than the objective, since none is below 0
@@ -68,6 +68,7 @@ class Point:
     objective: float
     E: Array  # the gradient of the loss with respect to F
     g: Array  # the gradient of the objective with respect to u
+    rounding: Array  # a bound of what float64 may have done to F, a number on the device
 
 
 class DenseProblem:
@@ -92,33 +93,48 @@ class DenseProblem:
 
     def start(self, u: Array | None) -> Point:
         """The point of u (None: 0)."""
+        F, rounding = self.xp.zeros_like(self.Y), self.xp.zeros(())
         if u is None:
             u = self.xp.zeros((self.A.shape[1], self.Y.shape[1]))
-            return self._at(u, self.xp.zeros_like(self.Y), u)
-        self.passes += 1
-        return self._at(u, self.backend.matmul(self.A, u), self.metric.times(u))
-
-    def again(self, point: Point) -> Point:
-        """The same u, every number computed from it."""
-        return self.start(point.u)
+        else:
+            self.passes += 1
+            F, rounding = self.backend.matmul(self.A, u), self._product_rounding(u)
+        return self._at(u, F, rounding, self._values(u, F))
 
     def move(self, at: Point, D: Array) -> Point:
-        """The minimiser along D."""
+        """The minimiser along D, or a point near it that is lower than the start, too."""
         FD, GD = self.backend.matmul(self.A, D), self.metric.times(D)
         self.passes += 1
         slope = self.ridge * self.xp.sum(at.Gu * D, axis=0)
         curvature = self.ridge * self.xp.sum(GD * D, axis=0)
         enough = _FLAT * abs(float(self.xp.sum(at.g * D)))  # synchronize!
-        eta = self.loss.step(self.xp, at.F, FD, self.Y, (slope, curvature), enough)
-        return self._at(at.u + eta * D, at.F + eta * FD, at.Gu + eta * GD)
+        for flat in (enough, 0.0):
+            eta = self.loss.step(self.xp, at.F, FD, self.Y, (slope, curvature), flat)
+            u, F = at.u + eta * D, at.F + eta * FD
+            values = self._values(u, F)
+            if values[0] <= at.objective:
+                break  # a slight slope may go on for long behind a narrow valley: not otherwise
+        added = self._product_rounding(eta * D) + 2 * UNIT * self.xp.sqrt((F * F).sum())
+        return self._at(u, F, at.rounding + added, values)
 
-    def _at(self, u: Array, F: Array, Gu: Array) -> Point:
-        value, E = self.loss.at(self.xp, F, self.Y)
-        self.passes += 1
-        g = self.loss.centred(self.xp, self.backend.matmul(self.A.T, E)) + self.ridge * Gu
+    def _values(self, u: Array, F: Array) -> tuple[float, Array, Array]:
+        """(objective, gradient of the loss with respect to F, G u)."""
+        Gu, (value, E) = self.metric.times(u), self.loss.at(self.xp, F, self.Y)
         if self.ridge > 0:
             value += 0.5 * self.ridge * float(self.xp.sum(u * Gu))  # synchronize!
-        return Point(u, F, Gu, value, E, g)
+        return value, E, Gu
+
+    def _at(self, u: Array, F: Array, rounding: Array, values: tuple[float, Array, Array]) -> Point:
+        objective, E, Gu = values
+        self.passes += 1
+        g = self.loss.centred(self.xp, self.backend.matmul(self.A.T, E)) + self.ridge * Gu
+        return Point(u, F, Gu, objective, E, g, rounding)
+
+    def _product_rounding(self, u: Array) -> Array:
+        """A bound of what float64 may have done to A u."""
+        xp, rows = self.xp, self.xp.sqrt((u * u).sum(axis=1))
+        whole = xp.sqrt((self.columns**2).sum() * (rows**2).sum())
+        return (self.A.shape[1] + 2) * UNIT * xp.minimum(whole, (self.columns * rows).sum())
 
     def gap(self, point: Point, rounding: bool = True) -> float:
         """A bound of objective - optimum, by strong convexity or because nothing is below 0."""
@@ -132,9 +148,8 @@ class DenseProblem:
 
     def forward_rounding(self, point: Point) -> float:
         """A bound of what float64 may have done to F and E."""
-        rows = self.xp.sqrt((point.u * point.u).sum(axis=1))
-        terms = min(norm(self.columns) * norm(rows), float((self.columns * rows).sum()))
-        return UNIT * ((self.A.shape[1] + 2) * terms + 4 * (norm(point.F) + norm(self.Y)))
+        own = 4 * UNIT * (norm(point.F) + norm(self.Y))
+        return float(point.rounding) + own  # synchronize!
 
     def objective_error(self, point: Point) -> float:
         """A bound of what float64 may have done to the objective."""
@@ -193,35 +208,42 @@ class Descent:
         self.least: list[float] = []  # the smallest gap so far, at each step with this Hessian
 
     def run(self, point: Point) -> DenseFit:
-        problem, status, fresh = self.problem, "max_iter", True
+        problem, status = self.problem, "max_iter"
         for step in range(self.max_steps + 1):
             self._follow(point)
-            gap = problem.gap(point, rounding=False)
-            found = self._status(point, gap)
-            if found:
-                if not fresh:  # steps add to F: what they rounded must not decide
-                    point, fresh = problem.again(point), True
-                bare, gap = problem.gap(point, rounding=False), problem.gap(point)
-                hidden = bare <= 0.1 * self.goal * point.objective  # the rest is rounding
-                found = self._status(point, gap) or ("stagnated" if hidden else "")
+            point, gap, found = self._arrived(point)
             problem.record(self.history, point, gap, self.callback)
             if found or step == self.max_steps:
                 status = found or status
                 break
             ahead = self._step(point)
             if self._not_above(ahead, point):
-                point, fresh = ahead, False
-            elif self.lbfgs.pairs or not fresh:
+                point = ahead
+            elif self.lbfgs.pairs:
                 self.lbfgs.forget()
-                point, fresh = problem.again(point), True
+                point = problem.start(point.u)
             else:
                 status = "stagnated"
                 break
-        point = point if fresh else problem.again(point)
         return problem.fit(point, self._size(point), problem.gap(point), status, self.history)
 
+    def _arrived(self, point: Point) -> tuple[Point, float, str]:
+        """(the point, its gap, the word for having arrived or nothing)."""
+        problem, gap = self.problem, self.problem.gap(point, rounding=False)
+        if not self._status(point, gap):
+            return point, gap, ""
+        gap = problem.gap(point)
+        found = self._status(point, gap)
+        if found:
+            return point, gap, found
+        point = problem.start(point.u)  # steps add to F, and rounding to rounding
+        bare, gap = problem.gap(point, rounding=False), problem.gap(point)
+        hidden = bare <= 0.1 * self.goal * point.objective  # what is left is rounding
+        return point, gap, self._status(point, gap) or ("stagnated" if hidden else "")
+
     def _step(self, point: Point) -> Point:
-        arguments = (point.u, point.g, self.hessian.inverse, self.backend.matmul)
+        scaled = not self.hessian.exact
+        arguments = (point.u, point.g, self.hessian.inverse, self.backend.matmul, scaled)
         D = self.lbfgs.direction(*arguments)
         if not float(self.xp.sum(D * point.g)) < 0:  # synchronize!
             self.lbfgs.forget()
@@ -261,7 +283,7 @@ class Descent:
         problem = self.problem
         weights = self.loss.row_curvature(self.xp, point.E, problem.Y)
         left = self._steps_left(point)
-        whole = self._whole(point, weights, min(2.0 * len(self.least), left)) if left else None
+        whole = self._whole(point, weights, min(len(self.least), 0.5 * left)) if left else None
         if whole is not None:
             self.hessian, self.least = whole, []
             self.lbfgs.forget()  # it knows better than any pair

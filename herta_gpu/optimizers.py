@@ -128,20 +128,24 @@ class LBFGS:
         g: Array,
         inverse: Callable[[Array], Array] | None = None,
         product: Callable[[Array, Array], Array] = operator.matmul,
+        scaled: bool = True,
     ) -> Array:
-        """The next direction; `inverse` applies H_0 (None: a multiple of the identity)."""
+        """The next direction; `inverse` applies H_0 (None: the identity).
+
+        `scaled`: H_0 is right up to a factor, which the last pair tells.
+        """
         if self._last is not None:
             self._remember(w - self._last[0], g - self._last[1], product)
         self._last = (w, g)
+        H_0 = inverse or (lambda v: v)
         if self.pairs == 0:
-            return -g if inverse is None else -inverse(g)
+            return -H_0(g)
         S, Y, D, R_inverse = self._stored()
         q = product(R_inverse, product(S, g.reshape(-1, 1)))
-        v = g.reshape(-1, 1) - product(Y.T, q)
-        if inverse is None:
-            v = v * (D[-1] / self.xp.sum(Y[-1] * Y[-1]))
-        else:
-            v = inverse(v.reshape(g.shape)).reshape(-1, 1)
+        v = H_0((g.reshape(-1, 1) - product(Y.T, q)).reshape(g.shape)).reshape(-1, 1)
+        if scaled:
+            y = Y[-1].reshape(g.shape)
+            v = v * (D[-1] / self.xp.sum(y * H_0(y)))
         back = product(R_inverse.T, D[:, None] * q - product(Y, v))
         return -(v + product(S.T, back)).reshape(g.shape)
 
