@@ -182,6 +182,7 @@ class DenseProblem:
     def record(self, history: History, point: Point, gap: float, callback: Callback | None) -> None:
         """One line of the history, told to the callback."""
         found = {"objective": point.objective, "gap": gap, "passes": self.passes}
+        found["grad_norm"] = norm(self.metric.outer(point.g))
         history.append({"step": len(history), **found})
         if callback is not None:
             callback(history[-1])

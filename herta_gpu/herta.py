@@ -143,8 +143,8 @@ class HERTA(Estimator):
     plan_ : Plan
     changes_ : list of (what, choice, why)
         What turned out otherwise than planned.
-    outputs_ : array (len(evaluate), c) or None
-        Z* at the nodes `evaluate` of the last `fit`, where that came with it.
+    outputs_ : array (len(evaluate), c)
+        Z* at the nodes `evaluate` of the last `fit`, if that came with it.  A file does not keep it.
     spectrum_ : Spectrum or None
         What is known of the preconditioned Hessian; ``kappa`` bounds its condition number.
     stages_ : dict of stage to seconds
@@ -272,7 +272,9 @@ class HERTA(Estimator):
                 W = run.loop(A, w, certified=True, Z=Z).W
 
         self.W_ = backend.to_numpy(W)  # synchronize!
-        self.outputs_ = made.outputs(W) if beside.size == plan.beside > 0 else None
+        self.__dict__.pop("outputs_", None)  # those of another fit
+        if beside.size == plan.beside > 0:
+            self.outputs_ = made.outputs(W)
         self.classes_, self._flat = targets.classes, targets.flat
         self.history_, self.certificate_, self.status_ = run.history, run.certificate, run.status
         self.warm_history_, self.changes_ = run.warm_history, made.changes

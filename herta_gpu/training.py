@@ -122,7 +122,7 @@ class Training:
     def warm(self, record: dict[str, Any]) -> None:
         """A step of training on stored rows, which proves nothing of the true model yet."""
         self.records = self.warm_history
-        known = (record["objective"], math.inf, math.nan)
+        known = (record["objective"], math.inf, record["grad_norm"])
         self._tell(math.inf, *known, 0, warm=True)
 
     def direct(self, problem: StoredProblem, u: Array) -> Proof:

@@ -20,7 +20,6 @@ from herta_gpu.planning.plan import Plan
 from herta_gpu.plumbing.validation import memory_budget
 from herta_gpu.solver import column_bytes
 
-_R_LIKELY = 5.0  # lam above which rounding usually has to be measured
 # Bytes of Python with NumPy and SciPy, and of what is loaded where it is installed.
 _INTERPRETER, _COMPILER, _CUPY = 100 << 20, 50 << 20, 25 << 20
 
@@ -38,7 +37,7 @@ def run(args: argparse.Namespace) -> CommandOutput:
     made, fits = _cheapest(model, sizes, budget)
     x_bytes = 12 * sizes.X_nonzeros if sizes.X_nonzeros else 4 * sizes.n * sizes.d
     memory = {"X itself (can stay on disk when dense)": x_bytes, **made.memory}
-    peak = _expected_peak(made, sizes, x_bytes, args.dtype, model._lam())
+    peak = _expected_peak(made, sizes, x_bytes, args.dtype)
     verdict = (
         f"{'fits' if fits else 'does NOT fit'} in memory: a process will hold about "
         f"{bytes_text(peak)} at once, Python included; the budget is {bytes_text(budget)} of "
@@ -77,21 +76,23 @@ def _text(name: str, sizes: DataSizes, made: Plan, memory: dict[str, int], verdi
     )
 
 
-def _expected_peak(made: Plan, sizes: DataSizes, x_bytes: int, dtype: str, lam: float) -> int:
+def _expected_peak(made: Plan, sizes: DataSizes, x_bytes: int, dtype: str) -> int:
     """What a fit with X in memory will hold at once; the plan itself adds up every stage.
 
-    Building Q takes three blocks of columns.  Measuring R, which a large lam asks for, takes some
-    in float64.  A gradient takes a few more, with whole outputs beside them.  The factors were
-    counted in the code, and a test compares the sum with a process.
+    Building Q takes three blocks of columns.  A gradient takes a few more, with whole outputs
+    beside them, unless the fit is proven from stored rows of Q.  The factors were counted in the
+    code, and a test compares the sum with a process.
     """
     memory, word = made.memory, np.dtype(dtype).itemsize
     loaded = _INTERPRETER + _COMPILER * bool(find_spec("numba")) + _CUPY * bool(find_spec("cupy"))
     throughout = loaded + x_bytes + memory["graph"] + memory["X (copies)"] + memory.get("Q", 0)
-    wide, narrow = min(made.solve_width, sizes.d), min(made.solve_width, max(sizes.c, 1))
+    throughout += memory.get("rows of Q for evaluation", 0)
+    narrow = min(made.solve_width, max(sizes.c, 1))
     building = made.recipe.width * sizes.n * (3 * word + 8 * bool(sizes.X_nonzeros))
-    if "R" in memory and lam > _R_LIKELY:
-        building = memory["R"] + wide * sizes.n * (2 * word + 24)
+    building += memory.get("residual of Q", 0)
     training = sizes.n * (max(sizes.c, 1) * (3 * word + 16) + narrow * column_bytes(dtype))
+    if made.stored:
+        training = memory["outputs on training nodes"]
     factor = memory.get("P and its factor", 0)  # three copies while it is made, one later
     return int(throughout + max(building, factor, training + factor // 3))
 

@@ -48,7 +48,7 @@ class Checkpoint:
     >>> from herta_gpu.datasets import load
     >>> data, folder = load("digits"), tempfile.mkdtemp() + "/state"
     >>> arguments = (data.graph, data.X, data.y, data.split["train"])
-    >>> model = HERTA(lam=5.0, loss="ce", ridge=0.1)
+    >>> model = HERTA(lam=5.0, loss="ce", ridge=0.1, strategy="herta")
     >>> W = model.fit(*arguments).W_
     >>> def crash(record):
     ...     assert record["step"] < 9

@@ -87,7 +87,7 @@ def test_the_table_is_for_people(capsys):
         "relative gap <=",
         "test accuracy",
         "peak memory",
-        "preconditioner",
+        "seconds",
     ):
         assert word in shown.out
     assert "certified gap" in shown.err  # the bar

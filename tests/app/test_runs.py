@@ -43,7 +43,8 @@ def test_a_run_repeats_from_its_config(run):
     again = HERTA(**config["params"]).fit(data.graph, data.X, data.y, data.split["train"])
     stored = load_model(run / "model.npz")
     assert (again.W_ == stored.W_).all()
-    for ours, theirs in zip(again.warm_history_ + again.history_, lines(run), strict=True):
+    told = sorted(lines(run), key=lambda line: not line["warm"])  # Q may be solved for again
+    for ours, theirs in zip(again.warm_history_ + again.history_, told, strict=True):
         assert ours["loss"] == theirs["loss"]
         assert to_plain(ours["certificate"], lossy=True) == theirs["certificate"]
 
@@ -312,11 +313,11 @@ def test_resume_reads_blocks_of_Q_instead_of_solving(tmp_path, monkeypatch):
     solves = []
     original = preconditioner.chebyshev
 
-    def counted(H, B, degree):
+    def counted(H, B, degree, **more):
         solves.append(B.shape[1])
         if len(solves) == 3:
             raise KeyboardInterrupt
-        return original(H, B, degree)
+        return original(H, B, degree, **more)
 
     monkeypatch.setattr(preconditioner, "chebyshev", counted)
     with pytest.raises(KeyboardInterrupt):
@@ -377,7 +378,9 @@ def test_every_optimizer_resumes_within_its_loops(tmp_path, optimizer, strategy)
             model.fit(*arguments, callback=crash, checkpoint=Checkpoint(folder, share=1.0))
         again = model.fit(*arguments, callback=seen.append, checkpoint=Checkpoint(folder))
         assert (again.W_ == W).all()
-        assert seen[0]["step"] == at
+        # Steps on stored rows cost next to nothing and are taken again; the rows are not.
+        anew = strategy == "direct" and optimizer in ("cg", "lbfgs")
+        assert seen[0]["step"] == (0 if anew else at)
 
 
 def test_a_damaged_checkpoint_is_made_again(tmp_path):

@@ -37,6 +37,7 @@ _FUNCTIONS = (
         "zeros",
         "zeros_like",
         "ones",
+        "eye",
         "full",
     ),
     *("arange", "ascontiguousarray", "where", "clip", "take", "concatenate", "diag", "tril"),

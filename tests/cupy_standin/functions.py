@@ -110,6 +110,11 @@ def ones(shape: Any, dtype: Any = float, order: str = "C") -> ndarray:
     return ndarray(np.ones(shape, dtype=dtype, order=order))
 
 
+def eye(N: int, M: int | None = None, k: int = 0, dtype: Any = float, order: str = "C") -> ndarray:
+    LEDGER.add("calls")
+    return ndarray(np.eye(N, M, k, dtype=dtype, order=order))
+
+
 def full(shape: Any, fill_value: Any, dtype: Any = None, order: str = "C") -> ndarray:
     LEDGER.add("calls")
     return ndarray(np.full(shape, unwrap(fill_value), dtype=dtype, order=order))

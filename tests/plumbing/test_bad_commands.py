@@ -42,7 +42,7 @@ COMMANDS: list[tuple[list[str], int, str]] = [
     (["predict", "folder", "digits"], 1, "is no run"),
     (["train", "--resume", "folder"], 1, "is no run"),
     (["train", "./folder.npz"], 1, "is a folder"),
-    (["train", "synthetic:n=1e13,m=1e13"], 2, "GB are free: give a smaller one"),
+    (["train", "synthetic:n=1e13,m=1e13"], 2, "GB of disk"),
     (["train", "synthetic:n=inf"], 2, "is not a number"),
     (["train", "synthetic:n=nan"], 2, "is not a number"),
 ]  # fmt: skip

@@ -61,13 +61,11 @@ TAMPERED = [
 
 @pytest.mark.filterwarnings("ignore:The stored state contradicts itself")
 @pytest.mark.parametrize("change", TAMPERED)
-@pytest.mark.parametrize(
-    ("loss", "strategy"), [("mse", "herta"), ("ce", "herta"), ("ce", "direct")]
-)
-def test_a_tampered_step_is_not_believed(tmp_path, change, loss, strategy):
+@pytest.mark.parametrize("loss", ["mse", "ce"])
+def test_a_tampered_step_is_not_believed(tmp_path, change, loss):
     data = given()
     data["X"] = data["X"] * np.logspace(-1, 1, 12).astype("float32")
-    params = {"loss": loss, "strategy": strategy, "ridge": 0.01, "tol": 1e-8}
+    params = {"loss": loss, "ridge": 0.01, "tol": 1e-8}
     params["sketch"] = 30 if loss == "mse" else "auto"
     exact = {"tol": 1e-13, "dtype": "float64", "strategy": "herta"}
     optimum = HERTA(**{**PARAMS, **params, **exact}).fit(**data).history_[-1]["loss"]
