@@ -194,6 +194,46 @@ def bench_algorithm2(results: Results, graph: Graph, k: int = 20) -> None:
         record(results, what, found, "herta", graph="ogbn-arxiv", k=k)
 
 
+def bench_residual(results: Results, graph: Graph, name: str, rows: int = 1 << 16) -> None:
+    """All rows of B - H Z in float64, chunk by chunk, against one Chebyshev step in float32."""
+    L, n = FAST.laplacian(graph, "float32"), graph.num_nodes
+    for k in (4, 32, 64):
+        Z, Z_prev, B, chunk = (normal(n, k), normal(n, k), normal(n, k), normal(rows, k, "float64"))
+
+        def residual(Z=Z, chunk=chunk) -> None:
+            for start in range(0, n, rows):
+                part = chunk[: n - start]
+                FAST.residual_rows(L, LAM, Z, part, start, out=part)
+
+        def step(Z=Z, Z_prev=Z_prev, B=B) -> None:
+            FAST.chebyshev_step(L, LAM, Z, Z_prev, B, 0.3, 0.01)
+
+        found = race({"herta": residual, "one Chebyshev step": step}, 5 if QUICK else 21, 30)
+        record(results, "residual in float64", found, "herta", graph=name, k=k)
+
+
+def random_order(n: int, degree: int = 30) -> Graph:
+    """Neighbours anywhere: the worst that a product can meet, and quick to make."""
+    indptr = np.arange(n + 1, dtype=np.int64) * degree
+    indices = np.random.default_rng(0).integers(0, n, n * degree, dtype=np.int32)
+    return Graph(indptr, indices, None, np.full(n, degree + 1.0))
+
+
+def bench_half(results: Results, graph: Graph, name: str) -> None:
+    """A pass of eight Chebyshev steps, neighbours in float16 against float32."""
+    L, n, steps = FAST.laplacian(graph, "float32"), graph.num_nodes, [(0.3, 0.01)] * 7
+    for k in (16, 32, 64):
+        B = normal(n, k)
+        kinds = ("float32", "float32", "uint16")
+        work = tuple(aligned_empty(B.shape, kind) for kind in kinds)
+        runners = {
+            "herta": lambda B=B, work=work: FAST.chebyshev(L, LAM, B, 0.1, steps, work, half=True),
+            "float32": lambda B=B, work=work: FAST.chebyshev(L, LAM, B, 0.1, steps, work),
+        }
+        found = race(runners, 3 if QUICK else 7, 60)
+        record(results, "neighbours in float16", found, "herta", graph=name, k=k)
+
+
 def bench_stream(results: Results) -> None:
     """The bandwidth that one thread gets: 16 bytes of every double that is copied."""
     a, b = np.zeros(1 << 25), np.zeros(1 << 25)
@@ -216,6 +256,12 @@ def main() -> None:
     reordered = graph.reordered()
     results.add(what="reverse Cuthill-McKee", runner="herta", seconds=time.perf_counter() - started)
     bench_apply(results, reordered, "ogbn-arxiv, reordered")
+    bench_residual(results, graph, "ogbn-arxiv")
+    bench_residual(results, reordered, "ogbn-arxiv, reordered")
+    bench_half(results, graph, "ogbn-arxiv")
+    bench_half(results, reordered, "ogbn-arxiv, reordered")
+    n = 300_000 if QUICK else 3_000_000
+    bench_half(results, random_order(n), f"random order, {n:.0e} nodes, {30 * n:.0e} non-zeros")
     bench_hadamard(results)
     bench_algorithm2(results, graph)
     bench_cg(results, graph, "ogbn-arxiv")

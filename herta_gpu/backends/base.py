@@ -291,7 +291,8 @@ class Backend(ABC):
 
             B_i - (1 + lam l_i) Z_i + lam s_i sum_j w_ij s_j Z_j,
 
-        and a term of it is rounded at most (neighbours + 8) times by 2^-53.  Neither the number
+        and a term of it is rounded at most (neighbours + 8) times by 2^-53, beside s and l, which
+        are rounded themselves (sqrt(D) and its inverse, A 1 and a quotient).  Neither the number
         of threads nor the way in which rows are cut into chunks changes a bit of it.
 
         Examples

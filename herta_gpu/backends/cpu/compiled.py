@@ -37,7 +37,7 @@ from herta_gpu.plumbing.machine import num_threads
 
 _CHUNK_WORK = 1 << 15  # non-zeros plus four per row that one thread takes at a time
 _FLAT_CHUNK = 1 << 16  # numbers of a block that one thread takes at a time
-_HALF_COLUMNS = 32  # from here on a row of float16 has fewer cache lines than one of float32
+_HALF_COLUMNS = 64  # from here on float16 was always faster
 _SMALL = 1 << 15  # multiply-adds below which a second thread costs more than it brings
 
 
@@ -225,8 +225,9 @@ class CompiledBackend(CPUBackend):
         return largest.max(axis=0)
 
     def half_pays(self, L: Laplacian, k: int) -> bool:
-        # Measured in random order: 0.8 to 0.9 of the time from 32 columns on, none saved below,
-        # where a row is one cache line anyway, nor where the caches hold most of the block.
+        # Measured in random order, 7e7 non-zeros: 0.91 of a step's time at 64 columns, 0.93 to 1.02
+        # at 32 and 48; a random read costs more than its bytes here.  Nothing is sure to be saved
+        # where the caches hold most of the block.
         assert isinstance(L, CompiledLaplacian)
         return HALF and L.far and k >= _HALF_COLUMNS
 
