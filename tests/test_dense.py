@@ -11,6 +11,7 @@ import scipy.special
 
 from herta_gpu.backends.cpu.reference import CPUBackend
 from herta_gpu.dense import minimise, row_space
+from herta_gpu.descent import DenseProblem
 from herta_gpu.grams import DenseGram
 from herta_gpu.hessians import ClassBlocks, Metric, RankOnes, rank_ones
 from herta_gpu.losses import LOSSES
@@ -302,3 +303,15 @@ def test_the_same_on_the_stand_in_for_cupy(backend: Any, loss: str, shape: Any) 
         fit = minimise(backend, LOSSES[loss], place(A), place(Y), ridge, metric)
         assert fit.status == ours.status
         assert fit.objective == pytest.approx(ours.objective, rel=1e-6, abs=1e-9)
+
+
+def test_a_step_into_a_narrow_valley_does_not_climb_the_slight_slope_behind_it() -> None:
+    """One row pulls hard and is soon satisfied, seventy push back a little, for long."""
+    A = np.array([[1000.0]] + [[1.0]] * 70)
+    Y = np.eye(2)[[0] + [1] * 70]
+    problem = DenseProblem(CPU, LOSSES["ce"], A, Y, 0.0, Metric(CPU))
+    start, D = problem.start(None), np.array([[0.15, -0.15]])
+    slopes = [(LOSSES["ce"].residual(np, t * A @ D, Y) * (A @ D)).sum() for t in (0.0, 1.0)]
+    assert 0 < slopes[1] < -0.1 * slopes[0]  # the whole step looks flat enough
+    assert LOSSES["ce"].value(np, A @ D, Y) > start.objective  # but is no good
+    assert problem.move(start, D).objective < start.objective

@@ -156,6 +156,56 @@ def test_separable_classes_have_a_long_step_and_not_an_endless_one() -> None:
     assert LOSSES["ce"].value(np, eta * Y, Y) < 1e-4
 
 
+def test_a_step_may_end_where_the_slope_is_small_enough() -> None:
+    F, _, Y = data(rows=60)
+    loss = LOSSES["ce"]
+    D = -loss.residual(np, F, Y)
+
+    def slope(t: float) -> float:
+        return float((loss.residual(np, F + t * D, Y) * D).sum())
+
+    none = (np.zeros(4), np.zeros(4))
+    enough = 0.3 * abs(slope(0))
+    rough = loss.step(np, F, D, Y, none, enough)[0]
+    assert abs(slope(rough)) <= enough
+    assert abs(slope(loss.step(np, F, D, Y, none)[0])) <= 1e-5 * abs(slope(0)) < abs(slope(rough))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_value_and_residual_come_together(name: str) -> None:
+    F, _, Y = data()
+    loss = LOSSES[name]
+    value, E = loss.at(np, F, Y)
+    assert value == pytest.approx(loss.value(np, F, Y), rel=1e-14)
+    np.testing.assert_allclose(E, loss.residual(np, F, Y), atol=1e-15)
+
+
+def test_cross_entropy_of_shares_that_do_not_add_up_to_one() -> None:
+    F, _, Y = data()
+    Y = 0.3 * Y
+    expected = (scipy.special.logsumexp(F, axis=1) - (F * Y).sum(axis=1)).sum()
+    assert LOSSES["ce"].value(np, F, Y) == pytest.approx(expected, rel=1e-13)
+
+
+def test_cross_entropy_of_rows_that_are_all_but_certain_keeps_its_digits() -> None:
+    Y, gap = np.eye(3), 20.0
+    F = 1e5 + gap * Y  # the same number for all classes changes nothing
+    exact = 3 * np.log1p(2 * np.exp(-gap))
+    assert LOSSES["ce"].value(np, F, Y) == pytest.approx(exact, rel=1e-6)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_curvature_of_a_row_is_the_mean_of_its_eigenvalues(name: str) -> None:
+    F, _, Y = data()
+    loss = LOSSES[name]
+    second, found = loss.second(np, F), loss.row_curvature(np, loss.residual(np, F, Y), Y)
+    for i in range(7):
+        H = np.array([[second(a, b)[i] for b in range(4)] for a in range(4)])
+        values = np.linalg.eigvalsh(H)
+        expected = values[1:].mean() if name == "ce" else values.mean()  # one is 0 in "ce"
+        assert found[i] == pytest.approx(expected)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_the_rounding_of_a_value_is_within_its_bound(name: str) -> None:
     F, _, Y = data(rows=200)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -112,6 +113,45 @@ def test_lbfgs_remembers_so_many_pairs_and_meets_the_last_one() -> None:
     lbfgs._last = None
     np.testing.assert_allclose(lbfgs.direction(w, y), -s, atol=1e-10)  # the secant equation
     assert (direction * (T @ w - b)).sum() < 0
+
+
+def two_loops(pairs: list[Any], g: Any, H_0: Any) -> Any:
+    """Nocedal's two loops as the books print them."""
+    q, kept = g.copy(), []
+    for s, y in reversed(pairs):
+        a = (s * q).sum() / (s * y).sum()
+        q = q - a * y
+        kept.append(a)
+    q = H_0(q)
+    for (s, y), a in zip(pairs, reversed(kept), strict=True):
+        q = q + s * (a - (y * q).sum() / (s * y).sum())
+    return -q
+
+
+@pytest.mark.parametrize("memory", [0, 1, 5, 40])
+def test_the_compact_form_of_lbfgs_is_that_of_two_loops(memory: int) -> None:
+    """With any guess of the inverse Hessian, whichever pairs are forgotten."""
+    T, b, _ = quadratic(d=12)
+    rng = np.random.default_rng(2)
+    lbfgs, points = LBFGS(np, memory), []
+    for k in range(60):
+        w = rng.standard_normal(b.shape)
+        points.append((w, T @ w - b))
+        scale = np.linspace(1, 2 + k, 12)[:, None]  # another guess at every step
+        found = lbfgs.direction(*points[-1], lambda v, scale=scale: v / scale, scaled=False)
+        pairs = [(w1 - w0, g1 - g0) for (w0, g0), (w1, g1) in itertools.pairwise(points)]
+        pairs = pairs[-memory:] if memory else []
+        expected = two_loops(pairs, points[-1][1], lambda v, scale=scale: v / scale)
+        np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-7 * np.abs(expected).max())
+    lbfgs.forget()
+    np.testing.assert_array_equal(lbfgs.direction(*points[-1]), -points[-1][1])
+
+
+def test_lbfgs_does_not_believe_a_pair_without_curvature() -> None:
+    lbfgs, g = LBFGS(np), np.ones((3, 1))
+    lbfgs.direction(0 * g, g)
+    assert np.array_equal(lbfgs.direction(g, g), -g)  # the gradient has not changed
+    assert lbfgs.pairs == 0
 
 
 def test_momentum_for_a_spectrum_has_polyaks_rate() -> None:
