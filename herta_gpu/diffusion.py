@@ -38,14 +38,21 @@ Recall = Callable[[str, Callable[[], Arrays]], Arrays]
 
 
 class Workspace:
-    """Three n x k blocks for every k up to `width`, allocated once."""
+    """Three n x k blocks for every k up to `width`, allocated once.
 
-    def __init__(self, backend: Backend, n: int, width: int, dtype: str) -> None:
-        self.n = n
-        self._flat = [backend.empty((n * width,), dtype) for _ in range(3)]
+    Where it is faster to gather neighbours in half precision, there is a fourth for those bits.
+    """
 
-    def blocks(self, k: int) -> list[Array]:
-        return [flat[: self.n * k].reshape(self.n, k) for flat in self._flat]
+    def __init__(self, H: RegularizedLaplacian, width: int, dtype: str) -> None:
+        backend, self.n = H.backend, H.n
+        self.half = dtype == "float32" and backend.half_pays(H.laplacian(dtype), width)
+        kinds = [dtype] * 3 + ["uint16"] * self.half
+        self._flat = [backend.empty((self.n * width,), kind) for kind in kinds]
+
+    def blocks(self, k: int) -> tuple[Array, tuple[Array, ...]]:
+        """(B, the blocks that `chebyshev` works in)."""
+        B, *work = (flat[: self.n * k].reshape(self.n, k) for flat in self._flat)
+        return B, tuple(work)
 
 
 class Diffusion:
@@ -81,7 +88,7 @@ class Diffusion:
 
     def lower(self, goal: float, recall: Recall, name: str) -> None:
         """Solve until no column leaves more than `goal` times its size, if rounding allows it."""
-        work = Workspace(self.H.backend, self.H.n, self.width, self.dtype)
+        work = Workspace(self.H, self.width, self.dtype)
         on = self._begun and self._kept is not None
         left = self.left.copy()
         for J in self.cuts:
@@ -96,7 +103,7 @@ class Diffusion:
     def _block(self, J: slice, goal: float, work: Workspace, on: bool) -> Arrays:
         """One block of columns: from X C0, or on from what was left of it."""
         H, basis, k = self.H, self.basis, J.stop - J.start
-        xp, (B, *iterates) = H.backend.xp, work.blocks(k)
+        xp, (B, iterates) = H.backend.xp, work.blocks(k)
         sizes, unit = basis.sizes[J], 0.5 * float(np.finfo(self.dtype).eps)
         if on:
             assert self._kept is not None
@@ -113,7 +120,7 @@ class Diffusion:
         worst, last, products = _worst(xp, norms, sizes), math.inf, 0
         while worst > goal and worst < 0.5 * last and products < _MOST_PRODUCTS:
             degree = self._degree(goal / worst, k)
-            Z = chebyshev(H, B, degree, work=(iterates[0], iterates[1]))
+            Z = chebyshev(H, B, degree, iterates, work.half)
             rows += Z[self.at]
             others += Z[self.beside]
             fresh = products == 0 and not on
@@ -138,7 +145,7 @@ class Diffusion:
 
 
 def _worst(xp: Any, norms: Array, sizes: Array) -> float:
-    return float(xp.max(norms / xp.where(sizes > 0, sizes, 1.0)))  # synchronize!
+    return float((norms / xp.where(sizes > 0, sizes, 1.0)).max())  # synchronize!
 
 
 def _chunks(backend: Backend, B: Array) -> Iterator[tuple[slice, Array]]:

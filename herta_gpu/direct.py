@@ -199,7 +199,7 @@ class StoredProblem:
                 Terms("duality", size, slope, through, D, Du, outputs, math.sqrt(self.ridge))
             )
         note = P.note if choices else why_not
-        grad_norm = self.basis.dual_norm(g)
+        grad_norm = norm(self.basis.gradient(g))
         rounding = self.loss.rounding(F) + 8 * _UNIT * objective
         return Proof(
             objective, rounding, slope, grad_norm, tuple(choices), note, P.kept, P.features

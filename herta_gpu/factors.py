@@ -319,6 +319,7 @@ class Composed:
 
     backend: Backend
     C0: Array  # d x r
+    K: Array  # d x r, K^T C0 = I
     inner: Factor
 
     @property
@@ -344,7 +345,7 @@ class Composed:
         return self.inner.half_T(self.backend.matmul(self.C0.T, g))
 
     def unhalf(self, W: Array) -> Array:
-        return self.inner.unhalf(self.backend.xp.linalg.lstsq(self.C0, W, rcond=None)[0])
+        return self.inner.unhalf(self.backend.matmul(self.K.T, W))
 
     def project(self, v: Array) -> Array:
         return self.inner.project(v)

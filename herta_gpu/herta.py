@@ -144,7 +144,7 @@ class HERTA(Estimator):
     changes_ : list of (what, choice, why)
         What turned out otherwise than planned.
     outputs_ : array (len(evaluate), c)
-        Z* at the nodes `evaluate` of the last `fit`, if that came with it.  A file does not keep it.
+        Z* at the nodes `evaluate` of the last `fit`, if that came with it; no file keeps it.
     spectrum_ : Spectrum or None
         What is known of the preconditioned Hessian; ``kappa`` bounds its condition number.
     stages_ : dict of stage to seconds

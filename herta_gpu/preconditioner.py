@@ -235,15 +235,14 @@ def _solved_columns(
     """Q <- SDDSolver(I + lam L_tilde; X C0), a block of columns J at a time."""
     blocks = recipe.blocks(basis.rank)
     width = max(J.stop - J.start for J in blocks)
-    work = Workspace(H_tilde.backend, H_tilde.n, width, recipe.dtype(H_tilde.dtype))
+    work = Workspace(H_tilde, width, recipe.dtype(H_tilde.dtype))
     for J in blocks:
 
         def solved(J: slice = J) -> Arrays:
-            B, *iterates = work.blocks(J.stop - J.start)
+            B, iterates = work.blocks(J.stop - J.start)
             for rows, part in basis.chunks(J):
                 B[rows] = part
-            Z = chebyshev(H_tilde, B, recipe.degree, work=(iterates[0], iterates[1]))
-            return {"Q": Z}
+            return {"Q": chebyshev(H_tilde, B, recipe.degree, iterates)}
 
         yield J, recall(f"{recipe.name}-columns-{J.start}", solved)["Q"]
 

@@ -254,13 +254,19 @@ def chebyshev_rounding(H: RegularizedLaplacian, dtype: str, columns: int) -> flo
 
 
 def chebyshev(
-    H: RegularizedLaplacian, B: Array, degree: int, work: tuple[Array, Array] | None = None
+    H: RegularizedLaplacian,
+    B: Array,
+    degree: int,
+    work: tuple[Array, ...] | None = None,
+    half: bool = False,
 ) -> Array:
     """Z = p(H) B with p the Chebyshev polynomial: a linear map, the same for every column.
 
     ||p(H) b - H^-1 b|| <= eps ||H^-1 b|| with eps = `chebyshev_error`, in the H-norm and in the
     2-norm alike, for every b: this is what makes the preconditioner's bound hold for any X.
-    `work` are two blocks like B to work in, one of which becomes the result.
+    `work` are two blocks like B to work in, one of which becomes the result.  `half` allows to
+    gather neighbours in half precision (with a third block, of uint16): nothing is proven of the
+    result then but what its residual says.
     """
     theta, delta = (H.lambda_max + 1) / 2, (H.lambda_max - 1) / 2
     rho, steps = delta / theta, []
@@ -268,7 +274,8 @@ def chebyshev(
         rho_next = 1.0 / (2 * theta / delta - rho) if delta > 0 else 0.0
         steps.append((rho * rho_next, 2 * rho_next / delta if delta > 0 else 0.0))
         rho = rho_next
-    return H.backend.chebyshev(H.laplacian(str(B.dtype)), H.lam, B, 1 / theta, steps, work=work)
+    L = H.laplacian(str(B.dtype))
+    return H.backend.chebyshev(L, H.lam, B, 1 / theta, steps, work, half)
 
 
 def column_bytes(dtype: str) -> int:

@@ -73,8 +73,11 @@ class Basis(Protocol):
     def rows(self, Q: Array) -> Array:
         """Q C0^-1: rows of H^-1 X C0 as rows of H^-1 X."""
 
+    def gradient(self, g: Array) -> Array:
+        """C0^-T g: a gradient in u as W sees it."""
+
     def dual_norm(self, g: Array) -> float:
-        """A bound of ||C0^-T g||_F: a gradient in u as W sees it; inf where C0 is not square."""
+        """A bound of ||C0^-T g||_F; inf where C0 is not square, and W sees more than u does."""
 
     def dual_bound(self, sizes: Array) -> float:
         """A bound of ||C0^-T G||_F for all G whose rows have these norms."""
@@ -143,8 +146,11 @@ class Units:
     def rows(self, Q: Array) -> Array:
         return Q / self.scale
 
+    def gradient(self, g: Array) -> Array:
+        return g / self.scale[:, None]
+
     def dual_norm(self, g: Array) -> float:
-        return norm(g / self.scale[:, None])
+        return norm(self.gradient(g))
 
     def dual_bound(self, sizes: Array) -> float:
         return norm(sizes / self.scale)
@@ -159,6 +165,7 @@ class Whitened:
 
     X: Features
     C: Array  # d x r
+    K: Array  # d x r, C0^-T: K^T C0 = I
     norm: float
     inverse: float  # a bound of ||C0^-1||_2: ||X|| where X C0 is orthonormal; inf if not known
     spread: Array  # (r,) sum over features of |x_j| |C_jk|: what rounding is relative to
@@ -200,23 +207,26 @@ class Whitened:
         return Metric.of_map(self.X.backend, self.C)
 
     def coordinates(self, W: Array) -> Array:
-        return self.X.backend.xp.linalg.lstsq(self.C, W, rcond=None)[0]
+        return self.X.backend.matmul(self.K.T, W)
 
     def rows(self, Q: Array) -> Array:
-        return self.X.backend.xp.linalg.lstsq(self.C.T, Q.T, rcond=None)[0].T
+        return self.X.backend.matmul(Q, self.K.T)
+
+    def gradient(self, g: Array) -> Array:
+        return self.X.backend.matmul(self.K, g)
 
     def dual_norm(self, g: Array) -> float:
         if self.C.shape[0] != self.rank:
             return math.inf
-        solved = self.X.backend.xp.linalg.solve(self.C.T, g)
-        off = g - self.X.backend.matmul(self.C.T, solved)
-        return norm(solved) + self.inverse * (norm(off) + self.rank * _EPS * norm(g))
+        found = self.gradient(g)
+        off = g - self.X.backend.matmul(self.C.T, found)
+        return norm(found) + self.inverse * (norm(off) + self.rank * _EPS * norm(g))
 
     def dual_bound(self, sizes: Array) -> float:
         return self.inverse * norm(sizes) if self.C.shape[0] == self.rank else math.inf
 
     def factor(self, inner: Factor) -> Factor:
-        return Composed(self.X.backend, self.C, inner)
+        return Composed(self.X.backend, self.C, self.K, inner)
 
 
 def whitened(X: Features, cut: bool) -> Whitened:
@@ -237,16 +247,18 @@ def whitened(X: Features, cut: bool) -> Whitened:
         G[at, at] += shift
         L = backend.cholesky(G)
     assert L is not None  # the shift is far above what rounding can hide
-    C = scale[:, None] * backend.solve_triangular(L, xp.eye(d), trans=True)
+    C, K = scale[:, None] * backend.solve_triangular(L, xp.eye(d), trans=True), L / scale[:, None]
     # What the Gram matrix and its factor have lost to rounding, seen from the smallest eigenvalue.
     lost = X.sum_rounding + (d + 6) * _EPS
     if shift:
-        return _second_round(X, C, shift, cut, lost)
+        return _second_round(X, C, K, shift, cut, lost)
     error = lost * d / smallest  # ||(X C)^T X C - I|| <= this
-    return Whitened(X, C, (1 + error) ** 0.5, _inverse(X, error), _spread(X, C))
+    return Whitened(X, C, K, (1 + error) ** 0.5, _inverse(X, error), _spread(X, C))
 
 
-def _second_round(X: Features, C: Array, shift: float, cut: bool, lost: float) -> Whitened:
+def _second_round(
+    X: Features, C: Array, K: Array, shift: float, cut: bool, lost: float
+) -> Whitened:
     """The columns X C, nearly orthonormal but for what the shift hid, made orthonormal."""
     backend, xp = X.backend, X.backend.xp
     values, V = xp.linalg.eigh(X.gram(C))
@@ -254,11 +266,12 @@ def _second_round(X: Features, C: Array, shift: float, cut: bool, lost: float) -
     keep = values > least if cut else xp.ones(values.shape[0], dtype=bool)
     values = xp.maximum(values, least)[keep]
     off = 0.5 * (X.shape[1] + 2) * _EPS * norm(_spread(X, C))  # ||computed X C - X C||_F
-    C = backend.matmul(C, xp.ascontiguousarray(V[:, keep]) / xp.sqrt(values))
+    V, roots = xp.ascontiguousarray(V[:, keep]), xp.sqrt(values)
+    C, K = backend.matmul(C, V / roots), backend.matmul(K, V * roots)
     error = lost * X.shape[1] / least + 2 * off / least**0.5 + off**2 / least
     # A direction that was lifted to `least` is shorter than 1: X says less of it than of C0.
     inverse = math.inf if bool((values <= least).any()) else _inverse(X, error)  # synchronize!
-    return Whitened(X, C, (1 + error) ** 0.5, inverse, _spread(X, C))
+    return Whitened(X, C, K, (1 + error) ** 0.5, inverse, _spread(X, C))
 
 
 def _inverse(X: Features, error: float) -> float:
