@@ -35,6 +35,7 @@ Tell = Callable[[dict[str, Any]], None]
 
 _UNIT = 0.5 * float(np.finfo(np.float64).eps)
 _SLACK = 0.1  # departure of P from Q^T Q + ridge beyond which nothing is built on that form
+_CHUNK_BYTES = 32 << 20  # outputs at a time
 _LOSS_ERROR = 300.0  # times tol: the bound of what is not known of the objective
 _LEAST_SHARE = 1e-12
 _REFINEMENTS = 3  # of least squares: each repairs what rounding did to the factor
@@ -111,6 +112,17 @@ class Proof:
         return low
 
 
+@dataclass
+class Sweep:
+    """One look at all stored rows."""
+
+    loss: float
+    gradient: Array  # r x c, of the objective with respect to u
+    E: float  # norm of the gradient of the loss with respect to the outputs
+    F: float  # norm of the outputs
+    rounding: float  # of the loss
+
+
 class StoredProblem:
     """min over u of loss(Q u) + ridge/2 ||C0 u||^2 on the stored rows."""
 
@@ -124,21 +136,26 @@ class StoredProblem:
         self.settled = True  # whether the optimum of the stored problem was found
         self.sizes = backend.xp.sqrt(backend.column_dots(self.Q, self.Q))
 
-    def gradient(self, u: Array) -> tuple[Array, Array]:
-        """(outputs, gradient) at u."""
-        F = self.backend.matmul(self.Q, u)
-        E = self.loss.residual(self.backend.xp, F, self.Y)
-        g = self.loss.centred(self.backend.xp, self.backend.matmul(self.Q.T, E))
-        return F, g + self.ridge * self._penalty(u)
+    def sweep(self, u: Array) -> Sweep:
+        """Loss and gradient at u, over runs of rows: no other array of n_train x c is made."""
+        xp, matmul = self.backend.xp, self.backend.matmul
+        found = Sweep(0.0, self.ridge * self._penalty(u), 0.0, 0.0, 0.0)
+        step, total = max(1, _CHUNK_BYTES // (8 * u.shape[1])), 0.0
+        for i in range(0, self.Y.shape[0], step):
+            Q, Y = self.Q[i : i + step], self.Y[i : i + step]
+            F = matmul(Q, u)
+            E = self.loss.residual(xp, F, Y)
+            total = total + matmul(Q.T, E)
+            found.loss += self.loss.value(xp, F, Y)
+            found.rounding += self.loss.rounding(F)
+            found.E = math.hypot(found.E, norm(E))
+            found.F = math.hypot(found.F, norm(F))
+        found.gradient = self.loss.centred(xp, total) + found.gradient
+        return found
 
     def _penalty(self, u: Array) -> Array:
         G = self.basis.ridge
         return G[:, None] * u if G.ndim == 1 else self.backend.matmul(G, u)
-
-    def objective(self, u: Array) -> float:
-        W = self.basis.weights(u)
-        value = self.loss.value(self.backend.xp, self.backend.matmul(self.Q, u), self.Y)
-        return value + 0.5 * self.ridge * float(self.backend.xp.sum(W * W))  # synchronize!
 
     def minimised(self, tol: float, start: Array | None, steps: int, tell: Tell) -> Array:
         """u at the optimum of the stored problem, or ten times closer to it than `tol`."""
@@ -158,26 +175,24 @@ class StoredProblem:
         u = inner.half(self.P.w_start)
         last = math.inf
         for _ in range(_REFINEMENTS):
-            w = inner.half_T(self.gradient(u)[1])
+            w = inner.half_T(self.sweep(u).gradient)
             size = norm(w)
             if not size < 0.5 * last:
                 break
             u, last = u - inner.half(w), size
         return u
 
-    def proof(self, u: Array, why_not: str) -> Proof:
+    def proof(self, u: Array, why_not: Callable[[float], str]) -> Proof:
         """Everything that is known of the true problem at W = C0 u."""
         xp, P = self.backend.xp, self.P
-        F, g = self.gradient(u)
-        E, W = self.loss.residual(xp, F, self.Y), self.basis.weights(u)
+        found, W = self.sweep(u), self.basis.weights(u)
+        g, slope = found.gradient, found.E
         by_row = xp.sqrt((u * u).sum(axis=1))
-        slope = norm(E)
-        objective = self.loss.value(xp, F, self.Y)
-        objective += 0.5 * self.ridge * float(xp.sum(W * W))  # synchronize!
+        objective = found.loss + 0.5 * self.ridge * float(xp.sum(W * W))  # synchronize!
         # Rounding: of Q u and of E, of Q^T E and the ridge's part, and of W itself.
         r, count = u.shape[0], self.Y.shape[0]
         outputs = (r + 2) * _UNIT * float((self.sizes * by_row).sum())  # synchronize!
-        outputs += 4 * _UNIT * (norm(F) + norm(self.Y)) + self.basis.weights_rounding(u)
+        outputs += 4 * _UNIT * (found.F + norm(self.Y)) + self.basis.weights_rounding(u)
         rows = (count + 4) * _UNIT * slope * self.sizes
         if self.ridge > 0:
             rows = rows + (r + 4) * _UNIT * self.ridge * self.basis.ridge_size(by_row)
@@ -198,9 +213,9 @@ class StoredProblem:
             choices.append(
                 Terms("duality", size, slope, through, D, Du, outputs, math.sqrt(self.ridge))
             )
-        note = P.note if choices else why_not
+        note = P.note if choices else why_not(objective)
         grad_norm = norm(self.basis.gradient(g))
-        rounding = self.loss.rounding(F) + 8 * _UNIT * objective
+        rounding = found.rounding + 8 * _UNIT * objective
         return Proof(
             objective, rounding, slope, grad_norm, tuple(choices), note, P.kept, P.features
         )

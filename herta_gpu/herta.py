@@ -7,6 +7,7 @@ weights), the correction stands beside the line it concerns.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import wraps
 from pathlib import Path
 from typing import Any, Self
@@ -18,6 +19,7 @@ from herta_gpu.backends.base import Array, Backend
 from herta_gpu.certificate import Certificate
 from herta_gpu.features import Features
 from herta_gpu.graph import Graph, check_graph
+from herta_gpu.planning.cards import Card
 from herta_gpu.planning.costs import Outline, Sizes, sizes_of, stored_order
 from herta_gpu.planning.plan import Decision, Plan, make_plan
 from herta_gpu.planning.settings import Settings, strength
@@ -40,6 +42,7 @@ from herta_gpu.plumbing.validation import (
     check_rows,
     check_scale,
     node_rows,
+    parse_bytes,
 )
 from herta_gpu.preconditioner import made_anew
 from herta_gpu.prediction import Outputs
@@ -239,7 +242,7 @@ class HERTA(Estimator):
         H = RegularizedLaplacian(graph, settings.lam, backend, settings.dtype)  # I + lam L_hat
         with stages("plan"):
             budget = settings.budget(backend.memory_available())
-            sizes = sizes_of(graph, X, targets, settings, backend, budget, beside.size)
+            sizes = sizes_of(H, X, targets, settings, budget, beside.size)
             plan = make_plan(H, sizes, settings, budget, reordered=graph is not given)
             self.plan_ = plan  # a fit that is interrupted leaves what it was about to do
         if checkpoint is not None:
@@ -296,7 +299,14 @@ class HERTA(Estimator):
         return X, make_targets(y, train, graph.num_nodes, self.loss)
 
     def plan(
-        self, n: int, m: int, d: int, c: int, n_train: int, X_nonzeros: int | None = None
+        self,
+        n: int,
+        m: int,
+        d: int,
+        c: int,
+        n_train: int,
+        X_nonzeros: int | None = None,
+        device_memory: int | str | None = None,
     ) -> Plan:
         """What `fit` would do with data of this size, before any of it is loaded.
 
@@ -306,6 +316,8 @@ class HERTA(Estimator):
             Nodes, undirected edges, features, outputs and training nodes.
         X_nonzeros : int, optional
             Of a sparse X; None: X is dense.
+        device_memory : int or str, optional
+            Plan for a GPU with so many bytes (or "80GB"), which need not be there.
 
         Examples
         --------
@@ -314,6 +326,21 @@ class HERTA(Estimator):
         >>> plan.strategy, plan.memory["Q"]
         ('direct', 512000000)
         """
+        settings = self._settings()
+        sizes, free = self._outlined(n, m, d, c, n_train, X_nonzeros, device_memory)
+        return make_plan(Outline(n, settings.lam), sizes, settings, settings.budget(free))
+
+    def _outlined(
+        self,
+        n: int,
+        m: int,
+        d: int,
+        c: int,
+        n_train: int,
+        X_nonzeros: int | None,
+        device_memory: int | str | None,
+    ) -> tuple[Sizes, int]:
+        """Sizes of data that are not there, and the bytes that are free for them."""
         for name, value in (("n", n), ("d", d), ("c", c), ("n_train", n_train)):
             check_count(name, value)
         check_count("m", m, least=0)
@@ -321,11 +348,14 @@ class HERTA(Estimator):
             check_count("X_nonzeros", X_nonzeros, least=0)
         if n_train > n:
             raise ValueError(f"n_train is {n_train:,} but there are {n:,} nodes.")
-        settings, backend = self._settings(), self._checked()
+        settings = self._settings()
         word, X_bytes = np.dtype(settings.dtype).itemsize, 24 * (X_nonzeros or 0)
         sizes = Sizes(n, m, d, c, n_train, word, X_bytes, nonzeros=X_nonzeros)
-        budget = settings.budget(backend.memory_available())
-        return make_plan(Outline(n, settings.lam), sizes, settings, budget)
+        if device_memory is None:
+            return sizes, self._checked().memory_available()
+        card = Card(parse_bytes(device_memory))
+        X_bytes = X_bytes or card.X_bytes(n, d, settings.budget(card.memory))
+        return replace(sizes, X_bytes=X_bytes, half=word == 4), card.memory
 
     def transform(
         self, graph: Graph, X: Any, idx: Any = None, out: str | Path | None = None

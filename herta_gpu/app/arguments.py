@@ -84,6 +84,11 @@ def _add_plan(commands: Any) -> None:
     command.add_argument("dataset")
     _add_data_dir(command)
     _add_model(command)
+    command.add_argument(
+        "--device-memory",
+        metavar="80GB",
+        help="plan for a GPU of this size, which need not be here",
+    )
     _add_output(command)
     command.set_defaults(run=plan.run)
 

@@ -16,8 +16,9 @@ from herta_gpu.app.text import bytes_text, table
 from herta_gpu.backends import get_backend
 from herta_gpu.datasets import DataSizes
 from herta_gpu.herta import HERTA
+from herta_gpu.planning.cards import Card, moved
 from herta_gpu.planning.plan import Plan
-from herta_gpu.plumbing.validation import memory_budget
+from herta_gpu.plumbing.validation import memory_budget, parse_bytes
 from herta_gpu.solver import column_bytes
 
 # Bytes of Python with NumPy and SciPy, and of what is loaded where it is installed.
@@ -27,34 +28,80 @@ _INTERPRETER, _COMPILER, _CUPY = 100 << 20, 50 << 20, 25 << 20
 def run(args: argparse.Namespace) -> CommandOutput:
     """herta plan DATASET"""
     model = make_model(args)
-    model._checked()
     sizes = datasets.sizes(args.dataset, args.data_dir)
     if sizes.d == 0:
         raise ValueError(f"{args.dataset} has no features: HERTA needs some to train on.")
+    if args.device_memory is not None:
+        return _on_card(args, model, sizes)
+    model._checked()
     backend = get_backend(args.device)
     free = backend.memory_available()
     budget = memory_budget(args.memory_budget or None, free)
     made, fits = _cheapest(model, sizes, budget)
     x_bytes = 12 * sizes.X_nonzeros if sizes.X_nonzeros else 4 * sizes.n * sizes.d
+    # A dense X that is large beside the memory stays in its file, and pages come and go.
+    held = x_bytes if sizes.X_nonzeros or x_bytes <= budget // 2 else 0
     memory = {"X itself (can stay on disk when dense)": x_bytes, **made.memory}
-    peak = _expected_peak(made, sizes, x_bytes, args.dtype)
+    peak = _expected_peak(made, sizes, held, args.dtype)
     verdict = (
         f"{'fits' if fits else 'does NOT fit'} in memory: a process will hold about "
         f"{bytes_text(peak)} at once, Python included; the budget is {bytes_text(budget)} of "
-        f"{bytes_text(free)} free on {backend.name}"
+        f"{bytes_text(free)} free on {backend.name}" + "; X stays on disk" * (held == 0)
     )
-    result = {
-        "dataset": args.dataset, **asdict(sizes), "strategy": made.strategy, "fits": fits,
-        "budget_bytes": budget, "memory_bytes": memory, "total_bytes": sum(memory.values()),
-        "expected_peak_bytes": peak,
-        "predicted_seconds": made.cost, "decisions": made.decisions,
-    }  # fmt: skip
+    result = _result(args, sizes, made, fits, budget, memory)
+    result["expected_peak_bytes"] = peak
     return CommandOutput(result, _text(args.dataset, sizes, made, memory, verdict))
 
 
-def _text(name: str, sizes: DataSizes, made: Plan, memory: dict[str, int], verdict: str) -> str:
+def _on_card(args: argparse.Namespace, model: HERTA, sizes: DataSizes) -> CommandOutput:
+    """The plan for a GPU that need not be here."""
+    card = Card(parse_bytes(args.device_memory))
+    budget = memory_budget(args.memory_budget or None, card.memory)
+    made, fits = _cheapest(model, sizes, budget, card)
+    outlined, _ = model._outlined(*_numbers(sizes), sizes.X_nonzeros, card.memory)
+    work = moved(made, outlined, card, X_itemsize=4) if made.stored else []
+    where = "the host or disk" if outlined.X_bytes < 4 * sizes.n * sizes.d else "the card"
+    verdict = (
+        f"{'fits' if fits else 'does NOT fit'} on a card of {bytes_text(card.memory)}: "
+        f"{bytes_text(sum(made.memory.values()))} of a budget of {bytes_text(budget)}; graph, "
+        f"blocks and stored rows live on the card, X on {where}"
+    )
+    rows = [(m.what, m.times, bytes_text(m.moved), f"{m.seconds:,.3g}") for m in work]
+    shown = table([("work", "how often", "moved", "seconds"), *rows]) + f"\n{card.assumptions}"
+    result = _result(args, sizes, made, fits, budget, made.memory)
+    result |= {"work": [m._asdict() for m in work], "assumptions": card.assumptions}
+    text = _text(args.dataset, sizes, made, made.memory, verdict, shown if work else "")
+    return CommandOutput(result, text)
+
+
+def _result(
+    args: argparse.Namespace,
+    sizes: DataSizes,
+    made: Plan,
+    fits: bool,
+    budget: int,
+    memory: dict[str, int],
+) -> dict[str, Any]:
+    return {
+        "dataset": args.dataset, **asdict(sizes), "strategy": made.strategy, "fits": fits,
+        "budget_bytes": budget, "memory_bytes": memory, "total_bytes": sum(memory.values()),
+        "predicted_seconds": made.cost, "decisions": made.decisions,
+    }  # fmt: skip
+
+
+def _numbers(sizes: DataSizes) -> tuple[int, int, int, int, int]:
+    return sizes.n, sizes.m, sizes.d, max(sizes.c, 1), sizes.n_train
+
+
+def _text(
+    name: str, sizes: DataSizes, made: Plan, memory: dict[str, int], verdict: str, work: str = ""
+) -> str:
     """The plan for people: sizes, decisions, memory, cost, and whether it fits."""
     decisions = [d for d in made.decisions if d[0] != "memory"]
+    cost = table(
+        [("strategy", "predicted cost (seconds of a nominal 2-core machine)")]
+        + [(k, f"{v:,.3g}") for k, v in made.cost.items()]
+    )
     return "\n\n".join(
         [
             f"{name}: {sizes.n:,} nodes, {sizes.m:,} edges, {sizes.d:,} features, "
@@ -67,10 +114,7 @@ def _text(name: str, sizes: DataSizes, made: Plan, memory: dict[str, int], verdi
                     ("all of it (not all at once)", bytes_text(sum(memory.values()))),
                 ]
             ),
-            table(
-                [("strategy", "predicted cost (seconds of a nominal 2-core machine)")]
-                + [(k, f"{v:,.3g}") for k, v in made.cost.items()]
-            ),
+            work or cost,
             verdict,
         ]
     )
@@ -97,12 +141,12 @@ def _expected_peak(made: Plan, sizes: DataSizes, x_bytes: int, dtype: str) -> in
     return int(throughout + max(building, factor, training + factor // 3))
 
 
-def _cheapest(model: HERTA, sizes: DataSizes, budget: int) -> tuple[Plan, bool]:
+def _cheapest(
+    model: HERTA, sizes: DataSizes, budget: int, card: Card | None = None
+) -> tuple[Plan, bool]:
     """The plan within the budget, and True; if there is none, what needs least beyond it."""
-    numbers: tuple[Any, ...] = (
-        sizes.n, sizes.m, sizes.d, max(sizes.c, 1), sizes.n_train, sizes.X_nonzeros
-    )  # fmt: skip
-    allowed = budget
+    there = None if card is None else card.memory
+    numbers, allowed = (*_numbers(sizes), sizes.X_nonzeros, there), budget
     while True:
         try:
             return model.set_params(memory_budget=allowed).plan(*numbers), allowed == budget

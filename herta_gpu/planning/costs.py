@@ -62,6 +62,7 @@ class Sizes:
     X_bytes: int
     hidden: bool = False  # some features occur only outside the training rows
     beside: int = 0  # rows of Q outside training that are kept for evaluation
+    half: bool = False  # neighbours are gathered in half precision
     nonzeros: int | None = None  # entries of a sparse X
     X_bytes_at: Callable[[int], int] | None = None  # X_bytes with another budget
 
@@ -71,18 +72,18 @@ class Sizes:
 
 
 def sizes_of(
-    graph: Graph,
+    H: RegularizedLaplacian,
     X: Any,
     targets: Targets,
     settings: Settings,
-    backend: Backend,
     budget: int,
     beside: int = 0,
 ) -> Sizes:
     """The sizes of data that are there; `beside` rows of outputs are wanted as well."""
+    backend = H.backend
     return Sizes(
-        n=graph.num_nodes,
-        m=graph.num_edges,
+        n=H.n,
+        m=H.graph.num_edges,
         d=X.shape[1],
         c=targets.Y.shape[1],
         n_train=targets.Y.shape[0],
@@ -92,6 +93,7 @@ def sizes_of(
         nonzeros=X.nnz if sp.issparse(X) else None,
         X_bytes_at=lambda other: bytes_held(X, backend, other),
         beside=beside,
+        half=settings.dtype == "float32" and backend.half_pays(H.laplacian(), BLOCK_WIDTH),
     )
 
 
@@ -154,7 +156,7 @@ def worth_whitening(H: RegularizedLaplacian, sizes: Sizes, settings: Settings) -
         return False
     work = (2 * sizes.m + 4 * sizes.n) * _CHEBYSHEV_STEP
     degree = chebyshev_degree(H, Q_goal(H, sizes, settings, True))
-    return _whitening(sizes) <= 0.25 * sizes.d * degree * work
+    return _whitening(sizes) <= 0.35 * sizes.d * degree * work
 
 
 def _whitening(sizes: Sizes) -> float:

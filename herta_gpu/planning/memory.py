@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, replace
 
 from herta_gpu.features import chunk_bytes
+from herta_gpu.losses import LOSSES
 from herta_gpu.planning.costs import Sizes
 from herta_gpu.planning.settings import Settings
 from herta_gpu.plumbing.validation import BudgetError
@@ -75,8 +76,8 @@ def _stored_layout(sizes: Sizes, settings: Settings, budget: int, certificate: s
     if beside:
         memory["rows of Q for evaluation"] = beside
     left = budget - sum(memory.values())
-    # Three blocks, and the rows of one of them on their way into Q.
-    column = 3 * sizes.n * sizes.word + 3 * sizes.n_train * 8
+    # Three blocks (and half of one for gathers), and the rows of one on their way into Q.
+    column = (3 * sizes.word + 2 * sizes.half) * sizes.n + 3 * sizes.n_train * 8
     residual = sizes.n * sizes.d * sizes.word
     width = min(sizes.d, BLOCK_WIDTH, left // column)
     looks = _OUTPUTS * sizes.n * sizes.c * 8 + _solved_column(sizes)
@@ -159,13 +160,15 @@ def _memory(
     `outputs` counts the arrays of n x c float64 numbers.
     """
     n, d, c, word = sizes.n, sizes.d, sizes.c, sizes.word
-    graph = 2 * sizes.m * 4 + 8 * n + 5 * 8 * n
+    graph = 2 * sizes.m * 4 + 8 * n + 4 * 8 * n
     chunks = 4 * min(chunk_bytes(budget), 8 * n * d)
     memory = {"graph": graph, "X (copies)": sizes.X_bytes, "chunks of X": chunks}
     if outputs:
         memory["outputs"] = outputs * n * c * 8
     else:
-        memory["outputs on training nodes"] = 4 * sizes.n_train * c * 8
+        # MSE looks at runs of rows beside the targets, cross entropy at all outputs.
+        count = 2 if LOSSES[settings.loss].quadratic else 8
+        memory["outputs on training nodes"] = count * sizes.n_train * c * 8
     if settings.precondition:
         q_rows = sizes.n_train if rows is None else rows
         if certificate in DETERMINISTIC:

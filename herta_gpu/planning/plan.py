@@ -207,7 +207,8 @@ def with_less_left(recipe: Recipe, worst: float | None, share: float) -> Chosen 
     `worst` is the largest of them, relative to its column; None: those of the rows of H^-1.
     """
     least = share * (recipe.row_tol if worst is None else worst)
-    if least < LEAST_LEFT:
+    missed = worst is not None and recipe.goal is not None and worst > 4 * recipe.goal
+    if least < LEAST_LEFT or missed:
         return None
     again = replace(recipe, row_tol=least) if worst is None else replace(recipe, goal=least)
     why = "the certificate asks for it"
