@@ -22,13 +22,12 @@ import scipy.sparse.linalg as sla
 
 from herta_gpu import Graph
 from herta_gpu.backends import get_backend
+from tests.sharing import compile_kernels_once, exclusive
 
 ROOT = Path(__file__).resolve().parents[1]  # of the repository
 
-try:
-    import fcntl
-except ImportError:  # not on Windows: there each worker may make a reference of its own
-    fcntl = None  # type: ignore[assignment]
+if "PYTEST_XDIST_WORKER" in os.environ:
+    compile_kernels_once()
 
 # The same examples in every run: a test that fails, fails for everybody.
 hypothesis.settings.register_profile("fixed", derandomize=True)
@@ -129,9 +128,7 @@ def folder_of_the_run(tmp_path_factory: pytest.TempPathFactory) -> None:
 def made_once(name: str, make: Callable[[], Any]) -> Any:
     """A reference that the workers of a run share: the first one makes it, others wait for it."""
     path = _folder[-1] / f"{name}.npy"
-    with open(path.with_suffix(".lock"), "w") as lock:
-        if fcntl is not None:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+    with exclusive(path.with_suffix(".lock")):
         if not path.exists():
             part = path.with_suffix(".part")
             with open(part, "wb") as file:

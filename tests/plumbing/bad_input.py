@@ -11,6 +11,7 @@ import io
 import json
 import zipfile
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,13 @@ X = RNG.standard_normal((N, D))
 Y = np.arange(N) % 3
 NAMES = np.array(["red", "green", "blue"])[Y]
 SPARSE = sp.csr_array(X)
-MODEL = HERTA(ridge=0.1).fit(G, X, Y)
 HTML = b"<!DOCTYPE html><html><body>404: not found</body></html>"
+
+
+@cache
+def trained() -> HERTA:
+    """A model of these data."""
+    return HERTA(ridge=0.1).fit(G, X, Y)
 
 
 # ---- small files ----------------------------------------------------------------------------
@@ -105,7 +111,7 @@ def with_config(run: Path, **change: Any) -> Path:
 def model_file(folder: Path, drop: tuple[str, ...] = (), about: Any = None, **change: Any) -> Path:
     """A stored model, but for what is changed; `about` may be text or entries to change."""
     path = folder / "model.npz"
-    save_model(MODEL, path)
+    save_model(trained(), path)
     with np.load(path) as stored:
         arrays = dict(stored)
     if isinstance(about, dict):
