@@ -34,6 +34,11 @@ hypothesis.settings.register_profile("fixed", derandomize=True)
 hypothesis.settings.load_profile("fixed")
 
 
+def users_environment() -> dict[str, str]:
+    """The environment of a program that a user starts: BLAS has all of its threads."""
+    return {name: value for name, value in os.environ.items() if name != "OPENBLAS_NUM_THREADS"}
+
+
 def random_graph(n: int, m: int, seed: int = 0, weighted: bool = False) -> Graph:
     """m distinct random edges, each in a random direction."""
     rng = np.random.default_rng(seed)

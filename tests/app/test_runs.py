@@ -22,6 +22,7 @@ from herta_gpu.app.page import Page
 from herta_gpu.app.runs import Run, load_model, save_model
 from herta_gpu.datasets import DataError, load
 from herta_gpu.plumbing.plain import to_plain
+from tests.conftest import users_environment
 
 
 @pytest.fixture(scope="module")
@@ -274,7 +275,8 @@ def test_kill_9_at_random_moments_loses_nothing(tmp_path):
     task += ["--max-iter", "60"]
     start = time.perf_counter()
     whole_run = [*command, *task, "--out", str(tmp_path / "whole")]
-    subprocess.run(whole_run, check=True, timeout=300, stdout=subprocess.DEVNULL)
+    env = users_environment()
+    subprocess.run(whole_run, check=True, timeout=300, stdout=subprocess.DEVNULL, env=env)
     whole = time.perf_counter() - start
     W = load_model(tmp_path / "whole" / "model.npz").W_
     rng = np.random.default_rng(int.from_bytes(os.urandom(4)))
@@ -285,7 +287,7 @@ def test_kill_9_at_random_moments_loses_nothing(tmp_path):
         while not (folder / "result.json").exists():
             assert kills < 50
             quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-            with subprocess.Popen([*command, *argv], **quiet) as process:
+            with subprocess.Popen([*command, *argv], **quiet, env=env) as process:
                 try:
                     process.wait(rng.uniform(0.1, 1.1 if kills else 0.8) * whole)
                 except subprocess.TimeoutExpired:
