@@ -20,8 +20,8 @@ from herta_gpu.planning.plan import Plan
 from herta_gpu.plumbing.validation import memory_budget
 from herta_gpu.solver import column_bytes
 
-_R_LIKELY = 5.0  # lam above which rounding usually has to be measured
-# Bytes of Python with NumPy and SciPy, and of what is loaded where it is installed.
+_R_LIKELY = 5.0  # lam above which R is usually needed: the rounding of Q has to be measured
+# Bytes that a process holds: Python with NumPy and SciPy, and numba and CuPy if installed.
 _INTERPRETER, _COMPILER, _CUPY = 100 << 20, 50 << 20, 25 << 20
 
 
@@ -78,7 +78,7 @@ def _text(name: str, sizes: DataSizes, made: Plan, memory: dict[str, int], verdi
 
 
 def _expected_peak(made: Plan, sizes: DataSizes, x_bytes: int, dtype: str, lam: float) -> int:
-    """What a fit with X in memory will hold at once; the plan itself adds up every stage.
+    """Bytes that a fit with X in memory will hold at once; a plan's memory adds up all stages.
 
     Building Q takes three blocks of columns.  Measuring R, which a large lam asks for, takes some
     in float64.  A gradient takes a few more, with whole outputs beside them.  The factors were
@@ -92,12 +92,12 @@ def _expected_peak(made: Plan, sizes: DataSizes, x_bytes: int, dtype: str, lam: 
     if "R" in memory and lam > _R_LIKELY:
         building = memory["R"] + wide * sizes.n * (2 * word + 24)
     training = sizes.n * (max(sizes.c, 1) * (3 * word + 16) + narrow * column_bytes(dtype))
-    factor = memory.get("P and its factor", 0)  # three copies while it is made, one later
+    factor = memory.get("P and its factor", 0)  # three copies while it is computed, one later
     return int(throughout + max(building, factor, training + factor // 3))
 
 
 def _cheapest(model: HERTA, sizes: DataSizes, budget: int) -> tuple[Plan, bool]:
-    """The plan within the budget, and True; if there is none, what needs least beyond it."""
+    """(plan, True) within the budget; if nothing fits, (the plan that needs least, False)."""
     numbers: tuple[Any, ...] = (
         sizes.n, sizes.m, sizes.d, max(sizes.c, 1), sizes.n_train, sizes.X_nonzeros
     )  # fmt: skip

@@ -1,8 +1,7 @@
 """Orders of the nodes that keep neighbours close in memory.
 
-The product with H reads the rows of a block in the order of each node's neighbours.  Where these
-are far apart, every read misses the caches; a community that fits a cache, stored together, does
-not.
+The product with H reads, for each node, the rows of its neighbours.  Where these are far apart in
+memory, every read misses the caches.  A community of nodes that is stored together fits a cache.
 """
 
 from __future__ import annotations
@@ -12,15 +11,15 @@ from typing import Any
 import numpy as np
 import scipy.sparse as sp
 
-Graph = Any  # a `herta_gpu.Graph`, which is above this module
-COMMUNITY = 4096  # nodes at most: their rows of 64 float32 columns are 1 MB, an L2 cache
-WORTH = 0.2  # share of the edges within communities from which storing them together pays
-LARGE = 1 << 16  # nodes from which a block does not fit the caches anyway
+Graph = Any  # a `herta_gpu.Graph`, whose module imports this one
+COMMUNITY = 4096  # nodes of one at most: their rows of 64 float32 columns fill an L2 cache of 1 MB
+WORTH = 0.2  # share of the edges that must lie within communities for this order to pay
+LARGE = 1 << 16  # nodes from which on a block of columns does not fit the caches
 _ROUNDS = 3  # rounds of label propagation: later ones move few nodes
 
 
 def reverse_cuthill_mckee(graph: Graph) -> Any:
-    """Nodes in the order of a breadth-first search: a small bandwidth."""
+    """Nodes in the order of a breadth-first search, which gives a small bandwidth."""
     ones = np.ones(graph.indices.shape[0], dtype=np.int8)
     A = sp.csr_array((ones, graph.indices, graph.indptr), shape=(graph.num_nodes,) * 2)
     return sp.csgraph.reverse_cuthill_mckee(A, symmetric_mode=True).astype(np.int64)
@@ -51,7 +50,7 @@ def by_community(graph: Graph, worth: float = 0.0) -> Any | None:
         inside = propagate(graph.indptr, graph.indices, labels, sizes, counts, COMMUNITY)
         share = inside / max(graph.indices.shape[0], 1)
         if share < 0.5 * worth:
-            break  # it will not come to anything
+            break  # later rounds will not bring it up to `worth`
     return np.argsort(labels, kind="stable") if share >= worth else None
 
 
