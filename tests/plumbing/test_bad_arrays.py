@@ -34,7 +34,7 @@ def search(X: Any = X, split: Any = None, **grid: Any) -> Any:
 
 
 def broken() -> Any:
-    """A sparse matrix with an entry outside."""
+    """A sparse matrix with an entry outside of its columns."""
     made = sp.csr_array(X)
     made.indices[0] = 99
     return made
@@ -151,7 +151,7 @@ def test_graphs(call, words):
     "params", [{}, {"loss": "ce"}, {"sketch": True}, {"dtype": "float64"}, {"precondition": False}]
 )
 def test_the_budget_that_is_named_is_enough(params):
-    """And it is the same one whatever the budget that did not do."""
+    """The sentence names the same budget, whichever smaller one was given."""
     data = load("synthetic:n=20000,m=60000,d=64,c=5")
     given = (data.graph, data.X, data.y, data.split["train"])
     named = set()

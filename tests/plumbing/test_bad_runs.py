@@ -34,7 +34,7 @@ from tests.plumbing.bad_input import (
     with_config,
 )
 
-W, CLASSES = np.ones((D, 3)), np.arange(3)  # of the shapes that the model has
+W, CLASSES = np.ones((D, 3)), np.arange(3)  # they have the shapes of those of the model
 MODELS: list[tuple[str, Callable[[Path], Path], str]] = [
     ("a web page", lambda f: raw(f, HTML, "model.npz"), "it is a web page"),
     ("garbage", lambda f: raw(f, bytes(range(256)), "model.npz"), "is not a whole model file"),

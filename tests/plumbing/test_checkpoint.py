@@ -67,7 +67,7 @@ def test_other_data_is_refused_and_nothing_is_lost(tmp_path, change):
         fit(folder, changed)
     assert "\n" not in str(said.value)
     assert files(folder) == before
-    assert (fit(folder, data).W_ == W).all()  # as if nobody had asked
+    assert (fit(folder, data).W_ == W).all()  # the refusal has changed nothing
 
 
 def test_an_entry_of_a_sparse_X_is_seen(tmp_path):
@@ -117,7 +117,7 @@ def test_one_row_is_not_yes(tmp_path):
 
 
 def test_the_same_said_otherwise_is_the_same(tmp_path):
-    """Ids or a mask, another layout, NumPy's numbers, a name for the device."""
+    """A mask for ids, another layout of X, NumPy's numbers, and the device by its name."""
     data = given()
     killed(tmp_path, data)
     mask = np.zeros(400, dtype=bool)
@@ -131,11 +131,11 @@ def test_the_same_said_otherwise_is_the_same(tmp_path):
     ("loss", "strategy"), [("mse", "herta"), ("ce", "herta"), ("ce", "direct")]
 )
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize("tol", [1e-6, 1e-13])  # 1e-13: solves that are tightened, or stagnate
+@pytest.mark.parametrize("tol", [1e-6, 1e-13])  # at 1e-13 solves are tightened, or stagnate
 def test_a_measured_point_has_the_bits_of_the_stored_one(tmp_path, loss, strategy, dtype, tol):
     data = given()
     params = {"loss": loss, "strategy": strategy, "dtype": dtype, "tol": tol, "ridge": 1e-3}
-    params["sketch"] = 30 if loss == "mse" else "auto"  # so rough a P takes steps
+    params["sketch"] = 30 if loss == "mse" else "auto"  # a rough P, so that there are steps
     whole = HERTA(**{**PARAMS, **params}).fit(**data)
     last = len(whole.warm_history_ or whole.history_) - 1
     assert last > 3
@@ -143,7 +143,7 @@ def test_a_measured_point_has_the_bits_of_the_stored_one(tmp_path, loss, strateg
         folder, seen = tmp_path / str(at), []
         killed(folder, data, at=at, **params)
         again = fit(folder, data, seen.append, **params)
-        assert at - 1 <= seen[0]["step"] <= at  # where a loop starts is not stored
+        assert at - 1 <= seen[0]["step"] <= at  # the start of a loop is not stored
         assert (again.W_ == whole.W_).all()
         steps = (model.warm_history_ + model.history_ for model in (again, whole))
         for ours, theirs in zip(*steps, strict=True):
@@ -178,7 +178,7 @@ def test_fewer_steps_than_there_were_end_where_they_are(tmp_path):
 )
 @pytest.mark.parametrize("less", [True, False])
 def test_another_budget_goes_on_from_the_weights(tmp_path, loss, strategy, less):
-    """P from a sketch instead of Q, and no loop on Q: other coordinates, other loops."""
+    """With less memory P comes from a sketch, not from Q: coordinates and loops are others."""
     data = load("synthetic:n=2000,m=8000,d=40,c=3")
     X = data.X * np.logspace(-1, 1, 40).astype("float32")
     data = {"graph": data.graph, "X": X, "y": data.y, "train": np.arange(100, 2000)}
@@ -211,7 +211,7 @@ def _sketching(model: HERTA) -> int:
 
 # ---- what is written, and when ---------------------------------------------------------------
 def test_the_fingerprint_is_there_before_anything_else(tmp_path, monkeypatch):
-    """And nothing at all without a checkpoint: hashing takes time."""
+    """Without a checkpoint none is computed: hashing takes time."""
     from herta_gpu import herta
     from herta_gpu.plumbing import checkpoint
 
@@ -227,7 +227,7 @@ def test_the_fingerprint_is_there_before_anything_else(tmp_path, monkeypatch):
 
 
 def test_other_test_nodes_are_seen_by_a_run(tmp_path):
-    """They decide the scores of its result, if not its weights."""
+    """Test nodes decide the scores of a run, if not its weights."""
     data, checkpoint = given(), Checkpoint(tmp_path)
     checkpoint.split = {"train": data["train"], "test": np.arange(5)}
     HERTA(**PARAMS).fit(**data, checkpoint=checkpoint)
@@ -237,7 +237,7 @@ def test_other_test_nodes_are_seen_by_a_run(tmp_path):
 
 
 def test_arrays_come_to_the_host_as_the_backend_says(tmp_path):
-    """By its `to_numpy`, not by what an array of some library happens to offer."""
+    """A checkpoint uses `to_numpy` of the backend, not a method of some library's array."""
 
     class Elsewhere:
         dtype = np.dtype("float64")

@@ -31,7 +31,7 @@ def graph(kind: str, weighted: bool = False) -> Graph:
         edges, n = np.zeros((2, 0), dtype=int), 1
     elif kind == "no edges":
         edges, n = np.zeros((2, 0), dtype=int), 9
-    elif kind == "hub":  # two nodes know everybody, the last ones nobody
+    elif kind == "hub":  # two nodes have an edge to all others, the last ten have none
         others = np.arange(2, 3000)
         edges = np.stack([np.repeat([0, 1], others.size), np.tile(others, 2)])
         n = 3010
@@ -51,7 +51,7 @@ GRAPHS = ("one node", "no edges", "hub", "random", "weighted", "L_tilde")
 
 @cache
 def named(name: str) -> Graph:
-    """One of GRAPHS; the diagonal of L_tilde, that of a sampled graph, is other than 1."""
+    """One of GRAPHS; L_tilde is a sampled graph, and its Laplacian has a diagonal other than 1."""
     if name != "L_tilde":
         return graph("random", weighted=True) if name == "weighted" else graph(name)
     g = graph("random")
@@ -65,7 +65,8 @@ def distance(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setattr(kernels, "FAR", 0)
 
 
-# Each kind of arguments is compiled on its own: far graphs in the precision that they are for.
+# Each kind of arguments is compiled on its own, which takes seconds: graphs that are treated as
+# large run in float32, the precision in which large graphs are solved, and one in float64.
 NEAR_AND_FAR = pytest.mark.parametrize(
     ("name", "dtype", "distance"),
     [(name, dtype, "near") for name in GRAPHS for dtype in ("float32", "float64")]
@@ -107,7 +108,7 @@ def test_apply_takes_any_layout(dtype: str) -> None:
     for odd in (np.asfortranarray(X), np.repeat(X, 2, axis=1)[:, ::2]):
         np.testing.assert_array_equal(FAST.apply_H(L, 3.0, odd), want)
     Y = X.copy()
-    np.testing.assert_array_equal(FAST.apply_H(L, 3.0, Y, out=Y), want)  # onto itself
+    np.testing.assert_array_equal(FAST.apply_H(L, 3.0, Y, out=Y), want)  # the output is the input
     wide = np.zeros((g.num_nodes, 24), dtype=dtype)
     FAST.apply_H(L, 3.0, X, out=wide[:, ::2])
     np.testing.assert_array_equal(wide[:, ::2], want)
@@ -134,7 +135,7 @@ def test_nan_is_not_lost() -> None:
 def test_cg_steps(name: str, k: int, dtype: str, distance: None) -> None:
     g, lam = named(name), 5.0
     B = np.random.default_rng(1).standard_normal((g.num_nodes, k)).astype(dtype)
-    B[:, k // 2] = 0  # starts frozen
+    B[:, k // 2] = 0  # a column that starts frozen
     states = []
     for backend in (FAST, PLAIN):
         L, R = backend.laplacian(g, dtype), B.copy()
