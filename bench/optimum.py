@@ -1,7 +1,8 @@
 """Does a fit reach the true optimum, and does its certificate hold?
 
-For each data set the optimum is computed independently (sparse LU, float64 SVD with singular
-values above 1e-6 of the largest kept) and compared with what HERTA reached and claimed.
+For each data set the optimum is computed without the package: by a sparse LU and by an SVD in
+float64, of which singular values above 1e-6 of the largest are kept.  It is compared with the
+objective that HERTA reached and with the gap that HERTA certified.
 
     HERTA_DATA=folder python bench/optimum.py      # JSON lines, then a Markdown table
 """
@@ -33,7 +34,7 @@ def load(name: str) -> tuple[Graph, sp.csr_array, np.ndarray, np.ndarray]:
 def optimum(
     graph: Graph, X: sp.csr_array, Y: np.ndarray, train: np.ndarray, lam: float
 ) -> tuple[np.ndarray, float]:
-    """(M H^-1 X, least squares optimum), without the package's solvers."""
+    """(M H^-1 X, optimum of the least squares problem), without the solvers of the package."""
     H = sp.csc_array(sp.eye_array(graph.num_nodes) + lam * graph.to_csr())
     symmetric = {"SymmetricMode": True}
     lu = sla.splu(H, "MMD_AT_PLUS_A", diag_pivot_thresh=0.0, options=symmetric)

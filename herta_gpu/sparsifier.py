@@ -27,13 +27,15 @@ from herta_gpu.plumbing.validation import (
 )
 from herta_gpu.solver import RegularizedLaplacian, block_cg, block_width
 
-# s = C n_lambda ln(n) / eps^2.  The paper proves that some C exists, not which; with C = 4 the
-# true error was at most 0.6 eps on every graph tried, with C = 1 up to 1.4 eps at lam = 20.
+# C of s = C n_lambda ln(n) / eps^2.  The paper proves that some C exists, not which.  With C = 4
+# the true error was at most 0.6 eps on every graph tried; with C = 1 it was up to 1.4 eps,
+# at lam = 20.
 EMPIRICAL_SAMPLE_CONSTANT = 4.0
-# k = K ln(m) sketch rows.  A score is then off by more than a factor of 3 with probability at most
-# 2 m^-1.7 (chi-square tails), so all m are within it except with probability 2 m^-0.7.
+# K of k = K ln(m), the rows of a sketch.  A score is then off by more than a factor of 3 with
+# probability at most 2 m^-1.7 (chi-square tails), and any of the m scores with at most 2 m^-0.7.
 SKETCH_CONSTANT = 8.0
-# The paper prints 2^(1/4), which is no accuracy at all; 1e-2 moves a score by a few per cent.
+# Tolerance of the solves.  The paper prints 2^(1/4), an error larger than the solution; 1e-2 moves
+# a score by a few per cent.
 SOLVE_TOL = 1e-2
 
 
@@ -114,15 +116,15 @@ class Sparsifier(Estimator):
 
     @property
     def scores_(self) -> Any:
-        """On the host only when somebody asks: sampling happens where they are."""
+        """The scores as a NumPy array; sampling uses them on the device and copies nothing."""
         return get_backend(self.device).to_numpy(self._scores)  # synchronize!
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A sampled graph, and what it was sampled by."""
+    """A sampled graph, with the scores that it was sampled by."""
 
-    graph: Graph  # with the degrees of the original
+    graph: Graph  # it has the degrees of the original
     scores: Array  # (m,)
     n_lambda: float
     n_samples: int
@@ -154,7 +156,7 @@ def sparsified(
 def _drawn(
     backend: Backend, graph: Graph, scores: Array, s: int, seed: int, replace: bool
 ) -> Array:
-    """Factors of the edges, drawn in the order in which the caller's ids sort them."""
+    """Factors of the edges; how they are stored does not change which are drawn."""
     if graph.order is None:
         return backend.sample_edges(scores, s, seed, replace)
     u, v, _ = graph.edges()
@@ -172,12 +174,12 @@ def sketched_scores(H: RegularizedLaplacian, seed: int, budget: int) -> Array:
     scores, done, block = backend.xp.zeros(m), 0, 0
     while done < k:
         rows = min(width, k - done)
-        key = seed + (block << 32)  # every block of rows draws afresh
-        # (L_hat + I/lam)^-1 = lam H^-1, so one solver serves both lines.
+        key = seed + (block << 32)  # every block has random numbers of its own
+        # Both lines solve with L_hat + I/lam = H / lam.
         B_S, _ = block_cg(H, backend.sketch_incidence(L, rows, key), SOLVE_TOL)
         Pi_S, _ = block_cg(H, backend.sketch_identity(L, rows, key), SOLVE_TOL)
         part = backend.edge_scores(L, B_S, Pi_S, H.lam)
-        scores += part * (H.lam**2 * rows / k)  # N(0, 1/rows) entries -> N(0, 1/k)
+        scores += part * (H.lam**2 * rows / k)  # from entries N(0, 1/rows) to entries N(0, 1/k)
         done, block = done + rows, block + 1
     # A ridge leverage score lies in (0, 1]; the cap removes only sketching noise.
     return backend.xp.clip(scores, 1e-12, 1.0)
@@ -214,7 +216,8 @@ def effective_dimension(graph: Graph, lam: float, random_state: int = 0) -> floa
     H = RegularizedLaplacian(graph, lam, backend, "float64")
     rng = np.random.default_rng(random_state)
     probes = rng.choice([-1.0, 1.0], size=(graph.num_nodes, 64))
-    probes = probes if graph.order is None else probes[graph.order]  # keyed by the caller's node
+    if graph.order is not None:  # row i of the graph is the caller's node order[i]
+        probes = probes[graph.order]
     Z, _ = block_cg(H, probes, 1e-4)
-    # L (L + I/lam)^-1 = I - H^-1, and <g, (I - H^-1) g> = n - <g, H^-1 g> for signs g.
+    # L (L + I/lam)^-1 = I - H^-1, and <g, (I - H^-1) g> = n - <g, H^-1 g> if g holds signs.
     return float(graph.num_nodes - backend.column_dots(probes, Z).mean())

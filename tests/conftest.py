@@ -8,9 +8,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-# BLAS reads this when it is loaded, and programs that tests start inherit it.  Its threads go on
-# spinning after each of the many small products of a test: with two of them a test takes up to
-# five times the time of the processor, and two workers have no more than two cores.
+# BLAS gets one thread: it reads this when it is loaded, and programs that tests start inherit it.
+# Its threads go on spinning after each of the many small products of a test; with two of them a
+# test took up to five times the time of the processor, and two workers share two cores.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import hypothesis
@@ -22,17 +22,21 @@ import scipy.sparse.linalg as sla
 
 from herta_gpu import Graph
 from herta_gpu.backends import get_backend
+from tests.sharing import compile_kernels_once, exclusive
 
-ROOT = Path(__file__).resolve().parents[1]  # of the repository
+ROOT = Path(__file__).resolve().parents[1]  # the folder of the repository
 
-try:
-    import fcntl
-except ImportError:  # not on Windows: there each worker may make a reference of its own
-    fcntl = None  # type: ignore[assignment]
+if "PYTEST_XDIST_WORKER" in os.environ:
+    compile_kernels_once()
 
-# The same examples in every run: a test that fails, fails for everybody.
+# hypothesis draws the same examples in every run: a test that fails, fails for everybody.
 hypothesis.settings.register_profile("fixed", derandomize=True)
 hypothesis.settings.load_profile("fixed")
+
+
+def users_environment() -> dict[str, str]:
+    """The environment of a program that a user starts: BLAS has all of its threads."""
+    return {name: value for name, value in os.environ.items() if name != "OPENBLAS_NUM_THREADS"}
 
 
 def random_graph(n: int, m: int, seed: int = 0, weighted: bool = False) -> Graph:
@@ -59,7 +63,7 @@ def dense_H(graph: Graph, lam: float) -> Any:
 
 
 def least_squares(A: Any, Y: Any, ridge: float = 0.0) -> tuple[Any, float]:
-    """(W, optimum) of 1/2 ||A W - Y||^2 + ridge/2 ||W||^2 by a float64 SVD, cut at 1e-6."""
+    """(W, optimum) of 1/2 ||A W - Y||^2 + ridge/2 ||W||^2 by an SVD in float64, cut at 1e-6."""
     U, s, Vt = np.linalg.svd(A, full_matrices=False)
     keep = s > 1e-6 * s[0]
     U, s, Vt = U[:, keep], s[keep], Vt[keep]
@@ -68,7 +72,7 @@ def least_squares(A: Any, Y: Any, ridge: float = 0.0) -> tuple[Any, float]:
 
 
 def problem(n: int = 200, d: int = 8, c: int = 3, seed: int = 0, weighted: bool = False) -> Any:
-    """(graph, X, labels, every second node for training) without any structure."""
+    """(graph, X, labels, training nodes), all at random; every second node is for training."""
     g = random_graph(n, 3 * n, seed, weighted)
     rng = np.random.default_rng(seed)
     return g, rng.standard_normal((n, d)), rng.integers(0, c, n), np.arange(0, n, 2)
@@ -117,7 +121,7 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return seen
 
 
-_folder: list[Path] = []  # of this run, for all of its workers
+_folder: list[Path] = []  # the folder that all workers of this run share
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -127,11 +131,9 @@ def folder_of_the_run(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 
 def made_once(name: str, make: Callable[[], Any]) -> Any:
-    """A reference that the workers of a run share: the first one makes it, others wait for it."""
+    """An array that the workers of a run share: the first one makes it, the others wait for it."""
     path = _folder[-1] / f"{name}.npy"
-    with open(path.with_suffix(".lock"), "w") as lock:
-        if fcntl is not None:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+    with exclusive(path.with_suffix(".lock")):
         if not path.exists():
             part = path.with_suffix(".part")
             with open(part, "wb") as file:
@@ -198,7 +200,7 @@ def shared(name: str) -> Shared:
 
 @pytest.fixture
 def ledger() -> Iterator[Any]:
-    """The stand-in for CuPy in place of CuPy; what it was asked for is in the ledger."""
+    """Puts the stand-in in the place of CuPy, and gives the ledger of what it is asked for."""
     from tests.cupy_standin import installed
 
     with installed() as found:

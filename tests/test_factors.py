@@ -37,7 +37,7 @@ def test_a_factor_inverts_P_and_bounds_what_errors_of_Q_become(kind):
     assert np.allclose(factor.unhalf(factor.half(w)), w, atol=1e-6)
     for aim in (np.ones(12), np.linalg.svd(C)[0][:, 0]):  # the second is the worst direction
         E = rng.standard_normal((40, 1)) * aim[None, :]
-        bound = factor.amplified(np.linalg.norm(E, axis=0))  # the worst reaches it
+        bound = factor.amplified(np.linalg.norm(E, axis=0))  # the worst direction reaches the bound
         assert np.linalg.norm(E @ C, 2) <= (1 + 1e-12) * bound
 
 
@@ -56,7 +56,7 @@ def test_the_provensmallest_eigenvalue_is_below_and_not_far(condition, repeated)
 
 
 def test_an_eigenvalue_that_inverse_iteration_cannot_see_is_proven_all_the_same():
-    """The start has no part of the smallest eigenvector: only the second factorisation tells."""
+    """The start has no part of the smallest eigenvector, which only the second factor shows."""
     start = np.random.default_rng(0).standard_normal((50, 1))
     start /= np.linalg.norm(start)
     hidden = np.random.default_rng(1).standard_normal((50, 1))

@@ -20,7 +20,7 @@ LD = np.longdouble
 
 
 def values(n: int = 57, d: int = 6) -> Any:
-    """Numbers that float16 holds exactly, a column of nothing among them."""
+    """Numbers that float16 holds exactly, with a column of zeros."""
     X = np.round(4 * np.random.default_rng(0).standard_normal((n, d)))
     X[:, 2] = 0
     return X

@@ -22,7 +22,7 @@ SEED, PARTS, CASES = 13, 8, 30
 
 @pytest.mark.parametrize("part", range(PARTS))
 def test_no_certificate_is_false(part):
-    """A minute of it; `python -m tests.fuzz --seconds 600` is the long version."""
+    """Some cases at fixed seeds; `python -m tests.fuzz --seconds 600` is the long version."""
     faults = []
     for number in range(part * CASES, (part + 1) * CASES):
         outcome = checks.run(draw(SEED, number))
@@ -43,7 +43,7 @@ def test_a_case_is_the_same_whatever_came_before_it():
 
 # ---- it can fail ---------------------------------------------------------------------------
 def easy(**params: Any) -> Problem:
-    """Nothing that the package could stumble over, and an optimizer that takes its time."""
+    """A problem without difficulties, and an optimizer that takes many steps."""
     rng = np.random.default_rng(0)
     n = 80
     lo, hi = np.triu_indices(n, 1)
@@ -202,7 +202,7 @@ def test_the_system_is_that_of_the_graph():
 def test_the_optimum_is_that_of_other_algebra(loss, ridge):
     p = easy(loss=loss, ridge=ridge)
     if loss == "ce" and ridge == 0:
-        return  # it need not have one
+        return  # without a ridge there may be no optimum
     found = p.reference.best
     A = np.linalg.solve(system(p.n, p.edges, None, 2.0).astype(float), p.X)[p.train]
     best = minimum(A, p.targets(), loss, ridge)
@@ -211,7 +211,7 @@ def test_the_optimum_is_that_of_other_algebra(loss, ridge):
     if loss == "mse":
         W = least_squares(A, p.targets(), ridge)[0]
         here = p.reference.objective(W)
-        assert found.high <= here.high
+        assert found.value <= here.high  # rounding decides which of two equal objectives is higher
         assert abs(here.value - best) <= 1e-12 * best
 
 

@@ -11,7 +11,7 @@ from tests.conftest import ROOT
 
 PACKAGE = ROOT / "herta_gpu"
 
-# From the ground up; a name stands for the module or for everything in the folder.
+# The layers from the ground up; a name is that of a module, or of a folder with all in it.
 LAYERS = [
     ["", "plumbing", "planning.settings", "planning.recipe"],
     ["graph"],
@@ -39,7 +39,7 @@ LAYERS = [
     ["app", "__main__"],
 ]
 
-# Where a caller's optional package is met, the module that knows it is imported late, even upwards.
+# A module that needs an optional package is imported inside a function, even from a higher layer.
 OPTIONAL = {
     ("graph", "backends"),  # edges on a GPU
     ("graph", "backends.cuda.cugraph"),
@@ -48,7 +48,7 @@ OPTIONAL = {
     ("backends", "backends.cpu.compiled"),  # numba
     ("backends", "backends.cuda.backend"),  # CuPy
 }
-# The command line answers Ctrl-C before the rest of the package is there.
+# The command line answers Ctrl-C before the rest of the package is imported.
 LIGHT = ("app.cli", "__main__")
 
 

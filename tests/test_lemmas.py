@@ -31,7 +31,7 @@ def test_definition_linear_solver():
 
 
 def test_lemma_srht():
-    """Lemma A.2: Q_tilde^T Q_tilde within beta of Q^T Q, also where the mass sits in few rows."""
+    """Lemma A.2: Q_tilde^T Q_tilde is within beta of Q^T Q, even if few rows hold all the mass."""
     rng = np.random.default_rng(0)
     n, d = 4096, 10
     Q = rng.standard_normal((n, d))

@@ -68,7 +68,7 @@ def test_second_derivatives_are_those_of_the_residual(name: str) -> None:
     for a in range(4):
         for b in range(4):
             E = np.zeros_like(F)
-            E[:, b] = h  # rows do not know of each other
+            E[:, b] = h  # rows are independent of each other
             ahead, behind = loss.residual(np, F + E, Y), loss.residual(np, F - E, Y)
             expected = (ahead - behind)[:, a] / (2 * h)
             np.testing.assert_allclose(second(a, b), expected, atol=1e-8)
@@ -105,7 +105,7 @@ def test_centred_keeps_every_gradient_and_is_a_projection(name: str) -> None:
     np.testing.assert_allclose(loss.centred(np, residual), residual, atol=1e-15)
     once = loss.centred(np, D)
     np.testing.assert_allclose(loss.centred(np, once), once, atol=1e-15)
-    # What it removes changes no value.
+    # The part that `centred` removes changes no value.
     assert loss.value(np, F + D - once, Y) == pytest.approx(loss.value(np, F, Y), rel=1e-13)
 
 
@@ -136,10 +136,10 @@ def test_a_direction_of_nothing_moves_nothing() -> None:
 def test_the_step_of_cross_entropy_is_optimal(ridge: float, scale: float) -> None:
     F, _, Y = data(rows=60)
     D = -LOSSES["ce"].residual(np, F, Y) * scale + scale * data(60, seed=3)[1]
-    D *= -np.sign((LOSSES["ce"].residual(np, F, Y) * D).sum())  # down
+    D *= -np.sign((LOSSES["ce"].residual(np, F, Y) * D).sum())  # a direction of descent
     curvature = np.full(4, ridge * scale**2)
     eta = LOSSES["ce"].step(np, F, D, Y, (np.zeros(4), curvature))
-    assert np.unique(eta).size == 1  # classes belong together
+    assert np.unique(eta).size == 1  # the columns of cross entropy share one step
 
     def slope(t: float) -> float:
         return (LOSSES["ce"].residual(np, F + t * D, Y) * D).sum() + t * curvature.sum()
@@ -219,12 +219,12 @@ def test_the_rounding_of_a_value_is_within_its_bound(name: str) -> None:
         assert loss.rounding(F) == 0.0
     else:
         assert abs(np.longdouble(loss.value(np, F, Y)) - exact) <= loss.rounding(F)
-        assert loss.rounding(F) < 1e-9 * float(exact)  # and it is worth something
+        assert loss.rounding(F) < 1e-9 * float(exact)  # the bound is not only true but small
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_what_a_loss_says_of_itself(name: str) -> None:
-    """Separable: no second derivative across columns; quadratic: the same ones everywhere."""
+    """A separable loss has no second derivative across columns; a quadratic one, constant ones."""
     F, D, _ = data()
     loss = LOSSES[name]
     across = max(np.abs(loss.second(np, F)(a, b)).max() for a in range(4) for b in range(a))

@@ -34,13 +34,13 @@ def test_what_a_user_needs_is_at_the_top_level():
     import herta_gpu
     from herta_gpu.plumbing.checkpoint import Checkpoint
 
-    assert herta_gpu.Checkpoint is Checkpoint  # an argument of fit
+    assert herta_gpu.Checkpoint is Checkpoint  # it is an argument of `fit`
     assert set(herta_gpu.__all__) <= set(dir(herta_gpu))
     assert all(hasattr(herta_gpu, name) for name in herta_gpu.__all__)
 
 
 def test_importing_costs_less_than_twice_its_dependencies(tmp_path):
-    """A ratio in one run: the package against the NumPy and SciPy modules it stands on."""
+    """The time is compared with that of the NumPy and SciPy modules, as a ratio in one run."""
     code = """
 import subprocess, sys, time
 def seconds(what):

@@ -37,7 +37,7 @@ def test_citeseer_with_fewer_rows_than_features(lam):
     assert independent <= data.optimum(lam) * (1 + 1e-6)
     slow = HERTA(lam=lam, strategy="herta", optimizer="gd", max_iter=15)
     slow.fit(data.graph, data.X, data.y, train=data.train)
-    # What its solves leave over must not keep it from noticing that it is done.
+    # The errors of its solves must not keep it from noticing that it has converged.
     assert slow.status_ == "converged"
     assert slow.history_[-1]["loss"] <= data.optimum(lam) * (1 + 1e-6)
 

@@ -59,7 +59,7 @@ def test_lemma_johnson_lindenstrauss_scores(name, lam):
     assert effective_dimension(g, lam) == pytest.approx(n_lambda, rel=0.05)
 
 
-# Degree scores carry no guarantee for a bridge, so they are not asked about one.
+# Degree scores have no guarantee for a bridge, so that they are not tested on one.
 CASES = [(name, "sketch") for name in GRAPHS] + [
     (name, "degree") for name in GRAPHS if name != "two cliques"
 ]
@@ -91,7 +91,7 @@ def test_lemma_regularized_spectral_sparsifier(name, lam, scores, replace):
 
 
 def test_the_sparsifier_samples_in_these_tests():
-    """Dense graphs at lam = 1 must really lose edges, or the lemma is tested on air."""
+    """Dense graphs at lam = 1 must lose edges: a graph that is kept whole tests no lemma."""
     for name in ("complete", "half dense", "weighted"):
         sp = Sparsifier(lam=1.0, eps=0.5).fit(GRAPHS[name])
         assert sp.graph_.num_edges < 0.6 * GRAPHS[name].num_edges
@@ -122,7 +122,7 @@ def test_degree_scores_are_their_formula_in_any_order(weighted):
 
 def test_the_number_of_samples_is_its_formula():
     assert sample_size(10.0, 100, 0.5) == np.ceil(4 * 10 * np.log(100) / 0.25)
-    assert sample_size(0.0, 1, 0.5) == 1  # never none
+    assert sample_size(0.0, 1, 0.5) == 1  # at least one sample
     assert sample_size(10.0, 100, 0.25) == pytest.approx(4 * sample_size(10.0, 100, 0.5), abs=4)
 
 
@@ -132,7 +132,7 @@ def test_a_small_budget_cuts_the_sketch_into_blocks_that_are_as_good():
     exact = exact_scores(g, lam)
     whole = sketched_scores(H, 1, 1 << 30)
     parts = sketched_scores(H, 1, 300 * column_bytes("float64") * 8)
-    assert (whole != parts).any()  # blocks draw afresh
+    assert (whole != parts).any()  # each block draws random numbers of its own
     for scores in (whole, parts):
         assert scores.sum() == pytest.approx(exact.sum(), rel=0.05)
         assert (np.abs(np.log(scores / exact)) < np.log(3)).all()

@@ -35,7 +35,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def check_names(args: argparse.Namespace) -> None:
-    """Refuse an empty name, as of a shell variable that is not set: it would mean this folder."""
+    """Refuse an empty name, which an unset shell variable gives: it would mean this folder."""
     for name in _NAMES:
         if getattr(args, name, None) == "":
             shown = _POSITIONAL.get(name, "--" + name.replace("_", "-"))
@@ -176,7 +176,7 @@ def _check_devices(command: argparse.ArgumentParser, args: argparse.Namespace) -
 
 
 def _check_resume(command: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """--resume takes everything from the run; without it there must be a dataset."""
+    """Refuse other options beside --resume, which takes them from the run, and neither of both."""
     if args.resume is None:
         if args.dataset is None:
             command.error("a DATASET is needed, or --resume RUN")
@@ -263,7 +263,7 @@ def _add_computing(command: argparse.ArgumentParser) -> None:
 
 
 def _default(name: str, about: str = "") -> dict[str, Any]:
-    """The estimator's own default, told in the help."""
+    """The default of an option, which is that of the estimator, and its help, which tells it."""
     value = _DEFAULTS[name]
     shown = f"{value:g}" if isinstance(value, float) else str(value)
     return {"default": value, "help": f"{about}; default {shown}" if about else f"default {shown}"}

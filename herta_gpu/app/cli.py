@@ -1,10 +1,10 @@
-"""The command line `herta`: it begins here, before anything that takes time to import is there.
+"""The command line `herta` begins here, before anything is imported that takes time.
 
 Exit codes.  0: done.  1: it failed (a damaged file, too little memory, no such device, a diverged
 run).  2: it was asked wrongly (an unknown dataset, a negative lam).  130: it was interrupted.
 
-This module must stay light.  Everything else is imported inside `main`, where Ctrl-C already has
-its sentence and its exit code.
+This module imports little.  Everything else is imported inside `main`, once Ctrl-C is sure to end
+with a sentence and its exit code.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import sys
 
 from herta_gpu.app.streams import open_streams, say
 
-TYPE_CHECKING = False  # the word that type checkers know, without the time that `typing` takes
+TYPE_CHECKING = False  # type checkers know this name; importing `typing` for it takes time
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
@@ -29,16 +29,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     restore()
     try:
         return dispatch(argv)
-    except KeyboardInterrupt:  # between two sentences of our own
+    except KeyboardInterrupt:  # it came before or after the command itself
         say(sys.stderr, "herta: Interrupted.")
         return 130
 
 
 def _stop_at_once() -> Callable[[], object]:
-    """Let Ctrl-C end the process there and then, until the function given back is called.
+    """Let Ctrl-C end the process at once, until the function that is returned is called.
 
-    While modules are imported there is nothing to clean up, and an exception in the middle of an
-    import may be printed, or taken for a missing module, by whoever imports.
+    While modules are imported there is nothing to clean up, and the code that imports might print
+    an exception, or take it for a missing module.
     """
 
     def stop(*_: object) -> None:
@@ -47,7 +47,7 @@ def _stop_at_once() -> Callable[[], object]:
 
     try:
         before = signal.signal(signal.SIGINT, stop)
-    except ValueError:  # not in the main thread, which gets the signals
+    except ValueError:  # only the main thread gets signals, and this is another one
         return lambda: None
     return lambda: signal.signal(signal.SIGINT, before)
 

@@ -26,7 +26,7 @@ from herta_gpu.plumbing.files import check_target, new_file
 from herta_gpu.plumbing.stages import SHORTEST, Stages
 from herta_gpu.plumbing.validation import check_choice
 
-_WORTH_REPEATING = 60.0  # seconds: compilation is no part of a speed, but a long fit hides it
+_WORTH_REPEATING = 60.0  # seconds: in a longer fit the time of compiling does not show
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Variant:
 
 @dataclass(frozen=True)
 class Fitted:
-    """What came out of one variant."""
+    """The fit of one variant."""
 
     model: HERTA
     result: FitResult
@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> CommandOutput:
     if args.out is not None:
         check_target(args.out)
         check_choice("The ending of --out", Path(args.out).suffix, (".png",))
-        pyplot()  # it says so if it cannot be imported
+        pyplot()  # an error, before the long work, where matplotlib is missing
     stages = Stages(args.verbose)
     data = load_for(args, stages)
     found = {str(variant): _fitted(args, variant, data, stages) for variant in variants}
@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> CommandOutput:
 
 
 def choose_variants(devices: Sequence[str], dtype: str) -> tuple[list[Variant], str]:
-    """What to compare, and why it is not what was asked for; with one device: two precisions."""
+    """The variants to compare, and why they are not those asked for; one device: two precisions."""
     if len(devices) > 2 or len(set(devices)) < len(devices):
         raise ValueError(f"compare takes two different devices, not {','.join(devices)}.")
     if set(devices) == {"cpu", "cpu-scipy"} and find_spec("numba") is None:
@@ -99,7 +99,7 @@ def choose_variants(devices: Sequence[str], dtype: str) -> tuple[list[Variant], 
 
 
 def _missing(device: str) -> str | None:
-    """Why a device cannot be used, or None."""
+    """The reason why a device cannot be used, or None."""
     try:
         get_backend(device)
     except (RuntimeError, ImportError) as error:

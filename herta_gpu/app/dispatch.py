@@ -1,4 +1,4 @@
-"""From arguments to an exit code: parse, run the command, and tell an error in one sentence."""
+"""From arguments to an exit code: parse, run the command, say in one sentence what is wrong."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def dispatch(argv: Sequence[str] | None = None) -> int:
     """Run the command that the arguments name and return its exit code."""
     try:
         args = parser().parse_args(argv)
-    except SystemExit as ended:  # the help was printed, or what is wrong
+    except SystemExit as ended:  # argparse has printed the help, or what is wrong
         return _ended(ended)
     except OSError as error:
         return unwritten(error)
@@ -36,7 +36,7 @@ def dispatch(argv: Sequence[str] | None = None) -> int:
         return _failed(args, error, 1)
     except (ValueError, TypeError) as error:
         return _failed(args, error, 2)
-    except Exception as error:  # ours: nothing that a user does should come here
+    except Exception as error:  # an error of ours: no input should lead here
         what = f"{type(error).__name__}: {error}"
         return _failed(args, f"An error of herta itself ({what}): --debug shows where.", 1)
     wrong = say(sys.stdout, _as_json(output.content) if args.json else output.text)
@@ -44,7 +44,7 @@ def dispatch(argv: Sequence[str] | None = None) -> int:
 
 
 def _ended(ended: SystemExit) -> int:
-    """Pass on how argparse ended, once all that it printed is written."""
+    """Write all that argparse printed, then end as it did."""
     try:
         sys.stderr.flush()
     except OSError:

@@ -16,7 +16,7 @@ from herta_gpu.plumbing.checkpoint import Checkpoint
 from herta_gpu.plumbing.stages import Stages
 from herta_gpu.plumbing.validation import check_rows
 
-PARAMETERS = tuple(HERTA._defaults())  # those of the signature: each is an option
+PARAMETERS = tuple(HERTA._defaults())  # each parameter of the estimator is an option
 
 
 def make_model(args: argparse.Namespace, **changes: Any) -> HERTA:
@@ -36,7 +36,7 @@ def load_for(args: argparse.Namespace, stages: Stages) -> Dataset:
 
 
 def _tell_of_compilation(stages: Stages) -> None:
-    """The first fit ever compiles the CPU kernels: half a minute nobody should wonder about."""
+    """Say that the first fit ever compiles the CPU kernels, which takes half a minute."""
     folder = Path(backends.__file__).parent / "cpu" / "kernels" / "__pycache__"
     elsewhere = "NUMBA_CACHE_DIR" in os.environ or not os.access(folder, os.W_OK)
     if backends.compiled_kernels() and not elsewhere and not any(folder.glob("laplacian*.nbi")):

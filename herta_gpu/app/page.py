@@ -11,7 +11,7 @@ from itertools import cycle
 from herta_gpu.app.pictures import COLOURS
 from herta_gpu.app.text import NOTHING, Rows
 
-_LONG = 20  # rows: a longer table is shown on demand
+_LONG = 20  # rows: a longer table opens on a click
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #222; max-width: 60rem; margin: 2rem auto;
        padding: 0 1rem; }
@@ -45,7 +45,7 @@ class Page:
     sections: list[tuple[str, Rows]]  # heading and table, whose first row is its head
     picture: bytes | None = None  # a PNG file
     note: str = ""
-    foot: str = ""  # how the page came about
+    foot: str = ""  # how the page was made
 
     def html(self) -> str:
         """The whole file."""
@@ -76,7 +76,7 @@ class Page:
 
 
 def _timeline(stages: dict[str, float]) -> str:
-    """The stages one after the other, as wide as they took."""
+    """A bar of all stages, each as wide as its share of the time."""
     total = sum(stages.values()) or 1.0
     stages = {name: s for name, s in stages.items() if s >= 0.002 * total}
     colours = dict(zip(stages, cycle(COLOURS)))
@@ -94,7 +94,7 @@ def _timeline(stages: dict[str, float]) -> str:
 
 
 def _table(rows: Rows) -> str:
-    """Columns of numbers stand to the right; a long table opens on a click."""
+    """A table, with columns of numbers aligned to the right; a long one opens on a click."""
     head, *body = rows
     numeric = [bool(body) and all(_is_number(row[i]) for row in body) for i in range(len(head))]
 

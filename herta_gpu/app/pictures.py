@@ -40,12 +40,12 @@ def draw_convergence(history: list[dict[str, Any]], tol: float, gap: float = mat
     bound = losses[-1] - gap
     above = [(loss - bound) / bound if bound > 0 else math.inf for loss in losses]
     for column, name in enumerate(("step", "seconds")):
-        # Steps on a cheaper model come first; the true ones are counted on from there.
+        # Steps on a cheaper model come first; those of the fit are numbered after them.
         values = list(range(len(history))) if name == "step" else [h[name] for h in history]
         top, bottom = axes[0, column], axes[1, column]
         drawn = _finite(top, values, above, "-", "#9db7d5", "loss above the proven bound")
         drawn |= _finite(top, values, gaps, "o-", "#1f5fa8", "certificate of the step")
-        if len(history) == 1:  # certified where it began: a point with its numbers beside it
+        if len(history) == 1:  # no step was needed: a point with its numbers beside it
             _beside(top, values[0], gaps[0], f"{gaps[0]:.1e}")
             _beside(bottom, values[0], losses[0], f"{losses[0]:.6g}")
         if drawn:
@@ -68,7 +68,7 @@ def draw_convergence(history: list[dict[str, Any]], tol: float, gap: float = mat
 
 
 def _line(values: list[Any]) -> str:
-    """The style of a line: with points as long as they can be told apart."""
+    """The style of a line, with points where they are few enough to be told apart."""
     return "o-" if len(values) <= 30 else "-"
 
 

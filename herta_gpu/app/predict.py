@@ -64,7 +64,7 @@ def _model_and_data(args: argparse.Namespace) -> tuple[HERTA, Dataset]:
 
 
 def _write_csv(path: Path, labels: Any) -> None:
-    """Lines of node,prediction; text is quoted where it has to be."""
+    """A CSV file with the columns node and prediction; text is quoted where it has to be."""
     columns = labels[:, None] if labels.ndim == 1 else labels
     names = ["node"] + ["prediction"] * columns.shape[1]
     with new_file(path) as temporary:
@@ -80,7 +80,7 @@ def _write_csv(path: Path, labels: Any) -> None:
 
 
 def _comparable(y: Any, Z: Any, classes: Any) -> bool:
-    """Whether labels that a dataset brings along are of the kind that the model predicts."""
+    """Whether the labels of a dataset are of the kind that the model predicts."""
     if classes is None:
         return y.dtype.kind != "U" and y.size == Z.size
     return y.ndim == 1 and (y.dtype.kind == "U") == (classes.dtype.kind == "U")

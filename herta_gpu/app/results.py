@@ -1,4 +1,4 @@
-"""What comes out of the commands: the result of a fit, the candidates of a search, an output.
+"""Results of the commands: of a fit, of a search, and what the command line prints.
 
 A `FitResult` is plain data: it needs neither the model nor the dataset any more, goes to
 result.json and comes back from there.
@@ -38,12 +38,12 @@ class CommandOutput:
 
     content: dict[str, Any]  # for --json
     text: str  # for people
-    diverged: bool = False  # a fit has no result worth the name: the exit code is 1
+    diverged: bool = False  # the fit is useless: the exit code is 1
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One point of the grid that `tune` searches, with its metric on the two parts it looks at."""
+    """One point of the grid of `tune`, with its metric on the training and validation nodes."""
 
     lam: float
     ridge: float
@@ -66,7 +66,7 @@ class FitResult:
     loss_function: str
     status: str
     steps: int
-    warm_steps: int = 0  # on a cheaper model that went first
+    warm_steps: int = 0  # steps on a cheaper model that went first
     loss: float
     certificate: Certificate
     metric: str
@@ -246,7 +246,7 @@ def peak_memory() -> int:
     """The most memory this process ever held, in bytes; 0 where the system does not say."""
     status = Path("/proc/self/status")
     if status.is_file():
-        # Linux hands ru_maxrss on from the process that started this one; VmHWM begins anew.
+        # On Linux ru_maxrss includes the process that started this one; VmHWM does not.
         lines = dict(line.split(":", 1) for line in status.read_text().splitlines())
         if "VmHWM" in lines:
             return 1024 * int(lines["VmHWM"].split()[0])

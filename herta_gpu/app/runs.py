@@ -1,4 +1,4 @@
-"""A run is a folder: what was asked, every step as it happened, the model, a page to look at.
+"""A run is a folder: what was asked for, every step as it happened, the model, and a page.
 
 `config.json`, `metrics.jsonl`, `model.npz`, `result.json`, `convergence.png`, `report.html`.
 Files appear whole or not at all; `metrics.jsonl` grows line by line while training runs.
@@ -97,7 +97,7 @@ class Run:
             os.replace(self.folder / name, old / name)
 
     def _begun(self, error: BaseException) -> bool:
-        """Whether the run got so far that going on with it is worth something."""
+        """Whether the run has come far enough to be resumed."""
         if not (self.folder / "config.json").exists():
             return False
         refused = isinstance(error, (ValueError, TypeError, BudgetError))
@@ -105,7 +105,7 @@ class Run:
         return not refused or any(place.exists() for place in held)
 
     def _take_back(self) -> None:
-        """Bring back the old run, if there was one, instead of the one that could not begin."""
+        """Bring back the old run, if there was one, in place of the one that could not begin."""
         for name in (*_FILES, *_EXTRAS):
             (self.folder / name).unlink(missing_ok=True)
         self.checkpoint.delete()
@@ -117,7 +117,7 @@ class Run:
     @classmethod
     @contextlib.contextmanager
     def reopen(cls, folder: str | Path) -> Iterator[Run]:
-        """Own the folder of a run that was killed; nothing is lost before it really goes on."""
+        """Own the folder of a killed run; its files stay as they are until the fit goes on."""
         path = Path(folder)
         with _locked(path):
             run = cls(path)
@@ -153,7 +153,7 @@ class Run:
             os.fsync(file.fileno())
 
     def _go_back(self, step: int, warm: bool) -> None:
-        """Cut the metrics to what stands before `step`, with which a killed run goes on."""
+        """Cut the metrics before `step`, with which a killed run goes on."""
         self._reopened, state = False, self.checkpoint.last_step()
         steps = []
         if state is not None:
@@ -168,7 +168,7 @@ class Run:
 
 
 def check_free(folder: str | Path | None, overwrite: bool = False) -> None:
-    """An error unless a new run may go into `folder`; None means that there is to be no run."""
+    """Raise an error unless a new run may go into `folder`; None means that no run is wanted."""
     if folder is None:
         return
     if not str(folder):
@@ -193,7 +193,7 @@ def _locked(folder: Path) -> Iterator[None]:
     """Lock a folder; the operating system frees it when the process ends, however it ends."""
     with open(folder / ".lock", "a+", encoding="utf-8") as file:
         try:
-            if fcntl is not None:  # without a lock there are no half files either
+            if fcntl is not None:  # without locks, files still appear whole
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise RuntimeError(
@@ -208,7 +208,7 @@ def _line(step: dict[str, Any]) -> str:
 
 
 def environment() -> dict[str, Any]:
-    """Versions, platform and threads: what else a result depends on."""
+    """Versions, platform and threads, on which a result depends, too."""
     return {
         "herta_gpu": __version__,
         "python": platform.python_version(),
@@ -221,7 +221,7 @@ def environment() -> dict[str, Any]:
 
 
 def save_model(model: HERTA, path: str | Path) -> None:
-    """`model.save(path)`, which see."""
+    """Write a fitted model into a file, as `HERTA.save` does."""
     if not isinstance(model, HERTA):
         raise TypeError(f"save_model takes a fitted HERTA, not {type(model).__name__}.")
     model.save(path)

@@ -1,24 +1,24 @@
-"""Standard output and standard error, also where they are closed, full, or read by nobody."""
+"""Writing to standard output and error, even if they are closed, full, or have no reader."""
 
 from __future__ import annotations
 
 import os
 import sys
 
-TYPE_CHECKING = False  # the word that type checkers know, without the time that `typing` takes
+TYPE_CHECKING = False  # type checkers know this name; importing `typing` for it takes time
 if TYPE_CHECKING:
     from typing import Any
 
 
 def open_streams() -> None:
-    """Standard output and error, also where the caller closed them."""
+    """Give a closed standard output or error a file that takes everything and keeps nothing."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
 
 
 def say(stream: Any, text: str) -> OSError | None:
-    """Write a line; the error if that is impossible: a full device, or nobody who reads."""
+    """Write a line; return the error if the device is full or the reader has left."""
     try:
         print(text, file=stream, flush=True)
     except OSError as error:
@@ -28,10 +28,10 @@ def say(stream: Any, text: str) -> OSError | None:
 
 
 def give_up(stream: Any) -> None:
-    """Nothing more goes into a stream that takes nothing: Python would try again when it ends."""
+    """Send the rest of a broken stream nowhere: Python would try to write it when it ends."""
     try:
         at = stream.fileno()
-    except (OSError, ValueError):  # no file behind it, as in a test: nothing happens at the end
+    except (OSError, ValueError):  # it has no file, so Python writes nothing at its end
         return
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, at)

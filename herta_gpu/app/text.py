@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-NOTHING = "\N{EN DASH}"  # where a table has no number
+NOTHING = "\N{EN DASH}"  # stands where a table has no number
 Rows = Sequence[Sequence[str]]
 
 

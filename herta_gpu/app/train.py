@@ -31,7 +31,7 @@ def run(args: argparse.Namespace) -> CommandOutput:
 
 def _new(args: argparse.Namespace) -> FitResult:
     model, stages = make_model(args), Stages(args.verbose)
-    model._checked()  # a wrong parameter, or a folder in use, is told before a long load
+    model._checked()  # wrong parameters are refused before the data are loaded
     check_free(args.out, args.overwrite)
     return train(args, model, load_for(args, stages), stages)
 
@@ -41,7 +41,7 @@ def _resumed(args: argparse.Namespace) -> FitResult:
     config, stages = read_config(args.resume), Stages(args.verbose)
     with Run.reopen(args.resume) as folder:
         finished = folder.result()
-        if finished is not None:  # killed after its last write, or asked once too often
+        if finished is not None:  # the run is complete, only its checkpoint may be left
             stages.note(f"{args.resume} is finished: this is its result.")
             return finished
         before = config["environment"].get("threads")
@@ -65,7 +65,7 @@ def train(
     stages: Stages,
     candidates: Sequence[Candidate] | None = None,
 ) -> FitResult:
-    """Fit, into a run folder if there is to be one; `candidates` are what the model won against."""
+    """Fit, into a run folder if one is asked for; `candidates` are those that `tune` compared."""
     if args.out is None:
         return fit(model, data, stages)
     with Run.create(args.out, args.overwrite) as folder:
@@ -78,7 +78,8 @@ def train(
 def _write_config(folder: Run, args: argparse.Namespace, model: HERTA, data: Dataset) -> None:
     """Everything needed to repeat the run, and to resume it."""
     if model.memory_budget is None:
-        # The budget decides how many columns are solved at once, and so the last bits: fix it.
+        # The budget decides how many columns are solved at once, which decides the last bits:
+        # it is stored, so that a repeated run has the same.
         free = get_backend(model.device).memory_available()
         model.set_params(memory_budget=memory_budget(None, free))
     config: dict[str, Any] = {"dataset": _anchored(args.dataset), "split": args.split}
@@ -89,7 +90,7 @@ def _write_config(folder: Run, args: argparse.Namespace, model: HERTA, data: Dat
 
 
 def _anchored(name: str) -> str:
-    """A path as it is found from any folder; a name as it is."""
+    """A path made absolute, so that it is found from any folder; a name as it is."""
     return os.path.abspath(name) if name.endswith(".npz") or os.sep in name else name
 
 

@@ -32,7 +32,7 @@ from herta_gpu.solver import SDDSolver
 LAMS = (1.0, 5.0, 10.0, 20.0, 50.0)
 RIDGES = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0)
 _SOLVE_TOL = 1e-5
-_COLUMNS = 256  # right-hand sides at once
+_COLUMNS = 256  # right-hand sides solved at once
 _STEPS = 200  # steps of L-BFGS for one ridge, at most
 
 
@@ -94,7 +94,7 @@ def tune(
     for loss in losses:
         check_choice("loss", loss, tuple(LOSSES))
     check_rows("X", data.X, data.graph)
-    data = data.with_split("public")  # with its parts as ids
+    data = data.with_split("public")  # masks become ids
     valid = data.split.get("valid")
     if valid is None or len(valid) == 0:
         raise ValueError(f"{data.name} has no validation nodes to choose on: use --split.")
@@ -120,7 +120,7 @@ def tune(
 
 
 def propagated_rows(solver: SDDSolver, X: Any, rows: Any) -> Any:
-    """The rows of H^-1 X in float64, by the fewer of len(rows) and d solves."""
+    """The rows of H^-1 X in float64; by len(rows) solves or by d, whichever are fewer."""
     n, d = X.shape
     out = np.empty((rows.shape[0], d))
     if rows.shape[0] > d:
@@ -140,7 +140,7 @@ def propagated_rows(solver: SDDSolver, X: Any, rows: Any) -> Any:
 class _Basis:
     """The rows in the coordinates w of W = V w, with V from the training rows A = U S V^T.
 
-    Nothing is lost: a ridge keeps W in the span of V.
+    Nothing is lost: with a ridge the best W lies in the span of V.
     """
 
     def __init__(self, train: Any, valid: Any) -> None:
@@ -181,7 +181,7 @@ def _along_ridges(
 
 def _cross_entropy(basis: _Basis, Y: Any, ridge: float, start: Any) -> Any:
     """argmin of the cross entropy plus ridge/2 ||w||^2, in coordinates scaled by its Hessian."""
-    from scipy.optimize import minimize  # slow to import, and `herta plan` needs none of it
+    from scipy.optimize import minimize  # slow to import, and no other command needs it
 
     loss, c = CrossEntropy(), Y.shape[1]
     scale = 1 / np.sqrt(basis.squares * (1 - 1 / max(c, 2)) / max(c, 2) + ridge)[:, None]

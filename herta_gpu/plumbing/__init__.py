@@ -1,1 +1,1 @@
-"""What every program needs and no paper speaks of: checks, files, checkpoints, stages, manners."""
+"""What the paper does not speak of: checks of input, files, checkpoints, timing, conversions."""

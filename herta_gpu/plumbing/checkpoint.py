@@ -2,8 +2,9 @@
 
 Blocks of Q are stored as they are solved, Q once it is complete (its blocks then go), and the
 state of the loop after its outer steps.  A later fit of the same model on the same data with the
-same folder reads instead of computing, and ends with the same bits.  What the state was made from
-stands in `made-from.json`, before all else, and in one word in every file beside it.
+same folder reads instead of computing, and ends with the same bits.  The file `made-from.json` is
+written first and says which data and parameters the state belongs to; every other file holds a
+hash of it.
 """
 
 from __future__ import annotations
@@ -32,14 +33,15 @@ class Checkpoint:
     Parameters
     ----------
     folder : path
-        Of this fit alone.  A fit of other data or of a model with other parameters is refused in
-        a sentence that names them, and the state stays as it is; `max_iter`, `verbose` and
-        `memory_budget` may differ.  X, y, the training nodes and the graph are compared whole, a
-        memory-mapped X by some thousand rows and by the size and time of change of its file.
+        The folder of this fit alone.  A fit of other data or of a model with other parameters is
+        refused in a sentence that names them, and the state stays as it is; `max_iter`, `verbose`
+        and `memory_budget` may differ.  X, y, the training nodes and the graph are compared whole;
+        a memory-mapped X is compared by some thousand rows and by its file's size and time of
+        change.
     worth : float
         Seconds of computing below which a block of Q is not stored.
     share : float
-        Of the time that may go into storing steps; a step within that is skipped.
+        Share of the time that may go into storing steps; steps that would exceed it are skipped.
 
     Examples
     --------
@@ -69,14 +71,15 @@ class Checkpoint:
     Attributes
     ----------
     split : dict of name to node ids, or None
-        Nodes besides the training nodes that must be the same: those a run's result speaks of.
+        Validation and test nodes, which must be the same as well: the scores of a run depend on
+        them.
     """
 
     def __init__(self, folder: str | Path, worth: float = 0.2, share: float = 0.1) -> None:
         self.folder, self.worth, self.share = Path(folder), worth, share
         self.split: dict[str, Any] | None = None
-        self._may_save = 0.0  # the time of the clock from which on a step may be stored again
-        self._made_from = ""  # in one word; nothing is read before `begin` knows it
+        self._may_save = 0.0  # no step is stored before the clock shows this time
+        self._made_from = ""  # the fingerprint's hash; `begin` sets it before any file is read
         self._fingerprint: Fingerprint = {}
 
     def begin(self, made_from: Fingerprint) -> None:
@@ -97,15 +100,16 @@ class Checkpoint:
         )
 
     def _holds_state(self) -> bool:
-        """Hidden files are what a write was at when its process was killed."""
+        """Whether the folder holds a finished file; a killed write leaves hidden ones only."""
         return any(not path.name.startswith(".") for path in self.folder.glob("*.npz"))
 
     def on(
         self, backend: Backend, plan: str = ""
     ) -> Callable[[str, Callable[[], dict[str, Array]]], Any]:
-        """The function `recall(name, make)`: what `make` made, now or before the crash.
+        """A function `recall(name, make)` that reads from disk what `make` made before a crash.
 
-        `plan` names how things are made at present, which free memory may have changed.
+        Where there is nothing to read, it calls `make`.  `plan` names the way in which things are
+        made; it depends on free memory, and files that were made in another way are not read.
         """
 
         def recall(name: str, make: Callable[[], dict[str, Array]]) -> dict[str, Array]:
@@ -119,7 +123,7 @@ class Checkpoint:
                 arrays = {k: backend.to_numpy(array) for k, array in made.items()}
                 self._store(path, made_from, arrays)
             for part in self.folder.glob(f"{name}-*.npz"):
-                part.unlink()  # complete: its parts are not needed any more
+                part.unlink()  # the whole is there: its parts are not needed any more
             return made
 
         return recall
@@ -127,7 +131,7 @@ class Checkpoint:
     def save_step(self, state: dict[str, Any], backend: Backend) -> None:
         """Store the state of the loop, unless storing would take more than its share of time.
 
-        Arrays in `state` are of `backend`.
+        The arrays in `state` are those of `backend`.
         """
         start = time.perf_counter()
         if start < self._may_save:
@@ -139,7 +143,7 @@ class Checkpoint:
         self._may_save = end + (end - start) * (1 / self.share - 1)
 
     def last_step(self, backend: Backend | None = None) -> dict[str, Any] | None:
-        """What `save_step` stored last."""
+        """The state that `save_step` stored last, or None."""
         stored = _read(self.folder / _STEP, self._made_from)
         if stored is None:
             return None
@@ -148,7 +152,7 @@ class Checkpoint:
         return unpacked
 
     def claim(self) -> None:
-        """Say in the folder what everything in it will be made from; from here on work is long."""
+        """Write into the folder what its state belongs to; called before the long work begins."""
         about = self.folder / _MADE_FROM
         if self._fingerprint and not about.is_file():
             with new_file(about) as temporary:
@@ -160,7 +164,7 @@ class Checkpoint:
         _write(path, made_from, arrays)
 
     def delete(self) -> None:
-        """The fit is finished."""
+        """Remove the folder, which a finished fit does not need."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
@@ -170,9 +174,9 @@ def _write(path: Path, made_from: str, arrays: dict[str, Any]) -> None:
 
 
 def _read(path: Path, made_from: str) -> dict[str, Any] | None:
-    """None when there is nothing, nothing that can be read, or a file from elsewhere.
+    """The arrays of a file, or None if it is missing, damaged, or from another fit.
 
-    Then it is made again.
+    What is None is computed again.
     """
     if not path.is_file():
         return None
@@ -186,7 +190,7 @@ def _read(path: Path, made_from: str) -> dict[str, Any] | None:
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:
-    """None when there is nothing, or nothing that makes sense."""
+    """The object in a JSON file, or None if the file is missing or damaged."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, ValueError):
@@ -195,7 +199,7 @@ def _read_json(path: Path) -> dict[str, Any] | None:
 
 
 def _packed(value: Any, arrays: dict[str, Any], to_numpy: Callable[[Any], Any]) -> Any:
-    """JSON, with arrays put aside on the host; floats survive to the last bit."""
+    """`value` as JSON, its arrays replaced by their names in `arrays`; floats keep every bit."""
     if isinstance(value, dict):
         return {"dict": {key: _packed(inner, arrays, to_numpy) for key, inner in value.items()}}
     if isinstance(value, (list, tuple)):
@@ -210,6 +214,7 @@ def _packed(value: Any, arrays: dict[str, Any], to_numpy: Callable[[Any], Any]) 
 
 
 def _unpacked(value: Any, arrays: dict[str, Any], place: Callable[[Any], Any]) -> Any:
+    """The value that `_packed` was given."""
     if not isinstance(value, dict):
         return value
     ((kind, inner),) = value.items()

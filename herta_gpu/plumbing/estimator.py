@@ -82,14 +82,14 @@ def make_targets(y: Any, train: Any, n: int, loss: str) -> Targets:
 
 
 def check_scored(y: Any, n: int) -> None:
-    """Labels to score n predictions against."""
+    """Raise an error unless `y` holds labels or targets for n predictions."""
     y = as_labels("y", y)
     if y.shape[0] != n:
         raise ValueError(f"y has shape {y.shape} but there are {n:,} predictions.")
 
 
 def _one_hot(codes: Any, c: int) -> Any:
-    """Rows of the identity; as many columns as rows (ids taken for labels) may not fit at all."""
+    """Row `codes[i]` of the identity for each i; ids that were taken for labels may not fit."""
     if 8 * codes.shape[0] * c > host_memory():
         raise ValueError(
             f"y has {c:,} classes on {codes.shape[0]:,} training nodes, more than fit into memory: "
@@ -128,7 +128,7 @@ def accuracy_or_r2(predicted: Any, y: Any, rows: Any, classes: Any | None) -> fl
 def r_squared(truth: Any, predicted: Any) -> float:
     """R^2 of predictions (rows, columns), as the mean over the columns.
 
-    A column of equal targets has no variance to explain: its error is taken as it is.
+    A column of equal targets has no variance to divide by: its squared error counts as it is.
     """
     total = ((truth - truth.mean(axis=0)) ** 2).sum(axis=0)
     left = ((truth - predicted) ** 2).sum(axis=0)

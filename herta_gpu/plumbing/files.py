@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all, and what is wrong with those that are not ours."""
+"""Files that appear whole or not at all, and sentences on what is wrong with a file."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import numpy as np
 
 try:
     import fcntl
-except ImportError:  # not POSIX: leftovers stay, half files still never look whole
+except ImportError:  # not POSIX: files still appear whole, but leftovers of killed writes stay
     fcntl = None  # type: ignore[assignment]
 
 
@@ -28,7 +28,7 @@ class DataError(ValueError):
     """A file that is damaged, truncated, or not what its name says."""
 
 
-_RECENT = 60.0  # seconds: a temporary that young may not have its lock yet
+_RECENT = 60.0  # seconds: a younger temporary file may not have its lock yet
 
 
 # What NumPy, zipfile and the operating system raise at a file that is not what it should be.
@@ -43,7 +43,7 @@ _HEADERS = {
 
 
 def check_target(path: str | Path) -> None:
-    """An error, before any work, unless a file can be written to `path`."""
+    """Raise an error, before any work, unless a file can be written to `path`."""
     path = Path(path)
     if not path.name or path.is_dir():
         raise ValueError(f"{path} is a folder: name a file in it to write to.")
@@ -51,7 +51,7 @@ def check_target(path: str | Path) -> None:
 
 
 def check_place(folder: str | Path) -> None:
-    """An error unless there is, or can be made, such a folder to write into."""
+    """Raise an error unless the folder is there, or can be made, and may be written into."""
     found = Path(folder).absolute()
     while not found.exists() and found != found.parent:
         found = found.parent
@@ -65,7 +65,7 @@ def check_place(folder: str | Path) -> None:
 def new_file(path: Path) -> Iterator[Path]:
     """A temporary path that becomes `path` if the block succeeds and vanishes if it does not.
 
-    So do the folders that had to be made for it.
+    Folders that had to be made for it vanish with it.
     """
     check_target(path)
     with _made_folder(path.parent):
@@ -91,20 +91,20 @@ def new_file(path: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _made_folder(folder: Path) -> Iterator[None]:
-    """A folder with its parents; those that are new and still empty go again after an error."""
+    """Make a folder and its parents; after an error, remove those that are new and empty."""
     new = [place for place in (folder, *folder.parents) if not place.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     try:
         yield
     except BaseException:
-        with contextlib.suppress(OSError):  # not empty: it holds something of somebody else
+        with contextlib.suppress(OSError):  # not empty: another process has written into it
             for place in new:
                 place.rmdir()
         raise
 
 
 def write_npz(path: Path, arrays: dict[str, Any]) -> None:
-    """Arrays into exactly this path, without pickles.
+    """Write arrays into exactly this path, without pickles.
 
     NumPy gets an open file: to a name without .npz it would add that ending, and the file would
     lie beside the one that was asked for.
@@ -120,7 +120,7 @@ class Archive:
     """The entries of a .npz file: shapes and kinds from the headers, arrays when asked for."""
 
     def __init__(self, path: Path, what: str) -> None:
-        """`what` the file should be, for the sentence that says that it is not."""
+        """`what` says what the file should be; the sentence of an error needs it."""
         self.path, self._what = path, what
         if path.is_dir():
             raise DataError(f"{path} is a folder, not {what}.")
@@ -175,7 +175,7 @@ class Archive:
 
 
 def load_npy(path: Path, what: str, mmap: bool = True) -> Any:
-    """The array of a .npy file, mapped if there is anything to map; never a pickle."""
+    """The array of a .npy file, mapped into memory unless it is empty; pickles are not read."""
     try:
         with open(path, "rb") as file:
             version = np.lib.format.read_magic(file)
@@ -188,7 +188,7 @@ def load_npy(path: Path, what: str, mmap: bool = True) -> Any:
 
 
 def why(error: BaseException) -> str:
-    """What a library says of a file, unless it is advice to load a pickle: that runs its code."""
+    """The words of a library's error, unless they advise to load a pickle, which runs its code."""
     text = str(error).strip().partition("\n")[0].rstrip(".")
     if "pickle" in text.lower() or isinstance(error, pickle.UnpicklingError):
         return "it holds Python objects, or is cut short"
@@ -201,7 +201,7 @@ def _no_numpy(path: Path) -> bool:
 
 
 def _looks_like(path: Path) -> str:
-    """What a file is by its first bytes."""
+    """The kind of a file, told from its first bytes."""
     with open(path, "rb") as file:
         start = file.read(512)
     text = start.lstrip().lower()
@@ -220,7 +220,7 @@ def _looks_like(path: Path) -> str:
 
 @contextlib.contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """The same for a folder; when another process was faster, its result stays."""
+    """`new_file` for a folder; when another process was faster, its result stays."""
     path.parent.mkdir(parents=True, exist_ok=True)
     _sweep(path)
     temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
@@ -237,9 +237,9 @@ def new_folder(path: Path) -> Iterator[Path]:
 
 
 def _sweep(path: Path) -> None:
-    """Remove what a process left behind that was killed while it wrote `path`.
+    """Remove the temporary files of processes that were killed while they wrote `path`.
 
-    Whoever writes holds a lock, which the operating system takes back when the process ends.
+    A process that writes holds a lock, which the operating system frees when the process ends.
     """
     for left in path.parent.glob(f".{glob.escape(path.name)}.*"):
         try:
@@ -250,12 +250,12 @@ def _sweep(path: Path) -> None:
                     elif free:
                         left.unlink(missing_ok=True)
         except OSError:
-            continue  # gone, or not ours: no reason to fail
+            continue  # it is gone, or another user's: no reason to fail
 
 
 @contextlib.contextmanager
 def _held(path: Path) -> Iterator[bool]:
-    """Hold the lock of a file or folder; whether it was free."""
+    """Try to lock a file or folder during the block; gives whether it was free."""
     if fcntl is None:
         yield False
         return

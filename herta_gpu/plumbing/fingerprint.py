@@ -1,9 +1,8 @@
-"""What a fit was made from, in a few hashes: a checkpoint of anything else is not gone on with.
+"""What a fit was made from, in a few hashes: a checkpoint of anything else is refused.
 
 Arrays are hashed whole, with their type and shape.  The one exception is an X that lies in a file
 and is mapped into memory: reading it would take as long as a part of the fit, so some of its rows
-and the size and the time of change of the file must do, and whoever is told of a difference is
-told of that as well.
+and the file's size and time of change are compared instead.  A message on a difference says so.
 """
 
 from __future__ import annotations
@@ -23,9 +22,10 @@ from herta_gpu.plumbing.validation import check_dtype
 
 Fingerprint = dict[str, dict[str, Any]]
 
-# They decide when a fit stops, what it says and how much it does at once, not what it finds.
+# Parameters that may differ: they decide when a fit stops, what it prints and how much it computes
+# at once, but not what it finds.
 _FREE = ("max_iter", "verbose", "memory_budget")
-_CHUNK_BYTES = 16 << 20  # hashed at once
+_CHUNK_BYTES = 16 << 20  # bytes hashed at once
 _SAMPLED_ROWS = 4096  # rows of a memory map that are compared
 _SAMPLED_BYTES = 256 << 20  # bytes of those rows at most
 
@@ -39,7 +39,7 @@ def fingerprint(
     rows: Any,
     split: dict[str, Any] | None = None,
 ) -> Fingerprint:
-    """Hashes of the data, with the parameters and what computes: all that must be the same.
+    """Hashes of the data, the parameters and the backend: all that must be the same.
 
     Parameters
     ----------
@@ -50,7 +50,7 @@ def fingerprint(
     rows : array
         Ids of the training nodes.
     split : dict of name to ids, optional
-        Other nodes that a result will speak of.
+        The nodes of the other parts, whose scores a result holds.
 
     Examples
     --------
@@ -78,26 +78,26 @@ def fingerprint(
         others = [np.asarray(split[name]) for name in sorted(split) if name != "train"]
         data["the validation or test nodes"] = _hash(others, backend)
     same = {k: _plain(v) for k, v in params.items() if k not in _FREE}
-    # The same bits, and the same bounds of rounding, are promised by one kind of device only.
+    # Another kind of device rounds otherwise: it gives neither the same bits nor the same bounds.
     same["device"] = f"{backend.name}, {type(backend).__name__}"
     same["dtype"] = check_dtype(params["dtype"])
     return {"data": data, "parameters": {**same, "the version of herta_gpu": __version__}}
 
 
 def differences(then: Fingerprint, now: Fingerprint) -> list[str]:
-    """What differs, each in words for a sentence."""
+    """The parts that differ, each in words that fit into a sentence."""
     found = []
     for name, old, new in _pairs(then.get("data"), now["data"]):
         if old != new:
             found.append(name + _in_a_map(old, new))
     for name, old, new in _pairs(then.get("parameters"), now["parameters"]):
-        if old != new or isinstance(old, bool) != isinstance(new, bool):  # True is not one row
+        if old != new or isinstance(old, bool) != isinstance(new, bool):  # True is not 1
             found.append(f"{name} ({old} then, {new} now)")
     return found
 
 
 def key(made_from: Fingerprint) -> str:
-    """A fingerprint in one word."""
+    """A hash of a fingerprint."""
     return hashlib.sha256(json.dumps(made_from, sort_keys=True).encode()).hexdigest()
 
 
@@ -108,7 +108,7 @@ def _pairs(then: Any, now: dict[str, Any]) -> list[tuple[str, Any, Any]]:
 
 
 def _in_a_map(old: Any, new: Any) -> str:
-    """How a memory map was seen to differ, and how little was looked at."""
+    """The signs by which a memory map differs, and what was compared at all."""
     if not (isinstance(old, dict) and isinstance(new, dict)):
         return ""
     seen = _listed([name for name, a, b in _pairs(old, new) if a != b])
@@ -120,7 +120,7 @@ def _listed(names: list[str]) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """As JSON gives it back."""
+    """A parameter as it will be when it has been written as JSON and read again."""
     value = value.item() if isinstance(value, np.generic) else value
     return value if isinstance(value, (bool, int, float, str, type(None))) else str(value)
 
@@ -129,13 +129,13 @@ def _features(X: Any, backend: Backend) -> str | dict[str, Any]:
     if sp.issparse(X):
         shape = np.asarray(X.shape)
         return _hash([shape, X.indptr, X.indices, X.data], backend)
-    # Changes of a private map (mode "c") are in memory alone: no file knows of them.
+    # Changes of a private map (mode "c") are in memory alone, so its file says nothing of them.
     mapped = isinstance(X, np.memmap) and X.filename is not None and X.mode != "c"
     return _of_map(X, backend) if mapped else _hash([X], backend)
 
 
 def _of_map(X: np.memmap, backend: Backend) -> dict[str, Any]:
-    """Rows from all over the file, the first and the last among them."""
+    """What is compared of a memory map: rows from all over the file, its size and its time."""
     n, row_bytes = X.shape[0], max(1, X.nbytes // max(1, X.shape[0]))
     count = min(n, _SAMPLED_ROWS, max(2, _SAMPLED_BYTES // row_bytes))
     at = np.linspace(0, n - 1, count).astype(np.int64)
@@ -148,11 +148,11 @@ def _of_map(X: np.memmap, backend: Backend) -> dict[str, Any]:
 
 
 def _hash(arrays: Sequence[Any], backend: Backend, at: Any = None) -> str:
-    """A hash of type, shape and bytes in C order; only the rows `at` of the last array, if given.
+    """A hash of types, shapes and bytes in C order; only the rows `at` of the last array, if given.
 
-    Whatever the layout and the side an array is on, no more than a chunk of it is copied.
+    No more than a chunk of an array is copied at a time, whatever its layout or device.
     """
-    whole = hashlib.sha256()  # the fastest one where the processor has instructions for it
+    whole = hashlib.sha256()  # the fastest hash on processors with instructions for it
     for i, array in enumerate(arrays):
         if array is None:
             whole.update(b"none;")

@@ -14,7 +14,7 @@ import numpy as np
 import scipy.sparse as sp
 
 Array = Any  # NumPy's or CuPy's
-Backend = Any  # a backend; this module is below them
+Backend = Any  # a `backends.base.Backend`, whose module imports this one
 
 _DLPACK_CUDA = 2  # kDLCUDA
 
@@ -30,7 +30,7 @@ def on_device(x: Any) -> bool:
 def as_array(name: str, x: Any, backend: Backend) -> Any:
     """`x` as an array of the device it is on: NumPy's on the host; sparse matrices as they are."""
     if isinstance(x, np.matrix):
-        return np.asarray(x)  # its products are not those of an array
+        return np.asarray(x)  # `*` of a np.matrix is the product of matrices
     if sp.issparse(x) or isinstance(x, np.ndarray):
         return x
     if x is None:
@@ -62,7 +62,7 @@ def as_matrix(X: Any, backend: Backend) -> Any:
 
 
 def to_host(x: Any, backend: Backend) -> Any:
-    """`x` for the host's eyes: labels and node ids."""
+    """`x` as an array on the host, where labels and node ids are worked on."""
     if on_device(x):
         return backend.to_numpy(backend.asarray(x))  # synchronize!
     return np.asarray(x) if _of_torch(x) else x

@@ -54,19 +54,19 @@ def read_model(made: type[Model], path: str | Path, fitted: dict[str, Any]) -> M
 
 
 def check_params(made: type[Estimator], params: dict[str, Any]) -> None:
-    """An error that names the first parameter that the estimator does not have."""
+    """Raise an error that names the first parameter that the estimator does not have."""
     wrong = [name for name in params if name not in made._defaults()]
     if wrong:
         raise ValueError(f"there is no parameter {wrong[0]!r}")
 
 
 def without_stop(error: BaseException) -> str:
-    """The words of an error, to stand within a sentence."""
+    """The words of an error without the full stop, to stand within a sentence."""
     return str(error).rstrip(".") or type(error).__name__
 
 
 def _entry(name: str) -> str:
-    """`status_` is the entry "status"."""
+    """The entry of an attribute: that of `status_` is "status"."""
     return name.strip("_")
 
 
@@ -87,7 +87,7 @@ def _about(stored: Archive, fitted: dict[str, Any]) -> dict[str, Any]:
 
 
 def _weights(stored: Archive) -> tuple[Any, Any]:
-    """W and the classes, if the model can predict with them."""
+    """W and the classes; an error unless a model can predict with them."""
     W = stored["W"]
     if W.ndim != 2 or W.size == 0 or W.dtype.kind != "f":
         raise ValueError(f"W is {W.dtype} of shape {W.shape}, not a matrix of floats")

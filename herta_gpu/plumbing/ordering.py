@@ -1,8 +1,7 @@
 """Orders of the nodes that keep neighbours close in memory.
 
-The product with H reads the rows of a block in the order of each node's neighbours.  Where these
-are far apart, every read misses the caches; a community that fits a cache, stored together, does
-not.
+The product with H reads, for each node, the rows of its neighbours.  Where these are far apart in
+memory, every read misses the caches.  A community of nodes that is stored together fits a cache.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ _ROUNDS = 3  # rounds of label propagation: later ones move few nodes
 
 
 def reverse_cuthill_mckee(graph: Graph) -> Any:
-    """Nodes in the order of a breadth-first search: a small bandwidth."""
+    """Nodes in the order of a breadth-first search, which gives a small bandwidth."""
     ones = np.ones(graph.indices.shape[0], dtype=np.int8)
     A = sp.csr_array((ones, graph.indices, graph.indptr), shape=(graph.num_nodes,) * 2)
     return sp.csgraph.reverse_cuthill_mckee(A, symmetric_mode=True).astype(np.int64)

@@ -48,7 +48,7 @@ def to_plain(value: Any, lossy: bool = False) -> Any:
 
 
 def from_plain(kind: Any, value: Any, name: str = "it") -> Any:
-    """What `to_plain` made of a value of the type `kind`; a ValueError that names it otherwise."""
+    """The value of type `kind` that `to_plain` was given; a ValueError names what does not fit."""
     if kind is Any:
         return _any(value)
     if is_dataclass(kind):
@@ -76,7 +76,7 @@ def from_plain(kind: Any, value: Any, name: str = "it") -> Any:
 
 
 def check_entries(content: Any, types: dict[str, Any]) -> None:
-    """A ValueError unless `content`, from lossy JSON, has at least these entries of these types."""
+    """Raise a ValueError unless `content`, from lossy JSON, has these entries of these types."""
     if not isinstance(content, dict):
         raise ValueError(f"it is a {type(content).__name__}, not an object with entries")
     for name, kind in types.items():
@@ -84,13 +84,13 @@ def check_entries(content: Any, types: dict[str, Any]) -> None:
             raise ValueError(f"it has no entry {name}")
         value = content[name]
         number = kind is float and isinstance(value, int)
-        # None stands for infinity, also where a number should be.
+        # Lossy JSON has None for infinity and NaN: where a number should be, it is no error.
         if not isinstance(value, kind) and not number and not (kind is float and value is None):
             raise ValueError(f"its entry {name} is {value!r}")
 
 
 def _any(value: Any) -> Any:
-    """What a value of an unknown type was: a number that JSON lacks, or a container of others."""
+    """The value of an unknown type: numbers that JSON lacks are restored, at any depth."""
     if isinstance(value, list):
         return [_any(inner) for inner in value]
     if not isinstance(value, dict):
@@ -115,7 +115,7 @@ def _made(kind: Any, value: Any, name: str) -> Any:
 
 
 def _one_of(kinds: tuple[Any, ...], value: Any, name: str) -> Any:
-    """The first of several types that fits."""
+    """The value as the first of several types that fits it."""
     for kind in kinds:
         try:
             return from_plain(kind, value, name)
@@ -125,7 +125,7 @@ def _one_of(kinds: tuple[Any, ...], value: Any, name: str) -> Any:
 
 
 def _several(origin: Any, inner: tuple[Any, ...], value: list[Any], name: str) -> Any:
-    """A list, or a tuple of one type or of so many."""
+    """A list or a tuple, of one type for all entries or of one type for each."""
     if origin is tuple and inner and inner[-1] is not Ellipsis:
         _checked(len(value) == len(inner), value, name)
         kinds = inner

@@ -1,7 +1,7 @@
 """Where the time goes: one context manager around every stage.
 
-Stages and outer steps are NVTX ranges, too, of the domain "herta": a profiler shows what the device
-did in each.  Without the package nvtx, or without a profiler, they are nothing.
+Stages and outer steps are also NVTX ranges, of the domain "herta", so that a profiler shows what
+the device did in each.  Without the package nvtx, or without a profiler, these ranges do nothing.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Stages:
 
     verbose: bool = False
     seconds: dict[str, float] = field(default_factory=dict)
-    _held: str = ""  # the last step that was not printed
+    _held: str = ""  # the line of the last step, if it was not printed
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
@@ -66,9 +66,9 @@ class Stages:
         return {name: s for name, s in spent.items() if name not in before or s > 0}
 
     def step(self, step: int, gap: float, goal: float, loss: float, warm: bool = False) -> None:
-        """One step: a bar that fills as the certified gap falls to its goal.
+        """Show one step: a bar that fills as the certified gap falls to its goal.
 
-        `warm`: on a cheaper model that goes first, of which nothing is certified.
+        A `warm` step is one on a cheaper model that goes first; nothing of it is certified.
         """
         shown = f"certified gap {gap:.1e}" if gap < inf else "not certified yet    "
         name = "warm" if warm else "step"
@@ -79,14 +79,14 @@ class Stages:
             self._show(text, passing=True)
 
     def note(self, text: str, stays: bool = False) -> None:
-        """A line about what goes on; on a terminal the next one takes its place unless it stays."""
+        """Show what goes on; on a terminal the next line takes its place unless it `stays`."""
         self._show(text, passing=not stays)
 
     def _show(self, text: str, passing: bool = False) -> None:
-        """A line; one that is `passing` is overwritten by the next on a terminal."""
+        """Print a line; on a terminal the next one overwrites it if it is `passing`."""
         if not self.verbose or (passing and text.endswith("...") and not sys.stderr.isatty()):
             return
-        with suppress(OSError):  # a full device, or nobody who reads: no reason to stop
+        with suppress(OSError):  # a full disk or a closed pipe is no reason to stop a fit
             if sys.stderr.isatty():
                 print(f"\r\033[K{text}", end="" if passing else "\n", file=sys.stderr, flush=True)
             else:
@@ -99,7 +99,7 @@ class Stages:
 
 
 def _bar(gap: float, goal: float, width: int = 24) -> str:
-    """From a gap of 1 (empty) down to the goal (full), on a logarithmic scale."""
+    """A bar that is empty at a gap of 1 and full at the goal, on a logarithmic scale."""
     if gap == inf or goal >= 1:
         share = 0.0
     else:

@@ -13,16 +13,16 @@ import scipy.sparse as sp
 from herta_gpu.plumbing.interop import on_device
 
 MAX_LAM = 1e6
-_LARGEST, _SMALLEST = 1e15, 1e-15  # the largest entry of X: products must not leave float32
+_LARGEST, _SMALLEST = 1e15, 1e-15  # of the largest entry of X: products stay in float32
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 MAX_SEED = 2**32 - 1
 MAX_RIDGE = 1e30
-_LARGEST_Y = 1e30  # its square must be far from the end of float64
+_LARGEST_Y = 1e30  # the square of such a target is still far from the end of float64
 _CHECK_ROWS = 1 << 16  # rows looked at once, so that memory-mapped input stays on disk
 
 
 class BudgetError(MemoryError):
-    """Not even one column fits the budget; the sentence says what would."""
+    """Not even one column fits the memory budget; the message says which budget would do."""
 
 
 def check_choice(name: str, value: Any, choices: Sequence[Any]) -> None:
@@ -55,7 +55,7 @@ def check_ridge(ridge: Any) -> None:
 
 
 def check_targets(Y: Any) -> None:
-    """Float targets of the training rows that can be squared and summed."""
+    """Raise an error unless the float targets can be squared and summed."""
     if not np.isfinite(Y).all():
         raise ValueError("y holds NaN or infinity in a training row: leave such rows out of train.")
     largest = float(np.abs(Y).max(initial=0.0))
@@ -79,7 +79,7 @@ def check_count(name: str, value: Any, least: int = 1, most: int | None = None) 
 
 
 def check_dtype(dtype: Any) -> str:
-    """The name of a precision; NumPy would take None for float64."""
+    """The name of a precision; None, which NumPy takes for float64, is refused."""
     name = dtype
     if dtype is not None and not isinstance(dtype, str):
         with contextlib.suppress(TypeError):
@@ -89,7 +89,7 @@ def check_dtype(dtype: Any) -> str:
 
 
 def check_plain(name: str, value: Any) -> None:
-    """Masked arrays are refused: whoever reads the numbers below a mask reads rubbish."""
+    """Refuse masked arrays: the numbers below a mask mean nothing, and would be used."""
     if isinstance(value, np.ma.MaskedArray):
         raise ValueError(
             f"{name} is a masked array: fill it (.filled(value)) or leave the masked rows out."
@@ -108,12 +108,12 @@ def parse_bytes(value: int | str) -> int:
 
 
 def memory_budget(wish: int | str | None, available: int) -> int:
-    """Bytes to use: as asked, or 80% of what is free.  There is no other rule in the package."""
+    """Bytes to use: as asked, or 80% of what is free.  Nothing else in the package decides this."""
     return int(0.8 * available) if wish is None else parse_bytes(wish)
 
 
 def check_rows(name: str, X: Any, graph: Any) -> None:
-    """A dense or sparse block with one row per node and finite numbers only."""
+    """Raise an error unless a dense or sparse block has one finite row per node."""
     if not sp.issparse(X) and not isinstance(X, np.ndarray) and not on_device(X):
         raise TypeError(
             f"{name} must be a NumPy array or a SciPy sparse matrix, not {type(X).__name__}."
@@ -136,9 +136,9 @@ def check_rows(name: str, X: Any, graph: Any) -> None:
 
 
 def check_scale(X: Any, fitted: bool = False) -> None:
-    """Features whose size would overflow or vanish in float32 are refused.
+    """Refuse features so large or so small that float32 would overflow or lose them.
 
-    A model that is `fitted` has its units: it may see none but small numbers, not larger ones.
+    The units of a `fitted` model are fixed: new data may be small throughout, but not too large.
     """
     values = X.data if hasattr(X, "indptr") else X
     largest = 0.0
@@ -211,7 +211,7 @@ def _of_objects(name: str, y: Any) -> Any:
 
 
 def _is_missing(value: Any) -> bool:
-    """None, NaN, or what pandas has for them."""
+    """Whether an entry is None, NaN, or what pandas has for them."""
     nan = isinstance(value, (float, np.floating)) and value != value
     return value is None or nan or type(value).__name__ in ("NAType", "NaTType")
 
@@ -269,7 +269,7 @@ def _ids(name: str, given: Any, n: int) -> Any:
         return np.flatnonzero(given)
     if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
         raise ValueError(f"{name} must be a one-dimensional array of node ids or a mask.")
-    # As ids, so many zeros and ones would name nodes twice.
+    # One zero or one per node is a mask: as ids they would name the nodes 0 and 1 many times.
     if given.shape[0] == n > 2 and int(given.min()) >= 0 and int(given.max()) <= 1:
         return np.flatnonzero(given)
     if given.size and not 0 <= int(given.min()) <= int(given.max()) < n:
@@ -279,7 +279,7 @@ def _ids(name: str, given: Any, n: int) -> Any:
 
 
 def _array(name: str, given: Any) -> Any:
-    """NumPy's array; rows of different lengths are none."""
+    """`given` as a NumPy array; rows of different lengths are refused."""
     try:
         return np.asarray(given)
     except ValueError:

@@ -52,7 +52,7 @@ def test_alpha_is_another_name_for_lam(capsys):
 @pytest.mark.parametrize("command", ["train", "plan", "compare", "profile"])
 def test_every_parameter_of_the_estimator_is_an_option(command):
     args = parser().parse_args([command, "digits"])
-    told = set(vars(args)) | {"verbose"}  # which is the absence of --quiet
+    told = set(vars(args)) | {"verbose"}  # `verbose` is the absence of --quiet
     assert set(HERTA().get_params()) <= told
     args.verbose = False
     assert make_model(args).get_params() == HERTA().get_params()
@@ -90,7 +90,7 @@ def test_the_table_is_for_people(capsys):
         "seconds",
     ):
         assert word in shown.out
-    assert "certified gap" in shown.err  # the bar
+    assert "certified gap" in shown.err  # the line with the bar
 
 
 @needs_shared
@@ -112,7 +112,7 @@ def test_tune_agrees_with_a_fit_for_each_candidate():
         model.fit(data.graph, data.X, data.y, data.split["train"])
         for part, ours in (("train", c.train), ("valid", c.valid)):
             theirs = model.score(data.graph, data.X, data.y, data.split[part])
-            assert abs(ours - theirs) <= 1 / len(data.split[part])  # at most one node on the fence
+            assert abs(ours - theirs) <= 1 / len(data.split[part])  # one node on the border
 
 
 def test_propagated_rows_are_those_of_the_inverse():
@@ -138,7 +138,7 @@ def test_tune_solves_once_per_lam(monkeypatch):
     data = load("digits")
     tune(data, lams=[1.0, 5.0], ridges=[1e-3, 1e-2, 1e-1, 1.0], losses=["mse", "ce"])
     assert sorted(set(solves)) == [1.0, 5.0]
-    assert len(solves) == 2  # 65 columns each: neither ridge nor loss asks for another
+    assert len(solves) == 2  # one of 65 columns for each lam, whatever the ridges and losses
 
 
 @needs_shared
@@ -198,7 +198,7 @@ def test_plan_is_what_train_does(capsys):
 @pytest.mark.skipif(sys.platform != "linux", reason="peak memory is read as Linux counts it")
 @pytest.mark.parametrize("shape", ["n=150000,m=300000,d=64,c=4", "n=150000,m=300000,d=8,c=48"])
 def test_the_planned_peak_is_what_a_process_takes(capsys, shape):
-    """Once where Q decides, once where the outputs do."""
+    """The peak is decided by Q for the first shape, by the outputs for the second."""
     name = f"synthetic:{shape}"
     planned = run(capsys, "plan", name)["expected_peak_bytes"]
     train = [sys.executable, "-m", "herta_gpu", "train", "--json"]

@@ -57,7 +57,7 @@ def test_scipy_against_the_compiled_kernels(capsys, monkeypatch):
     assert [one["loss"] for one in answer["runs"].values()] == losses
     apart = np.linalg.norm(W[0] - W[1]) / np.linalg.norm(W[1])
     assert answer["agreement"]["W_relative_difference"] == pytest.approx(apart, abs=1e-12)
-    assert 0 < apart < 1e-4  # two programs: not the same bits
+    assert 0 < apart < 1e-4  # two programs do not give the same bits
 
 
 def test_cpu_scipy_is_the_backend_without_compiled_kernels(monkeypatch):
@@ -102,7 +102,7 @@ def test_without_numba_the_pip_command_is_named(monkeypatch):
 
 
 def test_the_time_of_compilation_is_not_compared(monkeypatch, capsys):
-    """What is reported is the second fit of each variant, not the first."""
+    """The second fit of each variant is reported, not the first."""
     import herta_gpu.app.compare as module
 
     calls, real = [], module.fit

@@ -1,4 +1,4 @@
-"""Stages: seconds that are true, and a terminal that shows no more than that."""
+"""Stages: their seconds are true, and the terminal shows them and nothing else."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from herta_gpu.plumbing.stages import Stages
 
 
 class Terminal:
-    """Standard error of a terminal: what was written, and what is left to see."""
+    """An imitation of a terminal: what was written to it, and what can be seen on it."""
 
     def __init__(self) -> None:
         self.text = ""

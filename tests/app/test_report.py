@@ -29,7 +29,7 @@ def test_a_report_needs_no_run_folder(fitted, tmp_path):
     assert f"<h1>HERTA on {data.name}</h1>" in page
     for heading in ("Result", "Plan", "Memory planned", "Steps", "Parameters"):
         assert f"<h2>{heading}</h2>" in page
-    assert "config.json" not in page  # there is none
+    assert "config.json" not in page  # this page belongs to no run
     assert result.scores["test"] == model.score(data.graph, data.X, data.y, data.split["test"])
     assert f"{result.scores['test']:.4f}" in page
 
@@ -43,7 +43,7 @@ def test_the_picture_is_inside_and_beside_if_asked_for(fitted, tmp_path):
 
 
 def test_the_page_of_a_run_is_that_of_python(fitted, tmp_path):
-    """All but times, memory, and the sentence that names the run's config.json."""
+    """The page without times, memory, and the sentence that names the run's config.json."""
     model, data = fitted
     report(model, data, tmp_path / "mine.html")
     argv = ["train", "digits", "--lam", "20", "--ridge", "0.01", "--loss", "ce", "--optimizer",

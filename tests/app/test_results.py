@@ -56,7 +56,7 @@ def test_what_json_has_no_number_for_survives_as_well(fitted):
     again = through_json(result)
     assert again.certificate == none
     assert math.isnan(again.scores["test"])
-    assert math.isnan(again.loss)  # JSON keeps neither infinity nor NaN: it is no number any more
+    assert math.isnan(again.loss)  # null stands for infinity and NaN, and is read as NaN
     assert again.as_json() == result.as_json()
     assert again.diverged
     assert "no certificate (diverged)" in again.text()

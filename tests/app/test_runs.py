@@ -1,4 +1,4 @@
-"""Run folders: what is in them, that nobody else writes into them, that they look right."""
+"""Run folders: their files, their locks, their pages, and runs that go on after a kill."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from herta_gpu.app.page import Page
 from herta_gpu.app.runs import Run, load_model, save_model
 from herta_gpu.datasets import DataError, load
 from herta_gpu.plumbing.plain import to_plain
+from tests.conftest import users_environment
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +108,7 @@ def test_two_processes_cannot_share_a_folder(tmp_path):
         Run.create(tmp_path / "r", overwrite=True),
     ):
         pass
-    os.kill(other.pid, signal.SIGKILL)  # no chance to clean up: the lock must go all the same
+    os.kill(other.pid, signal.SIGKILL)  # it cannot clean up, but the lock must be free
     other.join(30)
     with Run.create(tmp_path / "r") as mine:
         mine.record({"step": 0, "loss": float("inf")})
@@ -154,7 +155,7 @@ needs_browser = pytest.mark.skipif(not BROWSER, reason="no chromium to open the 
 
 
 def browse(page: Path, profile: Path, *what: str) -> str:
-    """What a real browser, without a window and without the net, makes of a page."""
+    """The text that a real browser, without a window or a network, makes of a page."""
     flags = [
         "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
         "--disable-background-networking", "--disable-component-update", "--disable-sync",
@@ -176,7 +177,7 @@ def test_the_page_opens_in_a_real_browser(run, tmp_path):
 
 @needs_browser
 def test_the_page_is_drawn_as_it_is_meant(run, tmp_path):
-    """Measured by the browser: the picture is there, nothing sticks out, colours differ."""
+    """The browser measures that the picture is there, nothing sticks out, and colours differ."""
     probe = """<script>addEventListener("load", () => {
       const picture = document.querySelector("img");
       const lane = [...document.querySelectorAll(".lane div")];
@@ -265,17 +266,18 @@ def test_a_killed_run_resumes_to_the_same_bits(tmp_path):
         assert not (folder / "checkpoint").exists()
 
 
-KILLS = int(os.environ.get("HERTA_KILLS", "1"))  # 20 for the full test
+KILLS = int(os.environ.get("HERTA_KILLS", "1"))  # runs that are killed; 20 are the long version
 
 
 def test_kill_9_at_random_moments_loses_nothing(tmp_path):
-    """From outside, at any moment: while it imports, loads, builds Q, trains or writes."""
+    """The kill comes from outside, while the run imports, loads, builds Q, trains or writes."""
     command = [sys.executable, "-m", "herta_gpu"]
     task = [*SLOW[:1], "synthetic:n=5000,m=25000,d=64,c=4", *SLOW[2:], "--tol", "1e-9"]
     task += ["--max-iter", "60"]
     start = time.perf_counter()
     whole_run = [*command, *task, "--out", str(tmp_path / "whole")]
-    subprocess.run(whole_run, check=True, timeout=300, stdout=subprocess.DEVNULL)
+    env = users_environment()
+    subprocess.run(whole_run, check=True, timeout=300, stdout=subprocess.DEVNULL, env=env)
     whole = time.perf_counter() - start
     W = load_model(tmp_path / "whole" / "model.npz").W_
     rng = np.random.default_rng(int.from_bytes(os.urandom(4)))
@@ -286,7 +288,7 @@ def test_kill_9_at_random_moments_loses_nothing(tmp_path):
         while not (folder / "result.json").exists():
             assert kills < 50
             quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-            with subprocess.Popen([*command, *argv], **quiet) as process:
+            with subprocess.Popen([*command, *argv], **quiet, env=env) as process:
                 try:
                     process.wait(rng.uniform(0.1, 1.1 if kills else 0.8) * whole)
                 except subprocess.TimeoutExpired:
@@ -325,12 +327,12 @@ def test_resume_reads_blocks_of_Q_instead_of_solving(tmp_path, monkeypatch):
     assert len(list(tmp_path.glob("*-columns-*.npz"))) == 2
     again = model.fit(*arguments, checkpoint=Checkpoint(tmp_path, worth=0.0))
     assert (again.W_ == W).all()
-    assert sum(solves) == 200 + solves[2]  # the interrupted block twice, every other one once
+    assert sum(solves) == 200 + solves[2]  # the interrupted block was solved twice
     assert not list(tmp_path.glob("*-columns-*.npz"))  # Q is complete
 
 
 def test_resume_with_less_memory_than_before(tmp_path, monkeypatch):
-    """The blocks of Q are others then, and so may be the rows that are kept."""
+    """With less memory the blocks of Q are others, and the kept rows may be others as well."""
     from herta_gpu import herta
     from herta_gpu.plumbing.checkpoint import Checkpoint
 
@@ -355,7 +357,7 @@ def _crash(*_, **__):
     raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("strategy", ["direct", "herta"])  # the loop on Q; on the true model
+@pytest.mark.parametrize("strategy", ["direct", "herta"])  # on Q, or on the true model
 @pytest.mark.parametrize("optimizer", ["cg", "gd", "momentum", "adam", "lbfgs"])
 def test_every_optimizer_resumes_within_its_loops(tmp_path, optimizer, strategy):
     from herta_gpu.plumbing.checkpoint import Checkpoint
@@ -399,7 +401,7 @@ def test_a_damaged_checkpoint_is_made_again(tmp_path):
 
 def test_what_needs_no_resuming_or_cannot_be(run, tmp_path, capsys):
     before = {p.name: p.read_bytes() for p in run.iterdir()}
-    assert main(["train", "--resume", str(run), "--json"]) == 0  # finished: its result again
+    assert main(["train", "--resume", str(run), "--json"]) == 0  # a finished run: its result
     assert json.loads(capsys.readouterr().out) == json.loads(before["result.json"])
     assert {p.name: p.read_bytes() for p in run.iterdir()} == before
     assert main(["train", "--resume", str(tmp_path), "--quiet"]) == 1

@@ -34,7 +34,7 @@ def _backend(name: str) -> type[Backend]:
 
 @pytest.mark.parametrize("name", ["cpu", "fast", "cuda"])
 def test_every_backend_has_the_documented_signatures(name):
-    backend = _backend(name)  # types are mypy's business
+    backend = _backend(name)  # this test is on names; mypy looks at the types
     assert not backend.__abstractmethods__
     for method, wanted in inspect.getmembers(Backend, inspect.isfunction):
         ours = inspect.signature(getattr(backend, method)).parameters
@@ -51,7 +51,7 @@ def test_no_cuda_source_is_a_python_string():
 
 
 def test_only_the_cuda_backend_imports_cupy():
-    """Nobody else knows of it: not at the top of a module, not inside a function."""
+    """No other module imports CuPy, neither at its top nor inside a function."""
     found = set()
     for file in (ROOT / "herta_gpu").rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
@@ -85,7 +85,7 @@ def test_only_the_cuda_backend_imports_cupy():
     ],
 )
 def test_philox_known_answers(counter, key, answer):
-    """The vectors published with Random123."""
+    """The test vectors that were published with Random123."""
     assert tuple(int(w) for w in philox.philox4x32(counter, key)) == answer
 
 

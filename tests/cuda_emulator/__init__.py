@@ -18,11 +18,14 @@ import re
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from tests.sharing import cache_folder, exclusive
 
 HERE = Path(__file__).parent
 KERNELS = HERE.parents[1] / "kernels"
@@ -65,7 +68,9 @@ def _load(name: str, variant: str, text: str) -> Module:
 
 
 def _run(command: list[str], text: str = "") -> str:
-    done = subprocess.run(command, input=text, capture_output=True, text=True)
+    # The runtime of a sanitizer, which a test loads into Python, would slow the compiler down.
+    own = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
+    done = subprocess.run(command, input=text, capture_output=True, text=True, env=own)
     if done.returncode:
         raise EmulatorError(f"{' '.join(command)}\n{done.stderr}")
     return done.stdout
@@ -73,38 +78,57 @@ def _run(command: list[str], text: str = "") -> str:
 
 def kernel_names(text: str) -> list[str]:
     """The names of all __global__ functions, macros expanded."""
-    expanded = _run([compiler() or "g++", "-E", "-P", "-x", "c++", "-"], text)
+    expanded = _run([_cxx(), "-E", "-P", "-x", "c++", "-"], text)
     head = r'extern\s+"C"\s+__global__\s+void\s+(?:__launch_bounds__\s*\([^)]*\)\s*)?(\w+)\s*\('
     return re.findall(head, expanded)
 
 
 def _build(text: str, variant: str) -> Path:
     """The shared library of one kernel file, from the cache when nothing has changed."""
-    cxx = compiler() or "g++"
     own = "".join((HERE / f).read_text() for f in ("cuda_emulator.h", "runtime.cpp", "count.cpp"))
     flags = [*_COMMON, *VARIANTS[variant]]
-    version = _run([cxx, "--version"])
-    key = hashlib.sha256("\0".join([text, own, version, variant, *flags]).encode()).hexdigest()
-    cache = Path(tempfile.gettempdir()) / f"herta-cuda-emulator-{os.getuid()}"
-    library = cache / f"{key[:24]}.so"
-    if library.exists():
-        return library
-    cache.mkdir(mode=0o700, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=cache) as scratch:
-        at = Path(scratch)
+    macros = [flag for flag in flags if flag.startswith("-D")]
+
+    def library(out: Path) -> None:
+        at = out.parent
         exports = "".join(f"EMU_EXPORT({k})\n" for k in kernel_names(text))
         (at / "kernels.cpp").write_text(f"namespace {{\n{text}\n}}\n{exports}")
         header = ["-include", str(HERE / "cuda_emulator.h")]
-        _run([cxx, *flags, *header, "-c", str(at / "kernels.cpp"), "-o", str(at / "kernels.o")])
-        objects = [str(at / "kernels.o")]
-        for source in ["runtime"] + ["count"] * (variant == "count"):
-            objects.append(str(at / f"{source}.o"))
-            macros = [flag for flag in flags if flag.startswith("-D")]
-            _run([cxx, *_COMMON, *macros, "-c", str(HERE / f"{source}.cpp"), "-o", objects[-1]])
+        _compile([*flags, *header], at / "kernels.cpp", at / "kernels.o")
+        parts = ["runtime"] + ["count"] * (variant == "count")
+        objects = [str(_part(f"{part}.cpp", own, macros)) for part in parts]
         link = [] if variant == "count" else VARIANTS[variant]
-        _run([cxx, "-shared", *link, *objects, "-o", str(at / "out.so")])
-        (at / "out.so").rename(library)  # at once, so that parallel builds do not meet
-    return library
+        _run([_cxx(), "-shared", *link, str(at / "kernels.o"), *objects, "-o", str(out)])
+
+    return _cached(".so", [text, own, variant, *flags], library)
+
+
+def _part(source: str, own: str, macros: list[str]) -> Path:
+    """A part of the emulator itself, compiled once for all kernel files."""
+    flags = [*_COMMON, *macros]
+    return _cached(".o", [source, own, *flags], lambda out: _compile(flags, HERE / source, out))
+
+
+def _cached(suffix: str, key: list[str], make: Callable[[Path], None]) -> Path:
+    """The file that `make` writes, from the cache when `key` and the compiler are as before."""
+    text = "\0".join([*key, _run([_cxx(), "--version"])])
+    cache = cache_folder("cuda-emulator")
+    file = cache / f"{hashlib.sha256(text.encode()).hexdigest()[:24]}{suffix}"
+    with exclusive(file.with_suffix(f"{suffix}.lock")):
+        if not file.exists():
+            with tempfile.TemporaryDirectory(dir=cache) as scratch:
+                made = Path(scratch) / file.name
+                make(made)
+                made.rename(file)  # at once: a killed build leaves nothing half done
+    return file
+
+
+def _cxx() -> str:
+    return compiler() or "g++"
+
+
+def _compile(flags: list[str], source: Path, out: Path) -> None:
+    _run([_cxx(), *flags, "-c", str(source), "-o", str(out)])
 
 
 def _shared_arrays(library: Path) -> list[tuple[int, int]]:

@@ -63,7 +63,7 @@ class RawKernel:
     def _run(self, grid: Any, block: Any, args: Any, types: list[str]) -> None:
         held = [self._checked(i, a, types) for i, a in enumerate(args)]
         count = self.module.traffic if RawModule.variant == "count" else lambda: (0, 0)
-        count()  # what came before the launch is not the kernel's
+        count()  # forget what was counted before the launch
         self.module.launch(self.name, tuple(grid), tuple(block), tuple(held), RawModule.order)
         moved = count()
         LEDGER.launched(self.name, moved)
@@ -190,7 +190,7 @@ def build() -> dict[str, ModuleType]:
 
 @contextmanager
 def installed(variant: str = "plain") -> Iterator[Ledger]:
-    """Within it ``device="cuda"`` is the stand-in; the real CuPy, if any, comes back after."""
+    """Make ``device="cuda"`` the stand-in within the block; after it, CuPy is what it was."""
     ours = ("cupy", "cupyx", "herta_gpu.backends.cuda.backend")
     saved = {
         name: sys.modules.pop(name)

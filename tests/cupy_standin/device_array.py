@@ -1,4 +1,4 @@
-"""A device array that is a NumPy array nobody may touch by accident.
+"""A device array: a NumPy array inside an object that the host cannot read by accident.
 
 It refuses what CuPy refuses: implicit conversion to NumPy, NumPy operands, NumPy indices.  Whatever
 would make a real device wait is counted in the ledger.
@@ -40,12 +40,12 @@ def call(function: Any, *args: Any, **kwargs: Any) -> ndarray:
     return wrap(function(*map(unwrap, args), **kwargs))
 
 
-allocator: list[Any] = []  # the last one is asked for all memory
+allocator: list[Any] = []  # all memory comes from the last one
 _uses: dict[int, Clock] = {}  # which work used each piece of memory last
 
 
 def _memory(data: Any) -> Any:
-    """What `data` is a view of."""
+    """The array that `data` is a view of."""
     while isinstance(data.base, np.ndarray):
         data = data.base
     return data
@@ -69,7 +69,7 @@ def _forget(key: int, size: int) -> None:
 
 
 def poison(data: Any) -> Any:
-    """Nobody may count on what is there."""
+    """Fill fresh memory with NaN (77 in whole numbers): nothing may rely on its content."""
     data.fill(np.nan if data.dtype.kind == "f" else data.dtype.type(77))
     return data
 

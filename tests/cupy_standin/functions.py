@@ -57,7 +57,7 @@ def asarray(
 
 
 def from_dlpack(array: Any, *, device: Any = None, copy: Any = None) -> ndarray:
-    # To NumPy the same memory is the host's.
+    # The tensor is an imitation: NumPy can take its memory for the host's.
     holder = SimpleNamespace(__dlpack__=array.__dlpack__, __dlpack_device__=lambda: (1, 0))
     return ndarray(np.from_dlpack(holder))
 
@@ -282,7 +282,7 @@ def cholesky(a: Any) -> ndarray:
     except np.linalg.LinAlgError:
         if watched:
             raise
-        return wrap(np.tril(unwrap(a)))  # half done, and nobody is told
+        return wrap(np.tril(unwrap(a)))  # as cuSOLVER leaves it: half done, and without an error
 
 
 def solve_triangular(

@@ -1,4 +1,4 @@
-"""Streams, events and captured graphs: what may overlap does not, and what must wait is seen to.
+"""Streams, events and captured graphs, which raise where a wait is missing.
 
 The current stream does its work at once.  A copy on another stream is adversarial: it happens as
 late as it may, when somebody waits for it, and until then its target is poison.  Every stream,
@@ -33,7 +33,7 @@ def _merge(into: Clock, other: Clock) -> None:
 
 
 def _settle(clock: Clock) -> None:
-    """Work up to `clock` is done now, if it is not yet."""
+    """Do the delayed work up to `clock` now."""
     for key, until in clock.items():
         stream = _streams.get(key)
         while stream is not None and stream.pending and stream.pending[0][0] <= until:
@@ -41,7 +41,7 @@ def _settle(clock: Clock) -> None:
 
 
 def host_waited(clock: Clock | None = None) -> None:
-    """The host has seen what was done up to `clock`, by default by the current stream."""
+    """Note that the host has waited for the work up to `clock`; by default the current stream's."""
     clock = Stream.current.clock if clock is None else clock
     _settle(clock)
     _merge(_host, clock)
@@ -54,7 +54,7 @@ def host_waited(clock: Clock | None = None) -> None:
 
 
 def order(uses: Clock, stream: Stream | None = None) -> None:
-    """A use by `stream` of memory whose last `uses` are known; they become this one."""
+    """Check and note that `stream` uses memory, after the last `uses` of it."""
     stream = stream or Stream.current
     now = stream.tick()
     for key, at in uses.items():
@@ -97,12 +97,12 @@ class Stream:
         return self.clock[self.number]
 
     def later(self, work: Callable[[], None], unchanged: Callable[[], bool]) -> None:
-        """Work that nobody may count on before they have waited for it; its source must stay."""
+        """Delay work until somebody waits for it; its source must not change before."""
         self.pending.append((self.clock[self.number], work))
         self.reading.append((self.clock[self.number], unchanged))
 
     def wait_event(self, event: Event) -> None:
-        if event.clock is not None:  # to wait for an event that was never recorded is nothing
+        if event.clock is not None:  # an event that was never recorded is not waited for
             _settle(event.clock)
             _merge(self.clock, event.clock)
 

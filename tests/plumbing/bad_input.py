@@ -11,6 +11,7 @@ import io
 import json
 import zipfile
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,13 @@ X = RNG.standard_normal((N, D))
 Y = np.arange(N) % 3
 NAMES = np.array(["red", "green", "blue"])[Y]
 SPARSE = sp.csr_array(X)
-MODEL = HERTA(ridge=0.1).fit(G, X, Y)
 HTML = b"<!DOCTYPE html><html><body>404: not found</body></html>"
+
+
+@cache
+def trained() -> HERTA:
+    """A model that was trained on the data above."""
+    return HERTA(ridge=0.1).fit(G, X, Y)
 
 
 # ---- small files ----------------------------------------------------------------------------
@@ -52,7 +58,7 @@ def sparse_npz(folder: Path, **change: Any) -> Path:
 
 
 def tables(folder: Path, **content: Any) -> Path:
-    """A folder of tables; text as it is, arrays as .npy, None: no such file."""
+    """A folder of tables: text becomes a .csv file, an array a .npy file, None no file."""
     place = folder / "tables"
     place.mkdir()
     rows = {"edges": "\n".join(f"{u},{v}" for u, v in EDGES.T) + "\n"}
@@ -79,7 +85,7 @@ def cut(path: Path, share: float) -> Path:
 
 
 def absurd(folder: Path) -> Path:
-    """The header of the features says 10^12 rows, and there are none."""
+    """A dataset whose header promises 10^12 rows of features, of which there are none."""
     path, header = npz(folder, drop=("features",)), io.BytesIO()
     about = {"descr": "<f8", "fortran_order": False, "shape": (10**12, 4)}
     np.lib.format.write_array_header_1_0(header, about)
@@ -103,9 +109,9 @@ def with_config(run: Path, **change: Any) -> Path:
 
 
 def model_file(folder: Path, drop: tuple[str, ...] = (), about: Any = None, **change: Any) -> Path:
-    """A stored model, but for what is changed; `about` may be text or entries to change."""
+    """A stored model, with some entries changed; `about` is text, or entries of it to change."""
     path = folder / "model.npz"
-    save_model(MODEL, path)
+    save_model(trained(), path)
     with np.load(path) as stored:
         arrays = dict(stored)
     if isinstance(about, dict):
@@ -127,7 +133,7 @@ def fit(**change: Any) -> Any:
 
 # ---- what must be true of every row ---------------------------------------------------------
 def listing(folder: Path) -> dict[str, bytes | None]:
-    """Every file and folder, hidden ones, too, with what is in it."""
+    """Every file and folder, hidden ones included, with the content of the files."""
     found = sorted(folder.rglob("*"))
     return {str(p.relative_to(folder)): p.read_bytes() if p.is_file() else None for p in found}
 

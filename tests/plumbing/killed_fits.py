@@ -20,7 +20,7 @@ def given() -> dict:
 
 
 def killed(folder: Path, data: dict, at: int = 3, warm: bool = True, **params) -> None:
-    """The state of a fit that stopped when it had recorded step `at`, of a cheaper model or not."""
+    """Leave the state of a fit that stopped at step `at`; without `warm`, of the true model."""
 
     def stop(entry: dict) -> None:
         if entry["step"] == at and (warm or not entry["warm"]):

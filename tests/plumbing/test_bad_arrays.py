@@ -14,7 +14,6 @@ from herta_gpu.app.tune import tune
 from herta_gpu.datasets import DataError, Dataset, load
 from tests.plumbing.bad_input import (
     EDGES,
-    MODEL,
     NAMES,
     SPARSE,
     D,
@@ -25,6 +24,7 @@ from tests.plumbing.bad_input import (
     fit,
     masked,
     refused,
+    trained,
 )
 
 
@@ -34,13 +34,14 @@ def search(X: Any = X, split: Any = None, **grid: Any) -> Any:
 
 
 def broken() -> Any:
-    """A sparse matrix with an entry outside."""
+    """A sparse matrix with an entry outside of its columns."""
     made = sp.csr_array(X)
     made.indices[0] = 99
     return made
 
 
 OBJECTS = np.array([["a", 1]] * N, dtype=object)
+HUGE = np.full((N, D), 2**60)
 ARRAYS: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
     ("X masked", lambda: fit(X=masked(X)), ValueError, "X is a masked array"),
     ("X complex", lambda: fit(X=X + 0j), ValueError, "real numbers, not complex"),
@@ -93,16 +94,16 @@ ARRAYS: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
     ("plan of 0 nodes", lambda: HERTA().plan(0, 1, 1, 1, 1), ValueError, "n must be an integer"),
     ("plan of 1.5", lambda: HERTA().plan(9, 1.5, 1, 1, 1), ValueError, "m must be an integer"),
     ("plan of more", lambda: HERTA().plan(9, 9, 1, 1, 10), ValueError, "n_train is 10"),
-    ("predict None", lambda: MODEL.predict(G, None), ValueError, "X is None"),
-    ("predict NaN", lambda: MODEL.predict(G, X * np.nan), ValueError, "NaN or infinity"),
-    ("overflow", lambda: MODEL.transform(G, X * 1e38), ValueError, "overflows"),
-    ("overflow, ints", lambda: MODEL.predict(G, np.full((N, D), 2**60)), ValueError, "overflows"),
-    ("overflow, sparse", lambda: MODEL.transform(G, SPARSE * 1e300), ValueError, "overflows"),
-    ("score None", lambda: MODEL.score(G, X, None), ValueError, "y is None"),
-    ("score 0-d", lambda: MODEL.score(G, X, np.array(3)), ValueError, "one row per node"),
-    ("score 2-d", lambda: MODEL.score(G, X, np.eye(N)), ValueError, "one number per node"),
-    ("score text", lambda: MODEL.score(G, X, NAMES), ValueError, "one number per node"),
-    ("score length", lambda: MODEL.score(G, X, Y[:5]), ValueError, "y has shape (5,)"),
+    ("predict None", lambda: trained().predict(G, None), ValueError, "X is None"),
+    ("predict NaN", lambda: trained().predict(G, X * np.nan), ValueError, "NaN or infinity"),
+    ("overflow", lambda: trained().transform(G, X * 1e38), ValueError, "overflows"),
+    ("overflow, ints", lambda: trained().predict(G, HUGE), ValueError, "overflows"),
+    ("overflow, sparse", lambda: trained().transform(G, SPARSE * 1e300), ValueError, "overflows"),
+    ("score None", lambda: trained().score(G, X, None), ValueError, "y is None"),
+    ("score 0-d", lambda: trained().score(G, X, np.array(3)), ValueError, "one row per node"),
+    ("score 2-d", lambda: trained().score(G, X, np.eye(N)), ValueError, "one number per node"),
+    ("score text", lambda: trained().score(G, X, NAMES), ValueError, "one number per node"),
+    ("score length", lambda: trained().score(G, X, Y[:5]), ValueError, "y has shape (5,)"),
     ("B masked", lambda: SDDSolver(G).solve(masked(X)), ValueError, "B is a masked array"),
     ("B complex", lambda: SDDSolver(G).solve(X + 0j), ValueError, "B must hold real numbers"),
     ("B None", lambda: SDDSolver(G).solve(None), ValueError, "B is None"),
@@ -150,7 +151,7 @@ def test_graphs(call, words):
     "params", [{}, {"loss": "ce"}, {"sketch": True}, {"dtype": "float64"}, {"precondition": False}]
 )
 def test_the_budget_that_is_named_is_enough(params):
-    """And it is the same one whatever the budget that did not do."""
+    """The sentence names the same budget, whichever smaller one was given."""
     data = load("synthetic:n=20000,m=60000,d=64,c=5")
     given = (data.graph, data.X, data.y, data.split["train"])
     named = set()

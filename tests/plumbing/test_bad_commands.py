@@ -123,7 +123,7 @@ def test_a_reader_who_leaves_is_no_failure():
 
 @pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
 def test_ctrl_c_while_it_is_imported():
-    """As soon as `main` runs, wherever the signal falls among the imports."""
+    """Ctrl-C has its sentence as soon as `main` runs, whatever is being imported."""
     code = (
         "import sys, threading, os, signal, time\n"
         "from herta_gpu.app.cli import main\n"
@@ -156,5 +156,5 @@ def test_ctrl_c_before_a_run_has_begun_leaves_the_old_one(at, tmp_path, monkeypa
     kept = listing(tmp_path / "run")
     if at == "_write_config":
         assert kept == before
-    else:  # it has begun: what was asked for is on disk, and can be gone on with
+    else:  # the run has begun: its config is on disk, and it can be resumed
         assert set(kept) == {"config.json", ".lock"}

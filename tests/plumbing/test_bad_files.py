@@ -112,7 +112,7 @@ def test_files(make, words, tmp_path, capsys, monkeypatch):
     assert listing(tmp_path) == before
 
 
-ONLY_LOADED = [  # what a plan, which reads no edges and no features, does not see
+ONLY_LOADED = [  # `herta plan` does not see these: it reads neither edges nor features
     ("edge outside", lambda f: npz(f, edge_index=[[0], [30]]), 1, "node id 30, but ids must lie"),
     ("edge negative", lambda f: npz(f, edge_index=[[0], [-1]]), 1, "node id -1, but ids must lie"),
     ("sparse ids", lambda f: sparse_npz(f, feature_indices=SPARSE.indices + 9), 1, "fit together"),

@@ -18,7 +18,7 @@ from herta_gpu.app.runs import Run, load_model, read_config, save_model
 from herta_gpu.datasets import DataError
 from tests.plumbing.bad_input import (
     HTML,
-    MODEL,
+    D,
     G,
     X,
     Y,
@@ -30,10 +30,11 @@ from tests.plumbing.bad_input import (
     raw,
     refused,
     tables,
+    trained,
     with_config,
 )
 
-W, CLASSES = MODEL.W_, MODEL.classes_
+W, CLASSES = np.ones((D, 3)), np.arange(3)  # they have the shapes of those of the model
 MODELS: list[tuple[str, Callable[[Path], Path], str]] = [
     ("a web page", lambda f: raw(f, HTML, "model.npz"), "it is a web page"),
     ("garbage", lambda f: raw(f, bytes(range(256)), "model.npz"), "is not a whole model file"),
@@ -139,10 +140,10 @@ def test_a_damaged_result(content, tmp_path, capsys, finished):
 @pytest.mark.parametrize("name", ["model", "model.npz", "model.bin", "deep/er/model", ".hidden"])
 def test_a_model_is_written_where_it_was_asked_for(name, tmp_path):
     path = tmp_path / name
-    save_model(MODEL, path)
+    save_model(trained(), path)
     assert [p for p in tmp_path.rglob("*") if p.is_file()] == [path]
-    assert (load_model(path).predict(G, X) == MODEL.predict(G, X)).all()
-    save_model(MODEL, str(path))  # again, over itself
+    assert (load_model(path).predict(G, X) == trained().predict(G, X)).all()
+    save_model(trained(), str(path))  # again, over itself
     assert [p for p in tmp_path.rglob("*") if p.is_file()] == [path]
 
 
@@ -158,9 +159,9 @@ def test_any_way_to_name_a_precision_is_stored(dtype, tmp_path):
 SAVES: list[tuple[str, Callable[[Path], Any], type[Exception], str]] = [
     ("not fitted", lambda f: save_model(HERTA(), f / "m"), RuntimeError, "not fitted yet"),
     ("no model", lambda f: save_model({}, f / "m"), TypeError, "save_model takes a fitted HERTA"),
-    ("a folder", lambda f: save_model(MODEL, f), ValueError, "is a folder"),
-    ("below a file", lambda f: save_model(MODEL, f / "file" / "m"), ValueError, "is a file"),
-    ("empty", lambda f: save_model(MODEL, ""), ValueError, "is a folder"),
+    ("a folder", lambda f: save_model(trained(), f), ValueError, "is a folder"),
+    ("below a file", lambda f: save_model(trained(), f / "file" / "m"), ValueError, "is a file"),
+    ("empty", lambda f: save_model(trained(), ""), ValueError, "is a folder"),
     ("load nothing", lambda f: load_model(f / "none"), FileNotFoundError, "no trained model"),
     ("load a folder", lambda f: load_model(f), FileNotFoundError, "no trained model"),
 ]  # fmt: skip

@@ -67,7 +67,7 @@ def test_other_data_is_refused_and_nothing_is_lost(tmp_path, change):
         fit(folder, changed)
     assert "\n" not in str(said.value)
     assert files(folder) == before
-    assert (fit(folder, data).W_ == W).all()  # as if nobody had asked
+    assert (fit(folder, data).W_ == W).all()  # the refusal has changed nothing
 
 
 def test_an_entry_of_a_sparse_X_is_seen(tmp_path):
@@ -117,7 +117,7 @@ def test_one_row_is_not_yes(tmp_path):
 
 
 def test_the_same_said_otherwise_is_the_same(tmp_path):
-    """Ids or a mask, another layout, NumPy's numbers, a name for the device."""
+    """A mask for ids, another layout of X, NumPy's numbers, and the device by its name."""
     data = given()
     killed(tmp_path, data)
     mask = np.zeros(400, dtype=bool)
@@ -141,7 +141,7 @@ def test_a_measured_point_has_the_bits_of_the_stored_one(tmp_path, loss, dtype, 
         folder, seen = tmp_path / str(at), []
         killed(folder, data, at=at, **params)
         again = fit(folder, data, seen.append, **params)
-        assert at - 1 <= seen[0]["step"] <= at  # where a loop starts is not stored
+        assert at - 1 <= seen[0]["step"] <= at  # the start of a loop is not stored
         assert (again.W_ == whole.W_).all()
         steps = (model.warm_history_ + model.history_ for model in (again, whole))
         for ours, theirs in zip(*steps, strict=True):
@@ -207,7 +207,7 @@ def _sketching(model: HERTA) -> int:
 
 # ---- what is written, and when ---------------------------------------------------------------
 def test_the_fingerprint_is_there_before_anything_else(tmp_path, monkeypatch):
-    """And nothing at all without a checkpoint: hashing takes time."""
+    """Without a checkpoint none is computed: hashing takes time."""
     from herta_gpu import herta
     from herta_gpu.plumbing import checkpoint
 
@@ -223,7 +223,7 @@ def test_the_fingerprint_is_there_before_anything_else(tmp_path, monkeypatch):
 
 
 def test_other_test_nodes_are_seen_by_a_run(tmp_path):
-    """They decide the scores of its result, if not its weights."""
+    """Test nodes decide the scores of a run, if not its weights."""
     data, checkpoint = given(), Checkpoint(tmp_path)
     checkpoint.split = {"train": data["train"], "test": np.arange(5)}
     HERTA(**PARAMS).fit(**data, checkpoint=checkpoint)
@@ -233,7 +233,7 @@ def test_other_test_nodes_are_seen_by_a_run(tmp_path):
 
 
 def test_arrays_come_to_the_host_as_the_backend_says(tmp_path):
-    """By its `to_numpy`, not by what an array of some library happens to offer."""
+    """A checkpoint uses `to_numpy` of the backend, not a method of some library's array."""
 
     class Elsewhere:
         dtype = np.dtype("float64")

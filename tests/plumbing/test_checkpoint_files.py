@@ -22,7 +22,7 @@ from tests.plumbing.killed_fits import PARAMS, files, fit, given, killed
 # ---- memory maps ----------------------------------------------------------------------------
 @pytest.fixture
 def mapped(tmp_path) -> tuple[dict, Path]:
-    """Data with X in a file, and that file."""
+    """Data whose X is mapped from a file, and the path of that file."""
     data, path = given(), tmp_path / "X.npy"
     np.save(path, np.tile(data["X"], (1, 3)) + np.arange(36, dtype="float32"))
     return dict(data, X=np.load(path, mmap_mode="r")), path
@@ -48,7 +48,7 @@ def test_a_changed_memory_map_is_refused(tmp_path, mapped):
     X = np.load(path)
     X[-1, -1] += 1
     np.save(path, X)
-    os.utime(path, ns=(about.st_atime_ns, about.st_mtime_ns))  # rows give it away all the same
+    os.utime(path, ns=(about.st_atime_ns, about.st_mtime_ns))  # but the rows differ
     with pytest.raises(ValueError, match=rf"the features X \(by 400 rows; {COMPARED}\) changed"):
         fit(folder, reopened(data, path))
     assert files(folder) == before
@@ -60,7 +60,7 @@ def test_a_changed_memory_map_is_refused(tmp_path, mapped):
 
 
 def test_rows_of_a_large_map_are_sampled(tmp_path):
-    """The first, the last and others between; a row that is not among them goes unseen."""
+    """The first row, the last and some between are compared; a change of another goes unseen."""
     from herta_gpu.backends import get_backend
 
     path, n = tmp_path / "X.npy", 50_000
@@ -81,7 +81,7 @@ def test_rows_of_a_large_map_are_sampled(tmp_path):
         return found
 
     step = (n - 1) / 4095
-    then = of(1)  # not among them
+    then = of(1)  # row 1 is not among those that are compared
     assert differences(then, of(2)) == []
     for row in (0, n - 1, int(1000 * step)):
         assert "the features X (by 4,096 rows; of a memory map" in differences(then, of(row))[0]
@@ -114,7 +114,7 @@ def test_resume_after_the_file_was_replaced(tmp_path, capsys, at):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=120)
     assert done.returncode == -signal.SIGKILL
     with open(run / "metrics.jsonl", "a") as file:
-        file.write('{"step": 99}\n')  # not in the state, and not to be lost by a refusal
+        file.write('{"step": 99}\n')  # a line that a refusal must not remove
     before = files(run)
     store(npz, data, data["X"] * 2)
     assert main(["train", "--resume", str(run), "--quiet"]) == 2
@@ -130,7 +130,7 @@ def test_resume_after_the_file_was_replaced(tmp_path, capsys, at):
     W = load_model(run / "model.npz").W_
     store(npz, data, data["X"] * 2)
     capsys.readouterr()
-    assert main(["train", "--resume", str(run), "--json"]) == 0  # finished: what it found then
+    assert main(["train", "--resume", str(run), "--json"]) == 0  # a finished run: its result
     assert json.loads(capsys.readouterr().out) == json.loads((run / "result.json").read_text())
     assert main([*command, "--quiet", "--out", str(run), "--overwrite"]) == 0
     assert not np.array_equal(load_model(run / "model.npz").W_, W)

@@ -14,7 +14,7 @@ from tests.plumbing.killed_fits import PARAMS, WAY_OUT, files, fit, given, kille
 
 
 def edited(path: Path, change) -> None:
-    """step.npz with another point, in the form that a checkpoint gives it."""
+    """Change the point in step.npz, and write it in the form that a checkpoint has."""
     with np.load(path) as stored:
         arrays = dict(stored)
     about = json.loads(str(arrays["about"]))["dict"]
@@ -42,7 +42,7 @@ def no_residuals(about, point, arrays) -> None:
 
 
 def point_of_others(about, point, arrays) -> None:
-    """All of it fits together, but for other weights."""
+    """A point whose entries fit together, but belong to other weights."""
     arrays[point["w"]] = arrays[point["w"]][::-1].copy()
 
 
@@ -80,7 +80,7 @@ def test_a_tampered_step_is_not_believed(tmp_path, change, loss):
 
 
 def objective(model: HERTA, data: dict) -> float:
-    """By dense algebra in float64, from the weights and the data alone."""
+    """The objective by dense algebra in float64, from the weights and the data alone."""
     H = np.eye(400) + model.lam * data["graph"].to_csr().toarray()
     F = np.linalg.solve(H, data["X"].astype("float64") @ model.W_)[np.sort(data["train"])]
     codes = np.searchsorted(model.classes_, data["y"][np.sort(data["train"])])
@@ -93,7 +93,7 @@ def objective(model: HERTA, data: dict) -> float:
 
 
 def test_files_of_another_fit_are_not_read(tmp_path):
-    """Copied into the folder, beside a fingerprint that is right."""
+    """Files are copied into the folder of another fit, whose fingerprint is right."""
     data, other = given(), given()
     other["X"] = other["X"][::-1].copy()
     killed(tmp_path / "mine", data)

@@ -1,4 +1,4 @@
-"""Arrays of other libraries: tensors of the real PyTorch on the host, a fake one's on a device."""
+"""Arrays of other libraries: PyTorch's own tensors on the host, imitated ones on a device."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_tensors_in_give_tensors_out() -> None:
         assert isinstance(found, torch.Tensor)
         assert isinstance(expected, np.ndarray)
         np.testing.assert_array_equal(found.numpy(), expected)
-        assert torch.equal(torch.from_dlpack(expected), found)  # DLPack out of NumPy's, too
+        assert torch.equal(torch.from_dlpack(expected), found)  # NumPy's arrays have DLPack, too
     assert model.score(g, *tensors) == plain.score(g, X, y, train)
     W = torch.from_dlpack(model.W_)
     assert W.data_ptr() == model.W_.ctypes.data
@@ -83,7 +83,7 @@ def test_what_speaks_only_dlpack_is_understood() -> None:
 
 
 class Tensor:
-    """A CUDA tensor: it has DLPack, and what it shows of itself is where it is."""
+    """An imitation of a CUDA tensor: it has DLPack, and tells its device but no numbers."""
 
     def __init__(self, memory: Any) -> None:
         self.memory = memory

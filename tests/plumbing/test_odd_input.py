@@ -12,7 +12,7 @@ from herta_gpu.app.cli import main
 from herta_gpu.app.runs import load_model, save_model
 from herta_gpu.datasets import DataError, Dataset, load, load_npz
 from herta_gpu.datasets.dataset import checked_split
-from tests.plumbing.bad_input import MODEL, NAMES, D, G, N, X, Y, fit, npz, refused, tables
+from tests.plumbing.bad_input import NAMES, D, G, N, X, Y, fit, npz, refused, tables, trained
 
 MASK = np.arange(N) < 15
 
@@ -55,7 +55,7 @@ def test_num_nodes_may_be_a_whole_float_or_be_left_out(tmp_path):
 @pytest.mark.filterwarnings("ignore:the matrix subclass")
 def test_a_matrix_of_numpy_is_an_array():
     ours = HERTA(ridge=0.1).fit(G, np.matrix(X), Y)
-    assert (ours.W_ == MODEL.W_).all()
+    assert (ours.W_ == trained().W_).all()
     assert ours.transform(G, np.matrix(X)).shape == (N, 3)
 
 
@@ -67,8 +67,8 @@ def test_text_labels_in_python(labels, tmp_path):
     model = HERTA(ridge=0.1).fit(G, X, labels)
     assert model.classes_.tolist() == ["blue", "green", "red"]
     predicted = model.predict(G, X)
-    assert (predicted == np.array(["red", "green", "blue"])[MODEL.predict(G, X)]).all()
-    assert model.score(G, X, labels) == MODEL.score(G, X, Y)
+    assert (predicted == np.array(["red", "green", "blue"])[trained().predict(G, X)]).all()
+    assert model.score(G, X, labels) == trained().score(G, X, Y)
     save_model(model, tmp_path / "m")
     assert (load_model(tmp_path / "m").predict(G, X) == predicted).all()
 

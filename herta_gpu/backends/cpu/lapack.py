@@ -1,11 +1,11 @@
 """Dense products and factors of the CPU backend, by the BLAS and LAPACK that SciPy brings.
 
-NumPy brings a second one, with threads of its own.  The threads of either go on spinning for some
-25 ms after a call: when a product of NumPy's is followed by a factorisation of SciPy's, both have
-half of the cores, and the factor of a matrix of Cora's size took two to five times as long.
+NumPy brings a second BLAS, with threads of its own.  The threads of either go on spinning for some
+25 ms after a call.  A factorisation by SciPy that follows a product by NumPy therefore has half of
+the cores: that of a matrix of Cora's size took two to five times as long.
 
-LAPACK stores by columns, NumPy by rows.  A row-major matrix is the transpose of what LAPACK sees:
-products and factors need no copy just to be turned; the right-hand sides of solves do.
+LAPACK stores by columns, NumPy by rows.  A row-major matrix is the transpose of what LAPACK sees.
+Products and factors are written for the transpose and need no copy; right-hand sides of solves do.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ _SQUARE = 512  # rows and columns of a triangle that are worked on at a time: th
 def matmul(A: Any, B: Any) -> Any:
     """A B, row-major: (A B)^T = B^T A^T is what BLAS computes."""
     if A.dtype != B.dtype or A.dtype not in _PRODUCTS or A.shape[1] != B.shape[0]:
-        return A @ B  # NumPy widens, or says what does not fit
+        return A @ B  # NumPy converts the types, or says what does not fit
     if not (A.size and B.size):
         return np.zeros((A.shape[0], B.shape[1]), dtype=A.dtype)
     gemm, gemv = _PRODUCTS[A.dtype]
     right, turn_right = _by_columns(A.T)
-    if B.shape[1] == 1:  # a vector: no reason to pack A first
+    if B.shape[1] == 1:  # for a vector gemv is faster: gemm would first copy A into its own layout
         return gemv(1.0, right, B[:, 0], trans=1 - turn_right)[:, None]
     left, turn_left = _by_columns(B.T)
     return gemm(1.0, left, right, trans_a=turn_left, trans_b=turn_right).T
 
 
 def add_gram(G: Any, A: Any) -> None:
-    """G += A^T A, half of it computed, half of it mirrored."""
+    """G += A^T A; one half is computed, the other one is its mirror image."""
     if A.size == 0:
         return
     A = np.ascontiguousarray(A)
@@ -66,7 +66,7 @@ def pivoted_cholesky(P: Any, cut: float) -> tuple[Any, Any]:
 
 
 def thin_svd(Q: Any) -> tuple[Any, Any]:
-    """(U, s) as in `Backend.thin_svd`: a QR first leaves a small square matrix to decompose."""
+    """(U, s) as in `Backend.thin_svd`; a QR comes first and leaves a small square matrix."""
     V, R = qr(Q.T, mode="economic", check_finite=False)
     T, s, _ = svd(R, check_finite=False)
     return matmul(np.ascontiguousarray(V), np.ascontiguousarray(T)), s

@@ -1,4 +1,4 @@
-"""Philox-4x32-10 in NumPy: counter in, random numbers out, nothing stored.
+"""Philox-4x32-10 in NumPy: random numbers as a function of a counter and a key, without a state.
 
 Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC 2011).  The CUDA
 kernels hold the same generator in ``kernels/common.cuh``; the published test vectors are checked
@@ -19,7 +19,7 @@ _32 = np.uint64(32)
 def philox4x32(
     counter: tuple[ArrayLike, ArrayLike, ArrayLike, ArrayLike], key: tuple[int, int]
 ) -> tuple[NDArray[np.uint64], ...]:
-    """Ten rounds of Philox on broadcast counters; four words of 32 bits, held in uint64."""
+    """Ten rounds of Philox on broadcast counters: four words of 32 bits each, held in uint64."""
     c0, c1, c2, c3 = (
         np.asarray(c, dtype=np.uint64) for c in np.broadcast_arrays(*counter, subok=False)
     )
@@ -46,8 +46,8 @@ def gaussians(
 ) -> NDArray[np.float64]:
     """Standard normals, len(rows) x k: column j of a row is a function of (seed, row, j) alone.
 
-    Box-Muller on 24-bit uniforms, which float32 holds exactly, so every backend starts from the
-    same bits.
+    They come from uniform numbers of 24 bits by Box and Muller's formula.  float32 holds such
+    numbers exactly, so that every backend starts from the same bits.
     """
     groups = -(-k // 4)
     words = philox4x32(
@@ -65,14 +65,14 @@ def gaussians(
 
 
 def words64(start: int, stop: int, seed: int, stream: int) -> NDArray[np.uint64]:
-    """Random 64-bit words number start..stop of a stream."""
+    """The random 64-bit words of a stream with the numbers start, ..., stop - 1."""
     index = np.arange(start, stop, dtype=np.uint64)
     w0, w1, _, _ = philox4x32((index & _MASK, index >> _32, 0, stream), seed_key(seed))
     return (w1 << _32) | w0
 
 
 def multiply_high(a: NDArray[np.uint64], b: int) -> NDArray[np.uint64]:
-    """floor(a * b / 2^64): a random word mapped to 0..b-1."""
+    """floor(a b / 2^64), which maps a random word a to 0, ..., b - 1."""
     a_lo, a_hi = a & _MASK, a >> _32
     b_lo, b_hi = np.uint64(b & 0xFFFFFFFF), np.uint64(b >> 32)
     middle = a_hi * b_lo + ((a_lo * b_lo) >> _32)

@@ -75,7 +75,7 @@ def _row_chunks(indptr: Array, indices: Array, weights: Array | None, dtype: str
     work = indptr + 4 * np.arange(n + 1)
     steps = np.arange(_CHUNK_WORK, work[-1], _CHUNK_WORK)
     cuts = np.unique(np.concatenate([[0], np.searchsorted(work, steps), [n]]))
-    # Unweighted graphs have no values: all chunks share one short array of ones.
+    # An unweighted graph stores no weights: all chunks share one short array of ones.
     longest = int(np.diff(indptr[cuts]).max(initial=0))
     ones = np.ones(longest if weights is None else 0, dtype=dtype)
     chunks = []
@@ -235,7 +235,7 @@ class CPUBackend(Backend):
     # ---- Algorithm 2 ---------------------------------------------------------------------
     def sketch_incidence(self, L: Laplacian, k: int, seed: int) -> Array:
         lo, hi, root_w = _edge_ends(L)
-        first, second = lo, hi  # the ends by the caller's ids
+        first, second = lo, hi  # the two ends of each edge, by the ids that the caller gave
         if L.order is not None:
             turned = L.order[lo] > L.order[hi]
             lo, hi = np.where(turned, hi, lo), np.where(turned, lo, hi)
@@ -244,7 +244,7 @@ class CPUBackend(Backend):
         out = np.zeros((L.n, k))
         blocks = [slice(a, a + _EDGE_CHUNK) for a in range(0, lo.shape[0], _EDGE_CHUNK)]
         width = num_threads()
-        for a in range(0, len(blocks), width):  # generated in parallel, summed in order
+        for a in range(0, len(blocks), width):  # made in parallel, summed in order
             for at, G in zip(
                 blocks[a : a + width],
                 _each(
@@ -373,7 +373,7 @@ def _incidence(lo: Array, hi: Array, root_w: Array, s: Array, n: int) -> Any:
 
 
 def _integer_scores(scores: Array) -> Array:
-    """floor(2^e * score) with e from the largest score alone: sums are exact in 64 bits."""
+    """floor(2^e score), with e from the largest score, so that sums are exact in 64 bits."""
     exponent = score_exponent(scores.shape[0], float(scores.max()))
     return np.maximum(np.ldexp(scores, exponent).astype(np.int64), scores > 0)
 

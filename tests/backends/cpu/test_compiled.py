@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from functools import cache
 
 import numpy as np
 import pytest
@@ -30,7 +31,7 @@ def graph(kind: str, weighted: bool = False) -> Graph:
         edges, n = np.zeros((2, 0), dtype=int), 1
     elif kind == "no edges":
         edges, n = np.zeros((2, 0), dtype=int), 9
-    elif kind == "hub":  # two nodes know everybody, the last ones nobody
+    elif kind == "hub":  # two nodes have an edge to all others, the last ten have none
         others = np.arange(2, 3000)
         edges = np.stack([np.repeat([0, 1], others.size), np.tile(others, 2)])
         n = 3010
@@ -40,24 +41,21 @@ def graph(kind: str, weighted: bool = False) -> Graph:
     return Graph.from_edges(edges, n, weights)
 
 
-def sampled(g: Graph) -> Graph:
-    """A graph whose Laplacian has a diagonal other than 1: L_tilde."""
-    return Sparsifier(lam=2.0, n_samples=g.num_edges // 2, random_state=3).fit(g).graph_
-
-
 def close(a: np.ndarray, b: np.ndarray, dtype: str) -> None:
     scale = max(1.0, float(np.abs(b).max(initial=0.0)))
     np.testing.assert_allclose(a, b, rtol=ULPS[dtype], atol=ULPS[dtype] * scale)
 
 
-GRAPHS = {
-    "one node": graph("one node"),
-    "no edges": graph("no edges"),
-    "hub": graph("hub"),
-    "random": graph("random"),
-    "weighted": graph("random", weighted=True),
-    "L_tilde": sampled(graph("random")),
-}
+GRAPHS = ("one node", "no edges", "hub", "random", "weighted", "L_tilde")
+
+
+@cache
+def named(name: str) -> Graph:
+    """One of GRAPHS; L_tilde is a sampled graph, and its Laplacian has a diagonal other than 1."""
+    if name != "L_tilde":
+        return graph("random", weighted=True) if name == "weighted" else graph(name)
+    g = graph("random")
+    return Sparsifier(lam=2.0, n_samples=g.num_edges // 2, random_state=3).fit(g).graph_
 
 
 @pytest.fixture
@@ -67,7 +65,8 @@ def distance(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setattr(kernels, "FAR", 0)
 
 
-# Each kind of arguments is compiled on its own: far graphs in the precision that they are for.
+# Each kind of arguments is compiled on its own, which takes seconds: graphs that are treated as
+# large run in float32, the precision in which large graphs are solved, and one in float64.
 NEAR_AND_FAR = pytest.mark.parametrize(
     ("name", "dtype", "distance"),
     [(name, dtype, "near") for name in GRAPHS for dtype in ("float32", "float64")]
@@ -80,7 +79,7 @@ NEAR_AND_FAR = pytest.mark.parametrize(
 @NEAR_AND_FAR
 @pytest.mark.parametrize("k", [0, 1, 2, 3, 7, 8, 16, 17, 40, 64, 100])
 def test_apply_and_chebyshev(name: str, k: int, dtype: str, distance: None) -> None:
-    g, lam = GRAPHS[name], 20.0
+    g, lam = named(name), 20.0
     rng = np.random.default_rng(k)
     X = rng.standard_normal((g.num_nodes, k)).astype(dtype)
     L, plain = FAST.laplacian(g, dtype), PLAIN.laplacian(g, dtype)
@@ -102,14 +101,14 @@ def test_apply_and_chebyshev(name: str, k: int, dtype: str, distance: None) -> N
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_apply_takes_any_layout(dtype: str) -> None:
-    g = GRAPHS["random"]
+    g = named("random")
     L, X = FAST.laplacian(g, dtype), np.random.default_rng(0).standard_normal((g.num_nodes, 12))
     X = X.astype(dtype)
     want = FAST.apply_H(L, 3.0, X)
     for odd in (np.asfortranarray(X), np.repeat(X, 2, axis=1)[:, ::2]):
         np.testing.assert_array_equal(FAST.apply_H(L, 3.0, odd), want)
     Y = X.copy()
-    np.testing.assert_array_equal(FAST.apply_H(L, 3.0, Y, out=Y), want)  # onto itself
+    np.testing.assert_array_equal(FAST.apply_H(L, 3.0, Y, out=Y), want)  # the output is the input
     wide = np.zeros((g.num_nodes, 24), dtype=dtype)
     FAST.apply_H(L, 3.0, X, out=wide[:, ::2])
     np.testing.assert_array_equal(wide[:, ::2], want)
@@ -122,7 +121,7 @@ def test_apply_takes_any_layout(dtype: str) -> None:
 @pytest.mark.parametrize("distance", ["near", "far"], indirect=True)
 @pytest.mark.usefixtures("distance")
 def test_nan_is_not_lost() -> None:
-    g = GRAPHS["random"]
+    g = named("random")
     X = np.ones((g.num_nodes, 5), dtype="float32")
     X[0, 3] = np.nan
     Y = FAST.apply_H(FAST.laplacian(g, "float32"), 1.0, X)
@@ -134,9 +133,9 @@ def test_nan_is_not_lost() -> None:
 @NEAR_AND_FAR
 @pytest.mark.parametrize("k", [1, 40, 70])
 def test_cg_steps(name: str, k: int, dtype: str, distance: None) -> None:
-    g, lam = GRAPHS[name], 5.0
+    g, lam = named(name), 5.0
     B = np.random.default_rng(1).standard_normal((g.num_nodes, k)).astype(dtype)
-    B[:, k // 2] = 0  # starts frozen
+    B[:, k // 2] = 0  # a column that starts frozen
     states = []
     for backend in (FAST, PLAIN):
         L, R = backend.laplacian(g, dtype), B.copy()
@@ -158,7 +157,7 @@ def test_cg_steps(name: str, k: int, dtype: str, distance: None) -> None:
     indirect=["distance"],
 )
 def test_solver_agrees_with_dense_algebra(dtype: str, distance: None) -> None:
-    g = GRAPHS["weighted"]
+    g = named("weighted")
     B = np.random.default_rng(2).standard_normal((g.num_nodes, 9))
     H = np.eye(g.num_nodes) + 20.0 * g.to_csr().toarray()
     Z = SDDSolver(g, 20.0, tol=1e-6, dtype=dtype).solve(B)
@@ -193,7 +192,7 @@ def test_srht(n: int, k: int, seed: int, data: st.DataObject) -> None:
 @pytest.mark.parametrize("k", [1, 3, 20, 33])
 @pytest.mark.parametrize("name", GRAPHS)
 def test_sketches_and_scores(name: str, k: int, dtype: str) -> None:
-    g, seed = GRAPHS[name], (9 << 32) + 5
+    g, seed = named(name), (9 << 32) + 5
     stored = g.reordered("degree")
     ours, theirs = FAST.laplacian(stored, dtype), PLAIN.laplacian(stored, dtype)
     S = FAST.sketch_incidence(ours, k, seed)
@@ -255,7 +254,7 @@ def test_results_do_not_depend_on_threads(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_training_gives_the_same_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    g, rng = GRAPHS["random"], np.random.default_rng(0)
+    g, rng = named("random"), np.random.default_rng(0)
     X, y = rng.standard_normal((g.num_nodes, 6)), rng.integers(0, 3, g.num_nodes)
     found = []
     for fast in ("0", "1"):
@@ -275,4 +274,4 @@ def test_a_bad_number_of_threads_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("HERTA_NUM_THREADS", "many")
     X = np.ones((3010, 64), dtype="float32")
     with pytest.raises(ValueError, match="HERTA_NUM_THREADS"):
-        FAST.apply_H(FAST.laplacian(GRAPHS["hub"], "float32"), 1.0, X)
+        FAST.apply_H(FAST.laplacian(named("hub"), "float32"), 1.0, X)
