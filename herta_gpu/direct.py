@@ -119,7 +119,8 @@ class Sweep:
     loss: float
     gradient: Array  # r x c, of the objective with respect to u
     E: float  # norm of the gradient of the loss with respect to the outputs
-    F: float  # norm of the outputs
+    F: float  # norm of the outputs ...
+    Y: float  # ... and of what they should be
     rounding: float  # of the loss
 
 
@@ -134,12 +135,13 @@ class StoredProblem:
         self.backend, self.loss, self.P, self.Y, self.ridge = backend, loss, P, Y, ridge
         self.Q, self.basis, self.X_norm = P.rows.astype("float64", copy=False), P.basis, X_norm
         self.settled = True  # whether the optimum of the stored problem was found
+        self.host: Backend | None = None  # where cross entropy is trained, if not on the device
         self.sizes = backend.xp.sqrt(backend.column_dots(self.Q, self.Q))
 
     def sweep(self, u: Array) -> Sweep:
         """Loss and gradient at u, over runs of rows: no other array of n_train x c is made."""
         xp, matmul = self.backend.xp, self.backend.matmul
-        found = Sweep(0.0, self.ridge * self._penalty(u), 0.0, 0.0, 0.0)
+        found = Sweep(0.0, self.ridge * self._penalty(u), 0.0, 0.0, 0.0, 0.0)
         step, total = max(1, _CHUNK_BYTES // (8 * u.shape[1])), 0.0
         for i in range(0, self.Y.shape[0], step):
             Q, Y = self.Q[i : i + step], self.Y[i : i + step]
@@ -150,6 +152,7 @@ class StoredProblem:
             found.rounding += self.loss.rounding(F)
             found.E = math.hypot(found.E, norm(E))
             found.F = math.hypot(found.F, norm(F))
+            found.Y = math.hypot(found.Y, norm(Y))
         found.gradient = self.loss.centred(xp, total) + found.gradient
         return found
 
@@ -161,13 +164,19 @@ class StoredProblem:
         """u at the optimum of the stored problem, or ten times closer to it than `tol`."""
         if self.loss.quadratic:
             return self.least_squares()
-        metric = self.basis.metric()
+        # It holds several arrays of n_train x c, which may be too much for a GPU, not for the host.
+        backend = self.host or self.backend
+
+        def there(x: Array) -> Array:
+            return x if self.host is None else self.backend.to_numpy(x)  # synchronize!
+
         fitted = minimise(
-            self.backend, self.loss, self.Q, self.Y, self.ridge, metric, goal=0.1 * tol,
-            max_steps=steps, start=start, callback=tell,
+            backend, self.loss, there(self.Q), there(self.Y[:]), self.ridge,
+            self.basis.metric().on(backend, there), goal=0.1 * tol, max_steps=steps,
+            start=None if start is None else there(start), callback=tell,
         )  # fmt: skip
         self.settled = fitted.status != "max_iter"
-        return fitted.u
+        return self.backend.asarray(fitted.u)
 
     def least_squares(self) -> Array:
         """u = P^-1 Q^T Y, refined by gradients of the stored problem itself."""
@@ -192,7 +201,7 @@ class StoredProblem:
         # Rounding: of Q u and of E, of Q^T E and the ridge's part, and of W itself.
         r, count = u.shape[0], self.Y.shape[0]
         outputs = (r + 2) * _UNIT * float((self.sizes * by_row).sum())  # synchronize!
-        outputs += 4 * _UNIT * (found.F + norm(self.Y)) + self.basis.weights_rounding(u)
+        outputs += 4 * _UNIT * (found.F + found.Y) + self.basis.weights_rounding(u)
         rows = (count + 4) * _UNIT * slope * self.sizes
         if self.ridge > 0:
             rows = rows + (r + 4) * _UNIT * self.ridge * self.basis.ridge_size(by_row)

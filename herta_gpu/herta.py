@@ -26,6 +26,7 @@ from herta_gpu.planning.settings import Settings, strength
 from herta_gpu.plumbing.checkpoint import Checkpoint
 from herta_gpu.plumbing.estimator import (
     Estimator,
+    OneHot,
     Targets,
     accuracy_or_r2,
     check_scored,
@@ -249,7 +250,7 @@ class HERTA(Estimator):
             checkpoint.claim()  # nothing can be refused any more
         with stages("features"):
             features = Features(X, backend, graph.order, budget)
-        rows, Y = _stored(graph, targets.rows, backend), backend.asarray(targets.Y)
+        rows, Y = _stored(graph, targets.rows, backend), _placed(targets.Y, plan.stored, backend)
 
         # L_tilde <- Sparsify(L_hat)
         with stages("sparsify"):
@@ -355,7 +356,7 @@ class HERTA(Estimator):
             return sizes, self._checked().memory_available()
         card = Card(parse_bytes(device_memory))
         X_bytes = X_bytes or card.X_bytes(n, d, settings.budget(card.memory))
-        return replace(sizes, X_bytes=X_bytes, half=word == 4), card.memory
+        return replace(sizes, X_bytes=X_bytes, half=word == 4, card=True), card.memory
 
     def transform(
         self, graph: Graph, X: Any, idx: Any = None, out: str | Path | None = None
@@ -495,3 +496,10 @@ def _stored(graph: Graph, nodes: Any, backend: Backend) -> Array:
     """The rows in which the graph stores these nodes of the caller's."""
     inverse = graph.inverse_order()
     return backend.asarray(nodes if inverse is None else inverse[nodes])
+
+
+def _placed(Y: Any, stored: bool, backend: Backend) -> Any:
+    """Targets on the device; those of stored rows are looked at in runs and need not be whole."""
+    if isinstance(Y, OneHot) and stored:
+        return Y.on(backend)
+    return backend.asarray(Y)

@@ -48,6 +48,11 @@ class Metric:
     def __init__(self, backend: Backend, G: Array | None = None, K: Array | None = None) -> None:
         self.backend, self.G, self.K = backend, G, K
 
+    def on(self, backend: Backend, there: Callable[[Array], Array]) -> Metric:
+        """The same metric on another device; `there` moves an array to it."""
+        G, K = (None if M is None else there(M) for M in (self.G, self.K))
+        return Metric(backend, G, K)
+
     @classmethod
     def diagonal(cls, backend: Backend, G: Array) -> Metric:
         """The metric of a diagonal G, given as a vector."""

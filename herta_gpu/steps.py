@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
+from herta_gpu.backends import get_backend
 from herta_gpu.backends.base import Array
 from herta_gpu.diffusion import Recall
 from herta_gpu.direct import Proof, StoredProblem
@@ -117,6 +118,7 @@ def on_stored_rows(
     u = None
     for _ in range(min(_ATTEMPTS, settings.max_iter)):
         problem = StoredProblem(backend, loss, P, Y, ridge, X_norm)
+        problem.host = get_backend("cpu") if plan.on_host else None
         u = problem.minimised(settings.tol, u, _CHEAP_STEPS * settings.max_iter, run.warm)
         proof = run.direct(problem, u)
         again = _again(run, proof, P, recipe, settings)
@@ -131,7 +133,7 @@ def on_stored_rows(
     made.changes.append(Decision("proof", "true gradients", "Q alone could not prove the fit"))
     kind = "spectral-deterministic" if loss.quadratic else plan.certificate
     spectrum = choose_spectrum(kind, P, A, ridge, settings.seed)
-    run.P, run.spectrum = P, spectrum
+    run.P, run.spectrum, run.Y = P, spectrum, Y[:]
     point = run.loop(A, P.inner.unhalf(u), certified=True)
     return replace(made, spectrum=spectrum), point.W
 

@@ -14,7 +14,7 @@ from herta_gpu.certificate import Certificate, certify, gradient_error
 from herta_gpu.direct import Proof, StoredProblem
 from herta_gpu.factors import Factor
 from herta_gpu.features import Features
-from herta_gpu.losses import LOSSES
+from herta_gpu.losses import LOSSES, Loss
 from herta_gpu.optimizers import (
     NEWTON_SIZE,
     GradientDescent,
@@ -68,7 +68,7 @@ class Training:
         self.certificate = Certificate(math.inf, "none")
         self.status = "max_iter"
         self.started = time.perf_counter()
-        self.loss_at_zero = self.loss.value(self.xp, self.xp.zeros_like(Y), Y)
+        self.loss_at_zero = _loss_at_zero(self.loss, self.xp, Y)
         self.first_gradient = math.inf
         self.checkpoint, self.phase = checkpoint, -1  # phase: which call of `loop`
         self.saved = None if checkpoint is None else self._possible(checkpoint.last_step(backend))
@@ -392,3 +392,12 @@ class Training:
         self.stages.step(step, value, self.settings.tol, objective, warm=warm)
         if self.callback is not None:
             self.callback(self.records[-1])
+
+
+def _loss_at_zero(loss: Loss, xp: Any, Y: Any) -> float:
+    """The loss of W = 0, over runs of rows: not all of Y need be there at once."""
+    total, step = 0.0, 1 << 16
+    for i in range(0, Y.shape[0], step):
+        part = Y[i : i + step]
+        total += loss.value(xp, xp.zeros_like(part), part)
+    return total

@@ -115,11 +115,13 @@ def converted_sizes(name: str) -> tuple[int, int, int, int]:
 
 
 def cached_graph(folder: Path, edges: Any, n: int) -> Graph:
-    """The graph of a memory-mapped edge list (2, m); `folder` is where its CSR may be kept.
+    """The graph of a memory-mapped edge list (2, m), whose CSR is kept in `folder`.
 
     A folder that is there belongs to these edges: a conversion of others deletes it.
     """
-    return Graph.from_edges(edges, n)
+    if folder.is_dir():
+        return Graph.open(folder)
+    return Graph.from_edges(edges, n, folder=folder)
 
 
 @dataclass(frozen=True)

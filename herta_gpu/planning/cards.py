@@ -12,6 +12,7 @@ from typing import NamedTuple
 from herta_gpu.planning.costs import Sizes
 from herta_gpu.planning.plan import Plan
 
+_SECTOR = 32  # bytes that a gather moves at least
 _CHUNKS = 64 << 20  # bytes of device buffers through which X streams
 
 
@@ -66,7 +67,8 @@ def moved(plan: Plan, sizes: Sizes, card: Card, X_itemsize: int) -> list[Moved]:
 
 def step_bytes(sizes: Sizes, k: int) -> int:
     """Bytes of one step of Chebyshev: gathered rows, indices, and the blocks themselves."""
-    gathered = 2 * sizes.m * k * (2 if sizes.half else sizes.word)
+    # A row of a few columns still takes a whole sector of memory.
+    gathered = 2 * sizes.m * max(_SECTOR, k * (2 if sizes.half else sizes.word))
     indices = 2 * sizes.m * 4 * math.ceil(k / 64)
     streams = 4 * sizes.n * k * sizes.word + (6 * sizes.n * k if sizes.half else 0)
     return gathered + indices + streams

@@ -63,6 +63,7 @@ class Sizes:
     hidden: bool = False  # some features occur only outside the training rows
     beside: int = 0  # rows of Q outside training that are kept for evaluation
     half: bool = False  # neighbours are gathered in half precision
+    card: bool = False  # memory is that of a GPU; the host has its own
     nonzeros: int | None = None  # entries of a sparse X
     X_bytes_at: Callable[[int], int] | None = None  # X_bytes with another budget
 
@@ -93,6 +94,7 @@ def sizes_of(
         nonzeros=X.nnz if sp.issparse(X) else None,
         X_bytes_at=lambda other: bytes_held(X, backend, other),
         beside=beside,
+        card=backend.xp is not np,
         half=settings.dtype == "float32" and backend.half_pays(H.laplacian(), BLOCK_WIDTH),
     )
 

@@ -14,6 +14,7 @@ from herta_gpu.solver import BLOCK_WIDTH, block_width, column_bytes
 
 BETA = 1.0 / 64.0  # Algorithm 1; with K = C = 1 its sample sizes exceed m and n on real graphs
 SKETCH_ROWS_PER_COLUMN = 16  # measured: condition number about 2.7 after preconditioning
+_SWEEP = 128 << 20  # bytes of outputs, residuals and targets of a run of training rows
 _OUTPUTS = 7  # arrays of n x c float64 numbers that the loop with the true model holds
 _BESIDE = 0.25  # share of the memory that rows for evaluation may take
 DETERMINISTIC = ("spectral-proven", "spectral-deterministic")  # they need Q on all rows
@@ -32,6 +33,7 @@ class Layout:
     keep_residual: bool = False  # n x d numbers from which a later pass over Q goes on
     may_look: bool = True  # there is memory for solves over the outputs
     beside: int = 0  # rows of Q outside training that are kept for evaluation
+    on_host: bool = False  # stored rows of a GPU are trained on by the CPU
 
 
 def fitting_layout(
@@ -69,15 +71,18 @@ def fitting_layout(
 
 def _stored_layout(sizes: Sizes, settings: Settings, budget: int, certificate: str) -> Layout:
     """Three blocks of columns beside the training rows of Q, and its residual if there is room."""
+    # Three blocks (and half of one for gathers), and the rows of one on their way into Q.
+    column = (3 * sizes.word + 2 * sizes.half) * sizes.n + 3 * sizes.n_train * 8
     memory = _memory(sizes, settings, budget, None, certificate, 0)
+    on_host = sizes.card and sum(memory.values()) + column > budget
+    if on_host:
+        memory["outputs on training nodes"] = min(_SWEEP, memory["outputs on training nodes"])
     beside = sizes.beside * sizes.d * sizes.word
     # Outputs that would take much of the memory are solved for when they are asked for.
     beside = beside if beside <= _BESIDE * (budget - sum(memory.values())) else 0
     if beside:
         memory["rows of Q for evaluation"] = beside
     left = budget - sum(memory.values())
-    # Three blocks (and half of one for gathers), and the rows of one on their way into Q.
-    column = (3 * sizes.word + 2 * sizes.half) * sizes.n + 3 * sizes.n_train * 8
     residual = sizes.n * sizes.d * sizes.word
     width = min(sizes.d, BLOCK_WIDTH, left // column)
     looks = _OUTPUTS * sizes.n * sizes.c * 8 + _solved_column(sizes)
@@ -87,9 +92,10 @@ def _stored_layout(sizes: Sizes, settings: Settings, budget: int, certificate: s
     memory["one block of columns"] = width * column
     if keep:
         memory["residual of Q"] = residual
-    why = "Q itself is never stored"
-    rows = sizes.beside if beside else 0
-    return Layout(None, why, certificate, width, width, memory, keep, looks <= left, rows)
+    return Layout(
+        None, "Q itself is never stored", certificate, width, width, memory, keep, looks <= left,
+        sizes.beside if beside else 0, on_host,
+    )  # fmt: skip
 
 
 def _too_little(least: int, budget: int) -> BudgetError:
@@ -160,15 +166,19 @@ def _memory(
     `outputs` counts the arrays of n x c float64 numbers.
     """
     n, d, c, word = sizes.n, sizes.d, sizes.c, sizes.word
-    graph = 2 * sizes.m * 4 + 8 * n + 4 * 8 * n
+    # Neighbours; where rows begin; scale and diagonal in both precisions; degrees on the way.
+    graph = 2 * sizes.m * 4 + (32 if sizes.card else 40) * n
     chunks = 4 * min(chunk_bytes(budget), 8 * n * d)
     memory = {"graph": graph, "X (copies)": sizes.X_bytes, "chunks of X": chunks}
     if outputs:
         memory["outputs"] = outputs * n * c * 8
     else:
-        # MSE looks at runs of rows beside the targets, cross entropy at all outputs.
-        count = 2 if LOSSES[settings.loss].quadratic else 8
-        memory["outputs on training nodes"] = count * sizes.n_train * c * 8
+        # MSE looks at runs of rows, cross entropy at all outputs.
+        outputs_there = sizes.n_train * c * 8
+        quadratic = LOSSES[settings.loss].quadratic
+        memory["outputs on training nodes"] = (
+            min(_SWEEP, 4 * outputs_there) if quadratic else 8 * outputs_there
+        )
     if settings.precondition:
         q_rows = sizes.n_train if rows is None else rows
         if certificate in DETERMINISTIC:

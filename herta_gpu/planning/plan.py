@@ -66,6 +66,8 @@ class Plan:
         Whether there is memory for such solves, should that proof fail.
     beside : int
         Rows of Q outside training that are kept for evaluation.
+    on_host : bool
+        Whether the stored rows of a GPU are trained on by the CPU, as memory there is short.
     loop_samples : int or None
         Edges to sample for the loop itself (sparsify="mixed").
     certificate : str
@@ -84,6 +86,7 @@ class Plan:
     stored: bool = False
     may_look: bool = True
     beside: int = 0
+    on_host: bool = False
     loop_samples: int | None = None
     memory: dict[str, int] = field(default_factory=dict)
     cost: dict[str, float] = field(default_factory=dict)
@@ -126,7 +129,7 @@ def make_plan(
     told = [
         strategy.decision,
         samples.decision,
-        *_layout_decisions(layout),
+        *_layout_decisions(layout, stored),
         _Q_decision(recipe),
         Decision("certificate", layout.certificate, _CERTIFICATE_WHY[layout.certificate]),
         _memory_decision(layout, budget),
@@ -145,6 +148,7 @@ def make_plan(
         stored,
         layout.may_look,
         layout.beside,
+        layout.on_host,
         None if loop is None else loop.value,
         layout.memory,
         cost,
@@ -221,13 +225,16 @@ def orthonormal(recipe: Recipe) -> Chosen:
     return Chosen(replace(recipe, whiten=True), again)
 
 
-def _layout_decisions(layout: Layout) -> list[Decision]:
+def _layout_decisions(layout: Layout, stored: bool) -> list[Decision]:
     rows, width = layout.sketch_rows, layout.width
     shown = f"{width}" if width >= layout.Q_width else f"{width}, of Q {layout.Q_width}"
-    return [
+    told = [
         Decision("sketch", "no" if rows is None else f"{rows:,} rows", layout.sketch_why),
         Decision("columns at once", shown, f"at most {BLOCK_WIDTH}, as they fit"),
     ]
+    if stored and layout.on_host:
+        told.append(Decision("training", "on the host", "outputs do not fit beside the graph"))
+    return told
 
 
 def _Q_decision(recipe: Recipe) -> Decision:

@@ -43,12 +43,42 @@ class Estimator:
         return f"{type(self).__name__}({', '.join(changed)})"
 
 
+class OneHot:
+    """Rows of the identity, one per label, each made when it is looked at.
+
+    Of a million labels and hundreds of classes they would fill gigabytes with zeros.
+
+    Examples
+    --------
+    >>> from herta_gpu.plumbing.estimator import OneHot
+    >>> import numpy as np
+    >>> Y = OneHot(np.array([2, 0, 1]), 3)
+    >>> Y.shape, Y[1:].tolist()
+    ((3, 3), [[1.0, 0.0, 0.0], [0.0, 1.0, 0.0]])
+    """
+
+    def __init__(self, codes: Any, c: int, xp: Any = np) -> None:
+        self.codes, self.shape, self.xp = codes, (codes.shape[0], c), xp
+
+    def on(self, backend: Any) -> OneHot:
+        return OneHot(backend.asarray(self.codes), self.shape[1], backend.xp)
+
+    def __getitem__(self, rows: slice) -> Any:
+        codes = self.codes[rows]
+        Y = self.xp.zeros((codes.shape[0], self.shape[1]))
+        Y[self.xp.arange(codes.shape[0]), codes] = 1.0
+        return Y
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+        return self[:].astype(dtype or float, copy=False)
+
+
 @dataclass
 class Targets:
     """The training rows and what they should give."""
 
     rows: Any  # sorted ids of the training nodes, caller's order
-    Y: Any  # n_train x c float64
+    Y: Any  # n_train x c float64, or OneHot
     classes: Any | None  # None for regression
     flat: bool  # y was one-dimensional
 
@@ -88,16 +118,14 @@ def check_scored(y: Any, n: int) -> None:
         raise ValueError(f"y has shape {y.shape} but there are {n:,} predictions.")
 
 
-def _one_hot(codes: Any, c: int) -> Any:
-    """Row `codes[i]` of the identity for each i; ids that were taken for labels may not fit."""
+def _one_hot(codes: Any, c: int) -> OneHot:
+    """Labels as rows of the identity; as many classes as rows (ids taken for labels) are none."""
     if 8 * codes.shape[0] * c > host_memory():
         raise ValueError(
             f"y has {c:,} classes on {codes.shape[0]:,} training nodes, more than fit into memory: "
             "give classes, not ids; numbers to be predicted as such must be floats."
         )
-    Y = np.zeros((codes.shape[0], c))
-    Y[np.arange(codes.shape[0]), codes] = 1.0
-    return Y
+    return OneHot(codes, c)
 
 
 def accuracy_or_r2(predicted: Any, y: Any, rows: Any, classes: Any | None) -> float:
