@@ -30,9 +30,10 @@ from herta_gpu.solver import RegularizedLaplacian
 from herta_gpu.sparsifier import sparsified
 from herta_gpu.spectrum import Spectrum, choose_spectrum
 from herta_gpu.training import Training
-from herta_gpu.unfolded import DenseMap, UnfoldedMap
+from herta_gpu.unfolded import DenseMap, Point, UnfoldedMap
 
 _CHEAP_STEPS = 20  # steps on stored rows, without a solve, that count as one of max_iter
+_FEW = 2  # steps with true gradients after which a tighter Q is the better way
 _ATTEMPTS = 4  # how often Q is solved for more tightly when a certificate asks for it
 
 
@@ -115,12 +116,17 @@ def on_stored_rows(
     backend, loss, ridge = A.H.backend, LOSSES[settings.loss], settings.ridge
     X_norm = A.X.norm_bound() if ridge > 0 else math.inf
     P, recipe, changes = made.P, made.recipe, list(made.changes)
-    u = None
+    u, W, look = None, None, plan.look
     for _ in range(min(_ATTEMPTS, settings.max_iter)):
         problem = StoredProblem(backend, loss, P, Y, ridge, X_norm)
         problem.host = get_backend("cpu") if plan.on_host else None
         u = problem.minimised(settings.tol, u, _CHEAP_STEPS * settings.max_iter, run.warm)
-        proof = run.direct(problem, u)
+        proof, W = run.direct(problem, u), problem.basis.weights(u)
+        if look and run.status == "stagnated":
+            look, W = False, _true_model(run, P, made.spectrum, A, Y, W, _FEW).W
+            if run.status != "max_iter":
+                break
+            u, run.status = problem.basis.coordinates(W), "stagnated"
         again = _again(run, proof, P, recipe, settings)
         if again is None:
             break
@@ -129,13 +135,25 @@ def on_stored_rows(
         P = lowered(P, recipe, A, Y, ridge, recall)
     made = replace(made, P=P, recipe=recipe, changes=changes)
     if run.status != "stagnated" or not plan.may_look or len(run.history) > settings.max_iter:
-        return made, problem.basis.weights(u)
+        return made, W
     made.changes.append(Decision("proof", "true gradients", "Q alone could not prove the fit"))
     kind = "spectral-deterministic" if loss.quadratic else plan.certificate
-    spectrum = choose_spectrum(kind, P, A, ridge, settings.seed)
+    made = replace(made, spectrum=choose_spectrum(kind, P, A, ridge, settings.seed))
+    return made, _true_model(run, P, made.spectrum, A, Y, W, None).W
+
+
+def _true_model(
+    run: Training,
+    P: Preconditioner,
+    spectrum: Spectrum | None,
+    A: UnfoldedMap,
+    Y: Any,
+    W: Array,
+    most: int | None,
+) -> Point:
+    """A few steps (or as many as are left) with true gradients, by solves over the outputs."""
     run.P, run.spectrum, run.Y = P, spectrum, Y[:]
-    point = run.loop(A, P.inner.unhalf(u), certified=True)
-    return replace(made, spectrum=spectrum), point.W
+    return run.loop(A, P.factor.unhalf(W), certified=True, most=most)
 
 
 def _again(

@@ -73,8 +73,18 @@ class Training:
         self.checkpoint, self.phase = checkpoint, -1  # phase: which call of `loop`
         self.saved = None if checkpoint is None else self._possible(checkpoint.last_step(backend))
 
-    def loop(self, A: LinearMap, w: Array, certified: bool, Z: Array | None = None) -> Point:
-        """From w (and a guess of H^-1 X W there) to the optimum of A; `certified`: the true one."""
+    def loop(
+        self,
+        A: LinearMap,
+        w: Array,
+        certified: bool,
+        Z: Array | None = None,
+        most: int | None = None,
+    ) -> Point:
+        """From w (and a guess of H^-1 X W there) to the optimum of A; `certified`: the true one.
+
+        `most` limits the steps, if max_iter does not.
+        """
         # These coordinates amplify what the solves leave over, and no certificate watches it.
         blind = self.P.fragile or not self.settings.precondition
         inner = min(1e-3, math.sqrt(self.settings.tol) / 10) * (0.1 if blind else 1.0)
@@ -82,6 +92,7 @@ class Training:
         optimizer = self._optimizer(A)
         limit = self.settings.max_iter * (1 if isinstance(A, UnfoldedMap) else _CHEAP_STEPS)
         limit -= len(self.history)  # where stored rows went first
+        limit = limit if most is None else min(limit, most)
         self.status = "max_iter"
         self.phase += 1
         if self.saved is not None and self.saved["phase"] > self.phase:

@@ -131,11 +131,16 @@ def Q_tolerance(H: RegularizedLaplacian, sizes: Sizes, settings: Settings, strat
     return min(loose, 0.003) if sizes.n_train < sizes.d else loose
 
 
-def Q_goal(H: RegularizedLaplacian, sizes: Sizes, settings: Settings, whiten: bool) -> float:
+def Q_goal(
+    H: RegularizedLaplacian, sizes: Sizes, settings: Settings, whiten: bool, look: bool = False
+) -> float:
     """Residuals of Q's columns that should prove a fit from Q alone, relative to those of X C0.
 
-    A guess: should it miss, the fit itself tells what is needed, and goes on.
+    A guess: should it miss, the fit itself tells what is needed, and goes on.  `look`: the true
+    model proves it, and Q need only be so good that its optimum is that of the true model.
     """
+    if look:
+        return Q_tolerance(H, sizes, settings, "direct")
     if not LOSSES[settings.loss].quadratic:
         # A ridge of 0 proves nothing, but the optimum must be that of the true model.
         size = math.sqrt(settings.tol * min(settings.ridge, 1.0)) if settings.ridge else 1.0

@@ -64,6 +64,8 @@ class Plan:
         Whether the fit is proven from stored rows of Q, without a solve over the outputs.
     may_look : bool
         Whether there is memory for such solves, should that proof fail.
+    look : bool
+        Whether such solves come first, as they are cheaper than a Q that proves the fit alone.
     beside : int
         Rows of Q outside training that are kept for evaluation.
     on_host : bool
@@ -85,6 +87,7 @@ class Plan:
     solve_width: int
     stored: bool = False
     may_look: bool = True
+    look: bool = False
     beside: int = 0
     on_host: bool = False
     loop_samples: int | None = None
@@ -121,11 +124,12 @@ def make_plan(
         wanted = _certificate(H, sizes, settings, by_rows, samples.value, stored)
         try:
             layout = fitting_layout(sizes, settings, budget, by_rows, wanted, stored)
+            look = _look(H, sizes, settings, stored, by_rows) and layout.may_look
             break
         except BudgetError:
             if strategy is strategies[-1]:
                 raise
-    recipe = _recipe(H, sizes, settings, strategy.value, by_rows, layout, stored)
+    recipe = _recipe(H, sizes, settings, strategy.value, by_rows, layout, stored, look)
     told = [
         strategy.decision,
         samples.decision,
@@ -147,6 +151,7 @@ def make_plan(
         layout.width,
         stored,
         layout.may_look,
+        look,
         layout.beside,
         layout.on_host,
         None if loop is None else loop.value,
@@ -174,10 +179,11 @@ def _recipe(
     by_rows: bool,
     layout: Layout,
     stored: bool,
+    look: bool,
 ) -> Recipe:
     loss = LOSSES[settings.loss]
     whiten = stored and worth_whitening(H, sizes, settings)
-    goal = Q_goal(H, sizes, settings, whiten) if stored and not by_rows else None
+    goal = Q_goal(H, sizes, settings, whiten, look) if stored and not by_rows else None
     # Steps on stored rows cost no solve, and Newton's method needs them for its Hessian.
     useful = strategy == "direct" or sizes.d * sizes.c <= NEWTON_SIZE
     return Recipe(
@@ -272,17 +278,25 @@ def _strategies(settings: Settings, cost: dict[str, float]) -> list[Chosen]:
 def _stored(
     H: RegularizedLaplacian, sizes: Sizes, settings: Settings, strategy: str, by_rows: bool
 ) -> bool:
-    """Whether the fit is proven from stored rows alone, without a look at the true model."""
+    """Whether training happens on stored rows, which then prove the fit as well if they can."""
     if strategy != "direct" or settings.custom_P:
         return False
     if settings.optimizer not in ("cg", "lbfgs") and not LOSSES[settings.loss].quadratic:
         return False  # its own steps are asked for, with the true gradient
-    if by_rows:
-        return settings.ridge > 0
-    if sizes.n_train < sizes.d:
+    return settings.ridge > 0 if by_rows else sizes.n_train >= sizes.d
+
+
+def _look(
+    H: RegularizedLaplacian, sizes: Sizes, settings: Settings, stored: bool, by_rows: bool
+) -> bool:
+    """Whether one look at the true model is cheaper than a Q that proves the fit alone.
+
+    Cross entropy asks for a very tight one.
+    """
+    if not stored or by_rows or LOSSES[settings.loss].quadratic:
         return False
     alone, looked = direct_costs(H, sizes, settings)
-    return alone <= looked
+    return looked < alone
 
 
 def _samples(H: RegularizedLaplacian, sizes: Sizes, settings: Settings, strategy: str) -> Chosen:
