@@ -68,6 +68,7 @@ class Run:
         try:
             with _locked(path):
                 check_free(path, overwrite)  # again, now that nobody else can write
+                run._remove_unfinished()
                 run._set_aside()
                 try:
                     yield run
@@ -85,6 +86,12 @@ class Run:
                     for place in new:
                         place.rmdir()
             raise
+
+    def _remove_unfinished(self) -> None:
+        """Remove what a process that was killed had not written to its end."""
+        for name in (*_FILES, *_EXTRAS):
+            for left in self.folder.glob(f".{name}.*"):
+                left.unlink()
 
     def _set_aside(self) -> None:
         """Move the old run out of the way."""
@@ -126,8 +133,7 @@ class Run:
                 yield run
                 return
             run._reopened = True
-            for left in path.glob(".*.*.*"):  # unfinished files of the process that was killed
-                left.unlink()
+            run._remove_unfinished()
             shutil.rmtree(path / _REPLACED, ignore_errors=True)
             yield run
 

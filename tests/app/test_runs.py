@@ -23,6 +23,7 @@ from herta_gpu.app.runs import Run, load_model, save_model
 from herta_gpu.datasets import DataError, load
 from herta_gpu.plumbing.plain import to_plain
 from tests.conftest import users_environment
+from tests.plumbing.killed_fits import killed_command
 
 
 @pytest.fixture(scope="module")
@@ -236,34 +237,28 @@ SLOW = [
 ]  # fmt: skip
 
 
-def killed_at_step(folder: Path, step: int) -> None:
-    """A process that kills itself with -9 right after it has recorded `step`."""
-    code = (
-        "import os, sys; from herta_gpu.app.cli import main; from herta_gpu.app.runs import Run\n"
-        "record = Run.record\n"
-        "def fatal(self, entry):\n"
-        "    record(self, entry)\n"
-        f"    if entry['step'] == {step}: os.kill(os.getpid(), 9)\n"
-        "Run.record = fatal\n"
-        f"main({[*SLOW, '--out', str(folder)]!r})"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=120)
-    assert done.returncode == -signal.SIGKILL
-
-
 def test_a_killed_run_resumes_to_the_same_bits(tmp_path):
     assert main([*SLOW, "--out", str(tmp_path / "whole")]) == 0
     whole = [{**entry, "seconds": 0} for entry in lines(tmp_path / "whole")]
     W = load_model(tmp_path / "whole" / "model.npz").W_
     for step in (0, len(whole) // 2):
         folder = tmp_path / f"killed-{step}"
-        killed_at_step(folder, step)
+        killed_command([*SLOW, "--out", str(folder)], step)
         assert not (folder / "result.json").exists()
         assert len(lines(folder)) == step + 1
         assert main(["train", "--resume", str(folder), "--quiet"]) == 0
         assert (load_model(folder / "model.npz").W_ == W).all()
         assert [{**entry, "seconds": 0} for entry in lines(folder)] == whole
         assert not (folder / "checkpoint").exists()
+
+
+def test_a_run_that_was_killed_while_it_wrote_its_config_leaves_nothing(tmp_path):
+    mine = (".config.json.ab12.json", ".of.mine.txt")
+    for name in mine:
+        (tmp_path / name).write_text("{")
+    assert main(["train", "digits", "--quiet", "--ridge", "0.1", "--out", str(tmp_path)]) == 0
+    hidden = {path.name for path in tmp_path.iterdir() if path.name.startswith(".")}
+    assert hidden == {".lock", ".of.mine.txt"}
 
 
 KILLS = int(os.environ.get("HERTA_KILLS", "1"))  # runs that are killed; 20 are the long version

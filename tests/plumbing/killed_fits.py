@@ -1,7 +1,10 @@
-"""A small fit that stops at a step of choice and leaves its checkpoint behind."""
+"""Fits that stop at a step of choice and leave their checkpoints behind."""
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -39,3 +42,18 @@ def fit(folder: Path, data: dict, callback=None, **params) -> HERTA:
 
 def files(folder: Path) -> dict[str, bytes]:
     return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def killed_command(argv: list[str], step: int) -> None:
+    """A command line whose process kills itself with -9 right after it has recorded `step`."""
+    code = (
+        "import os; from herta_gpu.app.cli import main; from herta_gpu.app.runs import Run\n"
+        "record = Run.record\n"
+        "def fatal(self, entry):\n"
+        "    record(self, entry)\n"
+        f"    if entry['step'] == {step}: os.kill(os.getpid(), 9)\n"
+        "Run.record = fatal\n"
+        f"main({argv!r})"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=120)
+    assert done.returncode == -signal.SIGKILL

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +13,7 @@ from herta_gpu import HERTA, Graph
 from herta_gpu.app.cli import main
 from herta_gpu.app.runs import load_model
 from herta_gpu.plumbing.fingerprint import differences, fingerprint
-from tests.plumbing.killed_fits import PARAMS, files, fit, given, killed
+from tests.plumbing.killed_fits import PARAMS, files, fit, given, killed, killed_command
 
 
 # ---- memory maps ----------------------------------------------------------------------------
@@ -102,17 +99,7 @@ def test_resume_after_the_file_was_replaced(tmp_path, capsys, at):
     data, npz, run = given(), tmp_path / "mine.npz", tmp_path / "run"
     store(npz, data, data["X"])
     command = ["train", str(npz), "--loss", "ce", "--ridge", "0.01", "--strategy", "herta"]
-    code = (
-        "import os; from herta_gpu.app.cli import main; from herta_gpu.app.runs import Run\n"
-        "record = Run.record\n"
-        "def fatal(self, entry):\n"
-        "    record(self, entry)\n"
-        f"    if entry['step'] == {at}: os.kill(os.getpid(), 9)\n"
-        "Run.record = fatal\n"
-        f"main({[*command, '--quiet', '--out', str(run)]!r})"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=120)
-    assert done.returncode == -signal.SIGKILL
+    killed_command([*command, "--quiet", "--out", str(run)], at)
     with open(run / "metrics.jsonl", "a") as file:
         file.write('{"step": 99}\n')  # a line that a refusal must not remove
     before = files(run)
