@@ -85,7 +85,7 @@ def preconditioned(
         with stages("preconditioner"):
             P = build(recipe, H_tilde, A, Y, settings.ridge, recall, beside)
         with stages("spectrum"):
-            spectrum = choose_spectrum(plan.certificate, P, A, settings.ridge, settings.seed)
+            spectrum = _spectrum(plan.certificate, P, A, settings)
         missed = spectrum is not None and spectrum.kind == "estimate"
         rough = H_tilde is not A.H or recipe.sketch_rows is not None  # on purpose
         alike = P.kept < P.features and not recipe.whiten and not rough
@@ -96,6 +96,15 @@ def preconditioned(
         else:
             return Made(P.for_training(A.H.backend), spectrum, recipe, changes)
         changes.append(why)
+
+
+def _spectrum(
+    kind: str, P: Preconditioner, A: UnfoldedMap, settings: Settings
+) -> Spectrum | None:
+    """Bounds of the Hessian that P leaves; one that is not the same everywhere has none."""
+    if not LOSSES[settings.loss].quadratic:
+        return None
+    return choose_spectrum(kind, P, A, settings.ridge, settings.seed)
 
 
 def on_stored_rows(
@@ -129,8 +138,7 @@ def on_stored_rows(
     if run.status != "stagnated" or not plan.may_look or len(run.history) > settings.max_iter:
         return made, problem.basis.weights(u)
     made.changes.append(Decision("proof", "true gradients", "Q alone could not prove the fit"))
-    kind = "spectral-deterministic" if loss.quadratic else plan.certificate
-    spectrum = choose_spectrum(kind, P, A, ridge, settings.seed)
+    spectrum = _spectrum("spectral-deterministic", P, A, settings)
     run.P, run.spectrum = P, spectrum
     point = run.loop(A, P.inner.unhalf(u), certified=True)
     return replace(made, spectrum=spectrum), point.W
