@@ -133,7 +133,9 @@ def on_stored_rows(
             break
         recipe = again.value
         changes.append(again.decision)
-        P = lowered(P, recipe, A, Y, ridge, recall)
+        before, P = problem.basis, lowered(P, recipe, A, Y, ridge, recall)
+        if P.basis is not before and P.basis is not None:
+            u = P.basis.coordinates(before.weights(u))
     made = replace(made, P=P, recipe=recipe, changes=changes)
     if run.status != "stagnated" or not plan.may_look or len(run.history) > settings.max_iter:
         return made, problem.basis.weights(u)
