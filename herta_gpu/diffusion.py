@@ -29,6 +29,7 @@ from herta_gpu.whitening import Basis
 _MOST_PRODUCTS = 10**5  # with H, for each column
 _MARGIN = 0.9  # a pass aims a little lower, so that the last one is not missed by rounding
 _TYPICAL = 0.01  # what rounding really does to a pass, of the worst case
+_KNOWN = 0.5  # share of a goal that the rounding of a stored residual may take
 _CHUNK = 1 << 19  # numbers of a block that the residual is computed for at a time
 
 
@@ -108,9 +109,13 @@ class Diffusion:
         if on:
             assert self._kept is not None
             B[...] = self._kept[:, J]
-            rows, others = self.rows[:, J].copy(), self.others[:, J].copy()
             norms, left = xp.sqrt(H.backend.column_dots(B, B)), self.left[J]
             rounded = xp.maximum(left - norms, 0.0) + unit * norms
+            # A residual that was large when it was stored has too few digits for a small one.
+            anew = basis.rounding[J] + 2 * H.residual_rounding * sizes
+            on = _worst(xp, rounded - anew, sizes) <= _KNOWN * goal
+        if on:
+            rows, others = self.rows[:, J].copy(), self.others[:, J].copy()
         else:
             for part_rows, part in basis.chunks(J):
                 B[part_rows] = part

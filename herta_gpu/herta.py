@@ -33,7 +33,7 @@ from herta_gpu.plumbing.estimator import (
     make_targets,
 )
 from herta_gpu.plumbing.files import check_target
-from herta_gpu.plumbing.fingerprint import fingerprint
+from herta_gpu.plumbing.fingerprint import fingerprint, nodes_key
 from herta_gpu.plumbing.interop import as_matrix, in_kind_of, on_device, to_host
 from herta_gpu.plumbing.models import read_model, write_model
 from herta_gpu.plumbing.stages import Stages
@@ -259,8 +259,11 @@ class HERTA(Estimator):
         # P <- Q_tilde^T Q_tilde; P' <- P^-1/2.  Q is cut to the training rows: with a mask, a P
         # from all rows would miss the Hessian.
         A = UnfoldedMap(H, features, rows, plan.solve_width)
-        recall = made_anew if checkpoint is None else checkpoint.on(backend, plan.identity)
-        others = _stored(graph, beside[: plan.beside], backend)  # all of them, or none
+        beside = beside[: plan.beside]  # all of them, or none
+        others = _stored(graph, beside, backend)
+        # Blocks of Q hold the rows of these nodes, too: those made for others are not read.
+        made_for = plan.identity + nodes_key(beside)
+        recall = made_anew if checkpoint is None else checkpoint.on(backend, made_for)
         made = preconditioned(plan, settings, H_tilde, A, Y, others, stages, recall)
         # for t = 1..T: u <- X P' w - y_hat, two solves, g <- P' X^T u'', w <- w - eta g
         run = Training(
@@ -277,7 +280,7 @@ class HERTA(Estimator):
 
         self.W_ = backend.to_numpy(W)  # synchronize!
         self.__dict__.pop("outputs_", None)  # those of another fit
-        if beside.size == plan.beside > 0:
+        if beside.size > 0:
             self.outputs_ = made.outputs(W)
         self.classes_, self._flat = targets.classes, targets.flat
         self.history_, self.certificate_, self.status_ = run.history, run.certificate, run.status

@@ -199,9 +199,9 @@ class Newton:
     def __init__(
         self, backend: Backend, loss: Loss, A: Array, factor: Factor, rank: int, ridge: float
     ) -> None:
-        """`A` are stored rows times C: the outputs of weights w."""
-        self.backend, self.loss, self.B = backend, loss, A
+        self.backend, self.loss = backend, loss
         C = factor.half(backend.xp.eye(rank))
+        self.B = backend.matmul(A.astype("float64"), C)
         self.ridge = ridge * backend.matmul(C.T, C)
 
     def direction(self, w: Array, g: Array) -> Array:

@@ -87,7 +87,7 @@ def preconditioned(
         with stages("preconditioner"):
             P = build(recipe, H_tilde, A, Y, settings.ridge, recall, beside)
         with stages("spectrum"):
-            spectrum = choose_spectrum(plan.certificate, P, A, settings.ridge, settings.seed)
+            spectrum = _spectrum(plan.certificate, P, A, settings)
         missed = spectrum is not None and spectrum.kind == "estimate"
         rough = H_tilde is not A.H or recipe.sketch_rows is not None  # on purpose
         alike = P.kept < P.features and not recipe.whiten and not rough
@@ -98,6 +98,15 @@ def preconditioned(
         else:
             return Made(P.for_training(A.H.backend), spectrum, recipe, changes)
         changes.append(why)
+
+
+def _spectrum(
+    kind: str, P: Preconditioner, A: UnfoldedMap, settings: Settings
+) -> Spectrum | None:
+    """Bounds of the Hessian that P leaves; one that is not the same everywhere has none."""
+    if not LOSSES[settings.loss].quadratic:
+        return None
+    return choose_spectrum(kind, P, A, settings.ridge, settings.seed)
 
 
 def on_stored_rows(
@@ -132,13 +141,14 @@ def on_stored_rows(
             break
         recipe = again.value
         changes.append(again.decision)
-        P = lowered(P, recipe, A, Y, ridge, recall)
+        before, P = problem.basis, lowered(P, recipe, A, Y, ridge, recall)
+        if P.basis is not before and P.basis is not None:
+            u = P.basis.coordinates(before.weights(u))
     made = replace(made, P=P, recipe=recipe, changes=changes)
     if run.status != "stagnated" or not plan.may_look or len(run.history) > settings.max_iter:
         return made, W
     made.changes.append(Decision("proof", "true gradients", "Q alone could not prove the fit"))
-    kind = "spectral-deterministic" if loss.quadratic else plan.certificate
-    made = replace(made, spectrum=choose_spectrum(kind, P, A, ridge, settings.seed))
+    made = replace(made, spectrum=_spectrum("spectral-deterministic", P, A, settings))
     return made, _true_model(run, P, made.spectrum, A, Y, W, None).W
 
 

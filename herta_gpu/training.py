@@ -163,8 +163,7 @@ class Training:
 
     def _newton(self, factor: Factor, rank: int) -> Newton:
         assert self.P.rows is not None
-        C = self.P.inner.half(self.xp.eye(rank))
-        rows = self.backend.matmul(self.P.rows.astype("float64"), C)
+        rows = self.P.rows if self.P.basis is None else self.P.basis.rows(self.P.rows)
         return Newton(self.backend, self.loss, rows, factor, rank, self.settings.ridge)
 
     def _save(self, step: int, problem: Problem, point: Point, optimizer: Optimizer) -> None:

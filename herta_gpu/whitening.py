@@ -218,9 +218,11 @@ class Whitened:
     def dual_norm(self, g: Array) -> float:
         if self.C.shape[0] != self.rank:
             return math.inf
-        found = self.gradient(g)
-        off = g - self.X.backend.matmul(self.C.T, found)
-        return norm(found) + self.inverse * (norm(off) + self.rank * _EPS * norm(g))
+        found, matmul = self.gradient(g), self.X.backend.matmul
+        off = g - matmul(self.C.T, found)
+        # What is left may be all rounding, of sums whose terms are larger than g.
+        rounded = 0.5 * _EPS * ((self.rank + 2) * norm(matmul(abs(self.C).T, abs(found))) + norm(g))
+        return norm(found) + self.inverse * (norm(off) + rounded)
 
     def dual_bound(self, sizes: Array) -> float:
         return self.inverse * norm(sizes) if self.C.shape[0] == self.rank else math.inf

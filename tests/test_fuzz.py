@@ -8,7 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-import herta_gpu.herta
+import herta_gpu.diffusion
+import herta_gpu.direct
+import herta_gpu.planning.plan
+import herta_gpu.steps
 import herta_gpu.training
 from herta_gpu import Graph
 from tests.conftest import dense_H, least_squares, minimum
@@ -75,7 +78,7 @@ def test_it_has_nothing_to_say_about_a_good_fit(params):
     assert 0 <= outcome.true_gap <= outcome.claimed <= 1e-6
 
 
-@pytest.mark.parametrize("params", SETTINGS)
+@pytest.mark.parametrize("params", [p for p in SETTINGS if p.get("strategy") != "direct"])
 def test_it_finds_a_certificate_that_was_made_smaller(params, monkeypatch):
     real = herta_gpu.training.certify
 
@@ -88,15 +91,46 @@ def test_it_finds_a_certificate_that_was_made_smaller(params, monkeypatch):
     assert any("the gap is" in fault for fault in outcome.faults)
 
 
+@pytest.mark.parametrize("params", [{}, {"ridge": 0.5}, {"loss": "ce", "ridge": 0.1}])
+def test_it_finds_a_proof_from_stored_rows_that_was_made_smaller(params, monkeypatch):
+    """Rows of Q that are a hundredth off, and a bound of that which is a millionth of it."""
+    real = herta_gpu.direct.Proof.certificate
+
+    def smaller(*args: Any, **kwargs: Any) -> Any:
+        c = real(*args, **kwargs)
+        return replace(c, value=1e-7 * min(c.value, 1.0), gap=c.gap * 1e-9)
+
+    problem = easy(strategy="direct", optimizer="cg", learning_rate=None, **params)
+    monkeypatch.setattr(herta_gpu.planning.plan, "Q_goal", lambda *_: 0.01)
+    assert checks.run(problem).faults == []  # a goal that is too loose is found out ...
+    monkeypatch.setattr(herta_gpu.direct.Proof, "certificate", smaller)
+    monkeypatch.setattr(herta_gpu.direct.Proof, "enough", lambda *_: True)
+    assert any("the gap is" in fault for fault in checks.run(problem).faults)  # ... or not
+
+
+def test_it_finds_rows_of_Q_that_are_not_what_is_said(monkeypatch):
+    """Q of another graph's solves: what is left of each column is stated as a millionth of it."""
+    real = herta_gpu.diffusion.Diffusion.lower
+
+    def careless(self: Any, *args: Any) -> None:
+        real(self, *args)
+        self.left = 1e-6 * self.left
+
+    monkeypatch.setattr(herta_gpu.planning.plan, "Q_goal", lambda *_: 0.01)
+    monkeypatch.setattr(herta_gpu.diffusion.Diffusion, "lower", careless)
+    problem = easy(strategy="direct", optimizer="cg", learning_rate=None)
+    assert any("the gap is" in fault for fault in checks.run(problem).faults)
+
+
 def test_it_finds_a_P_that_is_not_what_it_says(monkeypatch):
     """P is a thousandth of the Hessian, and the spectrum still says that it is the Hessian."""
-    real = herta_gpu.herta.choose_spectrum
+    real = herta_gpu.steps.choose_spectrum
 
     def believed(*args: Any, **kwargs: Any) -> Any:
         found = real(*args, **kwargs)
         return replace(found, a=1e3 * found.a, b=1e3 * found.b)
 
-    monkeypatch.setattr(herta_gpu.herta, "choose_spectrum", believed)
+    monkeypatch.setattr(herta_gpu.steps, "choose_spectrum", believed)
     assert any("the gap is" in fault for fault in checks.run(easy()).faults)
 
 

@@ -101,6 +101,12 @@ def key(made_from: Fingerprint) -> str:
     return hashlib.sha256(json.dumps(made_from, sort_keys=True).encode()).hexdigest()
 
 
+def nodes_key(nodes: Any) -> str:
+    """A hash of node ids; nothing where there are none."""
+    nodes = np.asarray(nodes, dtype=np.int64)
+    return hashlib.sha256(nodes.tobytes()).hexdigest() if nodes.size else ""
+
+
 def _pairs(then: Any, now: dict[str, Any]) -> list[tuple[str, Any, Any]]:
     then = then if isinstance(then, dict) else {}
     names = [*now, *(name for name in then if name not in now)]

@@ -13,6 +13,7 @@ import numpy as np
 
 from herta_gpu import HERTA, Graph
 from herta_gpu.plumbing.checkpoint import Checkpoint
+from herta_gpu.plumbing.validation import BudgetError
 from tests.fuzz.problems import Problem
 from tests.fuzz.reference import Reference
 
@@ -45,7 +46,7 @@ def run(problem: Problem) -> Outcome:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             model = resume(problem, found) if problem.later else fit(problem)
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, BudgetError) as error:
         found.status = "refused"
         if not one_sentence(error):
             found.faults.append(f"no sentence: {type(error).__name__}: {str(error)[:200]!r}")

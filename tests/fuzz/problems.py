@@ -334,6 +334,40 @@ def hard_graph(p: Draft) -> Problem:
     return p.done("hard graph")
 
 
+def stored_rows(p: Draft) -> Problem:
+    """Problems that are proven from the stored rows of Q, down to tolerances near rounding."""
+    loss = p.pick("mse", "ce")
+    ridge = p.power(-4, 1) if loss == "ce" or p.chance(0.4) else 0.0
+    draw_settings(
+        p, strategy=p.pick("direct", "direct", "auto"), loss=loss, ridge=ridge,
+        tol=p.power(-10, -3), lam=p.power(-2, 2.5), optimizer=p.pick("cg", "cg", "lbfgs"),
+        precondition=True, sketch="auto", sparsify="auto",
+    )  # fmt: skip
+    draw_graph(p, 40)
+    d = int(p.power(0, 1.6))
+    draw_features(p, d)
+    draw_train(p, p.pick(0, 0, d, d + 1, d + 3))
+    for _ in range(p.pick(0, 0, 1, 1, 2)):
+        spoil(p, p.pick(*SPOILS, "hidden column", "hidden column"))
+    draw_targets(p)
+    if p.chance(0.25):
+        p.X = sp.csr_array(p.X)
+        p.story.append("sparse")
+    if p.chance(0.4):
+        p.params["memory_budget"] = _narrow_budget(p, int(p.rng.integers(1, 6)))
+        p.story.append("narrow blocks")
+    return p.done("stored rows")
+
+
+def _narrow_budget(p: Draft, columns: int) -> int:
+    """Bytes that hold about so many columns beside what must be there, and no residual of Q."""
+    m, n, d, count = p.edges.shape[1], p.n, p.X.shape[1], len(p.train)
+    c, word = 4, 4 if p.params["dtype"] == "float32" else 8
+    held = 8 * m + 40 * n + 8 * count * (d + (2 if p.params["loss"] == "mse" else 8) * c)
+    held += 24 * d * d + (24 * p.X.nnz if sp.issparse(p.X) else 0)
+    return 4 * (held + columns * (3 * word * n + 24 * count)) // 3  # chunks of X take a quarter
+
+
 CHANGES = ("nothing", "max_iter", "X", "one entry of X", "y", "train", "graph", "weights", "lam")
 
 
@@ -384,10 +418,11 @@ def _changed(p: Draft, first: Problem, change: str) -> Problem:
 
 
 KINDS: dict[str, tuple[float, Callable[[Draft], Problem]]] = {
-    "anything": (0.3, anything),
-    "ridge and units": (0.14, ridge_and_units),
-    "few rows": (0.1, few_rows),
-    "planted": (0.1, planted),
+    "anything": (0.26, anything),
+    "stored rows": (0.2, stored_rows),
+    "ridge and units": (0.12, ridge_and_units),
+    "few rows": (0.07, few_rows),
+    "planted": (0.08, planted),
     "resume": (0.12, resumed),
     "interpolating": (0.07, interpolating),
     "cross entropy": (0.1, cross_entropy),

@@ -68,3 +68,59 @@ def test_a_fit_stays_within_its_budget(case: str, tmp_path: Path) -> None:
     assert found["used"] > 0.2 * budget, found  # it did measure the fit
     if "max_iter" not in options:
         assert found["status"] == "certified"
+
+
+_LARGE = """
+import gc, json, sys, threading
+import numpy as np
+from herta_gpu import HERTA
+from herta_gpu.datasets import load
+
+def anonymous():
+    with open("/proc/self/status") as lines:
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
+
+small = load("synthetic:n=400,m=1200,d=8,c=3")
+HERTA(lam=1.0).fit(small.graph, small.X.astype(np.float16), small.y, small.split["train"])
+data = load("synthetic:papers100M@0.01")
+np.save(sys.argv[1], data.X.astype(np.float16))
+X, (n, d) = np.load(sys.argv[1], mmap_mode="r"), data.X.shape
+graph, y, train = data.graph, data.y, data.split["train"]
+del data
+gc.collect()
+before, most, done = anonymous(), [0], threading.Event()
+
+def watch():
+    while not done.wait(0.005):
+        most[0] = max(most[0], anonymous())
+
+watcher = threading.Thread(target=watch)
+watcher.start()
+model = HERTA(lam=1.0, memory_budget=int(sys.argv[2])).fit(graph, X, y, train)
+done.set()
+watcher.join()
+print(json.dumps({
+    "used": most[0] - before, "status": model.status_, "value": model.certificate_.value,
+    "n": n, "strategy": model.plan_.strategy, "width": model.plan_.recipe.width,
+    "features": n * d * 4, "outputs": n * model.W_.shape[1] * 4,
+}))
+"""
+
+
+@pytest.mark.skipif(
+    not Path("/proc/self/status").exists(), reason="needs Linux's /proc to measure memory"
+)
+def test_a_hundredth_of_papers100M_in_800_MB(tmp_path: Path) -> None:
+    """No array of n x d or n x c fits: 568 and 764 MB of float32, with a graph of 290 MB."""
+    budget = 800 * MB
+    command = [sys.executable, "-c", _LARGE, str(tmp_path / "X.npy"), str(budget)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["n"] > 10**6
+    assert found["used"] <= budget, found
+    assert found["used"] > 0.2 * budget, found  # it did measure the fit
+    assert found["used"] < found["features"] + found["outputs"]
+    assert found["strategy"] == "direct"
+    assert found["status"] == "certified"
+    assert found["value"] <= 1e-6

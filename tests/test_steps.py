@@ -1,0 +1,126 @@
+"""Training on stored rows: what happens when the first try does not prove the fit."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from herta_gpu import HERTA, Checkpoint
+from tests.conftest import random_graph
+from tests.fuzz import checks
+from tests.fuzz.problems import Problem, draw
+from tests.fuzz.reference import Reference
+
+
+def offset_problem(**params: object) -> Problem:
+    """Columns that an offset makes alike: norm 1 does not tell them apart, a ridge does."""
+    rng = np.random.default_rng(0)
+    lo, hi = np.triu_indices(80, 1)
+    keep = rng.random(lo.size) < 0.08
+    X = rng.standard_normal((80, 3)) + 3e5
+    usual = {
+        "lam": 20.0, "loss": "ce", "ridge": 2e-4, "tol": 1e-9, "strategy": "direct",
+        "optimizer": "lbfgs", "max_iter": 40, "random_state": 0,
+    }  # fmt: skip
+    edges = np.stack([lo[keep], hi[keep]])
+    y = rng.integers(0, 3, 80)
+    return Problem("offset", 80, edges, None, X, y, np.arange(60), {**usual, **params}, "offset")
+
+
+def test_weights_keep_their_meaning_when_the_coordinates_change():
+    """Cause: u of columns of norm 1 was taken for u of orthonormal ones."""
+    problem = offset_problem()
+    model = checks.fit(problem)
+    assert any("orthonormal" in change.choice for change in model.changes_)
+    losses = [h["loss"] for h in model.history_]
+    assert max(losses) <= losses[0] * (1 + 1e-3)
+    best = problem.reference.best
+    assert abs(losses[-1] - float(best.value)) <= 1e-6 * float(best.value)
+    assert checks.bound_faults(model, problem.reference) == []
+
+
+@pytest.mark.parametrize("number", [111, 161, 280, 909, 918, 2720, 2879, 3341])
+def test_cross_entropy_has_no_spectrum(number):
+    """Cause: where stored rows proved nothing, P's bounds for MSE were taken for those of softmax."""
+    problem = draw(7, number, "stored rows")
+    assert problem.params["loss"] == "ce"
+    outcome = checks.run(problem)
+    assert outcome.faults == []
+    assert checks.fit(problem).spectrum_ is None
+
+
+@pytest.mark.parametrize("optimizer", ["gd", "lbfgs", "adam"])
+@pytest.mark.parametrize("few", [True, False])
+def test_nor_where_rows_of_the_inverse_stand_in(optimizer, few):
+    """Fewer rows than features, a ridge, and an optimizer that asks for the true gradient."""
+    rng = np.random.default_rng(1)
+    graph, d = random_graph(120, 400), 50 if few else 10
+    X, y = rng.standard_normal((120, d)), rng.integers(0, 3, 120)
+    model = HERTA(
+        lam=2.0, loss="ce", ridge=0.1, strategy="direct", optimizer=optimizer, max_iter=300
+    ).fit(graph, X, y, np.arange(30))
+    assert model.spectrum_ is None
+    assert model.certificate_.kind == "duality"
+    problem = Problem(
+        "few", 120, np.stack(graph.edges()[:2]), None, X, y, np.arange(30), model.get_params(), ""
+    )
+    assert isinstance(problem.reference, Reference)
+    assert checks.bound_faults(model, problem.reference) == []
+
+
+@pytest.mark.parametrize("params", [{}, {"ridge": 0.1}, {"loss": "ce", "ridge": 0.1}])
+def test_narrow_blocks_and_no_residual_end_at_the_same_optimum(params):
+    """A budget that holds a few columns only: Q is solved for from scratch if need be."""
+    rng = np.random.default_rng(2)
+    n, d = 4000, 60
+    graph, X, y = random_graph(n, 9000), rng.standard_normal((n, d)), rng.integers(0, 3, n)
+    train = np.arange(300)
+    common = {"lam": 5.0, "strategy": "direct", "tol": 1e-8, **params}
+    wide = HERTA(**common).fit(graph, X, y, train)
+    tight = HERTA(**common, memory_budget="1MB").fit(graph, X, y, train)
+    assert wide.plan_.recipe.keep_residual
+    assert not tight.plan_.recipe.keep_residual
+    assert tight.plan_.recipe.width < 16
+    assert wide.status_ == tight.status_ == "certified"
+    assert tight.history_[-1]["loss"] == pytest.approx(wide.history_[-1]["loss"], rel=1e-8)
+
+
+def test_outputs_beside_come_with_the_fit():
+    rng = np.random.default_rng(3)
+    graph, X, y = random_graph(200, 700), rng.standard_normal((200, 6)), rng.integers(0, 3, 200)
+    model = HERTA(lam=5.0, strategy="direct").fit(
+        graph, X, y, np.arange(100), evaluate=np.arange(150, 200)
+    )
+    Z = model.transform(graph, X)
+    assert model.outputs_.shape == (50, 3)
+    assert abs(model.outputs_ - Z[150:]).max() <= 1e-4 * abs(Z).max()
+    assert math.isfinite(model.certificate_.value)
+
+
+class Crash(Exception):  # noqa: N818
+    """What a resume goes on from."""
+
+
+@pytest.mark.parametrize("later", [None, np.arange(150, 200), np.arange(120, 170)])
+def test_a_resume_that_wants_other_outputs_gets_those(later, tmp_path):
+    """Cause: stored blocks of Q held the rows of the nodes that the first fit was asked for."""
+    rng = np.random.default_rng(3)
+    graph, X, y = random_graph(200, 700), rng.standard_normal((200, 6)), rng.integers(0, 3, 200)
+    model = HERTA(lam=5.0, strategy="direct", loss="ce", ridge=0.1)
+
+    def crash(_: object) -> None:
+        raise Crash
+
+    def fit(evaluate: object, callback: object = None) -> object:
+        state = Checkpoint(tmp_path / "state", worth=0.0, share=1.0)
+        return model.fit(graph, X, y, np.arange(100), callback, state, evaluate=evaluate)
+
+    with pytest.raises(Crash):
+        fit(np.arange(100, 150), crash)
+    fit(later)
+    assert hasattr(model, "outputs_") == (later is not None)
+    if later is not None:
+        Z = model.transform(graph, X)
+        assert abs(model.outputs_ - Z[later]).max() <= 1e-4 * abs(Z).max()
