@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from common import QUICK, RESULTS, read
-from summary import convergence, regret, scaling, table, update_readmes
+from summary import convergence, large, regret, scaling, table, update_readmes
 
 
 def primitives(rows: list[dict[str, Any]]) -> str:
@@ -88,6 +88,30 @@ def draw_scaling(rows: list[dict[str, Any]], plt: Any) -> None:
     save(figure, "scaling")
 
 
+def draw_large(rows: list[dict[str, Any]], plt: Any) -> None:
+    """Memory while a fit runs, beside what one array on all nodes would take."""
+    fits = {r["share"]: r for r in rows if r["what"] == "fit"}
+    curves = [r for r in rows if r["what"] == "memory"]
+    if not curves:
+        return
+    figure, axes = plt.subplots(1, len(curves), figsize=(4.6 * len(curves), 3.2), squeeze=False)
+    for axis, r in zip(axes.flat, curves, strict=True):
+        fit = fits[r["share"]]
+        seconds, anonymous, mapped = zip(*r["curve"], strict=True)
+        for values, line, label in ((anonymous, "-", "allocated"), (mapped, ":", "mapped files")):
+            axis.plot(seconds, [v / 2**30 for v in values], line, label=label)
+        for columns, color in (("d", "C2"), ("c", "C3")):
+            size = 4 * fit["n"] * fit[columns] / 2**30
+            axis.axhline(size, color=color, lw=0.8, label=f"one n x {columns} array (float32)")
+        axis.set_xlim(left=0.0)
+        axis.set_ylim(bottom=0.0)
+        axis.set_xlabel("seconds since the fit began", fontsize=8)
+        axis.set_ylabel("GB", fontsize=8)
+        axis.set_title(f"{fit['n']:,} nodes, {fit['m']:,} edges", fontsize=9)
+    axes.flat[0].legend(fontsize=6)
+    save(figure, "large")
+
+
 def draw_time_to_accuracy(rows: list[dict[str, Any]], plt: Any) -> None:
     panels = sorted({(r["data"], r["loss"], r["lam"]) for r in rows})
     figure, axes = plt.subplots(2, 4, figsize=(12.8, 5.2), squeeze=False)
@@ -158,12 +182,13 @@ def save(figure: Any, name: str) -> None:
 
 TABLES = {
     "primitives": primitives, "convergence": convergence, "time_to_accuracy": time_to_accuracy,
-    "scaling": scaling, "sparsify": sparsify, "regret": regret, "devices": devices,
+    "scaling": scaling, "large": large, "sparsify": sparsify, "regret": regret,
+    "devices": devices,
 }  # fmt: skip
 PICTURES = {
     "primitives": draw_apply, "convergence": draw_convergence,
-    "time_to_accuracy": draw_time_to_accuracy, "scaling": draw_scaling, "sparsify": draw_sparsify,
-    "regret": draw_regret,
+    "time_to_accuracy": draw_time_to_accuracy, "scaling": draw_scaling, "large": draw_large,
+    "sparsify": draw_sparsify, "regret": draw_regret,
 }  # fmt: skip
 
 

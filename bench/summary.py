@@ -113,6 +113,34 @@ def scaling(rows: Rows) -> str:
     return text
 
 
+def large(rows: Rows) -> str:
+    """Fits that were measured, and plans for cards that were not there."""
+    fits = [
+        [f"{r['n']:,}", f"{r['m']:,}", r["budget"], round(r["seconds"]), round(r["cpu_seconds"]),
+         r["peak_anonymous"] / 2**30, r["certificate"], r["kind"], r["products"], r["blocks"],
+         r["passes"], r["bytes_read"] / 1e9 / r["read_seconds"] if r["bytes_read"] else None,
+         f"{r['load']:.1f}"]
+        for r in rows if r["what"] == "fit"
+    ]  # fmt: skip
+    plans = [
+        [r["card"], r["lam"], "yes" if r["fits"] else "no", r["total_bytes"] / 2**30, r["columns"],
+         r["products_bytes"] / 2**40, r["passes"], r["X_bytes"] / 2**40]
+        for r in rows if r["what"] == "plan"
+    ]  # fmt: skip
+    measured = table(
+        ["nodes", "edges", "budget", "seconds", "processor seconds", "allocated at most (GB)",
+         "certified gap", "kind", "products with H per column", "blocks of columns",
+         "passes over X", "X read (GB/s)", "load at the end"],
+        fits,
+    )  # fmt: skip
+    planned = table(
+        ["card", "λ", "fits", "memory (GB)", "columns at once", "moved by products (TB)",
+         "passes over X", "moved by these (TB)"],
+        plans,
+    )  # fmt: skip
+    return f"{measured}\n\nPlanned by `herta plan synthetic:papers100M`, not run:\n\n{planned}"
+
+
 def convergence(rows: Rows) -> str:
     lines = [
         [r["data"], r["loss"], r["lam"], r["method"],
@@ -125,7 +153,8 @@ def convergence(rows: Rows) -> str:
 
 BLOCKS = {
     "primitives": primitives, "time_to_accuracy": time_to_accuracy, "headline": headline,
-    "regret": regret, "scaling": scaling, "convergence": convergence, "sparsify": sparsify,
+    "regret": regret, "scaling": scaling, "large": large, "convergence": convergence,
+    "sparsify": sparsify,
 }  # fmt: skip
 SOURCES = {"headline": "time_to_accuracy"}  # where a block's rows are, if not under its own name
 PAGES = (ROOT / "README.md", ROOT / "bench" / "README.md")

@@ -2,16 +2,27 @@
 
 The ground floor is the paper; every other concern has a room with a name.
 
-    herta            Algorithm 1, in the paper's order: the place to begin reading
+    herta            Algorithm 1, in the paper's order: the place to begin reading; `steps` has
+                     those of its steps that may take more than one try
     sparsifier       Algorithm 2: scores, sampling, L_tilde
     solver           H = I + lam L, block CG and Chebyshev
     preconditioner   Q, its sketch and P; `grams` factors it, `factors` has the forms of P^-1/2
-    unfolded         Z*(W) and its gradient through two solves
+    unfolded         Z*(W) and its gradient through two solves; `prediction` has the outputs of a
+                     fitted model, a block of columns at a time
     losses           a new loss goes here; `optimizers` and `training` hold the loop
     spectrum         what is known of the Hessian; `certificate` says what is proven of a fit
     graph, features  from an edge list to a Graph; X behind three products
 
-    planning/        settings (the caller's wishes, frozen), costs, memory, the plan
+The strategy "direct", which needs no array of n x d or n x c numbers, in the order of its work:
+
+    whitening        coordinates in which the columns of X are orthonormal
+    diffusion        the training rows of Q in these, with a proven bound of their error
+    dense            the optimum on stored rows; `descent` has the steps of cross entropy,
+                     `hessians` the second derivatives that lead them
+    direct           what the stored rows prove of the true problem
+
+    planning/        settings (the caller's wishes, frozen), costs, memory, the plan, and `cards`:
+                     plans for a GPU that is not there
     backends/        the primitives: base.py, cpu/ (reference and compiled), cuda/ (CuPy)
     datasets/        one module per source of data
     app/             the command line, one module per command

@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from herta_gpu.backends.base import Array, Backend
+from herta_gpu.plumbing.stages import Tell
 from herta_gpu.solver import RegularizedLaplacian, chebyshev, chebyshev_degree, chebyshev_rounding
 from herta_gpu.whitening import Basis
 
@@ -36,6 +37,10 @@ _CHUNK = 1 << 19  # numbers of a block that the residual is computed for at a ti
 Arrays = dict[str, Array]
 # A checkpoint gives such a function: what a name stands for is made, or read if it was made before.
 Recall = Callable[[str, Callable[[], Arrays]], Arrays]
+
+
+def silent(done: int, of: int) -> None:
+    """Nobody hears how many columns are done."""
 
 
 class Workspace:
@@ -71,6 +76,7 @@ class Diffusion:
         blocks: Sequence[slice],
         dtype: str,
         kept: bool,
+        tell: Tell = silent,
     ) -> None:
         xp, r = H.backend.xp, basis.rank
         self.H, self.basis, self.at, self.beside, self.dtype = H, basis, at, beside, dtype
@@ -80,7 +86,7 @@ class Diffusion:
         self.left = basis.sizes  # bounds of the norms of the columns of X C0 - H Q, Q still 0
         self.products = 0  # with H, for each column, at most
         self._kept = H.backend.empty((H.n, r), dtype) if kept else None
-        self._begun = False
+        self._begun, self.tell = False, tell
 
     @property
     def worst(self) -> float:
@@ -92,6 +98,7 @@ class Diffusion:
         work = Workspace(self.H, self.width, self.dtype)
         on = self._begun and self._kept is not None
         left = self.left.copy()
+        self.tell(0, left.shape[0])
         for J in self.cuts:
             block = recall(f"{name}-columns-{J.start}", partial(self._block, J, goal, work, on))
             self.rows[:, J], self.others[:, J] = block["rows"], block["others"]
@@ -99,6 +106,7 @@ class Diffusion:
             self.products = max(self.products, int(block["products"][0]))  # synchronize!
             if self._kept is not None:
                 self._kept[:, J] = block["B"]
+            self.tell(J.stop, left.shape[0])
         self.left, self._begun = left, True
 
     def _block(self, J: slice, goal: float, work: Workspace, on: bool) -> Arrays:

@@ -16,6 +16,7 @@ import scipy.sparse as sp
 
 from herta_gpu.backends.base import Array, Backend, Blocks, Part
 from herta_gpu.plumbing.interop import on_device, take_rows
+from herta_gpu.plumbing.reading import Reads
 
 _UNIT = 0.5 * float(np.finfo(np.float64).eps)  # what one operation rounds
 _CHUNK_BYTES = 16 << 20  # float64 copies of rows of X at most, and a small part of the budget
@@ -42,6 +43,11 @@ class Features:
             self._dense = Blocks(backend.asarray(take_rows(X, order, backend)))
         else:
             self._dense = backend.host_blocks(X, order)
+
+    @property
+    def reads(self) -> Reads | None:
+        """Passes over a dense X so far, and what came from its file."""
+        return None if self.sparse else self._dense.reads
 
     def column_block(self, start: int, stop: int, dtype: str) -> Array:
         """X[:, start:stop] as a dense block."""

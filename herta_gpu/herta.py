@@ -152,6 +152,9 @@ class HERTA(Estimator):
     spectrum_ : Spectrum or None
         What is known of the preconditioned Hessian; ``kappa`` bounds its condition number.
     stages_ : dict of stage to seconds
+    X_reads_ : dict
+        Of a dense X: passes over it, and bytes and seconds of reading it from its file (0 if it
+        was in memory); of the last `fit`, no file keeps it.
 
     Examples
     --------
@@ -286,6 +289,7 @@ class HERTA(Estimator):
         self.history_, self.certificate_, self.status_ = run.history, run.certificate, run.status
         self.warm_history_, self.changes_ = run.warm_history, made.changes
         self.stages_, self.n_features_in_ = stages.since(before), X.shape[1]
+        self.X_reads_ = {} if features.reads is None else features.reads.counts()
         self.spectrum_ = made.spectrum
         return self
 

@@ -16,11 +16,12 @@ from typing import Any
 import numpy as np
 
 from herta_gpu.backends.base import Array, Backend
-from herta_gpu.diffusion import Arrays, Diffusion, Recall, Workspace
+from herta_gpu.diffusion import Arrays, Diffusion, Recall, Workspace, silent
 from herta_gpu.factors import Factor, Identity
 from herta_gpu.features import Features, in_float64
 from herta_gpu.grams import RANK_CUT, DenseGram, Gram, LowRankGram, RowSpaceGram
 from herta_gpu.planning.recipe import Recipe
+from herta_gpu.plumbing.stages import Tell
 from herta_gpu.solver import (
     RegularizedLaplacian,
     block_cg,
@@ -108,6 +109,7 @@ def build(
     ridge: float,
     recall: Recall = made_anew,
     beside: Array | None = None,
+    tell: Tell = silent,
 ) -> Preconditioner:
     """Lines 3 to 8 of Algorithm 1 on the training rows; rows `beside` of Q are kept if measured."""
     basis = _basis(recipe, A.X, A.train.shape[0], ridge)
@@ -117,7 +119,7 @@ def build(
     beside = A.train[:0] if beside is None else beside
     diffusion = Diffusion(
         A.H, basis, A.train, beside, recipe.blocks(basis.rank), recipe.dtype(A.H.dtype),
-        recipe.keep_residual,
+        recipe.keep_residual, tell,
     )  # fmt: skip
     diffusion.lower(recipe.goal, recall, recipe.name)
     made = {"Q": diffusion.rows, "left": diffusion.left}
@@ -136,8 +138,9 @@ def lowered(
     diffusion = P.diffusion
     coordinates = recipe.whiten == isinstance(P.basis, Whitened)
     if diffusion is None or recipe.goal is None or not coordinates:
-        beside = None if diffusion is None else diffusion.beside
-        return build(recipe, A.H, A, Y, ridge, recall, beside)
+        if diffusion is None:
+            return build(recipe, A.H, A, Y, ridge, recall)
+        return build(recipe, A.H, A, Y, ridge, recall, diffusion.beside, diffusion.tell)
     diffusion.lower(recipe.goal, recall, recipe.name)
     made = {"Q": diffusion.rows, "left": diffusion.left}
     again = _factored(recipe, A.H, A, diffusion.basis, made, Y, ridge)

@@ -85,7 +85,8 @@ def preconditioned(
         return Made(none, None, recipe, changes)
     while True:
         with stages("preconditioner"):
-            P = build(recipe, H_tilde, A, Y, settings.ridge, recall, beside)
+            tell = stages.progress("Q", "columns")
+            P = build(recipe, H_tilde, A, Y, settings.ridge, recall, beside, tell)
         with stages("spectrum"):
             spectrum = _spectrum(plan.certificate, P, A, settings)
         missed = spectrum is not None and spectrum.kind == "estimate"

@@ -321,3 +321,17 @@ def test_parameters_are_stored_as_given():
     before = model.get_params()
     model.fit(g, X, y, train)
     assert model.get_params() == before
+
+
+@pytest.mark.parametrize("reordered", [False, True])
+def test_outputs_in_a_file_are_those_in_memory(tmp_path, reordered):
+    g, X, y, train = problem()
+    g = g.reordered("rcm") if reordered else g
+    model = HERTA(lam=20.0).fit(g, X, y, train)
+    exact = np.linalg.solve(dense_H(g, 20.0), X @ model.W_)
+    for i, idx in enumerate((slice(None), [7, 3, 150])):
+        nodes = None if isinstance(idx, slice) else idx
+        Z = model.transform(g, X, nodes, out=tmp_path / f"{i}.npy")
+        assert isinstance(Z, np.memmap)
+        np.testing.assert_array_equal(Z, model.transform(g, X, nodes))
+        np.testing.assert_allclose(Z, exact[idx], atol=1e-4 * np.abs(exact).max())

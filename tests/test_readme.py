@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+import herta_gpu
 from tests.conftest import ROOT
 
 PAGES = ("README.md", "CHANGELOG.md", "bench/README.md", "tests/README.md", "kernels/README.md",
@@ -42,6 +43,12 @@ def test_files_of_the_map_exist() -> None:
     assert len(names) > 15
     for name in names:
         assert (ROOT / "herta_gpu" / name).exists() or (ROOT / name).exists(), name
+
+
+def test_the_map_of_the_package_names_every_module_of_the_ground_floor() -> None:
+    floor = {path.stem for path in (ROOT / "herta_gpu").glob("*.py")} - {"__init__", "__main__"}
+    assert len(floor) > 15
+    assert floor <= set(re.findall(r"\w+", herta_gpu.__doc__ or ""))
 
 
 def test_the_code_of_the_readme_runs(capsys: pytest.CaptureFixture[str]) -> None:

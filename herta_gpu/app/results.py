@@ -77,6 +77,7 @@ class FitResult:
     dtype: str
     device: str
     normalize: str | None = None
+    X_reads: dict[str, float] | None = None  # `HERTA.X_reads_`; a model from a file has none
     note: str
 
     @classmethod
@@ -112,6 +113,7 @@ class FitResult:
             dtype=model.dtype,
             device=get_backend(model.device).name,
             normalize=data.metadata.get("normalize"),
+            X_reads=getattr(model, "X_reads_", None),
             note=data.metadata.get("note", ""),
         )
 
@@ -164,12 +166,14 @@ class FitResult:
         """What was found and what it took, as (name, value)."""
         shown = {stage: s for stage, s in self.seconds.items() if s >= SHORTEST}
         spent = ", ".join(f"{stage} {s:.2f}" for stage, s in shown.items())
+        reads = self.X_reads or {}
         return [
             ("status", self.status_text),
             ("loss", f"{self.loss:.8g}"),
             ("certificate", str(self.certificate)),
             *((f"{part} {self.metric}", f"{score:.4f}") for part, score in self.scores.items()),
             ("seconds", f"{self.total_seconds:.2f} ({spent})"),
+            *([("passes over X", _read_text(reads))] if reads.get("bytes_read") else []),
             ("peak memory", bytes_text(self.peak_memory_bytes)),
         ]
 
@@ -235,6 +239,12 @@ def _certificate_from_json(content: Any) -> Certificate:
     known = {f.name: content[f.name] for f in fields(Certificate) if f.name in content}
     lost = {name: math.inf for name in ("value", "gap") if known.get(name, math.inf) is None}
     return Certificate(**{**known, **lost})
+
+
+def _read_text(reads: dict[str, float]) -> str:
+    """ "9, 1.2 GB/s": how often X was read from its file, and how fast."""
+    rate = reads["bytes_read"] / max(reads["seconds"], 1e-9)
+    return f"{reads['passes']:,}, {rate / 1e9:.1f} GB/s"
 
 
 def _number(value: float | None) -> float:

@@ -62,6 +62,11 @@ class Reads:
         text = f"{self.passes:,} {'pass' if self.passes == 1 else 'passes'} over X"
         return f"{text}, {self.rate / 1e9:.1f} GB/s" if self.bytes_read else text
 
+    def counts(self) -> dict[str, float]:
+        """The numbers alone, to keep."""
+        names = ("passes", "bytes_read", "seconds", "waited")
+        return {name: getattr(self, name) for name in names}
+
     @contextmanager
     def reading(self, size: int) -> Iterator[None]:
         """Around each read: time counts once, however many threads read."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from math import inf, log10
@@ -20,6 +20,9 @@ except ImportError:
 
 
 SHORTEST = 0.005  # seconds: a stage below it shows as 0.00 and is not worth a line
+EVERY = 10.0  # seconds between two lines of progress in a log file
+
+Tell = Callable[[int, int], None]  # hears how much is done, and of how much
 
 
 def marked(name: str) -> AbstractContextManager[object]:
@@ -72,11 +75,33 @@ class Stages:
         """
         shown = f"certified gap {gap:.1e}" if gap < inf else "not certified yet    "
         name = "warm" if warm else "step"
-        text = f"{name} {step:4d}  [{_bar(gap, goal)}]  {shown}  loss {loss:.6g}"
+        text = f"{name} {step:4d}  [{_bar(_closeness(gap, goal))}]  {shown}  loss {loss:.6g}"
         often = step <= 10 or step % 10 == 0
         self._held = "" if often or sys.stderr.isatty() else text
         if not self._held:
             self._show(text, passing=True)
+
+    def progress(self, name: str, what: str) -> Tell:
+        """A function of (done, all) that shows a bar, and the time that the rest will take.
+
+        Whoever calls it begins with 0.  The pace is that of the newest part, since earlier ones
+        may have been read from a checkpoint.
+        """
+        before, since, shown = 0, time.perf_counter(), time.perf_counter()
+
+        def tell(done: int, of: int) -> None:
+            nonlocal before, since, shown
+            now = time.perf_counter()
+            pace, fresh = (now - since) / max(1, done - before), done > before
+            before, since = done, now
+            if not fresh or not (sys.stderr.isatty() or (done < of and now - shown >= EVERY)):
+                return
+            shown = now
+            left = f", about {_duration(pace * (of - done))} left" if done < of else ""
+            text = f"{name:<9}  [{_bar(done / of)}]  {done:,} of {of:,} {what}{left}"
+            self._show(text, passing=True)
+
+        return tell
 
     def note(self, text: str, stays: bool = False) -> None:
         """Show what goes on; on a terminal the next line takes its place unless it `stays`."""
@@ -98,11 +123,21 @@ class Stages:
             print("\r\033[K", end="", file=sys.stderr, flush=True)
 
 
-def _bar(gap: float, goal: float, width: int = 24) -> str:
-    """A bar that is empty at a gap of 1 and full at the goal, on a logarithmic scale."""
+def _closeness(gap: float, goal: float) -> float:
+    """0 at a gap of 1 and 1 at the goal, on a logarithmic scale."""
     if gap == inf or goal >= 1:
-        share = 0.0
-    else:
-        share = min(1.0, max(0.0, log10(max(gap, 1e-300)) / log10(goal)))
+        return 0.0
+    return min(1.0, max(0.0, log10(max(gap, 1e-300)) / log10(goal)))
+
+
+def _bar(share: float, width: int = 24) -> str:
     filled = int(width * share)
     return "#" * filled + "." * (width - filled)
+
+
+def _duration(seconds: float) -> str:
+    """A time as one says it: 90 s, 25 min, 3.5 h."""
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    minutes = seconds / 60
+    return f"{minutes:.0f} min" if minutes < 100 else f"{minutes / 60:.1f} h"

@@ -5,8 +5,10 @@ from __future__ import annotations
 import time
 from math import inf
 
+import numpy as np
 import pytest
 
+from herta_gpu import HERTA, Graph
 from herta_gpu.plumbing.stages import Stages
 
 
@@ -81,3 +83,68 @@ def test_a_terminal_sees_every_step_in_one_place(monkeypatch):
         time.sleep(0.01)
     assert len(terminal.seen()) == 2
     assert terminal.seen()[0].startswith("train")
+
+
+class Clock:
+    """Seconds that pass only when a test says so."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+def test_a_terminal_sees_how_much_is_left(monkeypatch):
+    terminal, clock = Terminal(), Clock()
+    monkeypatch.setattr("sys.stderr", terminal)
+    monkeypatch.setattr("herta_gpu.plumbing.stages.time", clock)
+    tell = Stages(verbose=True).progress("Q", "columns")
+    clock.now += 50.0  # before the first column anything may happen
+    tell(0, 128)
+    assert terminal.text == ""
+    tell(64, 128)  # read from a checkpoint: no time at all
+    clock.now += 40.0
+    tell(96, 128)
+    shown = "Q          [##################......]  96 of 128 columns, about 40 s left"
+    assert terminal.seen() == [shown]
+    tell(0, 128)  # once more, to a smaller residual
+    clock.now += 1000.0
+    tell(32, 128)
+    assert terminal.seen()[0].endswith("32 of 128 columns, about 50 min left")
+    tell(128, 128)
+    assert terminal.seen()[0].endswith("[########################]  128 of 128 columns")
+
+
+def test_a_log_file_gets_a_line_of_progress_now_and_then(monkeypatch, capsys):
+    clock = Clock()
+    monkeypatch.setattr("herta_gpu.plumbing.stages.time", clock)
+    tell = Stages(verbose=True).progress("Q", "columns")
+    for done in range(101):  # 4 seconds for each column
+        tell(done, 100)
+        clock.now += 4.0
+    lines = capsys.readouterr().err.splitlines()
+    assert [int(line.split("]")[1].split()[0]) for line in lines] == [*range(3, 100, 3)]
+    assert lines[0].endswith("3 of 100 columns, about 6 min left")
+    assert lines[-1].endswith("99 of 100 columns, about 4 s left")
+
+
+def test_nothing_is_shown_where_nobody_asked(monkeypatch):
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stderr", terminal)
+    tell = Stages(verbose=False).progress("Q", "columns")
+    tell(0, 2)
+    tell(1, 2)
+    assert terminal.text == ""
+
+
+def test_a_fit_tells_of_every_block_of_columns(monkeypatch):
+    told = []
+    monkeypatch.setattr(Stages, "progress", lambda *_: lambda *counts: told.append(counts))
+    rng = np.random.default_rng(0)
+    graph = Graph.from_edges(rng.integers(0, 3000, (2, 9000)), num_nodes=3000)
+    X, y = rng.standard_normal((3000, 40)), rng.integers(0, 3, 3000)
+    model = HERTA(strategy="direct", memory_budget=3_000_000).fit(graph, X, y)
+    blocks = model.plan_.recipe.blocks(40)
+    assert len(blocks) > 1
+    assert told[: len(blocks) + 1] == [(0, 40), *((J.stop, 40) for J in blocks)]

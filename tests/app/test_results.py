@@ -42,7 +42,7 @@ def test_the_keys_are_those_that_result_json_always_had(fitted):
     assert list(content) == [
         "dataset", "nodes", "edges", "features", "outputs", "lam", "ridge", "loss_function",
         "status", "steps", "warm_steps", "loss", "certificate", "metric", "scores", "seconds",
-        "peak_memory_bytes", "strategy", "dtype", "device", "normalize", "note",
+        "peak_memory_bytes", "strategy", "dtype", "device", "normalize", "X_reads", "note",
     ]  # fmt: skip
     assert set(content["certificate"]) == {
         "value", "kind", "probability", "gap", "note", "kept", "features", "reduced", "text"
@@ -66,7 +66,7 @@ def test_what_json_has_no_number_for_survives_as_well(fitted):
 def test_a_result_that_lacks_an_entry_is_refused_or_complete(fitted, name):
     content = fitted[2].as_json()
     del content[name]
-    if name in ("warm_steps", "normalize"):  # earlier versions did not write them
+    if name in ("warm_steps", "normalize", "X_reads"):  # earlier versions did not write them
         assert FitResult.from_json(content).text()
         return
     with pytest.raises(ValueError, match=f"it has no entry {name}"):
@@ -126,3 +126,21 @@ def test_a_model_that_cannot_be_reported_says_why(fitted, tmp_path):
     if not hasattr(stored, "plan_"):
         with pytest.raises(RuntimeError, match="has no plan_"):
             FitResult.from_fit(stored, data)
+
+
+def test_an_x_that_was_read_from_a_file_is_told_with_its_rate(fitted, tmp_path):
+    model, data, result = fitted
+    assert result.X_reads["passes"] > 0
+    assert result.X_reads["bytes_read"] == 0
+    assert "passes over X" not in result.text()
+    np.save(tmp_path / "X.npy", data.X)
+    mapped = replace(data, X=np.load(tmp_path / "X.npy", mmap_mode="r"))
+    again = HERTA(**model.get_params())
+    found = fit(again.set_params(reorder=False), mapped, Stages())
+    reads = found.X_reads
+    assert reads["bytes_read"] == reads["passes"] * data.X.nbytes
+    rate = reads["bytes_read"] / reads["seconds"] / 1e9
+    assert ["passes", "over", "X", f"{reads['passes']},", f"{rate:.1f}", "GB/s"] in [
+        line.split() for line in found.text().splitlines()
+    ]
+    assert through_json(found) == found
