@@ -21,7 +21,7 @@ if compiler() is None:
 
 from herta_gpu import HERTA
 from herta_gpu.backends import get_backend
-from herta_gpu.backends.cuda.graphs import DeviceGraph
+from herta_gpu.backends.cuda.graphs import DeviceGraph, derived
 from tests.backends.cuda import device_checks as checks
 from tests.cupy_standin import installed
 from tests.cupy_standin.device_array import ndarray
@@ -128,3 +128,18 @@ def test_a_csr_matrix_beyond_32_bits_is_refused(backend: Any) -> None:
     assert isinstance(large, DeviceGraph)
     with pytest.raises(ValueError, match=r"2,147,483,678 entries.*at most 2,147,483,647"):
         large.to_csr()
+
+
+# ---- memory -----------------------------------------------------------------------------------
+
+
+def test_what_a_graph_needs_beside_its_arrays_is_small(ledger: Ledger, backend: Any) -> None:
+    """Not even one number of 8 bytes for every entry."""
+    g = checks.random_graph(300, 20_000)
+    L = backend.laplacian(g, "float64")
+    sums = backend.asarray(g.loopless_degree)
+    ledger.clear()
+    before = ledger.held
+    found = derived(backend, {"indptr": L.indptr, "indices": L.indices}, sums, L.inv_sqrt_degree)
+    assert ledger.peak - before < 8 * L.nnz // 4
+    assert abs(found["lambda_max"] - g.lambda_max_bound) <= 1e-12
