@@ -17,7 +17,8 @@
 //
 // Bytes: scores 8 m + 4 m k w gathered (edges sorted by lo keep half of it in L1), 8 m out; prefix
 // sums 32 m against a bound of 16 m, in three plain launches; draws 8 s log2(m) gathered, mostly
-// from L2; filter 2 (4 nnz + 8 nnz) and one search of a row per lower entry.
+// from L2; filter 2 (4 nnz + 8 nnz) and one search of a row per lower entry; bounds of pairs 4 nnz
+// and 8 nnz gathered, with nothing of nnz numbers stored.
 
 constexpr u32 kStreamSample = 2;
 
@@ -250,6 +251,26 @@ __device__ void fill_kept(const Edges<I>& E, const T* weights, const double* fac
     }
 }
 
+// bounds[u] <- the largest ratio[u] + ratio[v] of the neighbours v of u, 0 without any.  With ratio =
+// diag(L) the largest of these bounds the eigenvalues of L.  A maximum has no order to keep.
+template <class I>
+__device__ void bound_pairs(i64 n, const i64* indptr, const I* indices, const double* ratio,
+                            double* bounds) {
+    const i64 step = static_cast<i64>(gridDim.x) * blockDim.y;
+    for (i64 u = static_cast<i64>(blockIdx.x) * blockDim.y + threadIdx.y; u < n; u += step) {
+        double largest = 0;
+        for (i64 e = indptr[u] + threadIdx.x; e < indptr[u + 1]; e += 32) {
+            const double pair = ratio[u] + ratio[indices[e]];
+            if (pair > largest) largest = pair;
+        }
+        for (int bit = 1; bit < 32; bit *= 2) {
+            const double other = __shfl_xor_sync(kAllLanes, largest, bit);
+            if (other > largest) largest = other;
+        }
+        if (threadIdx.x == 0) bounds[u] = largest;
+    }
+}
+
 // ---- names --------------------------------------------------------------------------------------
 
 #define EDGES(I) i64 n, const i64 *indptr, const I *indices, const i64 *first_edge
@@ -258,6 +279,11 @@ __device__ void fill_kept(const Edges<I>& E, const T* weights, const double* fac
     extern "C" __global__ void __launch_bounds__(kThreads)                          \
         upper_counts_##i(i64 n, const i64* indptr, const I* indices, i64* counts) { \
         count_upper(n, indptr, indices, counts);                                    \
+    }                                                                               \
+    extern "C" __global__ void __launch_bounds__(kThreads)                          \
+        pair_bounds_##i(i64 n, const i64* indptr, const I* indices,                 \
+                        const double* ratio, double* bounds) {                      \
+        bound_pairs(n, indptr, indices, ratio, bounds);                             \
     }                                                                               \
     extern "C" __global__ void __launch_bounds__(kThreads)                          \
         kept_counts_##i(EDGES(I), const double* factors, i64* counts) {             \

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from functools import cache
 from importlib.util import find_spec
 
@@ -35,24 +36,38 @@ def _cuda() -> Backend:
             f"CUDA 13) or herta_gpu[cu12] ({_first_line(error)})."
         ) from error
     try:
-        return CUDABackend()
+        made = CUDABackend()
     except RuntimeError as error:  # CuPy's own errors are of this kind, too
         raise RuntimeError(
             f'device="cuda" needs an NVIDIA GPU and its driver ({_first_line(error)}): '
             'check nvidia-smi, or use device="cpu".'
         ) from error
+    try:
+        made.try_out()
+    except Exception as error:  # a missing library is an ImportError, an OSError or CuPy's own
+        raise UnusableDeviceError(
+            f'device="cuda" found a GPU that cannot compute ({_first_line(error)}): install '
+            "herta_gpu[cu13] (for CUDA 13) or herta_gpu[cu12], which bring the libraries of the "
+            'toolkit, or use device="cpu".'
+        ) from error
+    return made
+
+
+class UnusableDeviceError(RuntimeError):
+    """A GPU is there, and CuPy, but not what they need to compute."""
 
 
 def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0].rstrip(".")
+    return str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
 
 
 def get_backend(device: str) -> Backend:
     """The backend of a name of `DEVICES`.
 
-    ``"auto"`` is CUDA where it is usable, else the CPU.  ``"cuda"`` is never replaced by anything
-    else: without a usable device it is an error.  ``"cpu-scipy"`` is the reference on the CPU,
-    without compiled kernels, also where numba is installed.
+    ``"auto"`` is CUDA where it is usable, else the CPU; it warns, once, where there is a GPU that
+    cannot compute.  ``"cuda"`` is never replaced by anything else: without a usable device it is an
+    error.  ``"cpu-scipy"`` is the reference on the CPU, without compiled kernels, also where numba
+    is installed.
     """
     if device == "cpu":
         return _cpu(compiled_kernels())
@@ -70,6 +85,9 @@ def get_backend(device: str) -> Backend:
 def _cuda_is_usable() -> bool:
     try:
         _cuda()
-    except RuntimeError:
+    except UnusableDeviceError as error:
+        warnings.warn(f'device="auto" goes on with the CPU: {error}', RuntimeWarning, stacklevel=3)
+        return False
+    except RuntimeError:  # no GPU, no driver or no CuPy: that is what most machines are like
         return False
     return True

@@ -238,6 +238,12 @@ class Emulated:
         )
         return indptr, indices, weights, sums
 
+    def pair_bounds(self, L: Any, ratio: Any) -> Any:
+        bounds = np.full(L.n, np.nan)
+        name = f"pair_bounds_{suffix(L.indices.dtype)}"
+        self._rows(name, L.n, I64(L.n), L.indptr, L.indices, ratio, bounds)
+        return bounds
+
     # ---- hadamard.cu ---------------------------------------------------------------------
     def random_words(self, count: int, stream: int, seed: int) -> Any:
         out = np.zeros(count, U64)

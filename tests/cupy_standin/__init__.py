@@ -73,6 +73,10 @@ class RawKernel:
 
     def _checked(self, i: int, a: Any, types: list[str]) -> Any:
         if isinstance(a, ndarray):
+            width = int(self.name.rpartition("_v")[2]) if "_v" in self.name else 1
+            bytes_ = min(16, width * a.itemsize)
+            if width > 1 and a.size and a.dtype.char in "fdH" and a.data.ptr % bytes_:
+                raise EmulatorError(f"{self.name}, argument {i}: not aligned to {bytes_} bytes")
             return a._data  # type, contiguity and the number of arguments: the emulator looks
         if isinstance(a, np.ndarray) or a is None:
             raise TypeError(f"{self.name}, argument {i}: {type(a)} is not on the device")

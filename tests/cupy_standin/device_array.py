@@ -7,6 +7,7 @@ would make a real device wait is counted in the ledger.
 from __future__ import annotations
 
 import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -152,6 +153,7 @@ class ndarray:  # noqa: N801 - CuPy's name
     itemsize = property(lambda self: self._raw.itemsize)
     strides = property(lambda self: self._raw.strides)
     flags = property(lambda self: self._raw.flags)
+    data = property(lambda self: SimpleNamespace(ptr=self._raw.ctypes.data))
     T = property(lambda self: ndarray(self._raw.T))
 
     @property

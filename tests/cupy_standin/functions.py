@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import scipy.linalg
 
+from tests.cuda_emulator import EmulatorError
 from tests.cupy_standin.device_array import allocator as asked
 from tests.cupy_standin.device_array import call, ndarray, pinned, poison, unwrap, wrap
 from tests.cupy_standin.ledger import LEDGER
@@ -295,6 +296,8 @@ def solve_triangular(
     check_finite: bool = False,
 ) -> ndarray:
     LEDGER.add("calls")
+    if not a.size or not b.size:
+        raise EmulatorError("CUBLAS_STATUS_INVALID_VALUE")  # SciPy takes an empty matrix
     found = scipy.linalg.solve_triangular(
         unwrap(a), unwrap(b), trans, lower, unit_diagonal, check_finite=False
     )

@@ -33,6 +33,7 @@ from herta_gpu.backends.cuda.device import (
     SEGMENT,
     THREADS,
     DeviceLaplacian,
+    aligned,
     blocks,
     column_shape,
     hadamard_passes,
@@ -118,11 +119,21 @@ class CUDABackend(Backend):
         self._graphs: WeakKeyDictionary[Graph, dict[str, Any]] = WeakKeyDictionary()
         self._scratch: dict[tuple[int, int], tuple[Array, Array]] = {}
 
+    def try_out(self) -> None:
+        """One kernel of ours and one solve of cuBLAS: a driver without the toolkit fails here."""
+        x = self.asarray(np.array([[1.0], [2.0]]))
+        C, b = self.asarray(np.array([[2.0, 0.0], [1.0, 4.0]])), self.asarray(np.array([2.0, 9.0]))
+        found = [float(self.column_dots(x, x)[0]), *self.solve_triangular(C, b).tolist()]
+        if found != [5.0, 1.0, 2.0]:  # synchronize!
+            raise RuntimeError(f"a first kernel and a first solve gave {found}, not [5, 1, 2]")
+
     # ---- arrays -------------------------------------------------------------------------
     def asarray(self, x: Any, dtype: str | None = None) -> Array:
         if on_device(x) and not hasattr(x, "__cuda_array_interface__"):
             x = cupy.from_dlpack(x)
-        return cupy.asarray(x, dtype=dtype, order="C")
+        x = cupy.asarray(x, dtype=dtype, order="C")
+        # The caller's own memory may begin anywhere, and an access of several columns may not.
+        return x if aligned(x) else x.copy()
 
     def to_numpy(self, x: Array) -> Any:
         return cupy.asnumpy(x)  # synchronize!
@@ -136,6 +147,8 @@ class CUDABackend(Backend):
     def solve_triangular(self, C: Array, B: Array, trans: bool = False) -> Array:
         from cupyx.scipy.linalg import solve_triangular  # needs cuBLAS, which a probe may lack
 
+        if not C.size or not B.size:  # P of rank 0; cuBLAS takes no empty matrix
+            return cupy.empty(B.shape, dtype=C.dtype)
         return solve_triangular(C, B, trans="T" if trans else "N", lower=True)
 
     def cholesky(self, P: Array) -> Array | None:
@@ -236,6 +249,12 @@ class CUDABackend(Backend):
 
     def laplacian_csr(self, L: Laplacian, order: Any = None) -> Any:
         """L as a CSR matrix of CuPy: the reference that the kernels are compared with."""
+        if L.nnz + L.n >= 2**31:  # whether 64-bit indices work there is told differently
+            raise ValueError(
+                f"L has {L.nnz + L.n:,} entries, and a CSR matrix of CuPy holds at most "
+                f"{2**31 - 1:,}: take the arrays indptr, indices and weights of the graph, or "
+                "products with H from SDDSolver."
+            )
         values, ends = entries(self, L, order)
         return cupyx.scipy.sparse.coo_matrix((values, ends), shape=(L.n, L.n)).tocsr()
 

@@ -90,7 +90,8 @@ def to_cugraph(graph: Graph) -> Any:
         import cugraph
     except ImportError as error:
         raise RuntimeError(
-            "to_cugraph needs the packages cugraph and cudf of RAPIDS: install herta_gpu[cugraph]."
+            "to_cugraph needs the packages cugraph and cudf of RAPIDS: install "
+            "herta_gpu[cugraph-cu13] (or [cugraph-cu12])."
         ) from error
     u, v, w = graph.edges()
     loops = graph.degree - graph.loopless_degree

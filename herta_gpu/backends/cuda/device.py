@@ -35,6 +35,13 @@ def vector_width(k: int, dtype: Any) -> int:
     return next(v for v in (4, 2, 1) if v <= widest and k % v == 0)
 
 
+def aligned(x: Array) -> bool:
+    """Whether every row of x begins where `vector_width` columns may be read at once."""
+    if x.ndim != 2 or not x.size:
+        return True
+    return x.data.ptr % (x.itemsize * vector_width(x.shape[1], x.dtype)) == 0
+
+
 def column_shape(k: int, width: int, least: int = 1) -> tuple[int, int, int]:
     """(block x, block y, grid y) for k columns, `width` a thread, 256 threads a block."""
     groups = k // width

@@ -181,12 +181,13 @@ def derived(
     xp, indptr, indices = backend.xp, held["indptr"], held["indices"]
     ratio, length = sums * inv_sqrt_degree**2, xp.diff(indptr)
     rows = xp.flatnonzero(length > SEGMENT)  # synchronize!  few rows, and only they are read
-    # The bound of `Graph.lambda_max_bound`, over all entries.
-    pair = ratio[_row_of_entries(xp, indptr, indices)] + ratio[indices]
+    # The bound of `Graph.lambda_max_bound`, by a kernel: as array operations it would take four
+    # arrays of an 8-byte number for every entry, more than the graph itself.
+    pairs = backend.sampler.pair_bounds(indptr, indices, ratio)
     return {
         "inv_sqrt_degree": inv_sqrt_degree,
         "diagonal": ratio,
-        "lambda_max": float(pair.max()) * (1 + 1e-12) if pair.size else 0.0,  # synchronize!
+        "lambda_max": float(pairs.max()) * (1 + 1e-12),  # synchronize!
         "segments": backend.segments(*map(backend.to_numpy, (rows, length[rows]))),
     }
 

@@ -65,6 +65,14 @@ class EdgeSampler:
             L.edges = first, lo, hi, weights
         return L.edges
 
+    def pair_bounds(self, indptr: Array, indices: Array, ratio: Array) -> Array:
+        """(n,) the largest ratio[u] + ratio[v] over the neighbours v of each u, 0 without any."""
+        n = ratio.shape[0]
+        bounds = self.xp.empty(n)
+        name = f"pair_bounds_{suffix(indices.dtype)}"
+        self._rows(name, n, I64(n), indptr, indices, ratio, bounds)
+        return bounds
+
     def scores(self, L: DeviceLaplacian, B_S: Array, Pi_S: Array, lam: float) -> Array:
         """(m,) ||B_S^T b_e||^2 + ||Pi_S^T b_e||^2 / lam."""
         m, k = L.nnz // 2, B_S.shape[1]

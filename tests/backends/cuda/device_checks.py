@@ -206,6 +206,24 @@ def check_empty(backend: Backend) -> None:
     assert backend.cg_active(state) == 0
     one = backend.asarray(np.ones((1, 4), "float32"))
     assert backend.edge_scores(L, one, one, LAM).shape == (0,)
+    for shape in ((0,), (0, 3), (2, 0)):
+        C, B = (backend.asarray(np.zeros(s)) for s in ((shape[0], shape[0]), shape))
+        assert backend.solve_triangular(C, B, trans=True).shape == shape
+
+
+def check_unaligned(backend: Backend) -> None:
+    """A block of the caller that does not begin where 16 bytes may be read at once."""
+    L = backend.laplacian(graph("tail"), "float32")
+    X = block(L.n, 4, "float32")
+    flat = backend.asarray(np.concatenate([np.zeros(1, "float32"), X.ravel()]))
+    unaligned = flat[1:].reshape(L.n, 4)
+    taken = backend.asarray(unaligned)
+    expected = CPU.apply_H(CPU.laplacian(graph("tail"), "float32"), LAM, X)
+    close(backend, backend.apply_H(L, LAM, taken), expected, "float32")
+    rows = backend.asarray(block(5, 1, "float64"))[1:]
+    assert backend.asarray(rows) is rows  # columns one by one may begin anywhere: no copy
+    pairs = backend.asarray(X)[3:]
+    assert backend.asarray(pairs) is pairs
 
 
 def check_streaming(backend: Backend) -> None:
@@ -254,6 +272,7 @@ def check_all(backend: Backend) -> None:
     check_srht(backend, 600, 3, "float32")
     check_dense(backend)
     check_empty(backend)
+    check_unaligned(backend)
     check_streaming(backend)
 
 

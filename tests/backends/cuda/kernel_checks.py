@@ -179,6 +179,15 @@ def check_sampled_graph(run: Emulated, L: Any, k: int, dtype: str) -> None:
     assert_close(sums, expected.loopless_degree, dtype)
 
 
+def check_pair_bounds(run: Emulated, L: Any, k: int, dtype: str) -> None:
+    """Against the dense matrix, where most ends of the largest pair lie beyond the first 32."""
+    ratio = np.random.default_rng(k).random(L.n) + 0.1
+    A = np.zeros((L.n, L.n), bool)
+    A[np.repeat(np.arange(L.n), np.diff(L.indptr)), L.indices] = True
+    expected = np.where(A, ratio[:, None] + ratio, 0.0).max(axis=1)
+    assert np.array_equal(run.pair_bounds(L, ratio), expected)
+
+
 def check_srht(run: Emulated, L: Any, k: int, dtype: str) -> None:
     Q = block(L.n, k, dtype)
     for s in {1, max(1, L.n // 2), L.n}:
@@ -189,7 +198,13 @@ CHECKS: dict[str, list[Callable[[Emulated, Any, int, str], None]]] = {
     "laplacian.cu": [check_apply_H, check_chebyshev, check_residual, check_half],
     "cg.cu": [check_cg, check_column_dots],
     "sketch.cu": [check_sketches],
-    "sampling.cu": [check_scores, check_sampling, check_scan, check_sampled_graph],
+    "sampling.cu": [
+        check_scores,
+        check_sampling,
+        check_scan,
+        check_sampled_graph,
+        check_pair_bounds,
+    ],
     "hadamard.cu": [check_srht],
 }
 EVERY = [check for checks in CHECKS.values() for check in checks]

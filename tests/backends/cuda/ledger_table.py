@@ -14,6 +14,7 @@ import numpy as np
 import herta_gpu.features
 import herta_gpu.herta
 from herta_gpu import HERTA, Graph
+from herta_gpu.backends import get_backend
 from herta_gpu.plumbing.stages import Stages
 from tests.cupy_standin import installed
 from tests.cupy_standin.ledger import Ledger
@@ -41,6 +42,7 @@ def fit(ledger: Ledger, loss: str, streamed: bool = False) -> HERTA:
         lam=5.0, loss=loss, ridge=0.1 if loss == "ce" else 0.0, sparsify=True, sketch=True,
         device="cuda",
     )  # fmt: skip
+    get_backend("cuda")  # a device is tried out once, not in every fit
     ledger.clear()
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(herta_gpu.herta, "Stages", Counted))

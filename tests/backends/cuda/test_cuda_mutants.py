@@ -32,6 +32,10 @@ MUTANTS = {
     "a size of 32 bits": (device_sampling, "(I64(m), I64(k), lo", "(I32(m), I64(k), lo"),
     "forgotten contiguity": ("cuda", 'cupy.asarray(x, dtype=dtype, order="C")',
                              "cupy.asarray(x, dtype=dtype)"),
+    "memory of the caller that is not aligned": (
+        "cuda", "return x if aligned(x) else x.copy()", "return x"
+    ),
+    "an empty solve": ("cuda", "if not C.size or not B.size:", "if 0:"),
     "arrays swapped": ("cuda", "s.R, s.R, s.P, s.Z", "s.R, s.P, s.R, s.Z"),
     "sizes swapped": ("cuda", "args=(I64(n), I64(k), *args)", "args=(I64(k), I64(n), *args)"),
     "alpha and beta swapped": ("cuda", "s.iterations, s.alpha, s.beta,",

@@ -138,6 +138,16 @@ MUTANTS = {
         "cg.cu", "alpha[c] = step[i];\n", "alpha[c] = step[i];\n        rho[c] = dot[i];\n"
     ),
     "sum over half the lanes": Mutant("sampling.cu", "warp_sum(l, 1, 8)", "warp_sum(l, 1, 4)"),
+    "largest over half the lanes": Mutant(
+        "sampling.cu",
+        "bit < 32; bit *= 2) {\n            const double other",
+        "bit < 16; bit *= 2) {\n            const double other",
+    ),
+    "only the first 32 neighbours": Mutant(
+        "sampling.cu",
+        "indptr[u + 1]; e += 32) {\n            const double pair",
+        "indptr[u + 1]; e += 32 * 1000) {\n            const double pair",
+    ),
     "search from the wrong side": Mutant(
         "sampling.cu", "if (list[middle] > value)", "if (list[middle] >= value)"
     ),

@@ -1,0 +1,145 @@
+"""What a machine with a GPU meets first: a half-installed toolkit, and what only devices refuse.
+
+On the stand-in for CuPy, like test_cuda.py.
+"""
+
+from __future__ import annotations
+
+import sys
+import tomllib
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.conftest import ROOT
+from tests.cuda_emulator import compiler
+
+if compiler() is None:
+    pytest.skip("no g++: the kernels cannot be emulated", allow_module_level=True)
+
+from herta_gpu import HERTA
+from herta_gpu.backends import get_backend
+from herta_gpu.backends.cuda.graphs import DeviceGraph, derived
+from tests.backends.cuda import device_checks as checks
+from tests.cupy_standin import installed
+from tests.cupy_standin.device_array import ndarray
+from tests.cupy_standin.ledger import Ledger
+
+# ---- which device -----------------------------------------------------------------------------
+
+
+class CompileException(Exception):  # noqa: N818 - CuPy's name; it is no RuntimeError there either
+    """As CuPy's."""
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "error"),
+    [
+        ("cupy", "RawModule", RuntimeError("libnvrtc.so.13: no such file\nmore")),
+        ("cupy", "RawModule", CompileException("libnvrtc.so.13: no such file")),
+        ("cupyx.scipy.linalg", "solve_triangular", ImportError("libcublas: no such file")),
+        ("cupy", "RawModule", OSError()),
+    ],
+)
+def test_a_driver_without_the_toolkit(
+    monkeypatch: pytest.MonkeyPatch, module: str, name: str, error: Exception
+) -> None:
+    """`import cupy` works there, the first kernel or the first solve does not."""
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise error
+
+    with installed(), monkeypatch.context() as patch:
+        patch.setattr(sys.modules[module], name, fail)
+        said = str(error).partition("\n")[0] or "OSError"
+        with pytest.raises(RuntimeError, match=rf"cannot compute \({said}\).*herta_gpu\[cu13\]"):
+            HERTA(device="cuda").fit(checks.graph("fit"), np.ones((60, 1)), np.arange(60) % 2)
+        with pytest.warns(RuntimeWarning, match=rf'"auto" goes on with the CPU: .*{said}'):
+            assert get_backend("auto").name == "cpu"
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # it is said once
+            assert get_backend("auto").name == "cpu"
+
+
+def test_a_device_that_gives_wrong_numbers_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    with installed(), monkeypatch.context() as patch:
+        linalg = sys.modules["cupyx.scipy.linalg"]
+        solve = linalg.solve_triangular
+        patch.setattr(linalg, "solve_triangular", lambda *a, **k: solve(*a, **k) * 2.0)
+        with pytest.raises(RuntimeError, match=r"\[5.0, 2.0, 4.0\], not \[5, 1, 2\]"):
+            get_backend("cuda")
+
+
+def test_a_device_is_tried_once(ledger: Ledger) -> None:
+    get_backend("cuda")
+    ledger.clear()
+    assert get_backend("auto") is get_backend("cuda")
+    assert dict(ledger.stages) == {}
+
+
+def test_extras_bring_the_toolkit_and_no_two_cupys() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    kinds = {}
+    for name, packages in project["optional-dependencies"].items():
+        if name != "test":  # it only compiles and reads signatures
+            assert not [p for p in packages if p.startswith("cupy") and "[ctk]" not in p]
+        text = " ".join(packages)
+        kinds[name] = {c for c in ("12", "13") if f"cuda{c}x" in text or f"-cu{c}" in text}
+        assert len(kinds[name]) <= 1
+        assert not kinds[name] or name == "test" or name.endswith(f"cu{min(kinds[name])}")
+    assert {name for name, kind in kinds.items() if kind} >= {"cu12", "cu13", "cugraph-cu13"}
+
+
+# ---- what the host accepts and a device does not ------------------------------------------------
+
+
+@pytest.mark.parametrize("loss", ["mse", "ce"])
+@pytest.mark.parametrize("strategy", ["herta", "direct"])
+def test_a_preconditioner_of_rank_0(ledger: Ledger, loss: str, strategy: str) -> None:
+    """Its triangular factor is empty."""
+    model = HERTA(device="cuda", loss=loss, ridge=0.1, strategy=strategy)
+    model.fit(checks.graph("fit"), np.zeros((60, 4)), np.arange(60) % 3)
+    assert not model.W_.any()
+
+
+def test_X_that_begins_anywhere(ledger: Ledger, backend: Any) -> None:
+    g, X, y = checks.graph("fit"), checks.block(60, 8, "float32"), np.arange(60) % 3
+    flat = backend.asarray(np.concatenate([np.zeros(1, "float32"), X.ravel()]))
+    unaligned = flat[1:].reshape(60, 8)
+    assert unaligned.data.ptr % 16
+    found = HERTA(device="cuda", strategy="herta").fit(g, unaligned, y).W_
+    np.testing.assert_array_equal(found, HERTA(device="cuda", strategy="herta").fit(g, X, y).W_)
+
+
+def test_a_csr_matrix_beyond_32_bits_is_refused(backend: Any) -> None:
+    """Of 2^31 entries; the arrays take no memory."""
+
+    def entries(value: Any) -> ndarray:
+        return ndarray(np.broadcast_to(value, (2**31 - 3,)))
+
+    g = checks.graph("tail")
+    L = backend.laplacian(g, "float64")
+    held = {"indices": entries(np.int32(0)), "weights": None, "indptr": L.indptr}
+    held |= {"inv_sqrt_degree": L.inv_sqrt_degree, "diagonal": L.diagonal, "lambda_max": 2.0}
+    held |= {"segments": backend.segments(np.zeros(0, int), np.zeros(0, int))}
+    large = backend.adopt(held, g.num_nodes)
+    assert isinstance(large, DeviceGraph)
+    with pytest.raises(ValueError, match=r"2,147,483,678 entries.*at most 2,147,483,647"):
+        large.to_csr()
+
+
+# ---- memory -----------------------------------------------------------------------------------
+
+
+def test_what_a_graph_needs_beside_its_arrays_is_small(ledger: Ledger, backend: Any) -> None:
+    """Not even one number of 8 bytes for every entry."""
+    g = checks.random_graph(300, 20_000)
+    L = backend.laplacian(g, "float64")
+    sums = backend.asarray(g.loopless_degree)
+    ledger.clear()
+    before = ledger.held
+    found = derived(backend, {"indptr": L.indptr, "indices": L.indices}, sums, L.inv_sqrt_degree)
+    assert ledger.peak - before < 8 * L.nnz // 4
+    assert abs(found["lambda_max"] - g.lambda_max_bound) <= 1e-12
