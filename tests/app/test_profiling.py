@@ -81,3 +81,15 @@ def test_a_terminal_sees_every_step_in_one_place(monkeypatch):
         time.sleep(0.01)
     assert len(terminal.seen()) == 2
     assert terminal.seen()[0].startswith("train")
+
+
+def test_a_stage_waits_for_the_device_and_is_charged_for_it():
+    stages = Stages(wait=lambda: time.sleep(0.02))
+    with stages("solve"):
+        pass
+    assert stages.seconds["solve"] >= 0.02
+    called = []
+    stages.wait = lambda: called.append("wait")
+    with pytest.raises(ValueError, match="no"), stages("load"):
+        _fail_after(0.0)
+    assert called == []  # there may be no device left to wait for
