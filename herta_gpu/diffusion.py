@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from herta_gpu.backends.base import Array, Backend
-from herta_gpu.plumbing.stages import Tell
+from herta_gpu.plumbing.stages import Tell, marked
 from herta_gpu.solver import RegularizedLaplacian, chebyshev, chebyshev_degree, chebyshev_rounding
 from herta_gpu.whitening import Basis
 
@@ -100,7 +100,8 @@ class Diffusion:
         left = self.left.copy()
         self.tell(0, left.shape[0])
         for J in self.cuts:
-            block = recall(f"{name}-columns-{J.start}", partial(self._block, J, goal, work, on))
+            with marked("block of Q", first=J.start, columns=J.stop - J.start):
+                block = recall(f"{name}-columns-{J.start}", partial(self._block, J, goal, work, on))
             self.rows[:, J], self.others[:, J] = block["rows"], block["others"]
             left[J] = block["left"]
             self.products = max(self.products, int(block["products"][0]))  # synchronize!
@@ -173,8 +174,9 @@ def _new_residual(
 ) -> Array:
     """B <- source - H Z; the norms of its columns, before they are stored."""
     squares: Any = 0.0
-    for rows, part in source:
-        R = H.residual_rows(part, Z, rows.start)
-        B[rows] = R
-        squares = squares + H.backend.column_dots(R, R)
+    with marked("residual", columns=B.shape[1]):
+        for rows, part in source:
+            R = H.residual_rows(part, Z, rows.start)
+            B[rows] = R
+            squares = squares + H.backend.column_dots(R, R)
     return H.backend.xp.sqrt(squares)

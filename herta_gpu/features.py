@@ -17,6 +17,7 @@ import scipy.sparse as sp
 from herta_gpu.backends.base import Array, Backend, Blocks, Part
 from herta_gpu.plumbing.interop import on_device, take_rows
 from herta_gpu.plumbing.reading import Reads
+from herta_gpu.plumbing.stages import marked
 
 _UNIT = 0.5 * float(np.finfo(np.float64).eps)  # what one operation rounds
 _CHUNK_BYTES = 16 << 20  # float64 copies of rows of X at most, and a small part of the budget
@@ -54,8 +55,9 @@ class Features:
         if self.sparse:
             return self.backend.asarray(self._transposed[start:stop].toarray().T, dtype)
         block = self.backend.empty((self.shape[0], stop - start), dtype)
-        for rows, part in self._dense.parts(self._parts(start, stop)):
-            block[rows] = part
+        with marked("pass over X", columns=stop - start):
+            for rows, part in self._dense.parts(self._parts(start, stop)):
+                block[rows] = part
         return block
 
     def row_chunks(self, columns: slice | None = None) -> Iterator[tuple[slice, Array]]:
@@ -63,9 +65,7 @@ class Features:
         n, d = self.shape
         J = slice(0, d) if columns is None else columns
         if not self.sparse:
-            wide = in_float64(self.backend.xp)
-            for rows, part in self._dense.parts(self._parts(J.start, J.stop)):
-                yield rows, wide(part)
+            yield from self._chunks(J)
             return
         step = _rows_at_once(J.stop - J.start, self._chunk_bytes)
         block = None if columns is None else self.column_block(J.start, J.stop, "float64")
@@ -84,7 +84,8 @@ class Features:
     def times(self, W: Array) -> Array:
         """X W in float64 (n x c)."""
         if self.sparse:
-            return self.backend.asarray(self._rows @ W)
+            with marked("pass over X", columns=self.shape[1]):
+                return self.backend.asarray(self._rows @ W)
         out = self.backend.xp.empty((self.shape[0], W.shape[1]))
         for rows, part in self._chunks():
             out[rows] = self.backend.matmul(part, W)
@@ -94,7 +95,8 @@ class Features:
         """X^T V in float64 (d x c)."""
         V = V.astype("float64", copy=False)
         if self.sparse:
-            return self.backend.asarray(self._transposed @ V)
+            with marked("pass over X", columns=self.shape[1]):
+                return self.backend.asarray(self._transposed @ V)
         out = self.backend.xp.zeros((self.shape[1], V.shape[1]))
         for rows, part in self._chunks():
             out += self.backend.matmul(part.T, V[rows])
@@ -169,11 +171,13 @@ class Features:
         np.cumsum(_scrambled(values + 0.0) * keys[rows], out=sums[1:])
         return sums[indptr[1:]] - sums[indptr[:-1]]
 
-    def _chunks(self) -> Iterator[tuple[slice, Array]]:
+    def _chunks(self, columns: slice | None = None) -> Iterator[tuple[slice, Array]]:
         """Rows of X in float64, made so on the device: fewer bytes to send."""
+        J = slice(0, self.shape[1]) if columns is None else columns
         wide = in_float64(self.backend.xp)
-        for rows, part in self._dense.parts(self._parts(0, self.shape[1])):
-            yield rows, wide(part)
+        with marked("pass over X", columns=J.stop - J.start):
+            for rows, part in self._dense.parts(self._parts(J.start, J.stop)):
+                yield rows, wide(part)
 
     def _parts(self, start: int, stop: int) -> list[Part]:
         """X[:, start:stop] in runs of rows that are not too large as float64."""

@@ -145,7 +145,7 @@ class Graph:
 
     @classmethod
     def from_cugraph(cls, G: Any, num_nodes: int | None = None) -> Graph:
-        """The graph of an undirected ``cugraph.Graph`` with vertex ids 0..num_nodes-1."""
+        """The graph of a ``cugraph.Graph`` with vertex ids 0..num_nodes-1; see `from_edges`."""
         from herta_gpu.backends.cuda.cugraph import from_cugraph
 
         return from_cugraph(G, num_nodes)

@@ -236,7 +236,7 @@ class HERTA(Estimator):
         X, targets = self._checked_data(graph, X, y, train, backend)
         beside = node_rows([] if evaluate is None else to_host(evaluate, backend), graph.num_nodes)
         stages = Stages(self.verbose) if stages is None else stages
-        before = dict(stages.seconds)
+        before, stages.wait = dict(stages.seconds), backend.synchronize
         if checkpoint is not None:
             with stages("checkpoint"):
                 data = (graph, X, y, targets.rows, checkpoint.split)

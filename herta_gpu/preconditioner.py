@@ -21,7 +21,7 @@ from herta_gpu.factors import Factor, Identity
 from herta_gpu.features import Features, in_float64
 from herta_gpu.grams import RANK_CUT, DenseGram, Gram, LowRankGram, RowSpaceGram
 from herta_gpu.planning.recipe import Recipe
-from herta_gpu.plumbing.stages import Tell
+from herta_gpu.plumbing.stages import Tell, marked
 from herta_gpu.solver import (
     RegularizedLaplacian,
     block_cg,
@@ -247,7 +247,9 @@ def _solved_columns(
                 B[rows] = part
             return {"Q": chebyshev(H_tilde, B, recipe.degree, iterates)}
 
-        yield J, recall(f"{recipe.name}-columns-{J.start}", solved)["Q"]
+        with marked("block of Q", first=J.start, columns=J.stop - J.start):
+            Q_J = recall(f"{recipe.name}-columns-{J.start}", solved)["Q"]
+        yield J, Q_J
 
 
 def _adjoint_rows(
@@ -275,7 +277,8 @@ def _adjoint_rows(
 
     for i in range(0, rows.shape[0], k):
         at = rows[i : i + k]
-        block = recall(f"{recipe.name}-rows-{i}", partial(solved, at))
+        with marked("block of Q", first=i, rows=at.shape[0]):
+            block = recall(f"{recipe.name}-rows-{i}", partial(solved, at))
         A[i : i + at.shape[0]] = block["A"]
         squares = squares + (block["left"] ** 2).sum()
     # H >= I, so no solution is longer than its right-hand side plus what it leaves.

@@ -24,6 +24,7 @@ from herta_gpu.backends import get_backend
 from herta_gpu.backends.base import Array, Backend, Laplacian
 from herta_gpu.graph import Graph, check_graph
 from herta_gpu.plumbing.interop import as_array, in_kind_of, on_device, take_rows
+from herta_gpu.plumbing.stages import marked
 from herta_gpu.plumbing.validation import (
     BudgetError,
     check_choice,
@@ -94,9 +95,10 @@ class RegularizedLaplacian:
 
     def residual(self, B: Array, Z: Array) -> Array:
         """B - H Z in float64, whatever the precision of B and Z."""
-        Z64 = self.backend.asarray(Z, "float64")
-        HZ = self.apply(Z64)
-        return self.backend.xp.subtract(B, HZ, out=HZ)
+        with marked("residual", columns=Z.shape[1]):
+            Z64 = self.backend.asarray(Z, "float64")
+            HZ = self.apply(Z64)
+            return self.backend.xp.subtract(B, HZ, out=HZ)
 
 
 @dataclass
@@ -143,6 +145,14 @@ def block_cg(
     precision.  When float32 cannot go on, Z is kept in float64 (iterative refinement); when that
     cannot either, the corrections are found in float64, too; after that the status is "stagnated".
     """
+    with marked("solve", columns=B.shape[1], tol=tol):
+        return _refined(H, B, tol, guess, max_iter)
+
+
+def _refined(
+    H: RegularizedLaplacian, B: Array, tol: float, guess: Array | None, max_iter: int | None
+) -> tuple[Array, SolveInfo]:
+    """`block_cg`, cycle by cycle."""
     xp, k = H.backend.xp, B.shape[1]
     Z = xp.zeros(B.shape, dtype=H.dtype) if guess is None else guess.copy()
     tol = max(tol, _LEAST_TOL)
@@ -175,9 +185,10 @@ def block_cg(
         # By powers of two, which round nothing: residuals of about 1, whatever the unit of B.
         scale = xp.exp2(xp.floor(xp.log2(xp.where(open_ & (norm > 0), norm, 1.0))))
         start = xp.multiply(R, open_ / scale, out=R).astype(working)
-        step, steps = _cycle(
-            H, start, energy / scale**2, tol, limit - int(iterations.max(initial=0))
-        )
+        with marked("refinement cycle", number=cycle, precision=working):
+            step, steps = _cycle(
+                H, start, energy / scale**2, tol, limit - int(iterations.max(initial=0))
+            )
         iterations += steps
         step *= scale.astype(step.dtype)
         Z += step
@@ -275,7 +286,8 @@ def chebyshev(
         steps.append((rho * rho_next, 2 * rho_next / delta if delta > 0 else 0.0))
         rho = rho_next
     L = H.laplacian(str(B.dtype))
-    return H.backend.chebyshev(L, H.lam, B, 1 / theta, steps, work, half)
+    with marked("solve", columns=B.shape[1], degree=degree):
+        return H.backend.chebyshev(L, H.lam, B, 1 / theta, steps, work, half)
 
 
 def column_bytes(dtype: str) -> int:

@@ -101,9 +101,7 @@ def preconditioned(
         changes.append(why)
 
 
-def _spectrum(
-    kind: str, P: Preconditioner, A: UnfoldedMap, settings: Settings
-) -> Spectrum | None:
+def _spectrum(kind: str, P: Preconditioner, A: UnfoldedMap, settings: Settings) -> Spectrum | None:
     """Bounds of the Hessian that P leaves; one that is not the same everywhere has none."""
     if not LOSSES[settings.loss].quadratic:
         return None

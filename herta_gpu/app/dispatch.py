@@ -27,6 +27,7 @@ def dispatch(argv: Sequence[str] | None = None) -> int:
     if hasattr(args, "check"):
         args.check(args)
     args.verbose = not (args.json or args.quiet)
+    args.argv = list(sys.argv[1:] if argv is None else argv)
     try:
         check_names(args)
         output: CommandOutput = args.run(args)

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
 from herta_gpu.app.experiment import fit, load_for, make_model
 from herta_gpu.app.results import CommandOutput, FitResult
-from herta_gpu.app.text import table
+from herta_gpu.app.text import bytes_text, table
 from herta_gpu.backends import get_backend
 from herta_gpu.herta import HERTA
 from herta_gpu.plumbing.files import check_target, new_file
 from herta_gpu.plumbing.plain import to_plain
 from herta_gpu.plumbing.stages import Stages
+
+_PROFILERS = {
+    "nsys": "nsys profile --trace=cuda,nvtx,osrt --capture-range=cudaProfilerApi "
+    "--capture-range-end=stop --cuda-graph-trace=node -o herta",
+    "ncu": "ncu --profile-from-start off --nvtx --set full --launch-count 200 -o herta",
+}
 
 
 def run(args: argparse.Namespace) -> CommandOutput:
@@ -27,23 +34,44 @@ def run(args: argparse.Namespace) -> CommandOutput:
     with stages("warm-up"):
         make_model(args, verbose=False).fit(data.graph, data.X, data.y, data.split["train"])
     model = make_model(args)
-    with get_backend(args.device).profiled():
+    with get_backend(args.device).profiled() as traffic:
         result = fit(model, data, Stages(args.verbose))
     with new_file(path) as temporary:
         temporary.write_text(json.dumps(to_plain(trace(model, result.seconds), lossy=True)))
-    nsys = (
-        "nsys profile --trace=cuda,nvtx,osrt --capture-range=cudaProfilerApi "
-        f"--capture-range-end=stop -o herta python -m herta_gpu profile {args.dataset}"
-    )
+    again = f"python -m herta_gpu {shlex.join(args.argv)}"
+    commands = {name: f"{command} {again}" for name, command in _PROFILERS.items()}
     text = "\n\n".join(
         [
             _stage_table(result),
+            *([_kernel_table(traffic)] if traffic is not None else []),
             f"trace: {path} (open it in ui.perfetto.dev or chrome://tracing)",
-            f"with Nsight Systems on a machine with a GPU:\n  {nsys}",
+            f"with Nsight Systems on a machine with a GPU:\n  {commands['nsys']}",
+            f"with Nsight Compute, kernel by kernel:\n  {commands['ncu']}",
         ]
     )
-    content = {**result.as_json(), "trace": str(path), "nsys": nsys}
+    content = {**result.as_json(), "trace": str(path), **commands, "kernels": _kernels(traffic)}
     return CommandOutput(content, text, result.diverged)
+
+
+def _kernels(traffic: Any) -> dict[str, dict[str, int]]:
+    """Launches of each kernel, and the bytes that it must move; none on the CPU."""
+    if traffic is None:
+        return {}
+    names = sorted(traffic.moved, key=traffic.moved.__getitem__, reverse=True)
+    return {
+        name: {"launches": traffic.launches[name], "bytes": traffic.moved[name]} for name in names
+    }
+
+
+def _kernel_table(traffic: Any) -> str:
+    found = _kernels(traffic)
+    total = max(1, sum(row["bytes"] for row in found.values()))
+    rows = [("kernel", "launches", "must move", "share")]
+    rows += [
+        (name, f"{row['launches']:,}", bytes_text(row["bytes"]), f"{row['bytes'] / total:.0%}")
+        for name, row in found.items()
+    ]
+    return table(rows) + "\ngathers of neighbours come on top, as far as the caches miss"
 
 
 def _stage_table(result: FitResult) -> str:

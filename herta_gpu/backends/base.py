@@ -262,9 +262,15 @@ class Backend(ABC):
         r = int((s > cut * s[0]).sum())  # synchronize!
         return self.xp.ascontiguousarray(V[:, :r]), self.xp.diag(s[:r])
 
-    def profiled(self) -> AbstractContextManager[object]:
-        """Around what a profiler shall record: warm-up and compilation stay outside."""
+    def profiled(self) -> AbstractContextManager[Any]:
+        """Around what a profiler shall record: warm-up and compilation stay outside.
+
+        On a device with kernels of ours this gives the bytes that each of them must move.
+        """
         return nullcontext()
+
+    def synchronize(self) -> None:  # noqa: B027 - the host has nothing to wait for
+        """Wait until the device has done all that it was asked."""
 
     @abstractmethod
     def memory_available(self) -> int:

@@ -79,7 +79,7 @@ def from_dgl(graph: Any) -> Dataset:
 
 
 def from_cugraph(graph: Any) -> Graph:
-    """The graph of an undirected ``cugraph.Graph`` whose vertices are 0..n-1."""
+    """The graph of a ``cugraph.Graph`` whose vertices are 0..n-1; edge ids are no weights."""
     return Graph.from_cugraph(graph)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -227,7 +228,8 @@ def test_profile_writes_a_trace_that_adds_up(capsys, tmp_path, monkeypatch):
 
     monkeypatch.setattr(Backend, "profiled", profiled)
     path = tmp_path / "t.json"
-    answer = run(capsys, "profile", "digits", "--ridge", "0.1", "--out", str(path))
+    argv = ["profile", "digits", "--ridge", "0.1", "--split", "random:0.5", "--out", str(path)]
+    answer = run(capsys, *argv)
     assert calls == ["start", "stop"]
     events = json.loads(path.read_text())["traceEvents"]
     stages = [e for e in events if e["ph"] == "X" and e["tid"] == 1]
@@ -235,6 +237,10 @@ def test_profile_writes_a_trace_that_adds_up(capsys, tmp_path, monkeypatch):
     total = sum(answer["seconds"].values())
     assert stages[-1]["ts"] + stages[-1]["dur"] == pytest.approx(1e6 * total, abs=5)
     assert "--capture-range=cudaProfilerApi" in answer["nsys"]
+    for command in (answer["nsys"], answer["ncu"]):  # all that the user said is said again
+        words = shlex.split(command)
+        assert words[words.index("herta_gpu") + 1 :] == [*argv, "--json"]
+    assert answer["kernels"] == {}  # the CPU has none
 
 
 # ---- mistakes -------------------------------------------------------------------------------

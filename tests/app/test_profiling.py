@@ -148,3 +148,15 @@ def test_a_fit_tells_of_every_block_of_columns(monkeypatch):
     blocks = model.plan_.recipe.blocks(40)
     assert len(blocks) > 1
     assert told[: len(blocks) + 1] == [(0, 40), *((J.stop, 40) for J in blocks)]
+
+
+def test_a_stage_waits_for_the_device_and_is_charged_for_it():
+    stages = Stages(wait=lambda: time.sleep(0.02))
+    with stages("solve"):
+        pass
+    assert stages.seconds["solve"] >= 0.02
+    called = []
+    stages.wait = lambda: called.append("wait")
+    with pytest.raises(ValueError, match="no"), stages("load"):
+        _fail_after(0.0)
+    assert called == []  # there may be no device left to wait for

@@ -47,6 +47,7 @@ from herta_gpu.backends.cuda.device import (
 from herta_gpu.backends.cuda.graphs import DeviceGraph, derived, entries, from_device_edges
 from herta_gpu.backends.cuda.sampling import EdgeSampler
 from herta_gpu.backends.cuda.streaming import StreamedBlocks
+from herta_gpu.backends.cuda.traffic import Traffic, counted, note
 from herta_gpu.graph import Graph
 from herta_gpu.plumbing.interop import on_device
 
@@ -81,6 +82,7 @@ def _launch(
         # A pointer knows nothing of strides, and CuPy sends any Python number as 64 bits.
         contiguous = isinstance(a, cupy.ndarray) and a.flags.c_contiguous
         assert contiguous or isinstance(a, np.generic), f"{name}, argument {i}: {type(a)}"
+    note(file, name, args)
     _kernel(file, name)(grid, block, args)
 
 
@@ -163,15 +165,17 @@ class CUDABackend(Backend):
         return pivoted_cholesky(cupy, P, cut)
 
     @contextmanager
-    def profiled(self) -> Iterator[None]:
-        if "NSYS_PROFILING_SESSION_ID" not in os.environ:
-            yield
-            return
-        cupy.cuda.profiler.start()
+    def profiled(self) -> Iterator[Traffic]:
+        cupy.cuda.profiler.start()  # tells nsys and ncu alike; without either it does nothing
         try:
-            yield
+            with counted() as traffic:
+                yield traffic
+            self.synchronize()
         finally:
             cupy.cuda.profiler.stop()
+
+    def synchronize(self) -> None:
+        cupy.cuda.get_current_stream().synchronize()  # synchronize!
 
     def memory_available(self) -> int:
         pool = cupy.get_default_memory_pool()

@@ -14,6 +14,7 @@ import numpy as np
 from herta_gpu.graph import Graph
 
 Triple = tuple[Any, Any, Any]  # ends and weights
+MOST_ROWS = 2_147_483_100  # a longer edge list is refused by cuGraph
 
 
 def available() -> bool:
@@ -25,50 +26,86 @@ def merged(
 ) -> tuple[Triple, Triple, int]:
     """(edges of one direction added up, each undirected edge once, connected components).
 
-    Everything stays on the device; `asarray` makes a column an array there.
+    Everything stays on the device; `asarray` makes a column an array there.  Repeated edges and
+    the two directions are merged by cuDF: cuGraph drops all but one of them, and promises neither
+    which one nor what its weight will be.
     """
     if not u.shape[0]:
         return (u, v, w), (u, v, w), n
-    import cudf
     import cugraph
 
-    frame = cudf.DataFrame({"src": u, "dst": v, "weights": w})
+    frame = _frame({"src": u, "dst": v, "weights": w}, "leave it on the host, as a NumPy array")
     frame = frame.groupby(["src", "dst"], as_index=False).sum()
+    u, v, w = (asarray(frame[name].to_cupy()) for name in ("src", "dst", "weights"))
+    ahead = u < v
+    lo, hi = u * ahead + v * ~ahead, v * ahead + u * ~ahead
+    # Directions that differ are an error, which the caller finds: the kept weight is one of both.
+    pairs = _frame({"src": lo, "dst": hi, "weights": w})
+    pairs = pairs.groupby(["src", "dst"], as_index=False).max()
+    once = tuple(asarray(pairs[name].to_cupy()) for name in ("src", "dst", "weights"))
     G = cugraph.Graph(directed=False)
-    G.from_cudf_edgelist(frame, source="src", destination="dst", edge_attr="weights")
-    once = tuple(asarray(x.to_cupy()) for x in _columns(G))
-    directed = tuple(asarray(frame[name].to_cupy()) for name in ("src", "dst", "weights"))
+    G.from_cudf_edgelist(pairs, source="src", destination="dst")
     labels = cugraph.weakly_connected_components(G)["labels"]
     # Nodes without an edge are not in G; each is a component of its own.
     components = int(labels.nunique()) + n - len(labels)
-    return directed, once, components
+    return (u, v, w), once, components
 
 
-def _columns(G: Any) -> list[Any]:
-    """Sources, destinations and, if there are any, weights: each edge once, the caller's ids."""
-    frame = G.view_edge_list()
-    found = [
-        _column(frame, getattr(G, "source_columns", None), "src"),
-        _column(frame, getattr(G, "destination_columns", None), "dst"),
-    ]
-    if G.is_weighted():
-        named = getattr(G, "weight_column", None)
-        found.append(_column(frame, named, "weights", "weight", "wgt"))
-    return found
+def _frame(columns: dict[str, Any], instead: str = "") -> Any:
+    """An edge list of cuDF; one that is too long is refused, with what to do `instead`."""
+    import cudf
+
+    rows = columns["src"].shape[0]
+    if rows > MOST_ROWS:
+        raise ValueError(
+            f"The edge list has {rows:,} rows, but RAPIDS takes {MOST_ROWS:,} at most"
+            + (f": {instead}." if instead else ".")
+        )
+    return cudf.DataFrame(columns)
 
 
 def from_cugraph(G: Any, num_nodes: int | None = None) -> Graph:
-    """The undirected cuGraph graph `G`, whose vertex ids must be 0..num_nodes-1.
+    """The cuGraph graph `G`, whose vertex ids must be 0..num_nodes-1.
 
-    By default there are as many nodes as `G` knows vertices, and at least as its ids need.
+    Its edges are those that it was made from, merged by the rule of `Graph.from_edges`: what
+    cuGraph itself keeps of repeated edges and of two directions is not promised.  By default
+    there are as many nodes as `G` knows vertices, and at least as its ids need.
     """
-    if G.is_directed():
-        raise ValueError("The cuGraph graph is directed: use its to_undirected() first.")
+    if not hasattr(G, "view_edge_list"):  # cuGraph has the method once there are edges
+        raise ValueError("The cuGraph graph is empty: fill it by from_cudf_edgelist first.")
+    if getattr(G, "is_multi_gpu", bool)():
+        raise ValueError("The cuGraph graph is spread over several GPUs: give one on a single GPU.")
     u, v, *w = (column.to_numpy() for column in _columns(G))
     edges = np.stack([u, v])
     if num_nodes is None:
         num_nodes = max(int(G.number_of_vertices()), int(edges.max(initial=-1)) + 1)
     return Graph.from_edges(edges, num_nodes, *w)
+
+
+def _columns(G: Any) -> list[Any]:
+    """Sources, destinations and, if there are any, weights: the caller's edges and ids."""
+    given = getattr(G, "input_df", None)
+    frame = G.view_edge_list() if given is None else given
+    found = [
+        _column(frame, getattr(G, "source_columns", None), "src"),
+        _column(frame, getattr(G, "destination_columns", None), "dst"),
+    ]
+    named, weighted = getattr(G, "weight_column", None), G.is_weighted()
+    if given is None and not weighted and "weight" in frame.columns:
+        # Only a copy forgets that it is weighted.  Where to_undirected() has put the two directions
+        # together, its weights are still in the order of the old list.
+        raise ValueError(
+            "The cuGraph graph is a copy by to_undirected() or to_directed(), which may mix up "
+            "weights: give the graph that was copied; a directed one is taken as well."
+        )
+    if weighted and given is not None and named is None:
+        raise ValueError(
+            "The cuGraph graph is weighted, but by no column: "
+            'give from_cudf_edgelist the name of one, as edge_attr="weights", and no list.'
+        )
+    if weighted:
+        found.append(_column(frame, named, "weight", "weights"))
+    return found
 
 
 def _column(frame: Any, *names: Any) -> Any:
@@ -86,7 +123,7 @@ def to_cugraph(graph: Graph) -> Any:
     Self-loops of weight 1, which every node has by default, are left out.
     """
     try:
-        import cudf
+        import cudf  # noqa: F401 - `_frame` needs it
         import cugraph
     except ImportError as error:
         raise RuntimeError(
@@ -104,6 +141,6 @@ def to_cugraph(graph: Graph) -> Any:
         columns["weights"] = np.concatenate([weights, loops[looped]])
     G = cugraph.Graph(directed=False)
     edge_attr = "weights" if weighted else None
-    frame = cudf.DataFrame(columns)
+    frame = _frame(columns)
     G.from_cudf_edgelist(frame, source="src", destination="dst", edge_attr=edge_attr)
     return G

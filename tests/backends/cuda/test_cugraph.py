@@ -1,4 +1,7 @@
-"""The cuGraph adapter, on a stand-in with the signatures of cuGraph 26.10, which needs a GPU."""
+"""The cuGraph adapter, on a stand-in for cuGraph 26.10, which needs a GPU.
+
+`test_rapids_names.py` holds the stand-in to what the real packages show.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,9 @@ import scipy.sparse as sp
 
 from herta_gpu import HERTA, Graph
 from herta_gpu.backends import get_backend
+from herta_gpu.backends.cuda import cugraph as adapter
 from herta_gpu.backends.cuda.graphs import DeviceGraph
+from herta_gpu.datasets import from_cugraph
 from tests.conftest import random_graph
 from tests.cuda_emulator import compiler
 from tests.cupy_standin import installed
@@ -56,6 +61,9 @@ class DataFrame:
     def __getitem__(self, name: str) -> Series:
         return self._data[name]
 
+    def __len__(self) -> int:
+        return len(next(iter(self._data.values())))
+
     def groupby(self, by: list[str], as_index: bool = True) -> Grouped:
         assert not as_index  # the keys would no longer be columns
         return Grouped(self, by)
@@ -85,22 +93,55 @@ class Grouped:
     def sum(self) -> DataFrame:
         return self._merged(np.add, 0.0)
 
-    def min(self) -> DataFrame:
-        return self._merged(np.minimum, np.inf)
+    def max(self) -> DataFrame:
+        return self._merged(np.maximum, -np.inf)
+
+
+class _Edges:
+    """What a graph has once it is filled; cuGraph hides it behind `__getattr__`, too."""
+
+    def __init__(self, directed: bool) -> None:
+        self._directed, self._weighted, self._ids = directed, False, None
+        self.input_df: DataFrame | None = None
+        self.source_columns = self.destination_columns = self.weight_column = None
+
+    def fill(self, u: Any, v: Any, w: Any) -> None:
+        """One edge per pair of ends; of the weights given for it, the mean, which nobody gave."""
+        pairs = np.stack([u, v]) if self._directed else np.sort([u, v], axis=0)
+        self._ends, at, count = np.unique(pairs, axis=1, return_inverse=True, return_counts=True)
+        self._weights = None if w is None else np.bincount(at.ravel(), weights=w) / count
+
+    def view_edge_list(self) -> DataFrame:
+        if self._directed and self.input_df is not None:
+            return self.input_df
+        u, v = self._ends
+        flip = np.arange(u.shape[0]) % 2 == 0  # an edge is shown in either direction
+        names = (self.source_columns or "src", self.destination_columns or "dst")
+        columns = {names[0]: np.where(flip, v, u), names[1]: np.where(flip, u, v)}
+        if self._weights is not None:
+            columns["weight"] = self._weights
+        return DataFrame(columns)
+
+    def number_of_vertices(self) -> int:
+        return len(np.unique(self._ends))
 
 
 class CuGraph:
-    """cugraph.Graph: both directions are one edge, of the smaller weight, shown in either."""
+    """cugraph.Graph, as far as our adapter goes."""
 
     def __init__(self, m_graph: Any = None, directed: bool = False) -> None:
-        self._directed, self._frame = directed, None
+        self._directed = directed
+        self._Impl: _Edges | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_Impl"], name)
 
     def from_cudf_edgelist(
         self,
         input_df: DataFrame,
         source: str = "source",
         destination: str = "destination",
-        edge_attr: str | None = None,
+        edge_attr: Any = None,
         weight: str | None = None,
         edge_id: str | None = None,
         edge_type: str | None = None,
@@ -110,36 +151,47 @@ class CuGraph:
         vertices: Any = None,
     ) -> None:
         assert isinstance(input_df, DataFrame)
-        columns = {name: input_df[name].to_numpy() for name in input_df.columns}
-        ends = np.sort(np.stack([columns[source], columns[destination]]), axis=0)
-        frame = DataFrame(columns | {source: ends[0], destination: ends[1]})
-        self._frame = frame.groupby([source, destination], as_index=False).min()
-        self.source_columns, self.destination_columns = source, destination
-        self.weight_column = edge_attr
+        made = self._Impl = _Edges(self._directed)
+        made._weighted = edge_attr is not None or weight is not None
+        weight = edge_attr if isinstance(edge_attr, str) else weight  # one in a list is forgotten
+        others = edge_attr if isinstance(edge_attr, list) else [weight, edge_id, edge_type]
+        names = [source, destination, *(name for name in others if name is not None)]
+        columns = {name: input_df[name].to_numpy() for name in names}
+        made.input_df = DataFrame(columns)
+        made.source_columns, made.destination_columns = source, destination
+        made.weight_column = weight
+        w = None if weight is None else columns[weight]
+        made.fill(columns[source], columns[destination], w)
 
-    def view_edge_list(self) -> DataFrame:
-        columns = {name: self._frame[name].to_numpy() for name in self._frame.columns}
-        flip = np.arange(len(columns["src"])) % 2 == 0
-        src, dst = columns["src"], columns["dst"]
-        columns |= {"src": np.where(flip, dst, src), "dst": np.where(flip, src, dst)}
-        return DataFrame(columns)
+    def to_undirected(self) -> CuGraph:
+        """A copy that has forgotten all names, with weights in the order of the old list."""
+        copy = CuGraph()
+        made = copy._Impl = _Edges(False)
+        frame, old = self.input_df, self._Impl
+        w = None if old.weight_column is None else frame[old.weight_column].to_numpy()
+        u, v = (frame[name].to_numpy() for name in (old.source_columns, old.destination_columns))
+        made.fill(u, v, None)
+        made._weights = None if w is None else w[: made._ends.shape[1]]
+        return copy
 
     def is_directed(self) -> bool:
         return self._directed
 
-    def number_of_vertices(self) -> int:
-        return len(np.unique([self._frame[name].to_numpy() for name in ("src", "dst")]))
-
     def is_weighted(self) -> bool:
-        return self.weight_column is not None
+        return self._weighted
+
+    def is_multi_gpu(self) -> bool:
+        return False
+
+    def is_renumbered(self) -> bool:
+        return False
 
 
 def weakly_connected_components(
     G: CuGraph, directed: Any = None, connection: Any = None, return_labels: Any = None
 ) -> DataFrame:
     """Of the nodes that have an edge."""
-    src, dst = (G._frame[name].to_numpy() for name in ("src", "dst"))
-    names, at = np.unique([src, dst], return_inverse=True)
+    names, at = np.unique(G._ends, return_inverse=True)
     src, dst = at.reshape(2, -1)
     A = sp.coo_array((np.ones(len(src)), (src, dst)), shape=(len(names),) * 2)
     labels = sp.csgraph.connected_components(A, directed=False)[1]
@@ -187,9 +239,80 @@ def test_heavy_self_loops_survive() -> None:
     np.testing.assert_allclose(back.adjacency().toarray(), g.adjacency().toarray())
 
 
-def test_directed_graphs_are_refused() -> None:
-    with pytest.raises(ValueError, match="directed"):
-        Graph.from_cugraph(CuGraph(directed=True))
+def filled(directed: bool = False, **options: Any) -> CuGraph:
+    """Edges 0 -> 1, 1 -> 0, 1 -> 2, 2 -> 3 and their numbers, with the options of a caller."""
+    frame = DataFrame(
+        {"a": [0, 1, 1, 2], "b": [1, 0, 2, 3], "w": [2.0, 2.0, 3.0, 5.0], "id": [7, 8, 9, 10]}
+    )
+    G = CuGraph(directed=directed)
+    G.from_cudf_edgelist(frame, source="a", destination="b", **options)
+    return G
+
+
+WEIGHTED = [[1, 2, 0, 0], [2, 1, 3, 0], [0, 3, 1, 5], [0, 0, 5, 1]]
+
+
+@pytest.mark.parametrize("directed", [False, True])
+@pytest.mark.parametrize("read", [Graph.from_cugraph, from_cugraph])
+def test_directed_graphs_are_completed(read: Any, directed: bool) -> None:
+    """Weights by whatever name, and edges listed in one direction only."""
+    for options in ({"edge_attr": "w"}, {"weight": "w"}, {"weight": "w", "edge_id": "id"}):
+        found = read(filled(directed, **options))
+        np.testing.assert_array_equal(found.adjacency().toarray(), WEIGHTED)
+
+
+@pytest.mark.parametrize("read", [Graph.from_cugraph, from_cugraph])
+def test_edge_ids_are_no_weights(read: Any) -> None:
+    found = read(filled(True, edge_id="id"))
+    assert found.weights is None
+    np.testing.assert_array_equal(found.adjacency().toarray(), np.array(WEIGHTED) > 0)
+
+
+def test_repeated_edges_are_merged_by_our_rule() -> None:
+    """cuGraph drops all but one; the weights of one direction add up here."""
+    G = CuGraph()
+    frame = DataFrame({"a": [0, 0, 1, 1], "b": [1, 1, 0, 2], "w": [1.0, 3.0, 4.0, 5.0]})
+    G.from_cudf_edgelist(frame, source="a", destination="b", edge_attr="w")
+    expected = [[1, 4, 0], [4, 1, 5], [0, 5, 1]]
+    np.testing.assert_array_equal(Graph.from_cugraph(G).adjacency().toarray(), expected)
+
+
+def test_two_directions_that_differ_are_quoted_as_the_caller_gave_them() -> None:
+    G = CuGraph()
+    frame = DataFrame({"a": [0, 1], "b": [1, 0], "w": [1.0, 4.0]})
+    G.from_cudf_edgelist(frame, source="a", destination="b", edge_attr="w")
+    with pytest.raises(ValueError, match=r"\(0, 1\) has weight 1 but \(1, 0\) has 4"):
+        Graph.from_cugraph(G)
+
+
+def test_graphs_whose_weights_nobody_knows_are_refused() -> None:
+    for G, sentence in (
+        (filled(True, edge_attr="w").to_undirected(), "give the graph that was copied"),
+        (filled(edge_attr=["w"]), 'edge_attr="weights"'),
+        (CuGraph(), "is empty: fill it by from_cudf_edgelist"),
+        (CuGraph(directed=True), "is empty"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            Graph.from_cugraph(G)
+    assert Graph.from_cugraph(filled(True).to_undirected()).weights is None  # nothing to mix up
+
+
+def test_graphs_on_several_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CuGraph, "is_multi_gpu", lambda _: True)
+    with pytest.raises(ValueError, match="several GPUs"):
+        Graph.from_cugraph(filled())
+
+
+def test_edge_lists_that_are_too_long_are_refused(
+    cupy: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(adapter, "MOST_ROWS", 4)
+    edges = np.stack([np.arange(5), np.arange(1, 6)])
+    with pytest.raises(ValueError, match="has 5 rows, but RAPIDS takes 4 at most: leave it on the"):
+        Graph.from_edges(cupy.asarray(edges))
+    with pytest.raises(ValueError, match="has 5 rows, but RAPIDS takes 4 at most"):
+        Graph.from_edges(edges).to_cugraph()
+    assert Graph.from_edges(cupy.asarray(edges[:, :4])).num_edges == 4
 
 
 def test_without_cugraph_the_error_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -275,6 +398,7 @@ def test_a_fit_on_a_graph_of_the_device(cupy: Any) -> None:
         ([[0, 1], [1, 2]], None, [1.0, np.nan], None),
         ([[0, 1], [1, 2]], None, [1.0], None),
         ([[0, 1], [1, 0]], None, [1.0, 2.0], None),
+        ([[1, 0, 1], [0, 1, 0]], None, [1.0, 2.0, 5.0], None),  # 6 one way, 2 the other
         ([[1, 0, 0], [0, 1, 1]], None, None, "sum"),  # twice one way, once the other
         ([[4, 2, 0, 2, 4], [4, 1, 1, 1, 4]], None, None, "error"),
         ([[2, 0, 2], [1, 1, 1]], None, [1.0, 1.0, 1.0], "error"),

@@ -1,0 +1,71 @@
+"""Bytes that the kernels must move at least, counted launch by launch while somebody profiles.
+
+What must move is every array that a launch reads or writes, once, and those that it updates in
+place twice.  Gathers of neighbours come on top as far as the caches do not absorb them, and what a
+kernel really moves is for a profiler to say.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+# Blocks that are read and written by the same launch: each counts once more.
+_UPDATED = {"chebyshev": 1, "chebyshev_half": 1, "cg_residual": 1, "cg_direction": 2}
+_BY_BLOCKS = ("laplacian.cu", "cg.cu")  # their first arguments are n and k
+_TYPES = re.compile(r"_[fiu](32|64).*$")
+
+
+@dataclass
+class Traffic:
+    """Launches and bytes by kernel, without the types in its name."""
+
+    launches: dict[str, int] = field(default_factory=dict)
+    moved: dict[str, int] = field(default_factory=dict)
+
+    def add(self, file: str, kernel: str, args: tuple[Any, ...]) -> None:
+        name = _TYPES.sub("", kernel)
+        self.launches[name] = self.launches.get(name, 0) + 1
+        self.moved[name] = self.moved.get(name, 0) + must_move(file, name, args)
+
+
+_counting: list[Traffic] = []
+
+
+@contextmanager
+def counted() -> Iterator[Traffic]:
+    """Count all launches within the block."""
+    _counting.append(Traffic())
+    try:
+        yield _counting[-1]
+    finally:
+        _counting.pop()
+
+
+def note(file: str, kernel: str, args: tuple[Any, ...]) -> None:
+    """Called at every launch; it does nothing unless somebody counts."""
+    for traffic in _counting:
+        traffic.add(file, kernel, args)
+
+
+def must_move(file: str, name: str, args: tuple[Any, ...]) -> int:
+    """The bytes of one launch of a kernel, `name` without its types."""
+    arrays = [a for a in args if not isinstance(a, np.generic)]
+    if file not in _BY_BLOCKS:
+        return sum(a.nbytes for a in arrays)
+    n, k = int(args[0]), int(args[1])
+    blocks = [a for a in arrays if a.ndim == 2 and a.size]
+    rows = n
+    if name == "residual":  # of some rows: B and the result hold no others
+        rows = blocks[-1].shape[0]
+    if name == "column_dots":  # often of a block with itself
+        blocks = list({a.__cuda_array_interface__["data"][0]: a for a in blocks}.values())
+    # Blocks of other heights are scratch: partial sums and tickets.
+    sizes = [a.nbytes * rows // a.shape[0] for a in blocks if a.shape[0] in (n, rows)]
+    flat = sum(a.nbytes for a in arrays if a.ndim == 1) * rows // n
+    return sum(sizes) + flat + _UPDATED.get(name, 0) * n * k * blocks[0].itemsize
