@@ -129,14 +129,12 @@ def _expected_peak(made: Plan, sizes: DataSizes, x_bytes: int, dtype: str) -> in
     """
     memory, word = made.memory, np.dtype(dtype).itemsize
     loaded = _INTERPRETER + _COMPILER * bool(find_spec("numba")) + _CUPY * bool(find_spec("cupy"))
+    if made.stored:  # blocks and stored rows are there together
+        return loaded + x_bytes + sum(memory.values())
     throughout = loaded + x_bytes + memory["graph"] + memory["X (copies)"] + memory.get("Q", 0)
-    throughout += memory.get("rows of Q for evaluation", 0)
     narrow = min(made.solve_width, max(sizes.c, 1))
     building = made.recipe.width * sizes.n * (3 * word + 8 * bool(sizes.X_nonzeros))
-    building += memory.get("residual of Q", 0)
     training = sizes.n * (max(sizes.c, 1) * (3 * word + 16) + narrow * column_bytes(dtype))
-    if made.stored:
-        training = memory["outputs on training nodes"]
     factor = memory.get("P and its factor", 0)  # three copies while it is made, one later
     return int(throughout + max(building, factor, training + factor // 3))
 

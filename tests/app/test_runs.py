@@ -310,11 +310,11 @@ def test_resume_reads_blocks_of_Q_instead_of_solving(tmp_path, monkeypatch):
     solves = []
     original = preconditioner.chebyshev
 
-    def counted(H, B, degree, **more):
+    def counted(H, B, degree, *more):
         solves.append(B.shape[1])
         if len(solves) == 3:
             raise KeyboardInterrupt
-        return original(H, B, degree, **more)
+        return original(H, B, degree, *more)
 
     monkeypatch.setattr(preconditioner, "chebyshev", counted)
     with pytest.raises(KeyboardInterrupt):
