@@ -126,8 +126,7 @@ class Diffusion:
         if on:
             rows, others = self.rows[:, J].copy(), self.others[:, J].copy()
         else:
-            for part_rows, part in basis.chunks(J):
-                B[part_rows] = part
+            basis.fill(B, J)
             rows = xp.zeros((self.at.shape[0], k))
             others = xp.zeros((self.beside.shape[0], k), dtype=self.dtype)
             norms, rounded = sizes, basis.rounding[J]

@@ -50,10 +50,13 @@ class Features:
         """Passes over a dense X so far, and what came from its file."""
         return None if self.sparse else self._dense.reads
 
-    def column_block(self, start: int, stop: int, dtype: str) -> Array:
-        """X[:, start:stop] as a dense block."""
+    def column_block(self, start: int, stop: int, dtype: str, scale: Array | None = None) -> Array:
+        """X[:, start:stop] as a dense block; a sparse X may have its columns scaled on the way."""
         if self.sparse:
-            return self.backend.asarray(self._transposed[start:stop].toarray().T, dtype)
+            columns = self._transposed[start:stop]
+            if scale is not None:
+                columns.data *= scale[start:stop].repeat(columns.indptr[1:] - columns.indptr[:-1])
+            return self.backend.asarray(columns.toarray().T, dtype)
         block = self.backend.empty((self.shape[0], stop - start), dtype)
         with marked("pass over X", columns=stop - start):
             for rows, part in self._dense.parts(self._parts(start, stop)):

@@ -243,8 +243,7 @@ def _solved_columns(
 
         def solved(J: slice = J) -> Arrays:
             B, iterates = work.blocks(J.stop - J.start)
-            for rows, part in basis.chunks(J):
-                B[rows] = part
+            basis.fill(B, J)
             return {"Q": chebyshev(H_tilde, B, recipe.degree, iterates)}
 
         with marked("block of Q", first=J.start, columns=J.stop - J.start):

@@ -58,6 +58,9 @@ class Basis(Protocol):
     def chunks(self, J: slice) -> Iterator[tuple[slice, Array]]:
         """(rows, rows of X C0[:, J]) in float64, in turn."""
 
+    def fill(self, B: Array, J: slice) -> None:
+        """B <- X C0[:, J], rounded once to the precision of B."""
+
     def weights(self, u: Array) -> Array:
         """W = C0 u."""
 
@@ -130,6 +133,13 @@ class Units:
         for rows, part in self.X.row_chunks(J):
             yield rows, part * self.scale[J]
 
+    def fill(self, B: Array, J: slice) -> None:
+        if self.X.sparse and self.X.backend.xp is np:
+            B[...] = self.X.column_block(J.start, J.stop, str(B.dtype), self.scale)
+            return
+        for rows, part in self.chunks(J):
+            B[rows] = part
+
     def weights(self, u: Array) -> Array:
         return self.scale[:, None] * u
 
@@ -195,6 +205,10 @@ class Whitened:
         C = backend.asarray(self.C[:, J])
         for rows, part in self.X.row_chunks():
             yield rows, backend.matmul(part, C)
+
+    def fill(self, B: Array, J: slice) -> None:
+        for rows, part in self.chunks(J):
+            B[rows] = part
 
     def weights(self, u: Array) -> Array:
         return self.X.backend.matmul(self.C, u)

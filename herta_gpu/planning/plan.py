@@ -192,7 +192,7 @@ def _recipe(
         exact=sizes.hidden and sizes.n_train >= sizes.d and goal is None,
         sketch_rows=layout.sketch_rows,
         by_rows=by_rows,
-        row_tol=row_tolerance(settings),
+        row_tol=row_tolerance(settings, look),
         all_rows=layout.certificate in DETERMINISTIC,
         keep_rows=(stored or not loss.quadratic) and useful and layout.sketch_rows is None,
         whiten=whiten,
@@ -291,9 +291,9 @@ def _look(
 ) -> bool:
     """Whether one look at the true model is cheaper than a Q that proves the fit alone.
 
-    Cross entropy asks for a very tight one.
+    Cross entropy, and fewer rows than features, ask for a very tight one.
     """
-    if not stored or by_rows or LOSSES[settings.loss].quadratic:
+    if not stored or (LOSSES[settings.loss].quadratic and not by_rows):
         return False
     alone, looked = direct_costs(H, sizes, settings)
     return looked < alone
