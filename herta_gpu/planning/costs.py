@@ -131,20 +131,20 @@ def Q_tolerance(H: RegularizedLaplacian, sizes: Sizes, settings: Settings, strat
     return min(loose, 0.003) if sizes.n_train < sizes.d else loose
 
 
-def Q_goal(
-    H: RegularizedLaplacian, sizes: Sizes, settings: Settings, whiten: bool, look: bool = False
-) -> float:
+def softmax_goal(settings: Settings) -> float:
+    """`Q_goal` for cross entropy."""
+    # A ridge of 0 proves nothing, but the optimum must be that of the true model.
+    size = math.sqrt(settings.tol * min(settings.ridge, 1.0)) if settings.ridge else 1.0
+    return min(1e-4, max(1e-10, _CE_GOAL * size))
+
+
+def Q_goal(H: RegularizedLaplacian, sizes: Sizes, settings: Settings, whiten: bool) -> float:
     """Residuals of Q's columns that should prove a fit from Q alone, relative to those of X C0.
 
-    A guess: should it miss, the fit itself tells what is needed, and goes on.  `look`: the true
-    model proves it, and Q need only be so good that its optimum is that of the true model.
+    A guess: should it miss, the fit itself tells what is needed, and goes on.
     """
-    if look:
-        return Q_tolerance(H, sizes, settings, "direct")
     if not LOSSES[settings.loss].quadratic:
-        # A ridge of 0 proves nothing, but the optimum must be that of the true model.
-        size = math.sqrt(settings.tol * min(settings.ridge, 1.0)) if settings.ridge else 1.0
-        return min(1e-4, max(1e-10, _CE_GOAL * size))
+        return softmax_goal(settings)
     rho = min(0.1, math.sqrt(settings.tol) / _MISFIT)
     # The smallest singular value of the training rows of H^-1 X C0, as seen on real graphs.
     smallest = math.sqrt(sizes.n_train / sizes.n) / (0.7 * H.lambda_max + 0.9)
@@ -179,7 +179,10 @@ def row_tolerance(settings: Settings, look: bool = False) -> float:
     """
     if settings.ridge == 0:
         return _ROW_SPACE_TOL
-    return min(1e-4, math.sqrt(settings.tol) / 10) if look else min(1e-6, 1e-3 * settings.tol**0.5)
+    if look:
+        return min(1e-4, math.sqrt(settings.tol) / 10)
+    share = 1e-4 if LOSSES[settings.loss].quadratic else 1e-6
+    return max(1e-12, share * math.sqrt(settings.tol))
 
 
 def strategy_costs(H: RegularizedLaplacian, sizes: Sizes, settings: Settings) -> dict[str, float]:
@@ -203,7 +206,7 @@ def direct_costs(H: RegularizedLaplacian, sizes: Sizes, settings: Settings) -> t
         training += 2 * sizes.n * sizes.n_train * sizes.d * _GEMM_FLOP
         alone, looked = (chebyshev_degree(H, row_tolerance(settings, look)) * work + training
                          for look in (False, True))  # fmt: skip
-        return (alone if settings.ridge > 0 else math.inf), looked + 2 * _evaluation(H, sizes)
+        return (alone if settings.ridge > 0 else math.inf), looked + _evaluation(H, sizes)
     whiten = worth_whitening(H, sizes, settings)
     tight = chebyshev_degree(H, Q_goal(H, sizes, settings, whiten)) + 2
     alone = _columns(sizes, tight) + (_whitening(sizes) if whiten else 0.0) + training

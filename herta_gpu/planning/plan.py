@@ -18,6 +18,7 @@ from herta_gpu.planning.costs import (
     direct_costs,
     row_tolerance,
     sampling_pays,
+    softmax_goal,
     strategy_costs,
     worth_whitening,
 )
@@ -183,7 +184,8 @@ def _recipe(
 ) -> Recipe:
     loss = LOSSES[settings.loss]
     whiten = stored and worth_whitening(H, sizes, settings)
-    goal = Q_goal(H, sizes, settings, whiten, look) if stored and not by_rows else None
+    # The true model measures what Q leaves, if it is looked at anyway.
+    goal = Q_goal(H, sizes, settings, whiten) if stored and not by_rows and not look else None
     # Steps on stored rows cost no solve, and Newton's method needs them for its Hessian.
     useful = strategy == "direct" or sizes.d * sizes.c <= NEWTON_SIZE
     return Recipe(
@@ -223,6 +225,13 @@ def with_less_left(recipe: Recipe, worst: float | None, share: float) -> Chosen 
     again = replace(recipe, row_tol=least) if worst is None else replace(recipe, goal=least)
     why = "the certificate asks for it"
     return Chosen(again, Decision("Q again", f"residuals to {least:.1e}", why))
+
+
+def measured(recipe: Recipe, settings: Settings) -> Chosen:
+    """The recipe for a Q that proves the fit itself, after a look at the true model did not."""
+    goal, why = softmax_goal(settings), "the true model asks for many steps"
+    again = replace(recipe, goal=goal, exact=False)
+    return Chosen(again, Decision("Q again", f"residuals to {goal:.1e}", why))
 
 
 def orthonormal(recipe: Recipe) -> Chosen:
