@@ -98,9 +98,7 @@ def preconditioned(
         changes.append(why)
 
 
-def _spectrum(
-    kind: str, P: Preconditioner, A: UnfoldedMap, settings: Settings
-) -> Spectrum | None:
+def _spectrum(kind: str, P: Preconditioner, A: UnfoldedMap, settings: Settings) -> Spectrum | None:
     """Bounds of the Hessian that P leaves; one that is not the same everywhere has none."""
     if not LOSSES[settings.loss].quadratic:
         return None
@@ -137,7 +135,9 @@ def on_stored_rows(
         if P.basis is not before and P.basis is not None:
             u = P.basis.coordinates(before.weights(u))
     made = replace(made, P=P, recipe=recipe, changes=changes)
-    if run.status != "stagnated" or not plan.may_look or len(run.history) > settings.max_iter:
+    # Rows from which nothing follows for MSE, so alike they are, do not make it unprovable.
+    unproven = run.status == "stagnated" or (loss.quadratic and not proof.choices)
+    if not unproven or not plan.may_look or len(run.history) > settings.max_iter:
         return made, problem.basis.weights(u)
     made.changes.append(Decision("proof", "true gradients", "Q alone could not prove the fit"))
     spectrum = _spectrum("spectral-deterministic", P, A, settings)

@@ -233,7 +233,7 @@ def test_a_workspace_gives_blocks_that_do_not_overlap():
 
 
 def test_a_recipe_cuts_columns_into_even_blocks():
-    recipe = {f: None for f in Recipe.__dataclass_fields__}
+    recipe = dict.fromkeys(Recipe.__dataclass_fields__)
     for d in (1, 5, 64, 65, 128, 130):
         for width in (1, 3, 64):
             blocks = Recipe(**{**recipe, "width": width}).blocks(d)

@@ -43,7 +43,7 @@ def test_weights_keep_their_meaning_when_the_coordinates_change():
 
 @pytest.mark.parametrize("number", [111, 161, 280, 909, 918, 2720, 2879, 3341])
 def test_cross_entropy_has_no_spectrum(number):
-    """Cause: where stored rows proved nothing, P's bounds for MSE were taken for those of softmax."""
+    """Cause: where stored rows proved nothing, bounds for MSE were taken for those of softmax."""
     problem = draw(7, number, "stored rows")
     assert problem.params["loss"] == "ce"
     outcome = checks.run(problem)
@@ -85,6 +85,13 @@ def test_narrow_blocks_and_no_residual_end_at_the_same_optimum(params):
     assert tight.plan_.recipe.width < 16
     assert wide.status_ == tight.status_ == "certified"
     assert tight.history_[-1]["loss"] == pytest.approx(wide.history_[-1]["loss"], rel=1e-8)
+
+
+def test_rows_too_alike_for_a_proof_get_a_look_at_the_true_model():
+    """Cause: without any bound from the rows the fit ended, though Lanczos gives one."""
+    model = checks.fit(draw(41, 348, "stored rows"))
+    assert model.status_ == "certified"
+    assert any(change.what == "proof" for change in model.changes_)
 
 
 def test_outputs_beside_come_with_the_fit():
