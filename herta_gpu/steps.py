@@ -138,6 +138,8 @@ def on_stored_rows(
     # Rows from which nothing follows for MSE, so alike they are, do not make it unprovable.
     unproven = run.status == "stagnated" or (loss.quadratic and not proof.choices)
     if not unproven or not plan.may_look or len(run.history) > settings.max_iter:
+        if run.status == "stagnated" and run.about_zero(proof):
+            run.status = "converged"
         return made, problem.basis.weights(u)
     made.changes.append(Decision("proof", "true gradients", "Q alone could not prove the fit"))
     spectrum = _spectrum("spectral-deterministic", P, A, settings)
