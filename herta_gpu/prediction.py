@@ -61,14 +61,14 @@ class Outputs:
             out[:, J] = Z if rows is None else Z[rows]
         return out
 
-    def write(self, rows: Any, path: Path, dtype: str) -> Any:
+    def write(self, rows: Array | None, path: Path, dtype: str) -> Any:
         """Z* at the stored rows `rows` (None: all) in a new .npy file, given back as a map."""
         shape = (self.H.n if rows is None else rows.shape[0], self.W.shape[1])
         with new_file(path) as temporary:
             file: Any = np.lib.format.open_memmap(temporary, "w+", np.dtype(dtype), shape)
             for J, Z, _ in self.blocks():
-                there = Z if rows is None else Z[rows]
-                file[:, J] = self.H.backend.to_numpy(there)  # synchronize!
+                Z = Z if rows is None else Z[rows]
+                file[:, J] = self.H.backend.to_numpy(Z)  # synchronize!
             file.flush()
             del file
         return np.load(path, mmap_mode="r")

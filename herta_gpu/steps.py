@@ -18,6 +18,7 @@ from herta_gpu.planning.plan import (
     Chosen,
     Decision,
     Plan,
+    measured,
     orthonormal,
     tighter,
     with_less_left,
@@ -30,7 +31,7 @@ from herta_gpu.solver import RegularizedLaplacian
 from herta_gpu.sparsifier import sparsified
 from herta_gpu.spectrum import Spectrum, choose_spectrum
 from herta_gpu.training import Training
-from herta_gpu.unfolded import DenseMap, Point, UnfoldedMap
+from herta_gpu.unfolded import DenseMap, UnfoldedMap
 
 _CHEAP_STEPS = 20  # steps on stored rows, without a solve, that count as one of max_iter
 _FEW = 2  # steps with true gradients after which a tighter Q is the better way
@@ -121,48 +122,60 @@ def on_stored_rows(
 
     Where it does not, the true model has the last word, if there is memory for it.
     """
-    backend, loss, ridge = A.H.backend, LOSSES[settings.loss], settings.ridge
+    loss, ridge = LOSSES[settings.loss], settings.ridge
     X_norm = A.X.norm_bound() if ridge > 0 else math.inf
-    P, recipe, changes = made.P, made.recipe, list(made.changes)
-    u, W, look = None, None, plan.look
-    for _ in range(min(_ATTEMPTS, settings.max_iter)):
-        problem = StoredProblem(backend, loss, P, Y, ridge, X_norm)
+    steps, u = _CHEAP_STEPS * settings.max_iter, None
+
+    def posed(P: Preconditioner) -> StoredProblem:
+        problem = StoredProblem(A.H.backend, loss, P, Y, ridge, X_norm)
         problem.host = get_backend("cpu") if plan.on_host else None
-        u = problem.minimised(settings.tol, u, _CHEAP_STEPS * settings.max_iter, run.warm)
-        proof, W = run.direct(problem, u), problem.basis.weights(u)
-        if look and run.status == "stagnated":
-            look, W = False, _true_model(run, P, made.spectrum, A, Y, W, _FEW).W
-            if run.status != "max_iter":
-                break
-            u, run.status = problem.basis.coordinates(W), "stagnated"
-        again = _again(run, proof, P, recipe, settings)
+        return problem
+
+    if plan.look:
+        problem = posed(made.P)
+        W = problem.basis.weights(problem.minimised(settings.tol, None, steps, run.warm))
+        W = _true_model(run, made, A, Y, W, _FEW)
+        if run.status != "max_iter" or len(run.history) > settings.max_iter:
+            return made, W
+        made = _lowered(made, measured(made.recipe, settings), A, Y, ridge, recall)
+        u = problem.basis.coordinates(W)
+    for _ in range(min(_ATTEMPTS, settings.max_iter)):
+        problem = posed(made.P)
+        u = problem.minimised(settings.tol, u, steps, run.warm)
+        proof = run.direct(problem, u)
+        again = _again(run, proof, made.P, made.recipe, settings)
         if again is None:
             break
-        recipe = again.value
-        changes.append(again.decision)
-        before, P = problem.basis, lowered(P, recipe, A, Y, ridge, recall)
-        if P.basis is not before and P.basis is not None:
-            u = P.basis.coordinates(before.weights(u))
-    made = replace(made, P=P, recipe=recipe, changes=changes)
-    if run.status != "stagnated" or not plan.may_look or len(run.history) > settings.max_iter:
+        made = _lowered(made, again, A, Y, ridge, recall)
+        if made.P.basis is not problem.basis and made.P.basis is not None:
+            u = made.P.basis.coordinates(problem.basis.weights(u))
+    W = problem.basis.weights(u)
+    # Rows from which nothing follows for MSE, so alike they are, do not make it unprovable.
+    unproven = run.status == "stagnated" or (loss.quadratic and not proof.choices)
+    if not unproven or not plan.may_look or len(run.history) > settings.max_iter:
+        if run.status == "stagnated" and run.about_zero(proof):
+            run.status = "converged"
         return made, W
-    made.changes.append(Decision("proof", "true gradients", "Q alone could not prove the fit"))
-    made = replace(made, spectrum=_spectrum("spectral-deterministic", P, A, settings))
-    return made, _true_model(run, P, made.spectrum, A, Y, W, None).W
+    told = Decision("proof", "true gradients", "Q alone could not prove the fit")
+    spectrum = _spectrum("spectral-deterministic", made.P, A, settings)
+    made = replace(made, spectrum=spectrum, changes=[*made.changes, told])
+    return made, _true_model(run, made, A, Y, W, None)
+
+
+def _lowered(
+    made: Made, again: Chosen, A: UnfoldedMap, Y: Array, ridge: float, recall: Recall
+) -> Made:
+    """Q solved for once more, as `again` says."""
+    P = lowered(made.P, again.value, A, Y, ridge, recall)
+    return replace(made, P=P, recipe=again.value, changes=[*made.changes, again.decision])
 
 
 def _true_model(
-    run: Training,
-    P: Preconditioner,
-    spectrum: Spectrum | None,
-    A: UnfoldedMap,
-    Y: Any,
-    W: Array,
-    most: int | None,
-) -> Point:
-    """A few steps (or as many as are left) with true gradients, by solves over the outputs."""
-    run.P, run.spectrum, run.Y = P, spectrum, Y[:]
-    return run.loop(A, P.factor.unhalf(W), certified=True, most=most)
+    run: Training, made: Made, A: UnfoldedMap, Y: Any, W: Array, most: int | None
+) -> Array:
+    """W after a few steps (or as many as are left) with true gradients, by solves over outputs."""
+    run.P, run.spectrum, run.Y = made.P, made.spectrum, Y[:]
+    return run.loop(A, made.P.factor.unhalf(W), certified=True, most=most).W
 
 
 def _again(

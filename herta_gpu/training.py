@@ -150,6 +150,12 @@ class Training:
             self.status = "converged"
         return proof
 
+    def about_zero(self, proof: Proof) -> bool:
+        """Whether the optimum is about 0, which has no relative gap."""
+        tol, unit = self.settings.tol, self.loss_at_zero
+        near = proof.objective <= tol**2 * unit and proof.error() <= tol * unit
+        return near and self.settings.ridge == 0
+
     def _newton_is_due(self, w: Array) -> bool:
         """Whether cross entropy has had as many steps as a few of Newton's would cost.
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from herta_gpu import HERTA, Checkpoint
-from tests.conftest import random_graph
+from tests.conftest import dense_H, random_graph
 from tests.fuzz import checks
 from tests.fuzz.problems import Problem, draw
 from tests.fuzz.reference import Reference
@@ -43,7 +43,7 @@ def test_weights_keep_their_meaning_when_the_coordinates_change():
 
 @pytest.mark.parametrize("number", [111, 161, 280, 909, 918, 2720, 2879, 3341])
 def test_cross_entropy_has_no_spectrum(number):
-    """Cause: where stored rows proved nothing, P's bounds for MSE were taken for those of softmax."""
+    """Cause: where stored rows proved nothing, bounds for MSE were taken for those of softmax."""
     problem = draw(7, number, "stored rows")
     assert problem.params["loss"] == "ce"
     outcome = checks.run(problem)
@@ -85,6 +85,28 @@ def test_narrow_blocks_and_no_residual_end_at_the_same_optimum(params):
     assert tight.plan_.recipe.width < 16
     assert wide.status_ == tight.status_ == "certified"
     assert tight.history_[-1]["loss"] == pytest.approx(wide.history_[-1]["loss"], rel=1e-8)
+
+
+def test_rows_too_alike_for_a_proof_get_a_look_at_the_true_model():
+    """Cause: without any bound from the rows the fit ended, though Lanczos gives one."""
+    model = checks.fit(draw(41, 348, "stored rows"))
+    assert model.status_ == "certified"
+    assert any(change.what == "proof" for change in model.changes_)
+
+
+@pytest.mark.parametrize("budget", [None, 100_000])
+def test_an_optimum_of_zero_is_converged_to(budget):
+    """As many training rows as features fit the targets exactly: no gap is relative to that."""
+    rng = np.random.default_rng(4)
+    graph, X, y = random_graph(300, 900), rng.standard_normal((300, 8)), rng.integers(0, 3, 300)
+    model = HERTA(lam=1.0, strategy="direct", memory_budget=budget).fit(graph, X, y, np.arange(8))
+    assert model.plan_.stored
+    assert model.plan_.may_look == (budget is None)
+    assert model.status_ == "converged"
+    Q = np.linalg.solve(dense_H(graph, 1.0), X)[:8]
+    left = Q @ model.W_ - np.eye(3)[y[:8]][:, np.unique(y[:8])]
+    assert np.linalg.norm(left) <= (1e-5 if budget is None else 1e-4)  # solves that end at 0
+    assert model.certificate_.value == math.inf
 
 
 def test_outputs_beside_come_with_the_fit():

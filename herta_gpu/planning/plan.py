@@ -229,9 +229,13 @@ def with_less_left(recipe: Recipe, worst: float | None, share: float) -> Chosen 
 
 def measured(recipe: Recipe, settings: Settings) -> Chosen:
     """The recipe for a Q that proves the fit itself, after a look at the true model did not."""
-    goal, why = softmax_goal(settings), "the true model asks for many steps"
-    again = replace(recipe, goal=goal, exact=False)
-    return Chosen(again, Decision("Q again", f"residuals to {goal:.1e}", why))
+    why = "the true model asks for many steps"
+    if recipe.by_rows:
+        again, left = replace(recipe, row_tol=row_tolerance(settings)), row_tolerance(settings)
+    else:
+        left = softmax_goal(settings)
+        again = replace(recipe, goal=left, exact=False)
+    return Chosen(again, Decision("Q again", f"residuals to {left:.1e}", why))
 
 
 def orthonormal(recipe: Recipe) -> Chosen:

@@ -356,6 +356,10 @@ def stored_rows(p: Draft) -> Problem:
     if p.chance(0.4):
         p.params["memory_budget"] = _narrow_budget(p, int(p.rng.integers(1, 6)))
         p.story.append("narrow blocks")
+    if p.chance(0.15):
+        p.params["device"] = "cpu-scipy"
+    if p.chance(0.15):
+        p.params["reorder"] = True
     return p.done("stored rows")
 
 
