@@ -29,7 +29,7 @@ from herta_gpu.datasets import Dataset, load
 from herta_gpu.diffusion import Diffusion
 
 NAME, EVERY = "synthetic:papers100M", 0.05
-BUDGETS = {"0.1": "8GB", "0.01": "2GB"}  # of a share; any other has that of 0.01
+BUDGETS = {"0.1": "8GB", "0.01": "800MB"}  # of a share; any other has that of 0.01
 LAM, CARDS, LAMS = 1.0, ("80GB", "40GB", "24GB"), (1.0, 20.0)
 POINTS = 400  # of the curve of memory that are kept
 

@@ -91,7 +91,7 @@ def draw_scaling(rows: list[dict[str, Any]], plt: Any) -> None:
 def draw_large(rows: list[dict[str, Any]], plt: Any) -> None:
     """Memory while a fit runs, beside what one array on all nodes would take."""
     fits = {r["share"]: r for r in rows if r["what"] == "fit"}
-    curves = [r for r in rows if r["what"] == "memory"]
+    curves = sorted((r for r in rows if r["what"] == "memory"), key=lambda r: r["share"])
     if not curves:
         return
     figure, axes = plt.subplots(1, len(curves), figsize=(4.6 * len(curves), 3.2), squeeze=False)

@@ -120,7 +120,7 @@ def large(rows: Rows) -> str:
          r["peak_anonymous"] / 2**30, r["certificate"], r["kind"], r["products"], r["blocks"],
          r["passes"], r["bytes_read"] / 1e9 / r["read_seconds"] if r["bytes_read"] else None,
          f"{r['load']:.1f}"]
-        for r in rows if r["what"] == "fit"
+        for r in sorted(rows, key=lambda r: r.get("n", 0)) if r["what"] == "fit"
     ]  # fmt: skip
     plans = [
         [r["card"], r["lam"], "yes" if r["fits"] else "no", r["total_bytes"] / 2**30, r["columns"],
