@@ -184,6 +184,8 @@ class CUDABackend(Backend):
         held = self._graphs.setdefault(graph, {})
         if dtype not in held:
             held[dtype] = self._uploaded(graph, dtype, held)
+            # It is kept for whoever asks next, and that may be work on another stream.
+            cupy.cuda.get_current_stream().synchronize()  # synchronize!
         return held[dtype]
 
     def _uploaded(self, graph: Graph, dtype: str, held: dict[str, Any]) -> DeviceLaplacian:
