@@ -12,12 +12,11 @@ a device whose memory RMM holds looks full.
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -47,6 +46,7 @@ from herta_gpu.backends.cuda.device import (
 from herta_gpu.backends.cuda.graphs import DeviceGraph, derived, entries, from_device_edges
 from herta_gpu.backends.cuda.sampling import EdgeSampler
 from herta_gpu.backends.cuda.streaming import StreamedBlocks
+from herta_gpu.backends.cuda.uploads import empty_pinned, give_back_pinned, is_large, upload
 from herta_gpu.graph import Graph
 from herta_gpu.plumbing.interop import on_device
 
@@ -82,12 +82,6 @@ def _launch(
         contiguous = isinstance(a, cupy.ndarray) and a.flags.c_contiguous
         assert contiguous or isinstance(a, np.generic), f"{name}, argument {i}: {type(a)}"
     _kernel(file, name)(grid, block, args)
-
-
-def _empty_pinned(shape: tuple[int, ...], dtype: Any) -> Any:
-    """Pinned host memory, beside CuPy's pool: that rounds up to a power of two and keeps it."""
-    memory = cupy.cuda.PinnedMemory(math.prod(shape) * np.dtype(dtype).itemsize)
-    return np.ndarray(shape, dtype, buffer=cupy.cuda.PinnedMemoryPointer(memory, 0))
 
 
 @dataclass
@@ -131,6 +125,8 @@ class CUDABackend(Backend):
     def asarray(self, x: Any, dtype: str | None = None) -> Array:
         if on_device(x) and not hasattr(x, "__cuda_array_interface__"):
             x = cupy.from_dlpack(x)
+        if isinstance(x, np.ndarray) and is_large(x):
+            return upload(cupy, x, dtype)
         x = cupy.asarray(x, dtype=dtype, order="C")
         # The caller's own memory may begin anywhere, and an access of several columns may not.
         return x if aligned(x) else x.copy()
@@ -139,10 +135,11 @@ class CUDABackend(Backend):
         return cupy.asnumpy(x)  # synchronize!
 
     def csr(self, M: Any) -> Any:
-        return cupyx.scipy.sparse.csr_matrix(M)
+        parts = tuple(self.asarray(part) for part in (M.data, M.indices, M.indptr))
+        return cupyx.scipy.sparse.csr_matrix(parts, shape=M.shape)
 
     def host_blocks(self, X: Any, order: Any = None) -> StreamedBlocks:
-        return StreamedBlocks(cupy, _empty_pinned, X, order)
+        return StreamedBlocks(cupy, partial(empty_pinned, cupy), X, order)
 
     def solve_triangular(self, C: Array, B: Array, trans: bool = False) -> Array:
         from cupyx.scipy.linalg import solve_triangular  # needs cuBLAS, which a probe may lack
@@ -185,7 +182,7 @@ class CUDABackend(Backend):
         if dtype not in held:
             held[dtype] = self._uploaded(graph, dtype, held)
             # It is kept for whoever asks next, and that may be work on another stream.
-            cupy.cuda.get_current_stream().synchronize()  # synchronize!
+            give_back_pinned(cupy)  # synchronize!
         return held[dtype]
 
     def _uploaded(self, graph: Graph, dtype: str, held: dict[str, Any]) -> DeviceLaplacian:

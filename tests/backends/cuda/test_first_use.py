@@ -9,6 +9,7 @@ import sys
 import tomllib
 import warnings
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ if compiler() is None:
 
 from herta_gpu import HERTA
 from herta_gpu.backends import get_backend
+from herta_gpu.backends.cuda import uploads
 from herta_gpu.backends.cuda.graphs import DeviceGraph, derived
 from tests.backends.cuda import device_checks as checks
 from tests.cupy_standin import installed
@@ -143,3 +145,30 @@ def test_what_a_graph_needs_beside_its_arrays_is_small(ledger: Ledger, backend: 
     found = derived(backend, {"indptr": L.indptr, "indices": L.indices}, sums, L.inv_sqrt_degree)
     assert ledger.peak - before < 8 * L.nnz // 4
     assert abs(found["lambda_max"] - g.lambda_max_bound) <= 1e-12
+
+
+def test_a_large_array_is_uploaded_through_small_buffers(ledger: Ledger, backend: Any) -> None:
+    checks.check_upload(backend)
+    assert max(ledger.pinned) <= 8 * 31  # a row that is longer than a chunk
+    X = np.ones((200, 50))
+    ledger.clear()
+    with mock.patch.object(uploads, "CHUNK_BYTES", 1000):
+        backend.asarray(X)
+    assert ledger.staged == 0
+    assert ledger.pinned == [1000, 1000]
+    assert ledger.total("bytes_up") == X.nbytes
+
+
+def test_pinned_memory_is_given_back_after_a_graph(ledger: Ledger, backend: Any) -> None:
+    backend.asarray(np.ones(9))
+    assert ledger.staged == 128  # rounded up to a power of two
+    backend.laplacian(checks.random_graph(60, 200), "float32")
+    assert ledger.staged == 0
+
+
+def test_a_system_that_pins_no_more(ledger: Ledger, backend: Any) -> None:
+    """Copies then make the host wait, and are the same copies."""
+    ledger.most_pinned = 2000  # some of the buffers
+    checks.check_upload(backend)
+    checks.check_streaming(backend)
+    assert sum(ledger.pinned) > 2000
