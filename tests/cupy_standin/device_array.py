@@ -43,6 +43,7 @@ def call(function: Any, *args: Any, **kwargs: Any) -> ndarray:
 
 
 allocator: list[Any] = []  # all memory comes from the last one
+traces: list[list[tuple[int, int]]] = []  # who wants to know of allocations (pool.py)
 _uses: dict[int, Clock] = {}  # which work used each piece of memory last
 
 
@@ -62,12 +63,16 @@ def _track(data: Any) -> None:
         if data.base is None and allocator:  # not the memory of another library
             allocator[-1](data.nbytes)
         LEDGER.allocated(data.nbytes)
+        for trace in traces:
+            trace.append((id(data), data.nbytes))
         weakref.finalize(data, _forget, id(data), data.nbytes).atexit = False
 
 
 def _forget(key: int, size: int) -> None:
     del _uses[key]
     LEDGER.freed(size)
+    for trace in traces:
+        trace.append((key, -1))
 
 
 def poison(data: Any) -> Any:

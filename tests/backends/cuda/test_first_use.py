@@ -24,8 +24,9 @@ from herta_gpu import HERTA
 from herta_gpu.backends import get_backend
 from herta_gpu.backends.cuda import uploads
 from herta_gpu.backends.cuda.graphs import DeviceGraph, derived
+from tests import cupy_standin
 from tests.backends.cuda import device_checks as checks
-from tests.cupy_standin import installed
+from tests.cupy_standin import installed, pool
 from tests.cupy_standin.device_array import ndarray
 from tests.cupy_standin.ledger import Ledger
 
@@ -172,3 +173,50 @@ def test_a_system_that_pins_no_more(ledger: Ledger, backend: Any) -> None:
     checks.check_upload(backend)
     checks.check_streaming(backend)
     assert sum(ledger.pinned) > 2000
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"strategy": "herta"},
+        {"strategy": "direct"},
+        {"strategy": "herta", "sketch": True},
+        {"strategy": "herta", "loss": "ce", "ridge": 0.1},
+        {"strategy": "direct", "loss": "ce", "ridge": 0.1},
+    ],
+)
+def test_a_fit_fits_into_the_pool(ledger: Ledger, options: dict[str, Any], dtype: str) -> None:
+    """Pieces of memory that no longer fit together cost a quarter at most."""
+    g, X, y = checks.random_graph(200, 1200), checks.block(200, 24, "float64"), np.arange(200) % 5
+    with pool.recorded() as trace:
+        HERTA(device="cuda", dtype=dtype, **options).fit(g, X, y)
+    large = 64  # times: the pool's unit of 512 bytes is nothing then
+    needed = large * pool.peak(trace)
+    assert needed <= pool.replay(trace, scale=large).most <= 1.25 * needed
+    pool.replay(trace, 1.2 * needed, large)  # what a budget leaves of the device is enough
+
+
+def test_the_model_of_the_pool() -> None:
+    """Best fit, with splits, with joins, and blocks that go back where the device has no more."""
+    a, b, c, d = range(4)
+    holes = [(a, 1000), (b, 1), (c, 1000), (a, -1), (c, -1)]  # of 1024, 512 and 1024 bytes
+    assert pool.peak(holes) == 2001
+    assert pool.replay(holes).most == 2560
+    assert pool.replay([*holes, (d, 500), (a, 500), (c, 1024)]).most == 2560
+    assert pool.replay([*holes, (d, 1025)]).most == 2560 + 1536
+    assert pool.replay([*holes, (d, 1025)], limit=2560).total == 512 + 1536
+    with pytest.raises(MemoryError, match="2,560 bytes"):
+        pool.replay([*holes, (d, 2049)], limit=2560)
+    halves = [(a, 2048), (a, -1), (b, 1024), (c, 1024), (b, -1), (c, -1), (d, 2048)]
+    assert pool.replay(halves).most == 2048  # b and c were parts of one block, and are again
+
+
+def test_a_budget_leaves_room_for_pieces(ledger: Ledger, backend: Any) -> None:
+    free = cupy_standin.FREE_BYTES - ledger.held
+    assert backend.memory_available() == int(free / 1.2)
+    pool_ = backend.xp.get_default_memory_pool()
+    pool_.limit = ledger.held + 1200
+    assert backend.memory_available() == 1000
+    pool_.limit = 1  # less than is in use already
+    assert backend.memory_available() == 0
