@@ -41,6 +41,7 @@ from herta_gpu.backends.cuda.device import (
     pointer,
     segments,
     suffix,
+    told_if_long,
     vector_width,
 )
 from herta_gpu.backends.cuda.graphs import DeviceGraph, derived, entries, from_device_edges
@@ -59,7 +60,10 @@ I32, I64, U32, U64 = np.int32, np.int64, np.uint32, np.uint64
 
 @cache
 def _kernel(file: str, name: str) -> Any:
-    return _module(file).get_function(name)
+    with told_if_long(
+        f"compiling {file} for this GPU, once: the next run finds it in CuPy's cache"
+    ):
+        return _module(file).get_function(name)
 
 
 @cache

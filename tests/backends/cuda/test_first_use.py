@@ -5,7 +5,9 @@ On the stand-in for CuPy, like test_cuda.py.
 
 from __future__ import annotations
 
+import io
 import sys
+import threading
 import tomllib
 import warnings
 from typing import Any
@@ -13,6 +15,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
+import scipy.sparse as sp
 
 from tests.conftest import ROOT
 from tests.cuda_emulator import compiler
@@ -22,7 +25,7 @@ if compiler() is None:
 
 from herta_gpu import HERTA
 from herta_gpu.backends import get_backend
-from herta_gpu.backends.cuda import uploads
+from herta_gpu.backends.cuda import device, uploads
 from herta_gpu.backends.cuda.graphs import DeviceGraph, derived
 from tests import cupy_standin
 from tests.backends.cuda import device_checks as checks
@@ -80,6 +83,41 @@ def test_a_device_is_tried_once(ledger: Ledger) -> None:
     ledger.clear()
     assert get_backend("auto") is get_backend("cuda")
     assert dict(ledger.stages) == {}
+
+
+def test_auto_leaves_small_data_of_the_host_to_the_cpu(ledger: Ledger, backend: Any) -> None:
+    g, X = checks.graph("fit"), np.ones((60, 4))
+    large = np.broadcast_to(0.0, (10**6, 11))  # takes no memory
+    there = backend.sampled_graph(g, backend.xp.ones(g.num_edges))
+    assert get_backend("auto", g, X).name == "cpu"
+    assert get_backend("auto", g, sp.csr_array((10**6, 10**6))).name == "cpu"  # no entry is stored
+    assert get_backend("auto", g, large).name == "cuda"
+    assert get_backend("auto", there, X).name == "cuda"  # a graph on the device
+    assert get_backend("auto", g, X, backend.asarray(X)).name == "cuda"
+    assert get_backend("cuda", g, X).name == "cuda"
+    assert get_backend("auto").name == "cuda"  # nothing is known of the data
+
+
+def test_small_data_do_not_try_the_device_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    with installed() as ledger:
+        get_backend("auto", checks.graph("fit"), np.ones((60, 4)))
+        assert dict(ledger.stages) == {}
+
+
+@pytest.mark.parametrize("watched", [False, True])
+def test_a_long_compilation_is_told_to_those_who_watch(
+    monkeypatch: pytest.MonkeyPatch, watched: bool
+) -> None:
+    told, terminal = threading.Event(), io.StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: told.set() or watched)
+    monkeypatch.setattr(sys, "stderr", terminal)
+    with device.told_if_long("compiling cg.cu", seconds=0.0):
+        assert told.wait(30)
+        while watched and "\n" not in terminal.getvalue():
+            told.wait(0.001)
+    assert terminal.getvalue() == ("herta_gpu: compiling cg.cu\n" if watched else "")
+    with device.told_if_long("nothing", seconds=1000.0):
+        pass  # the timer ends with the block
 
 
 def test_extras_bring_the_toolkit_and_no_two_cupys() -> None:
