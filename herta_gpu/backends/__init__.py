@@ -6,10 +6,16 @@ import os
 import warnings
 from functools import cache
 from importlib.util import find_spec
+from math import prod
+from typing import Any
 
 from herta_gpu.backends.base import Backend
 from herta_gpu.backends.cpu.reference import CPUBackend
+from herta_gpu.backends.cuda.graphs import DeviceGraph
 from herta_gpu.planning.settings import DEVICES
+from herta_gpu.plumbing.interop import on_device
+
+FEW = 10_000_000  # numbers of a graph and its X: Cora, Citeseer and Pubmed have fewer
 
 
 @cache
@@ -61,13 +67,14 @@ def _first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
 
 
-def get_backend(device: str) -> Backend:
-    """The backend of a name of `DEVICES`.
+def get_backend(device: str, *data: Any) -> Backend:
+    """The backend of a name of `DEVICES`, for these data where they are known.
 
     ``"auto"`` is CUDA where it is usable, else the CPU; it warns, once, where there is a GPU that
     cannot compute.  ``"cuda"`` is never replaced by anything else: without a usable device it is an
     error.  ``"cpu-scipy"`` is the reference on the CPU, without compiled kernels, also where numba
-    is installed.
+    is installed.  Given `data`, ``"auto"`` leaves what is small to the CPU, where it is done before
+    the kernels of a GPU are compiled; `stays_on_the_cpu` says so.
     """
     if device == "cpu":
         return _cpu(compiled_kernels())
@@ -76,9 +83,38 @@ def get_backend(device: str) -> Backend:
     if device == "cpu-scipy":
         return _cpu(compiled=False)
     if device == "auto":
-        return _cuda() if _cuda_is_usable() else _cpu(compiled_kernels())
+        # Small data do not even try the device out.
+        small = stays_on_the_cpu(*data) is not None
+        return _cpu(compiled_kernels()) if small or not _cuda_is_usable() else _cuda()
     known = ", ".join(f'"{name}"' for name in DEVICES)
     raise ValueError(f"device must be one of {known}, not {device!r}.")
+
+
+def stays_on_the_cpu(*data: Any) -> str | None:
+    """Why ``"auto"`` leaves these graphs and arrays to the CPU; None: it does not.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from herta_gpu.backends import stays_on_the_cpu
+    >>> stays_on_the_cpu(np.zeros((1000, 50)))
+    '50,000 numbers are few: the CPU is done before a GPU has compiled its kernels'
+    >>> stays_on_the_cpu(np.zeros((1, 1)), np.broadcast_to(0.0, (10**6, 100))) is None
+    True
+    """
+    if not data or any(on_device(x) or isinstance(x, DeviceGraph) for x in data):
+        return None  # what is on the device already is worked on there
+    count = sum(map(_numbers, data))
+    if count > FEW:
+        return None
+    return f"{count:,} numbers are few: the CPU is done before a GPU has compiled its kernels"
+
+
+def _numbers(x: Any) -> int:
+    """How many numbers a graph, a matrix or an array holds; 0 of anything else."""
+    if hasattr(x, "num_edges"):
+        return int(x.num_nodes + 2 * x.num_edges)
+    return int(x.nnz if hasattr(x, "nnz") else prod(getattr(x, "shape", (0,))))
 
 
 @cache

@@ -110,6 +110,13 @@ class RawModule:
         return RawKernel(load("", self.variant, self.code), name)
 
 
+class _PinnedPool:
+    """The pool of pinned memory: it keeps what uploads took until somebody frees it."""
+
+    def free_all_blocks(self) -> None:
+        LEDGER.staged = 0
+
+
 class _Pool:
     """The memory pool: it never keeps what is freed."""
 
@@ -137,6 +144,7 @@ def build() -> dict[str, ModuleType]:
     pool = _Pool()
     runtime = _module(
         "cupy.cuda.runtime",
+        CUDARuntimeError=functions.CUDARuntimeError,
         getDeviceCount=lambda: 1,
         getDevice=lambda: 0,
         getDeviceProperties=lambda device: {"l2CacheSize": L2_BYTES},
@@ -169,6 +177,7 @@ def build() -> dict[str, ModuleType]:
         cuda=cuda,
         linalg=linalg,
         get_default_memory_pool=lambda: pool,
+        get_default_pinned_memory_pool=_PinnedPool,
         **{name: getattr(functions, name) for name in _FUNCTIONS},
         **{name: functions.ufunc(name) for name in functions.UFUNCS},
     )

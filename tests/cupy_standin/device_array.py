@@ -7,6 +7,7 @@ would make a real device wait is counted in the ledger.
 from __future__ import annotations
 
 import weakref
+from math import inf
 from types import SimpleNamespace
 from typing import Any
 
@@ -42,6 +43,7 @@ def call(function: Any, *args: Any, **kwargs: Any) -> ndarray:
 
 
 allocator: list[Any] = []  # all memory comes from the last one
+traces: list[list[tuple[int, int]]] = []  # who wants to know of allocations (pool.py)
 _uses: dict[int, Clock] = {}  # which work used each piece of memory last
 
 
@@ -61,12 +63,16 @@ def _track(data: Any) -> None:
         if data.base is None and allocator:  # not the memory of another library
             allocator[-1](data.nbytes)
         LEDGER.allocated(data.nbytes)
+        for trace in traces:
+            trace.append((id(data), data.nbytes))
         weakref.finalize(data, _forget, id(data), data.nbytes).atexit = False
 
 
 def _forget(key: int, size: int) -> None:
     del _uses[key]
     LEDGER.freed(size)
+    for trace in traces:
+        trace.append((key, -1))
 
 
 def poison(data: Any) -> Any:
@@ -265,16 +271,24 @@ class ndarray:  # noqa: N801 - CuPy's name
         if not (self.flags.c_contiguous and arr.flags.c_contiguous):
             raise RuntimeError("Only whole runs of memory are copied as they are.")
         LEDGER.uploaded(arr.nbytes)
+        pinned = id(_memory(arr)) in _pinned
         if stream is None or stream is Stream.current:
-            np.copyto(self._data, arr)
+            np.copyto(self._data, arr)  # whatever comes next on this stream sees it
+            if pinned:
+                Stream.current.reads(arr)
             return
-        if id(_memory(arr)) not in _pinned:
+        if not pinned and LEDGER.most_pinned == inf:
             raise TypeError("A copy from memory that is not pinned makes the host wait.")
+        if not pinned:
+            order(_uses[id(_memory(self._raw))], stream)
+            np.copyto(self._raw, arr)
+            stream.synchronize()
+            return
         LEDGER.add("bytes_streamed", arr.nbytes)
         order(_uses[id(_memory(self._raw))], stream)
         poison(self._raw)
-        sent = arr.tobytes()
-        stream.later(lambda: np.copyto(self._raw, arr), lambda: arr.tobytes() == sent)
+        stream.later(lambda: np.copyto(self._raw, arr))
+        stream.reads(arr)
 
     def fill(self, value: Any) -> None:
         LEDGER.add("calls")

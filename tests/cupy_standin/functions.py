@@ -54,6 +54,7 @@ def asarray(
     if made.dtype.kind not in "biuf":
         raise ValueError(f"Unsupported dtype {made.dtype}")
     LEDGER.uploaded(made.nbytes)
+    LEDGER.staged += 1 << (made.nbytes - 1).bit_length() if made.nbytes else 0
     return ndarray(made)
 
 
@@ -77,10 +78,16 @@ def set_allocator(allocator: Any = None) -> None:
     asked[:] = [allocator or (lambda size: None)]
 
 
+class CUDARuntimeError(RuntimeError):
+    """As CuPy's."""
+
+
 class PinnedMemory:
     """Host memory that a copy can read while the host goes on."""
 
     def __init__(self, size: int, flags: int = 0) -> None:
+        if not LEDGER.may_pin(size):
+            raise CUDARuntimeError("cudaErrorMemoryAllocation: out of memory")
         self.bytes = pinned(np.full(size, 0xFF, np.uint8))  # NaN, read as floats
 
 

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from math import inf
 
 COLUMNS = ("launches", "calls", "syncs", "to_device", "to_host", "bytes_up", "bytes_down")
 
@@ -20,13 +21,17 @@ class Ledger:
     held: int = 0  # bytes allocated on the device now
     peak: int = 0
     largest_download: int = 0
+    staged: int = 0  # bytes that CuPy's pool of pinned memory holds after its own uploads
+    pinned: list[int] = field(default_factory=list)  # sizes of pinned memory beside that pool
+    most_pinned: float = inf  # bytes of it that the system gives
     _stage: str = "outside"
 
     def clear(self) -> None:
         self.stages.clear()
         self.kernels.clear()
         self.traffic.clear()
-        self.peak, self.largest_download = self.held, 0
+        self.pinned.clear()
+        self.peak, self.largest_download, self.staged, self.most_pinned = self.held, 0, 0, inf
 
     def add(self, what: str, count: int = 1) -> None:
         self.stages.setdefault(self._stage, Counter())[what] += count
@@ -41,6 +46,10 @@ class Ledger:
         if size:
             self.add("to_device")
             self.add("bytes_up", size)
+
+    def may_pin(self, size: int) -> bool:
+        self.pinned.append(size)
+        return sum(self.pinned) <= self.most_pinned
 
     def downloaded(self, size: int) -> None:
         self.add("syncs")

@@ -96,10 +96,14 @@ class Stream:
         self.clock[self.number] = self.clock.get(self.number, 0) + 1
         return self.clock[self.number]
 
-    def later(self, work: Callable[[], None], unchanged: Callable[[], bool]) -> None:
-        """Delay work until somebody waits for it; its source must not change before."""
+    def later(self, work: Callable[[], None]) -> None:
+        """Delay work until somebody waits for it."""
         self.pending.append((self.clock[self.number], work))
-        self.reading.append((self.clock[self.number], unchanged))
+
+    def reads(self, source: Any) -> None:
+        """Note that a copy reads this memory of the host, which must not change before its end."""
+        sent = source.tobytes()
+        self.reading.append((self.clock[self.number], lambda: source.tobytes() == sent))
 
     def wait_event(self, event: Event) -> None:
         if event.clock is not None:  # an event that was never recorded is not waited for

@@ -12,12 +12,11 @@ a device whose memory RMM holds looks full.
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -42,22 +41,30 @@ from herta_gpu.backends.cuda.device import (
     pointer,
     segments,
     suffix,
+    told_if_long,
     vector_width,
 )
 from herta_gpu.backends.cuda.graphs import DeviceGraph, derived, entries, from_device_edges
 from herta_gpu.backends.cuda.sampling import EdgeSampler
 from herta_gpu.backends.cuda.streaming import StreamedBlocks
 from herta_gpu.backends.cuda.traffic import Traffic, counted, note
+from herta_gpu.backends.cuda.uploads import empty_pinned, give_back_pinned, is_large, upload
 from herta_gpu.graph import Graph
 from herta_gpu.plumbing.interop import on_device
 
 _DEFAULT_STREAMS = (0, 1, 2)  # null, legacy, per thread: the first two cannot be captured
+# The pool cuts memory into pieces that no longer fit together: replayed through a model of it
+# (tests/cupy_standin/pool.py), fits took up to 1.2 times the bytes that they used at once.
+_FRAGMENTS = 1.2
 I32, I64, U32, U64 = np.int32, np.int64, np.uint32, np.uint64
 
 
 @cache
 def _kernel(file: str, name: str) -> Any:
-    return _module(file).get_function(name)
+    with told_if_long(
+        f"compiling {file} for this GPU, once: the next run finds it in CuPy's cache"
+    ):
+        return _module(file).get_function(name)
 
 
 @cache
@@ -84,12 +91,6 @@ def _launch(
         assert contiguous or isinstance(a, np.generic), f"{name}, argument {i}: {type(a)}"
     note(file, name, args)
     _kernel(file, name)(grid, block, args)
-
-
-def _empty_pinned(shape: tuple[int, ...], dtype: Any) -> Any:
-    """Pinned host memory, beside CuPy's pool: that rounds up to a power of two and keeps it."""
-    memory = cupy.cuda.PinnedMemory(math.prod(shape) * np.dtype(dtype).itemsize)
-    return np.ndarray(shape, dtype, buffer=cupy.cuda.PinnedMemoryPointer(memory, 0))
 
 
 @dataclass
@@ -133,6 +134,8 @@ class CUDABackend(Backend):
     def asarray(self, x: Any, dtype: str | None = None) -> Array:
         if on_device(x) and not hasattr(x, "__cuda_array_interface__"):
             x = cupy.from_dlpack(x)
+        if isinstance(x, np.ndarray) and is_large(x):
+            return upload(cupy, x, dtype)
         x = cupy.asarray(x, dtype=dtype, order="C")
         # The caller's own memory may begin anywhere, and an access of several columns may not.
         return x if aligned(x) else x.copy()
@@ -141,10 +144,11 @@ class CUDABackend(Backend):
         return cupy.asnumpy(x)  # synchronize!
 
     def csr(self, M: Any) -> Any:
-        return cupyx.scipy.sparse.csr_matrix(M)
+        parts = tuple(self.asarray(part) for part in (M.data, M.indices, M.indptr))
+        return cupyx.scipy.sparse.csr_matrix(parts, shape=M.shape)
 
     def host_blocks(self, X: Any, order: Any = None) -> StreamedBlocks:
-        return StreamedBlocks(cupy, _empty_pinned, X, order)
+        return StreamedBlocks(cupy, partial(empty_pinned, cupy), X, order)
 
     def solve_triangular(self, C: Array, B: Array, trans: bool = False) -> Array:
         from cupyx.scipy.linalg import solve_triangular  # needs cuBLAS, which a probe may lack
@@ -181,13 +185,16 @@ class CUDABackend(Backend):
         pool = cupy.get_default_memory_pool()
         free = cupy.cuda.runtime.memGetInfo()[0] + pool.free_bytes()
         limit = pool.get_limit()
-        return min(free, limit - pool.used_bytes()) if limit else free
+        free = min(free, limit - pool.used_bytes()) if limit else free
+        return max(0, int(free / _FRAGMENTS))
 
     # ---- graphs ---------------------------------------------------------------------------
     def laplacian(self, graph: Graph, dtype: str) -> DeviceLaplacian:
         held = self._graphs.setdefault(graph, {})
         if dtype not in held:
             held[dtype] = self._uploaded(graph, dtype, held)
+            # It is kept for whoever asks next, and that may be work on another stream.
+            give_back_pinned(cupy)  # synchronize!
         return held[dtype]
 
     def _uploaded(self, graph: Graph, dtype: str, held: dict[str, Any]) -> DeviceLaplacian:

@@ -3,8 +3,12 @@ operations that keep the host out of their inner loops."""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Timer
 from typing import Any
 
 import numpy as np
@@ -119,6 +123,23 @@ def pivoted_cholesky(xp: Any, P: Array, cut: float) -> tuple[Array, Array]:
     r = int(xp.argmin(pivots > cut))  # synchronize!  the last entry is 0, so there is one
     J = order[:r]
     return xp.ascontiguousarray(xp.tril(U[:r, J].T)), J
+
+
+@contextmanager
+def told_if_long(what: str, seconds: float = 1.0) -> Iterator[None]:
+    """Tell people at a terminal what goes on in the block, if it takes longer than that."""
+
+    def tell() -> None:
+        if sys.stderr.isatty():
+            print(f"herta_gpu: {what}", file=sys.stderr, flush=True)
+
+    timer = Timer(seconds, tell)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def kernel_folder() -> Path:

@@ -62,6 +62,8 @@ class EdgeSampler:
             weights = None if L.weights is None else xp.empty(m, dtype=L.weights.dtype)
             outputs = (pointer(L.weights), lo, hi, pointer(weights))
             self._rows(f"edge_list_{L.suffix}", L.n, *L.csr, first, *outputs)
+            # They are kept for whoever asks next, and that may be work on another stream.
+            xp.cuda.get_current_stream().synchronize()  # synchronize!
             L.edges = first, lo, hi, weights
         return L.edges
 

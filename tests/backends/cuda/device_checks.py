@@ -5,11 +5,13 @@ Every check compares with the CPU backend for the same seed.
 
 from __future__ import annotations
 
+import sys
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import scipy.sparse as sp
@@ -253,6 +255,22 @@ def check_streaming(backend: Backend) -> None:
             assert list(blocks.parts([])) == []
 
 
+def check_upload(backend: Backend, chunk: int = 100) -> None:
+    """In chunks: whole, of any layout, as another type, and from a file."""
+    X = block(31, 6, "float64")
+    uploads = sys.modules["herta_gpu.backends.cuda.uploads"]
+    with TemporaryDirectory() as folder, mock.patch.object(uploads, "CHUNK_BYTES", chunk):
+        path = Path(folder) / "X"
+        X.tofile(path)
+        for x in (X, X[:, ::2], X.T, X[3], np.memmap(path, "float64", "r", shape=X.shape)):
+            for dtype in (None, "float32"):
+                found = backend.asarray(x, dtype)
+                assert found.flags.c_contiguous
+                assert np.array_equal(backend.to_numpy(found), x.astype(dtype or x.dtype))
+        M = sp.random_array((40, 30), density=0.3, rng=np.random.default_rng(0), format="csr")
+        assert np.array_equal(backend.csr(M).get().toarray(), M.toarray())
+
+
 def check_all(backend: Backend) -> None:
     """Every primitive, once or twice: what a mutant has to face."""
     for name, weighted, k, dtype in (
@@ -274,6 +292,7 @@ def check_all(backend: Backend) -> None:
     check_empty(backend)
     check_unaligned(backend)
     check_streaming(backend)
+    check_upload(backend)
 
 
 # ---- fits -------------------------------------------------------------------------------------

@@ -269,3 +269,12 @@ def check_offsets(modules: dict[str, Module] | None = None) -> None:
     module["sketch.cu"].launch("sketch_identity_f32", *shape, args, blocks=(0, 1))
     expected = CPU.sketch_identity(L, part, SEED) * np.sqrt(np.float32(part))
     assert_close(Y[:, :part], expected, "float32")
+
+    # A last row whose entries begin at 2^32, where a 32-bit number is 0 again.
+    indices = reserve(((1 << 32) + 4,), np.int32)
+    indices[-4:], indices[:4] = 7, 3
+    indptr = np.array([1 << 32] * n + [(1 << 32) + 4])
+    ratio, bounds = np.arange(1.0, n + 1), np.full(n, np.nan)
+    args = (np.int64(n), indptr, indices, ratio, bounds)
+    module["sampling.cu"].launch("pair_bounds_i32", (2,), (32, 8), args)
+    assert bounds.tolist() == [0.0] * 8 + [9.0 + 8.0]

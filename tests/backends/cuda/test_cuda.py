@@ -365,7 +365,15 @@ def test_without_a_driver_the_error_says_so(monkeypatch: pytest.MonkeyPatch) -> 
 # ---- the stand-in -----------------------------------------------------------------------------
 
 
-_OWN = ("variant", "order", "recording", "current", "tick", "later")  # the stand-in's, not CuPy's
+_OWN = (
+    "variant",
+    "order",
+    "recording",
+    "current",
+    "tick",
+    "later",
+    "reads",
+)  # the stand-in's, not CuPy's
 
 
 def test_every_name_and_parameter_is_one_of_the_installed_cupy() -> None:

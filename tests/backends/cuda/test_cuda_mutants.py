@@ -17,6 +17,7 @@ if compiler() is None:
 import herta_gpu
 from herta_gpu.backends.cuda import sampling as device_sampling
 from herta_gpu.backends.cuda import streaming as device_streaming
+from herta_gpu.backends.cuda import uploads as device_uploads
 from tests.backends.cuda import device_checks as checks
 from tests.backends.cuda.test_cuda import (
     test_a_cg_step_is_three_launches_and_nothing_else as check_ledger,
@@ -94,6 +95,12 @@ MUTANTS = {
     ),
     "a ring refilled while the pass before is being read": (
         device_streaming, "self._copies.synchronize()  # synchronize!  those", "# those"
+    ),
+    "a chunk refilled while it is being uploaded": (
+        device_uploads, "        copied[i % 2].synchronize()", "        pass"
+    ),
+    "a buffer for the next chunk, too": (
+        device_uploads, "chunk = buffers[i % 2]", "chunk = buffers[0]"
     ),
     "one buffer for two parts": (device_streaming, "buffers[(i + 1) % 2]", "buffers[i % 2]"),
 }  # fmt: skip

@@ -95,6 +95,23 @@ def test_everything_runs_on_the_callers_stream(
     np.testing.assert_array_equal(model.transform(g, X), Z)
 
 
+@pytest.mark.parametrize("made_there", [False, True])
+def test_a_graph_that_is_kept_may_be_used_on_another_stream(backend: Any, made_there: bool) -> None:
+    """Uploaded, or made on the device; its list of edges is kept, too."""
+    g, stream = checks.random_graph(60, 200, weighted=True), backend.xp.cuda.Stream
+    with stream(non_blocking=True):
+        if made_there:
+            g = backend.sampled_graph(g, backend.xp.ones(g.num_edges))
+        for dtype in ("float64", "float32"):
+            backend.sampler.edges(backend.laplacian(g, dtype))
+    with stream(non_blocking=True):
+        for dtype in ("float64", "float32"):
+            L, X = backend.laplacian(g, dtype), backend.asarray(checks.block(60, 4, dtype))
+            backend.apply_H(L, 3.0, X)
+            backend.edge_scores(L, X, X, 3.0)
+            backend.sketch_incidence(L, 4, 1)
+
+
 def test_two_streams_in_one_array_are_a_race(backend: Any) -> None:
     cuda, x = backend.xp.cuda, backend.xp.zeros(3)
     other = cuda.Stream(non_blocking=True)

@@ -5,13 +5,17 @@ On the stand-in for CuPy, like test_cuda.py.
 
 from __future__ import annotations
 
+import io
 import sys
+import threading
 import tomllib
 import warnings
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
+import scipy.sparse as sp
 
 from tests.conftest import ROOT
 from tests.cuda_emulator import compiler
@@ -21,9 +25,11 @@ if compiler() is None:
 
 from herta_gpu import HERTA
 from herta_gpu.backends import get_backend
+from herta_gpu.backends.cuda import device, uploads
 from herta_gpu.backends.cuda.graphs import DeviceGraph, derived
+from tests import cupy_standin
 from tests.backends.cuda import device_checks as checks
-from tests.cupy_standin import installed
+from tests.cupy_standin import installed, pool
 from tests.cupy_standin.device_array import ndarray
 from tests.cupy_standin.ledger import Ledger
 
@@ -77,6 +83,41 @@ def test_a_device_is_tried_once(ledger: Ledger) -> None:
     ledger.clear()
     assert get_backend("auto") is get_backend("cuda")
     assert dict(ledger.stages) == {}
+
+
+def test_auto_leaves_small_data_of_the_host_to_the_cpu(ledger: Ledger, backend: Any) -> None:
+    g, X = checks.graph("fit"), np.ones((60, 4))
+    large = np.broadcast_to(0.0, (10**6, 11))  # takes no memory
+    there = backend.sampled_graph(g, backend.xp.ones(g.num_edges))
+    assert get_backend("auto", g, X).name == "cpu"
+    assert get_backend("auto", g, sp.csr_array((10**6, 10**6))).name == "cpu"  # no entry is stored
+    assert get_backend("auto", g, large).name == "cuda"
+    assert get_backend("auto", there, X).name == "cuda"  # a graph on the device
+    assert get_backend("auto", g, X, backend.asarray(X)).name == "cuda"
+    assert get_backend("cuda", g, X).name == "cuda"
+    assert get_backend("auto").name == "cuda"  # nothing is known of the data
+
+
+def test_small_data_do_not_try_the_device_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    with installed() as ledger:
+        get_backend("auto", checks.graph("fit"), np.ones((60, 4)))
+        assert dict(ledger.stages) == {}
+
+
+@pytest.mark.parametrize("watched", [False, True])
+def test_a_long_compilation_is_told_to_those_who_watch(
+    monkeypatch: pytest.MonkeyPatch, watched: bool
+) -> None:
+    told, terminal = threading.Event(), io.StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: told.set() or watched)
+    monkeypatch.setattr(sys, "stderr", terminal)
+    with device.told_if_long("compiling cg.cu", seconds=0.0):
+        assert told.wait(30)
+        while watched and "\n" not in terminal.getvalue():
+            told.wait(0.001)
+    assert terminal.getvalue() == ("herta_gpu: compiling cg.cu\n" if watched else "")
+    with device.told_if_long("nothing", seconds=1000.0):
+        pass  # the timer ends with the block
 
 
 def test_extras_bring_the_toolkit_and_no_two_cupys() -> None:
@@ -143,3 +184,77 @@ def test_what_a_graph_needs_beside_its_arrays_is_small(ledger: Ledger, backend: 
     found = derived(backend, {"indptr": L.indptr, "indices": L.indices}, sums, L.inv_sqrt_degree)
     assert ledger.peak - before < 8 * L.nnz // 4
     assert abs(found["lambda_max"] - g.lambda_max_bound) <= 1e-12
+
+
+def test_a_large_array_is_uploaded_through_small_buffers(ledger: Ledger, backend: Any) -> None:
+    checks.check_upload(backend)
+    assert max(ledger.pinned) <= 8 * 31  # a row that is longer than a chunk
+    X = np.ones((200, 50))
+    ledger.clear()
+    with mock.patch.object(uploads, "CHUNK_BYTES", 1000):
+        backend.asarray(X)
+    assert ledger.staged == 0
+    assert ledger.pinned == [1000, 1000]
+    assert ledger.total("bytes_up") == X.nbytes
+
+
+def test_pinned_memory_is_given_back_after_a_graph(ledger: Ledger, backend: Any) -> None:
+    backend.asarray(np.ones(9))
+    assert ledger.staged == 128  # rounded up to a power of two
+    backend.laplacian(checks.random_graph(60, 200), "float32")
+    assert ledger.staged == 0
+
+
+def test_a_system_that_pins_no_more(ledger: Ledger, backend: Any) -> None:
+    """Copies then make the host wait, and are the same copies."""
+    ledger.most_pinned = 2000  # some of the buffers
+    checks.check_upload(backend)
+    checks.check_streaming(backend)
+    assert sum(ledger.pinned) > 2000
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"strategy": "herta"},
+        {"strategy": "direct"},
+        {"strategy": "herta", "sketch": True},
+        {"strategy": "herta", "loss": "ce", "ridge": 0.1},
+        {"strategy": "direct", "loss": "ce", "ridge": 0.1},
+    ],
+)
+def test_a_fit_fits_into_the_pool(ledger: Ledger, options: dict[str, Any], dtype: str) -> None:
+    """Pieces of memory that no longer fit together cost a quarter at most."""
+    g, X, y = checks.random_graph(200, 1200), checks.block(200, 24, "float64"), np.arange(200) % 5
+    with pool.recorded() as trace:
+        HERTA(device="cuda", dtype=dtype, **options).fit(g, X, y)
+    large = 64  # times: the pool's unit of 512 bytes is nothing then
+    needed = large * pool.peak(trace)
+    assert needed <= pool.replay(trace, scale=large).most <= 1.25 * needed
+    pool.replay(trace, 1.2 * needed, large)  # what a budget leaves of the device is enough
+
+
+def test_the_model_of_the_pool() -> None:
+    """Best fit, with splits, with joins, and blocks that go back where the device has no more."""
+    a, b, c, d = range(4)
+    holes = [(a, 1000), (b, 1), (c, 1000), (a, -1), (c, -1)]  # of 1024, 512 and 1024 bytes
+    assert pool.peak(holes) == 2001
+    assert pool.replay(holes).most == 2560
+    assert pool.replay([*holes, (d, 500), (a, 500), (c, 1024)]).most == 2560
+    assert pool.replay([*holes, (d, 1025)]).most == 2560 + 1536
+    assert pool.replay([*holes, (d, 1025)], limit=2560).total == 512 + 1536
+    with pytest.raises(MemoryError, match="2,560 bytes"):
+        pool.replay([*holes, (d, 2049)], limit=2560)
+    halves = [(a, 2048), (a, -1), (b, 1024), (c, 1024), (b, -1), (c, -1), (d, 2048)]
+    assert pool.replay(halves).most == 2048  # b and c were parts of one block, and are again
+
+
+def test_a_budget_leaves_room_for_pieces(ledger: Ledger, backend: Any) -> None:
+    free = cupy_standin.FREE_BYTES - ledger.held
+    assert backend.memory_available() == int(free / 1.2)
+    pool_ = backend.xp.get_default_memory_pool()
+    pool_.limit = ledger.held + 1200
+    assert backend.memory_available() == 1000
+    pool_.limit = 1  # less than is in use already
+    assert backend.memory_available() == 0

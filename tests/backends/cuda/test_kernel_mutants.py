@@ -104,6 +104,12 @@ MUTANTS = {
         "hadamard.cu", "tile[slot(1 << kLogRows)]", "tile[1 << kLogRows]", "asan"
     ),
     "32-bit offset": Mutant("laplacian.cu", "X + j * k", "X + static_cast<i32>(j * k)", "offsets"),
+    "32-bit place of an entry": Mutant(
+        "sampling.cu",
+        "for (i64 e = indptr[u] + threadIdx.x; e < indptr[u + 1]; e += 32) {",
+        "for (i32 e = indptr[u] + threadIdx.x; e < static_cast<i32>(indptr[u + 1]); e += 32) {",
+        "offsets",
+    ),
     "a chunk written from the first row on": Mutant(
         "laplacian.cu", "store(R + at - offset + i, r)", "store(R + at + i, r)", "asan"
     ),
