@@ -242,13 +242,12 @@ def _solved_columns(
     for J in blocks:
 
         def solved(J: slice = J) -> Arrays:
-            B, iterates = work.blocks(J.stop - J.start)
-            basis.fill(B, J)
-            return {"Q": chebyshev(H_tilde, B, recipe.degree, iterates)}
+            with marked("block of Q", first=J.start, columns=J.stop - J.start):
+                B, iterates = work.blocks(J.stop - J.start)
+                basis.fill(B, J)
+                return {"Q": chebyshev(H_tilde, B, recipe.degree, iterates)}
 
-        with marked("block of Q", first=J.start, columns=J.stop - J.start):
-            Q_J = recall(f"{recipe.name}-columns-{J.start}", solved)["Q"]
-        yield J, Q_J
+        yield J, recall(f"{recipe.name}-columns-{J.start}", solved)["Q"]
 
 
 def _adjoint_rows(

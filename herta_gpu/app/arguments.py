@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from herta_gpu import __version__
-from herta_gpu.app import compare, convert, info, plan, predict, profile, train, tune
+from herta_gpu.app import compare, convert, info, plan, predict, profile, selftest, train, tune
 from herta_gpu.app.tune import LAMS, RIDGES
 from herta_gpu.datasets.dataset import NORMALIZATIONS
 from herta_gpu.datasets.ogb_convert import FEATURES
@@ -65,6 +65,7 @@ def parser() -> argparse.ArgumentParser:
     _add_compare(commands)
     _add_profile(commands)
     _add_convert(commands)
+    _add_selftest(commands)
     _add_info(commands)
     return made
 
@@ -161,6 +162,22 @@ def _add_convert(commands: Any) -> None:
     )
     _add_output(command)
     command.set_defaults(run=convert.run)
+
+
+def _add_selftest(commands: Any) -> None:
+    about = "check a device against the CPU and time its kernels, for a report"
+    command = commands.add_parser("selftest", help=about)
+    command.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    command.add_argument("--quick", action="store_true", help="fewer checks, a small graph")
+    command.add_argument(
+        "--dataset", metavar="NAME",
+        help=f"what is timed and fitted; default {selftest.FULL.dataset}, "
+        f"or {selftest.QUICK.dataset} with --quick",
+    )  # fmt: skip
+    _add_data_dir(command)
+    command.add_argument("--out", metavar="FILE.json", help="default herta-selftest.json")
+    _add_output(command)
+    command.set_defaults(run=selftest.run)
 
 
 def _add_info(commands: Any) -> None:

@@ -147,7 +147,9 @@ def build() -> dict[str, ModuleType]:
         CUDARuntimeError=functions.CUDARuntimeError,
         getDeviceCount=lambda: 1,
         getDevice=lambda: 0,
-        getDeviceProperties=lambda device: {"l2CacheSize": L2_BYTES},
+        getDeviceProperties=lambda device: {"l2CacheSize": L2_BYTES, "name": b"emulator"},
+        runtimeGetVersion=lambda: 13000,
+        driverGetVersion=lambda: 13000,
         memGetInfo=lambda: (FREE_BYTES - LEDGER.held, FREE_BYTES),
     )
     profiler = _module(

@@ -29,9 +29,9 @@ if compiler() is None:
 
 import herta_gpu
 from herta_gpu import HERTA, SDDSolver
+from herta_gpu.app import device_checks as checks
 from herta_gpu.backends import get_backend
 from tests import cupy_standin
-from tests.backends.cuda import device_checks as checks
 from tests.backends.cuda import ledger_table
 from tests.cupy_standin import build, installed
 from tests.cupy_standin.device_array import ndarray

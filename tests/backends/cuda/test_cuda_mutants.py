@@ -15,10 +15,10 @@ if compiler() is None:
     pytest.skip("no g++: the kernels cannot be emulated", allow_module_level=True)
 
 import herta_gpu
+from herta_gpu.app import device_checks as checks
 from herta_gpu.backends.cuda import sampling as device_sampling
 from herta_gpu.backends.cuda import streaming as device_streaming
 from herta_gpu.backends.cuda import uploads as device_uploads
-from tests.backends.cuda import device_checks as checks
 from tests.backends.cuda.test_cuda import (
     test_a_cg_step_is_three_launches_and_nothing_else as check_ledger,
 )

@@ -17,7 +17,7 @@ if compiler() is None:
 
 import herta_gpu.features
 from herta_gpu import HERTA
-from tests.backends.cuda import device_checks as checks
+from herta_gpu.app import device_checks as checks
 from tests.cupy_standin.ledger import Ledger
 from tests.cupy_standin.streams import RaceError
 

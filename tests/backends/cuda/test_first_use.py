@@ -24,11 +24,11 @@ if compiler() is None:
     pytest.skip("no g++: the kernels cannot be emulated", allow_module_level=True)
 
 from herta_gpu import HERTA
+from herta_gpu.app import device_checks as checks
 from herta_gpu.backends import get_backend
 from herta_gpu.backends.cuda import device, uploads
 from herta_gpu.backends.cuda.graphs import DeviceGraph, derived
 from tests import cupy_standin
-from tests.backends.cuda import device_checks as checks
 from tests.cupy_standin import installed, pool
 from tests.cupy_standin.device_array import ndarray
 from tests.cupy_standin.ledger import Ledger

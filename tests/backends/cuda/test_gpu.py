@@ -1,5 +1,7 @@
 """The checks of the CUDA backend on a real device: ``pytest -m gpu``.
 
+``herta selftest --device cuda`` runs the same without pytest, and times the kernels as well.
+
 For races and stray accesses run the same under NVIDIA's checker, without CuPy's pool, which would
 hide the ends of arrays from it:
 
@@ -16,13 +18,10 @@ from __future__ import annotations
 import os
 from typing import Any
 
-import numpy as np
 import pytest
 
-import herta_gpu.features
-from herta_gpu import Graph, SDDSolver
+from herta_gpu.app import device_checks as checks
 from herta_gpu.backends import get_backend
-from tests.backends.cuda import device_checks as checks
 
 pytestmark = pytest.mark.gpu
 
@@ -58,48 +57,24 @@ def test_product_is_that_of_cusparse(backend: Any, weighted: bool, dtype: str) -
     checks.check_reference(backend, checks.graph("hub", weighted), dtype)
 
 
-def test_X_in_pinned_memory(backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    checks.check_streaming(backend)
-    monkeypatch.setattr(herta_gpu.features, "fits", lambda *_: False)
-    monkeypatch.setattr(herta_gpu.features, "_CHUNK_BYTES", 8 * 6 * 7)  # seven rows
-    checks.check_fit("mse cg herta", "float64")
+def test_X_in_pinned_memory(backend: Any) -> None:
+    checks.check_X_in_pinned_memory(backend)
 
 
 @pytest.mark.parametrize("weighted", [False, True])
 def test_edges_on_the_device(backend: Any, weighted: bool) -> None:
-    """Through cuGraph where it is installed, else through the host: the same graph."""
-    expected = checks.graph("fit", weighted)  # without self-loops, which `edges` leaves out
-    u, v, w = expected.edges()
-    edges = backend.asarray(np.stack([u, v]))
-    g = Graph.from_edges(edges, 60, None if w is None else backend.asarray(w))
-    L, L_hat = backend.laplacian_csr(backend.laplacian(g, "float64")), expected.to_csr()
-    np.testing.assert_allclose(L.get().toarray(), L_hat.toarray(), atol=1e-14)
-    assert g.num_components == expected.num_components
+    checks.check_edges_on_the_device(backend, weighted)
 
 
 def test_tensors_of_torch(backend: Any) -> None:
-    torch = pytest.importorskip("torch", reason="torch is not installed")
-    if not torch.cuda.is_available():
-        pytest.skip("this torch has no CUDA")
-    g, X = checks.graph("tail"), checks.block(33, 3, "float32")
-    solver = SDDSolver(g, lam=3.0, device="cuda")
-    Z = solver.solve(torch.from_numpy(X).cuda())
-    assert Z.is_cuda
-    np.testing.assert_array_equal(Z.cpu().numpy(), solver.solve(X))
+    missing = checks.check_tensors_of_torch(backend)
+    if missing:
+        pytest.skip(missing)
 
 
-def test_captured_steps_are_the_same_steps(backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    solutions = []
-    for capture in (False, True):
-        monkeypatch.setattr(backend, "capture", capture)
-        with backend.xp.cuda.Stream(non_blocking=True) as stream:
-            solver = SDDSolver(checks.graph("hub"), lam=50.0, device="cuda")
-            solutions.append(solver.solve(checks.block(605, 8, "float32")))
-            stream.synchronize()
-    assert np.array_equal(*solutions)
+def test_captured_steps_are_the_same_steps(backend: Any) -> None:
+    checks.check_captured_steps(backend)
 
 
 def test_runs_on_the_callers_stream(backend: Any) -> None:
-    with backend.xp.cuda.Stream(non_blocking=True) as stream:
-        checks.check_products(backend, checks.graph("tail"), 3, "float32")
-        stream.synchronize()
+    checks.check_callers_stream(backend)

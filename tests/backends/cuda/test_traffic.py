@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shlex
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from herta_gpu import Graph
+from herta_gpu.app import device_checks as checks
+from herta_gpu.app.cli import main
 from herta_gpu.backends import get_backend
-from tests.backends.cuda import device_checks as checks
 from tests.cuda_emulator import compiler
 from tests.cupy_standin import installed
 
@@ -40,3 +44,23 @@ def test_bytes_that_must_move_against_those_that_did() -> None:
     gathers = {"apply_H": 2 * L.nnz * 36, "chebyshev": L.nnz * 36, "residual": L.nnz * 40 // 3}
     for name, must in traffic.moved.items():
         assert 0.75 * (did[name] - gathers.get(name, 0)) < must < 1.05 * did[name], name
+
+
+def test_a_profile_on_the_device_tells_launches_and_bytes_of_each_kernel(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    options = ["--device", "cuda", "--lam", "3", "--strategy", "herta", "--ridge", "0.1"]
+    argv = ["profile", "synthetic:n=120,m=300,d=4,c=3", *options, "--loss", "ce"]
+    with installed():
+        assert main([*argv, "--json"]) == 0
+        answer = json.loads(capsys.readouterr().out)
+        assert main([*argv, "--quiet"]) == 0
+        shown = capsys.readouterr().out
+    kernels = answer["kernels"]
+    # A step of CG is one of each; `apply_H` is also a part of residuals.
+    assert kernels["cg_residual"]["launches"] == kernels["cg_direction"]["launches"]
+    assert kernels["apply_H"]["launches"] > kernels["cg_direction"]["launches"] > 0
+    assert all(row["bytes"] > 0 for row in kernels.values())
+    assert [line.split()[0] for line in shown.splitlines() if line.startswith("cg_")]
+    assert f"python -m herta_gpu {shlex.join([*argv, '--quiet'])}" in shown

@@ -1,0 +1,312 @@
+"""`herta selftest`: is a device right, and how fast is each kernel on it?
+
+It checks the device against the plain CPU backend, times the kernels against the product of the
+sparse library that is there (cuSPARSE through CuPy, SciPy on the CPU) and against plain copies, and
+fits a generated graph.  All of it goes into one JSON file; what is printed can be pasted into a
+report.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from herta_gpu import datasets
+from herta_gpu.app import device_checks as checks
+from herta_gpu.app.results import CommandOutput
+from herta_gpu.app.runs import environment
+from herta_gpu.app.text import NOTHING, bytes_text
+from herta_gpu.backends import get_backend
+from herta_gpu.graph import Graph
+from herta_gpu.herta import HERTA
+from herta_gpu.plumbing.files import check_target, new_file
+from herta_gpu.plumbing.plain import to_plain
+from herta_gpu.plumbing.stages import Stages
+
+LAM = 1000.0  # CG is far from done after the steps that are timed
+HALF_STEPS = 4  # of Chebyshev with neighbours in float16, which are timed together
+COLUMN_BYTES = 64  # a node and a column, of all blocks that are timed, at most
+EMULATED = "times mean nothing here: this is an emulator, not a GPU"
+
+Check = tuple[str, Callable[[], Any]]
+Rows = list[tuple[str, ...]]
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much a run takes on."""
+
+    dataset: str
+    columns: tuple[int, ...] = (1, 8, 32, 47, 64, 100, 128)
+    fits: tuple[str, ...] = tuple(checks.FITS)
+    dtypes: tuple[str, ...] = ("float32", "float64")
+    seconds: float = 0.1  # that a measurement takes at least
+    repeats: int = 5  # measurements, of which the median counts
+    copied: int = 1 << 28  # bytes: more than any cache holds
+
+
+FULL = Size("synthetic:n=1e6,m=1e7,d=100,c=47")
+QUICK = Size(
+    "synthetic:n=20000,m=200000,d=32,c=8",
+    fits=("mse cg herta", "ce lbfgs direct", "Algorithms 1 and 2 as printed"),
+    seconds=0.02,
+    repeats=3,
+    copied=1 << 26,
+)
+
+
+def run(args: argparse.Namespace) -> CommandOutput:
+    """herta selftest"""
+    if not __debug__:
+        raise RuntimeError("selftest is made of assertions: run Python without -O.")
+    path = Path(args.out or "herta-selftest.json")
+    check_target(path)
+    stages, size = Stages(args.verbose), QUICK if args.quick else FULL
+    backend, name = get_backend(args.device), args.dataset or size.dataset
+    about = _about(backend)
+    with stages("load"):
+        data = datasets.load(name, args.data_dir, stages=stages)
+        if data.y is None or data.X is None:
+            raise ValueError(f"{name} has no features or no labels, which the fit needs.")
+    with stages("checks"):
+        found = [_checked(*check) for check in _checks(backend, size)]
+    with stages("kernels"):
+        kernels, copies = _kernels(backend, data.graph, size), _copies(backend, size)
+    model = HERTA(lam=10.0, ridge=0.01, device=backend.name, verbose=args.verbose)
+    model.fit(data.graph, data.X, data.y, data.split.get("train"))
+    content = {
+        "about": about,
+        "graph": {"name": name, "nodes": data.graph.num_nodes, "edges": data.graph.num_edges},
+        "checks": found,
+        "kernels": kernels,
+        "copies": copies,
+        "fit": {
+            "status": model.status_,
+            "certificate": str(model.certificate_),
+            "steps": len(model.history_) - 1,
+            "seconds": model.stages_,
+        },
+        "file": str(path),
+    }
+    with new_file(path) as temporary:
+        temporary.write_text(json.dumps(to_plain(content, lossy=True), indent=1))
+    failed = any(check["outcome"] == "failed" for check in found)
+    return CommandOutput(content, _text(content, size), diverged=failed)
+
+
+def _about(backend: Any) -> dict[str, Any]:
+    """Versions and the device, and whether its times mean anything."""
+    about = {k: v for k, v in environment().items() if k != "command"}
+    about |= {"device": backend.name, "model": platform.processor() or platform.machine()}
+    about |= {"free_bytes": backend.memory_available(), "times": "measured"}
+    if backend.name == "cuda":
+        runtime = backend.xp.cuda.runtime
+        properties = runtime.getDeviceProperties(runtime.getDevice())
+        about["model"] = properties["name"].decode()
+        about["cupy"] = getattr(backend.xp, "__version__", "none")
+        about["cuda_runtime"], about["cuda_driver"] = (
+            runtime.runtimeGetVersion(),
+            runtime.driverGetVersion(),
+        )
+        if about["model"] == "emulator":
+            about["times"] = EMULATED
+    return about
+
+
+# ---- checks -----------------------------------------------------------------------------------
+
+
+def _checks(backend: Any, size: Size) -> Iterator[Check]:
+    """(name, check) of all that is asked of a device."""
+    cuda = backend.name == "cuda"
+    devices = ("cuda", "cpu") if cuda else ("cpu", "cpu-scipy")
+    yield "primitives", partial(checks.check_kernels, backend)
+    for name in size.fits:
+        for dtype in size.dtypes:
+            yield f"fit: {name}, {dtype}", partial(checks.check_fit, name, dtype, devices)
+    yield "sampled edges", partial(checks.check_sampled_edges_end_to_end, devices)
+    if not cuda:
+        return
+    for weighted in (False, True):
+        kind = "weighted" if weighted else "unweighted"
+        for dtype in size.dtypes:
+            hub = checks.graph("hub", weighted)
+            reference = partial(checks.check_reference, backend, hub, dtype)
+            yield f"product is that of cuSPARSE: {kind}, {dtype}", reference
+        on_device = partial(checks.check_edges_on_the_device, backend, weighted)
+        yield f"edges on the device: {kind}", on_device
+    yield "X in pinned memory", partial(checks.check_X_in_pinned_memory, backend)
+    yield "tensors of torch", partial(checks.check_tensors_of_torch, backend)
+    yield "captured steps", partial(checks.check_captured_steps, backend)
+    yield "the caller's stream", partial(checks.check_callers_stream, backend)
+
+
+def _checked(name: str, check: Callable[[], Any]) -> dict[str, Any]:
+    """What came of a check; it says itself why it had to be skipped."""
+    start = time.perf_counter()
+    try:
+        skipped = check()
+    except Exception as error:  # whatever a device does wrong belongs into the report
+        outcome, detail = "failed", f"{type(error).__name__}: {' '.join(str(error).split())}"[:500]
+    else:
+        why = skipped if isinstance(skipped, str) else ""
+        outcome, detail = ("skipped" if why else "passed"), why
+    spent = time.perf_counter() - start
+    return {"name": name, "outcome": outcome, "detail": detail, "seconds": spent}
+
+
+# ---- times ------------------------------------------------------------------------------------
+
+
+def timed(backend: Any, action: Callable[[], Any], size: Size) -> float:
+    """Seconds of one call: the median of batches that are long enough to be timed."""
+
+    def batch(count: int) -> float:
+        backend.synchronize()
+        start = time.perf_counter()
+        for _ in range(count):
+            action()
+        backend.synchronize()
+        return time.perf_counter() - start
+
+    batch(1)  # compiles, and allocates what is kept
+    count = 1
+    while count < 1000 and batch(count) < size.seconds:
+        count *= 2
+    return median(batch(count) for _ in range(size.repeats)) / count
+
+
+def _kernels(backend: Any, graph: Graph, size: Size) -> list[dict[str, Any]]:
+    """Seconds of each kernel for each number of columns, and the bytes that it must move."""
+    L, M = backend.laplacian(graph, "float32"), _library_matrix(backend, graph)
+    n, found = graph.num_nodes, []
+    scales = 8 * (n + 1) + L.nnz * (L.indices.itemsize + (0 if L.weights is None else 4))
+    blocks = {"apply_H": 2, "Chebyshev step": 4, "CG step": 10, "library product": 2}
+    for k in size.columns:
+        if COLUMN_BYTES * n * k > backend.memory_available():
+            continue
+        for name, action, calls in _actions(backend, L, M, k):
+            # The residual reads Z in float32 and B in float64, writes float64, scales by float64.
+            bytes_ = scales + (20 * n * k + 16 * n if name == "residual" else 8 * n)
+            bytes_ += 4 * n * k * blocks.get(name, 0)
+            row: dict[str, Any] = {"kernel": name, "columns": k}
+            row["seconds"] = timed(backend, action, size) / calls
+            if name in blocks or name == "residual":
+                row |= {"bytes": bytes_, "rate": bytes_ / row["seconds"]}
+            found.append(row)
+    return found
+
+
+def _library_matrix(backend: Any, graph: Graph) -> Any:
+    """L as a float32 CSR matrix of the library that the device comes with."""
+    if backend.name == "cuda":
+        return backend.laplacian_csr(backend.laplacian(graph, "float32"))
+    return graph.to_csr().astype(np.float32)
+
+
+def _actions(backend: Any, L: Any, M: Any, k: int) -> Iterator[tuple[str, Callable[[], Any], int]]:
+    """(name, what is timed, how often the kernel runs in it); blocks are freed in between."""
+    rng = np.random.default_rng(k)
+    X, Y, B = (backend.asarray(rng.standard_normal((L.n, k), dtype=np.float32)) for _ in range(3))
+    yield "apply_H", partial(backend.apply_H, L, LAM, X, out=Y), 1
+    yield "library product", lambda: M @ X, 1
+    yield "Chebyshev step", partial(backend.chebyshev_step, L, LAM, X, Y, B, 1e-3, 1e-4), 1
+    kinds = ("float32", "float32", "uint16")
+    work = tuple(backend.empty((L.n, k), kind) for kind in kinds)
+    steps = [(1e-3, 1e-4)] * HALF_STEPS
+    half = partial(backend.chebyshev, L, LAM, B, 1e-3, steps, work, half=True)
+    yield "Chebyshev step, float16", half, HALF_STEPS
+    del work, half
+    state = backend.cg_start(L, LAM, X, backend.xp.zeros(k), 0.0, 0.0)
+    yield "CG step", partial(backend.cg_step, L, LAM, state), 1
+    del state
+    R = backend.asarray(B, "float64")
+    yield "residual", partial(backend.residual_rows, L, LAM, Y, R, 0, out=R), 1
+    del R
+    yield "sketch", partial(backend.sketch_incidence, L, k, 1), 1
+    yield "SRHT", partial(backend.srht, X, max(1, L.n // 8), 1), 1
+
+
+def _copies(backend: Any, size: Size) -> dict[str, float]:
+    """Bytes a second of plain copies: read and written within the device, else sent."""
+    host = np.ones(size.copied // 4, np.float32)
+    X = backend.asarray(host)
+    Y = backend.xp.zeros_like(X)
+
+    def within() -> None:
+        Y[...] = X
+
+    found = {"within the device": 2 * host.nbytes / timed(backend, within, size)}
+    if backend.name == "cuda":
+        for name, action in (
+            ("from the host", lambda: backend.asarray(host)),
+            ("to the host", lambda: backend.to_numpy(X)),
+        ):
+            found[name] = host.nbytes / timed(backend, action, size)
+    return found
+
+
+# ---- the report -------------------------------------------------------------------------------
+
+
+def _text(content: dict[str, Any], size: Size) -> str:
+    about, graph, fit = content["about"], content["graph"], content["fit"]
+    outcomes = [check["outcome"] for check in content["checks"]]
+    counts = ", ".join(f"{outcomes.count(o)} {o}" for o in ("passed", "failed", "skipped"))
+    versions = ("herta_gpu", "cupy", "cuda_runtime", "cuda_driver", "python", "numpy")
+    known = ", ".join(f"{name} {about[name]}" for name in versions if name in about)
+    spent = ", ".join(f"{name} {s:.2f}" for name, s in fit["seconds"].items() if s >= 0.005)
+    meaningless = [f"**{about['times']}**"] if about["times"] == EMULATED else []
+    return "\n\n".join(
+        [
+            f"herta selftest on {about['device']}: {about['model']}, "
+            f"{bytes_text(about['free_bytes'])} free; {known}",
+            f"checks: {counts}",
+            *(f"- {c['name']}: {c['outcome']}, {c['detail']}" for c in content["checks"]
+              if c["outcome"] != "passed"),
+            *meaningless,
+            f"{graph['name']}: {graph['nodes']:,} nodes, {graph['edges']:,} edges, float32; "
+            "milliseconds, and the share of a copy's rate that the bytes a kernel must move reach",
+            _markdown(_kernel_rows(content["kernels"], content["copies"])),
+            "copies: " + ", ".join(f"{v / 1e9:.1f} GB/s {k}" for k, v in content["copies"].items()),
+            f"fit: {fit['status']} after {fit['steps']} steps, {fit['certificate']}; "
+            f"seconds: {spent}",
+            f"all of it: {content['file']}",
+        ]
+    )  # fmt: skip
+
+
+def _kernel_rows(kernels: list[dict[str, Any]], copies: dict[str, float]) -> Rows:
+    """A row for each kernel, a column for each number of columns."""
+    widths = sorted({row["columns"] for row in kernels})
+    names = list(dict.fromkeys(row["kernel"] for row in kernels))
+    at = {(row["kernel"], row["columns"]): row for row in kernels}
+
+    def cell(name: str, k: int) -> str:
+        row = at.get((name, k))
+        if row is None:
+            return NOTHING
+        shown = f"{1e3 * row['seconds']:.3g}"
+        share = row.get("rate", 0.0) / copies["within the device"]
+        return f"{shown} ({share:.0%})" if share else shown
+
+    return [
+        ("kernel", *(f"k = {k}" for k in widths)),
+        *((name, *(cell(name, k) for k in widths)) for name in names),
+    ]
+
+
+def _markdown(rows: Rows) -> str:
+    """A table that a forum or an issue shows as one."""
+    lines = ["| " + " | ".join(row) + " |" for row in rows]
+    return "\n".join([lines[0], "|---" + "|---:" * (len(rows[0]) - 1) + "|", *lines[1:]])

@@ -1,0 +1,125 @@
+"""`herta selftest`: it passes where all is well, and says what is not."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from herta_gpu.app import device_checks as checks
+from herta_gpu.app import selftest
+from herta_gpu.app.cli import main
+from herta_gpu.backends import get_backend
+from tests.conftest import ROOT
+from tests.cuda_emulator import compiler
+from tests.cupy_standin import installed
+
+TINY = selftest.Size(
+    "synthetic:n=150,m=400,d=5,c=3",
+    columns=(1, 8, 47),
+    fits=("mse cg herta",),
+    dtypes=("float32",),
+    seconds=0.0,
+    repeats=1,
+    copied=1 << 12,
+)
+
+
+@pytest.fixture(autouse=True)
+def _tiny(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    monkeypatch.setattr(selftest, "QUICK", TINY)
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def emulated() -> Iterator[None]:
+    if compiler() is None:
+        pytest.skip("no g++: the kernels cannot be emulated")
+    with installed():
+        yield
+
+
+def report(capsys: Any, device: str, *more: str) -> tuple[dict[str, Any], str]:
+    assert main(["selftest", "--quick", "--device", device, "--quiet", *more]) == 0
+    return json.loads(open("herta-selftest.json", encoding="utf-8").read()), capsys.readouterr().out
+
+
+def test_on_the_cpu(capsys: Any) -> None:
+    found, text = report(capsys, "cpu")
+    assert {check["outcome"] for check in found["checks"]} == {"passed"}
+    assert found["about"]["times"] == "measured"
+    assert "mean nothing" not in text
+    assert {row["columns"] for row in found["kernels"]} == {1, 8, 47}
+    assert all(row["seconds"] > 0 for row in found["kernels"])
+    assert found["fit"]["status"] == "certified"
+    # The table is Markdown: every line of it has as many cells as its head.
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    assert len({line.count("|") for line in lines}) == 1
+    assert lines[0] == "| kernel | k = 1 | k = 8 | k = 47 |"
+
+
+def test_bytes_that_must_move_are_those_of_the_arrays(capsys: Any) -> None:
+    """Against the sizes of the arrays themselves, added up by hand."""
+    found, _ = report(capsys, "cpu")
+    data = selftest.datasets.load(TINY.dataset)
+    L = get_backend("cpu").laplacian(data.graph, "float32")
+    of_graph = data.graph.indptr.nbytes + data.graph.indices.nbytes
+    X, Z = np.zeros((L.n, 47), "float32"), np.zeros((L.n, 47))
+    at = {row["kernel"]: row for row in found["kernels"] if row["columns"] == 47}
+    assert at["apply_H"]["bytes"] == of_graph + 2 * 4 * L.n + 2 * X.nbytes
+    assert at["CG step"]["bytes"] == of_graph + 2 * 4 * L.n + 10 * X.nbytes
+    assert at["residual"]["bytes"] == of_graph + 2 * 8 * L.n + X.nbytes + 2 * Z.nbytes
+
+
+def test_on_the_standin_times_mean_nothing(emulated: None, capsys: Any) -> None:
+    found, text = report(capsys, "cuda")
+    outcomes = {check["name"]: check["outcome"] for check in found["checks"]}
+    assert outcomes.pop("tensors of torch") == "skipped"
+    assert set(outcomes.values()) == {"passed"}
+    assert {"captured steps", "X in pinned memory", "the caller's stream"} <= set(outcomes)
+    assert found["about"]["times"] == selftest.EMULATED
+    assert selftest.EMULATED in text
+    assert set(found["copies"]) == {"within the device", "from the host", "to the host"}
+    names = {row["kernel"] for row in found["kernels"]}
+    assert {"apply_H", "library product", "CG step", "residual", "SRHT"} <= names
+
+
+def test_a_device_that_computes_wrongly_fails(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    backend = get_backend("cpu")
+    right = backend.apply_H
+
+    def wrong(*args: Any, **kwargs: Any) -> Any:
+        out = right(*args, **kwargs)
+        if out.size:
+            out[-1] *= 1.001
+        return out
+
+    monkeypatch.setattr(backend, "apply_H", wrong)
+    assert main(["selftest", "--quick", "--device", "cpu", "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    failed = {c["name"]: c["detail"] for c in found["checks"] if c["outcome"] == "failed"}
+    assert failed["primitives"].startswith("AssertionError: off by")
+
+
+def test_a_block_that_does_not_fit_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend, graph = get_backend("cpu"), checks.graph("tail")
+    monkeypatch.setattr(backend, "memory_available", lambda: 33 * 8 * selftest.COLUMN_BYTES)
+    assert {row["columns"] for row in selftest._kernels(backend, graph, TINY)} == {1, 8}
+
+
+def test_mistakes_are_found_before_any_work(capsys: Any, tmp_path: Any) -> None:
+    assert main(["selftest", "--device", "cpu", "--out", str(tmp_path)]) == 2
+    assert "is a folder" in capsys.readouterr().err
+    assert main(["selftest", "--device", "cpu", "--dataset", "digitz"]) == 2
+    assert "did you mean digits?" in capsys.readouterr().err
+    command = [sys.executable, "-O", "-m", "herta_gpu", "selftest", "--quick"]
+    out = ["--out", str(tmp_path / "report.json")]
+    done = subprocess.run([*command, *out], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "without -O" in done.stderr
+    assert not list(tmp_path.glob("*.json"))
