@@ -204,7 +204,9 @@ class StoredProblem:
         outputs += 4 * _UNIT * (found.F + found.Y) + self.basis.weights_rounding(u)
         rows = (count + 4) * _UNIT * slope * self.sizes
         if self.ridge > 0:
-            rows = rows + (r + 4) * _UNIT * self.ridge * self.basis.ridge_size(by_row)
+            # C0^T C0, its product with u and W itself are sums of r terms, if C0 is not diagonal.
+            terms = 8 if self.basis.ridge.ndim == 1 else 3 * r + 8
+            rows = rows + terms * _UNIT * self.ridge * self.basis.ridge_size(by_row)
         Du = float((P.left * by_row).sum())  # synchronize!
         choices = []
         slack = P.inner.slack
