@@ -58,7 +58,7 @@ _FITTED: dict[str, Any] = {
     "certificate_": Certificate, "status_": str, "plan_": Plan, "spectrum_": Spectrum | None,
     "changes_": list[Decision],
     "history_": list[dict[str, Any]], "warm_history_": list[dict[str, Any]],
-    "stages_": dict[str, float], "_flat": bool,
+    "stages_": dict[str, float], "X_reads_": dict[str, Any], "_flat": bool,
 }  # fmt: skip
 
 
@@ -154,7 +154,7 @@ class HERTA(Estimator):
     stages_ : dict of stage to seconds
     X_reads_ : dict
         Of a dense X: passes over it, and bytes and seconds of reading it from its file (0 if it
-        was in memory); of the last `fit`, no file keeps it.
+        was in memory).
 
     Examples
     --------
@@ -449,7 +449,7 @@ class HERTA(Estimator):
         """Write the fitted model to exactly this path, in NumPy's .npz format and without pickles.
 
         `load` gives back everything that `fit` left: weights, parameters, certificate, status,
-        plan, histories, spectrum and stages.
+        plan, histories, spectrum, stages and passes over X.
 
         Examples
         --------

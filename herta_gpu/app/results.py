@@ -77,7 +77,7 @@ class FitResult:
     dtype: str
     device: str
     normalize: str | None = None
-    X_reads: dict[str, float] | None = None  # `HERTA.X_reads_`; a model from a file has none
+    X_reads: dict[str, float] | None = None  # `HERTA.X_reads_`; earlier versions have none
     note: str
 
     @classmethod
@@ -244,7 +244,7 @@ def _certificate_from_json(content: Any) -> Certificate:
 def _read_text(reads: dict[str, float]) -> str:
     """ "9, 1.2 GB/s": how often X was read from its file, and how fast."""
     rate = reads["bytes_read"] / max(reads["seconds"], 1e-9)
-    return f"{reads['passes']:,}, {rate / 1e9:.1f} GB/s"
+    return f"{reads['passes']:,.0f}, {rate / 1e9:.1f} GB/s"
 
 
 def _number(value: float | None) -> float:
