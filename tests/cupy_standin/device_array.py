@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from tests.cuda_emulator import EmulatorError
 from tests.cupy_standin.ledger import LEDGER
 from tests.cupy_standin.streams import Clock, Stream, host_waited, order
 
@@ -58,6 +59,8 @@ def _track(data: Any) -> None:
     """Count the memory behind `data`, once, until its last view is gone."""
     data = _memory(data)
     if id(data) not in _uses:
+        if Stream.recording is not None:
+            raise EmulatorError("memory is allocated while a stream captures")
         _uses[id(data)] = {}
         order(_uses[id(data)])
         if data.base is None and allocator:  # not the memory of another library

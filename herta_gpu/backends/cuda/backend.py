@@ -16,7 +16,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -52,7 +52,6 @@ from herta_gpu.backends.cuda.uploads import empty_pinned, give_back_pinned, is_l
 from herta_gpu.graph import Graph
 from herta_gpu.plumbing.interop import on_device
 
-_DEFAULT_STREAMS = (0, 1, 2)  # null, legacy, per thread: the first two cannot be captured
 # The pool cuts memory into pieces that no longer fit together: replayed through a model of it
 # (tests/cupy_standin/pool.py), fits took up to 1.2 times the bytes that they used at once.
 _FRAGMENTS = 1.2
@@ -114,13 +113,14 @@ class CUDABackend(Backend):
 
     def __init__(self) -> None:
         # With HERTA_CUDA_GRAPHS=1 the steps of CG between two looks at the mask are captured once
-        # per solve and replayed as one launch; it takes a current stream other than the default.
+        # per solve and replayed as one launch.
         self.capture = os.environ.get("HERTA_CUDA_GRAPHS") == "1"
         if cupy.cuda.runtime.getDeviceCount() < 1:  # raises where there is no driver
             raise RuntimeError("no CUDA device is visible")
         self.sampler = EdgeSampler(cupy, _launch)
         self._graphs: WeakKeyDictionary[Graph, dict[str, Any]] = WeakKeyDictionary()
         self._scratch: dict[tuple[int, int], tuple[Array, Array]] = {}
+        self._replayed_on: int | None = None  # the stream that steps are being captured for
 
     def try_out(self) -> None:
         """One kernel of ours and one solve of cuBLAS: a driver without the toolkit fails here."""
@@ -315,7 +315,7 @@ class CUDABackend(Backend):
 
     def _product_scratch(self, L: DeviceLaplacian, k: int) -> tuple[Array, Array, Array]:
         """(segment sums, tickets, partial dots) for k columns, made once per width and stream."""
-        key = (k, cupy.cuda.get_current_stream().ptr)
+        key = (k, self._stream())
         if key not in L.scratch:
             pieces = L.segment_row.shape[0]
             L.scratch[key] = (
@@ -336,7 +336,7 @@ class CUDABackend(Backend):
 
     def _column_scratch(self, k: int) -> tuple[Array, Array]:
         """(partial sums, tickets) for k columns, made once per width and stream."""
-        key = (k, cupy.cuda.get_current_stream().ptr)
+        key = (k, self._stream())
         if key not in self._scratch:
             tickets = cupy.zeros(-(-k // 64), dtype=U32)
             self._scratch[key] = cupy.empty((MAX_BLOCKS, k)), tickets
@@ -385,17 +385,42 @@ class CUDABackend(Backend):
 
     def cg_steps(self, L: Laplacian, lam: float, state: CGState, count: int) -> None:
         assert isinstance(state, CUDACGState)
-        stream = cupy.cuda.get_current_stream()
-        if not self.capture or stream.ptr in _DEFAULT_STREAMS or state.steps != count:
+        if not self.capture or state.steps != count:
             # The first batch compiles and allocates, which a capture must not.
             super().cg_steps(L, lam, state, count)
             state.steps, state.graph = count, None
             return
         if state.graph is None:
-            stream.begin_capture()
-            super().cg_steps(L, lam, state, count)
-            state.graph = stream.end_capture()
-        state.graph.launch()
+            state.graph = self._captured(L, lam, state, count)
+        state.graph.launch()  # on the current stream
+
+    def _captured(self, L: Laplacian, lam: float, state: CGState, count: int) -> Any:
+        """Steps as a CUDA graph.
+
+        The default stream can replay a graph, but not capture one.  A stream that is used for
+        nothing else does, and executes nothing; what the steps read and write, scratch included,
+        is that of the current stream, which will replay them.
+        """
+        self._replayed_on = cupy.cuda.get_current_stream().ptr
+        try:
+            with self._recorder as recorder:
+                recorder.begin_capture()
+                try:
+                    super().cg_steps(L, lam, state, count)
+                finally:
+                    graph = recorder.end_capture()  # a stream that captures is of no other use
+            return graph
+        finally:
+            self._replayed_on = None
+
+    @cached_property
+    def _recorder(self) -> Any:
+        return cupy.cuda.Stream(non_blocking=True)
+
+    def _stream(self) -> int:
+        """The stream that the next launch will run on."""
+        now = self._replayed_on
+        return cupy.cuda.get_current_stream().ptr if now is None else now
 
     def cg_active(self, state: CGState) -> int:
         return int(cupy.count_nonzero(state.active))  # synchronize!

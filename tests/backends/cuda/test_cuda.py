@@ -165,9 +165,13 @@ def test_a_cg_step_is_three_launches_and_nothing_else(
     assert ledger.total("syncs") == ledger.total("to_host") == 1
 
 
-def test_captured_steps_are_one_launch_and_the_same_steps(ledger: Ledger, backend: Any) -> None:
-    states = []
-    with backend.xp.cuda.Stream(non_blocking=True) as stream:
+@pytest.mark.parametrize("default", [False, True])
+def test_captured_steps_are_one_launch_and_the_same_steps(
+    ledger: Ledger, backend: Any, default: bool
+) -> None:
+    """On any stream, the default one too, which cannot capture."""
+    states, cuda = [], backend.xp.cuda
+    with cuda.get_current_stream() if default else cuda.Stream(non_blocking=True) as stream:
         L = backend.laplacian(checks.graph("tail"), "float32")
         for capture in (False, True):
             backend.capture = capture

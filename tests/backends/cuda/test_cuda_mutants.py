@@ -22,6 +22,9 @@ from herta_gpu.backends.cuda import uploads as device_uploads
 from tests.backends.cuda.test_cuda import (
     test_a_cg_step_is_three_launches_and_nothing_else as check_ledger,
 )
+from tests.backends.cuda.test_cuda import (
+    test_captured_steps_are_one_launch_and_the_same_steps as check_capture,
+)
 from tests.cupy_standin.ledger import Ledger
 
 MUTANTS = {
@@ -68,6 +71,9 @@ MUTANTS = {
     "a failed factorisation unnoticed": ("cuda", 'linalg="raise"', 'linalg="ignore"'),
     "long rows forgotten": (
         "cuda", "rows = np.flatnonzero(length > SEGMENT)", "rows = np.flatnonzero(length < 0)"
+    ),
+    "captured steps with the scratch of another stream": (
+        "cuda", "self._replayed_on = cupy.cuda.get_current_stream().ptr", "pass"
     ),
     "a wait in every step": (
         "cuda", "s, k = state, state.R.shape[1]",
@@ -134,3 +140,4 @@ def test_mutant_turns_a_check_red(
 def _face_every_check(ledger: Ledger, backend: Any) -> None:
     checks.check_all(backend)
     check_ledger(ledger, backend, "float32")
+    check_capture(ledger, backend, default=True)

@@ -258,3 +258,16 @@ def test_a_budget_leaves_room_for_pieces(ledger: Ledger, backend: Any) -> None:
     assert backend.memory_available() == 1000
     pool_.limit = 1  # less than is in use already
     assert backend.memory_available() == 0
+
+
+def test_a_fit_from_captured_steps_is_the_same_fit(ledger: Ledger, backend: Any) -> None:
+    """On the default stream, where most people are."""
+    found, launches = [], []
+    for backend.capture in (False, True):
+        g, X = checks.random_graph(60, 200), checks.block(60, 8, "float32")
+        ledger.clear()
+        model = HERTA(device="cuda", strategy="herta", lam=50.0).fit(g, X, np.arange(60) % 3)
+        found.append(model.W_)
+        launches.append(ledger.total("launches"))
+    np.testing.assert_array_equal(*found)
+    assert launches[1] < launches[0]

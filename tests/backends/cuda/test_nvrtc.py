@@ -11,6 +11,7 @@ import ctypes
 import ctypes.util
 import json
 import re
+import subprocess
 import sys
 from concurrent.futures import ProcessPoolExecutor
 from functools import cache
@@ -19,7 +20,8 @@ from typing import Any
 
 import pytest
 
-from tests.cuda_emulator import KERNELS, kernel_text
+from tests.conftest import ROOT
+from tests.cuda_emulator import KERNELS, compiler, kernel_text
 
 TABLE = Path(__file__).parent / "nvrtc_table.json"
 FILES = sorted(path.name for path in KERNELS.glob("*.cu"))
@@ -205,6 +207,18 @@ def write_table() -> None:
             lines.append(f"  {json.dumps(kernel)}: {json.dumps(row)}")
     kernels = ",\n".join(lines)  # a line each, so that a diff shows which kernel has changed
     TABLE.write_text(f'{{"nvrtc": "{version()}", "kernels": {{\n{kernels}\n}}}}\n')
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_the_way_of_a_users_first_call(file: str) -> None:
+    """CuPy adds options and headers of its own to what it gives the compiler."""
+    pytest.importorskip("cupy", reason="CuPy is not installed")
+    if nvrtc() is None or compiler() is None:
+        pytest.skip("neither without NVRTC nor without g++, which lists the kernels of a file")
+    command = [sys.executable, "-m", "tests.cupy_standin.compiled_by_cupy", file]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.startswith(file)
 
 
 if __name__ == "__main__":
