@@ -95,8 +95,11 @@ def test_features_that_training_rows_do_not_have_need_an_exact_Q():
 
 def test_rows_of_the_inverse_must_span_the_space_without_a_ridge():
     assert row_tolerance(settings()) == 1e-10
-    assert row_tolerance(settings(ridge=1.0, tol=1e-6)) == pytest.approx(1e-6)
-    assert row_tolerance(settings(ridge=1.0, tol=1e-10)) < 1e-7
+    assert row_tolerance(settings(ridge=1.0, tol=1e-6)) == pytest.approx(1e-7)
+    assert row_tolerance(settings(ridge=1.0, tol=1e-10)) < 1e-8
+    # Softmax asks for more; where the true model is looked at, less will do.
+    assert row_tolerance(settings(ridge=1.0, tol=1e-6, loss="ce")) == pytest.approx(1e-9)
+    assert row_tolerance(settings(ridge=1.0, tol=1e-6), look=True) == pytest.approx(1e-4)
 
 
 @pytest.mark.parametrize("strategy", ["herta", "direct"])

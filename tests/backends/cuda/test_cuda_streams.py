@@ -18,6 +18,7 @@ if compiler() is None:
 import herta_gpu.features
 from herta_gpu import HERTA
 from herta_gpu.app import device_checks as checks
+from tests.conftest import random_graph
 from tests.cupy_standin.ledger import Ledger
 from tests.cupy_standin.streams import RaceError
 
@@ -32,7 +33,7 @@ def test_X_that_does_not_fit_streams_through(
     for held in (True, False):
         if not held:
             monkeypatch.setattr(herta_gpu.features, "fits", lambda *_: False)
-        g = checks.random_graph(60, 200)  # a new one: graphs stay on the device
+        g = random_graph(60, 200)  # a new one: graphs stay on the device
         ledger.clear()
         model = HERTA(device="cuda", strategy=strategy, sketch=16).fit(g, X, y)
         assert (ledger.total("bytes_streamed") > 0) == (not held)
@@ -44,7 +45,7 @@ def test_X_that_does_not_fit_streams_through(
 
 
 def test_a_budget_below_X_is_kept(ledger: Ledger) -> None:
-    g, rng = checks.random_graph(600, 1200), np.random.default_rng(0)
+    g, rng = random_graph(600, 1200), np.random.default_rng(0)
     X, y = rng.standard_normal((600, 64)), rng.integers(0, 2, 600)
     budget = int(1.9 * X.nbytes)
     options = {"lam": 0.5, "strategy": "herta", "sketch": 128, "ridge": 10.0, "tol": 0.1}
@@ -87,7 +88,7 @@ def test_everything_runs_on_the_callers_stream(
 ) -> None:
     """Work on any other stream would be a race; so would a fit that left some of it unfinished."""
     monkeypatch.setattr(herta_gpu.features, "fits", lambda *_: not streamed)
-    g, X, y = checks.random_graph(60, 200), checks.block(60, 6, "float32"), np.arange(60) % 3
+    g, X, y = random_graph(60, 200), checks.block(60, 6, "float32"), np.arange(60) % 3
     with backend.xp.cuda.Stream(non_blocking=True):
         model = HERTA(device="cuda", sparsify=True, sketch=True).fit(g, X, y)
     with backend.xp.cuda.Stream(non_blocking=True):
@@ -98,7 +99,7 @@ def test_everything_runs_on_the_callers_stream(
 @pytest.mark.parametrize("made_there", [False, True])
 def test_a_graph_that_is_kept_may_be_used_on_another_stream(backend: Any, made_there: bool) -> None:
     """Uploaded, or made on the device; its list of edges is kept, too."""
-    g, stream = checks.random_graph(60, 200, weighted=True), backend.xp.cuda.Stream
+    g, stream = random_graph(60, 200, weighted=True), backend.xp.cuda.Stream
     with stream(non_blocking=True):
         if made_there:
             g = backend.sampled_graph(g, backend.xp.ones(g.num_edges))
