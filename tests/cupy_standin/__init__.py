@@ -13,6 +13,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
@@ -135,6 +136,7 @@ class _Pool:
 def _module(name: str, **members: Any) -> ModuleType:
     module = ModuleType(name)
     module.__path__ = []  # a package: it may have submodules
+    module.__spec__ = ModuleSpec(name, None)  # it counts as installed
     module.__dict__.update(members)
     return module
 
