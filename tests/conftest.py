@@ -21,6 +21,7 @@ import scipy.sparse as sp
 import scipy.sparse.linalg as sla
 
 from herta_gpu import Graph
+from herta_gpu.app.device_checks import random_graph as random_graph
 from herta_gpu.backends import get_backend
 from tests.sharing import compile_kernels_once, exclusive
 
@@ -37,17 +38,6 @@ hypothesis.settings.load_profile("fixed")
 def users_environment() -> dict[str, str]:
     """The environment of a program that a user starts: BLAS has all of its threads."""
     return {name: value for name, value in os.environ.items() if name != "OPENBLAS_NUM_THREADS"}
-
-
-def random_graph(n: int, m: int, seed: int = 0, weighted: bool = False) -> Graph:
-    """m distinct random edges, each in a random direction."""
-    rng = np.random.default_rng(seed)
-    lo, hi = np.triu_indices(n, 1)
-    pick = rng.choice(lo.shape[0], size=min(m, lo.shape[0]), replace=False)
-    u, v = lo[pick], hi[pick]
-    flip = rng.random(pick.shape[0]) < 0.5
-    edges = np.where(flip, np.stack([u, v]), np.stack([v, u]))
-    return Graph.from_edges(edges, n, rng.uniform(0.1, 3, pick.shape[0]) if weighted else None)
 
 
 def dense_H(graph: Graph, lam: float) -> Any:

@@ -40,15 +40,22 @@ def graph(name: str, weighted: bool = False) -> Graph:
         edges = np.unique(np.sort(rng.integers(0, 30, (2, 90)), axis=0), axis=1)
         return Graph.from_edges(edges, 33, rng.random(edges.shape[1]) if weighted else None)
     if name == "fit":
-        rng, (lo, hi) = np.random.default_rng(0), np.triu_indices(60, 1)
-        pick = rng.choice(lo.shape[0], 200, replace=False)
-        flip, u, v = rng.random(200) < 0.5, lo[pick], hi[pick]
-        edges = np.where(flip, np.stack([u, v]), np.stack([v, u]))
-        return Graph.from_edges(edges, 60, rng.uniform(0.1, 3, 200) if weighted else None)
+        return random_graph(60, 200, weighted=weighted)
     spokes = np.arange(1, 601)
     hubs = np.concatenate([[spokes * 0, spokes], [spokes[1:] * 0 + 1, spokes[1:]]], axis=1)
     weight = 0.1 + np.random.default_rng(0).random(hubs.shape[1]) if weighted else None
     return Graph.from_edges(hubs, 605, weight)
+
+
+def random_graph(n: int, m: int, seed: int = 0, weighted: bool = False) -> Graph:
+    """m distinct random edges, each in a random direction."""
+    rng = np.random.default_rng(seed)
+    lo, hi = np.triu_indices(n, 1)
+    pick = rng.choice(lo.shape[0], size=min(m, lo.shape[0]), replace=False)
+    u, v = lo[pick], hi[pick]
+    flip = rng.random(pick.shape[0]) < 0.5
+    edges = np.where(flip, np.stack([u, v]), np.stack([v, u]))
+    return Graph.from_edges(edges, n, rng.uniform(0.1, 3, pick.shape[0]) if weighted else None)
 
 
 def block(n: int, k: int, dtype: str, seed: int = 0) -> Any:
