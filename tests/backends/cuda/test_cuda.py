@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.conftest import ROOT
+from tests.conftest import ROOT, random_graph
 from tests.cuda_emulator import compiler
 
 if compiler() is None:
@@ -215,7 +215,7 @@ def test_all_memory_comes_from_the_allocator_that_was_set(
     monkeypatch.setattr(ledger, "allocated", lambda size: (taken.append(size), count(size)))
     backend.xp.cuda.set_allocator(asked.append)
     model = HERTA(device="cuda", sparsify=True, sketch=True, memory_budget="1GB")
-    g = checks.random_graph(60, 200, seed=5)
+    g = random_graph(60, 200, seed=5)
     model.fit(g, checks.block(60, 6, "float32"), np.arange(60) % 3)
     assert len(asked) > 100
     assert asked == taken
@@ -241,7 +241,7 @@ def test_the_hadamard_transform_of_2_to_the_18_is_two_passes(ledger: Ledger, bac
 def test_a_cg_step_moves_little_more_than_it_must() -> None:
     with installed("count") as ledger:
         backend, k = get_backend("cuda"), 40
-        g = checks.random_graph(1000, 14_000)
+        g = random_graph(1000, 14_000)
         L = backend.laplacian(g, "float32")
         R = backend.asarray(checks.block(1000, k, "float32"))
         state = backend.cg_start(L, 3.0, R, backend.asarray(np.zeros(k)), 1e-3, 1e-7)

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import scipy.sparse as sp
 
-from tests.conftest import ROOT
+from tests.conftest import ROOT, random_graph
 from tests.cuda_emulator import compiler
 
 if compiler() is None:
@@ -176,7 +176,7 @@ def test_a_csr_matrix_beyond_32_bits_is_refused(backend: Any) -> None:
 
 def test_what_a_graph_needs_beside_its_arrays_is_small(ledger: Ledger, backend: Any) -> None:
     """Not even one number of 8 bytes for every entry."""
-    g = checks.random_graph(300, 20_000)
+    g = random_graph(300, 20_000)
     L = backend.laplacian(g, "float64")
     sums = backend.asarray(g.loopless_degree)
     ledger.clear()
@@ -201,7 +201,7 @@ def test_a_large_array_is_uploaded_through_small_buffers(ledger: Ledger, backend
 def test_pinned_memory_is_given_back_after_a_graph(ledger: Ledger, backend: Any) -> None:
     backend.asarray(np.ones(9))
     assert ledger.staged == 128  # rounded up to a power of two
-    backend.laplacian(checks.random_graph(60, 200), "float32")
+    backend.laplacian(random_graph(60, 200), "float32")
     assert ledger.staged == 0
 
 
@@ -226,7 +226,7 @@ def test_a_system_that_pins_no_more(ledger: Ledger, backend: Any) -> None:
 )
 def test_a_fit_fits_into_the_pool(ledger: Ledger, options: dict[str, Any], dtype: str) -> None:
     """Pieces of memory that no longer fit together cost a quarter at most."""
-    g, X, y = checks.random_graph(200, 1200), checks.block(200, 24, "float64"), np.arange(200) % 5
+    g, X, y = random_graph(200, 1200), checks.block(200, 24, "float64"), np.arange(200) % 5
     with pool.recorded() as trace:
         HERTA(device="cuda", dtype=dtype, **options).fit(g, X, y)
     large = 64  # times: the pool's unit of 512 bytes is nothing then
@@ -264,7 +264,7 @@ def test_a_fit_from_captured_steps_is_the_same_fit(ledger: Ledger, backend: Any)
     """On the default stream, where most people are."""
     found, launches = [], []
     for backend.capture in (False, True):
-        g, X = checks.random_graph(60, 200), checks.block(60, 8, "float32")
+        g, X = random_graph(60, 200), checks.block(60, 8, "float32")
         ledger.clear()
         model = HERTA(device="cuda", strategy="herta", lam=50.0).fit(g, X, np.arange(60) % 3)
         found.append(model.W_)
