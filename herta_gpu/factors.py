@@ -270,10 +270,9 @@ class RowSpace:
 
 
 @dataclass
-class Scaled:
-    """A factor of P in scaled coordinates: C = diag(scale) C_inner."""
+class _Around:
+    """A factor in other coordinates; what was cut or added is that of the inner one."""
 
-    scale: Array  # (d,)
     inner: Factor
 
     @property
@@ -291,6 +290,17 @@ class Scaled:
     @property
     def slack(self) -> float:
         return self.inner.slack
+
+    def project(self, v: Array) -> Array:
+        return self.inner.project(v)
+
+
+class Scaled(_Around):
+    """A factor of P in scaled coordinates: C = diag(scale) C_inner."""
+
+    def __init__(self, scale: Array, inner: Factor) -> None:
+        super().__init__(inner)
+        self.scale = scale  # (d,)
 
     def half(self, w: Array) -> Array:
         return self.scale[:, None] * self.inner.half(w)
@@ -302,9 +312,6 @@ class Scaled:
         scale = self.scale[:, None]
         return self.inner.unhalf(W / (scale + (scale == 0)))
 
-    def project(self, v: Array) -> Array:
-        return self.inner.project(v)
-
     @property
     def size(self) -> float:
         return float(self.scale.max()) * self.inner.size  # synchronize!
@@ -313,30 +320,13 @@ class Scaled:
         return self.inner.amplified(self.scale * sizes)
 
 
-@dataclass
-class Composed:
+class Composed(_Around):
     """A factor of P for columns X C0: C = C0 C_inner."""
 
-    backend: Backend
-    C0: Array  # d x r
-    K: Array  # d x r, K^T C0 = I
-    inner: Factor
-
-    @property
-    def kind(self) -> str:
-        return self.inner.kind
-
-    @property
-    def note(self) -> str:
-        return self.inner.note
-
-    @property
-    def rank(self) -> int:
-        return self.inner.rank
-
-    @property
-    def slack(self) -> float:
-        return self.inner.slack
+    def __init__(self, backend: Backend, C0: Array, K: Array, inner: Factor) -> None:
+        super().__init__(inner)
+        self.backend, self.C0 = backend, C0  # d x r
+        self.K = K  # d x r, K^T C0 = I
 
     def half(self, w: Array) -> Array:
         return self.backend.matmul(self.C0, self.inner.half(w))
@@ -346,9 +336,6 @@ class Composed:
 
     def unhalf(self, W: Array) -> Array:
         return self.inner.unhalf(self.backend.matmul(self.K.T, W))
-
-    def project(self, v: Array) -> Array:
-        return self.inner.project(v)
 
     @property
     def size(self) -> float:
