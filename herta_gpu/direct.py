@@ -38,6 +38,7 @@ _SLACK = 0.1  # departure of P from Q^T Q + ridge beyond which nothing is built 
 _CHUNK_BYTES = 32 << 20  # outputs at a time
 _LOSS_ERROR = 300.0  # times tol: the bound of what is not known of the objective
 _LEAST_SHARE = 1e-12
+_EXACT = 1e-4  # times tol: what a gradient may leave of the gap before it is worth another step
 _REFINEMENTS = 3  # of least squares: each repairs what rounding did to the factor
 
 
@@ -134,12 +135,15 @@ class StoredProblem:
         assert P.basis is not None
         self.backend, self.loss, self.P, self.Y, self.ridge = backend, loss, P, Y, ridge
         self.Q, self.basis, self.X_norm = P.rows.astype("float64", copy=False), P.basis, X_norm
+        self._swept: tuple[Array, Sweep] | None = None  # the last look, at this very u
         self.settled = True  # whether the optimum of the stored problem was found
         self.host: Backend | None = None  # where cross entropy is trained, if not on the device
         self.sizes = backend.xp.sqrt(backend.column_dots(self.Q, self.Q))
 
     def sweep(self, u: Array) -> Sweep:
         """Loss and gradient at u, over runs of rows: no other array of n_train x c is made."""
+        if self._swept is not None and self._swept[0] is u:
+            return self._swept[1]
         xp, matmul = self.backend.xp, self.backend.matmul
         found = Sweep(0.0, self.ridge * self._penalty(u), 0.0, 0.0, 0.0, 0.0)
         step, total = max(1, _CHUNK_BYTES // (8 * u.shape[1])), 0.0
@@ -154,6 +158,7 @@ class StoredProblem:
             found.F = math.hypot(found.F, norm(F))
             found.Y = math.hypot(found.Y, norm(Y))
         found.gradient = self.loss.centred(xp, total) + found.gradient
+        self._swept = (u, found)
         return found
 
     def _penalty(self, u: Array) -> Array:
@@ -163,7 +168,7 @@ class StoredProblem:
     def minimised(self, tol: float, start: Array | None, steps: int, tell: Tell) -> Array:
         """u at the optimum of the stored problem, or ten times closer to it than `tol`."""
         if self.loss.quadratic:
-            return self.least_squares()
+            return self.least_squares(tol)
         # It holds several arrays of n_train x c, which may be too much for a GPU, not for the host.
         backend = self.host or self.backend
 
@@ -178,15 +183,15 @@ class StoredProblem:
         self.settled = fitted.status != "max_iter"
         return self.backend.asarray(fitted.u)
 
-    def least_squares(self) -> Array:
-        """u = P^-1 Q^T Y, refined by gradients of the stored problem itself."""
+    def least_squares(self, tol: float) -> Array:
+        """u = P^-1 Q^T Y, refined by gradients of the stored problem where that matters."""
         inner = self.P.inner
-        u = inner.half(self.P.w_start)
-        last = math.inf
+        u, last = inner.half(self.P.w_start), math.inf
         for _ in range(_REFINEMENTS):
-            w = inner.half_T(self.sweep(u).gradient)
+            found = self.sweep(u)
+            w = inner.half_T(found.gradient)
             size = norm(w)
-            if not size < 0.5 * last:
+            if size**2 <= _EXACT * tol * found.loss or not size < 0.5 * last:
                 break
             u, last = u - inner.half(w), size
         return u

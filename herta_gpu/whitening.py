@@ -26,6 +26,7 @@ from herta_gpu.grams import smallest_eigenvalue
 
 DEPENDENT = 1e-10  # what a combination of unit columns must leave to count as a direction
 _EPS = float(np.finfo(np.float64).eps)
+_ROWS = 1 << 13  # rows of such columns at a time
 _PLAIN = 1e-7  # eigenvalue of the Gram matrix of unit columns that one round resolves well
 
 
@@ -95,6 +96,7 @@ class Units:
 
     X: Features
     scale: Array  # (d,)
+    _dense: tuple[slice, Array] | None = None  # columns of a sparse X, made dense
 
     @classmethod
     def of(cls, X: Features) -> Units:
@@ -130,12 +132,20 @@ class Units:
         return self.ridge * sizes
 
     def chunks(self, J: slice) -> Iterator[tuple[slice, Array]]:
-        for rows, part in self.X.row_chunks(J):
-            yield rows, part * self.scale[J]
+        if self._dense is None or self._dense[0] != J:
+            for rows, part in self.X.row_chunks(J):
+                yield rows, part * self.scale[J]
+            return
+        (_, block), self._dense = self._dense, None
+        for a in range(0, block.shape[0], _ROWS):
+            rows = slice(a, min(a + _ROWS, block.shape[0]))
+            yield rows, block[rows].copy()
 
     def fill(self, B: Array, J: slice) -> None:
         if self.X.sparse and self.X.backend.xp is np:
-            B[...] = self.X.column_block(J.start, J.stop, str(B.dtype), self.scale)
+            # The first residual asks for the same columns once more.
+            block = self.X.column_block(J.start, J.stop, "float64", self.scale)
+            B[...], self._dense = block, (J, block)
             return
         for rows, part in self.chunks(J):
             B[rows] = part

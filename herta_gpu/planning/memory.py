@@ -73,6 +73,7 @@ def _stored_layout(sizes: Sizes, settings: Settings, budget: int, certificate: s
     """Three blocks of columns beside the training rows of Q, and its residual if there is room."""
     # Three blocks (and half of one for gathers), and the rows of one on their way into Q.
     column = (3 * sizes.word + 2 * sizes.half) * sizes.n + 3 * sizes.n_train * 8
+    column += 8 * sizes.n * (sizes.nonzeros is not None)  # of a sparse X, made dense
     memory = _memory(sizes, settings, budget, None, certificate, 0)
     on_host = sizes.card and sum(memory.values()) + column > budget
     if on_host:
