@@ -268,5 +268,5 @@ def test_least_squares_is_refined(monkeypatch):
         problem.backend, LOSSES["mse"], rough, problem.Y, problem.ridge, problem.X_norm
     )
     best = np.linalg.lstsq(problem.Q, problem.Y, rcond=None)[0]
-    assert abs(again.least_squares() - best).max() <= 1e-8 * abs(best).max()
+    assert abs(again.least_squares(1e-12) - best).max() <= 1e-8 * abs(best).max()
     assert abs(inner.half(rough.w_start) - best).max() > 1e-4 * abs(best).max()

@@ -14,6 +14,8 @@ from herta_gpu.solver import BLOCK_WIDTH, block_width, column_bytes
 
 BETA = 1.0 / 64.0  # Algorithm 1; with K = C = 1 its sample sizes exceed m and n on real graphs
 SKETCH_ROWS_PER_COLUMN = 16  # measured: condition number about 2.7 after preconditioning
+_BLOCKS, _ENOUGH = 1 << 30, 32  # bytes of blocks beyond which so many columns at once will do
+_RESIDUAL = 256 << 20  # bytes of a residual that is kept: a larger one is rather made again
 _SWEEP = 128 << 20  # bytes of outputs, residuals and targets of a run of training rows
 _OUTPUTS = 7  # arrays of n x c float64 numbers that the loop with the true model holds
 _BESIDE = 0.25  # share of the memory that rows for evaluation may take
@@ -85,11 +87,13 @@ def _stored_layout(sizes: Sizes, settings: Settings, budget: int, certificate: s
         memory["rows of Q for evaluation"] = beside
     left = budget - sum(memory.values())
     residual = sizes.n * sizes.d * sizes.word
-    width = min(sizes.d, BLOCK_WIDTH, left // column)
+    # Half as many columns cost little more each, once they are far larger than any cache.
+    wide = min(BLOCK_WIDTH, max(_ENOUGH, _BLOCKS // column))
+    width = min(sizes.d, wide, left // column)
     looks = _OUTPUTS * sizes.n * sizes.c * 8 + _solved_column(sizes)
     if width < 1:
         raise _too_little(_least_budget(sizes, settings, None, certificate, 0, column), budget)
-    keep = left - residual >= width * column
+    keep = residual <= _RESIDUAL and left - residual >= width * column
     memory["one block of columns"] = width * column
     if keep:
         memory["residual of Q"] = residual
