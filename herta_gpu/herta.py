@@ -283,8 +283,9 @@ class HERTA(Estimator):
 
         self.W_ = backend.to_numpy(W)  # synchronize!
         self.__dict__.pop("outputs_", None)  # those of another fit
-        if beside.size > 0:
-            self.outputs_ = made.outputs(W)
+        outputs = made.outputs(W) if beside.size > 0 else None
+        if outputs is not None:
+            self.outputs_ = outputs
         self.classes_, self._flat = targets.classes, targets.flat
         self.history_, self.certificate_, self.status_ = run.history, run.certificate, run.status
         self.warm_history_, self.changes_ = run.warm_history, made.changes

@@ -220,6 +220,8 @@ def with_less_left(recipe: Recipe, worst: float | None, share: float) -> Chosen 
     """
     least = share * (recipe.row_tol if worst is None else worst)
     missed = worst is not None and recipe.goal is not None and worst > 4 * recipe.goal
+    if recipe.goal is not None:
+        least = min(least, 0.5 * recipe.goal)  # the same goal again would change nothing
     if least < LEAST_LEFT or missed:
         return None
     again = replace(recipe, row_tol=least) if worst is None else replace(recipe, goal=least)
