@@ -65,22 +65,6 @@ class Metric:
         K = backend.solve_triangular(R.T, _identity(backend, R.shape[0]), trans=True)
         return cls(backend, backend.matmul(C0.T, C0), K)
 
-    @classmethod
-    def of_whitening(cls, backend: Backend, L: Array) -> Metric:
-        """The metric of C0 = L^-T, which whitens an X with X^T X = L L^T."""
-        C0_T = backend.solve_triangular(L, _identity(backend, L.shape[0]))
-        return cls(backend, backend.matmul(C0_T, C0_T.T), L.T)
-
-    @classmethod
-    def of_gram(cls, backend: Backend, G: Array) -> Metric:
-        """The metric of G itself, r x r and well enough conditioned for a Cholesky factor."""
-        scale = G.diagonal() ** -0.5
-        L = backend.cholesky(scale[:, None] * G * scale)
-        if L is None:
-            raise ValueError("G must be positive definite: give C0 itself, or its inverse.")
-        K = backend.solve_triangular(L, _identity(backend, G.shape[0]), trans=True)
-        return cls(backend, G, scale[:, None] * K)
-
     def times(self, u: Array) -> Array:
         """G u."""
         return self._by(self.G, u)
