@@ -104,12 +104,12 @@ MUTANTS = {
     "shared tile without its padding": Mutant(
         "hadamard.cu", "tile[slot(1 << kLogRows)]", "tile[1 << kLogRows]", "asan"
     ),
-    "32-bit offset": Mutant("laplacian.cu", "X + j * k", "X + static_cast<i32>(j * k)", "offsets"),
+    "32-bit offset": Mutant("laplacian.cu", "X + j * k", "X + static_cast<u32>(j * k)", "offsets"),
     "32-bit offset of float16": Mutant(
         "laplacian.cu", "G + j * k", "G + static_cast<u32>(j * k)", "offsets"
     ),
     "32-bit offset of a direction": Mutant(
-        "cg.cu", "const i64 offset = row * k", "const i32 offset = row * k", "offsets"
+        "cg.cu", "const i64 offset = row * k", "const u32 offset = row * k", "offsets"
     ),
     "32-bit offset of a sketch": Mutant(
         "sketch.cu", "out[row * k + column + i]", "out[static_cast<u32>(row * k) + i]", "offsets"
