@@ -22,6 +22,7 @@ import scipy.sparse as sp
 import herta_gpu.features
 from herta_gpu import HERTA, Graph, SDDSolver, Sparsifier
 from herta_gpu.backends.cpu.reference import CPUBackend
+from herta_gpu.backends.cuda.cusparse import ALGORITHMS, RowMajorProduct
 
 CPU = CPUBackend()
 LAM, SEED = 20.0, 0x9E3779B97F4A7C15
@@ -128,6 +129,20 @@ def check_reference(backend: Any, g: Graph, dtype: str) -> None:
         assert type(M).__module__.partition(".")[0] != "scipy"
         assert M.shape == expected.shape
         np.testing.assert_allclose(M.get().toarray(), expected.toarray(), atol=1e-14)
+
+
+def check_cusparse(backend: Any, g: Graph, dtype: str) -> None:
+    """The kernel against both products of cuSPARSE with row-major blocks, a second time as well."""
+    L, M = backend.laplacian(g, dtype), backend.laplacian_csr(backend.laplacian(g, dtype))
+    for k in (1, 8, 47):
+        X, Y = (backend.asarray(block(g.num_nodes, k, dtype, seed)) for seed in range(2))
+        for algorithm in ALGORITHMS:
+            multiply = RowMajorProduct(backend.xp, M, X, Y, algorithm)
+            for _ in range(2):
+                multiply()
+                expected = backend.to_numpy(X + LAM * Y)
+                close(backend, backend.apply_H(L, LAM, X), expected, dtype)
+                X *= 0.5
 
 
 def check_cg(backend: Any, g: Graph, k: int, dtype: str) -> None:
