@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -109,6 +110,20 @@ def check_residual(run: Emulated, L: Any, k: int, dtype: str) -> None:
     assert found.tobytes() == run.residual_rows(L, LAM, Z, B, 0).tobytes()
 
 
+def check_residual_with_dots(run: Emulated, L: Any, k: int, dtype: str) -> None:
+    """Of any precision in and out, in units of its own; the dots are those of float64."""
+    unit = 2.0 ** np.arange(-k // 2, k - k // 2)[:k]
+    for kind, out in product(DTYPES, DTYPES):
+        Z, B = block(L.n, k, dtype), block(L.n, k, kind, 1)
+        R, dots = run.residual(L, LAM, Z, B, out, unit)
+        expected, theirs = CPU.residual(L, LAM, Z, B, "float64", np.ones(k))
+        assert_close(R.astype("float64") * unit, expected, out)
+        assert_close(dots, theirs, "float64", factor=10)
+        if out == "float64":
+            shown = np.stack([(expected**2).sum(0), ((B + expected) * Z).sum(0)])
+            assert_close(dots, shown, "float64", factor=10)
+
+
 def check_cg(run: Emulated, L: Any, k: int, dtype: str) -> None:
     R, tol = block(L.n, k, dtype), 0.1
     R[:, k // 2] = 0  # starts frozen
@@ -193,7 +208,13 @@ def check_srht(run: Emulated, L: Any, k: int, dtype: str) -> None:
 
 
 CHECKS: dict[str, list[Callable[[Emulated, Any, int, str], None]]] = {
-    "laplacian.cu": [check_apply_H, check_chebyshev, check_residual, check_half],
+    "laplacian.cu": [
+        check_apply_H,
+        check_chebyshev,
+        check_residual,
+        check_residual_with_dots,
+        check_half,
+    ],
     "cg.cu": [check_cg, check_column_dots],
     "sketch.cu": [check_sketches],
     "sampling.cu": [

@@ -49,7 +49,7 @@ def reserve(shape: Any, dtype: Any) -> Any:
 
 
 class Reserving:
-    """NumPy whose large new arrays are reserved, and whose small empty ones hold twos."""
+    """NumPy whose large new arrays are reserved; alpha and beta, which are like rho, hold twos."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(np, name)
@@ -61,14 +61,8 @@ class Reserving:
     def zeros(self, shape: Any, dtype: Any = np.float64) -> Any:
         return self.full(shape, 0, dtype)
 
-    def empty(self, shape: Any, dtype: Any = np.float64) -> Any:
-        return self.full(shape, 2, dtype)
-
     def full_like(self, x: Any, value: Any) -> Any:
-        return self.full(x.shape, value, x.dtype)
-
-    def empty_like(self, x: Any) -> Any:
-        return self.full(x.shape, 2, x.dtype)
+        return self.full(x.shape, 2 if np.isnan(value) and x.ndim == 1 else value, x.dtype)
 
 
 @dataclass
@@ -185,7 +179,7 @@ def check_cg(modules: dict[str, Module] | None) -> None:
     """One step with alpha and beta as they are given: no sum over all blocks is ever there."""
 
     class Given(LastBlocks):
-        def apply_H(self, L: Any, lam: float, X: Any, dots: bool = False) -> Any:
+        def apply_H(self, *_: Any, **__: Any) -> Any:
             return HP, np.full(K, 0.5)  # alpha = 1 / 0.5
 
     R, P, HP, Z = (block("float32", seed) for seed in range(4))
