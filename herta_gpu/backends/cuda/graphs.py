@@ -189,7 +189,7 @@ def derived(
         "inv_sqrt_degree": inv_sqrt_degree,
         "diagonal": ratio,
         "lambda_max": float(pairs.max()) * (1 + 1e-12),  # synchronize!
-        "segments": backend.segments(*map(backend.to_numpy, (rows, length[rows])), segment),
+        "segments": backend.segments(*map(backend.to_numpy, (rows, length[rows])), segment=segment),
     }
 
 
