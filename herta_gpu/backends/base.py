@@ -215,6 +215,10 @@ class Backend(ABC):
         """The same, filled with zeros."""
         return self.xp.zeros(shape, dtype=dtype)
 
+    def padded(self, k: int, dtype: str) -> int:
+        """How many columns a block of k should have, zeros behind them, to be read fastest."""
+        return k
+
     @abstractmethod
     def to_numpy(self, x: Array) -> Any:
         """`x` as a NumPy array on the host."""
@@ -272,6 +276,14 @@ class Backend(ABC):
         """Around what a profiler shall record: warm-up and compilation stay outside.
 
         On a device with kernels of ours this gives the bytes that each of them must move.
+        """
+        return nullcontext()
+
+    def working(self) -> AbstractContextManager[Any]:
+        """Around the work of a caller: a device does it on a stream of its own.
+
+        That work comes after what the caller's stream has been given before, and what the caller's
+        stream is given afterwards comes after that work.
         """
         return nullcontext()
 

@@ -182,6 +182,7 @@ def derived(
     ratio, length = sums * inv_sqrt_degree**2, xp.diff(indptr)
     segment = segment_length(indices.shape[0])
     rows = xp.flatnonzero(length > segment)  # synchronize!  few rows, and only they are read
+    longer = backend.to_numpy(length[rows])  # synchronize!
     # The bound of `Graph.lambda_max_bound`, by a kernel: as array operations it would take four
     # arrays of an 8-byte number for every entry, more than the graph itself.
     pairs = backend.sampler.pair_bounds(indptr, indices, ratio)
@@ -189,7 +190,7 @@ def derived(
         "inv_sqrt_degree": inv_sqrt_degree,
         "diagonal": ratio,
         "lambda_max": float(pairs.max()) * (1 + 1e-12),  # synchronize!
-        "segments": backend.segments(*map(backend.to_numpy, (rows, length[rows])), segment=segment),
+        "segments": backend.segments(backend.to_numpy(rows), longer, segment),
     }
 
 
