@@ -21,7 +21,7 @@ from herta_gpu.features import Features
 from herta_gpu.graph import Graph, check_graph
 from herta_gpu.losses import LOSSES, Loss
 from herta_gpu.planning.cards import Card
-from herta_gpu.planning.costs import Outline, Sizes, sizes_of, stored_order
+from herta_gpu.planning.costs import Outline, Sizes, row_copies, sizes_of, stored_order
 from herta_gpu.planning.plan import Decision, Plan, make_plan
 from herta_gpu.planning.settings import Settings, strengths
 from herta_gpu.plumbing.checkpoint import Checkpoint
@@ -409,7 +409,10 @@ class HERTA(Estimator):
             raise ValueError(f"n_train is {n_train:,} but there are {n:,} nodes.")
         settings = self._settings()
         word, X_bytes = np.dtype(settings.dtype).itemsize, 24 * (X_nonzeros or 0)
-        sizes = Sizes(n, m, d, c, n_train, word, X_bytes, nonzeros=X_nonzeros)
+        sizes = Sizes(
+            n, m, len(settings.lams) * d, c, n_train, word, X_bytes, nonzeros=X_nonzeros,
+            copies=row_copies(settings, settings.weighted),
+        )  # fmt: skip
         if device_memory is None:
             return sizes, self._checked().memory_available()
         card = Card(parse_bytes(device_memory))

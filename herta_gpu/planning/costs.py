@@ -66,6 +66,7 @@ class Sizes:
     card: bool = False  # memory is that of a GPU; the host has its own
     nonzeros: int | None = None  # entries of a sparse X
     X_bytes_at: Callable[[int], int] | None = None  # X_bytes with another budget
+    copies: int = 0  # of the training rows of Q: centred for an intercept, scaled by weights
 
     @property
     def dtype(self) -> str:
@@ -94,9 +95,16 @@ def sizes_of(
         nonzeros=X.nnz if sp.issparse(X) else None,
         X_bytes_at=lambda other: bytes_held(X, backend, other),
         beside=beside,
+        copies=row_copies(settings, targets.weights is not None),
         card=backend.xp is not np,
         half=settings.dtype == "float32" and backend.half_pays(H.laplacian(), BLOCK_WIDTH),
     )
+
+
+def row_copies(settings: Settings, weighted: bool) -> int:
+    """Copies of the training rows of Q that an intercept and weights ask for."""
+    seen = settings.fit_intercept or weighted
+    return int(settings.fit_intercept) + int(seen and not LOSSES[settings.loss].quadratic)
 
 
 class Outline(RegularizedLaplacian):

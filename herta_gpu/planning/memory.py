@@ -189,7 +189,7 @@ def _memory(
         if certificate in DETERMINISTIC:
             q_rows = n
         wide = sizes.hidden or not outputs
-        memory["Q"] = q_rows * d * (8 if wide else word)
+        memory["Q"] = q_rows * d * (8 if wide else word) + sizes.copies * sizes.n_train * d * 8
         memory["P and its factor"] = 3 * min(d, max(sizes.n_train, 1)) * d * 8
     if certificate in DETERMINISTIC:
         # B and its Gram matrix, for as many rows outside training as columns at most.
