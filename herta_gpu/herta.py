@@ -16,6 +16,7 @@ import numpy as np
 
 from herta_gpu.backends import get_backend
 from herta_gpu.backends.base import Array, Backend
+from herta_gpu.blockwise import trained
 from herta_gpu.certificate import Certificate
 from herta_gpu.features import Features
 from herta_gpu.graph import Graph, check_graph
@@ -253,7 +254,8 @@ class HERTA(Estimator):
             checkpoint.claim()  # nothing can be refused any more
         with stages("features"):
             features = Features(X, backend, graph.order, budget)
-        rows, Y = _stored(graph, targets.rows, backend), _placed(targets.Y, plan.stored, backend)
+        whole = not plan.stored and plan.outputs >= targets.Y.shape[1]
+        rows, Y = _stored(graph, targets.rows, backend), _placed(targets.Y, whole, backend)
 
         # L_tilde <- Sparsify(L_hat)
         with stages("sparsify"):
@@ -279,7 +281,7 @@ class HERTA(Estimator):
             else:
                 w, Z = start(run, plan, settings, made.P, A, budget)
                 # Output: W = P^-1/2 w, not w: the loop ran in preconditioned coordinates.
-                W = run.loop(A, w, certified=True, Z=Z).W
+                W = trained(run, A, Y, w, plan.outputs, recall, Z)
 
         self.W_ = backend.to_numpy(W)  # synchronize!
         self.__dict__.pop("outputs_", None)  # those of another fit
@@ -506,8 +508,8 @@ def _stored(graph: Graph, nodes: Any, backend: Backend) -> Array:
     return backend.asarray(nodes if inverse is None else inverse[nodes])
 
 
-def _placed(Y: Any, stored: bool, backend: Backend) -> Any:
-    """Targets on the device; those of stored rows are looked at in runs and need not be whole."""
-    if isinstance(Y, OneHot) and stored:
+def _placed(Y: Any, whole: bool, backend: Backend) -> Any:
+    """Targets on the device; they need not be whole if runs or blocks of them are looked at."""
+    if isinstance(Y, OneHot) and not whole:
         return Y.on(backend)
     return backend.asarray(Y)

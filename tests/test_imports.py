@@ -32,6 +32,7 @@ LAYERS = [
     ["certificate"],
     ["direct"],
     ["training"],
+    ["blockwise"],
     ["planning"],
     ["steps"],
     ["herta"],

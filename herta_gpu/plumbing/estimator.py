@@ -69,6 +69,10 @@ class OneHot:
         Y[self.xp.arange(codes.shape[0]), codes] = 1.0
         return Y
 
+    def columns(self, at: Any) -> Any:
+        """All rows of the columns `at`."""
+        return (self.codes[:, None] == self.xp.asarray(at)[None]).astype(float)
+
     def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
         return self[:].astype(dtype or float, copy=False)
 
