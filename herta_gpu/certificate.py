@@ -49,8 +49,6 @@ class Certificate:
         What else there is to know, or why there is no certificate.
     kept, features : int
         The bound is against the optimum over so many features, of so many that were given.
-    optimum : float
-        The optimum is at least this; `value` is `gap` relative to it.
     """
 
     value: float
@@ -60,7 +58,11 @@ class Certificate:
     note: str = ""
     kept: int = 0
     features: int = 0
-    optimum: float = 0.0
+
+    @property
+    def optimum(self) -> float:
+        """The optimum is at least this: `value` is `gap` relative to it."""
+        return self.gap / self.value if 0 < self.value < math.inf else 0.0
 
     @property
     def reduced(self) -> bool:
@@ -116,8 +118,8 @@ def certify(
     if not choices:
         return Certificate(math.inf, "none", note=why_not, kept=P.features, features=P.features)
     gap, kind, probability, note, kept = min(choices)
-    below = max(0.0, point.objective - point.objective_error - gap)
-    return Certificate(relative(gap, below), kind, probability, gap, note, kept, P.features, below)
+    below = point.objective - point.objective_error - gap
+    return Certificate(relative(gap, below), kind, probability, gap, note, kept, P.features)
 
 
 def relative(gap: float, optimum: float) -> float:
@@ -137,6 +139,4 @@ def joined(parts: Sequence[Certificate]) -> Certificate:
     worst = max(parts, key=lambda part: (part.features - part.kept, part.gap))
     gap, optimum = sum(part.gap for part in parts), sum(part.optimum for part in parts)
     chance = max(part.probability for part in parts)
-    return replace(
-        worst, value=relative(gap, optimum), probability=chance, gap=gap, optimum=optimum
-    )
+    return replace(worst, value=relative(gap, optimum), probability=chance, gap=gap)

@@ -83,11 +83,10 @@ class Proof:
         gap, best = min(((terms.gap(share), terms) for terms in self.choices), key=lambda c: c[0])
         error = share * best.Du + best.other
         below = self.objective - self.rounding - error * (self.slope + 0.5 * error) - gap
-        below = max(0.0, below)
         spectral = best.kind == "residual"
         kept, note = (self.kept, self.note) if spectral else (self.features, "")
         value = relative(gap, below)
-        return Certificate(value, best.kind, 0.0, gap, note, kept, self.features, below)
+        return Certificate(value, best.kind, 0.0, gap, note, kept, self.features)
 
     def error(self, share: float = 1.0) -> float:
         """The objective is right up to this much."""

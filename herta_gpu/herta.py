@@ -7,6 +7,7 @@ weights), the correction stands beside the line it concerns.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import wraps
 from pathlib import Path
@@ -22,6 +23,7 @@ from herta_gpu.features import Features
 from herta_gpu.graph import Graph, check_graph
 from herta_gpu.planning.cards import Card
 from herta_gpu.planning.costs import Outline, Sizes, sizes_of, stored_order
+from herta_gpu.planning.memory import outputs_at_once
 from herta_gpu.planning.plan import Decision, Plan, make_plan
 from herta_gpu.planning.settings import Settings, strength
 from herta_gpu.plumbing.checkpoint import Checkpoint
@@ -382,26 +384,31 @@ class HERTA(Estimator):
         out : path, optional
             A new .npy file for outputs that do not fit into memory; it is given back as a map.
         """
-        Z = self._outputs(graph, X)
-        rows = self._stored_rows(graph, idx)
         if out is not None:
             check_target(out)
+        Z, rows = self._outputs(graph, X), self._stored_rows(graph, idx)
+        if out is not None:
             return Z.write(rows, Path(out), self.dtype)
         found = Z.of(rows, self.dtype)
         return in_kind_of(found if on_device(X) else to_host(found, Z.H.backend), X)
 
-    def predict(self, graph: Graph, X: Any, idx: Any = None) -> Any:
+    def predict(self, graph: Graph, X: Any, idx: Any = None, out: str | Path | None = None) -> Any:
         """Class labels, or the model's output for float targets; of the nodes `idx` or of all.
 
-        `undecided_` counts the nodes whose two best classes are closer than the error of the solve.
+        Labels need no array of (n, c).  `out` is a new .npy file that takes the outputs as they
+        come, as in `transform`.  `undecided_` counts the nodes whose two best classes are closer
+        than the error of the solve.
         """
         classes = self._fitted().classes_
         if classes is None:
-            Z = self.transform(graph, X, idx)
+            Z = self.transform(graph, X, idx, out)
             return Z[:, 0] if self._flat else Z
-        outputs = self._outputs(graph, X)
+        if out is not None:
+            check_target(out)
+        outputs, rows = self._outputs(graph, X), self._stored_rows(graph, idx)
         backend = outputs.H.backend
-        best, self.undecided_ = outputs.labels(self._stored_rows(graph, idx), self.dtype)
+        with nullcontext() if out is None else outputs.file(rows, Path(out), self.dtype) as scores:
+            best, self.undecided_ = outputs.labels(rows, self.dtype, scores)
         if classes.dtype.kind == "U":
             return classes[to_host(best, backend)]  # neither a GPU nor a tensor holds text
         found = backend.asarray(classes)[best] if on_device(X) else classes[to_host(best, backend)]
@@ -426,8 +433,8 @@ class HERTA(Estimator):
         check_scale(X, fitted=True)
         H = RegularizedLaplacian(graph, settings.lam, backend, settings.dtype)
         budget = settings.budget(backend.memory_available())
-        width = max(1, block_width(graph.num_nodes, self.W_.shape[1], settings.dtype, budget))
         features = Features(X, backend, graph.order, budget)
+        width = outputs_at_once(graph, X, self.W_.shape[1], settings.dtype, backend, budget)
         return Outputs(H, features, backend.asarray(self.W_), width)
 
     def _stored_rows(self, graph: Graph, idx: Any) -> Array | None:

@@ -369,7 +369,9 @@ class Training:
 
     def _enough(self, found: Certificate, tol: float) -> bool:
         """Whether these outputs are proven, alone or together with those finished before them."""
-        return found.value <= tol or joined([*self.before, found]).value <= tol
+        if found.value <= tol or not self.before:
+            return found.value <= tol
+        return joined([*self.before, found]).value <= tol
 
     def _at_rounding(self) -> bool:
         """Whether more steps cannot help: the gap is at the level of float64, or nothing moves."""

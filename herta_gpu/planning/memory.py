@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import Any
 
-from herta_gpu.features import chunk_bytes
+import numpy as np
+
+from herta_gpu.backends.base import Backend
+from herta_gpu.features import bytes_held, chunk_bytes
+from herta_gpu.graph import Graph
 from herta_gpu.losses import LOSSES
 from herta_gpu.planning.costs import Sizes
 from herta_gpu.planning.settings import Settings
@@ -134,6 +139,16 @@ def _stored_layout(sizes: Sizes, settings: Settings, budget: int, certificate: s
         None, "Q itself is never stored", certificate, width, width, memory, keep, outputs,
         sizes.beside if beside else 0, on_host,
     )  # fmt: skip
+
+
+def outputs_at_once(graph: Graph, X: Any, c: int, dtype: str, backend: Backend, budget: int) -> int:
+    """Outputs of a fitted model that are solved for together, one at least."""
+    n, word = graph.num_nodes, np.dtype(dtype).itemsize
+    # The graph, X, and of each node its two best outputs and a class, once more on the way.
+    held = 8 * graph.num_edges + 40 * n + bytes_held(X, backend, budget) + 6 * n * word
+    held += 4 * min(chunk_bytes(budget), 8 * n * X.shape[1])
+    columns = (budget - held) // (n * (column_bytes(dtype) + 8 + word))  # X W, and Z as it goes
+    return max(1, min(c, BLOCK_WIDTH, columns))
 
 
 def _too_little(least: int, budget: int, settings: Settings) -> BudgetError:
