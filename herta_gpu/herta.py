@@ -316,6 +316,7 @@ class HERTA(Estimator):
         n_train: int,
         X_nonzeros: int | None = None,
         device_memory: int | str | None = None,
+        mapped_graph: bool = False,
     ) -> Plan:
         """What `fit` would do with data of this size, before any of it is loaded.
 
@@ -327,6 +328,8 @@ class HERTA(Estimator):
             Of a sparse X; None: X is dense.
         device_memory : int or str, optional
             Plan for a GPU with so many bytes (or "80GB"), which need not be there.
+        mapped_graph : bool
+            The graph comes from `Graph.open`; on the CPU its neighbours may then stay on disk.
 
         Examples
         --------
@@ -336,7 +339,7 @@ class HERTA(Estimator):
         ('direct', 512000000)
         """
         settings = self._settings()
-        sizes, free = self._outlined(n, m, d, c, n_train, X_nonzeros, device_memory)
+        sizes, free = self._outlined(n, m, d, c, n_train, X_nonzeros, device_memory, mapped_graph)
         return make_plan(Outline(n, settings.lam), sizes, settings, settings.budget(free))
 
     def _outlined(
@@ -348,6 +351,7 @@ class HERTA(Estimator):
         n_train: int,
         X_nonzeros: int | None,
         device_memory: int | str | None,
+        mapped: bool = False,
     ) -> tuple[Sizes, int]:
         """Sizes of data that are not there, and the bytes that are free for them."""
         for name, value in (("n", n), ("d", d), ("c", c), ("n_train", n_train)):
@@ -361,7 +365,9 @@ class HERTA(Estimator):
         word, X_bytes = np.dtype(settings.dtype).itemsize, 24 * (X_nonzeros or 0)
         sizes = Sizes(n, m, d, c, n_train, word, X_bytes, nonzeros=X_nonzeros)
         if device_memory is None:
-            return sizes, self._checked().memory_available()
+            backend = self._checked()
+            mapped = mapped and backend.xp is np
+            return replace(sizes, mapped=mapped), backend.memory_available()
         card = Card(parse_bytes(device_memory))
         X_bytes = X_bytes or card.X_bytes(n, d, settings.budget(card.memory))
         return replace(sizes, X_bytes=X_bytes, half=word == 4, card=True), card.memory

@@ -19,6 +19,7 @@ _RESIDUAL = 256 << 20  # bytes of a residual that is kept: a larger one is rathe
 _SWEEP = 128 << 20  # bytes of outputs, residuals and targets of a run of training rows
 _OUTPUTS = 7  # arrays of n x c float64 numbers that the loop with the true model holds
 _BESIDE = 0.25  # share of the memory that rows for evaluation may take
+_LINE = 16  # columns of float32 in a cache line: a gather of fewer costs as much
 DETERMINISTIC = ("spectral-proven", "spectral-deterministic")  # they need Q on all rows
 
 
@@ -36,6 +37,7 @@ class Layout:
     may_look: bool = True  # there is memory for solves over the outputs
     beside: int = 0  # rows of Q outside training that are kept for evaluation
     on_host: bool = False  # stored rows of a GPU are trained on by the CPU
+    paged: bool = False  # neighbours stay in the graph's file
 
 
 def fitting_layout(
@@ -47,7 +49,7 @@ def fitting_layout(
     array of n x c.  Otherwise first the rows of Q outside training go, then Q for its sketch.
     """
     if stored and not by_rows:
-        return _stored_layout(sizes, settings, budget, certificate)
+        return _held_or_paged(sizes, settings, budget, certificate)
     rows, why = _sketch(sizes, settings, by_rows)
     ways = [(rows, why, certificate)]
     if certificate in DETERMINISTIC:
@@ -69,6 +71,23 @@ def fitting_layout(
             return Layout(rows, why, certificate, width, Q_width, memory)
     least = _least_budget(sizes, settings, rows, certificate, outputs, _solved_column(sizes))
     raise _too_little(least, budget)
+
+
+def _held_or_paged(sizes: Sizes, settings: Settings, budget: int, certificate: str) -> Layout:
+    """The neighbours of a mapped graph in memory, unless that leaves too few columns at once.
+
+    A product gathers whole cache lines and takes as long for two columns as for sixteen: those
+    that a graph in memory would displace are worth reading its file again for each product.
+    """
+    if not sizes.mapped:
+        return _stored_layout(sizes, settings, budget, certificate)
+    try:
+        held = _stored_layout(sizes, settings, budget, certificate)
+        if held.width >= min(_LINE, sizes.d):
+            return held
+    except BudgetError:
+        pass
+    return _stored_layout(replace(sizes, paged=True), settings, budget, certificate)
 
 
 def _stored_layout(sizes: Sizes, settings: Settings, budget: int, certificate: str) -> Layout:
@@ -99,7 +118,7 @@ def _stored_layout(sizes: Sizes, settings: Settings, budget: int, certificate: s
         memory["residual of Q"] = residual
     return Layout(
         None, "Q itself is never stored", certificate, width, width, memory, keep, looks <= left,
-        sizes.beside if beside else 0, on_host,
+        sizes.beside if beside else 0, on_host, sizes.paged,
     )  # fmt: skip
 
 
@@ -171,8 +190,8 @@ def _memory(
     `outputs` counts the arrays of n x c float64 numbers.
     """
     n, d, c, word = sizes.n, sizes.d, sizes.c, sizes.word
-    # Neighbours; where rows begin; scale and diagonal in both precisions; degrees on the way.
-    graph = 2 * sizes.m * 4 + (32 if sizes.card else 40) * n
+    # Scale and diagonal in both precisions; neighbours and where rows begin; degrees on the way.
+    graph = 24 * n + (0 if sizes.paged else 2 * sizes.m * 4 + (8 if sizes.card else 16) * n)
     chunks = 4 * min(chunk_bytes(budget), 8 * n * d)
     memory = {"graph": graph, "X (copies)": sizes.X_bytes, "chunks of X": chunks}
     if outputs:

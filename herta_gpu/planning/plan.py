@@ -253,6 +253,9 @@ def _layout_decisions(layout: Layout, stored: bool) -> list[Decision]:
         Decision("sketch", "no" if rows is None else f"{rows:,} rows", layout.sketch_why),
         Decision("columns at once", shown, f"at most {BLOCK_WIDTH}, as they fit"),
     ]
+    if layout.paged:
+        why = "not in memory, where more columns at once save more"
+        told.append(Decision("neighbours", "read again for each product", why))
     if stored and layout.on_host:
         told.append(Decision("training", "on the host", "outputs do not fit beside the graph"))
     return told

@@ -89,3 +89,19 @@ def test_a_small_memory_budget_narrows_blocks_and_then_sketches():
     assert sum(tight.plan_.memory.values()) <= 1.6 * 2**20
     assert tight.status_ == "certified"
     assert tight.history_[-1]["loss"] == pytest.approx(wide.history_[-1]["loss"], rel=1e-5)
+
+
+def test_a_mapped_graph_stays_in_its_file_where_memory_is_short(tmp_path):
+    g = random_graph(4000, 200_000)
+    rng = np.random.default_rng(0)
+    X, y, train = rng.standard_normal((4000, 40)), rng.integers(0, 3, 4000), np.arange(3000)
+    opened = g.save(tmp_path / "graph")
+    model = HERTA(lam=5.0, strategy="direct", memory_budget="3MB")
+    with pytest.raises(MemoryError, match="at least"):
+        model.fit(g, X, y, train)
+    model.fit(opened, X, y, train)
+    told = {d.what: d.choice for d in model.plan_.decisions}
+    assert told["neighbours"] == "read again for each product"
+    assert model.status_ == "certified"
+    W, _ = closed_form(g, X, np.eye(3)[y[train]], train, 5.0)
+    assert np.abs(model.W_ - W).max() < 1e-3 * np.abs(W).max()
