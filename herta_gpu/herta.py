@@ -300,10 +300,10 @@ class HERTA(Estimator):
         """X as a matrix and the training rows, or a sentence that says what is wrong."""
         check_graph(graph)
         X = as_matrix(X, backend)
-        check_rows("X", X, graph)
+        largest = check_rows("X", X, graph)
         if X.shape[1] == 0:
             raise ValueError("X has no columns: give at least one feature.")
-        check_scale(X)
+        check_scale(largest)
         y, train = to_host(y, backend), to_host(train, backend)
         return X, make_targets(y, train, graph.num_nodes, self.loss)
 
@@ -421,13 +421,13 @@ class HERTA(Estimator):
         backend, settings = get_backend(self.device), self._settings()
         check_graph(graph)
         X = as_matrix(X, backend)
-        check_rows("X", X, graph)
+        largest = check_rows("X", X, graph)
         if X.shape[1] != self.n_features_in_:
             raise ValueError(
                 f"X has {X.shape[1]:,} features but the model was fitted with "
                 f"{self.n_features_in_:,}."
             )
-        check_scale(X, fitted=True)
+        check_scale(largest, fitted=True)
         H = RegularizedLaplacian(graph, settings.lam, backend, settings.dtype)
         budget = settings.budget(backend.memory_available())
         width = max(1, block_width(graph.num_nodes, self.W_.shape[1], settings.dtype, budget))
