@@ -65,6 +65,7 @@ class Sizes:
     beside: int = 0  # rows of Q outside training that are kept for evaluation
     half: bool = False  # neighbours are gathered in half precision
     card: bool = False  # memory is that of a GPU; the host has its own
+    weighted: bool = False  # edges have weights: in float64, and in the working precision
     mapped: bool = False  # the graph lies in files, and its neighbours may stay there ...
     paged: bool = False  # ... and do: each product reads them again
     nonzeros: int | None = None  # entries of a sparse X
@@ -98,6 +99,7 @@ def sizes_of(
         X_bytes_at=lambda other: bytes_held(X, backend, other),
         beside=beside,
         card=backend.xp is not np,
+        weighted=H.graph.weights is not None,
         mapped=backend.xp is np and mapping_of(H.graph.indices) is not None,
         half=settings.dtype == "float32" and backend.half_pays(H.laplacian(), BLOCK_WIDTH),
     )

@@ -190,8 +190,10 @@ def _memory(
     `outputs` counts the arrays of n x c float64 numbers.
     """
     n, d, c, word = sizes.n, sizes.d, sizes.c, sizes.word
-    # Scale and diagonal in both precisions; neighbours and where rows begin; degrees on the way.
-    graph = 24 * n + (0 if sizes.paged else 2 * sizes.m * 4 + (8 if sizes.card else 16) * n)
+    # Scale, diagonal and weights in the working precision, and those of nodes in float64 as well.
+    graph = 24 * n + 2 * sizes.m * word * sizes.weighted
+    if not sizes.paged:  # neighbours, their weights, where rows begin; degrees on the way
+        graph += 2 * sizes.m * (12 if sizes.weighted else 4) + (8 if sizes.card else 16) * n
     chunks = 4 * min(chunk_bytes(budget), 8 * n * d)
     memory = {"graph": graph, "X (copies)": sizes.X_bytes, "chunks of X": chunks}
     if outputs:

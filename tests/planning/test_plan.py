@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from herta_gpu import HERTA, Graph
+from herta_gpu.backends import get_backend
 from tests.conftest import closed_form, problem, random_graph
 
 
@@ -105,3 +106,13 @@ def test_a_mapped_graph_stays_in_its_file_where_memory_is_short(tmp_path):
     assert model.status_ == "certified"
     W, _ = closed_form(g, X, np.eye(3)[y[train]], train, 5.0)
     assert np.abs(model.W_ - W).max() < 1e-3 * np.abs(W).max()
+
+
+def test_weights_of_edges_count_as_memory():
+    g = random_graph(500, 3000)
+    u, v, _ = g.edges()
+    heavy = Graph.from_edges([u, v], 500, np.random.default_rng(1).uniform(1, 2, u.shape[0]))
+    X, y = np.random.default_rng(0).standard_normal((500, 6)), np.arange(500) % 3
+    plain, weighted = (HERTA().fit(graph, X, y).plan_.memory["graph"] for graph in (g, heavy))
+    L = get_backend("cpu").laplacian(heavy, "float32")
+    assert weighted - plain >= heavy.weights.nbytes + L.weights.nbytes
