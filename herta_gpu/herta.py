@@ -304,10 +304,10 @@ class HERTA(Estimator):
         """X as a matrix and the training rows, or a sentence that says what is wrong."""
         check_graph(graph)
         X = as_matrix(X, backend)
-        check_rows("X", X, graph)
+        largest = check_rows("X", X, graph)
         if X.shape[1] == 0:
             raise ValueError("X has no columns: give at least one feature.")
-        check_scale(X)
+        check_scale(largest)
         y, train = to_host(y, backend), to_host(train, backend)
         return X, make_targets(y, train, graph.num_nodes, self.loss)
 
@@ -320,6 +320,7 @@ class HERTA(Estimator):
         n_train: int,
         X_nonzeros: int | None = None,
         device_memory: int | str | None = None,
+        mapped_graph: bool = False,
     ) -> Plan:
         """What `fit` would do with data of this size, before any of it is loaded.
 
@@ -331,6 +332,8 @@ class HERTA(Estimator):
             Of a sparse X; None: X is dense.
         device_memory : int or str, optional
             Plan for a GPU with so many bytes (or "80GB"), which need not be there.
+        mapped_graph : bool
+            The graph comes from `Graph.open`; on the CPU its neighbours may then stay on disk.
 
         Examples
         --------
@@ -340,7 +343,7 @@ class HERTA(Estimator):
         ('direct', 512000000)
         """
         settings = self._settings()
-        sizes, free = self._outlined(n, m, d, c, n_train, X_nonzeros, device_memory)
+        sizes, free = self._outlined(n, m, d, c, n_train, X_nonzeros, device_memory, mapped_graph)
         return make_plan(Outline(n, settings.lam), sizes, settings, settings.budget(free))
 
     def _outlined(
@@ -352,6 +355,7 @@ class HERTA(Estimator):
         n_train: int,
         X_nonzeros: int | None,
         device_memory: int | str | None,
+        mapped: bool = False,
     ) -> tuple[Sizes, int]:
         """Sizes of data that are not there, and the bytes that are free for them."""
         for name, value in (("n", n), ("d", d), ("c", c), ("n_train", n_train)):
@@ -365,7 +369,9 @@ class HERTA(Estimator):
         word, X_bytes = np.dtype(settings.dtype).itemsize, 24 * (X_nonzeros or 0)
         sizes = Sizes(n, m, d, c, n_train, word, X_bytes, nonzeros=X_nonzeros)
         if device_memory is None:
-            return sizes, self._checked().memory_available()
+            backend = self._checked()
+            mapped = mapped and backend.xp is np
+            return replace(sizes, mapped=mapped), backend.memory_available()
         card = Card(parse_bytes(device_memory))
         X_bytes = X_bytes or card.X_bytes(n, d, settings.budget(card.memory))
         return replace(sizes, X_bytes=X_bytes, half=word == 4, card=True), card.memory
@@ -424,13 +430,13 @@ class HERTA(Estimator):
         backend, settings = get_backend(self.device), self._settings()
         check_graph(graph)
         X = as_matrix(X, backend)
-        check_rows("X", X, graph)
+        largest = check_rows("X", X, graph)
         if X.shape[1] != self.n_features_in_:
             raise ValueError(
                 f"X has {X.shape[1]:,} features but the model was fitted with "
                 f"{self.n_features_in_:,}."
             )
-        check_scale(X, fitted=True)
+        check_scale(largest, fitted=True)
         H = RegularizedLaplacian(graph, settings.lam, backend, settings.dtype)
         budget = settings.budget(backend.memory_available())
         features = Features(X, backend, graph.order, budget)

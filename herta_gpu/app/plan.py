@@ -145,7 +145,8 @@ def _cheapest(
 ) -> tuple[Plan, bool]:
     """The plan within the budget, and True; if there is none, what needs least beyond it."""
     there = None if card is None else card.memory
-    numbers, allowed = (*_numbers(sizes), sizes.X_nonzeros, there), budget
+    numbers = (*_numbers(sizes), sizes.X_nonzeros, there, sizes.mapped)
+    allowed = budget
     while True:
         try:
             return model.set_params(memory_budget=allowed).plan(*numbers), allowed == budget

@@ -25,6 +25,7 @@ _SWEEP = 128 << 20  # bytes of outputs, residuals and targets of a run of traini
 _OUTPUTS = 7  # float64 numbers per node and output that the loop with the true model holds
 _FEW = 16  # outputs at once below which rather something else goes
 _BESIDE = 0.25  # share of the memory that rows for evaluation may take
+_LINE = 16  # columns of float32 in a cache line: a gather of fewer costs as much
 DETERMINISTIC = ("spectral-proven", "spectral-deterministic")  # they need Q on all rows
 
 
@@ -42,6 +43,7 @@ class Layout:
     outputs: int = 0  # worked on together by solves over the outputs; 0: no memory for one
     beside: int = 0  # rows of Q outside training that are kept for evaluation
     on_host: bool = False  # stored rows of a GPU are trained on by the CPU
+    paged: bool = False  # neighbours stay in the graph's file
 
 
 def fitting_layout(
@@ -53,7 +55,7 @@ def fitting_layout(
     array of n x c.  Otherwise first the rows of Q outside training go, then Q for its sketch.
     """
     if stored and not by_rows:
-        return _stored_layout(sizes, settings, budget, certificate)
+        return _held_or_paged(sizes, settings, budget, certificate)
     rows, why = _sketch(sizes, settings, by_rows)
     ways = [(rows, why, certificate)]
     if certificate in DETERMINISTIC:
@@ -108,6 +110,23 @@ def _output_bytes(sizes: Sizes, outputs: int) -> int:
     return 8 * (_OUTPUTS * sizes.n * outputs + targets)
 
 
+def _held_or_paged(sizes: Sizes, settings: Settings, budget: int, certificate: str) -> Layout:
+    """The neighbours of a mapped graph in memory, unless that leaves too few columns at once.
+
+    A product gathers whole cache lines and takes as long for two columns as for sixteen: those
+    that a graph in memory would displace are worth reading its file again for each product.
+    """
+    if not sizes.mapped:
+        return _stored_layout(sizes, settings, budget, certificate)
+    try:
+        held = _stored_layout(sizes, settings, budget, certificate)
+        if held.width >= min(_LINE, sizes.d):
+            return held
+    except BudgetError:
+        pass
+    return _stored_layout(replace(sizes, paged=True), settings, budget, certificate)
+
+
 def _stored_layout(sizes: Sizes, settings: Settings, budget: int, certificate: str) -> Layout:
     """Three blocks of columns beside the training rows of Q, and its residual if there is room."""
     # Three blocks (and half of one for gathers), and the rows of one on their way into Q.
@@ -137,7 +156,7 @@ def _stored_layout(sizes: Sizes, settings: Settings, budget: int, certificate: s
     outputs = _outputs(sizes, settings, left - residual * keep)
     return Layout(
         None, "Q itself is never stored", certificate, width, width, memory, keep, outputs,
-        sizes.beside if beside else 0, on_host,
+        sizes.beside if beside else 0, on_host, sizes.paged,
     )  # fmt: skip
 
 
@@ -219,8 +238,10 @@ def _memory(
 ) -> dict[str, int]:
     """Bytes per stage that stay allocated, blocks of columns and of outputs apart."""
     n, d, word = sizes.n, sizes.d, sizes.word
-    # Neighbours; where rows begin; scale and diagonal in both precisions; degrees on the way.
-    graph = 2 * sizes.m * 4 + (32 if sizes.card else 40) * n
+    # Scale, diagonal and weights in the working precision, and those of nodes in float64 as well.
+    graph = 24 * n + 2 * sizes.m * word * sizes.weighted
+    if not sizes.paged:  # neighbours, their weights, where rows begin; degrees on the way
+        graph += 2 * sizes.m * (12 if sizes.weighted else 4) + (8 if sizes.card else 16) * n
     chunks = 4 * min(chunk_bytes(budget), 8 * n * d)
     memory = {"graph": graph, "X (copies)": sizes.X_bytes, "chunks of X": chunks}
     if stored:

@@ -262,6 +262,9 @@ def _layout_decisions(layout: Layout, sizes: Sizes, stored: bool) -> list[Decisi
     if not stored and layout.outputs < sizes.c:
         shown = f"{layout.outputs} of {sizes.c:,}"
         told.append(Decision("outputs at once", shown, "each block is finished before the next"))
+    if layout.paged:
+        why = "not in memory, where more columns at once save more"
+        told.append(Decision("neighbours", "read again for each product", why))
     if stored and layout.on_host:
         told.append(Decision("training", "on the host", "outputs do not fit beside the graph"))
     return told
