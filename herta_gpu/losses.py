@@ -238,7 +238,8 @@ class _Curved(_Rows):
         # at the outputs themselves.  What E strays by counts along the constants only.
         if not self.intercept:
             return 0.0
-        return 0.5 * self.steepest * error**2 + stray * reach + _NO_LOSS
+        astray = stray * reach if stray > 0 else 0.0
+        return 0.5 * self.steepest * error**2 + astray + _NO_LOSS
 
     def _within(
         self, xp: Any, b: Array, sums: Array, slope: float, known: tuple[float, float, float]
