@@ -181,8 +181,7 @@ def derived(
     xp, indptr, indices = backend.xp, held["indptr"], held["indices"]
     ratio, length = sums * inv_sqrt_degree**2, xp.diff(indptr)
     segment = segment_length(indices.shape[0])
-    rows = xp.flatnonzero(length > segment)  # synchronize!  few rows, and only they are read
-    longer = backend.to_numpy(length[rows])  # synchronize!
+    rows, host = xp.flatnonzero(length > segment), backend.to_numpy  # synchronize!  few rows ...
     # The bound of `Graph.lambda_max_bound`, by a kernel: as array operations it would take four
     # arrays of an 8-byte number for every entry, more than the graph itself.
     pairs = backend.sampler.pair_bounds(indptr, indices, ratio)
@@ -190,7 +189,7 @@ def derived(
         "inv_sqrt_degree": inv_sqrt_degree,
         "diagonal": ratio,
         "lambda_max": float(pairs.max()) * (1 + 1e-12),  # synchronize!
-        "segments": backend.segments(backend.to_numpy(rows), longer, segment),
+        "segments": backend.segments(host(rows), host(length[rows]), segment),  # ... are read
     }
 
 
