@@ -19,7 +19,7 @@ LAYERS = [
     ["backends.cpu", "backends.cuda"],
     ["backends"],
     ["solver"],
-    ["features", "factors", "losses"],
+    ["features", "factors", "losses", "torch"],
     ["prediction"],
     ["grams", "unfolded", "optimizers", "sparsifier"],
     ["hessians"],

@@ -76,6 +76,16 @@ def pointer(x: Array | None) -> Any:
     return NULL if x is None else x
 
 
+class ForeignStream:
+    """A stream of another library's, as CUDA's stream protocol wants it."""
+
+    def __init__(self, address: int) -> None:
+        self.address = address
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self.address  # 0 is the version of the protocol
+
+
 # ---- graphs -----------------------------------------------------------------------------------
 
 
