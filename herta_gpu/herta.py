@@ -31,10 +31,11 @@ from herta_gpu.plumbing.estimator import (
     accuracy_or_r2,
     check_scored,
     make_targets,
+    not_fitted,
 )
 from herta_gpu.plumbing.files import check_target
 from herta_gpu.plumbing.fingerprint import fingerprint, nodes_key
-from herta_gpu.plumbing.interop import as_matrix, in_kind_of, on_device, to_host
+from herta_gpu.plumbing.interop import as_array, as_matrix, in_kind_of, on_device, to_host
 from herta_gpu.plumbing.models import read_model, write_model
 from herta_gpu.plumbing.stages import Stages
 from herta_gpu.plumbing.validation import (
@@ -46,7 +47,7 @@ from herta_gpu.plumbing.validation import (
     parse_bytes,
 )
 from herta_gpu.preconditioner import made_anew
-from herta_gpu.prediction import Outputs
+from herta_gpu.prediction import Outputs, check_probabilities, probabilities
 from herta_gpu.solver import BLOCK_WIDTH, RegularizedLaplacian, block_width
 from herta_gpu.spectrum import Spectrum
 from herta_gpu.steps import on_stored_rows, preconditioned, sampled, start
@@ -405,6 +406,36 @@ class HERTA(Estimator):
         found = backend.asarray(classes)[best] if on_device(X) else classes[to_host(best, backend)]
         return in_kind_of(found, X)
 
+    def decision_function(self, graph: Graph, X: Any, idx: Any = None) -> Any:
+        """The scores by which `predict` decides, (n, c); of two classes their difference, (n,).
+
+        A positive difference is the second one of `classes_`, as in scikit-learn.
+        """
+        Z = self.transform(graph, X, idx)
+        return Z[:, 1] - Z[:, 0] if self.classes_ is not None and Z.shape[1] == 2 else Z
+
+    def predict_proba(self, graph: Graph, X: Any, idx: Any = None) -> Any:
+        """Probabilities of the classes, (n, c), for cross entropy, in the order of `classes_`.
+
+        For loss="bce" each label's own.
+
+        Examples
+        --------
+        >>> from herta_gpu import HERTA
+        >>> from herta_gpu.datasets import load
+        >>> data = load("digits")
+        >>> model = HERTA(lam=5.0, loss="ce", ridge=0.1)
+        >>> model = model.fit(data.graph, data.X, data.y, data.split["train"])
+        >>> model.predict_proba(data.graph, data.X, [0, 1]).sum(axis=1).round(4).tolist()
+        [1.0, 1.0]
+        """
+        self._fitted()
+        check_probabilities(self.loss)
+        backend = get_backend(self.device)
+        Z = as_array("Z", self.transform(graph, X, idx), backend)
+        xp = backend.xp if on_device(Z) else np
+        return in_kind_of(probabilities(xp, Z, self.loss), X)
+
     def _outputs(self, graph: Graph, X: Any) -> Outputs:
         """Z* of this graph and these features, not computed yet.
 
@@ -486,7 +517,7 @@ class HERTA(Estimator):
 
     def _fitted(self) -> Self:
         if not hasattr(self, "W_"):
-            raise RuntimeError("This HERTA is not fitted yet: call fit first.")
+            raise not_fitted(self)
         return self
 
 

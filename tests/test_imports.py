@@ -35,6 +35,7 @@ LAYERS = [
     ["planning"],
     ["steps"],
     ["herta"],
+    ["sklearn"],
     ["datasets"],
     ["app", "__main__"],
 ]
