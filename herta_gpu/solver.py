@@ -53,10 +53,12 @@ class RegularizedLaplacian:
         """I + lam L of another graph on the same nodes: a sampled one."""
         return RegularizedLaplacian(graph, self.lam, self.backend, self.dtype)
 
-    def with_lam(self, lam: float) -> RegularizedLaplacian:
-        """I + lam L of the same graph for another lam: L is there already and is shared."""
+    def at(self, lam: float) -> RegularizedLaplacian:
+        """I + lam L of the same graph, which is not stored twice."""
         other = RegularizedLaplacian(self.graph, lam, self.backend, self.dtype)
-        other._in, other.most_neighbours = self._in, self.most_neighbours
+        other._in = self._in
+        if "most_neighbours" in self.__dict__:
+            other.most_neighbours = self.most_neighbours
         return other
 
     def laplacian(self, dtype: str | None = None) -> Laplacian:
@@ -382,7 +384,7 @@ class SDDSolver:
     @lam.setter
     def lam(self, lam: float) -> None:
         check_lam(lam)
-        self.H = self.H.with_lam(lam)
+        self.H = self.H.at(lam)
 
     @property
     def kappa(self) -> float:

@@ -242,7 +242,8 @@ class _Inverse:
         key = (backend.name, dtype)
         if key not in self._known:
             self._known[key] = RegularizedLaplacian(self.graph, lam, backend, dtype)
-        return self._known[key].with_lam(lam)
+            assert self._known[key].most_neighbours >= 0  # counted once, for every lam
+        return self._known[key].at(lam)
 
     def _stored(self, F: Tensor, backend: Backend) -> Array:
         """F as a block of the backend's, in its own memory, rows where the graph has them."""
