@@ -467,7 +467,9 @@ class HERTA(Estimator):
         A positive difference is the second one of `classes_`, as in scikit-learn.
         """
         Z = self.transform(graph, X, idx)
-        return Z[:, 1] - Z[:, 0] if self.classes_ is not None and Z.shape[1] == 2 else Z
+        if self.classes_ is None:
+            return Z[:, 0] if self._flat else Z
+        return Z[:, 1] - Z[:, 0] if Z.shape[1] == 2 else Z
 
     def predict_proba(self, graph: Graph, X: Any, idx: Any = None) -> Any:
         """Probabilities of the classes, (n, c), for cross entropy, in the order of `classes_`.

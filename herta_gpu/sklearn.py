@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from collections.abc import Mapping
 from typing import Any, Self
 
 import numpy as np
@@ -51,7 +52,8 @@ _PARAMETERS = """
 class _NodeModel(Estimator):
     """What classifier and regressor have in common."""
 
-    loss: str  # one of the parameters, all of which are attributes
+    loss: str  # parameters are attributes
+    class_weight: Any
 
     def __init__(self, graph: Graph | None = None, X: Any = None, **params: Any) -> None:
         self.graph, self.X = graph, X
@@ -82,9 +84,9 @@ class _NodeModel(Estimator):
     def _model_params(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in HERTA._defaults()}
 
-    def _fit(self, samples: Any, y: Any, sample_weight: Any) -> None:
-        """Train on rows of features, or on nodes."""
-        model = HERTA(**self._model_params())
+    def _fit(self, samples: Any, y: Any, sample_weight: Any, **changed: Any) -> None:
+        """Train on rows of features, or on nodes, with some parameters `changed`."""
+        model = HERTA(**{**self._model_params(), **changed})
         graph, X, rows = self._placed(samples)
         weight = None
         if sample_weight is not None:
@@ -193,7 +195,10 @@ class NodeClassifier(_NodeModel):
         if type_of_target(y) == "continuous":
             raise ValueError("Unknown label type: continuous. Classes are not real numbers.")
         self.classes_, codes = np.unique(y, return_inverse=True)
-        self._fit(samples, codes.astype(np.int64), sample_weight)
+        by_class = self.class_weight
+        if isinstance(by_class, Mapping):  # the model knows classes by their numbers
+            by_class = {k: by_class.get(name, 1.0) for k, name in enumerate(self.classes_.tolist())}
+        self._fit(samples, codes.astype(np.int64), sample_weight, class_weight=by_class)
         return self
 
     def predict(self, X: Any) -> Any:

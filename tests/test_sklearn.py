@@ -31,7 +31,7 @@ EXACT = {"dtype": "float64", "tol": 1e-13, "ridge": 1e-3}
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     "model",
-    [NodeClassifier(**EXACT), NodeRegressor(**EXACT)],
+    [NodeClassifier(fit_intercept=True, **EXACT), NodeRegressor(fit_intercept=True, **EXACT)],
     ids=["classifier", "regressor"],
 )
 def test_scikit_learns_own_checks_without_a_graph(model):
@@ -106,6 +106,19 @@ def test_labels_of_any_kind_and_two_classes():
         assert scores.shape == (200,)
         np.testing.assert_array_equal(model.predict(np.arange(200)) == labels[1], scores > 0)
         assert model.score(np.arange(200), y) > 0.8
+
+
+def test_weights_of_samples_and_of_classes_by_their_names():
+    g, X, y, train = problem()
+    names, weight = np.array(["b", "a", "c"])[y], np.random.default_rng(1).random(100)
+    by_class = {"b": 2.0, "c": 0.5}  # "a" has 1
+    model = NodeClassifier(g, X, lam=2.0, class_weight=by_class, **EXACT)
+    model.fit(train[::-1], names[train[::-1]], sample_weight=weight[::-1])
+    root = np.sqrt(weight * np.array([2.0, 1.0, 0.5])[y[train]])[:, None]
+    A = np.linalg.solve(dense_H(g, 2.0), X)[train] * root
+    Y = (names[train][:, None] == ["a", "b", "c"]) * root
+    W = np.linalg.solve(A.T @ A + 1e-3 * np.eye(8), A.T @ Y)
+    np.testing.assert_allclose(model.model_.W_, W, atol=1e-7)
 
 
 def test_few_nodes_are_ids_and_not_a_mask():
