@@ -25,6 +25,7 @@ What other libraries' users know it by:
 
     torch            Z = H^-1 F as a layer for PyTorch
     sklearn          NodeClassifier and NodeRegressor, which hold graph and X
+    bundles          fit(data): graph, X, y and masks out of one object of PyG's or ours
 
     planning/        settings (the caller's wishes, frozen), costs, memory, the plan, and `cards`:
                      plans for a GPU that is not there

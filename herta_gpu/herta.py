@@ -16,6 +16,7 @@ import numpy as np
 
 from herta_gpu.backends import get_backend
 from herta_gpu.backends.base import Array, Backend
+from herta_gpu.bundles import takes_bundles
 from herta_gpu.certificate import Certificate
 from herta_gpu.features import Features
 from herta_gpu.graph import Graph, check_graph
@@ -225,12 +226,13 @@ class HERTA(Estimator):
         self.learning_rate, self.reorder = learning_rate, reorder
         self.fit_intercept, self.class_weight = fit_intercept, class_weight
 
+    @takes_bundles("train")
     @_names_what_fits
     def fit(
         self,
         graph: Graph,
-        X: Any,
-        y: Any,
+        X: Any = None,
+        y: Any = None,
         train: Any = None,
         callback: Callable[[dict[str, Any]], None] | None = None,
         checkpoint: Checkpoint | None = None,
@@ -243,7 +245,8 @@ class HERTA(Estimator):
 
         Parameters
         ----------
-        graph : Graph
+        graph : Graph, or a `Data` of PyG's, or a `Dataset`
+            The last two hold X, y and a mask of training nodes as well: `fit(data)` is all.
         X : array or SciPy sparse matrix, (n, d)
             Arrays on a GPU (CuPy, or anything with DLPack) are used where they are.
         y : array
@@ -417,8 +420,9 @@ class HERTA(Estimator):
         X_bytes = X_bytes or card.X_bytes(n, d, settings.budget(card.memory))
         return replace(sizes, X_bytes=X_bytes, half=word == 4, card=True), card.memory
 
+    @takes_bundles()
     def transform(
-        self, graph: Graph, X: Any, idx: Any = None, out: str | Path | None = None
+        self, graph: Graph, X: Any = None, idx: Any = None, out: str | Path | None = None
     ) -> Any:
         """Z* = H^-1 X W (n, c) and the intercept, to a relative H-norm error of 1e-6.
 
@@ -441,7 +445,8 @@ class HERTA(Estimator):
         found = Z.of(rows, self.dtype)
         return in_kind_of(found if on_device(X) else to_host(found, Z.H.backend), X)
 
-    def predict(self, graph: Graph, X: Any, idx: Any = None) -> Any:
+    @takes_bundles()
+    def predict(self, graph: Graph, X: Any = None, idx: Any = None) -> Any:
         """Class labels, or the model's output for float targets; of the nodes `idx` or of all.
 
         For loss="bce" zeros and ones.
@@ -461,7 +466,8 @@ class HERTA(Estimator):
         found = backend.asarray(classes)[best] if on_device(X) else classes[to_host(best, backend)]
         return in_kind_of(found, X)
 
-    def decision_function(self, graph: Graph, X: Any, idx: Any = None) -> Any:
+    @takes_bundles()
+    def decision_function(self, graph: Graph, X: Any = None, idx: Any = None) -> Any:
         """The scores by which `predict` decides, (n, c); of two classes their difference, (n,).
 
         A positive difference is the second one of `classes_`, as in scikit-learn.
@@ -471,7 +477,8 @@ class HERTA(Estimator):
             return Z[:, 0] if self._flat else Z
         return Z[:, 1] - Z[:, 0] if Z.shape[1] == 2 else Z
 
-    def predict_proba(self, graph: Graph, X: Any, idx: Any = None) -> Any:
+    @takes_bundles()
+    def predict_proba(self, graph: Graph, X: Any = None, idx: Any = None) -> Any:
         """Probabilities of the classes, (n, c), for cross entropy, in the order of `classes_`.
 
         For loss="bce" each label's own.
@@ -525,8 +532,11 @@ class HERTA(Estimator):
         backend = get_backend(self.device)
         return _stored(graph, node_rows(to_host(idx, backend), graph.num_nodes), backend)
 
-    def score(self, graph: Graph, X: Any, y: Any, idx: Any = None) -> float:
+    @takes_bundles("idx")
+    def score(self, graph: Graph, X: Any = None, y: Any = None, idx: Any = None) -> float:
         """Accuracy on the labelled nodes of `idx` (default all), or R^2 for float targets.
+
+        `score(data)` of a PyG `Data`, or of a `Dataset`, is that of its test nodes, if it has any.
 
         For loss="bce" the share of right labels among all that are known.
         """

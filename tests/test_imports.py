@@ -15,6 +15,7 @@ PACKAGE = ROOT / "herta_gpu"
 LAYERS = [
     ["", "plumbing", "planning.settings", "planning.recipe", "conformal"],
     ["graph"],
+    ["bundles"],
     ["backends.base"],
     ["backends.cpu", "backends.cuda"],
     ["backends"],
