@@ -35,6 +35,7 @@ LAYERS = [
     ["direct"],
     ["leave_one_out"],
     ["training"],
+    ["blockwise"],
     ["planning"],
     ["steps"],
     ["herta"],

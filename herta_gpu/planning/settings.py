@@ -59,6 +59,7 @@ class Settings:
     learning_rate: float | str | None
     reorder: Wish
     fit_intercept: bool = False
+    weighted: bool = False  # by class
     loo: bool = False  # leave-one-out is wanted: stored rows, solved for tightly
 
     @classmethod
@@ -100,6 +101,7 @@ class Settings:
             learning_rate=_rate(params["learning_rate"]),
             reorder=_wish("reorder", params["reorder"]),
             fit_intercept=bool(params["fit_intercept"]),
+            weighted=params["class_weight"] is not None,
         )
         made._check_several()
         return made
