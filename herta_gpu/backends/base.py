@@ -273,6 +273,13 @@ class Backend(ABC):
         """
         return nullcontext()
 
+    def on_stream(self, stream: int, device: int) -> AbstractContextManager[Any]:
+        """Around work that shall go to a stream of another library's, by its address.
+
+        The host has no streams.
+        """
+        return nullcontext()
+
     def synchronize(self) -> None:  # noqa: B027 - the host has nothing to wait for
         """Wait until the device has done all that it was asked."""
 

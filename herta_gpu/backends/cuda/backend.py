@@ -31,6 +31,7 @@ from herta_gpu.backends.cuda.device import (
     NULL,
     THREADS,
     DeviceLaplacian,
+    ForeignStream,
     aligned,
     blocks,
     by_precision,
@@ -179,6 +180,15 @@ class CUDABackend(Backend):
             self.synchronize()
         finally:
             cupy.cuda.profiler.stop()
+
+    def on_stream(self, stream: int, device: int) -> Any:
+        here = cupy.cuda.runtime.getDevice()
+        if device != here:
+            raise RuntimeError(
+                f"The data are on cuda:{device}, but herta_gpu works on cuda:{here}, the current "
+                "device: move them there, or let CUDA_VISIBLE_DEVICES name one device."
+            )
+        return cupy.cuda.Stream.from_external(ForeignStream(stream))
 
     def synchronize(self) -> None:
         cupy.cuda.get_current_stream().synchronize()  # synchronize!
