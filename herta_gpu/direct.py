@@ -133,7 +133,8 @@ class StoredProblem:
         assert P.rows is not None
         assert P.basis is not None
         self.backend, self.loss, self.P, self.Y, self.ridge = backend, loss, P, Y, ridge
-        self.Q, self.basis, self.X_norm = P.rows.astype("float64", copy=False), P.basis, X_norm
+        self.Q = P.rows if loss.quadratic else P.rows.astype("float64", copy=False)
+        self.basis, self.X_norm = P.basis, X_norm
         self._swept: tuple[Array, Sweep] | None = None  # the last look, at this very u
         self.settled = True  # whether the optimum of the stored problem was found
         self.host: Backend | None = None  # where cross entropy is trained, if not on the device
@@ -145,9 +146,11 @@ class StoredProblem:
             return self._swept[1]
         xp, matmul = self.backend.xp, self.backend.matmul
         found = Sweep(0.0, self.ridge * self._penalty(u), 0.0, 0.0, 0.0, 0.0)
-        step, total = max(1, _CHUNK_BYTES // (8 * u.shape[1])), 0.0
+        # Rows in float32 are widened on the way.
+        numbers = u.shape[1] + (u.shape[0] if self.Q.dtype != u.dtype else 0)
+        step, total = max(1, _CHUNK_BYTES // (8 * numbers)), 0.0
         for i in range(0, self.Y.shape[0], step):
-            Q, Y = self.Q[i : i + step], self.Y[i : i + step]
+            Q, Y = self.Q[i : i + step].astype("float64", copy=False), self.Y[i : i + step]
             F = matmul(Q, u)
             E = self.loss.residual(xp, F, Y)
             total = total + matmul(Q.T, E)

@@ -128,10 +128,10 @@ def build(
     beside = A.train[:0] if beside is None else beside
     diffusion = Diffusion(
         A.H, basis, A.train, beside, recipe.blocks(basis.rank), recipe.dtype(A.H.dtype),
-        recipe.keep_residual, tell,
+        recipe.keep_residual, tell, "float32" if recipe.narrow else "float64",
     )  # fmt: skip
     diffusion.lower(recipe.goal, recall, recipe.name)
-    made = {"Q": diffusion.rows, "left": diffusion.left}
+    made = {"Q": diffusion.rows, "left": diffusion.left + diffusion.lost}
     return replace(_factored(recipe, H_tilde, A, basis, made, Y, ridge), diffusion=diffusion)
 
 
@@ -151,7 +151,7 @@ def lowered(
             return build(recipe, A.H, A, Y, ridge, recall)
         return build(recipe, A.H, A, Y, ridge, recall, diffusion.beside, diffusion.tell)
     diffusion.lower(recipe.goal, recall, recipe.name)
-    made = {"Q": diffusion.rows, "left": diffusion.left}
+    made = {"Q": diffusion.rows, "left": diffusion.left + diffusion.lost}
     again = _factored(recipe, A.H, A, diffusion.basis, made, Y, ridge)
     return replace(again, diffusion=diffusion)
 

@@ -79,7 +79,7 @@ def test_the_norm_is_bounded_and_not_by_much(kind: str, shape: str, tmp_path: Pa
         "diagonal": np.eye(57, 6),
         "random": rng.standard_normal((57, 6)),
     }[shape]
-    true, bound = np.linalg.norm(X, 2), Features(given(kind, X, tmp_path), CPU).norm_bound()
+    true, bound = np.linalg.norm(X, 2), Features(given(kind, X, tmp_path), CPU).norm_bound
     assert true <= bound <= 3 * true
     if shape != "random":  # the Frobenius norm, or the product of the other two, is the true one
         assert bound == pytest.approx(true, rel=1e-9)
