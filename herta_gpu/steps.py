@@ -15,6 +15,7 @@ from herta_gpu.backends.base import Array
 from herta_gpu.blockwise import Guess, trained
 from herta_gpu.diffusion import Recall
 from herta_gpu.direct import Proof, StoredProblem
+from herta_gpu.leave_one_out import LeftOut, left_out, spread
 from herta_gpu.losses import LOSSES
 from herta_gpu.planning.plan import (
     Chosen,
@@ -59,6 +60,8 @@ class Made:
     spectrum: Spectrum | None
     recipe: Recipe
     changes: list[Decision]  # what turned out otherwise than planned
+    left_out: LeftOut | None = None  # leave-one-out, where that was asked for
+    spread: Any = None  # (len(evaluate),) a^T P^-1 a of the nodes beside
 
     def outputs(self, W: Array) -> Any:
         """The outputs of W on the rows of Q that were kept for evaluation, on the host."""
@@ -125,8 +128,9 @@ def on_stored_rows(
 
     Where it does not, the true model has the last word, if there is memory for it.
     """
-    loss, ridge = LOSSES[settings.loss], settings.ridge
-    X_norm = A.X.norm_bound if ridge > 0 else math.inf
+    loss, ridge = A.loss, settings.ridge
+    blocks = 1 if A.systems is None else len(A.systems)
+    X_norm = math.sqrt(blocks) * A.X.norm_bound if ridge > 0 else math.inf
     steps, u = _CHEAP_STEPS * settings.max_iter, None
 
     def posed(P: Preconditioner) -> StoredProblem:
@@ -153,6 +157,9 @@ def on_stored_rows(
         if made.P.basis is not problem.basis and made.P.basis is not None:
             u = made.P.basis.coordinates(problem.basis.weights(u))
     W = problem.basis.weights(u)
+    if settings.loo:
+        beside = None if made.P.diffusion is None else spread(problem, made.P.diffusion.others)
+        made = replace(made, left_out=left_out(problem, u), spread=beside)
     # Rows from which nothing follows for MSE, so alike they are, do not make it unprovable.
     unproven = run.status == "stagnated" or (loss.quadratic and not proof.choices)
     if not unproven or not plan.may_look or len(run.history) > settings.max_iter:
@@ -220,6 +227,6 @@ def start(
         return run.loop(DenseMap(rows, A.H.backend), w, certified=False).w, None
     if plan.loop_samples is not None:
         H_loop = sampled(A.H, plan.loop_samples, settings, budget)
-        A_loop = UnfoldedMap(H_loop, A.X, A.train, A.width)
+        A_loop = UnfoldedMap(H_loop, A.X, A.train, A.width, A.loss)
         return run.loop(A_loop, w, certified=False).w, None
     return w, partial(P.guess, A.H.backend) if warm else None

@@ -57,7 +57,7 @@ class Sizes:
 
     n: int
     m: int
-    d: int
+    d: int  # columns of X, times the number of lam
     c: int
     n_train: int
     word: int  # bytes per number
@@ -73,6 +73,7 @@ class Sizes:
     narrow: bool = False  # ... and are
     nonzeros: int | None = None  # entries of a sparse X
     X_bytes_at: Callable[[int], int] | None = None  # X_bytes with another budget
+    copies: int = 0  # of the training rows of Q: centred for an intercept, scaled by weights
 
     @property
     def dtype(self) -> str:
@@ -92,7 +93,7 @@ def sizes_of(
     return Sizes(
         n=H.n,
         m=H.graph.num_edges,
-        d=X.shape[1],
+        d=len(settings.lams) * X.shape[1],
         c=targets.Y.shape[1],
         n_train=targets.Y.shape[0],
         word=np.dtype(settings.dtype).itemsize,
@@ -101,11 +102,18 @@ def sizes_of(
         nonzeros=X.nnz if sp.issparse(X) else None,
         X_bytes_at=lambda other: bytes_held(X, backend, other),
         beside=beside,
+        copies=row_copies(settings, targets.weights is not None),
         card=backend.xp is not np,
         weighted=H.graph.weights is not None,
         mapped=backend.xp is np and mapping_of(H.graph.indices) is not None,
         half=settings.dtype == "float32" and backend.half_pays(H.laplacian(), BLOCK_WIDTH),
     )
+
+
+def row_copies(settings: Settings, weighted: bool) -> int:
+    """Copies of the training rows of Q that an intercept and weights ask for."""
+    seen = settings.fit_intercept or weighted
+    return int(settings.fit_intercept) + int(seen and not LOSSES[settings.loss].quadratic)
 
 
 class Outline(RegularizedLaplacian):
@@ -170,6 +178,8 @@ def rows_may_be_narrow(H: RegularizedLaplacian, sizes: Sizes, settings: Settings
     """
     if not LOSSES[settings.loss].quadratic or sizes.word > _SINGLE.dtype.itemsize:
         return False
+    if sizes.copies:
+        return False  # centred or scaled ones are made beside them, in float64
     goal = Q_goal(H, sizes, settings, worth_whitening(H, sizes, settings))
     return 0.5 * float(_SINGLE.eps) <= _ROUNDED * goal
 

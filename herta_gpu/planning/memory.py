@@ -83,7 +83,7 @@ def fitting_layout(
                 return Layout(rows, why, certificate, width, Q_width, memory, outputs=outputs)
     column = _solved_column(sizes)
     if not stored:
-        column += _output_bytes(sizes, 1 if LOSSES[settings.loss].separable else sizes.c)
+        column += _output_bytes(sizes, 1 if LOSSES[settings.loss].quadratic else sizes.c)
     least = _least_budget(sizes, settings, rows, certificate, stored, column)
     raise _too_little(least, budget, settings)
 
@@ -93,7 +93,7 @@ def _outputs(sizes: Sizes, settings: Settings, left: int) -> int:
 
     Those of cross entropy are one problem: all of them, or none.
     """
-    column, separable = _solved_column(sizes), LOSSES[settings.loss].separable
+    column, separable = _solved_column(sizes), LOSSES[settings.loss].quadratic
     # Solves of a block that is all there are as wide as it is, if there is a choice.
     wide = min(sizes.c, _FEW) if separable else 1
     if _output_bytes(sizes, sizes.c) + wide * column <= left:
@@ -264,7 +264,7 @@ def _memory(
         if certificate in DETERMINISTIC:
             q_rows = n
         wide = sizes.hidden or (stored and not sizes.narrow)
-        memory["Q"] = q_rows * d * (8 if wide else word)
+        memory["Q"] = q_rows * d * (8 if wide else word) + sizes.copies * sizes.n_train * d * 8
         memory["P and its factor"] = 3 * min(d, max(sizes.n_train, 1)) * d * 8
     if certificate in DETERMINISTIC:
         # B and its Gram matrix, for as many rows outside training as columns at most.

@@ -160,7 +160,7 @@ def make_plan(
         recipe,
         layout.width,
         stored,
-        layout.outputs,
+        0 if settings.several else layout.outputs,
         look,
         layout.beside,
         layout.on_host,
@@ -299,6 +299,8 @@ def _strategies(settings: Settings, cost: dict[str, float]) -> list[Chosen]:
 
     if not settings.precondition:
         return [chosen("herta", "precondition=False: standard training")]
+    if settings.several:
+        return [chosen("direct", f"{len(settings.lams)} blocks of features, on stored rows")]
     if settings.strategy != "auto":
         return [chosen(settings.strategy, "as asked")]
     if settings.custom_P:
@@ -316,6 +318,18 @@ def _stored(
         return False
     if settings.optimizer not in ("cg", "lbfgs") and not LOSSES[settings.loss].quadratic:
         return False  # its own steps are asked for, with the true gradient
+    if settings.several:
+        if settings.ridge == 0 and sizes.n_train < sizes.d:
+            raise ValueError(
+                f"{len(settings.lams)} lam make {sizes.d:,} features of {sizes.n_train:,} training "
+                "nodes, which fit any targets: give a ridge, or fewer lam."
+            )
+        return True
+    if settings.loo and settings.ridge == 0 and sizes.n_train < sizes.d:
+        raise ValueError(
+            f"{sizes.n_train:,} training nodes and {sizes.d:,} features fit any targets: "
+            "leave-one-out needs a ridge then."
+        )
     return settings.ridge > 0 if by_rows else sizes.n_train >= sizes.d
 
 
@@ -327,6 +341,8 @@ def _look(
     Cross entropy, and fewer rows than features, ask for a very tight one.
     """
     if not stored or (LOSSES[settings.loss].quadratic and not by_rows):
+        return False
+    if settings.several or settings.loo:
         return False
     alone, looked = direct_costs(H, sizes, settings)
     return looked < alone
@@ -372,6 +388,8 @@ def _n_lambda(H: RegularizedLaplacian) -> float:
 def _by_rows(sizes: Sizes, settings: Settings, strategy: str, n_samples: int | None) -> bool:
     """Whether to solve for H^-1 M^T, fewer columns than H^-1 X has, and to know A itself."""
     if sizes.n_train >= sizes.d or n_samples is not None or not settings.precondition:
+        return False
+    if settings.several:
         return False
     # Without a ridge the rows of an approximate Q would span another space than those of A.
     return strategy == "direct" or (settings.ridge == 0 and settings.sketch.when != "always")
