@@ -188,7 +188,9 @@ class Features:
 
     def _parts(self, start: int, stop: int) -> list[Part]:
         """X[:, start:stop] in runs of rows that are not too large as float64."""
-        n, rows = self.shape[0], _rows_at_once(stop - start, self._chunk_bytes)
+        n, d = self.shape
+        wide = d if self._dense.whole_rows(stop - start) else stop - start
+        rows = _rows_at_once(wide, self._chunk_bytes)
         return [(slice(a, min(a + rows, n)), slice(start, stop)) for a in range(0, n, rows)]
 
 

@@ -29,7 +29,6 @@ from herta_gpu.backends.base import STREAM_ROWS, Array, Backend, CGState, Halves
 from herta_gpu.backends.cuda.device import (
     MAX_BLOCKS,
     NULL,
-    SEGMENT,
     THREADS,
     DeviceLaplacian,
     aligned,
@@ -41,6 +40,7 @@ from herta_gpu.backends.cuda.device import (
     pivoted_cholesky,
     pointer,
     roundings,
+    segment_length,
     segments,
     suffix,
     told_if_long,
@@ -203,7 +203,8 @@ class CUDABackend(Backend):
         """`graph` in one precision; `held` is what the device has of it, sent at the first call."""
         if "indptr" not in held:
             length = np.diff(graph.indptr)
-            rows = np.flatnonzero(length > SEGMENT)
+            segment = segment_length(graph.indices.shape[0])
+            rows = np.flatnonzero(length > segment)
             held |= {
                 "indptr": self.asarray(graph.indptr),
                 "indices": self.asarray(graph.indices),
@@ -211,7 +212,7 @@ class CUDABackend(Backend):
                 "inv_sqrt_degree": self.asarray(1.0 / np.sqrt(graph.degree)),
                 "diagonal": self.asarray(graph.loopless_degree / graph.degree),
                 "lambda_max": graph.lambda_max_bound,
-                "segments": self.segments(rows, length[rows]),
+                "segments": self.segments(rows, length[rows], segment),
             }
         if graph.order is not None and "order" not in held:
             held["order"] = self.asarray(graph.order, "int64")
@@ -233,9 +234,9 @@ class CUDABackend(Backend):
             cut_rows=cut_rows,
         )
 
-    def segments(self, rows: Any, length: Any) -> tuple[Array, Array, Array, Any]:
+    def segments(self, rows: Any, length: Any, segment: int) -> tuple[Array, Array, Array, Any]:
         """What the kernels must know of the rows that are too long for one block."""
-        rows, row, rank = segments(rows, length)
+        rows, row, rank = segments(rows, length, segment)
         types = ("int64", "int64", "int32")
         first, second, third = map(self.asarray, (rows, row, rank), types)
         return first, second, third, row
@@ -358,7 +359,7 @@ class CUDABackend(Backend):
             f"{kernel}_{suffix(X.dtype)}_{suffix(L.indices.dtype)}_v{width}",
             grid=(of_rows + (taken if long else 0), tiles),
             block=(x, y),
-            args=(*graph, I32(SEGMENT), I32(b - a), I32(taken), *cut, *tail),
+            args=(*graph, I32(L.segment), I32(b - a), I32(taken), *cut, *tail),
         )
 
     def _product_scratch(self, L: DeviceLaplacian, k: int) -> tuple[Array, Array, Array]:
@@ -505,7 +506,7 @@ class CUDABackend(Backend):
         x, y, tiles = column_shape(-(-k // 4) * 4, 4)
         out = cupy.empty((L.n, k), dtype=dtype)
         graph = (I64(L.n), I64(k), L.indptr, L.indices, pointer(L.weights), L.inv_sqrt_degree)
-        long_rows = (I32(SEGMENT), I32(longs), L.long_rows)
+        long_rows = (I32(L.segment), I32(longs), L.long_rows)
         _launch(
             "sketch.cu",
             f"sketch_incidence_{L.suffix}",
