@@ -15,7 +15,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from herta_gpu.backends import get_backend
+from herta_gpu.backends import chosen_backend, get_backend
 from herta_gpu.backends.base import Array, Backend
 from herta_gpu.blockwise import trained
 from herta_gpu.bundles import takes_bundles
@@ -63,7 +63,7 @@ from herta_gpu.unfolded import UnfoldedMap
 # What a fit leaves and a file keeps, beside the weights and classes.
 _FITTED: dict[str, Any] = {
     "certificate_": Certificate, "status_": str, "plan_": Plan, "spectrum_": Spectrum | None,
-    "changes_": list[Decision],
+    "changes_": list[Decision], "device_": Decision,
     "history_": list[dict[str, Any]], "warm_history_": list[dict[str, Any]],
     "stages_": dict[str, float], "X_reads_": dict[str, Any], "_flat": bool,
 }  # fmt: skip
@@ -76,16 +76,27 @@ def _names_what_fits(fit: Callable[..., HERTA]) -> Callable[..., HERTA]:
     """A fit that runs out of memory says which block of columns would have fitted."""
 
     @wraps(fit)
-    def wrapped(self: HERTA, graph: Graph, *args: Any, **kwargs: Any) -> HERTA:
+    def wrapped(self: HERTA, graph: Graph, X: Any, *args: Any, **kwargs: Any) -> HERTA:
         try:
-            return fit(self, graph, *args, **kwargs)
+            return fit(self, graph, X, *args, **kwargs)
         except BudgetError:
             raise  # it says so already
         except MemoryError as error:
-            budget = self._settings().budget(get_backend(self.device).memory_available()) // 2
+            budget = self._settings().budget(self._device(graph, X).memory_available()) // 2
             width = max(1, block_width(graph.num_nodes, BLOCK_WIDTH, self.dtype, budget))
             advice = f"Blocks of {width} columns would fit: set memory_budget={budget}."
             raise MemoryError(f"{error} {advice}") from error
+
+    return wrapped
+
+
+def _on_its_device(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method that runs on the stream of the device that is chosen for its graph and X."""
+
+    @wraps(method)
+    def wrapped(self: HERTA, graph: Graph, X: Any, *args: Any, **kwargs: Any) -> Any:
+        with self._device(graph, X).working():
+            return method(self, graph, X, *args, **kwargs)
 
     return wrapped
 
@@ -124,7 +135,8 @@ class HERTA(Estimator):
     precondition : bool
         False is the standard training that the paper compares with.
     device : {"auto", "cpu", "cuda", "cpu-scipy"}
-        "auto": CUDA where it is usable; "cpu-scipy": the CPU without compiled kernels.
+        "auto": CUDA where it is usable, but for data so small that the CPU is done before a GPU has
+        compiled its kernels; "cpu-scipy": the CPU without compiled kernels.
     dtype : {"float32", "float64"}
         Of the large blocks; everything d x d is float64.
     memory_budget : int or str, optional
@@ -166,6 +178,8 @@ class HERTA(Estimator):
         combinations of them; see ``certificate_.kept``.  "converged": nothing is left to gain by
         all signs, but that is not proven.  "max_iter", "stagnated" (rounding forbids more) or
         "diverged".
+    device_ : (what, choice, why)
+        Where it was fitted, and why there.
     plan_ : Plan
     changes_ : list of (what, choice, why)
         What turned out otherwise than planned.
@@ -230,6 +244,7 @@ class HERTA(Estimator):
         self.fit_intercept, self.class_weight = fit_intercept, class_weight
 
     @takes_bundles("train")
+    @_on_its_device
     @_names_what_fits
     def fit(
         self,
@@ -276,10 +291,11 @@ class HERTA(Estimator):
             `leverage_`, and `variance_` of the nodes `evaluate`.
         """
         _check_helpers(callback, checkpoint, stages)
-        settings, backend = self._settings(), self._checked()
+        settings, (backend, why) = self._settings(), chosen_backend(self.device, graph, X)
         settings = settings.with_loo() if loo else settings
         X, targets = self._checked_data(graph, X, y, train, backend, sample_weight)
         settings = replace(settings, ridge=settings.ridge / targets.unit)
+        self.device_ = Decision("device", backend.name, why)
         beside = node_rows([] if evaluate is None else to_host(evaluate, backend), graph.num_nodes)
         stages = Stages(self.verbose) if stages is None else stages
         before, stages.wait = dict(stages.seconds), backend.synchronize
@@ -434,6 +450,7 @@ class HERTA(Estimator):
         return replace(sizes, X_bytes=X_bytes, half=word == 4, card=True), card.memory
 
     @takes_bundles()
+    @_on_its_device
     def transform(
         self, graph: Graph, X: Any = None, idx: Any = None, out: str | Path | None = None
     ) -> Any:
@@ -452,13 +469,15 @@ class HERTA(Estimator):
         """
         if out is not None:
             check_target(out)
-        Z, rows = self._outputs(graph, X), self._stored_rows(graph, idx)
+        Z = self._outputs(graph, X)
+        rows = self._stored_rows(graph, idx, Z.H.backend)
         if out is not None:
             return Z.write(rows, Path(out), self.dtype)
         found = Z.of(rows, self.dtype)
         return in_kind_of(found if on_device(X) else to_host(found, Z.H.backend), X)
 
     @takes_bundles()
+    @_on_its_device
     def predict(
         self, graph: Graph, X: Any = None, idx: Any = None, out: str | Path | None = None
     ) -> Any:
@@ -475,8 +494,9 @@ class HERTA(Estimator):
             return Z[:, 0] if self._flat else Z
         if out is not None:
             check_target(out)
-        outputs, rows = self._outputs(graph, X), self._stored_rows(graph, idx)
+        outputs = self._outputs(graph, X)
         backend = outputs.H.backend
+        rows = self._stored_rows(graph, idx, backend)
         with nullcontext() if out is None else outputs.file(rows, Path(out), self.dtype) as scores:
             best, self.undecided_ = outputs.labels(rows, self.dtype, scores)
         if classes.dtype.kind == "U":
@@ -525,7 +545,7 @@ class HERTA(Estimator):
         bits as this one.
         """
         self._fitted()
-        backend, settings = get_backend(self.device), self._settings()
+        backend, settings = self._device(graph, X), self._settings()
         check_graph(graph)
         X = as_matrix(X, backend)
         largest = check_rows("X", X, graph)
@@ -543,14 +563,14 @@ class HERTA(Estimator):
         W, b = backend.asarray(self.W_), backend.asarray(self.intercept_)
         return Outputs(systems, features, W, width, b if self.fit_intercept else None)
 
-    def _stored_rows(self, graph: Graph, idx: Any) -> Array | None:
+    def _stored_rows(self, graph: Graph, idx: Any, backend: Backend) -> Array | None:
         """Where the graph stores the nodes `idx`; None: all rows, as they are stored."""
         if idx is None and graph.order is None:
             return None
-        backend = get_backend(self.device)
         return _stored(graph, node_rows(to_host(idx, backend), graph.num_nodes), backend)
 
     @takes_bundles("idx")
+    @_on_its_device
     def score(self, graph: Graph, X: Any = None, y: Any = None, idx: Any = None) -> float:
         """Accuracy on the labelled nodes of `idx` (default all), or R^2 for float targets.
 
@@ -560,7 +580,7 @@ class HERTA(Estimator):
         """
         self._fitted()
         check_graph(graph)
-        backend = get_backend(self.device)
+        backend = self._device(graph, X)
         y, idx = (to_host(a, backend) for a in (y, idx))
         check_scored(y, graph.num_nodes)  # before the solve
         rows = node_rows(idx, graph.num_nodes)
@@ -606,6 +626,10 @@ class HERTA(Estimator):
     def _checked(self) -> Backend:
         """The device, if the parameters are right and it is there."""
         return get_backend(self._settings().device)
+
+    def _device(self, graph: Graph, X: Any) -> Backend:
+        """The device for these data, if the parameters are right and it is there."""
+        return get_backend(self._settings().device, graph, X)
 
     def __getattr__(self, name: str) -> Any:
         """Say how to get what only some fits leave."""

@@ -136,6 +136,11 @@ class SolveInfo:
     status: str
     dtype: str
 
+    def first(self, k: int) -> SolveInfo:
+        """Of the first k columns."""
+        arrays = (self.iterations[:k], self.residuals[:k], self.h_norm_bound[:k])
+        return SolveInfo(*arrays, self.status, self.dtype)
+
     def __str__(self) -> str:
         return (
             f"{self.status}: {int(self.iterations.max(initial=0))} iterations, "
@@ -157,16 +162,31 @@ def block_cg(
     float64 (iterative refinement); when that cannot either, the corrections are found in float64,
     too; after that the status is "stagnated".
     """
-    with marked("solve", columns=B.shape[1], tol=tol):
-        return _refined(H, B, tol, guess, max_iter)
+    k, backend = B.shape[1], H.backend
+    wide = backend.padded(k, H.dtype)
+    with marked("solve", columns=k, tol=tol):
+        B = _block(backend, B, wide)  # a B that nobody else holds is freed
+        Z = None if guess is None else _block(backend, guess, wide, copy=True)
+        Z, info = _refined(H, B, tol, Z, max_iter)
+        return (Z, info) if wide == k else (backend.asarray(Z[:, :k]), info.first(k))
+
+
+def _block(backend: Backend, X: Array, wide: int, copy: bool = False) -> Array:
+    """X with so many columns in runs of memory; the new ones are 0, and start frozen in CG."""
+    n, k = X.shape
+    if wide == k and not copy:
+        return backend.xp.ascontiguousarray(X)
+    block = backend.empty((n, wide), str(X.dtype))
+    block[:, :k] = X
+    block[:, k:] = 0
+    return block
 
 
 def _refined(
-    H: RegularizedLaplacian, B: Array, tol: float, guess: Array | None, max_iter: int | None
+    H: RegularizedLaplacian, B: Array, tol: float, Z: Array | None, max_iter: int | None
 ) -> tuple[Array, SolveInfo]:
-    """`block_cg`, cycle by cycle."""
+    """`block_cg`, cycle by cycle, from Z, which is lost; None: from 0."""
     xp, k = H.backend.xp, B.shape[1]
-    Z = None if guess is None else guess.copy()
     tol = max(tol, _LEAST_TOL)
     limit = max_iter or 3 * chebyshev_degree(H, tol / math.sqrt(H.lambda_max)) + 20
     b2 = H.backend.column_dots(B, B)
@@ -337,8 +357,11 @@ def chebyshev(
 
 
 def column_bytes(dtype: str) -> int:
-    """Per node, of a column that block CG works on."""
-    return 7 * np.dtype(dtype).itemsize + 3 * 8
+    """Per node, of a column that block CG works on.
+
+    B, which may be float64; Z; and of a cycle R, P, H P, its own Z and, on a CPU, D^-1/2 P.
+    """
+    return 8 + 6 * np.dtype(dtype).itemsize
 
 
 def block_width(n: int, k: int, dtype: str, budget: int) -> int:
@@ -430,6 +453,10 @@ class SDDSolver:
             Of the result; by default float64 only if tol asks for it.  What rounding to it costs is
             part of `info_`.
         """
+        with self.backend.working():
+            return self._solve(B, guess, dtype)
+
+    def _solve(self, B: Any, guess: Any, dtype: str | None) -> Any:
         given, B = B, as_array("B", sp.csr_array(B) if sp.issparse(B) else B, self.backend)
         check_rows("B", B, self.graph)
         if dtype is not None:
