@@ -18,6 +18,7 @@ import numpy as np
 from herta_gpu.backends import chosen_backend, get_backend
 from herta_gpu.backends.base import Array, Backend
 from herta_gpu.blockwise import trained
+from herta_gpu.bundles import takes_bundles
 from herta_gpu.certificate import Certificate
 from herta_gpu.features import Features
 from herta_gpu.graph import Graph, check_graph
@@ -36,10 +37,11 @@ from herta_gpu.plumbing.estimator import (
     check_scored,
     label_accuracy,
     make_targets,
+    not_fitted,
 )
 from herta_gpu.plumbing.files import check_target
 from herta_gpu.plumbing.fingerprint import fingerprint, nodes_key
-from herta_gpu.plumbing.interop import as_matrix, in_kind_of, on_device, to_host
+from herta_gpu.plumbing.interop import as_array, as_matrix, in_kind_of, on_device, to_host
 from herta_gpu.plumbing.models import read_model, write_model
 from herta_gpu.plumbing.stages import Stages
 from herta_gpu.plumbing.validation import (
@@ -51,7 +53,7 @@ from herta_gpu.plumbing.validation import (
     parse_bytes,
 )
 from herta_gpu.preconditioner import made_anew
-from herta_gpu.prediction import Outputs
+from herta_gpu.prediction import Outputs, check_probabilities, probabilities
 from herta_gpu.solver import BLOCK_WIDTH, RegularizedLaplacian, block_width
 from herta_gpu.spectrum import Spectrum
 from herta_gpu.steps import on_stored_rows, preconditioned, sampled, start
@@ -241,13 +243,14 @@ class HERTA(Estimator):
         self.learning_rate, self.reorder = learning_rate, reorder
         self.fit_intercept, self.class_weight = fit_intercept, class_weight
 
+    @takes_bundles("train")
     @_on_its_device
     @_names_what_fits
     def fit(
         self,
         graph: Graph,
-        X: Any,
-        y: Any,
+        X: Any = None,
+        y: Any = None,
         train: Any = None,
         callback: Callable[[dict[str, Any]], None] | None = None,
         checkpoint: Checkpoint | None = None,
@@ -260,7 +263,8 @@ class HERTA(Estimator):
 
         Parameters
         ----------
-        graph : Graph
+        graph : Graph, or a `Data` of PyG's, or a `Dataset`
+            The last two hold X, y and a mask of training nodes as well: `fit(data)` is all.
         X : array or SciPy sparse matrix, (n, d)
             Arrays on a GPU (CuPy, or anything with DLPack) are used where they are.
         y : array
@@ -445,9 +449,10 @@ class HERTA(Estimator):
         X_bytes = X_bytes or card.X_bytes(n, d, settings.budget(card.memory))
         return replace(sizes, X_bytes=X_bytes, half=word == 4, card=True), card.memory
 
+    @takes_bundles()
     @_on_its_device
     def transform(
-        self, graph: Graph, X: Any, idx: Any = None, out: str | Path | None = None
+        self, graph: Graph, X: Any = None, idx: Any = None, out: str | Path | None = None
     ) -> Any:
         """Z* = H^-1 X W (n, c) and the intercept, to a relative H-norm error of 1e-6.
 
@@ -471,8 +476,11 @@ class HERTA(Estimator):
         found = Z.of(rows, self.dtype)
         return in_kind_of(found if on_device(X) else to_host(found, Z.H.backend), X)
 
+    @takes_bundles()
     @_on_its_device
-    def predict(self, graph: Graph, X: Any, idx: Any = None, out: str | Path | None = None) -> Any:
+    def predict(
+        self, graph: Graph, X: Any = None, idx: Any = None, out: str | Path | None = None
+    ) -> Any:
         """Class labels, or the model's output for float targets; of the nodes `idx` or of all.
 
         For loss="bce" zeros and ones.  Labels need no array of (n, c).  `out` is a new .npy file
@@ -495,6 +503,40 @@ class HERTA(Estimator):
             return classes[to_host(best, backend)]  # neither a GPU nor a tensor holds text
         found = backend.asarray(classes)[best] if on_device(X) else classes[to_host(best, backend)]
         return in_kind_of(found, X)
+
+    @takes_bundles()
+    def decision_function(self, graph: Graph, X: Any = None, idx: Any = None) -> Any:
+        """The scores by which `predict` decides, (n, c); of two classes their difference, (n,).
+
+        A positive difference is the second one of `classes_`, as in scikit-learn.
+        """
+        Z = self.transform(graph, X, idx)
+        if self.classes_ is None:
+            return Z[:, 0] if self._flat else Z
+        return Z[:, 1] - Z[:, 0] if Z.shape[1] == 2 else Z
+
+    @takes_bundles()
+    def predict_proba(self, graph: Graph, X: Any = None, idx: Any = None) -> Any:
+        """Probabilities of the classes, (n, c), for cross entropy, in the order of `classes_`.
+
+        For loss="bce" each label's own.
+
+        Examples
+        --------
+        >>> from herta_gpu import HERTA
+        >>> from herta_gpu.datasets import load
+        >>> data = load("digits")
+        >>> model = HERTA(lam=5.0, loss="ce", ridge=0.1)
+        >>> model = model.fit(data.graph, data.X, data.y, data.split["train"])
+        >>> model.predict_proba(data.graph, data.X, [0, 1]).sum(axis=1).round(4).tolist()
+        [1.0, 1.0]
+        """
+        self._fitted()
+        check_probabilities(self.loss)
+        backend = get_backend(self.device)
+        Z = as_array("Z", self.transform(graph, X, idx), backend)
+        xp = backend.xp if on_device(Z) else np
+        return in_kind_of(probabilities(xp, Z, self.loss), X)
 
     def _outputs(self, graph: Graph, X: Any) -> Outputs:
         """Z* of this graph and these features, not computed yet.
@@ -527,9 +569,12 @@ class HERTA(Estimator):
             return None
         return _stored(graph, node_rows(to_host(idx, backend), graph.num_nodes), backend)
 
+    @takes_bundles("idx")
     @_on_its_device
-    def score(self, graph: Graph, X: Any, y: Any, idx: Any = None) -> float:
+    def score(self, graph: Graph, X: Any = None, y: Any = None, idx: Any = None) -> float:
         """Accuracy on the labelled nodes of `idx` (default all), or R^2 for float targets.
+
+        `score(data)` of a PyG `Data`, or of a `Dataset`, is that of its test nodes, if it has any.
 
         For loss="bce" the share of right labels among all that are known.
         """
@@ -594,7 +639,7 @@ class HERTA(Estimator):
 
     def _fitted(self) -> Self:
         if not hasattr(self, "W_"):
-            raise RuntimeError("This HERTA is not fitted yet: call fit first.")
+            raise not_fitted(self)
         return self
 
 

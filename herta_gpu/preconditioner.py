@@ -134,7 +134,7 @@ def build(
     beside = A.train[:0] if beside is None else beside
     solved_for = (
         basis, A.train, beside, recipe.blocks(basis.rank), recipe.dtype(A.H.dtype),
-        recipe.keep_residual, tell,
+        recipe.keep_residual, tell, "float32" if recipe.narrow else "float64",
     )  # fmt: skip
     diffusion: Diffusion | SeveralDiffusions
     if A.systems is None:
@@ -143,7 +143,7 @@ def build(
         diffusion = SeveralDiffusions(A.systems, *solved_for)
         basis = diffusion.basis
     diffusion.lower(recipe.goal, recall, recipe.name)
-    made = {"Q": diffusion.rows, "left": diffusion.left}
+    made = {"Q": diffusion.rows, "left": diffusion.left + diffusion.lost}
     return replace(_factored(recipe, H_tilde, A, basis, made, Y, ridge), diffusion=diffusion)
 
 
@@ -164,7 +164,7 @@ def lowered(
             return build(recipe, A.H, A, Y, ridge, recall)
         return build(recipe, A.H, A, Y, ridge, recall, diffusion.beside, diffusion.tell)
     diffusion.lower(recipe.goal, recall, recipe.name)
-    made = {"Q": diffusion.rows, "left": diffusion.left}
+    made = {"Q": diffusion.rows, "left": diffusion.left + diffusion.lost}
     again = _factored(recipe, A.H, A, diffusion.basis, made, Y, ridge)
     return replace(again, diffusion=diffusion)
 

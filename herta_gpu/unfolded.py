@@ -224,7 +224,8 @@ class Problem:
         objective += 0.5 * self.ridge * float(xp.sum(W * W))  # synchronize!
         r1, r2 = there.residual, back.residual
         rounding = self.map.rounding(W, there.value, back.block)
-        rounding.forward += 4 * _UNIT * (norm(F) + norm(self.Y))  # E is a difference of these
+        # E is a difference of these; what it rounds is as large as what outputs so far off do.
+        rounding.forward += 4 * _UNIT * (norm(F) + norm(self.Y)) / self.loss.steepest
         stray = self.loss.stray(xp, E)
         rounding.adjoint += stray  # a mean row times 1^T E, which a centred P does not see
         off = norm(E) * rounding.forward + self.loss.rounding(F) + 8 * _UNIT * objective

@@ -279,6 +279,13 @@ class Backend(ABC):
         """
         return nullcontext()
 
+    def on_stream(self, stream: int, device: int) -> AbstractContextManager[Any]:
+        """Around work that shall go to a stream of another library's, by its address.
+
+        The host has no streams.
+        """
+        return nullcontext()
+
     def working(self) -> AbstractContextManager[Any]:
         """Around the work of a caller: a device does it on a stream of its own.
 

@@ -43,6 +43,7 @@ _GEMM_FLOP = 1.0 / 75e9  # float64
 _FACTOR_FLOP = 1.0 / 30e9
 _MISFIT = 3.0  # 1 + ||Y|| / ||E||: how much of a certificate the targets themselves make up
 _ALIKE = 1 / 30  # smallest singular value of columns of norm 1, as on bags of words
+_ROUNDED, _SINGLE = 0.3, np.finfo(np.float32)  # share of a goal that float32 rows may take
 _CE_GOAL = 1e-4  # cross entropy: times sqrt(tol ridge)
 _OUTER_STEPS = 1  # steps of CG from the warm start, as on nearly every real graph tried
 _CE_EVALUATIONS = 40  # cross entropy and its gradient, so many times
@@ -66,6 +67,8 @@ class Sizes:
     weighted: bool = False  # edges have weights: in float64, and in the working precision
     mapped: bool = False  # the graph lies in files, and its neighbours may stay there ...
     paged: bool = False  # ... and do: each product reads them again
+    may_narrow: bool = False  # training rows of Q may be float32 ...
+    narrow: bool = False  # ... and are
     nonzeros: int | None = None  # entries of a sparse X
     X_bytes_at: Callable[[int], int] | None = None  # X_bytes with another budget
     copies: int = 0  # of the training rows of Q: centred for an intercept, scaled by weights
@@ -164,6 +167,19 @@ def Q_goal(H: RegularizedLaplacian, sizes: Sizes, settings: Settings, whiten: bo
     # The objective, too, is known from Q alone, and what Q is off by counts there as it is.
     seen = 3e-3 * math.sqrt(settings.tol) * min(1.0, (1e6 * settings.tol) ** 0.25)
     return max(1e-13, min(rho * smallest / math.sqrt(sizes.d), seen))
+
+
+def rows_may_be_narrow(H: RegularizedLaplacian, sizes: Sizes, settings: Settings) -> bool:
+    """Whether training rows of Q can be kept in float32 and still prove the fit.
+
+    What that rounds away counts like what the solves leave.  Cross entropy asks for far less.
+    """
+    if not LOSSES[settings.loss].quadratic or sizes.word > _SINGLE.dtype.itemsize:
+        return False
+    if sizes.copies:
+        return False  # centred or scaled ones are made beside them, in float64
+    goal = Q_goal(H, sizes, settings, worth_whitening(H, sizes, settings))
+    return 0.5 * float(_SINGLE.eps) <= _ROUNDED * goal
 
 
 def worth_whitening(H: RegularizedLaplacian, sizes: Sizes, settings: Settings) -> bool:

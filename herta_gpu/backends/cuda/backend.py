@@ -34,6 +34,7 @@ from herta_gpu.backends.cuda.device import (
     NULL,
     THREADS,
     DeviceLaplacian,
+    ForeignStream,
     aligned,
     blocks,
     by_precision,
@@ -199,6 +200,15 @@ class CUDABackend(Backend):
             self.synchronize()
         finally:
             cupy.cuda.profiler.stop()
+
+    def on_stream(self, stream: int, device: int) -> Any:
+        here = cupy.cuda.runtime.getDevice()
+        if device != here:
+            raise RuntimeError(
+                f"The data are on cuda:{device}, but herta_gpu works on cuda:{here}, the current "
+                "device: move them there, or let CUDA_VISIBLE_DEVICES name one device."
+            )
+        return cupy.cuda.Stream.from_external(ForeignStream(stream))
 
     @contextmanager
     def working(self) -> Iterator[None]:
