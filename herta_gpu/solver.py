@@ -75,14 +75,16 @@ class RegularizedLaplacian:
         indptr = self.graph.indptr
         return float((indptr[1:] - indptr[:-1]).max(initial=0))  # synchronize!
 
-    def rounding(self, columns: int) -> float:
+    def rounding(self, columns: int, rows: bool = False) -> float:
         """||computed B - H Z less the true one|| <= this ||Z||, blocks of so many columns.
+
+        Of `residual`, or of `residual_rows` if `rows`.
 
         In float64, and before R is rounded to be stored.  A term of a row's sum is rounded
         `roundings` times, and eight times more by its factors and by what the sum is added to:
         what is not a term of H Z, b - h_i z, is r plus a part of H Z.
         """
-        terms = self.backend.roundings(self.most_neighbours, columns) + 8
+        terms = self.backend.roundings(self.most_neighbours, columns, rows) + 8
         return 0.5 * float(np.finfo(np.float64).eps) * terms * self.lambda_max
 
     def residual_rows(self, B: Array, Z: Array, start: int) -> Array:
