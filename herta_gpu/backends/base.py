@@ -176,6 +176,10 @@ class Blocks:
             yield rows, self._taken(rows, columns)
         self.reads.passes += 1
 
+    def whole_rows(self, columns: int) -> bool:
+        """Whether a part with so many of the columns takes the room of whole rows on the device."""
+        return False
+
     def _readable(self) -> MappedRows | None:
         """The file of X if its rows can be read there; a file that was cut short is an error."""
         if self._mapping is not None:
@@ -278,6 +282,13 @@ class Backend(ABC):
 
         That work comes after what the caller's stream has been given before, and what the caller's
         stream is given afterwards comes after that work.
+        """
+        return nullcontext()
+
+    def on_stream(self, stream: int, device: int) -> AbstractContextManager[Any]:
+        """Around work that shall go to a stream of another library's, by its address.
+
+        The host has no streams.
         """
         return nullcontext()
 

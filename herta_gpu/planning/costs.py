@@ -20,6 +20,7 @@ from herta_gpu.graph import Graph
 from herta_gpu.losses import LOSSES
 from herta_gpu.planning.settings import Settings
 from herta_gpu.plumbing.estimator import Targets
+from herta_gpu.plumbing.reading import mapping_of
 from herta_gpu.solver import BLOCK_WIDTH, RegularizedLaplacian, chebyshev_degree
 
 # A feature that only occurs outside the training rows reaches them through many hops, weakly: it
@@ -42,6 +43,7 @@ _GEMM_FLOP = 1.0 / 75e9  # float64
 _FACTOR_FLOP = 1.0 / 30e9
 _MISFIT = 3.0  # 1 + ||Y|| / ||E||: how much of a certificate the targets themselves make up
 _ALIKE = 1 / 30  # smallest singular value of columns of norm 1, as on bags of words
+_ROUNDED, _SINGLE = 0.3, np.finfo(np.float32)  # share of a goal that float32 rows may take
 _CE_GOAL = 1e-4  # cross entropy: times sqrt(tol ridge)
 _OUTER_STEPS = 1  # steps of CG from the warm start, as on nearly every real graph tried
 _CE_EVALUATIONS = 40  # cross entropy and its gradient, so many times
@@ -55,7 +57,7 @@ class Sizes:
 
     n: int
     m: int
-    d: int
+    d: int  # columns of X, times the number of lam
     c: int
     n_train: int
     word: int  # bytes per number
@@ -64,8 +66,14 @@ class Sizes:
     beside: int = 0  # rows of Q outside training that are kept for evaluation
     half: bool = False  # neighbours are gathered in half precision
     card: bool = False  # memory is that of a GPU; the host has its own
+    weighted: bool = False  # edges have weights: in float64, and in the working precision
+    mapped: bool = False  # the graph lies in files, and its neighbours may stay there ...
+    paged: bool = False  # ... and do: each product reads them again
+    may_narrow: bool = False  # training rows of Q may be float32 ...
+    narrow: bool = False  # ... and are
     nonzeros: int | None = None  # entries of a sparse X
     X_bytes_at: Callable[[int], int] | None = None  # X_bytes with another budget
+    copies: int = 0  # of the training rows of Q: centred for an intercept, scaled by weights
 
     @property
     def dtype(self) -> str:
@@ -85,7 +93,7 @@ def sizes_of(
     return Sizes(
         n=H.n,
         m=H.graph.num_edges,
-        d=X.shape[1],
+        d=len(settings.lams) * X.shape[1],
         c=targets.Y.shape[1],
         n_train=targets.Y.shape[0],
         word=np.dtype(settings.dtype).itemsize,
@@ -94,9 +102,18 @@ def sizes_of(
         nonzeros=X.nnz if sp.issparse(X) else None,
         X_bytes_at=lambda other: bytes_held(X, backend, other),
         beside=beside,
+        copies=row_copies(settings, targets.weights is not None),
         card=backend.xp is not np,
+        weighted=H.graph.weights is not None,
+        mapped=backend.xp is np and mapping_of(H.graph.indices) is not None,
         half=settings.dtype == "float32" and backend.half_pays(H.laplacian(), BLOCK_WIDTH),
     )
+
+
+def row_copies(settings: Settings, weighted: bool) -> int:
+    """Copies of the training rows of Q that an intercept and weights ask for."""
+    seen = settings.fit_intercept or weighted
+    return int(settings.fit_intercept) + int(seen and not LOSSES[settings.loss].quadratic)
 
 
 class Outline(RegularizedLaplacian):
@@ -152,6 +169,19 @@ def Q_goal(H: RegularizedLaplacian, sizes: Sizes, settings: Settings, whiten: bo
     # The objective, too, is known from Q alone, and what Q is off by counts there as it is.
     seen = 3e-3 * math.sqrt(settings.tol) * min(1.0, (1e6 * settings.tol) ** 0.25)
     return max(1e-13, min(rho * smallest / math.sqrt(sizes.d), seen))
+
+
+def rows_may_be_narrow(H: RegularizedLaplacian, sizes: Sizes, settings: Settings) -> bool:
+    """Whether training rows of Q can be kept in float32 and still prove the fit.
+
+    What that rounds away counts like what the solves leave.  Cross entropy asks for far less.
+    """
+    if not LOSSES[settings.loss].quadratic or sizes.word > _SINGLE.dtype.itemsize:
+        return False
+    if sizes.copies:
+        return False  # centred or scaled ones are made beside them, in float64
+    goal = Q_goal(H, sizes, settings, worth_whitening(H, sizes, settings))
+    return 0.5 * float(_SINGLE.eps) <= _ROUNDED * goal
 
 
 def worth_whitening(H: RegularizedLaplacian, sizes: Sizes, settings: Settings) -> bool:

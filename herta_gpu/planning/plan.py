@@ -17,6 +17,7 @@ from herta_gpu.planning.costs import (
     certificate_costs,
     direct_costs,
     row_tolerance,
+    rows_may_be_narrow,
     sampling_pays,
     softmax_goal,
     strategy_costs,
@@ -63,8 +64,8 @@ class Plan:
         Rows of the SRHT; None: the exact Gram matrix.
     stored : bool
         Whether the fit is proven from stored rows of Q, without a solve over the outputs.
-    may_look : bool
-        Whether there is memory for such solves, should that proof fail.
+    outputs : int
+        Outputs that such solves work on together; 0: there is no memory for them.
     look : bool
         Whether such solves come first, as they are cheaper than a Q that proves the fit alone.
     beside : int
@@ -87,7 +88,7 @@ class Plan:
     recipe: Recipe
     solve_width: int
     stored: bool = False
-    may_look: bool = True
+    outputs: int = 0
     look: bool = False
     beside: int = 0
     on_host: bool = False
@@ -102,7 +103,13 @@ class Plan:
 
         A fit that goes on from a checkpoint may have more memory or less, and so another plan.
         """
-        return repr((self.n_samples, self.loop_samples, self.solve_width, self.recipe))
+        made = (self.n_samples, self.loop_samples, self.solve_width, self.outputs, self.recipe)
+        return repr(made)
+
+    @property
+    def may_look(self) -> bool:
+        """Whether there is memory for solves over the outputs."""
+        return self.outputs > 0
 
     def __str__(self) -> str:
         rows = [("", "decision", "why"), *self.decisions]
@@ -123,9 +130,11 @@ def make_plan(
         by_rows = _by_rows(sizes, settings, strategy.value, samples.value)
         stored = _stored(H, sizes, settings, strategy.value, by_rows)
         wanted = _certificate(H, sizes, settings, by_rows, samples.value, stored)
+        narrow = stored and rows_may_be_narrow(H, sizes, settings)
+        sizes = replace(sizes, may_narrow=narrow)
         try:
             layout = fitting_layout(sizes, settings, budget, by_rows, wanted, stored)
-            look = _look(H, sizes, settings, stored, by_rows) and layout.may_look
+            look = _look(H, sizes, settings, stored, by_rows) and layout.outputs > 0
             break
         except BudgetError:
             if strategy is strategies[-1]:
@@ -134,7 +143,7 @@ def make_plan(
     told = [
         strategy.decision,
         samples.decision,
-        *_layout_decisions(layout, stored),
+        *_layout_decisions(layout, sizes, stored),
         _Q_decision(recipe),
         Decision("certificate", layout.certificate, _CERTIFICATE_WHY[layout.certificate]),
         _memory_decision(layout, budget),
@@ -151,7 +160,7 @@ def make_plan(
         recipe,
         layout.width,
         stored,
-        layout.may_look,
+        0 if settings.several else layout.outputs,
         look,
         layout.beside,
         layout.on_host,
@@ -201,6 +210,7 @@ def _recipe(
         whiten=whiten,
         goal=goal,
         keep_residual=layout.keep_residual,
+        narrow=layout.narrow,
         curvature=loss.start_curvature(sizes.c),
         symmetric=settings.optimizer == "adam",
         seed=settings.seed,
@@ -247,13 +257,21 @@ def orthonormal(recipe: Recipe) -> Chosen:
     return Chosen(replace(recipe, whiten=True), again)
 
 
-def _layout_decisions(layout: Layout, stored: bool) -> list[Decision]:
+def _layout_decisions(layout: Layout, sizes: Sizes, stored: bool) -> list[Decision]:
     rows, width = layout.sketch_rows, layout.width
     shown = f"{width}" if width >= layout.Q_width else f"{width}, of Q {layout.Q_width}"
     told = [
         Decision("sketch", "no" if rows is None else f"{rows:,} rows", layout.sketch_why),
         Decision("columns at once", shown, f"at most {BLOCK_WIDTH}, as they fit"),
     ]
+    if not stored and layout.outputs < sizes.c:
+        shown = f"{layout.outputs} of {sizes.c:,}"
+        told.append(Decision("outputs at once", shown, "each block is finished before the next"))
+    if layout.narrow:
+        told.append(Decision("rows of Q", "float32", "memory is short; what they round is counted"))
+    if layout.paged:
+        why = "not in memory, where more columns at once save more"
+        told.append(Decision("neighbours", "read again for each product", why))
     if stored and layout.on_host:
         told.append(Decision("training", "on the host", "outputs do not fit beside the graph"))
     return told
@@ -282,6 +300,8 @@ def _strategies(settings: Settings, cost: dict[str, float]) -> list[Chosen]:
 
     if not settings.precondition:
         return [chosen("herta", "precondition=False: standard training")]
+    if settings.several:
+        return [chosen("direct", f"{len(settings.lams)} blocks of features, on stored rows")]
     if settings.strategy != "auto":
         return [chosen(settings.strategy, "as asked")]
     if settings.custom_P:
@@ -299,6 +319,18 @@ def _stored(
         return False
     if settings.optimizer not in ("cg", "lbfgs") and not LOSSES[settings.loss].quadratic:
         return False  # its own steps are asked for, with the true gradient
+    if settings.several:
+        if settings.ridge == 0 and sizes.n_train < sizes.d:
+            raise ValueError(
+                f"{len(settings.lams)} lam make {sizes.d:,} features of {sizes.n_train:,} training "
+                "nodes, which fit any targets: give a ridge, or fewer lam."
+            )
+        return True
+    if settings.loo and settings.ridge == 0 and sizes.n_train < sizes.d:
+        raise ValueError(
+            f"{sizes.n_train:,} training nodes and {sizes.d:,} features fit any targets: "
+            "leave-one-out needs a ridge then."
+        )
     return settings.ridge > 0 if by_rows else sizes.n_train >= sizes.d
 
 
@@ -310,6 +342,8 @@ def _look(
     Cross entropy, and fewer rows than features, ask for a very tight one.
     """
     if not stored or (LOSSES[settings.loss].quadratic and not by_rows):
+        return False
+    if settings.several or settings.loo:
         return False
     alone, looked = direct_costs(H, sizes, settings)
     return looked < alone
@@ -355,6 +389,8 @@ def _n_lambda(H: RegularizedLaplacian) -> float:
 def _by_rows(sizes: Sizes, settings: Settings, strategy: str, n_samples: int | None) -> bool:
     """Whether to solve for H^-1 M^T, fewer columns than H^-1 X has, and to know A itself."""
     if sizes.n_train >= sizes.d or n_samples is not None or not settings.precondition:
+        return False
+    if settings.several:
         return False
     # Without a ridge the rows of an approximate Q would span another space than those of A.
     return strategy == "direct" or (settings.ridge == 0 and settings.sketch.when != "always")

@@ -24,6 +24,7 @@ class Recipe:
     symmetric: bool  # the optimizer depends on the coordinates: P^-1/2 itself
     seed: int
     grain: int = 1  # columns that a device reads at once: blocks have multiples of it
+    narrow: bool = False  # keep measured training rows in float32
 
     @property
     def name(self) -> str:

@@ -30,19 +30,21 @@ from herta_gpu.backends.base import STREAM_ROWS, Array, Backend, CGState, Halves
 from herta_gpu.backends.cuda.device import (
     MAX_BLOCKS,
     NULL,
-    SEGMENT,
     THREADS,
     DeviceLaplacian,
+    ForeignStream,
     aligned,
     blocks,
     by_precision,
     column_shape,
     hadamard_passes,
     kernel_folder,
+    named_stream,
     padded,
     pivoted_cholesky,
     pointer,
     roundings,
+    segment_length,
     segments,
     suffix,
     told_if_long,
@@ -209,10 +211,19 @@ class CUDABackend(Backend):
     @cached_property
     def _own(self) -> Any:
         """The stream of all work: the default one would wait for others, and they for it."""
-        return cupy.cuda.Stream(non_blocking=True)
+        return named_stream(cupy, "herta")
 
     def padded(self, k: int, dtype: str) -> int:
         return padded(k, np.dtype(dtype).itemsize)
+
+    def on_stream(self, stream: int, device: int) -> Any:
+        here = cupy.cuda.runtime.getDevice()
+        if device != here:
+            raise RuntimeError(
+                f"The data are on cuda:{device}, but herta_gpu works on cuda:{here}, the current "
+                "device: move them there, or let CUDA_VISIBLE_DEVICES name one device."
+            )
+        return cupy.cuda.Stream.from_external(ForeignStream(stream))
 
     def synchronize(self) -> None:
         cupy.cuda.get_current_stream().synchronize()  # synchronize!
@@ -237,7 +248,8 @@ class CUDABackend(Backend):
         """`graph` in one precision; `held` is what the device has of it, sent at the first call."""
         if "indptr" not in held:
             length = np.diff(graph.indptr)
-            rows = np.flatnonzero(length > SEGMENT)
+            segment = segment_length(graph.indices.shape[0])
+            rows = np.flatnonzero(length > segment)
             held |= {
                 "indptr": self.asarray(graph.indptr),
                 "indices": self.asarray(graph.indices),
@@ -245,7 +257,7 @@ class CUDABackend(Backend):
                 "inv_sqrt_degree": self.asarray(1.0 / np.sqrt(graph.degree)),
                 "diagonal": self.asarray(graph.loopless_degree / graph.degree),
                 "lambda_max": graph.lambda_max_bound,
-                "segments": self.segments(rows, length[rows]),
+                "segments": self.segments(rows, length[rows], segment),
             }
         if graph.order is not None and "order" not in held:
             held["order"] = self.asarray(graph.order, "int64")
@@ -267,9 +279,9 @@ class CUDABackend(Backend):
             cut_rows=cut_rows,
         )
 
-    def segments(self, rows: Any, length: Any) -> tuple[Array, Array, Array, Any]:
+    def segments(self, rows: Any, length: Any, segment: int) -> tuple[Array, Array, Array, Any]:
         """What the kernels must know of the rows that are too long for one block."""
-        rows, row, rank = segments(rows, length)
+        rows, row, rank = segments(rows, length, segment)
         types = ("int64", "int64", "int32")
         first, second, third = map(self.asarray, (rows, row, rank), types)
         return first, second, third, row
@@ -392,7 +404,7 @@ class CUDABackend(Backend):
             f"{kernel}_{suffix(X.dtype)}_{suffix(L.indices.dtype)}_v{width}",
             grid=(of_rows + (taken if long else 0), tiles),
             block=(x, y),
-            args=(*graph, I32(SEGMENT), I32(b - a), I32(taken), *cut, *tail),
+            args=(*graph, I32(L.segment), I32(b - a), I32(taken), *cut, *tail),
         )
 
     def _product_scratch(self, L: DeviceLaplacian, k: int) -> tuple[Array, Array, Array]:
@@ -506,7 +518,7 @@ class CUDABackend(Backend):
 
     @cached_property
     def _recorder(self) -> Any:
-        return cupy.cuda.Stream(non_blocking=True)
+        return named_stream(cupy, "herta: captures")
 
     def _stream(self) -> int:
         """The stream that the next launch will run on."""
@@ -548,7 +560,7 @@ class CUDABackend(Backend):
         x, y, tiles = column_shape(-(-k // 4) * 4, 4)
         out = cupy.empty((L.n, k), dtype=dtype)
         graph = (I64(L.n), I64(k), L.indptr, L.indices, pointer(L.weights), L.inv_sqrt_degree)
-        long_rows = (I32(SEGMENT), I32(longs), L.long_rows)
+        long_rows = (I32(L.segment), I32(longs), L.long_rows)
         _launch(
             "sketch.cu",
             f"sketch_incidence_{L.suffix}",
