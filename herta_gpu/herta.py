@@ -76,7 +76,7 @@ def _names_what_fits(fit: Callable[..., HERTA]) -> Callable[..., HERTA]:
     """A fit that runs out of memory says which block of columns would have fitted."""
 
     @wraps(fit)
-    def wrapped(self: HERTA, graph: Graph, X: Any, *args: Any, **kwargs: Any) -> HERTA:
+    def wrapped(self: HERTA, graph: Graph, X: Any = None, *args: Any, **kwargs: Any) -> HERTA:
         try:
             return fit(self, graph, X, *args, **kwargs)
         except BudgetError:
@@ -94,7 +94,7 @@ def _on_its_device(method: Callable[..., Any]) -> Callable[..., Any]:
     """A method that runs on the stream of the device that is chosen for its graph and X."""
 
     @wraps(method)
-    def wrapped(self: HERTA, graph: Graph, X: Any, *args: Any, **kwargs: Any) -> Any:
+    def wrapped(self: HERTA, graph: Graph, X: Any = None, *args: Any, **kwargs: Any) -> Any:
         with self._device(graph, X).working():
             return method(self, graph, X, *args, **kwargs)
 
@@ -294,6 +294,7 @@ class HERTA(Estimator):
         settings, (backend, why) = self._settings(), chosen_backend(self.device, graph, X)
         settings = settings.with_loo() if loo else settings
         X, targets = self._checked_data(graph, X, y, train, backend, sample_weight)
+        self.device_ = Decision("device", backend.name, why)
         settings = replace(settings, ridge=settings.ridge / targets.unit)
         self.device_ = Decision("device", backend.name, why)
         beside = node_rows([] if evaluate is None else to_host(evaluate, backend), graph.num_nodes)
@@ -516,6 +517,7 @@ class HERTA(Estimator):
         return Z[:, 1] - Z[:, 0] if Z.shape[1] == 2 else Z
 
     @takes_bundles()
+    @_on_its_device
     def predict_proba(self, graph: Graph, X: Any = None, idx: Any = None) -> Any:
         """Probabilities of the classes, (n, c), for cross entropy, in the order of `classes_`.
 
@@ -533,7 +535,7 @@ class HERTA(Estimator):
         """
         self._fitted()
         check_probabilities(self.loss)
-        backend = get_backend(self.device)
+        backend = self._device(graph, X)
         Z = as_array("Z", self.transform(graph, X, idx), backend)
         xp = backend.xp if on_device(Z) else np
         return in_kind_of(probabilities(xp, Z, self.loss), X)

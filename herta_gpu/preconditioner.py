@@ -359,7 +359,7 @@ def residual_norms(H: RegularizedLaplacian, basis: Basis, Q: Array, width: int) 
         Z, squares = H.backend.asarray(Q[:, J]), 0.0
         for rows, part in basis.chunks(J):
             squares = squares + (H.residual_rows(part, Z, rows.start) ** 2).sum(axis=0)
-        left[J] += xp.sqrt(squares) + H.rounding(J.stop - J.start) * sizes[J]
+        left[J] += xp.sqrt(squares) + H.rounding(J.stop - J.start, rows=True) * sizes[J]
     return left
 
 

@@ -83,14 +83,16 @@ class RegularizedLaplacian:
         indptr = self.graph.indptr
         return float((indptr[1:] - indptr[:-1]).max(initial=0))  # synchronize!
 
-    def rounding(self, columns: int) -> float:
+    def rounding(self, columns: int, rows: bool = False) -> float:
         """||computed B - H Z less the true one|| <= this ||Z||, blocks of so many columns.
+
+        Of `residual`, or of `residual_rows` if `rows`.
 
         In float64, and before R is rounded to be stored.  A term of a row's sum is rounded
         `roundings` times, and eight times more by its factors and by what the sum is added to:
         what is not a term of H Z, b - h_i z, is r plus a part of H Z.
         """
-        terms = self.backend.roundings(self.most_neighbours, columns) + 8
+        terms = self.backend.roundings(self.most_neighbours, columns, rows) + 8
         return 0.5 * float(np.finfo(np.float64).eps) * terms * self.lambda_max
 
     def residual_rows(self, B: Array, Z: Array, start: int) -> Array:
@@ -524,8 +526,8 @@ class SDDSolver:
 
     def _rounded(self, B: Array, Z: Array, info: SolveInfo) -> SolveInfo:
         """What a solve reached once its result was rounded to the precision of Z."""
-        R = self.H.residual(B, Z)
-        norm = self.backend.to_numpy(self.backend.xp.sqrt(self.backend.column_dots(R, R)))
+        squares = self.H.residual(B, Z, str(Z.dtype))[1][0]
+        norm = self.backend.to_numpy(self.backend.xp.sqrt(squares))  # synchronize!
         # No entry of Z changes by more than this part of it, and ||.||_H <= sqrt(kappa) ||.||.
         part = 0.5 * float(np.finfo(Z.dtype).eps) * math.sqrt(self.kappa)
         bound = info.h_norm_bound * (1 + part) + part

@@ -373,11 +373,11 @@ class Backend(ABC):
             R[at] = r / unit
         return R, dots
 
-    def roundings(self, neighbours: float, columns: int) -> float:
+    def roundings(self, neighbours: float, columns: int, rows: bool = False) -> float:
         """How often a term of a sum over so many neighbours is rounded, at most, on its way.
 
-        For a block of so many columns, in a product and in a residual alike; as often as there
-        are neighbours, in any order.
+        For a block of so many columns, in a product and in `residual` alike, or in `residual_rows`
+        if `rows`; as often as there are neighbours, in any order.
         """
         return neighbours
 

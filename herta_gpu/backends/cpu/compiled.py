@@ -146,8 +146,8 @@ class CompiledBackend(CPUBackend):
         R = aligned_empty(Z.shape, dtype)
         return R, _residual(L, lam, Z, B, R, 0, 1.0 / unit)
 
-    def roundings(self, neighbours: float, columns: int) -> float:
-        if columns <= VECTOR_BYTES // 8:  # no runs: they cost a narrow block too much
+    def roundings(self, neighbours: float, columns: int, rows: bool = False) -> float:
+        if rows or columns <= VECTOR_BYTES // 8:  # no runs: they cost a narrow block too much
             return neighbours
         return min(neighbours, laplacian.RUN) + math.ceil(neighbours / laplacian.RUN)
 

@@ -379,7 +379,7 @@ class CUDABackend(Backend):
         rest = (*by_precision(B), I64(at.start), I64(at.stop), scale, *by_precision(R), *tail)
         self._rows("residual", L, scales, Z, at, (Z, *rest), long=False)
 
-    def roundings(self, neighbours: float, columns: int) -> float:
+    def roundings(self, neighbours: float, columns: int, rows: bool = False) -> float:
         return roundings(neighbours, columns)
 
     def _product(self, kernel: str, L: Laplacian, lam: float, X: Array, *tail: Any) -> None:
