@@ -294,7 +294,6 @@ class HERTA(Estimator):
         settings, (backend, why) = self._settings(), chosen_backend(self.device, graph, X)
         settings = settings.with_loo() if loo else settings
         X, targets = self._checked_data(graph, X, y, train, backend, sample_weight)
-        self.device_ = Decision("device", backend.name, why)
         settings = replace(settings, ridge=settings.ridge / targets.unit)
         self.device_ = Decision("device", backend.name, why)
         beside = node_rows([] if evaluate is None else to_host(evaluate, backend), graph.num_nodes)
