@@ -147,7 +147,7 @@ def build(
     beside = A.train[:0] if beside is None else beside
     solved_for = (
         basis, A.train, beside, recipe.blocks(basis.rank), recipe.dtype(A.H.dtype),
-        recipe.keep_residual, tell,
+        recipe.keep_residual, tell, "float32" if recipe.narrow else "float64",
     )  # fmt: skip
     diffusion: Diffusion | SeveralDiffusions
     if A.systems is None:
@@ -156,7 +156,7 @@ def build(
         diffusion = SeveralDiffusions(A.systems, *solved_for)
         basis = diffusion.basis
     diffusion.lower(recipe.goal, recall, recipe.name)
-    made = {"Q": diffusion.rows, "left": diffusion.left}
+    made = {"Q": diffusion.rows, "left": diffusion.left + diffusion.lost}
     return replace(_factored(recipe, H_tilde, A, basis, made, Y, ridge), diffusion=diffusion)
 
 
@@ -177,7 +177,7 @@ def lowered(
             return build(recipe, A.H, A, Y, ridge, recall)
         return build(recipe, A.H, A, Y, ridge, recall, diffusion.beside, diffusion.tell)
     diffusion.lower(recipe.goal, recall, recipe.name)
-    made = {"Q": diffusion.rows, "left": diffusion.left}
+    made = {"Q": diffusion.rows, "left": diffusion.left + diffusion.lost}
     again = _factored(recipe, A.H, A, diffusion.basis, made, Y, ridge)
     return replace(again, diffusion=diffusion)
 
@@ -372,7 +372,7 @@ def residual_norms(H: RegularizedLaplacian, basis: Basis, Q: Array, width: int) 
         Z, squares = H.backend.asarray(Q[:, J]), 0.0
         for rows, part in basis.chunks(J):
             squares = squares + (H.residual_rows(part, Z, rows.start) ** 2).sum(axis=0)
-        left[J] += xp.sqrt(squares) + H.rounding(J.stop - J.start) * sizes[J]
+        left[J] += xp.sqrt(squares) + H.rounding(J.stop - J.start, rows=True) * sizes[J]
     return left
 
 

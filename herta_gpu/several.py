@@ -165,6 +165,7 @@ class SeveralDiffusions:
         dtype: str,
         kept: bool,
         tell: Tell,
+        stored: str,
     ) -> None:
         self.basis, self.at, self.beside, self.tell = (
             Repeated(basis, len(systems)),
@@ -181,9 +182,11 @@ class SeveralDiffusions:
                 tell(first + done, self.basis.rank)
 
             if H.lam == 0:
-                self.parts.append(_Itself(H, basis, at, beside, blocks, dtype))
+                self.parts.append(_Itself(H, basis, at, beside, blocks, dtype))  # in float64
             else:
-                self.parts.append(Diffusion(H, basis, at, beside, blocks, dtype, kept, told))
+                self.parts.append(
+                    Diffusion(H, basis, at, beside, blocks, dtype, kept, told, stored)
+                )
 
     @property
     def rows(self) -> Array:
@@ -196,6 +199,10 @@ class SeveralDiffusions:
     @property
     def left(self) -> Array:
         return self._joined("left")
+
+    @property
+    def lost(self) -> Array:
+        return self._joined("lost")
 
     @property
     def worst(self) -> float:
@@ -238,4 +245,4 @@ class _Itself:
                 for nodes, kept in ((at, self.rows), (beside, self.others)):
                     here = xp.flatnonzero((nodes >= rows.start) & (nodes < rows.stop))
                     kept[here, J] = part[nodes[here] - rows.start]
-        self.left = basis.rounding.copy()
+        self.left, self.lost = basis.rounding.copy(), xp.zeros(basis.rank)

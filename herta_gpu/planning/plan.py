@@ -17,6 +17,7 @@ from herta_gpu.planning.costs import (
     certificate_costs,
     direct_costs,
     row_tolerance,
+    rows_may_be_narrow,
     sampling_pays,
     softmax_goal,
     strategy_costs,
@@ -129,6 +130,8 @@ def make_plan(
         by_rows = _by_rows(sizes, settings, strategy.value, samples.value)
         stored = _stored(H, sizes, settings, strategy.value, by_rows)
         wanted = _certificate(H, sizes, settings, by_rows, samples.value, stored)
+        narrow = stored and rows_may_be_narrow(H, sizes, settings)
+        sizes = replace(sizes, may_narrow=narrow)
         try:
             layout = fitting_layout(sizes, settings, budget, by_rows, wanted, stored)
             look = _look(H, sizes, settings, stored, by_rows) and layout.outputs > 0
@@ -197,6 +200,7 @@ def _recipe(
     return Recipe(
         degree=chebyshev_degree(H, goal or Q_tolerance(H, sizes, settings, strategy)),
         width=layout.Q_width,
+        grain=4 if sizes.card else 1,
         exact=sizes.hidden and sizes.n_train >= sizes.d and goal is None,
         sketch_rows=layout.sketch_rows,
         by_rows=by_rows,
@@ -206,6 +210,7 @@ def _recipe(
         whiten=whiten,
         goal=goal,
         keep_residual=layout.keep_residual,
+        narrow=layout.narrow,
         curvature=loss.start_curvature(sizes.c),
         symmetric=settings.optimizer == "adam",
         seed=settings.seed,
@@ -262,6 +267,8 @@ def _layout_decisions(layout: Layout, sizes: Sizes, stored: bool) -> list[Decisi
     if not stored and layout.outputs < sizes.c:
         shown = f"{layout.outputs} of {sizes.c:,}"
         told.append(Decision("outputs at once", shown, "each block is finished before the next"))
+    if layout.narrow:
+        told.append(Decision("rows of Q", "float32", "memory is short; what they round is counted"))
     if layout.paged:
         why = "not in memory, where more columns at once save more"
         told.append(Decision("neighbours", "read again for each product", why))
