@@ -462,7 +462,7 @@ class HERTA(Estimator):
     @takes_bundles()
     @_on_its_device
     def transform(
-        self, graph: Graph, X: Any = None, idx: Any = None, out: str | Path | None = None
+        self, graph: Graph | Any, X: Any = None, idx: Any = None, out: str | Path | None = None
     ) -> Any:
         """Z* = H^-1 X W (n, c) and the intercept, to a relative H-norm error of 1e-6.
 
@@ -489,7 +489,7 @@ class HERTA(Estimator):
     @takes_bundles()
     @_on_its_device
     def predict(
-        self, graph: Graph, X: Any = None, idx: Any = None, out: str | Path | None = None
+        self, graph: Graph | Any, X: Any = None, idx: Any = None, out: str | Path | None = None
     ) -> Any:
         """Class labels, or the model's output for float targets; of the nodes `idx` or of all.
 
@@ -515,7 +515,7 @@ class HERTA(Estimator):
         return in_kind_of(found, X)
 
     @takes_bundles()
-    def decision_function(self, graph: Graph, X: Any = None, idx: Any = None) -> Any:
+    def decision_function(self, graph: Graph | Any, X: Any = None, idx: Any = None) -> Any:
         """The scores by which `predict` decides, (n, c); of two classes their difference, (n,).
 
         A positive difference is the second one of `classes_`, as in scikit-learn.
@@ -527,7 +527,7 @@ class HERTA(Estimator):
 
     @takes_bundles()
     @_on_its_device
-    def predict_proba(self, graph: Graph, X: Any = None, idx: Any = None) -> Any:
+    def predict_proba(self, graph: Graph | Any, X: Any = None, idx: Any = None) -> Any:
         """Probabilities of the classes, (n, c), for cross entropy, in the order of `classes_`.
 
         For loss="bce" each label's own.
@@ -582,7 +582,7 @@ class HERTA(Estimator):
 
     @takes_bundles("idx")
     @_on_its_device
-    def score(self, graph: Graph, X: Any = None, y: Any = None, idx: Any = None) -> float:
+    def score(self, graph: Graph | Any, X: Any = None, y: Any = None, idx: Any = None) -> float:
         """Accuracy on the labelled nodes of `idx` (default all), or R^2 for float targets.
 
         `score(data)` of a PyG `Data`, or of a `Dataset`, is that of its test nodes, if it has any.
