@@ -1,6 +1,6 @@
 """What does a training step through H^-1 cost, against the layers that people unroll?
 
-    HERTA_DATA=folder python bench/torch_layer.py [--quick]
+    HERTA_DATA=folder python bench/torch_layer.py [--quick] [pubmed ogbn-arxiv]
 
 One step is Z = layer(F) and the gradient of F, 64 columns, lam = 20, float32, on the CPU.  PyG's
 APPNP and an unrolled TWIRLS take as many steps as they need to be within 1e-3 of H^-1 F on this F,
@@ -150,8 +150,10 @@ def main() -> None:
         name, data, steps = sys.argv[sys.argv.index("--peak") + 1 :]
         print(json.dumps(peak(name, data, int(steps))))
         return
-    results = Results("torch_layer")
-    for data in ("pubmed",) if QUICK else ("pubmed", "ogbn-arxiv"):
+    named = [word for word in sys.argv[1:] if not word.startswith("--")]
+    names = named or (["pubmed"] if QUICK else ["pubmed", "ogbn-arxiv"])
+    results = Results("torch_layer", again=lambda row: row["data"] in names)
+    for data in names:
         graph = Data(data).graph
         F = features(graph)
         solver = SDDSolver(graph, LAM, tol=1e-9, dtype="float64")

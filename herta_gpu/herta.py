@@ -56,7 +56,7 @@ from herta_gpu.preconditioner import made_anew
 from herta_gpu.prediction import Outputs, check_probabilities, probabilities
 from herta_gpu.solver import BLOCK_WIDTH, RegularizedLaplacian, block_width
 from herta_gpu.spectrum import Spectrum
-from herta_gpu.steps import on_stored_rows, preconditioned, sampled, start
+from herta_gpu.steps import Previous, on_stored_rows, preconditioned, sampled, start, with_old_P
 from herta_gpu.training import Training
 from herta_gpu.unfolded import UnfoldedMap
 
@@ -258,6 +258,7 @@ class HERTA(Estimator):
         evaluate: Any = None,
         sample_weight: Any = None,
         loo: bool = False,
+        warm_start: HERTA | None = None,
     ) -> HERTA:
         """Train on the nodes `train` (ids, a mask, or None: all labelled ones).
 
@@ -289,13 +290,19 @@ class HERTA(Estimator):
         loo : bool
             Leave-one-out with the fit, for loss="mse" (and strategy="direct"): `loo_`,
             `leverage_`, and `variance_` of the nodes `evaluate`.
+        warm_start : HERTA, optional
+            A fitted model of the same features and outputs, as after edges or nodes were added.
+            Its weights are where training starts.  Its P, if it was not read from a file, takes
+            the place of another one where that saves products with H (strategy "auto" or "herta"):
+            the certificate is that of the new problem all the same.
         """
         _check_helpers(callback, checkpoint, stages)
+        _check_previous(warm_start, checkpoint)
         settings, (backend, why) = self._settings(), chosen_backend(self.device, graph, X)
         settings = settings.with_loo() if loo else settings
         X, targets = self._checked_data(graph, X, y, train, backend, sample_weight)
-        self.device_ = Decision("device", backend.name, why)
         settings = replace(settings, ridge=settings.ridge / targets.unit)
+        self.device_ = Decision("device", backend.name, why)
         beside = node_rows([] if evaluate is None else to_host(evaluate, backend), graph.num_nodes)
         stages = Stages(self.verbose) if stages is None else stages
         before, stages.wait = dict(stages.seconds), backend.synchronize
@@ -309,6 +316,8 @@ class HERTA(Estimator):
         with stages("plan"):
             budget = settings.budget(backend.memory_available())
             sizes = sizes_of(H, X, targets, settings, budget, beside.size)
+            previous = _previous(warm_start, X.shape[1] * len(settings.lams), targets, backend)
+            settings = with_old_P(H, sizes, settings, previous)
             plan = make_plan(H, sizes, settings, budget, reordered=graph is not given)
             self.plan_ = plan  # a fit that is interrupted leaves what it was about to do
         if checkpoint is not None:
@@ -333,7 +342,7 @@ class HERTA(Estimator):
         # Blocks of Q hold the rows of these nodes, too: those made for others are not read.
         made_for = plan.identity + nodes_key(beside)
         recall = made_anew if checkpoint is None else checkpoint.on(backend, made_for)
-        made = preconditioned(plan, settings, H_tilde, A, Y, others, stages, recall)
+        made = preconditioned(plan, settings, H_tilde, A, Y, others, stages, recall, previous)
         # for t = 1..T: u <- X P' w - y_hat, two solves, g <- P' X^T u'', w <- w - eta g
         run = Training(
             settings, made.recipe, backend, Y, made.P, made.spectrum, features, stages, callback,
@@ -341,9 +350,9 @@ class HERTA(Estimator):
         )  # fmt: skip
         with stages("train"):
             if plan.stored:  # one tight Q instead of two solves per step
-                made, W = on_stored_rows(run, plan, made, settings, A, Y, recall)
+                made, W = on_stored_rows(run, plan, made, settings, A, Y, recall, previous)
             else:
-                w, Z = start(run, plan, settings, made.P, A, budget)
+                w, Z = start(run, plan, settings, made.P, A, budget, previous)
                 # Output: W = P^-1/2 w, not w: the loop ran in preconditioned coordinates.
                 W = trained(run, A, Y, w, plan.outputs, recall, Z)
 
@@ -359,6 +368,7 @@ class HERTA(Estimator):
             if made.spread is not None:
                 noise = targets.unit * made.left_out.noise
                 self.variance_ = (1 + made.spread / targets.unit)[:, None] * noise
+        self._P = made.P.bare()  # for a warm start; no file keeps it
         self.classes_, self._flat = targets.classes, targets.flat
         self.history_, self.certificate_, self.status_ = run.result()
         self.warm_history_, self.changes_ = run.warm_history, made.changes
@@ -452,7 +462,7 @@ class HERTA(Estimator):
     @takes_bundles()
     @_on_its_device
     def transform(
-        self, graph: Graph, X: Any = None, idx: Any = None, out: str | Path | None = None
+        self, graph: Graph | Any, X: Any = None, idx: Any = None, out: str | Path | None = None
     ) -> Any:
         """Z* = H^-1 X W (n, c) and the intercept, to a relative H-norm error of 1e-6.
 
@@ -479,7 +489,7 @@ class HERTA(Estimator):
     @takes_bundles()
     @_on_its_device
     def predict(
-        self, graph: Graph, X: Any = None, idx: Any = None, out: str | Path | None = None
+        self, graph: Graph | Any, X: Any = None, idx: Any = None, out: str | Path | None = None
     ) -> Any:
         """Class labels, or the model's output for float targets; of the nodes `idx` or of all.
 
@@ -505,7 +515,7 @@ class HERTA(Estimator):
         return in_kind_of(found, X)
 
     @takes_bundles()
-    def decision_function(self, graph: Graph, X: Any = None, idx: Any = None) -> Any:
+    def decision_function(self, graph: Graph | Any, X: Any = None, idx: Any = None) -> Any:
         """The scores by which `predict` decides, (n, c); of two classes their difference, (n,).
 
         A positive difference is the second one of `classes_`, as in scikit-learn.
@@ -517,7 +527,7 @@ class HERTA(Estimator):
 
     @takes_bundles()
     @_on_its_device
-    def predict_proba(self, graph: Graph, X: Any = None, idx: Any = None) -> Any:
+    def predict_proba(self, graph: Graph | Any, X: Any = None, idx: Any = None) -> Any:
         """Probabilities of the classes, (n, c), for cross entropy, in the order of `classes_`.
 
         For loss="bce" each label's own.
@@ -572,7 +582,7 @@ class HERTA(Estimator):
 
     @takes_bundles("idx")
     @_on_its_device
-    def score(self, graph: Graph, X: Any = None, y: Any = None, idx: Any = None) -> float:
+    def score(self, graph: Graph | Any, X: Any = None, y: Any = None, idx: Any = None) -> float:
         """Accuracy on the labelled nodes of `idx` (default all), or R^2 for float targets.
 
         `score(data)` of a PyG `Data`, or of a `Dataset`, is that of its test nodes, if it has any.
@@ -652,6 +662,32 @@ def _check_helpers(callback: Any, checkpoint: Any, stages: Any) -> None:
         raise TypeError(f"checkpoint must be a Checkpoint, not {type(checkpoint).__name__}.")
     if not isinstance(stages, (Stages, type(None))):
         raise TypeError(f"stages must be a Stages, not {type(stages).__name__}.")
+
+
+def _check_previous(previous: Any, checkpoint: Any) -> None:
+    if previous is None:
+        return
+    if not isinstance(previous, HERTA) or not hasattr(previous, "W_"):
+        raise TypeError("warm_start must be a fitted HERTA.")
+    if checkpoint is not None:
+        raise ValueError("A checkpoint has weights of its own: leave out warm_start.")
+
+
+def _previous(model: HERTA | None, d: int, targets: Targets, backend: Backend) -> Previous | None:
+    """Weights and P of a fitted model, or a sentence that says why they do not fit."""
+    if model is None:
+        return None
+    shape, classes = (d, targets.Y.shape[1]), targets.classes
+    if model.W_.shape != shape:
+        raise ValueError(
+            f"warm_start has weights of shape {model.W_.shape}, but these data need {shape}."
+        )
+    of = [() if names is None else tuple(names.tolist()) for names in (classes, model.classes_)]
+    if of[0] != of[1]:
+        raise ValueError("warm_start was fitted to other classes than y has.")
+    P = model.__dict__.get("_P")
+    usable = P is not None and P.made_on == backend.name
+    return Previous(backend.asarray(model.W_), P if usable else None)
 
 
 def _stored(graph: Graph, nodes: Any, backend: Backend) -> Array:

@@ -58,7 +58,7 @@ class Case:
 
     def __init__(
         self, graph: Graph, lam: float, dtype: str = "float32", X: Any = None, whiten: bool = True,
-        width: int = 3, kept: bool = True, at: Any = AT,
+        width: int = 3, kept: bool = True, at: Any = AT, stored: str = "float64",
     ) -> None:  # fmt: skip
         backend, X = get_backend("cpu"), features() if X is None else X
         self.H = RegularizedLaplacian(graph, lam, backend, dtype)
@@ -66,7 +66,9 @@ class Case:
         self.basis = whitened(F, cut=True) if whiten else Units.of(F)
         step = range(0, self.basis.rank, width)
         blocks = [slice(j, min(j + width, self.basis.rank)) for j in step]
-        self.diffusion = Diffusion(self.H, self.basis, at, BESIDE, blocks, dtype, kept)
+        self.diffusion = Diffusion(
+            self.H, self.basis, at, BESIDE, blocks, dtype, kept, stored=stored
+        )
         self.dense = dense_H(graph, lam)
 
     def columns(self) -> Any:
@@ -127,6 +129,21 @@ def test_what_is_left_bounds_the_true_residual(kind, whiten, dtype):
         # The bound is of use: no more than rounding above the truth.
         rounding = 4e-12 * case.basis.norm + 2 * case.basis.rounding
         assert (found.left <= true * (1 + float(np.finfo(dtype).eps)) + rounding).all()
+
+
+@pytest.mark.parametrize("kept", [True, False])
+@pytest.mark.parametrize("graph", ["random", "hubs"])
+def test_what_float32_rows_have_lost_is_counted(graph, kept):
+    """The residual is that of rows before they were rounded, and goes on from there."""
+    case = Case(GRAPHS[graph](), 5.0, kept=kept, stored="float32")
+    for goal in (1e-3, 1e-6, 1e-10):
+        found = case.lower(goal, f"Q-{goal}")
+        assert found.rows.dtype == np.float32
+        assert found.worst <= goal
+        assert (case.off() <= found.left + found.lost).all()
+        sizes = np.sqrt((found.rows.astype(float) ** 2).sum(axis=0))
+        assert (found.lost <= 4 * 2.0**-24 * sizes).all()  # once for each goal
+    assert (case.off() > found.left).any()  # without `lost` it would be false
 
 
 def test_it_goes_on_from_the_residual_that_was_kept():

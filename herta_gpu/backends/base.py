@@ -196,7 +196,9 @@ class Backend(ABC):
 
     name: str
     xp: Any
-    reorders = False  # whether `Graph.in_local_order` is worth its time here
+    # Columns that a fit multiplies with H, from which a local order of the nodes pays.
+    order_columns = float("inf")
+    communities: Callable[[Graph, float], Any] | None = None  # how to find it, if not by the host
     at_once = 1 << 18  # numbers of a block that array operations take at a time
     check_every = 1  # CG steps between two looks at the mask of converged columns
 
@@ -277,18 +279,18 @@ class Backend(ABC):
         """
         return nullcontext()
 
+    def on_stream(self, stream: int, device: int) -> AbstractContextManager[Any]:
+        """Around work that shall go to a stream of another library's, by its address.
+
+        The host has no streams.
+        """
+        return nullcontext()
+
     def working(self) -> AbstractContextManager[Any]:
         """Around the work of a caller: a device does it on a stream of its own.
 
         That work comes after what the caller's stream has been given before, and what the caller's
         stream is given afterwards comes after that work.
-        """
-        return nullcontext()
-
-    def on_stream(self, stream: int, device: int) -> AbstractContextManager[Any]:
-        """Around work that shall go to a stream of another library's, by its address.
-
-        The host has no streams.
         """
         return nullcontext()
 

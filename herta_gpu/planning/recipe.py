@@ -23,8 +23,8 @@ class Recipe:
     curvature: float  # where training starts: P = curvature Q^T Q + ridge I
     symmetric: bool  # the optimizer depends on the coordinates: P^-1/2 itself
     seed: int
-    grain: int = 1  # columns that a device reads at once: blocks have multiples of it
     narrow: bool = False  # keep measured training rows in float32
+    grain: int = 1  # columns that a device reads at once: blocks have multiples of it
 
     @property
     def name(self) -> str:

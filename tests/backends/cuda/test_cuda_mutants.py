@@ -25,6 +25,9 @@ from tests.backends.cuda.test_cuda import (
 from tests.backends.cuda.test_cuda import (
     test_captured_steps_are_one_launch_and_the_same_steps as check_capture,
 )
+from tests.backends.cuda.test_cuda_streams import (
+    test_an_upload_is_over_before_another_stream_may_use_it as check_uploaded,
+)
 from tests.backends.cuda.test_solves import (
     test_short_steps_are_replayed_and_long_ones_launched as check_replays,
 )
@@ -77,6 +80,18 @@ MUTANTS = {
     "a failed factorisation unnoticed": ("cuda", 'linalg="raise"', 'linalg="ignore"'),
     "long rows forgotten": (
         "cuda", "rows = np.flatnonzero(length > segment)", "rows = np.flatnonzero(length < 0)"
+    ),
+    "a graph that may still be on its way": (
+        "cuda", "give_back_pinned(cupy)  # synchronize!", "pass"
+    ),
+    "rows cut at another length than is told": (
+        "cuda", "I32(L.segment), I32(b - a)", "I32(512), I32(b - a)"
+    ),
+    "rows gathered in the order of the file": (
+        device_streaming, "self.order[rows])", "np.arange(rows.start, rows.stop))"
+    ),
+    "columns cut from the first on": (
+        device_streaming, "part[:, cut]", "part[:, : len(range(*cut.indices(part.shape[1])))]"
     ),
     "captured steps with the scratch of another stream": (
         "cuda", "self._replayed_on = cupy.cuda.get_current_stream().ptr", "pass"
@@ -154,6 +169,7 @@ def test_mutant_turns_a_check_red(
 
 def _face_every_check(ledger: Ledger, backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     checks.check_all(backend)
+    check_uploaded(backend)
     check_ledger(ledger, backend, "float32")
     check_capture(ledger, backend, default=True)
     backend.capture = None
