@@ -78,14 +78,14 @@ class Diffusion:
         kept: bool,
         tell: Tell = silent,
     ) -> None:
-        xp, r = H.backend.xp, basis.rank
+        xp, r, count = H.backend.xp, basis.rank, int(H.backend.total(at.shape[0]))
         self.H, self.basis, self.at, self.beside, self.dtype = H, basis, at, beside, dtype
         self.cuts, self.width = blocks, max(J.stop - J.start for J in blocks)
-        self.rows = xp.zeros((at.shape[0], r))
+        self.rows = xp.zeros((count, r))
         self.others = xp.zeros((beside.shape[0], r), dtype=dtype)
         self.left = basis.sizes  # bounds of the norms of the columns of X C0 - H Q, Q still 0
         self.products = 0  # with H, for each column, at most
-        self._kept = H.backend.empty((H.n, r), dtype) if kept else None
+        self._kept: dict[int, Array] | None = {} if kept else None  # by the first of its columns
         self._begun, self.tell = False, tell
 
     @property
@@ -97,16 +97,20 @@ class Diffusion:
         """Solve until no column leaves more than `goal` times its size, if rounding allows it."""
         work = Workspace(self.H, self.width, self.dtype)
         on = self._begun and self._kept is not None
-        left = self.left.copy()
-        self.tell(0, left.shape[0])
-        for J in self.cuts:
+        left, gathered = self.left.copy(), self.H.backend.gathered
+
+        def solved(J: slice) -> Arrays:
             with marked("block of Q", first=J.start, columns=J.stop - J.start):
                 block = recall(f"{name}-columns-{J.start}", partial(self._block, J, goal, work, on))
-            self.rows[:, J], self.others[:, J] = block["rows"], block["others"]
+            if self._kept is not None:
+                self._kept[J.start] = block["B"].copy()
+            return {what: array for what, array in block.items() if what != "B"}
+
+        self.tell(0, left.shape[0])
+        for J, block in zip(self.cuts, self.H.backend.dealt(self.cuts, solved)):
+            self.rows[:, J], self.others[:, J] = gathered(block["rows"]), block["others"]
             left[J] = block["left"]
             self.products = max(self.products, int(block["products"][0]))  # synchronize!
-            if self._kept is not None:
-                self._kept[:, J] = block["B"]
             self.tell(J.stop, left.shape[0])
         self.left, self._begun = left, True
 
@@ -117,14 +121,14 @@ class Diffusion:
         sizes, unit = basis.sizes[J], 0.5 * float(np.finfo(self.dtype).eps)
         if on:
             assert self._kept is not None
-            B[...] = self._kept[:, J]
-            norms, left = xp.sqrt(H.backend.column_dots(B, B)), self.left[J]
+            B[...] = self._kept[J.start]
+            norms, left = xp.sqrt(H.backend.total(H.backend.column_dots(B, B))), self.left[J]
             rounded = xp.maximum(left - norms, 0.0) + unit * norms
             # A residual that was large when it was stored has too few digits for a small one.
             anew = basis.rounding[J] + 2 * H.residual_rounding * sizes
             on = _worst(xp, rounded - anew, sizes) <= _KNOWN * goal
         if on:
-            rows, others = self.rows[:, J].copy(), self.others[:, J].copy()
+            rows, others = H.backend.own(self.rows[:, J]).copy(), self.others[:, J].copy()
         else:
             basis.fill(B, J)
             rows = xp.zeros((self.at.shape[0], k))
@@ -172,10 +176,10 @@ def _new_residual(
     H: RegularizedLaplacian, source: Iterator[tuple[slice, Array]], Z: Array, B: Array
 ) -> Array:
     """B <- source - H Z; the norms of its columns, before they are stored."""
-    squares: Any = 0.0
+    squares = H.backend.xp.zeros(B.shape[1])
     with marked("residual", columns=B.shape[1]):
         for rows, part in source:
             R = H.residual_rows(part, Z, rows.start)
             B[rows] = R
             squares = squares + H.backend.column_dots(R, R)
-    return H.backend.xp.sqrt(squares)
+    return H.backend.xp.sqrt(H.backend.total(squares))

@@ -82,7 +82,7 @@ class Features:
         G = backend.xp.zeros((C.shape[-1], C.shape[-1]))
         for _, part in self.row_chunks():
             backend.add_gram(G, part * C if C.ndim == 1 else backend.matmul(part, C))
-        return G
+        return backend.total(G)
 
     def times(self, W: Array) -> Array:
         """X W in float64 (n x c)."""
@@ -99,11 +99,11 @@ class Features:
         V = V.astype("float64", copy=False)
         if self.sparse:
             with marked("pass over X", columns=self.shape[1]):
-                return self.backend.asarray(self._transposed @ V)
+                return self.backend.total(self.backend.asarray(self._transposed @ V))
         out = self.backend.xp.zeros((self.shape[1], V.shape[1]))
         for rows, part in self._chunks():
             out += self.backend.matmul(part.T, V[rows])
-        return out
+        return self.backend.total(out)
 
     def norm_bound(self) -> float:
         """A proven bound of ||X||_2: the smaller of ||X||_F and sqrt(||X||_1 ||X||_inf)."""
@@ -119,6 +119,8 @@ class Features:
                 squares = squares + (part**2).sum()
                 by_row = xp.maximum(by_row, part.sum(axis=1).max())
                 by_column = by_column + part.sum(axis=0)
+        total, largest = self.backend.total, self.backend.largest
+        squares, by_row, by_column = total(squares), largest(by_row), total(by_column)
         mixed = xp.sqrt(by_row * by_column.max())
         return float(xp.minimum(xp.sqrt(squares), mixed)) * (1 + 1e-10)  # synchronize!
 
@@ -129,11 +131,11 @@ class Features:
         if self.sparse:
             squared = abs(self._transposed)
             squared.data *= squared.data
-            return xp.sqrt(squared @ xp.ones((n, 1)))[:, 0]
+            return xp.sqrt(self.backend.total(squared @ xp.ones((n, 1))))[:, 0]
         squares = xp.zeros(d)
         for _, part in self._chunks():
             squares = squares + (part**2).sum(axis=0)
-        return xp.sqrt(squares)
+        return xp.sqrt(self.backend.total(squares))
 
     def times_rounding(self, W: Array) -> float:
         """A bound of ||computed X W - X W||_F: sums of d terms each."""

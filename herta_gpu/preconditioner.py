@@ -82,7 +82,7 @@ class Preconditioner:
         with np.errstate(over="ignore"):
             u = self.inner.half(self.w_start).astype(self.Q_all.dtype)
         Z = backend.matmul(self.Q_all, u)
-        size = float(backend.column_dots(Z, Z).sum())  # synchronize!
+        size = backend.total(float(backend.column_dots(Z, Z).sum()))  # synchronize!
         # Weights of extreme units may not fit the working precision: then there is no guess.
         return replace(self, Q_all=None, Z_start=Z if math.isfinite(size) else None)
 
@@ -225,29 +225,41 @@ def _solved(
     if recipe.sketch_rows is not None:
         Q_tilde, QtY = _sketched_rows(recipe, H_tilde, basis, Y, rows, recall)
         return {"Q": Q_tilde, "QtY": QtY}
-    n_rows = H.n if recipe.all_rows else rows.shape[0]
+    n_rows = H.n if recipe.all_rows else int(backend.total(rows.shape[0]))
     Q = backend.xp.empty((n_rows, basis.rank), dtype=recipe.dtype(H.dtype))
-    for J, Q_J in _solved_columns(recipe, H_tilde, basis, recall):
-        Q[:, J] = Q_J if recipe.all_rows else Q_J[rows]
+    at = None if recipe.all_rows else rows
+    for J, Q_J in _solved_columns(recipe, H_tilde, basis, recall, at):
+        Q[:, J] = Q_J if recipe.all_rows else backend.gathered(Q_J)
     return {"Q": Q}
 
 
 def _solved_columns(
-    recipe: Recipe, H_tilde: RegularizedLaplacian, basis: Basis, recall: Recall
+    recipe: Recipe,
+    H_tilde: RegularizedLaplacian,
+    basis: Basis,
+    recall: Recall,
+    at: Array | None,
 ) -> Iterator[tuple[slice, Array]]:
-    """Q <- SDDSolver(I + lam L_tilde; X C0), a block of columns J at a time."""
+    """Q <- SDDSolver(I + lam L_tilde; X C0), a block of columns J at a time.
+
+    Of each block the rows `at`; None: all.
+    """
     blocks = recipe.blocks(basis.rank)
     width = max(J.stop - J.start for J in blocks)
     work = Workspace(H_tilde, width, recipe.dtype(H_tilde.dtype))
-    for J in blocks:
 
-        def solved(J: slice = J) -> Arrays:
-            with marked("block of Q", first=J.start, columns=J.stop - J.start):
-                B, iterates = work.blocks(J.stop - J.start)
-                basis.fill(B, J)
-                return {"Q": chebyshev(H_tilde, B, recipe.degree, iterates)}
+    def solved(J: slice) -> Arrays:
+        with marked("block of Q", first=J.start, columns=J.stop - J.start):
+            B, iterates = work.blocks(J.stop - J.start)
+            basis.fill(B, J)
+            return {"Q": chebyshev(H_tilde, B, recipe.degree, iterates)}
 
-        yield J, recall(f"{recipe.name}-columns-{J.start}", solved)["Q"]
+    def wanted(J: slice) -> Arrays:
+        Q_J = recall(f"{recipe.name}-columns-{J.start}", partial(solved, J))["Q"]
+        return {"Q": Q_J if at is None else Q_J[at]}
+
+    for J, made in zip(blocks, H_tilde.backend.dealt(blocks, wanted)):
+        yield J, made["Q"]
 
 
 def _adjoint_rows(
@@ -260,24 +272,27 @@ def _adjoint_rows(
     """
     xp, k = H.backend.xp, recipe.width
     A, squares = xp.empty((rows.shape[0], X.shape[1]), dtype="float64"), 0.0
+    starts = range(0, rows.shape[0], k)
 
     def solved(at: Array) -> Arrays:
         left = []
 
         def solve(unit: Array) -> Array:
             V, info = block_cg(H, unit, recipe.row_tol)
-            size = xp.sqrt(H.backend.column_dots(V, V))
+            size = xp.sqrt(H.backend.total(H.backend.column_dots(V, V)))
             left.append(xp.asarray(info.residuals) + H.rounding(V.shape[1]) * size)
             return V
 
         made = rows_of_inverse(xp, solve, X.transpose_times, at, H.n, H.dtype)
         return {"A": made, "left": left[0]}
 
-    for i in range(0, rows.shape[0], k):
+    def wanted(i: int) -> Arrays:
         at = rows[i : i + k]
         with marked("block of Q", first=i, rows=at.shape[0]):
-            block = recall(f"{recipe.name}-rows-{i}", partial(solved, at))
-        A[i : i + at.shape[0]] = block["A"]
+            return recall(f"{recipe.name}-rows-{i}", partial(solved, at))
+
+    for i, block in zip(starts, H.backend.dealt(starts, wanted)):
+        A[i : i + k] = block["A"]
         squares = squares + (block["left"] ** 2).sum()
     # H >= I, so no solution is longer than its right-hand side plus what it leaves.
     longest = math.sqrt(rows.shape[0]) + float(squares) ** 0.5  # synchronize!
@@ -316,8 +331,8 @@ def _sketched_rows(
     assert s is not None
     Q_tilde = backend.xp.empty((s, basis.rank), dtype=recipe.dtype(H_tilde.dtype))
     QtY = backend.xp.empty((basis.rank, Y.shape[1]))
-    for J, Q_J in _solved_columns(recipe, H_tilde, basis, recall):
-        Q_rows = backend.asarray(Q_J[rows])
+    for J, Q_J in _solved_columns(recipe, H_tilde, basis, recall, rows):
+        Q_rows = backend.asarray(Q_J)
         _, QtY[J] = products(backend, Q_rows, Y, with_gram=False)
         Q_tilde[:, J] = backend.srht(Q_rows, s, recipe.seed)
     return Q_tilde, QtY
@@ -326,13 +341,19 @@ def _sketched_rows(
 def residual_norms(H: RegularizedLaplacian, basis: Basis, Q: Array, width: int) -> Array:
     """(r,) bounds of the norms of the columns of X C0 - H Q, rounding included."""
     xp, left = H.backend.xp, basis.rounding
-    sizes = xp.sqrt(H.backend.column_dots(Q, Q))
-    for j in range(0, Q.shape[1], width):
+    sizes = xp.sqrt(H.backend.total(H.backend.column_dots(Q, Q)))
+
+    def squares(j: int) -> Arrays:
         J = slice(j, min(j + width, Q.shape[1]))
-        Z, squares = H.backend.asarray(Q[:, J]), 0.0
+        Z, found = H.backend.asarray(Q[:, J]), xp.zeros(J.stop - J.start)
         for rows, part in basis.chunks(J):
-            squares = squares + (H.residual_rows(part, Z, rows.start) ** 2).sum(axis=0)
-        left[J] += xp.sqrt(squares) + H.residual_rounding * sizes[J]
+            found = found + (H.residual_rows(part, Z, rows.start) ** 2).sum(axis=0)
+        return {"squares": H.backend.total(found)}
+
+    starts = range(0, Q.shape[1], width)
+    for j, found in zip(starts, H.backend.dealt(starts, squares)):
+        J = slice(j, min(j + width, Q.shape[1]))
+        left[J] += xp.sqrt(found["squares"]) + H.residual_rounding * sizes[J]
     return left
 
 

@@ -7,6 +7,7 @@ by block, and labels take the best output so far, the second best and the class 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,10 +22,10 @@ TOL = 1e-6  # relative H-norm error of every output
 
 
 class OutputBlock(NamedTuple):
-    """Some outputs of all nodes, in the order in which the graph is stored."""
+    """Some outputs of the stored rows that were asked for."""
 
     J: slice
-    Z: Array  # n x k
+    Z: Array  # of so many rows x k
     error: float  # no number of Z is off by more than this
 
 
@@ -41,24 +42,27 @@ class Outputs:
     def __init__(self, H: RegularizedLaplacian, X: Features, W: Array, width: int) -> None:
         self.H, self.X, self.W, self.width = H, X, W, width
 
-    def blocks(self) -> Iterator[OutputBlock]:
-        """The outputs in turn, each from scratch: the same bits whichever others are asked for."""
-        xp, c = self.H.backend.xp, self.W.shape[1]
-        for j in range(0, c, self.width):
-            J = slice(j, min(j + self.width, c))
-            Z, info = block_cg(self.H, self.X.times(xp.ascontiguousarray(self.W[:, J])), TOL)
-            if not bool(xp.isfinite(Z).all()):  # synchronize!
-                raise ValueError(
-                    "H^-1 X W overflows: give X in the units the model was fitted with."
-                )
-            yield OutputBlock(J, Z, float(info.residuals.max(initial=0.0)))
+    def blocks(self, rows: Array | None = None) -> Iterator[OutputBlock]:
+        """The outputs at `rows` (None: all) in turn, each from scratch: the same bits whichever
+        others are asked for."""
+        c, starts = self.W.shape[1], range(0, self.W.shape[1], self.width)
+        for j, made in zip(starts, self.H.backend.dealt(starts, partial(self._solved, rows))):
+            yield OutputBlock(slice(j, min(j + self.width, c)), made["Z"], float(made["error"]))
+
+    def _solved(self, rows: Array | None, j: int) -> dict[str, Array]:
+        xp = self.H.backend.xp
+        W = xp.ascontiguousarray(self.W[:, j : j + self.width])
+        Z, info = block_cg(self.H, self.X.times(W), TOL)
+        if not bool(xp.isfinite(Z).all()):  # synchronize!
+            raise ValueError("H^-1 X W overflows: give X in the units the model was fitted with.")
+        return {"Z": Z if rows is None else Z[rows], "error": info.residuals.max(initial=0.0)}
 
     def of(self, rows: Array | None, dtype: str) -> Array:
         """Z* at the stored rows `rows` (None: all)."""
         count = self.H.n if rows is None else rows.shape[0]
         out = self.H.backend.empty((count, self.W.shape[1]), dtype)
-        for J, Z, _ in self.blocks():
-            out[:, J] = Z if rows is None else Z[rows]
+        for J, Z, _ in self.blocks(rows):
+            out[:, J] = Z
         return out
 
     def write(self, rows: Array | None, path: Path, dtype: str) -> Any:
@@ -66,8 +70,7 @@ class Outputs:
         shape = (self.H.n if rows is None else rows.shape[0], self.W.shape[1])
         with new_file(path) as temporary:
             file: Any = np.lib.format.open_memmap(temporary, "w+", np.dtype(dtype), shape)
-            for J, Z, _ in self.blocks():
-                Z = Z if rows is None else Z[rows]
+            for J, Z, _ in self.blocks(rows):
                 file[:, J] = self.H.backend.to_numpy(Z)  # synchronize!
             file.flush()
             del file
@@ -78,9 +81,9 @@ class Outputs:
         xp, count = self.H.backend.xp, self.H.n if rows is None else rows.shape[0]
         first, second = (xp.full(count, -xp.inf, dtype=dtype) for _ in range(2))
         best, error = xp.zeros(count, dtype="int32"), 0.0
-        for J, Z, off in self.blocks():
+        for J, Z, off in self.blocks(rows):
             error = max(error, off)
-            Z = (Z if rows is None else Z[rows]).astype(dtype, copy=False)
+            Z = Z.astype(dtype, copy=False)
             for j in range(J.start, J.stop):
                 z = Z[:, j - J.start]
                 better = z > first

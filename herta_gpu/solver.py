@@ -72,7 +72,8 @@ class RegularizedLaplacian:
     def most_neighbours(self) -> float:
         """The largest number of terms in a sum over neighbours."""
         indptr = self.graph.indptr
-        return float((indptr[1:] - indptr[:-1]).max(initial=0))  # synchronize!
+        here = float((indptr[1:] - indptr[:-1]).max(initial=0))  # synchronize!
+        return float(self.backend.largest(here))
 
     def rounding(self, columns: int) -> float:
         """||computed B - H Z less the true one|| <= this ||Z||, in float64, so many columns."""
@@ -157,7 +158,7 @@ def _refined(
     Z = xp.zeros(B.shape, dtype=H.dtype) if guess is None else guess.copy()
     tol = max(tol, _LEAST_TOL)
     limit = max_iter or 3 * chebyshev_degree(H, tol / math.sqrt(H.lambda_max)) + 20
-    b2 = H.backend.column_dots(B, B)
+    b2 = H.backend.total(H.backend.column_dots(B, B))
     iterations = np.zeros(k, dtype=np.int64)
     last, working = xp.full(k, xp.inf), H.dtype
     status = "stagnated"
@@ -203,9 +204,9 @@ def _measure(
 
     The second is ||H^-1 b||_H^2 less the squared error, which is what CG adds to it step by step.
     """
-    xp, dots = H.backend.xp, H.backend.column_dots
-    norm = xp.sqrt(dots(R, R))
-    energy = dots(B, Z) + dots(R, Z)
+    xp, dots, total = H.backend.xp, H.backend.column_dots, H.backend.total
+    norm = xp.sqrt(total(dots(R, R)))
+    energy = total(dots(B, Z) + dots(R, Z))
     least = xp.maximum(energy, b2 / H.lambda_max)
     safe = xp.where(least > 0, least, 1.0)
     return norm, energy, xp.where(b2 > 0, norm / xp.sqrt(safe), norm)
@@ -422,7 +423,7 @@ class SDDSolver:
         exact = self.tol < 16 * np.finfo(self.dtype).eps * H.lambda_max
         degree = chebyshev_degree(H, self.tol)
         Z = chebyshev(H, B.astype("float64" if exact else self.dtype), degree)
-        b2 = H.backend.column_dots(B, B)
+        b2 = H.backend.total(H.backend.column_dots(B, B))
         norm, _, bound = _measure(H, B, b2, Z, H.residual(B, Z))
         norm, bound, b2 = (H.backend.to_numpy(a) for a in (norm, bound, b2))  # synchronize!
         # The polynomial proves ||r|| <= tol ||b|| too; a residual beyond that is rounding.

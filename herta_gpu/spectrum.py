@@ -84,7 +84,8 @@ def proven_spectrum(P: Preconditioner, A: UnfoldedMap, outside: float) -> Spectr
     eps, relative = P.Q_error, P.Q_rounding
     if eps + relative >= 0.5:
         return None
-    xp, norms2 = A.H.backend.xp, A.H.backend.column_dots(P.Q_all, P.Q_all)
+    backend, xp = A.H.backend, A.H.backend.xp
+    norms2 = backend.total(backend.column_dots(P.Q_all, P.Q_all))
     sizes = xp.sqrt(norms2) * (relative / (1 - eps - relative))
     rounding = P.inner.amplified(sizes)
     rho = eps / (1 - eps) * (math.sqrt(1 + outside) + rounding) + rounding

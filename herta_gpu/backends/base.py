@@ -194,7 +194,44 @@ class Backend(ABC):
     xp: Any
     reorders = False  # whether `Graph.in_local_order` is worth its time here
     at_once = 1 << 18  # numbers of a block that array operations take at a time
+    rank, ranks = 0, 1  # this process, of so many that share a fit
     check_every = 1  # CG steps between two looks at the mask of converged columns
+
+    # ---- several processes: `backends.ranks` says more ------------------------------------
+    def total(self, x: Any) -> Any:
+        """The sum of all processes' x, in their order; x itself where each has all rows."""
+        return x
+
+    def largest(self, x: Any) -> Any:
+        """The largest of all processes' x."""
+        return x
+
+    def agreed(self, x: Any) -> Any:
+        """What the first process has: a number, an array, or any object that can be pickled."""
+        return x
+
+    def same(self, x: Any, what: str) -> Any:
+        """x, of which all processes have the same bits; a debug mode makes sure of it."""
+        return x
+
+    def gathered(self, x: Array) -> Array:
+        """The rows of all processes, one after the other."""
+        return x
+
+    def own(self, x: Array) -> Array:
+        """This process's rows of what `gathered` put together."""
+        return x
+
+    def dealt(
+        self, items: Sequence[Any], work: Callable[[Any], dict[str, Array]]
+    ) -> Iterator[dict[str, Array]]:
+        """work(item) of each item in turn; processes may share the items out."""
+        for item in items:
+            yield work(item)
+
+    def memory_everywhere(self) -> int:
+        """Bytes that can still be allocated on the device of every process."""
+        return -int(self.largest(-self.memory_available()))
 
     # ---- arrays -------------------------------------------------------------------------
     @abstractmethod
@@ -324,7 +361,10 @@ class Backend(ABC):
 
     @abstractmethod
     def column_dots(self, X: Array, Y: Array) -> Array:
-        """(k,) column dot products of two n x k blocks, accumulated in float64."""
+        """(k,) column dot products of two n x k blocks, accumulated in float64.
+
+        Of the rows that are here: whoever wants those of all processes asks for their `total`.
+        """
 
     def cg_start(
         self, L: Laplacian, lam: float, R: Array, energy: Array, tol: float, floor: float
@@ -334,7 +374,7 @@ class Backend(ABC):
         A column also freezes once ||R|| <= floor * ||R at the start||, where rounding rules.
         """
         R = self.asarray(R, str(L.inv_sqrt_degree.dtype))
-        P, rho = self.empty(R.shape, str(R.dtype)), self.column_dots(R, R)
+        P, rho = self.empty(R.shape, str(R.dtype)), self.total(self.column_dots(R, R))
         P[...] = R
         return CGState(
             Z=self.zeros(R.shape, str(R.dtype)),

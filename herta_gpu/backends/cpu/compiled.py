@@ -164,14 +164,14 @@ class CompiledBackend(CPUBackend):
         if L.far and state.scratch is None:
             state.scratch = self.empty(P.shape, str(P.dtype))
         _apply(L, lam, P, HP, dots=dots, scratch=state.scratch)
-        pHp = dots.sum(axis=0)
+        pHp = self.total(dots.sum(axis=0))
         alpha = state.step_length(pHp)
         rho = np.zeros(R.shape[1])
         for (r, hp), g in _side_by_side(R, HP):
             a, (rows, dots) = np.tile(alpha.astype(R.dtype), g), _flat(*r.shape)
             _run(partial(cg.cg_residual, r, hp, a, dots, rows), r.size)
             rho += dots.sum(axis=0).reshape(g, -1).sum(axis=0)
-        beta = state.turn(alpha, rho)
+        beta = state.turn(alpha, self.total(rho))
         for (z, p, r), g in _side_by_side(Z, P, R):
             a, b = (np.tile(c.astype(R.dtype), g) for c in (alpha, beta))
             rows = _flat_rows(z.shape[1])
