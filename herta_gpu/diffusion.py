@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -35,8 +35,15 @@ _CHUNK = 1 << 19  # numbers of a block that the residual is computed for at a ti
 
 
 Arrays = dict[str, Array]
-# A checkpoint gives such a function: what a name stands for is made, or read if it was made before.
-Recall = Callable[[str, Callable[[], Arrays]], Arrays]
+
+
+class Recall(Protocol):
+    """What a name stands for is made, or read if it was made before: a checkpoint's function.
+
+    `together`: by all processes, instead of by this one alone.
+    """
+
+    def __call__(self, name: str, make: Callable[[], Arrays], together: bool = False) -> Arrays: ...
 
 
 def silent(done: int, of: int) -> None:

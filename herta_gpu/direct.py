@@ -171,6 +171,7 @@ class StoredProblem:
             return self.least_squares(tol)
         # It holds several arrays of n_train x c, which may be too much for a GPU, not for the host.
         backend = self.host or self.backend
+        memory = -int(self.backend.largest(-backend.memory_available()))
 
         def there(x: Array) -> Array:
             return x if self.host is None else self.backend.to_numpy(x)  # synchronize!
@@ -178,7 +179,7 @@ class StoredProblem:
         fitted = minimise(
             backend, self.loss, there(self.Q), there(self.Y[:]), self.ridge,
             self.basis.metric().on(backend, there), goal=0.1 * tol, max_steps=steps,
-            start=None if start is None else there(start), callback=tell,
+            start=None if start is None else there(start), callback=tell, memory_limit=memory,
         )  # fmt: skip
         self.settled = fitted.status != "max_iter"
         return self.backend.asarray(fitted.u)

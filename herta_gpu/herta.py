@@ -14,13 +14,14 @@ from typing import Any, Self
 
 import numpy as np
 
-from herta_gpu.backends import get_backend
+from herta_gpu.backends import backend_for, get_backend
 from herta_gpu.backends.base import Array, Backend
 from herta_gpu.certificate import Certificate
 from herta_gpu.features import Features
 from herta_gpu.graph import Graph, check_graph
 from herta_gpu.planning.cards import Card
 from herta_gpu.planning.costs import Outline, Sizes, sizes_of, stored_order
+from herta_gpu.planning.memory import dealt_width
 from herta_gpu.planning.plan import Decision, Plan, make_plan
 from herta_gpu.planning.settings import Settings, strength
 from herta_gpu.plumbing.checkpoint import Checkpoint
@@ -76,6 +77,18 @@ def _names_what_fits(fit: Callable[..., HERTA]) -> Callable[..., HERTA]:
             width = max(1, block_width(graph.num_nodes, BLOCK_WIDTH, self.dtype, budget))
             advice = f"Blocks of {width} columns would fit: set memory_budget={budget}."
             raise MemoryError(f"{error} {advice}") from error
+
+    return wrapped
+
+
+def _on_all_ranks(method: Callable[..., Any]) -> Callable[..., Any]:
+    """What fails on one process of the graph fails on all of them, with the same sentence."""
+
+    @wraps(method)
+    def wrapped(self: HERTA, graph: Graph, *args: Any, **kwargs: Any) -> Any:
+        check_graph(graph)
+        with graph.together():
+            return method(self, graph, *args, **kwargs)
 
     return wrapped
 
@@ -197,6 +210,7 @@ class HERTA(Estimator):
         self.learning_rate, self.reorder = learning_rate, reorder
 
     @_names_what_fits
+    @_on_all_ranks
     def fit(
         self,
         graph: Graph,
@@ -232,7 +246,7 @@ class HERTA(Estimator):
             "direct" they come with the fit, in `outputs_`, and need no solve of their own.
         """
         _check_helpers(callback, checkpoint, stages)
-        settings, backend = self._settings(), self._checked()
+        settings, backend = self._settings(), backend_for(self._settings().device, graph)
         X, targets = self._checked_data(graph, X, y, train, backend)
         beside = node_rows([] if evaluate is None else to_host(evaluate, backend), graph.num_nodes)
         stages = Stages(self.verbose) if stages is None else stages
@@ -245,10 +259,11 @@ class HERTA(Estimator):
             given, graph = graph, stored_order(graph, X, targets.Y.shape[1], settings, backend)
         H = RegularizedLaplacian(graph, settings.lam, backend, settings.dtype)  # I + lam L_hat
         with stages("plan"):
-            budget = settings.budget(backend.memory_available())
+            budget = settings.budget(backend.memory_everywhere())
             sizes = sizes_of(H, X, targets, settings, budget, beside.size)
             plan = make_plan(H, sizes, settings, budget, reordered=graph is not given)
             self.plan_ = plan  # a fit that is interrupted leaves what it was about to do
+            backend.same(plan, "plan")
         if checkpoint is not None:
             checkpoint.claim()  # nothing can be refused any more
         with stages("features"):
@@ -281,7 +296,7 @@ class HERTA(Estimator):
                 # Output: W = P^-1/2 w, not w: the loop ran in preconditioned coordinates.
                 W = run.loop(A, w, certified=True, Z=Z).W
 
-        self.W_ = backend.to_numpy(W)  # synchronize!
+        self.W_ = backend.same(backend.to_numpy(W), "weights")  # synchronize!
         self.__dict__.pop("outputs_", None)  # those of another fit
         outputs = made.outputs(W) if beside.size > 0 else None
         if outputs is not None:
@@ -298,14 +313,17 @@ class HERTA(Estimator):
         self, graph: Graph, X: Any, y: Any, train: Any, backend: Backend
     ) -> tuple[Any, Targets]:
         """X as a matrix and the training rows, or a sentence that says what is wrong."""
-        check_graph(graph)
         X = as_matrix(X, backend)
         check_rows("X", X, graph)
         if X.shape[1] == 0:
             raise ValueError("X has no columns: give at least one feature.")
         check_scale(X)
         y, train = to_host(y, backend), to_host(train, backend)
-        return X, make_targets(y, train, graph.num_nodes, self.loss)
+        targets = make_targets(y, train, graph.num_nodes, self.loss)
+        backend.same(self.get_params(), "parameters", always=True)
+        backend.same(X.shape, "shape of X", always=True)
+        backend.same(targets.rows, "training nodes", always=True)
+        return X, targets
 
     def plan(
         self,
@@ -366,6 +384,7 @@ class HERTA(Estimator):
         X_bytes = X_bytes or card.X_bytes(n, d, settings.budget(card.memory))
         return replace(sizes, X_bytes=X_bytes, half=word == 4, card=True), card.memory
 
+    @_on_all_ranks
     def transform(
         self, graph: Graph, X: Any, idx: Any = None, out: str | Path | None = None
     ) -> Any:
@@ -388,6 +407,7 @@ class HERTA(Estimator):
         found = Z.of(rows, self.dtype)
         return in_kind_of(found if on_device(X) else to_host(found, Z.H.backend), X)
 
+    @_on_all_ranks
     def predict(self, graph: Graph, X: Any, idx: Any = None) -> Any:
         """Class labels, or the model's output for float targets; of the nodes `idx` or of all.
 
@@ -412,8 +432,7 @@ class HERTA(Estimator):
         bits as this one.
         """
         self._fitted()
-        backend, settings = get_backend(self.device), self._settings()
-        check_graph(graph)
+        backend, settings = backend_for(self.device, graph), self._settings()
         X = as_matrix(X, backend)
         check_rows("X", X, graph)
         if X.shape[1] != self.n_features_in_:
@@ -423,8 +442,9 @@ class HERTA(Estimator):
             )
         check_scale(X, fitted=True)
         H = RegularizedLaplacian(graph, settings.lam, backend, settings.dtype)
-        budget = settings.budget(backend.memory_available())
-        width = max(1, block_width(graph.num_nodes, self.W_.shape[1], settings.dtype, budget))
+        budget, c = settings.budget(backend.memory_everywhere()), self.W_.shape[1]
+        width = max(1, block_width(graph.num_nodes, c, settings.dtype, budget))
+        width = dealt_width(c, width, backend.ranks)
         features = Features(X, backend, graph.order, budget)
         return Outputs(H, features, backend.asarray(self.W_), width)
 
@@ -435,10 +455,10 @@ class HERTA(Estimator):
         backend = get_backend(self.device)
         return _stored(graph, node_rows(to_host(idx, backend), graph.num_nodes), backend)
 
+    @_on_all_ranks
     def score(self, graph: Graph, X: Any, y: Any, idx: Any = None) -> float:
         """Accuracy on the labelled nodes of `idx` (default all), or R^2 for float targets."""
         self._fitted()
-        check_graph(graph)
         backend = get_backend(self.device)
         y, idx = (to_host(a, backend) for a in (y, idx))
         check_scored(y, graph.num_nodes)  # before the solve

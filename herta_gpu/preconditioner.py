@@ -35,7 +35,7 @@ from herta_gpu.whitening import Basis, Units, Whitened, whitened
 _GRAM_BYTES = 16 << 20  # float64 copies of rows of Q at a time; P's own size if that is more
 
 
-def made_anew(name: str, make: Callable[[], Arrays]) -> Arrays:
+def made_anew(name: str, make: Callable[[], Arrays], together: bool = False) -> Arrays:
     """No checkpoint: everything is made anew."""
     return make()
 
@@ -114,7 +114,8 @@ def build(
     """Lines 3 to 8 of Algorithm 1 on the training rows; rows `beside` of Q are kept if measured."""
     basis = _basis(recipe, A.X, A.train.shape[0], ridge)
     if recipe.goal is None or recipe.by_rows:
-        made = recall(recipe.name, lambda: _solved(recipe, H_tilde, A, basis, Y, recall))
+        solved = partial(_solved, recipe, H_tilde, A, basis, Y, recall)
+        made = recall(recipe.name, solved, together=True)
         return _factored(recipe, H_tilde, A, basis, made, Y, ridge)
     beside = A.train[:0] if beside is None else beside
     diffusion = Diffusion(

@@ -174,7 +174,7 @@ class Training:
 
     def _save(self, step: int, problem: Problem, point: Point, optimizer: Optimizer) -> None:
         """Everything that the loop needs to begin with `step`."""
-        if self.checkpoint is None:
+        if self.checkpoint is None or self.backend.rank > 0:
             return
         own = ("history", "warm_history", "curvature", "first_gradient", "phase")
         state = {name: getattr(self, name) for name in own}
@@ -393,6 +393,7 @@ class Training:
         warm: bool,
     ) -> None:
         step = len(self.records)
+        self.backend.same((value, objective, error, grad_norm), f"numbers of step {step}")
         self.records.append(
             {
                 "step": step,

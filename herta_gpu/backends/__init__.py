@@ -90,6 +90,16 @@ def get_backend(device: str, *data: Any) -> Backend:
     raise ValueError(f"device must be one of {known}, not {device!r}.")
 
 
+def backend_for(device: str, graph: Any) -> Backend:
+    """The backend of a name, for work that the processes of `graph` share."""
+    backend, team = get_backend(device), getattr(graph, "team", None)
+    if team is None:
+        return backend
+    from herta_gpu.backends.ranks import on_ranks
+
+    return on_ranks(backend, team)
+
+
 def stays_on_the_cpu(*data: Any) -> str | None:
     """Why ``"auto"`` leaves these graphs and arrays to the CPU; None: it does not.
 

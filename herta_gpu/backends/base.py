@@ -210,8 +210,9 @@ class Backend(ABC):
         """What the first process has: a number, an array, or any object that can be pickled."""
         return x
 
-    def same(self, x: Any, what: str) -> Any:
-        """x, of which all processes have the same bits; a debug mode makes sure of it."""
+    def same(self, x: Any, what: str, always: bool = False) -> Any:
+        """x, of which all processes have the same bits: in a debug mode, or `always`, that is made
+        sure of."""
         return x
 
     def gathered(self, x: Array) -> Array:

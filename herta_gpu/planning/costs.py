@@ -66,6 +66,7 @@ class Sizes:
     card: bool = False  # memory is that of a GPU; the host has its own
     nonzeros: int | None = None  # entries of a sparse X
     X_bytes_at: Callable[[int], int] | None = None  # X_bytes with another budget
+    ranks: int = 1  # processes that blocks of columns are dealt out to
 
     @property
     def dtype(self) -> str:
@@ -96,6 +97,7 @@ def sizes_of(
         beside=beside,
         card=backend.xp is not np,
         half=settings.dtype == "float32" and backend.half_pays(H.laplacian(), BLOCK_WIDTH),
+        ranks=backend.ranks,
     )
 
 

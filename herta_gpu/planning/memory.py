@@ -19,6 +19,7 @@ _RESIDUAL = 256 << 20  # bytes of a residual that is kept: a larger one is rathe
 _SWEEP = 128 << 20  # bytes of outputs, residuals and targets of a run of training rows
 _OUTPUTS = 7  # arrays of n x c float64 numbers that the loop with the true model holds
 _BESIDE = 0.25  # share of the memory that rows for evaluation may take
+_NARROWEST = 8  # columns: a narrower block costs about as much
 DETERMINISTIC = ("spectral-proven", "spectral-deterministic")  # they need Q on all rows
 
 
@@ -63,7 +64,9 @@ def fitting_layout(
         width = block_width(sizes.n, max(sizes.d, sizes.c), sizes.dtype, left)
         if width >= 1:
             column = _Q_column(sizes, by_rows, rows)
-            Q_width = min(sizes.d, BLOCK_WIDTH, left // column)
+            solved = min(sizes.n_train, sizes.d) if by_rows else sizes.d
+            Q_width = dealt_width(solved, min(sizes.d, BLOCK_WIDTH, left // column), sizes.ranks)
+            width = dealt_width(sizes.c, width, sizes.ranks)
             block = max(Q_width * column, min(width, sizes.c) * _solved_column(sizes))
             memory["one block of columns"] = block
             return Layout(rows, why, certificate, width, Q_width, memory)
@@ -89,7 +92,7 @@ def _stored_layout(sizes: Sizes, settings: Settings, budget: int, certificate: s
     residual = sizes.n * sizes.d * sizes.word
     # Half as many columns cost little more each, once they are far larger than any cache.
     wide = min(BLOCK_WIDTH, max(_ENOUGH, _BLOCKS // column))
-    width = min(sizes.d, wide, left // column)
+    width = dealt_width(sizes.d, min(sizes.d, wide, left // column), sizes.ranks)
     looks = _OUTPUTS * sizes.n * sizes.c * 8 + _solved_column(sizes)
     if width < 1:
         raise _too_little(_least_budget(sizes, settings, None, certificate, 0, column), budget)
@@ -101,6 +104,21 @@ def _stored_layout(sizes: Sizes, settings: Settings, budget: int, certificate: s
         None, "Q itself is never stored", certificate, width, width, memory, keep, looks <= left,
         sizes.beside if beside else 0, on_host,
     )  # fmt: skip
+
+
+def dealt_width(columns: int, width: int, ranks: int) -> int:
+    """Columns of a block, at most `width`, so that each rank has as many blocks as any other.
+
+    Examples
+    --------
+    >>> from herta_gpu.planning.memory import dealt_width
+    >>> dealt_width(200, 64, 1), dealt_width(200, 64, 2), dealt_width(200, 64, 3)
+    (64, 50, 34)
+    """
+    if ranks == 1 or width <= 0:
+        return width
+    rounds = -(-columns // (width * ranks))
+    return max(min(width, _NARROWEST), -(-columns // (rounds * ranks)))
 
 
 def _too_little(least: int, budget: int) -> BudgetError:
