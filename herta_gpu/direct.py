@@ -171,7 +171,7 @@ class StoredProblem:
             return self.least_squares(tol)
         # It holds several arrays of n_train x c, which may be too much for a GPU, not for the host.
         backend = self.host or self.backend
-        memory = -int(self.backend.largest(-backend.memory_available()))
+        memory = int(self.backend.agreed(backend.memory_available()))
 
         def there(x: Array) -> Array:
             return x if self.host is None else self.backend.to_numpy(x)  # synchronize!

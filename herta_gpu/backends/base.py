@@ -203,7 +203,7 @@ class Backend(ABC):
         return x
 
     def largest(self, x: Any) -> Any:
-        """The largest of all processes' x."""
+        """The largest of all processes' x; x itself where each has all rows."""
         return x
 
     def agreed(self, x: Any) -> Any:
@@ -232,7 +232,7 @@ class Backend(ABC):
 
     def memory_everywhere(self) -> int:
         """Bytes that can still be allocated on the device of every process."""
-        return -int(self.largest(-self.memory_available()))
+        return self.memory_available()
 
     # ---- arrays -------------------------------------------------------------------------
     @abstractmethod

@@ -127,9 +127,7 @@ class Checkpoint:
                 arrays = {k: backend.to_numpy(array) for k, array in made.items()}
                 self._store(path, made_from, arrays)
             for part in self.folder.glob(f"{name}-*.npz"):
-                part.unlink(
-                    missing_ok=True
-                )  # its parts are in the whole
+                part.unlink(missing_ok=True)  # its parts are in the whole
             return made
 
         return recall

@@ -23,9 +23,6 @@ class Columns(Backend):
 
     team: Ranks
 
-    def largest(self, x: Any) -> Any:
-        return self.team.largest(x)
-
     def agreed(self, x: Any) -> Any:
         return self.team.agreed(x)
 
@@ -33,12 +30,16 @@ class Columns(Backend):
         self.team.same(self.to_numpy(x) if hasattr(x, "dtype") else x, what, always)
         return x
 
+    def memory_everywhere(self) -> int:
+        return min(self.team.each(self.memory_available()))
+
     def dealt(
         self, items: Sequence[Any], work: Callable[[Any], dict[str, Array]]
     ) -> Iterator[dict[str, Array]]:
         for first in range(0, len(items), self.ranks):
             mine = first + self.rank
-            made = work(items[mine]) if mine < len(items) else {}
+            with self.team.alone():
+                made = work(items[mine]) if mine < len(items) else {}
             theirs = self.team.shared(dict(self._on_host(name, a) for name, a in made.items()))
             for rank, found in enumerate(theirs[: len(items) - first]):
                 yield made if rank == self.rank else self._placed(found)

@@ -1,8 +1,10 @@
 """What ranks say to each other: sums in a fixed order, arrays to all, and what went wrong.
 
-Every exchange starts without blocking and is then waited for in one place, `_wait`.  There a rank
-notices that another one has failed, and ends with the same sentence, or that nobody has come for
-`HERTA_TIMEOUT` seconds, and ends the job.  A rank that waits gives its core away.
+Every exchange is a message from each rank to each other one, which starts without blocking and is
+waited for in one place, `_wait`.  There a rank notices that another one has failed, and ends with
+the same sentence, or that nobody has come for `HERTA_TIMEOUT` seconds, and ends the job.  A rank
+that waits gives its core away.  MPI's own collective calls are not used: one that a rank has begun
+can neither be left nor taken back, and the order in which they add is not known.
 """
 
 from __future__ import annotations
@@ -22,9 +24,10 @@ from mpi4py import MPI
 
 FEW = 8192  # numbers up to which every rank adds up all of them
 _PIECE = 1 << 30  # bytes of one message: MPI 3 counts to 2^31
-_FAILED, _WAITS = 1, 2  # tags: a rank has failed; a rank says where it waits
+_DONE, _FAILED, _WAITS = 1, 2, 3  # tags: how a rank came to the end; where a rank waits
 _YIELD, _NAP = 1e-3, 2e-4  # seconds a rank polls for before it sleeps, and sleeps at a time
 _LAST_WORDS = 2.0  # seconds in which ranks say where they wait, before the job ends
+_LARGE = ("shared", "gathered", "rows of neighbours")  # what takes time for its size
 _MARK = 96  # bytes of what a rank says of an exchange in the debug mode
 
 
@@ -60,8 +63,9 @@ class Ranks:
         self.debug = os.environ.get("HERTA_DEBUG_RANKS", "0") == "1"
         self.number = 0  # exchanges so far
         self.waited = self.sent = 0.0
-        self._inside = False
-        self._orphans: list[Any] = []  # exchanges that never ended, with their buffers
+        self._begun = time.perf_counter()
+        self._alone = False
+        self._open: list[MPI.Request] = []  # messages of an exchange that was left
         _abort_where_uncaught(self._control)
 
     def of(self, comm: MPI.Comm) -> bool:
@@ -71,32 +75,35 @@ class Ranks:
     # ---- numbers ------------------------------------------------------------------------
     def total(self, x: Any) -> Any:
         """The sum of all ranks' x, added in their order; the same bits on all of them."""
-        mine = np.ascontiguousarray(x)
+        mine = np.ascontiguousarray(x).reshape(np.shape(x))
         if mine.size <= FEW:
-            parts = self._each(mine, "total")
-            return _like(x, _added(parts))
+            return _like(x, _added(self._each(mine, "total")))
         # Every rank adds up one share, in the order of ranks, and sends it to all.
         share = -(-mine.size // self.size)
         padded = np.zeros((self.size, share), dtype=mine.dtype)
         padded.reshape(-1)[: mine.size] = mine.reshape(-1)
         parts = np.empty_like(padded)
-        self._mark("total", mine.shape)
-        self._wait([self._data.Ialltoall(padded, parts)], "total", (padded, parts))
+        self._exchange(padded, parts, "total", mine.shape)
         sums = self._each(_added(parts), "sums")
-        return _like(x, sums.reshape(-1)[: mine.size].reshape(mine.shape))
+        return sums.reshape(-1)[: mine.size].reshape(mine.shape)
 
     def largest(self, x: Any) -> Any:
         """The largest of all ranks' x, entry by entry."""
-        return _like(x, self._each(np.ascontiguousarray(x), "largest").max(axis=0))
+        mine = np.ascontiguousarray(x).reshape(np.shape(x))
+        return _like(x, self._each(mine, "largest").max(axis=0))
 
     def each(self, x: Any) -> list[Any]:
         """All ranks' objects, in their order."""
-        return [pickle.loads(part) for part in self._bytes(self._data, pickle.dumps(x), "each")]
+        mine = np.frombuffer(pickle.dumps(x), dtype=np.uint8)
+        counts = self._each(np.array([mine.shape[0]]), "each")[:, 0]
+        parts = [np.empty(int(count), dtype=np.uint8) for count in counts]
+        self._exchange([mine] * self.size, parts, "each", ())
+        return [pickle.loads(part.tobytes()) for part in parts]
 
     def agreed(self, x: Any) -> Any:
         """What rank 0 has."""
-        found = self._bytes(self._data, pickle.dumps(x if self.rank == 0 else None), "agreed")
-        return x if self.rank == 0 else pickle.loads(found[0])
+        found = self.each(x if self.rank == 0 else None)
+        return x if self.rank == 0 else found[0]
 
     def same(self, x: Any, what: str, always: bool = False) -> None:
         """An error on all ranks unless they have the same bits of `x`; in the debug mode, or
@@ -110,50 +117,44 @@ class Ranks:
             kind = ValueError if always else RuntimeError
             raise kind(f"Ranks 0 and {other} should have the same {what}, but have not.")
 
+    def seconds(self) -> list[dict[str, float]]:
+        """Of each rank since it began: what it worked, waited for others, and sent."""
+        work = time.perf_counter() - self._begun - self.waited - self.sent
+        return self.each({"work": work, "waiting": self.waited, "messages": self.sent})
+
     # ---- arrays -------------------------------------------------------------------------
     def gathered(self, x: Any) -> tuple[Any, slice]:
         """The rows of all ranks one after the other, and where those of this rank are."""
-        counts = [int(n) for n in self._each(np.array([x.shape[0]]), "rows")[:, 0]]
+        counts = self._each(np.array([x.shape[0]]), "rows")[:, 0]
         ends = np.cumsum([0, *counts]).tolist()
         whole = np.empty((ends[-1], *x.shape[1:]), dtype=x.dtype)
-        whole[ends[self.rank] : ends[self.rank + 1]] = x
         parts = [whole[a:b] for a, b in pairwise(ends)]
-        self._to_all(parts, "gathered")
+        self._exchange([np.ascontiguousarray(x)] * self.size, parts, "gathered", ())
         return whole, slice(ends[self.rank], ends[self.rank + 1])
 
     def shared(self, made: dict[Any, Any]) -> list[dict[Any, Any]]:
         """The arrays that each rank has made, by name, on all ranks."""
-        self._arrive()
         about = {name: (a.shape, a.dtype.str) for name, a in made.items()}
-        found = []
-        for rank, named in enumerate(self.each(about)):
-            mine = rank == self.rank
-            found.append({
-                name: np.ascontiguousarray(made[name]) if mine else np.empty(shape, dtype)
-                for name, (shape, dtype) in named.items()
-            })  # fmt: skip
-        owned = [(a, rank) for rank, arrays in enumerate(found) for a in arrays.values()]
-        self._to_all([a for a, _ in owned], "shared", [rank for _, rank in owned])
+        theirs = self.each(about)  # whoever is late is waited for here
+        found = [
+            {name: np.empty(shape, dtype) for name, (shape, dtype) in named.items()}
+            for named in theirs
+        ]
+        out = [np.ascontiguousarray(a) for a in made.values()]
+        self._exchange([out] * self.size, [list(f.values()) for f in found], "shared", ())
         return found
 
     def exchanged(self, parts: Sequence[Any]) -> list[Any]:
         """Rows for each rank (`parts`, one array per rank) for what they have for this one."""
-        counts = np.array([part.shape[0] for part in parts], dtype=np.int64)
+        counts = np.array([[part.shape[0]] for part in parts], dtype=np.int64)
         theirs = np.empty_like(counts)
-        self._mark("exchanged", counts.shape)
-        self._wait([self._data.Ialltoall(counts, theirs)], "exchanged", (counts, theirs))
-        got = [np.empty((int(n), *parts[0].shape[1:]), dtype=parts[0].dtype) for n in theirs]
-        mine = [np.ascontiguousarray(part) for part in parts]
-        got[self.rank][...] = mine[self.rank]
-        self.sendrecv(mine, got)
+        self._exchange(counts, theirs, "exchanged", counts.shape)
+        got = [np.empty((int(n), *parts[0].shape[1:]), dtype=parts[0].dtype) for n in theirs[:, 0]]
+        self._exchange([np.ascontiguousarray(part) for part in parts], got, "exchanged", ())
         return got
 
-    def sendrecv(self, out: Sequence[Any], into: Sequence[Any]) -> None:
-        """Send one array to each rank and fill one from each; empty ones are not sent."""
-        self._wait(self.started(out, into), "exchanged", (out, into))
-
     def started(self, out: Sequence[Any], into: Sequence[Any]) -> list[MPI.Request]:
-        """The messages of `sendrecv`, under way; `finished` waits for them."""
+        """Messages under way: out[r] to rank r, into[r] from there; `finished` waits for them."""
         requests = []
         for step in range(1, self.size):
             to, by = (self.rank + step) % self.size, (self.rank - step) % self.size
@@ -161,8 +162,65 @@ class Ranks:
             requests += [self._data.Isend(piece, to) for piece in _pieces(out[to])]
         return requests
 
-    def finished(self, requests: list[MPI.Request], buffers: Any) -> None:
-        self._wait(requests, "rows of neighbours", buffers)
+    def finished(self, requests: list[MPI.Request], what: str) -> None:
+        """Until these messages have come and gone, unless another rank has failed."""
+        start = now = time.perf_counter()
+        while not MPI.Request.Testall(requests):
+            if self._control.Iprobe(tag=_FAILED):
+                self._open = requests
+                raise _OtherRankFailed
+            self._sleep(now - start, what)
+            now = time.perf_counter()
+        if what in _LARGE:
+            self.sent += now - start
+        else:
+            self.waited += now - start
+
+    def _exchange(self, out: Any, into: Any, what: str, shape: tuple[int, ...]) -> None:
+        self._mark(what, shape)
+        for piece, own in zip(_pieces(into[self.rank]), _pieces(out[self.rank])):
+            piece[...] = own
+        self.finished(self.started(out, into), what)
+
+    def _each(self, mine: Any, what: str) -> Any:
+        """(size, ...) the arrays of all ranks, which have the same shape and type."""
+        parts = np.empty((self.size, *mine.shape), dtype=mine.dtype)
+        rows = [parts[r : r + 1] for r in range(self.size)]
+        self._exchange([mine] * self.size, rows, what, mine.shape)
+        return parts
+
+    def _mark(self, what: str, shape: tuple[int, ...]) -> None:
+        """Count an exchange; in the debug mode, all ranks must have come for the same one."""
+        if self._alone:
+            raise RuntimeError(f"A rank has come for {what} {shape} in the middle of its own work.")
+        self.number += 1
+        if not self.debug:
+            return
+        text = f"{what} {shape} as number {self.number}".encode()[:_MARK]
+        mine = np.frombuffer(text.ljust(_MARK), np.uint8)
+        seen = np.empty((self.size, _MARK), dtype=np.uint8)
+        seen[self.rank] = mine
+        self.finished(self.started([mine] * self.size, seen), what)
+        said = [bytes(row).decode().strip() for row in seen]
+        other = next((r for r, found in enumerate(said) if found != said[0]), None)
+        if other is not None:
+            raise RuntimeError(
+                f"Rank 0 has come for {said[0]}, rank {other} for {said[other]}: a branch was "
+                "taken on a number that is not the same on all ranks."
+            )
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Around what a rank does on its own: the others would not come to an exchange in it."""
+        self._alone = True
+        try:
+            yield
+        finally:
+            self._alone = False
+
+    def arrive(self) -> None:
+        """Wait until all ranks are here."""
+        self._each(np.zeros(1), "the others")
 
     # ---- faults -------------------------------------------------------------------------
     @contextmanager
@@ -171,70 +229,73 @@ class Ranks:
 
         No rank leaves the block before all have come to its end.
         """
-        if self._inside:
-            yield
-            return
-        self._inside, error = True, None
+        error = None
         try:
             yield
         except _OtherRankFailed:
             pass
         except BaseException as raised:
             error = raised
-        finally:
-            self._inside = False
-        self._settle(error)
-
-    def _settle(self, error: BaseException | None) -> None:
-        """Raise the first error of all ranks on all of them, if there is one."""
-        notes = []
-        if error is not None:
-            others = [r for r in range(self.size) if r != self.rank]
-            notes = [self._control.isend(None, r, _FAILED) for r in others]
-        said = self._bytes(self._control, _pickled(error), "the end", watch=False)
-        failed = [r for r, text in enumerate(said) if pickle.loads(text) is not None]
+        errors = self._at_the_end(error)
+        failed = [r for r, found in enumerate(errors) if found is not None]
         if not failed:
             return
-        for r in failed:
-            if r != self.rank:
-                self._control.recv(source=r, tag=_FAILED)
-        MPI.Request.waitall(notes)
-        self._data, self.number = self._control.Dup(), 0  # those of the old one may never end
-        errors = [pickle.loads(said[r]) for r in failed]
-        first = errors[0]
+        self._clear()
+        first = errors[failed[0]]
         alike = len(failed) == self.size and len({str(e) for e in errors}) == 1
-        raised: Any = first if alike else _of_rank(failed[0], first)
-        raised.on_all_ranks = True
-        raise raised from error
+        raised_here: Any = first if alike else _of_rank(failed[0], first)
+        raised_here.on_all_ranks = True
+        raise raised_here from error
 
-    def _arrive(self) -> None:
-        """Wait until all ranks are here: what follows takes the time of messages only."""
-        self._wait([self._data.Ibarrier()], "the others", None)
+    def _at_the_end(self, error: BaseException | None) -> list[Any]:
+        """How each rank came to the end of a block: with an error, or None.
 
-    def _wait(
-        self, requests: list[MPI.Request], what: str, buffers: Any, watch: bool = True
-    ) -> None:
-        """Until these requests are done; `watch`: unless another rank has failed."""
-        start = now = time.perf_counter()
-        while not MPI.Request.Testall(requests):
-            if watch and self._control.Iprobe(tag=_FAILED):
-                self._orphans.append((requests, buffers))
-                raise _OtherRankFailed
-            if now - start > self.timeout:
-                self._give_up(what)
-            time.sleep(0 if now - start < _YIELD else _NAP)
-            now = time.perf_counter()
-        spent = time.perf_counter() - start
-        if what in ("shared", "gathered", "rows of neighbours"):
-            self.sent += spent
-        else:
-            self.waited += spent
+        This message also tells those who still wait for something that it will not come.
+        """
+        others = [r for r in range(self.size) if r != self.rank]
+        said, tag = _pickled(error), _DONE if error is None else _FAILED
+        sent = [self._control.isend(said, r, tag) for r in others]
+        found, start, status = {self.rank: said}, time.perf_counter(), MPI.Status()
+        while len(found) < self.size:
+            missing = [r for r in others if r not in found]
+            for r in missing:  # the first message of each: the next is of another block
+                if self._control.Iprobe(r, MPI.ANY_TAG, status):
+                    found[r] = self._control.recv(source=r, tag=status.tag)
+            self._sleep(time.perf_counter() - start, f"the end of rank {missing[0]}")
+        for request in sent:
+            request.wait()
+        return [pickle.loads(found[r]) for r in range(self.size)]
+
+    def _clear(self) -> None:
+        """Get rid of all that is under way, now that nobody begins anything any more.
+
+        What was to come is taken back.  What was to go is taken by those who do not want it any
+        more: only once all ranks are rid of theirs do they go on.
+        """
+        open_, self._open, self.number = [r for r in self._open if not r.Test()], [], 0
+        for request in open_:
+            request.Cancel()  # a message that is on its way to another rank stays so
+        barrier, status, start = None, MPI.Status(), time.perf_counter()
+        while barrier is None or not barrier.Test():
+            while self._data.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG, status):
+                scrap = np.empty(status.Get_count(MPI.BYTE), dtype=np.uint8)
+                self._data.Recv(scrap, status.source, status.tag)
+            if barrier is None and MPI.Request.Testall(open_):
+                barrier = self._control.Ibarrier()
+            self._sleep(time.perf_counter() - start, "the end of a failure")
+        self._data = self._control.Dup()  # where nothing can still come in late
+
+    def _sleep(self, waited: float, what: str) -> None:
+        """Give the core away for a moment; after `timeout` seconds, end the job."""
+        if waited > self.timeout:
+            self._give_up(what)
+        time.sleep(0 if waited < _YIELD else _NAP)
 
     def _give_up(self, what: str) -> NoReturn:
         """End the job, and say which ranks did not come."""
         for r in range(self.size):
             if r != self.rank:
-                self._control.isend(f"{what} (exchange {self.number:,})", r, _WAITS)
+                self._control.isend(None, r, _WAITS)
         there, end = {self.rank}, time.perf_counter() + _LAST_WORDS
         status = MPI.Status()
         while time.perf_counter() < end:
@@ -247,57 +308,12 @@ class Ranks:
             who = f"rank {', '.join(missing)}" if missing else "one another (they went other ways)"
             print(
                 f"herta: The ranks have waited {self.timeout:g} s for {who}, at {what} (exchange "
-                f"{self.number:,}): the job is ended.", file=sys.stderr, flush=True,
+                f"{self.number:,}): the job is ended.", file=sys.__stderr__, flush=True,
             )  # fmt: skip
-        time.sleep(_LAST_WORDS)  # the sentence comes first
+        else:
+            time.sleep(_LAST_WORDS)  # the sentence comes first
         self._control.Abort(1)
         raise SystemExit(1)
-
-    # ---- messages -----------------------------------------------------------------------
-    def _each(self, mine: Any, what: str) -> Any:
-        """(size, ...) the arrays of all ranks, which have the same shape and type."""
-        self._mark(what, mine.shape)
-        parts = np.empty((self.size, *mine.shape), dtype=mine.dtype)
-        self._wait([self._data.Iallgather(mine, parts)], what, (mine, parts))
-        return parts
-
-    def _bytes(self, comm: MPI.Comm, mine: bytes, what: str, watch: bool = True) -> list[bytes]:
-        """The bytes of all ranks, which may differ in number."""
-        if watch:
-            self._mark(what, ())
-        counts, count = np.empty(self.size, dtype=np.int64), np.array([len(mine)])
-        self._wait([comm.Iallgather(count, counts)], what, (count, counts), watch)
-        parts, sent = np.empty(int(counts.sum()), dtype=np.uint8), np.frombuffer(mine, np.uint8)
-        places = [counts.tolist(), (np.cumsum(counts) - counts).tolist()]
-        request = comm.Iallgatherv(sent, [parts, *places, MPI.BYTE])
-        self._wait([request], what, (sent, parts), watch)
-        return [parts[a : a + n].tobytes() for n, a in zip(*places)]
-
-    def _to_all(self, arrays: Sequence[Any], what: str, roots: Sequence[int] | None = None) -> None:
-        """Send each array from its root (by default rank i has array i) to all ranks."""
-        self._mark(what, (len(arrays),))
-        roots = range(len(arrays)) if roots is None else roots
-        requests = [
-            self._data.Ibcast(piece, root) for a, root in zip(arrays, roots) for piece in _pieces(a)
-        ]
-        self._wait(requests, what, arrays)
-
-    def _mark(self, what: str, shape: tuple[int, ...]) -> None:
-        """Count an exchange; in the debug mode, all ranks must have come for the same one."""
-        self.number += 1
-        if not self.debug:
-            return
-        text = f"{what} {shape} as number {self.number}".encode()[:_MARK]
-        mine = np.frombuffer(text.ljust(_MARK), np.uint8)
-        seen = np.empty((self.size, _MARK), dtype=np.uint8)
-        self._wait([self._data.Iallgather(mine, seen)], what, (mine, seen))
-        said = [bytes(row).decode().strip() for row in seen]
-        other = next((r for r, found in enumerate(said) if found != said[0]), None)
-        if other is not None:
-            raise RuntimeError(
-                f"Rank 0 has come for {said[0]}, rank {other} for {said[other]}: a branch was "
-                "taken on a number that is not the same on all ranks."
-            )
 
 
 _known: dict[int, Ranks] = {}  # by the handle of the communicator
@@ -344,7 +360,9 @@ def _like(x: Any, found: Any) -> Any:
 
 
 def _pieces(a: Any) -> list[Any]:
-    """The bytes of a contiguous array in pieces that one message takes."""
+    """The bytes of contiguous arrays in pieces that one message takes."""
+    if isinstance(a, list):
+        return [piece for array in a for piece in _pieces(array)]
     flat = a.reshape(-1).view(np.uint8)
     return [flat[i : i + _PIECE] for i in range(0, flat.shape[0], _PIECE)]
 
