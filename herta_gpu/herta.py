@@ -7,6 +7,7 @@ weights), the correction stands beside the line it concerns.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import wraps
 from pathlib import Path
@@ -16,12 +17,13 @@ import numpy as np
 
 from herta_gpu.backends import backend_for, get_backend
 from herta_gpu.backends.base import Array, Backend
+from herta_gpu.blockwise import trained
 from herta_gpu.certificate import Certificate
 from herta_gpu.features import Features
 from herta_gpu.graph import Graph, check_graph
 from herta_gpu.planning.cards import Card
 from herta_gpu.planning.costs import Outline, Sizes, sizes_of, stored_order
-from herta_gpu.planning.memory import dealt_width
+from herta_gpu.planning.memory import dealt_width, outputs_at_once
 from herta_gpu.planning.plan import Decision, Plan, make_plan
 from herta_gpu.planning.settings import Settings, strength
 from herta_gpu.plumbing.checkpoint import Checkpoint
@@ -268,7 +270,8 @@ class HERTA(Estimator):
             checkpoint.claim()  # nothing can be refused any more
         with stages("features"):
             features = Features(X, backend, graph.order, budget)
-        rows, Y = _stored(graph, targets.rows, backend), _placed(targets.Y, plan.stored, backend)
+        whole = not plan.stored and plan.outputs >= targets.Y.shape[1]
+        rows, Y = _stored(graph, targets.rows, backend), _placed(targets.Y, whole, backend)
 
         # L_tilde <- Sparsify(L_hat)
         with stages("sparsify"):
@@ -294,7 +297,7 @@ class HERTA(Estimator):
             else:
                 w, Z = start(run, plan, settings, made.P, A, budget)
                 # Output: W = P^-1/2 w, not w: the loop ran in preconditioned coordinates.
-                W = run.loop(A, w, certified=True, Z=Z).W
+                W = trained(run, A, Y, w, plan.outputs, recall, Z)
 
         self.W_ = backend.same(backend.to_numpy(W), "weights")  # synchronize!
         self.__dict__.pop("outputs_", None)  # those of another fit
@@ -314,10 +317,10 @@ class HERTA(Estimator):
     ) -> tuple[Any, Targets]:
         """X as a matrix and the training rows, or a sentence that says what is wrong."""
         X = as_matrix(X, backend)
-        check_rows("X", X, graph)
+        largest = check_rows("X", X, graph)
         if X.shape[1] == 0:
             raise ValueError("X has no columns: give at least one feature.")
-        check_scale(X)
+        check_scale(largest)
         y, train = to_host(y, backend), to_host(train, backend)
         targets = make_targets(y, train, graph.num_nodes, self.loss)
         backend.same(self.get_params(), "parameters", always=True)
@@ -334,6 +337,7 @@ class HERTA(Estimator):
         n_train: int,
         X_nonzeros: int | None = None,
         device_memory: int | str | None = None,
+        mapped_graph: bool = False,
     ) -> Plan:
         """What `fit` would do with data of this size, before any of it is loaded.
 
@@ -345,6 +349,8 @@ class HERTA(Estimator):
             Of a sparse X; None: X is dense.
         device_memory : int or str, optional
             Plan for a GPU with so many bytes (or "80GB"), which need not be there.
+        mapped_graph : bool
+            The graph comes from `Graph.open`; on the CPU its neighbours may then stay on disk.
 
         Examples
         --------
@@ -354,7 +360,7 @@ class HERTA(Estimator):
         ('direct', 512000000)
         """
         settings = self._settings()
-        sizes, free = self._outlined(n, m, d, c, n_train, X_nonzeros, device_memory)
+        sizes, free = self._outlined(n, m, d, c, n_train, X_nonzeros, device_memory, mapped_graph)
         return make_plan(Outline(n, settings.lam), sizes, settings, settings.budget(free))
 
     def _outlined(
@@ -366,6 +372,7 @@ class HERTA(Estimator):
         n_train: int,
         X_nonzeros: int | None,
         device_memory: int | str | None,
+        mapped: bool = False,
     ) -> tuple[Sizes, int]:
         """Sizes of data that are not there, and the bytes that are free for them."""
         for name, value in (("n", n), ("d", d), ("c", c), ("n_train", n_train)):
@@ -379,7 +386,9 @@ class HERTA(Estimator):
         word, X_bytes = np.dtype(settings.dtype).itemsize, 24 * (X_nonzeros or 0)
         sizes = Sizes(n, m, d, c, n_train, word, X_bytes, nonzeros=X_nonzeros)
         if device_memory is None:
-            return sizes, self._checked().memory_available()
+            backend = self._checked()
+            mapped = mapped and backend.xp is np
+            return replace(sizes, mapped=mapped), backend.memory_available()
         card = Card(parse_bytes(device_memory))
         X_bytes = X_bytes or card.X_bytes(n, d, settings.budget(card.memory))
         return replace(sizes, X_bytes=X_bytes, half=word == 4, card=True), card.memory
@@ -399,27 +408,32 @@ class HERTA(Estimator):
         out : path, optional
             A new .npy file for outputs that do not fit into memory; it is given back as a map.
         """
-        Z = self._outputs(graph, X)
-        rows = self._stored_rows(graph, idx)
         if out is not None:
             check_target(out)
+        Z, rows = self._outputs(graph, X), self._stored_rows(graph, idx)
+        if out is not None:
             return Z.write(rows, Path(out), self.dtype)
         found = Z.of(rows, self.dtype)
         return in_kind_of(found if on_device(X) else to_host(found, Z.H.backend), X)
 
     @_on_all_ranks
-    def predict(self, graph: Graph, X: Any, idx: Any = None) -> Any:
+    def predict(self, graph: Graph, X: Any, idx: Any = None, out: str | Path | None = None) -> Any:
         """Class labels, or the model's output for float targets; of the nodes `idx` or of all.
 
-        `undecided_` counts the nodes whose two best classes are closer than the error of the solve.
+        Labels need no array of (n, c).  `out` is a new .npy file that takes the outputs as they
+        come, as in `transform`.  `undecided_` counts the nodes whose two best classes are closer
+        than the error of the solve.
         """
         classes = self._fitted().classes_
         if classes is None:
-            Z = self.transform(graph, X, idx)
+            Z = self.transform(graph, X, idx, out)
             return Z[:, 0] if self._flat else Z
-        outputs = self._outputs(graph, X)
+        if out is not None:
+            check_target(out)
+        outputs, rows = self._outputs(graph, X), self._stored_rows(graph, idx)
         backend = outputs.H.backend
-        best, self.undecided_ = outputs.labels(self._stored_rows(graph, idx), self.dtype)
+        with nullcontext() if out is None else outputs.file(rows, Path(out), self.dtype) as scores:
+            best, self.undecided_ = outputs.labels(rows, self.dtype, scores)
         if classes.dtype.kind == "U":
             return classes[to_host(best, backend)]  # neither a GPU nor a tensor holds text
         found = backend.asarray(classes)[best] if on_device(X) else classes[to_host(best, backend)]
@@ -434,18 +448,18 @@ class HERTA(Estimator):
         self._fitted()
         backend, settings = backend_for(self.device, graph), self._settings()
         X = as_matrix(X, backend)
-        check_rows("X", X, graph)
+        largest = check_rows("X", X, graph)
         if X.shape[1] != self.n_features_in_:
             raise ValueError(
                 f"X has {X.shape[1]:,} features but the model was fitted with "
                 f"{self.n_features_in_:,}."
             )
-        check_scale(X, fitted=True)
+        check_scale(largest, fitted=True)
         H = RegularizedLaplacian(graph, settings.lam, backend, settings.dtype)
         budget, c = settings.budget(backend.memory_everywhere()), self.W_.shape[1]
-        width = max(1, block_width(graph.num_nodes, c, settings.dtype, budget))
-        width = dealt_width(c, width, backend.ranks)
         features = Features(X, backend, graph.order, budget)
+        width = outputs_at_once(graph, X, c, settings.dtype, backend, budget)
+        width = dealt_width(c, width, backend.ranks)
         return Outputs(H, features, backend.asarray(self.W_), width)
 
     def _stored_rows(self, graph: Graph, idx: Any) -> Array | None:
@@ -526,8 +540,8 @@ def _stored(graph: Graph, nodes: Any, backend: Backend) -> Array:
     return backend.asarray(nodes if inverse is None else inverse[nodes])
 
 
-def _placed(Y: Any, stored: bool, backend: Backend) -> Any:
-    """Targets on the device; those of stored rows are looked at in runs and need not be whole."""
-    if isinstance(Y, OneHot) and stored:
+def _placed(Y: Any, whole: bool, backend: Backend) -> Any:
+    """Targets on the device; they need not be whole if runs or blocks of them are looked at."""
+    if isinstance(Y, OneHot) and not whole:
         return Y.on(backend)
     return backend.asarray(Y)

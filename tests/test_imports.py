@@ -16,7 +16,7 @@ LAYERS = [
     ["", "plumbing", "planning.settings", "planning.recipe"],
     ["graph"],
     ["backends.base"],
-    ["backends.cpu", "backends.cuda"],
+    ["backends.cpu", "backends.cuda", "backends.ranks"],
     ["backends"],
     ["solver"],
     ["features", "factors", "losses"],
@@ -32,6 +32,7 @@ LAYERS = [
     ["certificate"],
     ["direct"],
     ["training"],
+    ["blockwise"],
     ["planning"],
     ["steps"],
     ["herta"],
@@ -43,10 +44,13 @@ LAYERS = [
 OPTIONAL = {
     ("graph", "backends"),  # edges on a GPU
     ("graph", "backends.cuda.cugraph"),
+    ("graph", "backends.ranks.edges"),  # mpi4py
     ("plumbing.building", "backends.cpu.kernels.building"),  # numba
     ("plumbing.ordering", "backends.cpu.kernels.ordering"),  # numba
     ("backends", "backends.cpu.compiled"),  # numba
     ("backends", "backends.cuda.backend"),  # CuPy
+    ("backends", "backends.ranks"),  # mpi4py
+    ("app.crew", "backends.ranks"),
 }
 # The command line answers Ctrl-C before the rest of the package is imported.
 LIGHT = ("app.cli", "__main__")

@@ -122,7 +122,11 @@ def _add_predict(commands: Any) -> None:
     command.add_argument("dataset")
     _add_data_dir(command)
     command.add_argument("--device", choices=("auto", "cpu", "cuda"))
-    command.add_argument("--to", metavar="FILE", help=".npz or .csv; default RUN/predictions.npz")
+    command.add_argument(
+        "--to",
+        metavar="FILE",
+        help=".npz (with all outputs), .npy or .csv; default RUN/predictions.npz",
+    )
     _add_output(command)
     command.set_defaults(run=predict.run)
 

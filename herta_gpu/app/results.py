@@ -223,7 +223,9 @@ def _scores(model: HERTA, data: Dataset) -> dict[str, float]:
     y, nodes = np.asarray(data.y), evaluated(split)
     Z = getattr(model, "outputs_", None)
     if Z is None or len(Z) != len(nodes):
-        Z = model.transform(data.graph, data.X, nodes)
+        # Labels take the best output so far; no metric of classes asks for all outputs.
+        labels = model.classes_ is not None and data.metric != "rocauc"
+        Z = (model.predict if labels else model.transform)(data.graph, data.X, nodes)
     scores, start = {}, 0
     for part, ids in split.items():
         there = Z[start : start + len(ids)]

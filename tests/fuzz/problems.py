@@ -372,6 +372,32 @@ def _narrow_budget(p: Draft, columns: int) -> int:
     return 4 * (held + columns * (3 * word * n + 24 * count)) // 3  # chunks of X take a quarter
 
 
+def blocks_of_outputs(p: Draft) -> Problem:
+    """Outputs of unequal size and difficulty, with memory for one or a few of them at a time."""
+    draw_settings(
+        p, strategy=p.pick("herta", "herta", "herta", "auto"), loss="mse", lam=p.power(-2, 2.5),
+        ridge=p.pick(0.0, 0.0, p.power(-8, 2)), tol=p.power(-9, -3),
+    )  # fmt: skip
+    draw_graph(p, 40)
+    d, c = int(p.power(0, 1.3)), int(p.rng.integers(2, 9))
+    draw_features(p, d)
+    draw_train(p, p.pick(0, 0, 0, d, d + 2))
+    for _ in range(p.pick(0, 0, 1, 2)):
+        spoil(p, p.pick(*SPOILS))
+    size = np.sqrt(((p.X.toarray() if sp.issparse(p.X) else p.X) ** 2).sum(axis=0))
+    F = p.smooth(p.X / np.where(size > 0, size, 1.0)) @ p.rng.standard_normal((d, c))
+    noise = p.rng.choice([0.0, 1e-3, 0.3, 1.0], c)  # 0: the optimum of this output is 0
+    F = (F + noise * p.rng.standard_normal((p.n, c))) * 10.0 ** p.rng.uniform(-4, 4, c)
+    p.y = F * (p.rng.random(c) < 0.9)
+    m, n, count, word = p.edges.shape[1], p.n, len(p.train), 8
+    held = 8 * m + 40 * n + word * n * d + 8 * count * c + 24 * d * d
+    held += 24 * p.X.nnz if sp.issparse(p.X) else 0
+    at_once = int(p.rng.integers(1, c))
+    p.params["memory_budget"] = 4 * (held + at_once * n * 136) // 3  # chunks of X take a quarter
+    p.story.append(f"memory for about {at_once} of {c} outputs")
+    return p.done("blocks of outputs")
+
+
 CHANGES = ("nothing", "max_iter", "X", "one entry of X", "y", "train", "graph", "weights", "lam")
 
 
@@ -431,6 +457,7 @@ KINDS: dict[str, tuple[float, Callable[[Draft], Problem]]] = {
     "interpolating": (0.07, interpolating),
     "cross entropy": (0.1, cross_entropy),
     "hard graph": (0.07, hard_graph),
+    "blocks of outputs": (0.08, blocks_of_outputs),
 }
 
 

@@ -200,7 +200,7 @@ class Ranks:
         mine = np.frombuffer(text.ljust(_MARK), np.uint8)
         seen = np.empty((self.size, _MARK), dtype=np.uint8)
         seen[self.rank] = mine
-        self.finished(self.started([mine] * self.size, seen), what)
+        self.finished(self.started([mine] * self.size, list(seen)), what)
         said = [bytes(row).decode().strip() for row in seen]
         other = next((r for r, found in enumerate(said) if found != said[0]), None)
         if other is not None:

@@ -9,6 +9,7 @@ import mmap
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -111,6 +112,20 @@ def check_residual(run: Emulated, L: Any, k: int, dtype: str) -> None:
     assert found.tobytes() == run.residual_rows(L, LAM, Z, B, 0).tobytes()
 
 
+def check_residual_with_dots(run: Emulated, L: Any, k: int, dtype: str) -> None:
+    """Of any precision in and out, in units of its own; the dots are those of float64."""
+    unit = 2.0 ** np.arange(-k // 2, k - k // 2)[:k]
+    for kind, out in product(DTYPES, DTYPES):
+        Z, B = block(L.n, k, dtype), block(L.n, k, kind, 1)
+        R, dots = run.residual(L, LAM, Z, B, out, unit)
+        expected, theirs = CPU.residual(L, LAM, Z, B, "float64", np.ones(k))
+        assert_close(R.astype("float64") * unit, expected, out)
+        assert_close(dots, theirs, "float64", factor=10)
+        if out == "float64":
+            shown = np.stack([(expected**2).sum(0), ((B + expected) * Z).sum(0)])
+            assert_close(dots, shown, "float64", factor=10)
+
+
 def check_cg(run: Emulated, L: Any, k: int, dtype: str) -> None:
     R, tol = block(L.n, k, dtype), 0.1
     R[:, k // 2] = 0  # starts frozen
@@ -195,7 +210,13 @@ def check_srht(run: Emulated, L: Any, k: int, dtype: str) -> None:
 
 
 CHECKS: dict[str, list[Callable[[Emulated, Any, int, str], None]]] = {
-    "laplacian.cu": [check_apply_H, check_chebyshev, check_residual, check_half],
+    "laplacian.cu": [
+        check_apply_H,
+        check_chebyshev,
+        check_residual,
+        check_residual_with_dots,
+        check_half,
+    ],
     "cg.cu": [check_cg, check_column_dots],
     "sketch.cu": [check_sketches],
     "sampling.cu": [
@@ -250,9 +271,16 @@ def check_offsets(modules: dict[str, Module] | None = None) -> None:
     X0, Z0 = X[:, :part].copy(), Z[:, :part].copy()
     size, none = (np.int64(n), np.int64(k)), np.zeros(0)
     graph_args = (L.indptr, L.indices, None, L.inv_sqrt_degree, L.diagonal, np.float32(LAM))
-    cut = (np.int32(64), np.int32(0), np.zeros(0, np.int64), np.zeros(0, np.int32), none)
+    cut = (
+        np.int32(64),
+        np.int32(0),
+        np.int32(0),
+        np.zeros(0, np.int64),
+        np.zeros(0, np.int32),
+        none,
+    )
     tickets = np.zeros(1, np.uint32)
-    args = (*size, *graph_args, *cut, tickets, X, Y, None, None)
+    args = (*size, *graph_args, *cut, tickets, X, Y, None, None, None)
     shape = ((1, k // part), (64, 4))
     module["laplacian.cu"].launch("apply_H_f32_i32_v4", *shape, args, blocks=(0, 1))
     assert_close(Y[:, :part], CPU.apply_H(L, LAM, X0), "float32")

@@ -80,7 +80,48 @@ MUTANTS = {
         "sampling.cu", "__syncthreads();  // the totals may", "// the totals may", "tsan"
     ),
     "race: every thread takes a ticket": Mutant(
-        "cg.cu", "if (threadIdx.x == 0 && threadIdx.y == 0) last =", "last ="
+        "cg.cu", "if (threadIdx.x == 0 && threadIdx.y == 0) {\n        __thr", "{\n        __thr"
+    ),
+    "barrier missing before a ticket is taken": Mutant(
+        "laplacian.cu", "bool last;\n    __syncthreads();", "bool last;", "tsan"
+    ),
+    "a row of partials left out": Mutant(
+        "cg.cu",
+        "block = threadIdx.y; block < gridDim.x;",
+        "block = threadIdx.y + 1; block < gridDim.x;",
+    ),
+    "the first kind of dots twice": Mutant(
+        "laplacian.cu", "from = partials + m * k + column", "from = partials + 0 * m * k + column"
+    ),
+    "only the first turn of the segments": Mutant(
+        "laplacian.cu",
+        "piece += L.segment_blocks)\n            long_row",
+        "piece += L.segments)\n            long_row",
+    ),
+    "the sum of another long row": Mutant(
+        "laplacian.cu", "L.segment_row[middle] < row", "L.segment_row[middle] <= row"
+    ),
+    "a sum of a long row that is not kept": Mutant(
+        "laplacian.cu",
+        "L.segment_sums[first * L.k + lane.column + i] = part[i];",
+        "L.segment_sums[first * L.k + lane.column + i] += 0 * part[i];",
+    ),
+    "dots of what was rounded": Mutant(
+        "laplacian.cu",
+        "dot[0][i] += r[i] * r[i];",
+        "dot[0][i] += static_cast<float>(r[i]) * r[i];",
+    ),
+    "a residual in the unit of another column": Mutant(
+        "laplacian.cu", "scale[column + i + c]", "scale[column]"
+    ),
+    "columns that stopped before the others did": Mutant(
+        "laplacian.cu", "here = here || active", "here = active"
+    ),
+    "the last step of a column lost": Mutant(
+        "cg.cu", "__syncthreads_or(moves)", "__syncthreads_or(moves && beta[at.column] != 0)"
+    ),
+    "a step that is taken again when all is done": Mutant(
+        "cg.cu", "alpha[at.column + i] = beta[at.column + i] = 0;", "beta[at.column + i] = 0;"
     ),
     "race: every row of the block writes the sum": Mutant(
         "cg.cu", "if (!inside || threadIdx.y != 0) return;", "if (!inside) return;", "tsan"
@@ -92,7 +133,7 @@ MUTANTS = {
         "laplacian.cu", "lane(L.k);\n", "lane(L.k);\n    if (!lane.inside) return;\n"
     ),
     "off by one: a row too many": Mutant(
-        "laplacian.cu", "const bool mine = row < b &&", "const bool mine = row <= b &&", "asan"
+        "laplacian.cu", "const bool mine = row < L.n &&", "const bool mine = row <= L.n &&", "asan"
     ),
     "off by one: the tail of a tile": Mutant(
         "sampling.cu", "x[i] = first + i < n ?", "x[i] = first + i <= n ?", "asan"
@@ -111,10 +152,10 @@ MUTANTS = {
         "offsets",
     ),
     "a chunk written from the first row on": Mutant(
-        "laplacian.cu", "store(R + at - offset + i, r)", "store(R + at + i, r)", "asan"
+        "laplacian.cu", "here = at - to.a * L.k", "here = at", "asan"
     ),
     "a chunk of other rows": Mutant(
-        "laplacian.cu", "start = a + static_cast", "start = static_cast", "asan"
+        "laplacian.cu", "start = to.a + static_cast", "start = static_cast", "asan"
     ),
     "float64 sums kept in float32": Mutant(
         "laplacian.cu",
