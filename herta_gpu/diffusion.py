@@ -183,7 +183,7 @@ def _new_residual(
     H: RegularizedLaplacian, source: Iterator[tuple[slice, Array]], Z: Array, B: Array
 ) -> Array:
     """B <- source - H Z; the norms of its columns, before they are stored."""
-    squares = H.backend.xp.zeros(B.shape[1])
+    squares, Z = H.backend.xp.zeros(B.shape[1]), H.with_neighbours(Z)
     with marked("residual", columns=B.shape[1]):
         for rows, part in source:
             R = H.residual_rows(part, Z, rows.start)

@@ -114,7 +114,7 @@ class Features:
         squares, by_row, by_column = xp.zeros(()), xp.zeros(()), xp.zeros(d)
         if self.sparse:
             squares = (self._rows.data**2).sum()
-            by_row = (abs(self._rows) @ xp.ones((d, 1))).max()
+            by_row = (abs(self._rows) @ xp.ones((d, 1))).max() if n else by_row
             by_column = abs(self._transposed) @ xp.ones((n, 1))
         else:
             for _, part in self._chunks():
@@ -148,10 +148,12 @@ class Features:
     @property
     def sum_rounding(self) -> float:
         """What a sum over the rows, chunk by chunk, rounds: relative to the sizes of its terms."""
+        n, parts = int(self.backend.largest(self.shape[0])), self.backend.ranks
+        more = 2 if self.backend.whole else 2 + parts  # the sums of other processes
         if self.sparse:
-            return (self.shape[0] + 2) * _UNIT
-        n, chunk = self.shape[0], _rows_at_once(self.shape[1], self._chunk_bytes)
-        return (min(n, chunk) + -(-n // chunk) + 2) * _UNIT
+            return (n + more) * _UNIT
+        chunk = _rows_at_once(self.shape[1], self._chunk_bytes)
+        return (min(n, chunk) + -(-n // chunk) + more) * _UNIT
 
     def transpose_rounding(self) -> Array:
         """(d,) bounds of the row norms of (computed X^T V - X^T V), for ||V||_F = 1."""
@@ -169,14 +171,16 @@ class Features:
             hashes = np.zeros(self.shape[1], dtype=np.uint64)
             for rows, part in self._chunks():
                 bits = _scrambled(self.backend.to_numpy(part) + 0.0)  # -0.0 is 0.0
-                hashes += (bits * _row_keys(rows.start, rows.stop, at)[:, None]).sum(axis=0)
+                keys = _row_keys(rows.start, rows.stop, at, self.backend.first_row)
+                hashes += (bits * keys[:, None]).sum(axis=0)
+        hashes = self.backend.total(hashes)
         return int(np.unique(hashes[hashes != 0]).shape[0])
 
     def _sparse_hashes(self, at: Any) -> Any:
         columns, get = self._transposed, self.backend.to_numpy
         values, rows, indptr = (get(a) for a in (columns.data, columns.indices, columns.indptr))
         sums = np.zeros(values.shape[0] + 1, dtype=np.uint64)
-        keys = _row_keys(0, self.shape[0], at)
+        keys = _row_keys(0, self.shape[0], at, self.backend.first_row)
         np.cumsum(_scrambled(values + 0.0) * keys[rows], out=sums[1:])
         return sums[indptr[1:]] - sums[indptr[:-1]]
 
@@ -205,9 +209,14 @@ def _scrambled(values: Any) -> Any:
     return _mixed(np.ascontiguousarray(values, dtype=np.float64).view(np.uint64))
 
 
-def _row_keys(start: int, stop: int, at: Any) -> Any:
-    """One odd random number per row; 0 for the rows that do not count."""
-    rows = np.arange(start + 1, stop + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+def _row_keys(start: int, stop: int, at: Any, first: int) -> Any:
+    """One odd random number per row; 0 for the rows that do not count.
+
+    Row 0 here is row `first` of all processes'.
+    """
+    rows = np.arange(first + start + 1, first + stop + 1, dtype=np.uint64) * np.uint64(
+        0x9E3779B97F4A7C15
+    )
     return np.where(at[start:stop], _mixed(rows) | np.uint64(1), np.uint64(0))
 
 
@@ -266,7 +275,8 @@ def has_hidden_columns(X: Any, rows: Any, backend: Backend) -> bool:
         seen = np.zeros((2, X.shape[1]), dtype=bool)
         for filled, M in zip(seen, (X[rows], X)):
             filled[M.indices if M.data.all() else M.indices[M.data != 0]] = True
-        return bool(seen[0].sum() < seen[1].sum())
+        inside, everywhere = backend.largest(seen)
+        return bool(inside.sum() < everywhere.sum())
     step = _rows_at_once(X.shape[1], _CHUNK_BYTES)
     xp = backend.xp if on_device(X) else np
     train = xp.zeros(X.shape[0], dtype=bool)
@@ -277,5 +287,6 @@ def has_hidden_columns(X: Any, rows: Any, backend: Backend) -> bool:
         everywhere |= filled.any(axis=0)
         inside |= filled[train[a : a + step]].any(axis=0)
         if bool(inside.all()):  # synchronize!
-            return False
+            break
+    inside, everywhere = backend.largest(inside), backend.largest(everywhere)
     return bool((everywhere & ~inside).any())  # synchronize!

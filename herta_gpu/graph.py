@@ -70,6 +70,8 @@ class Graph:
         duplicates: str | None = None,
         folder: str | os.PathLike[str] | None = None,
         comm: Any = None,
+        split: str = "columns",
+        partition: Any = "blocks",
     ) -> Graph:
         """Build a graph from (2, m) node ids, in any direction and order.
 
@@ -93,6 +95,11 @@ class Graph:
         comm : mpi4py.MPI.Comm, optional
             Processes that share the work on this graph; each calls this with its share of the
             edges, whichever it is.  Those who have the whole graph use `on_ranks` instead.
+        split : {"columns", "nodes"}
+            With `comm`: each process gets the whole graph, and they share out blocks of columns;
+            or each gets its nodes (`nodes`) only, and gives their rows of X and y to a fit.
+        partition : "blocks" or array of n ranks
+            With split="nodes": ranges of ids of equal length, or the process that has each node.
 
         Notes
         -----
@@ -117,12 +124,12 @@ class Graph:
         ValueError: Edge (0, 1) is listed more than once in this direction.
         """
         check_choice("duplicates", duplicates, (None, "sum", "error"))
+        check_choice("split", split, ("columns", "nodes"))
         if comm is not None:
-            from herta_gpu.backends.ranks.edges import gathered_edges
+            from herta_gpu.backends.ranks.edges import shared_graph
 
-            team, gathered = gathered_edges(comm, edge_index, num_nodes, edge_weight)
-            with team.together():
-                return cls.from_edges(*gathered, duplicates, folder)._with(team)
+            how = (duplicates, folder, split, partition)
+            return shared_graph(comm, edge_index, num_nodes, edge_weight, *how)
         if on_device(edge_index):
             from herta_gpu.backends import get_backend
 
@@ -193,6 +200,16 @@ class Graph:
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "team": None}  # a copy elsewhere has no part in the work here
+
+    @property
+    def nodes(self) -> Any:
+        """The nodes that this process has, for the rows of X and y; all of them, as a rule."""
+        return slice(0, self.num_nodes)
+
+    @property
+    def nodes_of_all(self) -> int:
+        """The number of nodes that all processes have together."""
+        return self.num_nodes
 
     def together(self) -> AbstractContextManager[None]:
         """Around what all processes of this graph do: an error of one is an error of all."""

@@ -42,6 +42,7 @@ from herta_gpu.plumbing.models import read_model, write_model
 from herta_gpu.plumbing.stages import Stages
 from herta_gpu.plumbing.validation import (
     BudgetError,
+    as_labels,
     check_count,
     check_rows,
     check_scale,
@@ -249,6 +250,8 @@ class HERTA(Estimator):
         """
         _check_helpers(callback, checkpoint, stages)
         settings, backend = self._settings(), backend_for(self._settings().device, graph)
+        if not backend.whole:
+            _check_split_by_nodes(settings, checkpoint)
         X, targets = self._checked_data(graph, X, y, train, backend)
         beside = node_rows([] if evaluate is None else to_host(evaluate, backend), graph.num_nodes)
         stages = Stages(self.verbose) if stages is None else stages
@@ -320,13 +323,17 @@ class HERTA(Estimator):
         largest = check_rows("X", X, graph)
         if X.shape[1] == 0:
             raise ValueError("X has no columns: give at least one feature.")
-        check_scale(largest)
-        y, train = to_host(y, backend), to_host(train, backend)
-        targets = make_targets(y, train, graph.num_nodes, self.loss)
         backend.same(self.get_params(), "parameters", always=True)
-        backend.same(X.shape, "shape of X", always=True)
-        backend.same(targets.rows, "training nodes", always=True)
-        return X, targets
+        backend.same(X.shape[not backend.whole :], "shape of X", always=True)
+        check_scale(float(backend.largest(largest)))
+        y, train = to_host(y, backend), to_host(train, backend)
+        if backend.whole:
+            targets = make_targets(y, train, graph.num_nodes, self.loss)
+            backend.same(targets.rows, "training nodes", always=True)
+            return X, targets
+        y = as_labels("y", y)
+        backend.same((y.ndim, y.dtype.kind), "kind of labels", always=True)
+        return X, make_targets(y, train, graph.num_nodes, self.loss, backend.gathered)
 
     def plan(
         self,
@@ -478,6 +485,10 @@ class HERTA(Estimator):
         check_scored(y, graph.num_nodes)  # before the solve
         rows = node_rows(idx, graph.num_nodes)
         predicted = to_host(self.predict(graph, X, rows), backend)
+        shared = backend_for(self.device, graph)
+        if not shared.whole:
+            y = shared.gathered(as_labels("y", y)[rows])
+            predicted, rows = shared.gathered(predicted), np.arange(y.shape[0])
         return accuracy_or_r2(predicted, y, rows, self.classes_)
 
     def save(self, path: str | Path) -> None:
@@ -532,6 +543,22 @@ def _check_helpers(callback: Any, checkpoint: Any, stages: Any) -> None:
         raise TypeError(f"checkpoint must be a Checkpoint, not {type(checkpoint).__name__}.")
     if not isinstance(stages, (Stages, type(None))):
         raise TypeError(f"stages must be a Stages, not {type(stages).__name__}.")
+
+
+def _check_split_by_nodes(settings: Settings, checkpoint: Any) -> None:
+    """Say what works only where each process has all rows."""
+    missing = {
+        "sparsify": settings.sparsify.when == "always" or settings.mixed,
+        "sketch": settings.sketch.when == "always",
+        "reorder": settings.reorder.when == "always",
+        "checkpoint": checkpoint is not None,
+    }
+    for name, asked in missing.items():
+        if asked:
+            raise ValueError(
+                f'{name} does not work on a graph that is split by nodes: use split="columns", or '
+                f"leave {name} out."
+            )
 
 
 def _stored(graph: Graph, nodes: Any, backend: Backend) -> Array:

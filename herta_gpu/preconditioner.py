@@ -121,7 +121,7 @@ def build(
     tell: Tell = silent,
 ) -> Preconditioner:
     """Lines 3 to 8 of Algorithm 1 on the training rows; rows `beside` of Q are kept if measured."""
-    basis = _basis(recipe, A.X, A.train.shape[0], ridge)
+    basis = _basis(recipe, A.X, Y.shape[0], ridge)
     if recipe.goal is None or recipe.by_rows:
         solved = partial(_solved, recipe, H_tilde, A, basis, Y, recall)
         made = recall(recipe.name, solved, together=True)
@@ -176,8 +176,8 @@ def _factored(
         narrowest = min(J.stop - J.start for J in recipe.blocks(basis.rank))
         rounding = chebyshev_rounding(H_tilde, recipe.dtype(H_tilde.dtype), narrowest)
     whole_rows = recipe.by_rows and ridge == 0  # the rows of A itself: no other is missing
-    damped = ridge == 0 and rows.shape[0] < d and not whole_rows
-    few = min(rows.shape[0], Q.shape[0])  # a sketch may have fewer
+    damped = ridge == 0 and Y.shape[0] < d and not whole_rows
+    few = min(Y.shape[0], Q.shape[0])  # a sketch may have fewer
     low_rank = (damped or ridge > 0) and 2 * few < d
     sketched = "QtY" in made  # made with the sketch, from Q itself
     with_gram = not (low_rank or whole_rows)
@@ -281,11 +281,13 @@ def _adjoint_rows(
     ||R|| ||x_j||, and by what the residuals and X^T V were rounded.
     """
     xp, k = H.backend.xp, recipe.width
-    A, squares = xp.empty((rows.shape[0], X.shape[1]), dtype="float64"), 0.0
-    starts = range(0, rows.shape[0], k)
+    count = int(H.backend.total(rows.shape[0]))
+    mine = H.backend.own(np.arange(count))  # which of all training rows are here
+    A, squares = xp.empty((count, X.shape[1]), dtype="float64"), 0.0
+    starts = range(0, count, k)
 
-    def solved(at: Array) -> Arrays:
-        left = []
+    def solved(first: int) -> Arrays:
+        left, (a, b) = [], np.searchsorted(mine, (first, first + k))
 
         def solve(unit: Array) -> Array:
             V, info = block_cg(H, unit, recipe.row_tol)
@@ -293,19 +295,19 @@ def _adjoint_rows(
             left.append(xp.asarray(info.residuals) + H.rounding(V.shape[1]) * size)
             return V
 
-        made = rows_of_inverse(xp, solve, X.transpose_times, at, H.n, H.dtype)
+        columns, at = min(k, count - first), H.backend.asarray(mine[a:b] - first)
+        made = rows_of_inverse(xp, solve, X.transpose_times, rows[a:b], H.n, H.dtype, (columns, at))
         return {"A": made, "left": left[0]}
 
     def wanted(i: int) -> Arrays:
-        at = rows[i : i + k]
-        with marked("block of Q", first=i, rows=at.shape[0]):
-            return recall(f"{recipe.name}-rows-{i}", partial(solved, at))
+        with marked("block of Q", first=i, rows=min(k, count - i)):
+            return recall(f"{recipe.name}-rows-{i}", partial(solved, i))
 
     for i, block in zip(starts, H.backend.dealt(starts, wanted)):
         A[i : i + k] = block["A"]
         squares = squares + (block["left"] ** 2).sum()
     # H >= I, so no solution is longer than its right-hand side plus what it leaves.
-    longest = math.sqrt(rows.shape[0]) + float(squares) ** 0.5  # synchronize!
+    longest = math.sqrt(count) + float(squares) ** 0.5  # synchronize!
     rounding = X.transpose_rounding() * longest
     return {"Q": A, "left": xp.sqrt(squares) * X.column_norms + rounding}
 
@@ -317,14 +319,17 @@ def rows_of_inverse(
     rows: Array,
     n: int,
     dtype: str,
+    among: tuple[int, Array] | None = None,
 ) -> Array:
     """The rows `rows` of H^-1 X by one solve per row, since H is symmetric.
 
     `solve` gives H^-1 of n x k columns and `transpose_times` X^T of them; both compute in the array
-    package `xp`.
+    package `xp`.  Where other processes have more of the rows, `among` holds the number of all and
+    the places of these.
     """
-    unit = xp.zeros((n, rows.shape[0]), dtype=dtype)
-    unit[rows, xp.arange(rows.shape[0])] = 1
+    count, at = (rows.shape[0], xp.arange(rows.shape[0])) if among is None else among
+    unit = xp.zeros((n, count), dtype=dtype)
+    unit[rows, at] = 1
     return transpose_times(solve(unit)).T
 
 
@@ -355,7 +360,7 @@ def residual_norms(H: RegularizedLaplacian, basis: Basis, Q: Array, width: int) 
 
     def squares(j: int) -> Arrays:
         J = slice(j, min(j + width, Q.shape[1]))
-        Z, found = H.backend.asarray(Q[:, J]), xp.zeros(J.stop - J.start)
+        Z, found = H.with_neighbours(H.backend.asarray(Q[:, J])), xp.zeros(J.stop - J.start)
         for rows, part in basis.chunks(J):
             found = found + (H.residual_rows(part, Z, rows.start) ** 2).sum(axis=0)
         return {"squares": H.backend.total(found)}

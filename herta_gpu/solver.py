@@ -91,6 +91,10 @@ class RegularizedLaplacian:
         L = self.laplacian(str(Z.dtype))
         return self.backend.residual_rows(L, self.lam, Z, B, start, out=B)
 
+    def with_neighbours(self, Z: Array) -> Array:
+        """Z for all calls of `residual_rows`: what comes from other processes comes once."""
+        return self.backend.with_neighbours(self.laplacian(str(Z.dtype)), Z)
+
     def apply(self, X: Array) -> Array:
         """H X in the precision of X."""
         return self.backend.apply_H(self.laplacian(str(X.dtype)), self.lam, X)

@@ -191,7 +191,7 @@ def _ritz_bounds(
     P: Preconditioner, A: UnfoldedMap, ridge: float, seed: int, tol: float, steps: int
 ) -> tuple[Spectrum, float] | None:
     """Bounds from Ritz values, and how far inexact products may have moved those."""
-    n, rank = A.H.n, P.factor.rank
+    n, rank = int(A.H.backend.total(A.H.n)), P.factor.rank
     found = _two_lanczos(P, A, ridge, seed, tol, steps)
     if found is None:
         return None

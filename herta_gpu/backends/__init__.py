@@ -97,7 +97,7 @@ def backend_for(device: str, graph: Any) -> Backend:
         return backend
     from herta_gpu.backends.ranks import on_ranks
 
-    return on_ranks(backend, team)
+    return on_ranks(backend, graph)
 
 
 def stays_on_the_cpu(*data: Any) -> str | None:

@@ -195,6 +195,8 @@ class Backend(ABC):
     reorders = False  # whether `Graph.in_local_order` is worth its time here
     at_once = 1 << 18  # numbers of a block that array operations take at a time
     rank, ranks = 0, 1  # this process, of so many that share a fit
+    whole = True  # whether each of them has all rows
+    first_row = 0  # where not: rows that the processes before this one have
     check_every = 1  # CG steps between two looks at the mask of converged columns
 
     # ---- several processes: `backends.ranks` says more ------------------------------------
@@ -222,6 +224,10 @@ class Backend(ABC):
     def own(self, x: Array) -> Array:
         """This process's rows of what `gathered` put together."""
         return x
+
+    def with_neighbours(self, L: Laplacian, Z: Array) -> Array:
+        """Z for `residual_rows`: with the rows of neighbours that other processes have, behind."""
+        return Z
 
     def dealt(
         self, items: Sequence[Any], work: Callable[[Any], dict[str, Array]]
@@ -330,8 +336,9 @@ class Backend(ABC):
         """Rows start, start + 1, ... of B - (I + lam L) Z, in float64 whatever Z's precision is.
 
         B is a chunk of rows, float64, and so is the result, which may be B itself (`out`).  Z is
-        the whole n x k block; its numbers are widened on their way, and no array of n x k or of
-        nnz numbers is made.  With s, l and w the float64 arrays of `Laplacian.exact`, row i is
+        the whole n x k block, `with_neighbours`; its numbers are widened on their way, and no array
+        of n x k or of nnz numbers is made.  With s, l and w the float64 arrays of
+        `Laplacian.exact`, row i is
 
             B_i - (1 + lam l_i) Z_i + lam s_i sum_j w_ij s_j Z_j,
 

@@ -55,6 +55,7 @@ def fitting_layout(
     `stored`: the fit is proven from the training rows of Q, so nothing else of it is held, and no
     array of n x c.  Otherwise first the rows of Q outside training go, then Q for its sketch.
     """
+    budget = _pooled(sizes, budget)
     if stored and not by_rows:
         return _held_or_paged(sizes, settings, budget, certificate)
     rows, why = _sketch(sizes, settings, by_rows)
@@ -62,6 +63,7 @@ def fitting_layout(
     if certificate in DETERMINISTIC:
         ways.append((rows, why, "spectral-probabilistic"))
     can = settings.sketch.when == "auto" and not by_rows and settings.precondition
+    can = can and sizes.parts == 1
     fewer = SKETCH_ROWS_PER_COLUMN * sizes.d
     if can and fewer < sizes.n_train:
         ways.append((fewer, "Q does not fit the memory budget", ways[-1][2]))
@@ -89,6 +91,12 @@ def fitting_layout(
         column += _output_bytes(sizes, 1 if LOSSES[settings.loss].separable else sizes.c)
     least = _least_budget(sizes, settings, rows, certificate, stored, column)
     raise _too_little(least, budget, settings)
+
+
+def _pooled(sizes: Sizes, budget: int) -> int:
+    """Bytes that processes with rows of their own have together, beside what each holds whole."""
+    whole = 8 * (sizes.n_train * (sizes.d + 4 * sizes.c) + 3 * sizes.d**2)
+    return sizes.parts * budget - (sizes.parts - 1) * whole
 
 
 def _outputs(sizes: Sizes, settings: Settings, left: int) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,15 +88,21 @@ class Targets:
     flat: bool  # y was one-dimensional
 
 
-def make_targets(y: Any, train: Any, n: int, loss: str) -> Targets:
-    """Labels or float targets of the training rows, checked."""
+def make_targets(
+    y: Any, train: Any, n: int, loss: str, gathered: Callable[[Any], Any] | None = None
+) -> Targets:
+    """Labels or float targets of the training rows, checked.
+
+    Where other processes have other rows, `gathered` puts what all of them have together.
+    """
     y = as_labels("y", y)
     if y.shape[0] != n:
         raise ValueError(f"y has shape {y.shape} but the graph has {n:,} nodes: one row per node.")
     if y.ndim == 1 and y.dtype.kind in "iubU":
         known = has_label(y)
-        rows = train_rows(train, known, n)
-        classes, codes = np.unique(y[rows], return_inverse=True)
+        rows = train_rows(train, known, n, alone=gathered is None)
+        labels = y[rows] if gathered is None else _of_all(y[rows], gathered)
+        classes, codes = np.unique(labels, return_inverse=True)
         if classes.shape[0] == 1 and train is None and not known.all():
             warnings.warn(
                 f"The only label besides {'the empty one' if y.dtype.kind == 'U' else -1} "
@@ -109,10 +116,19 @@ def make_targets(y: Any, train: Any, n: int, loss: str) -> Targets:
         )
     if y.ndim == 2 and y.shape[1] == 0:
         raise ValueError("y has no columns: give at least one target.")
-    rows = train_rows(train, np.ones(n, dtype=bool), n)
+    rows = train_rows(train, np.ones(n, dtype=bool), n, alone=gathered is None)
     Y = y[rows].astype(np.float64)
+    Y = Y if gathered is None else _of_all(Y, gathered)
     check_targets(Y)
     return Targets(rows, Y[:, None] if y.ndim == 1 else Y, None, y.ndim == 1)
+
+
+def _of_all(labels: Any, gathered: Callable[[Any], Any]) -> Any:
+    """The labels of all processes' training rows."""
+    found = gathered(labels)
+    if found.shape[0] == 0:
+        raise ValueError("There is no training node: train is empty, or y has no label.")
+    return found
 
 
 def check_scored(y: Any, n: int) -> None:

@@ -13,7 +13,20 @@ is taken on anything else: a rank that went another way would be waited for for 
 
 from __future__ import annotations
 
-from herta_gpu.backends.ranks.columns import on_ranks
-from herta_gpu.backends.ranks.communicator import Ranks, ranks_of
+from typing import Any
 
-__all__ = ["Ranks", "on_ranks", "ranks_of"]
+from herta_gpu.backends.base import Backend
+from herta_gpu.backends.ranks.columns import columns_backend
+from herta_gpu.backends.ranks.communicator import Ranks, ranks_of
+from herta_gpu.backends.ranks.parts import GraphPart
+
+__all__ = ["GraphPart", "Ranks", "on_ranks", "ranks_of"]
+
+
+def on_ranks(backend: Backend, graph: Any) -> Backend:
+    """The same backend, working with the other processes of `graph`."""
+    if isinstance(graph, GraphPart):
+        from herta_gpu.backends.ranks.nodes import nodes_backend
+
+        return nodes_backend(backend, graph)
+    return columns_backend(backend, graph.team)

@@ -59,9 +59,9 @@ def _columns_of(kind: type[Backend]) -> type[Columns]:
     return type(kind.__name__, (Columns, kind), {})
 
 
-def on_ranks(backend: Backend, team: Ranks | None) -> Backend:
-    """The same backend, working with the other ranks of `team`; None: alone."""
-    if team is None or team.size == 1:
+def columns_backend(backend: Backend, team: Ranks) -> Backend:
+    """The same backend, which shares columns out to the ranks of `team`."""
+    if team.size == 1:
         return backend
     made = object.__new__(_columns_of(type(backend)))
     vars(made).update(vars(backend), team=team, rank=team.rank, ranks=team.size)

@@ -153,6 +153,11 @@ class Ranks:
         self._exchange([np.ascontiguousarray(part) for part in parts], got, "exchanged", ())
         return got
 
+    def neighbours(self, out: Sequence[Any], into: Sequence[Any]) -> None:
+        """Rows of a block that other ranks need, for those that this one needs of theirs."""
+        self._mark("rows of neighbours", ())
+        self.finished(self.started(out, into), "rows of neighbours")
+
     def started(self, out: Sequence[Any], into: Sequence[Any]) -> list[MPI.Request]:
         """Messages under way: out[r] to rank r, into[r] from there; `finished` waits for them."""
         requests = []

@@ -7,32 +7,42 @@ from typing import Any
 import numpy as np
 
 from herta_gpu.backends.ranks.communicator import Ranks, ranks_of
+from herta_gpu.backends.ranks.parts import part_of_graph
+from herta_gpu.graph import Graph
 from herta_gpu.plumbing.edge_checks import check_edges, check_weights
 
-_GATHERED = tuple[Any, int, Any]
 
-
-def gathered_edges(
-    comm: Any, edge_index: Any, num_nodes: Any, edge_weight: Any
-) -> tuple[Ranks, _GATHERED]:
-    """The shares of all ranks as one list: (edges, number of nodes, weights or None)."""
+def shared_graph(
+    comm: Any,
+    edge_index: Any,
+    num_nodes: Any,
+    edge_weight: Any,
+    duplicates: str | None,
+    folder: Any,
+    split: str,
+    partition: Any,
+) -> Graph:
+    """`Graph.from_edges` of the shares of all ranks."""
     team = ranks_of(comm)
     with team.together():
         edges, n = _share(edge_index, num_nodes)
         weights = check_weights(edge_weight, edges.shape[1])
-        given = team.each((num_nodes, weights is None, edges.shape[1] == 0))
-        if len({n for n, _, _ in given}) > 1:
-            raise ValueError("The ranks give different num_nodes: it is that of the whole graph.")
+        team.same((num_nodes, split), "num_nodes and split", always=True)
         # A rank without edges has no weights to give.
-        plain = {no_weights for _, no_weights, empty in given if not empty}
-        if len(plain) > 1:
+        plain = team.each(None if not edges.shape[1] else weights is None)
+        if {True, False} <= set(plain):
             raise ValueError("Some ranks give edge_weight and some do not: give it on all or none.")
+        n, weights = int(team.largest(n)), None if False not in plain else weights
+        if split == "nodes" and team.size > 1:
+            if folder is not None:
+                raise ValueError('folder= needs split="columns".')
+            listed = np.ascontiguousarray(edges, dtype=np.int64)
+            return part_of_graph(team, listed, n, weights, duplicates, partition)
         ends = team.gathered(np.ascontiguousarray(edges.T, dtype=np.int64))[0].T
-        n = int(team.largest(n))
-        if plain == {True} or not plain:
-            return team, (ends, n, None)
-        own = np.zeros(0) if weights is None else np.ascontiguousarray(weights, dtype=np.float64)
-        return team, (ends, n, team.gathered(own)[0])
+        if False in plain:
+            own = np.zeros(0) if weights is None else weights
+            weights = team.gathered(np.ascontiguousarray(own, dtype=np.float64))[0]
+        return Graph.from_edges(ends, n, weights, duplicates, folder)._with(team)
 
 
 def _share(edge_index: Any, num_nodes: Any) -> tuple[Any, int]:

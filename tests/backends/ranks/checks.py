@@ -5,6 +5,7 @@ Prints a line of JSON for each check: its name, and what went wrong, if anything
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import pickle
@@ -12,11 +13,14 @@ import traceback
 from typing import Any
 
 import numpy as np
+import scipy.sparse as sp
 from mpi4py import MPI
 
 from herta_gpu import HERTA, Graph
+from herta_gpu.backends import backend_for
 from herta_gpu.backends.ranks import ranks_of
 from herta_gpu.backends.ranks.communicator import FEW
+from herta_gpu.solver import RegularizedLaplacian, block_cg, chebyshev
 
 COMM = MPI.COMM_WORLD
 RANK, SIZE = COMM.rank, COMM.size
@@ -172,6 +176,121 @@ def check_two_fits_have_the_same_bits_on_all_ranks() -> None:
     first, again = (HERTA(lam=5.0, sparsify=True).fit(graph, X, y, train).W_ for _ in range(2))
     assert (first == again).all()
     assert all((other == first).all() for other in team.each(first))
+
+
+# ---- split by nodes --------------------------------------------------------------------------
+def partitions() -> list[Any]:
+    """Ranges, nodes dealt like cards, and all nodes on the last rank."""
+    return ["blocks", np.arange(N) * 7 % SIZE, np.full(N, SIZE - 1)]
+
+
+def parts(edges: Any, weight: Any = None, partition: Any = "blocks") -> Graph:
+    here = None if weight is None else share(weight[None])[0]
+    how = {"comm": COMM, "split": "nodes", "partition": partition}
+    return Graph.from_edges(share(edges), N, here, **how)
+
+
+def weighted_edges() -> tuple[Any, Any]:
+    """Each edge once, with a weight, and two self-loops."""
+    u, v, _ = Graph.from_edges(data()[0], N).edges()
+    edges = np.concatenate([[u, v], [[3, 5], [3, 5]]], axis=1)
+    return edges, np.random.default_rng(2).random(edges.shape[1]) + 0.5
+
+
+def check_products_and_solves_of_parts() -> None:
+    rng = np.random.default_rng(3)
+    edges, weight = weighted_edges()
+    for w, partition in itertools.product((None, weight), partitions()):
+        whole, part = Graph.from_edges(edges, N, w), parts(edges, w, partition)
+        assert part.num_edges == whole.num_edges
+        assert abs(part.lambda_max_bound - whole.lambda_max_bound) < 1e-14
+        dense = np.eye(N) + 5.0 * whole.to_csr().toarray()
+        for dtype, tol, k in (("float64", 1e-12, 5), ("float32", 2e-5, 17), ("float64", 1e-12, 1)):
+            H = RegularizedLaplacian(part, 5.0, backend_for("cpu", part), dtype)
+            B = rng.standard_normal((N, k)).astype(dtype)
+            mine = B[part.nodes]
+            assert np.abs(H.apply(mine) - (dense @ B)[part.nodes]).max(initial=0) < tol
+            R, dots = H.residual(mine, mine)
+            true = B - dense @ B
+            assert np.abs(R - true[part.nodes]).max(initial=0) < 1e-12
+            assert np.allclose(dots[0], (true**2).sum(axis=0), rtol=1e-12)
+            Z = chebyshev(H, mine, 60)
+            exact = np.linalg.solve(dense, B)
+            assert np.abs(Z - exact[part.nodes]).max(initial=0) < tol
+            Z, info = block_cg(H, mine, 1e-10)
+            assert info.status == "converged"
+            assert np.abs(Z - exact[part.nodes]).max(initial=0) < 1e-8
+
+
+def check_fits_of_parts_are_those_of_the_whole() -> None:
+    edges, X, y, train = data(40)
+    mask = np.zeros(N, dtype=bool)
+    mask[train] = True
+    whole = Graph.from_edges(edges, N)
+    fits = [*_FITS[:3], {"lam": 5.0, "strategy": "herta", "ridge": 0.1},
+            {"lam": 2.0, "loss": "ce", "ridge": 0.1, "strategy": "herta"}]  # fmt: skip
+    for params, partition in itertools.product(fits, partitions()):
+        part = parts(edges, None, partition)
+        at = part.nodes
+        one = HERTA(**params, sparsify=False).fit(whole, X, y, train)
+        model = HERTA(**params).fit(part, X[at], y[at], mask[at])
+        assert model.status_ == one.status_ == "certified", params
+        loss = abs(model.history_[-1]["loss"] - one.history_[-1]["loss"])
+        assert loss <= 3e-6 * one.history_[-1]["loss"], params
+        assert (one.predict(whole, X)[at] == model.predict(part, X[at])).mean() > 0.99, params
+        assert abs(model.score(part, X[at], y[at]) - one.score(whole, X, y)) < 0.01
+        assert all((W == model.W_).all() for W in ranks_of(COMM).each(model.W_))
+
+
+def check_least_squares_of_parts_is_that_of_dense_algebra() -> None:
+    for d, ridge, text in ((7, 0.0, False), (30, 0.5, True)):
+        edges, X, y, train = data(d)
+        mask = np.zeros(N, dtype=bool)
+        mask[train[: N // 4]] = True  # the last ranks have no training node
+        part = parts(edges)
+        at = part.nodes
+        labels = np.array(["a", "bb", "ccc"])[y] if text else y
+        model = HERTA(lam=3.0, ridge=ridge, dtype="float64", tol=1e-10)
+        model.fit(part, sp.csr_array(X[at]) if text else X[at], labels[at], mask[at])
+        A = dense_rows(edges, X, 3.0)
+        Y = np.eye(C)[y[mask]]
+        W = np.linalg.solve(A[mask].T @ A[mask] + ridge * np.eye(d), A[mask].T @ Y)
+        assert np.abs(model.W_ - W).max() <= 1e-7 * np.abs(W).max()
+        right = np.mean((A @ W).argmax(axis=1) == y)
+        assert model.score(part, X[at], labels[at]) == right
+
+
+def check_fewer_rows_than_features_of_parts() -> None:
+    edges, X, y, _ = data(150)
+    mask = np.zeros(N, dtype=bool)
+    mask[::5] = True
+    part, whole = parts(edges), Graph.from_edges(edges, N)
+    for ridge in (0.0, 0.1):
+        model = HERTA(lam=1.0, ridge=ridge).fit(part, X[part.nodes], y[part.nodes],
+                                                mask[part.nodes])  # fmt: skip
+        one = HERTA(lam=1.0, ridge=ridge).fit(whole, X, y, mask)
+        assert model.status_ == one.status_
+        assert np.abs(model.W_ - one.W_).max() <= 1e-4 * np.abs(one.W_).max()
+
+
+def check_what_parts_cannot_do_is_said() -> None:
+    if SIZE == 1:
+        return
+    edges, X, y, _ = data(30)
+    part = parts(edges)
+    at = part.nodes
+    for params in ({"sparsify": True}, {"sketch": True}, {"reorder": True}):
+        said = raises(ValueError, lambda p=params: HERTA(**p).fit(part, X[at], y[at]))
+        assert "split by nodes" in said
+    assert "split by nodes" in raises(ValueError, part.to_csr)
+    assert "install numba" in raises(
+        ValueError, lambda: HERTA(device="cpu-scipy").fit(part, X[at], y[at])
+    )
+    unlabelled = np.full(N, -1)
+    said = raises(ValueError, lambda: HERTA().fit(part, X[at], unlabelled[at]))
+    assert said.startswith("There is no training node")
+    said = raises(ValueError, lambda: parts(edges, None, np.full(N, SIZE)))
+    assert "partition names ranks" in said
 
 
 # ---- faults ----------------------------------------------------------------------------------
