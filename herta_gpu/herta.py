@@ -23,7 +23,7 @@ from herta_gpu.features import Features
 from herta_gpu.graph import Graph, check_graph
 from herta_gpu.planning.cards import Card
 from herta_gpu.planning.costs import Outline, Sizes, sizes_of, stored_order
-from herta_gpu.planning.memory import dealt_width, outputs_at_once
+from herta_gpu.planning.memory import outputs_at_once
 from herta_gpu.planning.plan import Decision, Plan, make_plan
 from herta_gpu.planning.settings import Settings, strength
 from herta_gpu.plumbing.checkpoint import Checkpoint
@@ -466,7 +466,6 @@ class HERTA(Estimator):
         budget, c = settings.budget(backend.memory_everywhere()), self.W_.shape[1]
         features = Features(X, backend, graph.order, budget)
         width = outputs_at_once(graph, X, c, settings.dtype, backend, budget)
-        width = dealt_width(c, width, backend.ranks)
         return Outputs(H, features, backend.asarray(self.W_), width)
 
     def _stored_rows(self, graph: Graph, idx: Any) -> Array | None:

@@ -193,8 +193,10 @@ def outputs_at_once(graph: Graph, X: Any, c: int, dtype: str, backend: Backend, 
     # The graph, X, and of each node its two best outputs and a class, once more on the way.
     held = 8 * graph.num_edges + 40 * n + bytes_held(X, backend, budget) + 6 * n * word
     held += 4 * min(chunk_bytes(budget), 8 * n * X.shape[1])
-    columns = (budget - held) // (n * (column_bytes(dtype) + 8 + word))  # X W, and Z as it goes
-    return max(1, min(c, BLOCK_WIDTH, columns))
+    # X W, and Z as it goes.
+    columns = (budget - held) // max(1, n * (column_bytes(dtype) + 8 + word))
+    width = max(1, min(c, BLOCK_WIDTH, columns))
+    return dealt_width(c, -int(backend.largest(-width)), backend.ranks if backend.whole else 1)
 
 
 def _too_little(least: int, budget: int, settings: Settings) -> BudgetError:

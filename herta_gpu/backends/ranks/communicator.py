@@ -24,7 +24,8 @@ from mpi4py import MPI
 
 FEW = 8192  # numbers up to which every rank adds up all of them
 _PIECE = 1 << 30  # bytes of one message: MPI 3 counts to 2^31
-_DONE, _FAILED, _WAITS = 1, 2, 3  # tags: how a rank came to the end; where a rank waits
+# Tags.  Blocks of `together` may lie within others: the first two are added to how deep they lie.
+_DONE, _FAILED, _WAITS = 1000, 2000, 1
 _YIELD, _NAP = 1e-3, 2e-4  # seconds a rank polls for before it sleeps, and sleeps at a time
 _LAST_WORDS = 2.0  # seconds in which ranks say where they wait, before the job ends
 _LARGE = ("shared", "gathered", "rows of neighbours")  # what takes time for its size
@@ -32,7 +33,14 @@ _MARK = 96  # bytes of what a rank says of an exchange in the debug mode
 
 
 class _OtherRankFailed(BaseException):
-    """Raised where a rank waits for one that has failed; `together` replaces it."""
+    """Raised where a rank waits for one that has failed; `together` replaces it.
+
+    `depth` tells in which block the other one failed: those within are left without a word.
+    """
+
+    def __init__(self, depth: int) -> None:
+        super().__init__(depth)
+        self.depth = depth
 
 
 class Ranks:
@@ -64,7 +72,7 @@ class Ranks:
         self.number = 0  # exchanges so far
         self.waited = self.sent = 0.0
         self._begun = time.perf_counter()
-        self._alone = False
+        self._alone, self._depth = False, 0
         self._open: list[MPI.Request] = []  # messages of an exchange that was left
         _abort_where_uncaught(self._control)
 
@@ -171,9 +179,10 @@ class Ranks:
         """Until these messages have come and gone, unless another rank has failed."""
         start = now = time.perf_counter()
         while not MPI.Request.Testall(requests):
-            if self._control.Iprobe(tag=_FAILED):
-                self._open = requests
-                raise _OtherRankFailed
+            depth = self._failed()
+            if depth:
+                self._open += requests
+                raise _OtherRankFailed(depth)
             self._sleep(now - start, what)
             now = time.perf_counter()
         if what in _LARGE:
@@ -234,14 +243,19 @@ class Ranks:
 
         No rank leaves the block before all have come to its end.
         """
-        error = None
+        error: BaseException | None = None
+        self._depth += 1
         try:
-            yield
-        except _OtherRankFailed:
-            pass
-        except BaseException as raised:
-            error = raised
-        errors = self._at_the_end(error)
+            try:
+                yield
+            except _OtherRankFailed as failed_there:
+                if failed_there.depth < self._depth:
+                    raise
+            except BaseException as raised:
+                error = raised
+            errors = self._at_the_end(error)
+        finally:
+            self._depth -= 1
         failed = [r for r, found in enumerate(errors) if found is not None]
         if not failed:
             return
@@ -258,18 +272,31 @@ class Ranks:
         This message also tells those who still wait for something that it will not come.
         """
         others = [r for r in range(self.size) if r != self.rank]
-        said, tag = _pickled(error), _DONE if error is None else _FAILED
-        sent = [self._control.isend(said, r, tag) for r in others]
-        found, start, status = {self.rank: said}, time.perf_counter(), MPI.Status()
+        said, tags = _pickled(error), (_DONE + self._depth, _FAILED + self._depth)
+        sent = [self._control.isend(said, r, tags[error is not None]) for r in others]
+        found, start = {self.rank: said}, time.perf_counter()
         while len(found) < self.size:
             missing = [r for r in others if r not in found]
-            for r in missing:  # the first message of each: the next is of another block
-                if self._control.Iprobe(r, MPI.ANY_TAG, status):
-                    found[r] = self._control.recv(source=r, tag=status.tag)
+            for r in missing:
+                # One that is done may have failed since, in the next block; never the other way.
+                tag = next((tag for tag in tags if self._control.Iprobe(r, tag)), None)
+                if tag is not None:
+                    found[r] = self._control.recv(source=r, tag=tag)
+            depth = self._failed(self._depth - 1)
+            if depth:
+                raise _OtherRankFailed(depth)
             self._sleep(time.perf_counter() - start, f"the end of rank {missing[0]}")
         for request in sent:
             request.wait()
         return [pickle.loads(found[r]) for r in range(self.size)]
+
+    def _failed(self, depth: int | None = None) -> int:
+        """The outermost block, down to the present one or to `depth`, that another rank failed in.
+
+        0: none.  Who failed further within has left nothing undone that is waited for here.
+        """
+        depths = range(1, (self._depth if depth is None else depth) + 1)
+        return next((d for d in depths if self._control.Iprobe(tag=_FAILED + d)), 0)
 
     def _clear(self) -> None:
         """Get rid of all that is under way, now that nobody begins anything any more.
@@ -288,7 +315,8 @@ class Ranks:
             if barrier is None and MPI.Request.Testall(open_):
                 barrier = self._control.Ibarrier()
             self._sleep(time.perf_counter() - start, "the end of a failure")
-        self._data = self._control.Dup()  # where nothing can still come in late
+        # Others, where nothing can still come in late.
+        self._data, self._control = self._control.Dup(), self._control.Dup()
 
     def _sleep(self, waited: float, what: str) -> None:
         """Give the core away for a moment; after `timeout` seconds, end the job."""

@@ -205,7 +205,10 @@ def check_products_and_solves_of_parts() -> None:
         assert part.num_edges == whole.num_edges
         assert abs(part.lambda_max_bound - whole.lambda_max_bound) < 1e-14
         dense = np.eye(N) + 5.0 * whole.to_csr().toarray()
-        for dtype, tol, k in (("float64", 1e-12, 5), ("float32", 2e-5, 17), ("float64", 1e-12, 1)):
+        kinds = [("float64", 1e-12, 5)]
+        if w is None and isinstance(partition, str):  # each kind takes some seconds to compile
+            kinds += [("float32", 2e-5, 17), ("float64", 1e-12, 1)]
+        for dtype, tol, k in kinds:
             H = RegularizedLaplacian(part, 5.0, backend_for("cpu", part), dtype)
             B = rng.standard_normal((N, k)).astype(dtype)
             mine = B[part.nodes]
@@ -237,7 +240,8 @@ def check_fits_of_parts_are_those_of_the_whole() -> None:
         assert model.status_ == one.status_ == "certified", params
         loss = abs(model.history_[-1]["loss"] - one.history_[-1]["loss"])
         assert loss <= 3e-6 * one.history_[-1]["loss"], params
-        assert (one.predict(whole, X)[at] == model.predict(part, X[at])).mean() > 0.99, params
+        wrong = (one.predict(whole, X)[at] != model.predict(part, X[at])).sum()
+        assert wrong <= 0.01 * N, params
         assert abs(model.score(part, X[at], y[at]) - one.score(whole, X, y)) < 0.01
         assert all((W == model.W_).all() for W in ranks_of(COMM).each(model.W_))
 
@@ -319,6 +323,27 @@ def check_an_error_on_one_rank_is_one_on_all() -> None:
     said = raises(ValueError, lambda: Graph.from_edges(bad_edges, N, comm=COMM))
     assert f"node id {N}" in said
     assert HERTA(lam=5.0).fit(graph, X, y, train).status_ == "certified"  # and life goes on
+
+
+def check_errors_within_and_without_other_blocks() -> None:
+    """A rank that fails before a block, within it or behind it, while the others are elsewhere."""
+    team = ranks_of(COMM)
+
+    def blocks(where: int) -> None:
+        with team.together():
+            for step in range(4):
+                if step == where and RANK == 0:
+                    raise OSError(f"between two blocks, at {step}")
+                with team.together():
+                    team.total(np.ones(10 * FEW))
+                    if step == where - 10 and RANK == SIZE - 1:
+                        raise OSError(f"in a block, at {step}")
+                    team.total(1.0)
+
+    for where in (0, 2, 3, 10, 12, 13):
+        words = "in a block" if where >= 10 else "between two blocks"
+        assert words in raises(OSError, lambda w=where: blocks(w))
+        assert team.total(1) == SIZE
 
 
 def check_ranks_must_be_given_the_same() -> None:
