@@ -48,6 +48,7 @@ def trained(
         run.Y, Z = Y[:], None if guess is None else guess(slice(None))
         return run.loop(A, w, certified=True, Z=Z, most=most).W
     first, W = run.phase + 1, run.xp.empty((A.X.shape[1], c))
+    b = run.xp.zeros(c)
     parts: list[Training] = []
     tell = run.stages.progress("outputs", "outputs")
     tell(0, c)
@@ -58,14 +59,18 @@ def trained(
         def finished(part: Training = part, at: Any = at) -> Arrays:
             Z = None if guess is None else guess(at)
             found = part.loop(A, w[:, at], certified=True, Z=Z, most=most).W
-            return {"W": found, "told": _packed(run, part)}
+            made = {"W": found, "told": _packed(run, part)}
+            return made if part.intercept is None else {**made, "b": part.intercept}
 
         made = recall(f"outputs-{phase}-{run.settings.max_iter}", finished, together=True)
         W[:, at] = made["W"]
+        if "b" in made:
+            b[at] = made["b"]
         _unpack(run, part, run.backend.to_numpy(made["told"]))  # synchronize!
         parts.append(part)
         tell(sum(block.shape[0] for block in blocks[: len(parts)]), c)
     run.phase, run.saved = first + len(blocks) - 1, None
+    run.intercept = b if run.loss.intercept else None
     _join(run, parts)
     return W
 

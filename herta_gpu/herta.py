@@ -6,7 +6,7 @@ weights), the correction stands beside the line it concerns.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import wraps
@@ -15,17 +15,19 @@ from typing import Any, Self
 
 import numpy as np
 
-from herta_gpu.backends import backend_for, get_backend
+from herta_gpu.backends import backend_for, chosen_backend, get_backend, shared
 from herta_gpu.backends.base import Array, Backend
 from herta_gpu.blockwise import trained
+from herta_gpu.bundles import takes_bundles
 from herta_gpu.certificate import Certificate
 from herta_gpu.features import Features
 from herta_gpu.graph import Graph, check_graph
+from herta_gpu.losses import LOSSES, Loss
 from herta_gpu.planning.cards import Card
-from herta_gpu.planning.costs import Outline, Sizes, sizes_of, stored_order
+from herta_gpu.planning.costs import Outline, Sizes, row_copies, sizes_of, stored_order
 from herta_gpu.planning.memory import outputs_at_once
 from herta_gpu.planning.plan import Decision, Plan, make_plan
-from herta_gpu.planning.settings import Settings, strength
+from herta_gpu.planning.settings import Settings, strengths
 from herta_gpu.plumbing.checkpoint import Checkpoint
 from herta_gpu.plumbing.estimator import (
     Estimator,
@@ -33,11 +35,13 @@ from herta_gpu.plumbing.estimator import (
     Targets,
     accuracy_or_r2,
     check_scored,
+    label_accuracy,
     make_targets,
+    not_fitted,
 )
 from herta_gpu.plumbing.files import check_target
 from herta_gpu.plumbing.fingerprint import fingerprint, nodes_key
-from herta_gpu.plumbing.interop import as_matrix, in_kind_of, on_device, to_host
+from herta_gpu.plumbing.interop import as_array, as_matrix, in_kind_of, on_device, to_host
 from herta_gpu.plumbing.models import read_model, write_model
 from herta_gpu.plumbing.stages import Stages
 from herta_gpu.plumbing.validation import (
@@ -50,33 +54,36 @@ from herta_gpu.plumbing.validation import (
     parse_bytes,
 )
 from herta_gpu.preconditioner import made_anew
-from herta_gpu.prediction import Outputs
+from herta_gpu.prediction import Outputs, check_probabilities, probabilities
 from herta_gpu.solver import BLOCK_WIDTH, RegularizedLaplacian, block_width
 from herta_gpu.spectrum import Spectrum
-from herta_gpu.steps import on_stored_rows, preconditioned, sampled, start
+from herta_gpu.steps import Previous, on_stored_rows, preconditioned, sampled, start, with_old_P
 from herta_gpu.training import Training
 from herta_gpu.unfolded import UnfoldedMap
 
 # What a fit leaves and a file keeps, beside the weights and classes.
 _FITTED: dict[str, Any] = {
     "certificate_": Certificate, "status_": str, "plan_": Plan, "spectrum_": Spectrum | None,
-    "changes_": list[Decision],
+    "changes_": list[Decision], "device_": Decision,
     "history_": list[dict[str, Any]], "warm_history_": list[dict[str, Any]],
     "stages_": dict[str, float], "X_reads_": dict[str, Any], "_flat": bool,
 }  # fmt: skip
+
+
+_WITH_THE_FIT = ("outputs_", "loo_", "leverage_", "variance_")  # no file keeps them
 
 
 def _names_what_fits(fit: Callable[..., HERTA]) -> Callable[..., HERTA]:
     """A fit that runs out of memory says which block of columns would have fitted."""
 
     @wraps(fit)
-    def wrapped(self: HERTA, graph: Graph, *args: Any, **kwargs: Any) -> HERTA:
+    def wrapped(self: HERTA, graph: Graph, X: Any = None, *args: Any, **kwargs: Any) -> HERTA:
         try:
-            return fit(self, graph, *args, **kwargs)
+            return fit(self, graph, X, *args, **kwargs)
         except BudgetError:
             raise  # it says so already
         except MemoryError as error:
-            budget = self._settings().budget(get_backend(self.device).memory_available()) // 2
+            budget = self._settings().budget(self._device(graph, X).memory_available()) // 2
             width = max(1, block_width(graph.num_nodes, BLOCK_WIDTH, self.dtype, budget))
             advice = f"Blocks of {width} columns would fit: set memory_budget={budget}."
             raise MemoryError(f"{error} {advice}") from error
@@ -84,14 +91,17 @@ def _names_what_fits(fit: Callable[..., HERTA]) -> Callable[..., HERTA]:
     return wrapped
 
 
-def _on_all_ranks(method: Callable[..., Any]) -> Callable[..., Any]:
-    """What fails on one process of the graph fails on all of them, with the same sentence."""
+def _on_its_device(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method that runs on the stream of the device that is chosen for its graph and X.
+
+    What fails on one process of the graph fails on all of them, with the same sentence.
+    """
 
     @wraps(method)
-    def wrapped(self: HERTA, graph: Graph, *args: Any, **kwargs: Any) -> Any:
+    def wrapped(self: HERTA, graph: Graph, X: Any = None, *args: Any, **kwargs: Any) -> Any:
         check_graph(graph)
-        with graph.together():
-            return method(self, graph, *args, **kwargs)
+        with graph.together(), self._device(graph, X).working():
+            return method(self, graph, X, *args, **kwargs)
 
     return wrapped
 
@@ -101,12 +111,14 @@ class HERTA(Estimator):
 
     Parameters
     ----------
-    lam : float
-        Weight of the graph in the energy (equation 4.1).
+    lam : float or list of floats
+        Weight of the graph in the energy (equation 4.1).  Several, like [0, 1, 20], make blocks of
+        features [X, H_1^-1 X, H_20^-1 X], each with weights of its own: 0 is X itself.
     alpha : float, optional
         APPNP's teleport probability in place of lam: lam = 1/alpha - 1.
-    loss : {"mse", "ce"}
-        1/2 ||Z - Y||^2 or cross entropy, summed over the training rows.
+    loss : {"mse", "ce", "bce"}
+        1/2 ||Z - Y||^2, cross entropy, or binary cross entropy for several labels of 0 or 1 per
+        node; summed over the training rows.
     optimizer : {"cg", "gd", "momentum", "adam", "lbfgs"}
         On preconditioned weights; "gd" is the paper's loop.
     ridge : float
@@ -128,7 +140,8 @@ class HERTA(Estimator):
     precondition : bool
         False is the standard training that the paper compares with.
     device : {"auto", "cpu", "cuda", "cpu-scipy"}
-        "auto": CUDA where it is usable; "cpu-scipy": the CPU without compiled kernels.
+        "auto": CUDA where it is usable, but for data so small that the CPU is done before a GPU has
+        compiled its kernels; "cpu-scipy": the CPU without compiled kernels.
     dtype : {"float32", "float64"}
         Of the large blocks; everything d x d is float64.
     memory_budget : int or str, optional
@@ -142,10 +155,20 @@ class HERTA(Estimator):
     reorder : "auto" or bool
         Store the graph by community while fitting: if that saves time, always, or never.  It
         changes nothing but rounding.
+    fit_intercept : bool
+        Add a constant to each output, undiffused and without a ridge: a column of ones in X would
+        be diffused, and H^-1 1 is not 1.
+    class_weight : dict or "balanced", optional
+        Weights of the rows of each class in the loss; "balanced": as much of each class.
 
     Attributes
     ----------
     W_ : array (d, c)
+        With several lam (len(lam) d, c), block below block.
+    intercept_ : array (c,)
+        Zeros without `fit_intercept`.
+    train_ : array (n_train,)
+        The training nodes, in the order of their ids.
     classes_ : array (c,) or None for float targets
     history_ : list of dict
         One per outer step: step, loss (the objective), loss_error (it is right up to this much),
@@ -160,11 +183,21 @@ class HERTA(Estimator):
         combinations of them; see ``certificate_.kept``.  "converged": nothing is left to gain by
         all signs, but that is not proven.  "max_iter", "stagnated" (rounding forbids more) or
         "diverged".
+    device_ : (what, choice, why)
+        Where it was fitted, and why there.
     plan_ : Plan
     changes_ : list of (what, choice, why)
         What turned out otherwise than planned.
     outputs_ : array (len(evaluate), c)
         Z* at the nodes `evaluate` of the last `fit`, if that came with it; no file keeps it.
+    loo_ : array (n_train, c)
+        After ``fit(..., loo=True)``: for each node of `train_` the outputs of the model that was
+        trained without it (NaN where only that node decides some weight); no file keeps it.
+    leverage_ : array (n_train,)
+        With it: how much the output of each training node follows its own target, from 0 to 1.
+    variance_ : array (len(evaluate), c)
+        With it: sigma^2 (1 + a^T P^-1 a), a the row of H^-1 X and sigma^2 the variance of the
+        residuals: of a target at the nodes `evaluate`, if the model is right.
     spectrum_ : Spectrum or None
         What is known of the preconditioned Hessian; ``kappa`` bounds its condition number.
     stages_ : dict of stage to seconds
@@ -186,7 +219,7 @@ class HERTA(Estimator):
 
     def __init__(
         self,
-        lam: float = 1.0,
+        lam: float | Sequence[float] = 1.0,
         alpha: float | None = None,
         loss: str = "mse",
         optimizer: str = "cg",
@@ -204,6 +237,8 @@ class HERTA(Estimator):
         verbose: bool = False,
         learning_rate: float | str | None = None,
         reorder: bool | str = "auto",
+        fit_intercept: bool = False,
+        class_weight: Mapping[Any, float] | str | None = None,
     ) -> None:
         self.lam, self.alpha, self.loss, self.optimizer = lam, alpha, loss, optimizer
         self.ridge, self.tol, self.max_iter = ridge, tol, max_iter
@@ -211,30 +246,37 @@ class HERTA(Estimator):
         self.precondition, self.device, self.dtype = precondition, device, dtype
         self.memory_budget, self.random_state, self.verbose = memory_budget, random_state, verbose
         self.learning_rate, self.reorder = learning_rate, reorder
+        self.fit_intercept, self.class_weight = fit_intercept, class_weight
 
+    @takes_bundles("train")
+    @_on_its_device
     @_names_what_fits
-    @_on_all_ranks
     def fit(
         self,
         graph: Graph,
-        X: Any,
-        y: Any,
+        X: Any = None,
+        y: Any = None,
         train: Any = None,
         callback: Callable[[dict[str, Any]], None] | None = None,
         checkpoint: Checkpoint | None = None,
         stages: Stages | None = None,
         evaluate: Any = None,
+        sample_weight: Any = None,
+        loo: bool = False,
+        warm_start: HERTA | None = None,
     ) -> HERTA:
         """Train on the nodes `train` (ids, a mask, or None: all labelled ones).
 
         Parameters
         ----------
-        graph : Graph
+        graph : Graph, or a `Data` of PyG's, or a `Dataset`
+            The last two hold X, y and a mask of training nodes as well: `fit(data)` is all.
         X : array or SciPy sparse matrix, (n, d)
             Arrays on a GPU (CuPy, or anything with DLPack) are used where they are.
         y : array
             (n,) whole numbers, -1 for unlabelled; (n,) text, "" (or None) for unlabelled, and
-            then `classes_` and `predict` are text, too; or floats, (n,) or (n, c).
+            then `classes_` and `predict` are text, too; or floats, (n,) or (n, c).  For
+            loss="bce" (n, c) zeros and ones, -1 or NaN where it is not known.
         train : optional
         callback : function of one dict, optional
             Called with each entry of `warm_history_` and `history_` as soon as it exists.
@@ -247,18 +289,35 @@ class HERTA(Estimator):
         evaluate : optional
             Ids (or a mask) of other nodes whose outputs are wanted.  Where the strategy is
             "direct" they come with the fit, in `outputs_`, and need no solve of their own.
+        sample_weight : array (n,), optional
+            Weights of the nodes in the loss; only those of training nodes count, and a node of
+            weight 0 is none.
+        loo : bool
+            Leave-one-out with the fit, for loss="mse" (and strategy="direct"): `loo_`,
+            `leverage_`, and `variance_` of the nodes `evaluate`.
+        warm_start : HERTA, optional
+            A fitted model of the same features and outputs, as after edges or nodes were added.
+            Its weights are where training starts.  Its P, if it was not read from a file, takes
+            the place of another one where that saves products with H (strategy "auto" or "herta"):
+            the certificate is that of the new problem all the same.
         """
         _check_helpers(callback, checkpoint, stages)
-        settings, backend = self._settings(), backend_for(self._settings().device, graph)
+        _check_previous(warm_start, checkpoint)
+        settings, (backend, why) = self._settings(), chosen_backend(self.device, graph, X)
+        backend = shared(backend, graph)
         if not backend.whole:
-            _check_split_by_nodes(settings, checkpoint)
-        X, targets = self._checked_data(graph, X, y, train, backend)
+            others = {"checkpoint": checkpoint, "sample_weight": sample_weight, "loo": loo or None}
+            _check_split_by_nodes(settings, {**others, "warm_start": warm_start})
+        settings = settings.with_loo() if loo else settings
+        X, targets = self._checked_data(graph, X, y, train, backend, sample_weight)
+        settings = replace(settings, ridge=settings.ridge / targets.unit)
+        self.device_ = Decision("device", backend.name, why)
         beside = node_rows([] if evaluate is None else to_host(evaluate, backend), graph.num_nodes)
         stages = Stages(self.verbose) if stages is None else stages
         before, stages.wait = dict(stages.seconds), backend.synchronize
         if checkpoint is not None:
             with stages("checkpoint"):
-                data = (graph, X, y, targets.rows, checkpoint.split)
+                data = (graph, X, y, targets.rows, checkpoint.split, targets.weights)
                 checkpoint.begin(fingerprint(self.get_params(), backend, *data))
         with stages("order"):
             given, graph = graph, stored_order(graph, X, targets.Y.shape[1], settings, backend)
@@ -266,6 +325,8 @@ class HERTA(Estimator):
         with stages("plan"):
             budget = settings.budget(backend.memory_everywhere())
             sizes = sizes_of(H, X, targets, settings, budget, beside.size)
+            previous = _previous(warm_start, X.shape[1] * len(settings.lams), targets, backend)
+            settings = with_old_P(H, sizes, settings, previous)
             plan = make_plan(H, sizes, settings, budget, reordered=graph is not given)
             self.plan_ = plan  # a fit that is interrupted leaves what it was about to do
             backend.same(plan, "plan")
@@ -282,33 +343,44 @@ class HERTA(Estimator):
         # Q <- SDDSolver(I + lam L_tilde; X); Q' <- Hadamard(R Q); Q_tilde <- s rows of Q';
         # P <- Q_tilde^T Q_tilde; P' <- P^-1/2.  Q is cut to the training rows: with a mask, a P
         # from all rows would miss the Hessian.
-        A = UnfoldedMap(H, features, rows, plan.solve_width)
+        A = UnfoldedMap(
+            H, features, rows, plan.solve_width, _bound(targets, settings, backend),
+            [H.at(lam) for lam in settings.lams] if settings.several else None,
+        )  # fmt: skip
         beside = beside[: plan.beside]  # all of them, or none
         others = _stored(graph, beside, backend)
         # Blocks of Q hold the rows of these nodes, too: those made for others are not read.
         made_for = plan.identity + nodes_key(beside)
         recall = made_anew if checkpoint is None else checkpoint.on(backend, made_for)
-        made = preconditioned(plan, settings, H_tilde, A, Y, others, stages, recall)
+        made = preconditioned(plan, settings, H_tilde, A, Y, others, stages, recall, previous)
         # for t = 1..T: u <- X P' w - y_hat, two solves, g <- P' X^T u'', w <- w - eta g
         run = Training(
             settings, made.recipe, backend, Y, made.P, made.spectrum, features, stages, callback,
-            checkpoint, plan.identity,
+            checkpoint, plan.identity, A.loss, targets.unit,
         )  # fmt: skip
         with stages("train"):
             if plan.stored:  # one tight Q instead of two solves per step
-                made, W = on_stored_rows(run, plan, made, settings, A, Y, recall)
+                made, W = on_stored_rows(run, plan, made, settings, A, Y, recall, previous)
             else:
-                w, Z = start(run, plan, settings, made.P, A, budget)
+                w, Z = start(run, plan, settings, made.P, A, budget, previous)
                 # Output: W = P^-1/2 w, not w: the loop ran in preconditioned coordinates.
                 W = trained(run, A, Y, w, plan.outputs, recall, Z)
 
         self.W_ = backend.same(backend.to_numpy(W), "weights")  # synchronize!
-        self.__dict__.pop("outputs_", None)  # those of another fit
+        self.intercept_, self.train_ = run.constants(), targets.rows
+        for name in _WITH_THE_FIT:
+            self.__dict__.pop(name, None)  # those of another fit
         outputs = made.outputs(W) if beside.size > 0 else None
         if outputs is not None:
-            self.outputs_ = outputs
+            self.outputs_ = outputs + self.intercept_.astype(outputs.dtype)
+        if made.left_out is not None:
+            self.loo_, self.leverage_ = made.left_out.outputs, made.left_out.leverage
+            if made.spread is not None:
+                noise = targets.unit * made.left_out.noise
+                self.variance_ = (1 + made.spread / targets.unit)[:, None] * noise
+        self._P = made.P.bare()  # for a warm start; no file keeps it
         self.classes_, self._flat = targets.classes, targets.flat
-        self.history_, self.certificate_, self.status_ = run.history, run.certificate, run.status
+        self.history_, self.certificate_, self.status_ = run.result()
         self.warm_history_, self.changes_ = run.warm_history, made.changes
         self.stages_, self.n_features_in_ = stages.since(before), X.shape[1]
         self.X_reads_ = {} if features.reads is None else features.reads.counts()
@@ -316,7 +388,7 @@ class HERTA(Estimator):
         return self
 
     def _checked_data(
-        self, graph: Graph, X: Any, y: Any, train: Any, backend: Backend
+        self, graph: Graph, X: Any, y: Any, train: Any, backend: Backend, weight: Any = None
     ) -> tuple[Any, Targets]:
         """X as a matrix and the training rows, or a sentence that says what is wrong."""
         X = as_matrix(X, backend)
@@ -326,14 +398,15 @@ class HERTA(Estimator):
         backend.same(self.get_params(), "parameters", always=True)
         backend.same(X.shape[not backend.whole :], "shape of X", always=True)
         check_scale(float(backend.largest(largest)))
-        y, train = to_host(y, backend), to_host(train, backend)
+        y, train, weight = (to_host(a, backend) for a in (y, train, weight))
+        n = graph.num_nodes
         if backend.whole:
-            targets = make_targets(y, train, graph.num_nodes, self.loss)
+            targets = make_targets(y, train, n, self.loss, weight, self.class_weight)
             backend.same(targets.rows, "training nodes", always=True)
             return X, targets
         y = as_labels("y", y)
         backend.same((y.ndim, y.dtype.kind), "kind of labels", always=True)
-        return X, make_targets(y, train, graph.num_nodes, self.loss, backend.gathered)
+        return X, make_targets(y, train, n, self.loss, gathered=backend.gathered)
 
     def plan(
         self,
@@ -391,7 +464,10 @@ class HERTA(Estimator):
             raise ValueError(f"n_train is {n_train:,} but there are {n:,} nodes.")
         settings = self._settings()
         word, X_bytes = np.dtype(settings.dtype).itemsize, 24 * (X_nonzeros or 0)
-        sizes = Sizes(n, m, d, c, n_train, word, X_bytes, nonzeros=X_nonzeros)
+        sizes = Sizes(
+            n, m, len(settings.lams) * d, c, n_train, word, X_bytes, nonzeros=X_nonzeros,
+            copies=row_copies(settings, settings.weighted),
+        )  # fmt: skip
         if device_memory is None:
             backend = self._checked()
             mapped = mapped and backend.xp is np
@@ -400,11 +476,14 @@ class HERTA(Estimator):
         X_bytes = X_bytes or card.X_bytes(n, d, settings.budget(card.memory))
         return replace(sizes, X_bytes=X_bytes, half=word == 4, card=True), card.memory
 
-    @_on_all_ranks
+    @takes_bundles()
+    @_on_its_device
     def transform(
-        self, graph: Graph, X: Any, idx: Any = None, out: str | Path | None = None
+        self, graph: Graph | Any, X: Any = None, idx: Any = None, out: str | Path | None = None
     ) -> Any:
-        """Z* = H^-1 X W (n, c), to a relative H-norm error of 1e-6; on a GPU if X is.
+        """Z* = H^-1 X W (n, c) and the intercept, to a relative H-norm error of 1e-6.
+
+        On a GPU if X is.
 
         Parameters
         ----------
@@ -417,34 +496,75 @@ class HERTA(Estimator):
         """
         if out is not None:
             check_target(out)
-        Z, rows = self._outputs(graph, X), self._stored_rows(graph, idx)
+        Z = self._outputs(graph, X)
+        rows = self._stored_rows(graph, idx, Z.H.backend)
         if out is not None:
             return Z.write(rows, Path(out), self.dtype)
         found = Z.of(rows, self.dtype)
         return in_kind_of(found if on_device(X) else to_host(found, Z.H.backend), X)
 
-    @_on_all_ranks
-    def predict(self, graph: Graph, X: Any, idx: Any = None, out: str | Path | None = None) -> Any:
+    @takes_bundles()
+    @_on_its_device
+    def predict(
+        self, graph: Graph | Any, X: Any = None, idx: Any = None, out: str | Path | None = None
+    ) -> Any:
         """Class labels, or the model's output for float targets; of the nodes `idx` or of all.
 
-        Labels need no array of (n, c).  `out` is a new .npy file that takes the outputs as they
-        come, as in `transform`.  `undecided_` counts the nodes whose two best classes are closer
-        than the error of the solve.
+        For loss="bce" zeros and ones.  Labels need no array of (n, c).  `out` is a new .npy file
+        that takes the outputs as they come, as in `transform`.  `undecided_` counts the nodes whose
+        two best classes are closer than the error of the solve.
         """
         classes = self._fitted().classes_
         if classes is None:
             Z = self.transform(graph, X, idx, out)
+            Z = (Z > 0) * 1 if self.loss == "bce" else Z
             return Z[:, 0] if self._flat else Z
         if out is not None:
             check_target(out)
-        outputs, rows = self._outputs(graph, X), self._stored_rows(graph, idx)
+        outputs = self._outputs(graph, X)
         backend = outputs.H.backend
+        rows = self._stored_rows(graph, idx, backend)
         with nullcontext() if out is None else outputs.file(rows, Path(out), self.dtype) as scores:
             best, self.undecided_ = outputs.labels(rows, self.dtype, scores)
         if classes.dtype.kind == "U":
             return classes[to_host(best, backend)]  # neither a GPU nor a tensor holds text
         found = backend.asarray(classes)[best] if on_device(X) else classes[to_host(best, backend)]
         return in_kind_of(found, X)
+
+    @takes_bundles()
+    def decision_function(self, graph: Graph | Any, X: Any = None, idx: Any = None) -> Any:
+        """The scores by which `predict` decides, (n, c); of two classes their difference, (n,).
+
+        A positive difference is the second one of `classes_`, as in scikit-learn.
+        """
+        Z = self.transform(graph, X, idx)
+        if self.classes_ is None:
+            return Z[:, 0] if self._flat else Z
+        return Z[:, 1] - Z[:, 0] if Z.shape[1] == 2 else Z
+
+    @takes_bundles()
+    @_on_its_device
+    def predict_proba(self, graph: Graph | Any, X: Any = None, idx: Any = None) -> Any:
+        """Probabilities of the classes, (n, c), for cross entropy, in the order of `classes_`.
+
+        For loss="bce" each label's own.
+
+        Examples
+        --------
+        >>> from herta_gpu import HERTA
+        >>> from herta_gpu.datasets import load
+        >>> data = load("digits")
+        >>> model = HERTA(lam=5.0, loss="ce", ridge=0.1)
+        >>> model = model.fit(data.graph, data.X, data.y, data.split["train"])
+        >>> model.predict_proba(data.graph, data.X, [0, 1]).sum(axis=1).round(4).tolist()
+        [1.0, 1.0]
+        """
+        self._fitted()
+        check_probabilities(self.loss)
+        backend = self._device(graph, X)
+        Z = as_array("Z", self.transform(graph, X, idx), backend)
+        xp = backend.xp if on_device(Z) else np
+        return in_kind_of(probabilities(xp, Z, self.loss), X)
 
     def _outputs(self, graph: Graph, X: Any) -> Outputs:
         """Z* of this graph and these features, not computed yet.
@@ -453,7 +573,7 @@ class HERTA(Estimator):
         bits as this one.
         """
         self._fitted()
-        backend, settings = backend_for(self.device, graph), self._settings()
+        backend, settings = self._device(graph, X), self._settings()
         X = as_matrix(X, backend)
         largest = check_rows("X", X, graph)
         if X.shape[1] != self.n_features_in_:
@@ -466,28 +586,36 @@ class HERTA(Estimator):
         budget, c = settings.budget(backend.memory_everywhere()), self.W_.shape[1]
         features = Features(X, backend, graph.order, budget)
         width = outputs_at_once(graph, X, c, settings.dtype, backend, budget)
-        return Outputs(H, features, backend.asarray(self.W_), width)
+        systems = [H.at(lam) for lam in settings.lams] if settings.several else [H]
+        W, b = backend.asarray(self.W_), backend.asarray(self.intercept_)
+        return Outputs(systems, features, W, width, b if self.fit_intercept else None)
 
-    def _stored_rows(self, graph: Graph, idx: Any) -> Array | None:
+    def _stored_rows(self, graph: Graph, idx: Any, backend: Backend) -> Array | None:
         """Where the graph stores the nodes `idx`; None: all rows, as they are stored."""
         if idx is None and graph.order is None:
             return None
-        backend = get_backend(self.device)
         return _stored(graph, node_rows(to_host(idx, backend), graph.num_nodes), backend)
 
-    @_on_all_ranks
-    def score(self, graph: Graph, X: Any, y: Any, idx: Any = None) -> float:
-        """Accuracy on the labelled nodes of `idx` (default all), or R^2 for float targets."""
+    @takes_bundles("idx")
+    @_on_its_device
+    def score(self, graph: Graph | Any, X: Any = None, y: Any = None, idx: Any = None) -> float:
+        """Accuracy on the labelled nodes of `idx` (default all), or R^2 for float targets.
+
+        `score(data)` of a PyG `Data`, or of a `Dataset`, is that of its test nodes, if it has any.
+
+        For loss="bce" the share of right labels among all that are known.
+        """
         self._fitted()
-        backend = get_backend(self.device)
+        backend = self._device(graph, X)
         y, idx = (to_host(a, backend) for a in (y, idx))
         check_scored(y, graph.num_nodes)  # before the solve
         rows = node_rows(idx, graph.num_nodes)
         predicted = to_host(self.predict(graph, X, rows), backend)
-        shared = backend_for(self.device, graph)
-        if not shared.whole:
-            y = shared.gathered(as_labels("y", y)[rows])
-            predicted, rows = shared.gathered(predicted), np.arange(y.shape[0])
+        if not backend.whole:
+            y = backend.gathered(as_labels("y", y)[rows])
+            predicted, rows = backend.gathered(predicted), np.arange(y.shape[0])
+        if self.loss == "bce":
+            return label_accuracy(predicted, y, rows)
         return accuracy_or_r2(predicted, y, rows, self.classes_)
 
     def save(self, path: str | Path) -> None:
@@ -517,8 +645,8 @@ class HERTA(Estimator):
         """The fitted model that `save` wrote; a damaged file is a `DataError` that says so."""
         return read_model(cls, path, _FITTED)
 
-    def _lam(self) -> float:
-        return strength(self.lam, self.alpha)
+    def _lams(self) -> tuple[float, ...]:
+        return strengths(self.lam, self.alpha)
 
     def _settings(self) -> Settings:
         """The parameters, checked; a sentence says what is wrong with them."""
@@ -528,9 +656,19 @@ class HERTA(Estimator):
         """The device, if the parameters are right and it is there."""
         return get_backend(self._settings().device)
 
+    def _device(self, graph: Graph, X: Any) -> Backend:
+        """The device for these data, if the parameters are right and it is there."""
+        return backend_for(self._settings().device, graph, X)
+
+    def __getattr__(self, name: str) -> Any:
+        """Say how to get what only some fits leave."""
+        if name in ("loo_", "leverage_", "variance_"):
+            raise AttributeError(f"There is no {name}: fit with loo=True (and strategy direct).")
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
     def _fitted(self) -> Self:
         if not hasattr(self, "W_"):
-            raise RuntimeError("This HERTA is not fitted yet: call fit first.")
+            raise not_fitted(self)
         return self
 
 
@@ -544,26 +682,61 @@ def _check_helpers(callback: Any, checkpoint: Any, stages: Any) -> None:
         raise TypeError(f"stages must be a Stages, not {type(stages).__name__}.")
 
 
-def _check_split_by_nodes(settings: Settings, checkpoint: Any) -> None:
+def _check_split_by_nodes(settings: Settings, given: dict[str, Any]) -> None:
     """Say what works only where each process has all rows."""
-    missing = {
+    asked = {
         "sparsify": settings.sparsify.when == "always" or settings.mixed,
         "sketch": settings.sketch.when == "always",
         "reorder": settings.reorder.when == "always",
-        "checkpoint": checkpoint is not None,
+        "several lam": settings.several,
+        "fit_intercept": settings.fit_intercept,
+        'loss="bce"': settings.loss == "bce",
+        **{name: value is not None for name, value in given.items()},
     }
-    for name, asked in missing.items():
-        if asked:
-            raise ValueError(
-                f'{name} does not work on a graph that is split by nodes: use split="columns", or '
-                f"leave {name} out."
-            )
+    name = next((name for name, wanted in asked.items() if wanted), None)
+    if name is not None:
+        raise ValueError(
+            f'{name} does not work on a graph that is split by nodes: use split="columns", or '
+            f"leave {name} out."
+        )
+
+
+def _check_previous(previous: Any, checkpoint: Any) -> None:
+    if previous is None:
+        return
+    if not isinstance(previous, HERTA) or not hasattr(previous, "W_"):
+        raise TypeError("warm_start must be a fitted HERTA.")
+    if checkpoint is not None:
+        raise ValueError("A checkpoint has weights of its own: leave out warm_start.")
+
+
+def _previous(model: HERTA | None, d: int, targets: Targets, backend: Backend) -> Previous | None:
+    """Weights and P of a fitted model, or a sentence that says why they do not fit."""
+    if model is None:
+        return None
+    shape, classes = (d, targets.Y.shape[1]), targets.classes
+    if model.W_.shape != shape:
+        raise ValueError(
+            f"warm_start has weights of shape {model.W_.shape}, but these data need {shape}."
+        )
+    of = [() if names is None else tuple(names.tolist()) for names in (classes, model.classes_)]
+    if of[0] != of[1]:
+        raise ValueError("warm_start was fitted to other classes than y has.")
+    P = model.__dict__.get("_P")
+    usable = P is not None and P.made_on == backend.name
+    return Previous(backend.asarray(model.W_), P if usable else None)
 
 
 def _stored(graph: Graph, nodes: Any, backend: Backend) -> Array:
     """The rows in which the graph stores these nodes of the caller's."""
     inverse = graph.inverse_order()
     return backend.asarray(nodes if inverse is None else inverse[nodes])
+
+
+def _bound(targets: Targets, settings: Settings, backend: Backend) -> Loss:
+    """The loss of these rows: with their weights, and with or without an intercept."""
+    weights = None if targets.weights is None else backend.asarray(targets.weights)
+    return LOSSES[settings.loss].bound(weights, settings.fit_intercept)
 
 
 def _placed(Y: Any, whole: bool, backend: Backend) -> Any:

@@ -1,4 +1,4 @@
-"""What a fitted model says of nodes: Z* = H^-1 X W, a block of outputs at a time.
+"""What a fitted model says of nodes: Z* = H^-1 X W + 1 b^T, a block of outputs at a time.
 
 Nothing of n x c numbers is needed unless it is asked for: outputs of some nodes are gathered block
 by block, and labels take the best output so far, the second best and the class of the best.
@@ -6,7 +6,7 @@ by block, and labels take the best output so far, the second best and the class 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -40,23 +40,46 @@ class Labels(NamedTuple):
 class Outputs:
     """Z* = H^-1 X W, of which at most `width` columns exist at a time."""
 
-    def __init__(self, H: RegularizedLaplacian, X: Features, W: Array, width: int) -> None:
-        self.H, self.X, self.W, self.width = H, X, W, width
+    def __init__(
+        self,
+        systems: Sequence[RegularizedLaplacian],
+        X: Features,
+        W: Array,
+        width: int,
+        b: Array | None = None,
+    ) -> None:
+        """Of several H the outputs add up, each with its own block of rows of W; b is a constant
+        per output."""
+        self.systems, self.H, self.X, self.W, self.width = systems, systems[0], X, W, width
+        self.b = b
 
     def blocks(self, rows: Array | None = None) -> Iterator[OutputBlock]:
         """The outputs at `rows` (None: all) in turn, each from scratch: the same bits whichever
         others are asked for."""
         c, starts = self.W.shape[1], range(0, self.W.shape[1], self.width)
-        for j, made in zip(starts, self.H.backend.dealt(starts, partial(self._solved, rows))):
+        for j, made in zip(starts, self.H.backend.dealt(starts, partial(self._block, rows))):
             yield OutputBlock(slice(j, min(j + self.width, c)), made["Z"], float(made["error"]))
 
-    def _solved(self, rows: Array | None, j: int) -> dict[str, Array]:
-        xp = self.H.backend.xp
-        W = xp.ascontiguousarray(self.W[:, j : j + self.width])
-        Z, info = block_cg(self.H, self.X.times(W), TOL)
+    def _block(self, rows: Array | None, j: int) -> dict[str, Array]:
+        xp, J = self.H.backend.xp, slice(j, min(j + self.width, self.W.shape[1]))
+        Z, error = self._solved(0, J)
+        for i in range(1, len(self.systems)):
+            more, off = self._solved(i, J)
+            Z, error = Z + more, error + off
+        if self.b is not None:
+            Z = Z + self.b[J].astype(Z.dtype)
         if not bool(xp.isfinite(Z).all()):  # synchronize!
             raise ValueError("H^-1 X W overflows: give X in the units the model was fitted with.")
-        return {"Z": Z if rows is None else Z[rows], "error": info.residuals.max(initial=0.0)}
+        return {"Z": Z if rows is None else Z[rows], "error": np.float64(error)}
+
+    def _solved(self, i: int, J: slice) -> tuple[Array, float]:
+        """Columns J of H^-1 X W for the i-th H, and a bound of their error."""
+        H, d = self.systems[i], self.X.shape[1]
+        B = self.X.times(H.backend.xp.ascontiguousarray(self.W[i * d : (i + 1) * d, J]))
+        if H.lam == 0:
+            return B, 0.0
+        Z, info = block_cg(H, B, TOL)
+        return Z, float(info.residuals.max(initial=0.0))
 
     def of(self, rows: Array | None, dtype: str) -> Array:
         """Z* at the stored rows `rows` (None: all)."""
@@ -103,3 +126,20 @@ class Outputs:
                 first, best = xp.where(better, z, first), xp.where(better, j, best)
         close = first - second <= 2 * error
         return Labels(best, int(close.sum()) if self.W.shape[1] > 1 else 0)  # synchronize!
+
+
+def check_probabilities(loss: str) -> None:
+    """Raise an error unless outputs of this loss stand for probabilities."""
+    if loss == "mse":
+        raise ValueError(
+            'The scores of loss="mse" are no probabilities: use decision_function, or fit with '
+            'loss="ce".'
+        )
+
+
+def probabilities(xp: Any, Z: Array, loss: str) -> Array:
+    """Softmax of each row for cross entropy; of each number its own for "bce"."""
+    if loss == "bce":
+        return 0.5 * (1.0 + xp.tanh(0.5 * Z))  # 1 / (1 + exp(-z)), which overflows nowhere
+    S = xp.exp(Z - Z.max(axis=1, keepdims=True))
+    return S / S.sum(axis=1, keepdims=True)

@@ -107,7 +107,7 @@ def _add_tune(commands: Any) -> None:
         help=f"default {','.join(f'{v:g}' for v in RIDGES)}",
     )  # fmt: skip
     command.add_argument(
-        "--loss", dest="losses", type=_words(tuple(LOSSES)), default=tuple(LOSSES),
+        "--loss", dest="losses", type=_words(("mse", "ce")), default=("mse", "ce"),
         metavar="mse,ce",
     )  # fmt: skip
     command.add_argument("--optimizer", choices=OPTIMIZERS, help="of the final fit")
@@ -233,8 +233,9 @@ def _add_model(command: argparse.ArgumentParser) -> None:
     group = command.add_argument_group("model")
     strength = group.add_mutually_exclusive_group()
     strength.add_argument(
-        "--lam", type=float, metavar="L", **_default("lam", "strength of the graph")
-    )
+        "--lam", type=_lam, metavar="L|L,L,...",
+        **_default("lam", "strength of the graph; several make blocks of features, 0 is X itself"),
+    )  # fmt: skip
     strength.add_argument(
         "--alpha", type=float, metavar="A", help="APPNP's teleport: lam = 1/alpha - 1"
     )
@@ -242,6 +243,10 @@ def _add_model(command: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--ridge", type=float, metavar="R", **_default("ridge", "adds R/2 ||W||^2 to the loss")
     )
+    group.add_argument(
+        "--fit-intercept", action="store_true", help="a constant per output, undiffused"
+    )
+    group.add_argument("--class-weight", choices=("balanced",), help="as much of each class")
     group.add_argument("--optimizer", choices=OPTIMIZERS, **_default("optimizer"))
     group.add_argument(
         "--learning-rate", type=_rate, metavar="RATE|spectral", help="default by the optimizer"
@@ -308,6 +313,11 @@ def _numbers(text: str) -> tuple[float, ...]:
         return tuple(float(part) for part in text.split(","))
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not like 1,5,10") from None
+
+
+def _lam(text: str) -> float | list[float]:
+    numbers = _numbers(text)
+    return numbers[0] if len(numbers) == 1 else list(numbers)
 
 
 def _words(allowed: tuple[str, ...]) -> Callable[[str], tuple[str, ...]]:

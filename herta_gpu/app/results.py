@@ -17,7 +17,6 @@ import numpy as np
 
 from herta_gpu.app.metrics import evaluate
 from herta_gpu.app.text import Rows, bytes_text, counted, table
-from herta_gpu.backends import get_backend
 from herta_gpu.certificate import Certificate
 from herta_gpu.datasets import Dataset
 from herta_gpu.herta import HERTA
@@ -61,7 +60,7 @@ class FitResult:
     edges: int
     features: int
     outputs: int
-    lam: float
+    lam: float | list[float]  # several: blocks of features
     ridge: float
     loss_function: str
     status: str
@@ -91,6 +90,7 @@ class FitResult:
         stages = Stages(seconds=dict(model.stages_)) if stages is None else stages
         with stages("evaluate"):
             scores = _scores(model, data)
+        lams = model._lams()
         classes_or_tasks = model.classes_ is not None or data.metric == "rocauc"
         return cls(
             dataset=data.name,
@@ -98,7 +98,7 @@ class FitResult:
             edges=data.graph.num_edges,
             features=data.X.shape[1],
             outputs=model.W_.shape[1],
-            lam=model._lam(),
+            lam=lams[0] if len(lams) == 1 else list(lams),
             ridge=model.ridge,
             loss_function=model.loss,
             status=model.status_,
@@ -112,7 +112,7 @@ class FitResult:
             peak_memory_bytes=peak_memory(),
             strategy=model.plan_.strategy,
             dtype=model.dtype,
-            device=get_backend(model.device).name,
+            device=model.device_.choice,
             normalize=data.metadata.get("normalize"),
             X_reads=getattr(model, "X_reads_", None),
             ranks=None if data.graph.team is None else data.graph.team.seconds(),
@@ -122,7 +122,7 @@ class FitResult:
     @classmethod
     def from_json(cls, content: Any) -> FitResult:
         """The result that `as_json` wrote; a ValueError says what is wrong with it."""
-        hints = get_type_hints(cls) | {"certificate": dict}
+        hints = get_type_hints(cls) | {"certificate": dict, "lam": (float, int, list)}
         needed = [field.name for field in fields(cls) if field.default is MISSING]
         check_entries(content, {name: get_origin(hints[name]) or hints[name] for name in needed})
         known = {field.name: content[field.name] for field in fields(cls) if field.name in content}
@@ -155,7 +155,9 @@ class FitResult:
 
     @property
     def model_text(self) -> str:
-        return f"lam {self.lam:g}, ridge {self.ridge:g}, loss {self.loss_function}"
+        lams = self.lam if isinstance(self.lam, list) else [self.lam]
+        shown = ",".join(f"{lam:g}" for lam in lams)
+        return f"lam {shown}, ridge {self.ridge:g}, loss {self.loss_function}"
 
     @property
     def status_text(self) -> str:

@@ -45,6 +45,7 @@ class Layout:
     beside: int = 0  # rows of Q outside training that are kept for evaluation
     on_host: bool = False  # stored rows of a GPU are trained on by the CPU
     paged: bool = False  # neighbours stay in the graph's file
+    narrow: bool = False  # training rows of Q are float32
 
 
 def fitting_layout(
@@ -57,7 +58,7 @@ def fitting_layout(
     """
     budget = _pooled(sizes, budget)
     if stored and not by_rows:
-        return _held_or_paged(sizes, settings, budget, certificate)
+        return _roomy_layout(sizes, settings, budget, certificate)
     rows, why = _sketch(sizes, settings, by_rows)
     ways = [(rows, why, certificate)]
     if certificate in DETERMINISTIC:
@@ -88,7 +89,7 @@ def fitting_layout(
                 return Layout(rows, why, certificate, width, Q_width, memory, outputs=outputs)
     column = _solved_column(sizes)
     if not stored:
-        column += _output_bytes(sizes, 1 if LOSSES[settings.loss].separable else sizes.c)
+        column += _output_bytes(sizes, 1 if LOSSES[settings.loss].quadratic else sizes.c)
     least = _least_budget(sizes, settings, rows, certificate, stored, column)
     raise _too_little(least, budget, settings)
 
@@ -104,7 +105,7 @@ def _outputs(sizes: Sizes, settings: Settings, left: int) -> int:
 
     Those of cross entropy are one problem: all of them, or none.
     """
-    column, separable = _solved_column(sizes), LOSSES[settings.loss].separable
+    column, separable = _solved_column(sizes), LOSSES[settings.loss].quadratic
     # Solves of a block that is all there are as wide as it is, if there is a choice.
     wide = min(sizes.c, _FEW) if separable else 1
     if _output_bytes(sizes, sizes.c) + wide * column <= left:
@@ -122,21 +123,28 @@ def _output_bytes(sizes: Sizes, outputs: int) -> int:
     return 8 * (_OUTPUTS * sizes.n * outputs + targets)
 
 
-def _held_or_paged(sizes: Sizes, settings: Settings, budget: int, certificate: str) -> Layout:
-    """The neighbours of a mapped graph in memory, unless that leaves too few columns at once.
+def _roomy_layout(sizes: Sizes, settings: Settings, budget: int, certificate: str) -> Layout:
+    """The first way that leaves room for enough columns at once, or the one with most of them.
 
-    A product gathers whole cache lines and takes as long for two columns as for sixteen: those
-    that a graph in memory would displace are worth reading its file again for each product.
+    A product gathers whole cache lines and takes as long for two columns as for sixteen.  Training
+    rows of Q in float32 cost a little of what is proven; neighbours of a mapped graph that stay in
+    its file are read again for each product.
     """
-    if not sizes.mapped:
-        return _stored_layout(sizes, settings, budget, certificate)
-    try:
-        held = _stored_layout(sizes, settings, budget, certificate)
-        if held.width >= min(_LINE, sizes.d):
-            return held
-    except BudgetError:
-        pass
-    return _stored_layout(replace(sizes, paged=True), settings, budget, certificate)
+    ways, found = [sizes], []
+    if sizes.may_narrow:
+        ways.append(replace(sizes, narrow=True))
+    if sizes.mapped:
+        ways += [replace(way, paged=True) for way in ways]
+    for way in ways:
+        try:
+            found.append(_stored_layout(way, settings, budget, certificate))
+        except BudgetError:
+            if way is ways[-1] and not found:
+                raise
+            continue
+        if found[-1].width >= min(_LINE, sizes.d):
+            return found[-1]
+    return max(found, key=lambda layout: layout.width)
 
 
 def _stored_layout(sizes: Sizes, settings: Settings, budget: int, certificate: str) -> Layout:
@@ -168,7 +176,7 @@ def _stored_layout(sizes: Sizes, settings: Settings, budget: int, certificate: s
     outputs = _outputs(sizes, settings, left - residual * keep)
     return Layout(
         None, "Q itself is never stored", certificate, width, width, memory, keep, outputs,
-        sizes.beside if beside else 0, on_host, sizes.paged,
+        sizes.beside if beside else 0, on_host, sizes.paged, sizes.narrow,
     )  # fmt: skip
 
 
@@ -284,8 +292,8 @@ def _memory(
         q_rows = sizes.n_train if rows is None else rows
         if certificate in DETERMINISTIC:
             q_rows = n
-        wide = sizes.hidden or stored
-        memory["Q"] = q_rows * d * (8 if wide else word)
+        wide = sizes.hidden or (stored and not sizes.narrow)
+        memory["Q"] = q_rows * d * (8 if wide else word) + sizes.copies * sizes.n_train * d * 8
         memory["P and its factor"] = 3 * min(d, max(sizes.n_train, 1)) * d * 8
     if certificate in DETERMINISTIC:
         # B and its Gram matrix, for as many rows outside training as columns at most.

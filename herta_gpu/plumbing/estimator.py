@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import math
+import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,6 +14,8 @@ import numpy as np
 
 from herta_gpu.plumbing.machine import host_memory
 from herta_gpu.plumbing.validation import as_labels, check_targets, has_label, train_rows
+
+_LEAST_WEIGHT = 1e-30  # of the largest weight: less is none
 
 
 class Estimator:
@@ -35,13 +39,39 @@ class Estimator:
             setattr(self, name, value)
         return self
 
+    def __sklearn_tags__(self) -> Any:
+        """What scikit-learn asks of an estimator; nobody else calls this."""
+        from sklearn.utils import ClassifierTags, InputTags, RegressorTags, Tags, TargetTags
+
+        kind = getattr(self, "_estimator_type", None)
+        return Tags(
+            estimator_type=kind,
+            target_tags=TargetTags(required=True, multi_output=kind != "classifier"),
+            classifier_tags=ClassifierTags() if kind == "classifier" else None,
+            regressor_tags=RegressorTags() if kind == "regressor" else None,
+            input_tags=InputTags(sparse=True),
+        )
+
     def __repr__(self) -> str:
         changed = [
             f"{k}={getattr(self, k)!r}"
             for k, v in self._defaults().items()
-            if getattr(self, k) != v
+            if isinstance(getattr(self, k), np.ndarray) or getattr(self, k) != v
         ]
         return f"{type(self).__name__}({', '.join(changed)})"
+
+
+class NotFittedError(ValueError, AttributeError, RuntimeError):
+    """A model was asked before it was fitted."""
+
+
+def not_fitted(model: Any) -> Exception:
+    """The error to raise; scikit-learn's own where it is in use, for that is what it looks for."""
+    kind = getattr(sys.modules.get("sklearn.exceptions"), "NotFittedError", ValueError)
+    error: Any = NotFittedError
+    if not issubclass(error, kind):
+        error = type("NotFittedError", (NotFittedError, kind), {})
+    return error(f"This {type(model).__name__} is not fitted yet: call fit first.")
 
 
 class OneHot:
@@ -86,41 +116,124 @@ class Targets:
     Y: Any  # n_train x c float64, or OneHot
     classes: Any | None  # None for regression
     flat: bool  # y was one-dimensional
+    weights: Any | None = None  # (n_train,) of the rows, over `unit`; None: all 1
+    unit: float = 1.0  # a power of two, so that no weight is above 1 and none was rounded
 
 
 def make_targets(
-    y: Any, train: Any, n: int, loss: str, gathered: Callable[[Any], Any] | None = None
+    y: Any,
+    train: Any,
+    n: int,
+    loss: str,
+    sample_weight: Any = None,
+    class_weight: Any = None,
+    gathered: Callable[[Any], Any] | None = None,
 ) -> Targets:
-    """Labels or float targets of the training rows, checked.
+    """Labels or float targets of the training rows, checked; rows of weight 0 are none.
 
     Where other processes have other rows, `gathered` puts what all of them have together.
     """
     y = as_labels("y", y)
     if y.shape[0] != n:
         raise ValueError(f"y has shape {y.shape} but the graph has {n:,} nodes: one row per node.")
-    if y.ndim == 1 and y.dtype.kind in "iubU":
+    weight = None if sample_weight is None else _row_weights(sample_weight, n)
+    labels = y.ndim == 1 and y.dtype.kind in "iubU" and loss != "bce"
+    alone = gathered is None
+    if class_weight is not None and not labels:
+        raise ValueError("class_weight needs one class label per node: use sample_weight instead.")
+    if labels:
         known = has_label(y)
-        rows = train_rows(train, known, n, alone=gathered is None)
-        labels = y[rows] if gathered is None else _of_all(y[rows], gathered)
-        classes, codes = np.unique(labels, return_inverse=True)
+        rows, weight = _weighty(train_rows(train, known, n, alone), weight)
+        if class_weight is not None:
+            by_class = _class_weights(class_weight, y[known], y[rows])
+            weight = by_class if weight is None else by_class * weight
+            rows, weight = _weighty(rows, weight, given=True)
+        named = y[rows] if gathered is None else _of_all(y[rows], gathered)
+        classes, codes = np.unique(named, return_inverse=True)
         if classes.shape[0] == 1 and train is None and not known.all():
             warnings.warn(
                 f"The only label besides {'the empty one' if y.dtype.kind == 'U' else -1} "
                 f"(unlabelled) is {classes[0]}: for two classes use 0 and 1.",
                 stacklevel=4,
             )
-        return Targets(rows, _one_hot(codes, classes.shape[0]), classes, True)
+        return Targets(rows, _one_hot(codes, classes.shape[0]), classes, True, *_in_unit(weight))
+    if loss == "bce":
+        return _several_labels(y, train, n, weight)
     if loss == "ce":
         raise ValueError(
             'loss="ce" needs one integer class label per node (or text), not floats or columns.'
         )
     if y.ndim == 2 and y.shape[1] == 0:
         raise ValueError("y has no columns: give at least one target.")
-    rows = train_rows(train, np.ones(n, dtype=bool), n, alone=gathered is None)
+    rows, weight = _weighty(train_rows(train, np.ones(n, dtype=bool), n, alone), weight)
     Y = y[rows].astype(np.float64)
     Y = Y if gathered is None else _of_all(Y, gathered)
     check_targets(Y)
-    return Targets(rows, Y[:, None] if y.ndim == 1 else Y, None, y.ndim == 1)
+    Y = Y[:, None] if y.ndim == 1 else Y
+    return Targets(rows, Y, None, y.ndim == 1, *_in_unit(weight))
+
+
+def _several_labels(y: Any, train: Any, n: int, weight: Any) -> Targets:
+    """Zeros and ones, several per node; -1 or NaN is unknown, and becomes -1."""
+    if y.dtype.kind == "U" or (y.ndim == 2 and y.shape[1] == 0):
+        raise ValueError('loss="bce" needs zeros and ones, (n,) or (n, c), -1 or NaN for unknown.')
+    Y = np.where(np.isfinite(y), y, -1).astype(np.float64).reshape(n, -1)
+    if not np.isin(Y, (-1.0, 0.0, 1.0)).all() or np.isinf(y).any():
+        bad = Y[~np.isin(Y, (-1.0, 0.0, 1.0))]
+        shown = f"{bad[0]:g}" if bad.size else "infinity"
+        raise ValueError(
+            f'loss="bce" needs zeros and ones (-1 or NaN for unknown), but y holds {shown}.'
+        )
+    rows, weight = _weighty(train_rows(train, (Y >= 0).any(axis=1), n), weight)
+    return Targets(rows, Y[rows], None, y.ndim == 1, *_in_unit(weight))
+
+
+def _row_weights(given: Any, n: int) -> Any:
+    """sample_weight as (n,) floats, or a sentence that says what is wrong with it."""
+    weight = np.asarray(given)
+    if weight.shape != (n,) or weight.dtype.kind not in "fiub":
+        raise ValueError(
+            f"sample_weight must hold one number per node, shape ({n},), not "
+            f"{weight.dtype} of shape {weight.shape}."
+        )
+    return weight.astype(np.float64)
+
+
+def _weighty(rows: Any, weight: Any, given: bool = False) -> tuple[Any, Any]:
+    """The rows that have any weight, and theirs; `given`: one per row, not one per node."""
+    if weight is None:
+        return rows, None
+    weight = weight if given else weight[rows]
+    if not np.isfinite(weight).all() or (weight < 0).any():
+        raise ValueError("A weight of a training node is negative, NaN or infinite: use 0 or more.")
+    largest = float(weight.max(initial=0.0))
+    if largest == 0:
+        raise ValueError("All training nodes have the weight 0: give at least one a positive one.")
+    if not _LEAST_WEIGHT <= largest <= 1 / _LEAST_WEIGHT:
+        raise ValueError(
+            f"The largest weight of a training node is {largest:.3g}: divide all of them by that."
+        )
+    keep = weight > _LEAST_WEIGHT * largest
+    return rows[keep], weight[keep]
+
+
+def _class_weights(given: Any, labels: Any, y: Any) -> Any:
+    """One weight per row of y: that of its class."""
+    classes, codes, counts = np.unique(y, return_inverse=True, return_counts=True)
+    if isinstance(given, str):  # "balanced": as much of each class
+        return (y.shape[0] / (classes.shape[0] * counts))[codes]
+    unknown = [name for name in given if name not in labels]
+    if unknown:
+        raise ValueError(f"class_weight names {unknown[0]!r}, which is no label of y.")
+    return np.array([float(given.get(name, 1.0)) for name in classes.tolist()])[codes]
+
+
+def _in_unit(weight: Any) -> tuple[Any, float]:
+    """Weights of at most 1, and the power of two by which they were divided."""
+    if weight is None or (weight == 1).all():
+        return None, 1.0
+    unit = 2.0 ** math.ceil(math.log2(float(weight.max())))
+    return weight / unit, unit
 
 
 def _of_all(labels: Any, gathered: Callable[[Any], Any]) -> Any:
@@ -171,6 +284,18 @@ def accuracy_or_r2(predicted: Any, y: Any, rows: Any, classes: Any | None) -> fl
     if truth.shape != guess.shape:
         raise ValueError(f"y has {truth.shape[1]} columns but the model has {guess.shape[1]}.")
     return r_squared(truth, guess)
+
+
+def label_accuracy(predicted: Any, y: Any, rows: Any) -> float:
+    """The share of right labels of 0 or 1, among those of `rows` that are known."""
+    y = as_labels("y", y)[rows].reshape(rows.size, -1)
+    predicted = predicted.reshape(rows.size, -1)
+    if y.shape != predicted.shape:
+        raise ValueError(f"y has {y.shape[1]} columns but the model has {predicted.shape[1]}.")
+    known = (y == 0) | (y == 1)
+    if not known.any():
+        raise ValueError("None of the rows to score has a label.")
+    return float(np.mean(predicted[known] == y[known]))
 
 
 def r_squared(truth: Any, predicted: Any) -> float:

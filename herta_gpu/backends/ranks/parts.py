@@ -119,7 +119,7 @@ class GraphPart(Graph):
         """All rows: what is in one component with others is not known here."""
         return np.ones(self.num_nodes, dtype=bool)
 
-    def in_local_order(self) -> Graph:
+    def in_local_order(self, find: Any = None) -> Graph:
         return self
 
     def _whole(self, *_: Any, **__: Any) -> NoReturn:

@@ -19,7 +19,8 @@ from tests.cuda_emulator import EmulatorError, Module, compiler, kernel_text, lo
 if compiler() is None:
     pytest.skip("no g++: the kernels cannot be emulated", allow_module_level=True)
 
-from tests.backends.cuda.kernel_checks import check_offsets, run_checks
+from tests.backends.cuda.kernel_checks import run_checks
+from tests.backends.cuda.offset_checks import check_offsets
 
 REPORTS = {"asan": ("AddressSanitizer", "runtime error"), "tsan": ("ThreadSanitizer",)}
 
@@ -82,9 +83,6 @@ MUTANTS = {
     "race: every thread takes a ticket": Mutant(
         "cg.cu", "if (threadIdx.x == 0 && threadIdx.y == 0) {\n        __thr", "{\n        __thr"
     ),
-    "barrier missing before a ticket is taken": Mutant(
-        "laplacian.cu", "bool last;\n    __syncthreads();", "bool last;", "tsan"
-    ),
     "a row of partials left out": Mutant(
         "cg.cu",
         "block = threadIdx.y; block < gridDim.x;",
@@ -115,10 +113,10 @@ MUTANTS = {
         "laplacian.cu", "scale[column + i + c]", "scale[column]"
     ),
     "columns that stopped before the others did": Mutant(
-        "laplacian.cu", "here = here || active", "here = active"
+        "cg.cu", "here = here || active", "here = active"
     ),
-    "the last step of a column lost": Mutant(
-        "cg.cu", "__syncthreads_or(moves)", "__syncthreads_or(moves && beta[at.column] != 0)"
+    "steps lost where the last column is done": Mutant(
+        "cg.cu", "moves = moves || alpha", "moves = alpha"
     ),
     "a step that is taken again when all is done": Mutant(
         "cg.cu", "alpha[at.column + i] = beta[at.column + i] = 0;", "beta[at.column + i] = 0;"
@@ -130,7 +128,7 @@ MUTANTS = {
         "cg.cu", "atomicInc(ticket, count - 1) == count - 1", "atomicInc(ticket, count - 1) == 0"
     ),
     "exit before a barrier": Mutant(
-        "laplacian.cu", "lane(L.k);\n", "lane(L.k);\n    if (!lane.inside) return;\n"
+        "laplacian.cu", "if (active && !any", "if (!lane.inside) return;\n    if (active && !any"
     ),
     "off by one: a row too many": Mutant(
         "laplacian.cu", "const bool mine = row < L.n &&", "const bool mine = row <= L.n &&", "asan"
@@ -144,7 +142,31 @@ MUTANTS = {
     "shared tile without its padding": Mutant(
         "hadamard.cu", "tile[slot(1 << kLogRows)]", "tile[1 << kLogRows]", "asan"
     ),
-    "32-bit offset": Mutant("laplacian.cu", "X + j * k", "X + static_cast<i32>(j * k)", "offsets"),
+    "32-bit offset": Mutant("laplacian.cu", "X + j * k", "X + static_cast<u32>(j * k)", "offsets"),
+    "32-bit offset of float16": Mutant(
+        "laplacian.cu", "G + j * k", "G + static_cast<u32>(j * k)", "offsets"
+    ),
+    "32-bit offset of a direction": Mutant(
+        "cg.cu", "const i64 offset = row * k", "const u32 offset = row * k", "offsets"
+    ),
+    "32-bit offset of a sketch": Mutant(
+        "sketch.cu", "out[row * k + column + i]", "out[static_cast<u32>(row * k) + i]", "offsets"
+    ),
+    "32-bit offset of a score": Mutant(
+        "sampling.cu", "load<N>(S + hi * k + c)", "load<N>(S + u32(hi * k) + c)", "offsets"
+    ),
+    "32-bit offset of a tile": Mutant(
+        "hadamard.cu", "in[row * k + columns + c]", "in[u32(row * k) + columns + c]", "offsets"
+    ),
+    "32-bit number of a thread": Mutant(
+        "sampling.cu",
+        "return static_cast<i64>(blockIdx.x) * blockDim.x",
+        "return blockIdx.x * blockDim.x",
+        "offsets",
+    ),
+    "32-bit number of an edge": Mutant(
+        "sampling.cu", "new_indices[start + place]", "new_indices[u32(start + place)]", "offsets"
+    ),
     "32-bit place of an entry": Mutant(
         "sampling.cu",
         "for (i64 e = indptr[u] + threadIdx.x; e < indptr[u + 1]; e += 32) {",

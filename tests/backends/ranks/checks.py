@@ -209,7 +209,7 @@ def check_products_and_solves_of_parts() -> None:
         if w is None and isinstance(partition, str):  # each kind takes some seconds to compile
             kinds += [("float32", 2e-5, 17), ("float64", 1e-12, 1)]
         for dtype, tol, k in kinds:
-            H = RegularizedLaplacian(part, 5.0, backend_for("cpu", part), dtype)
+            H = RegularizedLaplacian(part, 5.0, backend_for("cpu", part, None), dtype)
             B = rng.standard_normal((N, k)).astype(dtype)
             mine = B[part.nodes]
             assert np.abs(H.apply(mine) - (dense @ B)[part.nodes]).max(initial=0) < tol
