@@ -9,7 +9,8 @@ The ground floor is the paper; every other concern has a room with a name.
     preconditioner   Q, its sketch and P; `grams` factors it, `factors` has the forms of P^-1/2
     unfolded         Z*(W) and its gradient through two solves; `prediction` has the outputs of a
                      fitted model, a block of columns at a time
-    losses           a new loss goes here; `optimizers` and `training` hold the loop
+    losses           a new loss goes here; `row_losses` has what they share (weights, intercept),
+                     `entropies` those that are not quadratic; `optimizers` and `training` the loop
     spectrum         what is known of the Hessian; `certificate` says what is proven of a fit
     graph, features  from an edge list to a Graph; X behind three products
 
@@ -19,7 +20,9 @@ The strategy "direct", which needs no array of n x d or n x c numbers, in the or
     diffusion        the training rows of Q in these, with a proven bound of their error
     dense            the optimum on stored rows; `descent` has the steps of cross entropy,
                      `hessians` the second derivatives that lead them
-    direct           what the stored rows prove of the true problem
+    several          blocks of features for several lam
+    direct           what the stored rows prove of the true problem; `leave_one_out` what they say
+                     of models without a row
 
 What other libraries' users know it by:
 
