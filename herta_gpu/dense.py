@@ -36,6 +36,7 @@ def minimise(
     factor: Factor | None = None,
     memory_limit: int | None = None,
     callback: Callback | None = None,
+    gram: Array | None = None,
 ) -> DenseFit:
     """Minimise loss(A u) + ridge/2 <u, G u> over u.
 
@@ -62,6 +63,8 @@ def minimise(
         Bytes that may be allocated beside A; None asks the backend.
     callback : function
         Called with each record of the history.
+    gram : (r, r) array
+        A^T A as the loss sees its rows, if that is known: cross entropy begins with it.
 
     Examples
     --------
@@ -81,7 +84,7 @@ def minimise(
     if loss.quadratic:
         return _least_squares(problem, goal, start, factor, callback)
     limit = backend.memory_available() if memory_limit is None else memory_limit
-    return Descent(problem, goal, max_steps, limit, callback).run(problem.start(start))
+    return Descent(problem, goal, max_steps, limit, callback, gram).run(problem.start(start))
 
 
 def row_space(

@@ -201,7 +201,10 @@ class Descent:
         max_steps: int,
         memory_limit: int,
         callback: Callback | None,
+        gram: Array | None = None,
     ) -> None:
+        """`gram` is A^T A as Hessians see A, if that is known."""
+        self.gram = gram
         self.problem, self.goal, self.max_steps, self.callback = problem, goal, max_steps, callback
         self.backend, self.xp, self.loss = problem.backend, problem.xp, problem.loss
         self.memory_limit, rows = memory_limit, problem.A.shape[0]
@@ -296,8 +299,8 @@ class Descent:
         near = self.curvature / _STALE <= now <= self.curvature * _STALE
         if not (near or self.hessian.exact):
             self.curvature = now
-            P = ScaledGram(self.backend, problem.seen, weights, problem.ridge, problem.metric)
-            self.hessian = P
+            known = (problem.ridge, problem.metric, self.gram)
+            self.hessian = ScaledGram(self.backend, problem.seen, weights, *known)
 
     def _steps_left(self, point: Point) -> float:
         """How many more steps like the last ones there would be; 0 where that is not asked."""
