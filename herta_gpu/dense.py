@@ -78,13 +78,13 @@ def minimise(
     ('certified', True)
     """
     metric = metric or Metric(backend)
-    problem = DenseProblem(backend, loss, A, Y, ridge, metric)
+    problem = DenseProblem(backend, loss, A, Y, ridge, metric, gram)
     if A.shape[0] < A.shape[1] and factor is None:
         return _in_row_space(problem, goal, max_steps, start, memory_limit, callback)
     if loss.quadratic:
         return _least_squares(problem, goal, start, factor, callback)
     limit = backend.memory_available() if memory_limit is None else memory_limit
-    return Descent(problem, goal, max_steps, limit, callback, gram).run(problem.start(start))
+    return Descent(problem, goal, max_steps, limit, callback).run(problem.start(start))
 
 
 def row_space(
