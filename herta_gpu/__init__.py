@@ -21,6 +21,12 @@ The strategy "direct", which needs no array of n x d or n x c numbers, in the or
                      `hessians` the second derivatives that lead them
     direct           what the stored rows prove of the true problem
 
+What other libraries' users know it by:
+
+    torch            Z = H^-1 F as a layer for PyTorch
+    sklearn          NodeClassifier and NodeRegressor, which hold graph and X
+    bundles          fit(data): graph, X, y and masks out of one object of PyG's or ours
+
     planning/        settings (the caller's wishes, frozen), costs, memory, the plan, and `cards`:
                      plans for a GPU that is not there
     backends/        the primitives: base.py, cpu/ (reference and compiled), cuda/ (CuPy)
@@ -37,18 +43,20 @@ if TYPE_CHECKING:
     from herta_gpu.graph import Graph
     from herta_gpu.herta import HERTA
     from herta_gpu.plumbing.checkpoint import Checkpoint
+    from herta_gpu.sklearn import NodeClassifier, NodeRegressor
     from herta_gpu.solver import SDDSolver
     from herta_gpu.sparsifier import Sparsifier, effective_dimension
 
 __all__ = [
-    "HERTA", "Certificate", "Checkpoint", "Graph", "SDDSolver", "Sparsifier", "effective_dimension",
+    "HERTA", "Certificate", "Checkpoint", "Graph", "NodeClassifier", "NodeRegressor", "SDDSolver",
+    "Sparsifier", "effective_dimension",
 ]  # fmt: skip
 __version__ = "0.1.0"
 
 _HOMES = {
     "HERTA": "herta", "Certificate": "certificate", "Graph": "graph", "SDDSolver": "solver",
     "Sparsifier": "sparsifier", "effective_dimension": "sparsifier",
-    "Checkpoint": "plumbing.checkpoint",
+    "Checkpoint": "plumbing.checkpoint", "NodeClassifier": "sklearn", "NodeRegressor": "sklearn",
 }  # fmt: skip
 
 

@@ -124,7 +124,7 @@ class Diffusion:
             norms, left = xp.sqrt(H.backend.column_dots(B, B)), self.left[J]
             rounded = xp.maximum(left - norms, 0.0) + unit * norms
             # A residual that was large when it was stored has too few digits for a small one.
-            anew = basis.rounding[J] + 2 * H.rounding(k) * sizes
+            anew = basis.rounding[J] + 2 * H.rounding(k, rows=True) * sizes
             on = _worst(xp, rounded - anew, sizes) <= _KNOWN * goal
         if on:
             rows, others = self.rows[:, J].astype("float64"), self.others[:, J].copy()
@@ -144,7 +144,7 @@ class Diffusion:
             source = basis.chunks(J) if fresh else _chunks(H.backend, B)
             before, norms = norms, _new_residual(H, source, Z, B)
             # ||Z|| <= ||H Z|| <= ||B|| + ||B - H Z||, and the new B is stored rounded.
-            rounded = rounded + H.rounding(k) * (before + norms) + unit * norms
+            rounded = rounded + H.rounding(k, rows=True) * (before + norms) + unit * norms
             products, last, worst = products + degree, worst, _worst(xp, norms, sizes)
         if self.rows.dtype != rows.dtype:
             # Half a unit of each number, or of the smallest there is.

@@ -127,8 +127,8 @@ class UnfoldedMap:
         xp, parts, tol = self.H.backend.xp, [], max(tol, _LEAST_TOL)
         for j in range(0, B.shape[1], self.width):
             J = slice(j, j + self.width)
-            start = None if guess is None else xp.ascontiguousarray(guess[:, J])
-            parts.append(block_cg(self.H, xp.ascontiguousarray(B[:, J]), tol, start))
+            start = None if guess is None else guess[:, J]
+            parts.append(block_cg(self.H, B[:, J], tol, start))
         Z = parts[0][0] if len(parts) == 1 else xp.concatenate([Z for Z, _ in parts], axis=1)
         return _gathered(Z, [info for _, info in parts])
 

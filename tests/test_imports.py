@@ -15,11 +15,12 @@ PACKAGE = ROOT / "herta_gpu"
 LAYERS = [
     ["", "plumbing", "planning.settings", "planning.recipe", "conformal"],
     ["graph"],
+    ["bundles"],
     ["backends.base"],
     ["backends.cpu", "backends.cuda"],
     ["backends"],
     ["solver"],
-    ["features", "factors", "losses"],
+    ["features", "factors", "losses", "torch"],
     ["prediction"],
     ["grams", "unfolded", "optimizers", "sparsifier"],
     ["hessians"],
@@ -38,6 +39,7 @@ LAYERS = [
     ["planning"],
     ["steps"],
     ["herta"],
+    ["sklearn"],
     ["datasets"],
     ["app", "__main__"],
 ]

@@ -19,6 +19,7 @@ _EXTRAS = {
     "ogb": ("ogb", "torch"),
     "plot": ("matplotlib",),
     "tables": ("pandas", "pyarrow"),
+    "torch": ("torch",),
 }
 
 

@@ -60,6 +60,7 @@ class Settings:
     reorder: Wish
     fit_intercept: bool = False
     weighted: bool = False  # by class
+    old_P: bool = False  # P is that of another model, from a warm start
     loo: bool = False  # leave-one-out is wanted: stored rows, solved for tightly
 
     @classmethod
