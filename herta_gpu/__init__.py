@@ -21,6 +21,12 @@ The strategy "direct", which needs no array of n x d or n x c numbers, in the or
                      `hessians` the second derivatives that lead them
     direct           what the stored rows prove of the true problem
 
+More from the same solver, each in a module of its own:
+
+    labels           LabelPropagation: H^-1 M^T Y, with an error bound of every number
+    smoothing        CorrectAndSmooth, after any base model
+    label_features   labels of other folds as features, so that no label speaks for itself
+
     planning/        settings (the caller's wishes, frozen), costs, memory, the plan, and `cards`:
                      plans for a GPU that is not there
     backends/        the primitives: base.py, cpu/ (reference and compiled), cuda/ (CuPy)
@@ -36,19 +42,23 @@ if TYPE_CHECKING:
     from herta_gpu.certificate import Certificate
     from herta_gpu.graph import Graph
     from herta_gpu.herta import HERTA
+    from herta_gpu.labels import LabelPropagation
     from herta_gpu.plumbing.checkpoint import Checkpoint
+    from herta_gpu.smoothing import CorrectAndSmooth
     from herta_gpu.solver import SDDSolver
     from herta_gpu.sparsifier import Sparsifier, effective_dimension
 
 __all__ = [
-    "HERTA", "Certificate", "Checkpoint", "Graph", "SDDSolver", "Sparsifier", "effective_dimension",
+    "HERTA", "Certificate", "Checkpoint", "CorrectAndSmooth", "Graph", "LabelPropagation",
+    "SDDSolver", "Sparsifier", "effective_dimension",
 ]  # fmt: skip
 __version__ = "0.1.0"
 
 _HOMES = {
     "HERTA": "herta", "Certificate": "certificate", "Graph": "graph", "SDDSolver": "solver",
     "Sparsifier": "sparsifier", "effective_dimension": "sparsifier",
-    "Checkpoint": "plumbing.checkpoint",
+    "Checkpoint": "plumbing.checkpoint", "LabelPropagation": "labels",
+    "CorrectAndSmooth": "smoothing",
 }  # fmt: skip
 
 

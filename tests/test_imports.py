@@ -34,6 +34,8 @@ LAYERS = [
     ["training"],
     ["planning"],
     ["steps"],
+    ["labels"],
+    ["smoothing", "label_features"],
     ["herta"],
     ["datasets"],
     ["app", "__main__"],
