@@ -20,7 +20,7 @@ LAYERS = [
     ["backends"],
     ["solver"],
     ["features", "factors", "losses"],
-    ["prediction"],
+    ["prediction", "several"],
     ["grams", "unfolded", "optimizers", "sparsifier"],
     ["hessians"],
     ["descent"],
