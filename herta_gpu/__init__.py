@@ -25,7 +25,7 @@ More from the same solver, each in a module of its own:
 
     labels           LabelPropagation: H^-1 M^T Y, with an error bound of every number
     smoothing        CorrectAndSmooth, after any base model
-    several          H_lam^-1 B for several lam from one sequence of products
+    sweep            H_lam^-1 B for several lam from one sequence of products
     label_features   labels of other folds as features, so that no label speaks for itself
 
     planning/        settings (the caller's wishes, frozen), costs, memory, the plan, and `cards`:

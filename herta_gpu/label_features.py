@@ -4,7 +4,7 @@ The training nodes are cut into k folds at random, whatever their labels.  A nod
 row of H^-1 M_(-j)^T Y, to which the labels of its own fold add nothing; a node outside the training
 nodes gets the mean over the folds, which is (k - 1)/k of H^-1 M^T Y: what a node sees is of the
 same size on both sides.  Every lam gives such a block of c columns, all of them from one sequence
-of products (`several`).
+of products (`sweep`).
 
 They are appended to the rows of the features *after* these were diffused: another diffusion would
 carry a label home.  So the problem stays convex in W, and the certificate of the fit is as before.
@@ -22,8 +22,8 @@ from herta_gpu.backends import get_backend
 from herta_gpu.graph import Graph, check_graph
 from herta_gpu.plumbing.estimator import make_targets
 from herta_gpu.plumbing.validation import check_count, check_dtype, check_lam, check_positive
-from herta_gpu.several import Series, inverse_rows
 from herta_gpu.solver import BLOCK_WIDTH, RegularizedLaplacian
+from herta_gpu.sweep import Series, inverse_rows
 
 LAMS = (1.0, 5.0, 20.0, 100.0)
 FOLDS = 5

@@ -20,7 +20,7 @@ LAYERS = [
     ["backends"],
     ["solver"],
     ["features", "factors", "losses"],
-    ["prediction", "several"],
+    ["prediction", "sweep"],
     ["grams", "unfolded", "optimizers", "sparsifier"],
     ["hessians"],
     ["descent"],

@@ -102,7 +102,7 @@ def inverse_rows(
     >>> import numpy as np
     >>> from herta_gpu import Graph
     >>> from herta_gpu.backends import get_backend
-    >>> from herta_gpu.several import inverse_rows
+    >>> from herta_gpu.sweep import inverse_rows
     >>> from herta_gpu.solver import RegularizedLaplacian
     >>> g = Graph.from_edges([[0, 1, 2], [1, 2, 3]])
     >>> H = RegularizedLaplacian(g, 1.0, get_backend("cpu"), "float64")
