@@ -112,6 +112,7 @@ def certify(
     if not choices:
         return Certificate(math.inf, "none", note=why_not, kept=P.features, features=P.features)
     gap, kind, probability, note, kept = min(choices)
+    gap += point.aside
     below = point.objective - point.objective_error - gap
     value = gap / below if below > 0 else math.inf
     value = 0.0 if gap == 0 else value  # an optimum of exactly 0 that was reached

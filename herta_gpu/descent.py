@@ -17,6 +17,7 @@ import numpy as np
 from herta_gpu.backends.base import Array, Backend, norm
 from herta_gpu.hessians import (
     ClassBlocks,
+    ColumnBlocks,
     Hessian,
     Metric,
     RankOnes,
@@ -79,6 +80,8 @@ class DenseProblem:
     ) -> None:
         self.backend, self.xp, self.loss, self.A, self.Y = backend, backend.xp, loss, A, Y
         self.ridge, self.metric, self.passes = ridge, metric, 0
+        mean = loss.mean(self.xp, A) if loss.intercept else None
+        self.seen = loss.seen(self.xp, A, slice(None), mean)  # A, as Hessians see it
         self.columns = self.xp.sqrt((A * A).sum(axis=0))  # norms
         self.at_zero = loss.value(self.xp, self.xp.zeros_like(Y), Y)
 
@@ -293,7 +296,7 @@ class Descent:
         near = self.curvature / _STALE <= now <= self.curvature * _STALE
         if not (near or self.hessian.exact):
             self.curvature = now
-            P = ScaledGram(self.backend, problem.A, weights, problem.ridge, problem.metric)
+            P = ScaledGram(self.backend, problem.seen, weights, problem.ridge, problem.metric)
             self.hessian = P
 
     def _steps_left(self, point: Point) -> float:
@@ -315,7 +318,7 @@ class Descent:
         # A product with few columns runs at about a quarter of the speed of a Gram matrix.
         a_step = 16.0 * n * r * c + 32.0 * self.lbfgs.pairs * r * c + 400.0 * n * c + 2e7
         budget = steps * a_step
-        if c == 1 or ScaledGram.cost(n, r) > budget:
+        if (c == 1 and not self.loss.separable) or ScaledGram.cost(n, r) > budget:
             return None
         active = active_rows(self.xp, weights)
         blocks = ClassBlocks.cost(active.shape[0], r, c - 1)
@@ -323,14 +326,20 @@ class Descent:
         if r * c > _WHOLE_SIZE or memory > self.memory_limit:
             blocks = math.inf
         arguments = (problem.ridge, problem.metric)
+        S = self.loss.probabilities(self.xp, point.E, problem.Y)
+        if self.loss.separable:
+            cost = ColumnBlocks.cost(n, r, c)
+            if cost > budget or ColumnBlocks.memory(n, r, c) > self.memory_limit:
+                return None
+            return ColumnBlocks(self.backend, problem.seen, S, *arguments)
         if problem.ridge > 0:
             most = _most_terms(n, r, min(budget, blocks), self.memory_limit)
-            terms = rank_ones(self.xp, point.E + problem.Y, most) if most else None
+            terms = rank_ones(self.xp, S, most) if most else None
             if terms is not None:
-                return RankOnes(self.backend, problem.A, terms, *arguments)
+                return RankOnes(self.backend, problem.seen, terms, *arguments)
         if blocks > budget:
             return None
-        return ClassBlocks(self.backend, problem.A, point.E + problem.Y, *arguments, active)
+        return ClassBlocks(self.backend, problem.seen, S, *arguments, active)
 
 
 class _Nothing:

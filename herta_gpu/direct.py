@@ -12,8 +12,12 @@ convex in W, and the same difference seen from W gives
 
     ||g|| <= ||g_Q|| + ||D|| ||E_Q|| + beta ||X|| ||D u||,           gap <= ||g||^2 / (2 ridge),
 
-beta the largest curvature of the loss.  Rounding is counted where it happens, that of W = C0 u
-included.
+beta the largest curvature of the loss; or, as E_Q is a gradient of the true loss as well, at
+outputs that are off by D u, and the loss is convex and no steeper than beta,
+
+    gap <= (||g_Q|| + ||D|| ||E_Q||)^2 / (2 ridge) + beta/2 ||D u||^2.
+
+Rounding is counted where it happens, that of W = C0 u included.
 """
 
 from __future__ import annotations
@@ -54,12 +58,22 @@ class Terms:
     Du: float  # ||D u||
     other: float  # errors of the outputs that are rounding
     convexity: float  # strong convexity at D = 0, as a root
+    bend: float = math.inf  # the largest curvature of the loss, where it need not be quadratic
+    aside: Callable[[float], float] | None = None  # what an intercept adds, from such an error
 
     def gap(self, share: float = 1.0) -> float:
         D, error = share * self.D, share * self.Du + self.other
+        aside = 0.0 if self.aside is None else self.aside(error)
         size = self.gradient + D * self.E + (self.through + D) * error
         root = self.convexity - D if self.kind == "residual" else self.convexity
-        return size**2 / (2 * root**2) if root > 0 else math.inf
+        if root <= 0:
+            return math.inf
+        gap = size**2 / (2 * root**2)
+        if self.bend < math.inf:
+            # Rounding of E itself is seen through X.
+            size = self.gradient + D * self.E + (self.through / self.bend + D) * self.other
+            gap = min(gap, size**2 / (2 * root**2) + 0.5 * self.bend * error**2)
+        return gap + aside
 
 
 @dataclass(frozen=True)
@@ -123,6 +137,8 @@ class Sweep:
     F: float  # norm of the outputs ...
     Y: float  # ... and of what they should be
     rounding: float  # of the loss
+    b: Array | None = None  # (c,) the constants of an intercept, in the coordinates of `Q` ...
+    sums: Array | None = None  # ... and 1^T E, which they should make 0
 
 
 class StoredProblem:
@@ -135,7 +151,11 @@ class StoredProblem:
         assert P.basis is not None
         self.backend, self.loss, self.P, self.Y, self.ridge = backend, loss, P, Y, ridge
         self.Q, self.basis, self.X_norm = P.rows.astype("float64", copy=False), P.basis, X_norm
+        self.mean = loss.mean(backend.xp, self.Q) if loss.intercept else None
+        if self.mean is not None:
+            self.Q = self.Q - self.mean  # nothing but constants: the loss has its own
         self._swept: tuple[Array, Sweep] | None = None  # the last look, at this very u
+        self._Y_mean: Array | None = None
         self.settled = True  # whether the optimum of the stored problem was found
         self.host: Backend | None = None  # where cross entropy is trained, if not on the device
         self.sizes = backend.xp.sqrt(backend.column_dots(self.Q, self.Q))
@@ -147,19 +167,49 @@ class StoredProblem:
         xp, matmul = self.backend.xp, self.backend.matmul
         found = Sweep(0.0, self.ridge * self._penalty(u), 0.0, 0.0, 0.0, 0.0)
         step, total = max(1, _CHUNK_BYTES // (8 * u.shape[1])), 0.0
+        if self.loss.intercept:
+            found.b, found.sums = self._constants(u), xp.zeros(u.shape[1])
         for i in range(0, self.Y.shape[0], step):
-            Q, Y = self.Q[i : i + step], self.Y[i : i + step]
+            Q, Y, loss = self.Q[i : i + step], self.Y[i : i + step], self._rows(i, step)
             F = matmul(Q, u)
-            E = self.loss.residual(xp, F, Y)
+            F = F if found.b is None else F + found.b
+            E = loss.residual(xp, F, Y)
             total = total + matmul(Q.T, E)
-            found.loss += self.loss.value(xp, F, Y)
-            found.rounding += self.loss.rounding(F)
+            found.loss += loss.value(xp, F, Y)
+            found.rounding += loss.rounding(F)
+            if found.sums is not None:
+                found.sums += E.sum(axis=0)
             found.E = math.hypot(found.E, norm(E))
             found.F = math.hypot(found.F, norm(F))
             found.Y = math.hypot(found.Y, norm(Y))
         found.gradient = self.loss.centred(xp, total) + found.gradient
         self._swept = (u, found)
         return found
+
+    def _rows(self, start: int, count: int) -> Loss:
+        return self.loss.of_rows(slice(start, start + count))
+
+    def _constants(self, u: Array) -> Array:
+        """The best constants of an intercept at u."""
+        xp = self.backend.xp
+        if not self.loss.quadratic:
+            return self.loss.shift(xp, self.backend.matmul(self.Q, u), self.Y[:])
+        if self._Y_mean is None:
+            self._Y_mean = self._mean_of_Y()
+        # Rows of Q are centred but for rounding.
+        return self._Y_mean - self.loss.mean(xp, self.Q) @ u
+
+    def _mean_of_Y(self) -> Array:
+        """Weighted, over runs of rows: not all of Y need be there at once."""
+        total, step = 0.0, 1 << 16
+        for i in range(0, self.Y.shape[0], step):
+            total = total + self._rows(i, step).weighted(self.Y[i : i + step]).sum(axis=0)
+        return total / self.loss.total(self.Y.shape[0])
+
+    def intercept(self, u: Array) -> Array | None:
+        """(c,) the constants that belong to W = C0 u; None where there are none."""
+        b = self.sweep(u).b
+        return None if b is None or self.mean is None else b - self.mean @ u
 
     def _penalty(self, u: Array) -> Array:
         G = self.basis.ridge
@@ -208,6 +258,12 @@ class StoredProblem:
         outputs = (r + 2) * _UNIT * float((self.sizes * by_row).sum())  # synchronize!
         outputs += 4 * _UNIT * (found.F + found.Y) + self.basis.weights_rounding(u)
         rows = (count + 4) * _UNIT * slope * self.sizes
+        aside = None
+        if found.b is not None:
+            stray, shifted = self._stray(found), self._shift_rounding(u, by_row, found.b)
+            outputs, slope = outputs + shifted, slope + stray
+            rows = rows + count * _UNIT * stray * self.sizes  # Q is centred up to rounding only
+            aside = self._aside(found, stray, objective + outputs * (slope + outputs))
         if self.ridge > 0:
             # C0^T C0, its product with u and W itself are sums of r terms, if C0 is not diagonal.
             terms = 8 if self.basis.ridge.ndim == 1 else 3 * r + 8
@@ -220,21 +276,44 @@ class StoredProblem:
             rho, top = P.inner.amplified(P.left), math.sqrt(1 + slack)
             choices.append(
                 Terms("residual", size, slope, top, rho, min(Du, rho * self._length(u)), outputs,
-                      math.sqrt(1 - slack))
+                      math.sqrt(1 - slack), aside=aside)
             )  # fmt: skip
         if self.ridge > 0:
             size = self.basis.dual_norm(g) + self.basis.dual_bound(rows)
             D = self.basis.dual_bound(P.left)
             through = self.loss.steepest * self.X_norm
             choices.append(
-                Terms("duality", size, slope, through, D, Du, outputs, math.sqrt(self.ridge))
-            )
+                Terms("duality", size, slope, through, D, Du, outputs, math.sqrt(self.ridge),
+                      self.loss.steepest, aside)
+            )  # fmt: skip
         note = P.note if choices else why_not(objective)
         grad_norm = norm(self.basis.gradient(g))
         rounding = found.rounding + 8 * _UNIT * objective
         return Proof(
             objective, rounding, slope, grad_norm, tuple(choices), note, P.kept, P.features
         )
+
+    def _stray(self, found: Sweep) -> float:
+        """||1^T E|| over the root of all weights, rounding included."""
+        assert found.sums is not None
+        count = self.Y.shape[0]
+        rounded = (count + 4) * _UNIT * math.sqrt(count) * (found.E + 4 * _UNIT * found.F)
+        return (norm(found.sums) + rounded) / math.sqrt(self.loss.total(count))
+
+    def _shift_rounding(self, u: Array, by_row: Array, b: Array) -> float:
+        """What rounding of the constants, and of the rows less their mean, does to the outputs."""
+        assert self.mean is not None
+        terms = float((abs(self.mean) * by_row).sum()) + norm(b)  # synchronize!
+        whole = (u.shape[0] + 4) * _UNIT * math.sqrt(self.Y.shape[0]) * terms
+        return whole + _UNIT * float((self.sizes * by_row).sum())  # synchronize!
+
+    def _aside(self, found: Sweep, stray: float, objective: float) -> Callable[[float], float]:
+        """What the constants may add to the gap, given what the outputs are off by."""
+        assert found.b is not None
+        Y = self.Y[:0] if self.loss.quadratic else self.Y[:]
+        known = (objective, self.ridge, self.X_norm)
+        reach = self.loss.reach(self.backend.xp, Y, found.b, *known)
+        return lambda error: self.loss.aside(stray, error, reach)
 
     def _length(self, u: Array) -> float:
         return norm(self.P.inner.unhalf(u))

@@ -6,7 +6,7 @@ weights), the correction stands beside the line it concerns.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import wraps
 from pathlib import Path
@@ -19,10 +19,11 @@ from herta_gpu.backends.base import Array, Backend
 from herta_gpu.certificate import Certificate
 from herta_gpu.features import Features
 from herta_gpu.graph import Graph, check_graph
+from herta_gpu.losses import LOSSES, Loss
 from herta_gpu.planning.cards import Card
 from herta_gpu.planning.costs import Outline, Sizes, sizes_of, stored_order
 from herta_gpu.planning.plan import Decision, Plan, make_plan
-from herta_gpu.planning.settings import Settings, strength
+from herta_gpu.planning.settings import Settings, strengths
 from herta_gpu.plumbing.checkpoint import Checkpoint
 from herta_gpu.plumbing.estimator import (
     Estimator,
@@ -30,6 +31,7 @@ from herta_gpu.plumbing.estimator import (
     Targets,
     accuracy_or_r2,
     check_scored,
+    label_accuracy,
     make_targets,
 )
 from herta_gpu.plumbing.files import check_target
@@ -85,12 +87,14 @@ class HERTA(Estimator):
 
     Parameters
     ----------
-    lam : float
-        Weight of the graph in the energy (equation 4.1).
+    lam : float or list of floats
+        Weight of the graph in the energy (equation 4.1).  Several, like [0, 1, 20], make blocks of
+        features [X, H_1^-1 X, H_20^-1 X], each with weights of its own: 0 is X itself.
     alpha : float, optional
         APPNP's teleport probability in place of lam: lam = 1/alpha - 1.
-    loss : {"mse", "ce"}
-        1/2 ||Z - Y||^2 or cross entropy, summed over the training rows.
+    loss : {"mse", "ce", "bce"}
+        1/2 ||Z - Y||^2, cross entropy, or binary cross entropy for several labels of 0 or 1 per
+        node; summed over the training rows.
     optimizer : {"cg", "gd", "momentum", "adam", "lbfgs"}
         On preconditioned weights; "gd" is the paper's loop.
     ridge : float
@@ -126,10 +130,20 @@ class HERTA(Estimator):
     reorder : "auto" or bool
         Store the graph by community while fitting: if that saves time, always, or never.  It
         changes nothing but rounding.
+    fit_intercept : bool
+        Add a constant to each output, undiffused and without a ridge: a column of ones in X would
+        be diffused, and H^-1 1 is not 1.
+    class_weight : dict or "balanced", optional
+        Weights of the rows of each class in the loss; "balanced": as much of each class.
 
     Attributes
     ----------
     W_ : array (d, c)
+        With several lam (len(lam) d, c), block below block.
+    intercept_ : array (c,)
+        Zeros without `fit_intercept`.
+    train_ : array (n_train,)
+        The training nodes, in the order of their ids.
     classes_ : array (c,) or None for float targets
     history_ : list of dict
         One per outer step: step, loss (the objective), loss_error (it is right up to this much),
@@ -170,7 +184,7 @@ class HERTA(Estimator):
 
     def __init__(
         self,
-        lam: float = 1.0,
+        lam: float | Sequence[float] = 1.0,
         alpha: float | None = None,
         loss: str = "mse",
         optimizer: str = "cg",
@@ -188,6 +202,8 @@ class HERTA(Estimator):
         verbose: bool = False,
         learning_rate: float | str | None = None,
         reorder: bool | str = "auto",
+        fit_intercept: bool = False,
+        class_weight: Mapping[Any, float] | str | None = None,
     ) -> None:
         self.lam, self.alpha, self.loss, self.optimizer = lam, alpha, loss, optimizer
         self.ridge, self.tol, self.max_iter = ridge, tol, max_iter
@@ -195,6 +211,7 @@ class HERTA(Estimator):
         self.precondition, self.device, self.dtype = precondition, device, dtype
         self.memory_budget, self.random_state, self.verbose = memory_budget, random_state, verbose
         self.learning_rate, self.reorder = learning_rate, reorder
+        self.fit_intercept, self.class_weight = fit_intercept, class_weight
 
     @_names_what_fits
     def fit(
@@ -207,6 +224,7 @@ class HERTA(Estimator):
         checkpoint: Checkpoint | None = None,
         stages: Stages | None = None,
         evaluate: Any = None,
+        sample_weight: Any = None,
     ) -> HERTA:
         """Train on the nodes `train` (ids, a mask, or None: all labelled ones).
 
@@ -217,7 +235,8 @@ class HERTA(Estimator):
             Arrays on a GPU (CuPy, or anything with DLPack) are used where they are.
         y : array
             (n,) whole numbers, -1 for unlabelled; (n,) text, "" (or None) for unlabelled, and
-            then `classes_` and `predict` are text, too; or floats, (n,) or (n, c).
+            then `classes_` and `predict` are text, too; or floats, (n,) or (n, c).  For
+            loss="bce" (n, c) zeros and ones, -1 or NaN where it is not known.
         train : optional
         callback : function of one dict, optional
             Called with each entry of `warm_history_` and `history_` as soon as it exists.
@@ -230,16 +249,20 @@ class HERTA(Estimator):
         evaluate : optional
             Ids (or a mask) of other nodes whose outputs are wanted.  Where the strategy is
             "direct" they come with the fit, in `outputs_`, and need no solve of their own.
+        sample_weight : array (n,), optional
+            Weights of the nodes in the loss; only those of training nodes count, and a node of
+            weight 0 is none.
         """
         _check_helpers(callback, checkpoint, stages)
         settings, backend = self._settings(), self._checked()
-        X, targets = self._checked_data(graph, X, y, train, backend)
+        X, targets = self._checked_data(graph, X, y, train, backend, sample_weight)
+        settings = replace(settings, ridge=settings.ridge / targets.unit)
         beside = node_rows([] if evaluate is None else to_host(evaluate, backend), graph.num_nodes)
         stages = Stages(self.verbose) if stages is None else stages
         before, stages.wait = dict(stages.seconds), backend.synchronize
         if checkpoint is not None:
             with stages("checkpoint"):
-                data = (graph, X, y, targets.rows, checkpoint.split)
+                data = (graph, X, y, targets.rows, checkpoint.split, targets.weights)
                 checkpoint.begin(fingerprint(self.get_params(), backend, *data))
         with stages("order"):
             given, graph = graph, stored_order(graph, X, targets.Y.shape[1], settings, backend)
@@ -261,7 +284,10 @@ class HERTA(Estimator):
         # Q <- SDDSolver(I + lam L_tilde; X); Q' <- Hadamard(R Q); Q_tilde <- s rows of Q';
         # P <- Q_tilde^T Q_tilde; P' <- P^-1/2.  Q is cut to the training rows: with a mask, a P
         # from all rows would miss the Hessian.
-        A = UnfoldedMap(H, features, rows, plan.solve_width)
+        A = UnfoldedMap(
+            H, features, rows, plan.solve_width, _bound(targets, settings, backend),
+            [H.at(lam) for lam in settings.lams] if settings.several else None,
+        )  # fmt: skip
         beside = beside[: plan.beside]  # all of them, or none
         others = _stored(graph, beside, backend)
         # Blocks of Q hold the rows of these nodes, too: those made for others are not read.
@@ -271,7 +297,7 @@ class HERTA(Estimator):
         # for t = 1..T: u <- X P' w - y_hat, two solves, g <- P' X^T u'', w <- w - eta g
         run = Training(
             settings, made.recipe, backend, Y, made.P, made.spectrum, features, stages, callback,
-            checkpoint, plan.identity,
+            checkpoint, plan.identity, A.loss, targets.unit,
         )  # fmt: skip
         with stages("train"):
             if plan.stored:  # one tight Q instead of two solves per step
@@ -282,12 +308,13 @@ class HERTA(Estimator):
                 W = run.loop(A, w, certified=True, Z=Z).W
 
         self.W_ = backend.to_numpy(W)  # synchronize!
+        self.intercept_, self.train_ = run.constants(), targets.rows
         self.__dict__.pop("outputs_", None)  # those of another fit
         outputs = made.outputs(W) if beside.size > 0 else None
         if outputs is not None:
-            self.outputs_ = outputs
+            self.outputs_ = outputs + self.intercept_.astype(outputs.dtype)
         self.classes_, self._flat = targets.classes, targets.flat
-        self.history_, self.certificate_, self.status_ = run.history, run.certificate, run.status
+        self.history_, self.certificate_, self.status_ = run.result()
         self.warm_history_, self.changes_ = run.warm_history, made.changes
         self.stages_, self.n_features_in_ = stages.since(before), X.shape[1]
         self.X_reads_ = {} if features.reads is None else features.reads.counts()
@@ -295,7 +322,7 @@ class HERTA(Estimator):
         return self
 
     def _checked_data(
-        self, graph: Graph, X: Any, y: Any, train: Any, backend: Backend
+        self, graph: Graph, X: Any, y: Any, train: Any, backend: Backend, weight: Any = None
     ) -> tuple[Any, Targets]:
         """X as a matrix and the training rows, or a sentence that says what is wrong."""
         check_graph(graph)
@@ -304,8 +331,9 @@ class HERTA(Estimator):
         if X.shape[1] == 0:
             raise ValueError("X has no columns: give at least one feature.")
         check_scale(X)
-        y, train = to_host(y, backend), to_host(train, backend)
-        return X, make_targets(y, train, graph.num_nodes, self.loss)
+        y, train, weight = (to_host(a, backend) for a in (y, train, weight))
+        n = graph.num_nodes
+        return X, make_targets(y, train, n, self.loss, weight, self.class_weight)
 
     def plan(
         self,
@@ -369,7 +397,9 @@ class HERTA(Estimator):
     def transform(
         self, graph: Graph, X: Any, idx: Any = None, out: str | Path | None = None
     ) -> Any:
-        """Z* = H^-1 X W (n, c), to a relative H-norm error of 1e-6; on a GPU if X is.
+        """Z* = H^-1 X W (n, c) and the intercept, to a relative H-norm error of 1e-6.
+
+        On a GPU if X is.
 
         Parameters
         ----------
@@ -391,11 +421,14 @@ class HERTA(Estimator):
     def predict(self, graph: Graph, X: Any, idx: Any = None) -> Any:
         """Class labels, or the model's output for float targets; of the nodes `idx` or of all.
 
+        For loss="bce" zeros and ones.
+
         `undecided_` counts the nodes whose two best classes are closer than the error of the solve.
         """
         classes = self._fitted().classes_
         if classes is None:
             Z = self.transform(graph, X, idx)
+            Z = (Z > 0) * 1 if self.loss == "bce" else Z
             return Z[:, 0] if self._flat else Z
         outputs = self._outputs(graph, X)
         backend = outputs.H.backend
@@ -426,7 +459,9 @@ class HERTA(Estimator):
         budget = settings.budget(backend.memory_available())
         width = max(1, block_width(graph.num_nodes, self.W_.shape[1], settings.dtype, budget))
         features = Features(X, backend, graph.order, budget)
-        return Outputs(H, features, backend.asarray(self.W_), width)
+        systems = [H.at(lam) for lam in settings.lams] if settings.several else [H]
+        W, b = backend.asarray(self.W_), backend.asarray(self.intercept_)
+        return Outputs(systems, features, W, width, b if self.fit_intercept else None)
 
     def _stored_rows(self, graph: Graph, idx: Any) -> Array | None:
         """Where the graph stores the nodes `idx`; None: all rows, as they are stored."""
@@ -436,7 +471,10 @@ class HERTA(Estimator):
         return _stored(graph, node_rows(to_host(idx, backend), graph.num_nodes), backend)
 
     def score(self, graph: Graph, X: Any, y: Any, idx: Any = None) -> float:
-        """Accuracy on the labelled nodes of `idx` (default all), or R^2 for float targets."""
+        """Accuracy on the labelled nodes of `idx` (default all), or R^2 for float targets.
+
+        For loss="bce" the share of right labels among all that are known.
+        """
         self._fitted()
         check_graph(graph)
         backend = get_backend(self.device)
@@ -444,6 +482,8 @@ class HERTA(Estimator):
         check_scored(y, graph.num_nodes)  # before the solve
         rows = node_rows(idx, graph.num_nodes)
         predicted = to_host(self.predict(graph, X, rows), backend)
+        if self.loss == "bce":
+            return label_accuracy(predicted, y, rows)
         return accuracy_or_r2(predicted, y, rows, self.classes_)
 
     def save(self, path: str | Path) -> None:
@@ -473,8 +513,8 @@ class HERTA(Estimator):
         """The fitted model that `save` wrote; a damaged file is a `DataError` that says so."""
         return read_model(cls, path, _FITTED)
 
-    def _lam(self) -> float:
-        return strength(self.lam, self.alpha)
+    def _lams(self) -> tuple[float, ...]:
+        return strengths(self.lam, self.alpha)
 
     def _settings(self) -> Settings:
         """The parameters, checked; a sentence says what is wrong with them."""
@@ -504,6 +544,12 @@ def _stored(graph: Graph, nodes: Any, backend: Backend) -> Array:
     """The rows in which the graph stores these nodes of the caller's."""
     inverse = graph.inverse_order()
     return backend.asarray(nodes if inverse is None else inverse[nodes])
+
+
+def _bound(targets: Targets, settings: Settings, backend: Backend) -> Loss:
+    """The loss of these rows: with their weights, and with or without an intercept."""
+    weights = None if targets.weights is None else backend.asarray(targets.weights)
+    return LOSSES[settings.loss].bound(weights, settings.fit_intercept)
 
 
 def _placed(Y: Any, stored: bool, backend: Backend) -> Any:

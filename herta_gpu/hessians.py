@@ -186,6 +186,34 @@ class ClassBlocks:
         return 8 * (2 * (r * m) ** 2 + 2 * rows * r)
 
 
+class ColumnBlocks:
+    """The whole Hessian of a loss whose outputs are independent: one block for each of them."""
+
+    exact = True
+
+    def __init__(self, backend: Backend, A: Array, S: Array, ridge: float, metric: Metric) -> None:
+        bend = backend.xp.maximum(S * (1 - S), 0.0)
+        self.columns = [
+            ScaledGram(backend, A, bend[:, j], ridge, metric) for j in range(S.shape[1])
+        ]
+        self.xp = backend.xp
+
+    def inverse(self, g: Array) -> Array:
+        found = [P.inverse(self.xp.ascontiguousarray(g[:, j : j + 1]))
+                 for j, P in enumerate(self.columns)]  # fmt: skip
+        return self.xp.concatenate(found, axis=1)
+
+    @staticmethod
+    def cost(n: int, r: int, c: int) -> float:
+        """Flops of making one."""
+        return c * ScaledGram.cost(n, r)
+
+    @staticmethod
+    def memory(n: int, r: int, c: int) -> int:
+        """Bytes that it needs."""
+        return 8 * (c * r**2 + n * c)
+
+
 class RankOnes:
     """P of what is left, and the weightiest rank-one terms of the Hessian as they are.
 

@@ -20,8 +20,10 @@ from herta_gpu.diffusion import Arrays, Diffusion, Recall, Workspace, silent
 from herta_gpu.factors import Factor, Identity
 from herta_gpu.features import Features, in_float64
 from herta_gpu.grams import RANK_CUT, DenseGram, Gram, LowRankGram, RowSpaceGram
+from herta_gpu.losses import LOSSES, Loss
 from herta_gpu.planning.recipe import Recipe
 from herta_gpu.plumbing.stages import Tell, marked
+from herta_gpu.several import Repeated, SeveralDiffusions
 from herta_gpu.solver import (
     RegularizedLaplacian,
     block_cg,
@@ -32,6 +34,7 @@ from herta_gpu.solver import (
 from herta_gpu.unfolded import UnfoldedMap
 from herta_gpu.whitening import Basis, Units, Whitened, whitened
 
+_EPS = float(np.finfo(np.float64).eps)
 _GRAM_BYTES = 16 << 20  # float64 copies of rows of Q at a time; P's own size if that is more
 
 
@@ -56,7 +59,9 @@ class Preconditioner:
     kept: int  # features that what is proven speaks of; fewer than d where some had to go
     rows: Array | None = None  # training rows of Q, kept for training on Q itself
     left: Array | None = None  # (r,) bounds of the columns of X C0 - H Q, where that was measured
-    diffusion: Diffusion | None = None  # how `rows` and `left` were found, to go on from
+    diffusion: Diffusion | SeveralDiffusions | None = (
+        None  # how `rows` and `left` were found, to go on from
+    )
     Q_all: Array | None = None  # Q on all rows, kept for the certificate
     Z_start: Array | None = None  # Q W at w_start, on all rows: training starts close to Z
 
@@ -112,15 +117,22 @@ def build(
     tell: Tell = silent,
 ) -> Preconditioner:
     """Lines 3 to 8 of Algorithm 1 on the training rows; rows `beside` of Q are kept if measured."""
-    basis = _basis(recipe, A.X, A.train.shape[0], ridge)
+    blocks = 1 if A.systems is None else len(A.systems)
+    basis = _basis(recipe, A.X, A.train.shape[0], ridge, blocks)
     if recipe.goal is None or recipe.by_rows:
         made = recall(recipe.name, lambda: _solved(recipe, H_tilde, A, basis, Y, recall))
         return _factored(recipe, H_tilde, A, basis, made, Y, ridge)
     beside = A.train[:0] if beside is None else beside
-    diffusion = Diffusion(
-        A.H, basis, A.train, beside, recipe.blocks(basis.rank), recipe.dtype(A.H.dtype),
+    solved_for = (
+        basis, A.train, beside, recipe.blocks(basis.rank), recipe.dtype(A.H.dtype),
         recipe.keep_residual, tell,
     )  # fmt: skip
+    diffusion: Diffusion | SeveralDiffusions
+    if A.systems is None:
+        diffusion = Diffusion(A.H, *solved_for)
+    else:
+        diffusion = SeveralDiffusions(A.systems, *solved_for)
+        basis = diffusion.basis
     diffusion.lower(recipe.goal, recall, recipe.name)
     made = {"Q": diffusion.rows, "left": diffusion.left}
     return replace(_factored(recipe, H_tilde, A, basis, made, Y, ridge), diffusion=diffusion)
@@ -136,7 +148,8 @@ def lowered(
 ) -> Preconditioner:
     """P again, its residuals lowered to what `recipe` now asks for."""
     diffusion = P.diffusion
-    coordinates = recipe.whiten == isinstance(P.basis, Whitened)
+    basis = P.basis.inner if isinstance(P.basis, Repeated) else P.basis
+    coordinates = recipe.whiten == isinstance(basis, Whitened)
     if diffusion is None or recipe.goal is None or not coordinates:
         if diffusion is None:
             return build(recipe, A.H, A, Y, ridge, recall)
@@ -158,7 +171,8 @@ def _factored(
 ) -> Preconditioner:
     """P = Q^T Q + ridge C0^T C0 and its factor, from Q or its sketch."""
     H, X, rows, sampled = A.H, A.X, A.train, H_tilde is not A.H
-    backend, d = H.backend, X.shape[1]
+    backend, blocks = H.backend, 1 if A.systems is None else len(A.systems)
+    d = blocks * X.shape[1]
     Q, at = made["Q"], rows if recipe.all_rows else None
     error = rounding = math.inf
     if not (sampled or recipe.by_rows or recipe.sketch_rows is not None):
@@ -171,19 +185,22 @@ def _factored(
     low_rank = (damped or ridge > 0) and 2 * few < d
     sketched = "QtY" in made  # made with the sketch, from Q itself
     with_gram = not (low_rank or whole_rows)
-    dense, QtY = products(backend, Q, None if sketched else Y, at, with_gram)
+    loss = LOSSES["mse"] if sketched else A.loss  # a sketch is one of rows as the loss sees them
+    dense, QtY = products(backend, Q, None if sketched else Y, at, with_gram, loss)
     QtY = made["QtY"] if sketched else QtY
     if whole_rows:
-        QtQ: Gram = RowSpaceGram.of_rows(backend, Q, X.column_norms)
+        QtQ: Gram = RowSpaceGram.of_rows(backend, _seen(loss, backend, Q), X.column_norms)
     elif low_rank:
-        QtQ = LowRankGram.of_rows(backend, Q if at is None else Q[at], ridge)
+        few_rows = Q if at is None else Q[at]
+        QtQ = LowRankGram.of_rows(backend, _seen(loss, backend, few_rows), ridge)
     else:
         count = Q.shape[0] if at is None else rows.shape[0]
-        QtQ = DenseGram(backend, dense, basis.ridge, damped, _gram_rounding(count, d))
+        rounded = _gram_rounding(count, d) + (0.0 if loss.plain else 8 * _EPS)
+        QtQ = DenseGram(backend, dense, basis.ridge, damped, rounded)
     inner = QtQ.factor(recipe.curvature, ridge, recipe.symmetric)
     if isinstance(QtQ, DenseGram) and inner.rank < d:
         seen = X.distinct_columns(H.graph.connected_to(backend.to_numpy(rows)))  # synchronize!
-        kept = d - max(0, seen - inner.rank)
+        kept = d - max(0, blocks * seen - inner.rank)
     else:
         kept = d
     return Preconditioner(
@@ -203,9 +220,9 @@ def _factored(
     )
 
 
-def _basis(recipe: Recipe, X: Features, n_train: int, ridge: float) -> Basis:
+def _basis(recipe: Recipe, X: Features, n_train: int, ridge: float, blocks: int) -> Basis:
     """The coordinates in which Q is solved for."""
-    if recipe.by_rows or (ridge > 0 and 2 * n_train < X.shape[1]):
+    if recipe.by_rows or (ridge > 0 and 2 * n_train < blocks * X.shape[1]):
         return Units.plain(X)  # factors of so few rows find their own
     return whitened(X, cut=ridge == 0) if recipe.whiten else Units.of(X)
 
@@ -223,7 +240,7 @@ def _solved(
     if recipe.by_rows:
         return _adjoint_rows(recipe, H, A.X, rows, recall)
     if recipe.sketch_rows is not None:
-        Q_tilde, QtY = _sketched_rows(recipe, H_tilde, basis, Y, rows, recall)
+        Q_tilde, QtY = _sketched_rows(recipe, H_tilde, basis, Y, A, recall)
         return {"Q": Q_tilde, "QtY": QtY}
     n_rows = H.n if recipe.all_rows else rows.shape[0]
     Q = backend.xp.empty((n_rows, basis.rank), dtype=recipe.dtype(H.dtype))
@@ -308,7 +325,7 @@ def _sketched_rows(
     H_tilde: RegularizedLaplacian,
     basis: Basis,
     Y: Array,
-    rows: Array,
+    A: UnfoldedMap,
     recall: Recall,
 ) -> tuple[Array, Array]:
     """Q_tilde, s uniform rows of Hadamard(R Q), and Q^T Y; Q itself never exists whole."""
@@ -317,9 +334,10 @@ def _sketched_rows(
     Q_tilde = backend.xp.empty((s, basis.rank), dtype=recipe.dtype(H_tilde.dtype))
     QtY = backend.xp.empty((basis.rank, Y.shape[1]))
     for J, Q_J in _solved_columns(recipe, H_tilde, basis, recall):
-        Q_rows = backend.asarray(Q_J[rows])
-        _, QtY[J] = products(backend, Q_rows, Y, with_gram=False)
-        Q_tilde[:, J] = backend.srht(Q_rows, s, recipe.seed)
+        Q_rows = backend.asarray(Q_J[A.train])
+        _, QtY[J] = products(backend, Q_rows, Y, with_gram=False, loss=A.loss)
+        seen = Q_rows if A.loss.plain else _seen(A.loss, backend, Q_rows).astype(Q_tilde.dtype)
+        Q_tilde[:, J] = backend.srht(seen, s, recipe.seed)
     return Q_tilde, QtY
 
 
@@ -347,20 +365,48 @@ def products(
     Y: Array | None,
     at: Array | None = None,
     with_gram: bool = True,
+    loss: Loss = LOSSES["mse"],
 ) -> tuple[Array, Array]:
-    """(Q^T Q, Q^T Y) over the rows `at` of Q, which are converted to float64 once for both."""
+    """(Q^T Q, Q^T Y) over the rows `at` of Q, which are converted to float64 once for both.
+
+    Rows are taken as the loss sees them: with their weights, and less their mean.
+    """
     xp, d, count = backend.xp, Q.shape[1], Q.shape[0] if at is None else at.shape[0]
     QtQ = xp.zeros((d, d) if with_gram else (0, 0))
     QtY = xp.zeros((d, 0 if Y is None else Y.shape[1]))
     step, wide = _gram_step(d), in_float64(xp)
+    mean = _mean_row(loss, backend, Q, at, step) if loss.intercept else None
     for a in range(0, count, step):
         rows = slice(a, min(a + step, count))
         part = wide(Q[rows] if at is None else Q[at[rows]])
+        if not loss.plain:
+            part = loss.seen(xp, part, rows, mean)
         if with_gram:
             backend.add_gram(QtQ, part)
         if Y is not None:
-            QtY += backend.matmul(part.T, Y[rows])
+            y = Y[rows] if loss.plain else loss.seen(xp, Y[rows], rows, None)
+            QtY += backend.matmul(part.T, y)
     return QtQ, QtY
+
+
+def _mean_row(loss: Loss, backend: Backend, Q: Array, at: Array | None, step: int) -> Array:
+    """(d,) the weighted mean of the rows `at` of Q (None: all)."""
+    xp, count = backend.xp, Q.shape[0] if at is None else at.shape[0]
+    total: Any = 0.0
+    for a in range(0, count, step):
+        rows = slice(a, min(a + step, count))
+        part = (Q[rows] if at is None else Q[at[rows]]).astype("float64")
+        total = total + loss.of_rows(rows).weighted(part).sum(axis=0)
+    return xp.asarray(total) / loss.total(count)
+
+
+def _seen(loss: Loss, backend: Backend, Q: Array) -> Array:
+    """All rows of Q as the loss sees them, in float64."""
+    if loss.plain:
+        return Q
+    Q, whole = Q.astype("float64"), slice(None)
+    mean = loss.mean(backend.xp, Q) if loss.intercept else None
+    return loss.seen(backend.xp, Q, whole, mean)
 
 
 def _gram_step(d: int) -> int:
@@ -371,4 +417,4 @@ def _gram_step(d: int) -> int:
 def _gram_rounding(count: int, d: int) -> float:
     """|error of entry i, j| <= this |q_i| |q_j|: sums over chunks of sums over rows."""
     step = _gram_step(d)
-    return (min(count, step) + -(-count // step) + 2) * 0.5 * float(np.finfo(np.float64).eps)
+    return (min(count, step) + -(-count // step) + 2) * 0.5 * _EPS

@@ -1,4 +1,4 @@
-"""What a fitted model says of nodes: Z* = H^-1 X W, a block of outputs at a time.
+"""What a fitted model says of nodes: Z* = H^-1 X W + 1 b^T, a block of outputs at a time.
 
 Nothing of n x c numbers is needed unless it is asked for: outputs of some nodes are gathered block
 by block, and labels take the best output so far, the second best and the class of the best.
@@ -6,7 +6,7 @@ by block, and labels take the best output so far, the second best and the class 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,20 +38,44 @@ class Labels(NamedTuple):
 class Outputs:
     """Z* = H^-1 X W, of which at most `width` columns exist at a time."""
 
-    def __init__(self, H: RegularizedLaplacian, X: Features, W: Array, width: int) -> None:
-        self.H, self.X, self.W, self.width = H, X, W, width
+    def __init__(
+        self,
+        systems: Sequence[RegularizedLaplacian],
+        X: Features,
+        W: Array,
+        width: int,
+        b: Array | None = None,
+    ) -> None:
+        """Of several H the outputs add up, each with its own block of rows of W; b is a constant
+        per output."""
+        self.systems, self.H, self.X, self.W, self.width = systems, systems[0], X, W, width
+        self.b = b
 
     def blocks(self) -> Iterator[OutputBlock]:
         """The outputs in turn, each from scratch: the same bits whichever others are asked for."""
         xp, c = self.H.backend.xp, self.W.shape[1]
         for j in range(0, c, self.width):
             J = slice(j, min(j + self.width, c))
-            Z, info = block_cg(self.H, self.X.times(xp.ascontiguousarray(self.W[:, J])), TOL)
+            Z, error = self._solved(0, J)
+            for i in range(1, len(self.systems)):
+                more, off = self._solved(i, J)
+                Z, error = Z + more, error + off
+            if self.b is not None:
+                Z = Z + self.b[J].astype(Z.dtype)
             if not bool(xp.isfinite(Z).all()):  # synchronize!
                 raise ValueError(
                     "H^-1 X W overflows: give X in the units the model was fitted with."
                 )
-            yield OutputBlock(J, Z, float(info.residuals.max(initial=0.0)))
+            yield OutputBlock(J, Z, error)
+
+    def _solved(self, i: int, J: slice) -> tuple[Array, float]:
+        """Columns J of H^-1 X W for the i-th H, and a bound of their error."""
+        H, d = self.systems[i], self.X.shape[1]
+        B = self.X.times(H.backend.xp.ascontiguousarray(self.W[i * d : (i + 1) * d, J]))
+        if H.lam == 0:
+            return B, 0.0
+        Z, info = block_cg(H, B, TOL)
+        return Z, float(info.residuals.max(initial=0.0))
 
     def of(self, rows: Array | None, dtype: str) -> Array:
         """Z* at the stored rows `rows` (None: all)."""

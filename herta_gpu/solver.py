@@ -53,6 +53,12 @@ class RegularizedLaplacian:
         """I + lam L of another graph on the same nodes: a sampled one."""
         return RegularizedLaplacian(graph, self.lam, self.backend, self.dtype)
 
+    def at(self, lam: float) -> RegularizedLaplacian:
+        """I + lam L of the same graph, which is not stored twice."""
+        other = RegularizedLaplacian(self.graph, lam, self.backend, self.dtype)
+        other._in = self._in
+        return other
+
     def laplacian(self, dtype: str | None = None) -> Laplacian:
         dtype = str(np.dtype(dtype or self.dtype))
         if dtype not in self._in:

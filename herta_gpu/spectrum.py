@@ -27,6 +27,7 @@ _PROVEN = 0.1  # below this it is worth measuring what rounding really did
 _SLACK = 0.1  # departure of P from Q^T Q + ridge beyond which nothing is built on that form
 _LEAST_SIZE = 1e-25  # norm of a column below which float32 loses digits to underflow
 _ENOUGH = 0.1  # rho below this is not worth a better bound
+_ROWS = 1 << 13  # rows of Q in float64 at a time
 
 
 @dataclass(frozen=True)
@@ -116,6 +117,8 @@ def _outside(P: Preconditioner, A: UnfoldedMap) -> float:
     """A bound of ||Q P^-1/2||^2 over the rows of Q outside training."""
     assert P.Q_all is not None
     backend, xp = A.H.backend, A.H.backend.xp
+    if not A.loss.plain:
+        return _norm_bound(_congruent(P, _gram_outside(P.Q_all, A)), backend)
     mask = xp.ones(A.H.n, dtype=bool)
     mask[A.train] = False
     at = xp.flatnonzero(mask)
@@ -129,6 +132,25 @@ def _outside(P: Preconditioner, A: UnfoldedMap) -> float:
     if total <= enough:
         return total
     return _norm_bound(backend.matmul(B.T, B), backend, enough)
+
+
+def _gram_outside(Q: Array, A: UnfoldedMap) -> Array:
+    """Q^T Q less the part of it that P has, where rows have weights or are centred.
+
+    ||Q v||^2 is that of the rows as the loss sees them, of what their weights w leave (1 - w, and
+    1 outside training), and of the mean row as often as it was taken away.
+    """
+    backend, xp, loss = A.H.backend, A.H.backend.xp, A.loss
+    left, count = xp.ones(A.H.n), A.train.shape[0]
+    left[A.train] = 0.0 if loss.weights is None else 1 - loss.weights
+    G = xp.zeros((Q.shape[1], Q.shape[1]))
+    for a in range(0, A.H.n, _ROWS):
+        rows = slice(a, a + _ROWS)
+        backend.add_gram(G, Q[rows].astype("float64") * xp.sqrt(left[rows])[:, None])
+    if loss.intercept:
+        mean = loss.mean(xp, Q[A.train].astype("float64"))
+        G = G + loss.total(count) * mean[:, None] * mean[None, :]
+    return G
 
 
 def _congruent(P: Preconditioner, S: Array) -> Array:
@@ -259,7 +281,13 @@ def _two_lanczos(
         bases[0][j], bases[1][j] = v[:, 0], v[:, 1]
         W = P.factor.half(v)
         Z, there = block_cg(H, X.times(W), tol)
-        Z[:, 0:1] *= mask
+        if A.loss.plain:
+            Z[:, 0:1] *= mask
+        else:
+            seen = Z[A.train, 0:1].astype("float64")
+            seen = seen - A.loss.mean(xp, seen) if A.loss.intercept else seen
+            Z[:, 0] = 0
+            Z[A.train, 0:1] = A.loss.weighted(seen).astype(Z.dtype)
         V, back = block_cg(H, Z, tol)
         v = P.factor.half_T(X.transpose_times(V) + ridge * W)
         images[0][j], images[1][j] = v[:, 0], v[:, 1]

@@ -122,8 +122,9 @@ def on_stored_rows(
 
     Where it does not, the true model has the last word, if there is memory for it.
     """
-    loss, ridge = LOSSES[settings.loss], settings.ridge
-    X_norm = A.X.norm_bound() if ridge > 0 else math.inf
+    loss, ridge = A.loss, settings.ridge
+    blocks = 1 if A.systems is None else len(A.systems)
+    X_norm = math.sqrt(blocks) * A.X.norm_bound() if ridge > 0 else math.inf
     steps, u = _CHEAP_STEPS * settings.max_iter, None
 
     def posed(P: Preconditioner) -> StoredProblem:
@@ -210,6 +211,6 @@ def start(
         return run.loop(DenseMap(rows, A.H.backend), w, certified=False).w, None
     if plan.loop_samples is not None:
         H_loop = sampled(A.H, plan.loop_samples, settings, budget)
-        A_loop = UnfoldedMap(H_loop, A.X, A.train, A.width)
+        A_loop = UnfoldedMap(H_loop, A.X, A.train, A.width, A.loss)
         return run.loop(A_loop, w, certified=False).w, None
     return w, P.Z_start if warm else None

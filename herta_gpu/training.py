@@ -9,6 +9,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from herta_gpu.backends.base import Array, Backend, norm
 from herta_gpu.certificate import Certificate, certify, gradient_error
 from herta_gpu.direct import Proof, StoredProblem
@@ -55,12 +57,18 @@ class Training:
         callback: Callable[[dict[str, Any]], None] | None = None,
         checkpoint: Checkpoint | None = None,
         identity: str = "",
+        loss: Loss | None = None,
+        unit: float = 1.0,
     ) -> None:
-        """`identity` names the plan: a stored state of another one has other coordinates."""
+        """`identity` names the plan: a stored state of another one has other coordinates.
+
+        `loss` knows the weights of the rows, divided by `unit`: what is told is multiplied by it.
+        """
+        self.unit, self.intercept = unit, None
         self.settings, self.backend, self.xp, self.Y, self.P = settings, backend, backend.xp, Y, P
         self.spectrum, self.stages, self.callback = spectrum, stages, callback
         self.X_norm = X.norm_bound() if settings.ridge > 0 else math.inf
-        self.loss = LOSSES[settings.loss]
+        self.loss = LOSSES[settings.loss] if loss is None else loss
         self.curvature, self.symmetric, self.identity = recipe.curvature, recipe.symmetric, identity
         self.history: list[dict[str, Any]] = []
         self.warm_history: list[dict[str, Any]] = []  # steps on a model that stood in for the true
@@ -88,7 +96,9 @@ class Training:
         # These coordinates amplify what the solves leave over, and no certificate watches it.
         blind = self.P.fragile or not self.settings.precondition
         inner = min(1e-3, math.sqrt(self.settings.tol) / 10) * (0.1 if blind else 1.0)
-        problem = Problem(A, self.loss, self.Y, self.settings.ridge, self.P.factor, self.xp, inner)
+        problem = Problem(
+            A, self.loss, self.Y, self.settings.ridge, self.P.factor, self.xp, inner, self.X_norm
+        )
         optimizer = self._optimizer(A)
         limit = self.settings.max_iter * (1 if isinstance(A, UnfoldedMap) else _CHEAP_STEPS)
         limit -= len(self.history)  # where stored rows went first
@@ -128,7 +138,22 @@ class Training:
                 problem.tighten(_LEAST_INNER)
             point = ahead
             self._save(step + 1, problem, point, optimizer)
+        if self.loss.intercept:
+            self.intercept = self.loss.shift(self.xp, problem.map.rows(point.Z), self.Y)
         return point
+
+    def constants(self) -> Any:
+        """(c,) the intercept on the host; zeros if there is none."""
+        if self.intercept is None:
+            return np.zeros(self.Y.shape[1])
+        return self.backend.to_numpy(self.intercept)  # synchronize!
+
+    def result(self) -> tuple[list[dict[str, Any]], Certificate, str]:
+        """(history, certificate, status) in the caller's units."""
+        self.history = [self.told(h) for h in self.history]
+        self.warm_history = [self.told(h) for h in self.warm_history]
+        certificate = replace(self.certificate, gap=self.unit * self.certificate.gap)
+        return self.history, certificate, self.status
 
     def warm(self, record: dict[str, Any]) -> None:
         """A step of training on stored rows, which proves nothing of the true model yet."""
@@ -139,6 +164,7 @@ class Training:
     def direct(self, problem: StoredProblem, u: Array) -> Proof:
         """A step of the strategy "direct": weights from stored rows, and what is proven of them."""
         proof = problem.proof(u, self._no_proof)
+        self.intercept = problem.intercept(u)
         self.certificate, self.records = proof.certificate(), self.history
         value = self.certificate.value
         known = (proof.objective, proof.error(), proof.grad_norm)
@@ -163,8 +189,10 @@ class Training:
         Q^T Q has the shape of the Hessian.
         """
         asked_for = self.settings.optimizer in ("cg", "lbfgs")
-        if self.loss.separable or self.P.rows is None or not asked_for or w.size > NEWTON_SIZE:
+        if self.loss.quadratic or self.P.rows is None or not asked_for or w.size > NEWTON_SIZE:
             return False
+        if self.loss.intercept:
+            return False  # its Hessian has one more part
         return max(len(self.warm_history), len(self.records)) > 10 + w.size // 10
 
     def _newton(self, factor: Factor, rank: int) -> Newton:
@@ -189,7 +217,7 @@ class Training:
         """None instead of a state that no fit of this problem can have left."""
         if saved is None or not math.isfinite(norm(saved["point"]["W"])):
             return None
-        if self.loss.separable and saved["curvature"] != self.curvature:
+        if self.loss.quadratic and saved["curvature"] != self.curvature:
             return None  # the spectrum is that of one P
         if saved["plan"] != self.identity:
             saved["phase"] = 0  # other loops, other coordinates: its weights are where to start
@@ -255,7 +283,7 @@ class Training:
 
     def _flatter(self, problem: Problem, point: Point) -> bool:
         """Cross entropy loses curvature as it learns, the ridge does not: P must follow."""
-        if self.loss.separable or self.settings.ridge == 0 or not self.settings.precondition:
+        if self.loss.quadratic or self.settings.ridge == 0 or not self.settings.precondition:
             return False
         now = self.loss.curvature(self.xp, problem.map.rows(point.Z))
         return now < self.curvature / _FLATTER
@@ -277,7 +305,7 @@ class Training:
             if asked.optimizer == "gd":
                 return GradientDescent(2.0 / (a + b))
         number = None if isinstance(rate, str) else rate
-        return make_optimizer(asked.optimizer, number, self.xp, self.loss.separable)
+        return make_optimizer(asked.optimizer, number, self.xp, self.loss.quadratic)
 
     def _certify(self, point: Point, certified: bool) -> Certificate:
         spectrum = self.spectrum if certified else None
@@ -369,7 +397,7 @@ class Training:
         """
         losses = [h["loss"] for h in self.records[-4:]]
         allowed = self.settings.tol * objective
-        if self.loss.separable:
+        if self.loss.quadratic:
             if len(losses) < 3:
                 return True
             before, last = losses[-3] - losses[-2], losses[-2] - losses[-1]
@@ -405,15 +433,25 @@ class Training:
                 "warm": warm,
             }
         )
-        self.stages.step(step, value, self.settings.tol, objective, warm=warm)
+        told = self.told(self.records[-1])
+        self.stages.step(step, value, self.settings.tol, told["loss"], warm=warm)
         if self.callback is not None:
-            self.callback(self.records[-1])
+            self.callback(told)
+
+    def told(self, record: dict[str, Any]) -> dict[str, Any]:
+        """A record in the caller's units."""
+        if self.unit == 1:
+            return record
+        sizes = {name: self.unit * record[name] for name in ("loss", "loss_error", "grad_norm")}
+        return {**record, **sizes}
 
 
 def _loss_at_zero(loss: Loss, xp: Any, Y: Any) -> float:
     """The loss of W = 0, over runs of rows: not all of Y need be there at once."""
     total, step = 0.0, 1 << 16
+    if loss.intercept:
+        return loss.value(xp, xp.zeros_like(Y[:]), Y[:])
     for i in range(0, Y.shape[0], step):
         part = Y[i : i + step]
-        total += loss.value(xp, xp.zeros_like(part), part)
+        total += loss.of_rows(slice(i, i + step)).value(xp, xp.zeros_like(part), part)
     return total

@@ -8,6 +8,7 @@ full graph, as the loop of Algorithm 1 does; `DenseMap` multiplies with a stored
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -16,7 +17,7 @@ import numpy as np
 from herta_gpu.backends.base import Array, Backend, norm
 from herta_gpu.factors import Factor
 from herta_gpu.features import Features
-from herta_gpu.losses import Loss
+from herta_gpu.losses import LOSSES, Loss
 from herta_gpu.solver import RegularizedLaplacian, SolveInfo, block_cg
 
 _UNIT = 0.5 * float(np.finfo(np.float64).eps)  # what one operation rounds
@@ -56,8 +57,22 @@ class LinearMap(Protocol):
 class UnfoldedMap:
     """A and A^T by solves with H = I + lam L_hat, on the whole graph."""
 
-    def __init__(self, H: RegularizedLaplacian, X: Features, rows: Array, width: int) -> None:
-        self.H, self.X, self.train, self.width = H, X, rows, width
+    def __init__(
+        self,
+        H: RegularizedLaplacian,
+        X: Features,
+        rows: Array,
+        width: int,
+        loss: Loss = LOSSES["mse"],
+        systems: Sequence[RegularizedLaplacian] | None = None,
+    ) -> None:
+        """`loss` is what the rows are for: it knows their weights, and whether they are centred.
+
+        `systems` are the H of several lam, whose blocks [H_1^-1 X, H_2^-1 X, ...] are solved for
+        once, on stored rows; there are no products with all of them.
+        """
+        self.H, self.X, self.train, self.width, self.loss = H, X, rows, width, loss
+        self.systems = systems
 
     def forward(self, W: Array, tol: float) -> Solved:
         """Z = H^-1 X W (n x c), of which the training rows are A W."""
@@ -159,6 +174,7 @@ class Point:
     rounding: Rounding
     inner_iterations: int
     stagnated: bool  # a solve did not reach what was asked of it
+    aside: float = 0.0  # what the constants of an intercept may add to the gap
 
 
 @dataclass
@@ -172,6 +188,7 @@ class Problem:
     factor: Factor
     xp: Any
     tol: float  # relative, for inner solves; tightened when it limits the certificate
+    X_norm: float = math.inf
 
     def point(self, w: Array, Z: Array, V: Array | None = None, spent: int = 0) -> Point:
         """Objective and gradient at w; Z must approximate H^-1 X W and is corrected if needed."""
@@ -194,15 +211,18 @@ class Problem:
         self, w: Array, W: Array, there: Solved, tol: float, V: Array | None, spent: int
     ) -> Point:
         """Objective and gradient at W, where Z is known; V to `tol` from the guess given."""
-        xp, F = self.xp, self.map.rows(there.value)
-        E = self.loss.residual(xp, F, self.Y)
+        xp, rows = self.xp, self.map.rows(there.value)
+        F, loss = self.loss.placed(xp, rows, self.Y), self.loss.of_rows(slice(None))
+        E = loss.residual(xp, F, self.Y)
         back = self.map.adjoint(E, tol, V)
         gradient = self.loss.centred(xp, back.value) + self.ridge * W
-        objective = self.loss.value(xp, F, self.Y)
+        objective = loss.value(xp, F, self.Y)
         objective += 0.5 * self.ridge * float(xp.sum(W * W))  # synchronize!
         r1, r2 = there.residual, back.residual
         rounding = self.map.rounding(W, there.value, back.block)
         rounding.forward += 4 * _UNIT * (norm(F) + norm(self.Y))  # E is a difference of these
+        stray = self.loss.stray(xp, E)
+        rounding.adjoint += stray  # a mean row times 1^T E, which a centred P does not see
         off = norm(E) * rounding.forward + self.loss.rounding(F) + 8 * _UNIT * objective
         if there.block is not None and back.block is not None:
             # Z is off by H^-1 R, and <E, M H^-1 R> = <V, R> with V = H^-1 M^T E at hand: what is
@@ -222,7 +242,16 @@ class Problem:
             rounding=rounding,
             inner_iterations=spent + there.iterations + back.iterations,
             stagnated=there.stagnated or back.stagnated,
+            aside=self._aside(F - rows, E, objective, stray, r1 + rounding.forward),
         )
+
+    def _aside(self, b: Array, E: Array, objective: float, stray: float, off: float) -> float:
+        """What constants b that are the best for outputs that are off by so much may cost."""
+        if not self.loss.intercept:
+            return 0.0
+        known = (objective + off * (norm(E) + off), self.ridge, self.X_norm)
+        reach = self.loss.reach(self.xp, self.Y, b.mean(axis=0), *known)
+        return self.loss.aside(stray, off, reach)
 
     def tighten(self, least: float) -> None:
         """Solve ten times tighter from now on, but no tighter than `least` on this account."""

@@ -34,6 +34,10 @@ class Basis(Protocol):
     """C0 (d x r): the columns of X C0 are what is solved for."""
 
     @property
+    def X(self) -> Features:
+        """The features themselves."""
+
+    @property
     def rank(self) -> int:
         """r, the number of columns."""
 

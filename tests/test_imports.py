@@ -27,6 +27,7 @@ LAYERS = [
     ["dense"],
     ["whitening"],
     ["diffusion"],
+    ["several"],
     ["preconditioner"],
     ["spectrum"],
     ["certificate"],

@@ -32,7 +32,7 @@ def outputs(width: int, dtype: str = "float32", W: Any = None, graph: Any = None
     backend = get_backend("cpu")
     W = np.random.default_rng(1).standard_normal((D, C)) if W is None else W
     H = RegularizedLaplacian(g, LAM, backend, dtype)
-    return Outputs(H, Features(X, backend, g.order), W, width)
+    return Outputs([H], Features(X, backend, g.order), W, width)
 
 
 # ---- blocks ---------------------------------------------------------------------------------

@@ -61,7 +61,7 @@ class FitResult:
     edges: int
     features: int
     outputs: int
-    lam: float
+    lam: float | list[float]  # several: blocks of features
     ridge: float
     loss_function: str
     status: str
@@ -90,6 +90,7 @@ class FitResult:
         stages = Stages(seconds=dict(model.stages_)) if stages is None else stages
         with stages("evaluate"):
             scores = _scores(model, data)
+        lams = model._lams()
         classes_or_tasks = model.classes_ is not None or data.metric == "rocauc"
         return cls(
             dataset=data.name,
@@ -97,7 +98,7 @@ class FitResult:
             edges=data.graph.num_edges,
             features=data.X.shape[1],
             outputs=model.W_.shape[1],
-            lam=model._lam(),
+            lam=lams[0] if len(lams) == 1 else list(lams),
             ridge=model.ridge,
             loss_function=model.loss,
             status=model.status_,
@@ -120,7 +121,7 @@ class FitResult:
     @classmethod
     def from_json(cls, content: Any) -> FitResult:
         """The result that `as_json` wrote; a ValueError says what is wrong with it."""
-        hints = get_type_hints(cls) | {"certificate": dict}
+        hints = get_type_hints(cls) | {"certificate": dict, "lam": (float, int, list)}
         needed = [field.name for field in fields(cls) if field.default is MISSING]
         check_entries(content, {name: get_origin(hints[name]) or hints[name] for name in needed})
         known = {field.name: content[field.name] for field in fields(cls) if field.name in content}
@@ -153,7 +154,9 @@ class FitResult:
 
     @property
     def model_text(self) -> str:
-        return f"lam {self.lam:g}, ridge {self.ridge:g}, loss {self.loss_function}"
+        lams = self.lam if isinstance(self.lam, list) else [self.lam]
+        shown = ",".join(f"{lam:g}" for lam in lams)
+        return f"lam {shown}, ridge {self.ridge:g}, loss {self.loss_function}"
 
     @property
     def status_text(self) -> str:

@@ -55,7 +55,7 @@ class Sizes:
 
     n: int
     m: int
-    d: int
+    d: int  # columns of X, times the number of lam
     c: int
     n_train: int
     word: int  # bytes per number
@@ -85,7 +85,7 @@ def sizes_of(
     return Sizes(
         n=H.n,
         m=H.graph.num_edges,
-        d=X.shape[1],
+        d=len(settings.lams) * X.shape[1],
         c=targets.Y.shape[1],
         n_train=targets.Y.shape[0],
         word=np.dtype(settings.dtype).itemsize,

@@ -151,7 +151,7 @@ def make_plan(
         recipe,
         layout.width,
         stored,
-        layout.may_look,
+        layout.may_look and not settings.several,
         look,
         layout.beside,
         layout.on_host,
@@ -281,6 +281,8 @@ def _strategies(settings: Settings, cost: dict[str, float]) -> list[Chosen]:
 
     if not settings.precondition:
         return [chosen("herta", "precondition=False: standard training")]
+    if settings.several:
+        return [chosen("direct", f"{len(settings.lams)} blocks of features, on stored rows")]
     if settings.strategy != "auto":
         return [chosen(settings.strategy, "as asked")]
     if settings.custom_P:
@@ -298,6 +300,13 @@ def _stored(
         return False
     if settings.optimizer not in ("cg", "lbfgs") and not LOSSES[settings.loss].quadratic:
         return False  # its own steps are asked for, with the true gradient
+    if settings.several:
+        if settings.ridge == 0 and sizes.n_train < sizes.d:
+            raise ValueError(
+                f"{len(settings.lams)} lam make {sizes.d:,} features of {sizes.n_train:,} training "
+                "nodes, which fit any targets: give a ridge, or fewer lam."
+            )
+        return True
     return settings.ridge > 0 if by_rows else sizes.n_train >= sizes.d
 
 
@@ -308,7 +317,7 @@ def _look(
 
     Cross entropy, and fewer rows than features, ask for a very tight one.
     """
-    if not stored or (LOSSES[settings.loss].quadratic and not by_rows):
+    if not stored or (LOSSES[settings.loss].quadratic and not by_rows) or settings.several:
         return False
     alone, looked = direct_costs(H, sizes, settings)
     return looked < alone
@@ -354,6 +363,8 @@ def _n_lambda(H: RegularizedLaplacian) -> float:
 def _by_rows(sizes: Sizes, settings: Settings, strategy: str, n_samples: int | None) -> bool:
     """Whether to solve for H^-1 M^T, fewer columns than H^-1 X has, and to know A itself."""
     if sizes.n_train >= sizes.d or n_samples is not None or not settings.precondition:
+        return False
+    if settings.several:
         return False
     # Without a ridge the rows of an approximate Q would span another space than those of A.
     return strategy == "direct" or (settings.ridge == 0 and settings.sketch.when != "always")

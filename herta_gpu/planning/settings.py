@@ -14,6 +14,7 @@ from herta_gpu.plumbing.validation import (
     check_count,
     check_dtype,
     check_lam,
+    check_not_negative,
     check_number,
     check_positive,
     check_ridge,
@@ -21,7 +22,7 @@ from herta_gpu.plumbing.validation import (
     parse_bytes,
 )
 
-LOSS_NAMES = ("mse", "ce")
+LOSS_NAMES = ("mse", "ce", "bce")
 DEVICES = ("auto", "cpu", "cpu-scipy", "cuda")
 OPTIMIZER_NAMES = ("cg", "gd", "momentum", "adam", "lbfgs")
 
@@ -38,7 +39,8 @@ class Wish:
 class Settings:
     """What `HERTA` was asked for; see its parameters."""
 
-    lam: float
+    lam: float  # the largest, where there are several
+    lams: tuple[float, ...]  # (lam,), or those of several blocks of features; 0 is X itself
     loss: str
     optimizer: str
     ridge: float
@@ -56,12 +58,12 @@ class Settings:
     seed: int
     learning_rate: float | str | None
     reorder: Wish
+    fit_intercept: bool = False
 
     @classmethod
     def of(cls, params: Mapping[str, Any]) -> Settings:
         """Settings from the estimator's parameters, or a sentence that says what is wrong."""
-        lam = strength(params["lam"], params["alpha"])
-        check_lam(lam)
+        lams = strengths(params["lam"], params["alpha"])
         check_choice("loss", params["loss"], LOSS_NAMES)
         check_choice("optimizer", params["optimizer"], OPTIMIZER_NAMES)
         check_choice("strategy", params["strategy"], ("auto", "herta", "direct"))
@@ -72,9 +74,12 @@ class Settings:
         check_choice("reorder", params["reorder"], ("auto", True, False))
         check_choice("precondition", params["precondition"], (True, False))
         check_choice("device", params["device"], DEVICES)
+        check_choice("fit_intercept", params["fit_intercept"], (True, False))
+        check_class_weight(params["class_weight"])
         budget, sparsify = params["memory_budget"], params["sparsify"]
-        return cls(
-            lam=lam,
+        made = cls(
+            lam=max(lams),
+            lams=lams,
             loss=params["loss"],
             optimizer=params["optimizer"],
             ridge=float(params["ridge"]),
@@ -93,7 +98,30 @@ class Settings:
             seed=int(params["random_state"]),
             learning_rate=_rate(params["learning_rate"]),
             reorder=_wish("reorder", params["reorder"]),
+            fit_intercept=bool(params["fit_intercept"]),
         )
+        made._check_several()
+        return made
+
+    @property
+    def several(self) -> bool:
+        """Whether features are blocks of several lam (or X itself), not those of the paper."""
+        return self.lams != (self.lam,) or self.lam == 0
+
+    def _check_several(self) -> None:
+        """Refuse what makes no sense with several lam."""
+        if not self.several:
+            return
+        if self.strategy == "herta" or not self.precondition:
+            asked = 'strategy="herta"' if self.precondition else "precondition=False"
+            raise ValueError(f"Several lam are trained on stored rows: {asked} is for one lam.")
+        if self.custom_P:
+            raise ValueError("Several lam need no sampled P: sparsify and sketch are for one lam.")
+        if self.loss != "mse" and self.optimizer not in ("cg", "lbfgs"):
+            raise ValueError(
+                f'Several lam with loss="{self.loss}" take optimizer="lbfgs", not '
+                f'"{self.optimizer}": its steps are for one lam.'
+            )
 
     def budget(self, available: int) -> int:
         """Bytes that a fit may use where so many are free."""
@@ -104,6 +132,36 @@ class Settings:
         """Whether a sampled graph or a sketch behind P was asked for by name."""
         asked = self.sparsify.when == "always" or self.mixed
         return asked or self.sketch.when == "always"
+
+
+def strengths(lam: Any, alpha: Any) -> tuple[float, ...]:
+    """All lam, of one number (or APPNP's alpha in place of it) or of several."""
+    if isinstance(lam, np.ndarray) and lam.ndim == 1:
+        lam = lam.tolist()
+    if not isinstance(lam, (list, tuple)):
+        one = strength(lam, alpha)
+        check_lam(one)
+        return (one,)
+    if alpha is not None:
+        raise ValueError("alpha stands for one lam: leave it out, or give one lam.")
+    if not lam:
+        raise ValueError("lam is empty: give a number, or several like [0, 1, 20].")
+    for one in lam:
+        if check_number("lam", one) != 0:  # which stands for X itself
+            check_lam(one)
+    if len(set(lam)) < len(lam):
+        raise ValueError(f"lam names a number more than once: {list(lam)}.")
+    return tuple(float(one) for one in lam)
+
+
+def check_class_weight(given: Any) -> None:
+    """Raise an error unless it is None, "balanced" or numbers by label."""
+    if given is None or (isinstance(given, str) and given == "balanced"):
+        return
+    if not isinstance(given, Mapping):
+        raise ValueError(f'class_weight must be None, "balanced" or a dict, not {given!r}.')
+    for label, weight in given.items():
+        check_not_negative(f"class_weight of {label!r}", weight)
 
 
 def strength(lam: Any, alpha: Any) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import warnings
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,8 @@ import numpy as np
 
 from herta_gpu.plumbing.machine import host_memory
 from herta_gpu.plumbing.validation import as_labels, check_targets, has_label, train_rows
+
+_LEAST_WEIGHT = 1e-30  # of the largest weight: less is none
 
 
 class Estimator:
@@ -38,7 +41,7 @@ class Estimator:
         changed = [
             f"{k}={getattr(self, k)!r}"
             for k, v in self._defaults().items()
-            if getattr(self, k) != v
+            if isinstance(getattr(self, k), np.ndarray) or getattr(self, k) != v
         ]
         return f"{type(self).__name__}({', '.join(changed)})"
 
@@ -81,16 +84,33 @@ class Targets:
     Y: Any  # n_train x c float64, or OneHot
     classes: Any | None  # None for regression
     flat: bool  # y was one-dimensional
+    weights: Any | None = None  # (n_train,) of the rows, over `unit`; None: all 1
+    unit: float = 1.0  # a power of two, so that no weight is above 1 and none was rounded
 
 
-def make_targets(y: Any, train: Any, n: int, loss: str) -> Targets:
-    """Labels or float targets of the training rows, checked."""
+def make_targets(
+    y: Any,
+    train: Any,
+    n: int,
+    loss: str,
+    sample_weight: Any = None,
+    class_weight: Any = None,
+) -> Targets:
+    """Labels or float targets of the training rows, checked; rows of weight 0 are none."""
     y = as_labels("y", y)
     if y.shape[0] != n:
         raise ValueError(f"y has shape {y.shape} but the graph has {n:,} nodes: one row per node.")
-    if y.ndim == 1 and y.dtype.kind in "iubU":
+    weight = None if sample_weight is None else _row_weights(sample_weight, n)
+    labels = y.ndim == 1 and y.dtype.kind in "iubU" and loss != "bce"
+    if class_weight is not None and not labels:
+        raise ValueError("class_weight needs one class label per node: use sample_weight instead.")
+    if labels:
         known = has_label(y)
-        rows = train_rows(train, known, n)
+        rows, weight = _weighty(train_rows(train, known, n), weight)
+        if class_weight is not None:
+            by_class = _class_weights(class_weight, y[known], y[rows])
+            weight = by_class if weight is None else by_class * weight
+            rows, weight = _weighty(rows, weight, given=True)
         classes, codes = np.unique(y[rows], return_inverse=True)
         if classes.shape[0] == 1 and train is None and not known.all():
             warnings.warn(
@@ -98,17 +118,83 @@ def make_targets(y: Any, train: Any, n: int, loss: str) -> Targets:
                 f"(unlabelled) is {classes[0]}: for two classes use 0 and 1.",
                 stacklevel=4,
             )
-        return Targets(rows, _one_hot(codes, classes.shape[0]), classes, True)
+        return Targets(rows, _one_hot(codes, classes.shape[0]), classes, True, *_in_unit(weight))
+    if loss == "bce":
+        return _several_labels(y, train, n, weight)
     if loss == "ce":
         raise ValueError(
             'loss="ce" needs one integer class label per node (or text), not floats or columns.'
         )
     if y.ndim == 2 and y.shape[1] == 0:
         raise ValueError("y has no columns: give at least one target.")
-    rows = train_rows(train, np.ones(n, dtype=bool), n)
+    rows, weight = _weighty(train_rows(train, np.ones(n, dtype=bool), n), weight)
     Y = y[rows].astype(np.float64)
     check_targets(Y)
-    return Targets(rows, Y[:, None] if y.ndim == 1 else Y, None, y.ndim == 1)
+    Y = Y[:, None] if y.ndim == 1 else Y
+    return Targets(rows, Y, None, y.ndim == 1, *_in_unit(weight))
+
+
+def _several_labels(y: Any, train: Any, n: int, weight: Any) -> Targets:
+    """Zeros and ones, several per node; -1 or NaN is unknown, and becomes -1."""
+    if y.dtype.kind == "U" or (y.ndim == 2 and y.shape[1] == 0):
+        raise ValueError('loss="bce" needs zeros and ones, (n,) or (n, c), -1 or NaN for unknown.')
+    Y = np.where(np.isfinite(y), y, -1).astype(np.float64).reshape(n, -1)
+    if not np.isin(Y, (-1.0, 0.0, 1.0)).all() or np.isinf(y).any():
+        bad = Y[~np.isin(Y, (-1.0, 0.0, 1.0))]
+        shown = f"{bad[0]:g}" if bad.size else "infinity"
+        raise ValueError(
+            f'loss="bce" needs zeros and ones (-1 or NaN for unknown), but y holds {shown}.'
+        )
+    rows, weight = _weighty(train_rows(train, (Y >= 0).any(axis=1), n), weight)
+    return Targets(rows, Y[rows], None, y.ndim == 1, *_in_unit(weight))
+
+
+def _row_weights(given: Any, n: int) -> Any:
+    """sample_weight as (n,) floats, or a sentence that says what is wrong with it."""
+    weight = np.asarray(given)
+    if weight.shape != (n,) or weight.dtype.kind not in "fiub":
+        raise ValueError(
+            f"sample_weight must hold one number per node, shape ({n},), not "
+            f"{weight.dtype} of shape {weight.shape}."
+        )
+    return weight.astype(np.float64)
+
+
+def _weighty(rows: Any, weight: Any, given: bool = False) -> tuple[Any, Any]:
+    """The rows that have any weight, and theirs; `given`: one per row, not one per node."""
+    if weight is None:
+        return rows, None
+    weight = weight if given else weight[rows]
+    if not np.isfinite(weight).all() or (weight < 0).any():
+        raise ValueError("A weight of a training node is negative, NaN or infinite: use 0 or more.")
+    largest = float(weight.max(initial=0.0))
+    if largest == 0:
+        raise ValueError("All training nodes have the weight 0: give at least one a positive one.")
+    if not _LEAST_WEIGHT <= largest <= 1 / _LEAST_WEIGHT:
+        raise ValueError(
+            f"The largest weight of a training node is {largest:.3g}: divide all of them by that."
+        )
+    keep = weight > _LEAST_WEIGHT * largest
+    return rows[keep], weight[keep]
+
+
+def _class_weights(given: Any, labels: Any, y: Any) -> Any:
+    """One weight per row of y: that of its class."""
+    classes, codes, counts = np.unique(y, return_inverse=True, return_counts=True)
+    if isinstance(given, str):  # "balanced": as much of each class
+        return (y.shape[0] / (classes.shape[0] * counts))[codes]
+    unknown = [name for name in given if name not in labels]
+    if unknown:
+        raise ValueError(f"class_weight names {unknown[0]!r}, which is no label of y.")
+    return np.array([float(given.get(name, 1.0)) for name in classes.tolist()])[codes]
+
+
+def _in_unit(weight: Any) -> tuple[Any, float]:
+    """Weights of at most 1, and the power of two by which they were divided."""
+    if weight is None or (weight == 1).all():
+        return None, 1.0
+    unit = 2.0 ** math.ceil(math.log2(float(weight.max())))
+    return weight / unit, unit
 
 
 def check_scored(y: Any, n: int) -> None:
@@ -151,6 +237,18 @@ def accuracy_or_r2(predicted: Any, y: Any, rows: Any, classes: Any | None) -> fl
     if truth.shape != guess.shape:
         raise ValueError(f"y has {truth.shape[1]} columns but the model has {guess.shape[1]}.")
     return r_squared(truth, guess)
+
+
+def label_accuracy(predicted: Any, y: Any, rows: Any) -> float:
+    """The share of right labels of 0 or 1, among those of `rows` that are known."""
+    y = as_labels("y", y)[rows].reshape(rows.size, -1)
+    predicted = predicted.reshape(rows.size, -1)
+    if y.shape != predicted.shape:
+        raise ValueError(f"y has {y.shape[1]} columns but the model has {predicted.shape[1]}.")
+    known = (y == 0) | (y == 1)
+    if not known.any():
+        raise ValueError("None of the rows to score has a label.")
+    return float(np.mean(predicted[known] == y[known]))
 
 
 def r_squared(truth: Any, predicted: Any) -> float:

@@ -38,6 +38,7 @@ def fingerprint(
     y: Any,
     rows: Any,
     split: dict[str, Any] | None = None,
+    weights: Any = None,
 ) -> Fingerprint:
     """Hashes of the data, the parameters and the backend: all that must be the same.
 
@@ -51,6 +52,8 @@ def fingerprint(
         Ids of the training nodes.
     split : dict of name to ids, optional
         The nodes of the other parts, whose scores a result holds.
+    weights : array, optional
+        Of the training nodes.
 
     Examples
     --------
@@ -77,6 +80,8 @@ def fingerprint(
     if split is not None:
         others = [np.asarray(split[name]) for name in sorted(split) if name != "train"]
         data["the validation or test nodes"] = _hash(others, backend)
+    if weights is not None:
+        data["the weights"] = _hash([np.asarray(weights)], backend)
     same = {k: _plain(v) for k, v in params.items() if k not in _FREE}
     # Another kind of device rounds otherwise: it gives neither the same bits nor the same bounds.
     same["device"] = f"{backend.name}, {type(backend).__name__}"

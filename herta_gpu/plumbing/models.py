@@ -25,6 +25,7 @@ def write_model(model: Any, path: str | Path, fitted: dict[str, Any]) -> None:
     params = {**model.get_params(), "dtype": check_dtype(model.dtype)}
     about = {_entry(name): to_plain(getattr(model, name)) for name in fitted}
     arrays = {"W": model.W_, "about": np.array(json.dumps({"params": to_plain(params), **about}))}
+    arrays |= {"intercept": model.intercept_, "train": model.train_}
     if model.classes_ is not None:
         arrays["classes"] = model.classes_
     write_npz(Path(path), arrays)
@@ -40,15 +41,18 @@ def read_model(made: type[Model], path: str | Path, fitted: dict[str, Any]) -> M
         about = _about(stored, fitted)
         W, classes = _weights(stored)
         check_params(made, about["params"])
-        model: Any = made(**about["params"])
-        model._settings()
+        model: Any = made(**_with_labels(about["params"], classes))
+        blocks = len(model._settings().lams)
+        if W.shape[0] % blocks:
+            raise ValueError(f"W has {W.shape[0]} rows for {blocks} lam")
+        model.intercept_, model.train_ = _constants(stored, W.shape[1])
         for name, kind in fitted.items():
             setattr(model, name, from_plain(kind, about[_entry(name)], _entry(name)))
     except DataError:
         raise
     except (ValueError, TypeError, RecursionError) as error:
         raise DataError(f"{path} is not a whole model file ({without_stop(error)}).") from None
-    model.W_, model.classes_, model.n_features_in_ = W, classes, W.shape[0]
+    model.W_, model.classes_, model.n_features_in_ = W, classes, W.shape[0] // blocks
     result: Model = model
     return result
 
@@ -58,6 +62,24 @@ def check_params(made: type[Estimator], params: dict[str, Any]) -> None:
     wrong = [name for name in params if name not in made._defaults()]
     if wrong:
         raise ValueError(f"there is no parameter {wrong[0]!r}")
+
+
+def _with_labels(params: dict[str, Any], classes: Any) -> dict[str, Any]:
+    """Parameters whose weights by class have the labels that JSON made text of."""
+    given = params.get("class_weight")
+    if not isinstance(given, dict) or classes is None or classes.dtype.kind == "U":
+        return params
+    return {**params, "class_weight": {int(name): value for name, value in given.items()}}
+
+
+def _constants(stored: Archive, c: int) -> tuple[Any, Any]:
+    """The intercept and the training nodes."""
+    b, train = stored["intercept"], stored["train"]
+    if b.shape != (c,) or b.dtype.kind != "f" or not np.isfinite(b).all():
+        raise ValueError(f"its intercept is {b.dtype} of shape {b.shape}, not {c} finite numbers")
+    if train.ndim != 1 or train.dtype.kind not in "iu":
+        raise ValueError("its training nodes are no ids")
+    return b, train
 
 
 def without_stop(error: BaseException) -> str:
