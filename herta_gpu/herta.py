@@ -64,6 +64,9 @@ _FITTED: dict[str, Any] = {
 }  # fmt: skip
 
 
+_WITH_THE_FIT = ("outputs_", "loo_", "leverage_", "variance_")  # no file keeps them
+
+
 def _names_what_fits(fit: Callable[..., HERTA]) -> Callable[..., HERTA]:
     """A fit that runs out of memory says which block of columns would have fitted."""
 
@@ -163,6 +166,14 @@ class HERTA(Estimator):
         What turned out otherwise than planned.
     outputs_ : array (len(evaluate), c)
         Z* at the nodes `evaluate` of the last `fit`, if that came with it; no file keeps it.
+    loo_ : array (n_train, c)
+        After ``fit(..., loo=True)``: for each node of `train_` the outputs of the model that was
+        trained without it (NaN where only that node decides some weight); no file keeps it.
+    leverage_ : array (n_train,)
+        With it: how much the output of each training node follows its own target, from 0 to 1.
+    variance_ : array (len(evaluate), c)
+        With it: sigma^2 (1 + a^T P^-1 a), a the row of H^-1 X and sigma^2 the variance of the
+        residuals: of a target at the nodes `evaluate`, if the model is right.
     spectrum_ : Spectrum or None
         What is known of the preconditioned Hessian; ``kappa`` bounds its condition number.
     stages_ : dict of stage to seconds
@@ -225,6 +236,7 @@ class HERTA(Estimator):
         stages: Stages | None = None,
         evaluate: Any = None,
         sample_weight: Any = None,
+        loo: bool = False,
     ) -> HERTA:
         """Train on the nodes `train` (ids, a mask, or None: all labelled ones).
 
@@ -252,9 +264,13 @@ class HERTA(Estimator):
         sample_weight : array (n,), optional
             Weights of the nodes in the loss; only those of training nodes count, and a node of
             weight 0 is none.
+        loo : bool
+            Leave-one-out with the fit, for loss="mse" (and strategy="direct"): `loo_`,
+            `leverage_`, and `variance_` of the nodes `evaluate`.
         """
         _check_helpers(callback, checkpoint, stages)
         settings, backend = self._settings(), self._checked()
+        settings = settings.with_loo() if loo else settings
         X, targets = self._checked_data(graph, X, y, train, backend, sample_weight)
         settings = replace(settings, ridge=settings.ridge / targets.unit)
         beside = node_rows([] if evaluate is None else to_host(evaluate, backend), graph.num_nodes)
@@ -309,10 +325,16 @@ class HERTA(Estimator):
 
         self.W_ = backend.to_numpy(W)  # synchronize!
         self.intercept_, self.train_ = run.constants(), targets.rows
-        self.__dict__.pop("outputs_", None)  # those of another fit
+        for name in _WITH_THE_FIT:
+            self.__dict__.pop(name, None)  # those of another fit
         outputs = made.outputs(W) if beside.size > 0 else None
         if outputs is not None:
             self.outputs_ = outputs + self.intercept_.astype(outputs.dtype)
+        if made.left_out is not None:
+            self.loo_, self.leverage_ = made.left_out.outputs, made.left_out.leverage
+            if made.spread is not None:
+                noise = targets.unit * made.left_out.noise
+                self.variance_ = (1 + made.spread / targets.unit)[:, None] * noise
         self.classes_, self._flat = targets.classes, targets.flat
         self.history_, self.certificate_, self.status_ = run.result()
         self.warm_history_, self.changes_ = run.warm_history, made.changes
@@ -523,6 +545,12 @@ class HERTA(Estimator):
     def _checked(self) -> Backend:
         """The device, if the parameters are right and it is there."""
         return get_backend(self._settings().device)
+
+    def __getattr__(self, name: str) -> Any:
+        """Say how to get what only some fits leave."""
+        if name in ("loo_", "leverage_", "variance_"):
+            raise AttributeError(f"There is no {name}: fit with loo=True (and strategy direct).")
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def _fitted(self) -> Self:
         if not hasattr(self, "W_"):

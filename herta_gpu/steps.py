@@ -13,6 +13,7 @@ from herta_gpu.backends import get_backend
 from herta_gpu.backends.base import Array
 from herta_gpu.diffusion import Recall
 from herta_gpu.direct import Proof, StoredProblem
+from herta_gpu.leave_one_out import LeftOut, left_out, spread
 from herta_gpu.losses import LOSSES
 from herta_gpu.planning.plan import (
     Chosen,
@@ -57,6 +58,8 @@ class Made:
     spectrum: Spectrum | None
     recipe: Recipe
     changes: list[Decision]  # what turned out otherwise than planned
+    left_out: LeftOut | None = None  # leave-one-out, where that was asked for
+    spread: Any = None  # (len(evaluate),) a^T P^-1 a of the nodes beside
 
     def outputs(self, W: Array) -> Any:
         """The outputs of W on the rows of Q that were kept for evaluation, on the host."""
@@ -151,6 +154,9 @@ def on_stored_rows(
         if made.P.basis is not problem.basis and made.P.basis is not None:
             u = made.P.basis.coordinates(problem.basis.weights(u))
     W = problem.basis.weights(u)
+    if settings.loo:
+        beside = None if made.P.diffusion is None else spread(problem, made.P.diffusion.others)
+        made = replace(made, left_out=left_out(problem, u), spread=beside)
     # Rows from which nothing follows for MSE, so alike they are, do not make it unprovable.
     unproven = run.status == "stagnated" or (loss.quadratic and not proof.choices)
     if not unproven or not plan.may_look or len(run.history) > settings.max_iter:

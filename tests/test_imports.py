@@ -13,7 +13,7 @@ PACKAGE = ROOT / "herta_gpu"
 
 # The layers from the ground up; a name is that of a module, or of a folder with all in it.
 LAYERS = [
-    ["", "plumbing", "planning.settings", "planning.recipe"],
+    ["", "plumbing", "planning.settings", "planning.recipe", "conformal"],
     ["graph"],
     ["backends.base"],
     ["backends.cpu", "backends.cuda"],
@@ -32,6 +32,7 @@ LAYERS = [
     ["spectrum"],
     ["certificate"],
     ["direct"],
+    ["leave_one_out"],
     ["training"],
     ["planning"],
     ["steps"],

@@ -307,6 +307,11 @@ def _stored(
                 "nodes, which fit any targets: give a ridge, or fewer lam."
             )
         return True
+    if settings.loo and settings.ridge == 0 and sizes.n_train < sizes.d:
+        raise ValueError(
+            f"{sizes.n_train:,} training nodes and {sizes.d:,} features fit any targets: "
+            "leave-one-out needs a ridge then."
+        )
     return settings.ridge > 0 if by_rows else sizes.n_train >= sizes.d
 
 
@@ -317,7 +322,9 @@ def _look(
 
     Cross entropy, and fewer rows than features, ask for a very tight one.
     """
-    if not stored or (LOSSES[settings.loss].quadratic and not by_rows) or settings.several:
+    if not stored or (LOSSES[settings.loss].quadratic and not by_rows):
+        return False
+    if settings.several or settings.loo:
         return False
     alone, looked = direct_costs(H, sizes, settings)
     return looked < alone

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -59,6 +59,7 @@ class Settings:
     learning_rate: float | str | None
     reorder: Wish
     fit_intercept: bool = False
+    loo: bool = False  # leave-one-out is wanted: stored rows, solved for tightly
 
     @classmethod
     def of(cls, params: Mapping[str, Any]) -> Settings:
@@ -126,6 +127,19 @@ class Settings:
     def budget(self, available: int) -> int:
         """Bytes that a fit may use where so many are free."""
         return memory_budget(self.memory_budget, available)
+
+    def with_loo(self) -> Settings:
+        """The same where leave-one-out is wanted, or a sentence that says why there is none."""
+        if self.loss != "mse":
+            raise ValueError(
+                f'Leave-one-out has a closed form for loss="mse" only, not "{self.loss}".'
+            )
+        if self.strategy == "herta" or not self.precondition or self.custom_P:
+            raise ValueError(
+                'Leave-one-out needs stored rows: use strategy="auto" or "direct", and neither '
+                "sparsify, sketch nor precondition=False."
+            )
+        return replace(self, strategy="direct", loo=True)
 
     @property
     def custom_P(self) -> bool:

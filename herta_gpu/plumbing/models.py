@@ -73,8 +73,9 @@ def _with_labels(params: dict[str, Any], classes: Any) -> dict[str, Any]:
 
 
 def _constants(stored: Archive, c: int) -> tuple[Any, Any]:
-    """The intercept and the training nodes."""
-    b, train = stored["intercept"], stored["train"]
+    """The intercept and the training nodes; files of earlier versions hold neither."""
+    b = stored["intercept"] if "intercept" in stored else np.zeros(c)
+    train = stored["train"] if "train" in stored else np.zeros(0, dtype=np.int64)
     if b.shape != (c,) or b.dtype.kind != "f" or not np.isfinite(b).all():
         raise ValueError(f"its intercept is {b.dtype} of shape {b.shape}, not {c} finite numbers")
     if train.ndim != 1 or train.dtype.kind not in "iu":

@@ -27,6 +27,8 @@ KINDS: dict[str, tuple[dict[str, Any], Any]] = {
     "no certificate": ({"precondition": False, "max_iter": np.int64(3)}, Y),
     "sampled": ({"sparsify": 200, "sketch": 40, "strategy": "herta", "memory_budget": "1GB"}, Y),
     "warm steps": ({"strategy": "direct", "loss": "ce", "ridge": 0.1}, Y),
+    "several lam": ({"lam": [0, 1.5, 20], "fit_intercept": True, "class_weight": {2: 3.0}}, Y),
+    "several labels": ({"loss": "bce", "ridge": 0.1}, np.stack([Y > 0, Y > 1], axis=1)),
 }
 
 
@@ -37,7 +39,7 @@ def test_everything_that_a_fit_leaves_comes_back(kind, tmp_path):
     model.save(tmp_path / "model")
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
     again = HERTA.load(str(tmp_path / "model"))
-    arrays = ("W_", "classes_")
+    arrays = ("W_", "classes_", "intercept_", "train_")
     assert set(vars(again)) == set(vars(model))
     for name, value in vars(model).items():
         if name not in arrays and name != "dtype":

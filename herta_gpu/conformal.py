@@ -1,0 +1,113 @@
+"""Prediction sets that hold the truth with a stated probability (split conformal prediction).
+
+Of m nodes whose labels no part of the model has seen, let s_i = -f_i[y_i], f the model's scores,
+and q the ceil((m + 1) coverage)-th smallest of them.  The set of node j is {k : -f_j[k] <= q}.  If
+node j and the m nodes are exchangeable (drawn alike, as by a random split), y_j is in its set with
+a probability of at least `coverage`, and at most 1/(m + 1) more if no two scores are equal: for any
+model, any graph and any distribution.  For numbers s_i = |y_i - f_i|, and the set is an interval.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+
+class SplitConformal:
+    """Sets or intervals from the outputs of any model, calibrated on nodes that it has not seen.
+
+    Parameters
+    ----------
+    coverage : float
+        The probability with which the truth is to be in the set.
+
+    Attributes
+    ----------
+    threshold_ : float, or array (c,) for numbers
+        q; infinite where there are too few nodes for the coverage, and every set is whole.
+
+    Examples
+    --------
+    >>> from herta_gpu import HERTA
+    >>> from herta_gpu.conformal import SplitConformal
+    >>> from herta_gpu.datasets import load
+    >>> data = load("digits")
+    >>> model = HERTA(lam=5.0, ridge=0.1).fit(data.graph, data.X, data.y, data.split["train"])
+    >>> Z = model.transform(data.graph, data.X)
+    >>> valid, test = data.split["valid"], data.split["test"]
+    >>> conformal = SplitConformal(0.9).calibrate(Z[valid], data.y[valid], model.classes_)
+    >>> sets = conformal.sets(Z[test])
+    >>> sets.shape == (len(test), 10), bool(sets[range(len(test)), data.y[test]].mean() > 0.85)
+    (True, True)
+    """
+
+    def __init__(self, coverage: float = 0.9) -> None:
+        if not 0 < coverage < 1:
+            raise ValueError(f"coverage must lie between 0 and 1, not {coverage!r}.")
+        self.coverage = coverage
+
+    def calibrate(self, outputs: Any, y: Any, classes: Any = None) -> SplitConformal:
+        """Find the threshold from outputs (m, c) and labels, or numbers, of m unseen nodes.
+
+        Parameters
+        ----------
+        outputs : array (m, c)
+            Of `HERTA.transform`, or scores from anywhere.
+        y : array
+            (m,) labels, or numbers of the shape of `outputs` where `classes` is None.
+        classes : array (c,), optional
+            The labels of the columns, as in `HERTA.classes_`; None: y holds numbers.
+        """
+        outputs, y = _columns(outputs), np.asarray(y)
+        if y.shape[0] != outputs.shape[0] or y.shape[0] == 0:
+            raise ValueError(f"y has {y.shape[0]:,} rows for {outputs.shape[0]:,} outputs.")
+        self.classes_ = None if classes is None else np.asarray(classes)
+        if self.classes_ is None:
+            y = _columns(y)
+            if y.shape != outputs.shape:
+                raise ValueError(f"y has shape {y.shape} for outputs of shape {outputs.shape}.")
+            self.threshold_: Any = _quantile(np.abs(y - outputs), self.coverage)
+            return self
+        if outputs.shape[1] != self.classes_.shape[0]:
+            raise ValueError(f"{outputs.shape[1]} outputs for {self.classes_.shape[0]} classes.")
+        order = np.argsort(self.classes_)
+        at = np.minimum(np.searchsorted(self.classes_, y, sorter=order), order.size - 1)
+        code, missed = order[at], self.classes_[order[at]] != y
+        # A label that the model does not know is in no set: it counts as missed by any threshold.
+        scores = np.where(missed, np.inf, -outputs[np.arange(y.shape[0]), code])
+        self.threshold_ = float(_quantile(scores[:, None], self.coverage)[0])
+        return self
+
+    def sets(self, outputs: Any) -> Any:
+        """(k, c) booleans: which classes are in the set of each node."""
+        if self._calibrated().classes_ is None:
+            raise ValueError("y held numbers: use intervals.")
+        return -_columns(outputs) <= self.threshold_
+
+    def intervals(self, outputs: Any) -> tuple[Any, Any]:
+        """(lower, upper) ends of the intervals, each of the shape (k, c)."""
+        if self._calibrated().classes_ is not None:
+            raise ValueError("y held labels: use sets.")
+        outputs = _columns(outputs)
+        return outputs - self.threshold_, outputs + self.threshold_
+
+    def _calibrated(self) -> SplitConformal:
+        if not hasattr(self, "threshold_"):
+            raise RuntimeError("Nothing is calibrated yet: call calibrate first.")
+        return self
+
+
+def _columns(outputs: Any) -> Any:
+    outputs = np.asarray(outputs, dtype=np.float64)
+    return outputs[:, None] if outputs.ndim == 1 else outputs
+
+
+def _quantile(scores: Any, coverage: float) -> Any:
+    """(c,) the ceil((m + 1) coverage)-th smallest score of each column."""
+    m = scores.shape[0]
+    k = math.ceil((m + 1) * coverage - 1e-9)
+    if k > m:
+        return np.full(scores.shape[1], np.inf)
+    return np.sort(scores, axis=0)[k - 1]

@@ -1,0 +1,112 @@
+"""Leave-one-out in closed form against models that were really fitted without each row."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from herta_gpu import HERTA
+from tests.conftest import dense_H, random_graph
+
+N = 90
+GRAPH = random_graph(N, 260)
+RNG = np.random.default_rng(5)
+X = RNG.standard_normal((N, 40)) + 1.0
+Y = RNG.standard_normal((N, 2))
+W = RNG.uniform(0.2, 3.0, N)
+TIGHT = {"tol": 1e-12, "dtype": "float64", "strategy": "direct"}
+
+
+def fitted(A, Y, w, ridge, intercept):
+    """(weights, constants) by augmented least squares in NumPy."""
+    ones = np.ones((A.shape[0], int(intercept)))
+    B = np.sqrt(w)[:, None] * np.hstack([A, ones])
+    penalty = np.sqrt(ridge) * np.eye(A.shape[1], B.shape[1])
+    stacked = np.vstack([B, penalty]) if ridge else B
+    wanted = np.vstack([np.sqrt(w)[:, None] * Y, np.zeros((len(stacked) - len(B), Y.shape[1]))])
+    found = np.linalg.lstsq(stacked, wanted, rcond=None)[0]
+    return found[: A.shape[1]], found[A.shape[1] :].sum(axis=0)
+
+
+@pytest.mark.parametrize(("few", "ridge"), [(False, 0.0), (False, 0.5), (True, 0.5), (True, 1e-4)])
+@pytest.mark.parametrize(("intercept", "weighted"), itertools.product([False, True], repeat=2))
+def test_it_is_what_refits_say(few, ridge, intercept, weighted):
+    lam, d = ([0, 3.0], 40) if few else (3.0, 12)  # 80 features or 12, of 60 rows
+    train, w = np.arange(5, 65), W if weighted else np.ones(N)
+    model = HERTA(lam=lam, ridge=ridge, fit_intercept=intercept, **TIGHT)
+    model.fit(GRAPH, X[:, :d], Y, train, sample_weight=w if weighted else None, loo=True)
+    lams = lam if few else [lam]
+    A = np.hstack([np.linalg.solve(dense_H(GRAPH, one), X[:, :d]) for one in lams])[train]
+    scale = np.abs(Y).max()
+    for i, node in enumerate(train):
+        others = np.delete(np.arange(len(train)), i)
+        V, b = fitted(A[others], Y[train][others], w[train][others], ridge, intercept)
+        np.testing.assert_allclose(model.loo_[i], A[i] @ V + b, atol=1e-9 * scale)
+        assert model.train_[i] == node
+    V, b = fitted(A, Y[train], w[train], ridge, intercept)
+    shifted = Y[train].copy()
+    shifted[7] += 1.0  # the leverage is the slope of an output with respect to its own target
+    V2, b2 = fitted(A, shifted, w[train], ridge, intercept)
+    slope = (A[7] @ V2 + b2 - A[7] @ V - b)[0]
+    assert model.leverage_[7] == pytest.approx(slope, abs=1e-9)
+
+
+def test_one_lam_and_fewer_rows_than_features():
+    train, ridge = np.arange(30), 0.2
+    model = HERTA(lam=2.0, ridge=ridge, fit_intercept=True, **TIGHT)
+    model.fit(GRAPH, X, Y, train, loo=True)
+    A = np.linalg.solve(dense_H(GRAPH, 2.0), X)[train]
+    for i in (0, 11, 29):
+        others = np.delete(train, i)
+        V, b = fitted(A[others], Y[others], np.ones(29), ridge, True)
+        np.testing.assert_allclose(model.loo_[i], A[i] @ V + b, atol=1e-9)
+
+
+def test_the_variance_of_other_nodes():
+    train, beside, ridge = np.arange(60), np.array([80, 61, 70]), 0.3
+    model = HERTA(lam=2.0, ridge=ridge, fit_intercept=True, **TIGHT)
+    model.fit(GRAPH, X[:, :9], Y, train, evaluate=beside, sample_weight=W, loo=True)
+    Z = np.linalg.solve(dense_H(GRAPH, 2.0), X[:, :9])
+    B = np.hstack([Z, np.ones((N, 1))])
+    P = (B[train].T * W[train]) @ B[train] + ridge * np.diag([1.0] * 9 + [0.0])
+    e = Y[train] - B[train] @ np.linalg.solve(P, (B[train].T * W[train]) @ Y[train])
+    h = W[train] * np.einsum("ij,ij->i", B[train], np.linalg.solve(P, B[train].T).T)
+    noise = (W[train, None] * e**2).sum(axis=0) / (60 - h.sum())
+    spread = np.einsum("ij,ij->i", B[beside], np.linalg.solve(P, B[beside].T).T)
+    np.testing.assert_allclose(model.variance_, (1 + spread)[:, None] * noise, rtol=1e-8)
+    np.testing.assert_allclose(model.leverage_, h, atol=1e-9)
+
+
+def test_a_row_that_alone_decides_a_weight_has_no_model_without_it():
+    one = X[:, :4].copy()
+    one[:, 3] = 0.0
+    one[3, 3] = 1.0
+    model = HERTA(lam=[0], **TIGHT).fit(GRAPH, one, Y, np.arange(50), loo=True)
+    assert np.isnan(model.loo_[3]).all()
+    assert np.isfinite(np.delete(model.loo_, 3, axis=0)).all()
+
+
+@pytest.mark.parametrize(
+    ("params", "words"),
+    [
+        ({"loss": "ce", "ridge": 0.1}, 'loss="mse" only'),
+        ({"strategy": "herta"}, "needs stored rows"),
+        ({"sketch": True}, "needs stored rows"),
+        ({}, "needs a ridge"),
+    ],
+)
+def test_what_has_none_says_so(params, words):
+    y = RNG.integers(0, 3, N)
+    with pytest.raises(ValueError, match=words):
+        HERTA(**params).fit(GRAPH, X, y, np.arange(20), loo=True)
+
+
+def test_it_is_there_only_if_it_was_asked_for():
+    model = HERTA(ridge=0.1).fit(GRAPH, X, Y, np.arange(60), loo=True)
+    assert model.loo_.shape == (60, 2)
+    model.fit(GRAPH, X, Y, np.arange(60))
+    with pytest.raises(AttributeError, match="loo=True"):
+        _ = model.loo_
+    assert not hasattr(model, "leverage_")
