@@ -20,13 +20,11 @@ import numpy as np
 
 from herta_gpu.backends import get_backend
 from herta_gpu.graph import Graph, check_graph
+from herta_gpu.planning.settings import LABEL_FOLDS, LABEL_LAMS
 from herta_gpu.plumbing.estimator import make_targets
 from herta_gpu.plumbing.validation import check_count, check_dtype, check_lam, check_positive
 from herta_gpu.solver import BLOCK_WIDTH, RegularizedLaplacian
 from herta_gpu.sweep import Series, inverse_rows
-
-LAMS = (1.0, 5.0, 20.0, 100.0)
-FOLDS = 5
 
 
 @dataclass(frozen=True)
@@ -43,8 +41,8 @@ def label_features(
     graph: Graph,
     y: Any,
     train: Any = None,
-    lams: Sequence[float] = LAMS,
-    folds: int = FOLDS,
+    lams: Sequence[float] = LABEL_LAMS,
+    folds: int = LABEL_FOLDS,
     tol: float = 1e-6,
     random_state: int = 0,
     device: str = "auto",
@@ -82,30 +80,49 @@ def label_features(
     check_graph(graph)
     _check(lams, folds, tol)
     targets = make_targets(y, train, graph.num_nodes, "mse")
-    n, count, c = graph.num_nodes, targets.rows.shape[0], targets.Y.shape[1]
+    rows, Y = targets.rows, np.asarray(targets.Y)
+    H = RegularizedLaplacian(graph, 1.0, get_backend(device), check_dtype(dtype))
+    columns, fold_of = cross_fitted(H, rows, Y, lams, folds, tol, random_state)
+    everyone = np.full(graph.num_nodes, -1)
+    everyone[rows] = fold_of
+    norm = float(np.sqrt((Y * Y).sum(axis=0).max()))
+    return LabelFeatures(
+        columns, everyone, norm * _error(H, lams, tol, Y.shape[1]), targets.classes
+    )
+
+
+def cross_fitted(
+    H: RegularizedLaplacian,
+    rows: Any,
+    Y: Any,
+    lams: Sequence[float] = LABEL_LAMS,
+    folds: int = LABEL_FOLDS,
+    tol: float = 1e-6,
+    seed: int = 0,
+) -> tuple[Any, Any]:
+    """(columns, the fold of each row) for targets Y of the nodes `rows`; the lam of H is not used.
+
+    A fold is a block of columns of its own: no bit of it depends on the labels of that fold.
+    """
+    graph, backend, (count, c) = H.graph, H.backend, Y.shape
     if folds > count:
         raise ValueError(f"There are {count} training nodes but {folds} folds: use fewer folds.")
-    backend = get_backend(device)
-    H, Y = RegularizedLaplacian(graph, 1.0, backend, check_dtype(dtype)), np.asarray(targets.Y)
-    fold_of = _folds(count, folds, random_state)
+    n, fold_of = graph.num_nodes, _folds(count, folds, seed)
     inverse: Any = np.arange(n) if graph.order is None else graph.inverse_order()
-    out = np.zeros((len(lams), n, c), dtype=dtype)
+    out = np.zeros((len(lams), n, c), dtype=H.dtype)
     outside = np.ones(n, dtype=bool)
-    outside[targets.rows] = False
+    outside[rows] = False
     for j in range(folds):
         own = fold_of == j
-        B = np.zeros((n, c), dtype=dtype)
-        B[inverse[targets.rows[~own]]] = Y[~own]
+        B = np.zeros((n, c), dtype=H.dtype)
+        B[inverse[rows[~own]]] = Y[~own]
         for J in (slice(a, min(a + BLOCK_WIDTH, c)) for a in range(0, c, BLOCK_WIDTH)):
             block = backend.asarray(np.ascontiguousarray(B[:, J]))
             F = backend.to_numpy(inverse_rows(H, lams, block, None, tol))[:, inverse]
-            out[:, targets.rows[own], J] = F[:, targets.rows[own]]
+            out[:, rows[own], J] = F[:, rows[own]]
             out[:, outside, J] += F[:, outside] / folds
-    everyone = np.full(n, -1)
-    everyone[targets.rows] = fold_of
     columns = np.ascontiguousarray(out.transpose(1, 0, 2)).reshape(n, len(lams) * c)
-    norm = float(np.sqrt((Y * Y).sum(axis=0).max()))
-    return LabelFeatures(columns, everyone, norm * _error(H, lams, tol, c), targets.classes)
+    return columns, fold_of
 
 
 def _check(lams: Sequence[float], folds: int, tol: float) -> None:

@@ -4,6 +4,8 @@ The model is linear in W as before, which now has a block of rows per lam.  One 
 all blocks, and each block of Q is solved for with its own H, in passes of its own: what is left of
 its columns is measured, so all that is proven from Q and the norms of those columns stays proven.
 (All lam from one Chebyshev sequence would share the first pass only: what that leaves differs.)
+
+Further features may stand beside these blocks as they are, such as those that labels make.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from herta_gpu.factors import Factor
 from herta_gpu.features import Features
 from herta_gpu.plumbing.stages import Tell
 from herta_gpu.solver import RegularizedLaplacian
-from herta_gpu.whitening import Basis, Units
+from herta_gpu.whitening import Basis
 
 _WIDTH = 64  # columns of further features at a time
 
@@ -185,11 +187,11 @@ class SeveralDiffusions:
         dtype: str,
         kept: bool,
         tell: Tell,
-        extra: Features | None = None,
+        extra: Basis | None = None,
     ) -> None:
-        """`extra` are further features, whose rows count as they are."""
-        inners: list[Basis] = [basis] * len(systems)
-        self.basis = Stacked(inners if extra is None else [*inners, Units.of(extra)])
+        """`extra` is the basis of further features, whose rows count as they are."""
+        inners = [basis] * len(systems)
+        self.basis = Stacked(inners if extra is None else [*inners, extra])
         self.at, self.beside, self.tell = at, beside, tell
         self.H, self.dtype, self.done = systems[0], dtype, 0
         self.parts: list[Diffusion | _Itself] = []
@@ -204,9 +206,8 @@ class SeveralDiffusions:
             else:
                 self.parts.append(Diffusion(H, basis, at, beside, blocks, dtype, kept, told))
         if extra is not None:
-            H, last = systems[0], self.basis.inners[-1]
-            cuts = [slice(a, min(a + _WIDTH, last.rank)) for a in range(0, last.rank, _WIDTH)]
-            self.parts.append(_Itself(H, last, at, beside, cuts, dtype))
+            cuts = [slice(a, min(a + _WIDTH, extra.rank)) for a in range(0, extra.rank, _WIDTH)]
+            self.parts.append(_Itself(systems[0], extra, at, beside, cuts, dtype))
 
     @property
     def rows(self) -> Array:

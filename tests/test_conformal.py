@@ -65,7 +65,10 @@ def test_too_few_nodes_make_every_set_whole():
 def test_a_label_that_the_model_does_not_know_is_missed():
     found = SplitConformal(0.5).calibrate(np.eye(2)[[0, 1, 0]], ["a", "b", "c"], ["a", "b"])
     assert found.threshold_ == -1.0
-    assert SplitConformal(0.7).calibrate(np.eye(2)[[0, 1, 0]], ["a", "b", "c"], ["b", "a"]).threshold_ == np.inf
+    assert (
+        SplitConformal(0.7).calibrate(np.eye(2)[[0, 1, 0]], ["a", "b", "c"], ["b", "a"]).threshold_
+        == np.inf
+    )
 
 
 @pytest.mark.parametrize(

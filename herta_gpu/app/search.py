@@ -1,4 +1,4 @@
-"""What `herta tune` computes: rows of the features for every lam, and what each ridge makes of them.
+"""What `herta tune` computes: rows of the features for every lam, and what a ridge makes of them.
 
 All lam come from one sequence of products (`sweep`); what does not depend on the ridge, the
 singular directions of the training rows, is done once per set of features.  A ridge is then a small
@@ -17,8 +17,8 @@ import scipy.sparse as sp
 
 from herta_gpu.backends import get_backend
 from herta_gpu.dense import minimise
-from herta_gpu.graph import Graph
 from herta_gpu.grams import RANK_CUT
+from herta_gpu.graph import Graph
 from herta_gpu.losses import LOSSES
 from herta_gpu.plumbing.validation import memory_budget
 from herta_gpu.solver import BLOCK_WIDTH, RegularizedLaplacian
@@ -50,8 +50,8 @@ def rows_for_each(
     """
     backend = get_backend(device)
     H, order = RegularizedLaplacian(graph, 1.0, backend, "float32"), graph.order
-    (n, d), count = X.shape, rows.shape[0]
-    at = backend.asarray(rows if order is None else graph.inverse_order()[rows])
+    (n, d), count, inverse = X.shape, rows.shape[0], graph.inverse_order()
+    at = backend.asarray(rows if inverse is None else inverse[rows])
     out = np.empty((len(lams), count, d), dtype=np.float32)
     X = sp.csc_array(X) if sp.issparse(X) else X
     if count > d:
