@@ -169,8 +169,7 @@ class CorrectAndSmooth(NodeOutputs):
         E_hat, tau, _ = carried(solver, placed(E, rows, graph.num_nodes))
         sizes = np.abs(E_hat).sum(axis=1, dtype=np.float64)
         sigma = np.abs(E).sum() / rows.shape[0]
-        factors = sigma / np.where(sizes > 0, sizes, 1.0)
-        factors[(sizes == 0) | (factors > _MOST)] = 1.0
+        factors = enlarged(E_hat, sigma)
         root = np.sqrt(degrees(graph))
         tau = tau + _UNIT * np.abs(E).max() / root.min()  # E itself is rounded
         # With v the true row of E_hat and v' = v + delta: every entry of sigma v / |v| - sigma
@@ -208,6 +207,14 @@ class CorrectAndSmooth(NodeOutputs):
             _lam("correct", self.correct_lam, self.correct_alpha),
             _lam("smooth", self.smooth_lam, self.smooth_alpha),
         )
+
+
+def enlarged(E_hat: Any, sigma: float) -> Any:
+    """(n,) what "autoscale" multiplies each row by: that makes it as long as the mean error."""
+    sizes = np.abs(E_hat).sum(axis=1, dtype=np.float64)
+    factors = sigma / np.where(sizes > 0, sizes, 1.0)
+    factors[(sizes == 0) | (factors > _MOST)] = 1.0
+    return factors
 
 
 def dirichlet(H: RegularizedLaplacian, at: Any, E: Any, tol: float) -> Any:
@@ -255,7 +262,7 @@ def _scores(graph: Graph, base: Any, X: Any) -> tuple[Any, Any]:
         if classes is None:
             raise ValueError("The base predicts numbers, not classes: there is nothing to correct.")
         base, loss = base.transform(graph, X), getattr(base, "loss", "mse")
-        base = _softmax(np.asarray(base, dtype=np.float64)) if loss == "ce" else base
+        base = softmax(np.asarray(base, dtype=np.float64)) if loss == "ce" else base
     B = np.array(base, dtype=np.float64)  # a copy, which is written to
     if B.ndim != 2:
         raise ValueError(
@@ -265,7 +272,8 @@ def _scores(graph: Graph, base: Any, X: Any) -> tuple[Any, Any]:
     return B, classes
 
 
-def _softmax(F: Any) -> Any:
+def softmax(F: Any) -> Any:
+    """Rows of outputs as probabilities."""
     F = np.exp(F - F.max(axis=1, keepdims=True))
     return F / F.sum(axis=1, keepdims=True)
 

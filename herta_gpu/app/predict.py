@@ -13,13 +13,14 @@ from herta_gpu import datasets
 from herta_gpu.app.experiment import with_features
 from herta_gpu.app.metrics import evaluate
 from herta_gpu.app.results import CommandOutput
-from herta_gpu.app.runs import load_model, read_config
+from herta_gpu.app.runs import load_model, read_config, smoother_of
 from herta_gpu.app.text import table
 from herta_gpu.datasets import Dataset
 from herta_gpu.herta import HERTA
 from herta_gpu.plumbing.files import check_target, new_file, write_npz
 from herta_gpu.plumbing.stages import Stages
 from herta_gpu.plumbing.validation import check_choice
+from herta_gpu.smoothing import CorrectAndSmooth
 
 
 def run(args: argparse.Namespace) -> CommandOutput:
@@ -28,8 +29,8 @@ def run(args: argparse.Namespace) -> CommandOutput:
     path = Path(args.to) if args.to else folder / "predictions.npz"
     check_choice("The ending of --to", path.suffix, (".npz", ".csv"))
     check_target(path)
-    model, data = _model_and_data(args)
-    Z = model.transform(data.graph, data.X)
+    model, data, smoother = _model_and_data(args)
+    Z = _smoothed(model, data, smoother)
     labels = Z if model.classes_ is None else model.classes_[Z.argmax(axis=1)]
     if path.suffix == ".csv":
         _write_csv(path, labels)
@@ -45,7 +46,19 @@ def run(args: argparse.Namespace) -> CommandOutput:
     return CommandOutput(result, table(rows, header=False))
 
 
-def _model_and_data(args: argparse.Namespace) -> tuple[HERTA, Dataset]:
+def _smoothed(model: HERTA, data: Dataset, smoother: CorrectAndSmooth | None) -> Any:
+    """The outputs of the model, corrected and smoothed by the training labels if the run was."""
+    if smoother is None:
+        return model.transform(data.graph, data.X)
+    if data.y is None:
+        raise ValueError(
+            f"The run corrects and smooths by the labels of its training nodes, but {data.name} "
+            "has none."
+        )
+    return smoother.fit(data.graph, model, data.y, model.train_, X=data.X).Z_
+
+
+def _model_and_data(args: argparse.Namespace) -> tuple[HERTA, Dataset, CorrectAndSmooth | None]:
     """The model of the run, and the dataset with features made as those the run trained on."""
     config, stored = read_config(args.run_folder), Path(args.run_folder) / "model.npz"
     if not stored.is_file():
@@ -60,7 +73,8 @@ def _model_and_data(args: argparse.Namespace) -> tuple[HERTA, Dataset]:
     seed = config["params"].get("random_state", model.random_state)
     stages = Stages(args.verbose)
     data = datasets.load(args.dataset, data_dir, random_state=seed, stages=stages)
-    return model, with_features(data, config["normalize"], config["log_degree"])
+    data = with_features(data, config["normalize"], config["log_degree"])
+    return model, data, smoother_of(config)
 
 
 def _write_csv(path: Path, labels: Any) -> None:
