@@ -21,7 +21,8 @@ says so, and the fit is not "certified" but "certified-reduced".
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from herta_gpu.backends.base import norm
 from herta_gpu.preconditioner import Preconditioner
@@ -57,6 +58,11 @@ class Certificate:
     note: str = ""
     kept: int = 0
     features: int = 0
+
+    @property
+    def optimum(self) -> float:
+        """The optimum is at least this: `value` is `gap` relative to it."""
+        return self.gap / self.value if 0 < self.value < math.inf else 0.0
 
     @property
     def reduced(self) -> bool:
@@ -114,6 +120,24 @@ def certify(
     gap, kind, probability, note, kept = min(choices)
     gap += point.aside
     below = point.objective - point.objective_error - gap
-    value = gap / below if below > 0 else math.inf
-    value = 0.0 if gap == 0 else value  # an optimum of exactly 0 that was reached
-    return Certificate(value, kind, probability, gap, note, kept, P.features)
+    return Certificate(relative(gap, below), kind, probability, gap, note, kept, P.features)
+
+
+def relative(gap: float, optimum: float) -> float:
+    """A gap relative to a lower bound of the optimum; inf where that says nothing."""
+    if gap == 0:
+        return 0.0  # even of an optimum of exactly 0
+    return gap / optimum if optimum > 0 else math.inf
+
+
+def joined(parts: Sequence[Certificate]) -> Certificate:
+    """The certificate of a problem that falls apart into independent ones, from theirs.
+
+    Gaps add up, and so do the optima.  All parts lean on one spectrum: it fails once or never.
+    """
+    if any(part.kind == "none" for part in parts):
+        return next(part for part in parts if part.kind == "none")
+    worst = max(parts, key=lambda part: (part.features - part.kept, part.gap))
+    gap, optimum = sum(part.gap for part in parts), sum(part.optimum for part in parts)
+    chance = max(part.probability for part in parts)
+    return replace(worst, value=relative(gap, optimum), probability=chance, gap=gap)

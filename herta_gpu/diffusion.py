@@ -121,7 +121,7 @@ class Diffusion:
             norms, left = xp.sqrt(H.backend.column_dots(B, B)), self.left[J]
             rounded = xp.maximum(left - norms, 0.0) + unit * norms
             # A residual that was large when it was stored has too few digits for a small one.
-            anew = basis.rounding[J] + 2 * H.residual_rounding * sizes
+            anew = basis.rounding[J] + 2 * H.rounding(k) * sizes
             on = _worst(xp, rounded - anew, sizes) <= _KNOWN * goal
         if on:
             rows, others = self.rows[:, J].copy(), self.others[:, J].copy()
@@ -140,7 +140,7 @@ class Diffusion:
             source = basis.chunks(J) if fresh else _chunks(H.backend, B)
             before, norms = norms, _new_residual(H, source, Z, B)
             # ||Z|| <= ||H Z|| <= ||B|| + ||B - H Z||, and the new B is stored rounded.
-            rounded = rounded + H.residual_rounding * (before + norms) + unit * norms
+            rounded = rounded + H.rounding(k) * (before + norms) + unit * norms
             products, last, worst = products + degree, worst, _worst(xp, norms, sizes)
         made = {"rows": rows, "others": others, "left": norms + rounded}
         made["products"] = xp.asarray([products])

@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 
 from herta_gpu.backends.base import Array, Backend, norm
-from herta_gpu.certificate import Certificate
+from herta_gpu.certificate import Certificate, relative
 from herta_gpu.dense import minimise
 from herta_gpu.losses import Loss
 from herta_gpu.preconditioner import Preconditioner
@@ -73,7 +73,7 @@ class Terms:
             # Rounding of E itself is seen through X.
             size = self.gradient + D * self.E + (self.through / self.bend + D) * self.other
             gap = min(gap, size**2 / (2 * root**2) + 0.5 * self.bend * error**2)
-        return gap + aside
+        return math.inf if math.isnan(gap) else gap + aside
 
 
 @dataclass(frozen=True)
@@ -97,10 +97,9 @@ class Proof:
         gap, best = min(((terms.gap(share), terms) for terms in self.choices), key=lambda c: c[0])
         error = share * best.Du + best.other
         below = self.objective - self.rounding - error * (self.slope + 0.5 * error) - gap
-        value = gap / below if below > 0 else math.inf
-        value = 0.0 if gap == 0 else value
         spectral = best.kind == "residual"
         kept, note = (self.kept, self.note) if spectral else (self.features, "")
+        value = relative(gap, below)
         return Certificate(value, best.kind, 0.0, gap, note, kept, self.features)
 
     def error(self, share: float = 1.0) -> float:

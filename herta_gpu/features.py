@@ -76,12 +76,15 @@ class Features:
             rows = slice(a, min(a + step, n))
             yield rows, self._rows[rows].toarray() if block is None else block[rows]
 
-    def gram(self, C: Array) -> Array:
-        """C^T X^T X C in float64; C is d x r, or (d,) for a diagonal."""
-        backend = self.backend
-        G = backend.xp.zeros((C.shape[-1], C.shape[-1]))
+    def gram(self, C: Array | None = None) -> Array:
+        """C^T X^T X C in float64; without C, X^T X, with which the norms of the columns come."""
+        backend, r = self.backend, self.shape[1] if C is None else C.shape[1]
+        G = backend.xp.zeros((r, r))
         for _, part in self.row_chunks():
-            backend.add_gram(G, part * C if C.ndim == 1 else backend.matmul(part, C))
+            backend.add_gram(G, part if C is None else backend.matmul(part, C))
+        at = backend.xp.arange(r)
+        if C is None and "column_norms" not in vars(self):
+            self.column_norms = backend.xp.sqrt(G[at, at])  # no pass of their own
         return G
 
     def times(self, W: Array) -> Array:
@@ -143,13 +146,14 @@ class Features:
     @property
     def sum_rounding(self) -> float:
         """What a sum over the rows, chunk by chunk, rounds: relative to the sizes of its terms."""
+        if self.sparse:
+            return (self.shape[0] + 2) * _UNIT
         n, chunk = self.shape[0], _rows_at_once(self.shape[1], self._chunk_bytes)
         return (min(n, chunk) + -(-n // chunk) + 2) * _UNIT
 
     def transpose_rounding(self) -> Array:
         """(d,) bounds of the row norms of (computed X^T V - X^T V), for ||V||_F = 1."""
-        rounded = (self.shape[0] + 2) * _UNIT if self.sparse else self.sum_rounding
-        return rounded * self.column_norms
+        return self.sum_rounding * self.column_norms
 
     def distinct_columns(self, at: Any) -> int:
         """How many different columns X has on the rows `at` (a mask of the host), zeros apart.
@@ -184,7 +188,9 @@ class Features:
 
     def _parts(self, start: int, stop: int) -> list[Part]:
         """X[:, start:stop] in runs of rows that are not too large as float64."""
-        n, rows = self.shape[0], _rows_at_once(stop - start, self._chunk_bytes)
+        n, d = self.shape
+        wide = d if self._dense.whole_rows(stop - start) else stop - start
+        rows = _rows_at_once(wide, self._chunk_bytes)
         return [(slice(a, min(a + rows, n)), slice(start, stop)) for a in range(0, n, rows)]
 
 

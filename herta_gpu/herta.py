@@ -7,6 +7,7 @@ weights), the correction stands beside the line it concerns.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import wraps
 from pathlib import Path
@@ -16,13 +17,15 @@ import numpy as np
 
 from herta_gpu.backends import get_backend
 from herta_gpu.backends.base import Array, Backend
+from herta_gpu.blockwise import trained
 from herta_gpu.certificate import Certificate
 from herta_gpu.features import Features
 from herta_gpu.graph import Graph, check_graph
 from herta_gpu.label_features import cross_fitted
 from herta_gpu.losses import LOSSES, Loss
 from herta_gpu.planning.cards import Card
-from herta_gpu.planning.costs import Outline, Sizes, sizes_of, stored_order
+from herta_gpu.planning.costs import Outline, Sizes, row_copies, sizes_of, stored_order
+from herta_gpu.planning.memory import outputs_at_once
 from herta_gpu.planning.plan import Decision, Plan, make_plan
 from herta_gpu.planning.settings import Settings, strengths
 from herta_gpu.plumbing.checkpoint import Checkpoint
@@ -306,8 +309,9 @@ class HERTA(Estimator):
             checkpoint.claim()  # nothing can be refused any more
         with stages("features"):
             features = Features(X, backend, graph.order, budget)
-            extra = _label_features(H, targets.rows, np.asarray(targets.Y), settings)
-        rows, Y = _stored(graph, targets.rows, backend), _placed(targets.Y, plan.stored, backend)
+            extra = _label_features(H, targets.rows, targets.Y, settings)
+        whole = not plan.stored and plan.outputs >= targets.Y.shape[1]
+        rows, Y = _stored(graph, targets.rows, backend), _placed(targets.Y, whole, backend)
 
         # L_tilde <- Sparsify(L_hat)
         with stages("sparsify"):
@@ -336,7 +340,7 @@ class HERTA(Estimator):
             else:
                 w, Z = start(run, plan, settings, made.P, A, budget)
                 # Output: W = P^-1/2 w, not w: the loop ran in preconditioned coordinates.
-                W = run.loop(A, w, certified=True, Z=Z).W
+                W = trained(run, A, Y, w, plan.outputs, recall, Z)
 
         self.W_ = backend.to_numpy(W)  # synchronize!
         self.intercept_, self.train_ = run.constants(), targets.rows
@@ -365,10 +369,10 @@ class HERTA(Estimator):
         """X as a matrix and the training rows, or a sentence that says what is wrong."""
         check_graph(graph)
         X = as_matrix(X, backend)
-        check_rows("X", X, graph)
+        largest = check_rows("X", X, graph)
         if X.shape[1] == 0:
             raise ValueError("X has no columns: give at least one feature.")
-        check_scale(X)
+        check_scale(largest)
         y, train, weight = (to_host(a, backend) for a in (y, train, weight))
         n = graph.num_nodes
         return X, make_targets(y, train, n, self.loss, weight, self.class_weight)
@@ -382,6 +386,7 @@ class HERTA(Estimator):
         n_train: int,
         X_nonzeros: int | None = None,
         device_memory: int | str | None = None,
+        mapped_graph: bool = False,
     ) -> Plan:
         """What `fit` would do with data of this size, before any of it is loaded.
 
@@ -393,6 +398,8 @@ class HERTA(Estimator):
             Of a sparse X; None: X is dense.
         device_memory : int or str, optional
             Plan for a GPU with so many bytes (or "80GB"), which need not be there.
+        mapped_graph : bool
+            The graph comes from `Graph.open`; on the CPU its neighbours may then stay on disk.
 
         Examples
         --------
@@ -402,7 +409,7 @@ class HERTA(Estimator):
         ('direct', 512000000)
         """
         settings = self._settings()
-        sizes, free = self._outlined(n, m, d, c, n_train, X_nonzeros, device_memory)
+        sizes, free = self._outlined(n, m, d, c, n_train, X_nonzeros, device_memory, mapped_graph)
         return make_plan(Outline(n, settings.lam), sizes, settings, settings.budget(free))
 
     def _outlined(
@@ -414,6 +421,7 @@ class HERTA(Estimator):
         n_train: int,
         X_nonzeros: int | None,
         device_memory: int | str | None,
+        mapped: bool = False,
     ) -> tuple[Sizes, int]:
         """Sizes of data that are not there, and the bytes that are free for them."""
         for name, value in (("n", n), ("d", d), ("c", c), ("n_train", n_train)):
@@ -425,9 +433,14 @@ class HERTA(Estimator):
             raise ValueError(f"n_train is {n_train:,} but there are {n:,} nodes.")
         settings = self._settings()
         word, X_bytes = np.dtype(settings.dtype).itemsize, 24 * (X_nonzeros or 0)
-        sizes = Sizes(n, m, d, c, n_train, word, X_bytes, nonzeros=X_nonzeros)
+        sizes = Sizes(
+            n, m, len(settings.lams) * d, c, n_train, word, X_bytes, nonzeros=X_nonzeros,
+            copies=row_copies(settings, settings.weighted),
+        )  # fmt: skip
         if device_memory is None:
-            return sizes, self._checked().memory_available()
+            backend = self._checked()
+            mapped = mapped and backend.xp is np
+            return replace(sizes, mapped=mapped), backend.memory_available()
         card = Card(parse_bytes(device_memory))
         X_bytes = X_bytes or card.X_bytes(n, d, settings.budget(card.memory))
         return replace(sizes, X_bytes=X_bytes, half=word == 4, card=True), card.memory
@@ -448,29 +461,32 @@ class HERTA(Estimator):
         out : path, optional
             A new .npy file for outputs that do not fit into memory; it is given back as a map.
         """
-        Z = self._outputs(graph, X)
-        rows = self._stored_rows(graph, idx)
         if out is not None:
             check_target(out)
+        Z, rows = self._outputs(graph, X), self._stored_rows(graph, idx)
+        if out is not None:
             return Z.write(rows, Path(out), self.dtype)
         found = Z.of(rows, self.dtype)
         return in_kind_of(found if on_device(X) else to_host(found, Z.H.backend), X)
 
-    def predict(self, graph: Graph, X: Any, idx: Any = None) -> Any:
+    def predict(self, graph: Graph, X: Any, idx: Any = None, out: str | Path | None = None) -> Any:
         """Class labels, or the model's output for float targets; of the nodes `idx` or of all.
 
-        For loss="bce" zeros and ones.
-
-        `undecided_` counts the nodes whose two best classes are closer than the error of the solve.
+        For loss="bce" zeros and ones.  Labels need no array of (n, c).  `out` is a new .npy file
+        that takes the outputs as they come, as in `transform`.  `undecided_` counts the nodes whose
+        two best classes are closer than the error of the solve.
         """
         classes = self._fitted().classes_
         if classes is None:
-            Z = self.transform(graph, X, idx)
+            Z = self.transform(graph, X, idx, out)
             Z = (Z > 0) * 1 if self.loss == "bce" else Z
             return Z[:, 0] if self._flat else Z
-        outputs = self._outputs(graph, X)
+        if out is not None:
+            check_target(out)
+        outputs, rows = self._outputs(graph, X), self._stored_rows(graph, idx)
         backend = outputs.H.backend
-        best, self.undecided_ = outputs.labels(self._stored_rows(graph, idx), self.dtype)
+        with nullcontext() if out is None else outputs.file(rows, Path(out), self.dtype) as scores:
+            best, self.undecided_ = outputs.labels(rows, self.dtype, scores)
         if classes.dtype.kind == "U":
             return classes[to_host(best, backend)]  # neither a GPU nor a tensor holds text
         found = backend.asarray(classes)[best] if on_device(X) else classes[to_host(best, backend)]
@@ -486,17 +502,17 @@ class HERTA(Estimator):
         backend, settings = get_backend(self.device), self._settings()
         check_graph(graph)
         X = as_matrix(X, backend)
-        check_rows("X", X, graph)
+        largest = check_rows("X", X, graph)
         if X.shape[1] != self.n_features_in_:
             raise ValueError(
                 f"X has {X.shape[1]:,} features but the model was fitted with "
                 f"{self.n_features_in_:,}."
             )
-        check_scale(X, fitted=True)
+        check_scale(largest, fitted=True)
         H = RegularizedLaplacian(graph, settings.lam, backend, settings.dtype)
         budget = settings.budget(backend.memory_available())
-        width = max(1, block_width(graph.num_nodes, self.W_.shape[1], settings.dtype, budget))
         features = Features(X, backend, graph.order, budget)
+        width = outputs_at_once(graph, X, self.W_.shape[1], settings.dtype, backend, budget)
         systems = [H.at(lam) for lam in settings.lams] if settings.several else [H]
         W, b = backend.asarray(self.W_), backend.asarray(self.intercept_)
         extra = None
@@ -604,6 +620,7 @@ def _label_features(
     """Features that the labels Y of the nodes `rows` make, as they are in storage."""
     if not settings.label_folds:
         return None
+    Y = np.asarray(Y)
     Y = np.maximum(Y, 0.0) if settings.loss == "bce" else Y  # -1 there is not known
     columns, _ = cross_fitted(H, rows, Y, folds=settings.label_folds, seed=settings.seed)
     return Features(columns, H.backend, H.graph.order)
@@ -615,8 +632,8 @@ def _bound(targets: Targets, settings: Settings, backend: Backend) -> Loss:
     return LOSSES[settings.loss].bound(weights, settings.fit_intercept)
 
 
-def _placed(Y: Any, stored: bool, backend: Backend) -> Any:
-    """Targets on the device; those of stored rows are looked at in runs and need not be whole."""
-    if isinstance(Y, OneHot) and stored:
+def _placed(Y: Any, whole: bool, backend: Backend) -> Any:
+    """Targets on the device; they need not be whole if runs or blocks of them are looked at."""
+    if isinstance(Y, OneHot) and not whole:
         return Y.on(backend)
     return backend.asarray(Y)

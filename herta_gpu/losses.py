@@ -238,7 +238,8 @@ class _Curved(_Rows):
         # at the outputs themselves.  What E strays by counts along the constants only.
         if not self.intercept:
             return 0.0
-        return 0.5 * self.steepest * error**2 + stray * reach + _NO_LOSS
+        astray = stray * reach if stray > 0 else 0.0
+        return 0.5 * self.steepest * error**2 + astray + _NO_LOSS
 
     def _within(
         self, xp: Any, b: Array, sums: Array, slope: float, known: tuple[float, float, float]
@@ -515,15 +516,17 @@ class BinaryCrossEntropy(_Curved):
 def _least(xp: Any, at: Callable[[Array], tuple[float, Array, Array]], b: Array) -> Array:
     """Constants b at which the gradient is rounding; `at` gives value, gradient and Hessian."""
     value, g, hessian = at(b)
-    size = norm(g)
+    size, diagonal = norm(g), xp.arange(b.shape[0])
     for _ in range(_NEWTON_STEPS):
+        # Outputs that are far apart leave no curvature, and any step would be too long.
+        hessian[diagonal, diagonal] += 1e-12 * hessian.diagonal().max() + 1e-12 * size + _TINY
         step = xp.linalg.solve(hessian, -g)
         eta = 1.0
         while True:
             ahead = b + eta * step
             found = at(ahead)
             lower = found[0] < value or norm(found[1]) < size
-            if lower or eta < 1e-6:
+            if lower or eta < 1e-12:
                 break
             eta *= 0.25
         if not lower:

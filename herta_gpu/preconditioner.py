@@ -80,16 +80,25 @@ class Preconditioner:
             f"{RANK_CUT**0.5:.0e} to the span of the others; their optimum is not known"
         )
 
-    def for_training(self, backend: Backend) -> Preconditioner:
-        """Without Q on all rows, the largest block there is, but with what it says of Z."""
-        if self.Q_all is None:
+    def for_training(self, backend: Backend, blocks: bool = False) -> Preconditioner:
+        """Without Q on all rows, the largest block there is, but with what it says of Z.
+
+        Where outputs are trained in blocks, Z is none of n x c either: Q stays.
+        """
+        if self.Q_all is None or blocks:
             return self
+        return replace(self, Q_all=None, Z_start=self.guess(backend, slice(None)))
+
+    def guess(self, backend: Backend, at: Any) -> Array | None:
+        """Q W at `w_start` on all rows, of the outputs `at`, if Q is there on all rows."""
+        if self.Q_all is None:
+            return self.Z_start if self.Z_start is None else self.Z_start[:, at]
         with np.errstate(over="ignore"):
-            u = self.inner.half(self.w_start).astype(self.Q_all.dtype)
+            u = self.inner.half(self.w_start[:, at]).astype(self.Q_all.dtype)
         Z = backend.matmul(self.Q_all, u)
         size = float(backend.column_dots(Z, Z).sum())  # synchronize!
         # Weights of extreme units may not fit the working precision: then there is no guess.
-        return replace(self, Q_all=None, Z_start=Z if math.isfinite(size) else None)
+        return Z if math.isfinite(size) else None
 
     def rescaled(self, curvature: float, ridge: float, symmetric: bool) -> Preconditioner:
         """The same Q with P = curvature Q^T Q + ridge I: the loss has become flatter."""
@@ -349,7 +358,7 @@ def residual_norms(H: RegularizedLaplacian, basis: Basis, Q: Array, width: int) 
         Z, squares = H.backend.asarray(Q[:, J]), 0.0
         for rows, part in basis.chunks(J):
             squares = squares + (H.residual_rows(part, Z, rows.start) ** 2).sum(axis=0)
-        left[J] += xp.sqrt(squares) + H.residual_rounding * sizes[J]
+        left[J] += xp.sqrt(squares) + H.rounding(J.stop - J.start) * sizes[J]
     return left
 
 

@@ -7,6 +7,7 @@ by block, and labels take the best output so far, the second best and the class 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -91,23 +92,36 @@ class Outputs:
 
     def write(self, rows: Array | None, path: Path, dtype: str) -> Any:
         """Z* at the stored rows `rows` (None: all) in a new .npy file, given back as a map."""
-        shape = (self.H.n if rows is None else rows.shape[0], self.W.shape[1])
-        with new_file(path) as temporary:
-            file: Any = np.lib.format.open_memmap(temporary, "w+", np.dtype(dtype), shape)
+        with self.file(rows, path, dtype) as file:
             for J, Z, _ in self.blocks():
-                Z = Z if rows is None else Z[rows]
-                file[:, J] = self.H.backend.to_numpy(Z)  # synchronize!
-            file.flush()
-            del file
+                file[:, J] = self._on_host(Z, rows)
         return np.load(path, mmap_mode="r")
 
-    def labels(self, rows: Array | None, dtype: str) -> Labels:
-        """The best class of the stored rows `rows` (None: all)."""
+    @contextmanager
+    def file(self, rows: Array | None, path: Path, dtype: str) -> Iterator[Any]:
+        """A map of a new .npy file for Z* at the stored rows `rows` (None: all)."""
+        shape = (self.H.n if rows is None else rows.shape[0], self.W.shape[1])
+        with new_file(path) as temporary:
+            made: Any = np.lib.format.open_memmap(temporary, "w+", np.dtype(dtype), shape)
+            yield made
+            made.flush()
+            del made
+
+    def _on_host(self, Z: Array, rows: Array | None) -> Any:
+        return self.H.backend.to_numpy(Z if rows is None else Z[rows])  # synchronize!
+
+    def labels(self, rows: Array | None, dtype: str, scores: Any = None) -> Labels:
+        """The best class of the stored rows `rows` (None: all).
+
+        `scores` is a map that takes Z* at these rows on the way.
+        """
         xp, count = self.H.backend.xp, self.H.n if rows is None else rows.shape[0]
         first, second = (xp.full(count, -xp.inf, dtype=dtype) for _ in range(2))
         best, error = xp.zeros(count, dtype="int32"), 0.0
         for J, Z, off in self.blocks():
             error = max(error, off)
+            if scores is not None:
+                scores[:, J] = self._on_host(Z, rows)
             Z = (Z if rows is None else Z[rows]).astype(dtype, copy=False)
             for j in range(J.start, J.stop):
                 z = Z[:, j - J.start]

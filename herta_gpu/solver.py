@@ -39,6 +39,7 @@ from herta_gpu.plumbing.validation import (
 BLOCK_WIDTH = 64  # columns advanced together when memory allows: best per column on the CPU
 _MARGIN = 0.9  # the recurrence aims a little lower than tol, so that the true residual passes
 _LEAST_TOL = 1e-300  # below, tol itself would overflow what is computed from it
+_RANGE = 2.0**60  # float32 holds residuals that are so much larger or smaller than their unit
 _MAX_CYCLES = 30  # refreshes of the true residual before giving up
 
 
@@ -81,14 +82,14 @@ class RegularizedLaplacian:
         return float((indptr[1:] - indptr[:-1]).max(initial=0))  # synchronize!
 
     def rounding(self, columns: int) -> float:
-        """||computed B - H Z less the true one|| <= this ||Z||, in float64, so many columns."""
+        """||computed B - H Z less the true one|| <= this ||Z||, blocks of so many columns.
+
+        In float64, and before R is rounded to be stored.  A term of a row's sum is rounded
+        `roundings` times, and eight times more by its factors and by what the sum is added to:
+        what is not a term of H Z, b - h_i z, is r plus a part of H Z.
+        """
         terms = self.backend.roundings(self.most_neighbours, columns) + 8
         return 0.5 * float(np.finfo(np.float64).eps) * terms * self.lambda_max
-
-    @property
-    def residual_rounding(self) -> float:
-        """||computed `residual_rows` less the true ones|| <= this ||Z||."""
-        return 0.5 * float(np.finfo(np.float64).eps) * (self.most_neighbours + 8) * self.lambda_max
 
     def residual_rows(self, B: Array, Z: Array, start: int) -> Array:
         """Rows start, start + 1, ... of B - H Z in float64; B holds those rows, and is lost."""
@@ -99,12 +100,14 @@ class RegularizedLaplacian:
         """H X in the precision of X."""
         return self.backend.apply_H(self.laplacian(str(X.dtype)), self.lam, X)
 
-    def residual(self, B: Array, Z: Array) -> Array:
-        """B - H Z in float64, whatever the precision of B and Z."""
+    def residual(
+        self, B: Array, Z: Array, dtype: str = "float64", unit: Array | None = None
+    ) -> tuple[Array, Array]:
+        """`Backend.residual`: B - H Z, computed in float64 and stored in `dtype`, and its dots."""
+        unit = self.backend.xp.ones(Z.shape[1]) if unit is None else unit
         with marked("residual", columns=Z.shape[1]):
-            Z64 = self.backend.asarray(Z, "float64")
-            HZ = self.apply(Z64)
-            return self.backend.xp.subtract(B, HZ, out=HZ)
+            L = self.laplacian(str(Z.dtype))
+            return self.backend.residual(L, self.lam, Z, B, dtype, unit)
 
 
 @dataclass
@@ -147,9 +150,10 @@ def block_cg(
 ) -> tuple[Array, SolveInfo]:
     """Solve H Z = B by block CG until the measured H-norm bound of every column is <= tol.
 
-    Each cycle measures the true residual in float64 and solves for the correction in the working
-    precision.  When float32 cannot go on, Z is kept in float64 (iterative refinement); when that
-    cannot either, the corrections are found in float64, too; after that the status is "stagnated".
+    Each cycle measures the true residual, computed in float64 and rounded only to be gone on from,
+    and solves for the correction in the working precision.  When float32 cannot go on, Z is kept in
+    float64 (iterative refinement); when that cannot either, the corrections are found in float64,
+    too; after that the status is "stagnated".
     """
     with marked("solve", columns=B.shape[1], tol=tol):
         return _refined(H, B, tol, guess, max_iter)
@@ -160,20 +164,22 @@ def _refined(
 ) -> tuple[Array, SolveInfo]:
     """`block_cg`, cycle by cycle."""
     xp, k = H.backend.xp, B.shape[1]
-    Z = xp.zeros(B.shape, dtype=H.dtype) if guess is None else guess.copy()
+    Z = None if guess is None else guess.copy()
     tol = max(tol, _LEAST_TOL)
     limit = max_iter or 3 * chebyshev_degree(H, tol / math.sqrt(H.lambda_max)) + 20
     b2 = H.backend.column_dots(B, B)
     iterations = np.zeros(k, dtype=np.int64)
     last, working = xp.full(k, xp.inf), H.dtype
-    status = "stagnated"
+    status, unit = "stagnated", _unit(xp, xp.sqrt(b2))
     for cycle in range(_MAX_CYCLES):
-        first = cycle == 0 and guess is None
-        R = B.astype("float64") if first else H.residual(B, Z)
-        norm, energy, bound = _measure(H, B, b2, Z, R)
+        R, dots = _residual(H, B, Z, working, unit, b2)
+        norm, energy, bound = _measure(H, b2, dots)
         open_ = ~(bound <= tol)  # a NaN stays open
         stuck = open_ & ~(bound <= 0.5 * last)
-        any_open, any_stuck = xp.stack([open_.any(), stuck.any()]).tolist()  # synchronize!
+        strange = open_ & ((norm > _RANGE * unit) | (_RANGE * norm < unit))
+        any_open, any_stuck, any_strange = xp.stack(
+            [open_.any(), stuck.any(), strange.any()]
+        ).tolist()  # synchronize!
         if not any_open:
             status = "converged"
             break
@@ -181,37 +187,58 @@ def _refined(
             status = "max_iter"
             break
         if any_stuck:
-            if Z.dtype != np.float64:
+            if Z is not None and Z.dtype != np.float64:
                 Z = Z.astype("float64")
             elif working != "float64":
                 working = "float64"
             else:
                 break
+        if any_strange or str(R.dtype) != working:  # rare: a guess of quite another size, say
+            unit = _unit(xp, norm)
+            R, _ = _residual(H, B, Z, working, unit, b2)
         last = bound
-        # By powers of two, which round nothing: residuals of about 1, whatever the unit of B.
-        scale = xp.exp2(xp.floor(xp.log2(xp.where(open_ & (norm > 0), norm, 1.0))))
-        start = xp.multiply(R, open_ / scale, out=R).astype(working)
+        # Columns that are done start frozen: no residual is larger than an infinite energy.
+        energy = xp.where(open_, energy / unit**2, xp.inf)
         with marked("refinement cycle", number=cycle, precision=working):
-            step, steps = _cycle(
-                H, start, energy / scale**2, tol, limit - int(iterations.max(initial=0))
-            )
+            step, steps = _cycle(H, R, energy, tol, limit - int(iterations.max(initial=0)))
         iterations += steps
-        step *= scale.astype(step.dtype)
-        Z += step
+        step *= unit.astype(step.dtype)
+        Z = _added(Z, step)
+        unit = _unit(xp, norm)  # the next residual is smaller, but not by 2^60
+    Z = xp.zeros(B.shape, dtype=H.dtype) if Z is None else Z
     norms, bounds = H.backend.to_numpy(xp.stack([norm, bound]))  # synchronize!
     return Z, SolveInfo(iterations, norms, bounds, status, str(Z.dtype))
 
 
-def _measure(
-    H: RegularizedLaplacian, B: Array, b2: Array, Z: Array, R: Array
-) -> tuple[Array, Array, Array]:
-    """(||r||, 2<b, z> - <z, Hz>, H-norm bound) of each column.
+def _residual(
+    H: RegularizedLaplacian, B: Array, Z: Array | None, dtype: str, unit: Array, b2: Array
+) -> tuple[Array, Array]:
+    """`RegularizedLaplacian.residual`; without a Z yet, R is B and nothing is multiplied."""
+    if Z is not None:
+        return H.residual(B, Z, dtype, unit)
+    xp, R = H.backend.xp, H.backend.empty(B.shape, dtype)
+    return xp.multiply(B, 1.0 / unit, out=R), xp.stack([b2, xp.zeros_like(b2)])
+
+
+def _added(Z: Array | None, step: Array) -> Array:
+    if Z is None:
+        return step
+    Z += step
+    return Z
+
+
+def _unit(xp: Any, norm: Array) -> Array:
+    """Powers of two, which round nothing, in which norms are about 1, whatever the unit of B."""
+    return xp.exp2(xp.floor(xp.log2(xp.where(norm > 0, norm, 1.0))))
+
+
+def _measure(H: RegularizedLaplacian, b2: Array, dots: Array) -> tuple[Array, Array, Array]:
+    """(||r||, 2<b, z> - <z, Hz>, H-norm bound) of each column, from `Backend.residual`.
 
     The second is ||H^-1 b||_H^2 less the squared error, which is what CG adds to it step by step.
     """
-    xp, dots = H.backend.xp, H.backend.column_dots
-    norm = xp.sqrt(dots(R, R))
-    energy = dots(B, Z) + dots(R, Z)
+    xp, energy = H.backend.xp, dots[1]
+    norm = xp.sqrt(dots[0])
     least = xp.maximum(energy, b2 / H.lambda_max)
     safe = xp.where(least > 0, least, 1.0)
     return norm, energy, xp.where(b2 > 0, norm / xp.sqrt(safe), norm)
@@ -437,7 +464,7 @@ class SDDSolver:
         degree = chebyshev_degree(H, self.tol)
         Z = chebyshev(H, B.astype("float64" if exact else self.dtype), degree)
         b2 = H.backend.column_dots(B, B)
-        norm, _, bound = _measure(H, B, b2, Z, H.residual(B, Z))
+        norm, _, bound = _measure(H, b2, H.residual(B, Z, str(Z.dtype))[1])
         norm, bound, b2 = (H.backend.to_numpy(a) for a in (norm, bound, b2))  # synchronize!
         # The polynomial proves ||r|| <= tol ||b|| too; a residual beyond that is rounding.
         proven = np.where(norm <= self.tol * np.sqrt(b2) * 1.01, self.tol, np.inf)

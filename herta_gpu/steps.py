@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from herta_gpu.backends import get_backend
 from herta_gpu.backends.base import Array
+from herta_gpu.blockwise import Guess, trained
 from herta_gpu.diffusion import Recall
 from herta_gpu.direct import Proof, StoredProblem
 from herta_gpu.leave_one_out import LeftOut, left_out, spread
@@ -101,7 +103,8 @@ def preconditioned(
         elif missed and not rough and not recipe.exact:
             recipe, why = tighter(recipe, A.H)
         else:
-            return Made(P.for_training(A.H.backend), spectrum, recipe, changes)
+            blocks = plan.outputs < Y.shape[1]
+            return Made(P.for_training(A.H.backend, blocks), spectrum, recipe, changes)
         changes.append(why)
 
 
@@ -137,7 +140,7 @@ def on_stored_rows(
     if plan.look:
         problem = posed(made.P)
         W = problem.basis.weights(problem.minimised(settings.tol, None, steps, run.warm))
-        W = _true_model(run, made, A, Y, W, _FEW)
+        W = _true_model(run, plan, made, A, Y, W, recall, _FEW)
         if run.status != "max_iter" or len(run.history) > settings.max_iter:
             return made, W
         made = _lowered(made, measured(made.recipe, settings), A, Y, ridge, recall)
@@ -165,7 +168,7 @@ def on_stored_rows(
     told = Decision("proof", "true gradients", "Q alone could not prove the fit")
     spectrum = _spectrum("spectral-deterministic", made.P, A, settings)
     made = replace(made, spectrum=spectrum, changes=[*made.changes, told])
-    return made, _true_model(run, made, A, Y, W, None)
+    return made, _true_model(run, plan, made, A, Y, W, recall, None)
 
 
 def _lowered(
@@ -177,11 +180,18 @@ def _lowered(
 
 
 def _true_model(
-    run: Training, made: Made, A: UnfoldedMap, Y: Any, W: Array, most: int | None
+    run: Training,
+    plan: Plan,
+    made: Made,
+    A: UnfoldedMap,
+    Y: Any,
+    W: Array,
+    recall: Recall,
+    most: int | None,
 ) -> Array:
     """W after a few steps (or as many as are left) with true gradients, by solves over outputs."""
-    run.P, run.spectrum, run.Y = made.P, made.spectrum, Y[:]
-    return run.loop(A, made.P.factor.unhalf(W), certified=True, most=most).W
+    run.P, run.spectrum, w = made.P, made.spectrum, made.P.factor.unhalf(W)
+    return trained(run, A, Y, w, plan.outputs, recall, most=most)
 
 
 def _again(
@@ -207,7 +217,7 @@ def start(
     P: Preconditioner,
     A: UnfoldedMap,
     budget: int,
-) -> tuple[Array, Array | None]:
+) -> tuple[Array, Guess | None]:
     """Where the loop starts, and what is known of Z there: a cheaper model may go first."""
     warm = LOSSES[settings.loss].quadratic
     w = P.w_start if warm else A.H.backend.xp.zeros_like(P.w_start)
@@ -218,4 +228,4 @@ def start(
         H_loop = sampled(A.H, plan.loop_samples, settings, budget)
         A_loop = UnfoldedMap(H_loop, A.X, A.train, A.width, A.loss)
         return run.loop(A_loop, w, certified=False).w, None
-    return w, P.Z_start if warm else None
+    return w, partial(P.guess, A.H.backend) if warm else None

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from herta_gpu.backends.base import Array, Backend, norm
-from herta_gpu.certificate import Certificate, certify, gradient_error
+from herta_gpu.certificate import Certificate, certify, gradient_error, joined
 from herta_gpu.direct import Proof, StoredProblem
 from herta_gpu.factors import Factor
 from herta_gpu.features import Features
@@ -74,9 +74,11 @@ class Training:
         self.warm_history: list[dict[str, Any]] = []  # steps on a model that stood in for the true
         self.records = self.history  # the history of the loop that runs
         self.certificate = Certificate(math.inf, "none")
+        self.proven: list[Certificate] = []  # that of each step with true gradients
+        self.before: list[Certificate] = []  # those of outputs that were finished before these
         self.status = "max_iter"
         self.started = time.perf_counter()
-        self.loss_at_zero = _loss_at_zero(self.loss, self.xp, Y)
+        self.loss_at_zero = loss_at_zero(self.loss, self.xp, Y)
         self.first_gradient = math.inf
         self.checkpoint, self.phase = checkpoint, -1  # phase: which call of `loop`
         self.saved = None if checkpoint is None else self._possible(checkpoint.last_step(backend))
@@ -105,9 +107,12 @@ class Training:
         limit = limit if most is None else min(limit, most)
         self.status = "max_iter"
         self.phase += 1
-        if self.saved is not None and self.saved["phase"] > self.phase:
+        resumed = None
+        if self.saved is None or self.saved["phase"] <= self.phase:
+            resumed = self._resumed(problem, optimizer, limit)
+        elif self.saved["point"]["W"].shape[1] == w.shape[1]:
             return self._stored(self.saved)  # a later loop starts from its own
-        first, point = self._resumed(problem, optimizer, limit) or (0, problem.start(w, Z))
+        first, point = resumed or (0, problem.start(w, Z))
         self.records = self.history if certified else self.warm_history
         for step in marked_steps(range(first, limit + 1)):
             if certified:
@@ -154,6 +159,14 @@ class Training:
         self.warm_history = [self.told(h) for h in self.warm_history]
         certificate = replace(self.certificate, gap=self.unit * self.certificate.gap)
         return self.history, certificate, self.status
+
+    def together(self, records: list[dict[str, Any]], value: float) -> None:
+        """A step of outputs that were trained apart, from those of each; `value` is proven."""
+        self.records = self.history
+        loss, error = (sum(r[name] for r in records) for name in ("loss", "loss_error"))
+        size = math.hypot(*(r["grad_norm"] for r in records))
+        inner = max(r["inner_iterations"] for r in records)
+        self._tell(value, loss, error, size, inner, False, max(r["seconds"] for r in records))
 
     def warm(self, record: dict[str, Any]) -> None:
         """A step of training on stored rows, which proves nothing of the true model yet."""
@@ -206,7 +219,7 @@ class Training:
             return
         own = ("history", "warm_history", "curvature", "first_gradient", "phase")
         state = {name: getattr(self, name) for name in own}
-        state |= {"step": step, "tol": problem.tol}
+        state |= {"step": step, "tol": problem.tol, "proven": [vars(c) for c in self.proven]}
         state["point"] = {k: v for k, v in vars(point).items() if k != "rounding"}
         newton = isinstance(optimizer, Newton)  # it remembers nothing
         state["optimizer"] = {k: v for k, v in vars(optimizer).items() if k != "xp" and not newton}
@@ -219,6 +232,8 @@ class Training:
             return None
         if self.loss.quadratic and saved["curvature"] != self.curvature:
             return None  # the spectrum is that of one P
+        if saved["plan"] != self.identity and saved["point"]["W"].shape[1] != self.Y.shape[1]:
+            return None  # some outputs of a fit that had no room for all of them at once
         if saved["plan"] != self.identity:
             saved["phase"] = 0  # other loops, other coordinates: its weights are where to start
         return saved
@@ -244,6 +259,7 @@ class Training:
             )
             return 0, anew
         self.history, self.warm_history = saved["history"], saved["warm_history"]
+        self.proven = [Certificate(**c) for c in saved["proven"]]
         self.first_gradient = saved["first_gradient"]
         self.started -= (self.history or self.warm_history)[-1]["seconds"]
         step = min(saved["step"], limit)  # which may be less than it was
@@ -331,7 +347,7 @@ class Training:
             size, error, goal = self._sizes(point)
             if point.stagnated or error <= 0.3 * max(size, goal):
                 break
-            if self._certify(point, True).value <= self.settings.tol:
+            if self._enough(self._certify(point, True), self.settings.tol):
                 break  # good enough as it is
             problem.tol *= max(0.01, 0.2 * max(size, goal) / error)
             point = problem.point(point.w, point.Z, point.V, point.inner_iterations)
@@ -354,7 +370,7 @@ class Training:
         tol, size = self.settings.tol, norm(point.g)
         if self.certificate.kind != "none":
             # A model that only stands in for the true one is solved a little further.
-            if self.certificate.value <= (tol if certified else 0.1 * tol):
+            if self._enough(self.certificate, tol if certified else 0.1 * tol):
                 self.status = "certified-reduced" if self.certificate.reduced else "certified"
             elif self.settings.ridge == 0 and point.objective <= tol**2 * self.loss_at_zero:
                 self.status = "converged"  # an optimum of about 0 has no relative gap
@@ -378,6 +394,12 @@ class Training:
         if done:
             self.status = "converged"
         return done
+
+    def _enough(self, found: Certificate, tol: float) -> bool:
+        """Whether these outputs are proven, alone or together with those finished before them."""
+        if found.value <= tol or not self.before:
+            return found.value <= tol
+        return joined([*self.before, found]).value <= tol
 
     def _at_rounding(self) -> bool:
         """Whether more steps cannot help: the gap is at the level of float64, or nothing moves."""
@@ -407,6 +429,8 @@ class Training:
 
     def _record(self, point: Point, certified: bool) -> None:
         value = self.certificate.value if certified else math.inf
+        if certified:
+            self.proven.append(self.certificate)
         size = norm(point.gradient)
         known = (point.objective, point.objective_error, size)
         self._tell(value, *known, point.inner_iterations, warm=not certified)
@@ -419,6 +443,7 @@ class Training:
         grad_norm: float,
         inner_iterations: int,
         warm: bool,
+        seconds: float | None = None,
     ) -> None:
         step = len(self.records)
         self.records.append(
@@ -429,7 +454,7 @@ class Training:
                 "grad_norm": grad_norm,
                 "certificate": value,
                 "inner_iterations": inner_iterations,
-                "seconds": time.perf_counter() - self.started,
+                "seconds": time.perf_counter() - self.started if seconds is None else seconds,
                 "warm": warm,
             }
         )
@@ -446,7 +471,7 @@ class Training:
         return {**record, **sizes}
 
 
-def _loss_at_zero(loss: Loss, xp: Any, Y: Any) -> float:
+def loss_at_zero(loss: Loss, xp: Any, Y: Any) -> float:
     """The loss of W = 0, over runs of rows: not all of Y need be there at once."""
     total, step = 0.0, 1 << 16
     if loss.intercept:

@@ -113,14 +113,13 @@ class UnfoldedMap:
     def correct(self, W: Array, Z: Array, limit: float) -> Solved:
         """Measure X W - H Z (the result's `block`); above `limit`, solve for what is missing."""
         U = self.X.times(W)
-        R = self.H.residual(U, Z)
-        size = self.size(R)
+        R, size = self._left(U, Z)
         if size <= limit:
             return Solved(Z, R, size, 0, False)
         scale = self.size(Z) or 1.0
         again = self._solve(U, 0.3 * min(1.0, limit / scale), Z)
-        R = self.H.residual(U, again.value)
-        return Solved(again.value, R, self.size(R), again.iterations, again.stagnated)
+        R, size = self._left(U, again.value)
+        return Solved(again.value, R, size, again.iterations, again.stagnated)
 
     def adjoint(self, E: Array, tol: float, guess: Array | None) -> Solved:
         """X^T H^-1 M^T E (d x c)."""
@@ -147,6 +146,11 @@ class UnfoldedMap:
     def size(self, R: Array) -> float:
         """||R||_F without a copy of R, which is n x c."""
         return float(self.H.backend.column_dots(R, R).sum()) ** 0.5  # synchronize!
+
+    def _left(self, U: Array, Z: Array) -> tuple[Array, float]:
+        """U - H Z in float64, and its norm."""
+        R, dots = self.H.residual(U, Z)
+        return R, float(dots[0].sum()) ** 0.5  # synchronize!
 
     def _solve(self, B: Array, tol: float, guess: Array | None) -> Solved:
         xp, parts, tol = self.H.backend.xp, [], max(tol, _LEAST_TOL)

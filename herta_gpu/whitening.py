@@ -118,7 +118,7 @@ class Units:
 
     @property
     def sizes(self) -> Array:
-        return self.scale * self.X.column_norms * (1 + 1e-12)
+        return self.scale * self.X.column_norms * (1 + self.X.sum_rounding)
 
     @property
     def norm(self) -> float:
@@ -267,8 +267,9 @@ def whitened(X: Features, cut: bool) -> Whitened:
     directions that unit columns nearly do not have go; never with a ridge, which sees them all.
     """
     backend, d = X.backend, X.shape[1]
-    xp, scale = backend.xp, Units.of(X).scale
-    G, at = X.gram(scale), xp.arange(d)
+    xp, at, G = backend.xp, backend.xp.arange(d), X.gram()
+    scale = Units.of(X).scale
+    G *= scale[:, None] * scale  # each entry keeps its digits, whatever the units
     G[at, at] = xp.where(X.column_norms > 0, G[at, at], 1.0)  # an empty column is no direction
     L = backend.cholesky(G)
     smallest = 0.0 if L is None else smallest_eigenvalue(backend, G, L)

@@ -6,7 +6,9 @@
 //   3. cg_direction   Z += alpha P, P = R + beta P
 //
 // A frozen column has alpha = beta = 0, so its Z and R stand still.  A column also freezes where
-// rounding leaves no step to take: pHp <= 0, or an overflow.  No scalar visits the host.
+// rounding leaves no step to take: pHp <= 0, or an overflow.  No scalar visits the host, which
+// therefore asks for steps beyond the last: where no column of a block of threads is active, all
+// three launches return at once and move k bytes.
 //
 // Threads: x holds N columns (16 bytes), y a row, striding down the block, so a warp reads one
 // contiguous run whatever k is and alpha and beta sit in registers.  The sums over rows are per
@@ -34,12 +36,14 @@ __device__ void dots_of(i64 n, i64 k, const T* X, const T* Y, double* partials, 
                         double* dots) {
     const Columns at(N);
     const bool inside = at.column < k;
-    double dot[N] = {};
+    double dots_here[1][N] = {};
+    auto& dot = dots_here[0];
     for (i64 row = at.row; inside && row < n; row += at.rows) {
         const Vec<T, N> x = load<N>(X + row * k + at.column), y = load<N>(Y + row * k + at.column);
         for (int i = 0; i < N; ++i) dot[i] += static_cast<double>(x.v[i]) * y.v[i];
     }
-    if (grid_sum(dot, k, at.column, partials, tickets + blockIdx.y) && inside && threadIdx.y == 0)
+    const bool all = grid_sum(dots_here, k, at.column, partials, tickets + blockIdx.y);
+    if (all && inside && threadIdx.y == 0)
         for (int i = 0; i < N; ++i) dots[at.column + i] = dot[i];
 }
 
@@ -50,7 +54,15 @@ __device__ void residual(i64 n, i64 k, const T* HP, T* R, const double* pHp, dou
                          u32* tickets) {
     const Columns at(N);
     const bool inside = at.column < k;
-    double step[N] = {}, dot[N] = {};
+    double step[N] = {}, dots_here[1][N] = {};
+    auto& dot = dots_here[0];
+    // The mask changes only after every block of these columns has taken its ticket below: all of
+    // them return here, or none.
+    if (!any_active<N>(active, at.column, k)) {
+        if (inside && blockIdx.x == 0 && threadIdx.y == 0)
+            for (int i = 0; i < N; ++i) alpha[at.column + i] = beta[at.column + i] = 0;
+        return;
+    }
     for (int i = 0; inside && i < N; ++i) {
         const i64 c = at.column + i;
         if (active[c]) step[i] = pHp[c] > 0 ? rho[c] / pHp[c] : 0.0;
@@ -66,7 +78,7 @@ __device__ void residual(i64 n, i64 k, const T* HP, T* R, const double* pHp, dou
         store(R + row * k + at.column, r);
     }
     // Every block has read rho and active before the last one comes here and changes them.
-    if (!grid_sum(dot, k, at.column, partials, tickets + blockIdx.y)) return;
+    if (!grid_sum(dots_here, k, at.column, partials, tickets + blockIdx.y)) return;
     if (!inside || threadIdx.y != 0) return;
     for (int i = 0; i < N; ++i) {
         const i64 c = at.column + i;
@@ -85,12 +97,16 @@ template <int N, class T>
 __device__ void direction(i64 n, i64 k, const T* R, T* P, T* Z, const double* alpha,
                           const double* beta) {
     const Columns at(N);
-    if (at.column >= k) return;
-    T a[N], b[N];
-    for (int i = 0; i < N; ++i) {
+    const bool inside = at.column < k;
+    T a[N] = {}, b[N] = {};
+    bool moves = false;
+    for (int i = 0; inside && i < N; ++i) {
         a[i] = static_cast<T>(alpha[at.column + i]);
         b[i] = static_cast<T>(beta[at.column + i]);
+        moves = moves || alpha[at.column + i] != 0;
     }
+    // Not the mask: a column that froze in launch 2 takes its last step here.
+    if (!__syncthreads_or(moves) || !inside) return;
     for (i64 row = at.row; row < n; row += at.rows) {
         const i64 offset = row * k + at.column;
         const Vec<T, N> r = load<N>(R + offset);

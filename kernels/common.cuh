@@ -99,32 +99,52 @@ __device__ void block_sum(double (&v)[N]) {
 }
 
 // True in the last of `count` blocks that come here, which then sees what the others have stored.
-// The ticket wraps to 0, so it is ready for the next launch.
+// One thread fences for its whole block: the barriers before and after it carry the order over to
+// the others, and a fence of every warp would wait for as many.  The ticket wraps to 0, so it is
+// ready for the next launch.
 __device__ bool last_block(u32* ticket, u32 count) {
     __shared__ bool last;
-    __threadfence();
     __syncthreads();
-    if (threadIdx.x == 0 && threadIdx.y == 0) last = atomicInc(ticket, count - 1) == count - 1;
+    if (threadIdx.x == 0 && threadIdx.y == 0) {
+        __threadfence();
+        last = atomicInc(ticket, count - 1) == count - 1;
+        __threadfence();
+    }
     __syncthreads();
-    __threadfence();
     return last;
 }
 
-// v[i] <- its sum over all rows of the grid, columns column + i of k.  True in the one block that
-// has it; partials holds gridDim.x * k numbers, and there is one ticket per blockIdx.y.
-template <int N>
-__device__ bool grid_sum(double (&v)[N], i64 k, i64 column, double* partials, u32* ticket) {
+// v[m][i] <- its sum over all rows of the grid, M numbers for each of the columns column + i of k.
+// True in the one block that has it; partials holds gridDim.x * M * k numbers, and there is one
+// ticket per blockIdx.y.  The last block is alone on the device: its loads are unrolled, so that a
+// thread waits for eight rows of partials at once, in the order in which it adds them.
+template <int M, int N>
+__device__ bool grid_sum(double (&v)[M][N], i64 k, i64 column, double* partials, u32* ticket) {
     const bool inside = column < k;
-    block_sum(v);
+    for (int m = 0; m < M; ++m) block_sum(v[m]);
     if (inside && threadIdx.y == 0)
-        for (int i = 0; i < N; ++i) partials[blockIdx.x * k + column + i] = v[i];
+        for (int m = 0; m < M; ++m)
+            for (int i = 0; i < N; ++i)
+                partials[(static_cast<i64>(blockIdx.x) * M + m) * k + column + i] = v[m][i];
     if (!last_block(ticket, gridDim.x)) return false;
-    for (int i = 0; i < N; ++i) v[i] = 0;
-    if (inside)
-        for (i64 block = threadIdx.y; block < gridDim.x; block += blockDim.y)
-            for (int i = 0; i < N; ++i) v[i] += partials[block * k + column + i];
-    block_sum(v);
+    for (int m = 0; m < M; ++m) {
+        const double* from = partials + m * k + column;
+        for (int i = 0; i < N; ++i) v[m][i] = 0;
+        if (inside)
+#pragma unroll 8
+            for (i64 block = threadIdx.y; block < gridDim.x; block += blockDim.y)
+                for (int i = 0; i < N; ++i) v[m][i] += __ldcg(from + block * M * k + i);
+        block_sum(v[m]);
+    }
     return true;
+}
+
+// Whether any column of this block of threads, column + i of k in each thread, still moves.
+template <int N>
+__device__ bool any_active(const bool* active, i64 column, i64 k) {
+    bool here = false;
+    for (int i = 0; column < k && i < N; ++i) here = here || active[column + i];
+    return __syncthreads_or(here);
 }
 
 // ---- random numbers ----------------------------------------------------------------------------

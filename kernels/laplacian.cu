@@ -3,22 +3,32 @@
 //   Y_i = (1 + lam L_ii) X_i - lam s_i sum_j a_ij s_j X_j,   s = D^-1/2,  a_ij = 1 if no weights
 //
 // apply_H also returns the column dots X . Y that CG needs, and chebyshev turns H Z into the next
-// iterate on the spot, so that neither ever reads Y again.  residual gives some rows of B - H Z in
-// float64, whatever Z is stored in: its numbers are widened in registers.  chebyshev_half reads
-// neighbours from a copy of D^-1/2 Z in float16, made by halve: column c of it counts in units of
-// `unit`, a power of two, and all sums stay in float32.
+// iterate on the spot, so that neither ever reads Y again.  chebyshev_half reads neighbours from a
+// copy of D^-1/2 Z in float16, made by halve: column c of it counts in units of `unit`, a power of
+// two, and all sums stay in float32.
+//
+// residual gives some rows of R = B - H Z, computed in float64 whatever Z, B and R are stored in:
+// numbers are widened in registers, and R is rounded once, when it is stored, in units of 1 / scale
+// (a power of two).  Its column dots R . R and (B + R) . Z are those of the unrounded R.
 //
 // Threads: x holds N columns (16 bytes), y is a row.  Below eight column groups the spare lanes of
 // a row share its non-zeros and add up by shuffles, so a row always has eight lanes or more.  Rows
-// longer than `segment` are cut: the first `segments` blocks of the grid take one segment each,
-// started before all others, and the last block of a row to finish adds its segments in order.  A
-// hub of 10^5 neighbours is then 10^5 / segment blocks of work instead of one endless warp.
+// longer than `segment` are cut: the first `segment_blocks` blocks of the grid take their segments
+// in turn, started before all others, and the last block of a row to finish adds its segments in
+// order.  A hub of 10^5 neighbours is then 10^5 / segment pieces of work instead of one endless
+// warp.  A residual is not linear in what a segment adds: there hub_sums leaves the sum of each long
+// row in float64, in a launch before, and one thread per column finishes it like any other row.
+//
+// Order of sums, which `roundings` of the host code counts: a thread adds every splits-th neighbour
+// of its row, the splits are added by shuffles; a segment is shared by blockDim.y times as many
+// threads, and their sums, then those of the segments, are added in float64 by a tree over y.
 //
 // Bytes: 4 nnz + 8 n for the graph (values and self-loops implicit when unweighted), 2 n k w for X
 // and Y (4 n k w for chebyshev): the lower bound.  On top come the gathers of neighbours, at most
 // nnz k w, which the caches absorb as far as node order is local; each is a coalesced run of k w
-// bytes, because blocks are row-major.  Nothing else is stored between reads.  residual moves
-// n k (w + 16) for Z, B and R, and 24 n for the graph's scales, which are float64 there.
+// bytes, because blocks are row-major.  Nothing else is stored between reads.  residual moves 3 n k
+// numbers as they are stored (12 n k bytes where Z, B and R are float32, where a product in float64
+// and passes for R and three dots moved 100) and 24 n for the graph's scales, which are float64.
 // chebyshev_half gathers nnz 2 k at most instead of nnz 4 k, and halve moves 6 n k before it: with
 // 29 neighbours a row and k = 32, 298 instead of 484 GB a step for 1.1e8 nodes.
 
@@ -33,6 +43,7 @@ struct Laplacian {
     T lam;
     i32 segment;              // rows longer than this are cut
     i32 segments;             // how many pieces there are
+    i32 segment_blocks;       // how many blocks of threads take them
     const i64* segment_row;   // the row of each piece
     const i32* segment_rank;  // its place within the row
     double* segment_sums;     // segments x k
@@ -134,59 +145,82 @@ __device__ void finish_row(const Laplacian<T, I>& L, const S* X, const Lane<N>& 
     finish(at, x, y);
 }
 
-// One segment of a long row, by the whole block.
-template <int N, class T, class I, class Source, class S, class Finish>
-__device__ void long_row(const Laplacian<T, I>& L, const Source& from, const S* X,
-                         const Lane<N>& lane, const Finish& finish, double (&dot)[N]) {
-    const i32 piece = blockIdx.x, rank = L.segment_rank[piece], first_piece = piece - rank;
+// part <- the sum over one segment, by the whole block, in every row of threads.
+template <int N, class T, class I, class Source>
+__device__ void segment_sum(const Laplacian<T, I>& L, const Source& from, const Lane<N>& lane,
+                            i32 piece, double (&part)[N]) {
     const i64 row = L.segment_row[piece], end = L.indptr[row + 1];
-    const i64 first = L.indptr[row] + static_cast<i64>(rank) * L.segment;
+    const i64 first = L.indptr[row] + static_cast<i64>(L.segment_rank[piece]) * L.segment;
     T sum[N];
     gather_share(L, from, lane, first, min(first + L.segment, end), threadIdx.y, blockDim.y, sum);
-    double part[N];
     for (int i = 0; i < N; ++i) part[i] = sum[i];
     block_sum(part);
+    if (lane.owner && threadIdx.y == 0)
+        for (int i = 0; i < N; ++i) L.segment_sums[piece * L.k + lane.column + i] = part[i];
+}
+
+// True in the block that comes last to a long row: part <- the sum over all of its segments.
+template <int N, class T, class I>
+__device__ bool row_sum(const Laplacian<T, I>& L, const Lane<N>& lane, i32 piece,
+                        double (&part)[N]) {
+    const i64 row = L.segment_row[piece], first = piece - L.segment_rank[piece];
+    const i64 length = L.indptr[row + 1] - L.indptr[row];
+    const i32 pieces = static_cast<i32>((length + L.segment - 1) / L.segment);
+    u32* ticket = L.tickets + static_cast<i64>(blockIdx.y) * (L.segments + 1) + first;
+    if (!last_block(ticket, pieces)) return false;
+    for (int i = 0; i < N; ++i) part[i] = 0;
+    if (lane.inside)
+#pragma unroll 4
+        for (i32 p = threadIdx.y; p < pieces; p += blockDim.y)
+            for (int i = 0; i < N; ++i)
+                part[i] += __ldcg(L.segment_sums + (first + p) * L.k + lane.column + i);
+    block_sum(part);
+    return true;
+}
+
+// One segment of a long row; the last of them finishes the row.
+template <int N, class T, class I, class Source, class S, class Finish>
+__device__ void long_row(const Laplacian<T, I>& L, const Source& from, const S* X,
+                         const Lane<N>& lane, i32 piece, const Finish& finish, double (&dot)[N]) {
+    const i64 row = L.segment_row[piece];
     const bool writer = lane.owner && threadIdx.y == 0;
+    double part[N];
+    segment_sum(L, from, lane, piece, part);
     if (writer) {
         // Each segment gives its own share of X . Y: who comes last must not change the sum.
         const Vec<S, N> x = load<N>(X + row * L.k + lane.column);
-        const double h = rank == 0 ? 1 + L.lam * L.diagonal[row] : 0, lam_s = L.lam * L.s[row];
-        for (int i = 0; i < N; ++i) {
-            L.segment_sums[piece * L.k + lane.column + i] = part[i];
-            dot[i] += x.v[i] * (h * x.v[i] - lam_s * part[i]);
-        }
+        const double h = L.segment_rank[piece] == 0 ? 1 + L.lam * L.diagonal[row] : 0;
+        const double lam_s = L.lam * L.s[row];
+        for (int i = 0; i < N; ++i) dot[i] += x.v[i] * (h * x.v[i] - lam_s * part[i]);
     }
-    const i32 pieces = static_cast<i32>((end - L.indptr[row] + L.segment - 1) / L.segment);
-    u32* ticket = L.tickets + static_cast<i64>(blockIdx.y) * (L.segments + 1) + first_piece;
-    if (!last_block(ticket, pieces)) return;
-    for (int i = 0; i < N; ++i) part[i] = 0;
-    if (lane.inside)
-        for (i32 p = threadIdx.y; p < pieces; p += blockDim.y)
-            for (int i = 0; i < N; ++i)
-                part[i] += L.segment_sums[(first_piece + p) * L.k + lane.column + i];
-    block_sum(part);
+    if (!row_sum(L, lane, piece, part) || !writer) return;
+    T sum[N];
     for (int i = 0; i < N; ++i) sum[i] = static_cast<T>(part[i]);
     double counted[N] = {};  // the dots of this row are in already
-    if (writer) finish_row(L, X, lane, row, sum, finish, counted);
+    finish_row(L, X, lane, row, sum, finish, counted);
 }
 
-// H X for the rows a, a + 1, ... before b: finish(offset, x, y) gets each piece of X and of Y = H X
-// once.  The segments must be those of these rows.
+// Y = H X: finish(offset, x, y) gets each piece of X and of Y once.  With `active`, columns of
+// which none moves any more are left alone.
 template <int N, class T, class I, class Source, class S, class Finish>
-__device__ void multiply(const Laplacian<T, I>& L, const Source& from, const S* X, i64 a, i64 b,
-                         const Finish& finish, double* partials, double* dots) {
+__device__ void multiply(const Laplacian<T, I>& L, const Source& from, const S* X,
+                         const Finish& finish, const bool* active, double* partials,
+                         double* dots) {
     const Lane<N> lane(L.k);
-    double dot[N] = {};
-    if (static_cast<i32>(blockIdx.x) < L.segments) {
-        long_row(L, from, X, lane, finish, dot);
+    double dots_here[1][N] = {};
+    auto& dot = dots_here[0];
+    if (active && !any_active<N>(active, lane.column, L.k)) return;
+    if (static_cast<i32>(blockIdx.x) < L.segment_blocks) {
+        for (i32 piece = blockIdx.x; piece < L.segments; piece += L.segment_blocks)
+            long_row(L, from, X, lane, piece, finish, dot);
     } else {
-        const i64 step = static_cast<i64>(gridDim.x - L.segments) * blockDim.y;
-        const i64 start = a + static_cast<i64>(blockIdx.x - L.segments) * blockDim.y;
-        for (i64 base = start; base < b; base += step) {  // the same turns for a whole warp
+        const i64 step = static_cast<i64>(gridDim.x - L.segment_blocks) * blockDim.y;
+        const i64 start = static_cast<i64>(blockIdx.x - L.segment_blocks) * blockDim.y;
+        for (i64 base = start; base < L.n; base += step) {  // the same turns for a whole warp
             const i64 row = base + threadIdx.y;
-            const i64 first = row < b ? L.indptr[row] : 0;
-            const i64 last = row < b ? L.indptr[row + 1] : 0;
-            const bool mine = row < b && last - first <= L.segment;
+            const i64 first = row < L.n ? L.indptr[row] : 0;
+            const i64 last = row < L.n ? L.indptr[row + 1] : 0;
+            const bool mine = row < L.n && last - first <= L.segment;
             T sum[N];
             gather_share(L, from, lane, first, mine ? last : first, 0, 1, sum);
             if (mine && lane.owner) finish_row(L, X, lane, row, sum, finish, dot);
@@ -194,9 +228,117 @@ __device__ void multiply(const Laplacian<T, I>& L, const Source& from, const S* 
     }
     if (!dots) return;
     u32* ticket = L.tickets + static_cast<i64>(blockIdx.y) * (L.segments + 1) + L.segments;
-    if (grid_sum(dot, L.k, lane.owner ? lane.column : L.k, partials, ticket))
+    if (grid_sum(dots_here, L.k, lane.owner ? lane.column : L.k, partials, ticket))
         if (lane.owner && threadIdx.y == 0)
             for (int i = 0; i < N; ++i) dots[lane.column + i] = dot[i];
+}
+
+// segment_sums of a row's first segment <- the sum over all neighbours of that long row.
+template <int N, class I, class S>
+__device__ void long_row_sums(const Laplacian<double, I>& L, const S* Z) {
+    const Lane<N> lane(L.k);
+    for (i32 piece = blockIdx.x; piece < L.segments; piece += L.segment_blocks) {
+        double part[N];
+        segment_sum(L, Rows<S>{Z}, lane, piece, part);
+        if (row_sum(L, lane, piece, part) && lane.owner && threadIdx.y == 0) {
+            const i64 first = piece - L.segment_rank[piece];
+            for (int i = 0; i < N; ++i) L.segment_sums[first * L.k + lane.column + i] = part[i];
+        }
+    }
+}
+
+// The first segment of a long row: those of all rows are in order.
+template <class T, class I>
+__device__ i64 first_segment(const Laplacian<T, I>& L, i64 row) {
+    i64 low = 0, high = L.segments;
+    while (low < high) {
+        const i64 middle = (low + high) / 2;
+        if (L.segment_row[middle] < row)
+            low = middle + 1;
+        else
+            high = middle;
+    }
+    return low;
+}
+
+// Where B comes from and R goes: rows a, a + 1, ... before b, each in one of two precisions (the
+// other pointer is null).  R may be B.
+struct Residual {
+    const float* B32;
+    const double* B64;
+    i64 a, b;
+    const double* scale;  // of a column of R; null: 1
+    float* R32;
+    double* R64;
+
+    template <int N>
+    __device__ void store_row(i64 at, i64 column, const double (&r)[N]) const {
+        constexpr int M = N < 2 ? N : 2;  // float64 numbers that fit into one store
+        Vec<float, N> narrow;
+        for (int i = 0; i < N; i += M) {
+            Vec<double, M> wide;
+            for (int c = 0; c < M; ++c) {
+                wide.v[c] = scale ? r[i + c] * scale[column + i + c] : r[i + c];
+                narrow.v[i + c] = static_cast<float>(wide.v[c]);
+            }
+            if (R64) store(R64 + at + i, wide);
+        }
+        if (R32) store(R32 + at, narrow);
+    }
+
+    template <int N>
+    __device__ void load_row(i64 at, double (&b)[N]) const {
+        constexpr int M = N < 2 ? N : 2;
+        if (B32) {
+            const Vec<float, N> narrow = load<N>(B32 + at);
+            for (int i = 0; i < N; ++i) b[i] = narrow.v[i];
+        } else {
+            for (int i = 0; i < N; i += M) {
+                const Vec<double, M> wide = load<M>(B64 + at + i);
+                for (int c = 0; c < M; ++c) b[i + c] = wide.v[c];
+            }
+        }
+    }
+};
+
+// R = B - H Z, and R . R and (B + R) . Z by column; the sums of long rows are there already.
+template <int N, class I, class S>
+__device__ void residual_of(const Laplacian<double, I>& L, const S* Z, const Residual& to,
+                            double* partials, double* dots) {
+    const Lane<N> lane(L.k);
+    double dot[2][N] = {};
+    const i64 step = static_cast<i64>(gridDim.x) * blockDim.y;
+    const i64 start = to.a + static_cast<i64>(blockIdx.x) * blockDim.y;
+    for (i64 base = start; base < to.b; base += step) {  // the same turns for a whole warp
+        const i64 row = base + threadIdx.y;
+        const i64 first = row < to.b ? L.indptr[row] : 0;
+        const i64 last = row < to.b ? L.indptr[row + 1] : 0;
+        const bool is_long = last - first > L.segment;
+        double sum[N], r[N];
+        gather_share(L, Rows<S>{Z}, lane, first, is_long ? first : last, 0, 1, sum);
+        if (row >= to.b || !lane.owner) continue;
+        if (is_long) {
+            const double* known = L.segment_sums + first_segment(L, row) * L.k + lane.column;
+            for (int i = 0; i < N; ++i) sum[i] = known[i];
+        }
+        const i64 at = row * L.k + lane.column, here = at - to.a * L.k;
+        const double h = 1 + L.lam * L.diagonal[row], lam_s = L.lam * L.s[row];
+        const Vec<S, N> z = load<N>(Z + at);
+        to.load_row(here, r);
+        for (int i = 0; i < N; ++i) {
+            const double b = r[i], zi = z.v[i];
+            r[i] = b - (h * zi - lam_s * sum[i]);
+            dot[0][i] += r[i] * r[i];
+            dot[1][i] += (b + r[i]) * zi;
+        }
+        to.store_row(here, lane.column, r);
+    }
+    if (!dots) return;
+    u32* ticket = L.tickets + static_cast<i64>(blockIdx.y) * (L.segments + 1) + L.segments;
+    if (grid_sum(dot, L.k, lane.owner ? lane.column : L.k, partials, ticket))
+        if (lane.owner && threadIdx.y == 0)
+            for (int m = 0; m < 2; ++m)
+                for (int i = 0; i < N; ++i) dots[m * L.k + lane.column + i] = dot[m][i];
 }
 
 template <class T>
@@ -226,48 +368,38 @@ struct Chebyshev {
     }
 };
 
-// R <- B - H Z, both the rows from offset / k on; R may be B.
-struct Residual {
-    const double* B;
-    double* R;
-    i64 offset;
-
-    template <int N>
-    __device__ void operator()(i64 at, const Vec<double, N>&, const Vec<double, N>& Hz) const {
-        constexpr int M = N < 2 ? N : 2;  // float64 numbers that fit into one load
-        for (int i = 0; i < N; i += M) {
-            Vec<double, M> r = load<M>(B + at - offset + i);
-            for (int c = 0; c < M; ++c) r.v[c] -= Hz.v[i + c];
-            store(R + at - offset + i, r);
-        }
-    }
-};
-
 #define LAPLACIAN(T, I)                                                              \
     i64 n, i64 k, const i64 *indptr, const I *indices, const T *weights, const T *s, \
-        const T *diagonal, T lam, i32 segment, i32 segments, const i64 *segment_row, \
-        const i32 *segment_rank, double *segment_sums, u32 *tickets
+        const T *diagonal, T lam, i32 segment, i32 segments, i32 segment_blocks,     \
+        const i64 *segment_row, const i32 *segment_rank, double *segment_sums, u32 *tickets
 
 #define LAPLACIAN_FIELDS                                                                \
-    {n, k, indptr, indices, weights, s, diagonal, lam, segment, segments, segment_row,  \
-     segment_rank, segment_sums, tickets}
+    {n, k, indptr, indices, weights, s, diagonal, lam, segment, segments, segment_blocks, \
+     segment_row, segment_rank, segment_sums, tickets}
 
-#define KERNELS(T, t, I, i, N)                                                            \
-    extern "C" __global__ void __launch_bounds__(kThreads, 4) apply_H_##t##_##i##_v##N(   \
-        LAPLACIAN(T, I), const T* X, T* Y, double* partials, double* dots) {              \
-        const Laplacian<T, I> L = LAPLACIAN_FIELDS;                                       \
-        multiply<N>(L, Rows<T>{X}, X, 0, n, Store<T>{Y}, partials, dots);                 \
-    }                                                                                     \
-    extern "C" __global__ void __launch_bounds__(kThreads, 4) chebyshev_##t##_##i##_v##N( \
-        LAPLACIAN(T, I), const T* Z, T* Z_prev, const T* B, T c1, T c2) {                 \
-        const Laplacian<T, I> L = LAPLACIAN_FIELDS;                                       \
-        const Chebyshev<T> next{B, Z_prev, c1, c2};                                       \
-        multiply<N>(L, Rows<T>{Z}, Z, 0, n, next, nullptr, nullptr);                      \
-    }                                                                                     \
-    extern "C" __global__ void __launch_bounds__(kThreads, 4) residual_##t##_##i##_v##N(  \
-        LAPLACIAN(double, I), const T* Z, const double* B, i64 a, i64 b, double* R) {     \
-        const Laplacian<double, I> L = LAPLACIAN_FIELDS;                                  \
-        multiply<N>(L, Rows<T>{Z}, Z, a, b, Residual{B, R, a * k}, nullptr, nullptr);     \
+#define KERNELS(T, t, I, i, N)                                                                \
+    extern "C" __global__ void __launch_bounds__(kThreads, 4) apply_H_##t##_##i##_v##N(       \
+        LAPLACIAN(T, I), const T* X, T* Y, const bool* active, double* partials,              \
+        double* dots) {                                                                       \
+        const Laplacian<T, I> L = LAPLACIAN_FIELDS;                                           \
+        multiply<N>(L, Rows<T>{X}, X, Store<T>{Y}, active, partials, dots);                   \
+    }                                                                                         \
+    extern "C" __global__ void __launch_bounds__(kThreads, 4) chebyshev_##t##_##i##_v##N(     \
+        LAPLACIAN(T, I), const T* Z, T* Z_prev, const T* B, T c1, T c2) {                     \
+        const Laplacian<T, I> L = LAPLACIAN_FIELDS;                                           \
+        const Chebyshev<T> next{B, Z_prev, c1, c2};                                           \
+        multiply<N>(L, Rows<T>{Z}, Z, next, nullptr, nullptr, nullptr);                       \
+    }                                                                                         \
+    extern "C" __global__ void __launch_bounds__(kThreads, 4) hub_sums_##t##_##i##_v##N(      \
+        LAPLACIAN(double, I), const T* Z) {                                                   \
+        const Laplacian<double, I> L = LAPLACIAN_FIELDS;                                      \
+        long_row_sums<N>(L, Z);                                                               \
+    }                                                                                         \
+    extern "C" __global__ void __launch_bounds__(kThreads, 3) residual_##t##_##i##_v##N(      \
+        LAPLACIAN(double, I), const T* Z, const float* B32, const double* B64, i64 a, i64 b,  \
+        const double* scale, float* R32, double* R64, double* partials, double* dots) {       \
+        const Laplacian<double, I> L = LAPLACIAN_FIELDS;                                      \
+        residual_of<N>(L, Z, Residual{B32, B64, a, b, scale, R32, R64}, partials, dots);      \
     }
 
 #define HALF_STEP(I, i, N)                                                                    \
@@ -276,7 +408,7 @@ struct Residual {
         const float* B, float c1, float c2) {                                                 \
         const Laplacian<float, I> L = LAPLACIAN_FIELDS;                                       \
         const Chebyshev<float> next{B, Z_prev, c1, c2};                                       \
-        multiply<N>(L, HalfRows{G, unit}, Z, 0, n, next, nullptr, nullptr);                   \
+        multiply<N>(L, HalfRows{G, unit}, Z, next, nullptr, nullptr, nullptr);                \
     }
 
 // G <- D^-1/2 Z in float16, column c times up[c].

@@ -46,8 +46,8 @@ KINDS = {
 def test_a_wrong_guess_of_Z_costs_iterations_only(wrong, monkeypatch):
     usual = Preconditioner.for_training
 
-    def misled(self, backend):
-        P = usual(self, backend)
+    def misled(self, backend, blocks):
+        P = usual(self, backend, blocks)
         noise = np.random.default_rng(0).standard_normal(P.Z_start.shape).astype(np.float32)
         return replace(P, Z_start=P.Z_start + wrong * noise)
 

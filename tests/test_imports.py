@@ -34,6 +34,7 @@ LAYERS = [
     ["direct"],
     ["leave_one_out"],
     ["training"],
+    ["blockwise"],
     ["planning"],
     ["steps"],
     ["labels"],

@@ -16,6 +16,7 @@ RNG = np.random.default_rng(5)
 X = RNG.standard_normal((N, 40)) + 1.0
 Y = RNG.standard_normal((N, 2))
 W = RNG.uniform(0.2, 3.0, N)
+BOTH = list(itertools.product([False, True], repeat=2))
 TIGHT = {"tol": 1e-12, "dtype": "float64", "strategy": "direct"}
 
 
@@ -31,7 +32,9 @@ def fitted(A, Y, w, ridge, intercept):
 
 
 @pytest.mark.parametrize(("few", "ridge"), [(False, 0.0), (False, 0.5), (True, 0.5), (True, 1e-4)])
-@pytest.mark.parametrize(("intercept", "weighted"), itertools.product([False, True], repeat=2))
+@pytest.mark.parametrize(
+    ("intercept", "weighted"), list(itertools.product([False, True], repeat=2))
+)
 def test_it_is_what_refits_say(few, ridge, intercept, weighted):
     lam, d = ([0, 3.0], 40) if few else (3.0, 12)  # 80 features or 12, of 60 rows
     train, w = np.arange(5, 65), W if weighted else np.ones(N)

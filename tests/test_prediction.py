@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from typing import Any
 
 import numpy as np
@@ -101,7 +102,7 @@ def narrow(monkeypatch: Any, columns: int) -> None:
     """Make every model work on so many outputs at a time."""
     import herta_gpu.herta as module
 
-    monkeypatch.setattr(module, "block_width", lambda n, k, dtype, budget: min(k, columns))
+    monkeypatch.setattr(module, "outputs_at_once", lambda g, X, c, *rest: min(c, columns))
 
 
 @pytest.mark.parametrize("columns", [1, 3, 64])
@@ -187,3 +188,22 @@ def test_an_output_that_overflows_is_told_in_a_sentence():
     model.W_ = model.W_ * 1e300
     with pytest.raises(ValueError, match=r"overflows: give X in the units"):
         model.predict(graph, X * 1e30)
+
+
+def test_labels_need_no_array_of_all_outputs(tmp_path):
+    """100 outputs of 2,000 nodes are 1.6 MB of float64; less memory holds a few at a time."""
+    rng, n, c = np.random.default_rng(5), 2000, 100
+    graph, X, y = random_graph(n, 4000), rng.standard_normal((n, 4)), np.arange(n) % c
+    model = HERTA(lam=1.0, memory_budget="1.5MB").fit(graph, X, y, np.arange(500))
+    tracemalloc.start()
+    labels = model.predict(graph, X)
+    without = tracemalloc.get_traced_memory()[1]
+    again = model.predict(graph, X, out=tmp_path / "Z.npy")
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert max(without, peak) < 8 * n * c
+    Z = np.load(tmp_path / "Z.npy")
+    assert Z.shape == (n, c)
+    assert (labels == again).all()
+    assert (labels == model.classes_[Z.argmax(axis=1)]).all()
+    assert np.abs(Z - np.linalg.solve(dense_H(graph, 1.0), X @ model.W_)).max() <= 1e-6

@@ -135,7 +135,11 @@ def _add_predict(commands: Any) -> None:
     command.add_argument("dataset")
     _add_data_dir(command)
     command.add_argument("--device", choices=("auto", "cpu", "cuda"))
-    command.add_argument("--to", metavar="FILE", help=".npz or .csv; default RUN/predictions.npz")
+    command.add_argument(
+        "--to",
+        metavar="FILE",
+        help=".npz (with all outputs), .npy or .csv; default RUN/predictions.npz",
+    )
     _add_output(command)
     command.set_defaults(run=predict.run)
 
@@ -242,8 +246,8 @@ def _add_model(command: argparse.ArgumentParser) -> None:
     group = command.add_argument_group("model")
     strength = group.add_mutually_exclusive_group()
     strength.add_argument(
-        "--lam", type=_lam, metavar="L[,L,...]",
-        **_default("lam", "strength of the graph, or of several blocks of features, 0 for X"),
+        "--lam", type=_lam, metavar="L|L,L,...",
+        **_default("lam", "strength of the graph; several make blocks of features, 0 is X itself"),
     )  # fmt: skip
     strength.add_argument(
         "--alpha", type=float, metavar="A", help="APPNP's teleport: lam = 1/alpha - 1"
@@ -253,8 +257,9 @@ def _add_model(command: argparse.ArgumentParser) -> None:
         "--ridge", type=float, metavar="R", **_default("ridge", "adds R/2 ||W||^2 to the loss")
     )
     group.add_argument(
-        "--fit-intercept", action="store_true", help="a constant per output, not diffused"
+        "--fit-intercept", action="store_true", help="a constant per output, undiffused"
     )
+    group.add_argument("--class-weight", choices=("balanced",), help="as much of each class")
     _add_label_features(group, "features of the labels of other folds")
     group.add_argument(
         "--correct-and-smooth", nargs="?", type=_two, const=(20.0, 20.0), metavar="L,L",

@@ -22,6 +22,7 @@ import scipy.sparse as sp
 import herta_gpu.features
 from herta_gpu import HERTA, Graph, SDDSolver, Sparsifier
 from herta_gpu.backends.cpu.reference import CPUBackend
+from herta_gpu.backends.cuda.cusparse import ALGORITHMS, RowMajorProduct
 
 CPU = CPUBackend()
 LAM, SEED = 20.0, 0x9E3779B97F4A7C15
@@ -128,6 +129,20 @@ def check_reference(backend: Any, g: Graph, dtype: str) -> None:
         assert type(M).__module__.partition(".")[0] != "scipy"
         assert M.shape == expected.shape
         np.testing.assert_allclose(M.get().toarray(), expected.toarray(), atol=1e-14)
+
+
+def check_cusparse(backend: Any, g: Graph, dtype: str) -> None:
+    """The kernel against both products of cuSPARSE with row-major blocks, a second time as well."""
+    L, M = backend.laplacian(g, dtype), backend.laplacian_csr(backend.laplacian(g, dtype))
+    for k in (1, 8, 47):
+        X, Y = (backend.asarray(block(g.num_nodes, k, dtype, seed)) for seed in range(2))
+        for algorithm in ALGORITHMS:
+            multiply = RowMajorProduct(backend.xp, M, X, Y, algorithm)
+            for _ in range(2):
+                multiply()
+                expected = backend.to_numpy(X + LAM * Y)
+                close(backend, backend.apply_H(L, LAM, X), expected, dtype)
+                X *= 0.5
 
 
 def check_cg(backend: Any, g: Graph, k: int, dtype: str) -> None:
@@ -243,21 +258,24 @@ def check_unaligned(backend: Any) -> None:
 
 
 def check_streaming(backend: Any) -> None:
-    """A matrix that stays on the host comes through whole, in any parts, and a second time."""
+    """A matrix that stays on the host comes through whole, in any parts, and a second time.
+
+    Three columns of twenty are cut out of whole rows on the device, one is gathered on the host.
+    """
     order = np.random.default_rng(0).permutation(103)
     with TemporaryDirectory() as folder:
         for dtype, order_or_none, in_file in (
             *[("float32", None, False), ("float64", order, False)],
             *[("float32", order, True), ("int64", None, True)],
         ):
-            X = (100 * block(103, 7, "float64")).astype(dtype)
+            X = (100 * block(103, 20, "float64")).astype(dtype)
             expected = X if order_or_none is None else X[order_or_none]
             if in_file:
                 path = Path(folder) / dtype
                 X.tofile(path)
                 X = np.memmap(path, dtype, "r", shape=X.shape)
             blocks = backend.host_blocks(X, order_or_none)
-            for rows, columns in ((10, slice(0, 7)), (40, slice(2, 5)), (103, slice(6, 7))):
+            for rows, columns in ((10, slice(0, 20)), (40, slice(2, 5)), (60, slice(6, 7))):
                 cuts = [slice(a, min(a + rows, 103)) for a in range(0, 103, rows)]
                 wanted = [(at, columns) for at in cuts]
                 for _ in blocks.parts(wanted[::-1]):

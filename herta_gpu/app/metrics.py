@@ -46,9 +46,11 @@ def _ranks(values: Any) -> Any:
 
 
 def evaluate(metric: str, y: Any, scores: Any, classes: Any | None) -> float:
-    """`metric` of the model's outputs `scores` (rows as in y)."""
+    """`metric` of the model's outputs `scores` (rows as in y), or of its labels."""
     if len(y) == 0:
         return float("nan")
+    if scores.ndim == 1:
+        return accuracy(y, scores)
     if metric == "rocauc":
         return rocauc(y, scores)
     if classes is not None:

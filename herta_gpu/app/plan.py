@@ -132,9 +132,10 @@ def _expected_peak(made: Plan, sizes: DataSizes, x_bytes: int, dtype: str) -> in
     if made.stored:  # blocks and stored rows are there together
         return loaded + x_bytes + sum(memory.values())
     throughout = loaded + x_bytes + memory["graph"] + memory["X (copies)"] + memory.get("Q", 0)
-    narrow = min(made.solve_width, max(sizes.c, 1))
+    outputs = max(1, min(made.outputs, sizes.c))
+    narrow = min(made.solve_width, outputs)
     building = made.recipe.width * sizes.n * (3 * word + 8 * bool(sizes.X_nonzeros))
-    training = sizes.n * (max(sizes.c, 1) * (3 * word + 16) + narrow * column_bytes(dtype))
+    training = sizes.n * (outputs * (3 * word + 16) + narrow * column_bytes(dtype))
     factor = memory.get("P and its factor", 0)  # three copies while it is made, one later
     return int(throughout + max(building, factor, training + factor // 3))
 
@@ -144,7 +145,8 @@ def _cheapest(
 ) -> tuple[Plan, bool]:
     """The plan within the budget, and True; if there is none, what needs least beyond it."""
     there = None if card is None else card.memory
-    numbers, allowed = (*_numbers(sizes), sizes.X_nonzeros, there), budget
+    numbers = (*_numbers(sizes), sizes.X_nonzeros, there, sizes.mapped)
+    allowed = budget
     while True:
         try:
             return model.set_params(memory_budget=allowed).plan(*numbers), allowed == budget

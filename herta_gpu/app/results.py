@@ -283,7 +283,9 @@ def _scores(model: HERTA, data: Dataset) -> dict[str, float]:
     nodes = evaluated(data.split or {"all": data.labelled()})
     Z = getattr(model, "outputs_", None)
     if Z is None or len(Z) != len(nodes):
-        Z = model.transform(data.graph, data.X, nodes)
+        # Labels take the best output so far; no metric of classes asks for all outputs.
+        labels = model.classes_ is not None and data.metric != "rocauc"
+        Z = (model.predict if labels else model.transform)(data.graph, data.X, nodes)
     return _parts_scored(data, lambda _: Z, model.classes_)
 
 

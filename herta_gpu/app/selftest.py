@@ -1,9 +1,9 @@
 """`herta selftest`: is a device right, and how fast is each kernel on it?
 
-It checks the device against the plain CPU backend, times the kernels against the product of the
-sparse library that is there (cuSPARSE through CuPy, SciPy on the CPU) and against plain copies, and
-fits a generated graph.  All of it goes into one JSON file; what is printed can be pasted into a
-report.
+It checks the device against the plain CPU backend, times the kernels against the products of the
+sparse library that is there (cuSPARSE, SciPy on the CPU), our ways of copying against memcpy, and
+fits a generated graph, on a GPU one of the size of ogbn-products.  All of it goes into one JSON
+file; what is printed can be pasted into a report.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from herta_gpu.app.results import CommandOutput
 from herta_gpu.app.runs import environment
 from herta_gpu.app.text import NOTHING, bytes_text
 from herta_gpu.backends import get_backend
+from herta_gpu.backends.cuda.cusparse import ALGORITHMS, RowMajorProduct
 from herta_gpu.graph import Graph
 from herta_gpu.herta import HERTA
 from herta_gpu.plumbing.files import check_target, new_file
@@ -36,6 +37,8 @@ from herta_gpu.plumbing.stages import Stages
 LAM = 1000.0  # CG is far from done after the steps that are timed
 HALF_STEPS = 4  # of Chebyshev with neighbours in float16, which are timed together
 COLUMN_BYTES = 64  # a node and a column, of all blocks that are timed, at most
+WITHIN = "within the device"
+LIBRARY = ("CuPy", "SciPy", *(f"cuSPARSE {algorithm}" for algorithm in ALGORITHMS))
 EMULATED = "times mean nothing here: this is an emulator, not a GPU"
 
 Check = tuple[str, Callable[[], Any]]
@@ -56,6 +59,7 @@ class Size:
 
 
 FULL = Size("synthetic:n=1e6,m=1e7,d=100,c=47")
+FULL_ON_GPU = Size("synthetic:products")
 QUICK = Size(
     "synthetic:n=20000,m=200000,d=32,c=8",
     fits=("mse cg herta", "ce lbfgs direct", "Algorithms 1 and 2 as printed"),
@@ -71,8 +75,9 @@ def run(args: argparse.Namespace) -> CommandOutput:
         raise RuntimeError("selftest is made of assertions: run Python without -O.")
     path = Path(args.out or "herta-selftest.json")
     check_target(path)
-    stages, size = Stages(args.verbose), QUICK if args.quick else FULL
-    backend, name = get_backend(args.device), args.dataset or size.dataset
+    stages, backend = Stages(args.verbose), get_backend(args.device)
+    size = QUICK if args.quick else FULL_ON_GPU if backend.name == "cuda" else FULL
+    name = args.dataset or size.dataset
     about = _about(backend)
     with stages("load"):
         data = datasets.load(name, args.data_dir, stages=stages)
@@ -142,7 +147,9 @@ def _checks(backend: Any, size: Size) -> Iterator[Check]:
         for dtype in size.dtypes:
             hub = checks.graph("hub", weighted)
             reference = partial(checks.check_reference, backend, hub, dtype)
-            yield f"product is that of cuSPARSE: {kind}, {dtype}", reference
+            yield f"product is that of CuPy: {kind}, {dtype}", reference
+            by_rows = partial(checks.check_cusparse, backend, hub, dtype)
+            yield f"product is that of cuSPARSE by rows: {kind}, {dtype}", by_rows
         on_device = partial(checks.check_edges_on_the_device, backend, weighted)
         yield f"edges on the device: {kind}", on_device
     yield "X in pinned memory", partial(checks.check_X_in_pinned_memory, backend)
@@ -189,22 +196,29 @@ def timed(backend: Any, action: Callable[[], Any], size: Size) -> float:
 def _kernels(backend: Any, graph: Graph, size: Size) -> list[dict[str, Any]]:
     """Seconds of each kernel for each number of columns, and the bytes that it must move."""
     L, M = backend.laplacian(graph, "float32"), _library_matrix(backend, graph)
-    n, found = graph.num_nodes, []
-    scales = 8 * (n + 1) + L.nnz * (L.indices.itemsize + (0 if L.weights is None else 4))
-    blocks = {"apply_H": 2, "Chebyshev step": 4, "CG step": 10, "library product": 2}
+    found = []
     for k in size.columns:
-        if COLUMN_BYTES * n * k > backend.memory_available():
+        if COLUMN_BYTES * L.n * k > backend.memory_available():
             continue
         for name, action, calls in _actions(backend, L, M, k):
-            # The residual reads Z in float32 and B in float64, writes float64, scales by float64.
-            bytes_ = scales + (20 * n * k + 16 * n if name == "residual" else 8 * n)
-            bytes_ += 4 * n * k * blocks.get(name, 0)
             row: dict[str, Any] = {"kernel": name, "columns": k}
             row["seconds"] = timed(backend, action, size) / calls
-            if name in blocks or name == "residual":
+            bytes_ = _must_move(name, L, M, k)
+            if bytes_:
                 row |= {"bytes": bytes_, "rate": bytes_ / row["seconds"]}
             found.append(row)
     return found
+
+
+def _must_move(name: str, L: Any, M: Any, k: int) -> int:
+    """Bytes of one call: the graph, its scales, and every block once a way; 0 if it is no pass."""
+    n, blocks = L.n, {"apply_H": 2, "Chebyshev step": 4, "CG step": 10}
+    graph = 8 * (n + 1) + L.nnz * (L.indices.itemsize + (0 if L.weights is None else 4))
+    if name == "residual":  # Z in float32, B and the result in float64, scales in float64
+        return graph + 20 * n * k + 16 * n
+    if name in LIBRARY:  # a value for every entry, the diagonal included
+        return M.indptr.nbytes + M.nnz * (M.indices.itemsize + 4) + 8 * n * k
+    return graph + 8 * n + 4 * n * k * blocks[name] if name in blocks else 0
 
 
 def _library_matrix(backend: Any, graph: Graph) -> Any:
@@ -219,7 +233,9 @@ def _actions(backend: Any, L: Any, M: Any, k: int) -> Iterator[tuple[str, Callab
     rng = np.random.default_rng(k)
     X, Y, B = (backend.asarray(rng.standard_normal((L.n, k), dtype=np.float32)) for _ in range(3))
     yield "apply_H", partial(backend.apply_H, L, LAM, X, out=Y), 1
-    yield "library product", lambda: M @ X, 1
+    yield ("CuPy" if backend.name == "cuda" else "SciPy"), lambda: M @ X, 1
+    for algorithm in ALGORITHMS if backend.name == "cuda" else ():
+        yield f"cuSPARSE {algorithm}", RowMajorProduct(backend.xp, M, X, Y, algorithm), 1
     yield "Chebyshev step", partial(backend.chebyshev_step, L, LAM, X, Y, B, 1e-3, 1e-4), 1
     kinds = ("float32", "float32", "uint16")
     work = tuple(backend.empty((L.n, k), kind) for kind in kinds)
@@ -238,21 +254,37 @@ def _actions(backend: Any, L: Any, M: Any, k: int) -> Iterator[tuple[str, Callab
 
 
 def _copies(backend: Any, size: Size) -> dict[str, float]:
-    """Bytes a second of plain copies: read and written within the device, else sent."""
-    host = np.ones(size.copied // 4, np.float32)
+    """Bytes a second: read and written within the device, else sent; memcpy, then our own ways."""
+    host = np.ones((size.copied // 256, 64), np.float32)
     X = backend.asarray(host)
     Y = backend.xp.zeros_like(X)
 
     def within() -> None:
         Y[...] = X
 
-    found = {"within the device": 2 * host.nbytes / timed(backend, within, size)}
-    if backend.name == "cuda":
-        for name, action in (
-            ("from the host", lambda: backend.asarray(host)),
-            ("to the host", lambda: backend.to_numpy(X)),
-        ):
-            found[name] = host.nbytes / timed(backend, action, size)
+    found = {WITHIN: 2 * host.nbytes / timed(backend, within, size)}
+    if backend.name != "cuda":
+        return found
+    cuda, blocks = backend.xp.cuda, backend.host_blocks(host)
+    ends = (Y.data.ptr, X.data.ptr, X.nbytes, cuda.runtime.memcpyDeviceToDevice)
+    rows = max(1, (32 << 20) // 256)
+    parts = [(slice(a, a + rows), slice(0, 64)) for a in range(0, host.shape[0], rows)]
+
+    def streamed() -> None:
+        for _ in blocks.parts(parts):
+            pass
+
+    memcpy = cuda.runtime.memcpyAsync
+    ways: dict[str, Callable[[], Any]] = {
+        "within the device, memcpy": lambda: memcpy(*ends, cuda.get_current_stream().ptr),
+        "from pinned memory, memcpy": lambda: X.set(blocks.X, stream=cuda.get_current_stream()),
+        "from pinned memory, in parts": streamed,
+        "from the host": lambda: backend.asarray(host),
+        "to the host": lambda: backend.to_numpy(X),
+    }
+    for name, action in ways.items():
+        factor = 2 if name.startswith("within") else 1
+        found[name] = factor * host.nbytes / timed(backend, action, size)
     return found
 
 
@@ -297,12 +329,17 @@ def _kernel_rows(kernels: list[dict[str, Any]], copies: dict[str, float]) -> Row
         if row is None:
             return NOTHING
         shown = f"{1e3 * row['seconds']:.3g}"
-        share = row.get("rate", 0.0) / copies["within the device"]
+        share = row.get("rate", 0.0) / max(v for k, v in copies.items() if k.startswith(WITHIN))
         return f"{shown} ({share:.0%})" if share else shown
+
+    def ahead(k: int) -> str:
+        theirs = min(at[name, k]["seconds"] for name in LIBRARY if (name, k) in at)
+        return f"{theirs / at['apply_H', k]['seconds']:.2f}"
 
     return [
         ("kernel", *(f"k = {k}" for k in widths)),
         *((name, *(cell(name, k) for k in widths)) for name in names),
+        ("fastest library product / apply_H", *map(ahead, widths)),
     ]
 
 

@@ -245,7 +245,7 @@ class _Search:
     def along_ridges(
         self, blocks: Features, Q: Any, folds: int, ridges: list[float], intercepts: Sequence[bool]
     ) -> None:
-        """A candidate per ridge, loss and intercept, from the largest ridge, which is the easiest."""
+        """A candidate per ridge, loss and intercept, the largest ridge first: the easiest one."""
         if folds:
             Q = np.hstack([Q, self.labels[self.rows]])
         lam = blocks[0] if len(blocks) == 1 else tuple(blocks)

@@ -176,6 +176,10 @@ class Blocks:
             yield rows, self._taken(rows, columns)
         self.reads.passes += 1
 
+    def whole_rows(self, columns: int) -> bool:
+        """Whether a part with so many of the columns takes the room of whole rows on the device."""
+        return False
+
     def _readable(self) -> MappedRows | None:
         """The file of X if its rows can be read there; a file that was cut short is an error."""
         if self._mapping is not None:
@@ -297,7 +301,7 @@ class Backend(ABC):
 
             B_i - (1 + lam l_i) Z_i + lam s_i sum_j w_ij s_j Z_j,
 
-        and a term of it is rounded at most (neighbours + 8) times by 2^-53, beside s and l, which
+        and a term of it is rounded at most (`roundings` + 8) times by 2^-53, beside s and l, which
         are rounded themselves (sqrt(D) and its inverse, A 1 and a quotient).  Neither the number
         of threads nor the way in which rows are cut into chunks changes a bit of it.
 
@@ -315,10 +319,44 @@ class Backend(ABC):
         True
         """
 
+    def residual(
+        self, L: Laplacian, lam: float, Z: Array, B: Array, dtype: str, unit: Array
+    ) -> tuple[Array, Array]:
+        """(R, dots): R = B - (I + lam L) Z in units of `unit`, one power of two by column.
+
+        R_i is computed in float64 as in `residual_rows`, whatever Z, B and R are stored in, and
+        rounded once, to `dtype`, when it is stored.  `dots` (2, k) are ||r||^2 and <b + r, z> in
+        float64, in the units of B, of the r that was not rounded yet: what is proven from them
+        does not know of the precision in which R goes on.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> from herta_gpu import Graph
+        >>> from herta_gpu.backends import get_backend
+        >>> backend, graph = get_backend("cpu"), Graph.from_edges([[0, 1], [1, 2]])
+        >>> L, B, unit = backend.laplacian(graph, "float32"), np.ones((3, 2)), np.array([1.0, 0.5])
+        >>> Z = np.zeros((3, 2), "float32")
+        >>> R, dots = backend.residual(L, 5.0, Z, B, "float32", unit)
+        >>> R[0].tolist(), dots.tolist()
+        ([1.0, 2.0], [[3.0, 3.0], [0.0, 0.0]])
+        """
+        (n, k), xp = Z.shape, self.xp
+        R, dots = self.empty((n, k), dtype), xp.zeros((2, k))
+        rows = max(1, self.at_once // max(k, 1))
+        for a in range(0, n, rows):
+            at = slice(a, min(a + rows, n))
+            b, z = B[at].astype("float64"), Z[at].astype("float64")
+            r = self.residual_rows(L, lam, Z, b, a)
+            dots += xp.stack([(r * r).sum(axis=0), ((b + r) * z).sum(axis=0)])
+            R[at] = r / unit
+        return R, dots
+
     def roundings(self, neighbours: float, columns: int) -> float:
         """How often a term of a sum over so many neighbours is rounded, at most, on its way.
 
-        For a block of so many columns; as often as there are neighbours, in any order.
+        For a block of so many columns, in a product and in a residual alike; as often as there
+        are neighbours, in any order.
         """
         return neighbours
 

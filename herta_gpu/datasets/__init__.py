@@ -68,6 +68,7 @@ class DataSizes:
     c: int
     n_train: int
     X_nonzeros: int | None  # None: X is dense
+    mapped: bool = False  # the graph is opened from files, and need not be in memory
 
 
 def load(
@@ -143,7 +144,7 @@ def sizes(name: str | os.PathLike[str], data_dir: _Folder = None) -> DataSizes:
     name = _text(name)
     if name.startswith("synthetic:"):
         spec = parse(name.removeprefix("synthetic:"))
-        return DataSizes(spec.n, spec.m, spec.d, spec.c, spec.n_train, None)
+        return DataSizes(spec.n, spec.m, spec.d, spec.c, spec.n_train, None, spec.large)
     if name != "digits":
         folders = data_dirs(data_dir)
         stored = Path(name) if name.endswith(".npz") else _npz_of(name, folders)
@@ -197,13 +198,13 @@ def _n_train(source: Any, split: dict[str, Any], n: int, y: Any) -> int:
 def _ogb_sizes(name: str) -> DataSizes:
     if name in FROM_FILES and is_converted(name):
         n, m, d, n_train = converted_sizes(name)
-        return DataSizes(n, m, d, ogbn.SHAPES[name][3], n_train, None)
+        return DataSizes(n, m, d, ogbn.SHAPES[name][3], n_train, None, mapped=True)
     folder = ogbn.cached_folder(name)
     if not is_cached(folder):
-        return DataSizes(*ogbn.SHAPES[name], X_nonzeros=None)
+        return DataSizes(*ogbn.SHAPES[name], X_nonzeros=None, mapped=name in FROM_FILES)
     found: dict[str, Any] = cached_sizes(folder)
     n, m, d = found["indptr"][0] - 1, found["indices"][0] // 2, found["X"][1]
-    return DataSizes(n, m, d, ogbn.SHAPES[name][3], found["train"][0], None)
+    return DataSizes(n, m, d, ogbn.SHAPES[name][3], found["train"][0], None, mapped=True)
 
 
 def _unknown(name: str, folders: list[Path]) -> str:

@@ -53,8 +53,8 @@ def moved(plan: Plan, sizes: Sizes, card: Card, X_itemsize: int) -> list[Moved]:
     k, passes = max(J.stop - J.start for J in blocks), 2
     steps = len(blocks) * (plan.recipe.degree + passes)
     each = step_bytes(sizes, k)
-    # Column norms; X^T X; then for each block once for B and once for its first residual.
-    readings = 1 + plan.recipe.whiten + 2 * len(blocks)
+    # X^T X or norms of columns; then for each block once for B and once for its first residual.
+    readings = 1 + 2 * len(blocks)
     X_moved = readings * sizes.n * sizes.d * X_itemsize
     on_card = card.X_bytes(sizes.n, sizes.d, sum(plan.memory.values())) == 4 * sizes.n * sizes.d
     rate = card.bandwidth if on_card else card.link

@@ -20,6 +20,7 @@ from herta_gpu.graph import Graph
 from herta_gpu.losses import LOSSES
 from herta_gpu.planning.settings import Settings
 from herta_gpu.plumbing.estimator import Targets
+from herta_gpu.plumbing.reading import mapping_of
 from herta_gpu.solver import BLOCK_WIDTH, RegularizedLaplacian, chebyshev_degree
 
 # A feature that only occurs outside the training rows reaches them through many hops, weakly: it
@@ -64,8 +65,12 @@ class Sizes:
     beside: int = 0  # rows of Q outside training that are kept for evaluation
     half: bool = False  # neighbours are gathered in half precision
     card: bool = False  # memory is that of a GPU; the host has its own
+    weighted: bool = False  # edges have weights: in float64, and in the working precision
+    mapped: bool = False  # the graph lies in files, and its neighbours may stay there ...
+    paged: bool = False  # ... and do: each product reads them again
     nonzeros: int | None = None  # entries of a sparse X
     X_bytes_at: Callable[[int], int] | None = None  # X_bytes with another budget
+    copies: int = 0  # of the training rows of Q: centred for an intercept, scaled by weights
 
     @property
     def dtype(self) -> str:
@@ -94,9 +99,18 @@ def sizes_of(
         nonzeros=X.nnz if sp.issparse(X) else None,
         X_bytes_at=lambda other: bytes_held(X, backend, other),
         beside=beside,
+        copies=row_copies(settings, targets.weights is not None),
         card=backend.xp is not np,
+        weighted=H.graph.weights is not None,
+        mapped=backend.xp is np and mapping_of(H.graph.indices) is not None,
         half=settings.dtype == "float32" and backend.half_pays(H.laplacian(), BLOCK_WIDTH),
     )
+
+
+def row_copies(settings: Settings, weighted: bool) -> int:
+    """Copies of the training rows of Q that an intercept and weights ask for."""
+    seen = settings.fit_intercept or weighted
+    return int(settings.fit_intercept) + int(seen and not LOSSES[settings.loss].quadratic)
 
 
 class Outline(RegularizedLaplacian):

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import Any
 
-from herta_gpu.features import chunk_bytes
+import numpy as np
+
+from herta_gpu.backends.base import Backend
+from herta_gpu.features import bytes_held, chunk_bytes
+from herta_gpu.graph import Graph
 from herta_gpu.losses import LOSSES
 from herta_gpu.planning.costs import Sizes
 from herta_gpu.planning.settings import Settings
@@ -17,8 +22,10 @@ SKETCH_ROWS_PER_COLUMN = 16  # measured: condition number about 2.7 after precon
 _BLOCKS, _ENOUGH = 1 << 30, 32  # bytes of blocks beyond which so many columns at once will do
 _RESIDUAL = 256 << 20  # bytes of a residual that is kept: a larger one is rather made again
 _SWEEP = 128 << 20  # bytes of outputs, residuals and targets of a run of training rows
-_OUTPUTS = 7  # arrays of n x c float64 numbers that the loop with the true model holds
+_OUTPUTS = 7  # float64 numbers per node and output that the loop with the true model holds
+_FEW = 16  # outputs at once below which rather something else goes
 _BESIDE = 0.25  # share of the memory that rows for evaluation may take
+_LINE = 16  # columns of float32 in a cache line: a gather of fewer costs as much
 DETERMINISTIC = ("spectral-proven", "spectral-deterministic")  # they need Q on all rows
 
 
@@ -33,9 +40,10 @@ class Layout:
     Q_width: int  # columns of Q while it is made
     memory: dict[str, int]  # stage to bytes
     keep_residual: bool = False  # n x d numbers from which a later pass over Q goes on
-    may_look: bool = True  # there is memory for solves over the outputs
+    outputs: int = 0  # worked on together by solves over the outputs; 0: no memory for one
     beside: int = 0  # rows of Q outside training that are kept for evaluation
     on_host: bool = False  # stored rows of a GPU are trained on by the CPU
+    paged: bool = False  # neighbours stay in the graph's file
 
 
 def fitting_layout(
@@ -47,7 +55,7 @@ def fitting_layout(
     array of n x c.  Otherwise first the rows of Q outside training go, then Q for its sketch.
     """
     if stored and not by_rows:
-        return _stored_layout(sizes, settings, budget, certificate)
+        return _held_or_paged(sizes, settings, budget, certificate)
     rows, why = _sketch(sizes, settings, by_rows)
     ways = [(rows, why, certificate)]
     if certificate in DETERMINISTIC:
@@ -56,19 +64,67 @@ def fitting_layout(
     fewer = SKETCH_ROWS_PER_COLUMN * sizes.d
     if can and fewer < sizes.n_train:
         ways.append((fewer, "Q does not fit the memory budget", ways[-1][2]))
-    outputs = 0 if stored else _OUTPUTS
-    for rows, why, certificate in ways:
-        memory = _memory(sizes, settings, budget, rows, certificate, outputs)
-        left = budget - sum(memory.values())
-        width = block_width(sizes.n, max(sizes.d, sizes.c), sizes.dtype, left)
-        if width >= 1:
-            column = _Q_column(sizes, by_rows, rows)
-            Q_width = min(sizes.d, BLOCK_WIDTH, left // column)
-            block = max(Q_width * column, min(width, sizes.c) * _solved_column(sizes))
-            memory["one block of columns"] = block
-            return Layout(rows, why, certificate, width, Q_width, memory)
-    least = _least_budget(sizes, settings, rows, certificate, outputs, _solved_column(sizes))
-    raise _too_little(least, budget)
+    # Rather narrower blocks of outputs than a rougher P, down to a few.
+    for fewest in (min(sizes.c, _FEW), 1):
+        for rows, why, certificate in ways:
+            memory = _memory(sizes, settings, budget, rows, certificate, stored)
+            left = budget - sum(memory.values())
+            outputs = _outputs(sizes, settings, left)
+            if not stored:
+                memory["outputs"] = _output_bytes(sizes, outputs)
+                left -= memory["outputs"]
+            width = block_width(sizes.n, max(sizes.d, sizes.c), sizes.dtype, left)
+            if width >= 1 and (stored or outputs >= fewest):
+                column = _Q_column(sizes, by_rows, rows)
+                Q_width = min(sizes.d, BLOCK_WIDTH, left // column)
+                block = max(Q_width * column, min(width, outputs) * _solved_column(sizes))
+                memory["one block of columns"] = block
+                return Layout(rows, why, certificate, width, Q_width, memory, outputs=outputs)
+    column = _solved_column(sizes)
+    if not stored:
+        column += _output_bytes(sizes, 1 if LOSSES[settings.loss].quadratic else sizes.c)
+    least = _least_budget(sizes, settings, rows, certificate, stored, column)
+    raise _too_little(least, budget, settings)
+
+
+def _outputs(sizes: Sizes, settings: Settings, left: int) -> int:
+    """Outputs that the loop with the true model can work on together; 0: none.
+
+    Those of cross entropy are one problem: all of them, or none.
+    """
+    column, separable = _solved_column(sizes), LOSSES[settings.loss].quadratic
+    # Solves of a block that is all there are as wide as it is, if there is a choice.
+    wide = min(sizes.c, _FEW) if separable else 1
+    if _output_bytes(sizes, sizes.c) + wide * column <= left:
+        return sizes.c
+    if not separable:
+        return 0
+    one = _output_bytes(sizes, 2) - _output_bytes(sizes, 1)
+    left -= _output_bytes(sizes, 0)
+    return max(0, min(sizes.c - 1, left // (one + column), BLOCK_WIDTH))
+
+
+def _output_bytes(sizes: Sizes, outputs: int) -> int:
+    """What the loop with the true model holds of so many outputs, beside its solves."""
+    targets = 0 if outputs == sizes.c else sizes.n_train * sizes.c  # those of all, meanwhile
+    return 8 * (_OUTPUTS * sizes.n * outputs + targets)
+
+
+def _held_or_paged(sizes: Sizes, settings: Settings, budget: int, certificate: str) -> Layout:
+    """The neighbours of a mapped graph in memory, unless that leaves too few columns at once.
+
+    A product gathers whole cache lines and takes as long for two columns as for sixteen: those
+    that a graph in memory would displace are worth reading its file again for each product.
+    """
+    if not sizes.mapped:
+        return _stored_layout(sizes, settings, budget, certificate)
+    try:
+        held = _stored_layout(sizes, settings, budget, certificate)
+        if held.width >= min(_LINE, sizes.d):
+            return held
+    except BudgetError:
+        pass
+    return _stored_layout(replace(sizes, paged=True), settings, budget, certificate)
 
 
 def _stored_layout(sizes: Sizes, settings: Settings, budget: int, certificate: str) -> Layout:
@@ -76,7 +132,7 @@ def _stored_layout(sizes: Sizes, settings: Settings, budget: int, certificate: s
     # Three blocks (and half of one for gathers), and the rows of one on their way into Q.
     column = (3 * sizes.word + 2 * sizes.half) * sizes.n + 3 * sizes.n_train * 8
     column += 8 * sizes.n * (sizes.nonzeros is not None)  # of a sparse X, made dense
-    memory = _memory(sizes, settings, budget, None, certificate, 0)
+    memory = _memory(sizes, settings, budget, None, certificate, stored=True)
     on_host = sizes.card and sum(memory.values()) + column > budget
     if on_host:
         memory["outputs on training nodes"] = min(_SWEEP, memory["outputs on training nodes"])
@@ -90,23 +146,37 @@ def _stored_layout(sizes: Sizes, settings: Settings, budget: int, certificate: s
     # Half as many columns cost little more each, once they are far larger than any cache.
     wide = min(BLOCK_WIDTH, max(_ENOUGH, _BLOCKS // column))
     width = min(sizes.d, wide, left // column)
-    looks = _OUTPUTS * sizes.n * sizes.c * 8 + _solved_column(sizes)
     if width < 1:
-        raise _too_little(_least_budget(sizes, settings, None, certificate, 0, column), budget)
+        least = _least_budget(sizes, settings, None, certificate, True, column)
+        raise _too_little(least, budget, settings)
     keep = residual <= _RESIDUAL and left - residual >= width * column
     memory["one block of columns"] = width * column
     if keep:
         memory["residual of Q"] = residual
+    outputs = _outputs(sizes, settings, left - residual * keep)
     return Layout(
-        None, "Q itself is never stored", certificate, width, width, memory, keep, looks <= left,
-        sizes.beside if beside else 0, on_host,
+        None, "Q itself is never stored", certificate, width, width, memory, keep, outputs,
+        sizes.beside if beside else 0, on_host, sizes.paged,
     )  # fmt: skip
 
 
-def _too_little(least: int, budget: int) -> BudgetError:
+def outputs_at_once(graph: Graph, X: Any, c: int, dtype: str, backend: Backend, budget: int) -> int:
+    """Outputs of a fitted model that are solved for together, one at least."""
+    n, word = graph.num_nodes, np.dtype(dtype).itemsize
+    # The graph, X, and of each node its two best outputs and a class, once more on the way.
+    held = 8 * graph.num_edges + 40 * n + bytes_held(X, backend, budget) + 6 * n * word
+    held += 4 * min(chunk_bytes(budget), 8 * n * X.shape[1])
+    columns = (budget - held) // (n * (column_bytes(dtype) + 8 + word))  # X W, and Z as it goes
+    return max(1, min(c, BLOCK_WIDTH, columns))
+
+
+def _too_little(least: int, budget: int, settings: Settings) -> BudgetError:
+    # Outputs of cross entropy cannot be worked on in blocks: each step would visit them all.
+    other = settings.strategy == "herta" and settings.precondition and not settings.custom_P
+    advice = 'strategy="direct", which works on no outputs' if other else "fewer features"
     return BudgetError(
         f"This fit needs at least {least:,} MB but the budget is {budget / 2**20:,.1f} MB: "
-        "raise memory_budget, free memory or use fewer features."
+        f"raise memory_budget, free memory or use {advice}."
     )
 
 
@@ -132,7 +202,7 @@ def _least_budget(
     settings: Settings,
     rows: int | None,
     certificate: str,
-    outputs: int,
+    stored: bool,
     column: int,
 ) -> int:
     """MB with which the thriftiest plan works: what it takes grows with the budget, but slower."""
@@ -141,7 +211,7 @@ def _least_budget(
         budget = -(-need >> 20)
         held = sizes.X_bytes if sizes.X_bytes_at is None else sizes.X_bytes_at(budget << 20)
         there = replace(sizes, X_bytes=held)
-        memory = _memory(there, settings, budget << 20, rows, certificate, outputs)
+        memory = _memory(there, settings, budget << 20, rows, certificate, stored)
         need = sum(memory.values()) + column
     return budget
 
@@ -164,22 +234,19 @@ def _memory(
     budget: int,
     rows: int | None,
     certificate: str,
-    outputs: int,
+    stored: bool,
 ) -> dict[str, int]:
-    """Bytes per stage that stay allocated, blocks of columns apart.
-
-    `outputs` counts the arrays of n x c float64 numbers.
-    """
-    n, d, c, word = sizes.n, sizes.d, sizes.c, sizes.word
-    # Neighbours; where rows begin; scale and diagonal in both precisions; degrees on the way.
-    graph = 2 * sizes.m * 4 + (32 if sizes.card else 40) * n
+    """Bytes per stage that stay allocated, blocks of columns and of outputs apart."""
+    n, d, word = sizes.n, sizes.d, sizes.word
+    # Scale, diagonal and weights in the working precision, and those of nodes in float64 as well.
+    graph = 24 * n + 2 * sizes.m * word * sizes.weighted
+    if not sizes.paged:  # neighbours, their weights, where rows begin; degrees on the way
+        graph += 2 * sizes.m * (12 if sizes.weighted else 4) + (8 if sizes.card else 16) * n
     chunks = 4 * min(chunk_bytes(budget), 8 * n * d)
     memory = {"graph": graph, "X (copies)": sizes.X_bytes, "chunks of X": chunks}
-    if outputs:
-        memory["outputs"] = outputs * n * c * 8
-    else:
+    if stored:
         # MSE looks at runs of rows, cross entropy at all outputs.
-        outputs_there = sizes.n_train * c * 8
+        outputs_there = sizes.n_train * sizes.c * 8
         quadratic = LOSSES[settings.loss].quadratic
         memory["outputs on training nodes"] = (
             min(_SWEEP, 4 * outputs_there) if quadratic else 8 * outputs_there
@@ -188,8 +255,8 @@ def _memory(
         q_rows = sizes.n_train if rows is None else rows
         if certificate in DETERMINISTIC:
             q_rows = n
-        wide = sizes.hidden or not outputs
-        memory["Q"] = q_rows * d * (8 if wide else word)
+        wide = sizes.hidden or stored
+        memory["Q"] = q_rows * d * (8 if wide else word) + sizes.copies * sizes.n_train * d * 8
         memory["P and its factor"] = 3 * min(d, max(sizes.n_train, 1)) * d * 8
     if certificate in DETERMINISTIC:
         # B and its Gram matrix, for as many rows outside training as columns at most.

@@ -63,8 +63,8 @@ class Plan:
         Rows of the SRHT; None: the exact Gram matrix.
     stored : bool
         Whether the fit is proven from stored rows of Q, without a solve over the outputs.
-    may_look : bool
-        Whether there is memory for such solves, should that proof fail.
+    outputs : int
+        Outputs that such solves work on together; 0: there is no memory for them.
     look : bool
         Whether such solves come first, as they are cheaper than a Q that proves the fit alone.
     beside : int
@@ -87,7 +87,7 @@ class Plan:
     recipe: Recipe
     solve_width: int
     stored: bool = False
-    may_look: bool = True
+    outputs: int = 0
     look: bool = False
     beside: int = 0
     on_host: bool = False
@@ -102,7 +102,13 @@ class Plan:
 
         A fit that goes on from a checkpoint may have more memory or less, and so another plan.
         """
-        return repr((self.n_samples, self.loop_samples, self.solve_width, self.recipe))
+        made = (self.n_samples, self.loop_samples, self.solve_width, self.outputs, self.recipe)
+        return repr(made)
+
+    @property
+    def may_look(self) -> bool:
+        """Whether there is memory for solves over the outputs."""
+        return self.outputs > 0
 
     def __str__(self) -> str:
         rows = [("", "decision", "why"), *self.decisions]
@@ -125,7 +131,7 @@ def make_plan(
         wanted = _certificate(H, sizes, settings, by_rows, samples.value, stored)
         try:
             layout = fitting_layout(sizes, settings, budget, by_rows, wanted, stored)
-            look = _look(H, sizes, settings, stored, by_rows) and layout.may_look
+            look = _look(H, sizes, settings, stored, by_rows) and layout.outputs > 0
             break
         except BudgetError:
             if strategy is strategies[-1]:
@@ -134,7 +140,7 @@ def make_plan(
     told = [
         strategy.decision,
         samples.decision,
-        *_layout_decisions(layout, stored),
+        *_layout_decisions(layout, sizes, stored),
         _Q_decision(recipe),
         Decision("certificate", layout.certificate, _CERTIFICATE_WHY[layout.certificate]),
         _memory_decision(layout, budget),
@@ -151,7 +157,7 @@ def make_plan(
         recipe,
         layout.width,
         stored,
-        layout.may_look and not settings.several,
+        0 if settings.several else layout.outputs,
         look,
         layout.beside,
         layout.on_host,
@@ -246,13 +252,19 @@ def orthonormal(recipe: Recipe) -> Chosen:
     return Chosen(replace(recipe, whiten=True), again)
 
 
-def _layout_decisions(layout: Layout, stored: bool) -> list[Decision]:
+def _layout_decisions(layout: Layout, sizes: Sizes, stored: bool) -> list[Decision]:
     rows, width = layout.sketch_rows, layout.width
     shown = f"{width}" if width >= layout.Q_width else f"{width}, of Q {layout.Q_width}"
     told = [
         Decision("sketch", "no" if rows is None else f"{rows:,} rows", layout.sketch_why),
         Decision("columns at once", shown, f"at most {BLOCK_WIDTH}, as they fit"),
     ]
+    if not stored and layout.outputs < sizes.c:
+        shown = f"{layout.outputs} of {sizes.c:,}"
+        told.append(Decision("outputs at once", shown, "each block is finished before the next"))
+    if layout.paged:
+        why = "not in memory, where more columns at once save more"
+        told.append(Decision("neighbours", "read again for each product", why))
     if stored and layout.on_host:
         told.append(Decision("training", "on the host", "outputs do not fit beside the graph"))
     return told

@@ -62,6 +62,7 @@ class Settings:
     reorder: Wish
     fit_intercept: bool = False
     label_folds: int = 0  # 0: labels are no features
+    weighted: bool = False  # by class
     loo: bool = False  # leave-one-out is wanted: stored rows, solved for tightly
 
     @classmethod
@@ -104,6 +105,7 @@ class Settings:
             reorder=_wish("reorder", params["reorder"]),
             fit_intercept=bool(params["fit_intercept"]),
             label_folds=_folds(params["label_features"]),
+            weighted=params["class_weight"] is not None,
         )
         made._check_several()
         return made

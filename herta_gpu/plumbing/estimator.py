@@ -72,6 +72,10 @@ class OneHot:
         Y[self.xp.arange(codes.shape[0]), codes] = 1.0
         return Y
 
+    def columns(self, at: Any) -> Any:
+        """All rows of the columns `at`."""
+        return (self.codes[:, None] == self.xp.asarray(at)[None]).astype(float)
+
     def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
         return self[:].astype(dtype or float, copy=False)
 
@@ -256,6 +260,8 @@ def r_squared(truth: Any, predicted: Any) -> float:
 
     A column of equal targets has no variance to divide by: its squared error counts as it is.
     """
-    total = ((truth - truth.mean(axis=0)) ** 2).sum(axis=0)
-    left = ((truth - predicted) ** 2).sum(axis=0)
-    return float(np.mean(1.0 - left / np.where(total > 0, total, 1.0)))
+    found = []
+    for true, guess in zip(truth.T, predicted.T, strict=True):
+        total, left = float(((true - true.mean()) ** 2).sum()), float(((true - guess) ** 2).sum())
+        found.append(1.0 - left / (total if total > 0 else 1.0))
+    return float(np.mean(found))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 MAX_SEED = 2**32 - 1
 MAX_RIDGE = 1e30
 _LARGEST_Y = 1e30  # the square of such a target is still far from the end of float64
-_CHECK_ROWS = 1 << 16  # rows looked at once, so that memory-mapped input stays on disk
+_CHECK_BYTES = 1 << 20  # looked at together: in a cache, and a mapped file stays on disk
 
 
 class BudgetError(MemoryError):
@@ -112,8 +112,11 @@ def memory_budget(wish: int | str | None, available: int) -> int:
     return int(0.8 * available) if wish is None else parse_bytes(wish)
 
 
-def check_rows(name: str, X: Any, graph: Any) -> None:
-    """Raise an error unless a dense or sparse block has one finite row per node."""
+def check_rows(name: str, X: Any, graph: Any) -> float:
+    """The largest entry of a dense or sparse block that has one finite row per node, or an error.
+
+    X is gone through once: a large one lies on disk.
+    """
     if not sp.issparse(X) and not isinstance(X, np.ndarray) and not on_device(X):
         raise TypeError(
             f"{name} must be a NumPy array or a SciPy sparse matrix, not {type(X).__name__}."
@@ -128,24 +131,52 @@ def check_rows(name: str, X: Any, graph: Any) -> None:
         )
     if X.dtype.kind not in "fiub":
         raise ValueError(f"{name} must hold real numbers, not {X.dtype}.")
-    if X.dtype.kind == "f":
-        values = X.data if sp.issparse(X) else X
-        for a in range(0, values.shape[0], _CHECK_ROWS):
-            if not np.isfinite(values[a : a + _CHECK_ROWS]).all():
-                raise ValueError(f"{name} holds NaN or infinity: clean or impute it first.")
+    largest = _largest_entry(X.data if sp.issparse(X) else X)
+    if not np.isfinite(largest):
+        raise ValueError(f"{name} holds NaN or infinity: clean or impute it first.")
+    return largest
 
 
-def check_scale(X: Any, fitted: bool = False) -> None:
-    """Refuse features so large or so small that float32 would overflow or lose them.
+def _largest_entry(values: Any) -> float:
+    """The largest |entry|; not finite if one of them is not.
+
+    Without its sign, a float compares like the whole number that its bits spell, NaN above
+    infinity.  NumPy does that at the speed of memory, and takes float16 one by one otherwise.
+    """
+    plain = isinstance(values, np.ndarray) and values.dtype.kind == "f" and values.dtype.isnative
+    if not plain or values.dtype.itemsize > 8:
+        return _largest_number(values)
+    bits = f"uint{8 * values.dtype.itemsize}"
+    unsigned, top = np.array(np.iinfo(bits).max >> 1, bits), np.zeros(1, bits)
+    for part in _pieces(np.asarray(values).view(bits)):
+        top = np.maximum(top, (part & unsigned).max())
+    return float(top.view(values.dtype)[0])
+
+
+def _largest_number(values: Any) -> float:
+    """The same for whole numbers, and for arrays of a GPU."""
+    largest = 0.0
+    for part in _pieces(values):
+        ends = (float(part.max()), -float(part.min()))
+        if any(np.isnan(end) for end in ends):
+            return float("nan")
+        largest = max(largest, *ends)
+    return largest
+
+
+def _pieces(values: Any) -> Iterator[Any]:
+    """Runs of rows, none of them empty."""
+    row = max(1, values.nbytes // max(1, values.shape[0]))
+    step = max(1, (_CHECK_BYTES << 8 * on_device(values)) // row)
+    for a in range(0, values.shape[0] if values.size else 0, step):
+        yield values[a : a + step]
+
+
+def check_scale(largest: float, fitted: bool = False) -> None:
+    """Refuse features whose largest entry would overflow in float32, or be lost there.
 
     The units of a `fitted` model are fixed: new data may be small throughout, but not too large.
     """
-    values = X.data if hasattr(X, "indptr") else X
-    largest = 0.0
-    for a in range(0, values.shape[0], _CHECK_ROWS):
-        part = values[a : a + _CHECK_ROWS]
-        if part.size:
-            largest = max(largest, float(part.max()), -float(part.min()))
     if fitted and largest > _LARGEST:
         raise ValueError(
             f"The largest entry of X is {largest:.3g}, which overflows: give X in the units that "

@@ -155,11 +155,27 @@ def test_tune_reaches_the_published_accuracy_on_cora(capsys):
 
 # ---- plan, info, compare, profile -----------------------------------------------------------
 def test_plan_needs_no_data(capsys):
-    answer = run(capsys, "plan", "synthetic:papers100M", "--memory-budget", "8GB")
+    answer = run(capsys, "plan", "synthetic:papers100M", "--memory-budget", "64GB")
     assert answer["n"] == 111_059_956
-    assert answer["fits"] is False
+    assert answer["fits"] is True
     assert answer["memory_bytes"]["graph"] > 4 * 2 * 1_615_685_872
     assert sizes("synthetic:papers100M").m == answer["m"]
+
+
+def test_neighbours_stay_on_disk_where_they_would_displace_columns(capsys):
+    name = "synthetic:papers100M"
+    small = run(capsys, "plan", name, "--memory-budget", "14GB", "--device", "cpu")
+    told = {what: choice for what, choice, _ in small["decisions"]}
+    assert small["fits"] is True
+    assert told["neighbours"] == "read again for each product"
+    assert int(told["columns at once"]) >= 8
+    held = run(capsys, "plan", name, "--memory-budget", "64GB", "--device", "cpu")
+    assert "neighbours" not in {what for what, *_ in held["decisions"]}
+    card = run(capsys, "plan", name, "--device-memory", "80GB")
+    assert "neighbours" not in {what for what, *_ in card["decisions"]}
+    assert card["memory_bytes"]["graph"] > 4 * 2 * 1_615_685_872
+    tiny = run(capsys, "plan", name, "--memory-budget", "2GB", "--device", "cpu")
+    assert tiny["fits"] is False
 
 
 def test_plan_loads_nothing_that_is_slow_to_import():

@@ -84,9 +84,22 @@ def test_on_the_standin_times_mean_nothing(emulated: None, capsys: Any) -> None:
     assert {"captured steps", "X in pinned memory", "the caller's stream"} <= set(outcomes)
     assert found["about"]["times"] == selftest.EMULATED
     assert selftest.EMULATED in text
-    assert set(found["copies"]) == {"within the device", "from the host", "to the host"}
-    names = {row["kernel"] for row in found["kernels"]}
-    assert {"apply_H", "library product", "CG step", "residual", "SRHT"} <= names
+    ways = {"within the device", "from the host", "to the host", "from pinned memory, in parts"}
+    memcpy = {"within the device, memcpy", "from pinned memory, memcpy"}
+    assert set(found["copies"]) == ways | memcpy
+    for k in TINY.columns:  # each product of the library is there, for every width
+        names = {row["kernel"] for row in found["kernels"] if row["columns"] == k}
+        assert {"apply_H", "CuPy", "cuSPARSE ALG2", "cuSPARSE ALG3", "CG step", "SRHT"} <= names
+    passed = [name for name in outcomes if "cuSPARSE by rows" in name]
+    assert len(passed) == 2 * len(TINY.dtypes)
+    assert "| fastest library product / apply_H |" in text
+
+
+def test_what_is_run_on_a_gpu() -> None:
+    """The widths of the report that is asked for, on a graph of the size of ogbn-products."""
+    assert selftest.FULL_ON_GPU.columns == (1, 8, 32, 47, 64, 100, 128)
+    sizes = selftest.datasets.sizes(selftest.FULL_ON_GPU.dataset)
+    assert (sizes.n, sizes.m) == (2_449_029, 61_859_140)
 
 
 def test_a_device_that_computes_wrongly_fails(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:

@@ -44,6 +44,17 @@ int emu_run(const unsigned* grid, const unsigned* block, int order, unsigned see
 
 inline void __syncthreads(EMU_HERE) { emu_collective(EMU_SYNC_BLOCK, 0, 0, 0, line); }
 
+// Not instrumented: the barriers around it are the emulator's own.
+__attribute__((no_sanitize("thread"))) inline int __syncthreads_or(int predicate, EMU_HERE) {
+    static int emu_any;
+    emu_collective(EMU_SYNC_BLOCK, 0, 0, 0, line);
+    emu_any = 0;
+    emu_collective(EMU_SYNC_BLOCK, 0, 0, 0, line);
+    if (predicate) emu_any = 1;
+    emu_collective(EMU_SYNC_BLOCK, 0, 0, 0, line);
+    return emu_any;
+}
+
 inline void __syncwarp(unsigned mask = 0xffffffffu, EMU_HERE) {
     emu_collective(EMU_SYNC_WARP, mask, 0, 0, line);
 }
@@ -160,6 +171,11 @@ inline ushort4 make_ushort4(ushort x, ushort y, ushort z, ushort w) { return {x,
 template <class T>
 void __stwb(T* at, T value) {
     *at = value;
+}
+
+template <class T>
+T __ldcg(const T* at) {  // past the first cache, of which there is none here
+    return *at;
 }
 
 // ---- what the loader sees ----------------------------------------------------------------------

@@ -33,6 +33,11 @@ def long_rows(indptr: Any, segment: int) -> tuple[Any, Any]:
     return row.astype(I64), rank.astype(I32)
 
 
+def by_precision(x: Any) -> tuple[Any, Any]:
+    """(x, None) in float32, (None, x) in float64: what a kernel takes that knows both."""
+    return (x, None) if x.dtype == np.float32 else (None, x)
+
+
 @dataclass
 class Emulated:
     """The primitives through emulated kernels; `modules` maps a file to a mutant of it."""
@@ -63,30 +68,45 @@ class Emulated:
         row, rank = long_rows(L.indptr, self.segment)
         here = slice(*np.searchsorted(row, (start, stop)).tolist())
         row, rank, segments = row[here], rank[here], here.stop - here.start
+        taken = min(segments, self.max_blocks)
         name = f"{suffix(X.dtype)}_{suffix(L.indices.dtype)}_v{width}"
         s, diagonal, weights = scales or (L.inv_sqrt_degree, L.diagonal, L.weights)
         args = (
             *(I64(n), I64(k), L.indptr, L.indices, weights, s, diagonal),
-            *(s.dtype.type(lam), I32(self.segment), I32(segments), row, rank),
+            *(s.dtype.type(lam), I32(self.segment), I32(segments), I32(taken), row, rank),
             *(np.full((segments, k), np.nan), np.zeros((tiles, segments + 1), U32)),
         )
-        return name, (segments + self.row_blocks(stop - start, y), tiles), (x, y), args
+        return name, (taken + self.row_blocks(stop - start, y), tiles), (x, y), args
 
-    def apply_H(self, L: Any, lam: float, X: Any, dots: bool = False) -> Any:
+    def apply_H(self, L: Any, lam: float, X: Any, dots: bool = False, active: Any = None) -> Any:
         name, grid, block, args = self._laplacian(L, lam, X)
         Y = np.full_like(X, np.nan)
         partials, total = np.full((grid[0], X.shape[1]), np.nan), np.full(X.shape[1], np.nan)
-        tail = (partials, total) if dots else (None, None)
+        tail = (active, partials, total) if dots else (None, None, None)
         self.launch("laplacian.cu", f"apply_H_{name}", grid, block, *args, X, Y, *tail)
         return (Y, total) if dots else Y
 
     def residual_rows(self, L: Any, lam: float, Z: Any, B: Any, start: int) -> Any:
-        stop = start + B.shape[0]
+        return self._residual(L, lam, Z, B, start, "float64", None, dots=False)[0]
+
+    def residual(self, L: Any, lam: float, Z: Any, B: Any, dtype: str, unit: Any) -> Any:
+        return self._residual(L, lam, Z, B, 0, dtype, 1 / unit, dots=True)
+
+    def _residual(
+        self, L: Any, lam: float, Z: Any, B: Any, start: int, dtype: str, scale: Any, dots: bool
+    ) -> Any:
+        stop, k = start + B.shape[0], B.shape[1]
         name, grid, block, args = self._laplacian(L, lam, Z, L.exact, start, stop)
-        R = np.full_like(B, np.nan)
-        tail = (Z, B, I64(start), I64(stop), R)
-        self.launch("laplacian.cu", f"residual_{name}", grid, block, *args, *tail)
-        return R
+        taken = int(args[10])
+        if taken:
+            shape = ((taken, grid[1]), block)
+            self.launch("laplacian.cu", f"hub_sums_{name}", *shape, *args, Z)
+        grid = (grid[0] - taken, grid[1])
+        R, found = np.full(B.shape, np.nan, dtype), np.full((2, k), np.nan) if dots else None
+        partials = np.full((2 * grid[0], k), np.nan) if dots else None
+        tail = (*by_precision(B), I64(start), I64(stop), scale, *by_precision(R), partials, found)
+        self.launch("laplacian.cu", f"residual_{name}", grid, block, *args, Z, *tail)
+        return R, found
 
     def chebyshev_step(
         self, L: Any, lam: float, Z: Any, Z_prev: Any, B: Any, c1: float, c2: float
@@ -121,9 +141,10 @@ class Emulated:
         return out
 
     def cg_step(self, L: Any, lam: float, state: Any) -> None:
-        state.HP, pHp = self.apply_H(L, lam, state.P, dots=True)
+        HP, pHp = self.apply_H(L, lam, state.P, True, state.active)
+        state.HP = HP
         name, grid, block, size, scratch = self._columns(state.R)
-        alpha, beta = np.empty_like(state.rho), np.empty_like(state.rho)
+        alpha, beta = (np.full_like(state.rho, np.nan) for _ in range(2))
         scalars = (pHp, state.rho, state.energy, np.float64(state.tol), state.floor, state.active)
         self.launch(
             *("cg.cu", f"cg_residual_{name}", grid, block, *size, state.HP, state.R, *scalars),

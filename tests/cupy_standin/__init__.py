@@ -14,14 +14,16 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.machinery import ModuleSpec
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
 from herta_gpu import backends
+from herta_gpu.backends.cuda import cusparse as caller_of_cusparse
 from tests.cuda_emulator import EmulatorError, load
-from tests.cupy_standin import functions, sparse
+from tests.cupy_standin import cusparse, functions, sparse
 from tests.cupy_standin.device_array import ndarray
 from tests.cupy_standin.ledger import LEDGER, Ledger
 from tests.cupy_standin.streams import Event, Graph, Stream
@@ -45,6 +47,7 @@ _FUNCTIONS = (
     *("stack", "diff", "flatnonzero", "bincount", "cumsum", "searchsorted"),
     *("sort", "argsort", "argmax", "argmin", "count_nonzero", "sum", "mean"),
 )
+_OF_CUSPARSE = ("CUSPARSE_", "create", "destroy", "setStream", "spMM")
 
 
 class RawKernel:
@@ -153,16 +156,22 @@ def build() -> dict[str, ModuleType]:
         runtimeGetVersion=lambda: 13000,
         driverGetVersion=lambda: 13000,
         memGetInfo=lambda: (FREE_BYTES - LEDGER.held, FREE_BYTES),
+        memcpyAsync=functions.memcpyAsync,
+        memcpyDeviceToDevice=3,
+        CUDA_R_32F=0,
+        CUDA_R_64F=1,
     )
     profiler = _module(
         "cupy.cuda.profiler",
         start=lambda: LEDGER.add("recordings"),
         stop=lambda: LEDGER.add("recordings", -1),
     )
+    device = _module("cupy.cuda.device", get_cusparse_handle=lambda: cusparse._HANDLE)
     cuda = _module(
         "cupy.cuda",
         runtime=runtime,
         profiler=profiler,
+        device=device,
         Stream=Stream,
         Event=Event,
         Graph=Graph,
@@ -191,10 +200,20 @@ def build() -> dict[str, ModuleType]:
     cupyx_linalg = _module("cupyx.scipy.linalg", solve_triangular=solve)
     cupyx_scipy = _module("cupyx.scipy", sparse=cupyx_sparse, linalg=cupyx_linalg)
     cupyx = _module("cupyx", scipy=cupyx_scipy, errstate=functions.errstate)
+    names = [name for name in vars(cusparse) if name.startswith(_OF_CUSPARSE)]
+    members = {name: getattr(cusparse, name) for name in names}
+    library = _module("cupy_backends.cuda.libs.cusparse", **members)
+    libraries = _module("cupy_backends.cuda.libs", cusparse=library)
+    below = _module("cupy_backends.cuda", libs=libraries)
     modules = (
+        _module("cupy_backends", cuda=below),
+        below,
+        libraries,
+        library,
         cupy,
         cuda,
         runtime,
+        device,
         profiler,
         linalg,
         cupyx,
@@ -212,15 +231,17 @@ def installed(variant: str = "plain") -> Iterator[Ledger]:
     saved = {
         name: sys.modules.pop(name)
         for name in list(sys.modules)
-        if name in ours or name.startswith(("cupy.", "cupyx."))
+        if name in ours or name.startswith(("cupy.", "cupyx.", "cupy_backends"))
     }
     sys.modules.update(build())
     RawModule.variant, before = variant, RawModule.variant
     _forget_backends()
     functions.set_allocator()
     LEDGER.clear()
+    loader = SimpleNamespace(**{**vars(caller_of_cusparse.ctypes), "CDLL": cusparse.library})
     try:
-        yield LEDGER
+        with mock.patch.object(caller_of_cusparse, "ctypes", loader):
+            yield LEDGER
     finally:
         RawModule.variant = before
         for name in [*build(), "herta_gpu.backends.cuda.backend"]:

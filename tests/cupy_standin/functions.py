@@ -6,6 +6,7 @@ To use another function of CuPy, add it here: a name that is missing raises Attr
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -235,6 +236,11 @@ def mean(
     a: Any, axis: Any = None, dtype: Any = None, out: Any = None, keepdims: bool = False
 ) -> ndarray:
     return call(np.mean, a, axis=axis, dtype=dtype, out=out, keepdims=keepdims)
+
+
+def memcpyAsync(dst: int, src: int, size: int, kind: int, stream: int) -> None:
+    assert kind == 3  # between addresses of the device
+    ctypes.memmove(dst, src, size)
 
 
 # ---- linear algebra ---------------------------------------------------------------------------

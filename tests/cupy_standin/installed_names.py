@@ -2,7 +2,7 @@
 
 Run as a program, so that the real CuPy never meets its stand-in.  Where CuPy is compiled, the first
 line of the docstring tells the signature; what needs a library that is not there is read from the
-source file.
+source file, or from the strings of the compiled one.
 """
 
 from __future__ import annotations
@@ -31,11 +31,25 @@ def from_source(module: str, name: str) -> list[str] | bool:
     spec = importlib.util.find_spec(module)
     assert spec
     assert spec.origin
+    if not spec.origin.endswith(".py"):
+        return False
     for file in sorted(Path(spec.origin).parent.glob("*.py")):
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.FunctionDef) and node.name == name:
                 return [a.arg for a in node.args.args + node.args.kwonlyargs]
     return False
+
+
+def from_binary(module: str, name: str) -> list[str] | bool | None:
+    """The docstring within a compiled module; None for a constant, whose name is all there is."""
+    package, _, stem = module.rpartition(".")
+    spec = importlib.util.find_spec(package)
+    folder = Path(next(iter(spec.submodule_search_locations or [])) if spec else ".")
+    content = b"\0".join(file.read_bytes() for file in sorted(folder.glob(f"{stem}.*so")))
+    found = re.search(rb"\0(%s\([\w ,=]*\)) -> \w+\0" % name.encode(), content)
+    if found:
+        return from_docstring(type("Documented", (), {"__doc__": found[1].decode() + "\n"}))
+    return None if b"\0" + name.encode() + b"\0" in content else False
 
 
 def parameters(dotted: str) -> list[str] | bool | None:
@@ -45,7 +59,7 @@ def parameters(dotted: str) -> list[str] | bool | None:
     except AttributeError:
         return False
     except ImportError:
-        return from_source(module, name)
+        return from_source(module, name) or from_binary(module, name)
     try:
         return [p for p in inspect.signature(thing).parameters if p != "self"]
     except (TypeError, ValueError):

@@ -49,7 +49,8 @@ class csr_matrix(_Sparse):  # noqa: N801 - CuPy's name
             raise ValueError(
                 f"Only bool, float32, float64, ... are supported: {self._matrix.dtype}"
             )
-        self.data, self._indices = ndarray(self._matrix.data), ndarray(self._matrix.indices)
+        parts = (self._matrix.data, self._matrix.indices, self._matrix.indptr)
+        self.data, self.indices, self.indptr = map(ndarray, parts)
         self._checked = False
 
     shape = property(lambda self: self._matrix.shape)
@@ -57,7 +58,7 @@ class csr_matrix(_Sparse):  # noqa: N801 - CuPy's name
     nnz = property(lambda self: self._matrix.nnz)
 
     def get(self, stream: Any = None) -> Any:
-        parts = (self.data, self._indices, ndarray(self._matrix.indptr))
+        parts = (self.data, self.indices, self.indptr)
         return sp.csr_matrix(tuple(part.get() for part in parts), shape=self.shape)
 
     def _like(self, matrix: Any) -> csr_matrix:

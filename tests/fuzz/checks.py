@@ -62,6 +62,9 @@ def run(problem: Problem) -> Outcome:
 
 def fit(problem: Problem, **more: Any) -> HERTA:
     graph = Graph.from_edges(problem.edges, problem.n, problem.weights)
+    weight = problem.sample_weight
+    if weight is not None:
+        more["sample_weight"] = weight
     return HERTA(**problem.params).fit(graph, problem.X, problem.y, problem.train, **more)
 
 
@@ -139,7 +142,8 @@ def form_faults(model: HERTA) -> list[str]:
 
 def bound_faults(model: HERTA, reference: Reference, found: Outcome | None = None) -> list[str]:
     """Bounds that lie below what is certainly the truth."""
-    here, best, c = reference.objective(model.W_), reference.best, model.certificate_
+    W = np.vstack([model.W_, model.intercept_]) if model.fit_intercept else model.W_
+    here, best, c = reference.objective(W), reference.best, model.certificate_
     slack = SLACK * here.value + floor(reference)
     gap = here.low - best.high  # at most the true one
     if found is not None and best.high > 0:

@@ -31,19 +31,40 @@ class Problem:
     later: Problem | None = None  # of a resume: what the data are by then
     change: str = ""
     stop: int = 0  # the step in which the first fit is interrupted; -1: its last
+    sample_weight: Any = None  # (n,)
+
+    def rows(self) -> Any:
+        """The training nodes that have any weight."""
+        if self.sample_weight is None:
+            return self.train
+        return self.train[self.sample_weight[self.train] > 0]
 
     def targets(self) -> Any:
         """Y of the training rows: one-hot by label, or the floats."""
-        y = self.y[self.train]
-        if self.y.dtype.kind == "f":
-            return y.reshape(len(self.train), -1)
+        y = self.y[self.rows()]
+        if self.y.dtype.kind == "f" or self.params.get("loss") == "bce":
+            return y.reshape(len(y), -1).astype(float)
         return (y[:, None] == np.unique(y)[None, :]).astype(float)
+
+    def row_weights(self) -> Any:
+        """Of the rows, by node and by class."""
+        w = np.ones(self.n) if self.sample_weight is None else self.sample_weight
+        w = w[self.rows()]
+        if self.params.get("class_weight") == "balanced":
+            Y = self.targets()
+            w = w * (Y @ (len(Y) / (Y.shape[1] * Y.sum(axis=0))))
+        return w
 
     @cached_property
     def reference(self) -> Reference:
-        H = system(self.n, self.edges, self.weights, self.params["lam"])
+        lam = self.params["lam"]
+        lams = lam if isinstance(lam, list) else [lam]
+        H = [system(self.n, self.edges, self.weights, one) for one in lams]
         loss, ridge = self.params.get("loss", "mse"), self.params.get("ridge", 0.0)
-        return Reference(H, self.X, self.targets(), self.train, loss, ridge)
+        return Reference(
+            H, self.X, self.targets(), self.rows(), loss, ridge, self.row_weights(),
+            self.params.get("fit_intercept", False),
+        )  # fmt: skip
 
 
 @dataclass
@@ -72,7 +93,9 @@ class Draft:
 
     def smooth(self, B: Any) -> Any:
         """H^-1 B in float64, for targets that the model can learn."""
-        H = system(self.n, self.edges, self.weights, self.params["lam"]).astype(float)
+        lam = self.params["lam"]
+        lam = max(lam) if isinstance(lam, list) else lam
+        H = system(self.n, self.edges, self.weights, lam).astype(float)
         return np.linalg.solve(H, B)
 
     def done(self, kind: str) -> Problem:
@@ -372,6 +395,32 @@ def _narrow_budget(p: Draft, columns: int) -> int:
     return 4 * (held + columns * (3 * word * n + 24 * count)) // 3  # chunks of X take a quarter
 
 
+def blocks_of_outputs(p: Draft) -> Problem:
+    """Outputs of unequal size and difficulty, with memory for one or a few of them at a time."""
+    draw_settings(
+        p, strategy=p.pick("herta", "herta", "herta", "auto"), loss="mse", lam=p.power(-2, 2.5),
+        ridge=p.pick(0.0, 0.0, p.power(-8, 2)), tol=p.power(-9, -3),
+    )  # fmt: skip
+    draw_graph(p, 40)
+    d, c = int(p.power(0, 1.3)), int(p.rng.integers(2, 9))
+    draw_features(p, d)
+    draw_train(p, p.pick(0, 0, 0, d, d + 2))
+    for _ in range(p.pick(0, 0, 1, 2)):
+        spoil(p, p.pick(*SPOILS))
+    size = np.sqrt(((p.X.toarray() if sp.issparse(p.X) else p.X) ** 2).sum(axis=0))
+    F = p.smooth(p.X / np.where(size > 0, size, 1.0)) @ p.rng.standard_normal((d, c))
+    noise = p.rng.choice([0.0, 1e-3, 0.3, 1.0], c)  # 0: the optimum of this output is 0
+    F = (F + noise * p.rng.standard_normal((p.n, c))) * 10.0 ** p.rng.uniform(-4, 4, c)
+    p.y = F * (p.rng.random(c) < 0.9)
+    m, n, count, word = p.edges.shape[1], p.n, len(p.train), 8
+    held = 8 * m + 40 * n + word * n * d + 8 * count * c + 24 * d * d
+    held += 24 * p.X.nnz if sp.issparse(p.X) else 0
+    at_once = int(p.rng.integers(1, c))
+    p.params["memory_budget"] = 4 * (held + at_once * n * 136) // 3  # chunks of X take a quarter
+    p.story.append(f"memory for about {at_once} of {c} outputs")
+    return p.done("blocks of outputs")
+
+
 CHANGES = ("nothing", "max_iter", "X", "one entry of X", "y", "train", "graph", "weights", "lam")
 
 
@@ -421,6 +470,44 @@ def _changed(p: Draft, first: Problem, change: str) -> Problem:
     return first
 
 
+def beyond(p: Draft) -> Problem:
+    """Weights of rows, an intercept, several lam, several labels per node; also interrupted."""
+    loss = p.pick("mse", "mse", "ce", "bce")
+    ridge = p.power(-6, 2) if loss != "mse" or p.chance(0.5) else 0.0
+    draw_settings(p, loss=loss, ridge=ridge, fit_intercept=p.chance(0.6))
+    if p.chance(0.45):
+        lams = p.pick([0.0], [0.0, 1.0], [0.0, p.power(-2, 2)], [1.0, 20.0], [0.0, 1.0, 20.0])
+        fixed = {"strategy": p.pick("auto", "direct"), "optimizer": p.pick("cg", "lbfgs")}
+        p.params |= {"lam": lams, "sparsify": "auto", "sketch": "auto", **fixed}
+        p.params.pop("precondition", None)
+        p.story.append(f"lam {lams}")
+    draw_graph(p, 20, 150)
+    d = int(p.power(0, 1.4))
+    draw_features(p, d)
+    draw_train(p, p.pick(0, 0, 0, d // 2 + 1, 3 * d))
+    for _ in range(p.pick(0, 0, 1, 2)):
+        spoil(p, p.pick(*SPOILS))
+    draw_targets(p)
+    if loss == "bce":
+        c = int(p.rng.integers(1, 4))
+        p.y = p.rng.integers(-1 if p.chance(0.4) else 0, 2, (p.n, c))
+        p.y[p.train[0]] = 1
+        p.story.append(f"{c} labels of 0 or 1")
+    elif p.y.dtype.kind != "f" and p.chance(0.3):
+        p.params["class_weight"] = "balanced"
+    first = p.done("beyond")
+    if p.chance(0.7):
+        spread = p.pick(0.3, 1, 3, 8)
+        weight = 10.0 ** p.rng.uniform(-spread, spread, p.n)
+        weight[p.rng.random(p.n) < p.pick(0.0, 0.2)] = 0.0
+        weight[p.train[0]] = 1.0
+        story = f"{first.story}, weights of rows 1e-{spread}..1e{spread}"
+        first = replace(first, sample_weight=weight, story=story)
+    if p.chance(0.15):
+        return replace(first, later=first, change="nothing", stop=-1)
+    return first
+
+
 KINDS: dict[str, tuple[float, Callable[[Draft], Problem]]] = {
     "anything": (0.26, anything),
     "stored rows": (0.2, stored_rows),
@@ -431,6 +518,8 @@ KINDS: dict[str, tuple[float, Callable[[Draft], Problem]]] = {
     "interpolating": (0.07, interpolating),
     "cross entropy": (0.1, cross_entropy),
     "hard graph": (0.07, hard_graph),
+    "beyond": (0.25, beyond),
+    "blocks of outputs": (0.08, blocks_of_outputs),
 }
 
 

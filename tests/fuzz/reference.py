@@ -50,58 +50,117 @@ def system(n: int, edges: Any, weights: Any, lam: float) -> Any:
     return np.eye(n, dtype=LD) + LD(lam) * (s[:, None] * (np.diag(off) - A) * s[None, :])
 
 
-class Reference:
-    """One problem: min over W of loss(M H^-1 X W) + ridge/2 ||W||^2."""
+class _System:
+    """H, and solves with it: float64 factors, refined in extended precision."""
 
-    def __init__(self, H: Any, X: Any, Y: Any, train: Any, loss: str, ridge: float) -> None:
+    def __init__(self, H: Any) -> None:
         self.H, self.abs_H = sp.csr_array(H), sp.csr_array(abs(H))
         self.factor = scipy.linalg.cho_factor(H.astype(float))
-        X = X.toarray() if sp.issparse(X) else np.asarray(X)
-        self.X, self.Y, self.train = X.astype(LD), Y.astype(LD), train
-        self.loss, self.ridge = loss, LD(ridge)
 
     def solve(self, B: Any) -> tuple[Any, Any]:
-        """H^-1 B and the residual that is left: float64 factors, refined in extended precision."""
+        """H^-1 B and the residual that is left."""
         Z, R = np.zeros_like(B), B
         for _ in range(4):
             Z = Z + scipy.linalg.cho_solve(self.factor, R.astype(float)).astype(LD)
             R = B - self.H @ Z
         return Z, R
 
+
+class Reference:
+    """One problem: min over W of loss(M H^-1 X W) + ridge/2 ||W||^2.
+
+    H may be a list: W has a block of rows for each.  Rows of the loss may have weights, and with
+    an intercept the last row of W holds the constants.
+    """
+
+    def __init__(
+        self,
+        H: Any,
+        X: Any,
+        Y: Any,
+        train: Any,
+        loss: str,
+        ridge: float,
+        weights: Any = None,
+        intercept: bool = False,
+    ) -> None:
+        self.systems = [_System(one) for one in (H if isinstance(H, list) else [H])]
+        X = X.toarray() if sp.issparse(X) else np.asarray(X)
+        self.X, self.Y, self.train = X.astype(LD), Y.astype(LD), train
+        self.loss, self.ridge, self.intercept = loss, LD(ridge), intercept
+        w = np.ones(len(train)) if weights is None else np.asarray(weights)
+        self.w = w.astype(LD)[:, None]
+        self.rows = X.shape[1] * len(self.systems) + intercept  # of W
+
+    def solve(self, B: Any) -> tuple[Any, Any]:
+        """H^-1 B of the first H, and the residual that is left."""
+        return self.systems[0].solve(B)
+
     def outputs(self, W: Any) -> tuple[Any, Any]:
         """M H^-1 X W, and a bound of its error: H >= I, so no more than that of the residual."""
         n, d = self.X.shape
-        U = self.X @ W
-        Z, R = self.solve(U)
-        rounding = (d + 2) * _size(abs(self.X) @ abs(W)) + (n + 2) * _size(self.abs_H @ abs(Z))
-        return Z[self.train], _size(R) + _UNIT * rounding
+        F = np.zeros((len(self.train), W.shape[1]), dtype=LD)
+        off = LD(0)
+        for i, system in enumerate(self.systems):
+            part = W[i * d : (i + 1) * d]
+            Z, R = system.solve(self.X @ part)
+            rounding = (d + 2) * _size(abs(self.X) @ abs(part))
+            rounding += (n + 2) * _size(system.abs_H @ abs(Z)) + _size(Z)
+            F, off = F + Z[self.train], off + _size(R) + _UNIT * rounding
+        if self.intercept:
+            F = F + W[-1]
+            off += _UNIT * _size(F)
+        return F, off
 
     def objective(self, W: Any) -> Value:
         W = np.asarray(W).astype(LD)
         F, off = self.outputs(W)
         value, slope, rounding = self._loss(F)
-        penalty = self.ridge / 2 * (W * W).sum()
-        # Both losses have a Hessian of at most I in F.
-        return Value(value + penalty, slope * off + off**2 / 2 + rounding + 1e3 * _UNIT * penalty)
+        held = W[:-1] if self.intercept else W
+        penalty = self.ridge / 2 * (held * held).sum()
+        # All losses have a Hessian of at most the weights in F.
+        bend = off**2 / 2 * self.w.max()
+        return Value(value + penalty, slope * off + bend + rounding + 1e3 * _UNIT * penalty)
 
     def _loss(self, F: Any) -> tuple[Any, Any, Any]:
         """The loss, the norm of its gradient in F, and what rounding does to it."""
-        count = F.size + 10
+        count, top = F.size + 10, self.w.max()
         if self.loss == "mse":
             E = F - self.Y
-            value = (E * E).sum() / 2
-            rounding = _UNIT * (count * value + _size(E) * (_size(F) + _size(self.Y)))
-            return value, _size(E), rounding
-        S, log_sum = _softmax(F)
-        terms = log_sum - (F * self.Y).sum(axis=1)
-        rounding = _UNIT * count * (abs(terms).sum() + abs(F).max(initial=0) * len(F))
-        return terms.sum(), _size(S - self.Y), rounding
+            value = (self.w * E * E).sum() / 2
+            rounding = _UNIT * (count * value + top * _size(E) * (_size(F) + _size(self.Y)))
+            return value, _size(self.w * E), rounding
+        terms = self.w * self.terms(F)
+        rounding = _UNIT * count * (abs(terms).sum() + top * abs(F).max(initial=0) * len(F))
+        return terms.sum(), _size(self.w * self.slope(F)), rounding
+
+    def terms(self, F: Any) -> Any:
+        """The loss of each row, or of each label, weights apart."""
+        if self.loss == "bce":
+            known = np.where(self.Y >= 0, self.Y, 0)
+            each = np.log1p(np.exp(-abs(F))) + np.maximum(F, 0) - F * known
+            return np.where(self.Y >= 0, each, 0)
+        return (_softmax(F)[1] - (F * self.Y).sum(axis=1))[:, None]
+
+    def slope(self, F: Any) -> Any:
+        """Its gradient in F."""
+        if self.loss == "bce":
+            return np.where(self.Y >= 0, _sigmoid(F) - self.Y, 0)
+        return _softmax(F)[0] - self.Y
+
+    def bend(self, F: Any, a: int, b: int) -> Any:
+        """The second derivatives of each row with respect to the outputs a and b."""
+        if self.loss == "bce":
+            S = _sigmoid(F[:, a])
+            return np.where(self.Y[:, a] >= 0, S * (1 - S), 0) * (a == b)
+        S = _softmax(F)[0]
+        return S[:, a] * ((a == b) - S[:, b])
 
     # ---- the search ------------------------------------------------------------------------
     @cached_property
     def best(self) -> Value:
         """The lowest objective that was found; 0 is one of the W that are tried."""
-        zero = np.zeros((self.X.shape[1], self.Y.shape[1]), dtype=LD)
+        zero = np.zeros((self.rows, self.Y.shape[1]), dtype=LD)
         found = [self.objective(zero)]
         for basis in self._bases():
             for W in basis.candidates():
@@ -110,8 +169,11 @@ class Reference:
         return min(found, key=lambda f: f.high)
 
     def _bases(self) -> list[Basis]:
-        Z, _ = self.solve(self.X)
-        A = Z[self.train]
+        Z = np.hstack([system.solve(self.X)[0] for system in self.systems])
+        if self.intercept:
+            Z = np.hstack([Z, np.ones((len(Z), 1), dtype=LD)])
+        A = np.sqrt(self.w) * Z[self.train]
+        Z = np.sqrt(self.w.max()) * Z
         seen = np.sqrt((A * A).sum(axis=0)) > _SEEN * np.sqrt((Z * Z).sum(axis=0))
         if self.ridge > 0:
             seen[:] = True  # noise is small against the ridge, or is refined away
@@ -120,7 +182,10 @@ class Reference:
             return []
         stacked = A[:, columns]
         if self.ridge > 0:
-            stacked = np.vstack([stacked, np.sqrt(self.ridge) * np.eye(columns.size, dtype=LD)])
+            penalty = np.sqrt(self.ridge) * np.eye(columns.size, dtype=LD)
+            if self.intercept:
+                penalty[-1, -1] = 0
+            stacked = np.vstack([stacked, penalty])
         units = np.sqrt((stacked * stacked).sum(axis=0))
         Q, R, order = pivoted_qr(stacked / units, _CUTS[0])
         ranks = sorted({int((R.diagonal() > cut).sum()) for cut in _CUTS}, reverse=True)
@@ -139,7 +204,7 @@ class Basis:
     units: Any
 
     def weights(self, V: Any) -> Any:
-        W = np.zeros((self.problem.X.shape[1], V.shape[1]), dtype=LD)
+        W = np.zeros((self.problem.rows, V.shape[1]), dtype=LD)
         W[self.columns] = self.units[:, None] * _back_substituted(self.R, V)
         return W
 
@@ -149,10 +214,10 @@ class Basis:
     def _least_squares(self) -> list[Any]:
         """Refined twice: what is left of Y is computed by solves, not with the stored A."""
         p, n = self.problem, self.problem.train.shape[0]
-        found = [np.zeros((p.X.shape[1], p.Y.shape[1]), dtype=LD)]
+        found = [np.zeros((p.rows, p.Y.shape[1]), dtype=LD)]
         for _ in range(3):
             W = found[-1]
-            left = self.Q[:n].T @ (p.Y - p.outputs(W)[0])
+            left = self.Q[:n].T @ (np.sqrt(p.w) * (p.Y - p.outputs(W)[0]))
             if p.ridge > 0:
                 left -= np.sqrt(p.ridge) * (self.Q[n:].T @ W)  # of all columns
             found.append(W + self.weights(left))
@@ -161,20 +226,20 @@ class Basis:
     def _newton(self, steps: int = 80) -> list[Any]:
         """Damped Newton; gradients in extended precision, the Hessian's factor in float64."""
         p, n = self.problem, self.problem.train.shape[0]
-        B, C = self.Q[:n], self.Q[n:]
+        B, C = self.Q[:n] / np.sqrt(p.w), self.Q[n:]
         r, c = self.Q.shape[1], p.Y.shape[1]
         V = np.zeros((r, c), dtype=LD)
 
         def value(V: Any) -> Any:
             F, CV = B @ V, C @ V
-            return (_softmax(F)[1] - (F * p.Y).sum(axis=1)).sum() + (CV * CV).sum() / 2
+            return (p.w * p.terms(F)).sum() + (CV * CV).sum() / 2
 
         now = value(V)
         for _ in range(steps):
-            S = _softmax(B @ V)[0]
-            g = B.T @ (S - p.Y) + C.T @ (C @ V)
+            F = B @ V
+            g = B.T @ (p.w * p.slope(F)) + C.T @ (C @ V)
             try:
-                D = _newton_step(B.astype(float), C.astype(float), S.astype(float), g)
+                D = self._newton_step(B.astype(float), C.astype(float), F, g)
             except np.linalg.LinAlgError:
                 break  # whatever was found is an upper bound of the optimum all the same
             slope, eta = (g * D).sum(), LD(1)
@@ -187,18 +252,17 @@ class Basis:
                 break
         return [self.weights(V)]
 
-
-def _newton_step(B: Any, C: Any, S: Any, g: Any) -> Any:
-    r, c = g.shape
-    H = np.kron(np.eye(c), C.T @ C)
-    for a in range(c):
-        for b in range(c):
-            weight = S[:, a] * ((a == b) - S[:, b])
-            H[a * r : (a + 1) * r, b * r : (b + 1) * r] += B.T @ (weight[:, None] * B)
-    # Logits may move together for nothing: a trace of I keeps the factor alive.
-    H[np.diag_indices(r * c)] += 1e-15 * max(H.diagonal().max(), 1e-300)
-    step = np.linalg.lstsq(H, -g.astype(float).T.ravel(), rcond=None)[0]
-    return step.reshape(c, r).T.astype(LD)
+    def _newton_step(self, B: Any, C: Any, F: Any, g: Any) -> Any:
+        p, (r, c) = self.problem, g.shape
+        H = np.kron(np.eye(c), C.T @ C)
+        for a in range(c):
+            for b in range(c):
+                weight = (p.w[:, 0] * p.bend(F, a, b)).astype(float)
+                H[a * r : (a + 1) * r, b * r : (b + 1) * r] += B.T @ (weight[:, None] * B)
+        # Logits may move together for nothing: a trace of I keeps the factor alive.
+        H[np.diag_indices(r * c)] += 1e-15 * max(H.diagonal().max(), 1e-300)
+        step = np.linalg.lstsq(H, -g.astype(float).T.ravel(), rcond=None)[0]
+        return step.reshape(c, r).T.astype(LD)
 
 
 def _softmax(F: Any) -> tuple[Any, Any]:
@@ -238,3 +302,8 @@ def _back_substituted(R: Any, V: Any) -> Any:
 
 def _size(R: Any) -> Any:
     return np.sqrt((R * R).sum())
+
+
+def _sigmoid(F: Any) -> Any:
+    z = np.exp(-abs(F))
+    return np.where(F >= 0, 1, z) / (1 + z)

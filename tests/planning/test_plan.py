@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from herta_gpu import HERTA, Graph
+from herta_gpu.backends import get_backend
 from tests.conftest import closed_form, problem, random_graph
 
 
@@ -89,3 +90,29 @@ def test_a_small_memory_budget_narrows_blocks_and_then_sketches():
     assert sum(tight.plan_.memory.values()) <= 1.6 * 2**20
     assert tight.status_ == "certified"
     assert tight.history_[-1]["loss"] == pytest.approx(wide.history_[-1]["loss"], rel=1e-5)
+
+
+def test_a_mapped_graph_stays_in_its_file_where_memory_is_short(tmp_path):
+    g = random_graph(4000, 200_000)
+    rng = np.random.default_rng(0)
+    X, y, train = rng.standard_normal((4000, 40)), rng.integers(0, 3, 4000), np.arange(3000)
+    opened = g.save(tmp_path / "graph")
+    model = HERTA(lam=5.0, strategy="direct", memory_budget="3MB")
+    with pytest.raises(MemoryError, match="at least"):
+        model.fit(g, X, y, train)
+    model.fit(opened, X, y, train)
+    told = {d.what: d.choice for d in model.plan_.decisions}
+    assert told["neighbours"] == "read again for each product"
+    assert model.status_ == "certified"
+    W, _ = closed_form(g, X, np.eye(3)[y[train]], train, 5.0)
+    assert np.abs(model.W_ - W).max() < 1e-3 * np.abs(W).max()
+
+
+def test_weights_of_edges_count_as_memory():
+    g = random_graph(500, 3000)
+    u, v, _ = g.edges()
+    heavy = Graph.from_edges([u, v], 500, np.random.default_rng(1).uniform(1, 2, u.shape[0]))
+    X, y = np.random.default_rng(0).standard_normal((500, 6)), np.arange(500) % 3
+    plain, weighted = (HERTA().fit(graph, X, y).plan_.memory["graph"] for graph in (g, heavy))
+    L = get_backend("cpu").laplacian(heavy, "float32")
+    assert weighted - plain >= heavy.weights.nbytes + L.weights.nbytes

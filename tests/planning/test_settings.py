@@ -19,8 +19,8 @@ def settings(**wishes: Any) -> Settings:
 
 def test_the_defaults() -> None:
     assert settings() == Settings(
-        lam=1.0, loss="mse", optimizer="cg", ridge=0.0, tol=1e-6, max_iter=100, strategy="auto",
-        sparsify=Wish("auto"), scores="degree", mixed=False, sketch=Wish("auto"),
+        lam=1.0, lams=(1.0,), loss="mse", optimizer="cg", ridge=0.0, tol=1e-6, max_iter=100,
+        strategy="auto", sparsify=Wish("auto"), scores="degree", mixed=False, sketch=Wish("auto"),
         precondition=True, device="auto", dtype="float32", memory_budget=None, seed=0,
         learning_rate=None, reorder=Wish("auto"),
     )  # fmt: skip
@@ -110,13 +110,34 @@ def test_every_loss_that_may_be_asked_for_exists() -> None:
         assert settings(loss=name).loss in LOSSES
 
 
+def test_several_lam() -> None:
+    assert not settings(lam=3.0).several
+    assert not settings(lam=[3.0]).several
+    assert settings(lam=[0]).several  # X itself
+    found = settings(lam=np.array([0, 1, 20]))
+    assert (found.lam, found.lams, found.several) == (20.0, (0.0, 1.0, 20.0), True)
+
+
 WRONG = [
+    ({"lam": []}, ValueError, "lam is empty"),
+    ({"lam": [1, 1.0]}, ValueError, "more than once"),
+    ({"lam": [1, -2]}, ValueError, "lam must be a positive number, not -2"),
+    ({"lam": [1, "a"]}, TypeError, "lam must be a number"),
+    ({"lam": [0, 1], "alpha": 0.5}, ValueError, "alpha stands for one lam"),
+    ({"lam": [0, 1], "strategy": "herta"}, ValueError, "is for one lam"),
+    ({"lam": [0, 1], "precondition": False}, ValueError, "is for one lam"),
+    ({"lam": [0, 1], "sparsify": True}, ValueError, "are for one lam"),
+    ({"lam": [0, 1], "sketch": 50}, ValueError, "are for one lam"),
+    ({"lam": [0, 1], "loss": "ce", "optimizer": "adam"}, ValueError, "are for one lam"),
+    ({"fit_intercept": 3}, ValueError, "fit_intercept must be one of"),
+    ({"class_weight": "even"}, ValueError, "class_weight must be None"),
+    ({"class_weight": {0: -1.0}}, ValueError, "class_weight of 0 must not be negative"),
     ({"lam": 0}, ValueError, "lam must be a positive number, not 0"),
     ({"lam": 1e7}, ValueError, "lam must be at most 1e+06"),
     ({"lam": "1"}, TypeError, "lam must be a number, not '1'"),
     ({"alpha": 1.0}, ValueError, "alpha must lie between 0 and 1, not 1.0"),
     ({"alpha": 1e-9}, ValueError, "lam must be at most"),
-    ({"loss": "hinge"}, ValueError, 'loss must be one of "mse", "ce", not \'hinge\''),
+    ({"loss": "hinge"}, ValueError, 'loss must be one of "mse", "ce", "bce", not \'hinge\''),
     ({"optimizer": "sgd"}, ValueError, 'optimizer must be one of "cg"'),
     ({"strategy": "best"}, ValueError, 'strategy must be one of "auto", "herta", "direct"'),
     ({"ridge": -1}, ValueError, "ridge must not be negative, but is -1"),

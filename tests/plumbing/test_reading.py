@@ -279,3 +279,21 @@ def test_a_fit_on_a_file_is_the_fit_in_memory(tmp_path: Path) -> None:
     np.testing.assert_array_equal(*fits)
     assert isinstance(CPUBackend().host_blocks(mapped(tmp_path / "X.npy", X)), Blocks)
     assert CPUBackend().host_blocks(mapped(tmp_path / "Z.npy", X))._readable() is not None
+
+
+@pytest.mark.parametrize("rows", [None, "permuted"])
+@pytest.mark.parametrize("columns", [slice(None), slice(3, 5)])
+def test_fill_is_one_assignment(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, rows: Any, columns: slice
+) -> None:
+    """On many threads, from a file, of another type and order."""
+    monkeypatch.setattr(reading, "_PIECE", 64)
+    rng = np.random.default_rng(0)
+    X = rng.standard_normal((500, 7)).astype(np.float32)
+    X.tofile(tmp_path / "X")
+    mapped = np.memmap(tmp_path / "X", np.float32, "r", shape=X.shape)[:, columns]
+    order = None if rows is None else rng.permutation(500)[:400]
+    out = np.full((500 if order is None else 400, mapped.shape[1]), np.nan)
+    reading.fill(out, mapped, order)
+    assert np.array_equal(out, X[:, columns] if order is None else X[order][:, columns])
+    reading.fill(np.empty((0, 3)), np.empty((0, 3)))

@@ -127,21 +127,23 @@ class CompiledBackend(CPUBackend):
     def residual_rows(
         self, L: Laplacian, lam: float, Z: Array, B: Array, start: int, out: Array | None = None
     ) -> Array:
-        assert isinstance(L, CompiledLaplacian)
-        (b, k), Z, B = B.shape, self.asarray(Z), self.asarray(B, "float64")
+        Z, B = self.asarray(Z), self.asarray(B, "float64")
         usable = out is not None and out.dtype == np.float64 and out.flags.c_contiguous
         R = out if usable else aligned_empty(B.shape, "float64")
-        s, diagonal, weights = L.exact
-        first, last = np.searchsorted(L.cuts, (start + 1, start + b))
-        cuts = np.concatenate([[start], L.cuts[first:last], [start + b]])
-        work = (int(L.indptr[start + b] - L.indptr[start]) + 4 * b) * k
-        kernel = residual.residual_column if k == 1 else residual.residual
-        arrays = (L.indptr, L.indices, weights, s, diagonal)
-        _run(partial(kernel, Z, B, R, start, arrays, float(lam), cuts), work)
+        _residual(L, lam, Z, B, R, start)
         if out is None or out is R:
             return R
         out[...] = R
         return out
+
+    def residual(
+        self, L: Laplacian, lam: float, Z: Array, B: Array, dtype: str, unit: Array
+    ) -> tuple[Array, Array]:
+        Z, B = self.asarray(Z), self.asarray(B)
+        if B.dtype not in (np.float32, np.float64):
+            B = B.astype("float64")
+        R = aligned_empty(Z.shape, dtype)
+        return R, _residual(L, lam, Z, B, R, 0, 1.0 / unit)
 
     def roundings(self, neighbours: float, columns: int) -> float:
         if columns <= VECTOR_BYTES // 8:  # no runs: they cost a narrow block too much
@@ -350,6 +352,22 @@ def _apply(
     arrays = (L.indptr, L.indices, L.weights, *factors, L.diagonal)
     rest = (Y, B, dots, arrays, number(lam), number(c1), number(c2), L.cuts)
     _run(partial(job, *rest), (L.nnz + 4 * L.n) * X.shape[1])
+
+
+def _residual(
+    L: Laplacian, lam: float, Z: Array, B: Array, R: Array, start: int, up: Array | None = None
+) -> Array | None:
+    """`residual.residual` on all threads; with `up`, the column dots of the chunks added up."""
+    assert isinstance(L, CompiledLaplacian)
+    (b, k), (s, diagonal, weights) = B.shape, L.exact
+    first, last = np.searchsorted(L.cuts, (start + 1, start + b))
+    cuts = np.concatenate([[start], L.cuts[first:last], [start + b]])
+    work = (int(L.indptr[start + b] - L.indptr[start]) + 4 * b) * k
+    kernel = residual.residual_column if k == 1 else residual.residual
+    dots = None if up is None else np.zeros((cuts.shape[0] - 1, 2, k))
+    arrays = (L.indptr, L.indices, weights, s, diagonal)
+    _run(partial(kernel, Z, B, R, start, up, dots, arrays, float(lam), cuts), work)
+    return None if dots is None else dots.sum(axis=0)
 
 
 def _scaled(X: Array, s: Array, f: float, out: Array | None = None, inverse: bool = False) -> Array:

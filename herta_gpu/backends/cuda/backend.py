@@ -29,16 +29,18 @@ from herta_gpu.backends.base import STREAM_ROWS, Array, Backend, CGState, Halves
 from herta_gpu.backends.cuda.device import (
     MAX_BLOCKS,
     NULL,
-    SEGMENT,
     THREADS,
     DeviceLaplacian,
     aligned,
     blocks,
+    by_precision,
     column_shape,
     hadamard_passes,
     kernel_folder,
     pivoted_cholesky,
     pointer,
+    roundings,
+    segment_length,
     segments,
     suffix,
     told_if_long,
@@ -201,7 +203,8 @@ class CUDABackend(Backend):
         """`graph` in one precision; `held` is what the device has of it, sent at the first call."""
         if "indptr" not in held:
             length = np.diff(graph.indptr)
-            rows = np.flatnonzero(length > SEGMENT)
+            segment = segment_length(graph.indices.shape[0])
+            rows = np.flatnonzero(length > segment)
             held |= {
                 "indptr": self.asarray(graph.indptr),
                 "indices": self.asarray(graph.indices),
@@ -209,7 +212,7 @@ class CUDABackend(Backend):
                 "inv_sqrt_degree": self.asarray(1.0 / np.sqrt(graph.degree)),
                 "diagonal": self.asarray(graph.loopless_degree / graph.degree),
                 "lambda_max": graph.lambda_max_bound,
-                "segments": self.segments(rows, length[rows]),
+                "segments": self.segments(rows, length[rows], segment),
             }
         if graph.order is not None and "order" not in held:
             held["order"] = self.asarray(graph.order, "int64")
@@ -231,9 +234,9 @@ class CUDABackend(Backend):
             cut_rows=cut_rows,
         )
 
-    def segments(self, rows: Any, length: Any) -> tuple[Array, Array, Array, Any]:
+    def segments(self, rows: Any, length: Any, segment: int) -> tuple[Array, Array, Array, Any]:
         """What the kernels must know of the rows that are too long for one block."""
-        rows, row, rank = segments(rows, length)
+        rows, row, rank = segments(rows, length, segment)
         types = ("int64", "int64", "int32")
         first, second, third = map(self.asarray, (rows, row, rank), types)
         return first, second, third, row
@@ -273,19 +276,52 @@ class CUDABackend(Backend):
     def apply_H(self, L: Laplacian, lam: float, X: Array, out: Array | None = None) -> Array:
         Y = cupy.empty_like(X) if out is None else out
         if X.size:
-            self._product("apply_H", L, lam, X, X, Y, NULL, NULL)
+            self._product("apply_H", L, lam, X, X, Y, NULL, NULL, NULL)
         return Y
 
     def residual_rows(
         self, L: Laplacian, lam: float, Z: Array, B: Array, start: int, out: Array | None = None
     ) -> Array:
-        assert isinstance(L, DeviceLaplacian)
-        Z, B, stop = self.asarray(Z), self.asarray(B, "float64"), start + B.shape[0]
+        Z, B = self.asarray(Z), self.asarray(B, "float64")
         R = cupy.empty(B.shape) if out is None else out
         if R.size:
-            scales, tail = (*L.exact, np.float64(lam)), (Z, B, I64(start), I64(stop), R)
-            self._rows("residual", L, scales, Z, slice(start, stop), tail)
+            self._residual(L, lam, Z, B, start, NULL, R, NULL, NULL)
         return R
+
+    def residual(
+        self, L: Laplacian, lam: float, Z: Array, B: Array, dtype: str, unit: Array
+    ) -> tuple[Array, Array]:
+        Z, B = self.asarray(Z), self.asarray(B)
+        B = B if B.dtype in (np.float32, np.float64) else B.astype("float64")
+        R, dots = cupy.empty(Z.shape, dtype=dtype), cupy.zeros((2, Z.shape[1]))
+        if R.size:
+            assert isinstance(L, DeviceLaplacian)
+            partials = self._product_scratch(L, Z.shape[1])[2]
+            self._residual(L, lam, Z, B, 0, 1.0 / unit, R, partials, dots)
+        return R, dots
+
+    def _residual(
+        self,
+        L: Laplacian,
+        lam: float,
+        Z: Array,
+        B: Array,
+        start: int,
+        scale: Any,
+        R: Array,
+        *tail: Any,
+    ) -> None:
+        """The rows of R from `start` on; long rows are summed in a launch before."""
+        assert isinstance(L, DeviceLaplacian)
+        scales, at = (*L.exact, np.float64(lam)), slice(start, start + B.shape[0])
+        first, last = L.cut_segments(at)
+        if first < last:
+            self._rows("hub_sums", L, scales, Z, at, (Z,), short=False)
+        rest = (*by_precision(B), I64(at.start), I64(at.stop), scale, *by_precision(R), *tail)
+        self._rows("residual", L, scales, Z, at, (Z, *rest), long=False)
+
+    def roundings(self, neighbours: float, columns: int) -> float:
+        return roundings(neighbours, columns)
 
     def _product(self, kernel: str, L: Laplacian, lam: float, X: Array, *tail: Any) -> None:
         """apply_H or chebyshev on the block X; `tail` is what follows the common arguments."""
@@ -295,22 +331,35 @@ class CUDABackend(Backend):
         self._rows(kernel, L, scales, X, slice(0, L.n), tail)
 
     def _rows(
-        self, kernel: str, L: DeviceLaplacian, scales: Any, X: Array, at: slice, tail: Any
+        self,
+        kernel: str,
+        L: DeviceLaplacian,
+        scales: Any,
+        X: Array,
+        at: slice,
+        tail: Any,
+        short: bool = True,
+        long: bool = True,
     ) -> None:
-        """A kernel of laplacian.cu on some rows; `scales` are s, diag(L), the weights and lam."""
+        """A kernel of laplacian.cu on some rows; `scales` are s, diag(L), the weights and lam.
+
+        It has blocks of threads for the `short` rows, for segments of the `long` ones, or both.
+        """
         k, (s, diagonal, weights, lam) = X.shape[1], scales
         width = vector_width(k, X.dtype)
         x, y, tiles = column_shape(k, width, least=8)
-        a, b = np.searchsorted(L.cut_rows, (at.start, at.stop)).tolist()  # segments of these rows
+        a, b = L.cut_segments(at)
+        taken = min(b - a, MAX_BLOCKS)
         sums, tickets, _ = self._product_scratch(L, k)
         graph = (I64(L.n), I64(k), L.indptr, L.indices, pointer(weights), s, diagonal, lam)
-        cut = (I32(SEGMENT), I32(b - a), L.segment_row[a:b], L.segment_rank[a:b], sums, tickets)
+        cut = (L.segment_row[a:b], L.segment_rank[a:b], sums, tickets)
+        of_rows = blocks(at.stop - at.start, y) if short else 0
         _launch(
             "laplacian.cu",
             f"{kernel}_{suffix(X.dtype)}_{suffix(L.indices.dtype)}_v{width}",
-            grid=(b - a + blocks(at.stop - at.start, y), tiles),
+            grid=(of_rows + (taken if long else 0), tiles),
             block=(x, y),
-            args=(*graph, *cut, *tail),
+            args=(*graph, I32(L.segment), I32(b - a), I32(taken), *cut, *tail),
         )
 
     def _product_scratch(self, L: DeviceLaplacian, k: int) -> tuple[Array, Array, Array]:
@@ -321,7 +370,7 @@ class CUDABackend(Backend):
             L.scratch[key] = (
                 cupy.empty((pieces, k)),
                 cupy.zeros((-(-k // 64), pieces + 1), dtype=U32),
-                cupy.empty((pieces + MAX_BLOCKS, k)),
+                cupy.empty((2 * MAX_BLOCKS, k)),
             )
         return L.scratch[key]
 
@@ -365,7 +414,7 @@ class CUDABackend(Backend):
         if not s.R.size:
             return
         partials = self._product_scratch(L, k)[2]
-        self._product("apply_H", L, lam, s.P, s.P, s.HP, partials, s.pHp)
+        self._product("apply_H", L, lam, s.P, s.P, s.HP, s.active, partials, s.pHp)
         self._columns(
             *(
                 "cg.cu",
@@ -457,7 +506,7 @@ class CUDABackend(Backend):
         x, y, tiles = column_shape(-(-k // 4) * 4, 4)
         out = cupy.empty((L.n, k), dtype=dtype)
         graph = (I64(L.n), I64(k), L.indptr, L.indices, pointer(L.weights), L.inv_sqrt_degree)
-        long_rows = (I32(SEGMENT), I32(longs), L.long_rows)
+        long_rows = (I32(L.segment), I32(longs), L.long_rows)
         _launch(
             "sketch.cu",
             f"sketch_incidence_{L.suffix}",

@@ -3,10 +3,14 @@ operations that keep the host out of their inner loops."""
 
 from __future__ import annotations
 
+import ctypes
+import math
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
+from itertools import product
 from pathlib import Path
 from threading import Timer
 from typing import Any
@@ -18,8 +22,9 @@ from herta_gpu.backends.base import Array, Laplacian
 NULL = np.uint64(0)  # a null pointer; not every version of CuPy takes None for one
 
 THREADS = 256  # threads of a block: kThreads of common.cuh
-MAX_BLOCKS = 1024  # along x: bounds the partial sums of a reduction
-SEGMENT = 512  # neighbours that a block takes of a long row
+MAX_BLOCKS = 1024  # of rows along x, and of segments: bounds the partial sums of a reduction
+SEGMENT, SHORTEST = 512, 64  # neighbours that a block takes of a long row: at most, and at least
+_ENTRIES = 4096  # non-zeros of a graph for each neighbour of its segments
 _HADAMARD_LEVELS = 9  # butterflies of one pass: kLogRows of hadamard.cu
 _PIVOTS_AT_ONCE = 64  # steps of the pivoted Cholesky between two looks at the pivots
 
@@ -37,6 +42,16 @@ def vector_width(k: int, dtype: Any) -> int:
     """Columns in one load: 16 bytes when k allows it."""
     widest = 16 // np.dtype(dtype).itemsize
     return next(v for v in (4, 2, 1) if v <= widest and k % v == 0)
+
+
+def padded(k: int, itemsize: int) -> int:
+    """Columns of a block of k with zeros behind them: a row then has whole loads of 16 bytes.
+
+    One or two columns stay as they are: what is gathered of a neighbour is a sector of 32 bytes
+    anyway, and the rest of a step would move up to four times as much.
+    """
+    width = 16 // itemsize
+    return k if k <= width // 2 else -(-k // width) * width
 
 
 def aligned(x: Array) -> bool:
@@ -65,6 +80,20 @@ def hadamard_passes(log_n: int) -> list[int]:
     return [(log_n + i) // passes for i in range(passes)]
 
 
+def segment_length(nnz: int) -> int:
+    """How many neighbours a row may have before it is cut, in a graph of `nnz` non-zeros.
+
+    The few lanes of a row take four neighbours at a time and wait for memory twice: roughly a
+    quarter of a microsecond each.  Nobody should still be at that when the rest of the card is
+    done, which gathers 128 bytes for each non-zero (32 columns) at 2 TB/s.  All of it is estimated.
+
+    >>> segment_length(10_000), segment_length(1_000_000), segment_length(100_000_000)
+    (64, 128, 512)
+    """
+    fitting = 1 << max(1, nnz // _ENTRIES).bit_length() - 1
+    return min(max(fitting, SHORTEST), SEGMENT)
+
+
 def segments(rows: Any, length: Any, segment: int = SEGMENT) -> tuple[Any, Any, Any]:
     """(long rows, row of each segment, its place within the row), from host arrays."""
     pieces = -(-length // segment)
@@ -74,6 +103,38 @@ def segments(rows: Any, length: Any, segment: int = SEGMENT) -> tuple[Any, Any, 
 
 def pointer(x: Array | None) -> Any:
     return NULL if x is None else x
+
+
+def by_precision(x: Array) -> tuple[Any, Any]:
+    """(x, null) in float32, (null, x) in float64: what a kernel takes that knows both."""
+    return (x, NULL) if x.dtype == np.float32 else (NULL, x)
+
+
+def roundings(neighbours: float, columns: int) -> float:
+    """How often a term of a sum over so many neighbours is rounded in laplacian.cu, at most.
+
+    A row of at most `segment` neighbours: the splits of a row take every `splits`-th of them, one
+    rounding per addition, and their sums are added in log2(splits) shuffles.  That is most where
+    there is one split.  A longer row: y times as many threads share a segment; a tree over y adds
+    their sums, every y-th segment is added by the same row of threads, and a tree over y again.
+    The sum is rounded once more, to the precision of the block.  In float32 the trees and what
+    follows them are in float64 and round far less than is counted here.
+    """
+    most = 0.0
+    # Segments that a graph with such a row may have: its non-zeros are twice as many or more.
+    fewest = segment_length(2 * math.ceil(min(neighbours, 2.0**62)))
+    lengths = [segment for segment in (64, 128, 256, 512) if segment >= fewest]
+    cases = product(("float32", "float64"), {columns, padded(columns, 4)}, lengths)
+    for dtype, k, segment in cases:
+        width = vector_width(k, dtype)
+        x, y, _ = column_shape(k, width, least=8)
+        splits = max(1, x >> max(0, (k // width - 1).bit_length()))
+        shuffles, tree = math.log2(splits), math.ceil(math.log2(y))
+        short = math.ceil(min(neighbours, segment) / splits) + shuffles
+        pieces = math.ceil(neighbours / segment)
+        long = math.ceil(segment / (y * splits)) + shuffles + math.ceil(pieces / y) + 2 * tree + 1
+        most = max(most, short, long if pieces > 1 else 0)
+    return min(most, neighbours)
 
 
 # ---- graphs -----------------------------------------------------------------------------------
@@ -90,6 +151,16 @@ class DeviceLaplacian(Laplacian):
     edges: tuple[Array, Array, Array, Array | None] | None = None  # first edge, lo, hi, weights
     # (k, stream) -> what a product needs beside its operands; a stream runs one at a time.
     scratch: dict[tuple[int, int], tuple[Array, Array, Array]] = field(default_factory=dict)
+
+    @property
+    def segment(self) -> int:
+        """Rows with more neighbours are cut."""
+        return segment_length(self.nnz)
+
+    def cut_segments(self, rows: slice) -> tuple[int, int]:
+        """The segments of these rows: the first, and the one after the last."""
+        a, b = np.searchsorted(self.cut_rows, (rows.start, rows.stop)).tolist()
+        return a, b
 
     @property
     def suffix(self) -> str:
@@ -140,6 +211,28 @@ def told_if_long(what: str, seconds: float = 1.0) -> Iterator[None]:
         yield
     finally:
         timer.cancel()
+
+
+def named_stream(xp: Any, name: str) -> Any:
+    """A new stream that waits for no other, which a profiler shows under this name."""
+    stream = xp.cuda.Stream(non_blocking=True)
+    if _nvtx() is not None:
+        _nvtx().nvtxNameCudaStreamA(ctypes.c_void_p(stream.ptr), name.encode())
+    return stream
+
+
+@cache
+def _nvtx() -> Any:
+    """NVTX as a library: neither CuPy nor the package nvtx names streams."""
+    names = ("libnvtx3interop.so.1", "libnvToolsExt.so.1")  # of CUDA 13, and of CUDA 12
+    roots = [Path(p) / "nvidia" for p in sys.path if p]
+    found = [str(file) for name in names for root in roots for file in root.glob(f"*/lib/{name}")]
+    for name in (*found, *names):
+        try:
+            return ctypes.CDLL(name)
+        except OSError:
+            continue
+    return None
 
 
 def kernel_folder() -> Path:

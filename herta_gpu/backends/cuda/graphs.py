@@ -9,7 +9,7 @@ import numpy as np
 
 from herta_gpu.backends.base import Array, Laplacian
 from herta_gpu.backends.cuda import cugraph as cugraph_adapter
-from herta_gpu.backends.cuda.device import SEGMENT, DeviceLaplacian
+from herta_gpu.backends.cuda.device import DeviceLaplacian, segment_length
 from herta_gpu.graph import Graph
 from herta_gpu.plumbing.building import distinct
 from herta_gpu.plumbing.edge_checks import (
@@ -180,7 +180,8 @@ def derived(
     """What a Laplacian needs beside the CSR arrays, from the row sums A 1 and D^-1/2."""
     xp, indptr, indices = backend.xp, held["indptr"], held["indices"]
     ratio, length = sums * inv_sqrt_degree**2, xp.diff(indptr)
-    rows = xp.flatnonzero(length > SEGMENT)  # synchronize!  few rows, and only they are read
+    segment = segment_length(indices.shape[0])
+    rows, host = xp.flatnonzero(length > segment), backend.to_numpy  # synchronize!  few rows ...
     # The bound of `Graph.lambda_max_bound`, by a kernel: as array operations it would take four
     # arrays of an 8-byte number for every entry, more than the graph itself.
     pairs = backend.sampler.pair_bounds(indptr, indices, ratio)
@@ -188,7 +189,7 @@ def derived(
         "inv_sqrt_degree": inv_sqrt_degree,
         "diagonal": ratio,
         "lambda_max": float(pairs.max()) * (1 + 1e-12),  # synchronize!
-        "segments": backend.segments(*map(backend.to_numpy, (rows, length[rows]))),
+        "segments": backend.segments(host(rows), host(length[rows]), segment),  # ... are read
     }
 
 

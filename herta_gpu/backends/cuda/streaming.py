@@ -9,6 +9,10 @@ nothing but copy fills the other:
 Two events per buffer keep them apart: the caller's stream waits until the buffer is `copied`, a
 copy until it has been `used`.  The host waits for neither, unless it has to gather a part first.
 
+A part that is some of the columns comes as whole rows, which the host need not touch, and is cut on
+the device.  Only where fewer than one column in eight is wanted, threads of the host gather them:
+whole rows would be little but waste.
+
 A matrix in a file comes through a ring of pinned buffers that threads fill ahead of the copies
 (`herta_gpu.plumbing.reading`).
 """
@@ -24,8 +28,10 @@ from typing import Any
 import numpy as np
 
 from herta_gpu.backends.base import Array, Blocks, Part
-from herta_gpu.plumbing.reading import MappedRows
+from herta_gpu.backends.cuda.device import named_stream
+from herta_gpu.plumbing.reading import MappedRows, fill
 
+_FEW = 8  # times as many columns as are wanted: then they are gathered on the host
 _RING = 4  # parts in pinned memory: two that the copies may still read, two that are being read
 
 
@@ -53,14 +59,11 @@ class StreamedBlocks(Blocks):
         self._in_file = isinstance(X, np.memmap)
         if not self._in_file:
             pinned = empty_pinned(X.shape, X.dtype)
-            if order is None:
-                pinned[...] = X
-            else:
-                np.take(X, order, axis=0, out=pinned, mode="clip")  # "raise" would buffer it all
+            fill(pinned, X, order)
             X, order = pinned, None
         super().__init__(X, order)
         self._xp, self._empty_pinned = xp, empty_pinned
-        self._copies = xp.cuda.Stream(non_blocking=True)
+        self._copies = named_stream(xp, "herta: copies of X")
         self._buffers: list[Buffer] = []
         self._ring: list[Any] = []  # flat, pinned, for what is read from a file
         # Pinned memory and buffers must outlive the copies, which the host does not wait for.
@@ -68,13 +71,26 @@ class StreamedBlocks(Blocks):
 
     def parts(self, wanted: Sequence[Part]) -> Iterator[tuple[slice, Array]]:
         file, stream = self._readable(), self._xp.cuda.get_current_stream()
-        buffers = self._two_buffers(max(map(self._size, wanted), default=0), stream)
-        with closing(self._gathers(wanted) if file is None else self._read(file, wanted)) as hosts:
-            yield from self._sent(wanted, hosts, buffers, stream)
+        cuts = [columns if self._whole(columns) else slice(None) for _, columns in wanted]
+        sent = [
+            (rows, slice(None) if self._whole(columns) else columns) for rows, columns in wanted
+        ]
+        buffers = self._two_buffers(max(map(self._size, sent), default=0), stream)
+        with closing(self._gathers(sent) if file is None else self._read(file, sent)) as hosts:
+            parts = self._sent(sent, hosts, buffers, stream)
+            with closing(parts):  # who stops early gives the buffer back
+                for (rows, part), cut in zip(parts, cuts, strict=True):
+                    yield rows, part[:, cut]
+
+    def whole_rows(self, columns: int) -> bool:
+        return self.X.shape[1] < _FEW * columns
+
+    def _whole(self, columns: slice) -> bool:
+        return self.whole_rows(len(range(*columns.indices(self.X.shape[1]))))
 
     def _sent(
         self, wanted: Sequence[Part], hosts: Iterator[Any], buffers: list[Buffer], stream: Any
-    ) -> Iterator[tuple[slice, Array]]:
+    ) -> Generator[tuple[slice, Array], None, None]:
         """The parts on the device; `hosts` gives them in pinned memory."""
         ahead = self._send(next(hosts), buffers[0]) if wanted else None
         for i, (rows, _) in enumerate(wanted):
@@ -111,19 +127,23 @@ class StreamedBlocks(Blocks):
 
     def _gathers(self, wanted: Sequence[Part]) -> Generator[Any, None, None]:
         """Parts in pinned memory, gathered where they are not there as they should be."""
-        for i, part in enumerate(wanted):
-            host = self._taken(*part)
+        for i, (rows, columns) in enumerate(wanted):
+            host = self.X[rows, columns]
             if self._in_file or not host.flags.c_contiguous:
-                host = self._gathered(host, self._buffers[i % 2])
+                host = self._gathered(rows, columns, self._buffers[i % 2])
             yield host
         self.reads.passes += 1
 
-    def _gathered(self, host: Any, buffer: Buffer) -> Any:
+    def _gathered(self, rows: slice, columns: slice, buffer: Buffer) -> Any:
         if buffer.pinned is None:
-            buffer.pinned = self._empty_pinned(buffer.device.shape, host.dtype)
+            buffer.pinned = self._empty_pinned(buffer.device.shape, self.X.dtype)
         buffer.copied.synchronize()  # synchronize!  the last copy may still be reading
-        gathered = buffer.pinned[: host.size].reshape(host.shape)
-        gathered[...] = host
+        shape = self.X[rows, columns].shape
+        gathered = buffer.pinned[: shape[0] * shape[1]].reshape(shape)
+        if self.order is None:
+            fill(gathered, self.X[rows, columns])
+        else:
+            fill(gathered, self.X[:, columns], self.order[rows])
         return gathered
 
     def _two_buffers(self, size: int, stream: Any) -> list[Buffer]:

@@ -18,6 +18,7 @@ import numpy as np
 # Blocks that are read and written by the same launch: each counts once more.
 _UPDATED = {"chebyshev": 1, "chebyshev_half": 1, "cg_residual": 1, "cg_direction": 2}
 _BY_BLOCKS = ("laplacian.cu", "cg.cu")  # their first arguments are n and k
+_RESIDUAL_ROWS = 18  # where the first of its rows stands among the arguments of residual
 _TYPES = re.compile(r"_[fiu](32|64).*$")
 
 
@@ -62,7 +63,10 @@ def must_move(file: str, name: str, args: tuple[Any, ...]) -> int:
     blocks = [a for a in arrays if a.ndim == 2 and a.size]
     rows = n
     if name == "residual":  # of some rows: B and the result hold no others
-        rows = blocks[-1].shape[0]
+        rows = int(args[_RESIDUAL_ROWS + 1] - args[_RESIDUAL_ROWS])
+        blocks = blocks[:-2] if blocks[-1].shape == (2, k) else blocks  # no partials, no dots
+    if name == "hub_sums":  # all that it reads is gathered
+        return sum(a.nbytes for a in blocks if a.shape[0] != n)
     if name == "column_dots":  # often of a block with itself
         blocks = list({a.__cuda_array_interface__["data"][0]: a for a in blocks}.values())
     # Blocks of other heights are scratch: partial sums and tickets.

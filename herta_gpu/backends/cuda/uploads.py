@@ -2,7 +2,7 @@
 
 CuPy stages a whole array in pinned memory, rounded up to a power of two, and its pool keeps that
 for good: 12.9 GB of X would hold 16 GB of the host.  Here a large array passes through two pinned
-buffers of a fixed size; while one is being copied, the host fills the other.
+buffers of a fixed size; while one is being copied, threads of the host fill the other.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from herta_gpu.backends.base import Array
+from herta_gpu.plumbing.reading import fill
 
 CHUNK_BYTES = 64 << 20  # of a buffer; what is smaller goes CuPy's way
 
@@ -47,7 +48,7 @@ def upload(xp: Any, x: Any, dtype: Any = None) -> Array:
         part = source[start : start + size]
         copied[i % 2].synchronize()  # synchronize!  the copy before the last may still read it
         chunk = buffers[i % 2][: part.shape[0]]
-        chunk[...] = part
+        fill(chunk, part)
         target[start : start + size].set(chunk, stream=stream)
         copied[i % 2].record(stream)
     stream.synchronize()  # synchronize!  the buffers are given back now

@@ -5,14 +5,13 @@
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from itertools import product
 from typing import Any
 
 import numpy as np
-import pytest
 
 from herta_gpu.backends.base import keep_probabilities
 from herta_gpu.backends.cpu.reference import CPUBackend
@@ -111,6 +110,20 @@ def check_residual(run: Emulated, L: Any, k: int, dtype: str) -> None:
     assert found.tobytes() == run.residual_rows(L, LAM, Z, B, 0).tobytes()
 
 
+def check_residual_with_dots(run: Emulated, L: Any, k: int, dtype: str) -> None:
+    """Of any precision in and out, in units of its own; the dots are those of float64."""
+    unit = 2.0 ** np.arange(-k // 2, k - k // 2)[:k]
+    for kind, out in product(DTYPES, DTYPES):
+        Z, B = block(L.n, k, dtype), block(L.n, k, kind, 1)
+        R, dots = run.residual(L, LAM, Z, B, out, unit)
+        expected, theirs = CPU.residual(L, LAM, Z, B, "float64", np.ones(k))
+        assert_close(R.astype("float64") * unit, expected, out)
+        assert_close(dots, theirs, "float64", factor=10)
+        if out == "float64":
+            shown = np.stack([(expected**2).sum(0), ((B + expected) * Z).sum(0)])
+            assert_close(dots, shown, "float64", factor=10)
+
+
 def check_cg(run: Emulated, L: Any, k: int, dtype: str) -> None:
     R, tol = block(L.n, k, dtype), 0.1
     R[:, k // 2] = 0  # starts frozen
@@ -195,7 +208,13 @@ def check_srht(run: Emulated, L: Any, k: int, dtype: str) -> None:
 
 
 CHECKS: dict[str, list[Callable[[Emulated, Any, int, str], None]]] = {
-    "laplacian.cu": [check_apply_H, check_chebyshev, check_residual, check_half],
+    "laplacian.cu": [
+        check_apply_H,
+        check_chebyshev,
+        check_residual,
+        check_residual_with_dots,
+        check_half,
+    ],
     "cg.cu": [check_cg, check_column_dots],
     "sketch.cu": [check_sketches],
     "sampling.cu": [
@@ -224,57 +243,3 @@ def run_checks(variant: str, modules: dict[str, Module] | None = None, only: str
         Q = block(n, 3, "float32")
         found = Emulated(variant, modules=modules).srht(Q, 70, SEED)
         assert_close(found, CPU.srht(Q, 70, SEED), "float32")
-
-
-# ---- large offsets
-
-
-def reserve(shape: tuple[int, ...], dtype: Any) -> Any:
-    """Zeros of any size: memory is used only where it is touched."""
-    no_reserve = getattr(mmap, "MAP_NORESERVE", 0x4000)
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | no_reserve
-    try:
-        buffer = mmap.mmap(-1, int(np.prod(shape)) * np.dtype(dtype).itemsize, flags=flags)
-    except OSError as error:
-        pytest.skip(f"no address space for an array beyond 2^32 entries: {error}")
-    return np.frombuffer(buffer, dtype).reshape(shape)
-
-
-def check_offsets(modules: dict[str, Module] | None = None) -> None:
-    """Blocks of 9 x 2^29: row 8 begins at 2^32, where a 32-bit offset is 0 again."""
-    n, k, part = 9, 1 << 29, 256
-    module = {f: (modules or {}).get(f) or load(f) for f in CHECKS}
-    L = CPU.laplacian(Graph.from_edges([[0], [8]], n), "float32")
-    X, Y, Z = (reserve((n, k), np.float32) for _ in range(3))
-    X[:, :part], Z[:, :part] = block(n, part, "float32"), block(n, part, "float32", 1)
-    X0, Z0 = X[:, :part].copy(), Z[:, :part].copy()
-    size, none = (np.int64(n), np.int64(k)), np.zeros(0)
-    graph_args = (L.indptr, L.indices, None, L.inv_sqrt_degree, L.diagonal, np.float32(LAM))
-    cut = (np.int32(64), np.int32(0), np.zeros(0, np.int64), np.zeros(0, np.int32), none)
-    tickets = np.zeros(1, np.uint32)
-    args = (*size, *graph_args, *cut, tickets, X, Y, None, None)
-    shape = ((1, k // part), (64, 4))
-    module["laplacian.cu"].launch("apply_H_f32_i32_v4", *shape, args, blocks=(0, 1))
-    assert_close(Y[:, :part], CPU.apply_H(L, LAM, X0), "float32")
-
-    alpha, beta = reserve((k,), np.float64), reserve((k,), np.float64)
-    alpha[:part], beta[:part] = 2.0, 3.0
-    P0 = Y[:, :part].copy()
-    args = (*size, X, Y, Z, alpha, beta)
-    module["cg.cu"].launch("cg_direction_f32_v4", *shape, args, blocks=(0, 1))
-    assert_close(Z[:, :part], Z0 + 2 * P0, "float32")
-    assert_close(Y[:, :part], X0 + 3 * P0, "float32")
-
-    args = (*size, np.float32(1), np.uint64(SEED), Y)
-    module["sketch.cu"].launch("sketch_identity_f32", *shape, args, blocks=(0, 1))
-    expected = CPU.sketch_identity(L, part, SEED) * np.sqrt(np.float32(part))
-    assert_close(Y[:, :part], expected, "float32")
-
-    # A last row whose entries begin at 2^32, where a 32-bit number is 0 again.
-    indices = reserve(((1 << 32) + 4,), np.int32)
-    indices[-4:], indices[:4] = 7, 3
-    indptr = np.array([1 << 32] * n + [(1 << 32) + 4])
-    ratio, bounds = np.arange(1.0, n + 1), np.full(n, np.nan)
-    args = (np.int64(n), indptr, indices, ratio, bounds)
-    module["sampling.cu"].launch("pair_bounds_i32", (2,), (32, 8), args)
-    assert bounds.tolist() == [0.0] * 8 + [9.0 + 8.0]

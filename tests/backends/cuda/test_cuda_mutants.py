@@ -70,7 +70,7 @@ MUTANTS = {
     "the wrong random stream": ("cuda", "U32(STREAM_ROWS)", "U32(3)"),
     "a failed factorisation unnoticed": ("cuda", 'linalg="raise"', 'linalg="ignore"'),
     "long rows forgotten": (
-        "cuda", "rows = np.flatnonzero(length > SEGMENT)", "rows = np.flatnonzero(length < 0)"
+        "cuda", "rows = np.flatnonzero(length > segment)", "rows = np.flatnonzero(length < 0)"
     ),
     "captured steps with the scratch of another stream": (
         "cuda", "self._replayed_on = cupy.cuda.get_current_stream().ptr", "pass"

@@ -5,6 +5,8 @@ On the stand-in for CuPy, whose streams (tests/cupy_standin/streams.py) find rac
 
 from __future__ import annotations
 
+import ctypes
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,6 +20,7 @@ if compiler() is None:
 import herta_gpu.features
 from herta_gpu import HERTA
 from herta_gpu.app import device_checks as checks
+from herta_gpu.backends.cuda import device
 from tests.conftest import random_graph
 from tests.cupy_standin.ledger import Ledger
 from tests.cupy_standin.streams import RaceError
@@ -80,6 +83,51 @@ def test_a_streamed_product_waits_for_nothing(
     V = backend.asarray(checks.block(60, 2, "float64"))
     expected = X[order].astype(float).T @ V.get()
     np.testing.assert_allclose(features.transpose_times(V).get(), expected, rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("columns", "sent", "waits"), [(slice(2, 5), 20, False), (slice(6, 7), 1, True)]
+)
+def test_columns_are_cut_out_of_whole_rows_on_the_device(
+    ledger: Ledger,
+    backend: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    columns: slice,
+    sent: int,
+    waits: bool,
+) -> None:
+    """The host touches nothing, and so waits for nothing, unless very few of them are wanted."""
+    monkeypatch.setattr(herta_gpu.features, "_CHUNK_BYTES", 8 * 20 * 25)
+    monkeypatch.setattr(herta_gpu.features, "fits", lambda *_: False)
+    X = checks.block(60, 20, "float32")
+    features = herta_gpu.features.Features(X, backend, None, budget=1 << 20)
+    for _ in range(2):  # the first pass allocates the buffers
+        ledger.clear()
+        found = features.column_block(columns.start, columns.stop, "float32")
+    counts = ledger.stages["outside"]
+    assert (counts["syncs"] > 0) == waits
+    assert counts["bytes_streamed"] == 60 * 4 * sent
+    assert features._dense._buffers[0].device.nbytes <= 25 * 20 * 4  # no more than was planned
+    np.testing.assert_array_equal(found.get(), X[:, columns])
+
+
+def test_streams_have_names(monkeypatch: pytest.MonkeyPatch, backend: Any) -> None:
+    """Told to NVTX, whose library CUDA's packages bring."""
+    named = []
+    library = SimpleNamespace(nvtxNameCudaStreamA=lambda *told: named.append(told))
+    monkeypatch.setattr(device, "_nvtx", lambda: library)
+    stream = device.named_stream(backend.xp, "herta: copies")
+    assert [(told[0].value, told[1]) for told in named] == [(stream.ptr, b"herta: copies")]
+    monkeypatch.setattr(device, "_nvtx", lambda: None)
+    assert device.named_stream(backend.xp, "no library") is not None
+
+
+def test_the_library_that_names_streams() -> None:
+    """The real one, without a profiler: it takes a name and does nothing."""
+    library = device._nvtx()
+    if library is None:
+        pytest.skip("NVTX is not installed: pip install nvidia-nvtx")
+    assert library.nvtxNameCudaStreamA(ctypes.c_void_p(1), b"herta") is not None
 
 
 @pytest.mark.parametrize("streamed", [False, True])

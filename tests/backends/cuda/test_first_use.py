@@ -164,7 +164,7 @@ def test_a_csr_matrix_beyond_32_bits_is_refused(backend: Any) -> None:
     L = backend.laplacian(g, "float64")
     held = {"indices": entries(np.int32(0)), "weights": None, "indptr": L.indptr}
     held |= {"inv_sqrt_degree": L.inv_sqrt_degree, "diagonal": L.diagonal, "lambda_max": 2.0}
-    held |= {"segments": backend.segments(np.zeros(0, int), np.zeros(0, int))}
+    held |= {"segments": backend.segments(np.zeros(0, int), np.zeros(0, int), 64)}
     large = backend.adopt(held, g.num_nodes)
     assert isinstance(large, DeviceGraph)
     with pytest.raises(ValueError, match=r"2,147,483,678 entries.*at most 2,147,483,647"):

@@ -19,7 +19,8 @@ from tests.cuda_emulator import EmulatorError, Module, compiler, kernel_text, lo
 if compiler() is None:
     pytest.skip("no g++: the kernels cannot be emulated", allow_module_level=True)
 
-from tests.backends.cuda.kernel_checks import check_offsets, run_checks
+from tests.backends.cuda.kernel_checks import run_checks
+from tests.backends.cuda.offset_checks import check_offsets
 
 REPORTS = {"asan": ("AddressSanitizer", "runtime error"), "tsan": ("ThreadSanitizer",)}
 
@@ -80,7 +81,48 @@ MUTANTS = {
         "sampling.cu", "__syncthreads();  // the totals may", "// the totals may", "tsan"
     ),
     "race: every thread takes a ticket": Mutant(
-        "cg.cu", "if (threadIdx.x == 0 && threadIdx.y == 0) last =", "last ="
+        "cg.cu", "if (threadIdx.x == 0 && threadIdx.y == 0) {\n        __thr", "{\n        __thr"
+    ),
+    "barrier missing before a ticket is taken": Mutant(
+        "laplacian.cu", "bool last;\n    __syncthreads();", "bool last;", "tsan"
+    ),
+    "a row of partials left out": Mutant(
+        "cg.cu",
+        "block = threadIdx.y; block < gridDim.x;",
+        "block = threadIdx.y + 1; block < gridDim.x;",
+    ),
+    "the first kind of dots twice": Mutant(
+        "laplacian.cu", "from = partials + m * k + column", "from = partials + 0 * m * k + column"
+    ),
+    "only the first turn of the segments": Mutant(
+        "laplacian.cu",
+        "piece += L.segment_blocks)\n            long_row",
+        "piece += L.segments)\n            long_row",
+    ),
+    "the sum of another long row": Mutant(
+        "laplacian.cu", "L.segment_row[middle] < row", "L.segment_row[middle] <= row"
+    ),
+    "a sum of a long row that is not kept": Mutant(
+        "laplacian.cu",
+        "L.segment_sums[first * L.k + lane.column + i] = part[i];",
+        "L.segment_sums[first * L.k + lane.column + i] += 0 * part[i];",
+    ),
+    "dots of what was rounded": Mutant(
+        "laplacian.cu",
+        "dot[0][i] += r[i] * r[i];",
+        "dot[0][i] += static_cast<float>(r[i]) * r[i];",
+    ),
+    "a residual in the unit of another column": Mutant(
+        "laplacian.cu", "scale[column + i + c]", "scale[column]"
+    ),
+    "columns that stopped before the others did": Mutant(
+        "laplacian.cu", "here = here || active", "here = active"
+    ),
+    "the last step of a column lost": Mutant(
+        "cg.cu", "__syncthreads_or(moves)", "__syncthreads_or(moves && beta[at.column] != 0)"
+    ),
+    "a step that is taken again when all is done": Mutant(
+        "cg.cu", "alpha[at.column + i] = beta[at.column + i] = 0;", "beta[at.column + i] = 0;"
     ),
     "race: every row of the block writes the sum": Mutant(
         "cg.cu", "if (!inside || threadIdx.y != 0) return;", "if (!inside) return;", "tsan"
@@ -92,7 +134,7 @@ MUTANTS = {
         "laplacian.cu", "lane(L.k);\n", "lane(L.k);\n    if (!lane.inside) return;\n"
     ),
     "off by one: a row too many": Mutant(
-        "laplacian.cu", "const bool mine = row < b &&", "const bool mine = row <= b &&", "asan"
+        "laplacian.cu", "const bool mine = row < L.n &&", "const bool mine = row <= L.n &&", "asan"
     ),
     "off by one: the tail of a tile": Mutant(
         "sampling.cu", "x[i] = first + i < n ?", "x[i] = first + i <= n ?", "asan"
@@ -103,7 +145,31 @@ MUTANTS = {
     "shared tile without its padding": Mutant(
         "hadamard.cu", "tile[slot(1 << kLogRows)]", "tile[1 << kLogRows]", "asan"
     ),
-    "32-bit offset": Mutant("laplacian.cu", "X + j * k", "X + static_cast<i32>(j * k)", "offsets"),
+    "32-bit offset": Mutant("laplacian.cu", "X + j * k", "X + static_cast<u32>(j * k)", "offsets"),
+    "32-bit offset of float16": Mutant(
+        "laplacian.cu", "G + j * k", "G + static_cast<u32>(j * k)", "offsets"
+    ),
+    "32-bit offset of a direction": Mutant(
+        "cg.cu", "const i64 offset = row * k", "const u32 offset = row * k", "offsets"
+    ),
+    "32-bit offset of a sketch": Mutant(
+        "sketch.cu", "out[row * k + column + i]", "out[static_cast<u32>(row * k) + i]", "offsets"
+    ),
+    "32-bit offset of a score": Mutant(
+        "sampling.cu", "load<N>(S + hi * k + c)", "load<N>(S + u32(hi * k) + c)", "offsets"
+    ),
+    "32-bit offset of a tile": Mutant(
+        "hadamard.cu", "in[row * k + columns + c]", "in[u32(row * k) + columns + c]", "offsets"
+    ),
+    "32-bit number of a thread": Mutant(
+        "sampling.cu",
+        "return static_cast<i64>(blockIdx.x) * blockDim.x",
+        "return blockIdx.x * blockDim.x",
+        "offsets",
+    ),
+    "32-bit number of an edge": Mutant(
+        "sampling.cu", "new_indices[start + place]", "new_indices[u32(start + place)]", "offsets"
+    ),
     "32-bit place of an entry": Mutant(
         "sampling.cu",
         "for (i64 e = indptr[u] + threadIdx.x; e < indptr[u + 1]; e += 32) {",
@@ -111,10 +177,10 @@ MUTANTS = {
         "offsets",
     ),
     "a chunk written from the first row on": Mutant(
-        "laplacian.cu", "store(R + at - offset + i, r)", "store(R + at + i, r)", "asan"
+        "laplacian.cu", "here = at - to.a * L.k", "here = at", "asan"
     ),
     "a chunk of other rows": Mutant(
-        "laplacian.cu", "start = a + static_cast", "start = static_cast", "asan"
+        "laplacian.cu", "start = to.a + static_cast", "start = static_cast", "asan"
     ),
     "float64 sums kept in float32": Mutant(
         "laplacian.cu",

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.backends.cuda.offset_checks import check_offsets
 from tests.cuda_emulator import ORDERS, compiler, load
 from tests.cuda_emulator.launches import Emulated
 
@@ -31,7 +32,6 @@ from tests.backends.cuda.kernel_checks import (
     check_apply_H,
     check_cg,
     check_column_dots,
-    check_offsets,
     check_sampled_graph,
     check_sketches,
     laplacian,

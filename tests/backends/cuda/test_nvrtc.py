@@ -1,8 +1,10 @@
 """NVRTC compiles every kernel for every architecture we name, without spills.
 
-``nvrtc_table.json`` holds registers, shared memory and theoretical occupancy per kernel; an
-occupancy below it fails (with another version of the compiler, one 25 points below it).  After a
-change that is meant:  python -m tests.backends.cuda.test_nvrtc
+``nvrtc_table.json`` holds registers, shared memory and theoretical occupancy per kernel, and what
+its machine code says (sass.py): how many fences there are, and how many of the bytes that Little's
+law asks for its main loop has under way, in percent.  An occupancy below the table fails, as do
+fewer bytes under way and more fences; with another version of the compiler, what is 25 points below
+it.  After a change that is meant:  python -m tests.backends.cuda.test_nvrtc
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from typing import Any
 
 import pytest
 
+from tests.backends.cuda import sass
 from tests.conftest import ROOT
 from tests.cuda_emulator import KERNELS, compiler, kernel_text
 
@@ -70,12 +73,11 @@ def text_of(program: ctypes.c_void_p, what: str) -> str:
     return text.value.decode()
 
 
-def compiled(name: str, arch: int) -> tuple[str, str]:
-    """(log, PTX) of one file, compiled to a cubin for one architecture."""
+def compiled(name: str, arch: int, text: str | None = None) -> tuple[str, str, bytes]:
+    """(log, PTX, cubin) of one file, or of the text of a mutant, for one architecture."""
     lib, program, size = nvrtc(), ctypes.c_void_p(), ctypes.c_size_t()
-    lib.nvrtcCreateProgram(
-        ctypes.byref(program), kernel_text(name).encode(), name.encode(), 0, None, None
-    )
+    text = kernel_text(name) if text is None else text
+    lib.nvrtcCreateProgram(ctypes.byref(program), text.encode(), name.encode(), 0, None, None)
     flags = [flag.encode() for flag in [*FLAGS, f"-arch=sm_{arch}"]]
     status = lib.nvrtcCompileProgram(program, len(flags), (ctypes.c_char_p * len(flags))(*flags))
     log = text_of(program, "ProgramLog")
@@ -83,9 +85,11 @@ def compiled(name: str, arch: int) -> tuple[str, str]:
     assert "warning" not in log, log
     lib.nvrtcGetCUBINSize(program, ctypes.byref(size))
     assert size.value > 0, f"{name} for sm_{arch}: no cubin"
+    cubin = ctypes.create_string_buffer(size.value)
+    lib.nvrtcGetCUBIN(program, cubin)
     ptx = text_of(program, "PTX")
     lib.nvrtcDestroyProgram(ctypes.byref(program))
-    return log, ptx
+    return log, ptx, cubin.raw
 
 
 def check_ptx(ptx: str) -> None:
@@ -117,9 +121,38 @@ def occupancy(arch: int, threads: int, registers: int, shared: int) -> int:
 
 @cache  # a test compiles what it looks at: no worker does it all
 def report(name: str, arch: int) -> Report:
-    """Registers, shared memory, spills and occupancy of each kernel of a file."""
-    log, ptx = compiled(name, arch)
+    """Registers, shared memory, spills and occupancy of each kernel of a file; and its code."""
+    log, ptx, cubin = compiled(name, arch)
     check_ptx(ptx)
+    kernels = resources(log, arch)
+    if arch in sass.CARDS and sass.disassembler() is not None:
+        for kernel, code in sass.disassembled(cubin).items():
+            kernels[kernel] |= machine_code(kernel, code, arch, kernels[kernel]["occupancy"])
+    return kernels
+
+
+def machine_code(kernel: str, code: sass.Kernel, arch: int, occupancy: int) -> dict[str, int]:
+    """Fences, accesses to local memory, and the percents of Little's law in flight."""
+    assert code.float_atomics == 0, f"{kernel}: float atomic"
+    found = {"fences": code.fences, "local": code.local}
+    size = gathered_bytes(kernel)
+    if size:
+        threads = ARCHES[arch][0] * occupancy / 100
+        found["little"] = round(100 * threads * code.under_way(size) / sass.wanted(arch))
+    return found
+
+
+def gathered_bytes(kernel: str) -> int:
+    """Bytes of the loads that fill the time of a kernel, told by its name; 0 for the others."""
+    match = re.match(r"(\w+?)_f(32|64)(?:_i\d\d)?_v(\d)$", kernel)
+    if match is None:
+        return 0
+    item = 2 if match[1] == "chebyshev_half" else int(match[2]) // 8
+    return item * int(match[3])
+
+
+def resources(log: str, arch: int) -> Report:
+    """What the log of the assembler says of each kernel."""
     kernels: Report = {}
     for part in log.split("Compiling entry function")[1:]:
         kernel = re.search(r"'(\w+)'", part)[1]
@@ -157,6 +190,22 @@ def test_compiles_without_spills_at_full_occupancy(name: str, arch: int) -> None
         assert now["occupancy"] >= before - slack, (
             f"{kernel} for sm_{arch}: occupancy {now['occupancy']}%, the table has {before}%"
         )
+        check_machine_code(f"{kernel} for sm_{arch}", now, table["kernels"][kernel], arch, slack)
+
+
+def check_machine_code(what: str, now: Any, before: Any, arch: int, slack: int) -> None:
+    """Nothing to compare where there is no disassembler."""
+    if "fences" not in now:
+        return
+    assert now["local"] == 0, f"{what} has {now['local']} accesses to local memory"
+    assert now["fences"] <= before["fences"], (
+        f"{what}: {now['fences']} fences, the table has {before['fences']}"
+    )
+    if "little" in now:
+        least = before["little"][f"sm_{arch}"]
+        assert now["little"] >= least * (1 - slack / 100), (
+            f"{what}: {now['little']}% of the bytes in flight, the table has {least}%"
+        )
 
 
 @needs_nvrtc
@@ -191,6 +240,7 @@ def test_gate_sees_float_atomics_and_scalar_loads() -> None:
 
 
 def write_table() -> None:
+    assert sass.disassembler(), "the table needs the disassembler: pip install nvidia-cuda-nvdisasm"
     keys = [(f, arch) for arch in ARCHES for f in FILES]
     with ProcessPoolExecutor(2) as pool:  # the compiler does one thing at a time in a process
         reports = dict(zip(keys, pool.map(report, *zip(*keys)), strict=True))
@@ -204,6 +254,10 @@ def write_table() -> None:
             }
             row["shared"] = max(found["shared"] for found in by_arch.values())
             row["spills"] = sum(found["spills"] for found in by_arch.values())
+            read = [found for found in by_arch.values() if "fences" in found]
+            row["fences"] = max(found["fences"] for found in read)
+            if "little" in read[0]:
+                row["little"] = {a: f["little"] for a, f in by_arch.items() if "little" in f}
             lines.append(f"  {json.dumps(kernel)}: {json.dumps(row)}")
     kernels = ",\n".join(lines)  # a line each, so that a diff shows which kernel has changed
     TABLE.write_text(f'{{"nvrtc": "{version()}", "kernels": {{\n{kernels}\n}}}}\n')

@@ -218,11 +218,16 @@ def load_register(typing_context, array, offset, n):  # type: ignore[no-untyped-
 
 @intrinsic
 def store(typing_context, array, offset, n, value):  # type: ignore[no-untyped-def]
-    """array.flat[offset : offset + n] = the first n lanes; all of them if n is None."""
+    """array.flat[offset : offset + n] = the first n lanes; all of them if n is None.
+
+    What is wider than the array's numbers is rounded to them.
+    """
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        pointer = _address(context, builder, array, args[0], args[1])
-        _write(builder, args[3], pointer, _lanes_wanted(n, args[2]))
+        pointer, x = _address(context, builder, array, args[0], args[1]), args[3]
+        if array.dtype.bitwidth < value.scalar.bitwidth:
+            x = builder.fptrunc(x, _llvm(array.dtype, value.lanes))
+        _write(builder, x, pointer, _lanes_wanted(n, args[2]))
         return context.get_dummy_value()
 
     return types.void(array, types.int64, n, value), codegen
