@@ -1,15 +1,15 @@
 """How many nodes are right, everything chosen blind, beside what others publish?
 
-    HERTA_DATA=... python bench/accuracy.py                          # everything; OPENBLAS_NUM_THREADS=1
+    HERTA_DATA=... python bench/accuracy.py                          # everything
     HERTA_DATA=... python bench/accuracy.py pubmed several+smooth    # one cell
-    HERTA_DATA=... python bench/accuracy.py cora public              # the public split, leave-one-out
+    HERTA_DATA=... python bench/accuracy.py cora public              # public split, leave-one-out
     HERTA_DATA=... python bench/accuracy.py ogbn-arxiv labels        # a graph without features
-    HERTA_DATA=... python bench/accuracy.py --table                  # the tables of results so far
+    HERTA_DATA=... python bench/accuracy.py --table                  # tables of results so far
 
-60/20/20: `Dataset.random_split(0.6, seed)` with the seeds 0, 1, ...; row-normalised features; MSE with
-lam, ridge and intercept, and both lam of Correct and Smooth, chosen on the validation nodes by
-`tune`.  The winner is trained by HERTA to its certificate, and only then are the test nodes looked
-at, once.  "best" takes whichever way was the best on the validation nodes of each split.
+60/20/20: `Dataset.random_split(0.6, seed)` with the seeds 0, 1, ...; row-normalised features; MSE,
+with lam, ridge and both lam of Correct and Smooth chosen on the validation nodes by `tune`.  The
+winner is trained by HERTA to its certificate, and only then are the test nodes looked at, once.
+"best" takes whichever way was the best on the validation nodes of each split.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ from common import RESULTS, Results, read
 from herta_gpu import HERTA, CorrectAndSmooth
 from herta_gpu.app.metrics import evaluate
 from herta_gpu.app.results import Candidate
-from herta_gpu.app.tune import SEVERAL, tune
+from herta_gpu.app.tune import tune
 from herta_gpu.datasets import Dataset, load
 from herta_gpu.label_features import label_features
 
 SPLITS = {"amazon-computers": 3, "pubmed": 3, "amazon-photo": 5, "cora": 5}
 PUBLIC = ("cora", "citeseer", "pubmed")
-LAMS = (0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0)
+PUBLIC_LAMS = (0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0)
+LAMS, SEVERAL = (1.0, 5.0, 20.0), ((0.0, 1.0, 20.0),)
 RIDGES = tuple(10.0**e for e in range(-5, 2))
 WAYS: dict[str, dict[str, Any]] = {
     "base": {"lams": LAMS},
@@ -46,7 +47,7 @@ PUBLISHED = [
     ("SGC", "public splits", {"cora": 81.0, "citeseer": 71.9, "pubmed": 78.9},
      "Wu et al. 2019; weight decay by 60 searches on the validation nodes"),
     ("APPNP", "own splits", {"citeseer": 75.83, "pubmed": 79.73},
-     "Gasteiger et al. 2019; 20 labels a class of the largest component, 100 runs: not these splits"),
+     "Gasteiger et al. 2019; 20 labels a class, largest component, 100 runs: not these splits"),
     ("DGC", "public splits", {"cora": 83.3, "citeseer": 73.3, "pubmed": 80.3},
      "Wang et al. 2021, README of their code; T, K and weight decay on the validation nodes"),
     ("Correct and Smooth", "official split", {"ogbn-arxiv": 71.26},
@@ -61,47 +62,48 @@ def main() -> None:
     if "--table" in sys.argv:
         print(tables())
         return
-    wanted = [tuple(words)] if len(words) == 2 else everything(words)
-    results = Results("accuracy", again=lambda row: (row["data"], row["way"]) in wanted)
-    for name, way in wanted:
-        cell(results, name, way)
+    names = words[:1] or [*PUBLIC, *reversed(SPLITS), "ogbn-arxiv"]
+    ways = words[1:] or ["public", *WAYS, "labels"]
+    results = Results("accuracy", again=lambda row: row["data"] in names and row["way"] in ways)
+    for name in dict.fromkeys(names):
+        data = load(name)
+        if "labels" in ways and name == "ogbn-arxiv":
+            results.add(data=name, way="labels", seed=None, **by_labels(data))
+        if "public" in ways and name in PUBLIC:
+            results.add(data=name, way="public", seed=None, **by_leave_one_out(data))
+        for seed in range(SPLITS.get(name, 0)):
+            random_split(results, data, seed, [way for way in ways if way in WAYS])
     print(tables())
 
 
-def everything(names: list[str]) -> list[tuple[str, str]]:
-    """(data, way) of each cell, for all data or these."""
-    cells = [(name, "public") for name in PUBLIC]
-    cells += [(name, way) for name in reversed(SPLITS) for way in WAYS]
-    cells.append(("ogbn-arxiv", "labels"))
-    return [(name, way) for name, way in cells if not names or name in names]
-
-
-def cell(results: Results, name: str, way: str) -> None:
-    """All splits of one cell of the table."""
-    data = load(name)
-    if way == "labels":
-        results.add(data=name, way=way, seed=None, **by_labels(data))
-        return
+def by_leave_one_out(data: Dataset) -> dict[str, Any]:
+    """The public split: its training nodes choose and train, its validation nodes do nothing."""
     data = data.normalized("row")
-    if way == "public":
-        found = tune(data, LAMS, RIDGES, ["mse"], by="loo", intercepts=(False, True))
-        results.add(data=name, way=way, seed=None, **trained(data, found[0]))
+    found = tune(data, PUBLIC_LAMS, RIDGES, ["mse"], by="loo", intercepts=(False, True))
+    return trained(data, found[0])
+
+
+def random_split(results: Results, data: Dataset, seed: int, ways: list[str]) -> None:
+    """The cells `ways` for one split: a search for all of them, which share most of its work."""
+    if not ways:
         return
-    for seed in range(SPLITS[name]):
-        split, start = data.random_split(0.6, seed), time.perf_counter()
-        found = tune(
-            split, ridges=RIDGES, losses=["mse"], intercepts=(False, True), random_state=seed,
-            **WAYS[way],
-        )  # fmt: skip
+    data = data.normalized("row").random_split(0.6, seed)
+    wanted = [WAYS[way] for way in ways]
+    grid = {key: next((w[key] for w in wanted if w.get(key)), ()) for key in ("lams", "several")}
+    folds, smooth = (any(w.get(key) for w in wanted) for key in ("label_folds", "smooth"))
+    found = tune(
+        data, grid["lams"], RIDGES, ["mse"], several=grid["several"], label_folds=5 * folds,
+        smooth=smooth, random_state=seed,
+    )  # fmt: skip
+    for way in ways:
         best = next(c for c in found if of_kind(c, way))
-        row = trained(split, best)
-        results.add(data=name, way=way, seed=seed, **row, seconds=time.perf_counter() - start)
+        results.add(data=data.name, way=way, seed=seed, **trained(data, best))
 
 
 def of_kind(c: Candidate, way: str) -> bool:
-    """Whether a candidate belongs into this cell, and not into a simpler one."""
-    smooth, labels = way.endswith("smooth"), way.startswith("labels")
-    return (c.smooth is not None) == smooth and (c.label_features > 0) == labels
+    """Whether a candidate belongs into this cell."""
+    kind = (isinstance(c.lam, tuple), c.label_features > 0, c.smooth is not None)
+    return kind == (way.startswith("several"), way.startswith("labels"), way.endswith("smooth"))
 
 
 def trained(data: Dataset, c: Candidate) -> dict[str, Any]:
@@ -131,8 +133,8 @@ def by_labels(data: Dataset) -> dict[str, Any]:
     for ridge in ARXIV_RIDGES:
         model = HERTA(lam=[0], ridge=ridge, loss="ce", optimizer="lbfgs", tol=1e-4)
         model.fit(data.graph, F.columns, data.y, split["train"], evaluate=nodes)
-        scores = [evaluate("accuracy", data.y[ids], Z, model.classes_) for ids, Z in
-                  ((nodes[:cut], model.outputs_[:cut]), (nodes[cut:], model.outputs_[cut:]))]  # fmt: skip
+        parts = ((nodes[:cut], model.outputs_[:cut]), (nodes[cut:], model.outputs_[cut:]))
+        scores = [evaluate("accuracy", data.y[ids], Z, model.classes_) for ids, Z in parts]
         if scores[0] > best["valid"]:
             best = {"ridge": ridge, "valid": scores[0], "test": scores[1], "status": model.status_,
                     "certificate": model.certificate_.value}  # fmt: skip

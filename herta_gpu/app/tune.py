@@ -39,7 +39,6 @@ LAMS = (1.0, 5.0, 10.0, 20.0, 50.0)
 RIDGES = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0)
 SEVERAL = ((0.0, 1.0, 20.0), (0.0, 1.0, 5.0, 50.0))
 CORRECT_LAMS, SMOOTH_LAMS = (1.0, 5.0, 20.0, 100.0), (0.25, 1.0, 5.0, 20.0)
-_SMOOTHED = 3  # sets of features whose best candidate is corrected and smoothed
 _SMOOTH_TOL = 1e-4  # of those solves; the winner's are tight
 
 Features = Sequence[float]  # lam of each block of X
@@ -121,7 +120,8 @@ def tune(
     label_folds : int
         Folds of features of labels, to be tried with each set of features; 0: none.
     smooth : bool
-        Try Correct and Smooth after the best of the others.
+        Try Correct and Smooth after the best of each kind: one lam or several, with features of
+        labels or without.
     intercepts : sequence of bool
         With which `fit_intercept` to try MSE.
     random_state : int
@@ -216,7 +216,7 @@ class _Search:
         self.cut, self.valid = self.targets.rows.shape[0], valid
         self.rows = np.concatenate([self.targets.rows, valid])
         self.found: list[Candidate] = []
-        self._best: dict[Any, tuple[Candidate, Outcome]] = {}  # of each set of features
+        self._best: dict[Any, tuple[Candidate, Outcome]] = {}  # of each kind of features
         self.labels: Any = None
         if label_folds:
             self.labels = label_features(
@@ -266,7 +266,7 @@ class _Search:
 
     def _add(self, one: Candidate, out: Outcome) -> None:
         self.found.append(one)
-        key = (one.lam, one.label_features)
+        key = (isinstance(one.lam, tuple), one.label_features > 0)
         if key not in self._best or _rank(one, self.by) < _rank(self._best[key][0], self.by):
             self._best[key] = (one, out)
 
@@ -277,13 +277,12 @@ class _Search:
 
     # ---- Correct and Smooth ------------------------------------------------------------------
     def smoothed(self) -> None:
-        """Candidates that correct and smooth the best ones so far."""
+        """Candidates that correct and smooth the best one of each kind of features."""
         if self.targets.classes is None:
             raise ValueError("Correct and Smooth is for classes, not for numbers to be predicted.")
-        chosen = sorted(self._best.values(), key=lambda pair: _rank(pair[0], self.by))[:_SMOOTHED]
         backend = get_backend(self.device)
         H = RegularizedLaplacian(self.data.graph, 1.0, backend, "float32")
-        for one, out in chosen:
+        for one, out in self._best.values():
             B = self._everywhere(H, one, out)
             B = softmax(B) if one.loss == "ce" else B
             for smooth, Z in self._corrected(H, B):
