@@ -9,7 +9,8 @@
 60/20/20: `Dataset.random_split(0.6, seed)` with the seeds 0, 1, ...; row-normalised features; MSE,
 with lam, ridge and both lam of Correct and Smooth chosen on the validation nodes by `tune`.  The
 winner is trained by HERTA to its certificate, and only then are the test nodes looked at, once.
-"best" takes whichever way was the best on the validation nodes of each split.
+"several" may end with one lam, where the validation nodes prefer that; "best" takes whichever way
+was the best on the validation nodes of each split.
 """
 
 from __future__ import annotations
@@ -35,10 +36,10 @@ LAMS, SEVERAL = (1.0, 5.0, 20.0), ((0.0, 1.0, 20.0),)
 RIDGES = tuple(10.0**e for e in range(-5, 2))
 WAYS: dict[str, dict[str, Any]] = {
     "base": {"lams": LAMS},
-    "several": {"lams": (), "several": SEVERAL},
+    "several": {"lams": LAMS, "several": SEVERAL},
     "base+smooth": {"lams": LAMS, "smooth": True},
     "labels+smooth": {"lams": LAMS, "label_folds": 5, "smooth": True},
-    "several+smooth": {"lams": (), "several": SEVERAL, "smooth": True},
+    "several+smooth": {"lams": LAMS, "several": SEVERAL, "smooth": True},
 }
 ARXIV_RIDGES = (0.01, 0.1, 1.0, 10.0)
 
@@ -101,9 +102,11 @@ def random_split(results: Results, data: Dataset, seed: int, ways: list[str]) ->
 
 
 def of_kind(c: Candidate, way: str) -> bool:
-    """Whether a candidate belongs into this cell."""
-    kind = (isinstance(c.lam, tuple), c.label_features > 0, c.smooth is not None)
-    return kind == (way.startswith("several"), way.startswith("labels"), way.endswith("smooth"))
+    """Whether a candidate belongs into this cell; a search for several lam has single ones, too."""
+    if isinstance(c.lam, tuple) and not way.startswith("several"):
+        return False
+    kind = (c.label_features > 0, c.smooth is not None)
+    return kind == (way.startswith("labels"), way.endswith("smooth"))
 
 
 def trained(data: Dataset, c: Candidate) -> dict[str, Any]:

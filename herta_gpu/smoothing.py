@@ -50,7 +50,7 @@ class CorrectAndSmooth(NodeOutputs):
     Parameters
     ----------
     correct_lam, smooth_lam : float
-        Weight of the graph in the two solves.
+        Weight of the graph in the two solves; a `correct_lam` of 0 leaves the first step out.
     correct_alpha, smooth_alpha : float, optional
         In place of these the alpha of the paper: lam = alpha / (1 - alpha).  (The alpha of
         `HERTA` and `LabelPropagation` is that of APPNP, 1 minus this one.)  alpha = 1 is refused:
@@ -158,7 +158,7 @@ class CorrectAndSmooth(NodeOutputs):
         self, graph: Graph, lam: float, B: Any, rows: Any, Y: OneHot
     ) -> tuple[Any, Any, int]:
         """B plus the scaled correction, how far each row may be off, and the rows in doubt."""
-        if self.correct == "none":
+        if lam == 0:
             return B, np.zeros(graph.num_nodes), 0
         E = Y[:] - B[rows]
         if self.correct == "fixed":
@@ -198,15 +198,16 @@ class CorrectAndSmooth(NodeOutputs):
         )  # fmt: skip
 
     def _checked(self) -> tuple[float, float]:  # type: ignore[override]
-        """Both lam; a sentence says what is wrong with the parameters."""
+        """Both lam, the first 0 for no correction; a sentence says what is wrong with them."""
         check_choice("correct", self.correct, ("autoscale", "fixed", "none"))
         check_not_negative("scale", self.scale)
         check_positive("tol", self.tol)
         check_dtype(self.dtype)
-        return (
-            _lam("correct", self.correct_lam, self.correct_alpha),
-            _lam("smooth", self.smooth_lam, self.smooth_alpha),
-        )
+        smooth = _lam("smooth", self.smooth_lam, self.smooth_alpha)
+        none = check_number("correct_lam", self.correct_lam) == 0 and self.correct_alpha is None
+        if none or self.correct == "none":
+            return 0.0, smooth
+        return _lam("correct", self.correct_lam, self.correct_alpha), smooth
 
 
 def enlarged(E_hat: Any, sigma: float) -> Any:

@@ -165,6 +165,14 @@ def test_bad_input_is_one_sentence(change, words):
         CorrectAndSmooth().fit(g, train=train, **given)
 
 
+def test_a_correction_of_lam_0_is_none():
+    g, _, y, train = problem(n=60)
+    found = CorrectAndSmooth(0.0, 3.0).fit(g, scores(60, 3), y, train)
+    assert (found.Z_ == CorrectAndSmooth(smooth_lam=3.0, correct="none").fit(
+        g, scores(60, 3), y, train).Z_).all()  # fmt: skip
+    assert np.allclose(found.Z_, dense(g, scores(60, 3), y, train, 1.0, 3.0, "none"), atol=1e-5)
+
+
 def test_it_is_saved_and_read_again(tmp_path):
     g, _, y, train = problem(n=60)
     model = CorrectAndSmooth(correct="fixed").fit(g, scores(60, 3), y, train)

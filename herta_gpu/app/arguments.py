@@ -263,7 +263,7 @@ def _add_model(command: argparse.ArgumentParser) -> None:
     _add_label_features(group, "features of the labels of other folds")
     group.add_argument(
         "--correct-and-smooth", nargs="?", type=_two, const=(20.0, 20.0), metavar="L,L",
-        help="both steps after the fit, by the training labels; default lam 20,20",
+        help="both steps after the fit, by the training labels; 0,L smooths only; default 20,20",
     )  # fmt: skip
     group.add_argument("--optimizer", choices=OPTIMIZERS, **_default("optimizer"))
     group.add_argument(

@@ -38,7 +38,8 @@ from herta_gpu.sweep import all_rows
 LAMS = (1.0, 5.0, 10.0, 20.0, 50.0)
 RIDGES = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0)
 SEVERAL = ((0.0, 1.0, 20.0), (0.0, 1.0, 5.0, 50.0))
-CORRECT_LAMS, SMOOTH_LAMS = (1.0, 5.0, 20.0, 100.0), (0.25, 1.0, 5.0, 20.0)
+CORRECT_LAMS = (0.0, 1.0, 5.0, 20.0, 100.0)  # 0: smooth only
+SMOOTH_LAMS = (0.25, 1.0, 5.0, 20.0)
 _SMOOTH_TOL = 1e-4  # of those solves; the winner's are tight
 
 Features = Sequence[float]  # lam of each block of X
@@ -310,8 +311,8 @@ class _Search:
         E[rows] = Y - B[rows]
         sigma = np.abs(E).sum() / rows.shape[0]
         sides = []
-        for E_hat in all_rows(H, CORRECT_LAMS, E, _SMOOTH_TOL, BLOCK_WIDTH):
-            G = B + enlarged(E_hat, sigma)[:, None] * E_hat
+        for lam, E_hat in zip(CORRECT_LAMS, all_rows(H, CORRECT_LAMS, E, _SMOOTH_TOL, BLOCK_WIDTH)):
+            G = B + enlarged(E_hat, sigma)[:, None] * E_hat if lam > 0 else B.copy()
             G[rows] = Y
             sides.append(G)
         Z = all_rows(H, SMOOTH_LAMS, np.hstack(sides), _SMOOTH_TOL, BLOCK_WIDTH)
