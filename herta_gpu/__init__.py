@@ -28,6 +28,12 @@ More from the same solver, each in a module of its own:
     sweep            H_lam^-1 B for several lam from one sequence of products
     label_features   labels of other folds as features, so that no label speaks for itself
 
+What other libraries' users know it by:
+
+    torch            Z = H^-1 F as a layer for PyTorch
+    sklearn          NodeClassifier and NodeRegressor, which hold graph and X
+    bundles          fit(data): graph, X, y and masks out of one object of PyG's or ours
+
     planning/        settings (the caller's wishes, frozen), costs, memory, the plan, and `cards`:
                      plans for a GPU that is not there
     backends/        the primitives: base.py, cpu/ (reference and compiled), cuda/ (CuPy)
@@ -45,21 +51,22 @@ if TYPE_CHECKING:
     from herta_gpu.herta import HERTA
     from herta_gpu.labels import LabelPropagation
     from herta_gpu.plumbing.checkpoint import Checkpoint
+    from herta_gpu.sklearn import NodeClassifier, NodeRegressor
     from herta_gpu.smoothing import CorrectAndSmooth
     from herta_gpu.solver import SDDSolver
     from herta_gpu.sparsifier import Sparsifier, effective_dimension
 
 __all__ = [
     "HERTA", "Certificate", "Checkpoint", "CorrectAndSmooth", "Graph", "LabelPropagation",
-    "SDDSolver", "Sparsifier", "effective_dimension",
+    "NodeClassifier", "NodeRegressor", "SDDSolver", "Sparsifier", "effective_dimension",
 ]  # fmt: skip
 __version__ = "0.1.0"
 
 _HOMES = {
     "HERTA": "herta", "Certificate": "certificate", "Graph": "graph", "SDDSolver": "solver",
     "Sparsifier": "sparsifier", "effective_dimension": "sparsifier",
-    "Checkpoint": "plumbing.checkpoint", "LabelPropagation": "labels",
-    "CorrectAndSmooth": "smoothing",
+    "Checkpoint": "plumbing.checkpoint", "NodeClassifier": "sklearn", "NodeRegressor": "sklearn",
+    "LabelPropagation": "labels", "CorrectAndSmooth": "smoothing",
 }  # fmt: skip
 
 

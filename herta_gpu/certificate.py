@@ -100,13 +100,18 @@ def certify(
     P: Preconditioner,
     ridge: float,
     X_norm: float,
+    steepest: float,
     why_not: str,
 ) -> Certificate:
-    """The best certificate that is valid at `point`."""
+    """The best certificate that is valid at `point`; no curvature of the loss exceeds `steepest`.
+
+    With the outputs off by r1, E is off by no more than steepest ||r1||.
+    """
     choices, rounding = [], point.rounding
     if ridge > 0:
-        error = X_norm * (point.forward_residual + point.adjoint_residual)
-        error += X_norm * (rounding.forward + rounding.adjoint) + norm(rounding.transposed)
+        error = X_norm * (steepest * point.forward_residual + point.adjoint_residual)
+        error += X_norm * (steepest * rounding.forward + rounding.adjoint)
+        error += norm(rounding.transposed)
         size = norm(point.gradient) + error
         choices.append((size**2 / (2 * ridge), "duality", 0.0, "", P.features))
     if spectrum is not None and spectrum.kind != "estimate":

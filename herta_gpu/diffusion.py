@@ -62,7 +62,9 @@ class Workspace:
 
 
 class Diffusion:
-    """The rows `at` of Q in float64, those `beside` in the working precision, and what is left.
+    """The rows `at` of Q, those `beside` in the working precision, and what is left.
+
+    In float32 the rows `at` have `lost` something that their residual does not show.
 
     Where n x r numbers may be `kept`, a later call of `lower` goes on from the residual.
     """
@@ -77,11 +79,12 @@ class Diffusion:
         dtype: str,
         kept: bool,
         tell: Tell = silent,
+        stored: str = "float64",
     ) -> None:
         xp, r = H.backend.xp, basis.rank
         self.H, self.basis, self.at, self.beside, self.dtype = H, basis, at, beside, dtype
         self.cuts, self.width = blocks, max(J.stop - J.start for J in blocks)
-        self.rows = xp.zeros((at.shape[0], r))
+        self.rows, self.lost = xp.zeros((at.shape[0], r), dtype=stored), xp.zeros(r)
         self.others = xp.zeros((beside.shape[0], r), dtype=dtype)
         self.left = basis.sizes  # bounds of the norms of the columns of X C0 - H Q, Q still 0
         self.products = 0  # with H, for each column, at most
@@ -103,7 +106,7 @@ class Diffusion:
             with marked("block of Q", first=J.start, columns=J.stop - J.start):
                 block = recall(f"{name}-columns-{J.start}", partial(self._block, J, goal, work, on))
             self.rows[:, J], self.others[:, J] = block["rows"], block["others"]
-            left[J] = block["left"]
+            left[J], self.lost[J] = block["left"], block["lost"]
             self.products = max(self.products, int(block["products"][0]))  # synchronize!
             if self._kept is not None:
                 self._kept[:, J] = block["B"]
@@ -121,15 +124,16 @@ class Diffusion:
             norms, left = xp.sqrt(H.backend.column_dots(B, B)), self.left[J]
             rounded = xp.maximum(left - norms, 0.0) + unit * norms
             # A residual that was large when it was stored has too few digits for a small one.
-            anew = basis.rounding[J] + 2 * H.rounding(k) * sizes
+            anew = basis.rounding[J] + 2 * H.rounding(k, rows=True) * sizes
             on = _worst(xp, rounded - anew, sizes) <= _KNOWN * goal
         if on:
-            rows, others = self.rows[:, J].copy(), self.others[:, J].copy()
+            rows, others = self.rows[:, J].astype("float64"), self.others[:, J].copy()
+            lost = self.lost[J]
         else:
             basis.fill(B, J)
             rows = xp.zeros((self.at.shape[0], k))
             others = xp.zeros((self.beside.shape[0], k), dtype=self.dtype)
-            norms, rounded = sizes, basis.rounding[J]
+            norms, rounded, lost = sizes, basis.rounding[J], xp.zeros(k)
         worst, last, products = _worst(xp, norms, sizes), math.inf, 0
         while worst > goal and worst < 0.5 * last and products < _MOST_PRODUCTS:
             degree = self._degree(goal / worst, k)
@@ -140,9 +144,13 @@ class Diffusion:
             source = basis.chunks(J) if fresh else _chunks(H.backend, B)
             before, norms = norms, _new_residual(H, source, Z, B)
             # ||Z|| <= ||H Z|| <= ||B|| + ||B - H Z||, and the new B is stored rounded.
-            rounded = rounded + H.rounding(k) * (before + norms) + unit * norms
+            rounded = rounded + H.rounding(k, rows=True) * (before + norms) + unit * norms
             products, last, worst = products + degree, worst, _worst(xp, norms, sizes)
-        made = {"rows": rows, "others": others, "left": norms + rounded}
+        if self.rows.dtype != rows.dtype:
+            # Half a unit of each number, or of the smallest there is.
+            size, kind = xp.sqrt(H.backend.column_dots(rows, rows)), np.finfo(np.float32)
+            lost = lost + 0.5 * (float(kind.eps) * size + float(kind.tiny) * rows.shape[0] ** 0.5)
+        made = {"rows": rows, "others": others, "left": norms + rounded, "lost": lost}
         made["products"] = xp.asarray([products])
         return made if self._kept is None else {**made, "B": B}
 

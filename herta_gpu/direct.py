@@ -149,7 +149,8 @@ class StoredProblem:
         assert P.rows is not None
         assert P.basis is not None
         self.backend, self.loss, self.P, self.Y, self.ridge = backend, loss, P, Y, ridge
-        self.Q, self.basis, self.X_norm = P.rows.astype("float64", copy=False), P.basis, X_norm
+        self.Q = P.rows if loss.quadratic else P.rows.astype("float64", copy=False)
+        self.basis, self.X_norm = P.basis, X_norm
         self.mean = loss.mean(backend.xp, self.Q) if loss.intercept else None
         if self.mean is not None:
             self.Q = self.Q - self.mean  # nothing but constants: the loss has its own
@@ -165,11 +166,14 @@ class StoredProblem:
             return self._swept[1]
         xp, matmul = self.backend.xp, self.backend.matmul
         found = Sweep(0.0, self.ridge * self._penalty(u), 0.0, 0.0, 0.0, 0.0)
-        step, total = max(1, _CHUNK_BYTES // (8 * u.shape[1])), 0.0
+        # Rows in float32 are widened on the way.
+        numbers = u.shape[1] + (u.shape[0] if self.Q.dtype != u.dtype else 0)
+        step, total = max(1, _CHUNK_BYTES // (8 * numbers)), 0.0
         if self.loss.intercept:
             found.b, found.sums = self._constants(u), xp.zeros(u.shape[1])
         for i in range(0, self.Y.shape[0], step):
-            Q, Y, loss = self.Q[i : i + step], self.Y[i : i + step], self._rows(i, step)
+            Q, Y = self.Q[i : i + step].astype("float64", copy=False), self.Y[i : i + step]
+            loss = self._rows(i, step)
             F = matmul(Q, u)
             F = F if found.b is None else F + found.b
             E = loss.residual(xp, F, Y)
@@ -255,7 +259,8 @@ class StoredProblem:
         # Rounding: of Q u and of E, of Q^T E and the ridge's part, and of W itself.
         r, count = u.shape[0], self.Y.shape[0]
         outputs = (r + 2) * _UNIT * float((self.sizes * by_row).sum())  # synchronize!
-        outputs += 4 * _UNIT * (found.F + found.Y) + self.basis.weights_rounding(u)
+        outputs += 4 * _UNIT * (found.F + found.Y) / self.loss.steepest
+        outputs += self.basis.weights_rounding(u)
         rows = (count + 4) * _UNIT * slope * self.sizes
         aside = None
         if found.b is not None:

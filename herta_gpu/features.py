@@ -14,11 +14,12 @@ from typing import Any
 import numpy as np
 import scipy.sparse as sp
 
-from herta_gpu.backends.base import Array, Backend, Blocks, Part
+from herta_gpu.backends.base import Array, Backend, Blocks, Part, norm
 from herta_gpu.plumbing.interop import on_device, take_rows
 from herta_gpu.plumbing.reading import Reads
 from herta_gpu.plumbing.stages import marked
 
+_SCHUR_STEPS = 4  # products with |X|^T |X|, each as cheap as one output
 _UNIT = 0.5 * float(np.finfo(np.float64).eps)  # what one operation rounds
 _CHUNK_BYTES = 16 << 20  # float64 copies of rows of X at most, and a small part of the budget
 
@@ -108,22 +109,38 @@ class Features:
             out += self.backend.matmul(part.T, V[rows])
         return out
 
+    @cached_property
     def norm_bound(self) -> float:
-        """A proven bound of ||X||_2: the smaller of ||X||_F and sqrt(||X||_1 ||X||_inf)."""
+        """A proven bound of ||X||_2: the smaller of ||X||_F and a Schur test of |X|.
+
+        For every v > 0, ||X||^2 <= max of (|X|^T |X| v) / v.  With v = 1 that is at most
+        ||X||_1 ||X||_inf; powers of |X|^T |X| make it sharp where no sign is lost, as in counts.
+        """
         xp, (n, d) = self.backend.xp, self.shape
         squares, by_row, by_column = xp.zeros(()), xp.zeros(()), xp.zeros(d)
+        rounding = 1e-10 + 2 * (n + d) * _UNIT
         if self.sparse:
-            squares = (self._rows.data**2).sum()
-            by_row = (abs(self._rows) @ xp.ones((d, 1))).max()
-            by_column = abs(self._transposed) @ xp.ones((n, 1))
+            squares, mixed = (self._rows.data**2).sum(), self._schur()
         else:
             for _, part in self._chunks():
                 part = abs(part)
                 squares = squares + (part**2).sum()
                 by_row = xp.maximum(by_row, part.sum(axis=1).max())
                 by_column = by_column + part.sum(axis=0)
-        mixed = xp.sqrt(by_row * by_column.max())
-        return float(xp.minimum(xp.sqrt(squares), mixed)) * (1 + 1e-10)  # synchronize!
+            mixed = xp.sqrt(by_row * by_column.max())
+        return float(xp.minimum(xp.sqrt(squares), mixed)) * (1 + rounding)  # synchronize!
+
+    def _schur(self) -> Array:
+        """A bound of the norm of a sparse |X|: the best of a few vectors v, each closer to where
+        the bound is sharp."""
+        xp, d = self.backend.xp, self.shape[1]
+        rows, columns = abs(self._rows), abs(self._transposed)
+        v, best = xp.ones((d, 1)), xp.asarray(xp.inf)
+        for _ in range(_SCHUR_STEPS):
+            up = columns @ (rows @ v)
+            best = xp.minimum(best, (up / v).max())
+            v = xp.maximum(up / xp.maximum(up.max(), 1e-300), 1e-3)  # an empty column stays > 0
+        return xp.sqrt(best)
 
     @cached_property
     def column_norms(self) -> Array:
@@ -139,9 +156,18 @@ class Features:
         return xp.sqrt(squares)
 
     def times_rounding(self, W: Array) -> float:
-        """A bound of ||computed X W - X W||_F: sums of d terms each."""
-        rows = self.backend.xp.sqrt((W * W).sum(axis=1))
-        return (self.shape[1] + 2) * _UNIT * float((self.column_norms * rows).sum())  # synchronize!
+        """A bound of ||computed X W - X W||_F: a number is a sum over the entries of its row."""
+        sizes = self.backend.xp.sqrt((W * W).sum(axis=1))
+        if self.sparse:
+            X = self._rows if self._nonnegative else abs(self._rows)
+            terms = X.indptr[1:] - X.indptr[:-1] + 2
+            return _UNIT * norm(terms * (X @ sizes[:, None])[:, 0]) * (1 + 1e-10)
+        total = float((self.column_norms * sizes).sum())  # synchronize!
+        return (self.shape[1] + 2) * _UNIT * total
+
+    @cached_property
+    def _nonnegative(self) -> bool:
+        return bool((self._rows.data >= 0).all())  # synchronize!
 
     @property
     def sum_rounding(self) -> float:

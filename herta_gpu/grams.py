@@ -35,6 +35,8 @@ _LEAST_RIDGE = 1e-20  # share of the largest eigenvalue below which a ridge drow
 class Gram(Protocol):
     """Q^T Q, from which P and its factor are made for any curvature and ridge."""
 
+    backend: Backend
+
     def factor(self, curvature: float, ridge: float, symmetric: bool) -> Factor:
         """C with C C^T = (curvature Q^T Q + shift I)^-1; `symmetric`: P^-1/2 itself."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -288,11 +289,15 @@ class Graph:
         degree = None if self.given_degree is None else self.given_degree[p]
         return Graph(*permuted(self, p), degree, order)
 
-    def in_local_order(self) -> Graph:
-        """This graph stored by community if it is large and that pays; else itself."""
+    def in_local_order(self, find: Callable[[Graph, float], Any] | None = None) -> Graph:
+        """This graph stored by community if it is large and that pays; else itself.
+
+        A device that can `find` communities itself gets the graph and the share of edges that must
+        lie within them, and gives an order or None.
+        """
         if self.num_nodes < LARGE or self.order is not None:
             return self
-        p = by_community(self, WORTH)
+        p = (find or by_community)(self, WORTH)
         return self if p is None else self._permuted(p)
 
     def with_edges(self, keep: NDArray[np.bool_], factor: NDArray[np.float64]) -> Graph:

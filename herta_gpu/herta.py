@@ -15,9 +15,10 @@ from typing import Any, Self
 
 import numpy as np
 
-from herta_gpu.backends import get_backend
+from herta_gpu.backends import chosen_backend, get_backend
 from herta_gpu.backends.base import Array, Backend
 from herta_gpu.blockwise import trained
+from herta_gpu.bundles import takes_bundles
 from herta_gpu.certificate import Certificate
 from herta_gpu.features import Features
 from herta_gpu.graph import Graph, check_graph
@@ -37,10 +38,11 @@ from herta_gpu.plumbing.estimator import (
     check_scored,
     label_accuracy,
     make_targets,
+    not_fitted,
 )
 from herta_gpu.plumbing.files import check_target
 from herta_gpu.plumbing.fingerprint import fingerprint, nodes_key
-from herta_gpu.plumbing.interop import as_matrix, in_kind_of, on_device, to_host
+from herta_gpu.plumbing.interop import as_array, as_matrix, in_kind_of, on_device, to_host
 from herta_gpu.plumbing.models import read_model, write_model
 from herta_gpu.plumbing.stages import Stages
 from herta_gpu.plumbing.validation import (
@@ -52,17 +54,17 @@ from herta_gpu.plumbing.validation import (
     parse_bytes,
 )
 from herta_gpu.preconditioner import made_anew
-from herta_gpu.prediction import Outputs
+from herta_gpu.prediction import Outputs, check_probabilities, probabilities
 from herta_gpu.solver import BLOCK_WIDTH, RegularizedLaplacian, block_width
 from herta_gpu.spectrum import Spectrum
-from herta_gpu.steps import on_stored_rows, preconditioned, sampled, start
+from herta_gpu.steps import Previous, on_stored_rows, preconditioned, sampled, start, with_old_P
 from herta_gpu.training import Training
 from herta_gpu.unfolded import UnfoldedMap
 
 # What a fit leaves and a file keeps, beside the weights and classes.
 _FITTED: dict[str, Any] = {
     "certificate_": Certificate, "status_": str, "plan_": Plan, "spectrum_": Spectrum | None,
-    "changes_": list[Decision],
+    "changes_": list[Decision], "device_": Decision,
     "history_": list[dict[str, Any]], "warm_history_": list[dict[str, Any]],
     "stages_": dict[str, float], "X_reads_": dict[str, Any], "_flat": bool,
 }  # fmt: skip
@@ -75,16 +77,27 @@ def _names_what_fits(fit: Callable[..., HERTA]) -> Callable[..., HERTA]:
     """A fit that runs out of memory says which block of columns would have fitted."""
 
     @wraps(fit)
-    def wrapped(self: HERTA, graph: Graph, *args: Any, **kwargs: Any) -> HERTA:
+    def wrapped(self: HERTA, graph: Graph, X: Any = None, *args: Any, **kwargs: Any) -> HERTA:
         try:
-            return fit(self, graph, *args, **kwargs)
+            return fit(self, graph, X, *args, **kwargs)
         except BudgetError:
             raise  # it says so already
         except MemoryError as error:
-            budget = self._settings().budget(get_backend(self.device).memory_available()) // 2
+            budget = self._settings().budget(self._device(graph, X).memory_available()) // 2
             width = max(1, block_width(graph.num_nodes, BLOCK_WIDTH, self.dtype, budget))
             advice = f"Blocks of {width} columns would fit: set memory_budget={budget}."
             raise MemoryError(f"{error} {advice}") from error
+
+    return wrapped
+
+
+def _on_its_device(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method that runs on the stream of the device that is chosen for its graph and X."""
+
+    @wraps(method)
+    def wrapped(self: HERTA, graph: Graph, X: Any = None, *args: Any, **kwargs: Any) -> Any:
+        with self._device(graph, X).working():
+            return method(self, graph, X, *args, **kwargs)
 
     return wrapped
 
@@ -123,7 +136,8 @@ class HERTA(Estimator):
     precondition : bool
         False is the standard training that the paper compares with.
     device : {"auto", "cpu", "cuda", "cpu-scipy"}
-        "auto": CUDA where it is usable; "cpu-scipy": the CPU without compiled kernels.
+        "auto": CUDA where it is usable, but for data so small that the CPU is done before a GPU has
+        compiled its kernels; "cpu-scipy": the CPU without compiled kernels.
     dtype : {"float32", "float64"}
         Of the large blocks; everything d x d is float64.
     memory_budget : int or str, optional
@@ -171,6 +185,8 @@ class HERTA(Estimator):
         combinations of them; see ``certificate_.kept``.  "converged": nothing is left to gain by
         all signs, but that is not proven.  "max_iter", "stagnated" (rounding forbids more) or
         "diverged".
+    device_ : (what, choice, why)
+        Where it was fitted, and why there.
     plan_ : Plan
     changes_ : list of (what, choice, why)
         What turned out otherwise than planned.
@@ -236,12 +252,14 @@ class HERTA(Estimator):
         self.fit_intercept, self.class_weight = fit_intercept, class_weight
         self.label_features = label_features
 
+    @takes_bundles("train")
+    @_on_its_device
     @_names_what_fits
     def fit(
         self,
         graph: Graph,
-        X: Any,
-        y: Any,
+        X: Any = None,
+        y: Any = None,
         train: Any = None,
         callback: Callable[[dict[str, Any]], None] | None = None,
         checkpoint: Checkpoint | None = None,
@@ -249,12 +267,14 @@ class HERTA(Estimator):
         evaluate: Any = None,
         sample_weight: Any = None,
         loo: bool = False,
+        warm_start: HERTA | None = None,
     ) -> HERTA:
         """Train on the nodes `train` (ids, a mask, or None: all labelled ones).
 
         Parameters
         ----------
-        graph : Graph
+        graph : Graph, or a `Data` of PyG's, or a `Dataset`
+            The last two hold X, y and a mask of training nodes as well: `fit(data)` is all.
         X : array or SciPy sparse matrix, (n, d)
             Arrays on a GPU (CuPy, or anything with DLPack) are used where they are.
         y : array
@@ -279,9 +299,15 @@ class HERTA(Estimator):
         loo : bool
             Leave-one-out with the fit, for loss="mse" (and strategy="direct"): `loo_`,
             `leverage_`, and `variance_` of the nodes `evaluate`.
+        warm_start : HERTA, optional
+            A fitted model of the same features and outputs, as after edges or nodes were added.
+            Its weights are where training starts.  Its P, if it was not read from a file, takes
+            the place of another one where that saves products with H (strategy "auto" or "herta"):
+            the certificate is that of the new problem all the same.
         """
         _check_helpers(callback, checkpoint, stages)
-        settings, backend = self._settings(), self._checked()
+        _check_previous(warm_start, checkpoint)
+        settings, (backend, why) = self._settings(), chosen_backend(self.device, graph, X)
         if loo and settings.label_folds:
             raise ValueError(
                 "Leave-one-out is not valid with label features, which hold the label left out: "
@@ -290,6 +316,7 @@ class HERTA(Estimator):
         settings = settings.with_loo() if loo else settings
         X, targets = self._checked_data(graph, X, y, train, backend, sample_weight)
         settings = replace(settings, ridge=settings.ridge / targets.unit)
+        self.device_ = Decision("device", backend.name, why)
         beside = node_rows([] if evaluate is None else to_host(evaluate, backend), graph.num_nodes)
         stages = Stages(self.verbose) if stages is None else stages
         before, stages.wait = dict(stages.seconds), backend.synchronize
@@ -303,6 +330,8 @@ class HERTA(Estimator):
         with stages("plan"):
             budget = settings.budget(backend.memory_available())
             sizes = sizes_of(H, X, targets, settings, budget, beside.size)
+            previous = _previous(warm_start, X.shape[1] * len(settings.lams), targets, backend)
+            settings = with_old_P(H, sizes, settings, previous)
             plan = make_plan(H, sizes, settings, budget, reordered=graph is not given)
             self.plan_ = plan  # a fit that is interrupted leaves what it was about to do
         if checkpoint is not None:
@@ -328,7 +357,7 @@ class HERTA(Estimator):
         # Blocks of Q hold the rows of these nodes, too: those made for others are not read.
         made_for = plan.identity + nodes_key(beside)
         recall = made_anew if checkpoint is None else checkpoint.on(backend, made_for)
-        made = preconditioned(plan, settings, H_tilde, A, Y, others, stages, recall)
+        made = preconditioned(plan, settings, H_tilde, A, Y, others, stages, recall, previous)
         # for t = 1..T: u <- X P' w - y_hat, two solves, g <- P' X^T u'', w <- w - eta g
         run = Training(
             settings, made.recipe, backend, Y, made.P, made.spectrum, features, stages, callback,
@@ -336,9 +365,9 @@ class HERTA(Estimator):
         )  # fmt: skip
         with stages("train"):
             if plan.stored:  # one tight Q instead of two solves per step
-                made, W = on_stored_rows(run, plan, made, settings, A, Y, recall)
+                made, W = on_stored_rows(run, plan, made, settings, A, Y, recall, previous)
             else:
-                w, Z = start(run, plan, settings, made.P, A, budget)
+                w, Z = start(run, plan, settings, made.P, A, budget, previous)
                 # Output: W = P^-1/2 w, not w: the loop ran in preconditioned coordinates.
                 W = trained(run, A, Y, w, plan.outputs, recall, Z)
 
@@ -355,6 +384,7 @@ class HERTA(Estimator):
             if made.spread is not None:
                 noise = targets.unit * made.left_out.noise
                 self.variance_ = (1 + made.spread / targets.unit)[:, None] * noise
+        self._P = made.P.bare()  # for a warm start; no file keeps it
         self.classes_, self._flat = targets.classes, targets.flat
         self.history_, self.certificate_, self.status_ = run.result()
         self.warm_history_, self.changes_ = run.warm_history, made.changes
@@ -445,8 +475,10 @@ class HERTA(Estimator):
         X_bytes = X_bytes or card.X_bytes(n, d, settings.budget(card.memory))
         return replace(sizes, X_bytes=X_bytes, half=word == 4, card=True), card.memory
 
+    @takes_bundles()
+    @_on_its_device
     def transform(
-        self, graph: Graph, X: Any, idx: Any = None, out: str | Path | None = None
+        self, graph: Graph | Any, X: Any = None, idx: Any = None, out: str | Path | None = None
     ) -> Any:
         """Z* = H^-1 X W (n, c) and the intercept, to a relative H-norm error of 1e-6.
 
@@ -463,13 +495,18 @@ class HERTA(Estimator):
         """
         if out is not None:
             check_target(out)
-        Z, rows = self._outputs(graph, X), self._stored_rows(graph, idx)
+        Z = self._outputs(graph, X)
+        rows = self._stored_rows(graph, idx, Z.H.backend)
         if out is not None:
             return Z.write(rows, Path(out), self.dtype)
         found = Z.of(rows, self.dtype)
         return in_kind_of(found if on_device(X) else to_host(found, Z.H.backend), X)
 
-    def predict(self, graph: Graph, X: Any, idx: Any = None, out: str | Path | None = None) -> Any:
+    @takes_bundles()
+    @_on_its_device
+    def predict(
+        self, graph: Graph | Any, X: Any = None, idx: Any = None, out: str | Path | None = None
+    ) -> Any:
         """Class labels, or the model's output for float targets; of the nodes `idx` or of all.
 
         For loss="bce" zeros and ones.  Labels need no array of (n, c).  `out` is a new .npy file
@@ -483,14 +520,50 @@ class HERTA(Estimator):
             return Z[:, 0] if self._flat else Z
         if out is not None:
             check_target(out)
-        outputs, rows = self._outputs(graph, X), self._stored_rows(graph, idx)
+        outputs = self._outputs(graph, X)
         backend = outputs.H.backend
+        rows = self._stored_rows(graph, idx, backend)
         with nullcontext() if out is None else outputs.file(rows, Path(out), self.dtype) as scores:
             best, self.undecided_ = outputs.labels(rows, self.dtype, scores)
         if classes.dtype.kind == "U":
             return classes[to_host(best, backend)]  # neither a GPU nor a tensor holds text
         found = backend.asarray(classes)[best] if on_device(X) else classes[to_host(best, backend)]
         return in_kind_of(found, X)
+
+    @takes_bundles()
+    def decision_function(self, graph: Graph | Any, X: Any = None, idx: Any = None) -> Any:
+        """The scores by which `predict` decides, (n, c); of two classes their difference, (n,).
+
+        A positive difference is the second one of `classes_`, as in scikit-learn.
+        """
+        Z = self.transform(graph, X, idx)
+        if self.classes_ is None:
+            return Z[:, 0] if self._flat else Z
+        return Z[:, 1] - Z[:, 0] if Z.shape[1] == 2 else Z
+
+    @takes_bundles()
+    @_on_its_device
+    def predict_proba(self, graph: Graph | Any, X: Any = None, idx: Any = None) -> Any:
+        """Probabilities of the classes, (n, c), for cross entropy, in the order of `classes_`.
+
+        For loss="bce" each label's own.
+
+        Examples
+        --------
+        >>> from herta_gpu import HERTA
+        >>> from herta_gpu.datasets import load
+        >>> data = load("digits")
+        >>> model = HERTA(lam=5.0, loss="ce", ridge=0.1)
+        >>> model = model.fit(data.graph, data.X, data.y, data.split["train"])
+        >>> model.predict_proba(data.graph, data.X, [0, 1]).sum(axis=1).round(4).tolist()
+        [1.0, 1.0]
+        """
+        self._fitted()
+        check_probabilities(self.loss)
+        backend = self._device(graph, X)
+        Z = as_array("Z", self.transform(graph, X, idx), backend)
+        xp = backend.xp if on_device(Z) else np
+        return in_kind_of(probabilities(xp, Z, self.loss), X)
 
     def _outputs(self, graph: Graph, X: Any) -> Outputs:
         """Z* of this graph and these features, not computed yet.
@@ -499,7 +572,7 @@ class HERTA(Estimator):
         bits as this one.
         """
         self._fitted()
-        backend, settings = get_backend(self.device), self._settings()
+        backend, settings = self._device(graph, X), self._settings()
         check_graph(graph)
         X = as_matrix(X, backend)
         largest = check_rows("X", X, graph)
@@ -525,21 +598,24 @@ class HERTA(Estimator):
             extra = _label_features(H, self.train_, self.labels_, settings)
         return Outputs(systems, features, W, width, b if self.fit_intercept else None, extra)
 
-    def _stored_rows(self, graph: Graph, idx: Any) -> Array | None:
+    def _stored_rows(self, graph: Graph, idx: Any, backend: Backend) -> Array | None:
         """Where the graph stores the nodes `idx`; None: all rows, as they are stored."""
         if idx is None and graph.order is None:
             return None
-        backend = get_backend(self.device)
         return _stored(graph, node_rows(to_host(idx, backend), graph.num_nodes), backend)
 
-    def score(self, graph: Graph, X: Any, y: Any, idx: Any = None) -> float:
+    @takes_bundles("idx")
+    @_on_its_device
+    def score(self, graph: Graph | Any, X: Any = None, y: Any = None, idx: Any = None) -> float:
         """Accuracy on the labelled nodes of `idx` (default all), or R^2 for float targets.
+
+        `score(data)` of a PyG `Data`, or of a `Dataset`, is that of its test nodes, if it has any.
 
         For loss="bce" the share of right labels among all that are known.
         """
         self._fitted()
         check_graph(graph)
-        backend = get_backend(self.device)
+        backend = self._device(graph, X)
         y, idx = (to_host(a, backend) for a in (y, idx))
         check_scored(y, graph.num_nodes)  # before the solve
         rows = node_rows(idx, graph.num_nodes)
@@ -586,6 +662,10 @@ class HERTA(Estimator):
         """The device, if the parameters are right and it is there."""
         return get_backend(self._settings().device)
 
+    def _device(self, graph: Graph, X: Any) -> Backend:
+        """The device for these data, if the parameters are right and it is there."""
+        return get_backend(self._settings().device, graph, X)
+
     def __getattr__(self, name: str) -> Any:
         """Say how to get what only some fits leave."""
         if name in ("loo_", "leverage_", "variance_"):
@@ -594,7 +674,7 @@ class HERTA(Estimator):
 
     def _fitted(self) -> Self:
         if not hasattr(self, "W_"):
-            raise RuntimeError("This HERTA is not fitted yet: call fit first.")
+            raise not_fitted(self)
         return self
 
 
@@ -606,6 +686,32 @@ def _check_helpers(callback: Any, checkpoint: Any, stages: Any) -> None:
         raise TypeError(f"checkpoint must be a Checkpoint, not {type(checkpoint).__name__}.")
     if not isinstance(stages, (Stages, type(None))):
         raise TypeError(f"stages must be a Stages, not {type(stages).__name__}.")
+
+
+def _check_previous(previous: Any, checkpoint: Any) -> None:
+    if previous is None:
+        return
+    if not isinstance(previous, HERTA) or not hasattr(previous, "W_"):
+        raise TypeError("warm_start must be a fitted HERTA.")
+    if checkpoint is not None:
+        raise ValueError("A checkpoint has weights of its own: leave out warm_start.")
+
+
+def _previous(model: HERTA | None, d: int, targets: Targets, backend: Backend) -> Previous | None:
+    """Weights and P of a fitted model, or a sentence that says why they do not fit."""
+    if model is None:
+        return None
+    shape, classes = (d, targets.Y.shape[1]), targets.classes
+    if model.W_.shape != shape:
+        raise ValueError(
+            f"warm_start has weights of shape {model.W_.shape}, but these data need {shape}."
+        )
+    of = [() if names is None else tuple(names.tolist()) for names in (classes, model.classes_)]
+    if of[0] != of[1]:
+        raise ValueError("warm_start was fitted to other classes than y has.")
+    P = model.__dict__.get("_P")
+    usable = P is not None and P.made_on == backend.name
+    return Previous(backend.asarray(model.W_), P if usable else None)
 
 
 def _stored(graph: Graph, nodes: Any, backend: Backend) -> Array:

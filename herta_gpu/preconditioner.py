@@ -65,6 +65,19 @@ class Preconditioner:
     Q_all: Array | None = None  # Q on all rows, kept for the certificate
     Z_start: Array | None = None  # Q W at w_start, on all rows: training starts close to Z
 
+    made_on: str = ""  # the device, of one that outlives its fit
+
+    def bare(self) -> Preconditioner | None:
+        """The factor alone, for another fit; None if it is not one of a whole P."""
+        if self.gram is None or self.damped or self.factor.rank < self.features:
+            return None
+        if self.inner.slack == math.inf or not math.isfinite(self.factor.size):
+            return None
+        return replace(
+            self, gram=None, basis=None, rows=None, left=None, diffusion=None, Q_all=None,
+            Z_start=None, Q_error=math.inf, Q_rounding=math.inf, made_on=self.gram.backend.name,
+        )  # fmt: skip
+
     @property
     def fragile(self) -> bool:
         """Whether the coordinates amplify small errors of the solves beyond what is watched."""
@@ -134,7 +147,7 @@ def build(
     beside = A.train[:0] if beside is None else beside
     solved_for = (
         basis, A.train, beside, recipe.blocks(basis.rank), recipe.dtype(A.H.dtype),
-        recipe.keep_residual, tell,
+        recipe.keep_residual, tell, "float32" if recipe.narrow else "float64",
     )  # fmt: skip
     diffusion: Diffusion | SeveralDiffusions
     if A.systems is None:
@@ -144,7 +157,7 @@ def build(
         diffusion = SeveralDiffusions(A.systems, *solved_for, extra)
         basis = diffusion.basis
     diffusion.lower(recipe.goal, recall, recipe.name)
-    made = {"Q": diffusion.rows, "left": diffusion.left}
+    made = {"Q": diffusion.rows, "left": diffusion.left + diffusion.lost}
     return replace(_factored(recipe, H_tilde, A, basis, made, Y, ridge), diffusion=diffusion)
 
 
@@ -165,7 +178,7 @@ def lowered(
             return build(recipe, A.H, A, Y, ridge, recall)
         return build(recipe, A.H, A, Y, ridge, recall, diffusion.beside, diffusion.tell)
     diffusion.lower(recipe.goal, recall, recipe.name)
-    made = {"Q": diffusion.rows, "left": diffusion.left}
+    made = {"Q": diffusion.rows, "left": diffusion.left + diffusion.lost}
     again = _factored(recipe, A.H, A, diffusion.basis, made, Y, ridge)
     return replace(again, diffusion=diffusion)
 
@@ -358,7 +371,7 @@ def residual_norms(H: RegularizedLaplacian, basis: Basis, Q: Array, width: int) 
         Z, squares = H.backend.asarray(Q[:, J]), 0.0
         for rows, part in basis.chunks(J):
             squares = squares + (H.residual_rows(part, Z, rows.start) ** 2).sum(axis=0)
-        left[J] += xp.sqrt(squares) + H.rounding(J.stop - J.start) * sizes[J]
+        left[J] += xp.sqrt(squares) + H.rounding(J.stop - J.start, rows=True) * sizes[J]
     return left
 
 

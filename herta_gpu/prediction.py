@@ -130,3 +130,20 @@ class Outputs:
                 first, best = xp.where(better, z, first), xp.where(better, j, best)
         close = first - second <= 2 * error
         return Labels(best, int(close.sum()) if self.W.shape[1] > 1 else 0)  # synchronize!
+
+
+def check_probabilities(loss: str) -> None:
+    """Raise an error unless outputs of this loss stand for probabilities."""
+    if loss == "mse":
+        raise ValueError(
+            'The scores of loss="mse" are no probabilities: use decision_function, or fit with '
+            'loss="ce".'
+        )
+
+
+def probabilities(xp: Any, Z: Array, loss: str) -> Array:
+    """Softmax of each row for cross entropy; of each number its own for "bce"."""
+    if loss == "bce":
+        return 0.5 * (1.0 + xp.tanh(0.5 * Z))  # 1 / (1 + exp(-z)), which overflows nowhere
+    S = xp.exp(Z - Z.max(axis=1, keepdims=True))
+    return S / S.sum(axis=1, keepdims=True)

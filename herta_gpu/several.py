@@ -187,6 +187,7 @@ class SeveralDiffusions:
         dtype: str,
         kept: bool,
         tell: Tell,
+        stored: str,
         extra: Basis | None = None,
     ) -> None:
         """`extra` is the basis of further features, whose rows count as they are."""
@@ -202,9 +203,11 @@ class SeveralDiffusions:
                 tell(first + done, self.basis.rank)
 
             if H.lam == 0:
-                self.parts.append(_Itself(H, basis, at, beside, blocks, dtype))
+                self.parts.append(_Itself(H, basis, at, beside, blocks, dtype))  # in float64
             else:
-                self.parts.append(Diffusion(H, basis, at, beside, blocks, dtype, kept, told))
+                self.parts.append(
+                    Diffusion(H, basis, at, beside, blocks, dtype, kept, told, stored)
+                )
         if extra is not None:
             cuts = [slice(a, min(a + _WIDTH, extra.rank)) for a in range(0, extra.rank, _WIDTH)]
             self.parts.append(_Itself(systems[0], extra, at, beside, cuts, dtype))
@@ -220,6 +223,10 @@ class SeveralDiffusions:
     @property
     def left(self) -> Array:
         return self._joined("left")
+
+    @property
+    def lost(self) -> Array:
+        return self._joined("lost")
 
     @property
     def worst(self) -> float:
@@ -262,4 +269,4 @@ class _Itself:
                 for nodes, kept in ((at, self.rows), (beside, self.others)):
                     here = xp.flatnonzero((nodes >= rows.start) & (nodes < rows.stop))
                     kept[here, J] = part[nodes[here] - rows.start]
-        self.left = basis.rounding.copy()
+        self.left, self.lost = basis.rounding.copy(), xp.zeros(basis.rank)

@@ -13,7 +13,7 @@ for any of this; it is positive definite with condition number at most 1 + lam *
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -58,6 +58,8 @@ class RegularizedLaplacian:
         """I + lam L of the same graph, which is not stored twice."""
         other = RegularizedLaplacian(self.graph, lam, self.backend, self.dtype)
         other._in = self._in
+        if "most_neighbours" in self.__dict__:
+            other.most_neighbours = self.most_neighbours
         return other
 
     def laplacian(self, dtype: str | None = None) -> Laplacian:
@@ -81,14 +83,16 @@ class RegularizedLaplacian:
         indptr = self.graph.indptr
         return float((indptr[1:] - indptr[:-1]).max(initial=0))  # synchronize!
 
-    def rounding(self, columns: int) -> float:
+    def rounding(self, columns: int, rows: bool = False) -> float:
         """||computed B - H Z less the true one|| <= this ||Z||, blocks of so many columns.
+
+        Of `residual`, or of `residual_rows` if `rows`.
 
         In float64, and before R is rounded to be stored.  A term of a row's sum is rounded
         `roundings` times, and eight times more by its factors and by what the sum is added to:
         what is not a term of H Z, b - h_i z, is r plus a part of H Z.
         """
-        terms = self.backend.roundings(self.most_neighbours, columns) + 8
+        terms = self.backend.roundings(self.most_neighbours, columns, rows) + 8
         return 0.5 * float(np.finfo(np.float64).eps) * terms * self.lambda_max
 
     def residual_rows(self, B: Array, Z: Array, start: int) -> Array:
@@ -134,6 +138,11 @@ class SolveInfo:
     status: str
     dtype: str
 
+    def first(self, k: int) -> SolveInfo:
+        """Of the first k columns."""
+        arrays = (self.iterations[:k], self.residuals[:k], self.h_norm_bound[:k])
+        return SolveInfo(*arrays, self.status, self.dtype)
+
     def __str__(self) -> str:
         return (
             f"{self.status}: {int(self.iterations.max(initial=0))} iterations, "
@@ -155,16 +164,31 @@ def block_cg(
     float64 (iterative refinement); when that cannot either, the corrections are found in float64,
     too; after that the status is "stagnated".
     """
-    with marked("solve", columns=B.shape[1], tol=tol):
-        return _refined(H, B, tol, guess, max_iter)
+    k, backend = B.shape[1], H.backend
+    wide = backend.padded(k, H.dtype)
+    with marked("solve", columns=k, tol=tol):
+        B = _block(backend, B, wide)  # a B that nobody else holds is freed
+        Z = None if guess is None else _block(backend, guess, wide, copy=True)
+        Z, info = _refined(H, B, tol, Z, max_iter)
+        return (Z, info) if wide == k else (backend.asarray(Z[:, :k]), info.first(k))
+
+
+def _block(backend: Backend, X: Array, wide: int, copy: bool = False) -> Array:
+    """X with so many columns in runs of memory; the new ones are 0, and start frozen in CG."""
+    n, k = X.shape
+    if wide == k and not copy:
+        return backend.xp.ascontiguousarray(X)
+    block = backend.empty((n, wide), str(X.dtype))
+    block[:, :k] = X
+    block[:, k:] = 0
+    return block
 
 
 def _refined(
-    H: RegularizedLaplacian, B: Array, tol: float, guess: Array | None, max_iter: int | None
+    H: RegularizedLaplacian, B: Array, tol: float, Z: Array | None, max_iter: int | None
 ) -> tuple[Array, SolveInfo]:
-    """`block_cg`, cycle by cycle."""
+    """`block_cg`, cycle by cycle, from Z, which is lost; None: from 0."""
     xp, k = H.backend.xp, B.shape[1]
-    Z = None if guess is None else guess.copy()
     tol = max(tol, _LEAST_TOL)
     limit = max_iter or 3 * chebyshev_degree(H, tol / math.sqrt(H.lambda_max)) + 20
     b2 = H.backend.column_dots(B, B)
@@ -274,27 +298,38 @@ def chebyshev_error(H: RegularizedLaplacian, degree: int) -> float:
     return 1.0 / math.cosh(degree * math.acosh((top + 1) / (top - 1)))
 
 
-def chebyshev_rounding(H: RegularizedLaplacian, dtype: str, columns: int) -> float:
+def chebyshev_rounding(
+    H: RegularizedLaplacian, dtype: str, columns: int, degree: int | None = None
+) -> float:
     """What rounding may add to a column of `chebyshev`, relative to ||H^-1 b||; a worst case.
 
-    For blocks of so many columns or more.
+    For blocks of so many columns or more, and for any degree unless one is given.
 
     A step computes Z + rho rho' (Z - Z_prev) + c2 (B - H Z) with rho, rho' <= (top - 1)/(top + 1).
     As ||Z|| <= 2 ||H^-1 b|| and ||b|| <= top ||H^-1 b||, its dozen roundings come to less than
-    96 u ||H^-1 b||, and a sum over neighbours adds 8 lam/(top + 1) (k + 8) u, k how often a term is
-    rounded on its way, which is less than their number.  An error made at step m counts
+    96 u ||H^-1 b||, and a sum over neighbours adds 4 lam/(top + 1) (k + 8) u ||Z||, k how often a
+    term is rounded on its way, which is less than their number.  An error made at step m counts
     (j + 1) r^j (1 + r^2m) j steps later, r = 1/(sigma + sqrt(sigma^2 - 1)): all of them together no
-    more than 1/(1 - r)^2.
+    more than 1/(1 - r)^2.  Of a known degree the late steps count most, and by then ||Z|| is close
+    to ||H^-1 b||: the sum over the steps themselves is about half of that where a hub has many
+    neighbours.
     """
     top = H.lambda_max
     if top <= 1.0:
         return 4 * float(np.finfo(dtype).eps)
     sigma = (top + 1) / (top - 1)
     r = 1.0 / (sigma + math.sqrt(sigma**2 - 1))
-    terms = H.backend.roundings(H.most_neighbours, columns)
-    step = 96 + 8 * H.lam / (top + 1) * (terms + 8)
+    hub = 4 * H.lam / (top + 1) * (H.backend.roundings(H.most_neighbours, columns) + 8)
+    unit = 0.5 * float(np.finfo(dtype).eps)
     # The last term: b itself was rounded.
-    return 0.5 * float(np.finfo(dtype).eps) * (step / (1 - r) ** 2 + top)
+    found = unit * ((96 + 2 * hub) / (1 - r) ** 2 + top)
+    if degree is None or found > 0.1:
+        return found
+    m = np.arange(1, degree + 1)
+    # Step m reads Z_(m-1), which is off by 1/T_(m-1) and by what rounding did: less than `found`.
+    size = 1 + found + 1 / np.cosh((m - 1) * math.acosh(sigma))
+    counts = (degree - m + 1) * r ** (degree - m) * (1 + r ** (2 * m))
+    return min(found, float(unit * ((counts * (96 + hub * size)).sum() + top)))
 
 
 def chebyshev(
@@ -332,8 +367,11 @@ def chebyshev_steps(
 
 
 def column_bytes(dtype: str) -> int:
-    """Per node, of a column that block CG works on."""
-    return 7 * np.dtype(dtype).itemsize + 3 * 8
+    """Per node, of a column that block CG works on.
+
+    B, which may be float64; Z; and of a cycle R, P, H P, its own Z and, on a CPU, D^-1/2 P.
+    """
+    return 8 + 6 * np.dtype(dtype).itemsize
 
 
 def block_width(n: int, k: int, dtype: str, budget: int) -> int:
@@ -370,6 +408,8 @@ class SDDSolver:
     'converged'
     >>> np.allclose((np.eye(4) + 20 * g.to_csr()) @ Z, np.eye(4), atol=1e-6)
     True
+    >>> solver.lam = 21.0  # the next solve is for another H, and Z is near its result
+    >>> Z = solver.solve(np.eye(4), guess=Z)
     """
 
     def __init__(
@@ -389,7 +429,7 @@ class SDDSolver:
         if max_iter is not None:
             check_count("max_iter", max_iter)
         check_choice("method", method, ("cg", "chebyshev"))
-        self.graph, self.lam, self.method, self.tol = graph, lam, method, tol
+        self.graph, self.method, self.tol = graph, method, tol
         self.max_iter, self.device, self.dtype = max_iter, device, check_dtype(dtype)
         self.memory_budget = memory_budget
         self.backend = get_backend(device)
@@ -397,26 +437,66 @@ class SDDSolver:
         self.info_: SolveInfo | None = None
 
     @property
+    def lam(self) -> float:
+        """May be changed between two solves: the graph's arrays stay as they are."""
+        return self.H.lam
+
+    @lam.setter
+    def lam(self, lam: float) -> None:
+        check_lam(lam)
+        self.H = self.H.at(lam)
+
+    @property
     def kappa(self) -> float:
         """A proven bound of the condition number of H."""
         return self.H.lambda_max
 
-    def solve(self, B: Any) -> Any:
-        """Z = H^-1 B for B of shape (n,) or (n, k), dense or SciPy sparse; see `info_`."""
+    def solve(self, B: Any, guess: Any = None, dtype: str | None = None) -> Any:
+        """Z = H^-1 B; what was reached is in `info_`.
+
+        Parameters
+        ----------
+        B : array or SciPy sparse matrix, (n,) or (n, k)
+        guess : array like Z, optional
+            Where CG starts, such as the result for a similar B or lam.
+        dtype : {"float32", "float64"}, optional
+            Of the result; by default float64 only if tol asks for it.  What rounding to it costs is
+            part of `info_`.
+        """
+        with self.backend.working():
+            return self._solve(B, guess, dtype)
+
+    def _solve(self, B: Any, guess: Any, dtype: str | None) -> Any:
         given, B = B, as_array("B", sp.csr_array(B) if sp.issparse(B) else B, self.backend)
         check_rows("B", B, self.graph)
+        if dtype is not None:
+            check_dtype(dtype)
+        guess = self._checked_guess(guess, B.shape)
         flat = B.ndim == 1
         if flat:
-            B = B[:, None]
-        k = B.shape[1]
-        width = self._width(k)
-        parts = [self._solve_block(B[:, j : j + width]) for j in range(0, k, width)]
+            B, guess = B[:, None], None if guess is None else guess[:, None]
+        k, width = B.shape[1], self._width(B.shape[1])
+        cuts = [slice(j, j + width) for j in range(0, k, width)]
+        parts = [
+            self._solve_block(B[:, J], None if guess is None else guess[:, J], dtype) for J in cuts
+        ]
         self.info_ = _joined([info for _, info in parts])
         if not parts:
-            return np.zeros(B.shape, dtype=self.dtype)
+            return np.zeros(B.shape, dtype=dtype or self.dtype)
         xp = self.backend.xp if on_device(B) else np
         Z = xp.concatenate([Z for Z, _ in parts], axis=1) if len(parts) > 1 else parts[0][0]
         return in_kind_of(Z[:, 0] if flat else Z, given)
+
+    def _checked_guess(self, guess: Any, shape: tuple[int, ...]) -> Any:
+        if guess is None:
+            return None
+        if self.method != "cg":
+            raise ValueError('A guess is for method="cg": Chebyshev is a linear map of B alone.')
+        guess = as_array("guess", guess, self.backend)
+        check_rows("guess", guess, self.graph)
+        if guess.shape != shape:
+            raise ValueError(f"guess has shape {guess.shape} but B has {shape}: they must agree.")
+        return guess
 
     def _width(self, k: int) -> int:
         budget = memory_budget(self.memory_budget, self.backend.memory_available())
@@ -429,19 +509,39 @@ class SDDSolver:
             )
         return width
 
-    def _solve_block(self, B: Any) -> tuple[Any, SolveInfo]:
-        dense = B.toarray() if sp.issparse(B) else B
-        dense = take_rows(dense, self.graph.order, self.backend)
-        keep = self.dtype if dense.dtype.itemsize <= 4 and dense.dtype.kind == "f" else "float64"
-        block = self.backend.asarray(dense, keep)
-        solve = self._cg if self.method == "cg" else self._chebyshev
+    def _solve_block(self, B: Any, guess: Any, dtype: str | None) -> tuple[Any, SolveInfo]:
+        block, start = self._stored(B), None if guess is None else self._stored(guess)
         scale = self._unit(block)
-        Z, info = solve(block if scale is None else block / scale)
+        if scale is not None:
+            block, start = block / scale, None if start is None else start / scale
+        Z, info = self._cg(block, start) if self.method == "cg" else self._chebyshev(block)
+        if dtype is not None and str(Z.dtype) != dtype:
+            narrower, Z = dtype == "float32", Z.astype(dtype)
+            info = self._rounded(block, Z, info) if narrower else replace(info, dtype=dtype)
         if scale is not None:
             Z = Z.astype("float64") * scale
             info.residuals = info.residuals * self.backend.to_numpy(scale)
+        Z = Z if dtype is None else Z.astype(dtype, copy=False)
         Z = Z if on_device(B) else self.backend.to_numpy(Z)  # synchronize!
         return take_rows(Z, self.graph.inverse_order(), self.backend), info
+
+    def _stored(self, B: Any) -> Array:
+        """A block of the caller's on this device, its rows where the graph has them."""
+        dense = B.toarray() if sp.issparse(B) else B
+        dense = take_rows(dense, self.graph.order, self.backend)
+        keep = self.dtype if dense.dtype.itemsize <= 4 and dense.dtype.kind == "f" else "float64"
+        return self.backend.asarray(dense, keep)
+
+    def _rounded(self, B: Array, Z: Array, info: SolveInfo) -> SolveInfo:
+        """What a solve reached once its result was rounded to the precision of Z."""
+        squares = self.H.residual(B, Z, str(Z.dtype))[1][0]
+        norm = self.backend.to_numpy(self.backend.xp.sqrt(squares))  # synchronize!
+        # No entry of Z changes by more than this part of it, and ||.||_H <= sqrt(kappa) ||.||.
+        part = 0.5 * float(np.finfo(Z.dtype).eps) * math.sqrt(self.kappa)
+        bound = info.h_norm_bound * (1 + part) + part
+        missed = info.status == "converged" and bool((bound > self.tol).any())
+        status = "stagnated" if missed else info.status
+        return SolveInfo(info.iterations, norm, bound, status, str(Z.dtype))
 
     def _unit(self, block: Array) -> Array | None:
         """Column sizes to divide by where squares would overflow or vanish; else None."""
@@ -454,8 +554,8 @@ class SDDSolver:
             return None
         return xp.where(size > 0, size, 1.0)
 
-    def _cg(self, B: Array) -> tuple[Array, SolveInfo]:
-        return block_cg(self.H, B, self.tol, max_iter=self.max_iter)
+    def _cg(self, B: Array, guess: Array | None) -> tuple[Array, SolveInfo]:
+        return block_cg(self.H, B, self.tol, guess, self.max_iter)
 
     def _chebyshev(self, B: Array) -> tuple[Array, SolveInfo]:
         H = self.H

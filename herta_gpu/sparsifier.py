@@ -106,10 +106,11 @@ class Sparsifier(Estimator):
         if self.n_samples is not None:
             check_count("n_samples", self.n_samples, most=MAX_SEED)
         H = RegularizedLaplacian(graph, self.lam, get_backend(self.device), check_dtype(self.dtype))
-        budget = memory_budget(self.memory_budget, H.backend.memory_available())
-        found = sparsified(
-            H, self.n_samples, self.eps, self.scores, self.replace, self.random_state, budget
-        )
+        with H.backend.working():
+            budget = memory_budget(self.memory_budget, H.backend.memory_available())
+            found = sparsified(
+                H, self.n_samples, self.eps, self.scores, self.replace, self.random_state, budget
+            )
         self._scores, self.n_lambda_ = found.scores, found.n_lambda
         self.n_samples_, self.graph_ = found.n_samples, found.graph
         return self

@@ -67,7 +67,7 @@ class Training:
         self.unit, self.intercept = unit, None
         self.settings, self.backend, self.xp, self.Y, self.P = settings, backend, backend.xp, Y, P
         self.spectrum, self.stages, self.callback = spectrum, stages, callback
-        self.X_norm = X.norm_bound() if settings.ridge > 0 else math.inf
+        self.X_norm = X.norm_bound if settings.ridge > 0 else math.inf
         self.loss = LOSSES[settings.loss] if loss is None else loss
         self.curvature, self.symmetric, self.identity = recipe.curvature, recipe.symmetric, identity
         self.history: list[dict[str, Any]] = []
@@ -326,7 +326,8 @@ class Training:
     def _certify(self, point: Point, certified: bool) -> Certificate:
         spectrum = self.spectrum if certified else None
         why_not = self._why_not(point)
-        return certify(point, spectrum, self.P, self.settings.ridge, self.X_norm, why_not)
+        ridge, steepest = self.settings.ridge, self.loss.steepest
+        return certify(point, spectrum, self.P, ridge, self.X_norm, steepest, why_not)
 
     def _why_not(self, point: Point) -> str:
         return self._no_proof(point.objective)
@@ -361,7 +362,8 @@ class Training:
             size = norm(point.g)
             return size, error, math.sqrt(goal * self.spectrum.a)
         if self.settings.ridge > 0:
-            error = self.X_norm * (point.forward_residual + point.adjoint_residual)
+            forward = self.loss.steepest * point.forward_residual
+            error = self.X_norm * (forward + point.adjoint_residual)
             size = norm(point.gradient)
             return size, error, math.sqrt(goal * self.settings.ridge)
         return 1.0, 0.0, 1.0

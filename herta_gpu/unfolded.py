@@ -90,8 +90,8 @@ class UnfoldedMap:
 
     def X_norm(self) -> float:
         """A bound of the 2-norm of all features together, before any diffusion."""
-        more = 0.0 if self.extra is None else self.extra.norm_bound()
-        return math.hypot(math.sqrt(self.blocks) * self.X.norm_bound(), more)
+        more = 0.0 if self.extra is None else self.extra.norm_bound
+        return math.hypot(math.sqrt(self.blocks) * self.X.norm_bound, more)
 
     def distinct_columns(self, graph: Graph) -> int:
         """How many different columns the training rows can see, zeros apart."""
@@ -156,8 +156,8 @@ class UnfoldedMap:
         xp, parts, tol = self.H.backend.xp, [], max(tol, _LEAST_TOL)
         for j in range(0, B.shape[1], self.width):
             J = slice(j, j + self.width)
-            start = None if guess is None else xp.ascontiguousarray(guess[:, J])
-            parts.append(block_cg(self.H, xp.ascontiguousarray(B[:, J]), tol, start))
+            start = None if guess is None else guess[:, J]
+            parts.append(block_cg(self.H, B[:, J], tol, start))
         Z = parts[0][0] if len(parts) == 1 else xp.concatenate([Z for Z, _ in parts], axis=1)
         return _gathered(Z, [info for _, info in parts])
 
@@ -253,7 +253,8 @@ class Problem:
         objective += 0.5 * self.ridge * float(xp.sum(W * W))  # synchronize!
         r1, r2 = there.residual, back.residual
         rounding = self.map.rounding(W, there.value, back.block)
-        rounding.forward += 4 * _UNIT * (norm(F) + norm(self.Y))  # E is a difference of these
+        # E is a difference of these; what it rounds is as large as what outputs so far off do.
+        rounding.forward += 4 * _UNIT * (norm(F) + norm(self.Y)) / self.loss.steepest
         stray = self.loss.stray(xp, E)
         rounding.adjoint += stray  # a mean row times 1^T E, which a centred P does not see
         off = norm(E) * rounding.forward + self.loss.rounding(F) + 8 * _UNIT * objective

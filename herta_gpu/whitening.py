@@ -307,7 +307,7 @@ def _second_round(
 
 def _inverse(X: Features, error: float) -> float:
     """||C0^-1|| = ||X C0 C0^-1|| / (the smallest singular value of X C0) at most."""
-    return X.norm_bound() / (1 - error) ** 0.5 if error < 1 else math.inf
+    return X.norm_bound / (1 - error) ** 0.5 if error < 1 else math.inf
 
 
 def _spread(X: Features, C: Array) -> Array:

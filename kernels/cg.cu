@@ -98,15 +98,16 @@ __device__ void direction(i64 n, i64 k, const T* R, T* P, T* Z, const double* al
                           const double* beta) {
     const Columns at(N);
     const bool inside = at.column < k;
-    T a[N] = {}, b[N] = {};
     bool moves = false;
-    for (int i = 0; inside && i < N; ++i) {
-        a[i] = static_cast<T>(alpha[at.column + i]);
-        b[i] = static_cast<T>(beta[at.column + i]);
+    for (int i = 0; threadIdx.y == 0 && inside && i < N; ++i)
         moves = moves || alpha[at.column + i] != 0;
-    }
     // Not the mask: a column that froze in launch 2 takes its last step here.
     if (!__syncthreads_or(moves) || !inside) return;
+    T a[N], b[N];
+    for (int i = 0; i < N; ++i) {
+        a[i] = static_cast<T>(alpha[at.column + i]);
+        b[i] = static_cast<T>(beta[at.column + i]);
+    }
     for (i64 row = at.row; row < n; row += at.rows) {
         const i64 offset = row * k + at.column;
         const Vec<T, N> r = load<N>(R + offset);

@@ -142,8 +142,8 @@ __device__ bool grid_sum(double (&v)[M][N], i64 k, i64 column, double* partials,
 // Whether any column of this block of threads, column + i of k in each thread, still moves.
 template <int N>
 __device__ bool any_active(const bool* active, i64 column, i64 k) {
-    bool here = false;
-    for (int i = 0; column < k && i < N; ++i) here = here || active[column + i];
+    bool here = false;  // one row of threads looks for all
+    for (int i = 0; threadIdx.y == 0 && column < k && i < N; ++i) here = here || active[column + i];
     return __syncthreads_or(here);
 }
 

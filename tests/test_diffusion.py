@@ -58,7 +58,7 @@ class Case:
 
     def __init__(
         self, graph: Graph, lam: float, dtype: str = "float32", X: Any = None, whiten: bool = True,
-        width: int = 3, kept: bool = True, at: Any = AT,
+        width: int = 3, kept: bool = True, at: Any = AT, stored: str = "float64",
     ) -> None:  # fmt: skip
         backend, X = get_backend("cpu"), features() if X is None else X
         self.H = RegularizedLaplacian(graph, lam, backend, dtype)
@@ -66,7 +66,9 @@ class Case:
         self.basis = whitened(F, cut=True) if whiten else Units.of(F)
         step = range(0, self.basis.rank, width)
         blocks = [slice(j, min(j + width, self.basis.rank)) for j in step]
-        self.diffusion = Diffusion(self.H, self.basis, at, BESIDE, blocks, dtype, kept)
+        self.diffusion = Diffusion(
+            self.H, self.basis, at, BESIDE, blocks, dtype, kept, stored=stored
+        )
         self.dense = dense_H(graph, lam)
 
     def columns(self) -> Any:
@@ -127,6 +129,21 @@ def test_what_is_left_bounds_the_true_residual(kind, whiten, dtype):
         # The bound is of use: no more than rounding above the truth.
         rounding = 4e-12 * case.basis.norm + 2 * case.basis.rounding
         assert (found.left <= true * (1 + float(np.finfo(dtype).eps)) + rounding).all()
+
+
+@pytest.mark.parametrize("kept", [True, False])
+@pytest.mark.parametrize("graph", ["random", "hubs"])
+def test_what_float32_rows_have_lost_is_counted(graph, kept):
+    """The residual is that of rows before they were rounded, and goes on from there."""
+    case = Case(GRAPHS[graph](), 5.0, kept=kept, stored="float32")
+    for goal in (1e-3, 1e-6, 1e-10):
+        found = case.lower(goal, f"Q-{goal}")
+        assert found.rows.dtype == np.float32
+        assert found.worst <= goal
+        assert (case.off() <= found.left + found.lost).all()
+        sizes = np.sqrt((found.rows.astype(float) ** 2).sum(axis=0))
+        assert (found.lost <= 4 * 2.0**-24 * sizes).all()  # once for each goal
+    assert (case.off() > found.left).any()  # without `lost` it would be false
 
 
 def test_it_goes_on_from_the_residual_that_was_kept():
@@ -236,6 +253,17 @@ def test_a_recipe_cuts_columns_into_even_blocks():
     recipe = dict.fromkeys(Recipe.__dataclass_fields__)
     for d in (1, 5, 64, 65, 128, 130):
         for width in (1, 3, 64):
-            blocks = Recipe(**{**recipe, "width": width}).blocks(d)
+            blocks = Recipe(**{**recipe, "width": width, "grain": 1}).blocks(d)
             assert [j for J in blocks for j in range(d)[J]] == list(range(d))
             assert max(J.stop - J.start for J in blocks) <= width
+
+
+def test_blocks_of_a_device_have_whole_loads():
+    recipe = dict.fromkeys(Recipe.__dataclass_fields__)
+    for d, width, sizes in (
+        *[(100, 64, [52, 48]), (128, 64, [64, 64]), (130, 64, [44, 44, 42])],
+        *[(100, 50, [50, 50]), (7, 64, [7]), (1, 1, [1])],
+    ):
+        blocks = Recipe(**{**recipe, "width": width, "grain": 4}).blocks(d)
+        assert [J.stop - J.start for J in blocks] == sizes
+        assert [j for J in blocks for j in range(d)[J]] == list(range(d))

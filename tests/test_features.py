@@ -79,10 +79,20 @@ def test_the_norm_is_bounded_and_not_by_much(kind: str, shape: str, tmp_path: Pa
         "diagonal": np.eye(57, 6),
         "random": rng.standard_normal((57, 6)),
     }[shape]
-    true, bound = np.linalg.norm(X, 2), Features(given(kind, X, tmp_path), CPU).norm_bound()
+    true, bound = np.linalg.norm(X, 2), Features(given(kind, X, tmp_path), CPU).norm_bound
     assert true <= bound <= 3 * true
     if shape != "random":  # the Frobenius norm, or the product of the other two, is the true one
         assert bound == pytest.approx(true, rel=1e-9)
+
+
+def test_the_norm_of_counts_is_known_closely() -> None:
+    """Words of unequal frequency: neither the Frobenius norm nor sums of rows are close."""
+    rng = np.random.default_rng(4)
+    X = (rng.random((600, 80)) < np.linspace(0.02, 0.9, 80)) * rng.integers(1, 4, (600, 80))
+    true, bound = np.linalg.norm(X, 2), Features(sp.csr_array(X.astype(float)), CPU).norm_bound
+    assert true <= bound <= 1.01 * true
+    usual = (abs(X).sum(axis=0).max() * abs(X).sum(axis=1).max()) ** 0.5
+    assert min(usual, np.linalg.norm(X)) > 1.1 * true
 
 
 # ---- different columns

@@ -15,11 +15,12 @@ PACKAGE = ROOT / "herta_gpu"
 LAYERS = [
     ["", "plumbing", "planning.settings", "planning.recipe", "conformal"],
     ["graph"],
+    ["bundles"],
     ["backends.base"],
     ["backends.cpu", "backends.cuda"],
     ["backends"],
     ["solver"],
-    ["features", "factors", "losses"],
+    ["features", "factors", "losses", "torch"],
     ["prediction", "sweep"],
     ["grams", "unfolded", "optimizers", "sparsifier"],
     ["hessians"],
@@ -40,6 +41,7 @@ LAYERS = [
     ["labels"],
     ["smoothing", "label_features"],
     ["herta"],
+    ["sklearn"],
     ["datasets"],
     ["app", "__main__"],
 ]

@@ -234,3 +234,94 @@ def test_what_a_loss_says_of_itself(name: str) -> None:
     change = np.abs(loss.second(np, F)(0, 0) - loss.second(np, D)(0, 0)).max()
     assert loss.quadratic == (change == 0)
     assert make_optimizer("cg", None, np, loss.separable).searches
+
+
+# ---- weights and an intercept --------------------------------------------------------------
+WEIGHTS = np.random.default_rng(9).uniform(0.05, 1.0, 7)
+
+
+def reference(name: str, F, Y, w) -> float:
+    """The weighted loss, straight from its definition."""
+    if name == "mse":
+        return float((w[:, None] * (F - Y) ** 2).sum() / 2)
+    if name == "ce":
+        return float((w * (np.logaddexp.reduce(F, axis=1) - (F * Y).sum(axis=1))).sum())
+    return float((w[:, None] * (np.logaddexp(0, F) - F * Y)).sum())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_weights_count_rows(name: str) -> None:
+    F, D, Y = data()
+    loss = LOSSES[name].bound(WEIGHTS, False)
+    assert loss.value(np, F, Y) == pytest.approx(reference(name, F, Y, WEIGHTS), rel=1e-13)
+    value, E = loss.at(np, F, Y)
+    assert value == pytest.approx(loss.value(np, F, Y))
+    np.testing.assert_allclose(E, loss.residual(np, F, Y), atol=1e-15)
+    np.testing.assert_allclose(E, WEIGHTS[:, None] * LOSSES[name].residual(np, F, Y), atol=1e-14)
+    D = -E
+    eta = loss.step(np, F, D, Y, (np.zeros(4), np.zeros(4)))
+    slope = (loss.residual(np, F + eta * D, Y) * D).sum()
+    assert abs(slope) <= 1e-5 * (E * D).sum() ** 2 + 1e-5
+    part = loss.of_rows(slice(2, 5))
+    assert part.value(np, F[2:5], Y[2:5]) == pytest.approx(
+        reference(name, F[2:5], Y[2:5], WEIGHTS[2:5])
+    )
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+def test_an_intercept_is_the_best_constant(name: str, weighted: bool) -> None:
+    F, _, _ = data()
+    Y = np.eye(4)[[0, 1, 2, 3, 0, 1, 2]]  # each class, and each column has zeros and ones
+    w = WEIGHTS if weighted else np.ones(7)
+    loss = LOSSES[name].bound(WEIGHTS if weighted else None, True)
+    found = scipy.optimize.minimize(
+        lambda b: reference(name, F + b, Y, w), np.zeros(4), method="BFGS", options={"gtol": 1e-9}
+    )
+    assert loss.value(np, F, Y) == pytest.approx(found.fun, rel=1e-9)
+    assert loss.value(np, F, Y) <= found.fun * (1 + 1e-13)
+    E = loss.residual(np, F, Y)
+    np.testing.assert_allclose(E.sum(axis=0), 0, atol=1e-12)
+    assert loss.stray(np, E) <= 1e-12
+    np.testing.assert_allclose(loss.residual(np, F + np.arange(4), Y), E, atol=1e-11)
+    # The gradient is that of the smallest value, by differences.
+    h = 1e-6
+    for at in ((0, 0), (3, 2), (6, 1)):
+        ahead, behind = F.copy(), F.copy()
+        ahead[at] += h
+        behind[at] -= h
+        slope = (loss.value(np, ahead, Y) - loss.value(np, behind, Y)) / (2 * h)
+        assert slope == pytest.approx(E[at], abs=1e-7)
+
+
+@pytest.mark.parametrize("name", ["ce", "bce"])
+def test_constants_of_the_optimum_are_within_reach(name: str) -> None:
+    """The bound behind the certificate: b of the optimum is no farther than `reach`."""
+    rng = np.random.default_rng(4)
+    A, Y = rng.standard_normal((30, 3)) + 2, np.eye(3)[rng.integers(0, 3, 30)]
+    w, ridge = rng.uniform(0.1, 1, 30), 0.05
+
+    def value(t):
+        W, b = t[:9].reshape(3, 3), t[9:]
+        return reference(name, A @ W + b, Y, w) + ridge / 2 * (W**2).sum()
+
+    found = scipy.optimize.minimize(value, np.zeros(12), method="BFGS")
+    loss, b = LOSSES[name].bound(w, True), rng.standard_normal(3)
+    X_norm = float(np.linalg.norm(A, 2))
+    reach = loss.reach(np, Y, b, value(np.append(np.zeros(9), b)), ridge, X_norm)
+    apart = found.x[9:] - found.x[9:].mean() * (name == "ce") - (b - b.mean() * (name == "ce"))
+    assert np.sqrt(w.sum()) * np.linalg.norm(apart) <= reach < 1e4
+
+
+def test_unknown_labels_and_columns_of_one_kind() -> None:
+    F, _, _ = data()
+    Y = np.array([[1, 0, 1, -1], [1, -1, 0, -1]] * 3 + [[1, 0, 1, -1]], dtype=float)
+    loss, known = LOSSES["bce"], Y >= 0
+    expected = (np.logaddexp(0, F) - F * Y)[known].sum()
+    assert loss.value(np, F, Y) == pytest.approx(expected, rel=1e-13)
+    assert (loss.residual(np, F, Y)[~known] == 0).all()
+    free = loss.bound(None, True)  # columns 0 and 1 have one kind of label: no loss is left
+    rest = free.value(np, F[:, 2:3], Y[:, 2:3])
+    assert free.value(np, F, Y) == pytest.approx(rest, rel=1e-13)
+    b = free.shift(np, F, Y)
+    assert (b[0], b[1], b[3]) == (60.0, -60.0, 0.0)

@@ -203,6 +203,8 @@ def test_rounding_of_chebyshev_stays_below_its_bound(shape, lam, monkeypatch):
         off = np.linalg.norm(Z["float32"] - Z["float64"], axis=0)
         off /= np.linalg.norm(Z["float64"], axis=0)
         assert (off <= chebyshev_rounding(H, "float32", block.shape[1])).all()
+        degree = chebyshev_degree(H, 1e-3)
+        assert (off <= chebyshev_rounding(H, "float32", block.shape[1], degree)).all()
         if shape == "star" and lam >= 1 and times == 1:
             # A bound that knows nothing of hubs would be wrong.
             assert off.max() > 10 * off[2]
@@ -233,6 +235,64 @@ def test_a_good_guess_saves_iterations():
     assert warm.status == "converged"
     assert warm.iterations.max() < cold.iterations.max() / 2
     assert h_norm_error(dense_H(g, 20.0), near, B).max() <= 1e-8
+
+
+@pytest.mark.parametrize("order", [None, "rcm"])
+def test_a_guess_for_the_solver_in_the_callers_order(order):
+    g = random_graph(200, 800)
+    g = g if order is None else g.reordered(order)
+    B = np.random.default_rng(0).standard_normal((200, 3))
+    exact = np.linalg.solve(dense_H(g, 20.0), B)
+    solver = SDDSolver(g, 20.0, tol=1e-6)
+    solver.solve(B)
+    cold = solver.info_.iterations.max()
+    Z = solver.solve(B, guess=exact + 1e-5)
+    assert solver.info_.iterations.max() < cold / 2
+    assert h_norm_error(dense_H(g, 20.0), Z, B).max() <= 1e-6
+    assert solver.solve(B[:, 0], guess=exact[:, 0]).shape == (200,)
+    assert solver.info_.iterations.max() == 0
+    with pytest.raises(ValueError, match="guess has shape"):
+        solver.solve(B, guess=exact[:, :2])
+    with pytest.raises(ValueError, match='A guess is for method="cg"'):
+        SDDSolver(g, method="chebyshev").solve(B, guess=exact)
+
+
+def test_lam_changes_without_another_laplacian(monkeypatch):
+    g = random_graph(100, 300)
+    B = np.random.default_rng(0).standard_normal((100, 2))
+    solver, made = SDDSolver(g, 20.0, tol=1e-8), []
+    solver.solve(B)
+    monkeypatch.setattr(type(solver.backend), "laplacian", lambda *args: made.append(args))
+    for lam in (1.0, 300.0):
+        solver.lam = lam
+        assert h_norm_error(dense_H(g, lam), solver.solve(B), B).max() <= 1e-8
+        assert solver.kappa <= 1 + 2 * lam
+    assert not made
+    with pytest.raises(ValueError, match="lam must be a positive number"):
+        solver.lam = -1.0
+    assert solver.lam == 300.0
+
+
+@pytest.mark.parametrize("method", ["cg", "chebyshev"])
+@pytest.mark.parametrize("size", [1.0, 1e-200])
+def test_the_result_keeps_a_dtype_and_the_bound_knows_of_it(method, size):
+    g = random_graph(100, 300)
+    B = size * np.random.default_rng(0).standard_normal((100, 2))
+    solver = SDDSolver(g, 20.0, method=method, tol=1e-10)
+    Z = solver.solve(B, dtype="float64")
+    assert Z.dtype == np.float64
+    assert solver.info_.status == "converged"
+    if size == 1.0:
+        Z = solver.solve(B, dtype="float32")
+        assert (Z.dtype, solver.info_.dtype, solver.info_.status) == ("f4", "float32", "stagnated")
+        error = h_norm_error(dense_H(g, 20.0), Z, B)
+        assert (error <= solver.info_.h_norm_bound * (1 + 1e-6)).all()
+        assert solver.info_.h_norm_bound.max() < 1e-5
+        rough = SDDSolver(g, 20.0, method=method, tol=1e-3)
+        assert rough.solve(B, dtype="float64").dtype == np.float64
+        assert rough.info_.status == "converged"
+    with pytest.raises(ValueError, match="dtype"):
+        solver.solve(B, dtype="float16")
 
 
 def test_kappa_bounds_the_condition_number():

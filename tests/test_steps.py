@@ -7,8 +7,13 @@ import math
 import numpy as np
 import pytest
 
-from herta_gpu import HERTA, Checkpoint
-from tests.conftest import dense_H, random_graph
+import herta_gpu.diffusion
+import herta_gpu.preconditioner
+import herta_gpu.solver
+import herta_gpu.spectrum
+import herta_gpu.unfolded
+from herta_gpu import HERTA, Checkpoint, Graph
+from tests.conftest import dense_H, minimum, random_graph
 from tests.fuzz import checks
 from tests.fuzz.problems import Problem, draw
 from tests.fuzz.reference import Reference
@@ -146,3 +151,68 @@ def test_a_resume_that_wants_other_outputs_gets_those(later, tmp_path):
     if later is not None:
         Z = model.transform(graph, X)
         assert abs(model.outputs_ - Z[later]).max() <= 1e-4 * abs(Z).max()
+
+
+# ---- a warm start --------------------------------------------------------------------------
+def counted(monkeypatch) -> list[int]:
+    """Products of H with a column, in the only entry of the list that this gives."""
+    count = [0]
+    cg, polynomial = herta_gpu.solver.block_cg, herta_gpu.solver.chebyshev
+
+    def counting_cg(H, B, *args, **kwargs):
+        Z, info = cg(H, B, *args, **kwargs)
+        count[0] += int(info.iterations.sum()) + B.shape[1]
+        return Z, info
+
+    def counting_chebyshev(H, B, degree, *args, **kwargs):
+        count[0] += degree * B.shape[1]
+        return polynomial(H, B, degree, *args, **kwargs)
+
+    for module in (herta_gpu.unfolded, herta_gpu.spectrum, herta_gpu.preconditioner):
+        monkeypatch.setattr(module, "block_cg", counting_cg)
+    for module in (herta_gpu.diffusion, herta_gpu.preconditioner):
+        monkeypatch.setattr(module, "chebyshev", counting_chebyshev)
+    return count
+
+
+@pytest.mark.parametrize(
+    ("params", "least"), [({}, 2), ({"ridge": 0.1}, 4), ({"loss": "ce", "ridge": 0.1}, 3)]
+)
+def test_a_grown_graph_is_certified_with_fewer_products(params, least, monkeypatch):
+    """Nodes and edges were added; the optimum is that of dense algebra."""
+    rng, n = np.random.default_rng(2), 600
+    edges = rng.integers(0, n, (2, 2400))
+    X = rng.standard_normal((n, 150))
+    y = (X[:, :3] + 0.3 * rng.standard_normal((n, 3))).argmax(axis=1)
+    old = Graph.from_edges(edges[:, (edges < 590).all(axis=0)], num_nodes=590)
+    new, train = Graph.from_edges(edges, num_nodes=n), np.arange(450)
+    first = HERTA(lam=10.0, **params).fit(old, X[:590], y[:590], train)
+    count = counted(monkeypatch)
+    scratch = HERTA(lam=10.0, **params).fit(new, X, y, train)
+    products, count[0] = count[0], 0
+    model = HERTA(lam=10.0, **params).fit(new, X, y, train, warm_start=first)
+    assert model.status_ == scratch.status_ == "certified"
+    assert least * count[0] <= products
+    A, Y = np.linalg.solve(dense_H(new, 10.0), X)[train], np.eye(3)[y[train]]
+    loss, ridge = params.get("loss", "mse"), params.get("ridge", 0.0)
+    best = minimum(A, Y, loss, ridge)
+    F = A @ model.W_
+    terms = (F - Y) ** 2 / 2 if loss == "mse" else np.logaddexp.reduce(F, axis=1) - F[Y > 0]
+    here = terms.sum() + ridge / 2 * (model.W_**2).sum()
+    assert here - best <= (model.certificate_.value + 1e-9) * best
+
+
+def test_a_warm_start_that_does_not_fit_is_refused(tmp_path):
+    rng = np.random.default_rng(0)
+    g, X, y = random_graph(60, 150), rng.standard_normal((60, 5)), rng.integers(0, 3, 60)
+    model = HERTA(ridge=0.1).fit(g, X, y)
+    for X_now, y_now, words in ((X[:, :4], y, "shape"), (X, y + 1, "other classes")):
+        with pytest.raises(ValueError, match=words):
+            HERTA(ridge=0.1).fit(g, X_now, y_now, warm_start=model)
+    with pytest.raises(TypeError, match="fitted HERTA"):
+        HERTA().fit(g, X, y, warm_start=HERTA())
+    with pytest.raises(ValueError, match="leave out warm_start"):
+        HERTA().fit(g, X, y, warm_start=model, checkpoint=Checkpoint(tmp_path))
+    model.save(tmp_path / "model.npz")  # which keeps no P: the weights are enough
+    again = HERTA(loss="ce", ridge=0.1).fit(g, X, y, warm_start=HERTA.load(tmp_path / "model.npz"))
+    assert again.status_ == "certified"

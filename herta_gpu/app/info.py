@@ -20,6 +20,7 @@ _EXTRAS = {
     "plot": ("matplotlib",),
     "progress": ("tqdm",),
     "tables": ("pandas", "pyarrow"),
+    "torch": ("torch",),
 }
 
 

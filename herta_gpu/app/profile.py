@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> CommandOutput:
     with stages("warm-up"):
         make_model(args, verbose=False).fit(data.graph, data.X, data.y, data.split["train"])
     model = make_model(args)
-    with get_backend(args.device).profiled() as traffic:
+    with get_backend(args.device, data.graph, data.X).profiled() as traffic:
         result = fit(model, data, Stages(args.verbose), smoother=make_smoother(args))
     with new_file(path) as temporary:
         temporary.write_text(json.dumps(to_plain(trace(model, result.seconds), lossy=True)))

@@ -17,7 +17,6 @@ import numpy as np
 
 from herta_gpu.app.metrics import evaluate
 from herta_gpu.app.text import Rows, bytes_text, counted, table
-from herta_gpu.backends import get_backend
 from herta_gpu.certificate import Certificate
 from herta_gpu.datasets import Dataset
 from herta_gpu.herta import HERTA
@@ -138,7 +137,7 @@ class FitResult:
             peak_memory_bytes=peak_memory(),
             strategy=model.plan_.strategy,
             dtype=model.dtype,
-            device=get_backend(model.device).name,
+            device=model.device_.choice,
             normalize=data.metadata.get("normalize"),
             X_reads=getattr(model, "X_reads_", None),
             fit_intercept=model.fit_intercept,

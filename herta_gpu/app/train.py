@@ -90,7 +90,7 @@ def _write_config(
     if model.memory_budget is None:
         # The budget decides how many columns are solved at once, which decides the last bits:
         # it is stored, so that a repeated run has the same.
-        free = get_backend(model.device).memory_available()
+        free = get_backend(model.device, data.graph, data.X).memory_available()
         model.set_params(memory_budget=memory_budget(None, free))
     config: dict[str, Any] = {"dataset": _anchored(args.dataset), "split": args.split}
     config |= {"log_degree": args.log_degree, "normalize": data.metadata.get("normalize")}

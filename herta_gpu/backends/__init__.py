@@ -74,18 +74,35 @@ def get_backend(device: str, *data: Any) -> Backend:
     cannot compute.  ``"cuda"`` is never replaced by anything else: without a usable device it is an
     error.  ``"cpu-scipy"`` is the reference on the CPU, without compiled kernels, also where numba
     is installed.  Given `data`, ``"auto"`` leaves what is small to the CPU, where it is done before
-    the kernels of a GPU are compiled; `stays_on_the_cpu` says so.
+    the kernels of a GPU are compiled.
+    """
+    return chosen_backend(device, *data)[0]
+
+
+def chosen_backend(device: str, *data: Any) -> tuple[Backend, str]:
+    """`get_backend`, and why it is that one.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from herta_gpu.backends import chosen_backend
+    >>> backend, why = chosen_backend("auto", np.zeros((1000, 50)))
+    >>> backend.name, why
+    ('cpu', '50,000 numbers are few: the CPU is done before a GPU has compiled its kernels')
     """
     if device == "cpu":
-        return _cpu(compiled_kernels())
+        return _cpu(compiled_kernels()), "as asked"
     if device == "cuda":
-        return _cuda()
+        return _cuda(), "as asked"
     if device == "cpu-scipy":
-        return _cpu(compiled=False)
+        return _cpu(compiled=False), "as asked"
     if device == "auto":
-        # Small data do not even try the device out.
-        small = stays_on_the_cpu(*data) is not None
-        return _cpu(compiled_kernels()) if small or not _cuda_is_usable() else _cuda()
+        few = stays_on_the_cpu(*data)
+        if few is not None:  # small data do not even try the device out
+            return _cpu(compiled_kernels()), few
+        if _cuda_is_usable():
+            return _cuda(), "a GPU is there"
+        return _cpu(compiled_kernels()), "there is no usable GPU"
     known = ", ".join(f'"{name}"' for name in DEVICES)
     raise ValueError(f"device must be one of {known}, not {device!r}.")
 

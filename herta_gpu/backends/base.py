@@ -196,7 +196,9 @@ class Backend(ABC):
 
     name: str
     xp: Any
-    reorders = False  # whether `Graph.in_local_order` is worth its time here
+    # Columns that a fit multiplies with H, from which a local order of the nodes pays.
+    order_columns = float("inf")
+    communities: Callable[[Graph, float], Any] | None = None  # how to find it, if not by the host
     at_once = 1 << 18  # numbers of a block that array operations take at a time
     check_every = 1  # CG steps between two looks at the mask of converged columns
 
@@ -212,6 +214,10 @@ class Backend(ABC):
     def zeros(self, shape: tuple[int, ...], dtype: str) -> Array:
         """The same, filled with zeros."""
         return self.xp.zeros(shape, dtype=dtype)
+
+    def padded(self, k: int, dtype: str) -> int:
+        """How many columns a block of k should have, zeros behind them, to be read fastest."""
+        return k
 
     @abstractmethod
     def to_numpy(self, x: Array) -> Any:
@@ -270,6 +276,21 @@ class Backend(ABC):
         """Around what a profiler shall record: warm-up and compilation stay outside.
 
         On a device with kernels of ours this gives the bytes that each of them must move.
+        """
+        return nullcontext()
+
+    def on_stream(self, stream: int, device: int) -> AbstractContextManager[Any]:
+        """Around work that shall go to a stream of another library's, by its address.
+
+        The host has no streams.
+        """
+        return nullcontext()
+
+    def working(self) -> AbstractContextManager[Any]:
+        """Around the work of a caller: a device does it on a stream of its own.
+
+        That work comes after what the caller's stream has been given before, and what the caller's
+        stream is given afterwards comes after that work.
         """
         return nullcontext()
 
@@ -352,11 +373,11 @@ class Backend(ABC):
             R[at] = r / unit
         return R, dots
 
-    def roundings(self, neighbours: float, columns: int) -> float:
+    def roundings(self, neighbours: float, columns: int, rows: bool = False) -> float:
         """How often a term of a sum over so many neighbours is rounded, at most, on its way.
 
-        For a block of so many columns, in a product and in a residual alike; as often as there
-        are neighbours, in any order.
+        For a block of so many columns, in a product and in `residual` alike, or in `residual_rows`
+        if `rows`; as often as there are neighbours, in any order.
         """
         return neighbours
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import scipy.sparse as sp
 
+from herta_gpu.bundles import features_of, labels_of, on_host, pyg_graph
 from herta_gpu.datasets.dataset import Dataset
 from herta_gpu.graph import Graph
 
@@ -57,22 +58,20 @@ def from_networkx(graph: Any, x: str = "x", y: str = "y", weight: str = "weight"
 
 
 def from_pyg(data: Any) -> Dataset:
-    """A `torch_geometric.data.Data` with edge_index, x, y and the usual masks.
+    """A `torch_geometric.data.Data` with edge_index (or adj_t), x, y and the usual masks.
 
-    Its `edge_weight` is used if there is one.  PyG's `to_undirected` adds up the weights of the
-    two directions, so an edge that was listed in both has twice its weight afterwards.
+    Its `edge_weight` is used if there is one, or an `edge_attr` of one real number per edge.  PyG's
+    `to_undirected` adds up the weights of the two directions, so an edge that was listed in both
+    has twice its weight afterwards.  `HERTA().fit(data)` takes such an object as it is.
     """
-    weight = getattr(data, "edge_weight", None)
-    weight = None if weight is None else _numpy(weight)
-    graph = Graph.from_edges(_numpy(data.edge_index), int(data.num_nodes), weight)
-    found = {key: getattr(data, key, None) for key in ("x", "y", *_MASKS.values())}
-    return _assembled("pyg", graph, found)
+    X, masks = features_of(data), {mask: getattr(data, mask, None) for mask in _MASKS.values()}
+    return _assembled("pyg", pyg_graph(data), {"x": X, "y": labels_of(data), **masks})
 
 
 def from_dgl(graph: Any) -> Dataset:
     """A homogeneous DGL graph with ndata "feat", "label" and the usual masks."""
     u, v = graph.edges()
-    made = Graph.from_edges(np.stack([_numpy(u), _numpy(v)]), int(graph.num_nodes()))
+    made = Graph.from_edges(np.stack([on_host(u), on_host(v)]), int(graph.num_nodes()))
     found = {mask: graph.ndata.get(mask) for mask in _MASKS.values()}
     found |= {"x": graph.ndata.get("feat"), "y": graph.ndata.get("label")}
     return _assembled("dgl", made, found)
@@ -84,20 +83,13 @@ def from_cugraph(graph: Any) -> Graph:
 
 
 def _assembled(name: str, graph: Graph, found: dict[str, Any]) -> Dataset:
-    X = None if found["x"] is None else _numpy(found["x"])
-    y = None if found["y"] is None else _numpy(found["y"])
+    X = found["x"] if found["x"] is None or sp.issparse(found["x"]) else on_host(found["x"])
+    y = None if found["y"] is None else on_host(found["y"])
     if y is not None and y.ndim == 2 and y.shape[1] == 1:
         y = y[:, 0]
     split = {}
     for part, mask in _MASKS.items():
         given = found.get(mask)
-        if given is not None and _numpy(given).ndim == 1:
-            split[part] = np.flatnonzero(_numpy(given))
+        if given is not None and on_host(given).ndim == 1:
+            split[part] = np.flatnonzero(on_host(given))
     return Dataset(name, graph, X, y, split, {"source": name})
-
-
-def _numpy(array: Any) -> Any:
-    """A torch tensor on any device, or anything NumPy understands."""
-    if hasattr(array, "detach"):
-        array = array.detach().cpu()
-    return np.asarray(array)

@@ -43,11 +43,11 @@ _GEMM_FLOP = 1.0 / 75e9  # float64
 _FACTOR_FLOP = 1.0 / 30e9
 _MISFIT = 3.0  # 1 + ||Y|| / ||E||: how much of a certificate the targets themselves make up
 _ALIKE = 1 / 30  # smallest singular value of columns of norm 1, as on bags of words
+_ROUNDED, _SINGLE = 0.3, np.finfo(np.float32)  # share of a goal that float32 rows may take
 _CE_GOAL = 1e-4  # cross entropy: times sqrt(tol ridge)
 _OUTER_STEPS = 1  # steps of CG from the warm start, as on nearly every real graph tried
+_OLD_P_STEPS = 4  # steps of CG where P is that of a graph with some edges less
 _CE_EVALUATIONS = 40  # cross entropy and its gradient, so many times
-# Finding communities costs about as much as a few hundred columns of H X, and saves up to half.
-_REORDER_COLUMNS = 1000
 
 
 @dataclass(frozen=True)
@@ -68,6 +68,8 @@ class Sizes:
     weighted: bool = False  # edges have weights: in float64, and in the working precision
     mapped: bool = False  # the graph lies in files, and its neighbours may stay there ...
     paged: bool = False  # ... and do: each product reads them again
+    may_narrow: bool = False  # training rows of Q may be float32 ...
+    narrow: bool = False  # ... and are
     nonzeros: int | None = None  # entries of a sparse X
     X_bytes_at: Callable[[int], int] | None = None  # X_bytes with another budget
     copies: int = 0  # of the training rows of Q: centred for an intercept, scaled by weights
@@ -168,6 +170,19 @@ def Q_goal(H: RegularizedLaplacian, sizes: Sizes, settings: Settings, whiten: bo
     return max(1e-13, min(rho * smallest / math.sqrt(sizes.d), seen))
 
 
+def rows_may_be_narrow(H: RegularizedLaplacian, sizes: Sizes, settings: Settings) -> bool:
+    """Whether training rows of Q can be kept in float32 and still prove the fit.
+
+    What that rounds away counts like what the solves leave.  Cross entropy asks for far less.
+    """
+    if not LOSSES[settings.loss].quadratic or sizes.word > _SINGLE.dtype.itemsize:
+        return False
+    if sizes.copies:
+        return False  # centred or scaled ones are made beside them, in float64
+    goal = Q_goal(H, sizes, settings, worth_whitening(H, sizes, settings))
+    return 0.5 * float(_SINGLE.eps) <= _ROUNDED * goal
+
+
 def worth_whitening(H: RegularizedLaplacian, sizes: Sizes, settings: Settings) -> bool:
     """Whether orthonormal columns cost little beside the products with H.
 
@@ -207,6 +222,22 @@ def strategy_costs(H: RegularizedLaplacian, sizes: Sizes, settings: Settings) ->
     rough = chebyshev_degree(H, Q_tolerance(H, sizes, settings, "herta"))
     herta = _columns(sizes, rough) + evaluations * _evaluation(H, sizes)
     return {"herta": herta + dense, "direct": dense + min(direct_costs(H, sizes, settings))}
+
+
+def old_P_pays(H: RegularizedLaplacian, sizes: Sizes, settings: Settings) -> bool:
+    """Whether a few more steps with another model's P need fewer products than a P of its own.
+
+    Not whether they are faster: on a small graph nothing takes long, on a large one products do.
+    """
+    quadratic = LOSSES[settings.loss].quadratic
+    steps = _OLD_P_STEPS if quadratic else 2 * _OLD_P_STEPS
+    columns = 2 * sizes.c * (1 + steps) * _CG_STEP / _CHEBYSHEV_STEP
+    columns += 40 if quadratic and settings.ridge == 0 else 0  # Lanczos
+    cost = strategy_costs(H, sizes, settings)
+    direct = settings.strategy == "auto" and cost["direct"] < cost["herta"]
+    tol = Q_goal(H, sizes, settings, True) if direct else Q_tolerance(H, sizes, settings, "herta")
+    own = min(sizes.d, sizes.n_train) * chebyshev_degree(H, tol)
+    return columns * chebyshev_degree(H, 1e-4) < own
 
 
 def direct_costs(H: RegularizedLaplacian, sizes: Sizes, settings: Settings) -> tuple[float, float]:
@@ -250,12 +281,12 @@ def _pass(sizes: Sizes) -> float:
     return sizes.n * sizes.d * (_DENSE_PASS + 2 * sizes.c * _GEMM_FLOP)
 
 
-def worth_reordering(settings: Settings, d: int, c: int) -> bool:
-    """Whether a fit multiplies enough columns with H to pay for a better order of the nodes."""
+def worth_reordering(settings: Settings, d: int, c: int, least: float) -> bool:
+    """Whether a fit multiplies enough columns with H, at `least` so many, for a better order."""
     H = Outline(1, settings.lam)  # decided before the graph has been looked at
     evaluations = 1 if LOSSES[settings.loss].quadratic else _CE_EVALUATIONS
     columns = d * chebyshev_degree(H, 1e-3) + 2 * c * evaluations * chebyshev_degree(H, 1e-4)
-    return columns >= _REORDER_COLUMNS
+    return columns >= least
 
 
 def stored_order(graph: Graph, X: Any, c: int, settings: Settings, backend: Backend) -> Graph:
@@ -263,8 +294,10 @@ def stored_order(graph: Graph, X: Any, c: int, settings: Settings, backend: Back
     if settings.reorder.when != "auto":
         return graph.reordered("communities") if settings.reorder.when == "always" else graph
     # Rows of X on disk are read in their own order.
-    can = backend.reorders and not isinstance(X, np.memmap)
-    return graph.in_local_order() if can and worth_reordering(settings, X.shape[1], c) else graph
+    pays = worth_reordering(settings, X.shape[1], c, backend.order_columns)
+    if isinstance(X, np.memmap) or not pays:
+        return graph
+    return graph.in_local_order(backend.communities)
 
 
 def sampling_pays(H: RegularizedLaplacian, sizes: Sizes, settings: Settings, s: int) -> bool:

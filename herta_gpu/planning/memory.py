@@ -44,6 +44,7 @@ class Layout:
     beside: int = 0  # rows of Q outside training that are kept for evaluation
     on_host: bool = False  # stored rows of a GPU are trained on by the CPU
     paged: bool = False  # neighbours stay in the graph's file
+    narrow: bool = False  # training rows of Q are float32
 
 
 def fitting_layout(
@@ -55,7 +56,7 @@ def fitting_layout(
     array of n x c.  Otherwise first the rows of Q outside training go, then Q for its sketch.
     """
     if stored and not by_rows:
-        return _held_or_paged(sizes, settings, budget, certificate)
+        return _roomy_layout(sizes, settings, budget, certificate)
     rows, why = _sketch(sizes, settings, by_rows)
     ways = [(rows, why, certificate)]
     if certificate in DETERMINISTIC:
@@ -110,21 +111,28 @@ def _output_bytes(sizes: Sizes, outputs: int) -> int:
     return 8 * (_OUTPUTS * sizes.n * outputs + targets)
 
 
-def _held_or_paged(sizes: Sizes, settings: Settings, budget: int, certificate: str) -> Layout:
-    """The neighbours of a mapped graph in memory, unless that leaves too few columns at once.
+def _roomy_layout(sizes: Sizes, settings: Settings, budget: int, certificate: str) -> Layout:
+    """The first way that leaves room for enough columns at once, or the one with most of them.
 
-    A product gathers whole cache lines and takes as long for two columns as for sixteen: those
-    that a graph in memory would displace are worth reading its file again for each product.
+    A product gathers whole cache lines and takes as long for two columns as for sixteen.  Training
+    rows of Q in float32 cost a little of what is proven; neighbours of a mapped graph that stay in
+    its file are read again for each product.
     """
-    if not sizes.mapped:
-        return _stored_layout(sizes, settings, budget, certificate)
-    try:
-        held = _stored_layout(sizes, settings, budget, certificate)
-        if held.width >= min(_LINE, sizes.d):
-            return held
-    except BudgetError:
-        pass
-    return _stored_layout(replace(sizes, paged=True), settings, budget, certificate)
+    ways, found = [sizes], []
+    if sizes.may_narrow:
+        ways.append(replace(sizes, narrow=True))
+    if sizes.mapped:
+        ways += [replace(way, paged=True) for way in ways]
+    for way in ways:
+        try:
+            found.append(_stored_layout(way, settings, budget, certificate))
+        except BudgetError:
+            if way is ways[-1] and not found:
+                raise
+            continue
+        if found[-1].width >= min(_LINE, sizes.d):
+            return found[-1]
+    return max(found, key=lambda layout: layout.width)
 
 
 def _stored_layout(sizes: Sizes, settings: Settings, budget: int, certificate: str) -> Layout:
@@ -156,7 +164,7 @@ def _stored_layout(sizes: Sizes, settings: Settings, budget: int, certificate: s
     outputs = _outputs(sizes, settings, left - residual * keep)
     return Layout(
         None, "Q itself is never stored", certificate, width, width, memory, keep, outputs,
-        sizes.beside if beside else 0, on_host, sizes.paged,
+        sizes.beside if beside else 0, on_host, sizes.paged, sizes.narrow,
     )  # fmt: skip
 
 
@@ -255,7 +263,7 @@ def _memory(
         q_rows = sizes.n_train if rows is None else rows
         if certificate in DETERMINISTIC:
             q_rows = n
-        wide = sizes.hidden or stored
+        wide = sizes.hidden or (stored and not sizes.narrow)
         memory["Q"] = q_rows * d * (8 if wide else word) + sizes.copies * sizes.n_train * d * 8
         memory["P and its factor"] = 3 * min(d, max(sizes.n_train, 1)) * d * 8
     if certificate in DETERMINISTIC:

@@ -17,6 +17,7 @@ from herta_gpu.planning.costs import (
     certificate_costs,
     direct_costs,
     row_tolerance,
+    rows_may_be_narrow,
     sampling_pays,
     softmax_goal,
     strategy_costs,
@@ -129,6 +130,8 @@ def make_plan(
         by_rows = _by_rows(sizes, settings, strategy.value, samples.value)
         stored = _stored(H, sizes, settings, strategy.value, by_rows)
         wanted = _certificate(H, sizes, settings, by_rows, samples.value, stored)
+        narrow = stored and rows_may_be_narrow(H, sizes, settings)
+        sizes = replace(sizes, may_narrow=narrow)
         try:
             layout = fitting_layout(sizes, settings, budget, by_rows, wanted, stored)
             look = _look(H, sizes, settings, stored, by_rows) and layout.outputs > 0
@@ -141,7 +144,7 @@ def make_plan(
         strategy.decision,
         samples.decision,
         *_layout_decisions(layout, sizes, stored),
-        _Q_decision(recipe),
+        _OLD_P if settings.old_P else _Q_decision(recipe),
         Decision("certificate", layout.certificate, _CERTIFICATE_WHY[layout.certificate]),
         _memory_decision(layout, budget),
     ]
@@ -197,6 +200,7 @@ def _recipe(
     return Recipe(
         degree=chebyshev_degree(H, goal or Q_tolerance(H, sizes, settings, strategy)),
         width=layout.Q_width,
+        grain=4 if sizes.card else 1,
         exact=sizes.hidden and sizes.n_train >= sizes.d and goal is None,
         sketch_rows=layout.sketch_rows,
         by_rows=by_rows,
@@ -206,6 +210,7 @@ def _recipe(
         whiten=whiten,
         goal=goal,
         keep_residual=layout.keep_residual,
+        narrow=layout.narrow,
         curvature=loss.start_curvature(sizes.c),
         symmetric=settings.optimizer == "adam",
         seed=settings.seed,
@@ -262,12 +267,17 @@ def _layout_decisions(layout: Layout, sizes: Sizes, stored: bool) -> list[Decisi
     if not stored and layout.outputs < sizes.c:
         shown = f"{layout.outputs} of {sizes.c:,}"
         told.append(Decision("outputs at once", shown, "each block is finished before the next"))
+    if layout.narrow:
+        told.append(Decision("rows of Q", "float32", "memory is short; what they round is counted"))
     if layout.paged:
         why = "not in memory, where more columns at once save more"
         told.append(Decision("neighbours", "read again for each product", why))
     if stored and layout.on_host:
         told.append(Decision("training", "on the host", "outputs do not fit beside the graph"))
     return told
+
+
+_OLD_P = Decision("Q", "none", "P is that of the model that training starts from")
 
 
 def _Q_decision(recipe: Recipe) -> Decision:
@@ -295,6 +305,8 @@ def _strategies(settings: Settings, cost: dict[str, float]) -> list[Chosen]:
         return [chosen("herta", "precondition=False: standard training")]
     if settings.several:
         return [chosen("direct", f"{len(settings.lams)} blocks of features, on stored rows")]
+    if settings.old_P:
+        return [chosen("herta", "the P of another model is cheaper than one of its own")]
     if settings.strategy != "auto":
         return [chosen(settings.strategy, "as asked")]
     if settings.custom_P:
@@ -403,6 +415,10 @@ def _loop_samples(H: RegularizedLaplacian, sizes: Sizes, settings: Settings) -> 
     return Chosen(None, Decision("loop", "full graph", why))
 
 
+def _unproven(quadratic: bool) -> str:
+    return "spectral-probabilistic" if quadratic else "none"
+
+
 def _certificate(
     H: RegularizedLaplacian,
     sizes: Sizes,
@@ -412,6 +428,9 @@ def _certificate(
     stored: bool,
 ) -> str:
     """The kind of certificate to try first."""
+    if settings.old_P:
+        quadratic = LOSSES[settings.loss].quadratic
+        return "duality" if settings.ridge > 0 else _unproven(quadratic)
     if stored and LOSSES[settings.loss].quadratic and not by_rows:
         return "residual"
     unseen = by_rows or (sizes.n_train < sizes.d and settings.ridge == 0)

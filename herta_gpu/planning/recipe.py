@@ -23,6 +23,8 @@ class Recipe:
     curvature: float  # where training starts: P = curvature Q^T Q + ridge I
     symmetric: bool  # the optimizer depends on the coordinates: P^-1/2 itself
     seed: int
+    narrow: bool = False  # keep measured training rows in float32
+    grain: int = 1  # columns that a device reads at once: blocks have multiples of it
 
     @property
     def name(self) -> str:
@@ -38,6 +40,10 @@ class Recipe:
         return "float64" if self.exact else working
 
     def blocks(self, d: int) -> list[slice]:
-        """The columns of X in blocks of about the same size: none is narrow without need."""
+        """The columns of X in blocks of about the same size: none is narrow without need.
+
+        With a grain of 4, 100 columns are 52 + 48 instead of 50 + 50.
+        """
         step = -(-d // -(-d // self.width))
+        step = min(-(-step // self.grain) * self.grain, self.width)
         return [slice(j, min(j + step, d)) for j in range(0, d, step)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import sys
 import warnings
 from dataclasses import dataclass
 from typing import Any
@@ -37,6 +38,19 @@ class Estimator:
             setattr(self, name, value)
         return self
 
+    def __sklearn_tags__(self) -> Any:
+        """What scikit-learn asks of an estimator; nobody else calls this."""
+        from sklearn.utils import ClassifierTags, InputTags, RegressorTags, Tags, TargetTags
+
+        kind = getattr(self, "_estimator_type", None)
+        return Tags(
+            estimator_type=kind,
+            target_tags=TargetTags(required=True, multi_output=kind != "classifier"),
+            classifier_tags=ClassifierTags() if kind == "classifier" else None,
+            regressor_tags=RegressorTags() if kind == "regressor" else None,
+            input_tags=InputTags(sparse=True),
+        )
+
     def __repr__(self) -> str:
         changed = [
             f"{k}={getattr(self, k)!r}"
@@ -44,6 +58,19 @@ class Estimator:
             if isinstance(getattr(self, k), np.ndarray) or getattr(self, k) != v
         ]
         return f"{type(self).__name__}({', '.join(changed)})"
+
+
+class NotFittedError(ValueError, AttributeError, RuntimeError):
+    """A model was asked before it was fitted."""
+
+
+def not_fitted(model: Any) -> Exception:
+    """The error to raise; scikit-learn's own where it is in use, for that is what it looks for."""
+    kind = getattr(sys.modules.get("sklearn.exceptions"), "NotFittedError", ValueError)
+    error: Any = NotFittedError
+    if not issubclass(error, kind):
+        error = type("NotFittedError", (NotFittedError, kind), {})
+    return error(f"This {type(model).__name__} is not fitted yet: call fit first.")
 
 
 class OneHot:

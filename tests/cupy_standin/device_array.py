@@ -36,11 +36,15 @@ def wrap(x: Any) -> ndarray:
 def call(function: Any, *args: Any, **kwargs: Any) -> ndarray:
     """One operation of CuPy: device arrays in, a device array out."""
     LEDGER.add("calls")
+    LEDGER.swept += sum(a.nbytes for a in args if isinstance(a, ndarray))
     if kwargs.get("out") is not None:
         kwargs["out"] = unwrap(kwargs["out"])
         function(*map(unwrap, args), **kwargs)
-        return ndarray(kwargs["out"])
-    return wrap(function(*map(unwrap, args), **kwargs))
+        made = ndarray(kwargs["out"])
+    else:
+        made = wrap(function(*map(unwrap, args), **kwargs))
+    LEDGER.swept += made.nbytes
+    return made
 
 
 allocator: list[Any] = []  # all memory comes from the last one
@@ -219,6 +223,7 @@ class ndarray:  # noqa: N801 - CuPy's name
 
     def __setitem__(self, key: Any, value: Any) -> None:
         LEDGER.add("calls")
+        LEDGER.swept += 2 * value.nbytes if isinstance(value, ndarray) else 0
         self._data[_index(key, reading=False)] = unwrap(value)
 
     # ---- operators ----------------------------------------------------------------------

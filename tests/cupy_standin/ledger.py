@@ -18,6 +18,7 @@ class Ledger:
     stages: dict[str, Counter[str]] = field(default_factory=dict)
     kernels: Counter[str] = field(default_factory=Counter)  # launches by name
     traffic: dict[str, list[int]] = field(default_factory=dict)  # bytes read, written, by name
+    swept: int = 0  # bytes that CuPy's own operations read and wrote
     held: int = 0  # bytes allocated on the device now
     peak: int = 0
     largest_download: int = 0
@@ -31,6 +32,7 @@ class Ledger:
         self.kernels.clear()
         self.traffic.clear()
         self.pinned.clear()
+        self.swept = 0
         self.peak, self.largest_download, self.staged, self.most_pinned = self.held, 0, 0, inf
 
     def add(self, what: str, count: int = 1) -> None:
@@ -63,6 +65,11 @@ class Ledger:
 
     def freed(self, size: int) -> None:
         self.held -= size
+
+    @property
+    def moved(self) -> int:
+        """Bytes that all kernels, ours (of the variant "count") and CuPy's, read and wrote."""
+        return self.swept + sum(map(sum, self.traffic.values()))
 
     def total(self, what: str) -> int:
         return sum(counts[what] for counts in self.stages.values())

@@ -152,8 +152,11 @@ def test_certificates_cost_more_the_more_they_prove():
 
 
 def test_reordering_is_for_many_products():
-    assert worth_reordering(settings(lam=20.0), 500, 40)
-    assert not worth_reordering(settings(lam=0.1), 2, 1)
+    assert worth_reordering(settings(lam=20.0), 500, 40, 1000)
+    assert not worth_reordering(settings(lam=0.1), 2, 1, 1000)
+    # On a GPU products are so much faster that only long fits pay for it.
+    assert not worth_reordering(settings(lam=20.0), 100, 47, 65_000)
+    assert worth_reordering(settings(lam=1e4), 500, 40, 65_000)
 
 
 def test_sizes_are_those_of_the_data():

@@ -20,7 +20,8 @@ def settings(**wishes: Any) -> Settings:
 def test_the_defaults() -> None:
     assert settings() == Settings(
         lam=1.0, lams=(1.0,), loss="mse", optimizer="cg", ridge=0.0, tol=1e-6, max_iter=100,
-        strategy="auto", sparsify=Wish("auto"), scores="degree", mixed=False, sketch=Wish("auto"),
+        strategy="auto",
+        sparsify=Wish("auto"), scores="degree", mixed=False, sketch=Wish("auto"),
         precondition=True, device="auto", dtype="float32", memory_budget=None, seed=0,
         learning_rate=None, reorder=Wish("auto"),
     )  # fmt: skip

@@ -64,7 +64,8 @@ class CompiledBackend(CPUBackend):
     """`CPUBackend` with compiled primitives."""
 
     name = "cpu"
-    reorders = True
+    # Finding communities costs about as much as a few hundred columns of H X, and saves up to half.
+    order_columns = 1000
 
     def asarray(self, x: Any, dtype: str | None = None) -> Array:
         """`x` itself if it will do, else a copy that starts on a cache line."""
@@ -145,8 +146,8 @@ class CompiledBackend(CPUBackend):
         R = aligned_empty(Z.shape, dtype)
         return R, _residual(L, lam, Z, B, R, 0, 1.0 / unit)
 
-    def roundings(self, neighbours: float, columns: int) -> float:
-        if columns <= VECTOR_BYTES // 8:  # no runs: they cost a narrow block too much
+    def roundings(self, neighbours: float, columns: int, rows: bool = False) -> float:
+        if rows or columns <= VECTOR_BYTES // 8:  # no runs: they cost a narrow block too much
             return neighbours
         return min(neighbours, laplacian.RUN) + math.ceil(neighbours / laplacian.RUN)
 

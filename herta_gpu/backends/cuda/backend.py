@@ -4,8 +4,9 @@ The kernels are in ``kernels/*.cu``, one module per file, compiled when first us
 CuPy's cache.  A kernel gets bare pointers and unchecked scalars, so every launch goes through
 `_launch`, which wants C-contiguous device arrays and NumPy scalars of the exact type.
 
-Everything runs on the caller's current stream.  `# synchronize!` marks each line that waits for
-the device.  Memory comes from CuPy's current allocator; RMM's is plugged in by the line
+Everything runs on the current stream, which is the backend's own within `working`.
+`# synchronize!` marks each line that waits for the device.  Memory comes from CuPy's current
+allocator; RMM's is plugged in by the line
 ``cupy.cuda.set_allocator(rmm.allocators.cupy.rmm_cupy_allocator)``, with a ``memory_budget``, since
 a device whose memory RMM holds looks full.
 """
@@ -17,6 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
+from importlib.util import find_spec
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -26,17 +28,21 @@ import cupyx.scipy.sparse
 import numpy as np
 
 from herta_gpu.backends.base import STREAM_ROWS, Array, Backend, CGState, Halves, Laplacian
+from herta_gpu.backends.cuda import cugraph
 from herta_gpu.backends.cuda.device import (
     MAX_BLOCKS,
     NULL,
     THREADS,
     DeviceLaplacian,
+    ForeignStream,
     aligned,
     blocks,
     by_precision,
     column_shape,
     hadamard_passes,
     kernel_folder,
+    named_stream,
+    padded,
     pivoted_cholesky,
     pointer,
     roundings,
@@ -49,14 +55,18 @@ from herta_gpu.backends.cuda.device import (
 from herta_gpu.backends.cuda.graphs import DeviceGraph, derived, entries, from_device_edges
 from herta_gpu.backends.cuda.sampling import EdgeSampler
 from herta_gpu.backends.cuda.streaming import StreamedBlocks
-from herta_gpu.backends.cuda.traffic import Traffic, counted, note
+from herta_gpu.backends.cuda.traffic import Traffic, counted, note, note_again
 from herta_gpu.backends.cuda.uploads import empty_pinned, give_back_pinned, is_large, upload
 from herta_gpu.graph import Graph
 from herta_gpu.plumbing.interop import on_device
+from herta_gpu.plumbing.ordering import by_community
 
 # The pool cuts memory into pieces that no longer fit together: replayed through a model of it
 # (tests/cupy_standin/pool.py), fits took up to 1.2 times the bytes that they used at once.
 _FRAGMENTS = 1.2
+# Bytes of a step that a device moves (some TB/s) while the host makes its three launches, which is
+# about 30 microseconds: both are figures of data sheets and rules of thumb, not measured here.
+_SHORT_STEP = 32 << 20
 I32, I64, U32, U64 = np.int32, np.int64, np.uint32, np.uint64
 
 
@@ -94,6 +104,13 @@ def _launch(
     _kernel(file, name)(grid, block, args)
 
 
+def _follow(later: Any, earlier: Any) -> None:
+    """What stream `later` is given from now on comes after all that `earlier` has been given."""
+    here = cupy.cuda.Event(disable_timing=True)
+    here.record(earlier)
+    later.wait_event(here)
+
+
 @dataclass
 class CUDACGState(CGState):
     """CG with its scalars on the device."""
@@ -102,7 +119,8 @@ class CUDACGState(CGState):
     alpha: Array
     beta: Array
     steps: int | None = None  # steps of the last batch that was not captured
-    graph: Any = None  # that many steps as a CUDA graph
+    graph: Any = None  # that many steps as a CUDA graph ...
+    moved: Traffic | None = None  # ... and what they move
 
 
 class CUDABackend(Backend):
@@ -110,13 +128,16 @@ class CUDABackend(Backend):
 
     name = "cuda"
     xp = cupy
-    check_every = 4  # a look waits for the device
+    check_every = 8  # a look waits for the device, and steps beyond the last cost nearly nothing
     at_once = 1 << 23
+    # bench/l2.py: ordering by community takes the host some 70 ns for each non-zero, and saves 2.2
+    # bytes of DRAM for each non-zero and column at best, which is a picosecond.
+    order_columns = 65_000
 
     def __init__(self) -> None:
-        # With HERTA_CUDA_GRAPHS=1 the steps of CG between two looks at the mask are captured once
-        # per solve and replayed as one launch.
-        self.capture = os.environ.get("HERTA_CUDA_GRAPHS") == "1"
+        # The steps of CG between two looks at the mask can be captured once per solve and replayed
+        # as one launch: always with HERTA_CUDA_GRAPHS=1, never with 0, else where they are short.
+        self.capture = {"1": True, "0": False}.get(os.environ.get("HERTA_CUDA_GRAPHS", ""))
         if cupy.cuda.runtime.getDeviceCount() < 1:  # raises where there is no driver
             raise RuntimeError("no CUDA device is visible")
         self.sampler = EdgeSampler(cupy, _launch)
@@ -179,6 +200,36 @@ class CUDABackend(Backend):
             self.synchronize()
         finally:
             cupy.cuda.profiler.stop()
+
+    def on_stream(self, stream: int, device: int) -> Any:
+        here = cupy.cuda.runtime.getDevice()
+        if device != here:
+            raise RuntimeError(
+                f"The data are on cuda:{device}, but herta_gpu works on cuda:{here}, the current "
+                "device: move them there, or let CUDA_VISIBLE_DEVICES name one device."
+            )
+        return cupy.cuda.Stream.from_external(ForeignStream(stream))
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        caller = cupy.cuda.get_current_stream()
+        if caller.ptr == self._own.ptr:  # a method that calls another one
+            yield
+            return
+        _follow(self._own, caller)
+        try:
+            with self._own:
+                yield
+        finally:
+            _follow(caller, self._own)
+
+    @cached_property
+    def _own(self) -> Any:
+        """The stream of all work: the default one would wait for others, and they for it."""
+        return named_stream(cupy, "herta")
+
+    def padded(self, k: int, dtype: str) -> int:
+        return padded(k, np.dtype(dtype).itemsize)
 
     def synchronize(self) -> None:
         cupy.cuda.get_current_stream().synchronize()  # synchronize!
@@ -246,6 +297,14 @@ class CUDABackend(Backend):
     ) -> Graph:
         """`Graph.from_edges` of arrays that are on this device."""
         return from_device_edges(self, edge_index, num_nodes, edge_weight, duplicates)
+
+    def communities(self, graph: Graph, worth: float) -> Any | None:
+        """An order by community: cuGraph's, else the host's; None where caches absorb gathers."""
+        if 4 * 32 * graph.num_nodes < 2 * self._l2_bytes or isinstance(graph, DeviceGraph):
+            return None
+        if cugraph.available():
+            return cugraph.by_leiden(graph, worth)
+        return by_community(graph, worth) if find_spec("numba") else None
 
     def sampled_graph(self, graph: Graph, factors: Array) -> Graph:
         """L_tilde is put together on the device; the host reads it when somebody asks."""
@@ -320,7 +379,7 @@ class CUDABackend(Backend):
         rest = (*by_precision(B), I64(at.start), I64(at.stop), scale, *by_precision(R), *tail)
         self._rows("residual", L, scales, Z, at, (Z, *rest), long=False)
 
-    def roundings(self, neighbours: float, columns: int) -> float:
+    def roundings(self, neighbours: float, columns: int, rows: bool = False) -> float:
         return roundings(neighbours, columns)
 
     def _product(self, kernel: str, L: Laplacian, lam: float, X: Array, *tail: Any) -> None:
@@ -434,14 +493,23 @@ class CUDABackend(Backend):
 
     def cg_steps(self, L: Laplacian, lam: float, state: CGState, count: int) -> None:
         assert isinstance(state, CUDACGState)
-        if not self.capture or state.steps != count:
+        if state.steps != count or not self._captures(L, state):
             # The first batch compiles and allocates, which a capture must not.
             super().cg_steps(L, lam, state, count)
             state.steps, state.graph = count, None
             return
         if state.graph is None:
-            state.graph = self._captured(L, lam, state, count)
+            with counted() as state.moved:
+                state.graph = self._captured(L, lam, state, count)
+        elif state.moved is not None:
+            note_again(state.moved)
         state.graph.launch()  # on the current stream
+
+    def _captures(self, L: Laplacian, state: CGState) -> bool:
+        """Whether a step is over before the host has launched the next one."""
+        if self.capture is not None:
+            return self.capture
+        return state.P.nbytes * (10 + L.nnz / max(L.n, 1)) + 4 * L.nnz + 8 * L.n <= _SHORT_STEP
 
     def _captured(self, L: Laplacian, lam: float, state: CGState, count: int) -> Any:
         """Steps as a CUDA graph.
@@ -464,7 +532,7 @@ class CUDABackend(Backend):
 
     @cached_property
     def _recorder(self) -> Any:
-        return cupy.cuda.Stream(non_blocking=True)
+        return named_stream(cupy, "herta: captured steps")
 
     def _stream(self) -> int:
         """The stream that the next launch will run on."""
@@ -496,8 +564,12 @@ class CUDABackend(Backend):
 
     def half_pays(self, L: Laplacian, k: int) -> bool:
         # The caches hold no block that is larger; every gather is then half the bytes.
+        return 4 * L.n * k > self._l2_bytes
+
+    @cached_property
+    def _l2_bytes(self) -> int:
         runtime = cupy.cuda.runtime
-        return 4 * L.n * k > runtime.getDeviceProperties(runtime.getDevice())["l2CacheSize"]
+        return int(runtime.getDeviceProperties(runtime.getDevice())["l2CacheSize"])
 
     # ---- Algorithm 2 -----------------------------------------------------------------------
     def sketch_incidence(self, L: Laplacian, k: int, seed: int) -> Array:

@@ -51,6 +51,26 @@ def merged(
     return (u, v, w), once, components
 
 
+def by_leiden(graph: Graph, worth: float) -> Any | None:
+    """Nodes by community; None if less than `worth` of the edges lie within one.
+
+    What `herta_gpu.plumbing.ordering.by_community` does on the host, by cuGraph's Leiden.
+    """
+    import cugraph
+
+    u, v, w = graph.edges()
+    # Its documentation asks for weights.
+    weights = np.ones(u.shape[0], np.float32) if w is None else w
+    G = cugraph.Graph(directed=False)
+    frame = _frame({"src": u, "dst": v, "weights": weights})
+    G.from_cudf_edgelist(frame, source="src", destination="dst", edge_attr="weights")
+    parts, _ = cugraph.leiden(G, random_state=0)
+    labels = np.full(graph.num_nodes, -1, dtype=np.int64)  # nodes without an edge come first
+    labels[parts["vertex"].to_numpy()] = parts["partition"].to_numpy()
+    within = float((labels[u] == labels[v]).mean()) if u.shape[0] else 0.0
+    return np.argsort(labels, kind="stable") if within >= worth else None
+
+
 def _frame(columns: dict[str, Any], instead: str = "") -> Any:
     """An edge list of cuDF; one that is too long is refused, with what to do `instead`."""
     import cudf

@@ -54,6 +54,14 @@ def note(file: str, kernel: str, args: tuple[Any, ...]) -> None:
         traffic.add(file, kernel, args)
 
 
+def note_again(traffic: Traffic) -> None:
+    """The launches of `traffic` once more: a captured graph is replayed."""
+    for other in _counting:
+        for total, more in ((other.launches, traffic.launches), (other.moved, traffic.moved)):
+            for name, count in more.items():
+                total[name] = total.get(name, 0) + count
+
+
 def must_move(file: str, name: str, args: tuple[Any, ...]) -> int:
     """The bytes of one launch of a kernel, `name` without its types."""
     arrays = [a for a in args if not isinstance(a, np.generic)]

@@ -161,6 +161,15 @@ def test_a_graph_that_is_kept_may_be_used_on_another_stream(backend: Any, made_t
             backend.sketch_incidence(L, 4, 1)
 
 
+def test_an_upload_is_over_before_another_stream_may_use_it(backend: Any) -> None:
+    """Nothing else waits in between, as the list of edges above does."""
+    g, stream = random_graph(60, 200, weighted=True), backend.xp.cuda.Stream
+    with stream(non_blocking=True):
+        L = backend.laplacian(g, "float32")
+    with stream(non_blocking=True):
+        backend.apply_H(L, 3.0, backend.asarray(checks.block(60, 4, "float32")))
+
+
 def test_two_streams_in_one_array_are_a_race(backend: Any) -> None:
     cuda, x = backend.xp.cuda, backend.xp.zeros(3)
     other = cuda.Stream(non_blocking=True)

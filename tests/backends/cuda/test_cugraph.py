@@ -198,6 +198,20 @@ def weakly_connected_components(
     return DataFrame({"vertex": names, "labels": 7 * labels + 3})
 
 
+def leiden(
+    G: CuGraph,
+    max_iter: int = 100,
+    resolution: float = 1.0,
+    random_state: Any = None,
+    theta: float = 1.0,
+) -> tuple[DataFrame, float]:
+    """Four communities, by the id modulo 4, of the nodes that have an edge, in any order."""
+    assert not G.is_directed()
+    assert G.is_weighted()  # its documentation asks for weights
+    names = np.random.default_rng(0).permutation(np.unique(G._ends))
+    return DataFrame({"vertex": names, "partition": names % 4}), 0.5
+
+
 def _package(name: str, **members: Any) -> ModuleType:
     package = ModuleType(name)
     package.__spec__ = ModuleSpec(name, None)
@@ -209,6 +223,7 @@ def _package(name: str, **members: Any) -> ModuleType:
 def _rapids(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cudf", _package("cudf", DataFrame=DataFrame))
     members = {"Graph": CuGraph, "weakly_connected_components": weakly_connected_components}
+    members["leiden"] = leiden
     monkeypatch.setitem(sys.modules, "cugraph", _package("cugraph", **members))
 
 
@@ -442,3 +457,45 @@ def test_without_cugraph_the_host_merges(
     assert type(g) is Graph
     np.testing.assert_array_equal(g.weights, expected.weights)
     assert g.num_components == expected.num_components
+
+
+def in_fours(n: int) -> Graph:
+    """Nodes that know others of the same id modulo 4, and one that is alone."""
+    rng = np.random.default_rng(0)
+    u = rng.integers(0, n - 5, 6 * n)
+    return Graph.from_edges([u, (u + 4 * rng.integers(1, 9, 6 * n)) % (4 * ((n - 1) // 4))], n)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_an_order_by_leiden(weighted: bool) -> None:
+    g = in_fours(41)
+    if weighted:
+        u, v, _ = g.edges()
+        g = Graph.from_edges([u, v], 41, np.linspace(0.5, 2.0, u.shape[0]))
+    order = adapter.by_leiden(g, worth=0.9)
+    assert np.array_equal(np.sort(order), np.arange(41))
+    assert order[0] == 40  # the one without an edge
+    assert (np.diff(order[1:] % 4) >= 0).all()
+    assert adapter.by_leiden(random_graph(41, 200), worth=0.9) is None
+
+
+def test_a_large_graph_is_ordered_on_the_device(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By Leiden where cuGraph is installed, else by the host; nothing where the caches suffice."""
+    backend, g = get_backend("cuda"), in_fours(40_001)  # the stand-in's cache has 1 MB
+    assert backend.order_columns == 65_000
+    assert (np.diff(backend.communities(g, 0.5)[1:] % 4) >= 0).all()
+    assert backend.communities(in_fours(1000), 0.5) is None
+    small = in_fours(100)
+    assert (
+        backend.communities(backend.sampled_graph(small, cupy.ones(small.num_edges)), 0.0) is None
+    )
+    asked = []
+    monkeypatch.setattr(adapter, "available", lambda: False)
+    module = sys.modules[type(backend).__module__]
+    monkeypatch.setattr(module, "by_community", lambda *given: asked.append(given))
+    monkeypatch.setattr(module, "find_spec", lambda name: name)
+    backend.communities(g, 0.5)
+    assert asked == [(g, 0.5)]
+    monkeypatch.setattr(module, "find_spec", lambda name: None)
+    assert backend.communities(g, 0.5) is None  # no numba, no order
+    assert len(asked) == 1

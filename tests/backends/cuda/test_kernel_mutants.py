@@ -83,9 +83,6 @@ MUTANTS = {
     "race: every thread takes a ticket": Mutant(
         "cg.cu", "if (threadIdx.x == 0 && threadIdx.y == 0) {\n        __thr", "{\n        __thr"
     ),
-    "barrier missing before a ticket is taken": Mutant(
-        "laplacian.cu", "bool last;\n    __syncthreads();", "bool last;", "tsan"
-    ),
     "a row of partials left out": Mutant(
         "cg.cu",
         "block = threadIdx.y; block < gridDim.x;",
@@ -116,10 +113,10 @@ MUTANTS = {
         "laplacian.cu", "scale[column + i + c]", "scale[column]"
     ),
     "columns that stopped before the others did": Mutant(
-        "laplacian.cu", "here = here || active", "here = active"
+        "cg.cu", "here = here || active", "here = active"
     ),
-    "the last step of a column lost": Mutant(
-        "cg.cu", "__syncthreads_or(moves)", "__syncthreads_or(moves && beta[at.column] != 0)"
+    "steps lost where the last column is done": Mutant(
+        "cg.cu", "moves = moves || alpha", "moves = alpha"
     ),
     "a step that is taken again when all is done": Mutant(
         "cg.cu", "alpha[at.column + i] = beta[at.column + i] = 0;", "beta[at.column + i] = 0;"
@@ -131,7 +128,7 @@ MUTANTS = {
         "cg.cu", "atomicInc(ticket, count - 1) == count - 1", "atomicInc(ticket, count - 1) == 0"
     ),
     "exit before a barrier": Mutant(
-        "laplacian.cu", "lane(L.k);\n", "lane(L.k);\n    if (!lane.inside) return;\n"
+        "laplacian.cu", "if (active && !any", "if (!lane.inside) return;\n    if (active && !any"
     ),
     "off by one: a row too many": Mutant(
         "laplacian.cu", "const bool mine = row < L.n &&", "const bool mine = row <= L.n &&", "asan"

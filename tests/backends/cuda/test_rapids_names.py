@@ -42,7 +42,7 @@ USED = {
     "cugraph:Graph.is_weighted": [],
     "cugraph:Graph.is_multi_gpu": [],
     "cugraph:weakly_connected_components": ["G"],
-    "cugraph:leiden": ["G", "max_iter", "resolution", "random_state", "theta"],
+    "cugraph:leiden": ["G", "random_state"],
     "rmm.allocators.cupy:rmm_cupy_allocator": ["nbytes"],
 }
 

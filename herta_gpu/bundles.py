@@ -1,0 +1,194 @@
+"""One object that holds graph, features, labels and masks: a `Data` of PyG's, or our `Dataset`.
+
+Neither PyTorch nor PyG is imported: an object is recognised by what it offers.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, NamedTuple, TypeVar, cast
+
+import numpy as np
+import scipy.sparse as sp
+
+from herta_gpu.graph import Graph, check_graph
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+class Bundle(NamedTuple):
+    """What a model is fitted and scored with; `train` and `test` are ids, masks or None."""
+
+    graph: Graph
+    X: Any
+    y: Any
+    train: Any
+    test: Any
+
+
+def unpacked(
+    data: Any, X: Any = None, y: Any = None, train: bool = True, test: bool = True
+) -> Bundle:
+    """The bundle of an object that holds all of it; an X or y beside it goes first.
+
+    Masks that nobody asks for are not looked at.
+
+    Examples
+    --------
+    >>> from herta_gpu.bundles import unpacked
+    >>> from herta_gpu.datasets import load
+    >>> bundle = unpacked(load("digits"))
+    >>> bundle.X.shape, len(bundle.train), len(bundle.test)
+    ((1797, 65), 179, 1438)
+    """
+    if all(hasattr(data, name) for name in ("graph", "X", "y", "split")):
+        found = Bundle(data.graph, data.X, data.y, *map(data.split.get, ("train", "test")))
+    else:
+        _check_pyg(data)
+        wanted = (("train_mask", train), ("test_mask", test))
+        masks = (mask_of(data, name) if asked else None for name, asked in wanted)
+        found = Bundle(pyg_graph(data), features_of(data), labels_of(data), *masks)
+    X, y = (found.X if X is None else X), (found.y if y is None else y)
+    if X is None:
+        raise ValueError("The data hold a graph but no features: give X beside them.")
+    return found._replace(X=X, y=y)
+
+
+def takes_bundles(rows: str | None = None) -> Callable[[Method], Method]:
+    """Let a method (graph, X, ...) be called with one object that holds all of it.
+
+    `rows` names what its ids or masks are for: "train" for a fit, "idx" for a score on the test
+    nodes.  Arguments that are given beside the object go first.
+    """
+
+    def decorate(method: Method) -> Method:
+        signature = inspect.signature(method)
+
+        @wraps(method)
+        def wrapped(self: Any, graph: Any, X: Any = None, *args: Any, **kwargs: Any) -> Any:
+            if isinstance(graph, Graph):
+                return method(self, graph, X, *args, **kwargs)
+            given = signature.bind(self, graph, X, *args, **kwargs).arguments
+            train = rows == "train" and given.get("train") is None
+            test = rows == "idx" and given.get("idx") is None
+            bundle = unpacked(graph, X, given.get("y"), train, test)
+            given |= {"graph": bundle.graph, "X": bundle.X}
+            if "y" in signature.parameters:
+                given["y"] = bundle.y
+            if train or test:
+                given[str(rows)] = bundle.train if train else bundle.test
+            return method(**given)
+
+        return cast(Method, wrapped)
+
+    return decorate
+
+
+def _check_pyg(data: Any) -> None:
+    if hasattr(data, "to_homogeneous"):
+        raise TypeError("Nodes of several types are not one graph: use data.to_homogeneous().")
+    if hasattr(data, "__getitem__") and hasattr(data, "get") and hasattr(data, "len"):
+        raise TypeError("This is a data set of PyG's: give one of its graphs, dataset[0].")
+    if _held(data, "edge_index") is None and _held(data, "adj_t") is None:
+        check_graph(data)
+
+
+def pyg_graph(data: Any) -> Graph:
+    """The graph of a PyG `Data`: of edge_index, or of a sparse adj_t.
+
+    Weights are edge_weight, the values of adj_t, or an edge_attr of one real number per edge; more
+    numbers per edge, or whole ones, which may be types of edges, are none.
+    """
+    n = int(data.num_nodes)
+    if _held(data, "edge_index") is None:
+        edges, weight = _sparse_parts(data.adj_t)
+    else:
+        edges, weight = on_host(data.edge_index), _edge_weight(data)
+    weighted = weight is not None and bool((weight != 1).any())
+    return Graph.from_edges(edges, n, weight if weighted else None)
+
+
+def features_of(data: Any) -> Any:
+    """x as it is, tensors detached; a sparse one as a SciPy matrix."""
+    x = _held(data, "x")
+    if x is None:
+        return None
+    if _is_sparse(x):
+        at, values = _sparse_parts(x)
+        return sp.csr_array(
+            (np.ones(at.shape[1]) if values is None else values, at), shape=_size(x)
+        )
+    x = x.detach() if hasattr(x, "detach") else x
+    return x.float() if str(x.dtype) in ("torch.bfloat16", "torch.float16") else x
+
+
+def labels_of(data: Any) -> Any:
+    """y on the host; one column, as OGB has it, is one label per node."""
+    y = _held(data, "y")
+    if y is None:
+        return None
+    y = on_host(y)
+    return y[:, 0] if y.ndim == 2 and y.shape[1] == 1 else y
+
+
+def mask_of(data: Any, name: str) -> Any:
+    mask = _held(data, name)
+    if mask is None:
+        return None
+    mask = on_host(mask)
+    if mask.ndim == 2 and mask.shape[1] == 1:
+        mask = mask[:, 0]
+    if mask.ndim != 1:
+        short, _, _ = name.partition("_")
+        raise ValueError(
+            f"{name} has {mask.shape[1]} columns, one for each split: choose one of them, as by "
+            f"data.{name} = data.{name}[:, 0]"
+            + (f", or by {short}=data.{name}[:, 0]." if short == "train" else ".")
+        )
+    return mask
+
+
+def _held(data: Any, name: str) -> Any:
+    return getattr(data, name, None)
+
+
+def _edge_weight(data: Any) -> Any:
+    given = _held(data, "edge_weight")
+    if given is not None:
+        return on_host(given).reshape(-1)
+    given = _held(data, "edge_attr")
+    if given is None:
+        return None
+    given = on_host(given)
+    column = given.ndim == 1 or (given.ndim == 2 and given.shape[1] == 1)
+    return given.reshape(-1) if column and given.dtype.kind == "f" else None
+
+
+def _is_sparse(x: Any) -> bool:
+    return hasattr(x, "coo") or (hasattr(x, "layout") and "sparse" in str(x.layout))
+
+
+def _size(x: Any) -> tuple[int, ...]:
+    return tuple(int(k) for k in (x.sizes() if hasattr(x, "sizes") else x.shape))
+
+
+def _sparse_parts(A: Any) -> tuple[Any, Any]:
+    """((2, nnz) rows and columns, values or None) of a sparse tensor of PyTorch's or of PyG's."""
+    if sp.issparse(A):
+        A = sp.coo_array(A)
+        return np.stack([A.row, A.col]), A.data
+    if hasattr(A, "coo"):  # torch_sparse.SparseTensor
+        row, column, value = A.coo()
+        return np.stack([on_host(row), on_host(column)]), None if value is None else on_host(value)
+    A = A.detach().to_sparse_coo().coalesce()
+    return on_host(A.indices()), on_host(A.values())
+
+
+def on_host(array: Any) -> Any:
+    """A tensor of PyTorch's on any device, or anything that NumPy understands, for NumPy."""
+    if hasattr(array, "detach"):
+        array = array.detach().cpu()
+        array = array.float() if str(array.dtype) == "torch.bfloat16" else array
+    return np.asarray(array)

@@ -1,0 +1,362 @@
+"""Z = H^-1 F as a layer for PyTorch: gradients through it, and a proven bound of its error.
+
+F = f(X; theta) is the output of any module, H = I + lam L.  The default method is Chebyshev: p(H)
+is linear and symmetric, so that the product of the backward pass, dF = p(H) dZ, is the exact
+adjoint of the forward one at any tolerance.  No intermediate step is kept for it, and the gradient
+of lam is
+
+    dlam = -<V, L Z>,   V = H^-1 dZ.
+
+The last linear layer of a trained network is then trained to its certified optimum by `HERTA`, on
+the features of the layer before it.  All of it in one script:
+
+>>> import torch
+>>> from torch import nn
+>>> from herta_gpu import HERTA
+>>> from herta_gpu.datasets import load
+>>> from herta_gpu.torch import UnfoldedLayer
+>>> data, _ = load("digits"), torch.manual_seed(0)
+>>> X, y = torch.tensor(data.X, dtype=torch.float32), torch.tensor(data.y)
+>>> train, test = (torch.tensor(data.split[part]) for part in ("train", "test"))
+>>> hidden = nn.Sequential(nn.Linear(X.shape[1], 64), nn.ReLU())
+>>> layer = UnfoldedLayer(data.graph, lam=5.0, tol=1e-3)
+>>> model = nn.Sequential(hidden, nn.Linear(64, 10), layer)
+>>> optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+>>> for epoch in range(30):
+...     optimizer.zero_grad()
+...     loss = nn.functional.cross_entropy(model(X)[train], y[train])
+...     loss.backward()
+...     optimizer.step()
+>>> layer.error_ <= 1e-3  # proven, for every column, forward and backward
+True
+>>> features = hidden(X).detach()
+>>> last = HERTA(lam=5.0, loss="ce", ridge=1e-2).fit(data.graph, features, y, train)
+>>> last.status_, last.score(data.graph, features, y, test) > 0.9
+('certified', True)
+
+Tensors come and go without a copy: as views of NumPy on the CPU, through DLPack on a GPU, on the
+stream that PyTorch works on.  On the CPU the threads of PyTorch go on spinning for a while after
+each of its own operations, beside ours: `torch.set_num_threads(1)`, or OMP_WAIT_POLICY=passive in
+the environment before PyTorch is loaded, can halve the time of a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import numpy as np
+
+try:
+    import torch
+    from torch import Tensor, nn
+except ImportError as error:
+    raise ImportError("herta_gpu.torch needs PyTorch: install herta_gpu[torch].") from error
+
+from herta_gpu.backends import get_backend
+from herta_gpu.backends.base import Array, Backend
+from herta_gpu.graph import Graph, check_graph
+from herta_gpu.plumbing.interop import take_rows
+from herta_gpu.plumbing.validation import check_choice, check_lam, check_positive
+from herta_gpu.solver import (
+    RegularizedLaplacian,
+    block_cg,
+    chebyshev,
+    chebyshev_degree,
+    chebyshev_error,
+    chebyshev_rounding,
+)
+
+_HALVES = (torch.bfloat16, torch.float16)
+_SOLVED = {torch.float32: "float32", torch.float64: "float64"}
+_CG_TRIES = 4  # CG aims lower as long as a column misses the bound
+
+
+class UnfoldedLayer(nn.Module):
+    """Z = (I + lam L)^-1 F for F of shape (n, k) or (n,), to a proven accuracy.
+
+    Parameters
+    ----------
+    graph : Graph
+    lam : float or nn.Parameter
+        Weight of the graph; a parameter of one number is learned.  It must stay positive:
+        `torch.nn.utils.parametrize.register_parametrization(layer, "lam", nn.Softplus())` sees to
+        that.
+    tol : float
+        Bound of the relative error of every column, ||z - H^-1 f|| <= tol ||H^-1 f||.
+    method : {"chebyshev", "cg"}
+        Chebyshev is a linear map with an exact adjoint, and its bound is known before it starts.
+        CG adapts to each column: its backward pass is the adjoint up to tol only.
+
+    Attributes
+    ----------
+    error_ : float or None
+        What is proven of the last forward pass, rounding included; above tol only where the
+        precision of F cannot hold tol.
+    backward_error_ : float or None
+        The same of the last backward pass.
+
+    Notes
+    -----
+    Z has the precision of F; half precision is solved for in float32, which is also what comes out
+    under `torch.autocast`.  The layer is not traced by `torch.compile`, and what stands around it
+    is.  Copies share the graph; neither it nor lam, unless that is a parameter, is part of
+    `state_dict`.  The layer can be differentiated twice.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from herta_gpu import Graph
+    >>> from herta_gpu.torch import UnfoldedLayer
+    >>> layer = UnfoldedLayer(Graph.from_edges([[0, 1, 2], [1, 2, 3]]), lam=20.0, tol=1e-6)
+    >>> F = torch.eye(4, dtype=torch.float64, requires_grad=True)
+    >>> Z = layer(F)
+    >>> Z.sum().backward()
+    >>> layer, layer.error_ <= 1e-6, torch.allclose(Z.sum(dim=1), F.grad[:, 0])
+    (UnfoldedLayer(4 nodes, lam=20, tol=1e-06, method=chebyshev), True, True)
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        lam: float | nn.Parameter = 1.0,
+        tol: float = 1e-3,
+        method: str = "chebyshev",
+    ) -> None:
+        super().__init__()
+        check_graph(graph)
+        check_positive("tol", tol)
+        check_choice("method", method, ("chebyshev", "cg"))
+        if isinstance(lam, Tensor) and not isinstance(lam, nn.Parameter):
+            raise TypeError("lam is a tensor: give a float, or an nn.Parameter if it is learned.")
+        self.lam = lam
+        _number(lam)
+        self.tol, self.method = float(tol), method
+        self._inverse, self._errors = _Inverse(graph, self.tol, method), dict[str, float]()
+
+    @property
+    def graph(self) -> Graph:
+        return self._inverse.graph
+
+    @property
+    def error_(self) -> float | None:
+        return self._errors.get("forward")
+
+    @property
+    def backward_error_(self) -> float | None:
+        return self._errors.get("backward")
+
+    @torch.compiler.disable
+    def forward(self, F: Tensor) -> Tensor:
+        """H^-1 F in the precision of F."""
+        _check(F, self.graph.num_nodes)
+        _number(self.lam)
+        wide = F.float() if F.dtype in _HALVES else F
+        Z: Tensor = _Diffused.apply(wide, self.lam, self._inverse, self._errors, "forward")
+        if Z.dtype == F.dtype or torch.is_autocast_enabled(F.device.type):
+            return Z
+        self._errors["forward"] += 0.5 * torch.finfo(F.dtype).eps
+        return Z.to(F.dtype)
+
+    def extra_repr(self) -> str:
+        n, lam = self.graph.num_nodes, _number(self.lam)
+        return f"{n:,} nodes, lam={lam:g}, tol={self.tol:g}, method={self.method}"
+
+
+class _Diffused(torch.autograd.Function):
+    """H^-1 F, whose derivatives are products with H^-1 and L again, so that they have their own."""
+
+    @staticmethod
+    def forward(
+        F: Tensor, lam: Any, inverse: _Inverse, errors: dict[str, float], which: str
+    ) -> Any:
+        Z, errors[which] = inverse.times(F, _number(lam))
+        return Z
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        _, lam, ctx.inverse, ctx.errors, _ = inputs
+        ctx.lam, learned = _number(lam), ctx.needs_input_grad[1]
+        ctx.save_for_backward(*((lam, output) if learned else ()))
+
+    @staticmethod
+    def backward(ctx: Any, dZ: Tensor) -> Any:
+        lam, Z = ctx.saved_tensors or (ctx.lam, None)
+        V = _Diffused.apply(dZ, lam, ctx.inverse, ctx.errors, "backward")
+        if Z is None:
+            return V, None, None, None, None
+        dlam = -(V * _LaplacianTimes.apply(Z, ctx.inverse)).sum()
+        return V, dlam.to(lam).reshape(lam.shape), None, None, None
+
+
+class _LaplacianTimes(torch.autograd.Function):
+    """L Z; L is symmetric."""
+
+    @staticmethod
+    def forward(Z: Tensor, inverse: _Inverse) -> Any:
+        return inverse.laplacian_times(Z)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.inverse = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, dY: Tensor) -> Any:
+        return _LaplacianTimes.apply(dY, ctx.inverse), None
+
+
+class _Inverse:
+    """H^-1 of one graph, for tensors of either device and precision; copies of a layer share it."""
+
+    def __init__(self, graph: Graph, tol: float, method: str) -> None:
+        self.graph, self.tol, self.method = graph, tol, method
+        self._known: dict[tuple[str, str], RegularizedLaplacian] = {}
+        self._rows = graph.inverse_order()
+
+    def __deepcopy__(self, memo: Any) -> _Inverse:
+        return self
+
+    def __reduce__(self) -> Any:
+        return _Inverse, (self.graph, self.tol, self.method)
+
+    def times(self, F: Tensor, lam: float) -> tuple[Tensor, float]:
+        """(H^-1 F, proven relative error of every column)."""
+        with _backend_of(F) as backend:
+            H, B = self._H(backend, _SOLVED[F.dtype], lam), self._stored(F, backend)
+            unit = 0.5 * float(np.finfo(H.dtype).eps)
+            goal = max(self.tol - 2 * unit, 0.5 * self.tol)  # a float64 result is rounded at last
+            Z, error = (_by_chebyshev if self.method == "chebyshev" else _by_cg)(H, B, goal)
+            if str(Z.dtype) != H.dtype:
+                Z, error = Z.astype(H.dtype), error * (1 + unit) + unit
+            return self._tensor(Z, F, backend), error
+
+    def laplacian_times(self, Z: Tensor) -> Tensor:
+        with _backend_of(Z) as backend:
+            B = self._stored(Z, backend)
+            Y = self._H(backend, _SOLVED[Z.dtype], 1.0).apply(B)  # (I + L) Z
+            Y -= B
+            return self._tensor(Y, Z, backend)
+
+    def _H(self, backend: Backend, dtype: str, lam: float) -> RegularizedLaplacian:
+        key = (backend.name, dtype)
+        if key not in self._known:
+            self._known[key] = RegularizedLaplacian(self.graph, lam, backend, dtype)
+            assert self._known[key].most_neighbours >= 0  # counted once, for every lam
+        return self._known[key].at(lam)
+
+    def _stored(self, F: Tensor, backend: Backend) -> Array:
+        """F as a block of the backend's, in its own memory, rows where the graph has them."""
+        F = F.detach().contiguous()
+        B = backend.asarray(F if F.is_cuda else F.numpy())
+        return take_rows(B[:, None] if F.ndim == 1 else B, self.graph.order, backend)
+
+    def _tensor(self, Z: Array, F: Tensor, backend: Backend) -> Tensor:
+        Z = take_rows(Z, self._rows, backend)
+        return torch.from_dlpack(Z[:, 0] if F.ndim == 1 else Z)
+
+
+# ---- the two methods -------------------------------------------------------------------------
+
+
+class Polynomial(NamedTuple):
+    """How far Chebyshev goes, and what that is worth."""
+
+    dtype: str  # of the numbers it works on
+    degree: int
+    error: float  # proven: ||z - H^-1 b|| <= error ||H^-1 b|| for every b, rounding included
+
+
+def polynomial(H: RegularizedLaplacian, columns: int, tol: float) -> Polynomial:
+    """The cheapest polynomial of error tol for such blocks; where rounding forbids it, the best.
+
+    In float32 a part of tol is for rounding, so the degree is a little higher; float64, at twice
+    the time of a step, is taken where float32 does not reach tol, or not as soon.
+    """
+    found = [_within(H, columns, tol, dtype) for dtype in dict.fromkeys((H.dtype, "float64"))]
+    reached = [p for p in found if p.error <= tol]
+    return min(reached, key=lambda p: p.degree * np.dtype(p.dtype).itemsize, default=found[-1])
+
+
+def _within(H: RegularizedLaplacian, columns: int, tol: float, dtype: str) -> Polynomial:
+    """The lowest degree whose error with rounding is at most tol; else as low as rounding is."""
+    degree = chebyshev_degree(H, tol)
+    for _ in range(8):  # what rounding does grows with the degree, a little
+        rounding = chebyshev_rounding(H, dtype, columns, degree)
+        wanted = chebyshev_degree(H, max(tol - rounding, 0.01 * tol, 0.1 * rounding))
+        if wanted <= degree:
+            break
+        degree = wanted
+    return Polynomial(dtype, degree, chebyshev_error(H, degree) + rounding)
+
+
+def _by_chebyshev(H: RegularizedLaplacian, B: Array, tol: float) -> tuple[Array, float]:
+    p = polynomial(H, B.shape[1], tol)
+    return chebyshev(H, H.backend.asarray(B, p.dtype), p.degree), p.error
+
+
+def _by_cg(H: RegularizedLaplacian, B: Array, tol: float) -> tuple[Array, float]:
+    """CG stops by the H-norm; what a column lacks in the 2-norm is made up for from there on."""
+    Z: Any = None
+    goal = tol
+    for _ in range(_CG_TRIES):
+        Z, info = block_cg(H, B, goal, Z)
+        errors = _measured(H, B, Z, info.residuals)
+        worst = float(errors.max(initial=0.0))
+        if worst <= tol or info.status != "converged":
+            break
+        goal *= 0.5 * tol / worst
+    if not np.isfinite(worst):  # F had such numbers, and whoever scales gradients looks for them
+        Z[:, H.backend.asarray(~np.isfinite(errors))] = np.nan
+    return Z, worst
+
+
+def _measured(H: RegularizedLaplacian, B: Array, Z: Array, residuals: Any) -> Any:
+    """(k,) bounds of ||z - H^-1 b|| <= ||r||, relative to ||H^-1 b|| >= ||z|| - ||r||."""
+    backend = H.backend
+    b, z = (np.sqrt(backend.to_numpy(backend.column_dots(M, M))) for M in (B, Z))  # synchronize!
+    r = residuals + H.rounding(B.shape[1]) * z
+    return np.where(b == 0, 0.0, r / np.maximum(z - r, np.where(b == 0, 1.0, b) / H.lambda_max))
+
+
+# ---- tensors and numbers ---------------------------------------------------------------------
+
+
+@contextmanager
+def _backend_of(F: Tensor) -> Iterator[Backend]:
+    """The backend of the tensor's device; on a GPU it works on the stream that PyTorch works on."""
+    if not F.is_cuda:
+        yield get_backend("cpu")
+        return
+    backend: Any = get_backend("cuda")
+    with backend.on_stream(torch.cuda.current_stream(F.device).cuda_stream, F.device.index):
+        yield backend
+
+
+def _check(F: Any, n: int) -> None:
+    if not isinstance(F, Tensor):
+        raise TypeError(f"F must be a torch.Tensor, not {type(F).__name__}: torch.as_tensor(F).")
+    if F.device.type not in ("cpu", "cuda"):
+        raise ValueError(f"F is on {F.device}: herta_gpu works on the CPU and on CUDA devices.")
+    if F.layout != torch.strided:
+        raise ValueError("F is sparse, but H^-1 F is not: give F.to_dense().")
+    if F.dtype not in (*_HALVES, *_SOLVED):
+        raise ValueError(f"F must hold real floats, not {F.dtype}: give F.float().")
+    if F.ndim not in (1, 2):
+        raise ValueError(f"F must have one or two dimensions, (n, k), not {F.ndim}.")
+    if F.shape[0] != n:
+        raise ValueError(
+            f"F has {F.shape[0]:,} rows but the graph has {n:,} nodes: give one row per node."
+        )
+
+
+def _number(lam: Any) -> float:
+    """lam as a number that H can be made of."""
+    if isinstance(lam, Tensor):
+        if lam.numel() != 1:
+            raise ValueError(
+                f"lam must be one number, not a parameter of shape {tuple(lam.shape)}."
+            )
+        lam = float(lam.detach())  # synchronize!
+    check_lam(lam)
+    return float(lam)
