@@ -713,6 +713,7 @@ def _check_split_by_nodes(settings: Settings, given: dict[str, Any]) -> None:
         "sketch": settings.sketch.when == "always",
         "reorder": settings.reorder.when == "always",
         "several lam": settings.several,
+        "label_features": settings.label_folds > 0,
         "fit_intercept": settings.fit_intercept,
         'loss="bce"': settings.loss == "bce",
         **{name: value is not None for name, value in given.items()},
