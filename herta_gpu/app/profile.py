@@ -8,7 +8,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from herta_gpu.app.experiment import fit, load_for, make_model
+from herta_gpu.app.experiment import fit, load_for, make_model, make_smoother
 from herta_gpu.app.results import CommandOutput, FitResult
 from herta_gpu.app.text import NOTHING, bytes_text, table
 from herta_gpu.backends import get_backend
@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> CommandOutput:
         make_model(args, verbose=False).fit(data.graph, data.X, data.y, data.split["train"])
     model = make_model(args)
     with get_backend(args.device, data.graph, data.X).profiled() as traffic:
-        result = fit(model, data, Stages(args.verbose))
+        result = fit(model, data, Stages(args.verbose), smoother=make_smoother(args))
     with new_file(path) as temporary:
         temporary.write_text(json.dumps(to_plain(trace(model, result.seconds), lossy=True)))
     again = f"python -m herta_gpu {shlex.join(args.argv)}"
