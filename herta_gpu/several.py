@@ -45,7 +45,7 @@ class Repeated:
 
     @cached_property
     def sizes(self) -> Array:
-        return self.xp.tile(self.inner.sizes, self.count)
+        return self.xp.concatenate([self.inner.sizes] * self.count)
 
     @property
     def norm(self) -> float:
@@ -53,13 +53,13 @@ class Repeated:
 
     @property
     def rounding(self) -> Array:
-        return self.xp.tile(self.inner.rounding, self.count)
+        return self.xp.concatenate([self.inner.rounding] * self.count)
 
     @cached_property
     def ridge(self) -> Array:
         G = self.inner.ridge
         if G.ndim == 1:
-            return self.xp.tile(G, self.count)
+            return self.xp.concatenate([G] * self.count)
         return self._diagonal(G)
 
     def _diagonal(self, G: Array) -> Array:
