@@ -24,6 +24,13 @@ The strategy "direct", which needs no array of n x d or n x c numbers, in the or
     direct           what the stored rows prove of the true problem; `leave_one_out` what they say
                      of models without a row
 
+More from the same solver, each in a module of its own:
+
+    labels           LabelPropagation: H^-1 M^T Y, with an error bound of every number
+    smoothing        CorrectAndSmooth, after any base model
+    sweep            H_lam^-1 B for several lam from one sequence of products
+    label_features   labels of other folds as features, so that no label speaks for itself
+
 What other libraries' users know it by:
 
     torch            Z = H^-1 F as a layer for PyTorch
@@ -45,14 +52,16 @@ if TYPE_CHECKING:
     from herta_gpu.certificate import Certificate
     from herta_gpu.graph import Graph
     from herta_gpu.herta import HERTA
+    from herta_gpu.labels import LabelPropagation
     from herta_gpu.plumbing.checkpoint import Checkpoint
     from herta_gpu.sklearn import NodeClassifier, NodeRegressor
+    from herta_gpu.smoothing import CorrectAndSmooth
     from herta_gpu.solver import SDDSolver
     from herta_gpu.sparsifier import Sparsifier, effective_dimension
 
 __all__ = [
-    "HERTA", "Certificate", "Checkpoint", "Graph", "NodeClassifier", "NodeRegressor", "SDDSolver",
-    "Sparsifier", "effective_dimension",
+    "HERTA", "Certificate", "Checkpoint", "CorrectAndSmooth", "Graph", "LabelPropagation",
+    "NodeClassifier", "NodeRegressor", "SDDSolver", "Sparsifier", "effective_dimension",
 ]  # fmt: skip
 __version__ = "0.1.0"
 
@@ -60,6 +69,7 @@ _HOMES = {
     "HERTA": "herta", "Certificate": "certificate", "Graph": "graph", "SDDSolver": "solver",
     "Sparsifier": "sparsifier", "effective_dimension": "sparsifier",
     "Checkpoint": "plumbing.checkpoint", "NodeClassifier": "sklearn", "NodeRegressor": "sklearn",
+    "LabelPropagation": "labels", "CorrectAndSmooth": "smoothing",
 }  # fmt: skip
 
 

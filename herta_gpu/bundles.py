@@ -8,12 +8,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from functools import wraps
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 import scipy.sparse as sp
 
 from herta_gpu.graph import Graph, check_graph
+
+Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 class Bundle(NamedTuple):
@@ -54,24 +56,24 @@ def unpacked(
     return found._replace(X=X, y=y)
 
 
-def takes_bundles(rows: str | None = None) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def takes_bundles(rows: str | None = None) -> Callable[[Method], Method]:
     """Let a method (graph, X, ...) be called with one object that holds all of it.
 
     `rows` names what its ids or masks are for: "train" for a fit, "idx" for a score on the test
     nodes.  Arguments that are given beside the object go first.
     """
 
-    def decorate(method: Callable[..., Any]) -> Callable[..., Any]:
+    def decorate(method: Method) -> Method:
         signature = inspect.signature(method)
 
         @wraps(method)
-        def wrapped(self: Any, graph: Any, *args: Any, **kwargs: Any) -> Any:
+        def wrapped(self: Any, graph: Any, X: Any = None, *args: Any, **kwargs: Any) -> Any:
             if isinstance(graph, Graph):
-                return method(self, graph, *args, **kwargs)
-            given = signature.bind(self, graph, *args, **kwargs).arguments
+                return method(self, graph, X, *args, **kwargs)
+            given = signature.bind(self, graph, X, *args, **kwargs).arguments
             train = rows == "train" and given.get("train") is None
             test = rows == "idx" and given.get("idx") is None
-            bundle = unpacked(graph, given.get("X"), given.get("y"), train, test)
+            bundle = unpacked(graph, X, given.get("y"), train, test)
             given |= {"graph": bundle.graph, "X": bundle.X}
             if "y" in signature.parameters:
                 given["y"] = bundle.y
@@ -79,7 +81,7 @@ def takes_bundles(rows: str | None = None) -> Callable[[Callable[..., Any]], Cal
                 given[str(rows)] = bundle.train if train else bundle.test
             return method(**given)
 
-        return wrapped
+        return cast(Method, wrapped)
 
     return decorate
 

@@ -88,7 +88,10 @@ def check_products(backend: Any, g: Graph, k: int, dtype: str) -> None:
 
 
 def check_residual(backend: Any, g: Graph, k: int, dtype: str) -> None:
-    """Chunks of it, onto B itself; the scales of a float32 graph are float64 all the same."""
+    """Chunks of it, onto B itself, and all of it with its dots.
+
+    The scales of a float32 graph are float64 all the same.
+    """
     L, L_cpu = backend.laplacian(g, dtype), CPU.laplacian(g, dtype)
     Z, B = block(L.n, k, dtype), block(L.n, k, "float64", 1)
     R = backend.asarray(B.copy())
@@ -96,6 +99,11 @@ def check_residual(backend: Any, g: Graph, k: int, dtype: str) -> None:
         part = R[a:b]
         assert backend.residual_rows(L, LAM, backend.asarray(Z), part, a, out=part) is part
     close(backend, R, CPU.residual_rows(L_cpu, LAM, Z, B, 0), "float64")
+    unit = 2.0 ** (np.arange(k) % 5)
+    ours = backend.residual(L, LAM, *map(backend.asarray, (Z, B)), dtype, backend.asarray(unit))
+    theirs = CPU.residual(L_cpu, LAM, Z, B, dtype, unit)
+    close(backend, ours[0], theirs[0], dtype)
+    close(backend, ours[1], theirs[1], "float64", factor=10)
 
 
 def check_half(backend: Any, g: Graph, k: int) -> None:

@@ -18,7 +18,9 @@ _EXTRAS = {
     "fast": ("numba",),
     "ogb": ("ogb", "torch"),
     "plot": ("matplotlib",),
+    "progress": ("tqdm",),
     "tables": ("pandas", "pyarrow"),
+    "torch": ("torch",),
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tracemalloc
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -66,6 +67,31 @@ def test_residual_is_that_of_the_unrounded_matrix(backend: Backend, k: int, weig
             found = backend.residual_rows(L, LAM, Z, B, 0)
             assert found.dtype == np.float64
             assert (np.abs(found - (B - H @ Z.astype("float64"))) <= bound).all()
+
+
+@pytest.mark.parametrize("weighted", [False, True], ids=["unweighted", "weighted"])
+@pytest.mark.parametrize("k", [0, 1, 4, 7, 17, 64, 100])
+def test_a_residual_comes_with_the_dots_of_what_was_not_rounded(
+    backend: Backend, k: int, weighted: bool
+) -> None:
+    """Whatever Z, B and R are stored in; R counts in units of its own."""
+    g = hub(weighted)
+    rng, H, L = np.random.default_rng(k), dense_H(g, LAM), backend.laplacian(g, "float32")
+    unit = 2.0 ** (np.arange(k) % 7 - 3)
+    for of_Z, of_B, of_R in product(("float32", "float64"), repeat=3):
+        Z, B = (rng.standard_normal((g.num_nodes, k)).astype(kind) for kind in (of_Z, of_B))
+        R, dots = backend.residual(L, LAM, Z, B, of_R, unit)
+        z, b = Z.astype("float64"), B.astype("float64")
+        r, size = b - H @ z, np.abs(b) + np.abs(H) @ np.abs(z)
+        most = backend.roundings(float(np.diff(g.indptr).max()), k) + 8
+        # The dense product rounds as often as there are entries in a row.
+        off = (most + 705) * 2.0**-53 * size
+        assert R.dtype == of_R
+        assert (np.abs(R * unit - r) <= off + float(np.finfo(of_R).eps) * np.abs(r)).all()
+        shown = np.stack([(r * r).sum(axis=0), ((b + r) * z).sum(axis=0)])
+        allowed = np.stack([(np.abs(r) * off).sum(axis=0), (np.abs(z) * off).sum(axis=0)])
+        sums = 705 * 2.0**-53 * np.stack([shown[0], (np.abs(b + r) * np.abs(z)).sum(axis=0)])
+        assert (np.abs(dots - shown) <= 2.1 * allowed + 4 * sums).all()
 
 
 @pytest.mark.parametrize("k", [1, 4, 40])

@@ -28,6 +28,12 @@ from tests.backends.cuda.test_cuda import (
 from tests.backends.cuda.test_cuda_streams import (
     test_an_upload_is_over_before_another_stream_may_use_it as check_uploaded,
 )
+from tests.backends.cuda.test_solves import (
+    test_short_steps_are_replayed_and_long_ones_launched as check_replays,
+)
+from tests.backends.cuda.test_solves import (
+    test_work_is_handed_over_between_streams as check_handover,
+)
 from tests.cupy_standin.ledger import Ledger
 
 MUTANTS = {
@@ -94,6 +100,15 @@ MUTANTS = {
         "cuda", "s, k = state, state.R.shape[1]",
         "s, k = state, state.R.shape[1] + 0 * self.cg_active(state)",
     ),
+    "work that does not wait for what the caller's stream makes": (
+        "cuda", "        _follow(self._own, caller)\n", ""
+    ),
+    "a caller that does not wait for the work": (
+        "cuda", "            _follow(caller, self._own)\n", "            pass\n"
+    ),
+    "long rows of a residual left out": ("cuda", "        if first < last:\n", "        if 0:\n"),
+    "a residual in another unit": ("cuda", "B, 0, 1.0 / unit, R", "B, 0, unit, R"),
+    "replays that nobody counts": ("cuda", "note_again(state.moved)", "pass"),
     "a part used before it is there": (
         device_streaming, "            stream.wait_event(buffer.copied)\n", ""
     ),
@@ -149,11 +164,14 @@ def test_mutant_turns_a_check_red(
 ) -> None:
     backend = _mutated(name, monkeypatch)
     with pytest.raises((AssertionError, EmulatorError, TypeError, ZeroDivisionError)):
-        _face_every_check(ledger, backend)
+        _face_every_check(ledger, backend, monkeypatch)
 
 
-def _face_every_check(ledger: Ledger, backend: Any) -> None:
+def _face_every_check(ledger: Ledger, backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     checks.check_all(backend)
     check_uploaded(backend)
     check_ledger(ledger, backend, "float32")
     check_capture(ledger, backend, default=True)
+    backend.capture = None
+    check_handover(backend)
+    check_replays(ledger, backend, monkeypatch)

@@ -93,7 +93,8 @@ def test_the_widest_loads_fill_the_memory(arch: int) -> None:
 
 MUTANTS = {
     "gathers one by one": (
-        "laplacian.cu", "chebyshev_f32_i32_v4", "#pragma unroll 4", "#pragma unroll 1"
+        "laplacian.cu", "chebyshev_f32_i32_v4",
+        "#pragma unroll 4\n    for (i64 e", "#pragma unroll 1\n    for (i64 e",
     ),
     "an array that is no register": (
         "cg.cu", "cg_direction_f32_v4", "z.v[i] += a[i] * p.v[i];",

@@ -224,6 +224,15 @@ def test_inputs_and_results_of_the_callers_stream(ledger: Ledger, backend: Any) 
         np.testing.assert_array_equal(shown.get(), outputs)
 
 
+def test_work_is_handed_over_between_streams(backend: Any) -> None:
+    """A primitive of the backend between two operations of the caller; a race raises."""
+    with backend.xp.cuda.Stream(non_blocking=True):
+        x = backend.xp.asarray(checks.block(33, 4, "float32")) * 2.0
+        with backend.working():
+            dots = backend.column_dots(x, x)
+        x += dots.astype("float32") * 0.0
+
+
 def test_work_is_on_the_stream_of_the_backend(backend: Any) -> None:
     cuda = backend.xp.cuda
     caller = cuda.get_current_stream()
