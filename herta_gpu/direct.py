@@ -225,6 +225,7 @@ class StoredProblem:
             return self.least_squares(tol)
         # It holds several arrays of n_train x c, which may be too much for a GPU, not for the host.
         backend = self.host or self.backend
+        memory = int(self.backend.agreed(backend.memory_available()))
 
         def there(x: Array) -> Array:
             return x if self.host is None else self.backend.to_numpy(x)  # synchronize!
@@ -233,7 +234,8 @@ class StoredProblem:
         fitted = minimise(
             backend, self.loss, there(self.Q), there(self.Y[:]), self.ridge,
             self.basis.metric().on(backend, there), goal=0.1 * tol, max_steps=steps,
-            start=None if start is None else there(start), callback=tell, gram=gram,
+            start=None if start is None else there(start), callback=tell, memory_limit=memory,
+            gram=gram,
         )  # fmt: skip
         self.settled = fitted.status != "max_iter"
         return self.backend.asarray(fitted.u)

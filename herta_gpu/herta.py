@@ -15,13 +15,14 @@ from typing import Any, Self
 
 import numpy as np
 
-from herta_gpu.backends import chosen_backend, get_backend
+from herta_gpu.backends import backend_for, chosen_backend, get_backend, shared
 from herta_gpu.backends.base import Array, Backend
 from herta_gpu.blockwise import trained
 from herta_gpu.bundles import takes_bundles
 from herta_gpu.certificate import Certificate
 from herta_gpu.features import Features
 from herta_gpu.graph import Graph, check_graph
+from herta_gpu.label_features import cross_fitted
 from herta_gpu.losses import LOSSES, Loss
 from herta_gpu.planning.cards import Card
 from herta_gpu.planning.costs import Outline, Sizes, row_copies, sizes_of, stored_order
@@ -46,6 +47,7 @@ from herta_gpu.plumbing.models import read_model, write_model
 from herta_gpu.plumbing.stages import Stages
 from herta_gpu.plumbing.validation import (
     BudgetError,
+    as_labels,
     check_count,
     check_rows,
     check_scale,
@@ -91,11 +93,15 @@ def _names_what_fits(fit: Callable[..., HERTA]) -> Callable[..., HERTA]:
 
 
 def _on_its_device(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A method that runs on the stream of the device that is chosen for its graph and X."""
+    """A method that runs on the stream of the device that is chosen for its graph and X.
+
+    What fails on one process of the graph fails on all of them, with the same sentence.
+    """
 
     @wraps(method)
     def wrapped(self: HERTA, graph: Graph, X: Any = None, *args: Any, **kwargs: Any) -> Any:
-        with self._device(graph, X).working():
+        check_graph(graph)
+        with graph.together(), self._device(graph, X).working():
             return method(self, graph, X, *args, **kwargs)
 
     return wrapped
@@ -153,6 +159,10 @@ class HERTA(Estimator):
     fit_intercept : bool
         Add a constant to each output, undiffused and without a ridge: a column of ones in X would
         be diffused, and H^-1 1 is not 1.
+    label_features : int or bool
+        Folds (True: 5) of features that the labels of the training nodes make, for lam 1, 5, 20
+        and 100, cross-fitted so that no label speaks for itself (`herta_gpu.label_features`).
+        They stand beside the diffused X, as the last rows of `W_`.  0: none.
     class_weight : dict or "balanced", optional
         Weights of the rows of each class in the loss; "balanced": as much of each class.
 
@@ -164,6 +174,8 @@ class HERTA(Estimator):
         Zeros without `fit_intercept`.
     train_ : array (n_train,)
         The training nodes, in the order of their ids.
+    labels_ : array (n_train, c) or None
+        Their labels, where those make features.
     classes_ : array (c,) or None for float targets
     history_ : list of dict
         One per outer step: step, loss (the objective), loss_error (it is right up to this much),
@@ -234,6 +246,7 @@ class HERTA(Estimator):
         reorder: bool | str = "auto",
         fit_intercept: bool = False,
         class_weight: Mapping[Any, float] | str | None = None,
+        label_features: int | bool = 0,
     ) -> None:
         self.lam, self.alpha, self.loss, self.optimizer = lam, alpha, loss, optimizer
         self.ridge, self.tol, self.max_iter = ridge, tol, max_iter
@@ -242,6 +255,7 @@ class HERTA(Estimator):
         self.memory_budget, self.random_state, self.verbose = memory_budget, random_state, verbose
         self.learning_rate, self.reorder = learning_rate, reorder
         self.fit_intercept, self.class_weight = fit_intercept, class_weight
+        self.label_features = label_features
 
     @takes_bundles("train")
     @_on_its_device
@@ -299,6 +313,15 @@ class HERTA(Estimator):
         _check_helpers(callback, checkpoint, stages)
         _check_previous(warm_start, checkpoint)
         settings, (backend, why) = self._settings(), chosen_backend(self.device, graph, X)
+        backend = shared(backend, graph)
+        if not backend.whole:
+            others = {"checkpoint": checkpoint, "sample_weight": sample_weight, "loo": loo or None}
+            _check_split_by_nodes(settings, {**others, "warm_start": warm_start})
+        if loo and settings.label_folds:
+            raise ValueError(
+                "Leave-one-out is not valid with label features, which hold the label left out: "
+                "choose on validation nodes."
+            )
         settings = settings.with_loo() if loo else settings
         X, targets = self._checked_data(graph, X, y, train, backend, sample_weight)
         settings = replace(settings, ridge=settings.ridge / targets.unit)
@@ -314,16 +337,18 @@ class HERTA(Estimator):
             given, graph = graph, stored_order(graph, X, targets.Y.shape[1], settings, backend)
         H = RegularizedLaplacian(graph, settings.lam, backend, settings.dtype)  # I + lam L_hat
         with stages("plan"):
-            budget = settings.budget(backend.memory_available())
+            budget = settings.budget(backend.memory_everywhere())
             sizes = sizes_of(H, X, targets, settings, budget, beside.size)
             previous = _previous(warm_start, X.shape[1] * len(settings.lams), targets, backend)
             settings = with_old_P(H, sizes, settings, previous)
             plan = make_plan(H, sizes, settings, budget, reordered=graph is not given)
             self.plan_ = plan  # a fit that is interrupted leaves what it was about to do
+            backend.same(plan, "plan")
         if checkpoint is not None:
             checkpoint.claim()  # nothing can be refused any more
         with stages("features"):
             features = Features(X, backend, graph.order, budget)
+            extra = _label_features(H, targets.rows, targets.Y, settings)
         whole = not plan.stored and plan.outputs >= targets.Y.shape[1]
         rows, Y = _stored(graph, targets.rows, backend), _placed(targets.Y, whole, backend)
 
@@ -335,7 +360,7 @@ class HERTA(Estimator):
         # from all rows would miss the Hessian.
         A = UnfoldedMap(
             H, features, rows, plan.solve_width, _bound(targets, settings, backend),
-            [H.at(lam) for lam in settings.lams] if settings.several else None,
+            [H.at(lam) for lam in settings.lams] if settings.several else None, extra,
         )  # fmt: skip
         beside = beside[: plan.beside]  # all of them, or none
         others = _stored(graph, beside, backend)
@@ -356,8 +381,9 @@ class HERTA(Estimator):
                 # Output: W = P^-1/2 w, not w: the loop ran in preconditioned coordinates.
                 W = trained(run, A, Y, w, plan.outputs, recall, Z)
 
-        self.W_ = backend.to_numpy(W)  # synchronize!
+        self.W_ = backend.same(backend.to_numpy(W), "weights")  # synchronize!
         self.intercept_, self.train_ = run.constants(), targets.rows
+        self.labels_ = np.asarray(targets.Y) if extra is not None else None
         for name in _WITH_THE_FIT:
             self.__dict__.pop(name, None)  # those of another fit
         outputs = made.outputs(W) if beside.size > 0 else None
@@ -381,15 +407,22 @@ class HERTA(Estimator):
         self, graph: Graph, X: Any, y: Any, train: Any, backend: Backend, weight: Any = None
     ) -> tuple[Any, Targets]:
         """X as a matrix and the training rows, or a sentence that says what is wrong."""
-        check_graph(graph)
         X = as_matrix(X, backend)
         largest = check_rows("X", X, graph)
         if X.shape[1] == 0:
             raise ValueError("X has no columns: give at least one feature.")
-        check_scale(largest)
+        backend.same(self.get_params(), "parameters", always=True)
+        backend.same(X.shape[not backend.whole :], "shape of X", always=True)
+        check_scale(float(backend.largest(largest)))
         y, train, weight = (to_host(a, backend) for a in (y, train, weight))
         n = graph.num_nodes
-        return X, make_targets(y, train, n, self.loss, weight, self.class_weight)
+        if backend.whole:
+            targets = make_targets(y, train, n, self.loss, weight, self.class_weight)
+            backend.same(targets.rows, "training nodes", always=True)
+            return X, targets
+        y = as_labels("y", y)
+        backend.same((y.ndim, y.dtype.kind), "kind of labels", always=True)
+        return X, make_targets(y, train, n, self.loss, gathered=backend.gathered)
 
     def plan(
         self,
@@ -557,7 +590,6 @@ class HERTA(Estimator):
         """
         self._fitted()
         backend, settings = self._device(graph, X), self._settings()
-        check_graph(graph)
         X = as_matrix(X, backend)
         largest = check_rows("X", X, graph)
         if X.shape[1] != self.n_features_in_:
@@ -567,12 +599,20 @@ class HERTA(Estimator):
             )
         check_scale(largest, fitted=True)
         H = RegularizedLaplacian(graph, settings.lam, backend, settings.dtype)
-        budget = settings.budget(backend.memory_available())
+        budget, c = settings.budget(backend.memory_everywhere()), self.W_.shape[1]
         features = Features(X, backend, graph.order, budget)
-        width = outputs_at_once(graph, X, self.W_.shape[1], settings.dtype, backend, budget)
+        width = outputs_at_once(graph, X, c, settings.dtype, backend, budget)
         systems = [H.at(lam) for lam in settings.lams] if settings.several else [H]
         W, b = backend.asarray(self.W_), backend.asarray(self.intercept_)
-        return Outputs(systems, features, W, width, b if self.fit_intercept else None)
+        extra = None
+        if settings.label_folds:
+            if int(self.train_.max()) >= graph.num_nodes:
+                raise ValueError(
+                    "The model has features of labels, which belong to nodes that are not in this "
+                    "graph: give the graph that it was fitted on, or that graph with more nodes."
+                )
+            extra = _label_features(H, self.train_, self.labels_, settings)
+        return Outputs(systems, features, W, width, b if self.fit_intercept else None, extra)
 
     def _stored_rows(self, graph: Graph, idx: Any, backend: Backend) -> Array | None:
         """Where the graph stores the nodes `idx`; None: all rows, as they are stored."""
@@ -590,12 +630,14 @@ class HERTA(Estimator):
         For loss="bce" the share of right labels among all that are known.
         """
         self._fitted()
-        check_graph(graph)
         backend = self._device(graph, X)
         y, idx = (to_host(a, backend) for a in (y, idx))
         check_scored(y, graph.num_nodes)  # before the solve
         rows = node_rows(idx, graph.num_nodes)
         predicted = to_host(self.predict(graph, X, rows), backend)
+        if not backend.whole:
+            y = backend.gathered(as_labels("y", y)[rows])
+            predicted, rows = backend.gathered(predicted), np.arange(y.shape[0])
         if self.loss == "bce":
             return label_accuracy(predicted, y, rows)
         return accuracy_or_r2(predicted, y, rows, self.classes_)
@@ -640,7 +682,7 @@ class HERTA(Estimator):
 
     def _device(self, graph: Graph, X: Any) -> Backend:
         """The device for these data, if the parameters are right and it is there."""
-        return get_backend(self._settings().device, graph, X)
+        return backend_for(self._settings().device, graph, X)
 
     def __getattr__(self, name: str) -> Any:
         """Say how to get what only some fits leave."""
@@ -662,6 +704,26 @@ def _check_helpers(callback: Any, checkpoint: Any, stages: Any) -> None:
         raise TypeError(f"checkpoint must be a Checkpoint, not {type(checkpoint).__name__}.")
     if not isinstance(stages, (Stages, type(None))):
         raise TypeError(f"stages must be a Stages, not {type(stages).__name__}.")
+
+
+def _check_split_by_nodes(settings: Settings, given: dict[str, Any]) -> None:
+    """Say what works only where each process has all rows."""
+    asked = {
+        "sparsify": settings.sparsify.when == "always" or settings.mixed,
+        "sketch": settings.sketch.when == "always",
+        "reorder": settings.reorder.when == "always",
+        "several lam": settings.several,
+        "label_features": settings.label_folds > 0,
+        "fit_intercept": settings.fit_intercept,
+        'loss="bce"': settings.loss == "bce",
+        **{name: value is not None for name, value in given.items()},
+    }
+    name = next((name for name, wanted in asked.items() if wanted), None)
+    if name is not None:
+        raise ValueError(
+            f'{name} does not work on a graph that is split by nodes: use split="columns", or '
+            f"leave {name} out."
+        )
 
 
 def _check_previous(previous: Any, checkpoint: Any) -> None:
@@ -694,6 +756,18 @@ def _stored(graph: Graph, nodes: Any, backend: Backend) -> Array:
     """The rows in which the graph stores these nodes of the caller's."""
     inverse = graph.inverse_order()
     return backend.asarray(nodes if inverse is None else inverse[nodes])
+
+
+def _label_features(
+    H: RegularizedLaplacian, rows: Any, Y: Any, settings: Settings
+) -> Features | None:
+    """Features that the labels Y of the nodes `rows` make, as they are in storage."""
+    if not settings.label_folds:
+        return None
+    Y = np.asarray(Y)
+    Y = np.maximum(Y, 0.0) if settings.loss == "bce" else Y  # -1 there is not known
+    columns, _ = cross_fitted(H, rows, Y, folds=settings.label_folds, seed=settings.seed)
+    return Features(columns, H.backend, H.graph.order)
 
 
 def _bound(targets: Targets, settings: Settings, backend: Backend) -> Loss:

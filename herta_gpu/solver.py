@@ -81,7 +81,8 @@ class RegularizedLaplacian:
     def most_neighbours(self) -> float:
         """The largest number of terms in a sum over neighbours."""
         indptr = self.graph.indptr
-        return float((indptr[1:] - indptr[:-1]).max(initial=0))  # synchronize!
+        here = float((indptr[1:] - indptr[:-1]).max(initial=0))  # synchronize!
+        return float(self.backend.largest(here))
 
     def rounding(self, columns: int, rows: bool = False) -> float:
         """||computed B - H Z less the true one|| <= this ||Z||, blocks of so many columns.
@@ -100,6 +101,10 @@ class RegularizedLaplacian:
         L = self.laplacian(str(Z.dtype))
         return self.backend.residual_rows(L, self.lam, Z, B, start, out=B)
 
+    def with_neighbours(self, Z: Array) -> Array:
+        """Z for all calls of `residual_rows`: what comes from other processes comes once."""
+        return self.backend.with_neighbours(self.laplacian(str(Z.dtype)), Z)
+
     def apply(self, X: Array) -> Array:
         """H X in the precision of X."""
         return self.backend.apply_H(self.laplacian(str(X.dtype)), self.lam, X)
@@ -111,7 +116,8 @@ class RegularizedLaplacian:
         unit = self.backend.xp.ones(Z.shape[1]) if unit is None else unit
         with marked("residual", columns=Z.shape[1]):
             L = self.laplacian(str(Z.dtype))
-            return self.backend.residual(L, self.lam, Z, B, dtype, unit)
+            R, dots = self.backend.residual(L, self.lam, Z, B, dtype, unit)
+        return R, self.backend.total(dots)
 
 
 @dataclass
@@ -191,7 +197,7 @@ def _refined(
     xp, k = H.backend.xp, B.shape[1]
     tol = max(tol, _LEAST_TOL)
     limit = max_iter or 3 * chebyshev_degree(H, tol / math.sqrt(H.lambda_max)) + 20
-    b2 = H.backend.column_dots(B, B)
+    b2 = H.backend.total(H.backend.column_dots(B, B))
     iterations = np.zeros(k, dtype=np.int64)
     last, working = xp.full(k, xp.inf), H.dtype
     status, unit = "stagnated", _unit(xp, xp.sqrt(b2))
@@ -347,15 +353,23 @@ def chebyshev(
     gather neighbours in half precision (with a third block, of uint16): nothing is proven of the
     result then but what its residual says.
     """
+    first, steps = chebyshev_steps(H, degree)
+    L = H.laplacian(str(B.dtype))
+    with marked("solve", columns=B.shape[1], degree=degree):
+        return H.backend.chebyshev(L, H.lam, B, first, steps, work, half)
+
+
+def chebyshev_steps(
+    H: RegularizedLaplacian, degree: int
+) -> tuple[float, list[tuple[float, float]]]:
+    """The factor of the first step, and (c1, c2) of each of the others."""
     theta, delta = (H.lambda_max + 1) / 2, (H.lambda_max - 1) / 2
     rho, steps = delta / theta, []
     for _ in range(degree - 1):
         rho_next = 1.0 / (2 * theta / delta - rho) if delta > 0 else 0.0
         steps.append((rho * rho_next, 2 * rho_next / delta if delta > 0 else 0.0))
         rho = rho_next
-    L = H.laplacian(str(B.dtype))
-    with marked("solve", columns=B.shape[1], degree=degree):
-        return H.backend.chebyshev(L, H.lam, B, 1 / theta, steps, work, half)
+    return 1 / theta, steps
 
 
 def column_bytes(dtype: str) -> int:
@@ -555,7 +569,7 @@ class SDDSolver:
         exact = self.tol < 16 * np.finfo(self.dtype).eps * H.lambda_max
         degree = chebyshev_degree(H, self.tol)
         Z = chebyshev(H, B.astype("float64" if exact else self.dtype), degree)
-        b2 = H.backend.column_dots(B, B)
+        b2 = H.backend.total(H.backend.column_dots(B, B))
         norm, _, bound = _measure(H, b2, H.residual(B, Z, str(Z.dtype))[1])
         norm, bound, b2 = (H.backend.to_numpy(a) for a in (norm, bound, b2))  # synchronize!
         # The polynomial proves ||r|| <= tol ||b|| too; a residual beyond that is rounding.

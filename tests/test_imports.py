@@ -17,11 +17,13 @@ LAYERS = [
     ["graph"],
     ["bundles"],
     ["backends.base"],
-    ["backends.cpu", "backends.cuda"],
+    ["backends.cpu", "backends.cuda", "backends.ranks"],
     ["backends"],
     ["solver"],
-    ["features", "factors", "losses", "torch"],
-    ["prediction"],
+    ["features", "factors", "row_losses", "torch"],
+    ["entropies"],
+    ["losses"],
+    ["prediction", "sweep"],
     ["grams", "unfolded", "optimizers", "sparsifier"],
     ["hessians"],
     ["descent"],
@@ -38,6 +40,8 @@ LAYERS = [
     ["blockwise"],
     ["planning"],
     ["steps"],
+    ["labels"],
+    ["smoothing", "label_features"],
     ["herta"],
     ["sklearn"],
     ["datasets"],
@@ -48,10 +52,13 @@ LAYERS = [
 OPTIONAL = {
     ("graph", "backends"),  # edges on a GPU
     ("graph", "backends.cuda.cugraph"),
+    ("graph", "backends.ranks.edges"),  # mpi4py
     ("plumbing.building", "backends.cpu.kernels.building"),  # numba
     ("plumbing.ordering", "backends.cpu.kernels.ordering"),  # numba
     ("backends", "backends.cpu.compiled"),  # numba
     ("backends", "backends.cuda.backend"),  # CuPy
+    ("backends", "backends.ranks"),  # mpi4py
+    ("app.crew", "backends.ranks"),
 }
 # The command line answers Ctrl-C before the rest of the package is imported.
 LIGHT = ("app.cli", "__main__")

@@ -28,6 +28,7 @@ from herta_gpu.plumbing.files import DataError, check_place, new_file
 from herta_gpu.plumbing.models import check_params, without_stop
 from herta_gpu.plumbing.plain import check_entries, to_plain
 from herta_gpu.plumbing.validation import BudgetError, check_choice
+from herta_gpu.smoothing import CorrectAndSmooth
 
 try:
     import fcntl
@@ -173,6 +174,19 @@ class Run:
         save_model(model, self.folder / "model.npz")
 
 
+class Onlooker(Run):
+    """The run folder of another process: nothing is written, but for blocks of the checkpoint."""
+
+    def __init__(self, folder: str | Path) -> None:
+        super().__init__(Path(folder))
+
+    def write_text(self, name: str, text: str) -> None:
+        pass
+
+    def record(self, step: dict[str, Any]) -> None:
+        pass
+
+
 def check_free(folder: str | Path | None, overwrite: bool = False) -> None:
     """Raise an error unless a new run may go into `folder`; None means that no run is wanted."""
     if folder is None:
@@ -213,8 +227,8 @@ def _line(step: dict[str, Any]) -> str:
     return json.dumps(to_plain(step, lossy=True)) + "\n"
 
 
-def environment() -> dict[str, Any]:
-    """Versions, platform and threads, on which a result depends, too."""
+def environment(ranks: int = 1) -> dict[str, Any]:
+    """Versions, platform, threads and processes, on which a result depends, too."""
     return {
         "herta_gpu": __version__,
         "python": platform.python_version(),
@@ -222,6 +236,7 @@ def environment() -> dict[str, Any]:
         "scipy": scipy.__version__,
         "platform": platform.platform(),
         "threads": os.environ.get("OMP_NUM_THREADS") or os.cpu_count(),
+        "ranks": ranks,
         "command": sys.argv,
     }
 
@@ -246,6 +261,19 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     return _read_json(path, _checked_config)
 
 
+def smoother_of(config: dict[str, Any]) -> CorrectAndSmooth | None:
+    """Correct and Smooth as the run had it; earlier versions have no such entry."""
+    params = config.get("correct_and_smooth")
+    if params is None:
+        return None
+    if not isinstance(params, dict):
+        raise ValueError(f"its entry correct_and_smooth is {params!r}")
+    check_params(CorrectAndSmooth, params)
+    made = CorrectAndSmooth(**params)
+    made._checked()
+    return made
+
+
 def _read_json(path: Path, read: Callable[[Any], T]) -> T:
     """What `read` makes of the content of a JSON file; its ValueError says what is damaged."""
     try:
@@ -258,6 +286,7 @@ def _checked_config(content: Any) -> dict[str, Any]:
     check_entries(content, _CONFIG)
     check_params(HERTA, content["params"])
     HERTA(**content["params"])._settings()
+    smoother_of(content)
     if content["normalize"] is not None:
         check_choice("normalize", content["normalize"], NORMALIZATIONS)
     return dict(content)
