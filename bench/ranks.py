@@ -34,7 +34,7 @@ def graphs(quick: bool) -> dict[str, Any]:
     for name in names:
         try:
             graph = load(name).graph
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RuntimeError) as error:
             print(f"{name} is left out: {error}", file=sys.stderr)
             continue
         u, v, _ = graph.edges()
@@ -66,7 +66,11 @@ def measure(quick: bool) -> None:
     for name, (edges, n) in graphs(quick).items():
         ways: dict[str, Any] = {"whole": None}
         if comm.size > 1:
-            ways = {"metis": "metis", "blocks": "blocks", "random": rng.integers(0, comm.size, n)}
+            ways = {
+                "metis": "metis",
+                "blocks": "blocks",
+                "random": np.random.default_rng(1).integers(0, comm.size, n),
+            }
         for way, partition in ways.items():
             if partition is None:
                 graph, backend = Graph.from_edges(edges, n), get_backend("cpu")

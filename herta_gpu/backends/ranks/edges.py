@@ -52,7 +52,8 @@ def shared_graph(
 
 def _by_metis(team: Ranks, edges: Any, n: int) -> Any:
     """The rank of each node so that few edges are cut, found by rank 0, which holds all edges."""
-    ends, found = team.gathered(np.ascontiguousarray(edges.T))[0].T, None
+    ends: Any = team.gathered(np.ascontiguousarray(edges.T))[0].T
+    found: Any = None
     if team.rank == 0:
         try:
             import pymetis
@@ -64,8 +65,7 @@ def _by_metis(team: Ranks, edges: Any, n: int) -> Any:
         # The work of a row: its neighbours, and what it costs without any.
         work = (np.diff(whole.indptr) + 4).tolist()
         rows = pymetis.CSRAdjacency(whole.indptr, whole.indices)
-        _, found = pymetis.part_graph(team.size, rows, vweights=work)
-        found = np.asarray(found, dtype=np.int32)
+        found = np.asarray(pymetis.part_graph(team.size, rows, vweights=work)[1], dtype=np.int32)
     return team.agreed(found)
 
 
