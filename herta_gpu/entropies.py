@@ -95,7 +95,8 @@ class CrossEntropy(_Curved):
         """By Newton's method: each class gets the share of the softmax that it has of the rows."""
         goal = self.weighted(Y).sum(axis=0)
         share = xp.maximum(goal / xp.maximum(goal.sum(), _TINY), _TINY)
-        b = xp.log(share) - xp.log(share).mean()
+        b = xp.log(share)
+        b = b - b.sum() / b.shape[0]
         c = b.shape[0]
 
         def at(b: Array) -> tuple[float, Array, Array]:
@@ -166,7 +167,7 @@ class CrossEntropy(_Curved):
         # Rows of class k: the mean of f_j - f_k is at most objective / (their weight) for each j.
         sums = self.weighted(Y).sum(axis=0)
         known = (objective, ridge, X_norm)
-        within = self._within(xp, b - b.mean(), sums, math.sqrt(2), known)
+        within = self._within(xp, b - b.sum() / b.shape[0], sums, math.sqrt(2), known)
         return math.sqrt(self.total(Y.shape[0])) * within
 
     def step(

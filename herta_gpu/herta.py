@@ -339,7 +339,8 @@ class HERTA(Estimator):
         with stages("plan"):
             budget = settings.budget(backend.memory_everywhere())
             sizes = sizes_of(H, X, targets, settings, budget, beside.size)
-            previous = _previous(warm_start, X.shape[1] * len(settings.lams), targets, backend)
+            width = settings.features(X.shape[1], targets.Y.shape[1])
+            previous = _previous(warm_start, width, targets, backend)
             settings = with_old_P(H, sizes, settings, previous)
             plan = make_plan(H, sizes, settings, budget, reordered=graph is not given)
             self.plan_ = plan  # a fit that is interrupted leaves what it was about to do
@@ -684,6 +685,10 @@ class HERTA(Estimator):
         """The device for these data, if the parameters are right and it is there."""
         return backend_for(self._settings().device, graph, X)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """All but what belongs to this process: the factor of P for a warm start."""
+        return {name: value for name, value in vars(self).items() if name != "_P"}
+
     def __getattr__(self, name: str) -> Any:
         """Say how to get what only some fits leave."""
         if name in ("loo_", "leverage_", "variance_"):
@@ -715,6 +720,7 @@ def _check_split_by_nodes(settings: Settings, given: dict[str, Any]) -> None:
         "several lam": settings.several,
         "label_features": settings.label_folds > 0,
         "fit_intercept": settings.fit_intercept,
+        "class_weight": settings.weighted,
         'loss="bce"': settings.loss == "bce",
         **{name: value is not None for name, value in given.items()},
     }

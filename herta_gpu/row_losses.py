@@ -39,8 +39,8 @@ class RowLoss:
     def mean(self, xp: Any, Q: Array) -> Array:
         """(r,) weighted means of the columns of Q."""
         if self.weights is None:
-            return Q.mean(axis=0)
-        return (self.weights @ Q) / self.weights.sum()
+            return Q.sum(axis=0) / Q.shape[0]
+        return (self.weights[:, None] * Q).sum(axis=0) / self.weights.sum()
 
     def seen(self, xp: Any, Q: Array, rows: slice, mean: Array | None) -> Array:
         """Rows of Q as a quadratic loss sees them: less their mean, times the root of the weight.

@@ -297,7 +297,7 @@ class Problem:
         if not self.loss.intercept:
             return 0.0
         known = (objective + off * (norm(E) + off), self.ridge, self.X_norm)
-        reach = self.loss.reach(self.xp, self.Y, b.mean(axis=0), *known)
+        reach = self.loss.reach(self.xp, self.Y, b.sum(axis=0) / b.shape[0], *known)
         return self.loss.aside(stray, off, reach)
 
     def tighten(self, least: float) -> None:

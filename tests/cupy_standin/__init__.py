@@ -181,7 +181,8 @@ def build() -> dict[str, ModuleType]:
         set_allocator=functions.set_allocator,
         get_current_stream=lambda device_id=-1: Stream.current,
     )
-    parts = {name: getattr(functions, name) for name in ("norm", "eigh", "cholesky", "qr", "svd")}
+    names = ("norm", "eigh", "cholesky", "qr", "svd", "solve", "inv")
+    parts = {name: getattr(functions, name) for name in names}
     linalg = _module("cupy.linalg", **parts)
     cupy = _module(
         "cupy",
