@@ -99,8 +99,9 @@ class Graph:
         split : {"columns", "nodes"}
             With `comm`: each process gets the whole graph, and they share out blocks of columns;
             or each gets its nodes (`nodes`) only, and gives their rows of X and y to a fit.
-        partition : "blocks" or array of n ranks
-            With split="nodes": ranges of ids of equal length, or the process that has each node.
+        partition : "blocks", "metis", array of n ranks, or the path of a .npy file with one
+            With split="nodes": ranges of ids of equal length, so that few edges are cut (by
+            pymetis, on the first process), or the process that has each node.
 
         Notes
         -----

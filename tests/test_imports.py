@@ -58,6 +58,7 @@ OPTIONAL = {
     ("backends", "backends.cpu.compiled"),  # numba
     ("backends", "backends.cuda.backend"),  # CuPy
     ("backends", "backends.ranks"),  # mpi4py
+    ("backends.ranks", "backends.ranks.nodes"),  # numba
     ("app.crew", "backends.ranks"),
 }
 # The command line answers Ctrl-C before the rest of the package is imported.

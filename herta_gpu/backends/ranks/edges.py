@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import numpy as np
@@ -37,12 +38,35 @@ def shared_graph(
             if folder is not None:
                 raise ValueError('folder= needs split="columns".')
             listed = np.ascontiguousarray(edges, dtype=np.int64)
+            if isinstance(partition, str) and partition == "metis":
+                partition = _by_metis(team, listed, n)
+            elif isinstance(partition, (str, os.PathLike)) and str(partition) != "blocks":
+                partition = np.load(partition, mmap_mode="r")
             return part_of_graph(team, listed, n, weights, duplicates, partition)
         ends = team.gathered(np.ascontiguousarray(edges.T, dtype=np.int64))[0].T
         if False in plain:
             own = np.zeros(0) if weights is None else weights
             weights = team.gathered(np.ascontiguousarray(own, dtype=np.float64))[0]
         return Graph.from_edges(ends, n, weights, duplicates, folder)._with(team)
+
+
+def _by_metis(team: Ranks, edges: Any, n: int) -> Any:
+    """The rank of each node so that few edges are cut, found by rank 0, which holds all edges."""
+    ends: Any = team.gathered(np.ascontiguousarray(edges.T))[0].T
+    found: Any = None
+    if team.rank == 0:
+        try:
+            import pymetis
+        except ImportError as error:
+            raise ImportError(
+                f'partition="metis" needs pymetis ({error}): pip install pymetis.'
+            ) from None
+        whole = Graph.from_edges(ends, n)
+        # The work of a row: its neighbours, and what it costs without any.
+        work = (np.diff(whole.indptr) + 4).tolist()
+        rows = pymetis.CSRAdjacency(whole.indptr, whole.indices)
+        found = np.asarray(pymetis.part_graph(team.size, rows, vweights=work)[1], dtype=np.int32)
+    return team.agreed(found)
 
 
 def _share(edge_index: Any, num_nodes: Any) -> tuple[Any, int]:

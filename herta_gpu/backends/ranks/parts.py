@@ -33,7 +33,7 @@ def owners(team: Ranks, n: int, partition: Any) -> Owners:
     """Ranges of ids of equal length ("blocks"), or as an array of n ranks says."""
     if isinstance(partition, str):
         if partition != "blocks":
-            raise ValueError(f'partition must be "blocks" or an array of ranks, not {partition!r}.')
+            raise ValueError(f'partition must be "blocks", "metis" or ranks, not {partition!r}.')
         starts = np.array([n * r // team.size for r in range(team.size + 1)])
         first, last = int(starts[team.rank]), int(starts[team.rank + 1])
         return Owners(

@@ -119,3 +119,14 @@ def test_the_command_line_says_what_is_wrong_once(tmp_path):
         done = on_ranks(3, "-m", "herta_gpu", *argv)
         assert done.returncode == 2
         assert len([line for line in done.stderr.splitlines() if line.startswith("herta: ")]) == 1
+
+
+@needs_ranks
+@pytest.mark.xdist_group("ranks")
+def test_bugs_put_in_on_purpose_are_found():
+    done = on_ranks(2, "-m", "tests.backends.ranks.mutants", HERTA_TIMEOUT="30")
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    found = {line["mutant"]: line["found"] for line in lines}
+    assert found.pop("nothing") == found.pop("none") == "", found
+    assert len(found) == 5, done.stderr
+    assert all(found.values()), found
