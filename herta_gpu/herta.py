@@ -307,7 +307,8 @@ class HERTA(Estimator):
         backend = shared(backend, graph)
         if not backend.whole:
             others = {"checkpoint": checkpoint, "sample_weight": sample_weight, "loo": loo or None}
-            _check_split_by_nodes(settings, {**others, "warm_start": warm_start})
+            others |= {"warm_start": warm_start, "class_weight": self.class_weight}
+            _check_split_by_nodes(settings, others)
         settings = settings.with_loo() if loo else settings
         X, targets = self._checked_data(graph, X, y, train, backend, sample_weight)
         settings = replace(settings, ridge=settings.ridge / targets.unit)

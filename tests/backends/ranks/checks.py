@@ -287,7 +287,7 @@ def check_what_parts_cannot_do_is_said() -> None:
     edges, X, y, _ = data(30)
     part = parts(edges)
     at = part.nodes
-    for params in ({"sparsify": True}, {"sketch": True}, {"reorder": True}):
+    for params in ({"sparsify": True}, {"sketch": True}, {"class_weight": "balanced"}):
         said = raises(ValueError, lambda p=params: HERTA(**p).fit(part, X[at], y[at]))
         assert "split by nodes" in said
     assert "split by nodes" in raises(ValueError, part.to_csr)
@@ -296,7 +296,7 @@ def check_what_parts_cannot_do_is_said() -> None:
     )
     unlabelled = np.full(N, -1)
     said = raises(ValueError, lambda: HERTA().fit(part, X[at], unlabelled[at]))
-    assert said.startswith("There is no training node"), said
+    assert "There is no training node" in said, said
     said = raises(ValueError, lambda: parts(edges, None, np.full(N, SIZE)))
     assert "partition names ranks" in said
 
