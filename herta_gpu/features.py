@@ -136,7 +136,9 @@ class Features:
         """A bound of the norm of a sparse |X|: the best of a few vectors v, each closer to where
         the bound is sharp."""
         xp, d = self.backend.xp, self.shape[1]
-        rows, columns = abs(self._rows), abs(self._transposed)
+        rows, columns = self._rows, self._transposed
+        if not self._nonnegative:
+            rows, columns = abs(rows), abs(columns)
         v, best = xp.ones((d, 1)), xp.asarray(xp.inf)
         for _ in range(_SCHUR_STEPS):
             up = self.backend.total(columns @ (rows @ v))

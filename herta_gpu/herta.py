@@ -22,6 +22,7 @@ from herta_gpu.bundles import takes_bundles
 from herta_gpu.certificate import Certificate
 from herta_gpu.features import Features
 from herta_gpu.graph import Graph, check_graph
+from herta_gpu.label_features import cross_fitted
 from herta_gpu.losses import LOSSES, Loss
 from herta_gpu.planning.cards import Card
 from herta_gpu.planning.costs import Outline, Sizes, row_copies, sizes_of, stored_order
@@ -158,6 +159,10 @@ class HERTA(Estimator):
     fit_intercept : bool
         Add a constant to each output, undiffused and without a ridge: a column of ones in X would
         be diffused, and H^-1 1 is not 1.
+    label_features : int or bool
+        Folds (True: 5) of features that the labels of the training nodes make, for lam 1, 5, 20
+        and 100, cross-fitted so that no label speaks for itself (`herta_gpu.label_features`).
+        They stand beside the diffused X, as the last rows of `W_`.  0: none.
     class_weight : dict or "balanced", optional
         Weights of the rows of each class in the loss; "balanced": as much of each class.
 
@@ -169,6 +174,8 @@ class HERTA(Estimator):
         Zeros without `fit_intercept`.
     train_ : array (n_train,)
         The training nodes, in the order of their ids.
+    labels_ : array (n_train, c) or None
+        Their labels, where those make features.
     classes_ : array (c,) or None for float targets
     history_ : list of dict
         One per outer step: step, loss (the objective), loss_error (it is right up to this much),
@@ -239,6 +246,7 @@ class HERTA(Estimator):
         reorder: bool | str = "auto",
         fit_intercept: bool = False,
         class_weight: Mapping[Any, float] | str | None = None,
+        label_features: int | bool = 0,
     ) -> None:
         self.lam, self.alpha, self.loss, self.optimizer = lam, alpha, loss, optimizer
         self.ridge, self.tol, self.max_iter = ridge, tol, max_iter
@@ -247,6 +255,7 @@ class HERTA(Estimator):
         self.memory_budget, self.random_state, self.verbose = memory_budget, random_state, verbose
         self.learning_rate, self.reorder = learning_rate, reorder
         self.fit_intercept, self.class_weight = fit_intercept, class_weight
+        self.label_features = label_features
 
     @takes_bundles("train")
     @_on_its_device
@@ -309,6 +318,11 @@ class HERTA(Estimator):
             others = {"checkpoint": checkpoint, "sample_weight": sample_weight, "loo": loo or None}
             others |= {"warm_start": warm_start, "class_weight": self.class_weight}
             _check_split_by_nodes(settings, others)
+        if loo and settings.label_folds:
+            raise ValueError(
+                "Leave-one-out is not valid with label features, which hold the label left out: "
+                "choose on validation nodes."
+            )
         settings = settings.with_loo() if loo else settings
         X, targets = self._checked_data(graph, X, y, train, backend, sample_weight)
         settings = replace(settings, ridge=settings.ridge / targets.unit)
@@ -326,7 +340,8 @@ class HERTA(Estimator):
         with stages("plan"):
             budget = settings.budget(backend.memory_everywhere())
             sizes = sizes_of(H, X, targets, settings, budget, beside.size)
-            previous = _previous(warm_start, X.shape[1] * len(settings.lams), targets, backend)
+            width = settings.features(X.shape[1], targets.Y.shape[1])
+            previous = _previous(warm_start, width, targets, backend)
             settings = with_old_P(H, sizes, settings, previous)
             plan = make_plan(H, sizes, settings, budget, reordered=graph is not given)
             self.plan_ = plan  # a fit that is interrupted leaves what it was about to do
@@ -335,6 +350,7 @@ class HERTA(Estimator):
             checkpoint.claim()  # nothing can be refused any more
         with stages("features"):
             features = Features(X, backend, graph.order, budget)
+            extra = _label_features(H, targets.rows, targets.Y, settings)
         whole = not plan.stored and plan.outputs >= targets.Y.shape[1]
         rows, Y = _stored(graph, targets.rows, backend), _placed(targets.Y, whole, backend)
 
@@ -346,7 +362,7 @@ class HERTA(Estimator):
         # from all rows would miss the Hessian.
         A = UnfoldedMap(
             H, features, rows, plan.solve_width, _bound(targets, settings, backend),
-            [H.at(lam) for lam in settings.lams] if settings.several else None,
+            [H.at(lam) for lam in settings.lams] if settings.several else None, extra,
         )  # fmt: skip
         beside = beside[: plan.beside]  # all of them, or none
         others = _stored(graph, beside, backend)
@@ -369,6 +385,7 @@ class HERTA(Estimator):
 
         self.W_ = backend.same(backend.to_numpy(W), "weights")  # synchronize!
         self.intercept_, self.train_ = run.constants(), targets.rows
+        self.labels_ = np.asarray(targets.Y) if extra is not None else None
         for name in _WITH_THE_FIT:
             self.__dict__.pop(name, None)  # those of another fit
         outputs = made.outputs(W) if beside.size > 0 else None
@@ -589,7 +606,15 @@ class HERTA(Estimator):
         width = outputs_at_once(graph, X, c, settings.dtype, backend, budget)
         systems = [H.at(lam) for lam in settings.lams] if settings.several else [H]
         W, b = backend.asarray(self.W_), backend.asarray(self.intercept_)
-        return Outputs(systems, features, W, width, b if self.fit_intercept else None)
+        extra = None
+        if settings.label_folds:
+            if int(self.train_.max()) >= graph.num_nodes:
+                raise ValueError(
+                    "The model has features of labels, which belong to nodes that are not in this "
+                    "graph: give the graph that it was fitted on, or that graph with more nodes."
+                )
+            extra = _label_features(H, self.train_, self.labels_, settings)
+        return Outputs(systems, features, W, width, b if self.fit_intercept else None, extra)
 
     def _stored_rows(self, graph: Graph, idx: Any, backend: Backend) -> Array | None:
         """Where the graph stores the nodes `idx`; None: all rows, as they are stored."""
@@ -661,6 +686,10 @@ class HERTA(Estimator):
         """The device for these data, if the parameters are right and it is there."""
         return backend_for(self._settings().device, graph, X)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """All but what belongs to this process: the factor of P for a warm start."""
+        return {name: value for name, value in vars(self).items() if name != "_P"}
+
     def __getattr__(self, name: str) -> Any:
         """Say how to get what only some fits leave."""
         if name in ("loo_", "leverage_", "variance_"):
@@ -690,7 +719,10 @@ def _check_split_by_nodes(settings: Settings, given: dict[str, Any]) -> None:
         "sketch": settings.sketch.when == "always",
         "reorder": settings.reorder.when == "always",
         "several lam": settings.several,
+        "label_features": settings.label_folds > 0,
         "fit_intercept": settings.fit_intercept,
+        "label features": bool(settings.label_folds),
+        "class_weight": settings.weighted,
         'loss="bce"': settings.loss == "bce",
         **{name: value is not None for name, value in given.items()},
     }
@@ -732,6 +764,18 @@ def _stored(graph: Graph, nodes: Any, backend: Backend) -> Array:
     """The rows in which the graph stores these nodes of the caller's."""
     inverse = graph.inverse_order()
     return backend.asarray(nodes if inverse is None else inverse[nodes])
+
+
+def _label_features(
+    H: RegularizedLaplacian, rows: Any, Y: Any, settings: Settings
+) -> Features | None:
+    """Features that the labels Y of the nodes `rows` make, as they are in storage."""
+    if not settings.label_folds:
+        return None
+    Y = np.asarray(Y)
+    Y = np.maximum(Y, 0.0) if settings.loss == "bce" else Y  # -1 there is not known
+    columns, _ = cross_fitted(H, rows, Y, folds=settings.label_folds, seed=settings.seed)
+    return Features(columns, H.backend, H.graph.order)
 
 
 def _bound(targets: Targets, settings: Settings, backend: Backend) -> Loss:

@@ -23,7 +23,7 @@ from herta_gpu.grams import RANK_CUT, DenseGram, Gram, LowRankGram, RowSpaceGram
 from herta_gpu.losses import LOSSES, Loss
 from herta_gpu.planning.recipe import Recipe
 from herta_gpu.plumbing.stages import Tell, marked
-from herta_gpu.several import Repeated, SeveralDiffusions
+from herta_gpu.several import SeveralDiffusions, Stacked
 from herta_gpu.solver import (
     RegularizedLaplacian,
     block_cg,
@@ -139,8 +139,8 @@ def build(
     tell: Tell = silent,
 ) -> Preconditioner:
     """Lines 3 to 8 of Algorithm 1 on the training rows; rows `beside` of Q are kept if measured."""
-    blocks = 1 if A.systems is None else len(A.systems)
-    basis = _basis(recipe, A.X, Y.shape[0], ridge, blocks)
+    plain = recipe.by_rows or (ridge > 0 and 2 * Y.shape[0] < A.features)
+    basis = _basis(recipe, A.X, ridge, plain)
     if recipe.goal is None or recipe.by_rows:
         solved = partial(_solved, recipe, H_tilde, A, basis, Y, recall)
         made = recall(recipe.name, solved, together=True)
@@ -154,7 +154,8 @@ def build(
     if A.systems is None:
         diffusion = Diffusion(A.H, *solved_for)
     else:
-        diffusion = SeveralDiffusions(A.systems, *solved_for)
+        extra = None if A.extra is None else (Units.plain if plain else Units.of)(A.extra)
+        diffusion = SeveralDiffusions(A.systems, *solved_for, extra)
         basis = diffusion.basis
     diffusion.lower(recipe.goal, recall, recipe.name)
     made = {"Q": diffusion.rows, "left": diffusion.left + diffusion.lost}
@@ -171,7 +172,7 @@ def lowered(
 ) -> Preconditioner:
     """P again, its residuals lowered to what `recipe` now asks for."""
     diffusion = P.diffusion
-    basis = P.basis.inner if isinstance(P.basis, Repeated) else P.basis
+    basis = P.basis.inners[0] if isinstance(P.basis, Stacked) else P.basis
     coordinates = recipe.whiten == isinstance(basis, Whitened)
     if diffusion is None or recipe.goal is None or not coordinates:
         if diffusion is None:
@@ -194,8 +195,7 @@ def _factored(
 ) -> Preconditioner:
     """P = Q^T Q + ridge C0^T C0 and its factor, from Q or its sketch."""
     H, X, rows, sampled = A.H, A.X, A.train, H_tilde is not A.H
-    backend, blocks = H.backend, 1 if A.systems is None else len(A.systems)
-    d = blocks * X.shape[1]
+    backend, d = H.backend, A.features
     Q, at = made["Q"], rows if recipe.all_rows else None
     error = rounding = math.inf
     if not (sampled or recipe.by_rows or recipe.sketch_rows is not None):
@@ -222,8 +222,7 @@ def _factored(
         QtQ = DenseGram(backend, dense, basis.ridge, damped, rounded)
     inner = QtQ.factor(recipe.curvature, ridge, recipe.symmetric)
     if isinstance(QtQ, DenseGram) and inner.rank < d:
-        seen = X.distinct_columns(H.graph.connected_to(backend.to_numpy(rows)))  # synchronize!
-        kept = d - max(0, blocks * seen - inner.rank)
+        kept = d - max(0, A.distinct_columns(H.graph) - inner.rank)
     else:
         kept = d
     return Preconditioner(
@@ -243,10 +242,10 @@ def _factored(
     )
 
 
-def _basis(recipe: Recipe, X: Features, n_train: int, ridge: float, blocks: int) -> Basis:
+def _basis(recipe: Recipe, X: Features, ridge: float, plain: bool) -> Basis:
     """The coordinates in which Q is solved for."""
-    if recipe.by_rows or (ridge > 0 and 2 * n_train < blocks * X.shape[1]):
-        return Units.plain(X)  # factors of so few rows find their own
+    if plain:
+        return Units.plain(X)  # factors of few rows find their own
     return whitened(X, cut=ridge == 0) if recipe.whiten else Units.of(X)
 
 

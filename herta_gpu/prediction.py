@@ -47,11 +47,12 @@ class Outputs:
         W: Array,
         width: int,
         b: Array | None = None,
+        extra: Features | None = None,
     ) -> None:
         """Of several H the outputs add up, each with its own block of rows of W; b is a constant
-        per output."""
+        per output.  `extra` are features that no H is applied to, with the last rows of W."""
         self.systems, self.H, self.X, self.W, self.width = systems, systems[0], X, W, width
-        self.b = b
+        self.b, self.extra = b, extra
 
     def blocks(self, rows: Array | None = None) -> Iterator[OutputBlock]:
         """The outputs at `rows` (None: all) in turn, each from scratch: the same bits whichever
@@ -66,6 +67,9 @@ class Outputs:
         for i in range(1, len(self.systems)):
             more, off = self._solved(i, J)
             Z, error = Z + more, error + off
+        if self.extra is not None:
+            own = xp.ascontiguousarray(self.W[-self.extra.shape[1] :, J])
+            Z = Z + self.extra.times(own).astype(Z.dtype)
         if self.b is not None:
             Z = Z + self.b[J].astype(Z.dtype)
         if not bool(xp.isfinite(Z).all()):  # synchronize!

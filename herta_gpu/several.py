@@ -4,6 +4,8 @@ The model is linear in W as before, which now has a block of rows per lam.  One 
 all blocks, and each block of Q is solved for with its own H, in passes of its own: what is left of
 its columns is measured, so all that is proven from Q and the norms of those columns stays proven.
 (All lam from one Chebyshev sequence would share the first pass only: what that leaves differs.)
+
+Further features may stand beside these blocks as they are, such as those that labels make.
 """
 
 from __future__ import annotations
@@ -23,82 +25,99 @@ from herta_gpu.plumbing.stages import Tell
 from herta_gpu.solver import RegularizedLaplacian
 from herta_gpu.whitening import Basis
 
+_WIDTH = 64  # columns of further features at a time
+
 
 @dataclass
-class Repeated:
-    """C0 once for each of `count` blocks: a basis of [X, X, ...] that is block diagonal."""
+class Stacked:
+    """The bases of several blocks of features side by side: C0 is block diagonal."""
 
-    inner: Basis
-    count: int
+    inners: Sequence[Basis]
 
     @property
     def X(self) -> Features:
-        return self.inner.X
+        return self.inners[0].X
 
     @property
     def xp(self) -> Any:
         return self.X.backend.xp
 
+    @cached_property
+    def ranks(self) -> list[int]:
+        return [inner.rank for inner in self.inners]
+
     @property
     def rank(self) -> int:
-        return self.count * self.inner.rank
+        return sum(self.ranks)
 
     @cached_property
     def sizes(self) -> Array:
-        return self.xp.tile(self.inner.sizes, self.count)
+        return self.xp.concatenate([inner.sizes for inner in self.inners])
 
     @property
     def norm(self) -> float:
-        return math.sqrt(self.count) * self.inner.norm
+        return math.hypot(*(inner.norm for inner in self.inners))
 
     @property
     def rounding(self) -> Array:
-        return self.xp.tile(self.inner.rounding, self.count)
+        return self.xp.concatenate([inner.rounding for inner in self.inners])
 
     @cached_property
     def ridge(self) -> Array:
-        G = self.inner.ridge
-        if G.ndim == 1:
-            return self.xp.tile(G, self.count)
-        return self._diagonal(G)
+        parts = [inner.ridge for inner in self.inners]
+        if all(G.ndim == 1 for G in parts):
+            return self.xp.concatenate(parts)
+        return self._diagonal(parts)
 
-    def _diagonal(self, G: Array) -> Array:
-        """G once for each block, along the diagonal."""
-        r, whole = G.shape, self.xp.zeros((self.count * G.shape[0], self.count * G.shape[1]))
-        for i in range(self.count):
-            whole[i * r[0] : (i + 1) * r[0], i * r[1] : (i + 1) * r[1]] = G
+    def _diagonal(self, parts: list[Array]) -> Array:
+        """These matrices (or their diagonals) along the diagonal of one."""
+        parts = [self.xp.diag(G) if G.ndim == 1 else G for G in parts]
+        rows, columns = (sum(G.shape[axis] for G in parts) for axis in (0, 1))
+        whole, i, j = self.xp.zeros((rows, columns)), 0, 0
+        for G in parts:
+            whole[i : i + G.shape[0], j : j + G.shape[1]] = G
+            i, j = i + G.shape[0], j + G.shape[1]
         return whole
 
     def ridge_size(self, sizes: Array) -> Array:
-        return self._joined(self.inner.ridge_size(s) for s in self._parts(sizes))
+        return self._joined(inner.ridge_size(s) for inner, s in self._parts(sizes))
 
     def weights(self, u: Array) -> Array:
-        return self._joined(self.inner.weights(part) for part in self._parts(u))
+        return self._joined(inner.weights(part) for inner, part in self._parts(u))
 
     def weights_rounding(self, u: Array) -> float:
-        return sum(self.inner.weights_rounding(part) for part in self._parts(u))
+        return sum(inner.weights_rounding(part) for inner, part in self._parts(u))
 
     def metric(self) -> Metric:
-        inner = self.inner.metric()
-        if inner.G is not None and inner.K is not None and inner.G.ndim == 2:
-            return Metric(inner.backend, self._diagonal(inner.G), self._diagonal(inner.K))
-        return Metric.diagonal(inner.backend, self.ridge)
+        inners = [inner.metric() for inner in self.inners]
+        if all(m.G is not None and m.K is not None and m.G.ndim == 2 for m in inners):
+            G, K = ([getattr(m, name) for m in inners] for name in "GK")
+            return Metric(inners[0].backend, self._diagonal(G), self._diagonal(K))
+        if self.ridge.ndim == 1:
+            return Metric.diagonal(inners[0].backend, self.ridge)
+        return Metric.of_map(inners[0].backend, self._map())
+
+    def _map(self) -> Array:
+        """C0 itself."""
+        eye = (self.xp.eye(rank) for rank in self.ranks)
+        return self._diagonal([inner.weights(one) for inner, one in zip(self.inners, eye)])
 
     def coordinates(self, W: Array) -> Array:
-        return self._joined(self.inner.coordinates(part) for part in self._parts(W))
+        cuts = [inner.X.shape[1] for inner in self.inners]
+        return self._joined(inner.coordinates(part) for inner, part in self._parts(W, cuts))
 
     def rows(self, Q: Array) -> Array:
-        parts = [self.inner.rows(self.xp.ascontiguousarray(part.T)) for part in self._parts(Q.T)]
+        parts = [inner.rows(self.xp.ascontiguousarray(q.T)) for inner, q in self._parts(Q.T)]
         return self.xp.concatenate(parts, axis=1)
 
     def gradient(self, g: Array) -> Array:
-        return self._joined(self.inner.gradient(part) for part in self._parts(g))
+        return self._joined(inner.gradient(part) for inner, part in self._parts(g))
 
     def dual_norm(self, g: Array) -> float:
-        return math.hypot(*(self.inner.dual_norm(part) for part in self._parts(g)))
+        return math.hypot(*(inner.dual_norm(part) for inner, part in self._parts(g)))
 
     def dual_bound(self, sizes: Array) -> float:
-        return math.hypot(*(self.inner.dual_bound(part) for part in self._parts(sizes)))
+        return math.hypot(*(inner.dual_bound(part) for inner, part in self._parts(sizes)))
 
     def factor(self, inner: Factor) -> Factor:
         return _Blockwise(self, inner)
@@ -109,9 +128,12 @@ class Repeated:
     def fill(self, B: Array, J: slice) -> None:
         raise NotImplementedError
 
-    def _parts(self, rows: Array) -> list[Array]:
-        step = rows.shape[0] // self.count
-        return [rows[i * step : (i + 1) * step] for i in range(self.count)]
+    def _parts(self, rows: Array, cuts: list[int] | None = None) -> Iterator[tuple[Basis, Array]]:
+        """Each block's basis and its share of the rows; by ranks unless told otherwise."""
+        start = 0
+        for inner, count in zip(self.inners, self.ranks if cuts is None else cuts, strict=True):
+            yield inner, rows[start : start + count]
+            start += count
 
     def _joined(self, parts: Iterator[Array]) -> Array:
         return self.xp.concatenate(list(parts))
@@ -120,7 +142,7 @@ class Repeated:
 class _Blockwise:
     """C0 C: a factor of P seen from the weights of all blocks."""
 
-    def __init__(self, basis: Repeated, inner: Factor) -> None:
+    def __init__(self, basis: Stacked, inner: Factor) -> None:
         self.basis, self.inner = basis, inner
         self.kind, self.note = inner.kind, inner.note
 
@@ -166,13 +188,12 @@ class SeveralDiffusions:
         kept: bool,
         tell: Tell,
         stored: str,
+        extra: Basis | None = None,
     ) -> None:
-        self.basis, self.at, self.beside, self.tell = (
-            Repeated(basis, len(systems)),
-            at,
-            beside,
-            tell,
-        )
+        """`extra` is the basis of further features, whose rows count as they are."""
+        inners = [basis] * len(systems)
+        self.basis = Stacked(inners if extra is None else [*inners, extra])
+        self.at, self.beside, self.tell = at, beside, tell
         self.H, self.dtype, self.done = systems[0], dtype, 0
         self.parts: list[Diffusion | _Itself] = []
         for i, H in enumerate(systems):
@@ -187,6 +208,9 @@ class SeveralDiffusions:
                 self.parts.append(
                     Diffusion(H, basis, at, beside, blocks, dtype, kept, told, stored)
                 )
+        if extra is not None:
+            cuts = [slice(a, min(a + _WIDTH, extra.rank)) for a in range(0, extra.rank, _WIDTH)]
+            self.parts.append(_Itself(systems[0], extra, at, beside, cuts, dtype))
 
     @property
     def rows(self) -> Array:

@@ -355,15 +355,23 @@ def chebyshev(
     gather neighbours in half precision (with a third block, of uint16): nothing is proven of the
     result then but what its residual says.
     """
+    first, steps = chebyshev_steps(H, degree)
+    L = H.laplacian(str(B.dtype))
+    with marked("solve", columns=B.shape[1], degree=degree):
+        return H.backend.chebyshev(L, H.lam, B, first, steps, work, half)
+
+
+def chebyshev_steps(
+    H: RegularizedLaplacian, degree: int
+) -> tuple[float, list[tuple[float, float]]]:
+    """The factor of the first step, and (c1, c2) of each of the others."""
     theta, delta = (H.lambda_max + 1) / 2, (H.lambda_max - 1) / 2
     rho, steps = delta / theta, []
     for _ in range(degree - 1):
         rho_next = 1.0 / (2 * theta / delta - rho) if delta > 0 else 0.0
         steps.append((rho * rho_next, 2 * rho_next / delta if delta > 0 else 0.0))
         rho = rho_next
-    L = H.laplacian(str(B.dtype))
-    with marked("solve", columns=B.shape[1], degree=degree):
-        return H.backend.chebyshev(L, H.lam, B, 1 / theta, steps, work, half)
+    return 1 / theta, steps
 
 
 def column_bytes(dtype: str) -> int:

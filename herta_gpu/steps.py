@@ -170,8 +170,7 @@ def on_stored_rows(
     Where it does not, the true model has the last word, if there is memory for it.
     """
     loss, ridge = A.loss, settings.ridge
-    blocks = 1 if A.systems is None else len(A.systems)
-    X_norm = math.sqrt(blocks) * A.X.norm_bound if ridge > 0 else math.inf
+    X_norm = A.X_norm() if ridge > 0 else math.inf
     steps, u = _CHEAP_STEPS * settings.max_iter, None
 
     def posed(P: Preconditioner) -> StoredProblem:

@@ -17,6 +17,7 @@ import numpy as np
 from herta_gpu.backends.base import Array, Backend, norm
 from herta_gpu.factors import Factor
 from herta_gpu.features import Features
+from herta_gpu.graph import Graph
 from herta_gpu.losses import LOSSES, Loss
 from herta_gpu.solver import RegularizedLaplacian, block_cg
 
@@ -66,14 +67,42 @@ class UnfoldedMap:
         width: int,
         loss: Loss = LOSSES["mse"],
         systems: Sequence[RegularizedLaplacian] | None = None,
+        extra: Features | None = None,
     ) -> None:
         """`loss` is what the rows are for: it knows their weights, and whether they are centred.
 
         `systems` are the H of several lam, whose blocks [H_1^-1 X, H_2^-1 X, ...] are solved for
-        once, on stored rows; there are no products with all of them.
+        once, on stored rows; there are no products with all of them.  `extra` are further features
+        beside these blocks, which no H was applied to.
         """
         self.H, self.X, self.train, self.width, self.loss = H, X, rows, width, loss
-        self.systems = systems
+        self.systems, self.extra = systems, extra
+
+    @property
+    def blocks(self) -> int:
+        """How often X counts: once for each lam."""
+        return 1 if self.systems is None else len(self.systems)
+
+    @property
+    def features(self) -> int:
+        """Rows of W."""
+        more = 0 if self.extra is None else self.extra.shape[1]
+        return self.blocks * self.X.shape[1] + more
+
+    def X_norm(self) -> float:
+        """A bound of the 2-norm of all features together, before any diffusion."""
+        more = 0.0 if self.extra is None else self.extra.norm_bound
+        return math.hypot(math.sqrt(self.blocks) * self.X.norm_bound, more)
+
+    def distinct_columns(self, graph: Graph) -> int:
+        """How many different columns the training rows can see, zeros apart."""
+        rows = self.H.backend.to_numpy(self.train)  # synchronize!
+        seen = self.blocks * self.X.distinct_columns(graph.connected_to(rows))
+        if self.extra is None:
+            return seen
+        own = np.zeros(graph.num_nodes, dtype=bool)
+        own[rows] = True
+        return seen + self.extra.distinct_columns(own)
 
     def forward(self, W: Array, tol: float) -> Solved:
         """Z = H^-1 X W (n x c), of which the training rows are A W."""
@@ -268,7 +297,7 @@ class Problem:
         if not self.loss.intercept:
             return 0.0
         known = (objective + off * (norm(E) + off), self.ridge, self.X_norm)
-        reach = self.loss.reach(self.xp, self.Y, b.mean(axis=0), *known)
+        reach = self.loss.reach(self.xp, self.Y, b.sum(axis=0) / b.shape[0], *known)
         return self.loss.aside(stray, off, reach)
 
     def tighten(self, least: float) -> None:

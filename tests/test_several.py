@@ -9,7 +9,7 @@ import scipy.sparse as sp
 from herta_gpu import HERTA, Checkpoint, Graph
 from herta_gpu.backends import get_backend
 from herta_gpu.features import Features
-from herta_gpu.several import Repeated
+from herta_gpu.several import Stacked
 from herta_gpu.whitening import Units, whitened
 from tests.conftest import dense_H, least_squares, minimum, random_graph
 
@@ -107,7 +107,7 @@ def test_an_interrupted_fit_goes_on_to_the_same_bits(tmp_path):
 @pytest.mark.parametrize("make", [Units.of, lambda X: whitened(X, cut=False)])
 def test_the_basis_is_block_diagonal(make):
     inner = make(Features(X, get_backend("cpu")))
-    basis, eye = Repeated(inner, 2), np.eye(6)
+    basis, eye = Stacked([inner, inner]), np.eye(6)
     C0 = inner.weights(eye)
     whole = np.block([[C0, 0 * C0], [0 * C0, C0]])
     u = RNG.standard_normal((12, 3))

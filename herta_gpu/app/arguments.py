@@ -9,14 +9,14 @@ from typing import Any
 
 from herta_gpu import __version__
 from herta_gpu.app import compare, convert, info, plan, predict, profile, selftest, train, tune
-from herta_gpu.app.tune import LAMS, RIDGES
+from herta_gpu.app.tune import LAMS, RIDGES, SEVERAL
 from herta_gpu.datasets.dataset import NORMALIZATIONS
 from herta_gpu.datasets.ogb_convert import FEATURES
 from herta_gpu.datasets.ogb_raw import FROM_FILES
 from herta_gpu.herta import HERTA
 from herta_gpu.losses import LOSSES
 from herta_gpu.optimizers import OPTIMIZERS
-from herta_gpu.planning.settings import DEVICES
+from herta_gpu.planning.settings import DEVICES, LABEL_FOLDS
 
 _DEFAULTS = HERTA._defaults()
 _NAMES = ("dataset", "run_folder", "out", "to", "resume", "data_dir", "split", "memory_budget")
@@ -98,7 +98,7 @@ def _add_plan(commands: Any) -> None:
 
 
 def _add_tune(commands: Any) -> None:
-    about = "choose lam, ridge and loss on the validation nodes"
+    about = "choose lam, ridge and loss on the validation nodes, or by leave-one-out"
     command = commands.add_parser("tune", help=about)
     _add_data(command)
     command.add_argument(
@@ -110,9 +110,22 @@ def _add_tune(commands: Any) -> None:
         help=f"default {','.join(f'{v:g}' for v in RIDGES)}",
     )  # fmt: skip
     command.add_argument(
-        "--loss", dest="losses", type=_words(("mse", "ce")), default=("mse", "ce"),
-        metavar="mse,ce",
+        "--loss", dest="losses", type=_words(("mse", "ce")), metavar="mse,ce",
+        help="default both; mse by leave-one-out",
     )  # fmt: skip
+    command.add_argument(
+        "--by", choices=("valid", "loo"), default="valid",
+        help="the validation nodes, or leave-one-out, which needs none; default valid",
+    )  # fmt: skip
+    command.add_argument(
+        "--several", nargs="?", action=_Sets, default=(), metavar="L,L,...",
+        help="try blocks of several lam, too (0 is X itself), the usual ones or these; may be "
+        "repeated",
+    )  # fmt: skip
+    _add_label_features(command, "try features of labels, too")
+    command.add_argument(
+        "--correct-and-smooth", action="store_true", help="try it after the best of the others"
+    )
     command.add_argument("--optimizer", choices=OPTIMIZERS, help="of the final fit")
     _add_computing(command)
     _add_run(command)
@@ -250,11 +263,23 @@ def _add_model(command: argparse.ArgumentParser) -> None:
         "--fit-intercept", action="store_true", help="a constant per output, undiffused"
     )
     group.add_argument("--class-weight", choices=("balanced",), help="as much of each class")
+    _add_label_features(group, "features of the labels of other folds")
+    group.add_argument(
+        "--correct-and-smooth", nargs="?", type=_two, const=(20.0, 20.0), metavar="L,L",
+        help="both steps after the fit, by the training labels; 0,L smooths only; default 20,20",
+    )  # fmt: skip
     group.add_argument("--optimizer", choices=OPTIMIZERS, **_default("optimizer"))
     group.add_argument(
         "--learning-rate", type=_rate, metavar="RATE|spectral", help="default by the optimizer"
     )
     _add_computing(command)
+
+
+def _add_label_features(command: Any, about: str) -> None:
+    command.add_argument(
+        "--label-features", nargs="?", type=int, const=LABEL_FOLDS, default=0, metavar="FOLDS",
+        help=f"{about}; {LABEL_FOLDS} folds unless told otherwise",
+    )  # fmt: skip
 
 
 def _add_computing(command: argparse.ArgumentParser) -> None:
@@ -319,8 +344,28 @@ def _numbers(text: str) -> tuple[float, ...]:
 
 
 def _lam(text: str) -> float | list[float]:
-    numbers = _numbers(text)
-    return numbers[0] if len(numbers) == 1 else list(numbers)
+    found = _numbers(text)
+    return found[0] if len(found) == 1 else list(found)
+
+
+def _two(text: str) -> tuple[float, ...]:
+    found = _numbers(text)
+    if len(found) != 2:
+        raise argparse.ArgumentTypeError(f"{text!r} is not like 20,5: one lam for each step")
+    return found
+
+
+class _Sets(argparse.Action):
+    """--several 0,1,20 adds a set of lam, --several alone the usual ones."""
+
+    def __call__(
+        self, parser: Any, namespace: Any, values: Any, option_string: str | None = None
+    ) -> None:
+        try:
+            more = SEVERAL if values is None else (_numbers(values),)
+        except argparse.ArgumentTypeError as error:
+            raise argparse.ArgumentError(self, str(error)) from None
+        setattr(namespace, self.dest, (*getattr(namespace, self.dest), *more))
 
 
 def _words(allowed: tuple[str, ...]) -> Callable[[str], tuple[str, ...]]:

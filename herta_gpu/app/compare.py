@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from herta_gpu.app.experiment import fit, load_for, make_model
+from herta_gpu.app.experiment import fit, load_for, make_model, make_smoother
 from herta_gpu.app.pictures import draw_bars, pyplot
 from herta_gpu.app.results import CommandOutput, FitResult
 from herta_gpu.app.text import bars, table
@@ -53,6 +53,7 @@ def run(args: argparse.Namespace) -> CommandOutput:
     """herta compare DATASET"""
     variants, why = choose_variants(args.devices, args.dtype)
     make_model(args, device="cpu")._checked()
+    make_smoother(args)  # an error, if it is asked for wrongly
     if args.out is not None:
         check_target(args.out)
         check_choice("The ending of --out", Path(args.out).suffix, (".png",))
@@ -112,12 +113,16 @@ def _fitted(args: argparse.Namespace, variant: Variant, data: Dataset, stages: S
     stages.note(f"-- {variant}")
     for last in (False, True):
         model = make_model(args, device=variant.device, dtype=variant.dtype, verbose=False)
-        result = fit(model, data, Stages())
+        smoother = make_smoother(args)
+        if smoother is not None:
+            smoother.set_params(device=variant.device, dtype=variant.dtype)
+        result = fit(model, data, Stages(), smoother=smoother)
         if last or result.total_seconds > _WORTH_REPEATING:
             stages.note(f"   {result.status} in {result.total_seconds:.2f} s")
             break
         stages.note(f"   {result.total_seconds:.2f} s to warm up")
-    return Fitted(model, result, model.transform(data.graph, data.X).astype(np.float64))
+    Z = model.transform(data.graph, data.X) if smoother is None else smoother.Z_
+    return Fitted(model, result, Z.astype(np.float64))
 
 
 def agreement_of(a: Fitted, b: Fitted) -> dict[str, float]:
@@ -154,6 +159,8 @@ def _result_table(results: dict[str, FitResult]) -> str:
         ("certified gap", *(_gap(r.certificate.value) for r in found)),
     ]
     certificates = [r.certificate for r in found]
+    if found[0].correct_and_smooth is not None:
+        rows.append(("outputs proven to", *(f"{r.output_error:.2e}" for r in found)))
     if any(c.reduced for c in certificates):
         rows.append(("over features", *(f"{c.kept:,} of {c.features:,}" for c in certificates)))
     rows.append((f"{part} {found[0].metric}", *(f"{r.scores[part]:.4f}" for r in found)))

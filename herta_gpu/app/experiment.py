@@ -15,6 +15,7 @@ from herta_gpu.herta import HERTA
 from herta_gpu.plumbing.checkpoint import Checkpoint
 from herta_gpu.plumbing.stages import Stages
 from herta_gpu.plumbing.validation import check_rows
+from herta_gpu.smoothing import CorrectAndSmooth
 
 PARAMETERS = tuple(HERTA._defaults())  # each parameter of the estimator is an option
 
@@ -23,6 +24,18 @@ def make_model(args: argparse.Namespace, **changes: Any) -> HERTA:
     """The estimator that the options describe, with some parameters changed."""
     params = {name: getattr(args, name) for name in PARAMETERS if hasattr(args, name)}
     return HERTA(**{**params, **changes})
+
+
+def make_smoother(args: argparse.Namespace) -> CorrectAndSmooth | None:
+    """Correct and Smooth as the options describe it, if they do; checked."""
+    if args.correct_and_smooth is None:
+        return None
+    first, second = args.correct_and_smooth
+    made = CorrectAndSmooth(first, second, device=args.device, memory_budget=args.memory_budget)
+    made._checked()
+    if args.loss == "bce":
+        raise ValueError("Correct and Smooth is for one class per node, not for loss bce.")
+    return made
 
 
 def load_for(args: argparse.Namespace, stages: Stages) -> Dataset:
@@ -77,10 +90,17 @@ def fit(
     stages: Stages,
     callback: Callable[[dict[str, Any]], Any] | None = None,
     checkpoint: Checkpoint | None = None,
+    smoother: CorrectAndSmooth | None = None,
 ) -> FitResult:
-    """Train on the training nodes and evaluate on every part; `stages` times all of it."""
+    """Train on the training nodes and evaluate on every part; `stages` times all of it.
+
+    A `smoother` corrects and smooths the outputs by the labels of the training nodes.
+    """
     model.fit(
         data.graph, data.X, data.y, data.split["train"], callback, checkpoint, stages,
         evaluated(data.split),
     )  # fmt: skip
-    return FitResult.from_fit(model, data, stages)
+    if smoother is not None:
+        with stages("correct, smooth"):
+            smoother.fit(data.graph, model, data.y, data.split["train"], X=data.X)
+    return FitResult.from_fit(model, data, stages, smoother)

@@ -18,6 +18,7 @@ _EXTRAS = {
     "fast": ("numba",),
     "ogb": ("ogb", "torch"),
     "plot": ("matplotlib",),
+    "progress": ("tqdm",),
     "tables": ("pandas", "pyarrow"),
     "torch": ("torch",),
 }

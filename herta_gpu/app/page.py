@@ -43,7 +43,8 @@ class Page:
     tiles: list[tuple[str, str]]  # (name, value) of the numbers in large type
     seconds: dict[str, float]  # per stage, drawn as one bar
     sections: list[tuple[str, Rows]]  # heading and table, whose first row is its head
-    picture: bytes | None = None  # a PNG file
+    picture: bytes | None = None  # a PNG file, of the convergence
+    path: bytes | None = None  # another one, of what was chosen from
     note: str = ""
     foot: str = ""  # how the page was made
 
@@ -61,6 +62,12 @@ class Page:
             data = base64.b64encode(self.picture).decode("ascii")
             parts.append(
                 f'<h2>Convergence</h2><img alt="certified gap and loss against steps and seconds" '
+                f'src="data:image/png;base64,{data}">'
+            )
+        if self.path is not None:
+            data = base64.b64encode(self.path).decode("ascii")
+            parts.append(
+                f'<h2>What was chosen from</h2><img alt="score against ridge, a line for each lam" '
                 f'src="data:image/png;base64,{data}">'
             )
         parts.append("<h2>Where the time went</h2>" + _timeline(self.seconds))

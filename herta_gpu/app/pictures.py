@@ -86,6 +86,32 @@ def _finite(axis: Any, x: list[Any], y: list[Any], line: str, colour: str, label
     return bool(kept)
 
 
+def draw_path(curves: dict[str, dict[str, list[tuple[float, float]]]], score: str) -> bytes:
+    """What each ridge gives: a panel for each kind of model, a line for each lam.
+
+    {panel: {lam: [(ridge, score), ...]}}
+    """
+    plt = pyplot()
+    count = len(curves)
+    figure, axes = plt.subplots(
+        1, count, figsize=(max(5.0, 3.6 * count), 3.8), sharey=True, squeeze=False
+    )
+    for axis, (panel, lines) in zip(axes[0], curves.items()):
+        colours = plt.get_cmap("viridis")
+        for i, (lam, points) in enumerate(lines.items()):
+            x, y = zip(*sorted(points))
+            shown = [max(v, 1e-12) for v in x]  # a ridge of 0 has no place on a logarithmic axis
+            colour = colours(0.9 * i / max(1, len(lines) - 1))
+            axis.plot(shown, y, "o-", color=colour, markersize=3, linewidth=1.2, label=f"lam {lam}")
+        axis.set_xscale("log")
+        axis.set_xlabel("ridge")
+        axis.set_title(panel, fontsize=10)
+        axis.grid(alpha=0.3)
+    axes[0, 0].set_ylabel(score)
+    axes[0, -1].legend(fontsize=7, loc="best")
+    return _png(plt, figure)
+
+
 def draw_bars(groups: dict[str, dict[str, float]]) -> bytes:
     """Seconds per stage, one bar per candidate: {candidate: {stage: seconds}}."""
     plt = pyplot()

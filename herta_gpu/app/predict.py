@@ -17,13 +17,14 @@ from herta_gpu import datasets
 from herta_gpu.app.experiment import with_features
 from herta_gpu.app.metrics import evaluate
 from herta_gpu.app.results import CommandOutput
-from herta_gpu.app.runs import load_model, read_config
+from herta_gpu.app.runs import load_model, read_config, smoother_of
 from herta_gpu.app.text import table
 from herta_gpu.datasets import Dataset
 from herta_gpu.herta import HERTA
 from herta_gpu.plumbing.files import check_target, new_file, write_npz
 from herta_gpu.plumbing.stages import Stages
 from herta_gpu.plumbing.validation import check_choice
+from herta_gpu.smoothing import CorrectAndSmooth
 
 _ROWS = 1 << 16  # of a text file, made at a time
 
@@ -34,11 +35,11 @@ def run(args: argparse.Namespace) -> CommandOutput:
     path = Path(args.to) if args.to else folder / "predictions.npz"
     check_choice("The ending of --to", path.suffix, (".npz", ".npy", ".csv"))
     check_target(path)
-    model, data = _model_and_data(args)
+    model, data, smoother = _model_and_data(args)
     n = data.graph.num_nodes
     result = {"dataset": data.name, "run": args.run_folder, "nodes": n, "file": str(path)}
     rows = [("dataset", f"{data.name}: {n:,} nodes"), ("predictions", str(path))]
-    with _written(model, data, path) as found:
+    with _written(model, data, path, smoother) as found:
         if model.classes_ is not None:
             result["undecided"] = model.undecided_
         if model.classes_ is not None and model.undecided_:
@@ -51,13 +52,18 @@ def run(args: argparse.Namespace) -> CommandOutput:
 
 
 @contextmanager
-def _written(model: HERTA, data: Dataset, path: Path) -> Iterator[Any]:
+def _written(
+    model: HERTA, data: Dataset, path: Path, smoother: CorrectAndSmooth | None
+) -> Iterator[Any]:
     """The labels of all nodes, or their outputs as a map, once they are in the file `path`.
 
     Labels alone need no outputs but the best so far.  A .npz file holds the outputs as well: they
     wait in a file beside it, and no array of n x c exists in memory.
     """
     labels = model.classes_ is not None
+    if smoother is not None:
+        yield _smoothed(model, data, path, smoother)
+        return
     if labels and path.suffix != ".npz":
         found = model.predict(data.graph, data.X)
         _write_csv(path, found) if path.suffix == ".csv" else _write_npy(path, found)
@@ -77,7 +83,23 @@ def _written(model: HERTA, data: Dataset, path: Path) -> Iterator[Any]:
             yield found
 
 
-def _model_and_data(args: argparse.Namespace) -> tuple[HERTA, Dataset]:
+def _smoothed(model: HERTA, data: Dataset, path: Path, smoother: CorrectAndSmooth) -> Any:
+    """The labels by outputs corrected and smoothed by the training labels, as the run did it."""
+    if data.y is None:
+        raise ValueError(
+            f"The run corrects and smooths by the labels of its training nodes, but {data.name} "
+            "has none."
+        )
+    smoother.fit(data.graph, model, data.y, model.train_, X=data.X)
+    model.undecided_, found = smoother.undecided_, smoother.predict()
+    if path.suffix == ".npz":
+        write_npz(path, {"predictions": found, "scores": smoother.Z_})
+    else:
+        _write_csv(path, found) if path.suffix == ".csv" else _write_npy(path, found)
+    return found
+
+
+def _model_and_data(args: argparse.Namespace) -> tuple[HERTA, Dataset, CorrectAndSmooth | None]:
     """The model of the run, and the dataset with features made as those the run trained on."""
     config, stored = read_config(args.run_folder), Path(args.run_folder) / "model.npz"
     if not stored.is_file():
@@ -92,7 +114,8 @@ def _model_and_data(args: argparse.Namespace) -> tuple[HERTA, Dataset]:
     seed = config["params"].get("random_state", model.random_state)
     stages = Stages(args.verbose)
     data = datasets.load(args.dataset, data_dir, random_state=seed, stages=stages)
-    return model, with_features(data, config["normalize"], config["log_degree"])
+    data = with_features(data, config["normalize"], config["log_degree"])
+    return model, data, smoother_of(config)
 
 
 def _write_npy(path: Path, labels: Any) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from herta_gpu.app.page import Page
-from herta_gpu.app.pictures import draw_convergence
+from herta_gpu.app.pictures import draw_convergence, draw_path
 from herta_gpu.app.results import Candidate, FitResult, candidate_rows
 from herta_gpu.app.runs import environment
 from herta_gpu.app.text import NOTHING, Rows, bytes_text, counted
@@ -70,7 +70,8 @@ def report(
     drawn = _convergence(model)
     if picture is not None and drawn is not None:
         _write(Path(picture), drawn)
-    page = fit_page(model, result, drawn, candidates, repeat)
+    path_drawn = None if candidates is None else _path(candidates, result.metric)
+    page = fit_page(model, result, drawn, candidates, repeat, path_drawn)
     _write(Path(path), page.html().encode("utf-8"))
     return result
 
@@ -81,6 +82,7 @@ def fit_page(
     picture: bytes | None = None,
     candidates: Sequence[Candidate] | None = None,
     repeat: str = "",
+    path: bytes | None = None,
 ) -> Page:
     """The page about a fitted model and its result."""
     history = model.warm_history_ + model.history_
@@ -101,6 +103,7 @@ def fit_page(
         seconds=result.seconds,
         sections=sections,
         picture=picture,
+        path=path,
         note=result.note,
         foot=_foot(result, repeat),
     )
@@ -114,6 +117,29 @@ def _convergence(model: HERTA) -> bytes | None:
     except ImportError as error:
         print(error, file=sys.stderr)
         return None
+
+
+def _size(c: Candidate) -> tuple[int, float]:
+    """One lam before several, small ones before large ones."""
+    return (len(c.lam), sum(c.lam)) if isinstance(c.lam, tuple) else (1, c.lam)
+
+
+def _path(candidates: Sequence[Candidate], metric: str) -> bytes | None:
+    """What every ridge gave, for each lam and kind of model; None where matplotlib is missing."""
+    curves: dict[str, dict[str, list[tuple[float, float]]]] = {}
+    by_loo = any(c.loo is not None for c in candidates)
+    for c in sorted(candidates, key=_size):
+        if c.smooth is not None:
+            continue  # after the best of the others only: no path
+        panel = c.loss + ", intercept" * c.fit_intercept + ", labels" * (c.label_features > 0)
+        score = c.loo if by_loo else c.valid
+        if score is not None and not math.isnan(score):
+            curves.setdefault(panel, {}).setdefault(c.lam_text, []).append((c.ridge, score))
+    name = f"leave-one-out {metric}" if by_loo else f"valid {metric}"
+    try:
+        return draw_path(curves, name) if curves else None
+    except ImportError:
+        return None  # said once, with the other picture
 
 
 def _tiles(result: FitResult) -> list[tuple[str, str]]:

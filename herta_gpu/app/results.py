@@ -22,6 +22,7 @@ from herta_gpu.datasets import Dataset
 from herta_gpu.herta import HERTA
 from herta_gpu.plumbing.plain import check_entries, to_plain
 from herta_gpu.plumbing.stages import SHORTEST, Stages
+from herta_gpu.smoothing import CorrectAndSmooth
 
 try:
     import resource
@@ -44,11 +45,21 @@ class CommandOutput:
 class Candidate:
     """One point of the grid of `tune`, with its metric on the training and validation nodes."""
 
-    lam: float
+    lam: float | tuple[float, ...]  # several: blocks of features
     ridge: float
     loss: str
     train: float
-    valid: float
+    valid: float  # nan where none was looked at
+    loo: float | None = None  # by leave-one-out
+    fit_intercept: bool = False
+    label_features: int = 0  # folds
+    smooth: tuple[float, float] | None = None  # both lam of Correct and Smooth
+
+    @property
+    def lam_text(self) -> str:
+        return ",".join(
+            f"{v:g}" for v in (self.lam if isinstance(self.lam, tuple) else (self.lam,))
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,18 +89,33 @@ class FitResult:
     normalize: str | None = None
     X_reads: dict[str, float] | None = None  # `HERTA.X_reads_`; earlier versions have none
     ranks: list[dict[str, float]] | None = None  # seconds of each process, if there were several
+    fit_intercept: bool = False
+    label_features: int = 0  # folds
+    correct_and_smooth: list[float] | None = None  # both lam
+    base_scores: dict[str, float] | None = None  # before these two steps
+    output_error: float | None = None  # of the smoothed outputs: a proven bound
+    undecided: int = 0  # nodes whose label that leaves open
     note: str
 
     @classmethod
-    def from_fit(cls, model: HERTA, data: Dataset, stages: Stages | None = None) -> FitResult:
+    def from_fit(
+        cls,
+        model: HERTA,
+        data: Dataset,
+        stages: Stages | None = None,
+        smoother: CorrectAndSmooth | None = None,
+    ) -> FitResult:
         """Evaluate a fitted model on every part of the split, and gather what there is to say.
 
         `stages` is the timer that the fit had; by default the seconds are those of the model.
+        A fitted `smoother` has the last word; what the model itself says is kept beside it.
         """
         _check_has_fit(model)
         stages = Stages(seconds=dict(model.stages_)) if stages is None else stages
         with stages("evaluate"):
-            scores = _scores(model, data)
+            scores = base = _scores(model, data)
+            if smoother is not None:
+                scores = _parts_scored(data, smoother.transform, model.classes_)
         lams = model._lams()
         classes_or_tasks = model.classes_ is not None or data.metric == "rocauc"
         return cls(
@@ -116,6 +142,9 @@ class FitResult:
             normalize=data.metadata.get("normalize"),
             X_reads=getattr(model, "X_reads_", None),
             ranks=None if data.graph.team is None else data.graph.team.seconds(),
+            fit_intercept=model.fit_intercept,
+            label_features=model._settings().label_folds,
+            **_smoothing(smoother, base),
             note=data.metadata.get("note", ""),
         )
 
@@ -157,7 +186,12 @@ class FitResult:
     def model_text(self) -> str:
         lams = self.lam if isinstance(self.lam, list) else [self.lam]
         shown = ",".join(f"{lam:g}" for lam in lams)
-        return f"lam {shown}, ridge {self.ridge:g}, loss {self.loss_function}"
+        text = f"lam {shown}, ridge {self.ridge:g}, loss {self.loss_function}"
+        text += ", intercept" * self.fit_intercept
+        text += f", label features of {self.label_features} folds" * (self.label_features > 0)
+        if self.correct_and_smooth is not None:
+            text += f", Correct and Smooth {smooth_text(self.correct_and_smooth)}"
+        return text
 
     @property
     def status_text(self) -> str:
@@ -176,11 +210,22 @@ class FitResult:
             ("loss", f"{self.loss:.8g}"),
             ("certificate", str(self.certificate)),
             *((f"{part} {self.metric}", f"{score:.4f}") for part, score in self.scores.items()),
+            *self._smoothing_rows(),
             ("seconds", f"{self.total_seconds:.2f} ({spent})"),
             *([("ranks", _ranks_text(self.ranks))] if self.ranks else []),
             *([("passes over X", _read_text(reads))] if reads.get("bytes_read") else []),
             ("peak memory", bytes_text(self.peak_memory_bytes)),
         ]
+
+    def _smoothing_rows(self) -> list[tuple[str, str]]:
+        if self.correct_and_smooth is None or self.base_scores is None:
+            return []
+        before = ", ".join(f"{part} {score:.4f}" for part, score in self.base_scores.items())
+        proven = (
+            f"off by at most {self.output_error:.1e}; "
+            f"{counted(self.undecided, 'label')} left open by that"
+        )
+        return [(f"{self.metric} before smoothing", before), ("smoothed outputs", proven)]
 
     def text(self, folder: str | None = None) -> str:
         """The table that `herta train` prints; `folder` is that of the run, if there is one."""
@@ -198,12 +243,28 @@ class FitResult:
 
 
 def candidate_rows(candidates: Sequence[Candidate], metric: str) -> Rows:
-    """A table of candidates, with its head."""
-    head = ("lam", "ridge", "loss", f"train {metric}", f"valid {metric}")
-    return [head] + [
-        (f"{c.lam:g}", f"{c.ridge:g}", c.loss, f"{c.train:.4f}", f"{c.valid:.4f}")
-        for c in candidates
-    ]
+    """A table of candidates, with its head; columns in which nothing differs are left out."""
+    columns: dict[str, list[str]] = {
+        "lam": [c.lam_text for c in candidates],
+        "ridge": [f"{c.ridge:g}" for c in candidates],
+        "loss": [c.loss for c in candidates],
+    }
+    if any(c.fit_intercept for c in candidates):
+        columns["intercept"] = ["yes" if c.fit_intercept else "no" for c in candidates]
+    if any(c.label_features for c in candidates):
+        columns["label folds"] = [str(c.label_features) for c in candidates]
+    if any(c.smooth for c in candidates):
+        columns["correct, smooth"] = [smooth_text(c.smooth) for c in candidates]
+    columns[f"train {metric}"] = [f"{c.train:.4f}" for c in candidates]
+    if any(c.loo is not None for c in candidates):
+        columns[f"leave-one-out {metric}"] = [f"{c.loo:.4f}" for c in candidates]
+    else:
+        columns[f"valid {metric}"] = [f"{c.valid:.4f}" for c in candidates]
+    return [tuple(columns), *zip(*columns.values())]
+
+
+def smooth_text(lams: Sequence[float] | None) -> str:
+    return "none" if lams is None else ", ".join(f"{lam:g}" for lam in lams)
 
 
 def _check_has_fit(model: HERTA) -> None:
@@ -221,19 +282,37 @@ def _scores(model: HERTA, data: Dataset) -> dict[str, float]:
     """The metric on every part of the split; without a split, on all labelled nodes."""
     if data.y is None:
         raise ValueError(f"The dataset {data.name} has no labels to score against.")
-    split = data.split or {"all": data.labelled()}
-    y, nodes = np.asarray(data.y), evaluated(split)
+    nodes = evaluated(data.split or {"all": data.labelled()})
     Z = getattr(model, "outputs_", None)
     if Z is None or len(Z) != len(nodes):
         # Labels take the best output so far; no metric of classes asks for all outputs.
         labels = model.classes_ is not None and data.metric != "rocauc"
         Z = (model.predict if labels else model.transform)(data.graph, data.X, nodes)
+    return _parts_scored(data, lambda _: Z, model.classes_)
+
+
+def _parts_scored(data: Dataset, outputs: Any, classes: Any) -> dict[str, float]:
+    """The metric of the outputs of each part; `outputs` gives those of nodes, part after part."""
+    split = data.split or {"all": data.labelled()}
+    y, Z = np.asarray(data.y), outputs(evaluated(split))
     scores, start = {}, 0
     for part, ids in split.items():
         there = Z[start : start + len(ids)]
-        scores[part] = evaluate(data.metric, y[ids], there, model.classes_)
+        scores[part] = evaluate(data.metric, y[ids], there, classes)
         start += len(ids)
     return scores
+
+
+def _smoothing(smoother: CorrectAndSmooth | None, base: dict[str, float]) -> dict[str, Any]:
+    """What there is to say about Correct and Smooth."""
+    if smoother is None:
+        return {}
+    return {
+        "correct_and_smooth": list(smoother._checked()),
+        "base_scores": base,
+        "output_error": float(smoother.error_.max()),
+        "undecided": smoother.undecided_,
+    }
 
 
 def evaluated(split: dict[str, Any]) -> Any:

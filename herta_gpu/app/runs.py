@@ -28,6 +28,7 @@ from herta_gpu.plumbing.files import DataError, check_place, new_file
 from herta_gpu.plumbing.models import check_params, without_stop
 from herta_gpu.plumbing.plain import check_entries, to_plain
 from herta_gpu.plumbing.validation import BudgetError, check_choice
+from herta_gpu.smoothing import CorrectAndSmooth
 
 try:
     import fcntl
@@ -260,6 +261,19 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     return _read_json(path, _checked_config)
 
 
+def smoother_of(config: dict[str, Any]) -> CorrectAndSmooth | None:
+    """Correct and Smooth as the run had it; earlier versions have no such entry."""
+    params = config.get("correct_and_smooth")
+    if params is None:
+        return None
+    if not isinstance(params, dict):
+        raise ValueError(f"its entry correct_and_smooth is {params!r}")
+    check_params(CorrectAndSmooth, params)
+    made = CorrectAndSmooth(**params)
+    made._checked()
+    return made
+
+
 def _read_json(path: Path, read: Callable[[Any], T]) -> T:
     """What `read` makes of the content of a JSON file; its ValueError says what is damaged."""
     try:
@@ -272,6 +286,7 @@ def _checked_config(content: Any) -> dict[str, Any]:
     check_entries(content, _CONFIG)
     check_params(HERTA, content["params"])
     HERTA(**content["params"])._settings()
+    smoother_of(content)
     if content["normalize"] is not None:
         check_choice("normalize", content["normalize"], NORMALIZATIONS)
     return dict(content)

@@ -10,15 +10,16 @@ from contextlib import nullcontext
 from dataclasses import asdict
 from typing import Any
 
-from herta_gpu.app.experiment import fit, load_for, make_model, prepared
+from herta_gpu.app.experiment import fit, load_for, make_model, make_smoother, prepared
 from herta_gpu.app.report import report
 from herta_gpu.app.results import Candidate, CommandOutput, FitResult
-from herta_gpu.app.runs import Onlooker, Run, check_free, environment, read_config
+from herta_gpu.app.runs import Onlooker, Run, check_free, environment, read_config, smoother_of
 from herta_gpu.backends import backend_for
 from herta_gpu.datasets import Dataset
 from herta_gpu.herta import HERTA
 from herta_gpu.plumbing.stages import Stages
 from herta_gpu.plumbing.validation import memory_budget
+from herta_gpu.smoothing import CorrectAndSmooth
 
 _REPEAT = "config.json beside this page holds all that is needed to repeat the run."
 
@@ -33,9 +34,10 @@ def run(args: argparse.Namespace) -> CommandOutput:
 def _new(args: argparse.Namespace) -> FitResult:
     model, stages = make_model(args), Stages(args.verbose)
     model._checked()  # wrong parameters are refused before the data are loaded
+    smoother = make_smoother(args)
     if args.crew.first:
         check_free(args.out, args.overwrite)
-    return train(args, model, load_for(args, stages), stages)
+    return train(args, model, load_for(args, stages), stages, smoother=smoother)
 
 
 def _resumed(args: argparse.Namespace) -> FitResult:
@@ -61,7 +63,8 @@ def _resumed(args: argparse.Namespace) -> FitResult:
                 config["normalize"], config["log_degree"], stages,
             )  # fmt: skip
             data = crew.shared(data)
-        return _train_into(folder, HERTA(**params), data, stages)
+        smoother = smoother_of(config)
+        return _train_into(folder, HERTA(**params), data, stages, smoother=smoother)
 
 
 def train(
@@ -70,19 +73,26 @@ def train(
     data: Dataset,
     stages: Stages,
     candidates: Sequence[Candidate] | None = None,
+    smoother: CorrectAndSmooth | None = None,
 ) -> FitResult:
     """Fit, into a run folder if one is asked for; `candidates` are those that `tune` compared."""
     if args.out is None:
-        return fit(model, data, stages)
+        return fit(model, data, stages, smoother=smoother)
     owned = Run.create(args.out, args.overwrite) if args.crew.first else None
     with owned or nullcontext(Onlooker(args.out)) as folder:
-        _write_config(folder, args, model, data)
+        _write_config(folder, args, model, data, smoother)
         if candidates is not None:
             folder.write_json("tune.json", {"candidates": [asdict(c) for c in candidates]})
-        return _train_into(folder, model, data, stages, candidates)
+        return _train_into(folder, model, data, stages, candidates, smoother)
 
 
-def _write_config(folder: Run, args: argparse.Namespace, model: HERTA, data: Dataset) -> None:
+def _write_config(
+    folder: Run,
+    args: argparse.Namespace,
+    model: HERTA,
+    data: Dataset,
+    smoother: CorrectAndSmooth | None,
+) -> None:
     """Everything needed to repeat the run, and to resume it."""
     if model.memory_budget is None:
         # The budget decides how many columns are solved at once, which decides the last bits:
@@ -93,6 +103,7 @@ def _write_config(folder: Run, args: argparse.Namespace, model: HERTA, data: Dat
     config |= {"log_degree": args.log_degree, "normalize": data.metadata.get("normalize")}
     config["data_dir"] = None if args.data_dir is None else os.path.abspath(args.data_dir)
     config["params"] = {**model.get_params(), "verbose": False}
+    config["correct_and_smooth"] = None if smoother is None else smoother.get_params()
     folder.write_json("config.json", {**config, "environment": environment(args.crew.size)})
 
 
@@ -107,10 +118,11 @@ def _train_into(
     data: Dataset,
     stages: Stages,
     candidates: Sequence[Candidate] | None = None,
+    smoother: CorrectAndSmooth | None = None,
 ) -> FitResult:
     """Train with a run folder that is complete up to the last step at any moment."""
     folder.checkpoint.split = data.split
-    result = fit(model, data, stages, callback=folder.record, checkpoint=folder.checkpoint)
+    result = fit(model, data, stages, folder.record, folder.checkpoint, smoother)
     if isinstance(folder, Onlooker):
         return result
     folder.save_model(model)

@@ -1,15 +1,18 @@
-"""`herta tune`: choose lam, ridge and loss on the validation nodes.
+"""`herta tune`: choose lam, ridge and loss on the validation nodes, or by leave-one-out.
 
-What does not depend on the ridge is done once per lam: the rows of H^-1 X on the training and
-validation nodes, and their singular directions.  Each ridge is then a small dense problem, for MSE
-in closed form.  The winner is trained again by HERTA, on the true model and with a certificate.
+The rows of H^-1 X on the training and validation nodes come for all lam from one sequence of
+products; each ridge is then a small dense problem (`search`).  Several lam, features of labels and
+Correct and Smooth may be candidates as well, on validation nodes only: leave-one-out would see the
+label that it leaves out in other rows.  The winner is trained again by HERTA, on the true model and
+with a certificate.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable
-from dataclasses import asdict
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -18,46 +21,61 @@ from herta_gpu.app.experiment import load_for, make_model
 from herta_gpu.app.metrics import evaluate
 from herta_gpu.app.results import Candidate, CommandOutput, candidate_rows
 from herta_gpu.app.runs import check_free
+from herta_gpu.app.search import SOLVE_TOL, Directions, Outcome, rows_for_each
 from herta_gpu.app.text import table
 from herta_gpu.app.train import train
+from herta_gpu.backends import get_backend
 from herta_gpu.datasets import Dataset
-from herta_gpu.grams import RANK_CUT
-from herta_gpu.losses import LOSSES, CrossEntropy
+from herta_gpu.label_features import label_features
+from herta_gpu.planning.settings import strengths
 from herta_gpu.plumbing.estimator import Targets, make_targets
 from herta_gpu.plumbing.stages import Stages
-from herta_gpu.plumbing.validation import check_choice, check_ridge, check_rows
-from herta_gpu.preconditioner import rows_of_inverse
-from herta_gpu.solver import SDDSolver
+from herta_gpu.plumbing.validation import check_choice, check_ridge, check_rows, memory_budget
+from herta_gpu.smoothing import CorrectAndSmooth, enlarged, softmax
+from herta_gpu.solver import BLOCK_WIDTH, RegularizedLaplacian
+from herta_gpu.sweep import all_rows
 
 LAMS = (1.0, 5.0, 10.0, 20.0, 50.0)
 RIDGES = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0)
-_SOLVE_TOL = 1e-5
-_COLUMNS = 256  # right-hand sides solved at once
-_STEPS = 200  # steps of L-BFGS for one ridge, at most
+SEVERAL = ((0.0, 1.0, 20.0), (0.0, 1.0, 5.0, 50.0))
+CORRECT_LAMS = (0.0, 1.0, 5.0, 20.0, 100.0)  # 0: smooth only
+SMOOTH_LAMS = (0.25, 1.0, 5.0, 20.0)
+_SMOOTH_TOL = 1e-4  # of those solves; the winner's are tight
+
+Features = Sequence[float]  # lam of each block of X
 
 
 def run(args: argparse.Namespace) -> CommandOutput:
     """herta tune DATASET"""
     stages = Stages(args.verbose)
-    for lam in args.lams:  # each checked before a long load
-        for loss in args.losses:
+    losses = args.losses or (("mse",) if args.by == "loo" else ("mse", "ce"))
+    for lam in (*args.lams, *(list(lams) for lams in args.several)):  # before a long load
+        for loss in losses:
             make_model(args, lam=lam, loss=loss, optimizer="cg")._checked()
-    for ridge in args.ridges:
-        check_ridge(ridge)
+    _check_grid(args.lams, args.ridges, losses, args.by, args.several, args.label_features,
+                args.correct_and_smooth)  # fmt: skip
     check_free(args.out, args.overwrite)
     data = load_for(args, stages)
-    for loss in args.losses:  # before the search, which takes long
+    for loss in losses:  # before the search, which takes long
         check = make_model(args, lam=args.lams[0], loss=loss, optimizer="cg")
         check._checked_data(data.graph, data.X, data.y, data.split["train"], check._checked())
     with stages("tune"):
         found = tune(
-            data, args.lams, args.ridges, args.losses, args.device, args.memory_budget,
-            report=stages.note,
+            data, args.lams, args.ridges, losses, args.device, args.memory_budget, stages.note,
+            args.by, args.several, args.label_features, args.correct_and_smooth, (False, True),
+            args.random_state,
         )  # fmt: skip
     best = found[0]
     optimizer = args.optimizer or ("cg" if best.loss == "mse" else "lbfgs")
-    model = make_model(args, lam=best.lam, ridge=best.ridge, loss=best.loss, optimizer=optimizer)
-    result = train(args, model, data, stages, found)
+    lam = list(best.lam) if isinstance(best.lam, tuple) else best.lam
+    model = make_model(
+        args, lam=lam, ridge=best.ridge, loss=best.loss, optimizer=optimizer,
+        fit_intercept=best.fit_intercept, label_features=best.label_features,
+    )  # fmt: skip
+    smoother = None
+    if best.smooth is not None:
+        smoother = CorrectAndSmooth(best.smooth[0], best.smooth[1], device=args.device)
+    result = train(args, model, data, stages, found, smoother)
     content = {**result.as_json(), "candidates": [asdict(c) for c in found]}
     text = _text(found, data.metric) + "\n\n" + result.text(args.out)
     return CommandOutput(content, text, result.diverged)
@@ -77,8 +95,38 @@ def tune(
     device: str = "auto",
     memory_budget: int | str | None = None,
     report: Callable[[str], None] = lambda text: None,
+    by: str = "valid",
+    several: Iterable[Features] = (),
+    label_folds: int = 0,
+    smooth: bool = False,
+    intercepts: Sequence[bool] = (False,),
+    random_state: int = 0,
 ) -> list[Candidate]:
-    """Every candidate, best first; ties go to the larger ridge, then to the smaller lam.
+    """Every candidate, best first; ties go to the larger ridge, then to the simpler model.
+
+    Parameters
+    ----------
+    data : Dataset
+    lams, ridges, losses
+        The grid.
+    device, memory_budget
+        As in `HERTA`.
+    report : function of one text, optional
+        Hears what is being done.
+    by : {"valid", "loo"}
+        The metric on the validation nodes, or that of leave-one-out, in closed form for MSE: no
+        validation node is looked at then.
+    several : sets of lam, optional
+        More features: a block for each lam of a set, 0 for X itself.
+    label_folds : int
+        Folds of features of labels, to be tried with each set of features; 0: none.
+    smooth : bool
+        Try Correct and Smooth after the best of each kind: one lam or several, with features of
+        labels or without.
+    intercepts : sequence of bool
+        With which `fit_intercept` to try MSE.
+    random_state : int
+        Of the folds.
 
     Examples
     --------
@@ -87,112 +135,187 @@ def tune(
     >>> found = tune(load("digits"), lams=[1.0, 20.0], ridges=[0.01, 1.0], losses=["mse"])
     >>> len(found), found[0].lam, found[0].valid > 0.9
     (4, 20.0, True)
+    >>> tune(load("digits"), lams=[1.0, 20.0], ridges=[1.0], losses=["mse"], by="loo")[0].loo > 0.9
+    True
     """
-    lams, ridges, losses = list(lams), list(ridges), list(losses)
-    for ridge in ridges:
-        check_ridge(ridge)
-    for loss in losses:
-        check_choice("loss", loss, tuple(LOSSES))
+    lams, ridges, losses, several = list(lams), list(ridges), list(losses), list(several)
+    _check_grid(lams, ridges, losses, by, several, label_folds, smooth)
     check_rows("X", data.X, data.graph)
     data = data.with_split("public")  # masks become ids
     valid = data.split.get("valid")
-    if valid is None or len(valid) == 0:
-        raise ValueError(f"{data.name} has no validation nodes to choose on: use --split.")
-    if not (lams and ridges and losses):
-        raise ValueError("The grid is empty: give at least one lam, one ridge and one loss.")
-    targets = {
-        loss: make_targets(data.y, data.split["train"], data.graph.num_nodes, loss)
-        for loss in losses
-    }
-    rows = np.concatenate([targets[losses[0]].rows, np.asarray(valid)])
-    found = []
-    for lam in lams:
-        solver = SDDSolver(
-            data.graph, lam, tol=_SOLVE_TOL, device=device, memory_budget=memory_budget
+    if by == "valid" and (valid is None or len(valid) == 0):
+        raise ValueError(
+            f"{data.name} has no validation nodes to choose on: use --split, or --by loo."
         )
-        report(f"lam {lam:g}: solving for {rows.shape[0]:,} nodes")
-        cut = targets[losses[0]].rows.shape[0]
-        Q = propagated_rows(solver, data.X, rows)
-        basis = _Basis(Q[:cut], Q[cut:])
-        for loss in losses:
-            found += _along_ridges(data, targets[loss], basis, lam, loss, ridges)
-    return sorted(found, key=lambda c: (-c.valid, -c.ridge, c.lam))
+    search = _Search(data, losses, by, device, memory_budget, label_folds, random_state)
+    for blocks, Q in search.features([(lam,) for lam in lams] + several, report):
+        for folds in {0, label_folds}:
+            search.along_ridges(blocks, Q, folds, sorted(ridges, reverse=True), intercepts)
+    if smooth:
+        report("Correct and Smooth after the best of them")
+        search.smoothed()
+    return sorted(search.found, key=lambda c: _rank(c, by))
 
 
-def propagated_rows(solver: SDDSolver, X: Any, rows: Any) -> Any:
-    """The rows of H^-1 X in float64; by len(rows) solves or by d, whichever are fewer."""
-    n, d = X.shape
-    out = np.empty((rows.shape[0], d))
-    if rows.shape[0] > d:
-        for j in range(0, d, _COLUMNS):
-            out[:, j : j + _COLUMNS] = solver.solve(X[:, j : j + _COLUMNS])[rows]
-        return out
-
-    def solve(unit: Any) -> Any:
-        return solver.solve(unit).astype(np.float64)
-
-    for i in range(0, rows.shape[0], _COLUMNS):
-        at = rows[i : i + _COLUMNS]
-        out[i : i + at.shape[0]] = rows_of_inverse(np, solve, X.T.dot, at, n, solver.dtype)
-    return out
-
-
-class _Basis:
-    """The rows in the coordinates w of W = V w, with V from the training rows A = U S V^T.
-
-    Nothing is lost: with a ridge the best W lies in the span of V.
-    """
-
-    def __init__(self, train: Any, valid: Any) -> None:
-        if train.shape[0] <= train.shape[1]:
-            squares, U = np.linalg.eigh(train @ train.T)
-            keep = squares > RANK_CUT * squares[-1]
-            self.squares = squares[keep]
-            V = (train.T @ U[:, keep]) / np.sqrt(self.squares)
-        else:
-            squares, V = np.linalg.eigh(train.T @ train)
-            keep = squares > RANK_CUT * squares[-1]
-            self.squares, V = squares[keep], V[:, keep]
-        self.train, self.valid = train @ V, valid @ V
+def _check_grid(
+    lams: Sequence[float],
+    ridges: Sequence[float],
+    losses: Sequence[str],
+    by: str,
+    several: Sequence[Features],
+    label_folds: int,
+    smooth: bool,
+) -> None:
+    check_choice("by", by, ("valid", "loo"))
+    if not ((lams or several) and ridges and losses):
+        raise ValueError("The grid is empty: give at least one lam, one ridge and one loss.")
+    for ridge in ridges:
+        check_ridge(ridge)
+    for loss in losses:
+        check_choice("loss", loss, ("mse", "ce"))
+    for lam in (*lams, *several):
+        strengths(list(lam) if isinstance(lam, (tuple, list)) else lam, None)
+    if by == "valid":
+        return
+    if several or label_folds or smooth:
+        raise ValueError(
+            "Leave-one-out is for one lam: several lam, label features and Correct and Smooth are "
+            'chosen on validation nodes (by="valid").'
+        )
+    if tuple(losses) != ("mse",):
+        raise ValueError('Leave-one-out has a closed form for "mse" alone: leave out the others.')
+    if min(ridges) == 0:
+        raise ValueError("Leave-one-out needs ridges above 0.")
 
 
-def _along_ridges(
-    data: Dataset, targets: Targets, basis: _Basis, lam: float, loss: str, ridges: list[float]
-) -> list[Candidate]:
-    """A candidate per ridge, from the largest, which is the easiest problem, to the smallest.
-
-    Each search starts where the one before it ended.
-    """
-    found = []
-    w = np.zeros((basis.squares.shape[0], targets.Y.shape[1]))
-    for ridge in sorted(ridges, reverse=True):
-        if loss == "mse":
-            w = (basis.train.T @ targets.Y) / (basis.squares + ridge)[:, None]
-        else:
-            w = _cross_entropy(basis, targets.Y, ridge, w)
-        y_train, y_valid = data.y[targets.rows], data.y[data.split["valid"]]
-        scores = [
-            evaluate(data.metric, y, block @ w, targets.classes)
-            for y, block in ((y_train, basis.train), (y_valid, basis.valid))
-        ]
-        found.append(Candidate(lam, ridge, loss, *scores))
-    return found
+def _rank(c: Candidate, by: str) -> tuple[Any, ...]:
+    """Sorts the best first."""
+    blocks = c.lam if isinstance(c.lam, tuple) else (c.lam,)
+    score = c.loo if by == "loo" else c.valid
+    score = -math.inf if score is None or math.isnan(score) else score
+    plain = (len(blocks), c.label_features, c.smooth is not None, c.fit_intercept)
+    return -score, -c.ridge, plain, blocks, c.loss, c.smooth or ()
 
 
-def _cross_entropy(basis: _Basis, Y: Any, ridge: float, start: Any) -> Any:
-    """argmin of the cross entropy plus ridge/2 ||w||^2, in coordinates scaled by its Hessian."""
-    from scipy.optimize import minimize  # slow to import, and no other command needs it
+class _Search:
+    """The data of a search, and the candidates found so far."""
 
-    loss, c = CrossEntropy(), Y.shape[1]
-    scale = 1 / np.sqrt(basis.squares * (1 - 1 / max(c, 2)) / max(c, 2) + ridge)[:, None]
+    def __init__(
+        self,
+        data: Dataset,
+        losses: list[str],
+        by: str,
+        device: str,
+        budget: int | str | None,
+        label_folds: int,
+        seed: int,
+    ) -> None:
+        self.data, self.losses, self.by, self.device, self.budget = data, losses, by, device, budget
+        n, y = data.graph.num_nodes, data.y
+        self.targets: Targets = make_targets(y, data.split["train"], n, losses[-1])
+        valid = np.asarray(data.split["valid"] if by == "valid" else [], dtype=np.int64)
+        self.cut, self.valid = self.targets.rows.shape[0], valid
+        self.rows = np.concatenate([self.targets.rows, valid])
+        self.found: list[Candidate] = []
+        self._best: dict[Any, tuple[Candidate, Outcome]] = {}  # of each kind of features
+        self.labels: Any = None
+        if label_folds:
+            self.labels = label_features(
+                data.graph, y, self.targets.rows, folds=label_folds, random_state=seed,
+                device=device,
+            ).columns  # fmt: skip
 
-    def value(flat: Any) -> tuple[float, Any]:
-        w = scale * flat.reshape(start.shape)
-        F = basis.train @ w
-        gradient = basis.train.T @ loss.residual(np, F, Y) + ridge * w
-        total = loss.value(np, F, Y) + 0.5 * ridge * float((w * w).sum())
-        return total, (scale * gradient).ravel()
+    def features(
+        self, sets: list[Features], report: Callable[[str], None]
+    ) -> Iterator[tuple[Features, Any]]:
+        """(set, its rows of the features): all from one sequence of products if memory allows."""
+        lams = sorted({lam for blocks in sets for lam in blocks})
+        free = get_backend("cpu").memory_available()
+        size = 4 * len(lams) * self.rows.shape[0] * self.data.X.shape[1]
+        together = size <= memory_budget(self.budget, free) // 2
+        report(f"solving for {self.rows.shape[0]:,} nodes, {len(lams)} lam")
+        whole = dict(zip(lams, self._solved(lams))) if together else {}
+        for blocks in sets:
+            parts = [whole[lam] for lam in blocks] if together else list(self._solved(blocks))
+            yield blocks, np.concatenate(parts, axis=1).astype(np.float64)
 
-    first = (start / scale).ravel()
-    found = minimize(value, first, jac=True, method="L-BFGS-B", options={"maxiter": _STEPS})
-    return scale * found.x.reshape(start.shape)
+    def _solved(self, lams: Sequence[float]) -> Any:
+        data = self.data
+        return rows_for_each(data.graph, data.X, self.rows, lams, self.device, self.budget)
+
+    def along_ridges(
+        self, blocks: Features, Q: Any, folds: int, ridges: list[float], intercepts: Sequence[bool]
+    ) -> None:
+        """A candidate per ridge, loss and intercept, the largest ridge first: the easiest one."""
+        if folds:
+            Q = np.hstack([Q, self.labels[self.rows]])
+        lam = blocks[0] if len(blocks) == 1 else tuple(blocks)
+        for intercept in intercepts:
+            made = Directions(Q[: self.cut], Q[self.cut :], self.targets.Y, intercept)
+            for loss in self.losses if not intercept else set(self.losses) & {"mse"}:
+                for ridge in ridges:
+                    out = made.fit(loss, ridge, loo=self.by == "loo")
+                    scores = {
+                        "train": self._score(out.train, self.targets.rows),
+                        "valid": self._score(out.valid, self.valid),
+                        "loo": self._score(out.loo, self.targets.rows),
+                    }
+                    one = Candidate(
+                        lam, ridge, loss, **scores, fit_intercept=intercept, label_features=folds
+                    )
+                    self._add(one, out)
+
+    def _add(self, one: Candidate, out: Outcome) -> None:
+        self.found.append(one)
+        key = (isinstance(one.lam, tuple), one.label_features > 0)
+        if key not in self._best or _rank(one, self.by) < _rank(self._best[key][0], self.by):
+            self._best[key] = (one, out)
+
+    def _score(self, Z: Any, nodes: Any) -> Any:
+        if Z is None:
+            return None
+        return evaluate(self.data.metric, self.data.y[nodes], Z, self.targets.classes)
+
+    # ---- Correct and Smooth ------------------------------------------------------------------
+    def smoothed(self) -> None:
+        """Candidates that correct and smooth the best one of each kind of features."""
+        if self.targets.classes is None:
+            raise ValueError("Correct and Smooth is for classes, not for numbers to be predicted.")
+        backend = get_backend(self.device)
+        H = RegularizedLaplacian(self.data.graph, 1.0, backend, "float32")
+        for one, out in self._best.values():
+            B = self._everywhere(H, one, out)
+            B = softmax(B) if one.loss == "ce" else B
+            for smooth, Z in self._corrected(H, B):
+                scores = {
+                    "train": self._score(Z[self.targets.rows], self.targets.rows),
+                    "valid": self._score(Z[self.valid], self.valid),
+                }
+                self.found.append(replace(one, **scores, smooth=smooth))
+
+    def _everywhere(self, H: RegularizedLaplacian, one: Candidate, out: Outcome) -> Any:
+        """The outputs of a candidate on all nodes."""
+        blocks = one.lam if isinstance(one.lam, tuple) else (one.lam,)
+        X, d, Z = self.data.X, self.data.X.shape[1], np.tile(out.b, (self.data.graph.num_nodes, 1))
+        for i, lam in enumerate(blocks):
+            B = X @ out.W[i * d : (i + 1) * d]
+            Z += B if lam == 0 else all_rows(H, [lam], B, SOLVE_TOL, BLOCK_WIDTH)[0]
+        return Z + self.labels @ out.W[len(blocks) * d :] if one.label_features else Z
+
+    def _corrected(
+        self, H: RegularizedLaplacian, B: Any
+    ) -> Iterator[tuple[tuple[float, float], Any]]:
+        """Both steps for every pair of lam: each step is one sequence of products for all."""
+        rows, Y, c = self.targets.rows, np.asarray(self.targets.Y), B.shape[1]
+        E = np.zeros(B.shape)
+        E[rows] = Y - B[rows]
+        sigma = np.abs(E).sum() / rows.shape[0]
+        sides = []
+        for lam, E_hat in zip(CORRECT_LAMS, all_rows(H, CORRECT_LAMS, E, _SMOOTH_TOL, BLOCK_WIDTH)):
+            G = B + enlarged(E_hat, sigma)[:, None] * E_hat if lam > 0 else B.copy()
+            G[rows] = Y
+            sides.append(G)
+        Z = all_rows(H, SMOOTH_LAMS, np.hstack(sides), _SMOOTH_TOL, BLOCK_WIDTH)
+        for i, first in enumerate(CORRECT_LAMS):
+            for j, second in enumerate(SMOOTH_LAMS):
+                yield (first, second), Z[j][:, i * c : (i + 1) * c]

@@ -353,7 +353,11 @@ def _write_features(spec: Spec, seed: int, y: Any, path: Path, stages: Stages) -
 
 
 def _progress(stages: Stages, what: str) -> Callable[[float], None]:
-    return lambda share: stages.note(f"{what} {share:.0%} ...")
+    def shown(share: float) -> None:
+        if not stages.drawn(what, 100 * share, 100, unit=" %"):
+            stages.note(f"{what} {share:.0%} ...")
+
+    return shown
 
 
 def _split(spec: Spec, seed: int) -> dict[str, Any]:

@@ -365,6 +365,8 @@ class _Progress:
             return
         self._last = now
         share, spent = at / max(1, self._goal.total), now - self._start
+        if self._stages.drawn(self._goal.key, share * self._goal.nbytes, self._goal.nbytes, "B"):
+            return
         filled = int(_WIDTH * share)
         left = spent * (1 - share) / max(share, 1e-12)
         speed = share * self._goal.nbytes / spent / 2**20

@@ -95,7 +95,7 @@ def sizes_of(
     return Sizes(
         n=int(backend.total(H.n)),
         m=H.graph.num_edges,
-        d=len(settings.lams) * X.shape[1],
+        d=settings.features(X.shape[1], targets.Y.shape[1]),
         c=targets.Y.shape[1],
         n_train=targets.Y.shape[0],
         word=np.dtype(settings.dtype).itemsize,

@@ -200,7 +200,6 @@ def _recipe(
     return Recipe(
         degree=chebyshev_degree(H, goal or Q_tolerance(H, sizes, settings, strategy)),
         width=layout.Q_width,
-        grain=4 if sizes.card else 1,
         exact=sizes.hidden and sizes.n_train >= sizes.d and goal is None,
         sketch_rows=layout.sketch_rows,
         by_rows=by_rows,

@@ -24,6 +24,8 @@ from herta_gpu.plumbing.validation import (
 
 LOSS_NAMES = ("mse", "ce", "bce")
 DEVICES = ("auto", "cpu", "cpu-scipy", "cuda")
+LABEL_LAMS = (1.0, 5.0, 20.0, 100.0)  # of the features that labels make
+LABEL_FOLDS = 5
 OPTIMIZER_NAMES = ("cg", "gd", "momentum", "adam", "lbfgs")
 
 
@@ -59,6 +61,7 @@ class Settings:
     learning_rate: float | str | None
     reorder: Wish
     fit_intercept: bool = False
+    label_folds: int = 0  # 0: labels are no features
     weighted: bool = False  # by class
     old_P: bool = False  # P is that of another model, from a warm start
     loo: bool = False  # leave-one-out is wanted: stored rows, solved for tightly
@@ -102,6 +105,7 @@ class Settings:
             learning_rate=_rate(params["learning_rate"]),
             reorder=_wish("reorder", params["reorder"]),
             fit_intercept=bool(params["fit_intercept"]),
+            label_folds=_folds(params["label_features"]),
             weighted=params["class_weight"] is not None,
         )
         made._check_several()
@@ -109,8 +113,12 @@ class Settings:
 
     @property
     def several(self) -> bool:
-        """Whether features are blocks of several lam (or X itself), not those of the paper."""
-        return self.lams != (self.lam,) or self.lam == 0
+        """Whether features are blocks of several lam (X itself, labels), not those of the paper."""
+        return self.lams != (self.lam,) or self.lam == 0 or self.label_folds > 0
+
+    def features(self, d: int, c: int) -> int:
+        """Rows of W for d columns of X and c outputs."""
+        return len(self.lams) * d + (len(LABEL_LAMS) * c if self.label_folds else 0)
 
     def _check_several(self) -> None:
         """Refuse what makes no sense with several lam."""
@@ -118,7 +126,10 @@ class Settings:
             return
         if self.strategy == "herta" or not self.precondition:
             asked = 'strategy="herta"' if self.precondition else "precondition=False"
-            raise ValueError(f"Several lam are trained on stored rows: {asked} is for one lam.")
+            raise ValueError(
+                "Several lam and label features are trained on stored rows: "
+                f"{asked} is for one lam."
+            )
         if self.custom_P:
             raise ValueError("Several lam need no sampled P: sparsify and sketch are for one lam.")
         if self.loss != "mse" and self.optimizer not in ("cg", "lbfgs"):
@@ -201,6 +212,16 @@ def _wish(name: str, value: Any, words: Mapping[str, str] | None = None) -> Wish
         return Wish("always", int(value))
     allowed = ", ".join(f'"{w}"' for w in words)
     raise ValueError(f"{name} must be {allowed}, True, False or a positive count, not {value!r}.")
+
+
+def _folds(value: Any) -> int:
+    """The folds of label features; True: the usual number, 0 or False: there are none."""
+    if isinstance(value, (bool, np.bool_)):
+        return LABEL_FOLDS if value else 0
+    check_count("label_features", value, least=0)
+    if value == 1:
+        raise ValueError("label_features counts folds: at least 2, or 0 for no such features.")
+    return int(value)
 
 
 def _rate(value: Any) -> float | str | None:

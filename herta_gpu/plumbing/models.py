@@ -28,6 +28,8 @@ def write_model(model: Any, path: str | Path, fitted: dict[str, Any]) -> None:
     arrays |= {"intercept": model.intercept_, "train": model.train_}
     if model.classes_ is not None:
         arrays["classes"] = model.classes_
+    if model.labels_ is not None:
+        arrays["labels"] = model.labels_
     write_npz(Path(path), arrays)
 
 
@@ -42,17 +44,22 @@ def read_model(made: type[Model], path: str | Path, fitted: dict[str, Any]) -> M
         W, classes = _weights(stored)
         check_params(made, about["params"])
         model: Any = made(**_with_labels(about["params"], classes))
-        blocks = len(model._settings().lams)
-        if W.shape[0] % blocks:
+        settings = model._settings()
+        blocks, of_labels = len(settings.lams), settings.features(0, W.shape[1])
+        d, left = divmod(W.shape[0] - of_labels, blocks)
+        if left or d < 1:
             raise ValueError(f"W has {W.shape[0]} rows for {blocks} lam")
         model.intercept_, model.train_ = _constants(stored, W.shape[1])
+        model.labels_ = stored["labels"] if settings.label_folds else None
+        if of_labels and model.labels_.shape != (model.train_.shape[0], W.shape[1]):
+            raise ValueError(f"its labels have shape {model.labels_.shape}")
         for name, kind in fitted.items():
             setattr(model, name, from_plain(kind, about[_entry(name)], _entry(name)))
     except DataError:
         raise
     except (ValueError, TypeError, RecursionError) as error:
         raise DataError(f"{path} is not a whole model file ({without_stop(error)}).") from None
-    model.W_, model.classes_, model.n_features_in_ = W, classes, W.shape[0] // blocks
+    model.W_, model.classes_, model.n_features_in_ = W, classes, d
     result: Model = model
     return result
 

@@ -3,6 +3,9 @@
 Stages, outer steps, solves, their cycles and residuals, blocks of Q and passes over X are also NVTX
 ranges, of the domain "herta", so that a profiler shows what the device did in each.  Without the
 package nvtx these ranges cost nothing; without a profiler, about a microsecond each.
+
+Bars are tqdm's where that is installed and somebody watches, on a terminal or in a notebook;
+without it, a line that is printed anew; and in a log file, a line now and then.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from math import inf, log10
+from typing import Any
 
 try:
     import nvtx
@@ -66,6 +70,7 @@ class Stages:
     # is charged for what an earlier one has begun.
     wait: Callable[[], object] | None = None
     _held: str = ""  # the line of the last step, if it was not printed
+    _bar: Any = None  # tqdm's, while there is one
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
@@ -80,6 +85,7 @@ class Stages:
             self._clear()  # a stage that failed has no time to show: the error comes next
             raise
         spent = time.perf_counter() - start
+        self._close()
         self.seconds[name] = self.seconds.get(name, 0.0) + spent
         if self._held:
             self._show(self._held)
@@ -98,8 +104,10 @@ class Stages:
         A `warm` step is one on a cheaper model that goes first; nothing of it is certified.
         """
         shown = f"certified gap {gap:.1e}" if gap < inf else "not certified yet    "
-        name = "warm" if warm else "step"
-        text = f"{name} {step:4d}  [{_bar(_closeness(gap, goal))}]  {shown}  loss {loss:.6g}"
+        name, share = "warm" if warm else "step", _closeness(gap, goal)
+        if self.drawn(name, 100 * share, 100, told=f"{step:4d}  {shown}  loss {loss:.6g}"):
+            return
+        text = f"{name} {step:4d}  [{_line(share)}]  {shown}  loss {loss:.6g}"
         often = step <= 10 or step % 10 == 0
         self._held = "" if often or sys.stderr.isatty() else text
         if not self._held:
@@ -118,14 +126,44 @@ class Stages:
             now = time.perf_counter()
             pace, fresh = (now - since) / max(1, done - before), done > before
             before, since = done, now
+            if self.drawn(name, done, of, unit=f" {what}"):
+                return
             if not fresh or not (sys.stderr.isatty() or (done < of and now - shown >= EVERY)):
                 return
             shown = now
             left = f", about {_duration(pace * (of - done))} left" if done < of else ""
-            text = f"{name:<9}  [{_bar(done / of)}]  {done:,} of {of:,} {what}{left}"
+            text = f"{name:<9}  [{_line(done / of)}]  {done:,} of {of:,} {what}{left}"
             self._show(text, passing=True)
 
         return tell
+
+    def drawn(self, name: str, done: float, of: float, unit: str = "", told: str = "") -> bool:
+        """Draw a bar by tqdm where it is installed and somebody watches; else there is none: False.
+
+        A `unit` makes it tell the pace and the time that is left, and the end close it.
+        """
+        tqdm = _tqdm() if self.verbose else None
+        if tqdm is None:
+            return False
+        if self._bar is None or self._bar.desc != f"{name}: " or self._bar.total != of:
+            self._close()
+            form = None if unit else "{desc}|{bar}| {postfix}"
+            self._bar = tqdm(
+                total=of, desc=name, initial=done, unit=unit, unit_scale=unit == "B", leave=False,
+                file=sys.stderr, bar_format=form, dynamic_ncols=True,
+            )  # fmt: skip
+        self._bar.n = done
+        self._bar.set_postfix_str(told, refresh=False)
+        self._bar.refresh()
+        if unit and done >= of:
+            self._close()
+        return True
+
+    def _close(self) -> None:
+        """Take tqdm's bar away."""
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
 
     def note(self, text: str, stays: bool = False) -> None:
         """Show what goes on; on a terminal the next line takes its place unless it `stays`."""
@@ -135,6 +173,7 @@ class Stages:
         """Print a line; on a terminal the next one overwrites it if it is `passing`."""
         if not self.verbose or (passing and text.endswith("...") and not sys.stderr.isatty()):
             return
+        self._close()
         with suppress(OSError):  # a full disk or a closed pipe is no reason to stop a fit
             if sys.stderr.isatty():
                 print(f"\r\033[K{text}", end="" if passing else "\n", file=sys.stderr, flush=True)
@@ -142,9 +181,21 @@ class Stages:
                 print(text, file=sys.stderr, flush=True)
 
     def _clear(self) -> None:
-        """Take a passing line off a terminal."""
+        """Take a passing line off a terminal, and a bar."""
+        self._close()
         if self.verbose and sys.stderr.isatty():
             print("\r\033[K", end="", file=sys.stderr, flush=True)
+
+
+def _tqdm() -> Any:
+    """tqdm's bar for where this program is watched: a terminal, or a notebook; else None."""
+    if not (sys.stderr.isatty() or "ipykernel" in sys.modules):
+        return None
+    try:
+        from tqdm.auto import tqdm
+    except ImportError:
+        return None
+    return tqdm
 
 
 def _closeness(gap: float, goal: float) -> float:
@@ -154,7 +205,7 @@ def _closeness(gap: float, goal: float) -> float:
     return min(1.0, max(0.0, log10(max(gap, 1e-300)) / log10(goal)))
 
 
-def _bar(share: float, width: int = 24) -> str:
+def _line(share: float, width: int = 24) -> str:
     filled = int(width * share)
     return "#" * filled + "." * (width - filled)
 

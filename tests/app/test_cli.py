@@ -18,7 +18,6 @@ from herta_gpu.app.arguments import parser
 from herta_gpu.app.cli import main
 from herta_gpu.app.experiment import make_model
 from herta_gpu.app.metrics import accuracy, evaluate, rocauc
-from herta_gpu.app.tune import propagated_rows, tune
 from herta_gpu.backends.base import Backend
 from herta_gpu.datasets import load, sizes
 
@@ -101,56 +100,6 @@ def test_train_on_the_shared_data(capsys, name):
     assert answer["status"] == "certified"
     least = {"cora": 0.79, "citeseer": 0.70, "pubmed": 0.77, "amazon-photo": 0.85}
     assert answer["scores"]["test"] > least[name]
-
-
-# ---- tune -----------------------------------------------------------------------------------
-def test_tune_agrees_with_a_fit_for_each_candidate():
-    data = load("digits")
-    found = tune(data, lams=[5.0], ridges=[0.01, 1.0], losses=["mse", "ce"])
-    assert len(found) == 4
-    for c in found:
-        model = HERTA(lam=c.lam, ridge=c.ridge, loss=c.loss, optimizer="lbfgs", tol=1e-8)
-        model.fit(data.graph, data.X, data.y, data.split["train"])
-        for part, ours in (("train", c.train), ("valid", c.valid)):
-            theirs = model.score(data.graph, data.X, data.y, data.split[part])
-            assert abs(ours - theirs) <= 1 / len(data.split[part])  # one node on the border
-
-
-def test_propagated_rows_are_those_of_the_inverse():
-    from herta_gpu import SDDSolver
-
-    data = load("synthetic:n=300,m=900,d=20,c=3")
-    H = np.eye(300) + 7.0 * data.graph.to_csr().toarray()
-    truth = np.linalg.solve(H, data.X.astype(float))
-    solver = SDDSolver(data.graph, 7.0, tol=1e-8)
-    for rows in (np.arange(5), np.arange(100, 290)):  # fewer and more than the 20 columns
-        made = propagated_rows(solver, data.X, rows)
-        assert np.abs(made - truth[rows]).max() < 1e-5 * np.abs(truth).max()
-
-
-def test_tune_solves_once_per_lam(monkeypatch):
-    from herta_gpu.solver import SDDSolver
-
-    solves = []
-    original = SDDSolver.solve
-    monkeypatch.setattr(
-        SDDSolver, "solve", lambda self, B: solves.append(self.lam) or original(self, B)
-    )
-    data = load("digits")
-    tune(data, lams=[1.0, 5.0], ridges=[1e-3, 1e-2, 1e-1, 1.0], losses=["mse", "ce"])
-    assert sorted(set(solves)) == [1.0, 5.0]
-    assert len(solves) == 2  # one of 65 columns for each lam, whatever the ridges and losses
-
-
-@needs_shared
-def test_tune_reaches_the_published_accuracy_on_cora(capsys):
-    grid = ["--lam", "20,50", "--ridge", "1e-4,1e-3"]
-    answer = run(capsys, "tune", "cora", "--data-dir", SHARED, *grid)
-    assert answer["scores"]["test"] >= 0.81
-    assert answer["certificate"]["value"] <= 1e-6
-    valid = [c["valid"] for c in answer["candidates"]]
-    assert valid == sorted(valid, reverse=True)
-    assert answer["scores"]["valid"] == pytest.approx(valid[0], abs=0.0021)
 
 
 # ---- plan, info, compare, profile -----------------------------------------------------------

@@ -815,6 +815,7 @@ def test_the_bar_is_for_terminals(tmp_path, monkeypatch):
         def isatty(self):
             return True
 
+    monkeypatch.setitem(sys.modules, "tqdm.auto", None)  # not installed
     monkeypatch.setattr(ogb_convert, "_OFTEN", 0.0)
     write_papers(tmp_path, contents())
     place = ogb_raw.find(PAPERS, [tmp_path])

@@ -1,0 +1,170 @@
+"""What `herta tune` computes: rows of the features for every lam, and what a ridge makes of them.
+
+All lam come from one sequence of products (`sweep`); what does not depend on the ridge, the
+singular directions of the training rows, is done once per set of features.  A ridge is then a small
+dense problem: for MSE in closed form, leave-one-out included, for cross entropy a fit that is
+proven to be within _GAP of its optimum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import scipy.sparse as sp
+
+from herta_gpu.backends import get_backend
+from herta_gpu.dense import minimise
+from herta_gpu.grams import RANK_CUT
+from herta_gpu.graph import Graph
+from herta_gpu.losses import LOSSES
+from herta_gpu.plumbing.validation import memory_budget
+from herta_gpu.solver import BLOCK_WIDTH, RegularizedLaplacian
+from herta_gpu.sweep import inverse_rows
+
+SOLVE_TOL = 1e-5  # of the rows, relative to the columns of X
+_GAP = 1e-3  # of cross entropy, relative
+
+
+def rows_for_each(
+    graph: Graph,
+    X: Any,
+    rows: Any,
+    lams: Sequence[float],
+    device: str = "auto",
+    budget: int | str | None = None,
+    tol: float = SOLVE_TOL,
+) -> Any:
+    """(lams, len(rows), d) float32: the rows of H_lam^-1 X; by len(rows) columns or by d.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from herta_gpu.app.search import rows_for_each
+    >>> from herta_gpu.datasets import load
+    >>> data = load("digits")
+    >>> rows_for_each(data.graph, data.X, np.arange(5), [1.0, 20.0]).shape
+    (2, 5, 64)
+    """
+    backend = get_backend(device)
+    H, order = RegularizedLaplacian(graph, 1.0, backend, "float32"), graph.order
+    (n, d), count, inverse = X.shape, rows.shape[0], graph.inverse_order()
+    at = backend.asarray(rows if inverse is None else inverse[rows])
+    out = np.empty((len(lams), count, d), dtype=np.float32)
+    X = sp.csc_array(X) if sp.issparse(X) else X
+    if count > d:
+        width = _width(n, count, len(lams), backend, budget)
+        for J in _cuts(d, width):
+            block = X[:, J].toarray() if sp.issparse(X) else X[:, J]
+            block = np.array(block if order is None else block[order], dtype="float32", order="C")
+            found = inverse_rows(H, lams, backend.asarray(block), at, tol)
+            out[:, :, J] = backend.to_numpy(found)
+        return out
+    stored = X if order is None else sp.csr_array(X)[order] if sp.issparse(X) else X[order]
+    X_T = sp.csr_array(stored.T) if sp.issparse(X) else np.asarray(stored, dtype="float32").T
+    for J in _cuts(count, _width(n, n, len(lams), backend, budget)):
+        unit = np.zeros((n, J.stop - J.start), dtype="float32")
+        unit[backend.to_numpy(at[J]), np.arange(J.stop - J.start)] = 1
+        # H is symmetric: these columns of H^-1 are the rows that are wanted, before X.
+        found = backend.to_numpy(inverse_rows(H, lams, backend.asarray(unit), None, tol))
+        for i in range(len(lams)):
+            out[i, J] = (X_T @ found[i]).T
+    return out
+
+
+def _width(n: int, rows: int, lams: int, backend: Any, budget: int | str | None) -> int:
+    """Columns at once: 16 products wait on these rows, and each lam has its sum of them."""
+    allowed = memory_budget(budget, backend.memory_available()) // 4
+    return int(min(BLOCK_WIDTH, max(1, allowed // (4 * (3 * n + (16 + 2 * lams) * rows)))))
+
+
+def _cuts(count: int, width: int) -> Iterator[slice]:
+    return (slice(a, min(a + width, count)) for a in range(0, count, width))
+
+
+@dataclass
+class Outcome:
+    """What one loss, ridge and intercept make of one set of features."""
+
+    train: Any  # outputs on the training nodes
+    valid: Any  # ... and on the validation nodes
+    W: Any  # p x c
+    b: Any  # (c,)
+    loo: Any = None  # outputs on the training nodes by models that left each of them out
+
+
+class Directions:
+    """Features in the coordinates w of W = V w, with V from the training rows A = U S V^T.
+
+    Nothing is lost: with a ridge the best W lies in the span of V.  With an intercept, rows and
+    targets are taken less their means over the training nodes.
+    """
+
+    def __init__(self, train: Any, valid: Any, Y: Any, intercept: bool) -> None:
+        self.Y, self.intercept = np.asarray(Y), intercept
+        self.mean = train.mean(axis=0) if intercept else np.zeros(train.shape[1])
+        self.Y_mean = self.Y.mean(axis=0) if intercept else np.zeros(self.Y.shape[1])
+        A = train - self.mean
+        self.U = None  # of the dual form, for leave-one-out
+        if A.shape[0] <= A.shape[1]:
+            squares, self.U = self._dual(A @ A.T)
+            self.all_squares = np.maximum(squares, 0.0)
+            keep = squares > RANK_CUT * squares[-1]
+            self.squares = squares[keep]
+            self.V = (A.T @ self.U[:, keep]) / np.sqrt(self.squares)
+        else:
+            squares, V = np.linalg.eigh(A.T @ A)
+            keep = squares > RANK_CUT * squares[-1]
+            self.squares, self.V = squares[keep], V[:, keep]
+        self.train, self.valid = A @ self.V, (valid - self.mean) @ self.V
+        self._w: dict[str, Any] = {}  # where the last ridge ended
+
+    def _dual(self, G: Any) -> tuple[Any, Any]:
+        """Squares and directions of the rows; the direction of an intercept is none of them."""
+        if not self.intercept:
+            squares, U = np.linalg.eigh(G)
+            return squares, U
+        n = G.shape[0]
+        squares, U = np.linalg.eigh(G + (2 * np.trace(G) + 1.0) / n)  # 1 is now the last direction
+        return squares[:-1], U[:, :-1]
+
+    def fit(self, loss: str, ridge: float, loo: bool = False) -> Outcome:
+        """The optimum for one ridge; those of a loss are best asked for from the largest down."""
+        if loss == "mse":
+            w = (self.train.T @ (self.Y - self.Y_mean)) / (self.squares + ridge)[:, None]
+        else:
+            w = self._cross_entropy(loss, ridge)
+        b, F = self.Y_mean, self.train @ w
+        found = Outcome(F + b, self.valid @ w + b, self.V @ w, b)
+        found.b = b - self.mean @ found.W
+        found.loo = self.leave_one_out(ridge) if loo else None
+        return found
+
+    def leave_one_out(self, ridge: float) -> Any:
+        """n_train x c: row i is the output at node i of the least squares that left it out.
+
+        e_i / (1 - h_i) is what the residual of node i becomes, h_i its leverage.  Where there are
+        fewer rows than features 1 - h_i would lose its digits; there both are ridge times what is
+        left of G^-1 = (A A^T + ridge I)^-1: e = ridge G^-1 Y and 1 - h_i = ridge (G^-1)_ii.
+        """
+        Y = self.Y - self.Y_mean
+        if self.U is not None:
+            scaled = self.U / (self.all_squares + ridge)
+            alpha, diagonal = scaled @ (self.U.T @ Y), (scaled * self.U).sum(axis=1)
+            return self.Y - alpha / diagonal[:, None]
+        T = self.train / (self.squares + ridge)
+        h = (T * self.train).sum(axis=1) + self.intercept / self.train.shape[0]
+        residual = Y - T @ (self.train.T @ Y)
+        return self.Y - residual / np.maximum(1.0 - h, 1e-12)[:, None]
+
+    def _cross_entropy(self, loss: str, ridge: float) -> Any:
+        """Each search starts where the one before it ended."""
+        backend = get_backend("cpu")
+        found = minimise(
+            backend, LOSSES[loss], self.train, self.Y, ridge, goal=_GAP,
+            start=self._w.get(loss), max_steps=300,
+        )  # fmt: skip
+        self._w[loss] = found.u
+        return found.u

@@ -1,0 +1,147 @@
+"""Labels of other nodes as features, cross-fitted: no label speaks for itself.
+
+The training nodes are cut into k folds at random, whatever their labels.  A node of fold j gets its
+row of H^-1 M_(-j)^T Y, to which the labels of its own fold add nothing; a node outside the training
+nodes gets the mean over the folds, which is (k - 1)/k of H^-1 M^T Y: what a node sees is of the
+same size on both sides.  Every lam gives such a block of c columns, all of them from one sequence
+of products (`sweep`).
+
+They are appended to the rows of the features *after* these were diffused: another diffusion would
+carry a label home.  So the problem stays convex in W, and the certificate of the fit is as before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from herta_gpu.backends import get_backend
+from herta_gpu.graph import Graph, check_graph
+from herta_gpu.planning.settings import LABEL_FOLDS, LABEL_LAMS
+from herta_gpu.plumbing.estimator import make_targets
+from herta_gpu.plumbing.validation import check_count, check_dtype, check_lam, check_positive
+from herta_gpu.solver import BLOCK_WIDTH, RegularizedLaplacian
+from herta_gpu.sweep import Series, inverse_rows
+
+
+@dataclass(frozen=True)
+class LabelFeatures:
+    """The columns and what is known of them."""
+
+    columns: Any  # n x (lams c) in the caller's order: block after block, one for each lam
+    folds: Any  # (n,) the fold of each training node, -1 elsewhere
+    error: float  # no column is further than this from its exact one, in the 2-norm
+    classes: Any | None
+
+
+def label_features(
+    graph: Graph,
+    y: Any,
+    train: Any = None,
+    lams: Sequence[float] = LABEL_LAMS,
+    folds: int = LABEL_FOLDS,
+    tol: float = 1e-6,
+    random_state: int = 0,
+    device: str = "auto",
+    dtype: str = "float32",
+) -> LabelFeatures:
+    """Cross-fitted features of the labels of the nodes `train`, for every node.
+
+    Parameters
+    ----------
+    graph : Graph
+    y, train
+        As in `HERTA.fit`; nothing of y is looked at outside `train`.
+    lams : sequence of float
+        One block of c columns for each.
+    folds : int
+        At least 2, at most one for each training node.
+    tol : float
+        Bound of the error of a column, relative to that of its labels, in the 2-norm; rounding
+        comes on top of it in `error`.
+    random_state : int
+        Of the folds.
+    device, dtype : str
+        As in `HERTA`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from herta_gpu.datasets import load
+    >>> from herta_gpu.label_features import label_features
+    >>> data = load("digits")
+    >>> found = label_features(data.graph, data.y, data.split["train"], lams=[5.0, 50.0])
+    >>> found.columns.shape, found.folds[data.split["test"]].max(), found.error < 0.05
+    ((1797, 20), np.int64(-1), True)
+    """
+    check_graph(graph)
+    _check(lams, folds, tol)
+    targets = make_targets(y, train, graph.num_nodes, "mse")
+    rows, Y = targets.rows, np.asarray(targets.Y)
+    H = RegularizedLaplacian(graph, 1.0, get_backend(device), check_dtype(dtype))
+    columns, fold_of = cross_fitted(H, rows, Y, lams, folds, tol, random_state)
+    everyone = np.full(graph.num_nodes, -1)
+    everyone[rows] = fold_of
+    norm = float(np.sqrt((Y * Y).sum(axis=0).max()))
+    return LabelFeatures(
+        columns, everyone, norm * _error(H, lams, tol, Y.shape[1]), targets.classes
+    )
+
+
+def cross_fitted(
+    H: RegularizedLaplacian,
+    rows: Any,
+    Y: Any,
+    lams: Sequence[float] = LABEL_LAMS,
+    folds: int = LABEL_FOLDS,
+    tol: float = 1e-6,
+    seed: int = 0,
+) -> tuple[Any, Any]:
+    """(columns, the fold of each row) for targets Y of the nodes `rows`; the lam of H is not used.
+
+    A fold is a block of columns of its own: no bit of it depends on the labels of that fold.
+    """
+    graph, backend, (count, c) = H.graph, H.backend, Y.shape
+    if folds > count:
+        raise ValueError(f"There are {count} training nodes but {folds} folds: use fewer folds.")
+    n, fold_of = graph.num_nodes, _folds(count, folds, seed)
+    inverse: Any = np.arange(n) if graph.order is None else graph.inverse_order()
+    out = np.zeros((len(lams), n, c), dtype=H.dtype)
+    outside = np.ones(n, dtype=bool)
+    outside[rows] = False
+    for j in range(folds):
+        own = fold_of == j
+        B = np.zeros((n, c), dtype=H.dtype)
+        B[inverse[rows[~own]]] = Y[~own]
+        for J in (slice(a, min(a + BLOCK_WIDTH, c)) for a in range(0, c, BLOCK_WIDTH)):
+            block = backend.asarray(np.ascontiguousarray(B[:, J]))
+            F = backend.to_numpy(inverse_rows(H, lams, block, None, tol))[:, inverse]
+            out[:, rows[own], J] = F[:, rows[own]]
+            out[:, outside, J] += F[:, outside] / folds
+    columns = np.ascontiguousarray(out.transpose(1, 0, 2)).reshape(n, len(lams) * c)
+    return columns, fold_of
+
+
+def _check(lams: Sequence[float], folds: int, tol: float) -> None:
+    check_count("folds", folds, least=2)
+    check_positive("tol", tol)
+    if len(lams) == 0:
+        raise ValueError("lams is empty: give at least one lam for the label features.")
+    for lam in lams:
+        check_lam(lam)
+
+
+def _folds(count: int, folds: int, seed: int) -> Any:
+    """(count,) the fold of each training node: sizes differ by one at most, labels play no part."""
+    return np.random.default_rng([seed, 5]).permutation(np.arange(count) % folds)
+
+
+def _error(H: RegularizedLaplacian, lams: Sequence[float], tol: float, c: int) -> float:
+    """Of a column relative to that of all labels: the worst lam, rounding and the sum included."""
+    top, columns = H.laplacian().lambda_max, min(c, BLOCK_WIDTH)
+    series = [Series.of(lam, top, tol) for lam in lams]
+    unit = float(np.finfo(H.dtype).eps)
+    return max(s.truncation + s.rounding(H, H.dtype, columns) for s in series) + 8 * unit

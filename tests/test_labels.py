@@ -1,0 +1,136 @@
+"""Label propagation against dense algebra, and its error bound against the true error."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sklearn.base import clone
+
+from herta_gpu import Graph, LabelPropagation, SDDSolver
+from herta_gpu.labels import carried
+from herta_gpu.plumbing.files import DataError
+from tests.conftest import dense_H, problem, random_graph, shared
+
+
+def one_hot(y, rows, n):
+    Y = np.zeros((n, y.max() + 1))
+    Y[rows, y[rows]] = 1.0
+    return Y
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("order", [None, "rcm"])
+def test_F_is_the_dense_product_within_the_bound_of_each_number(weighted, order):
+    g, _, y, train = problem(n=300, weighted=weighted)
+    stored = g if order is None else g.reordered(order)
+    model = LabelPropagation(lam=30.0, tol=1e-4).fit(stored, y, train)
+    F = np.linalg.solve(dense_H(g, 30.0), one_hot(y, train, 300))
+    off = np.abs(model.Z_ - F)
+    assert (off <= model.error_[:, None]).all()
+    assert 0 < off.max() < 1e-3
+    assert model.error_.max() < 1e-2  # the bound says something
+    assert (model.predict() == F.argmax(axis=1))[off.max(axis=1) < 1e-9].all()
+
+
+@settings(deadline=None, max_examples=50)
+@given(seed=st.integers(0, 10**6), lam=st.floats(0.01, 1e3), power=st.integers(-9, -1))
+def test_the_bound_holds_for_any_graph_and_tolerance(seed, lam, power):
+    g = random_graph(40, 60, seed, weighted=seed % 2 == 0)
+    B = np.random.default_rng(seed).standard_normal((40, 3)) * 10.0 ** (seed % 7 - 3)
+    found = carried(SDDSolver(g, lam, tol=10.0**power), B)
+    off = np.abs(found.Z - np.linalg.solve(dense_H(g, lam), B))
+    assert (off <= np.sqrt(g.degree)[:, None] * found.tau * (1 + 1e-6) + 1e-13 * abs(B).max()).all()
+
+
+def test_a_label_that_is_not_undecided_is_the_true_one():
+    g, _, y, train = problem(n=400, c=2, seed=3)
+    F = np.linalg.solve(dense_H(g, 50.0), one_hot(y, train, 400))
+    model = LabelPropagation(lam=50.0, tol=1e-3).fit(g, y, train)
+    best = np.sort(model.Z_, axis=1)
+    sure = best[:, 1] - best[:, 0] > 2 * model.error_
+    assert np.count_nonzero(~sure) == model.undecided_ + model.unreached_
+    assert 0 < model.undecided_ < 400
+    assert (model.predict() == F.argmax(axis=1))[sure].all()
+
+
+def test_nodes_that_no_label_reaches_get_the_most_frequent_class():
+    g = Graph.from_edges([[0, 1, 3], [1, 2, 4]], num_nodes=6)
+    y = np.array(["b", "b", "a", "", "", ""])
+    model = LabelPropagation().fit(g, y)
+    assert model.unreached_ == 3
+    assert model.undecided_ == 0
+    assert model.predict([3, 4, 5]).tolist() == ["b", "b", "b"]
+    assert model.predict([2]).tolist() == ["a"] or model.Z_[2, 0] <= model.Z_[2, 1]
+
+
+def test_labels_outside_the_training_nodes_are_not_looked_at():
+    g, _, y, train = problem()
+    first = LabelPropagation().fit(g, y, train)
+    other = y.copy()
+    rest = np.setdiff1d(np.arange(200), train)
+    other[rest] = np.random.default_rng(1).permutation(y[rest])
+    assert (LabelPropagation().fit(g, other, train).Z_ == first.Z_).all()
+
+
+def test_alpha_is_one_minus_that_of_the_usual_iteration():
+    """The fixed point of F <- a S F + (1 - a) Y, iterated until nothing changes."""
+    g, _, y, train = problem(n=60, seed=5)
+    Y, a = one_hot(y, train, 60), 0.8
+    S = np.eye(60) - g.to_csr().toarray()
+    F = Y
+    for _ in range(300):
+        F = a * S @ F + (1 - a) * Y
+    model = LabelPropagation(alpha=1 - a, tol=1e-10).fit(g, y, train)
+    assert np.allclose(model.transform(), F, atol=1e-9)
+
+
+def test_float_targets_and_text():
+    g, X, y, train = problem(n=80)
+    model = LabelPropagation(lam=2.0, tol=1e-8).fit(g, X[:, :2], train)
+    expected = np.zeros((80, 2))
+    expected[train] = X[train, :2]
+    assert np.allclose(model.predict(), np.linalg.solve(dense_H(g, 2.0), expected), atol=1e-6)
+    names = np.array(["x", "y", "z"])
+    named = LabelPropagation().fit(g, names[y], train)
+    assert (named.predict() == names[LabelPropagation().fit(g, y, train).predict()]).all()
+    assert named.score(names[y], train) == np.mean(named.predict(train) == names[y[train]])
+
+
+def test_a_fitted_one_is_saved_cloned_and_refused_when_damaged(tmp_path):
+    g, _, y, train = problem()
+    model = LabelPropagation(lam=3.0).fit(g, y, train)
+    model.save(tmp_path / "labels.npz")
+    again = LabelPropagation.load(tmp_path / "labels.npz")
+    assert (again.predict() == model.predict()).all()
+    assert repr(again) == repr(model) == "LabelPropagation(lam=3.0)"
+    assert again.undecided_ == model.undecided_
+    assert not hasattr(clone(model), "Z_")
+    np.savez(tmp_path / "bad.npz", Z=np.ones(3), error=np.ones(3), about=np.array("{}"))
+    with pytest.raises(DataError, match="not a whole file of a LabelPropagation"):
+        LabelPropagation.load(tmp_path / "bad.npz")
+
+
+@pytest.mark.parametrize(
+    ("params", "words"),
+    [({"lam": -1.0}, "lam must be"), ({"tol": 0.0}, "tol must be"), ({"alpha": 1.0}, "alpha must")],
+)
+def test_wrong_parameters_are_one_sentence(params, words):
+    g, _, y, train = problem(n=20)
+    with pytest.raises(ValueError, match=words):
+        LabelPropagation(**params).fit(g, y, train)
+    with pytest.raises(RuntimeError, match="not fitted yet"):
+        LabelPropagation().predict()
+
+
+def test_real_labels_reach_the_published_level():
+    """Cora, 20 labels a class: Zhou et al.'s label propagation is published at 68.0."""
+    data = shared("cora")
+    with np.load(Path(os.environ["HERTA_DATA"], "cora.npz")) as f:
+        train, test = f["train"], f["test"]
+    model = LabelPropagation(alpha=0.1).fit(data.graph, data.y, train)
+    assert model.score(data.y, test) > 0.66
