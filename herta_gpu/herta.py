@@ -721,7 +721,6 @@ def _check_split_by_nodes(settings: Settings, given: dict[str, Any]) -> None:
         "several lam": settings.several,
         "label_features": settings.label_folds > 0,
         "fit_intercept": settings.fit_intercept,
-        "label features": bool(settings.label_folds),
         "class_weight": settings.weighted,
         'loss="bce"': settings.loss == "bce",
         **{name: value is not None for name, value in given.items()},
