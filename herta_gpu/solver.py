@@ -48,6 +48,8 @@ class RegularizedLaplacian:
 
     def __init__(self, graph: Graph, lam: float, backend: Backend, dtype: str) -> None:
         self.graph, self.lam, self.backend, self.dtype = graph, float(lam), backend, dtype
+        if backend.whole and graph.nodes_of_all != graph.num_nodes:
+            raise ValueError("Only HERTA works on a graph that is split by nodes.")
         self._in: dict[str, Laplacian] = {}
 
     def on(self, graph: Graph) -> RegularizedLaplacian:
