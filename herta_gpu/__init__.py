@@ -9,7 +9,9 @@ The ground floor is the paper; every other concern has a room with a name.
     preconditioner   Q, its sketch and P; `grams` factors it, `factors` has the forms of P^-1/2
     unfolded         Z*(W) and its gradient through two solves; `prediction` has the outputs of a
                      fitted model, a block of columns at a time
-    losses           a new loss goes here; `optimizers` and `training` hold the loop
+    losses           a new loss goes here; `row_losses` has what they share (weights, intercept),
+                     `entropies` those that are not quadratic; `optimizers` and `training` the
+                     loop, `blockwise` the loop over some outputs after the others
     spectrum         what is known of the Hessian; `certificate` says what is proven of a fit
     graph, features  from an edge list to a Graph; X behind three products
 
@@ -19,7 +21,9 @@ The strategy "direct", which needs no array of n x d or n x c numbers, in the or
     diffusion        the training rows of Q in these, with a proven bound of their error
     dense            the optimum on stored rows; `descent` has the steps of cross entropy,
                      `hessians` the second derivatives that lead them
-    direct           what the stored rows prove of the true problem
+    several          blocks of features for several lam
+    direct           what the stored rows prove of the true problem; `leave_one_out` what they say
+                     of models without a row
 
 More from the same solver, each in a module of its own:
 
@@ -27,6 +31,7 @@ More from the same solver, each in a module of its own:
     smoothing        CorrectAndSmooth, after any base model
     sweep            H_lam^-1 B for several lam from one sequence of products
     label_features   labels of other folds as features, so that no label speaks for itself
+    conformal        prediction sets that hold the truth with a stated probability
 
 What other libraries' users know it by:
 
@@ -36,7 +41,8 @@ What other libraries' users know it by:
 
     planning/        settings (the caller's wishes, frozen), costs, memory, the plan, and `cards`:
                      plans for a GPU that is not there
-    backends/        the primitives: base.py, cpu/ (reference and compiled), cuda/ (CuPy)
+    backends/        the primitives: base.py, cpu/ (reference and compiled), cuda/ (CuPy), ranks/
+                     (several processes: MPI)
     datasets/        one module per source of data
     app/             the command line, one module per command
     plumbing/        checks, files, checkpoints, timers, scikit-learn manners

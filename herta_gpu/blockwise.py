@@ -62,7 +62,7 @@ def trained(
             made = {"W": found, "told": _packed(run, part)}
             return made if part.intercept is None else {**made, "b": part.intercept}
 
-        made = recall(f"outputs-{phase}-{run.settings.max_iter}", finished)
+        made = recall(f"outputs-{phase}-{run.settings.max_iter}", finished, together=True)
         W[:, at] = made["W"]
         if "b" in made:
             b[at] = made["b"]

@@ -36,6 +36,7 @@ def minimise(
     factor: Factor | None = None,
     memory_limit: int | None = None,
     callback: Callback | None = None,
+    gram: Array | None = None,
 ) -> DenseFit:
     """Minimise loss(A u) + ridge/2 <u, G u> over u.
 
@@ -62,6 +63,8 @@ def minimise(
         Bytes that may be allocated beside A; None asks the backend.
     callback : function
         Called with each record of the history.
+    gram : (r, r) array
+        A^T A as the loss sees its rows, if that is known: cross entropy begins with it.
 
     Examples
     --------
@@ -75,7 +78,7 @@ def minimise(
     ('certified', True)
     """
     metric = metric or Metric(backend)
-    problem = DenseProblem(backend, loss, A, Y, ridge, metric)
+    problem = DenseProblem(backend, loss, A, Y, ridge, metric, gram)
     if A.shape[0] < A.shape[1] and factor is None:
         return _in_row_space(problem, goal, max_steps, start, memory_limit, callback)
     if loss.quadratic:

@@ -76,8 +76,17 @@ class DenseProblem:
     """Objective, gradient, exact steps and the bound of the gap, with passes counted."""
 
     def __init__(
-        self, backend: Backend, loss: Loss, A: Array, Y: Array, ridge: float, metric: Metric
+        self,
+        backend: Backend,
+        loss: Loss,
+        A: Array,
+        Y: Array,
+        ridge: float,
+        metric: Metric,
+        gram: Array | None = None,
     ) -> None:
+        """`gram` is A^T A as Hessians see A, if that is known."""
+        self.gram = gram
         self.backend, self.xp, self.loss, self.A, self.Y = backend, backend.xp, loss, A, Y
         self.ridge, self.metric, self.passes = ridge, metric, 0
         mean = loss.mean(self.xp, A) if loss.intercept else None
@@ -92,7 +101,9 @@ class DenseProblem:
 
     @cached_property
     def A_norm(self) -> float:
-        return spectral_norm(self.backend, self.A)
+        if self.gram is None or not self.loss.plain:
+            return spectral_norm(self.backend, self.A)
+        return (1.1 * spectral_norm(self.backend, self.gram)) ** 0.5  # as far above as the other
 
     def start(self, u: Array | None) -> Point:
         """The point of u (None: 0)."""
@@ -296,8 +307,8 @@ class Descent:
         near = self.curvature / _STALE <= now <= self.curvature * _STALE
         if not (near or self.hessian.exact):
             self.curvature = now
-            P = ScaledGram(self.backend, problem.seen, weights, problem.ridge, problem.metric)
-            self.hessian = P
+            known = (problem.ridge, problem.metric, problem.gram)
+            self.hessian = ScaledGram(self.backend, problem.seen, weights, *known)
 
     def _steps_left(self, point: Point) -> float:
         """How many more steps like the last ones there would be; 0 where that is not asked."""

@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -35,8 +35,15 @@ _CHUNK = 1 << 19  # numbers of a block that the residual is computed for at a ti
 
 
 Arrays = dict[str, Array]
-# A checkpoint gives such a function: what a name stands for is made, or read if it was made before.
-Recall = Callable[[str, Callable[[], Arrays]], Arrays]
+
+
+class Recall(Protocol):
+    """What a name stands for is made, or read if it was made before: a checkpoint's function.
+
+    `together`: by all processes, instead of by this one alone.
+    """
+
+    def __call__(self, name: str, make: Callable[[], Arrays], together: bool = False) -> Arrays: ...
 
 
 def silent(done: int, of: int) -> None:
@@ -81,14 +88,14 @@ class Diffusion:
         tell: Tell = silent,
         stored: str = "float64",
     ) -> None:
-        xp, r = H.backend.xp, basis.rank
+        xp, r, count = H.backend.xp, basis.rank, int(H.backend.total(at.shape[0]))
         self.H, self.basis, self.at, self.beside, self.dtype = H, basis, at, beside, dtype
         self.cuts, self.width = blocks, max(J.stop - J.start for J in blocks)
-        self.rows, self.lost = xp.zeros((at.shape[0], r), dtype=stored), xp.zeros(r)
+        self.rows, self.lost = xp.zeros((count, r), dtype=stored), xp.zeros(r)
         self.others = xp.zeros((beside.shape[0], r), dtype=dtype)
         self.left = basis.sizes  # bounds of the norms of the columns of X C0 - H Q, Q still 0
         self.products = 0  # with H, for each column, at most
-        self._kept = H.backend.empty((H.n, r), dtype) if kept else None
+        self._kept: dict[int, Array] | None = {} if kept else None  # by the first of its columns
         self._begun, self.tell = False, tell
 
     @property
@@ -100,16 +107,20 @@ class Diffusion:
         """Solve until no column leaves more than `goal` times its size, if rounding allows it."""
         work = Workspace(self.H, self.width, self.dtype)
         on = self._begun and self._kept is not None
-        left = self.left.copy()
-        self.tell(0, left.shape[0])
-        for J in self.cuts:
+        left, gathered = self.left.copy(), self.H.backend.gathered
+
+        def solved(J: slice) -> Arrays:
             with marked("block of Q", first=J.start, columns=J.stop - J.start):
                 block = recall(f"{name}-columns-{J.start}", partial(self._block, J, goal, work, on))
-            self.rows[:, J], self.others[:, J] = block["rows"], block["others"]
+            if self._kept is not None:
+                self._kept[J.start] = block["B"].copy()
+            return {what: array for what, array in block.items() if what != "B"}
+
+        self.tell(0, left.shape[0])
+        for J, block in zip(self.cuts, self.H.backend.dealt(self.cuts, solved)):
+            self.rows[:, J], self.others[:, J] = gathered(block["rows"]), block["others"]
             left[J], self.lost[J] = block["left"], block["lost"]
             self.products = max(self.products, int(block["products"][0]))  # synchronize!
-            if self._kept is not None:
-                self._kept[:, J] = block["B"]
             self.tell(J.stop, left.shape[0])
         self.left, self._begun = left, True
 
@@ -120,15 +131,15 @@ class Diffusion:
         sizes, unit = basis.sizes[J], 0.5 * float(np.finfo(self.dtype).eps)
         if on:
             assert self._kept is not None
-            B[...] = self._kept[:, J]
-            norms, left = xp.sqrt(H.backend.column_dots(B, B)), self.left[J]
+            B[...] = self._kept[J.start]
+            norms, left = xp.sqrt(H.backend.total(H.backend.column_dots(B, B))), self.left[J]
             rounded = xp.maximum(left - norms, 0.0) + unit * norms
             # A residual that was large when it was stored has too few digits for a small one.
             anew = basis.rounding[J] + 2 * H.rounding(k, rows=True) * sizes
             on = _worst(xp, rounded - anew, sizes) <= _KNOWN * goal
         if on:
-            rows, others = self.rows[:, J].astype("float64"), self.others[:, J].copy()
-            lost = self.lost[J]
+            rows = H.backend.own(self.rows[:, J]).astype("float64")
+            others, lost = self.others[:, J].copy(), self.lost[J]
         else:
             basis.fill(B, J)
             rows = xp.zeros((self.at.shape[0], k))
@@ -148,8 +159,9 @@ class Diffusion:
             products, last, worst = products + degree, worst, _worst(xp, norms, sizes)
         if self.rows.dtype != rows.dtype:
             # Half a unit of each number, or of the smallest there is.
-            size, kind = xp.sqrt(H.backend.column_dots(rows, rows)), np.finfo(np.float32)
-            lost = lost + 0.5 * (float(kind.eps) * size + float(kind.tiny) * rows.shape[0] ** 0.5)
+            size = xp.sqrt(H.backend.total(H.backend.column_dots(rows, rows)))
+            count, kind = self.rows.shape[0], np.finfo(np.float32)
+            lost = lost + 0.5 * (float(kind.eps) * size + float(kind.tiny) * count**0.5)
         made = {"rows": rows, "others": others, "left": norms + rounded, "lost": lost}
         made["products"] = xp.asarray([products])
         return made if self._kept is None else {**made, "B": B}
@@ -180,10 +192,10 @@ def _new_residual(
     H: RegularizedLaplacian, source: Iterator[tuple[slice, Array]], Z: Array, B: Array
 ) -> Array:
     """B <- source - H Z; the norms of its columns, before they are stored."""
-    squares: Any = 0.0
+    squares, Z = H.backend.xp.zeros(B.shape[1]), H.with_neighbours(Z)
     with marked("residual", columns=B.shape[1]):
         for rows, part in source:
             R = H.residual_rows(part, Z, rows.start)
             B[rows] = R
             squares = squares + H.backend.column_dots(R, R)
-    return H.backend.xp.sqrt(squares)
+    return H.backend.xp.sqrt(H.backend.total(squares))

@@ -32,6 +32,7 @@ import numpy as np
 from herta_gpu.backends.base import Array, Backend, norm
 from herta_gpu.certificate import Certificate, relative
 from herta_gpu.dense import minimise
+from herta_gpu.grams import DenseGram
 from herta_gpu.losses import Loss
 from herta_gpu.preconditioner import Preconditioner
 
@@ -224,14 +225,17 @@ class StoredProblem:
             return self.least_squares(tol)
         # It holds several arrays of n_train x c, which may be too much for a GPU, not for the host.
         backend = self.host or self.backend
+        memory = int(self.backend.agreed(backend.memory_available()))
 
         def there(x: Array) -> Array:
             return x if self.host is None else self.backend.to_numpy(x)  # synchronize!
 
+        gram = there(self.P.gram.QtQ) if isinstance(self.P.gram, DenseGram) else None
         fitted = minimise(
             backend, self.loss, there(self.Q), there(self.Y[:]), self.ridge,
             self.basis.metric().on(backend, there), goal=0.1 * tol, max_steps=steps,
-            start=None if start is None else there(start), callback=tell,
+            start=None if start is None else there(start), callback=tell, memory_limit=memory,
+            gram=gram,
         )  # fmt: skip
         self.settled = fitted.status != "max_iter"
         return self.backend.asarray(fitted.u)

@@ -83,7 +83,7 @@ class Features:
         G = backend.xp.zeros((r, r))
         for _, part in self.row_chunks():
             backend.add_gram(G, part if C is None else backend.matmul(part, C))
-        at = backend.xp.arange(r)
+        G, at = backend.total(G), backend.xp.arange(r)
         if C is None and "column_norms" not in vars(self):
             self.column_norms = backend.xp.sqrt(G[at, at])  # no pass of their own
         return G
@@ -103,11 +103,11 @@ class Features:
         V = V.astype("float64", copy=False)
         if self.sparse:
             with marked("pass over X", columns=self.shape[1]):
-                return self.backend.asarray(self._transposed @ V)
+                return self.backend.total(self.backend.asarray(self._transposed @ V))
         out = self.backend.xp.zeros((self.shape[1], V.shape[1]))
         for rows, part in self._chunks():
             out += self.backend.matmul(part.T, V[rows])
-        return out
+        return self.backend.total(out)
 
     @cached_property
     def norm_bound(self) -> float:
@@ -118,7 +118,8 @@ class Features:
         """
         xp, (n, d) = self.backend.xp, self.shape
         squares, by_row, by_column = xp.zeros(()), xp.zeros(()), xp.zeros(d)
-        rounding = 1e-10 + 2 * (n + d) * _UNIT
+        total, largest = self.backend.total, self.backend.largest
+        rounding = 1e-10 + 2 * (int(total(n)) + d) * _UNIT
         if self.sparse:
             squares, mixed = (self._rows.data**2).sum(), self._schur()
         else:
@@ -127,17 +128,20 @@ class Features:
                 squares = squares + (part**2).sum()
                 by_row = xp.maximum(by_row, part.sum(axis=1).max())
                 by_column = by_column + part.sum(axis=0)
-            mixed = xp.sqrt(by_row * by_column.max())
+            mixed = xp.sqrt(largest(by_row) * total(by_column).max())
+        squares = total(squares)
         return float(xp.minimum(xp.sqrt(squares), mixed)) * (1 + rounding)  # synchronize!
 
     def _schur(self) -> Array:
         """A bound of the norm of a sparse |X|: the best of a few vectors v, each closer to where
         the bound is sharp."""
         xp, d = self.backend.xp, self.shape[1]
-        rows, columns = abs(self._rows), abs(self._transposed)
+        rows, columns = self._rows, self._transposed
+        if not self._nonnegative:
+            rows, columns = abs(rows), abs(columns)
         v, best = xp.ones((d, 1)), xp.asarray(xp.inf)
         for _ in range(_SCHUR_STEPS):
-            up = columns @ (rows @ v)
+            up = self.backend.total(columns @ (rows @ v))
             best = xp.minimum(best, (up / v).max())
             v = xp.maximum(up / xp.maximum(up.max(), 1e-300), 1e-3)  # an empty column stays > 0
         return xp.sqrt(best)
@@ -149,11 +153,11 @@ class Features:
         if self.sparse:
             squared = abs(self._transposed)
             squared.data *= squared.data
-            return xp.sqrt(squared @ xp.ones((n, 1)))[:, 0]
+            return xp.sqrt(self.backend.total(squared @ xp.ones((n, 1))))[:, 0]
         squares = xp.zeros(d)
         for _, part in self._chunks():
             squares = squares + (part**2).sum(axis=0)
-        return xp.sqrt(squares)
+        return xp.sqrt(self.backend.total(squares))
 
     def times_rounding(self, W: Array) -> float:
         """A bound of ||computed X W - X W||_F: a number is a sum over the entries of its row."""
@@ -161,7 +165,8 @@ class Features:
         if self.sparse:
             X = self._rows if self._nonnegative else abs(self._rows)
             terms = X.indptr[1:] - X.indptr[:-1] + 2
-            return _UNIT * norm(terms * (X @ sizes[:, None])[:, 0]) * (1 + 1e-10)
+            here = norm(terms * (X @ sizes[:, None])[:, 0])
+            return _UNIT * float(self.backend.total(here**2)) ** 0.5 * (1 + 1e-10)
         total = float((self.column_norms * sizes).sum())  # synchronize!
         return (self.shape[1] + 2) * _UNIT * total
 
@@ -172,10 +177,12 @@ class Features:
     @property
     def sum_rounding(self) -> float:
         """What a sum over the rows, chunk by chunk, rounds: relative to the sizes of its terms."""
+        n, parts = int(self.backend.largest(self.shape[0])), self.backend.ranks
+        more = 2 if self.backend.whole else 2 + parts  # the sums of other processes
         if self.sparse:
-            return (self.shape[0] + 2) * _UNIT
-        n, chunk = self.shape[0], _rows_at_once(self.shape[1], self._chunk_bytes)
-        return (min(n, chunk) + -(-n // chunk) + 2) * _UNIT
+            return (n + more) * _UNIT
+        chunk = _rows_at_once(self.shape[1], self._chunk_bytes)
+        return (min(n, chunk) + -(-n // chunk) + more) * _UNIT
 
     def transpose_rounding(self) -> Array:
         """(d,) bounds of the row norms of (computed X^T V - X^T V), for ||V||_F = 1."""
@@ -193,14 +200,16 @@ class Features:
             hashes = np.zeros(self.shape[1], dtype=np.uint64)
             for rows, part in self._chunks():
                 bits = _scrambled(self.backend.to_numpy(part) + 0.0)  # -0.0 is 0.0
-                hashes += (bits * _row_keys(rows.start, rows.stop, at)[:, None]).sum(axis=0)
+                keys = _row_keys(rows.start, rows.stop, at, self.backend.first_row)
+                hashes += (bits * keys[:, None]).sum(axis=0)
+        hashes = self.backend.total(hashes)
         return int(np.unique(hashes[hashes != 0]).shape[0])
 
     def _sparse_hashes(self, at: Any) -> Any:
         columns, get = self._transposed, self.backend.to_numpy
         values, rows, indptr = (get(a) for a in (columns.data, columns.indices, columns.indptr))
         sums = np.zeros(values.shape[0] + 1, dtype=np.uint64)
-        keys = _row_keys(0, self.shape[0], at)
+        keys = _row_keys(0, self.shape[0], at, self.backend.first_row)
         np.cumsum(_scrambled(values + 0.0) * keys[rows], out=sums[1:])
         return sums[indptr[1:]] - sums[indptr[:-1]]
 
@@ -231,9 +240,14 @@ def _scrambled(values: Any) -> Any:
     return _mixed(np.ascontiguousarray(values, dtype=np.float64).view(np.uint64))
 
 
-def _row_keys(start: int, stop: int, at: Any) -> Any:
-    """One odd random number per row; 0 for the rows that do not count."""
-    rows = np.arange(start + 1, stop + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+def _row_keys(start: int, stop: int, at: Any, first: int) -> Any:
+    """One odd random number per row; 0 for the rows that do not count.
+
+    Row 0 here is row `first` of all processes'.
+    """
+    rows = np.arange(first + start + 1, first + stop + 1, dtype=np.uint64) * np.uint64(
+        0x9E3779B97F4A7C15
+    )
     return np.where(at[start:stop], _mixed(rows) | np.uint64(1), np.uint64(0))
 
 
@@ -292,7 +306,8 @@ def has_hidden_columns(X: Any, rows: Any, backend: Backend) -> bool:
         seen = np.zeros((2, X.shape[1]), dtype=bool)
         for filled, M in zip(seen, (X[rows], X)):
             filled[M.indices if M.data.all() else M.indices[M.data != 0]] = True
-        return bool(seen[0].sum() < seen[1].sum())
+        inside, everywhere = backend.largest(seen)
+        return bool(inside.sum() < everywhere.sum())
     step = _rows_at_once(X.shape[1], _CHUNK_BYTES)
     xp = backend.xp if on_device(X) else np
     train = xp.zeros(X.shape[0], dtype=bool)
@@ -303,5 +318,6 @@ def has_hidden_columns(X: Any, rows: Any, backend: Backend) -> bool:
         everywhere |= filled.any(axis=0)
         inside |= filled[train[a : a + step]].any(axis=0)
         if bool(inside.all()):  # synchronize!
-            return False
+            break
+    inside, everywhere = backend.largest(inside), backend.largest(everywhere)
     return bool((everywhere & ~inside).any())  # synchronize!

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import scipy.sparse as sp
@@ -26,6 +27,9 @@ from herta_gpu.plumbing.ordering import (
     reverse_cuthill_mckee,
 )
 from herta_gpu.plumbing.validation import check_choice
+
+if TYPE_CHECKING:
+    from herta_gpu.backends.ranks.communicator import Ranks
 
 _GATHERED = 1 << 20  # neighbours looked at together
 _TOP = 1 << 12  # nodes that usually settle the bound of lambda_max
@@ -56,6 +60,7 @@ class Graph:
     weights: NDArray[np.float64] | None = None  # (2m,); None when every weight is 1
     given_degree: NDArray[np.float64] | None = None  # (n,) D; None when each weight is 1, loops too
     order: NDArray[np.int64] | None = None  # row i holds the caller's node order[i]
+    team: Ranks | None = None  # the processes that share the work on it; None: this one alone
 
     @classmethod
     def from_edges(
@@ -65,6 +70,9 @@ class Graph:
         edge_weight: Any = None,
         duplicates: str | None = None,
         folder: str | os.PathLike[str] | None = None,
+        comm: Any = None,
+        split: str = "columns",
+        partition: Any = "blocks",
     ) -> Graph:
         """Build a graph from (2, m) node ids, in any direction and order.
 
@@ -85,6 +93,15 @@ class Graph:
         folder : path, optional
             A new folder that the graph is written to while it is made, and then opened from:
             for graphs that are larger than the memory.  See `save` and `open`.
+        comm : mpi4py.MPI.Comm, optional
+            Processes that share the work on this graph; each calls this with its share of the
+            edges, whichever it is.  Those who have the whole graph use `on_ranks` instead.
+        split : {"columns", "nodes"}
+            With `comm`: each process gets the whole graph, and they share out blocks of columns;
+            or each gets its nodes (`nodes`) only, and gives their rows of X and y to a fit.
+        partition : "blocks", "metis", array of n ranks, or the path of a .npy file with one
+            With split="nodes": ranges of ids of equal length, so that few edges are cut (by
+            pymetis, on the first process), or the process that has each node.
 
         Notes
         -----
@@ -109,6 +126,12 @@ class Graph:
         ValueError: Edge (0, 1) is listed more than once in this direction.
         """
         check_choice("duplicates", duplicates, (None, "sum", "error"))
+        check_choice("split", split, ("columns", "nodes"))
+        if comm is not None:
+            from herta_gpu.backends.ranks.edges import shared_graph
+
+            how = (duplicates, folder, split, partition)
+            return shared_graph(comm, edge_index, num_nodes, edge_weight, *how)
         if on_device(edge_index):
             from herta_gpu.backends import get_backend
 
@@ -156,6 +179,43 @@ class Graph:
         from herta_gpu.backends.cuda.cugraph import to_cugraph
 
         return to_cugraph(self)
+
+    def on_ranks(self, comm: Any) -> Graph:
+        """This graph, which every process of the MPI communicator `comm` has, for all of them.
+
+        `HERTA.fit` then shares its work out to them: each calls it with all of X and y.
+
+        Examples
+        --------
+        >>> from herta_gpu import Graph
+        >>> from mpi4py import MPI  # doctest: +SKIP
+        >>> g = Graph.from_edges([[0, 1], [1, 2]]).on_ranks(MPI.COMM_WORLD)  # doctest: +SKIP
+        """
+        from herta_gpu.backends.ranks.edges import check_alike
+
+        return self._with(check_alike(comm, self))
+
+    def _with(self, team: Ranks) -> Graph:
+        made = object.__new__(type(self))
+        vars(made).update(vars(self), team=team)
+        return made
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "team": None}  # a copy elsewhere has no part in the work here
+
+    @property
+    def nodes(self) -> Any:
+        """The nodes that this process has, for the rows of X and y; all of them, as a rule."""
+        return slice(0, self.num_nodes)
+
+    @property
+    def nodes_of_all(self) -> int:
+        """The number of nodes that all processes have together."""
+        return self.num_nodes
+
+    def together(self) -> AbstractContextManager[None]:
+        """Around what all processes of this graph do: an error of one is an error of all."""
+        return nullcontext() if self.team is None else self.team.together()
 
     @property
     def num_nodes(self) -> int:
@@ -287,7 +347,7 @@ class Graph:
         """The same graph with node p[i] in row i."""
         order = p if self.order is None else self.order[p]
         degree = None if self.given_degree is None else self.given_degree[p]
-        return Graph(*permuted(self, p), degree, order)
+        return Graph(*permuted(self, p), degree, order, self.team)
 
     def in_local_order(self, find: Callable[[Graph, float], Any] | None = None) -> Graph:
         """This graph stored by community if it is large and that pays; else itself.

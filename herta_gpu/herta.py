@@ -15,7 +15,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from herta_gpu.backends import chosen_backend, get_backend
+from herta_gpu.backends import backend_for, chosen_backend, get_backend, shared
 from herta_gpu.backends.base import Array, Backend
 from herta_gpu.blockwise import trained
 from herta_gpu.bundles import takes_bundles
@@ -47,6 +47,7 @@ from herta_gpu.plumbing.models import read_model, write_model
 from herta_gpu.plumbing.stages import Stages
 from herta_gpu.plumbing.validation import (
     BudgetError,
+    as_labels,
     check_count,
     check_rows,
     check_scale,
@@ -92,11 +93,15 @@ def _names_what_fits(fit: Callable[..., HERTA]) -> Callable[..., HERTA]:
 
 
 def _on_its_device(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A method that runs on the stream of the device that is chosen for its graph and X."""
+    """A method that runs on the stream of the device that is chosen for its graph and X.
+
+    What fails on one process of the graph fails on all of them, with the same sentence.
+    """
 
     @wraps(method)
     def wrapped(self: HERTA, graph: Graph, X: Any = None, *args: Any, **kwargs: Any) -> Any:
-        with self._device(graph, X).working():
+        check_graph(graph)
+        with graph.together(), self._device(graph, X).working():
             return method(self, graph, X, *args, **kwargs)
 
     return wrapped
@@ -308,6 +313,10 @@ class HERTA(Estimator):
         _check_helpers(callback, checkpoint, stages)
         _check_previous(warm_start, checkpoint)
         settings, (backend, why) = self._settings(), chosen_backend(self.device, graph, X)
+        backend = shared(backend, graph)
+        if not backend.whole:
+            others = {"checkpoint": checkpoint, "sample_weight": sample_weight, "loo": loo or None}
+            _check_split_by_nodes(settings, {**others, "warm_start": warm_start})
         if loo and settings.label_folds:
             raise ValueError(
                 "Leave-one-out is not valid with label features, which hold the label left out: "
@@ -328,12 +337,14 @@ class HERTA(Estimator):
             given, graph = graph, stored_order(graph, X, targets.Y.shape[1], settings, backend)
         H = RegularizedLaplacian(graph, settings.lam, backend, settings.dtype)  # I + lam L_hat
         with stages("plan"):
-            budget = settings.budget(backend.memory_available())
+            budget = settings.budget(backend.memory_everywhere())
             sizes = sizes_of(H, X, targets, settings, budget, beside.size)
-            previous = _previous(warm_start, X.shape[1] * len(settings.lams), targets, backend)
+            width = settings.features(X.shape[1], targets.Y.shape[1])
+            previous = _previous(warm_start, width, targets, backend)
             settings = with_old_P(H, sizes, settings, previous)
             plan = make_plan(H, sizes, settings, budget, reordered=graph is not given)
             self.plan_ = plan  # a fit that is interrupted leaves what it was about to do
+            backend.same(plan, "plan")
         if checkpoint is not None:
             checkpoint.claim()  # nothing can be refused any more
         with stages("features"):
@@ -371,7 +382,7 @@ class HERTA(Estimator):
                 # Output: W = P^-1/2 w, not w: the loop ran in preconditioned coordinates.
                 W = trained(run, A, Y, w, plan.outputs, recall, Z)
 
-        self.W_ = backend.to_numpy(W)  # synchronize!
+        self.W_ = backend.same(backend.to_numpy(W), "weights")  # synchronize!
         self.intercept_, self.train_ = run.constants(), targets.rows
         self.labels_ = np.asarray(targets.Y) if extra is not None else None
         for name in _WITH_THE_FIT:
@@ -397,15 +408,22 @@ class HERTA(Estimator):
         self, graph: Graph, X: Any, y: Any, train: Any, backend: Backend, weight: Any = None
     ) -> tuple[Any, Targets]:
         """X as a matrix and the training rows, or a sentence that says what is wrong."""
-        check_graph(graph)
         X = as_matrix(X, backend)
         largest = check_rows("X", X, graph)
         if X.shape[1] == 0:
             raise ValueError("X has no columns: give at least one feature.")
-        check_scale(largest)
+        backend.same(self.get_params(), "parameters", always=True)
+        backend.same(X.shape[not backend.whole :], "shape of X", always=True)
+        check_scale(float(backend.largest(largest)))
         y, train, weight = (to_host(a, backend) for a in (y, train, weight))
         n = graph.num_nodes
-        return X, make_targets(y, train, n, self.loss, weight, self.class_weight)
+        if backend.whole:
+            targets = make_targets(y, train, n, self.loss, weight, self.class_weight)
+            backend.same(targets.rows, "training nodes", always=True)
+            return X, targets
+        y = as_labels("y", y)
+        backend.same((y.ndim, y.dtype.kind), "kind of labels", always=True)
+        return X, make_targets(y, train, n, self.loss, gathered=backend.gathered)
 
     def plan(
         self,
@@ -573,7 +591,6 @@ class HERTA(Estimator):
         """
         self._fitted()
         backend, settings = self._device(graph, X), self._settings()
-        check_graph(graph)
         X = as_matrix(X, backend)
         largest = check_rows("X", X, graph)
         if X.shape[1] != self.n_features_in_:
@@ -583,9 +600,9 @@ class HERTA(Estimator):
             )
         check_scale(largest, fitted=True)
         H = RegularizedLaplacian(graph, settings.lam, backend, settings.dtype)
-        budget = settings.budget(backend.memory_available())
+        budget, c = settings.budget(backend.memory_everywhere()), self.W_.shape[1]
         features = Features(X, backend, graph.order, budget)
-        width = outputs_at_once(graph, X, self.W_.shape[1], settings.dtype, backend, budget)
+        width = outputs_at_once(graph, X, c, settings.dtype, backend, budget)
         systems = [H.at(lam) for lam in settings.lams] if settings.several else [H]
         W, b = backend.asarray(self.W_), backend.asarray(self.intercept_)
         extra = None
@@ -614,12 +631,14 @@ class HERTA(Estimator):
         For loss="bce" the share of right labels among all that are known.
         """
         self._fitted()
-        check_graph(graph)
         backend = self._device(graph, X)
         y, idx = (to_host(a, backend) for a in (y, idx))
         check_scored(y, graph.num_nodes)  # before the solve
         rows = node_rows(idx, graph.num_nodes)
         predicted = to_host(self.predict(graph, X, rows), backend)
+        if not backend.whole:
+            y = backend.gathered(as_labels("y", y)[rows])
+            predicted, rows = backend.gathered(predicted), np.arange(y.shape[0])
         if self.loss == "bce":
             return label_accuracy(predicted, y, rows)
         return accuracy_or_r2(predicted, y, rows, self.classes_)
@@ -664,7 +683,11 @@ class HERTA(Estimator):
 
     def _device(self, graph: Graph, X: Any) -> Backend:
         """The device for these data, if the parameters are right and it is there."""
-        return get_backend(self._settings().device, graph, X)
+        return backend_for(self._settings().device, graph, X)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """All but what belongs to this process: the factor of P for a warm start."""
+        return {name: value for name, value in vars(self).items() if name != "_P"}
 
     def __getattr__(self, name: str) -> Any:
         """Say how to get what only some fits leave."""
@@ -686,6 +709,27 @@ def _check_helpers(callback: Any, checkpoint: Any, stages: Any) -> None:
         raise TypeError(f"checkpoint must be a Checkpoint, not {type(checkpoint).__name__}.")
     if not isinstance(stages, (Stages, type(None))):
         raise TypeError(f"stages must be a Stages, not {type(stages).__name__}.")
+
+
+def _check_split_by_nodes(settings: Settings, given: dict[str, Any]) -> None:
+    """Say what works only where each process has all rows."""
+    asked = {
+        "sparsify": settings.sparsify.when == "always" or settings.mixed,
+        "sketch": settings.sketch.when == "always",
+        "reorder": settings.reorder.when == "always",
+        "several lam": settings.several,
+        "label_features": settings.label_folds > 0,
+        "fit_intercept": settings.fit_intercept,
+        "class_weight": settings.weighted,
+        'loss="bce"': settings.loss == "bce",
+        **{name: value is not None for name, value in given.items()},
+    }
+    name = next((name for name, wanted in asked.items() if wanted), None)
+    if name is not None:
+        raise ValueError(
+            f'{name} does not work on a graph that is split by nodes: use split="columns", or '
+            f"leave {name} out."
+        )
 
 
 def _check_previous(previous: Any, checkpoint: Any) -> None:

@@ -18,6 +18,7 @@ from herta_gpu.factors import Cholesky, Factor, Identity, Scaled
 from herta_gpu.grams import DenseGram
 
 _CHUNK_BYTES = 16 << 20  # rows of A that are weighted at a time
+_ALIKE = 1e-9  # relative difference of weights that are called equal
 _UNIT = 0.5 * float(np.finfo(np.float64).eps)  # what one operation rounds
 _POWER_STEPS = 8
 _TINY = 1e-100  # a probability that is none: its square must not vanish
@@ -123,9 +124,20 @@ class ScaledGram:
     exact = False
 
     def __init__(
-        self, backend: Backend, A: Array, weights: Array, ridge: float, metric: Metric
+        self,
+        backend: Backend,
+        A: Array,
+        weights: Array,
+        ridge: float,
+        metric: Metric,
+        gram: Array | None = None,
     ) -> None:
-        P = weighted_gram(backend, A, weights)
+        """`gram` is A^T A, if that is known: it will do while all weights are alike."""
+        one = weights[0]
+        if gram is None or float(abs(weights - one).max()) > _ALIKE * float(one):  # synchronize!
+            P = weighted_gram(backend, A, weights)
+        else:
+            P = one * gram
         metric.add_to(P, ridge)
         self.factor, _ = factor_of(backend, P, ridge)
 

@@ -94,7 +94,7 @@ def _from_rows(problem: StoredProblem) -> tuple[Array, Array]:
     own = problem.ridge / (xp.ones(count) if loss.weights is None else loss.weights)
     G = backend.matmul(A, A.T)
     G[xp.arange(count), xp.arange(count)] += own
-    Y, size = problem.Y[:], float(G.diagonal().mean())  # synchronize!
+    Y, size = problem.Y[:], float(G.diagonal().sum()) / count  # synchronize!
     if loss.intercept:
         G = xp.concatenate([G, xp.full((1, count), size)])
         G = xp.concatenate([G, xp.concatenate([xp.full((count, 1), size), xp.zeros((1, 1))])], 1)

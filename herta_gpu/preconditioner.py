@@ -38,7 +38,7 @@ _EPS = float(np.finfo(np.float64).eps)
 _GRAM_BYTES = 16 << 20  # float64 copies of rows of Q at a time; P's own size if that is more
 
 
-def made_anew(name: str, make: Callable[[], Arrays]) -> Arrays:
+def made_anew(name: str, make: Callable[[], Arrays], together: bool = False) -> Arrays:
     """No checkpoint: everything is made anew."""
     return make()
 
@@ -109,7 +109,7 @@ class Preconditioner:
         with np.errstate(over="ignore"):
             u = self.inner.half(self.w_start[:, at]).astype(self.Q_all.dtype)
         Z = backend.matmul(self.Q_all, u)
-        size = float(backend.column_dots(Z, Z).sum())  # synchronize!
+        size = backend.total(float(backend.column_dots(Z, Z).sum()))  # synchronize!
         # Weights of extreme units may not fit the working precision: then there is no guess.
         return Z if math.isfinite(size) else None
 
@@ -139,10 +139,11 @@ def build(
     tell: Tell = silent,
 ) -> Preconditioner:
     """Lines 3 to 8 of Algorithm 1 on the training rows; rows `beside` of Q are kept if measured."""
-    plain = recipe.by_rows or (ridge > 0 and 2 * A.train.shape[0] < A.features)
+    plain = recipe.by_rows or (ridge > 0 and 2 * Y.shape[0] < A.features)
     basis = _basis(recipe, A.X, ridge, plain)
     if recipe.goal is None or recipe.by_rows:
-        made = recall(recipe.name, lambda: _solved(recipe, H_tilde, A, basis, Y, recall))
+        solved = partial(_solved, recipe, H_tilde, A, basis, Y, recall)
+        made = recall(recipe.name, solved, together=True)
         return _factored(recipe, H_tilde, A, basis, made, Y, ridge)
     beside = A.train[:0] if beside is None else beside
     solved_for = (
@@ -202,8 +203,8 @@ def _factored(
         narrowest = min(J.stop - J.start for J in recipe.blocks(basis.rank))
         rounding = chebyshev_rounding(H_tilde, recipe.dtype(H_tilde.dtype), narrowest)
     whole_rows = recipe.by_rows and ridge == 0  # the rows of A itself: no other is missing
-    damped = ridge == 0 and rows.shape[0] < d and not whole_rows
-    few = min(rows.shape[0], Q.shape[0])  # a sketch may have fewer
+    damped = ridge == 0 and Y.shape[0] < d and not whole_rows
+    few = min(Y.shape[0], Q.shape[0])  # a sketch may have fewer
     low_rank = (damped or ridge > 0) and 2 * few < d
     sketched = "QtY" in made  # made with the sketch, from Q itself
     with_gram = not (low_rank or whole_rows)
@@ -263,29 +264,41 @@ def _solved(
     if recipe.sketch_rows is not None:
         Q_tilde, QtY = _sketched_rows(recipe, H_tilde, basis, Y, A, recall)
         return {"Q": Q_tilde, "QtY": QtY}
-    n_rows = H.n if recipe.all_rows else rows.shape[0]
+    n_rows = H.n if recipe.all_rows else int(backend.total(rows.shape[0]))
     Q = backend.xp.empty((n_rows, basis.rank), dtype=recipe.dtype(H.dtype))
-    for J, Q_J in _solved_columns(recipe, H_tilde, basis, recall):
-        Q[:, J] = Q_J if recipe.all_rows else Q_J[rows]
+    at = None if recipe.all_rows else rows
+    for J, Q_J in _solved_columns(recipe, H_tilde, basis, recall, at):
+        Q[:, J] = Q_J if recipe.all_rows else backend.gathered(Q_J)
     return {"Q": Q}
 
 
 def _solved_columns(
-    recipe: Recipe, H_tilde: RegularizedLaplacian, basis: Basis, recall: Recall
+    recipe: Recipe,
+    H_tilde: RegularizedLaplacian,
+    basis: Basis,
+    recall: Recall,
+    at: Array | None,
 ) -> Iterator[tuple[slice, Array]]:
-    """Q <- SDDSolver(I + lam L_tilde; X C0), a block of columns J at a time."""
+    """Q <- SDDSolver(I + lam L_tilde; X C0), a block of columns J at a time.
+
+    Of each block the rows `at`; None: all.
+    """
     blocks = recipe.blocks(basis.rank)
     width = max(J.stop - J.start for J in blocks)
     work = Workspace(H_tilde, width, recipe.dtype(H_tilde.dtype))
-    for J in blocks:
 
-        def solved(J: slice = J) -> Arrays:
-            with marked("block of Q", first=J.start, columns=J.stop - J.start):
-                B, iterates = work.blocks(J.stop - J.start)
-                basis.fill(B, J)
-                return {"Q": chebyshev(H_tilde, B, recipe.degree, iterates)}
+    def solved(J: slice) -> Arrays:
+        with marked("block of Q", first=J.start, columns=J.stop - J.start):
+            B, iterates = work.blocks(J.stop - J.start)
+            basis.fill(B, J)
+            return {"Q": chebyshev(H_tilde, B, recipe.degree, iterates)}
 
-        yield J, recall(f"{recipe.name}-columns-{J.start}", solved)["Q"]
+    def wanted(J: slice) -> Arrays:
+        Q_J = recall(f"{recipe.name}-columns-{J.start}", partial(solved, J))["Q"]
+        return {"Q": Q_J if at is None else Q_J[at]}
+
+    for J, made in zip(blocks, H_tilde.backend.dealt(blocks, wanted)):
+        yield J, made["Q"]
 
 
 def _adjoint_rows(
@@ -297,28 +310,33 @@ def _adjoint_rows(
     ||R|| ||x_j||, and by what the residuals and X^T V were rounded.
     """
     xp, k = H.backend.xp, recipe.width
-    A, squares = xp.empty((rows.shape[0], X.shape[1]), dtype="float64"), 0.0
+    count = int(H.backend.total(rows.shape[0]))
+    mine = H.backend.own(np.arange(count))  # which of all training rows are here
+    A, squares = xp.empty((count, X.shape[1]), dtype="float64"), 0.0
+    starts = range(0, count, k)
 
-    def solved(at: Array) -> Arrays:
-        left = []
+    def solved(first: int) -> Arrays:
+        left, (a, b) = [], np.searchsorted(mine, (first, first + k))
 
         def solve(unit: Array) -> Array:
             V, info = block_cg(H, unit, recipe.row_tol)
-            size = xp.sqrt(H.backend.column_dots(V, V))
+            size = xp.sqrt(H.backend.total(H.backend.column_dots(V, V)))
             left.append(xp.asarray(info.residuals) + H.rounding(V.shape[1]) * size)
             return V
 
-        made = rows_of_inverse(xp, solve, X.transpose_times, at, H.n, H.dtype)
+        columns, at = min(k, count - first), H.backend.asarray(mine[a:b] - first)
+        made = rows_of_inverse(xp, solve, X.transpose_times, rows[a:b], H.n, H.dtype, (columns, at))
         return {"A": made, "left": left[0]}
 
-    for i in range(0, rows.shape[0], k):
-        at = rows[i : i + k]
-        with marked("block of Q", first=i, rows=at.shape[0]):
-            block = recall(f"{recipe.name}-rows-{i}", partial(solved, at))
-        A[i : i + at.shape[0]] = block["A"]
+    def wanted(i: int) -> Arrays:
+        with marked("block of Q", first=i, rows=min(k, count - i)):
+            return recall(f"{recipe.name}-rows-{i}", partial(solved, i))
+
+    for i, block in zip(starts, H.backend.dealt(starts, wanted)):
+        A[i : i + k] = block["A"]
         squares = squares + (block["left"] ** 2).sum()
     # H >= I, so no solution is longer than its right-hand side plus what it leaves.
-    longest = math.sqrt(rows.shape[0]) + float(squares) ** 0.5  # synchronize!
+    longest = math.sqrt(count) + float(squares) ** 0.5  # synchronize!
     rounding = X.transpose_rounding() * longest
     return {"Q": A, "left": xp.sqrt(squares) * X.column_norms + rounding}
 
@@ -330,14 +348,17 @@ def rows_of_inverse(
     rows: Array,
     n: int,
     dtype: str,
+    among: tuple[int, Array] | None = None,
 ) -> Array:
     """The rows `rows` of H^-1 X by one solve per row, since H is symmetric.
 
     `solve` gives H^-1 of n x k columns and `transpose_times` X^T of them; both compute in the array
-    package `xp`.
+    package `xp`.  Where other processes have more of the rows, `among` holds the number of all and
+    the places of these.
     """
-    unit = xp.zeros((n, rows.shape[0]), dtype=dtype)
-    unit[rows, xp.arange(rows.shape[0])] = 1
+    count, at = (rows.shape[0], xp.arange(rows.shape[0])) if among is None else among
+    unit = xp.zeros((n, count), dtype=dtype)
+    unit[rows, at] = 1
     return transpose_times(solve(unit)).T
 
 
@@ -354,8 +375,8 @@ def _sketched_rows(
     assert s is not None
     Q_tilde = backend.xp.empty((s, basis.rank), dtype=recipe.dtype(H_tilde.dtype))
     QtY = backend.xp.empty((basis.rank, Y.shape[1]))
-    for J, Q_J in _solved_columns(recipe, H_tilde, basis, recall):
-        Q_rows = backend.asarray(Q_J[A.train])
+    for J, Q_J in _solved_columns(recipe, H_tilde, basis, recall, A.train):
+        Q_rows = backend.asarray(Q_J)
         _, QtY[J] = products(backend, Q_rows, Y, with_gram=False, loss=A.loss)
         seen = Q_rows if A.loss.plain else _seen(A.loss, backend, Q_rows).astype(Q_tilde.dtype)
         Q_tilde[:, J] = backend.srht(seen, s, recipe.seed)
@@ -365,13 +386,19 @@ def _sketched_rows(
 def residual_norms(H: RegularizedLaplacian, basis: Basis, Q: Array, width: int) -> Array:
     """(r,) bounds of the norms of the columns of X C0 - H Q, rounding included."""
     xp, left = H.backend.xp, basis.rounding
-    sizes = xp.sqrt(H.backend.column_dots(Q, Q))
-    for j in range(0, Q.shape[1], width):
+    sizes = xp.sqrt(H.backend.total(H.backend.column_dots(Q, Q)))
+
+    def squares(j: int) -> Arrays:
         J = slice(j, min(j + width, Q.shape[1]))
-        Z, squares = H.backend.asarray(Q[:, J]), 0.0
+        Z, found = H.with_neighbours(H.backend.asarray(Q[:, J])), xp.zeros(J.stop - J.start)
         for rows, part in basis.chunks(J):
-            squares = squares + (H.residual_rows(part, Z, rows.start) ** 2).sum(axis=0)
-        left[J] += xp.sqrt(squares) + H.rounding(J.stop - J.start, rows=True) * sizes[J]
+            found = found + (H.residual_rows(part, Z, rows.start) ** 2).sum(axis=0)
+        return {"squares": H.backend.total(found)}
+
+    starts = range(0, Q.shape[1], width)
+    for j, found in zip(starts, H.backend.dealt(starts, squares)):
+        J = slice(j, min(j + width, Q.shape[1]))
+        left[J] += xp.sqrt(found["squares"]) + H.rounding(J.stop - J.start, rows=True) * sizes[J]
     return left
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,10 +23,10 @@ TOL = 1e-6  # relative H-norm error of every output
 
 
 class OutputBlock(NamedTuple):
-    """Some outputs of all nodes, in the order in which the graph is stored."""
+    """Some outputs of the stored rows that were asked for."""
 
     J: slice
-    Z: Array  # n x k
+    Z: Array  # of so many rows x k
     error: float  # no number of Z is off by more than this
 
 
@@ -53,25 +54,27 @@ class Outputs:
         self.systems, self.H, self.X, self.W, self.width = systems, systems[0], X, W, width
         self.b, self.extra = b, extra
 
-    def blocks(self) -> Iterator[OutputBlock]:
-        """The outputs in turn, each from scratch: the same bits whichever others are asked for."""
-        xp, c = self.H.backend.xp, self.W.shape[1]
-        for j in range(0, c, self.width):
-            J = slice(j, min(j + self.width, c))
-            Z, error = self._solved(0, J)
-            for i in range(1, len(self.systems)):
-                more, off = self._solved(i, J)
-                Z, error = Z + more, error + off
-            if self.extra is not None:
-                own = xp.ascontiguousarray(self.W[-self.extra.shape[1] :, J])
-                Z = Z + self.extra.times(own).astype(Z.dtype)
-            if self.b is not None:
-                Z = Z + self.b[J].astype(Z.dtype)
-            if not bool(xp.isfinite(Z).all()):  # synchronize!
-                raise ValueError(
-                    "H^-1 X W overflows: give X in the units the model was fitted with."
-                )
-            yield OutputBlock(J, Z, error)
+    def blocks(self, rows: Array | None = None) -> Iterator[OutputBlock]:
+        """The outputs at `rows` (None: all) in turn, each from scratch: the same bits whichever
+        others are asked for."""
+        c, starts = self.W.shape[1], range(0, self.W.shape[1], self.width)
+        for j, made in zip(starts, self.H.backend.dealt(starts, partial(self._block, rows))):
+            yield OutputBlock(slice(j, min(j + self.width, c)), made["Z"], float(made["error"]))
+
+    def _block(self, rows: Array | None, j: int) -> dict[str, Array]:
+        xp, J = self.H.backend.xp, slice(j, min(j + self.width, self.W.shape[1]))
+        Z, error = self._solved(0, J)
+        for i in range(1, len(self.systems)):
+            more, off = self._solved(i, J)
+            Z, error = Z + more, error + off
+        if self.extra is not None:
+            own = xp.ascontiguousarray(self.W[-self.extra.shape[1] :, J])
+            Z = Z + self.extra.times(own).astype(Z.dtype)
+        if self.b is not None:
+            Z = Z + self.b[J].astype(Z.dtype)
+        if not bool(xp.isfinite(Z).all()):  # synchronize!
+            raise ValueError("H^-1 X W overflows: give X in the units the model was fitted with.")
+        return {"Z": Z if rows is None else Z[rows], "error": np.float64(error)}
 
     def _solved(self, i: int, J: slice) -> tuple[Array, float]:
         """Columns J of H^-1 X W for the i-th H, and a bound of their error."""
@@ -86,15 +89,15 @@ class Outputs:
         """Z* at the stored rows `rows` (None: all)."""
         count = self.H.n if rows is None else rows.shape[0]
         out = self.H.backend.empty((count, self.W.shape[1]), dtype)
-        for J, Z, _ in self.blocks():
-            out[:, J] = Z if rows is None else Z[rows]
+        for J, Z, _ in self.blocks(rows):
+            out[:, J] = Z
         return out
 
     def write(self, rows: Array | None, path: Path, dtype: str) -> Any:
         """Z* at the stored rows `rows` (None: all) in a new .npy file, given back as a map."""
         with self.file(rows, path, dtype) as file:
-            for J, Z, _ in self.blocks():
-                file[:, J] = self._on_host(Z, rows)
+            for J, Z, _ in self.blocks(rows):
+                file[:, J] = self.H.backend.to_numpy(Z)  # synchronize!
         return np.load(path, mmap_mode="r")
 
     @contextmanager
@@ -107,9 +110,6 @@ class Outputs:
             made.flush()
             del made
 
-    def _on_host(self, Z: Array, rows: Array | None) -> Any:
-        return self.H.backend.to_numpy(Z if rows is None else Z[rows])  # synchronize!
-
     def labels(self, rows: Array | None, dtype: str, scores: Any = None) -> Labels:
         """The best class of the stored rows `rows` (None: all).
 
@@ -118,11 +118,11 @@ class Outputs:
         xp, count = self.H.backend.xp, self.H.n if rows is None else rows.shape[0]
         first, second = (xp.full(count, -xp.inf, dtype=dtype) for _ in range(2))
         best, error = xp.zeros(count, dtype="int32"), 0.0
-        for J, Z, off in self.blocks():
+        for J, Z, off in self.blocks(rows):
             error = max(error, off)
             if scores is not None:
-                scores[:, J] = self._on_host(Z, rows)
-            Z = (Z if rows is None else Z[rows]).astype(dtype, copy=False)
+                scores[:, J] = self.H.backend.to_numpy(Z)  # synchronize!
+            Z = Z.astype(dtype, copy=False)
             for j in range(J.start, J.stop):
                 z = Z[:, j - J.start]
                 better = z > first

@@ -81,7 +81,8 @@ class RegularizedLaplacian:
     def most_neighbours(self) -> float:
         """The largest number of terms in a sum over neighbours."""
         indptr = self.graph.indptr
-        return float((indptr[1:] - indptr[:-1]).max(initial=0))  # synchronize!
+        here = float((indptr[1:] - indptr[:-1]).max(initial=0))  # synchronize!
+        return float(self.backend.largest(here))
 
     def rounding(self, columns: int, rows: bool = False) -> float:
         """||computed B - H Z less the true one|| <= this ||Z||, blocks of so many columns.
@@ -100,6 +101,10 @@ class RegularizedLaplacian:
         L = self.laplacian(str(Z.dtype))
         return self.backend.residual_rows(L, self.lam, Z, B, start, out=B)
 
+    def with_neighbours(self, Z: Array) -> Array:
+        """Z for all calls of `residual_rows`: what comes from other processes comes once."""
+        return self.backend.with_neighbours(self.laplacian(str(Z.dtype)), Z)
+
     def apply(self, X: Array) -> Array:
         """H X in the precision of X."""
         return self.backend.apply_H(self.laplacian(str(X.dtype)), self.lam, X)
@@ -111,7 +116,8 @@ class RegularizedLaplacian:
         unit = self.backend.xp.ones(Z.shape[1]) if unit is None else unit
         with marked("residual", columns=Z.shape[1]):
             L = self.laplacian(str(Z.dtype))
-            return self.backend.residual(L, self.lam, Z, B, dtype, unit)
+            R, dots = self.backend.residual(L, self.lam, Z, B, dtype, unit)
+        return R, self.backend.total(dots)
 
 
 @dataclass
@@ -191,7 +197,7 @@ def _refined(
     xp, k = H.backend.xp, B.shape[1]
     tol = max(tol, _LEAST_TOL)
     limit = max_iter or 3 * chebyshev_degree(H, tol / math.sqrt(H.lambda_max)) + 20
-    b2 = H.backend.column_dots(B, B)
+    b2 = H.backend.total(H.backend.column_dots(B, B))
     iterations = np.zeros(k, dtype=np.int64)
     last, working = xp.full(k, xp.inf), H.dtype
     status, unit = "stagnated", _unit(xp, xp.sqrt(b2))
@@ -563,7 +569,7 @@ class SDDSolver:
         exact = self.tol < 16 * np.finfo(self.dtype).eps * H.lambda_max
         degree = chebyshev_degree(H, self.tol)
         Z = chebyshev(H, B.astype("float64" if exact else self.dtype), degree)
-        b2 = H.backend.column_dots(B, B)
+        b2 = H.backend.total(H.backend.column_dots(B, B))
         norm, _, bound = _measure(H, b2, H.residual(B, Z, str(Z.dtype))[1])
         norm, bound, b2 = (H.backend.to_numpy(a) for a in (norm, bound, b2))  # synchronize!
         # The polynomial proves ||r|| <= tol ||b|| too; a residual beyond that is rounding.

@@ -172,16 +172,19 @@ def sketched_scores(H: RegularizedLaplacian, seed: int, budget: int) -> Array:
     backend, L, n, m = H.backend, H.laplacian(), H.n, H.graph.num_edges
     k = max(4, math.ceil(SKETCH_CONSTANT * math.log(max(m, 2))))
     width = max(1, min(k, block_width(n, k, H.dtype, budget)))
-    scores, done, block = backend.xp.zeros(m), 0, 0
-    while done < k:
-        rows = min(width, k - done)
-        key = seed + (block << 32)  # every block has random numbers of its own
-        # Both lines solve with L_hat + I/lam = H / lam.
+
+    def scored(first: int) -> dict[str, Array]:
+        rows, key = min(width, k - first), seed + (first // width << 32)
+        # Every block has random numbers of its own.  Both lines solve with L_hat + I/lam = H / lam.
         B_S, _ = block_cg(H, backend.sketch_incidence(L, rows, key), SOLVE_TOL)
         Pi_S, _ = block_cg(H, backend.sketch_identity(L, rows, key), SOLVE_TOL)
         part = backend.edge_scores(L, B_S, Pi_S, H.lam)
-        scores += part * (H.lam**2 * rows / k)  # from entries N(0, 1/rows) to entries N(0, 1/k)
-        done, block = done + rows, block + 1
+        # From entries N(0, 1/rows) to entries N(0, 1/k).
+        return {"scores": part * (H.lam**2 * rows / k)}
+
+    scores = backend.xp.zeros(m)
+    for part in backend.dealt(range(0, k, width), scored):
+        scores += part["scores"]
     # A ridge leverage score lies in (0, 1]; the cap removes only sketching noise.
     return backend.xp.clip(scores, 1e-12, 1.0)
 

@@ -85,7 +85,8 @@ def proven_spectrum(P: Preconditioner, A: UnfoldedMap, outside: float) -> Spectr
     eps, relative = P.Q_error, P.Q_rounding
     if eps + relative >= 0.5:
         return None
-    xp, norms2 = A.H.backend.xp, A.H.backend.column_dots(P.Q_all, P.Q_all)
+    backend, xp = A.H.backend, A.H.backend.xp
+    norms2 = backend.total(backend.column_dots(P.Q_all, P.Q_all))
     sizes = xp.sqrt(norms2) * (relative / (1 - eps - relative))
     rounding = P.inner.amplified(sizes)
     rho = eps / (1 - eps) * (math.sqrt(1 + outside) + rounding) + rounding
@@ -212,7 +213,7 @@ def _ritz_bounds(
     P: Preconditioner, A: UnfoldedMap, ridge: float, seed: int, tol: float, steps: int
 ) -> tuple[Spectrum, float] | None:
     """Bounds from Ritz values, and how far inexact products may have moved those."""
-    n, rank = A.H.n, P.factor.rank
+    n, rank = int(A.H.backend.total(A.H.n)), P.factor.rank
     found = _two_lanczos(P, A, ridge, seed, tol, steps)
     if found is None:
         return None

@@ -215,7 +215,7 @@ class Training:
 
     def _save(self, step: int, problem: Problem, point: Point, optimizer: Optimizer) -> None:
         """Everything that the loop needs to begin with `step`."""
-        if self.checkpoint is None:
+        if self.checkpoint is None or self.backend.rank > 0:
             return
         own = ("history", "warm_history", "curvature", "first_gradient", "phase")
         state = {name: getattr(self, name) for name in own}
@@ -448,6 +448,7 @@ class Training:
         seconds: float | None = None,
     ) -> None:
         step = len(self.records)
+        self.backend.same((value, objective, error, grad_norm), f"numbers of step {step}")
         self.records.append(
             {
                 "step": step,

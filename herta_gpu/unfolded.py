@@ -19,7 +19,7 @@ from herta_gpu.factors import Factor
 from herta_gpu.features import Features
 from herta_gpu.graph import Graph
 from herta_gpu.losses import LOSSES, Loss
-from herta_gpu.solver import RegularizedLaplacian, SolveInfo, block_cg
+from herta_gpu.solver import RegularizedLaplacian, block_cg
 
 _UNIT = 0.5 * float(np.finfo(np.float64).eps)  # what one operation rounds
 _LEAST_TOL = 1e-14  # the tightest solve: below is rounding, even in float64
@@ -53,6 +53,7 @@ class LinearMap(Protocol):
     def correct(self, W: Array, Z: Array, limit: float) -> Solved: ...
     def adjoint(self, E: Array, tol: float, guess: Array | None) -> Solved: ...
     def rounding(self, W: Array, Z: Array, V: Array | None) -> Rounding: ...
+    def inner(self, V: Array, R: Array) -> float: ...
 
 
 class UnfoldedMap:
@@ -108,7 +109,7 @@ class UnfoldedMap:
         return self._solve(self.X.times(W), tol, None)
 
     def rows(self, Z: Array) -> Array:
-        return Z[self.train].astype("float64")
+        return self.H.backend.gathered(Z[self.train].astype("float64"))
 
     def correct(self, W: Array, Z: Array, limit: float) -> Solved:
         """Measure X W - H Z (the result's `block`); above `limit`, solve for what is missing."""
@@ -124,7 +125,7 @@ class UnfoldedMap:
     def adjoint(self, E: Array, tol: float, guess: Array | None) -> Solved:
         """X^T H^-1 M^T E (d x c)."""
         full = self.H.backend.xp.zeros((self.H.n, E.shape[1]))
-        full[self.train] = E
+        full[self.train] = self.H.backend.own(E)
         V = self._solve(full, tol, guess)
         return Solved(
             self.X.transpose_times(V.value), V.value, V.residual, V.iterations, V.stagnated
@@ -145,7 +146,13 @@ class UnfoldedMap:
 
     def size(self, R: Array) -> float:
         """||R||_F without a copy of R, which is n x c."""
-        return float(self.H.backend.column_dots(R, R).sum()) ** 0.5  # synchronize!
+        squares = float(self.H.backend.column_dots(R, R).sum())  # synchronize!
+        return float(self.H.backend.total(squares)) ** 0.5
+
+    def inner(self, V: Array, R: Array) -> float:
+        """<V, R> of two blocks of all rows."""
+        backend = self.H.backend
+        return float(backend.total(float(backend.xp.sum(V * R))))  # synchronize!
 
     def _left(self, U: Array, Z: Array) -> tuple[Array, float]:
         """U - H Z in float64, and its norm."""
@@ -153,19 +160,22 @@ class UnfoldedMap:
         return R, float(dots[0].sum()) ** 0.5  # synchronize!
 
     def _solve(self, B: Array, tol: float, guess: Array | None) -> Solved:
-        xp, parts, tol = self.H.backend.xp, [], max(tol, _LEAST_TOL)
-        for j in range(0, B.shape[1], self.width):
+        xp, tol = self.H.backend.xp, max(tol, _LEAST_TOL)
+
+        def solved(j: int) -> dict[str, Array]:
             J = slice(j, j + self.width)
             start = None if guess is None else guess[:, J]
-            parts.append(block_cg(self.H, B[:, J], tol, start))
-        Z = parts[0][0] if len(parts) == 1 else xp.concatenate([Z for Z, _ in parts], axis=1)
-        return _gathered(Z, [info for _, info in parts])
+            Z, info = block_cg(self.H, B[:, J], tol, start)
+            left = float((info.residuals**2).sum())
+            most = int(info.iterations.max(initial=0))
+            return {"Z": Z, "about": np.array([left, most, info.status != "converged"])}
 
-
-def _gathered(Z: Array, infos: list[SolveInfo]) -> Solved:
-    residual = float(np.sqrt(sum(float((i.residuals**2).sum()) for i in infos)))
-    iterations = max(int(i.iterations.max(initial=0)) for i in infos)
-    return Solved(Z, Z, residual, iterations, any(i.status != "converged" for i in infos))
+        blocks = range(0, B.shape[1], self.width)
+        parts = list(self.H.backend.dealt(blocks, solved))
+        Z = parts[0]["Z"] if len(parts) == 1 else xp.concatenate([p["Z"] for p in parts], axis=1)
+        about = np.stack([part["about"] for part in parts])
+        residual, most = float(np.sqrt(sum(about[:, 0]))), int(about[:, 1].max())
+        return Solved(Z, Z, residual, most, bool(about[:, 2].any()))
 
 
 class DenseMap:
@@ -188,6 +198,9 @@ class DenseMap:
 
     def rounding(self, W: Array, Z: Array, V: Array | None) -> Rounding:
         return Rounding(0.0, 0.0, self.backend.xp.zeros(1))  # nothing is proven of this model
+
+    def inner(self, V: Array, R: Array) -> float:
+        return float(self.backend.xp.sum(V * R))  # synchronize!
 
 
 @dataclass
@@ -261,7 +274,7 @@ class Problem:
         if there.block is not None and back.block is not None:
             # Z is off by H^-1 R, and <E, M H^-1 R> = <V, R> with V = H^-1 M^T E at hand: what is
             # left is of second order, ||r1|| ||r2|| + ||r1||^2 / 2.
-            objective += float(xp.sum(back.block * there.block))  # synchronize!
+            objective += self.map.inner(back.block, there.block)
         return Point(
             w=w,
             W=W,
@@ -284,7 +297,7 @@ class Problem:
         if not self.loss.intercept:
             return 0.0
         known = (objective + off * (norm(E) + off), self.ridge, self.X_norm)
-        reach = self.loss.reach(self.xp, self.Y, b.mean(axis=0), *known)
+        reach = self.loss.reach(self.xp, self.Y, b.sum(axis=0) / b.shape[0], *known)
         return self.loss.aside(stray, off, reach)
 
     def tighten(self, least: float) -> None:

@@ -137,7 +137,7 @@ def test_a_fit_in_blocks_goes_on_to_the_same_bits(stop, tmp_path, monkeypatch):
 
 def test_cross_entropy_says_which_strategy_needs_no_outputs():
     y = targets("labels")
-    model = HERTA(lam=LAM, loss="ce", ridge=1.0, strategy="herta", memory_budget=TIGHT)
+    model = HERTA(lam=LAM, loss="ce", ridge=1.0, strategy="herta", memory_budget="1.2MB")
     with pytest.raises(BudgetError, match=r'needs at least \d+ MB .* or use strategy="direct"'):
         model.fit(graph(), features(), y, TRAIN)
     model.set_params(strategy="auto").fit(graph(), features(), y, TRAIN)

@@ -17,10 +17,12 @@ LAYERS = [
     ["graph"],
     ["bundles"],
     ["backends.base"],
-    ["backends.cpu", "backends.cuda"],
+    ["backends.cpu", "backends.cuda", "backends.ranks"],
     ["backends"],
     ["solver"],
-    ["features", "factors", "losses", "torch"],
+    ["features", "factors", "row_losses", "torch"],
+    ["entropies"],
+    ["losses"],
     ["prediction", "sweep"],
     ["grams", "unfolded", "optimizers", "sparsifier"],
     ["hessians"],
@@ -50,10 +52,14 @@ LAYERS = [
 OPTIONAL = {
     ("graph", "backends"),  # edges on a GPU
     ("graph", "backends.cuda.cugraph"),
+    ("graph", "backends.ranks.edges"),  # mpi4py
     ("plumbing.building", "backends.cpu.kernels.building"),  # numba
     ("plumbing.ordering", "backends.cpu.kernels.ordering"),  # numba
     ("backends", "backends.cpu.compiled"),  # numba
     ("backends", "backends.cuda.backend"),  # CuPy
+    ("backends", "backends.ranks"),  # mpi4py
+    ("backends.ranks", "backends.ranks.nodes"),  # numba
+    ("app.crew", "backends.ranks"),
 }
 # The command line answers Ctrl-C before the rest of the package is imported.
 LIGHT = ("app.cli", "__main__")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 
 import numpy as np
 import pytest
@@ -213,6 +214,7 @@ def test_a_warm_start_that_does_not_fit_is_refused(tmp_path):
         HERTA().fit(g, X, y, warm_start=HERTA())
     with pytest.raises(ValueError, match="leave out warm_start"):
         HERTA().fit(g, X, y, warm_start=model, checkpoint=Checkpoint(tmp_path))
+    assert (pickle.loads(pickle.dumps(model)).W_ == model.W_).all()
     model.save(tmp_path / "model.npz")  # which keeps no P: the weights are enough
     again = HERTA(loss="ce", ridge=0.1).fit(g, X, y, warm_start=HERTA.load(tmp_path / "model.npz"))
     assert again.status_ == "certified"

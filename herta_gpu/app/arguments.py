@@ -90,6 +90,9 @@ def _add_plan(commands: Any) -> None:
         metavar="80GB",
         help="plan for a GPU of this size, which need not be here",
     )
+    command.add_argument(
+        "--ranks", type=int, default=1, metavar="N", help="and for so many processes under mpirun"
+    )
     _add_output(command)
     command.set_defaults(run=plan.run)
 

@@ -14,6 +14,7 @@ import signal
 import sys
 
 from herta_gpu.app.streams import open_streams, say
+from herta_gpu.plumbing.machine import launched
 
 TYPE_CHECKING = False  # type checkers know this name; importing `typing` for it takes time
 if TYPE_CHECKING:
@@ -22,8 +23,10 @@ if TYPE_CHECKING:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code."""
-    restore = _stop_at_once()
-    open_streams()
+    restore, started = _stop_at_once(), launched()
+    open_streams(silent=started.rank > 0)
+    if started.local > 1:
+        _share_cores(started.local)
     from herta_gpu.app.dispatch import dispatch  # late, as the docstring above says
 
     restore()
@@ -32,6 +35,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:  # it came before or after the command itself
         say(sys.stderr, "herta: Interrupted.")
         return 130
+
+
+def _share_cores(processes: int) -> None:
+    """Give BLAS, which reads this when it is loaded, its share of the cores."""
+    share = str(max(1, (os.cpu_count() or 1) // processes))
+    for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        os.environ.setdefault(name, share)
 
 
 def _stop_at_once() -> Callable[[], object]:

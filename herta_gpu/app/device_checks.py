@@ -381,6 +381,15 @@ FITS: dict[str, tuple[str, dict[str, Any]]] = {
     "no preconditioner": ("plain", {"precondition": False, "optimizer": "gd", "max_iter": 5}),
     "fewer rows than columns": ("wide", {"ridge": 0.1}),
     "fewer rows than columns, no ridge": ("wide", {"strategy": "direct"}),
+    "weights and an intercept": (
+        "plain",
+        {"class_weight": "balanced", "fit_intercept": True, "strategy": "herta"},
+    ),
+    "cross entropy with both": (
+        "plain",
+        {"class_weight": "balanced", "fit_intercept": True, "loss": "ce", "ridge": 0.1},
+    ),
+    "several lam": ("plain", {"lam": [0, 1, 5], "ridge": 0.1, "fit_intercept": True}),
 }
 
 
@@ -390,7 +399,8 @@ def check_fit(name: str, dtype: str, devices: tuple[str, str] = ("cuda", "cpu"))
     g, X, y = _inputs(kind)
     train = np.arange(0, g.num_nodes, 2)
     ours, theirs = (
-        HERTA(lam=5.0, dtype=dtype, device=device, random_state=1, **options) for device in devices
+        HERTA(**{"lam": 5.0, **options}, dtype=dtype, device=device, random_state=1)
+        for device in devices
     )
     ours.fit(g, X, y, train)
     theirs.fit(g, X, y, train)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from herta_gpu.app.arguments import check_names, parser
+from herta_gpu.app.crew import Crew, crew
 from herta_gpu.app.results import CommandOutput
 from herta_gpu.app.streams import give_up, say, unwritten
 from herta_gpu.plumbing.files import DataError
@@ -21,6 +22,7 @@ def dispatch(argv: Sequence[str] | None = None) -> int:
     try:
         args = parser().parse_args(argv)
     except SystemExit as ended:  # argparse has printed the help, or what is wrong
+        Crew().part()
         return _ended(ended)
     except OSError as error:
         return unwritten(error)
@@ -28,9 +30,19 @@ def dispatch(argv: Sequence[str] | None = None) -> int:
         args.check(args)
     args.verbose = not (args.json or args.quiet)
     args.argv = list(sys.argv[1:] if argv is None else argv)
+    args.crew = Crew()
+    code = _carried_out(args)
+    args.crew.part()
+    return code
+
+
+def _carried_out(args: argparse.Namespace) -> int:
+    """The exit code of the command, whose output is printed."""
     try:
-        check_names(args)
-        output: CommandOutput = args.run(args)
+        args.crew = crew(args.command)
+        with args.crew.together():
+            check_names(args)
+            output: CommandOutput = args.run(args)
     except KeyboardInterrupt:
         return _failed(args, _interrupted(args), 130)
     except (DataError, OSError, RuntimeError, MemoryError, ImportError) as error:

@@ -42,10 +42,11 @@ def load_for(args: argparse.Namespace, stages: Stages) -> Dataset:
     """The dataset that the options describe, ready to train on."""
     _tell_of_compilation(stages)
     with stages("load"):
-        return prepared(
+        data = prepared(
             args.dataset, args.data_dir, args.random_state, args.split, args.normalize,
             args.log_degree, stages,
         )  # fmt: skip
+        return args.crew.shared(data)
 
 
 def _tell_of_compilation(stages: Stages) -> None:

@@ -18,7 +18,8 @@ from herta_gpu.datasets import DataSizes
 from herta_gpu.herta import HERTA
 from herta_gpu.planning.cards import Card, moved
 from herta_gpu.planning.plan import Plan
-from herta_gpu.plumbing.validation import memory_budget, parse_bytes
+from herta_gpu.planning.split import splits
+from herta_gpu.plumbing.validation import check_count, memory_budget, parse_bytes
 from herta_gpu.solver import column_bytes
 
 # Bytes of Python with NumPy and SciPy, and of what is loaded where it is installed.
@@ -28,6 +29,7 @@ _INTERPRETER, _COMPILER, _CUPY = 100 << 20, 50 << 20, 25 << 20
 def run(args: argparse.Namespace) -> CommandOutput:
     """herta plan DATASET"""
     model = make_model(args)
+    check_count("--ranks", args.ranks)
     sizes = datasets.sizes(args.dataset, args.data_dir)
     if sizes.d == 0:
         raise ValueError(f"{args.dataset} has no features: HERTA needs some to train on.")
@@ -50,7 +52,8 @@ def run(args: argparse.Namespace) -> CommandOutput:
     )
     result = _result(args, sizes, made, fits, budget, memory)
     result["expected_peak_bytes"] = peak
-    return CommandOutput(result, _text(args.dataset, sizes, made, memory, verdict))
+    text = _text(args.dataset, sizes, made, memory, verdict)
+    return _with_ranks(args, sizes, made, made.cost[made.strategy], CommandOutput(result, text))
 
 
 def _on_card(args: argparse.Namespace, model: HERTA, sizes: DataSizes) -> CommandOutput:
@@ -71,7 +74,25 @@ def _on_card(args: argparse.Namespace, model: HERTA, sizes: DataSizes) -> Comman
     result = _result(args, sizes, made, fits, budget, made.memory)
     result |= {"work": [m._asdict() for m in work], "assumptions": card.assumptions}
     text = _text(args.dataset, sizes, made, made.memory, verdict, shown if work else "")
-    return CommandOutput(result, text)
+    seconds = sum(m.seconds for m in work) or made.cost[made.strategy]
+    return _with_ranks(args, sizes, made, seconds, CommandOutput(result, text))
+
+
+def _with_ranks(
+    args: argparse.Namespace, sizes: DataSizes, made: Plan, seconds: float, alone: CommandOutput
+) -> CommandOutput:
+    """What each of several processes would hold, send and take, if there are to be several."""
+    if args.ranks == 1:
+        return alone
+    word = np.dtype(args.dtype).itemsize
+    found = splits(made, sizes.n, sizes.d, sizes.n_train, word, args.ranks, seconds)
+    rows = [
+        (s.split, bytes_text(s.memory), bytes_text(s.moved), f"{s.seconds:,.3g}") for s in found
+    ]
+    head = (f"{args.ranks} ranks, split by", "memory a rank", "received a rank", "seconds")
+    shown = table([head, *rows]) + f"\n{found[0].assumptions}"
+    content = {**alone.content, "ranks": args.ranks, "splits": [s._asdict() for s in found]}
+    return CommandOutput(content, f"{alone.text}\n\n{shown}")
 
 
 def _result(

@@ -10,7 +10,7 @@ from typing import Any
 
 from herta_gpu.app.experiment import fit, load_for, make_model, make_smoother
 from herta_gpu.app.results import CommandOutput, FitResult
-from herta_gpu.app.text import bytes_text, table
+from herta_gpu.app.text import NOTHING, bytes_text, table
 from herta_gpu.backends import get_backend
 from herta_gpu.herta import HERTA
 from herta_gpu.plumbing.files import check_target, new_file
@@ -53,25 +53,40 @@ def run(args: argparse.Namespace) -> CommandOutput:
     return CommandOutput(content, text, result.diverged)
 
 
-def _kernels(traffic: Any) -> dict[str, dict[str, int]]:
-    """Launches of each kernel, and the bytes that it must move; none on the CPU."""
+def _kernels(traffic: Any) -> dict[str, dict[str, Any]]:
+    """Launches of each kernel, the bytes that it must move, and how fast; none on the CPU."""
     if traffic is None:
         return {}
     names = sorted(traffic.moved, key=traffic.moved.__getitem__, reverse=True)
     return {
-        name: {"launches": traffic.launches[name], "bytes": traffic.moved[name]} for name in names
+        name: {
+            "launches": traffic.launches[name],
+            "bytes": traffic.moved[name],
+            "rate": traffic.rates.get(name),
+            "of_a_copy": traffic.rates[name] / traffic.copy_rate if name in traffic.rates else None,
+        }
+        for name in names
     }
 
 
 def _kernel_table(traffic: Any) -> str:
     found = _kernels(traffic)
     total = max(1, sum(row["bytes"] for row in found.values()))
-    rows = [("kernel", "launches", "must move", "share")]
+    rows = [("kernel", "launches", "must move", "share", "of a copy's rate")]
     rows += [
-        (name, f"{row['launches']:,}", bytes_text(row["bytes"]), f"{row['bytes'] / total:.0%}")
+        (
+            name,
+            f"{row['launches']:,}",
+            bytes_text(row["bytes"]),
+            f"{row['bytes'] / total:.0%}",
+            NOTHING if row["of_a_copy"] is None else f"{row['of_a_copy']:.0%}",
+        )
         for name, row in found.items()
     ]
-    return table(rows) + "\ngathers of neighbours come on top, as far as the caches miss"
+    return (
+        f"{table(rows)}\ngathers of neighbours come on top, as far as the caches miss; a copy "
+        f"moves {traffic.copy_rate / 1e9:.0f} GB/s; steps that were captured are not timed"
+    )
 
 
 def _stage_table(result: FitResult) -> str:

@@ -88,6 +88,7 @@ class FitResult:
     device: str
     normalize: str | None = None
     X_reads: dict[str, float] | None = None  # `HERTA.X_reads_`; earlier versions have none
+    ranks: list[dict[str, float]] | None = None  # seconds of each process, if there were several
     fit_intercept: bool = False
     label_features: int = 0  # folds
     correct_and_smooth: list[float] | None = None  # both lam
@@ -140,6 +141,7 @@ class FitResult:
             device=model.device_.choice,
             normalize=data.metadata.get("normalize"),
             X_reads=getattr(model, "X_reads_", None),
+            ranks=None if data.graph.team is None else data.graph.team.seconds(),
             fit_intercept=model.fit_intercept,
             label_features=model._settings().label_folds,
             **_smoothing(smoother, base),
@@ -210,6 +212,7 @@ class FitResult:
             *((f"{part} {self.metric}", f"{score:.4f}") for part, score in self.scores.items()),
             *self._smoothing_rows(),
             ("seconds", f"{self.total_seconds:.2f} ({spent})"),
+            *([("ranks", _ranks_text(self.ranks))] if self.ranks else []),
             *([("passes over X", _read_text(reads))] if reads.get("bytes_read") else []),
             ("peak memory", bytes_text(self.peak_memory_bytes)),
         ]
@@ -322,6 +325,15 @@ def _certificate_from_json(content: Any) -> Certificate:
     known = {f.name: content[f.name] for f in fields(Certificate) if f.name in content}
     lost = {name: math.inf for name in ("value", "gap") if known.get(name, math.inf) is None}
     return Certificate(**{**known, **lost})
+
+
+def _ranks_text(ranks: list[dict[str, float]]) -> str:
+    """ "4: work 1.2 to 1.4 s, waiting 0.1 to 0.3 s, messages 0.1 to 0.1 s"."""
+    shown = [
+        f"{what} {min(r[what] for r in ranks):.2f} to {max(r[what] for r in ranks):.2f} s"
+        for what in ranks[0]
+    ]
+    return f"{len(ranks)}: {', '.join(shown)}"
 
 
 def _read_text(reads: dict[str, float]) -> str:

@@ -174,6 +174,19 @@ class Run:
         save_model(model, self.folder / "model.npz")
 
 
+class Onlooker(Run):
+    """The run folder of another process: nothing is written, but for blocks of the checkpoint."""
+
+    def __init__(self, folder: str | Path) -> None:
+        super().__init__(Path(folder))
+
+    def write_text(self, name: str, text: str) -> None:
+        pass
+
+    def record(self, step: dict[str, Any]) -> None:
+        pass
+
+
 def check_free(folder: str | Path | None, overwrite: bool = False) -> None:
     """Raise an error unless a new run may go into `folder`; None means that no run is wanted."""
     if folder is None:
@@ -214,8 +227,8 @@ def _line(step: dict[str, Any]) -> str:
     return json.dumps(to_plain(step, lossy=True)) + "\n"
 
 
-def environment() -> dict[str, Any]:
-    """Versions, platform and threads, on which a result depends, too."""
+def environment(ranks: int = 1) -> dict[str, Any]:
+    """Versions, platform, threads and processes, on which a result depends, too."""
     return {
         "herta_gpu": __version__,
         "python": platform.python_version(),
@@ -223,6 +236,7 @@ def environment() -> dict[str, Any]:
         "scipy": scipy.__version__,
         "platform": platform.platform(),
         "threads": os.environ.get("OMP_NUM_THREADS") or os.cpu_count(),
+        "ranks": ranks,
         "command": sys.argv,
     }
 

@@ -10,10 +10,13 @@ if TYPE_CHECKING:
     from typing import Any
 
 
-def open_streams() -> None:
-    """Give a closed standard output or error a file that takes everything and keeps nothing."""
+def open_streams(silent: bool = False) -> None:
+    """Give a closed standard output or error a file that takes everything and keeps nothing.
+
+    So do `silent` processes, for which another one speaks.
+    """
     for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:
+        if silent or getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
 
 

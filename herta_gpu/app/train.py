@@ -6,14 +6,15 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import asdict
 from typing import Any
 
 from herta_gpu.app.experiment import fit, load_for, make_model, make_smoother, prepared
 from herta_gpu.app.report import report
 from herta_gpu.app.results import Candidate, CommandOutput, FitResult
-from herta_gpu.app.runs import Run, check_free, environment, read_config, smoother_of
-from herta_gpu.backends import get_backend
+from herta_gpu.app.runs import Onlooker, Run, check_free, environment, read_config, smoother_of
+from herta_gpu.backends import backend_for
 from herta_gpu.datasets import Dataset
 from herta_gpu.herta import HERTA
 from herta_gpu.plumbing.stages import Stages
@@ -34,29 +35,34 @@ def _new(args: argparse.Namespace) -> FitResult:
     model, stages = make_model(args), Stages(args.verbose)
     model._checked()  # wrong parameters are refused before the data are loaded
     smoother = make_smoother(args)
-    check_free(args.out, args.overwrite)
+    if args.crew.first:
+        check_free(args.out, args.overwrite)
     return train(args, model, load_for(args, stages), stages, smoother=smoother)
 
 
 def _resumed(args: argparse.Namespace) -> FitResult:
     """Go on with a run; everything that it needs stands in its config.json."""
-    config, stages = read_config(args.resume), Stages(args.verbose)
-    with Run.reopen(args.resume) as folder:
-        finished = folder.result()
+    crew, stages = args.crew, Stages(args.verbose)
+    config = crew.agreed(read_config(args.resume) if crew.first else None)
+    with Run.reopen(args.resume) if crew.first else nullcontext(Onlooker(args.resume)) as folder:
+        finished = crew.agreed(folder.result() if crew.first else None)
         if finished is not None:  # the run is complete, only its checkpoint may be left
             stages.note(f"{args.resume} is finished: this is its result.")
             return finished
-        before = config["environment"].get("threads")
-        if str(before) != str(environment()["threads"]):
-            print(
-                f"The run began with {before} threads: the last bits may differ.", file=sys.stderr
-            )
+        for what, now in (("threads", environment()["threads"]), ("ranks", crew.size)):
+            before = config["environment"].get(what, 1)
+            if str(before) != str(now):
+                print(
+                    f"The run began with {before} {what}: the last bits may differ.",
+                    file=sys.stderr,
+                )
         params = {**HERTA._defaults(), **config["params"], "verbose": args.verbose}
         with stages("load"):
             data = prepared(
                 config["dataset"], config["data_dir"], params["random_state"], config["split"],
                 config["normalize"], config["log_degree"], stages,
             )  # fmt: skip
+            data = crew.shared(data)
         smoother = smoother_of(config)
         return _train_into(folder, HERTA(**params), data, stages, smoother=smoother)
 
@@ -72,7 +78,8 @@ def train(
     """Fit, into a run folder if one is asked for; `candidates` are those that `tune` compared."""
     if args.out is None:
         return fit(model, data, stages, smoother=smoother)
-    with Run.create(args.out, args.overwrite) as folder:
+    owned = Run.create(args.out, args.overwrite) if args.crew.first else None
+    with owned or nullcontext(Onlooker(args.out)) as folder:
         _write_config(folder, args, model, data, smoother)
         if candidates is not None:
             folder.write_json("tune.json", {"candidates": [asdict(c) for c in candidates]})
@@ -90,14 +97,14 @@ def _write_config(
     if model.memory_budget is None:
         # The budget decides how many columns are solved at once, which decides the last bits:
         # it is stored, so that a repeated run has the same.
-        free = get_backend(model.device, data.graph, data.X).memory_available()
+        free = backend_for(model.device, data.graph, data.X).memory_everywhere()
         model.set_params(memory_budget=memory_budget(None, free))
     config: dict[str, Any] = {"dataset": _anchored(args.dataset), "split": args.split}
     config |= {"log_degree": args.log_degree, "normalize": data.metadata.get("normalize")}
     config["data_dir"] = None if args.data_dir is None else os.path.abspath(args.data_dir)
     config["params"] = {**model.get_params(), "verbose": False}
     config["correct_and_smooth"] = None if smoother is None else smoother.get_params()
-    folder.write_json("config.json", {**config, "environment": environment()})
+    folder.write_json("config.json", {**config, "environment": environment(args.crew.size)})
 
 
 def _anchored(name: str) -> str:
@@ -116,6 +123,8 @@ def _train_into(
     """Train with a run folder that is complete up to the last step at any moment."""
     folder.checkpoint.split = data.split
     result = fit(model, data, stages, folder.record, folder.checkpoint, smoother)
+    if isinstance(folder, Onlooker):
+        return result
     folder.save_model(model)
     report(
         model, data, folder.folder / "report.html", result=result, candidates=candidates,

@@ -107,6 +107,20 @@ def chosen_backend(device: str, *data: Any) -> tuple[Backend, str]:
     raise ValueError(f"device must be one of {known}, not {device!r}.")
 
 
+def backend_for(device: str, graph: Any, X: Any) -> Backend:
+    """The backend of a name, for work on these data that the processes of `graph` share."""
+    return shared(get_backend(device, graph, X), graph)
+
+
+def shared(backend: Backend, graph: Any) -> Backend:
+    """The same backend, working with the other processes of `graph`, if there are any."""
+    if getattr(graph, "team", None) is None:
+        return backend
+    from herta_gpu.backends.ranks import on_ranks
+
+    return on_ranks(backend, graph)
+
+
 def stays_on_the_cpu(*data: Any) -> str | None:
     """Why ``"auto"`` leaves these graphs and arrays to the CPU; None: it does not.
 

@@ -200,7 +200,51 @@ class Backend(ABC):
     order_columns = float("inf")
     communities: Callable[[Graph, float], Any] | None = None  # how to find it, if not by the host
     at_once = 1 << 18  # numbers of a block that array operations take at a time
+    rank, ranks = 0, 1  # this process, of so many that share a fit
+    whole = True  # whether each of them has all rows
+    first_row = 0  # where not: rows that the processes before this one have
     check_every = 1  # CG steps between two looks at the mask of converged columns
+
+    # ---- several processes: `backends.ranks` says more ------------------------------------
+    def total(self, x: Any) -> Any:
+        """The sum of all processes' x, in their order; x itself where each has all rows."""
+        return x
+
+    def largest(self, x: Any) -> Any:
+        """The largest of all processes' x; x itself where each has all rows."""
+        return x
+
+    def agreed(self, x: Any) -> Any:
+        """What the first process has: a number, an array, or any object that can be pickled."""
+        return x
+
+    def same(self, x: Any, what: str, always: bool = False) -> Any:
+        """x, of which all processes have the same bits: in a debug mode, or `always`, that is made
+        sure of."""
+        return x
+
+    def gathered(self, x: Array) -> Array:
+        """The rows of all processes, one after the other."""
+        return x
+
+    def own(self, x: Array) -> Array:
+        """This process's rows of what `gathered` put together."""
+        return x
+
+    def with_neighbours(self, L: Laplacian, Z: Array) -> Array:
+        """Z for `residual_rows`: with the rows of neighbours that other processes have, behind."""
+        return Z
+
+    def dealt(
+        self, items: Sequence[Any], work: Callable[[Any], dict[str, Array]]
+    ) -> Iterator[dict[str, Array]]:
+        """work(item) of each item in turn; processes may share the items out."""
+        for item in items:
+            yield work(item)
+
+    def memory_everywhere(self) -> int:
+        """Bytes that can still be allocated on the device of every process."""
+        return self.memory_available()
 
     # ---- arrays -------------------------------------------------------------------------
     @abstractmethod
@@ -317,8 +361,9 @@ class Backend(ABC):
         """Rows start, start + 1, ... of B - (I + lam L) Z, in float64 whatever Z's precision is.
 
         B is a chunk of rows, float64, and so is the result, which may be B itself (`out`).  Z is
-        the whole n x k block; its numbers are widened on their way, and no array of n x k or of
-        nnz numbers is made.  With s, l and w the float64 arrays of `Laplacian.exact`, row i is
+        the whole n x k block, `with_neighbours`; its numbers are widened on their way, and no array
+        of n x k or of nnz numbers is made.  With s, l and w the float64 arrays of
+        `Laplacian.exact`, row i is
 
             B_i - (1 + lam l_i) Z_i + lam s_i sum_j w_ij s_j Z_j,
 
@@ -383,7 +428,10 @@ class Backend(ABC):
 
     @abstractmethod
     def column_dots(self, X: Array, Y: Array) -> Array:
-        """(k,) column dot products of two n x k blocks, accumulated in float64."""
+        """(k,) column dot products of two n x k blocks, accumulated in float64.
+
+        Of the rows that are here: whoever wants those of all processes asks for their `total`.
+        """
 
     def cg_start(
         self, L: Laplacian, lam: float, R: Array, energy: Array, tol: float, floor: float
@@ -393,7 +441,7 @@ class Backend(ABC):
         A column also freezes once ||R|| <= floor * ||R at the start||, where rounding rules.
         """
         R = self.asarray(R, str(L.inv_sqrt_degree.dtype))
-        P, rho = self.empty(R.shape, str(R.dtype)), self.column_dots(R, R)
+        P, rho = self.empty(R.shape, str(R.dtype)), self.total(self.column_dots(R, R))
         P[...] = R
         return CGState(
             Z=self.zeros(R.shape, str(R.dtype)),

@@ -72,6 +72,8 @@ class Sizes:
     narrow: bool = False  # ... and are
     nonzeros: int | None = None  # entries of a sparse X
     X_bytes_at: Callable[[int], int] | None = None  # X_bytes with another budget
+    ranks: int = 1  # processes that blocks of columns are dealt out to
+    parts: int = 1  # processes that have rows of their own
     copies: int = 0  # of the training rows of Q: centred for an intercept, scaled by weights
 
     @property
@@ -89,23 +91,26 @@ def sizes_of(
 ) -> Sizes:
     """The sizes of data that are there; `beside` rows of outputs are wanted as well."""
     backend = H.backend
+    here = bytes_held(X, backend, budget)
     return Sizes(
-        n=H.n,
+        n=int(backend.total(H.n)),
         m=H.graph.num_edges,
         d=settings.features(X.shape[1], targets.Y.shape[1]),
         c=targets.Y.shape[1],
         n_train=targets.Y.shape[0],
         word=np.dtype(settings.dtype).itemsize,
-        X_bytes=bytes_held(X, backend, budget),
+        X_bytes=int(backend.total(here)),
         hidden=has_hidden_columns(X, targets.rows, backend),
-        nonzeros=X.nnz if sp.issparse(X) else None,
+        nonzeros=int(backend.total(X.nnz)) if sp.issparse(X) else None,
         X_bytes_at=lambda other: bytes_held(X, backend, other),
-        beside=beside,
+        beside=int(backend.total(beside)),
         copies=row_copies(settings, targets.weights is not None),
         card=backend.xp is not np,
         weighted=H.graph.weights is not None,
         mapped=backend.xp is np and mapping_of(H.graph.indices) is not None,
         half=settings.dtype == "float32" and backend.half_pays(H.laplacian(), BLOCK_WIDTH),
+        ranks=backend.ranks if backend.whole else 1,
+        parts=1 if backend.whole else backend.ranks,
     )
 
 
@@ -291,6 +296,8 @@ def worth_reordering(settings: Settings, d: int, c: int, least: float) -> bool:
 
 def stored_order(graph: Graph, X: Any, c: int, settings: Settings, backend: Backend) -> Graph:
     """`graph` in the order in which it is worked on."""
+    if not backend.whole:
+        return graph
     if settings.reorder.when != "auto":
         return graph.reordered("communities") if settings.reorder.when == "always" else graph
     # Rows of X on disk are read in their own order.

@@ -25,6 +25,7 @@ _SWEEP = 128 << 20  # bytes of outputs, residuals and targets of a run of traini
 _OUTPUTS = 7  # float64 numbers per node and output that the loop with the true model holds
 _FEW = 16  # outputs at once below which rather something else goes
 _BESIDE = 0.25  # share of the memory that rows for evaluation may take
+_NARROWEST = 8  # columns: a narrower block costs about as much
 _LINE = 16  # columns of float32 in a cache line: a gather of fewer costs as much
 DETERMINISTIC = ("spectral-proven", "spectral-deterministic")  # they need Q on all rows
 
@@ -55,6 +56,7 @@ def fitting_layout(
     `stored`: the fit is proven from the training rows of Q, so nothing else of it is held, and no
     array of n x c.  Otherwise first the rows of Q outside training go, then Q for its sketch.
     """
+    budget = _pooled(sizes, budget)
     if stored and not by_rows:
         return _roomy_layout(sizes, settings, budget, certificate)
     rows, why = _sketch(sizes, settings, by_rows)
@@ -62,6 +64,7 @@ def fitting_layout(
     if certificate in DETERMINISTIC:
         ways.append((rows, why, "spectral-probabilistic"))
     can = settings.sketch.when == "auto" and not by_rows and settings.precondition
+    can = can and sizes.parts == 1
     fewer = SKETCH_ROWS_PER_COLUMN * sizes.d
     if can and fewer < sizes.n_train:
         ways.append((fewer, "Q does not fit the memory budget", ways[-1][2]))
@@ -77,7 +80,10 @@ def fitting_layout(
             width = block_width(sizes.n, max(sizes.d, sizes.c), sizes.dtype, left)
             if width >= 1 and (stored or outputs >= fewest):
                 column = _Q_column(sizes, by_rows, rows)
+                solved = min(sizes.n_train, sizes.d) if by_rows else sizes.d
                 Q_width = min(sizes.d, BLOCK_WIDTH, left // column)
+                Q_width = dealt_width(solved, Q_width, sizes.ranks)
+                width = dealt_width(outputs or sizes.c, width, sizes.ranks)
                 block = max(Q_width * column, min(width, outputs) * _solved_column(sizes))
                 memory["one block of columns"] = block
                 return Layout(rows, why, certificate, width, Q_width, memory, outputs=outputs)
@@ -86,6 +92,12 @@ def fitting_layout(
         column += _output_bytes(sizes, 1 if LOSSES[settings.loss].quadratic else sizes.c)
     least = _least_budget(sizes, settings, rows, certificate, stored, column)
     raise _too_little(least, budget, settings)
+
+
+def _pooled(sizes: Sizes, budget: int) -> int:
+    """Bytes that processes with rows of their own have together, beside what each holds whole."""
+    whole = 8 * (sizes.n_train * (sizes.d + 4 * sizes.c) + 3 * sizes.d**2)
+    return sizes.parts * budget - (sizes.parts - 1) * whole
 
 
 def _outputs(sizes: Sizes, settings: Settings, left: int) -> int:
@@ -153,7 +165,7 @@ def _stored_layout(sizes: Sizes, settings: Settings, budget: int, certificate: s
     residual = sizes.n * sizes.d * sizes.word
     # Half as many columns cost little more each, once they are far larger than any cache.
     wide = min(BLOCK_WIDTH, max(_ENOUGH, _BLOCKS // column))
-    width = min(sizes.d, wide, left // column)
+    width = dealt_width(sizes.d, min(sizes.d, wide, left // column), sizes.ranks)
     if width < 1:
         least = _least_budget(sizes, settings, None, certificate, True, column)
         raise _too_little(least, budget, settings)
@@ -168,14 +180,31 @@ def _stored_layout(sizes: Sizes, settings: Settings, budget: int, certificate: s
     )  # fmt: skip
 
 
+def dealt_width(columns: int, width: int, ranks: int) -> int:
+    """Columns of a block, at most `width`, so that each rank has as many blocks as any other.
+
+    Examples
+    --------
+    >>> from herta_gpu.planning.memory import dealt_width
+    >>> dealt_width(200, 64, 1), dealt_width(200, 64, 2), dealt_width(200, 64, 3)
+    (64, 50, 34)
+    """
+    if ranks == 1 or width <= 0:
+        return width
+    rounds = -(-columns // (width * ranks))
+    return max(min(width, _NARROWEST), -(-columns // (rounds * ranks)))
+
+
 def outputs_at_once(graph: Graph, X: Any, c: int, dtype: str, backend: Backend, budget: int) -> int:
     """Outputs of a fitted model that are solved for together, one at least."""
     n, word = graph.num_nodes, np.dtype(dtype).itemsize
     # The graph, X, and of each node its two best outputs and a class, once more on the way.
     held = 8 * graph.num_edges + 40 * n + bytes_held(X, backend, budget) + 6 * n * word
     held += 4 * min(chunk_bytes(budget), 8 * n * X.shape[1])
-    columns = (budget - held) // (n * (column_bytes(dtype) + 8 + word))  # X W, and Z as it goes
-    return max(1, min(c, BLOCK_WIDTH, columns))
+    # X W, and Z as it goes.
+    columns = (budget - held) // max(1, n * (column_bytes(dtype) + 8 + word))
+    width = max(1, min(c, BLOCK_WIDTH, columns))
+    return dealt_width(c, -int(backend.largest(-width)), backend.ranks if backend.whole else 1)
 
 
 def _too_little(least: int, budget: int, settings: Settings) -> BudgetError:

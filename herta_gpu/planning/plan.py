@@ -200,7 +200,6 @@ def _recipe(
     return Recipe(
         degree=chebyshev_degree(H, goal or Q_tolerance(H, sizes, settings, strategy)),
         width=layout.Q_width,
-        grain=4 if sizes.card else 1,
         exact=sizes.hidden and sizes.n_train >= sizes.d and goal is None,
         sketch_rows=layout.sketch_rows,
         by_rows=by_rows,
@@ -367,6 +366,8 @@ def _samples(H: RegularizedLaplacian, sizes: Sizes, settings: Settings, strategy
         return chosen(None, "not asked for")
     if strategy == "direct" or m == 0 or not settings.precondition:
         return chosen(None, "not useful")
+    if sizes.parts > 1:
+        return chosen(None, "the graph is split by nodes")
     if wish.count is not None:
         return chosen(wish.count, f"as asked, of {m:,} edges")
     n_lambda = _n_lambda(H)
@@ -436,8 +437,8 @@ def _certificate(
     unseen = by_rows or (sizes.n_train < sizes.d and settings.ridge == 0)
     if unseen or not LOSSES[settings.loss].quadratic or not settings.precondition:
         return "duality" if settings.ridge > 0 else "none"
-    if n_samples is not None or settings.sketch.when == "always":
-        return "spectral-probabilistic"
+    if n_samples is not None or settings.sketch.when == "always" or sizes.parts > 1:
+        return "spectral-probabilistic"  # or rows outside training are not all here
     proven, measured, lanczos = certificate_costs(H, sizes)
     if measured <= 2 * lanczos:
         return "spectral-deterministic"

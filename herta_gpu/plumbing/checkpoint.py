@@ -103,27 +103,31 @@ class Checkpoint:
         """Whether the folder holds a finished file; a killed write leaves hidden ones only."""
         return any(not path.name.startswith(".") for path in self.folder.glob("*.npz"))
 
-    def on(
-        self, backend: Backend, plan: str = ""
-    ) -> Callable[[str, Callable[[], dict[str, Array]]], Any]:
+    def on(self, backend: Backend, plan: str = "") -> Callable[..., Any]:
         """A function `recall(name, make)` that reads from disk what `make` made before a crash.
 
         Where there is nothing to read, it calls `make`.  `plan` names the way in which things are
         made; it depends on free memory, and files that were made in another way are not read.
+        Where several processes make a thing `together`, the first one reads and stores it.
         """
 
-        def recall(name: str, make: Callable[[], dict[str, Array]]) -> dict[str, Array]:
+        def recall(
+            name: str, make: Callable[[], dict[str, Array]], together: bool = False
+        ) -> dict[str, Array]:
             path, made_from = self.folder / f"{name}.npz", self._made_from + plan
             stored = _read(path, made_from)
+            stored = backend.agreed(stored) if together else stored
             if stored is not None:
                 return {k: backend.xp.asarray(array) for k, array in stored.items()}
             start = time.perf_counter()
             made = make()
+            if together and backend.rank > 0:
+                return made
             if time.perf_counter() - start >= self.worth:
                 arrays = {k: backend.to_numpy(array) for k, array in made.items()}
                 self._store(path, made_from, arrays)
             for part in self.folder.glob(f"{name}-*.npz"):
-                part.unlink()  # the whole is there: its parts are not needed any more
+                part.unlink(missing_ok=True)  # its parts are in the whole
             return made
 
         return recall
@@ -145,6 +149,7 @@ class Checkpoint:
     def last_step(self, backend: Backend | None = None) -> dict[str, Any] | None:
         """The state that `save_step` stored last, or None."""
         stored = _read(self.folder / _STEP, self._made_from)
+        stored = stored if backend is None else backend.agreed(stored)
         if stored is None:
             return None
         place = np.asarray if backend is None else backend.xp.asarray

@@ -6,6 +6,7 @@ import inspect
 import math
 import sys
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -126,23 +127,29 @@ def make_targets(
     loss: str,
     sample_weight: Any = None,
     class_weight: Any = None,
+    gathered: Callable[[Any], Any] | None = None,
 ) -> Targets:
-    """Labels or float targets of the training rows, checked; rows of weight 0 are none."""
+    """Labels or float targets of the training rows, checked; rows of weight 0 are none.
+
+    Where other processes have other rows, `gathered` puts what all of them have together.
+    """
     y = as_labels("y", y)
     if y.shape[0] != n:
         raise ValueError(f"y has shape {y.shape} but the graph has {n:,} nodes: one row per node.")
     weight = None if sample_weight is None else _row_weights(sample_weight, n)
     labels = y.ndim == 1 and y.dtype.kind in "iubU" and loss != "bce"
+    alone = gathered is None
     if class_weight is not None and not labels:
         raise ValueError("class_weight needs one class label per node: use sample_weight instead.")
     if labels:
         known = has_label(y)
-        rows, weight = _weighty(train_rows(train, known, n), weight)
+        rows, weight = _weighty(train_rows(train, known, n, alone), weight)
         if class_weight is not None:
             by_class = _class_weights(class_weight, y[known], y[rows])
             weight = by_class if weight is None else by_class * weight
             rows, weight = _weighty(rows, weight, given=True)
-        classes, codes = np.unique(y[rows], return_inverse=True)
+        named = y[rows] if gathered is None else _of_all(y[rows], gathered)
+        classes, codes = np.unique(named, return_inverse=True)
         if classes.shape[0] == 1 and train is None and not known.all():
             warnings.warn(
                 f"The only label besides {'the empty one' if y.dtype.kind == 'U' else -1} "
@@ -158,8 +165,9 @@ def make_targets(
         )
     if y.ndim == 2 and y.shape[1] == 0:
         raise ValueError("y has no columns: give at least one target.")
-    rows, weight = _weighty(train_rows(train, np.ones(n, dtype=bool), n), weight)
+    rows, weight = _weighty(train_rows(train, np.ones(n, dtype=bool), n, alone), weight)
     Y = y[rows].astype(np.float64)
+    Y = Y if gathered is None else _of_all(Y, gathered)
     check_targets(Y)
     Y = Y[:, None] if y.ndim == 1 else Y
     return Targets(rows, Y, None, y.ndim == 1, *_in_unit(weight))
@@ -226,6 +234,14 @@ def _in_unit(weight: Any) -> tuple[Any, float]:
         return None, 1.0
     unit = 2.0 ** math.ceil(math.log2(float(weight.max())))
     return weight / unit, unit
+
+
+def _of_all(labels: Any, gathered: Callable[[Any], Any]) -> Any:
+    """The labels of all processes' training rows."""
+    found = gathered(labels)
+    if found.shape[0] == 0:
+        raise ValueError("There is no training node: train is empty, or y has no label.")
+    return found
 
 
 def check_scored(y: Any, n: int) -> None:

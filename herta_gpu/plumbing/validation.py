@@ -264,8 +264,11 @@ def has_label(y: Any) -> Any:
     return np.isfinite(y) if y.dtype.kind == "f" else y >= 0
 
 
-def train_rows(train: Any, labelled: Any, n: int) -> Any:
-    """Sorted ids of the training nodes from ids, a mask or None (all labelled ones)."""
+def train_rows(train: Any, labelled: Any, n: int, alone: bool = True) -> Any:
+    """Sorted ids of the training nodes from ids, a mask or None (all labelled ones).
+
+    There is one at least, unless other processes may have some.
+    """
     if train is None:
         rows = np.flatnonzero(labelled)
     else:
@@ -273,7 +276,7 @@ def train_rows(train: Any, labelled: Any, n: int) -> Any:
         if rows.size and not labelled[rows].all():
             bad = int(rows[~labelled[rows]][0])
             raise ValueError(f"train holds node {bad}, which has no label: leave it out.")
-    if rows.size == 0:
+    if rows.size == 0 and alone:
         raise ValueError("There is no training node: train is empty, or y has no label.")
     return rows
 

@@ -26,7 +26,7 @@ from tests.cuda_emulator import EmulatorError, load
 from tests.cupy_standin import cusparse, functions, sparse
 from tests.cupy_standin.device_array import ndarray
 from tests.cupy_standin.ledger import LEDGER, Ledger
-from tests.cupy_standin.streams import Event, Graph, Stream
+from tests.cupy_standin.streams import Event, Graph, Stream, get_elapsed_time
 
 FREE_BYTES = 8 << 30
 L2_BYTES = 1 << 20
@@ -174,13 +174,15 @@ def build() -> dict[str, ModuleType]:
         device=device,
         Stream=Stream,
         Event=Event,
+        get_elapsed_time=get_elapsed_time,
         Graph=Graph,
         PinnedMemory=functions.PinnedMemory,
         PinnedMemoryPointer=functions.PinnedMemoryPointer,
         set_allocator=functions.set_allocator,
         get_current_stream=lambda device_id=-1: Stream.current,
     )
-    parts = {name: getattr(functions, name) for name in ("norm", "eigh", "cholesky", "qr", "svd")}
+    names = ("norm", "eigh", "cholesky", "qr", "svd", "solve", "inv")
+    parts = {name: getattr(functions, name) for name in names}
     linalg = _module("cupy.linalg", **parts)
     cupy = _module(
         "cupy",

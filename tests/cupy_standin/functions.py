@@ -23,7 +23,7 @@ from tests.cupy_standin.ledger import LEDGER
 inf = np.inf
 UFUNCS = (
     "sqrt", "exp", "log", "exp2", "log2", "floor", "maximum", "minimum", "subtract", "multiply",
-    "divide", "isfinite",
+    "divide", "isfinite", "log1p",
 )  # fmt: skip
 
 
@@ -265,6 +265,14 @@ def qr(a: Any, mode: str = "reduced") -> Any:
 def svd(a: Any, full_matrices: bool = True, compute_uv: bool = True) -> tuple[ndarray, ...]:
     LEDGER.add("calls")
     return tuple(ndarray(part) for part in np.linalg.svd(unwrap(a), full_matrices=full_matrices))
+
+
+def solve(a: Any, b: Any) -> ndarray:
+    return call(np.linalg.solve, a, b)
+
+
+def inv(a: Any) -> ndarray:
+    return call(np.linalg.inv, a)
 
 
 _linalg_errors = ["ignore"]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import count
+from time import perf_counter
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -121,6 +122,9 @@ class Stream:
         LEDGER.add("syncs")
         host_waited(self.clock)
 
+    def is_capturing(self) -> bool:
+        return Stream.recording is not None
+
     def begin_capture(self, mode: Any = None) -> None:
         if not self.ptr:
             raise RuntimeError("cudaErrorStreamCaptureUnsupported")
@@ -145,10 +149,12 @@ class Event:
         self, block: bool = False, disable_timing: bool = False, interprocess: bool = False
     ) -> None:
         self.clock: Clock | None = None
+        self.timed, self.at = not disable_timing, 0.0
 
     def record(self, stream: Stream | None = None) -> None:
         if stream is None:
             raise TypeError("Without a stream CuPy records on the default one: say which.")
+        self.at = perf_counter()
         _merge(stream.clock, _host)
         self.clock = dict(stream.clock)
 
@@ -156,6 +162,15 @@ class Event:
         LEDGER.add("syncs")
         if self.clock is not None:
             host_waited(self.clock)
+
+
+def get_elapsed_time(start_event: Event, end_event: Event) -> float:
+    """Milliseconds; of events that time nothing, or that are not over, there are none."""
+    for event in (start_event, end_event):
+        over = event.clock and all(_host.get(key, 0) >= at for key, at in event.clock.items())
+        if not (event.timed and over):
+            raise EmulatorError("cudaErrorInvalidResourceHandle or cudaErrorNotReady")
+    return 1e3 * (end_event.at - start_event.at)
 
 
 Stream.current = Stream(null=True)

@@ -40,6 +40,7 @@ pages = resident("RssFile") - pages  # of files, which the system takes back at 
 print(json.dumps({
     "used": resident("VmHWM") - before - pages, "status": model.status_,
     "width": model.plan_.solve_width, "sketch": model.plan_.sketch_rows,
+    "outputs": model.plan_.outputs,
 }))
 """
 
@@ -48,6 +49,7 @@ CE = {"loss": "ce", "ridge": 1.0, "optimizer": "lbfgs", "max_iter": 8}
 CASES = {
     "roomy": (400 * MB, {}, False),
     "too little for R": (170 * MB, {}, False),
+    "blocks of outputs": (130 * MB, {"strategy": "herta"}, False),
     "cross entropy, herta": (240 * MB, {**CE, "strategy": "herta"}, False),
     "float16 X on disk, by community": (300 * MB, {"reorder": True}, True),
 }
@@ -68,6 +70,8 @@ def test_a_fit_stays_within_its_budget(case: str, tmp_path: Path) -> None:
     assert found["used"] > 0.2 * budget, found  # it did measure the fit
     if "max_iter" not in options:
         assert found["status"] == "certified"
+    if case == "blocks of outputs":
+        assert 0 < found["outputs"] < 8
 
 
 _LARGE = """

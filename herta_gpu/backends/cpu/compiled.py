@@ -46,6 +46,7 @@ class CompiledLaplacian(Laplacian):
     """A Laplacian with its rows cut into chunks of equal work."""
 
     cuts: Array = None
+    halo: Any = None  # where other processes have some of the neighbours: `backends.ranks.parts`
 
     @property
     def far(self) -> bool:
@@ -140,10 +141,10 @@ class CompiledBackend(CPUBackend):
     def residual(
         self, L: Laplacian, lam: float, Z: Array, B: Array, dtype: str, unit: Array
     ) -> tuple[Array, Array]:
-        Z, B = self.asarray(Z), self.asarray(B)
+        Z, B = self.with_neighbours(L, self.asarray(Z)), self.asarray(B)
         if B.dtype not in (np.float32, np.float64):
             B = B.astype("float64")
-        R = aligned_empty(Z.shape, dtype)
+        R = aligned_empty(B.shape, dtype)
         return R, _residual(L, lam, Z, B, R, 0, 1.0 / unit)
 
     def roundings(self, neighbours: float, columns: int, rows: bool = False) -> float:
@@ -167,14 +168,14 @@ class CompiledBackend(CPUBackend):
         if L.far and state.scratch is None:
             state.scratch = self.empty(P.shape, str(P.dtype))
         _apply(L, lam, P, HP, dots=dots, scratch=state.scratch)
-        pHp = dots.sum(axis=0)
+        pHp = self.total(dots.sum(axis=0))
         alpha = state.step_length(pHp)
         rho = np.zeros(R.shape[1])
         for (r, hp), g in _side_by_side(R, HP):
             a, (rows, dots) = np.tile(alpha.astype(R.dtype), g), _flat(*r.shape)
             _run(partial(cg.cg_residual, r, hp, a, dots, rows), r.size)
             rho += dots.sum(axis=0).reshape(g, -1).sum(axis=0)
-        beta = state.turn(alpha, rho)
+        beta = state.turn(alpha, self.total(rho))
         for (z, p, r), g in _side_by_side(Z, P, R):
             a, b = (np.tile(c.astype(R.dtype), g) for c in (alpha, beta))
             rows = _flat_rows(z.shape[1])
@@ -209,7 +210,7 @@ class CompiledBackend(CPUBackend):
         assert isinstance(L, CompiledLaplacian)
         # A row shorter than half a cache line is read no faster in float16.
         half = half and HALF and B.shape[1] > VECTOR_BYTES // 8 and B.dtype == np.float32
-        if half or (not L.far and B.shape[1] != 1):
+        if half or L.halo is not None or (not L.far and B.shape[1] != 1):
             return super().chebyshev(L, lam, B, first, steps, work, half)
         # On D^-1/2 Z throughout: what a step reads from afar is then the iterate itself.
         B, s = self.asarray(B, str(L.inv_sqrt_degree.dtype)), L.inv_sqrt_degree
@@ -344,6 +345,9 @@ def _apply(
         G, factors = halves.G, (None, s, None)
     elif scaled:
         factors = (None, s, s)
+    elif L.halo is not None:
+        G = L.halo.extended(X, partial(_scaled, X, s, 1.0), to="product")
+        factors = (None, s, None)
     elif L.far or X.shape[1] == 1:
         G, factors = _scaled(X, s, 1.0, scratch), (None, s, None)
     unit = None if halves is None else halves.down

@@ -184,7 +184,7 @@ class CPUBackend(Backend):
     def cg_step(self, L: Laplacian, lam: float, state: CGState) -> None:
         Z, R, P = state.Z, state.R, state.P
         HP = self.apply_H(L, lam, P, out=state.HP)
-        pHp = self.column_dots(P, HP)
+        pHp = self.total(self.column_dots(P, HP))
         alpha = state.step_length(pHp)
         alpha_w = alpha.astype(R.dtype)
         blocks = _flat_chunks(*R.shape)
@@ -194,7 +194,7 @@ class CPUBackend(Backend):
             R[at] -= alpha_w * HP[at]
             return _dots(R[at], R[at])
 
-        rho = np.sum(_each(advance, blocks), axis=0)
+        rho = self.total(np.sum(_each(advance, blocks), axis=0))
         beta = state.turn(alpha, rho)
         beta_w = beta.astype(R.dtype)
 

@@ -55,7 +55,15 @@ from herta_gpu.backends.cuda.device import (
 from herta_gpu.backends.cuda.graphs import DeviceGraph, derived, entries, from_device_edges
 from herta_gpu.backends.cuda.sampling import EdgeSampler
 from herta_gpu.backends.cuda.streaming import StreamedBlocks
-from herta_gpu.backends.cuda.traffic import Traffic, counted, note, note_again
+from herta_gpu.backends.cuda.traffic import (
+    Traffic,
+    begun,
+    copy_rate,
+    counted,
+    ended,
+    note,
+    note_again,
+)
 from herta_gpu.backends.cuda.uploads import empty_pinned, give_back_pinned, is_large, upload
 from herta_gpu.graph import Graph
 from herta_gpu.plumbing.interop import on_device
@@ -100,8 +108,10 @@ def _launch(
         # A pointer knows nothing of strides, and CuPy sends any Python number as 64 bits.
         contiguous = isinstance(a, cupy.ndarray) and a.flags.c_contiguous
         assert contiguous or isinstance(a, np.generic), f"{name}, argument {i}: {type(a)}"
+    kernel, before = _kernel(file, name), begun(cupy)
     note(file, name, args)
-    _kernel(file, name)(grid, block, args)
+    kernel(grid, block, args)
+    ended(cupy, before, file, name, args)
 
 
 def _follow(later: Any, earlier: Any) -> None:
@@ -198,6 +208,8 @@ class CUDABackend(Backend):
             with counted() as traffic:
                 yield traffic
             self.synchronize()
+            traffic.settle(cupy)
+            traffic.copy_rate = copy_rate(cupy, 4 * self._l2_bytes)
         finally:
             cupy.cuda.profiler.stop()
 

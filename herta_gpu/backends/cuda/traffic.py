@@ -1,5 +1,7 @@
 """Bytes that the kernels must move at least, counted launch by launch while somebody profiles.
 
+Two events around each launch also tell how long it took, except within steps that are captured.
+
 What must move is every array that a launch reads or writes, once, and those that it updates in
 place twice.  Gathers of neighbours come on top as far as the caches do not absorb them, and what a
 kernel really moves is for a profiler to say.
@@ -28,6 +30,21 @@ class Traffic:
 
     launches: dict[str, int] = field(default_factory=dict)
     moved: dict[str, int] = field(default_factory=dict)
+    rates: dict[str, float] = field(
+        default_factory=dict
+    )  # bytes a second, once `settle` was called
+    copy_rate: float = 0.0  # that of a plain copy, read and written
+    timed: list[tuple[str, int, Any, Any]] = field(default_factory=list)  # name, bytes, two events
+
+    def settle(self, xp: Any) -> None:
+        """Make rates of the events, whose work must be over."""
+        moved: dict[str, int] = {}
+        seconds: dict[str, float] = {}
+        for name, size, begun, ended in self.timed:
+            moved[name] = moved.get(name, 0) + size
+            seconds[name] = seconds.get(name, 0.0) + xp.cuda.get_elapsed_time(begun, ended) / 1e3
+        self.rates = {name: moved[name] / s for name, s in seconds.items() if s > 0}
+        self.timed.clear()
 
     def add(self, file: str, kernel: str, args: tuple[Any, ...]) -> None:
         name = _TYPES.sub("", kernel)
@@ -52,6 +69,38 @@ def note(file: str, kernel: str, args: tuple[Any, ...]) -> None:
     """Called at every launch; it does nothing unless somebody counts."""
     for traffic in _counting:
         traffic.add(file, kernel, args)
+
+
+def begun(xp: Any) -> Any | None:
+    """An event before a launch that is to be timed."""
+    if not _counting or xp.cuda.get_current_stream().is_capturing():
+        return None
+    event = xp.cuda.Event()
+    event.record(xp.cuda.get_current_stream())
+    return event
+
+
+def ended(xp: Any, before: Any | None, file: str, kernel: str, args: tuple[Any, ...]) -> None:
+    """And after it."""
+    if before is None:
+        return
+    after, name = xp.cuda.Event(), _TYPES.sub("", kernel)
+    after.record(xp.cuda.get_current_stream())
+    for traffic in _counting:
+        traffic.timed.append((name, must_move(file, name, args), before, after))
+
+
+def copy_rate(xp: Any, size: int) -> float:
+    """Bytes a second that memcpy reads and writes; `size` is more than the caches hold."""
+    stream, ends = xp.cuda.get_current_stream(), [xp.cuda.Event() for _ in range(2)]
+    X, Y = xp.zeros(size, dtype="int8"), xp.zeros(size, dtype="int8")
+    for event in ends:  # the first copy is not timed
+        runtime = xp.cuda.runtime
+        kind = runtime.memcpyDeviceToDevice
+        runtime.memcpyAsync(Y.data.ptr, X.data.ptr, size, kind, stream.ptr)
+        event.record(stream)
+    stream.synchronize()  # synchronize!
+    return 2 * size / max(1e-9, xp.cuda.get_elapsed_time(*ends) / 1e3)
 
 
 def note_again(traffic: Traffic) -> None:

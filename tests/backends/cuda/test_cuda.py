@@ -103,6 +103,21 @@ def test_fit_gives_the_answer_of_the_cpu(ledger: Ledger, name: str, dtype: str) 
     assert sum(ledger.kernels.values()) > 0
 
 
+@pytest.mark.parametrize("few", [False, True])
+def test_leave_one_out_and_several_labels_are_those_of_the_cpu(ledger: Ledger, few: bool) -> None:
+    rng, g = np.random.default_rng(0), checks.graph("tail")
+    X, train = rng.standard_normal((g.num_nodes, 8)), np.arange(5 if few else 25)
+    y = (rng.random((g.num_nodes, 2)) < 0.5) * 1
+    found = []
+    for device in ("cuda", "cpu"):
+        model = HERTA(lam=3.0, ridge=0.2, fit_intercept=True, dtype="float64", device=device)
+        model.fit(g, X, y * 1.0, train, evaluate=[7, 9], sample_weight=1.0 + y[:, 0], loo=True)
+        labels = HERTA(lam=3.0, ridge=0.2, loss="bce", dtype="float64", device=device)
+        found.append((model.loo_, model.leverage_, labels.fit(g, X, y, train).W_))
+    for ours, theirs in zip(*found, strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-5)
+
+
 class Tensor:
     """An array of another library: it can say where its memory is, and no more."""
 

@@ -108,9 +108,7 @@ MUTANTS = {
     ),
     "long rows of a residual left out": ("cuda", "        if first < last:\n", "        if 0:\n"),
     "a residual in another unit": ("cuda", "B, 0, 1.0 / unit, R", "B, 0, unit, R"),
-    "replays that nobody counts": (
-        "cuda", "            note_again(state.moved)\n", "            pass\n"
-    ),
+    "replays that nobody counts": ("cuda", "note_again(state.moved)", "pass"),
     "a part used before it is there": (
         device_streaming, "            stream.wait_event(buffer.copied)\n", ""
     ),

@@ -68,17 +68,32 @@ def _wide_rows(vectors, Z, k, j, tail, L, lam, B, start, up, R, dots, chunk, a, 
     n2, end = tail if vectors == 3 else lanes, indptr[-1] - 1
     far = s.size * s.itemsize > FAR
     for i in range(a, b):
-        run, last = peek(indptr, i), peek(indptr, i + 1)
-        # Where there are no dots a row is one run: the loop around runs costs it up to a tenth.
-        stop = last if dots is None else min(run + RUN, last)
-        t0, t1, t2, t3 = _run_sum(vectors, Z, k, j, tail, indices, weights, s, run, stop, end, far)
+        t0 = splat_wide(0.0, Z)
+        t1, t2, t3, last = t0, t0, t0, peek(indptr, i + 1)
         if dots is not None:
-            while stop < last:
-                run, stop = stop, min(stop + RUN, last)
+            for run in range(peek(indptr, i), last, RUN):
                 a0, a1, a2, a3 = _run_sum(
-                    vectors, Z, k, j, tail, indices, weights, s, run, stop, end, far
+                    vectors, Z, k, j, tail, indices, weights, s, run, min(run + RUN, last), end, far
                 )
                 t0, t1, t2, t3 = add(t0, a0), add(t1, a1), add(t2, a2), add(t3, a3)
+        else:  # the loop of `_run_sum`, written out: a call for each row costs some per cent
+            for e in range(peek(indptr, i), last):
+                v, ahead = peek(indices, e), peek(indices, min(e + AHEAD, end))
+                f, at, soon = splat_wide(scale(s, weights, v, e), Z), v * k + j, ahead * k + j
+                if far:
+                    prefetch(s, ahead)
+                prefetch(Z, soon)
+                prefetch(Z, soon + (vectors - 1) * lanes + tail - 1)
+                t0 = fma(load_wide(Z, at, n0, Z), f, t0)
+                if vectors > 1:
+                    prefetch(Z, soon + lanes)
+                    t1 = fma(load_wide(Z, at + lanes, n1, Z), f, t1)
+                if vectors > 2:
+                    prefetch(Z, soon + 2 * lanes)
+                    t2 = fma(load_wide(Z, at + 2 * lanes, n2, Z), f, t2)
+                if vectors > 3:
+                    prefetch(Z, soon + 3 * lanes)
+                    t3 = fma(load_wide(Z, at + 3 * lanes, tail, Z), f, t3)
         h = splat_wide(-1.0 - lam * peek(diagonal, i), Z)
         c = splat_wide(lam * peek(s, i), Z)
         at, into = i * k, (i - start) * k

@@ -1,0 +1,220 @@
+"""split="nodes": the part of a graph that one rank has, and the rows it fetches from others.
+
+A part is a CSR matrix of the rank's own rows.  Its columns are the own nodes and, behind them, the
+halo: nodes of other ranks with an edge to one of these.  A product with H needs their rows of the
+block, which `Halo.extended` fetches; the kernels then work on the longer block as on any other.
+
+No rank holds a list of all nodes, unless the caller names the owner of each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, NoReturn
+
+import numpy as np
+
+from herta_gpu.backends.base import Array, Exact
+from herta_gpu.backends.ranks.communicator import Ranks
+from herta_gpu.graph import Graph
+
+_FEW_NODES = 1 << 26  # up to here edges are merged under the caller's ids
+
+
+class Owners(NamedTuple):
+    """Who owns which nodes."""
+
+    of: Callable[[Any], Any]  # ids to ranks
+    mine: Any  # this rank's ids, rising
+    nodes: Any  # the same, as a slice where they are one
+
+
+def owners(team: Ranks, n: int, partition: Any) -> Owners:
+    """Ranges of ids of equal length ("blocks"), or as an array of n ranks says."""
+    if isinstance(partition, str):
+        if partition != "blocks":
+            raise ValueError(f'partition must be "blocks", "metis" or ranks, not {partition!r}.')
+        starts = np.array([n * r // team.size for r in range(team.size + 1)])
+        first, last = int(starts[team.rank]), int(starts[team.rank + 1])
+        return Owners(
+            lambda ids: np.searchsorted(starts, ids, side="right") - 1,
+            np.arange(first, last), slice(first, last),
+        )  # fmt: skip
+    table = np.asarray(partition)
+    if table.shape != (n,) or table.dtype.kind not in "iu":
+        raise ValueError(f"partition must name the rank of each of the {n:,} nodes.")
+    if table.size and not 0 <= int(table.min()) <= int(table.max()) < team.size:
+        raise ValueError(f"partition names ranks that are not in 0..{team.size - 1}.")
+    team.same(table.astype(np.int64), "partition", always=True)
+    mine = np.flatnonzero(table == team.rank)
+    return Owners(lambda ids: table[ids], mine, mine)
+
+
+class Halo:
+    """Rows of other ranks that this one's rows have an edge to, and who wants which of these."""
+
+    def __init__(self, team: Ranks, send: list[Any], counts: list[int], n: int) -> None:
+        self.team, self.send, self.n = team, send, n
+        self.ends = (n + np.cumsum([0, *counts])).tolist()
+        self._kept: dict[Any, Array] = {}
+
+    @property
+    def size(self) -> int:
+        """Rows that come from other ranks."""
+        return int(self.ends[-1] - self.n)
+
+    def extended(self, X: Array, fill: Callable[[Array], Any] | None = None, to: str = "") -> Array:
+        """X with the halo's rows behind its own; `fill` writes the own ones, by default X.
+
+        With a name (`to`) the same array is used again and again.
+        """
+        shape, key = (self.ends[-1], X.shape[1]), (to, X.shape[1], X.dtype)
+        G = self._kept[key] if key in self._kept else np.empty(shape, dtype=X.dtype)
+        if to:
+            self._kept[key] = G
+        if fill is None:
+            G[: self.n] = X
+        else:
+            fill(G[: self.n])
+        into = [G[a:b] for a, b in zip(self.ends[:-1], self.ends[1:], strict=True)]
+        self.team.neighbours([G[rows] for rows in self.send], into)
+        return G
+
+
+class GraphPart(Graph):
+    """The rows of a graph that one rank has; see `Graph.from_edges` with split="nodes"."""
+
+    def __init__(self, **known: Any) -> None:
+        # The dataclass is frozen: its fields go in by the back door.
+        self.__dict__.update({"order": None, "given_degree": None, "weights": None, **known})
+
+    halo: Halo
+    held: Any  # this rank's ids
+    sizes: tuple[int, int]  # nodes and edges of the whole graph
+    first_row: int  # rows of the ranks before this one
+    own_loopless: Any
+
+    @property
+    def nodes(self) -> Any:
+        return self.held
+
+    @property
+    def nodes_of_all(self) -> int:
+        return self.sizes[0]
+
+    @property
+    def num_edges(self) -> int:
+        return self.sizes[1]
+
+    @property
+    def loopless_degree(self) -> Any:
+        return self.own_loopless
+
+    def exact(self) -> Exact:
+        """`Laplacian.exact`, D^-1/2 of the halo behind that of the own rows."""
+        s = (1.0 / np.sqrt(self.degree))[:, None]
+        return self.halo.extended(s)[:, 0], self.own_loopless / self.degree, self.weights
+
+    def connected_to(self, rows: Any) -> Any:
+        """All rows: what is in one component with others is not known here."""
+        return np.ones(self.num_nodes, dtype=bool)
+
+    def in_local_order(self, find: Any = None) -> Graph:
+        return self
+
+    def _whole(self, *_: Any, **__: Any) -> NoReturn:
+        raise ValueError('A graph that is split by nodes cannot do this: use split="columns".')
+
+    edges = to_csr = adjacency = reordered = with_edges = save = to_cugraph = _whole
+
+    def __reduce__(self) -> Any:
+        self._whole()
+
+    def __repr__(self) -> str:
+        here, n = self.num_nodes, self.nodes_of_all
+        return f"GraphPart({here:,} of {n:,} nodes, {self.num_edges:,} edges in all)"
+
+
+def part_of_graph(
+    team: Ranks, edges: Any, n: int, weights: Any, duplicates: str | None, partition: Any
+) -> GraphPart:
+    """This rank's part, from any share of the edges on each rank."""
+    held = owners(team, n, partition)
+    lo, hi, w, loops = _merged(team, held, edges, n, weights, duplicates)
+    weighted = bool(team.largest(int(w is not None)))
+    w = np.ones(lo.shape[0]) if w is None else w
+    m = int(team.total(lo.shape[0]))
+    # Each edge is with the owner of its smaller end; the other end's owner needs it, too.
+    ranks = held.of(hi)
+    there = [np.flatnonzero(ranks == r) for r in range(team.size)]
+    ends = team.exchanged([np.column_stack([hi[at], lo[at]]) for at in there])
+    more = team.exchanged([w[at] for at in there])
+    row = np.concatenate([lo, *(e[:, 0] for e in ends)])
+    column, value = np.concatenate([hi, *(e[:, 1] for e in ends)]), np.concatenate([w, *more])
+    local, halo = _columns(team, held, column)
+    sort = np.lexsort((local, np.searchsorted(held.mine, row)))
+    count = held.mine.shape[0]
+    row, local, value = np.searchsorted(held.mine, row)[sort], local[sort], value[sort]
+    indptr = np.concatenate([[0], np.cumsum(np.bincount(row, minlength=count))])
+    loopless = np.bincount(row, weights=value, minlength=count).astype(np.float64)
+    degree = loopless + np.ones(count)
+    at = np.searchsorted(held.mine, loops[0])
+    degree[at] = loopless[at] + loops[1]
+    part = GraphPart(
+        indptr=indptr.astype(np.int64), indices=local.astype(np.int32), team=team, halo=halo,
+        weights=value if weighted else None, given_degree=degree, own_loopless=loopless,
+        held=held.nodes, sizes=(n, m),
+        first_row=int(sum(team.each(count)[: team.rank])),
+    )  # fmt: skip
+    vars(part)["lambda_max_bound"] = _lambda_max_bound(team, part)
+    return part
+
+
+def _merged(
+    team: Ranks, held: Owners, edges: Any, n: int, weights: Any, duplicates: str | None
+) -> tuple[Any, Any, Any, tuple[Any, Any]]:
+    """(lo, hi, weight) of each edge once, with the owner of lo, and the self-loops given there."""
+    ranks = held.of(edges.min(axis=0)) if edges.shape[1] else np.zeros(0, dtype=np.int64)
+    there = [np.flatnonzero(ranks == r) for r in range(team.size)]
+    came = np.concatenate(team.exchanged([edges[:, at].T for at in there]))
+    given = None
+    if team.largest(int(weights is not None)):
+        w = np.zeros(0) if weights is None else np.asarray(weights, dtype=np.float64)
+        given = np.concatenate(team.exchanged([w[at] for at in there]))
+    names, ends = np.arange(n), came
+    if n > _FEW_NODES:  # no table of all nodes: the messages of errors then name others
+        names, ends = np.unique(came, return_inverse=True)
+        ends = ends.reshape(came.shape)
+    if not came.shape[0]:
+        none = np.zeros(0, dtype=np.int64)
+        return none, none, None, (none, np.zeros(0))
+    small = Graph.from_edges(ends.T, names.shape[0], given, duplicates)
+    lo, hi, merged = small.edges()
+    extra = small.degree - small.loopless_degree
+    named = np.flatnonzero(extra != 1.0)
+    named = named[np.isin(names[named], held.mine)]
+    return names[lo], names[hi], merged, (names[named], extra[named])
+
+
+def _columns(team: Ranks, held: Owners, column: Any) -> tuple[Any, Halo]:
+    """Columns of a part: own rows first, then those of other ranks, by rank and by id."""
+    n, ranks = held.mine.shape[0], held.of(column)
+    local = np.searchsorted(held.mine, column)
+    wanted = [np.unique(column[ranks == r]) if r != team.rank else column[:0]
+              for r in range(team.size)]  # fmt: skip
+    start = n
+    for r, ids in enumerate(wanted):
+        if r != team.rank:
+            at = ranks == r
+            local[at] = start + np.searchsorted(ids, column[at])
+        start += ids.shape[0]
+    send = [np.searchsorted(held.mine, ids) for ids in team.exchanged(wanted)]
+    return local, Halo(team, send, [ids.shape[0] for ids in wanted], n)
+
+
+def _lambda_max_bound(team: Ranks, part: GraphPart) -> float:
+    """`Graph.lambda_max_bound` of the whole graph."""
+    ratio = part.halo.extended((part.own_loopless / part.degree)[:, None])[:, 0]
+    row = np.repeat(np.arange(part.num_nodes), np.diff(part.indptr))
+    most = float((ratio[row] + ratio[part.indices]).max(initial=0.0))
+    return float(team.largest(most)) * (1 + 1e-12)

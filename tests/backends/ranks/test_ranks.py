@@ -1,0 +1,132 @@
+"""Fits on several ranks: the same as in one process, and what happens when a rank fails."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.backends.ranks.launch import needs_ranks, on_ranks
+
+HERE = Path(__file__).parent
+CHECKS = [
+    node.name
+    for node in ast.parse((HERE / "checks.py").read_text(encoding="utf-8")).body
+    if isinstance(node, ast.FunctionDef) and node.name.startswith("check_")
+]
+
+
+@cache
+def checked(size: int) -> dict[str, str]:
+    """What went wrong in each check on so many ranks; they share one start of mpirun."""
+    done = on_ranks(size, "-m", "tests.backends.ranks.checks")
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    found = {line["check"]: line["wrong"] for line in lines}
+    missing = f"it did not come that far: {done.stdout}{done.stderr}"
+    return {name: found.get(name, missing) for name in CHECKS}
+
+
+@needs_ranks
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.xdist_group("ranks")
+def test_what_holds_on_any_number_of_ranks(size):
+    wrong = {name: text for name, text in checked(size).items() if text}
+    assert not wrong, "\n".join(f"{name}\n{text}" for name, text in wrong.items())
+
+
+def _program(folder: Path, text: str) -> str:
+    path = folder / "program.py"
+    path.write_text(text, encoding="utf-8")
+    return str(path)
+
+
+@needs_ranks
+def test_an_error_outside_of_a_fit_ends_all_ranks(tmp_path):
+    program = _program(
+        tmp_path,
+        "from mpi4py import MPI; from herta_gpu import Graph\n"
+        "g = Graph.from_edges([[0, 1], [1, 2]]).on_ranks(MPI.COMM_WORLD)\n"
+        "if MPI.COMM_WORLD.rank == 1: raise FileNotFoundError('There is no X.npy.')\n"
+        "g.team.total(1.0)\n",
+    )
+    done = on_ranks(2, program)
+    assert done.returncode != 0
+    assert "There is no X.npy." in done.stderr
+
+
+@needs_ranks
+def test_a_rank_that_hangs_ends_the_job_with_its_name(tmp_path):
+    program = _program(
+        tmp_path,
+        "import time; from mpi4py import MPI; from herta_gpu import Graph\n"
+        "g = Graph.from_edges([[0, 1], [1, 2]]).on_ranks(MPI.COMM_WORLD)\n"
+        "if MPI.COMM_WORLD.rank == 1: time.sleep(1000)\n"
+        "g.team.total(1.0)\n",
+    )
+    done = on_ranks(3, program, HERTA_TIMEOUT="1")
+    assert done.returncode != 0
+    assert "The ranks have waited 1 s for rank 1, at total" in done.stderr
+
+
+_KILLED = """
+import os, sys
+from functools import partial
+from mpi4py import MPI
+from herta_gpu.app import cli, runs
+from herta_gpu.diffusion import Diffusion
+
+block = Diffusion._block
+def fatal(self, J, *rest):
+    if MPI.COMM_WORLD.rank == 1 and J.start >= 100:
+        os.kill(os.getpid(), 9)
+    return block(self, J, *rest)
+if sys.argv.pop(1) == "kill":
+    Diffusion._block = fatal
+runs.Checkpoint = partial(runs.Checkpoint, worth=0.0, share=1.0)
+sys.exit(cli.main())
+"""
+
+
+@needs_ranks
+def test_a_killed_rank_is_named_and_its_run_goes_on(tmp_path):
+    program, out = _program(tmp_path, _KILLED), str(tmp_path / "run")
+    options = ("synthetic:n=500,m=2000,d=200,c=3", "--lam", "5", "--split", "random:0.9")
+    whole = on_ranks(2, program, "live", "train", *options, "--out", out + "-whole")
+    assert whole.returncode == 0, whole.stderr
+    dead = on_ranks(2, program, "kill", "train", *options, "--out", out)
+    assert dead.returncode != 0
+    assert re.search(r"rank 1\b.*signal 9", " ".join(dead.stderr.split())), dead.stderr
+    assert list(Path(out, "checkpoint").glob("*-columns-*.npz"))
+    again = on_ranks(2, program, "live", "train", "--resume", out, "--json")
+    assert again.returncode == 0, again.stderr
+    with np.load(out + "/model.npz") as a, np.load(out + "-whole/model.npz") as b:
+        assert (a["W"] == b["W"]).all()
+    result = json.loads(Path(out, "result.json").read_text())
+    assert len(result["ranks"]) == 2
+    config = json.loads(Path(out, "config.json").read_text())
+    assert config["environment"]["ranks"] == 2
+    assert json.loads(again.stdout)["status"] == result["status"]
+
+
+@needs_ranks
+def test_the_command_line_says_what_is_wrong_once(tmp_path):
+    for argv in (("train", "digits", "--lam", "-1"), ("tune", "digits"), ("train", "nothing")):
+        done = on_ranks(3, "-m", "herta_gpu", *argv)
+        assert done.returncode == 2
+        assert len([line for line in done.stderr.splitlines() if line.startswith("herta: ")]) == 1
+
+
+@needs_ranks
+@pytest.mark.xdist_group("ranks")
+def test_bugs_put_in_on_purpose_are_found():
+    done = on_ranks(2, "-m", "tests.backends.ranks.mutants", HERTA_TIMEOUT="30")
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    found = {line["mutant"]: line["found"] for line in lines}
+    assert found.pop("nothing") == found.pop("none") == "", found
+    assert len(found) == 5, done.stderr
+    assert all(found.values()), found
