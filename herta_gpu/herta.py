@@ -316,7 +316,8 @@ class HERTA(Estimator):
         backend = shared(backend, graph)
         if not backend.whole:
             others = {"checkpoint": checkpoint, "sample_weight": sample_weight, "loo": loo or None}
-            _check_split_by_nodes(settings, {**others, "warm_start": warm_start})
+            others |= {"warm_start": warm_start, "class_weight": self.class_weight}
+            _check_split_by_nodes(settings, others)
         if loo and settings.label_folds:
             raise ValueError(
                 "Leave-one-out is not valid with label features, which hold the label left out: "

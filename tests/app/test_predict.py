@@ -61,7 +61,7 @@ def test_numbers_in_every_format(ending, narrow, tmp_path):
     graph, X, y = random_graph(n, 300), rng.standard_normal((n, 4)), rng.standard_normal((n, 7))
     model = HERTA(lam=2.0).fit(graph, X, y)
     data, target = Dataset("numbers", graph, X, y, {}), tmp_path / f"p.{ending}"
-    with predict._written(model, data, target) as found:
+    with predict._written(model, data, target, None) as found:
         score = predict._score(data, found)
     Z = np.linalg.solve(np.eye(n) + 2.0 * graph.to_csr().toarray(), X @ model.W_)
     if ending == "csv":
