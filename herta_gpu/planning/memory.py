@@ -187,12 +187,13 @@ def dealt_width(columns: int, width: int, ranks: int) -> int:
     --------
     >>> from herta_gpu.planning.memory import dealt_width
     >>> dealt_width(200, 64, 1), dealt_width(200, 64, 2), dealt_width(200, 64, 3)
-    (64, 50, 34)
+    (64, 52, 36)
     """
     if ranks == 1 or width <= 0:
         return width
     rounds = -(-columns // (width * ranks))
-    return max(min(width, _NARROWEST), -(-columns // (rounds * ranks)))
+    share = -(-columns // (rounds * ranks))
+    return min(width, max(_NARROWEST, -(-share // 4) * 4))  # whole vectors, as `Recipe.blocks`
 
 
 def outputs_at_once(graph: Graph, X: Any, c: int, dtype: str, backend: Backend, budget: int) -> int:
