@@ -523,9 +523,10 @@ class SDDSolver:
         if scale is not None:
             block, start = block / scale, None if start is None else start / scale
         Z, info = self._cg(block, start) if self.method == "cg" else self._chebyshev(block)
-        if dtype is not None and str(Z.dtype) != dtype:
-            narrower, Z = dtype == "float32", Z.astype(dtype)
-            info = self._rounded(block, Z, info) if narrower else replace(info, dtype=dtype)
+        if dtype == "float32" and (scale is not None or str(Z.dtype) != dtype):
+            info = self._rounded(block, Z, scale, info)
+        elif dtype is not None:
+            info = replace(info, dtype=dtype)
         if scale is not None:
             Z = Z.astype("float64") * scale
             info.residuals = info.residuals * self.backend.to_numpy(scale)
@@ -540,16 +541,25 @@ class SDDSolver:
         keep = self.dtype if dense.dtype.itemsize <= 4 and dense.dtype.kind == "f" else "float64"
         return self.backend.asarray(dense, keep)
 
-    def _rounded(self, B: Array, Z: Array, info: SolveInfo) -> SolveInfo:
-        """What a solve reached once its result was rounded to the precision of Z."""
-        squares = self.H.residual(B, Z, str(Z.dtype))[1][0]
-        norm = self.backend.to_numpy(self.backend.xp.sqrt(squares))  # synchronize!
-        # No entry of Z changes by more than this part of it, and ||.||_H <= sqrt(kappa) ||.||.
-        part = 0.5 * float(np.finfo(Z.dtype).eps) * math.sqrt(self.kappa)
-        bound = info.h_norm_bound * (1 + part) + part
+    def _rounded(self, B: Array, Z: Array, scale: Array | None, info: SolveInfo) -> SolveInfo:
+        """What a solve has reached once its result, in the caller's unit, is rounded to float32.
+
+        How far that moves Z is measured: numbers that are very small lose more than a float32 eps.
+        """
+        xp, unit = self.backend.xp, 1.0 if scale is None else scale
+        Z = Z.astype("float64")
+        if bool((abs(Z) * unit > np.finfo(np.float32).max).any()):  # synchronize!
+            raise ValueError('The result is too large for float32: solve with dtype="float64".')
+        near = (Z * unit).astype("float32").astype("float64") / unit
+        squares, moved = self.H.residual(B, near)[1][0], near - Z
+        dots = [squares, *(self.backend.column_dots(A, A) for A in (moved, Z))]
+        norm, moved, size = self.backend.to_numpy(xp.sqrt(xp.stack(dots)))  # synchronize!
+        # ||.|| <= ||.||_H <= sqrt(kappa) ||.||, and ||Z||_H <= (1 + bound) ||H^-1 B||_H.
+        part = math.sqrt(self.kappa) * moved / np.where(size > 0, size, 1.0)
+        bound = info.h_norm_bound + (1 + info.h_norm_bound) * part
         missed = info.status == "converged" and bool((bound > self.tol).any())
         status = "stagnated" if missed else info.status
-        return SolveInfo(info.iterations, norm, bound, status, str(Z.dtype))
+        return SolveInfo(info.iterations, norm, bound, status, "float32")
 
     def _unit(self, block: Array) -> Array | None:
         """Column sizes to divide by where squares would overflow or vanish; else None."""

@@ -295,6 +295,24 @@ def test_the_result_keeps_a_dtype_and_the_bound_knows_of_it(method, size):
         solver.solve(B, dtype="float16")
 
 
+@pytest.mark.parametrize("method", ["cg", "chebyshev"])
+@pytest.mark.parametrize("size", [1e-30, 1e-42, 1e-150])
+def test_the_bound_knows_what_float32_loses_of_very_small_numbers(method, size):
+    g = random_graph(100, 300)
+    B = np.random.default_rng(0).standard_normal((100, 2))
+    solver = SDDSolver(g, 20.0, method=method, tol=1e-3)
+    Z = solver.solve(size * B, dtype="float32").astype("float64")
+    error = h_norm_error(dense_H(g, 20.0), Z / size, B)
+    assert (error <= solver.info_.h_norm_bound * (1 + 1e-6)).all()
+    assert (solver.info_.status == "converged") == (size == 1e-30)
+
+
+def test_a_result_that_float32_cannot_hold_is_a_sentence():
+    solver = SDDSolver(random_graph(100, 300), 20.0)
+    with pytest.raises(ValueError, match="too large for float32"):
+        solver.solve(np.full(100, 1e140), dtype="float32")
+
+
 def test_kappa_bounds_the_condition_number():
     g = random_graph(60, 150)
     values = np.linalg.eigvalsh(dense_H(g, 20.0))
