@@ -217,7 +217,11 @@ class NodeClassifier(_NodeModel):
             check_probabilities(self.loss)
         except ValueError as error:
             raise AttributeError(str(error)) from None
-        return lambda X: self._outputs("predict_proba", X)
+
+        def predict_proba(X: Any) -> Any:  # scikit-learn's scorers ask for it by this name again
+            return self._outputs("predict_proba", X)
+
+        return predict_proba
 
     def score(self, X: Any, y: Any, sample_weight: Any = None) -> float:
         """Accuracy."""

@@ -139,6 +139,10 @@ def test_probabilities_for_cross_entropy_only():
     np.testing.assert_allclose(P, np.exp(Z) / np.exp(Z).sum(axis=1, keepdims=True), rtol=1e-4)
     np.testing.assert_array_equal(P.argmax(axis=1), model.predict(np.arange(200)))
     assert cross_val_predict(model, train, y[train], method="predict_proba", cv=3).shape == (100, 3)
+    half = [(np.arange(50), np.arange(50, 100))]
+    told = cross_val_score(model, train, y[train], cv=half, scoring="neg_log_loss")
+    P = clone(model).fit(train[:50], y[train[:50]]).predict_proba(train[50:])
+    assert told[0] == pytest.approx(np.log(P[np.arange(50), y[train[50:]]]).mean(), rel=1e-6)
     squared = NodeClassifier(g, X).fit(train, y[train])
     assert not hasattr(squared, "predict_proba")
     with pytest.raises(AttributeError, match="no probabilities: use decision_function"):
