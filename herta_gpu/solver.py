@@ -522,6 +522,7 @@ class SDDSolver:
         scale = self._unit(block)
         if scale is not None:
             block, start = block / scale, None if start is None else start / scale
+        start = None if start is None else self._sane(start, block)
         Z, info = self._cg(block, start) if self.method == "cg" else self._chebyshev(block)
         if dtype == "float32" and (scale is not None or str(Z.dtype) != dtype):
             info = self._rounded(block, Z, scale, info)
@@ -540,6 +541,12 @@ class SDDSolver:
         dense = take_rows(dense, self.graph.order, self.backend)
         keep = self.dtype if dense.dtype.itemsize <= 4 and dense.dtype.kind == "f" else "float64"
         return self.backend.asarray(dense, keep)
+
+    def _sane(self, start: Array, B: Array) -> Array:
+        """A guess with zeros for columns so large that 0 is closer: ||H^-1 b|| <= ||b||."""
+        size, most = (abs(A).max(axis=0, initial=0.0) for A in (start, B))
+        lost = size.astype("float64") > _RANGE * most.astype("float64")
+        return self.backend.xp.where(lost, 0, start)
 
     def _rounded(self, B: Array, Z: Array, scale: Array | None, info: SolveInfo) -> SolveInfo:
         """What a solve has reached once its result, in the caller's unit, is rounded to float32.

@@ -313,6 +313,15 @@ def test_a_result_that_float32_cannot_hold_is_a_sentence():
         solver.solve(np.full(100, 1e140), dtype="float32")
 
 
+def test_a_guess_of_quite_another_size_is_no_worse_than_none():
+    g = random_graph(100, 300)
+    B = np.random.default_rng(0).standard_normal((100, 2))
+    solver = SDDSolver(g, 20.0, tol=1e-6)
+    Z = solver.solve(B, guess=B * [1e200, 1e3])
+    assert solver.info_.status == "converged"
+    assert (h_norm_error(dense_H(g, 20.0), Z, B) <= 1e-6).all()
+
+
 def test_kappa_bounds_the_condition_number():
     g = random_graph(60, 150)
     values = np.linalg.eigvalsh(dense_H(g, 20.0))
