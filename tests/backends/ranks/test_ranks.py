@@ -124,7 +124,7 @@ def test_the_command_line_says_what_is_wrong_once(tmp_path):
 @needs_ranks
 @pytest.mark.xdist_group("ranks")
 def test_bugs_put_in_on_purpose_are_found():
-    done = on_ranks(2, "-m", "tests.backends.ranks.mutants", HERTA_TIMEOUT="30")
+    done = on_ranks(2, "-m", "tests.backends.ranks.mutants", HERTA_TIMEOUT="200")
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     found = {line["mutant"]: line["found"] for line in lines}
     assert found.pop("nothing") == found.pop("none") == "", found
