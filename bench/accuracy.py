@@ -170,10 +170,11 @@ def _random_splits(rows: list[dict[str, Any]]) -> str:
 
 
 def _mean(rows: list[dict[str, Any]], count: int) -> str:
-    if len(rows) < count:
+    if not rows:
         return "not measured"
     scores = [100 * row["test"] for row in rows]
-    return f"{np.mean(scores):.2f} ± {np.std(scores):.2f}"
+    few = f" ({len(rows)} of them)" * (len(rows) < count)
+    return f"{np.mean(scores):.2f} ± {np.std(scores):.2f}{few}"
 
 
 def _one_split(rows: list[dict[str, Any]]) -> str:

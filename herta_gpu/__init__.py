@@ -3,7 +3,8 @@
 The ground floor is the paper; every other concern has a room with a name.
 
     herta            Algorithm 1, in the paper's order: the place to begin reading; `steps` has
-                     those of its steps that may take more than one try
+                     those of its steps that may take more than one try, `model` what a model
+                     says before its fit and after it
     sparsifier       Algorithm 2: scores, sampling, L_tilde
     solver           H = I + lam L, block CG and Chebyshev
     preconditioner   Q, its sketch and P; `grams` factors it, `factors` has the forms of P^-1/2

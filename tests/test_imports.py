@@ -42,6 +42,7 @@ LAYERS = [
     ["steps"],
     ["labels"],
     ["smoothing", "label_features"],
+    ["model"],
     ["herta"],
     ["sklearn"],
     ["datasets"],

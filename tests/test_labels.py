@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.base import clone
 
-from herta_gpu import Graph, LabelPropagation, SDDSolver
+from herta_gpu import HERTA, CorrectAndSmooth, Graph, LabelPropagation, SDDSolver
+from herta_gpu.label_features import label_features
 from herta_gpu.labels import carried
 from herta_gpu.plumbing.files import DataError
 from tests.conftest import dense_H, problem, random_graph, shared
@@ -134,3 +135,23 @@ def test_real_labels_reach_the_published_level():
         train, test = f["train"], f["test"]
     model = LabelPropagation(alpha=0.1).fit(data.graph, data.y, train)
     assert model.score(data.y, test) > 0.66
+
+
+def test_the_stand_in_of_a_gpu_gives_the_same(ledger):
+    """The calls on a device, not its arithmetic: no GPU runs this."""
+    g, X, y, train = problem(n=120)
+    B = np.random.default_rng(0).random((120, 3))
+
+    def found(device):
+        fixed = CorrectAndSmooth(correct="fixed", device=device)
+        model = HERTA(lam=[0, 3], ridge=0.1, label_features=4, device=device)
+        return [
+            LabelPropagation(device=device).fit(g, y, train).Z_,
+            CorrectAndSmooth(device=device).fit(g, B, y, train).Z_,
+            fixed.fit(g, B, y, train).Z_,
+            label_features(g, y, train, device=device).columns,
+            model.fit(g, X, y, train).transform(g, X),
+        ]
+
+    for here, there in zip(found("cpu"), found("cuda"), strict=True):
+        assert np.abs(here - there).max() < 1e-5

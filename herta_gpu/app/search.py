@@ -46,7 +46,7 @@ def rows_for_each(
     >>> from herta_gpu.datasets import load
     >>> data = load("digits")
     >>> rows_for_each(data.graph, data.X, np.arange(5), [1.0, 20.0]).shape
-    (2, 5, 64)
+    (2, 5, 65)
     """
     backend = get_backend(device)
     H, order = RegularizedLaplacian(graph, 1.0, backend, "float32"), graph.order

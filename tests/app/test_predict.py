@@ -27,7 +27,7 @@ def run(tmp_path_factory) -> Path:
 @pytest.fixture
 def narrow(monkeypatch):
     """Three outputs at a time, and never all of them in an array of the host."""
-    monkeypatch.setattr("herta_gpu.herta.outputs_at_once", lambda *sizes: 3)
+    monkeypatch.setattr("herta_gpu.model.outputs_at_once", lambda *sizes: 3)
     monkeypatch.setattr("herta_gpu.prediction.Outputs.of", None)
 
 
