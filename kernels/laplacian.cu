@@ -368,6 +368,14 @@ struct Chebyshev {
     }
 };
 
+// Four blocks an SM leave a thread 64 registers.  In float64 that spills on sm_120, whose float64 units
+// are so few that three blocks keep them busy.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
+template <class T> constexpr int kBlocks = sizeof(T) == 8 ? 3 : 4;
+#else
+template <class T> constexpr int kBlocks = 4;
+#endif
+
 #define LAPLACIAN(T, I)                                                              \
     i64 n, i64 k, const i64 *indptr, const I *indices, const T *weights, const T *s, \
         const T *diagonal, T lam, i32 segment, i32 segments, i32 segment_blocks,     \
@@ -378,7 +386,8 @@ struct Chebyshev {
      segment_row, segment_rank, segment_sums, tickets}
 
 #define KERNELS(T, t, I, i, N)                                                                \
-    extern "C" __global__ void __launch_bounds__(kThreads, 4) apply_H_##t##_##i##_v##N(       \
+    extern "C" __global__ void __launch_bounds__(kThreads, kBlocks<T>)                        \
+    apply_H_##t##_##i##_v##N(                                                                 \
         LAPLACIAN(T, I), const T* X, T* Y, const bool* active, double* partials,              \
         double* dots) {                                                                       \
         const Laplacian<T, I> L = LAPLACIAN_FIELDS;                                           \

@@ -21,7 +21,7 @@ from herta_gpu.app.runs import load_model, read_config, smoother_of
 from herta_gpu.app.text import table
 from herta_gpu.datasets import Dataset
 from herta_gpu.herta import HERTA
-from herta_gpu.plumbing.files import check_target, new_file, write_npz
+from herta_gpu.plumbing.files import check_target, made_folder, new_file, write_npz
 from herta_gpu.plumbing.stages import Stages
 from herta_gpu.plumbing.validation import check_choice
 from herta_gpu.smoothing import CorrectAndSmooth
@@ -71,8 +71,7 @@ def _written(
     elif path.suffix == ".npy":
         yield model.transform(data.graph, data.X, out=path)
     else:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as beside:
+        with made_folder(path.parent), _room_beside(path) as beside:
             found = model.predict(data.graph, data.X, out=f"{beside}/outputs.npy")
             Z = np.load(f"{beside}/outputs.npy", mmap_mode="r")
             found = found if labels else Z
@@ -81,6 +80,10 @@ def _written(
             else:
                 write_npz(path, {"predictions": found, "scores": Z})
             yield found
+
+
+def _room_beside(path: Path) -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent)
 
 
 def _smoothed(model: HERTA, data: Dataset, path: Path, smoother: CorrectAndSmooth) -> Any:

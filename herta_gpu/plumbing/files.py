@@ -68,7 +68,7 @@ def new_file(path: Path) -> Iterator[Path]:
     Folders that had to be made for it vanish with it.
     """
     check_target(path)
-    with _made_folder(path.parent):
+    with made_folder(path.parent):
         _sweep(path)
         handle, name = tempfile.mkstemp(
             prefix=f".{path.name}.", suffix=path.suffix, dir=path.parent
@@ -90,7 +90,7 @@ def new_file(path: Path) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def _made_folder(folder: Path) -> Iterator[None]:
+def made_folder(folder: Path) -> Iterator[None]:
     """Make a folder and its parents; after an error, remove those that are new and empty."""
     new = [place for place in (folder, *folder.parents) if not place.exists()]
     folder.mkdir(parents=True, exist_ok=True)

@@ -19,7 +19,7 @@ _SETTINGS = {
     "OMPI_MCA_mpi_yield_when_idle": "1",
     "HERTA_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": str(ROOT),
 }  # fmt: skip
-TIMEOUT = 100  # seconds: a hang is a failure
+TIMEOUT = 300  # seconds: a hang is a failure; kernels may have to be compiled first
 
 
 def mpirun() -> str | None:
