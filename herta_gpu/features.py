@@ -33,6 +33,7 @@ class Features:
 
     def __init__(self, X: Any, backend: Backend, order: Any = None, budget: int = 0) -> None:
         self.backend, self.shape = backend, X.shape
+        self.off = 0.0  # what a column may be off by, in the 2-norm: features as given are exact
         self._chunk_bytes = chunk_bytes(budget)
         self.sparse = sp.issparse(X)
         if self.sparse:

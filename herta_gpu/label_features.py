@@ -7,7 +7,8 @@ same size on both sides.  Every lam gives such a block of c columns, all of them
 of products (`sweep`).
 
 They are appended to the rows of the features *after* these were diffused: another diffusion would
-carry a label home.  So the problem stays convex in W, and the certificate of the fit is as before.
+carry a label home.  So the problem stays convex in W, and the certificate of the fit is as before:
+a fit makes them in float64, and what they may be off by counts as what the solves for Q leave does.
 """
 
 from __future__ import annotations
@@ -85,10 +86,7 @@ def label_features(
     columns, fold_of = cross_fitted(H, rows, Y, lams, folds, tol, random_state)
     everyone = np.full(graph.num_nodes, -1)
     everyone[rows] = fold_of
-    norm = float(np.sqrt((Y * Y).sum(axis=0).max()))
-    return LabelFeatures(
-        columns, everyone, norm * _error(H, lams, tol, Y.shape[1]), targets.classes
-    )
+    return LabelFeatures(columns, everyone, column_error(H, Y, lams, tol), targets.classes)
 
 
 def cross_fitted(
@@ -139,9 +137,12 @@ def _folds(count: int, folds: int, seed: int) -> Any:
     return np.random.default_rng([seed, 5]).permutation(np.arange(count) % folds)
 
 
-def _error(H: RegularizedLaplacian, lams: Sequence[float], tol: float, c: int) -> float:
-    """Of a column relative to that of all labels: the worst lam, rounding and the sum included."""
-    top, columns = H.laplacian().lambda_max, min(c, BLOCK_WIDTH)
+def column_error(
+    H: RegularizedLaplacian, Y: Any, lams: Sequence[float] = LABEL_LAMS, tol: float = 1e-6
+) -> float:
+    """A bound of ||column - exact column||: the worst lam, rounding and the sum included."""
+    norm = float(np.sqrt((Y * Y).sum(axis=0).max()))
+    top, columns = H.laplacian().lambda_max, min(Y.shape[1], BLOCK_WIDTH)
     series = [Series.of(lam, top, tol) for lam in lams]
     unit = float(np.finfo(H.dtype).eps)
-    return max(s.truncation + s.rounding(H, H.dtype, columns) for s in series) + 8 * unit
+    return norm * (max(s.truncation + s.rounding(H, H.dtype, columns) for s in series) + 8 * unit)

@@ -17,7 +17,7 @@ from herta_gpu.bundles import takes_bundles
 from herta_gpu.certificate import Certificate
 from herta_gpu.features import Features
 from herta_gpu.graph import Graph, check_graph
-from herta_gpu.label_features import cross_fitted
+from herta_gpu.label_features import column_error, cross_fitted
 from herta_gpu.planning.cards import Card
 from herta_gpu.planning.costs import Outline, Sizes, row_copies
 from herta_gpu.planning.memory import outputs_at_once
@@ -44,6 +44,8 @@ from herta_gpu.plumbing.validation import (
 from herta_gpu.prediction import Outputs, check_probabilities, probabilities
 from herta_gpu.solver import RegularizedLaplacian
 from herta_gpu.spectrum import Spectrum
+
+_LABEL_TOL = 1e-12  # relative error of features that labels make, in float64
 
 # What a fit leaves and a file keeps, beside the weights and classes.
 _FITTED: dict[str, Any] = {
@@ -376,5 +378,9 @@ def labels_as_features(
         return None
     Y = np.asarray(Y)
     Y = np.maximum(Y, 0.0) if settings.loss == "bce" else Y  # -1 there is not known
-    columns, _ = cross_fitted(H, rows, Y, folds=settings.label_folds, seed=settings.seed)
-    return Features(columns, H.backend, H.graph.order)
+    exact = RegularizedLaplacian(H.graph, H.lam, H.backend, "float64")
+    folds = settings.label_folds
+    columns, _ = cross_fitted(exact, rows, Y, folds=folds, tol=_LABEL_TOL, seed=settings.seed)
+    features = Features(columns, H.backend, H.graph.order)
+    features.off = column_error(exact, Y, tol=_LABEL_TOL)  # part of what is proven of the fit
+    return features

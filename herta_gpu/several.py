@@ -23,7 +23,7 @@ from herta_gpu.factors import Factor
 from herta_gpu.features import Features
 from herta_gpu.plumbing.stages import Tell
 from herta_gpu.solver import RegularizedLaplacian
-from herta_gpu.whitening import Basis
+from herta_gpu.whitening import Basis, Units
 
 _WIDTH = 64  # columns of further features at a time
 
@@ -188,9 +188,9 @@ class SeveralDiffusions:
         kept: bool,
         tell: Tell,
         stored: str,
-        extra: Basis | None = None,
+        extra: Units | None = None,
     ) -> None:
-        """`extra` is the basis of further features, whose rows count as they are."""
+        """`extra` is the basis of further features: their rows as they are, and their error."""
         inners = [basis] * len(systems)
         self.basis = Stacked(inners if extra is None else [*inners, extra])
         self.at, self.beside, self.tell = at, beside, tell
@@ -210,7 +210,9 @@ class SeveralDiffusions:
                 )
         if extra is not None:
             cuts = [slice(a, min(a + _WIDTH, extra.rank)) for a in range(0, extra.rank, _WIDTH)]
-            self.parts.append(_Itself(systems[0], extra, at, beside, cuts, dtype))
+            itself = _Itself(systems[0], extra, at, beside, cuts, dtype)
+            itself.left = itself.left + extra.X.off * extra.scale
+            self.parts.append(itself)
 
     @property
     def rows(self) -> Array:

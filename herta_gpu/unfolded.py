@@ -91,7 +91,9 @@ class UnfoldedMap:
 
     def X_norm(self) -> float:
         """A bound of the 2-norm of all features together, before any diffusion."""
-        more = 0.0 if self.extra is None else self.extra.norm_bound
+        more = 0.0
+        if self.extra is not None:
+            more = self.extra.norm_bound + self.extra.off * math.sqrt(self.extra.shape[1])
         return math.hypot(math.sqrt(self.blocks) * self.X.norm_bound, more)
 
     def distinct_columns(self, graph: Graph) -> int:
