@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from herta_gpu.backends import chosen_backend, shared
-from herta_gpu.backends.base import Backend
+from herta_gpu.backends.base import Array, Backend
 from herta_gpu.blockwise import trained
 from herta_gpu.bundles import takes_bundles
 from herta_gpu.features import Features
@@ -42,7 +42,15 @@ from herta_gpu.plumbing.validation import (
 )
 from herta_gpu.preconditioner import made_anew
 from herta_gpu.solver import BLOCK_WIDTH, RegularizedLaplacian, block_width
-from herta_gpu.steps import Previous, on_stored_rows, preconditioned, sampled, start, with_old_P
+from herta_gpu.steps import (
+    Made,
+    Previous,
+    on_stored_rows,
+    preconditioned,
+    sampled,
+    start,
+    with_old_P,
+)
 from herta_gpu.training import Training
 from herta_gpu.unfolded import UnfoldedMap
 
@@ -276,14 +284,8 @@ class HERTA(Model):
         backend = shared(backend, graph)
         if not backend.whole:
             others = {"checkpoint": checkpoint, "sample_weight": sample_weight, "loo": loo or None}
-            others |= {"warm_start": warm_start, "class_weight": self.class_weight}
-            _check_split_by_nodes(settings, others)
-        if loo and settings.label_folds:
-            raise ValueError(
-                "Leave-one-out is not valid with label features, which hold the label left out: "
-                "choose on validation nodes."
-            )
-        settings = settings.with_loo() if loo else settings
+            _check_split_by_nodes(settings, {**others, "warm_start": warm_start})
+        settings = _leaving_out(settings) if loo else settings
         X, targets = self._checked_data(graph, X, y, train, backend, sample_weight)
         settings = replace(settings, ridge=settings.ridge / targets.unit)
         self.device_ = Decision("device", backend.name, why)
@@ -346,16 +348,7 @@ class HERTA(Model):
         self.W_ = backend.same(backend.to_numpy(W), "weights")  # synchronize!
         self.intercept_, self.train_ = run.constants(), targets.rows
         self.labels_ = np.asarray(targets.Y) if extra is not None else None
-        for name in _WITH_THE_FIT:
-            self.__dict__.pop(name, None)  # those of another fit
-        outputs = made.outputs(W) if beside.size > 0 else None
-        if outputs is not None:
-            self.outputs_ = outputs + self.intercept_.astype(outputs.dtype)
-        if made.left_out is not None:
-            self.loo_, self.leverage_ = made.left_out.outputs, made.left_out.leverage
-            if made.spread is not None:
-                noise = targets.unit * made.left_out.noise
-                self.variance_ = (1 + made.spread / targets.unit)[:, None] * noise
+        self._keep_evaluated(made, W if beside.size > 0 else None, targets.unit)
         self._P = made.P.bare()  # for a warm start; no file keeps it
         self.classes_, self._flat = targets.classes, targets.flat
         self.history_, self.certificate_, self.status_ = run.result()
@@ -364,6 +357,20 @@ class HERTA(Model):
         self.X_reads_ = {} if features.reads is None else features.reads.counts()
         self.spectrum_ = made.spectrum
         return self
+
+    def _keep_evaluated(self, made: Made, W: Array | None, unit: float) -> None:
+        """Outputs of the nodes `evaluate` (if W is given), and what leave-one-out says."""
+        for name in _WITH_THE_FIT:
+            self.__dict__.pop(name, None)  # those of another fit
+        outputs = None if W is None else made.outputs(W)
+        if outputs is not None:
+            self.outputs_ = outputs + self.intercept_.astype(outputs.dtype)
+        if made.left_out is None:
+            return
+        self.loo_, self.leverage_ = made.left_out.outputs, made.left_out.leverage
+        if made.spread is not None:
+            noise = unit * made.left_out.noise
+            self.variance_ = (1 + made.spread / unit)[:, None] * noise
 
     def _checked_data(
         self, graph: Graph, X: Any, y: Any, train: Any, backend: Backend, weight: Any = None
@@ -395,6 +402,16 @@ def _check_helpers(callback: Any, checkpoint: Any, stages: Any) -> None:
         raise TypeError(f"checkpoint must be a Checkpoint, not {type(checkpoint).__name__}.")
     if not isinstance(stages, (Stages, type(None))):
         raise TypeError(f"stages must be a Stages, not {type(stages).__name__}.")
+
+
+def _leaving_out(settings: Settings) -> Settings:
+    """Settings of a fit with leave-one-out."""
+    if settings.label_folds:
+        raise ValueError(
+            "Leave-one-out is not valid with label features, which hold the label left out: "
+            "choose on validation nodes."
+        )
+    return settings.with_loo()
 
 
 def _check_split_by_nodes(settings: Settings, given: dict[str, Any]) -> None:
