@@ -10,6 +10,7 @@ can neither be left nor taken back, and the order in which they add is not known
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import pickle
 import sys
@@ -231,6 +232,15 @@ class Ranks:
             yield
         finally:
             self._alone = False
+
+    @contextmanager
+    def patient(self) -> Iterator[None]:
+        """Around what one rank does for all, however long it takes: nobody gives up on it."""
+        before, self.timeout = self.timeout, math.inf
+        try:
+            yield
+        finally:
+            self.timeout = before
 
     def arrive(self) -> None:
         """Wait until all ranks are here."""
