@@ -4,7 +4,7 @@ A part is a CSR matrix of the rank's own rows.  Its columns are the own nodes an
 halo: nodes of other ranks with an edge to one of these.  A product with H needs their rows of the
 block, which `Halo.extended` fetches; the kernels then work on the longer block as on any other.
 
-No rank holds a list of all nodes (`partition`).
+No rank holds a list of all nodes (`owners`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import scipy.sparse as sp
 
 from herta_gpu.backends.base import Array, Exact
 from herta_gpu.backends.ranks.communicator import Ranks
-from herta_gpu.backends.ranks.partition import Owners
+from herta_gpu.backends.ranks.owners import Owners
 from herta_gpu.graph import Graph
 
 _FEW_NODES = 1 << 26  # up to here edges are merged under the caller's ids

@@ -24,7 +24,7 @@ from herta_gpu import HERTA, Graph
 from herta_gpu.backends import backend_for
 from herta_gpu.backends.ranks import ranks_of
 from herta_gpu.backends.ranks.communicator import FEW
-from herta_gpu.backends.ranks.partition import rows_moved
+from herta_gpu.plumbing.partition import rows_moved
 from herta_gpu.solver import RegularizedLaplacian, block_cg, chebyshev
 
 COMM = MPI.COMM_WORLD
