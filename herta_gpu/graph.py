@@ -217,6 +217,11 @@ class Graph:
         """The number of nodes that all processes have together."""
         return self.num_nodes
 
+    @property
+    def parted(self) -> bool:
+        """Whether this is one process's part of a graph that is split by nodes."""
+        return False
+
     def together(self) -> AbstractContextManager[None]:
         """Around what all processes of this graph do: an error of one is an error of all."""
         return nullcontext() if self.team is None else self.team.together()

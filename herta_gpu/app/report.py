@@ -104,6 +104,7 @@ def fit_page(
         sections=sections,
         picture=picture,
         path=path,
+        ranks=result.ranks,
         note=result.note,
         foot=_foot(result, repeat),
     )

@@ -134,6 +134,8 @@ class Ranks:
     # ---- arrays -------------------------------------------------------------------------
     def gathered(self, x: Any) -> tuple[Any, slice]:
         """The rows of all ranks one after the other, and where those of this rank are."""
+        if x.dtype.kind == "U":  # text is as wide as the longest that a rank has
+            x = x.astype(f"U{self.largest(max(1, x.dtype.itemsize // 4))}")
         counts = self._each(np.array([x.shape[0]]), "rows")[:, 0]
         ends = np.cumsum([0, *counts]).tolist()
         whole = np.empty((ends[-1], *x.shape[1:]), dtype=x.dtype)

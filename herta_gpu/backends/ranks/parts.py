@@ -76,6 +76,10 @@ class GraphPart(Graph):
         return self.sizes[0]
 
     @property
+    def parted(self) -> bool:
+        return True
+
+    @property
     def num_edges(self) -> int:
         return self.sizes[1]
 
