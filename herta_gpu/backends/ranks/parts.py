@@ -13,7 +13,6 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 import numpy as np
-import scipy.sparse as sp
 
 from herta_gpu.backends.base import Array, Exact
 from herta_gpu.backends.ranks.communicator import Ranks
@@ -63,6 +62,7 @@ class GraphPart(Graph):
 
     halo: Halo
     held: Any  # this rank's ids
+    ids: Any  # the same as an array, and those of the halo behind them
     sizes: tuple[int, int]  # nodes and edges of the whole graph
     first_row: int  # rows of the ranks before this one
     own_loopless: Any
@@ -128,7 +128,7 @@ def part_of_edges(
     row = held.at(np.concatenate([lo, *(e[:, 0] for e in ends)]))
     column, value = np.concatenate([hi, *(e[:, 1] for e in ends)]), np.concatenate([w, *more])
     count = held.mine.shape[0]
-    sort = np.argsort(row, kind="stable")
+    sort = np.lexsort((column, row))
     indptr = np.concatenate([[0], np.cumsum(np.bincount(row, minlength=count))])
     loopless = np.bincount(row, weights=value, minlength=count).astype(np.float64)
     degree = loopless + np.ones(count)
@@ -172,17 +172,14 @@ def _part(
     degrees: tuple[Any, Any],
     sizes: tuple[int, int],
 ) -> GraphPart:
-    """A part from its rows, whose columns are the caller's ids."""
-    local, halo = _columns(team, held, column)
-    kept = np.ones(local.shape[0], dtype=np.int8) if value is None else np.array(value)
-    shape = (indptr.shape[0] - 1, halo.ends[-1])
-    rows = sp.csr_array((kept, local.astype(np.int32), indptr.astype(np.int64)), shape=shape)
-    rows.sort_indices()  # the same sums in the same order, however the part came about
+    """A part from its rows, whose columns are the caller's ids and rise within each row."""
+    local, halo, ids = _columns(team, held, column)
+    count = held.mine.shape[0]
     part = GraphPart(
-        indptr=indptr.astype(np.int64), indices=rows.indices.astype(np.int32, copy=False),
-        team=team, halo=halo, weights=None if value is None else rows.data,
-        given_degree=degrees[0], own_loopless=degrees[1], held=held.nodes, sizes=sizes,
-        first_row=int(sum(team.each(shape[0])[: team.rank])),
+        indptr=indptr.astype(np.int64), indices=local.astype(np.int32), team=team, halo=halo,
+        weights=None if value is None else np.array(value), given_degree=degrees[0],
+        own_loopless=degrees[1], held=held.nodes, ids=ids, sizes=sizes,
+        first_row=int(sum(team.each(count)[: team.rank])),
     )  # fmt: skip
     vars(part)["lambda_max_bound"] = _lambda_max_bound(team, part)
     return part
@@ -214,8 +211,11 @@ def _merged(
     return names[lo], names[hi], merged, (names[named], extra[named])
 
 
-def _columns(team: Ranks, held: Owners, column: Any) -> tuple[Any, Halo]:
-    """Columns of a part: own rows first, then those of other ranks, by rank and by id."""
+def _columns(team: Ranks, held: Owners, column: Any) -> tuple[Any, Halo, Any]:
+    """Columns of a part: own rows first, then those of other ranks, by rank and by id.
+
+    With them the halo, and the id of each column.
+    """
     n, ranks, local = held.mine.shape[0], held.of(column), np.empty(column.shape[0], dtype=np.int64)
     wanted, start = [], n
     for r in range(team.size):
@@ -228,7 +228,8 @@ def _columns(team: Ranks, held: Owners, column: Any) -> tuple[Any, Halo]:
         wanted.append(ids.astype(np.int64))
         start += ids.shape[0]
     send = [held.at(ids) for ids in team.exchanged(wanted)]
-    return local, Halo(team, send, [ids.shape[0] for ids in wanted], n)
+    halo = Halo(team, send, [ids.shape[0] for ids in wanted], n)
+    return local, halo, np.concatenate([held.mine, *wanted])
 
 
 def _lambda_max_bound(team: Ranks, part: GraphPart) -> float:
