@@ -240,8 +240,10 @@ def _add_data(command: argparse.ArgumentParser, optional: bool = False) -> None:
     )
     _add_data_dir(group)
     group.add_argument(
-        "--split", action=_Split, metavar="public|random:0.8", help="default public if there is"
-    )
+        "--split", action=_Split, metavar="public|random:0.8" + "|auto|columns|nodes" * optional,
+        help="default public if there is" + "; of the work of several processes: see below"
+        * optional,
+    )  # fmt: skip
     group.add_argument(
         "--normalize", choices=NORMALIZATIONS, help="default row for bags of words, else none"
     )
@@ -251,9 +253,9 @@ def _add_data(command: argparse.ArgumentParser, optional: bool = False) -> None:
 def _add_ranks(command: argparse.ArgumentParser) -> None:
     group = command.add_argument_group(
         "several processes, under mpirun",
-        "--split auto|columns|nodes (beside that of the data) tells what they share out: columns, "
-        "when each has the graph; nodes, when each has its own; by default (auto) what memory and "
-        "predicted seconds say.",
+        "--split auto|columns|nodes, beside that of the data, tells what they share out: columns, "
+        "and each has the graph, or nodes, and each has its own; auto, the default, decides by "
+        "memory and predicted seconds.",
     )
     _add_partition(group)
     command.set_defaults(ranks_split="auto")
