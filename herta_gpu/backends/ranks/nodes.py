@@ -6,12 +6,15 @@ all of them: from there on everything is d x d or n_train x c, and the same ever
 
 from __future__ import annotations
 
+import math
 from typing import Any
+
+import numpy as np
 
 from herta_gpu.backends.base import Array, Laplacian
 from herta_gpu.backends.cpu.compiled import CompiledBackend, CompiledLaplacian
 from herta_gpu.backends.ranks.communicator import Ranks
-from herta_gpu.backends.ranks.parts import GraphPart
+from herta_gpu.backends.ranks.parts import LINE, GraphPart, rooms
 
 
 class NodesBackend(CompiledBackend):
@@ -20,8 +23,9 @@ class NodesBackend(CompiledBackend):
     whole = False
     reorders = False
 
-    def __init__(self, team: Ranks, first_row: int) -> None:
-        self.team, self.rank, self.ranks, self.first_row = team, team.rank, team.size, first_row
+    def __init__(self, team: Ranks, graph: GraphPart) -> None:
+        self.team, self.rank, self.ranks = team, team.rank, team.size
+        self.first_row, self.halo = graph.first_row, graph.halo
         self._mine = slice(0, 0)
 
     def total(self, x: Any) -> Any:
@@ -47,11 +51,27 @@ class NodesBackend(CompiledBackend):
     def memory_everywhere(self) -> int:
         return min(self.team.each(self.memory_available()))
 
+    def empty(self, shape: tuple[int, ...], dtype: str) -> Array:
+        """Blocks with a row for each node have room behind them for those of other ranks.
+
+        A product then reads them where they are.  A list of n k numbers is a block, too.
+        """
+        n, more = self.halo.n, self.halo.size
+        size = math.prod(shape)
+        if not more or not n or size % n or (shape[0] != n and len(shape) > 1):
+            return super().empty(shape, dtype)
+        memory = np.empty((size + size // n * more) * np.dtype(dtype).itemsize + LINE, np.uint8)
+        start = -memory.ctypes.data % LINE
+        rooms[id(memory)] = memory
+        end = start + size * np.dtype(dtype).itemsize
+        return memory[start:end].view(dtype).reshape(shape)
+
     def laplacian(self, graph: Any, dtype: str) -> CompiledLaplacian:  # type: ignore[override]
         assert isinstance(graph, GraphPart)
         L = super().laplacian(graph, dtype)
         L.halo, L.unrounded = graph.halo, graph.exact
         vars(L)["exact"] = graph.exact()
+        L.around = L.exact[0].astype(dtype)
         return L
 
     def with_neighbours(self, L: Laplacian, Z: Array) -> Array:
@@ -69,4 +89,4 @@ def nodes_backend(backend: Any, graph: GraphPart) -> NodesBackend:
             'split="nodes" works on the compiled CPU backend: install numba and use device="cpu".'
         )
     assert graph.team is not None
-    return NodesBackend(graph.team, graph.first_row)
+    return NodesBackend(graph.team, graph)
