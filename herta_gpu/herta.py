@@ -435,6 +435,17 @@ def _check_split_by_nodes(settings: Settings, given: dict[str, Any]) -> None:
         )
 
 
+def works_by_nodes(model: HERTA, backend: Backend) -> str | None:
+    """Why a fit with these parameters needs split="columns" on ranks; None: it does not."""
+    if backend.name != "cpu" or type(backend).__name__ == "CPUBackend":
+        return "nodes are shared out on the compiled CPU backend only"
+    try:
+        _check_split_by_nodes(model._settings(), {})
+    except ValueError as error:
+        return str(error).partition(":")[0]
+    return None
+
+
 def _check_previous(previous: Any, checkpoint: Any) -> None:
     if previous is None:
         return

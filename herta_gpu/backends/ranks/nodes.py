@@ -38,8 +38,6 @@ class NodesBackend(CompiledBackend):
         return x
 
     def gathered(self, x: Array) -> Array:
-        if x.dtype.kind == "U":  # text is as wide as the longest that a rank has
-            x = x.astype(f"U{self.team.largest(max(1, x.dtype.itemsize // 4))}")
         found, self._mine = self.team.gathered(x)
         return found
 
