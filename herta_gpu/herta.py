@@ -28,6 +28,7 @@ from herta_gpu.plumbing.checkpoint import Checkpoint
 from herta_gpu.plumbing.estimator import (
     OneHot,
     Targets,
+    joint_targets,
     make_targets,
 )
 from herta_gpu.plumbing.fingerprint import fingerprint, nodes_key
@@ -35,7 +36,6 @@ from herta_gpu.plumbing.interop import as_matrix, to_host
 from herta_gpu.plumbing.stages import Stages
 from herta_gpu.plumbing.validation import (
     BudgetError,
-    as_labels,
     check_rows,
     check_scale,
     node_rows,
@@ -283,8 +283,7 @@ class HERTA(Model):
         settings, (backend, why) = self._settings(), chosen_backend(self.device, graph, X)
         backend = shared(backend, graph)
         if not backend.whole:
-            others = {"checkpoint": checkpoint, "sample_weight": sample_weight, "loo": loo or None}
-            _check_split_by_nodes(settings, {**others, "warm_start": warm_start})
+            _check_split_by_nodes(settings, {"checkpoint": checkpoint})
         settings = _leaving_out(settings) if loo else settings
         X, targets = self._checked_data(graph, X, y, train, backend, sample_weight)
         settings = replace(settings, ridge=settings.ridge / targets.unit)
@@ -346,7 +345,7 @@ class HERTA(Model):
                 W = trained(run, A, Y, w, plan.outputs, recall, Z)
 
         self.W_ = backend.same(backend.to_numpy(W), "weights")  # synchronize!
-        self.intercept_, self.train_ = run.constants(), targets.rows
+        self.intercept_, self.train_ = run.constants(), targets.nodes
         self.labels_ = np.asarray(targets.Y) if extra is not None else None
         self._keep_evaluated(made, W if beside.size > 0 else None, targets.unit)
         self._P = made.P.bare()  # for a warm start; no file keeps it
@@ -384,14 +383,12 @@ class HERTA(Model):
         backend.same(X.shape[not backend.whole :], "shape of X", always=True)
         check_scale(float(backend.largest(largest)))
         y, train, weight = (to_host(a, backend) for a in (y, train, weight))
-        n = graph.num_nodes
-        if backend.whole:
-            targets = make_targets(y, train, n, self.loss, weight, self.class_weight)
-            backend.same(targets.rows, "training nodes", always=True)
-            return X, targets
-        y = as_labels("y", y)
-        backend.same((y.ndim, y.dtype.kind), "kind of labels", always=True)
-        return X, make_targets(y, train, n, self.loss, gathered=backend.gathered)
+        given = (y, train, graph.num_nodes, self.loss, weight, self.class_weight)
+        if not backend.whole:
+            return X, joint_targets(*given, backend)
+        targets = make_targets(*given)
+        backend.same(targets.rows, "training nodes", always=True)
+        return X, targets
 
 
 # ---- the parts of fit ------------------------------------------------------------------------
@@ -417,14 +414,7 @@ def _leaving_out(settings: Settings) -> Settings:
 def _check_split_by_nodes(settings: Settings, given: dict[str, Any]) -> None:
     """Say what works only where each process has all rows."""
     asked = {
-        "sparsify": settings.sparsify.when == "always" or settings.mixed,
-        "sketch": settings.sketch.when == "always",
         "reorder": settings.reorder.when == "always",
-        "several lam": settings.several,
-        "label_features": settings.label_folds > 0,
-        "fit_intercept": settings.fit_intercept,
-        "class_weight": settings.weighted,
-        'loss="bce"': settings.loss == "bce",
         **{name: value is not None for name, value in given.items()},
     }
     name = next((name for name, wanted in asked.items() if wanted), None)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from herta_gpu.backends.base import Array, Laplacian
 from herta_gpu.backends.cpu.compiled import CompiledBackend, CompiledLaplacian
 from herta_gpu.backends.ranks.communicator import Ranks
@@ -20,9 +22,11 @@ class NodesBackend(CompiledBackend):
     whole = False
     reorders = False
 
-    def __init__(self, team: Ranks, first_row: int) -> None:
-        self.team, self.rank, self.ranks, self.first_row = team, team.rank, team.size, first_row
-        self._mine = slice(0, 0)
+    def __init__(self, team: Ranks, graph: GraphPart) -> None:
+        self.team, self.rank, self.ranks, self.graph = team, team.rank, team.size, graph
+        self.first_row = graph.first_row
+        self._mine: Any = slice(0, 0)  # where the training rows of this rank are among all
+        self._order: Any = None  # and those of all ranks, by id; None: one rank after the other
 
     def total(self, x: Any) -> Any:
         return self.team.total(x)
@@ -37,12 +41,25 @@ class NodesBackend(CompiledBackend):
         self.team.same(x, what, always)
         return x
 
+    def train_on(self, rows: Any) -> Any:
+        ids, self._mine = self.team.gathered(self.graph.ids[rows])
+        self._order, order = None, np.argsort(ids)
+        if (np.diff(ids) > 0).all():
+            return ids
+        place = np.empty_like(order)
+        place[order] = np.arange(order.shape[0])
+        self._order, self._mine = order, place[self._mine]
+        return ids[order]
+
     def gathered(self, x: Array) -> Array:
-        found, self._mine = self.team.gathered(x)
-        return found
+        found = self.joined(x)
+        return found if self._order is None else found[self._order]
 
     def own(self, x: Array) -> Array:
         return x[self._mine]
+
+    def joined(self, x: Array) -> Array:
+        return self.team.gathered(x)[0]
 
     def memory_everywhere(self) -> int:
         return min(self.team.each(self.memory_available()))
@@ -50,13 +67,16 @@ class NodesBackend(CompiledBackend):
     def laplacian(self, graph: Any, dtype: str) -> CompiledLaplacian:  # type: ignore[override]
         assert isinstance(graph, GraphPart)
         L = super().laplacian(graph, dtype)
-        L.halo, L.unrounded = graph.halo, graph.exact
+        L.halo, L.unrounded, L.order = graph.halo, graph.exact, graph.ids
         vars(L)["exact"] = graph.exact()
         return L
 
     def with_neighbours(self, L: Laplacian, Z: Array) -> Array:
         assert isinstance(L, CompiledLaplacian)
         return L.halo.extended(self.asarray(Z))
+
+    def sums_up_to(self, q: Array) -> tuple[Array, int]:
+        return self.graph.sums_before(q) + q, int(self.team.total(int(q.sum())))
 
     def half_pays(self, L: Laplacian, k: int) -> bool:
         return False  # rows of neighbours are sent as they are
@@ -69,4 +89,4 @@ def nodes_backend(backend: Any, graph: GraphPart) -> NodesBackend:
             'split="nodes" works on the compiled CPU backend: install numba and use device="cpu".'
         )
     assert graph.team is not None
-    return NodesBackend(graph.team, graph.first_row)
+    return NodesBackend(graph.team, graph)
