@@ -10,6 +10,13 @@ Where there are fewer rows than features h is nearly 1, and 1 - h has lost its d
     G = A A^T + ridge diag(1 / w),   e_i / (1 - h_i) = (G^-1 Y)_i / (G^-1)_ii,
 
 with G bordered by a row and a column of ones for an intercept.
+
+Without a ridge the model of fewer rows than features is the one of smallest weights, in units in
+which the columns of X have norm 1; so are those without a row.  With U the left singular vectors of
+the rows (weighted and centred as the loss sees them), and N N^T = I - U U^T (less the constants, if
+there is an intercept), 1 - h is the diagonal of N N^T.  A row that others determine misses y_i by
+(N N^T Y)_i / (N N^T)_ii; one that adds a direction of its own (h = 1), as all do where the rows are
+independent, by (G^+ Y)_i / (G^+)_ii: both are limits of the formula above as the ridge goes to 0.
 """
 
 from __future__ import annotations
@@ -22,6 +29,7 @@ import numpy as np
 
 from herta_gpu.backends.base import Array
 from herta_gpu.direct import StoredProblem
+from herta_gpu.grams import ROW_CUT
 
 _ROWS = 1 << 13  # rows of Q at a time
 _ALONE = 1e-10  # 1 - h below which a row alone decides some direction: no model without it does
@@ -39,14 +47,19 @@ class LeftOut:
 
 def left_out(problem: StoredProblem, u: Array) -> LeftOut:
     """Leave-one-out for the optimum u of a stored MSE problem."""
-    P = problem.P
-    dual = problem.ridge > 0 and (problem.Q.shape[0] < problem.Q.shape[1] or P.inner.slack > _SLACK)
-    missed, leverage = _from_rows(problem) if dual else _from_P(problem, u)
+    P, few = problem.P, problem.Q.shape[0] < problem.Q.shape[1]
+    dual = few or (problem.ridge > 0 and P.inner.slack > _SLACK)
+    if few and problem.ridge == 0:
+        missed, leverage = _of_smallest_weights(problem)
+    else:
+        missed, leverage = _from_rows(problem) if dual else _from_P(problem, u)
     backend, xp = problem.backend, problem.backend.xp
     Y, weights = problem.Y[:], problem.loss.weights
     e = missed * (1 - leverage)[:, None]
     squares = (e * e if weights is None else weights[:, None] * e * e).sum(axis=0)
-    free = xp.maximum(Y.shape[0] - leverage.sum(), 1.0)
+    # Residuals of 0 whatever the targets, as of independent rows without a ridge, say nothing.
+    fitted = few and problem.ridge == 0 and bool((leverage > 1 - _ALONE).all())  # synchronize!
+    free = math.nan if fitted else xp.maximum(Y.shape[0] - leverage.sum(), 1.0)
     lost = leverage >= 1 - _ALONE
     missed = missed if dual else xp.where(lost[:, None], math.nan, missed)
     found = (Y - missed, leverage, squares / free)
@@ -54,8 +67,14 @@ def left_out(problem: StoredProblem, u: Array) -> LeftOut:
 
 
 def spread(problem: StoredProblem, Q: Array) -> Any:
-    """a^T P^-1 a for rows of Q that were not trained on, on the host."""
+    """a^T P^-1 a for rows of Q that were not trained on, on the host.
+
+    Infinite for fewer training rows than features without a ridge: nothing speaks of the
+    directions that no training row has.
+    """
     xp, loss = problem.backend.xp, problem.loss
+    if problem.ridge == 0 and problem.Q.shape[0] < problem.Q.shape[1]:
+        return np.full(Q.shape[0], math.inf)
     found = xp.zeros(Q.shape[0])
     for i in range(0, Q.shape[0], _ROWS):
         part = Q[i : i + _ROWS].astype("float64")
@@ -103,3 +122,30 @@ def _from_rows(problem: StoredProblem) -> tuple[Array, Array]:
     diagonal = inverse.diagonal()[:count]
     missed = (inverse @ Y)[:count] / diagonal[:, None]
     return missed, 1 - own * diagonal
+
+
+def _of_smallest_weights(problem: StoredProblem) -> tuple[Array, Array]:
+    """The same without a ridge, for fewer rows than features."""
+    backend, xp, loss = problem.backend, problem.backend.xp, problem.loss
+    count, root = problem.Q.shape[0], None if loss.weights is None else xp.sqrt(loss.weights)
+    rows = problem.Q if root is None else root[:, None] * problem.Q
+    Y = problem.Y[:] if root is None else root[:, None] * problem.Y[:]
+    U, s, _ = xp.linalg.svd(rows.astype("float64", copy=False), full_matrices=False)
+    r = int((s > ROW_CUT * s[0]).sum())  # synchronize!
+    U, s = U[:, :r], s[:r]
+    spanned = U
+    if loss.intercept:
+        ones = (xp.ones(count) if root is None else root)[:, None]
+        spanned = xp.concatenate([U, ones / xp.linalg.norm(ones)], axis=1)
+    free = 1 - (spanned * spanned).sum(axis=1)  # 1 - h
+    alone = free <= _ALONE
+    around = Y - backend.matmul(spanned, backend.matmul(spanned.T, Y))
+    inverse = (U / s) * (U / s)
+    through = backend.matmul(U / s**2, backend.matmul(U.T, Y))
+    missed = xp.where(
+        alone[:, None],
+        through / xp.maximum(inverse.sum(axis=1), np.finfo(float).tiny)[:, None],
+        around / xp.where(alone, 1.0, free)[:, None],
+    )
+    missed = missed if root is None else missed / root[:, None]
+    return missed, xp.where(alone, 1.0, 1 - free)

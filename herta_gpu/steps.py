@@ -122,7 +122,7 @@ def preconditioned(
             spectrum = _spectrum(plan.certificate, P, A, settings)
         missed = spectrum is not None and spectrum.kind == "estimate"
         rough = H_tilde is not A.H or recipe.sketch_rows is not None  # on purpose
-        alike = P.kept < P.features and not recipe.whiten and not rough
+        alike = P.kept < P.features and not (recipe.whiten or rough or P.fragile)
         if alike:
             recipe, why = orthonormal(recipe)
         elif missed and not rough and not recipe.exact:
@@ -203,10 +203,9 @@ def on_stored_rows(
         beside = None if made.P.diffusion is None else spread(problem, made.P.diffusion.others)
         made = replace(made, left_out=left_out(problem, u), spread=beside)
     # Rows from which nothing follows for MSE, so alike they are, do not make it unprovable.
-    unproven = run.status == "stagnated" or (loss.quadratic and not proof.choices)
+    unproven = run.status == "stagnated"
+    unproven = unproven or (loss.quadratic and run.certificate.kind == "none")
     if not unproven or not plan.may_look or len(run.history) > settings.max_iter:
-        if run.status == "stagnated" and run.about_zero(proof):
-            run.status = "converged"
         return made, W
     told = Decision("proof", "true gradients", "Q alone could not prove the fit")
     spectrum = _spectrum("spectral-deterministic", made.P, A, settings)
@@ -242,13 +241,15 @@ def _again(
 ) -> Chosen | None:
     """How to solve for Q again so that stored rows prove more; None if they do, or never will."""
     certified, kept = run.status.startswith("certified"), recipe.keep_residual
-    if (certified and (proof.enough(settings.tol) or not kept)) or run.status == "converged":
+    if certified and (proof.enough(settings.tol) or not kept):
         return None
-    if run.status == "max_iter":
+    # Of separable classes, too, the objective can be known: it is about 0.
+    unknown = run.certificate.kind == "none" and proof.near_zero(settings.tol)
+    if run.status == "max_iter" or (run.status == "converged" and not unknown):
         return None
     worst = None if P.diffusion is None else P.diffusion.worst
     again = with_less_left(recipe, worst, proof.wanted(0.7 * settings.tol))
-    if again is not None or certified or recipe.whiten or worst is None:
+    if again is not None or certified or recipe.whiten or worst is None or P.fragile or unknown:
         return again
     return orthonormal(recipe)
 
