@@ -17,11 +17,17 @@ the rows (weighted and centred as the loss sees them), and N N^T = I - U U^T (le
 there is an intercept), 1 - h is the diagonal of N N^T.  A row that others determine misses y_i by
 (N N^T Y)_i / (N N^T)_ii; one that adds a direction of its own (h = 1), as all do where the rows are
 independent, by (G^+ Y)_i / (G^+)_ii: both are limits of the formula above as the ridge goes to 0.
+
+Outputs are linear in the targets, F_x = sum over i of B_xi Y_i, and the model without row i is the
+one whose target there is its own output.  So the outputs of all these models follow from B:
+
+    F_x without i  =  F_x - B_xi (what the model without row i misses y_i by).
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,6 +92,51 @@ def spread(problem: StoredProblem, Q: Array) -> Any:
     return problem.backend.to_numpy(found)  # synchronize!
 
 
+def influence(problem: StoredProblem, Q: Array) -> Any:
+    """(k, n_train) B: how the outputs of k rows of Q follow each target, on the host."""
+    backend, xp, loss = problem.backend, problem.backend.xp, problem.loss
+    few = problem.Q.shape[0] < problem.Q.shape[1]
+    if few and problem.ridge == 0:
+        through = _through_smallest_weights(problem)
+    elif few or problem.P.inner.slack > _SLACK:
+        through = _through_rows(problem)
+    else:
+        through = _through_P(problem)
+    found = np.empty((Q.shape[0], problem.Q.shape[0]))
+    for i in range(0, Q.shape[0], _ROWS):
+        part = Q[i : i + _ROWS].astype("float64")
+        part = part if problem.mean is None else part - problem.mean
+        found[i : i + _ROWS] = backend.to_numpy(through(part))  # synchronize!
+    if loss.intercept:
+        count = problem.Q.shape[0]
+        share = loss.weighted(xp.ones((count, 1)))[:, 0] / loss.total(count)
+        found += backend.to_numpy(share)  # synchronize!
+    return found
+
+
+def _through_P(problem: StoredProblem) -> Callable[[Array], Array]:
+    """Rows q of others -> q P^-1 Q^T W."""
+    backend, xp, inner = problem.backend, problem.backend.xp, problem.P.inner
+    B = inner.half_T(xp.ascontiguousarray(problem.loss.weighted(problem.Q).T))
+    return lambda Q: backend.matmul(inner.half_T(xp.ascontiguousarray(Q.T)).T, B)
+
+
+def _through_rows(problem: StoredProblem) -> Callable[[Array], Array]:
+    """The same from G, whose border for an intercept is left to the mean: rows are centred."""
+    backend, basis = problem.backend, problem.basis
+    A, count = basis.rows(problem.Q), problem.Q.shape[0]
+    inverse = problem.backend.xp.linalg.inv(_bordered(problem, A))[:, :count]
+    turned = backend.matmul(A.T, inverse[:count])
+    return lambda Q: backend.matmul(basis.rows(Q), turned)
+
+
+def _through_smallest_weights(problem: StoredProblem) -> Callable[[Array], Array]:
+    U, s, Vt, root = _seen_rows(problem)
+    half = (U / s).T if root is None else (U / s).T * root
+    backend = problem.backend
+    return lambda Q: backend.matmul(backend.matmul(Q, Vt.T), half)
+
+
 def _from_P(problem: StoredProblem, u: Array) -> tuple[Array, Array]:
     """(y less the output of the model without the row, leverage)."""
     backend, xp, loss, Q = problem.backend, problem.backend.xp, problem.loss, problem.Q
@@ -107,33 +158,50 @@ def _from_P(problem: StoredProblem, u: Array) -> tuple[Array, Array]:
 
 def _from_rows(problem: StoredProblem) -> tuple[Array, Array]:
     """The same from G, for fewer rows than features."""
-    backend, xp, loss = problem.backend, problem.backend.xp, problem.loss
-    # Rows less their mean differ by a multiple of 1, which the border takes away.
-    A, count = problem.basis.rows(problem.Q), problem.Q.shape[0]
-    own = problem.ridge / (xp.ones(count) if loss.weights is None else loss.weights)
-    G = backend.matmul(A, A.T)
-    G[xp.arange(count), xp.arange(count)] += own
-    Y, size = problem.Y[:], float(G.diagonal().sum()) / count  # synchronize!
+    xp, loss = problem.backend.xp, problem.loss
+    A, count, Y = problem.basis.rows(problem.Q), problem.Q.shape[0], problem.Y[:]
     if loss.intercept:
-        G = xp.concatenate([G, xp.full((1, count), size)])
-        G = xp.concatenate([G, xp.concatenate([xp.full((count, 1), size), xp.zeros((1, 1))])], 1)
         Y = xp.concatenate([Y, xp.zeros((1, Y.shape[1]))])
-    inverse = xp.linalg.inv(G)
+    inverse = xp.linalg.inv(_bordered(problem, A))
     diagonal = inverse.diagonal()[:count]
     missed = (inverse @ Y)[:count] / diagonal[:, None]
-    return missed, 1 - own * diagonal
+    return missed, 1 - _own(problem) * diagonal
+
+
+def _own(problem: StoredProblem) -> Array:
+    """(n_train,) ridge / w."""
+    xp, weights = problem.backend.xp, problem.loss.weights
+    return problem.ridge / (xp.ones(problem.Q.shape[0]) if weights is None else weights)
+
+
+def _bordered(problem: StoredProblem, A: Array) -> Array:
+    """G, with a border of the size of its entries for an intercept."""
+    # Rows less their mean differ by a multiple of 1, which the border takes away.
+    backend, xp, count = problem.backend, problem.backend.xp, A.shape[0]
+    G = backend.matmul(A, A.T)
+    G[xp.arange(count), xp.arange(count)] += _own(problem)
+    if not problem.loss.intercept:
+        return G
+    size = float(G.diagonal().sum()) / count  # synchronize!
+    G = xp.concatenate([G, xp.full((1, count), size)])
+    return xp.concatenate([G, xp.concatenate([xp.full((count, 1), size), xp.zeros((1, 1))])], 1)
+
+
+def _seen_rows(problem: StoredProblem) -> tuple[Array, Array, Array, Array | None]:
+    """(U, s, V^T, roots of the weights): an SVD of the rows as the loss sees them."""
+    xp, weights = problem.backend.xp, problem.loss.weights
+    root = None if weights is None else xp.sqrt(weights)
+    rows = problem.Q if root is None else root[:, None] * problem.Q
+    U, s, Vt = xp.linalg.svd(rows.astype("float64", copy=False), full_matrices=False)
+    r = int((s > ROW_CUT * s[0]).sum())  # synchronize!
+    return U[:, :r], s[:r], Vt[:r], root
 
 
 def _of_smallest_weights(problem: StoredProblem) -> tuple[Array, Array]:
     """The same without a ridge, for fewer rows than features."""
     backend, xp, loss = problem.backend, problem.backend.xp, problem.loss
-    count, root = problem.Q.shape[0], None if loss.weights is None else xp.sqrt(loss.weights)
-    rows = problem.Q if root is None else root[:, None] * problem.Q
-    Y = problem.Y[:] if root is None else root[:, None] * problem.Y[:]
-    U, s, _ = xp.linalg.svd(rows.astype("float64", copy=False), full_matrices=False)
-    r = int((s > ROW_CUT * s[0]).sum())  # synchronize!
-    U, s = U[:, :r], s[:r]
-    spanned = U
+    count, (U, s, _, root) = problem.Q.shape[0], _seen_rows(problem)
+    Y, spanned = problem.Y[:] if root is None else root[:, None] * problem.Y[:], U
     if loss.intercept:
         ones = (xp.ones(count) if root is None else root)[:, None]
         spanned = xp.concatenate([U, ones / xp.linalg.norm(ones)], axis=1)
