@@ -243,6 +243,11 @@ class Graph:
         return self.loopless_degree + 1.0
 
     @property
+    def degree_around(self) -> NDArray[np.float64]:
+        """D of all rows that `edges` names; more than `degree` where other processes have some."""
+        return self.degree
+
+    @property
     def loopless_degree(self) -> NDArray[np.float64]:
         """A 1: the degrees without self-loops (in L_tilde, those of the sampled edges)."""
         if self.weights is None:
@@ -376,6 +381,10 @@ class Graph:
         lo, hi = row[upper][keep], self.indices[upper][keep].astype(np.int64)
         weight = factor[keep] if self.weights is None else self.weights[upper][keep] * factor[keep]
         return Graph(*of_edges(lo, hi, weight, self.num_nodes), self.degree, self.order)
+
+    def rows_of(self, nodes: Any) -> Any:
+        """Those of these nodes (ids, rising) that are here, as `fit` takes them."""
+        return nodes
 
     def inverse_order(self) -> NDArray[np.int64] | None:
         """The row that holds each of the caller's nodes."""

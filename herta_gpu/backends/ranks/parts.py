@@ -10,16 +10,19 @@ No rank holds a list of all nodes (`owners`).
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 from itertools import pairwise
 from typing import Any, NoReturn
 from weakref import WeakValueDictionary
 
 import numpy as np
+import scipy.sparse as sp
+from scipy.sparse import csgraph
 
 from herta_gpu.backends.base import Array, Exact
 from herta_gpu.backends.ranks.communicator import Ranks
 from herta_gpu.backends.ranks.owners import Owners
-from herta_gpu.graph import Graph
+from herta_gpu.graph import Edges, Graph
 
 LINE = 64  # bytes: memory with room is aligned to them
 _FEW_NODES = 1 << 26  # up to here edges are merged under the caller's ids
@@ -41,6 +44,18 @@ class Halo:
     def size(self) -> int:
         """Rows that come from other ranks."""
         return int(self.ends[-1] - self.n)
+
+    def cut(self, columns: Any) -> tuple[Halo, Any, Any]:
+        """The halo of these columns alone, their new numbers, and which of its rows are left."""
+        seen = np.unique(columns[columns >= self.n])
+        cuts = np.searchsorted(seen, self.ends)
+        wanted = [seen[a:b] - start for start, (a, b) in zip(self.ends, pairwise(cuts))]
+        sent = self.team.exchanged(wanted)
+        send = [rows[at] for rows, at in zip(self.send, sent, strict=True)]
+        number = np.where(columns < self.n, columns, self.n + np.searchsorted(seen, columns))
+        counts = [part.shape[0] for part in wanted]
+        halo = Halo(self.team, send, counts, self.n)
+        return halo, number.astype(columns.dtype), seen - self.n
 
     def extended(self, X: Array, fill: Callable[[Array], Any] | None = None, to: str = "") -> Array:
         """X with the halo's rows behind its own; `fill` writes the own ones, by default X.
@@ -112,6 +127,13 @@ class GraphPart(Graph):
     def num_edges(self) -> int:
         return self.sizes[1]
 
+    def rows_of(self, nodes: Any) -> Any:
+        return np.flatnonzero(np.isin(self.ids[: self.num_nodes], nodes))
+
+    @property
+    def degree_around(self) -> Any:
+        return self.halo.extended(self.degree[:, None])[:, 0]
+
     @property
     def loopless_degree(self) -> Any:
         return self.own_loopless
@@ -122,8 +144,86 @@ class GraphPart(Graph):
         return self.halo.extended(s)[:, 0], self.own_loopless / self.degree, self.weights
 
     def connected_to(self, rows: Any) -> Any:
-        """All rows: what is in one component with others is not known here."""
-        return np.ones(self.num_nodes, dtype=bool)
+        """`Graph.connected_to` of the training rows of all ranks."""
+        n, size = self.num_nodes, self.ids.shape[0]
+        ends = np.concatenate([self.indptr, np.full(size - n, self.indptr[-1])])
+        here = sp.csr_array((np.ones(self.indices.shape[0], dtype=bool), self.indices, ends),
+                            shape=(size, size))  # fmt: skip
+        label = csgraph.connected_components(here, directed=False)[1]
+        hit, reached = np.zeros((size, 1), dtype=bool), np.zeros(label.max(initial=-1) + 1, bool)
+        hit[rows] = True
+        while True:  # each turn carries it into the components of other ranks that are next
+            before = int(reached.sum())
+            reached[label[hit[:, 0]]] = True
+            if not self.halo.team.largest(int(reached.sum()) - before):
+                return reached[label[:n]]
+            hit = self.halo.extended(reached[label[:n], None])
+
+    # ---- edges ----------------------------------------------------------------------------
+    # An edge is numbered, scored and drawn by the rank that has its end with the smaller id.
+    @cached_property
+    def upper(self) -> Any:
+        """(nnz,) which entries are this rank's edges: they come in the order of `Graph.edges`."""
+        return self.ids[self.indices] > np.repeat(self.ids[: self.num_nodes], np.diff(self.indptr))
+
+    def edges(self) -> Edges:
+        """(u, v, weight) of this rank's edges, the ends as rows of a block with its halo."""
+        row = np.repeat(np.arange(self.num_nodes), np.diff(self.indptr))[self.upper]
+        weight = None if self.weights is None else self.weights[self.upper]
+        return row, self.indices[self.upper].astype(np.int64), weight
+
+    def sums_before(self, x: Any) -> Any:
+        """For each of this rank's edges the sum of the x >= 0, whole numbers, of all edges before.
+
+        The order is that of `Graph.edges` in one process: by the smaller id, then by the other.
+        """
+        team, mine = self.halo.team, self.ids[: self.num_nodes]
+        ends = np.concatenate([[0], np.cumsum(self.upper)])[self.indptr]
+        within = np.concatenate([[0], np.cumsum(x)])
+        sums = within[ends[1:]] - within[ends[:-1]]
+        # Ranges of ids have a rank each, which adds up the rows of that range.
+        at = (mine * team.size) // max(self.nodes_of_all, 1)
+        cuts = np.searchsorted(at, np.arange(team.size + 1))
+        came = team.exchanged([np.column_stack([mine, sums])[a:b] for a, b in pairwise(cuts)])
+        ids, values = np.concatenate(came).T
+        sort = np.argsort(ids)
+        before = np.empty_like(values)
+        before[sort] = np.cumsum(values[sort]) - values[sort]
+        before += sum(team.each(int(values.sum()))[: team.rank])
+        back = np.split(before, np.cumsum([part.shape[0] for part in came])[:-1])
+        rows = np.concatenate(team.exchanged(back))
+        return within[:-1] + np.repeat(rows - within[ends[:-1]], np.diff(ends))
+
+    def with_edges(self, keep: Any, factor: Any) -> GraphPart:
+        """`Graph.with_edges` of this rank's edges; those who have the other ends are told."""
+        team, n = self.halo.team, self.num_nodes
+        row = np.repeat(np.arange(n), np.diff(self.indptr))
+        factors = np.zeros(self.indices.shape[0])
+        factors[self.upper] = np.where(keep, factor, 0.0)
+        mine, theirs = self.ids[row], self.ids[self.indices]
+        owner = np.searchsorted(self.halo.ends, self.indices, side="right") - 1
+        owner[self.indices < n] = team.rank
+        # Between two ranks both know the edges: in the order of their ends nothing has to be named.
+        told = []
+        for r in range(team.size):
+            at = np.flatnonzero(self.upper & (owner == r))
+            told.append(factors[at[np.lexsort((theirs[at], mine[at]))]])
+        for r, found in enumerate(team.exchanged(told)):
+            at = np.flatnonzero(~self.upper & (owner == r))
+            factors[at[np.lexsort((mine[at], theirs[at]))]] = found
+        kept = np.flatnonzero(factors)
+        weights = factors[kept] if self.weights is None else self.weights[kept] * factors[kept]
+        halo, columns, still = self.halo.cut(self.indices[kept])
+        count = int(team.total(int(np.count_nonzero(self.upper[kept]))))
+        indptr, loopless = _by_row(row[kept], weights, n)
+        part = GraphPart(
+            indptr=indptr, indices=columns, team=self.team, halo=halo, weights=weights,
+            given_degree=self.degree, own_loopless=loopless, held=self.held,
+            ids=np.concatenate([self.ids[:n], self.ids[n:][still]]),
+            sizes=(self.nodes_of_all, count), first_row=self.first_row,
+        )  # fmt: skip
+        vars(part)["lambda_max_bound"] = _lambda_max_bound(team, part)
+        return part
 
     def in_local_order(self, find: Any = None) -> Graph:
         return self
@@ -131,7 +231,7 @@ class GraphPart(Graph):
     def _whole(self, *_: Any, **__: Any) -> NoReturn:
         raise ValueError('A graph that is split by nodes cannot do this: use split="columns".')
 
-    edges = to_csr = adjacency = reordered = with_edges = save = to_cugraph = _whole
+    to_csr = adjacency = reordered = save = to_cugraph = _whole
 
     def __reduce__(self) -> Any:
         self._whole()
@@ -157,9 +257,9 @@ def part_of_edges(
     row = held.at(np.concatenate([lo, *(e[:, 0] for e in ends)]))
     column, value = np.concatenate([hi, *(e[:, 1] for e in ends)]), np.concatenate([w, *more])
     count = held.mine.shape[0]
+    # By id, as in one process: the terms of a row are added in the same order there.
     sort = np.lexsort((column, row))
-    indptr = np.concatenate([[0], np.cumsum(np.bincount(row, minlength=count))])
-    loopless = np.bincount(row, weights=value, minlength=count).astype(np.float64)
+    indptr, loopless = _by_row(row[sort], value[sort], count)
     degree = loopless + np.ones(count)
     at = held.at(loops[0])
     degree[at] = loopless[at] + loops[1]
@@ -212,6 +312,13 @@ def _part(
     )  # fmt: skip
     vars(part)["lambda_max_bound"] = _lambda_max_bound(team, part)
     return part
+
+
+def _by_row(row: Any, value: Any, count: int) -> tuple[Any, Any]:
+    """Where each of the sorted rows begins, and the sum of its values."""
+    indptr = np.concatenate([[0], np.cumsum(np.bincount(row, minlength=count))])
+    sums = np.bincount(row, weights=value, minlength=count)
+    return indptr.astype(np.int64), sums.astype(np.float64)
 
 
 def _merged(
