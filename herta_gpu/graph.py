@@ -213,6 +213,11 @@ class Graph:
         """The number of nodes that all processes have together."""
         return self.num_nodes
 
+    @property
+    def by_nodes(self) -> bool:
+        """Whether each process has its nodes only."""
+        return False
+
     def together(self) -> AbstractContextManager[None]:
         """Around what all processes of this graph do: an error of one is an error of all."""
         return nullcontext() if self.team is None else self.team.together()
@@ -415,6 +420,16 @@ def check_graph(graph: Any) -> None:
     if not isinstance(graph, Graph):
         raise TypeError(
             f"graph must be a herta_gpu.Graph, not {type(graph).__name__}: use Graph.from_edges."
+        )
+
+
+def check_whole(graph: Any, name: str) -> None:
+    """`check_graph` of what needs all nodes in one process."""
+    check_graph(graph)
+    if graph.by_nodes:
+        raise ValueError(
+            f"{name} does not work on a graph that is split by nodes, as HERTA, SDDSolver and "
+            'Sparsifier do: use split="columns".'
         )
 
 

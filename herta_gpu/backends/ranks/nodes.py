@@ -6,6 +6,7 @@ all of them: from there on everything is d x d or n_train x c, and the same ever
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from herta_gpu.backends.base import Array, Laplacian
 from herta_gpu.backends.cpu.compiled import CompiledBackend, CompiledLaplacian
 from herta_gpu.backends.ranks.communicator import Ranks
 from herta_gpu.backends.ranks.parts import GraphPart
+from herta_gpu.plumbing.fingerprint import nodes_key
 
 
 class NodesBackend(CompiledBackend):
@@ -24,7 +26,7 @@ class NodesBackend(CompiledBackend):
 
     def __init__(self, team: Ranks, graph: GraphPart) -> None:
         self.team, self.rank, self.ranks, self.graph = team, team.rank, team.size, graph
-        self.first_row = graph.first_row
+        self.first_row, self.rows_key = graph.first_row, nodes_key(graph.ids[: graph.num_nodes])
         self._mine: Any = slice(0, 0)  # where the training rows of this rank are among all
         self._order: Any = None  # and those of all ranks, by id; None: one rank after the other
 
@@ -36,6 +38,9 @@ class NodesBackend(CompiledBackend):
 
     def agreed(self, x: Any) -> Any:
         return self.team.agreed(x)
+
+    def working(self) -> AbstractContextManager[Any]:
+        return self.team.together()
 
     def same(self, x: Any, what: str, always: bool = False) -> Any:
         self.team.same(x, what, always)

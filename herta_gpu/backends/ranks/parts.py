@@ -116,6 +116,10 @@ class GraphPart(Graph):
         return self.held
 
     @property
+    def by_nodes(self) -> bool:
+        return True
+
+    @property
     def nodes_of_all(self) -> int:
         return self.sizes[0]
 
