@@ -292,7 +292,7 @@ class HERTA(Model):
         settings, (backend, why) = self._settings(), chosen_backend(self.device, graph, X)
         backend = shared(backend, graph)
         if not backend.whole:
-            _check_split_by_nodes(settings, {"checkpoint": checkpoint})
+            _check_split_by_nodes(settings)
         check_choice("loo", loo, (False, True, "influence"))
         settings = _leaving_out(settings, loo == "influence") if loo else settings
         X, targets = self._checked_data(graph, X, y, train, backend, sample_weight)
@@ -303,7 +303,7 @@ class HERTA(Model):
         before, stages.wait = dict(stages.seconds), backend.synchronize
         if checkpoint is not None:
             with stages("checkpoint"):
-                data = (graph, X, y, targets.rows, checkpoint.split, targets.weights)
+                data = (graph, X, y, targets.nodes, checkpoint.split, targets.weights)
                 checkpoint.begin(fingerprint(self.get_params(), backend, *data))
         with stages("order"):
             given, graph = graph, stored_order(graph, X, targets.Y.shape[1], settings, backend)
@@ -423,17 +423,12 @@ def _leaving_out(settings: Settings, influence: bool) -> Settings:
     return replace(settings.with_loo(), influence=influence)
 
 
-def _check_split_by_nodes(settings: Settings, given: dict[str, Any]) -> None:
+def _check_split_by_nodes(settings: Settings) -> None:
     """Say what works only where each process has all rows."""
-    asked = {
-        "reorder": settings.reorder.when == "always",
-        **{name: value is not None for name, value in given.items()},
-    }
-    name = next((name for name, wanted in asked.items() if wanted), None)
-    if name is not None:
+    if settings.reorder.when == "always":
         raise ValueError(
-            f'{name} does not work on a graph that is split by nodes: use split="columns", or '
-            f"leave {name} out."
+            'reorder does not work on a graph that is split by nodes: use split="columns", or '
+            "leave reorder out."
         )
 
 
@@ -442,7 +437,7 @@ def works_by_nodes(model: HERTA, backend: Backend) -> str | None:
     if type(backend) is CPUBackend:
         return "nodes are shared out on GPUs and on the compiled CPU backend: install numba"
     try:
-        _check_split_by_nodes(model._settings(), {})
+        _check_split_by_nodes(model._settings())
     except ValueError as error:
         return str(error).partition(":")[0]
     return None

@@ -116,12 +116,12 @@ class GraphPart(Graph):
         return self.held
 
     @property
-    def nodes_of_all(self) -> int:
-        return self.sizes[0]
+    def by_nodes(self) -> bool:
+        return True
 
     @property
-    def parted(self) -> bool:
-        return True
+    def nodes_of_all(self) -> int:
+        return self.sizes[0]
 
     @property
     def num_edges(self) -> int:

@@ -13,6 +13,7 @@ import numpy as np
 from herta_gpu.backends.base import Array, Backend, Laplacian
 from herta_gpu.backends.ranks.communicator import Ranks
 from herta_gpu.backends.ranks.parts import GraphPart
+from herta_gpu.plumbing.fingerprint import nodes_key
 
 
 class Rows(Backend):
@@ -30,6 +31,7 @@ class Rows(Backend):
         assert graph.team is not None
         self.graph, self.team, self.first_row = graph, graph.team, graph.first_row
         self.rank, self.ranks = self.team.rank, self.team.size
+        self.rows_key = nodes_key(graph.ids[: graph.num_nodes])
 
     def total(self, x: Any) -> Any:
         return self.team.total(x)

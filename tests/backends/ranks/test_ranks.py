@@ -17,7 +17,8 @@ from tests.backends.ranks.launch import needs_ranks, on_ranks
 HERE = Path(__file__).parent
 CHECKS = [
     node.name
-    for node in ast.parse((HERE / "checks.py").read_text(encoding="utf-8")).body
+    for name in ("checks.py", "node_checks.py")
+    for node in ast.parse((HERE / name).read_text(encoding="utf-8")).body
     if isinstance(node, ast.FunctionDef) and node.name.startswith("check_")
 ]
 
