@@ -180,10 +180,12 @@ class Graph:
 
         return to_cugraph(self)
 
-    def on_ranks(self, comm: Any) -> Graph:
+    def on_ranks(self, comm: Any, split: str = "columns", partition: Any = "blocks") -> Graph:
         """This graph, which every process of the MPI communicator `comm` has, for all of them.
 
-        `HERTA.fit` then shares its work out to them: each calls it with all of X and y.
+        `HERTA.fit` then shares its work out to them: each calls it with all of X and y.  With
+        split="nodes" each gets its nodes only (`nodes`), by `partition` as in `from_edges`, and
+        gives their rows; of a graph in files it reads only those.
 
         Examples
         --------
@@ -191,9 +193,11 @@ class Graph:
         >>> from mpi4py import MPI  # doctest: +SKIP
         >>> g = Graph.from_edges([[0, 1], [1, 2]]).on_ranks(MPI.COMM_WORLD)  # doctest: +SKIP
         """
-        from herta_gpu.backends.ranks.edges import check_alike
+        from herta_gpu.backends.ranks.edges import on_all_ranks
 
-        return self._with(check_alike(comm, self))
+        check_choice("split", split, ("columns", "nodes"))
+        found: Graph = on_all_ranks(comm, self, split, partition)
+        return found
 
     def _with(self, team: Ranks) -> Graph:
         made = object.__new__(type(self))
@@ -214,8 +218,8 @@ class Graph:
         return self.num_nodes
 
     @property
-    def by_nodes(self) -> bool:
-        """Whether each process has its nodes only."""
+    def parted(self) -> bool:
+        """Whether this is one process's part of a graph that is split by nodes."""
         return False
 
     def together(self) -> AbstractContextManager[None]:
@@ -426,7 +430,7 @@ def check_graph(graph: Any) -> None:
 def check_whole(graph: Any, name: str) -> None:
     """`check_graph` of what needs all nodes in one process."""
     check_graph(graph)
-    if graph.by_nodes:
+    if graph.parted:
         raise ValueError(
             f"{name} does not work on a graph that is split by nodes, as HERTA, SDDSolver and "
             'Sparsifier do: use split="columns".'

@@ -36,6 +36,7 @@ from herta_gpu.plumbing.interop import as_matrix, to_host
 from herta_gpu.plumbing.stages import Stages
 from herta_gpu.plumbing.validation import (
     BudgetError,
+    check_choice,
     check_rows,
     check_scale,
     node_rows,
@@ -54,7 +55,7 @@ from herta_gpu.steps import (
 from herta_gpu.training import Training
 from herta_gpu.unfolded import UnfoldedMap
 
-_WITH_THE_FIT = ("outputs_", "loo_", "leverage_", "variance_")  # no file keeps them
+_WITH_THE_FIT = ("outputs_", "loo_", "leverage_", "variance_", "influence_")  # no file keeps them
 
 
 def _names_what_fits(fit: Callable[..., HERTA]) -> Callable[..., HERTA]:
@@ -172,7 +173,13 @@ class HERTA(Model):
         With it: how much the output of each training node follows its own target, from 0 to 1.
     variance_ : array (len(evaluate), c)
         With it: sigma^2 (1 + a^T P^-1 a), a the row of H^-1 X and sigma^2 the variance of the
-        residuals: of a target at the nodes `evaluate`, if the model is right.
+        residuals: of a target at the nodes `evaluate`, if the model is right.  Infinite (NaN where
+        the residuals are 0) for fewer training nodes than features without a ridge.
+    influence_ : array (len(evaluate), n_train)
+        After ``fit(..., loo="influence")``: how much the output of each node of `evaluate` follows
+        the target of each training node.  The model without node i has the outputs
+        ``outputs_ + influence_[:, [i]] * (loo_[i] - Y[i])``, Y its target (zeros and a one for
+        classes), which `herta_gpu.conformal.JackknifePlus` makes sets of.
     spectrum_ : Spectrum or None
         What is known of the preconditioned Hessian; ``kappa`` bounds its condition number.
     stages_ : dict of stage to seconds
@@ -239,7 +246,7 @@ class HERTA(Model):
         stages: Stages | None = None,
         evaluate: Any = None,
         sample_weight: Any = None,
-        loo: bool = False,
+        loo: bool | str = False,
         warm_start: HERTA | None = None,
     ) -> HERTA:
         """Train on the nodes `train` (ids, a mask, or None: all labelled ones).
@@ -269,9 +276,10 @@ class HERTA(Model):
         sample_weight : array (n,), optional
             Weights of the nodes in the loss; only those of training nodes count, and a node of
             weight 0 is none.
-        loo : bool
+        loo : bool or "influence"
             Leave-one-out with the fit, for loss="mse" (and strategy="direct"): `loo_`,
-            `leverage_`, and `variance_` of the nodes `evaluate`.
+            `leverage_`, and `variance_` of the nodes `evaluate`.  "influence": `influence_` of
+            these nodes as well, an array of (len(evaluate), n_train).
         warm_start : HERTA, optional
             A fitted model of the same features and outputs, as after edges or nodes were added.
             Its weights are where training starts.  Its P, if it was not read from a file, takes
@@ -284,7 +292,8 @@ class HERTA(Model):
         backend = shared(backend, graph)
         if not backend.whole:
             _check_split_by_nodes(settings)
-        settings = _leaving_out(settings) if loo else settings
+        check_choice("loo", loo, (False, True, "influence"))
+        settings = _leaving_out(settings, loo == "influence") if loo else settings
         X, targets = self._checked_data(graph, X, y, train, backend, sample_weight)
         settings = replace(settings, ridge=settings.ridge / targets.unit)
         self.device_ = Decision("device", backend.name, why)
@@ -367,6 +376,8 @@ class HERTA(Model):
         if made.left_out is None:
             return
         self.loo_, self.leverage_ = made.left_out.outputs, made.left_out.leverage
+        if made.influence is not None:
+            self.influence_ = made.influence
         if made.spread is not None:
             noise = unit * made.left_out.noise
             self.variance_ = (1 + made.spread / unit)[:, None] * noise
@@ -401,14 +412,14 @@ def _check_helpers(callback: Any, checkpoint: Any, stages: Any) -> None:
         raise TypeError(f"stages must be a Stages, not {type(stages).__name__}.")
 
 
-def _leaving_out(settings: Settings) -> Settings:
-    """Settings of a fit with leave-one-out."""
+def _leaving_out(settings: Settings, influence: bool) -> Settings:
+    """Settings of a fit with leave-one-out, and with what each target does to other nodes."""
     if settings.label_folds:
         raise ValueError(
             "Leave-one-out is not valid with label features, which hold the label left out: "
             "choose on validation nodes."
         )
-    return settings.with_loo()
+    return replace(settings.with_loo(), influence=influence)
 
 
 def _check_split_by_nodes(settings: Settings) -> None:
@@ -418,6 +429,17 @@ def _check_split_by_nodes(settings: Settings) -> None:
             'reorder does not work on a graph that is split by nodes: use split="columns", or '
             "leave reorder out."
         )
+
+
+def works_by_nodes(model: HERTA, backend: Backend) -> str | None:
+    """Why a fit with these parameters needs split="columns" on ranks; None: it does not."""
+    if backend.name != "cpu" or type(backend).__name__ == "CPUBackend":
+        return "nodes are shared out on the compiled CPU backend only"
+    try:
+        _check_split_by_nodes(model._settings())
+    except ValueError as error:
+        return str(error).partition(":")[0]
+    return None
 
 
 def _check_previous(previous: Any, checkpoint: Any) -> None:

@@ -251,6 +251,10 @@ class Backend(ABC):
         """Z for `residual_rows`: with the rows of neighbours that other processes have, behind."""
         return Z
 
+    def block_rows(self, L: Laplacian) -> int:
+        """Rows of the blocks that `chebyshev` works in: those of such neighbours may be behind."""
+        return L.n
+
     def dealt(
         self, items: Sequence[Any], work: Callable[[Any], dict[str, Array]]
     ) -> Iterator[dict[str, Array]]:
@@ -514,8 +518,8 @@ class Backend(ABC):
     ) -> Array:
         """Z of Z_0 = 0, Z_1 = first B, and a `chebyshev_step` for each (c1, c2).
 
-        `work` are two blocks like B for the iterates, one of which is the result; with them, no
-        other array of n x k numbers is made.
+        `work` are two blocks like B, of `block_rows` rows, for the iterates, one of which holds the
+        result; with them, no other array of n x k numbers is made.
 
         With `half`, neighbours may be read in float16 where B is float32 (`Halves`): the step then
         moves up to half of the bytes, for a relative error of about 5e-4, which a second pass on

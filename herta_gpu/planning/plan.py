@@ -323,18 +323,8 @@ def _stored(
         return False
     if settings.optimizer not in ("cg", "lbfgs") and not LOSSES[settings.loss].quadratic:
         return False  # its own steps are asked for, with the true gradient
-    if settings.several:
-        if settings.ridge == 0 and sizes.n_train < sizes.d:
-            raise ValueError(
-                f"{len(settings.lams)} lam make {sizes.d:,} features of {sizes.n_train:,} training "
-                "nodes, which fit any targets: give a ridge, or fewer lam."
-            )
+    if settings.several or (settings.loo and not by_rows):
         return True
-    if settings.loo and settings.ridge == 0 and sizes.n_train < sizes.d:
-        raise ValueError(
-            f"{sizes.n_train:,} training nodes and {sizes.d:,} features fit any targets: "
-            "leave-one-out needs a ridge then."
-        )
     return settings.ridge > 0 if by_rows else sizes.n_train >= sizes.d
 
 
@@ -394,8 +384,8 @@ def _by_rows(sizes: Sizes, settings: Settings, strategy: str, n_samples: int | N
     """Whether to solve for H^-1 M^T, fewer columns than H^-1 X has, and to know A itself."""
     if sizes.n_train >= sizes.d or n_samples is not None or not settings.precondition:
         return False
-    if settings.several:
-        return False
+    if settings.several or (settings.loo and settings.ridge == 0):
+        return False  # what is proven, and left out, needs stored rows in coordinates of norm 1
     # Without a ridge the rows of an approximate Q would span another space than those of A.
     return strategy == "direct" or (settings.ridge == 0 and settings.sketch.when != "always")
 

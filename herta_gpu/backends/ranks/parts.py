@@ -4,7 +4,7 @@ A part is a CSR matrix of the rank's own rows.  Its columns are the own nodes an
 halo: nodes of other ranks with an edge to one of these.  A product with H needs their rows of the
 block, which `Halo.extended` fetches; the kernels then work on the longer block as on any other.
 
-No rank holds a list of all nodes, unless the caller names the owner of each.
+No rank holds a list of all nodes (`owners`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 import scipy.sparse as sp
@@ -20,38 +20,10 @@ from scipy.sparse import csgraph
 
 from herta_gpu.backends.base import Array, Exact
 from herta_gpu.backends.ranks.communicator import Ranks
+from herta_gpu.backends.ranks.owners import Owners
 from herta_gpu.graph import Edges, Graph
 
 _FEW_NODES = 1 << 26  # up to here edges are merged under the caller's ids
-
-
-class Owners(NamedTuple):
-    """Who owns which nodes."""
-
-    of: Callable[[Any], Any]  # ids to ranks
-    mine: Any  # this rank's ids, rising
-    nodes: Any  # the same, as a slice where they are one
-
-
-def owners(team: Ranks, n: int, partition: Any) -> Owners:
-    """Ranges of ids of equal length ("blocks"), or as an array of n ranks says."""
-    if isinstance(partition, str):
-        if partition != "blocks":
-            raise ValueError(f'partition must be "blocks", "metis" or ranks, not {partition!r}.')
-        starts = np.array([n * r // team.size for r in range(team.size + 1)])
-        first, last = int(starts[team.rank]), int(starts[team.rank + 1])
-        return Owners(
-            lambda ids: np.searchsorted(starts, ids, side="right") - 1,
-            np.arange(first, last), slice(first, last),
-        )  # fmt: skip
-    table = np.asarray(partition)
-    if table.shape != (n,) or table.dtype.kind not in "iu":
-        raise ValueError(f"partition must name the rank of each of the {n:,} nodes.")
-    if table.size and not 0 <= int(table.min()) <= int(table.max()) < team.size:
-        raise ValueError(f"partition names ranks that are not in 0..{team.size - 1}.")
-    team.same(table.astype(np.int64), "partition", always=True)
-    mine = np.flatnonzero(table == team.rank)
-    return Owners(lambda ids: table[ids], mine, mine)
 
 
 class Halo:
@@ -116,12 +88,12 @@ class GraphPart(Graph):
         return self.held
 
     @property
-    def by_nodes(self) -> bool:
-        return True
-
-    @property
     def nodes_of_all(self) -> int:
         return self.sizes[0]
+
+    @property
+    def parted(self) -> bool:
+        return True
 
     @property
     def num_edges(self) -> int:
@@ -241,11 +213,10 @@ class GraphPart(Graph):
         return f"GraphPart({here:,} of {n:,} nodes, {self.num_edges:,} edges in all)"
 
 
-def part_of_graph(
-    team: Ranks, edges: Any, n: int, weights: Any, duplicates: str | None, partition: Any
+def part_of_edges(
+    team: Ranks, held: Owners, edges: Any, n: int, weights: Any, duplicates: str | None
 ) -> GraphPart:
     """This rank's part, from any share of the edges on each rank."""
-    held = owners(team, n, partition)
     lo, hi, w, loops = _merged(team, held, edges, n, weights, duplicates)
     weighted = bool(team.largest(int(w is not None)))
     w = np.ones(lo.shape[0]) if w is None else w
@@ -255,21 +226,60 @@ def part_of_graph(
     there = [np.flatnonzero(ranks == r) for r in range(team.size)]
     ends = team.exchanged([np.column_stack([hi[at], lo[at]]) for at in there])
     more = team.exchanged([w[at] for at in there])
-    row = np.concatenate([lo, *(e[:, 0] for e in ends)])
+    row = held.at(np.concatenate([lo, *(e[:, 0] for e in ends)]))
     column, value = np.concatenate([hi, *(e[:, 1] for e in ends)]), np.concatenate([w, *more])
-    local, halo, ids = _columns(team, held, column)
+    count = held.mine.shape[0]
     # By id, as in one process: the terms of a row are added in the same order there.
     sort = np.lexsort((column, row))
-    count = held.mine.shape[0]
-    row, local, value = np.searchsorted(held.mine, row)[sort], local[sort], value[sort]
-    indptr, loopless = _by_row(row, value, count)
+    indptr, loopless = _by_row(row[sort], value[sort], count)
     degree = loopless + np.ones(count)
-    at = np.searchsorted(held.mine, loops[0])
+    at = held.at(loops[0])
     degree[at] = loopless[at] + loops[1]
+    given = value[sort] if weighted else None
+    return _part(team, held, indptr, column[sort], given, (degree, loopless), (n, m))
+
+
+def part_of_graph(team: Ranks, held: Owners, graph: Graph) -> GraphPart:
+    """This rank's part of a graph that every rank has, perhaps in files: its rows are read."""
+    if graph.order is not None:
+        raise ValueError('A graph that was reordered is not split by nodes: use split="columns".')
+    if isinstance(held.nodes, slice):
+        a, b = held.nodes.start, held.nodes.stop
+        lengths = np.diff(graph.indptr[a : b + 1])
+        at: Any = slice(int(graph.indptr[a]), int(graph.indptr[b]))
+    else:
+        first = graph.indptr[held.mine]
+        lengths = graph.indptr[held.mine + 1] - first
+        firsts = first - np.cumsum(lengths) + lengths
+        at = np.arange(lengths.sum()) + np.repeat(firsts, lengths)
+    indptr = np.concatenate([[0], np.cumsum(lengths)])
+    column, value = graph.indices[at], None if graph.weights is None else graph.weights[at]
+    loopless: Any = lengths.astype(np.float64)
+    if value is not None:
+        row = np.repeat(np.arange(lengths.shape[0]), lengths)
+        loopless = np.bincount(row, weights=value, minlength=lengths.shape[0])
+    given = graph.given_degree
+    degree = loopless + 1.0 if given is None else np.array(given[held.nodes])
+    sizes = (graph.num_nodes, graph.num_edges)
+    return _part(team, held, indptr, column, value, (degree, loopless), sizes)
+
+
+def _part(
+    team: Ranks,
+    held: Owners,
+    indptr: Any,
+    column: Any,
+    value: Any,
+    degrees: tuple[Any, Any],
+    sizes: tuple[int, int],
+) -> GraphPart:
+    """A part from its rows, whose columns are the caller's ids and rise within each row."""
+    local, halo, ids = _columns(team, held, column)
+    count = held.mine.shape[0]
     part = GraphPart(
-        indptr=indptr, indices=local.astype(np.int32), team=team, halo=halo,
-        weights=value if weighted else None, given_degree=degree, own_loopless=loopless,
-        held=held.nodes, ids=ids, sizes=(n, m),
+        indptr=indptr.astype(np.int64), indices=local.astype(np.int32), team=team, halo=halo,
+        weights=None if value is None else np.array(value), given_degree=degrees[0],
+        own_loopless=degrees[1], held=held.nodes, ids=ids, sizes=sizes,
         first_row=int(sum(team.each(count)[: team.rank])),
     )  # fmt: skip
     vars(part)["lambda_max_bound"] = _lambda_max_bound(team, part)
@@ -287,7 +297,7 @@ def _merged(
     team: Ranks, held: Owners, edges: Any, n: int, weights: Any, duplicates: str | None
 ) -> tuple[Any, Any, Any, tuple[Any, Any]]:
     """(lo, hi, weight) of each edge once, with the owner of lo, and the self-loops given there."""
-    ranks = held.of(edges.min(axis=0)) if edges.shape[1] else np.zeros(0, dtype=np.int64)
+    ranks = held.of(edges.min(axis=0))
     there = [np.flatnonzero(ranks == r) for r in range(team.size)]
     came = np.concatenate(team.exchanged([edges[:, at].T for at in there]))
     given = None
@@ -314,17 +324,18 @@ def _columns(team: Ranks, held: Owners, column: Any) -> tuple[Any, Halo, Any]:
 
     With them the halo, and the id of each column.
     """
-    n, ranks = held.mine.shape[0], held.of(column)
-    local = np.searchsorted(held.mine, column)
-    wanted = [np.unique(column[ranks == r]) if r != team.rank else column[:0]
-              for r in range(team.size)]  # fmt: skip
-    start = n
-    for r, ids in enumerate(wanted):
-        if r != team.rank:
-            at = ranks == r
-            local[at] = start + np.searchsorted(ids, column[at])
+    n, ranks, local = held.mine.shape[0], held.of(column), np.empty(column.shape[0], dtype=np.int64)
+    wanted, start = [], n
+    for r in range(team.size):
+        at = np.flatnonzero(ranks == r)
+        if r == team.rank:
+            local[at], ids = held.at(column[at]), held.mine[:0]
+        else:
+            ids, found = np.unique(column[at], return_inverse=True)
+            local[at] = start + found
+        wanted.append(ids.astype(np.int64))
         start += ids.shape[0]
-    send = [np.searchsorted(held.mine, ids) for ids in team.exchanged(wanted)]
+    send = [held.at(ids) for ids in team.exchanged(wanted)]
     halo = Halo(team, send, [ids.shape[0] for ids in wanted], n)
     return local, halo, np.concatenate([held.mine, *wanted])
 
