@@ -385,8 +385,9 @@ def check_the_debug_mode_finds_what_differs() -> None:
         team.debug = False
 
 
-def main() -> None:
-    checks = [f for name, f in globals().items() if name.startswith("check_")]
+def main(found: dict[str, Any]) -> None:
+    """Run the checks of a module."""
+    checks = [f for name, f in found.items() if name.startswith("check_")]
     asked = os.environ.get("HERTA_CHECKS", "")
     for check in checks:
         if asked not in check.__name__:
@@ -402,4 +403,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(globals())
