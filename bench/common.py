@@ -29,7 +29,8 @@ from herta_gpu.plumbing.building import edge_keys
 ROOT = Path(__file__).parent.parent
 QUICK = "--quick" in sys.argv
 # Short runs are for a look, not for the record.
-RESULTS = ROOT / "bench" / "results" / ("quick" if QUICK else "")
+RESULTS = Path(os.environ.get("HERTA_RESULTS", ROOT / "bench" / "results"))
+RESULTS = RESULTS / ("quick" if QUICK else "")
 _PACKAGES = ("numpy", "scipy", "numba", "torch", "pyamg", "sparse_dot_mkl", "mkl", "scikit-learn",
              "scikit-sparse")  # fmt: skip
 

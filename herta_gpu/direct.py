@@ -32,6 +32,7 @@ import numpy as np
 from herta_gpu.backends.base import Array, Backend, norm
 from herta_gpu.certificate import Certificate, relative
 from herta_gpu.dense import minimise
+from herta_gpu.factors import Spanned
 from herta_gpu.grams import DenseGram
 from herta_gpu.losses import Loss
 from herta_gpu.preconditioner import Preconditioner
@@ -60,7 +61,7 @@ class Terms:
     other: float  # errors of the outputs that are rounding
     convexity: float  # strong convexity at D = 0, as a root
     bend: float = math.inf  # the largest curvature of the loss, where it need not be quadratic
-    aside: Callable[[float], float] | None = None  # what an intercept adds, from such an error
+    aside: Callable[[float], float] | None = None  # what is added to the gap, from such an error
 
     def gap(self, share: float = 1.0) -> float:
         D, error = share * self.D, share * self.Du + self.other
@@ -86,9 +87,12 @@ class Proof:
     slope: float  # ||E_Q||: how fast the objective changes with the outputs
     grad_norm: float
     choices: tuple[Terms, ...]
+    Du: float  # ||D u|| ...
+    other: float  # ... and errors of the outputs that are rounding
     note: str
     kept: int
     features: int
+    unit: float = 0.0  # the loss of W = 0, where the optimum may be 0: a ridge forbids that
 
     def certificate(self, share: float = 1.0) -> Certificate:
         if not self.choices:
@@ -103,10 +107,24 @@ class Proof:
         value = relative(gap, below)
         return Certificate(value, best.kind, 0.0, gap, note, kept, self.features)
 
+    def nonnegative(self) -> Certificate:
+        """What the objective itself says: none is below 0."""
+        gap, d = self.objective + self.error(), self.features
+        return Certificate(math.inf, "nonnegative", 0.0, gap, self.note, d, d)
+
     def error(self, share: float = 1.0) -> float:
         """The objective is right up to this much."""
-        off = min((share * terms.Du + terms.other for terms in self.choices), default=math.inf)
+        off = min([share * self.Du, *(share * terms.Du for terms in self.choices)]) + self.other
         return self.rounding + off * (self.slope + 0.5 * off)
+
+    def about_zero(self, tol: float, share: float = 1.0) -> bool:
+        """Whether the optimum is about 0, which has no relative gap, and that is known."""
+        near = self.near_zero(tol**2 if self.choices else tol)
+        return near and self.objective + self.error(share) <= tol * self.unit
+
+    def near_zero(self, share: float) -> bool:
+        """Whether the objective is a small share of that of W = 0, without a ridge."""
+        return self.objective <= share * self.unit
 
     def enough(self, tol: float, share: float = 1.0) -> bool:
         """Whether the gap is proven, and the objective known about as well as the gap.
@@ -114,7 +132,7 @@ class Proof:
         What D really does to the objective is orders of magnitude below its bound.
         """
         known = self.error(share) <= _LOSS_ERROR * tol * self.objective
-        return known and self.certificate(share).value <= tol
+        return (known and self.certificate(share).value <= tol) or self.about_zero(tol, share)
 
     def wanted(self, tol: float) -> float:
         """The share of what the solves left that would be small enough; 0: none would be."""
@@ -253,8 +271,8 @@ class StoredProblem:
             u, last = u - inner.half(w), size
         return u
 
-    def proof(self, u: Array, why_not: Callable[[float], str]) -> Proof:
-        """Everything that is known of the true problem at W = C0 u."""
+    def proof(self, u: Array, why_not: Callable[[float], str], at_zero: float = 0.0) -> Proof:
+        """Everything that is known of the true problem at W = C0 u; the loss of W = 0 is given."""
         xp, P = self.backend.xp, self.P
         found, W = self.sweep(u), self.basis.weights(u)
         g, slope = found.gradient, found.E
@@ -266,7 +284,8 @@ class StoredProblem:
         outputs += 4 * _UNIT * (found.F + found.Y) / self.loss.steepest
         outputs += self.basis.weights_rounding(u)
         rows = (count + 4) * _UNIT * slope * self.sizes
-        aside = None
+        rows = rows + (r + 2) * _UNIT * xp.sqrt((g * g).sum(axis=1))  # of C^T g
+        aside: Callable[[float], float] | None = None
         if found.b is not None:
             stray, shifted = self._stray(found), self._shift_rounding(u, by_row, found.b)
             outputs, slope = outputs + shifted, slope + stray
@@ -277,6 +296,9 @@ class StoredProblem:
             terms = 8 if self.basis.ridge.ndim == 1 else 3 * r + 8
             rows = rows + terms * _UNIT * self.ridge * self.basis.ridge_size(by_row)
         Du = float((P.left * by_row).sum())  # synchronize!
+        if isinstance(P.inner, Spanned):
+            missed = P.inner.missed(u, self.sizes + P.left)
+            outputs, aside = outputs + missed, _moved(missed, slope, aside)
         choices = []
         slack = P.inner.slack
         if self.loss.quadratic and slack < _SLACK:
@@ -298,8 +320,9 @@ class StoredProblem:
         grad_norm = norm(self.basis.gradient(g))
         rounding = found.rounding + 8 * _UNIT * objective
         return Proof(
-            objective, rounding, slope, grad_norm, tuple(choices), note, P.kept, P.features
-        )
+            objective, rounding, slope, grad_norm, tuple(choices), Du, outputs, note, P.kept,
+            P.features, at_zero if self.ridge == 0 else 0.0,
+        )  # fmt: skip
 
     def _stray(self, found: Sweep) -> float:
         """||1^T E|| over the root of all weights, rounding included."""
@@ -325,3 +348,18 @@ class StoredProblem:
 
     def _length(self, u: Array) -> float:
         return norm(self.P.inner.unhalf(u))
+
+
+def _moved(
+    missed: float, slope: float, aside: Callable[[float], float] | None
+) -> Callable[[float], float]:
+    """What is added to the gap where W is not quite one of the weights that the proof speaks of.
+
+    Its outputs are up to `missed` from those of one of them.
+    """
+
+    def added(error: float) -> float:
+        before = 0.0 if aside is None else aside(error)
+        return before + missed * (slope + error + missed)
+
+    return added

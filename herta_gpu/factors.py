@@ -10,7 +10,11 @@ import math
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+
 from herta_gpu.backends.base import Array, Backend, norm
+
+_UNIT = 0.5 * float(np.finfo(np.float64).eps)  # what one operation rounds
 
 
 class Factor(Protocol):
@@ -267,6 +271,52 @@ class RowSpace:
 
     def amplified(self, sizes: Array) -> float:
         return math.inf
+
+
+@dataclass
+class Spanned(RowSpace):
+    """The same with C = V R^-1 at hand, and what it makes of the stored rows measured.
+
+    Of these rows something can be proven: against the optimum over all W = C w.
+    """
+
+    C: Array | None = None  # d x r
+
+    @classmethod
+    def of_rows(cls, backend: Backend, A: Array, V: Array, R: Array, note: str) -> Spanned:
+        xp, (count, d), r = backend.xp, A.shape, V.shape[1]
+        C = backend.matmul(V, backend.solve_triangular(R.T, xp.eye(r), trans=True))
+        AC = backend.matmul(A, C)
+        off = (d + 2) * _UNIT * norm(A) * norm(C)  # ||computed A C - A C||_F
+        gram = norm(backend.matmul(AC.T, AC) - xp.eye(r)) + (count + 2) * _UNIT * norm(AC) ** 2
+        slack = gram + 2 * off * norm(AC) + off**2
+        return cls(backend, V, R, note, slack, "row space", C)
+
+    def half(self, w: Array) -> Array:
+        assert self.C is not None
+        return self.backend.matmul(self.C, w)
+
+    def half_T(self, g: Array) -> Array:
+        assert self.C is not None
+        return self.backend.matmul(self.C.T, g)
+
+    @property
+    def size(self) -> float:
+        assert self.C is not None
+        return norm(self.C)
+
+    def amplified(self, sizes: Array) -> float:
+        assert self.C is not None
+        by_row = self.backend.xp.sqrt((self.C * self.C).sum(axis=1))
+        return min(norm(sizes) * self.size, float((sizes * by_row).sum()))  # synchronize!
+
+    def missed(self, u: Array, sizes: Array) -> float:
+        """A bound of ||E (u - C w)|| for some w, over all E whose columns have these norms."""
+        assert self.C is not None
+        xp, w, r = self.backend.xp, self.unhalf(u), self.rank
+        rounded = (r + 3) * _UNIT * (self.backend.matmul(abs(self.C), abs(w)) + abs(u))
+        left = abs(u - self.half(w)) + rounded
+        return float((sizes * xp.sqrt((left * left).sum(axis=1))).sum())  # synchronize!
 
 
 @dataclass

@@ -21,7 +21,16 @@ from typing import Any, Protocol
 import numpy as np
 
 from herta_gpu.backends.base import Array, Backend
-from herta_gpu.factors import Cholesky, Eigen, Factor, LowRank, Pivoted, RowSpace, Scaled
+from herta_gpu.factors import (
+    Cholesky,
+    Eigen,
+    Factor,
+    LowRank,
+    Pivoted,
+    RowSpace,
+    Scaled,
+    Spanned,
+)
 
 RANK_CUT = 1e-12  # eigenvalues of P below this share of the largest are rounding, not data
 ROW_CUT = 1e-9  # singular values of A below this share of the largest are left over by the solves
@@ -179,6 +188,7 @@ class RowSpaceGram:
     scale: Array  # (d,) columns of X have norm 1 after this: a unit decides nothing
     V: Array  # d x r, orthonormal: the span of the rows
     R: Array  # r x r, upper triangular, (A V)^T (A V) = R^T R
+    stored: Array | None = None  # A, where something is to be proven of it: then all scales are 1
 
     @classmethod
     def of_rows(cls, backend: Backend, A: Array, units: Array) -> RowSpaceGram:
@@ -187,9 +197,18 @@ class RowSpaceGram:
         V, R = backend.row_space(A.astype("float64") * scale, ROW_CUT)
         return cls(backend, scale, V, R)
 
+    @classmethod
+    def of_stored(cls, backend: Backend, Q: Array) -> RowSpaceGram:
+        """For rows whose units play no part, and of which something is to be proven."""
+        Q = Q.astype("float64", copy=False)
+        return cls(backend, backend.xp.ones(Q.shape[1]), *backend.row_space(Q, ROW_CUT), Q)
+
     def factor(self, curvature: float, ridge: float, symmetric: bool) -> Factor:
         r = self.V.shape[1]
         note = f"fewer train rows than features: optimum over the {r:,} directions that they see"
+        if self.stored is not None:
+            root = math.sqrt(curvature)
+            return Spanned.of_rows(self.backend, root * self.stored, self.V, root * self.R, note)
         return Scaled(
             self.scale, RowSpace(self.backend, self.V, math.sqrt(curvature) * self.R, note)
         )

@@ -28,6 +28,7 @@ from herta_gpu.plumbing.checkpoint import Checkpoint
 from herta_gpu.plumbing.estimator import (
     OneHot,
     Targets,
+    joint_targets,
     make_targets,
 )
 from herta_gpu.plumbing.fingerprint import fingerprint, nodes_key
@@ -35,7 +36,7 @@ from herta_gpu.plumbing.interop import as_matrix, to_host
 from herta_gpu.plumbing.stages import Stages
 from herta_gpu.plumbing.validation import (
     BudgetError,
-    as_labels,
+    check_choice,
     check_rows,
     check_scale,
     node_rows,
@@ -54,7 +55,7 @@ from herta_gpu.steps import (
 from herta_gpu.training import Training
 from herta_gpu.unfolded import UnfoldedMap
 
-_WITH_THE_FIT = ("outputs_", "loo_", "leverage_", "variance_")  # no file keeps them
+_WITH_THE_FIT = ("outputs_", "loo_", "leverage_", "variance_", "influence_")  # no file keeps them
 
 
 def _names_what_fits(fit: Callable[..., HERTA]) -> Callable[..., HERTA]:
@@ -172,7 +173,13 @@ class HERTA(Model):
         With it: how much the output of each training node follows its own target, from 0 to 1.
     variance_ : array (len(evaluate), c)
         With it: sigma^2 (1 + a^T P^-1 a), a the row of H^-1 X and sigma^2 the variance of the
-        residuals: of a target at the nodes `evaluate`, if the model is right.
+        residuals: of a target at the nodes `evaluate`, if the model is right.  Infinite (NaN where
+        the residuals are 0) for fewer training nodes than features without a ridge.
+    influence_ : array (len(evaluate), n_train)
+        After ``fit(..., loo="influence")``: how much the output of each node of `evaluate` follows
+        the target of each training node.  The model without node i has the outputs
+        ``outputs_ + influence_[:, [i]] * (loo_[i] - Y[i])``, Y its target (zeros and a one for
+        classes), which `herta_gpu.conformal.JackknifePlus` makes sets of.
     spectrum_ : Spectrum or None
         What is known of the preconditioned Hessian; ``kappa`` bounds its condition number.
     stages_ : dict of stage to seconds
@@ -239,7 +246,7 @@ class HERTA(Model):
         stages: Stages | None = None,
         evaluate: Any = None,
         sample_weight: Any = None,
-        loo: bool = False,
+        loo: bool | str = False,
         warm_start: HERTA | None = None,
     ) -> HERTA:
         """Train on the nodes `train` (ids, a mask, or None: all labelled ones).
@@ -269,9 +276,10 @@ class HERTA(Model):
         sample_weight : array (n,), optional
             Weights of the nodes in the loss; only those of training nodes count, and a node of
             weight 0 is none.
-        loo : bool
+        loo : bool or "influence"
             Leave-one-out with the fit, for loss="mse" (and strategy="direct"): `loo_`,
-            `leverage_`, and `variance_` of the nodes `evaluate`.
+            `leverage_`, and `variance_` of the nodes `evaluate`.  "influence": `influence_` of
+            these nodes as well, an array of (len(evaluate), n_train).
         warm_start : HERTA, optional
             A fitted model of the same features and outputs, as after edges or nodes were added.
             Its weights are where training starts.  Its P, if it was not read from a file, takes
@@ -283,9 +291,9 @@ class HERTA(Model):
         settings, (backend, why) = self._settings(), chosen_backend(self.device, graph, X)
         backend = shared(backend, graph)
         if not backend.whole:
-            others = {"checkpoint": checkpoint, "sample_weight": sample_weight, "loo": loo or None}
-            _check_split_by_nodes(settings, {**others, "warm_start": warm_start})
-        settings = _leaving_out(settings) if loo else settings
+            _check_split_by_nodes(settings, {"checkpoint": checkpoint})
+        check_choice("loo", loo, (False, True, "influence"))
+        settings = _leaving_out(settings, loo == "influence") if loo else settings
         X, targets = self._checked_data(graph, X, y, train, backend, sample_weight)
         settings = replace(settings, ridge=settings.ridge / targets.unit)
         self.device_ = Decision("device", backend.name, why)
@@ -346,7 +354,7 @@ class HERTA(Model):
                 W = trained(run, A, Y, w, plan.outputs, recall, Z)
 
         self.W_ = backend.same(backend.to_numpy(W), "weights")  # synchronize!
-        self.intercept_, self.train_ = run.constants(), targets.rows
+        self.intercept_, self.train_ = run.constants(), targets.nodes
         self.labels_ = np.asarray(targets.Y) if extra is not None else None
         self._keep_evaluated(made, W if beside.size > 0 else None, targets.unit)
         self._P = made.P.bare()  # for a warm start; no file keeps it
@@ -368,6 +376,8 @@ class HERTA(Model):
         if made.left_out is None:
             return
         self.loo_, self.leverage_ = made.left_out.outputs, made.left_out.leverage
+        if made.influence is not None:
+            self.influence_ = made.influence
         if made.spread is not None:
             noise = unit * made.left_out.noise
             self.variance_ = (1 + made.spread / unit)[:, None] * noise
@@ -384,14 +394,12 @@ class HERTA(Model):
         backend.same(X.shape[not backend.whole :], "shape of X", always=True)
         check_scale(float(backend.largest(largest)))
         y, train, weight = (to_host(a, backend) for a in (y, train, weight))
-        n = graph.num_nodes
-        if backend.whole:
-            targets = make_targets(y, train, n, self.loss, weight, self.class_weight)
-            backend.same(targets.rows, "training nodes", always=True)
-            return X, targets
-        y = as_labels("y", y)
-        backend.same((y.ndim, y.dtype.kind), "kind of labels", always=True)
-        return X, make_targets(y, train, n, self.loss, gathered=backend.gathered)
+        given = (y, train, graph.num_nodes, self.loss, weight, self.class_weight)
+        if not backend.whole:
+            return X, joint_targets(*given, backend)
+        targets = make_targets(*given)
+        backend.same(targets.rows, "training nodes", always=True)
+        return X, targets
 
 
 # ---- the parts of fit ------------------------------------------------------------------------
@@ -404,27 +412,20 @@ def _check_helpers(callback: Any, checkpoint: Any, stages: Any) -> None:
         raise TypeError(f"stages must be a Stages, not {type(stages).__name__}.")
 
 
-def _leaving_out(settings: Settings) -> Settings:
-    """Settings of a fit with leave-one-out."""
+def _leaving_out(settings: Settings, influence: bool) -> Settings:
+    """Settings of a fit with leave-one-out, and with what each target does to other nodes."""
     if settings.label_folds:
         raise ValueError(
             "Leave-one-out is not valid with label features, which hold the label left out: "
             "choose on validation nodes."
         )
-    return settings.with_loo()
+    return replace(settings.with_loo(), influence=influence)
 
 
 def _check_split_by_nodes(settings: Settings, given: dict[str, Any]) -> None:
     """Say what works only where each process has all rows."""
     asked = {
-        "sparsify": settings.sparsify.when == "always" or settings.mixed,
-        "sketch": settings.sketch.when == "always",
         "reorder": settings.reorder.when == "always",
-        "several lam": settings.several,
-        "label_features": settings.label_folds > 0,
-        "fit_intercept": settings.fit_intercept,
-        "class_weight": settings.weighted,
-        'loss="bce"': settings.loss == "bce",
         **{name: value is not None for name, value in given.items()},
     }
     name = next((name for name, wanted in asked.items() if wanted), None)
@@ -433,6 +434,17 @@ def _check_split_by_nodes(settings: Settings, given: dict[str, Any]) -> None:
             f'{name} does not work on a graph that is split by nodes: use split="columns", or '
             f"leave {name} out."
         )
+
+
+def works_by_nodes(model: HERTA, backend: Backend) -> str | None:
+    """Why a fit with these parameters needs split="columns" on ranks; None: it does not."""
+    if backend.name != "cpu" or type(backend).__name__ == "CPUBackend":
+        return "nodes are shared out on the compiled CPU backend only"
+    try:
+        _check_split_by_nodes(model._settings(), {})
+    except ValueError as error:
+        return str(error).partition(":")[0]
+    return None
 
 
 def _check_previous(previous: Any, checkpoint: Any) -> None:

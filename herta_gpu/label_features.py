@@ -105,7 +105,8 @@ def cross_fitted(
     graph, backend, (count, c) = H.graph, H.backend, Y.shape
     if folds > count:
         raise ValueError(f"There are {count} training nodes but {folds} folds: use fewer folds.")
-    n, fold_of = graph.num_nodes, _folds(count, folds, seed)
+    n, fold_of = graph.num_nodes, backend.own(_folds(count, folds, seed))
+    Y = backend.own(Y)
     inverse: Any = np.arange(n) if graph.order is None else graph.inverse_order()
     out = np.zeros((len(lams), n, c), dtype=H.dtype)
     outside = np.ones(n, dtype=bool)

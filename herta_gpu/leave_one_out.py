@@ -10,11 +10,24 @@ Where there are fewer rows than features h is nearly 1, and 1 - h has lost its d
     G = A A^T + ridge diag(1 / w),   e_i / (1 - h_i) = (G^-1 Y)_i / (G^-1)_ii,
 
 with G bordered by a row and a column of ones for an intercept.
+
+Without a ridge the model of fewer rows than features is the one of smallest weights, in units in
+which the columns of X have norm 1; so are those without a row.  With U the left singular vectors of
+the rows (weighted and centred as the loss sees them), and N N^T = I - U U^T (less the constants, if
+there is an intercept), 1 - h is the diagonal of N N^T.  A row that others determine misses y_i by
+(N N^T Y)_i / (N N^T)_ii; one that adds a direction of its own (h = 1), as all do where the rows are
+independent, by (G^+ Y)_i / (G^+)_ii: both are limits of the formula above as the ridge goes to 0.
+
+Outputs are linear in the targets, F_x = sum over i of B_xi Y_i, and the model without row i is the
+one whose target there is its own output.  So the outputs of all these models follow from B:
+
+    F_x without i  =  F_x - B_xi (what the model without row i misses y_i by).
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +35,7 @@ import numpy as np
 
 from herta_gpu.backends.base import Array
 from herta_gpu.direct import StoredProblem
+from herta_gpu.grams import ROW_CUT
 
 _ROWS = 1 << 13  # rows of Q at a time
 _ALONE = 1e-10  # 1 - h below which a row alone decides some direction: no model without it does
@@ -39,14 +53,19 @@ class LeftOut:
 
 def left_out(problem: StoredProblem, u: Array) -> LeftOut:
     """Leave-one-out for the optimum u of a stored MSE problem."""
-    P = problem.P
-    dual = problem.ridge > 0 and (problem.Q.shape[0] < problem.Q.shape[1] or P.inner.slack > _SLACK)
-    missed, leverage = _from_rows(problem) if dual else _from_P(problem, u)
+    P, few = problem.P, problem.Q.shape[0] < problem.Q.shape[1]
+    dual = few or (problem.ridge > 0 and P.inner.slack > _SLACK)
+    if few and problem.ridge == 0:
+        missed, leverage = _of_smallest_weights(problem)
+    else:
+        missed, leverage = _from_rows(problem) if dual else _from_P(problem, u)
     backend, xp = problem.backend, problem.backend.xp
     Y, weights = problem.Y[:], problem.loss.weights
     e = missed * (1 - leverage)[:, None]
     squares = (e * e if weights is None else weights[:, None] * e * e).sum(axis=0)
-    free = xp.maximum(Y.shape[0] - leverage.sum(), 1.0)
+    # Residuals of 0 whatever the targets, as of independent rows without a ridge, say nothing.
+    fitted = few and problem.ridge == 0 and bool((leverage > 1 - _ALONE).all())  # synchronize!
+    free = math.nan if fitted else xp.maximum(Y.shape[0] - leverage.sum(), 1.0)
     lost = leverage >= 1 - _ALONE
     missed = missed if dual else xp.where(lost[:, None], math.nan, missed)
     found = (Y - missed, leverage, squares / free)
@@ -54,8 +73,14 @@ def left_out(problem: StoredProblem, u: Array) -> LeftOut:
 
 
 def spread(problem: StoredProblem, Q: Array) -> Any:
-    """a^T P^-1 a for rows of Q that were not trained on, on the host."""
+    """a^T P^-1 a for rows of Q that were not trained on, on the host.
+
+    Infinite for fewer training rows than features without a ridge: nothing speaks of the
+    directions that no training row has.
+    """
     xp, loss = problem.backend.xp, problem.loss
+    if problem.ridge == 0 and problem.Q.shape[0] < problem.Q.shape[1]:
+        return np.full(Q.shape[0], math.inf)
     found = xp.zeros(Q.shape[0])
     for i in range(0, Q.shape[0], _ROWS):
         part = Q[i : i + _ROWS].astype("float64")
@@ -65,6 +90,51 @@ def spread(problem: StoredProblem, Q: Array) -> Any:
     if loss.intercept:
         found = found + 1 / loss.total(problem.Q.shape[0])
     return problem.backend.to_numpy(found)  # synchronize!
+
+
+def influence(problem: StoredProblem, Q: Array) -> Any:
+    """(k, n_train) B: how the outputs of k rows of Q follow each target, on the host."""
+    backend, xp, loss = problem.backend, problem.backend.xp, problem.loss
+    few = problem.Q.shape[0] < problem.Q.shape[1]
+    if few and problem.ridge == 0:
+        through = _through_smallest_weights(problem)
+    elif few or problem.P.inner.slack > _SLACK:
+        through = _through_rows(problem)
+    else:
+        through = _through_P(problem)
+    found = np.empty((Q.shape[0], problem.Q.shape[0]))
+    for i in range(0, Q.shape[0], _ROWS):
+        part = Q[i : i + _ROWS].astype("float64")
+        part = part if problem.mean is None else part - problem.mean
+        found[i : i + _ROWS] = backend.to_numpy(through(part))  # synchronize!
+    if loss.intercept:
+        count = problem.Q.shape[0]
+        share = loss.weighted(xp.ones((count, 1)))[:, 0] / loss.total(count)
+        found += backend.to_numpy(share)  # synchronize!
+    return found
+
+
+def _through_P(problem: StoredProblem) -> Callable[[Array], Array]:
+    """Rows q of others -> q P^-1 Q^T W."""
+    backend, xp, inner = problem.backend, problem.backend.xp, problem.P.inner
+    B = inner.half_T(xp.ascontiguousarray(problem.loss.weighted(problem.Q).T))
+    return lambda Q: backend.matmul(inner.half_T(xp.ascontiguousarray(Q.T)).T, B)
+
+
+def _through_rows(problem: StoredProblem) -> Callable[[Array], Array]:
+    """The same from G, whose border for an intercept is left to the mean: rows are centred."""
+    backend, basis = problem.backend, problem.basis
+    A, count = basis.rows(problem.Q), problem.Q.shape[0]
+    inverse = problem.backend.xp.linalg.inv(_bordered(problem, A))[:, :count]
+    turned = backend.matmul(A.T, inverse[:count])
+    return lambda Q: backend.matmul(basis.rows(Q), turned)
+
+
+def _through_smallest_weights(problem: StoredProblem) -> Callable[[Array], Array]:
+    U, s, Vt, root = _seen_rows(problem)
+    half = (U / s).T if root is None else (U / s).T * root
+    backend = problem.backend
+    return lambda Q: backend.matmul(backend.matmul(Q, Vt.T), half)
 
 
 def _from_P(problem: StoredProblem, u: Array) -> tuple[Array, Array]:
@@ -88,18 +158,62 @@ def _from_P(problem: StoredProblem, u: Array) -> tuple[Array, Array]:
 
 def _from_rows(problem: StoredProblem) -> tuple[Array, Array]:
     """The same from G, for fewer rows than features."""
-    backend, xp, loss = problem.backend, problem.backend.xp, problem.loss
-    # Rows less their mean differ by a multiple of 1, which the border takes away.
-    A, count = problem.basis.rows(problem.Q), problem.Q.shape[0]
-    own = problem.ridge / (xp.ones(count) if loss.weights is None else loss.weights)
-    G = backend.matmul(A, A.T)
-    G[xp.arange(count), xp.arange(count)] += own
-    Y, size = problem.Y[:], float(G.diagonal().sum()) / count  # synchronize!
+    xp, loss = problem.backend.xp, problem.loss
+    A, count, Y = problem.basis.rows(problem.Q), problem.Q.shape[0], problem.Y[:]
     if loss.intercept:
-        G = xp.concatenate([G, xp.full((1, count), size)])
-        G = xp.concatenate([G, xp.concatenate([xp.full((count, 1), size), xp.zeros((1, 1))])], 1)
         Y = xp.concatenate([Y, xp.zeros((1, Y.shape[1]))])
-    inverse = xp.linalg.inv(G)
+    inverse = xp.linalg.inv(_bordered(problem, A))
     diagonal = inverse.diagonal()[:count]
     missed = (inverse @ Y)[:count] / diagonal[:, None]
-    return missed, 1 - own * diagonal
+    return missed, 1 - _own(problem) * diagonal
+
+
+def _own(problem: StoredProblem) -> Array:
+    """(n_train,) ridge / w."""
+    xp, weights = problem.backend.xp, problem.loss.weights
+    return problem.ridge / (xp.ones(problem.Q.shape[0]) if weights is None else weights)
+
+
+def _bordered(problem: StoredProblem, A: Array) -> Array:
+    """G, with a border of the size of its entries for an intercept."""
+    # Rows less their mean differ by a multiple of 1, which the border takes away.
+    backend, xp, count = problem.backend, problem.backend.xp, A.shape[0]
+    G = backend.matmul(A, A.T)
+    G[xp.arange(count), xp.arange(count)] += _own(problem)
+    if not problem.loss.intercept:
+        return G
+    size = float(G.diagonal().sum()) / count  # synchronize!
+    G = xp.concatenate([G, xp.full((1, count), size)])
+    return xp.concatenate([G, xp.concatenate([xp.full((count, 1), size), xp.zeros((1, 1))])], 1)
+
+
+def _seen_rows(problem: StoredProblem) -> tuple[Array, Array, Array, Array | None]:
+    """(U, s, V^T, roots of the weights): an SVD of the rows as the loss sees them."""
+    xp, weights = problem.backend.xp, problem.loss.weights
+    root = None if weights is None else xp.sqrt(weights)
+    rows = problem.Q if root is None else root[:, None] * problem.Q
+    U, s, Vt = xp.linalg.svd(rows.astype("float64", copy=False), full_matrices=False)
+    r = int((s > ROW_CUT * s[0]).sum())  # synchronize!
+    return U[:, :r], s[:r], Vt[:r], root
+
+
+def _of_smallest_weights(problem: StoredProblem) -> tuple[Array, Array]:
+    """The same without a ridge, for fewer rows than features."""
+    backend, xp, loss = problem.backend, problem.backend.xp, problem.loss
+    count, (U, s, _, root) = problem.Q.shape[0], _seen_rows(problem)
+    Y, spanned = problem.Y[:] if root is None else root[:, None] * problem.Y[:], U
+    if loss.intercept:
+        ones = (xp.ones(count) if root is None else root)[:, None]
+        spanned = xp.concatenate([U, ones / xp.linalg.norm(ones)], axis=1)
+    free = 1 - (spanned * spanned).sum(axis=1)  # 1 - h
+    alone = free <= _ALONE
+    around = Y - backend.matmul(spanned, backend.matmul(spanned.T, Y))
+    inverse = (U / s) * (U / s)
+    through = backend.matmul(U / s**2, backend.matmul(U.T, Y))
+    missed = xp.where(
+        alone[:, None],
+        through / xp.maximum(inverse.sum(axis=1), np.finfo(float).tiny)[:, None],
+        around / xp.where(alone, 1.0, free)[:, None],
+    )
+    missed = missed if root is None else missed / root[:, None]
+    return missed, xp.where(alone, 1.0, 1 - free)

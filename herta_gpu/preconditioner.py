@@ -17,7 +17,7 @@ import numpy as np
 
 from herta_gpu.backends.base import Array, Backend
 from herta_gpu.diffusion import Arrays, Diffusion, Recall, Workspace, silent
-from herta_gpu.factors import Factor, Identity
+from herta_gpu.factors import Factor, Identity, Spanned
 from herta_gpu.features import Features, in_float64
 from herta_gpu.grams import RANK_CUT, DenseGram, Gram, LowRankGram, RowSpaceGram
 from herta_gpu.losses import LOSSES, Loss
@@ -86,7 +86,7 @@ class Preconditioner:
     @property
     def note(self) -> str:
         """What was cut or added on the way to P, for the user."""
-        if self.kept == self.features:
+        if self.kept == self.features or isinstance(self.inner, Spanned):
             return self.factor.note
         return (
             f"on the training rows {self.features - self.kept:,} features add less than "
@@ -197,12 +197,16 @@ def _factored(
     H, X, rows, sampled = A.H, A.X, A.train, H_tilde is not A.H
     backend, d = H.backend, A.features
     Q, at = made["Q"], rows if recipe.all_rows else None
+    Q_all = Q if recipe.all_rows else None
+    if at is not None and not backend.whole:
+        Q, at = backend.gathered(Q[at]), None  # training rows are everywhere
     error = rounding = math.inf
     if not (sampled or recipe.by_rows or recipe.sketch_rows is not None):
         error = chebyshev_error(H_tilde, recipe.degree)
         narrowest = min(J.stop - J.start for J in recipe.blocks(basis.rank))
         rounding = chebyshev_rounding(H_tilde, recipe.dtype(H_tilde.dtype), narrowest)
-    whole_rows = recipe.by_rows and ridge == 0  # the rows of A itself: no other is missing
+    # Rows of A itself, or measured ones to train on: no other is missing.
+    whole_rows = (recipe.by_rows or recipe.goal is not None) and ridge == 0 and Y.shape[0] < d
     damped = ridge == 0 and Y.shape[0] < d and not whole_rows
     few = min(Y.shape[0], Q.shape[0])  # a sketch may have fewer
     low_rank = (damped or ridge > 0) and 2 * few < d
@@ -211,8 +215,11 @@ def _factored(
     loss = LOSSES["mse"] if sketched else A.loss  # a sketch is one of rows as the loss sees them
     dense, QtY = products(backend, Q, None if sketched else Y, at, with_gram, loss)
     QtY = made["QtY"] if sketched else QtY
-    if whole_rows:
-        QtQ: Gram = RowSpaceGram.of_rows(backend, _seen(loss, backend, Q), X.column_norms)
+    QtQ: Gram
+    if whole_rows and not recipe.by_rows:
+        QtQ = RowSpaceGram.of_stored(backend, _seen(loss, backend, Q))
+    elif whole_rows:
+        QtQ = RowSpaceGram.of_rows(backend, _seen(loss, backend, Q), X.column_norms)
     elif low_rank:
         few_rows = Q if at is None else Q[at]
         QtQ = LowRankGram.of_rows(backend, _seen(loss, backend, few_rows), ridge)
@@ -224,7 +231,7 @@ def _factored(
     if isinstance(QtQ, DenseGram) and inner.rank < d:
         kept = d - max(0, A.distinct_columns(H.graph) - inner.rank)
     else:
-        kept = d
+        kept = inner.rank if isinstance(inner, Spanned) else d
     return Preconditioner(
         basis.factor(inner),
         inner,
@@ -238,7 +245,7 @@ def _factored(
         kept,
         rows=Q if recipe.keep_rows and recipe.sketch_rows is None else None,
         left=made.get("left"),
-        Q_all=Q if recipe.all_rows else None,
+        Q_all=Q_all,
     )
 
 
@@ -376,7 +383,7 @@ def _sketched_rows(
     Q_tilde = backend.xp.empty((s, basis.rank), dtype=recipe.dtype(H_tilde.dtype))
     QtY = backend.xp.empty((basis.rank, Y.shape[1]))
     for J, Q_J in _solved_columns(recipe, H_tilde, basis, recall, A.train):
-        Q_rows = backend.asarray(Q_J)
+        Q_rows = backend.asarray(backend.gathered(Q_J))
         _, QtY[J] = products(backend, Q_rows, Y, with_gram=False, loss=A.loss)
         seen = Q_rows if A.loss.plain else _seen(A.loss, backend, Q_rows).astype(Q_tilde.dtype)
         Q_tilde[:, J] = backend.srht(seen, s, recipe.seed)

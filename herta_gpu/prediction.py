@@ -129,7 +129,8 @@ class Outputs:
                 second = xp.where(better, first, xp.maximum(second, z))
                 first, best = xp.where(better, z, first), xp.where(better, j, best)
         close = first - second <= 2 * error
-        return Labels(best, int(close.sum()) if self.W.shape[1] > 1 else 0)  # synchronize!
+        undecided = int(self.H.backend.total(int(close.sum())))  # synchronize!
+        return Labels(best, undecided if self.W.shape[1] > 1 else 0)
 
 
 def check_probabilities(loss: str) -> None:

@@ -384,7 +384,7 @@ def column_bytes(dtype: str) -> int:
 
 def block_width(n: int, k: int, dtype: str, budget: int) -> int:
     """Columns that a solve may advance together within `budget` bytes; 0 when not even one."""
-    return int(min(k, BLOCK_WIDTH, budget // (n * column_bytes(dtype))))
+    return int(min(k, BLOCK_WIDTH, budget // (max(n, 1) * column_bytes(dtype))))
 
 
 class SDDSolver:

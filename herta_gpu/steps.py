@@ -15,7 +15,7 @@ from herta_gpu.backends.base import Array
 from herta_gpu.blockwise import Guess, trained
 from herta_gpu.diffusion import Recall
 from herta_gpu.direct import Proof, StoredProblem
-from herta_gpu.leave_one_out import LeftOut, left_out, spread
+from herta_gpu.leave_one_out import LeftOut, influence, left_out, spread
 from herta_gpu.losses import LOSSES
 from herta_gpu.planning.costs import Sizes, old_P_pays
 from herta_gpu.planning.plan import (
@@ -84,6 +84,7 @@ class Made:
     changes: list[Decision]  # what turned out otherwise than planned
     left_out: LeftOut | None = None  # leave-one-out, where that was asked for
     spread: Any = None  # (len(evaluate),) a^T P^-1 a of the nodes beside
+    influence: Any = None  # (len(evaluate), n_train) what each target does to their outputs
 
     def outputs(self, W: Array) -> Any:
         """The outputs of W on the rows of Q that were kept for evaluation, on the host."""
@@ -122,7 +123,7 @@ def preconditioned(
             spectrum = _spectrum(plan.certificate, P, A, settings)
         missed = spectrum is not None and spectrum.kind == "estimate"
         rough = H_tilde is not A.H or recipe.sketch_rows is not None  # on purpose
-        alike = P.kept < P.features and not recipe.whiten and not rough
+        alike = P.kept < P.features and not (recipe.whiten or rough or P.fragile)
         if alike:
             recipe, why = orthonormal(recipe)
         elif missed and not rough and not recipe.exact:
@@ -200,18 +201,26 @@ def on_stored_rows(
             u = made.P.basis.coordinates(problem.basis.weights(u))
     W = problem.basis.weights(u)
     if settings.loo:
-        beside = None if made.P.diffusion is None else spread(problem, made.P.diffusion.others)
-        made = replace(made, left_out=left_out(problem, u), spread=beside)
+        made = _without_each(made, problem, u, settings.influence)
     # Rows from which nothing follows for MSE, so alike they are, do not make it unprovable.
-    unproven = run.status == "stagnated" or (loss.quadratic and not proof.choices)
+    weak = loss.quadratic and run.certificate.kind in ("none", "nonnegative")
+    unproven = run.status == "stagnated" or (weak and not made.P.fragile)
     if not unproven or not plan.may_look or len(run.history) > settings.max_iter:
-        if run.status == "stagnated" and run.about_zero(proof):
-            run.status = "converged"
         return made, W
     told = Decision("proof", "true gradients", "Q alone could not prove the fit")
     spectrum = _spectrum("spectral-deterministic", made.P, A, settings)
     made = replace(made, spectrum=spectrum, changes=[*made.changes, told])
     return made, _true_model(run, plan, made, A, Y, W, recall, None)
+
+
+def _without_each(made: Made, problem: StoredProblem, u: Array, wanted: bool) -> Made:
+    """With leave-one-out, and what is `wanted` of the rows outside training, if any are there."""
+    others = None if made.P.diffusion is None else made.P.diffusion.others
+    made = replace(made, left_out=left_out(problem, u))
+    if others is None:
+        return made
+    followed = influence(problem, others) if wanted and others.shape[0] else None
+    return replace(made, spread=spread(problem, others), influence=followed)
 
 
 def _lowered(
@@ -242,13 +251,15 @@ def _again(
 ) -> Chosen | None:
     """How to solve for Q again so that stored rows prove more; None if they do, or never will."""
     certified, kept = run.status.startswith("certified"), recipe.keep_residual
-    if (certified and (proof.enough(settings.tol) or not kept)) or run.status == "converged":
+    if certified and (proof.enough(settings.tol) or not kept):
         return None
-    if run.status == "max_iter":
+    # Of separable classes, too, the objective can be known: it is about 0.
+    unknown = run.certificate.kind == "none" and proof.near_zero(settings.tol)
+    if run.status == "max_iter" or (run.status == "converged" and not unknown):
         return None
     worst = None if P.diffusion is None else P.diffusion.worst
     again = with_less_left(recipe, worst, proof.wanted(0.7 * settings.tol))
-    if again is not None or certified or recipe.whiten or worst is None:
+    if again is not None or certified or recipe.whiten or worst is None or P.fragile or unknown:
         return again
     return orthonormal(recipe)
 

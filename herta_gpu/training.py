@@ -176,24 +176,21 @@ class Training:
 
     def direct(self, problem: StoredProblem, u: Array) -> Proof:
         """A step of the strategy "direct": weights from stored rows, and what is proven of them."""
-        proof = problem.proof(u, self._no_proof)
+        proof = problem.proof(u, self._no_proof, self.loss_at_zero)
         self.intercept = problem.intercept(u)
         self.certificate, self.records = proof.certificate(), self.history
         value = self.certificate.value
         known = (proof.objective, proof.error(), proof.grad_norm)
         self._tell(value, *known, 0, warm=False)
         self.status = "stagnated" if problem.settled else "max_iter"
-        if value <= self.settings.tol:
+        tol = self.settings.tol
+        if value <= tol:
             self.status = "certified-reduced" if self.certificate.reduced else "certified"
+        elif proof.about_zero(tol):
+            self.status, self.certificate = "converged", proof.nonnegative()
         elif problem.settled and not proof.choices:
             self.status = "converged"
         return proof
-
-    def about_zero(self, proof: Proof) -> bool:
-        """Whether the optimum is about 0, which has no relative gap."""
-        tol, unit = self.settings.tol, self.loss_at_zero
-        near = proof.objective <= tol**2 * unit and proof.error() <= tol * unit
-        return near and self.settings.ridge == 0
 
     def _newton_is_due(self, w: Array) -> bool:
         """Whether cross entropy has had as many steps as a few of Newton's would cost.

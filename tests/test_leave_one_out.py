@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from herta_gpu import HERTA
+from herta_gpu import HERTA, Graph
 from tests.conftest import dense_H, random_graph
 
 N = 90
@@ -21,17 +21,27 @@ TIGHT = {"tol": 1e-12, "dtype": "float64", "strategy": "direct"}
 
 
 def fitted(A, Y, w, ridge, intercept):
-    """(weights, constants) by augmented least squares in NumPy."""
+    """(weights, constants) by augmented least squares in NumPy.
+
+    Without a ridge the weights are the smallest of the best ones; constants may be of any size.
+    """
+    if ridge == 0:
+        mean, level = (w @ A / w.sum(), w @ Y / w.sum()) if intercept else (0.0, np.zeros(1))
+        root = np.sqrt(w)[:, None]
+        found = np.linalg.lstsq(root * (A - mean), root * (Y - level), rcond=1e-9)[0]
+        return found, level - (mean @ found if intercept else 0.0)
     ones = np.ones((A.shape[0], int(intercept)))
     B = np.sqrt(w)[:, None] * np.hstack([A, ones])
     penalty = np.sqrt(ridge) * np.eye(A.shape[1], B.shape[1])
-    stacked = np.vstack([B, penalty]) if ridge else B
+    stacked = np.vstack([B, penalty])
     wanted = np.vstack([np.sqrt(w)[:, None] * Y, np.zeros((len(stacked) - len(B), Y.shape[1]))])
     found = np.linalg.lstsq(stacked, wanted, rcond=None)[0]
     return found[: A.shape[1]], found[A.shape[1] :].sum(axis=0)
 
 
-@pytest.mark.parametrize(("few", "ridge"), [(False, 0.0), (False, 0.5), (True, 0.5), (True, 1e-4)])
+@pytest.mark.parametrize(
+    ("few", "ridge"), [(False, 0.0), (False, 0.5), (True, 0.5), (True, 1e-4), (True, 0.0)]
+)
 @pytest.mark.parametrize(
     ("intercept", "weighted"), list(itertools.product([False, True], repeat=2))
 )
@@ -39,15 +49,21 @@ def test_it_is_what_refits_say(few, ridge, intercept, weighted):
     lam, d = ([0, 3.0], 40) if few else (3.0, 12)  # 80 features or 12, of 60 rows
     train, w = np.arange(5, 65), W if weighted else np.ones(N)
     model = HERTA(lam=lam, ridge=ridge, fit_intercept=intercept, **TIGHT)
-    model.fit(GRAPH, X[:, :d], Y, train, sample_weight=w if weighted else None, loo=True)
+    more = {"sample_weight": w if weighted else None, "loo": "influence", "evaluate": [70, 3]}
+    model.fit(GRAPH, X[:, :d], Y, train, **more)
     lams = lam if few else [lam]
-    A = np.hstack([np.linalg.solve(dense_H(GRAPH, one), X[:, :d]) for one in lams])[train]
+    Z = np.hstack([np.linalg.solve(dense_H(GRAPH, one), X[:, :d]) for one in lams])
+    if ridge == 0:  # `lstsq` then gives the smallest weights of columns of norm 1
+        Z = Z / np.tile(np.linalg.norm(X[:, :d], axis=0), len(lams))
+    A = Z[train]
     scale = np.abs(Y).max()
     for i, node in enumerate(train):
         others = np.delete(np.arange(len(train)), i)
         V, b = fitted(A[others], Y[train][others], w[train][others], ridge, intercept)
         np.testing.assert_allclose(model.loo_[i], A[i] @ V + b, atol=1e-9 * scale)
         assert model.train_[i] == node
+        moved = model.influence_[:, [i]] * (model.loo_[i] - Y[node])
+        np.testing.assert_allclose(model.outputs_ + moved, Z[[70, 3]] @ V + b, atol=1e-8 * scale)
     V, b = fitted(A, Y[train], w[train], ridge, intercept)
     shifted = Y[train].copy()
     shifted[7] += 1.0  # the leverage is the slope of an output with respect to its own target
@@ -65,6 +81,29 @@ def test_one_lam_and_fewer_rows_than_features():
         others = np.delete(train, i)
         V, b = fitted(A[others], Y[others], np.ones(29), ridge, True)
         np.testing.assert_allclose(model.loo_[i], A[i] @ V + b, atol=1e-9)
+
+
+@pytest.mark.parametrize("lam", [2.0, [0, 2.0]])
+@pytest.mark.parametrize(
+    ("intercept", "weighted"), list(itertools.product([False, True], repeat=2))
+)
+def test_no_ridge_and_rows_some_of_which_determine_each_other(lam, intercept, weighted):
+    """Without edges equal features make equal rows: 9 nodes are copies, 20 are not."""
+    graph = Graph.from_edges(np.zeros((2, 0), dtype=int), num_nodes=N)
+    features, train = X.copy(), np.arange(29)
+    features[20:23], features[23:29] = features[:3], features[3]
+    w = W if weighted else np.ones(N)
+    model = HERTA(lam=lam, fit_intercept=intercept, **TIGHT)
+    model.fit(graph, features, Y, train, sample_weight=w, loo=True, evaluate=[50])
+    blocks = 1 if lam == 2.0 else 2
+    A = np.hstack([features / np.linalg.norm(features, axis=0)] * blocks)[train]
+    for i in train:
+        others = np.delete(train, i)
+        V, b = fitted(A[others], Y[others], w[others], 0.0, intercept)
+        np.testing.assert_allclose(model.loo_[i], A[i] @ V + b, atol=1e-8)
+    assert np.isinf(model.variance_).all()
+    assert (model.leverage_[4:20] == 1.0).all()
+    assert (model.leverage_[:4] < 0.99).all()
 
 
 def test_the_variance_of_other_nodes():
@@ -97,7 +136,6 @@ def test_a_row_that_alone_decides_a_weight_has_no_model_without_it():
         ({"loss": "ce", "ridge": 0.1}, 'loss="mse" only'),
         ({"strategy": "herta"}, "needs stored rows"),
         ({"sketch": True}, "needs stored rows"),
-        ({}, "needs a ridge"),
     ],
 )
 def test_what_has_none_says_so(params, words):
@@ -112,4 +150,8 @@ def test_it_is_there_only_if_it_was_asked_for():
     model.fit(GRAPH, X, Y, np.arange(60))
     with pytest.raises(AttributeError, match="loo=True"):
         _ = model.loo_
+    with pytest.raises(AttributeError, match='loo="influence"'):
+        _ = model.influence_
+    with pytest.raises(ValueError, match="loo must be"):
+        model.fit(GRAPH, X, Y, np.arange(60), loo="plus")
     assert not hasattr(model, "leverage_")

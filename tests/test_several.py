@@ -78,9 +78,62 @@ def test_awkward_input(kind):
     assert here <= best * (1 + 2e-6)
 
 
-def test_more_features_than_rows_need_a_ridge():
-    with pytest.raises(ValueError, match=r"18 features of 10 training nodes.* give a ridge"):
-        HERTA(lam=LAMS).fit(GRAPH, X, Y, TRAIN[:10])
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("intercept", [False, True])
+def test_fewer_rows_than_features_without_a_ridge_fit_with_the_smallest_weights(
+    intercept, weighted
+):
+    """Independent rows: the optimum is 0, and the objective is proven to be about that."""
+    train, w = TRAIN[:10], RNG.uniform(0.3, 2.0, N)
+    model = HERTA(lam=LAMS, fit_intercept=intercept, dtype="float64")
+    model.fit(GRAPH, X, Y, train, sample_weight=w if weighted else None)
+    assert (model.status_, model.certificate_.kind) == ("converged", "nonnegative")
+    A, T, w = blocks()[train], np.eye(3)[Y[train]], w[train] if weighted else np.ones(10)
+    here = (w[:, None] * (A @ model.W_ + model.intercept_ - T) ** 2).sum() / 2
+    assert here <= model.certificate_.gap <= 1e-6 * (w[:, None] * T**2).sum() / 2
+    unit = np.tile(np.linalg.norm(X, axis=0), 3)
+    mean, level = (w @ A / w.sum(), w @ T / w.sum()) if intercept else (0.0, 0.0)
+    smallest = np.linalg.pinv((A - mean) / unit) @ (T - level) / unit[:, None]
+    np.testing.assert_allclose(model.W_, smallest, atol=1e-7 * np.abs(smallest).max())
+
+
+@pytest.mark.parametrize("intercept", [False, True])
+def test_fewer_rows_than_features_that_cannot_fit_are_certified_where_they_see(intercept):
+    """Two features in 20 columns: rank 6 of 60 columns, for 25 rows."""
+    features = X[:, :2] @ RNG.standard_normal((2, 20))
+    train = TRAIN[:25]
+    model = HERTA(lam=LAMS, fit_intercept=intercept).fit(GRAPH, features, Y, train)
+    certificate = model.certificate_
+    assert (model.status_, certificate.kept) == ("certified-reduced", 6)
+    assert "the 6 directions that they see" in certificate.note
+    A, T = blocks(features=features)[train], np.eye(3)[Y[train]]
+    if intercept:
+        A, T = A - A.mean(axis=0), T - T.mean(axis=0)
+    best = least_squares(A, T)[1]  # it cuts where rounding makes more directions
+    here = ((A @ model.W_ - T) ** 2).sum() / 2
+    assert here - best <= (certificate.value + 1e-12) * best <= 1.1e-6 * best
+
+
+@pytest.mark.parametrize("loss", ["ce", "bce"])
+@pytest.mark.parametrize("folds", [0, 3])
+def test_fewer_rows_than_features_separate_any_classes(loss, folds):
+    """Without a ridge there is no minimiser: the objective is proven to be about 0 instead."""
+    y = Y if loss == "ce" else np.eye(3, dtype=int)[Y]
+    model = HERTA(lam=LAMS, loss=loss, label_features=folds, fit_intercept=True, dtype="float64")
+    model.fit(GRAPH, X, y, TRAIN[:12])
+    assert (model.status_, model.certificate_.kind) == ("converged", "nonnegative")
+    assert "separable" in model.certificate_.note
+    F, T = model.transform(GRAPH, X)[TRAIN[:12]], np.eye(3)[Y[TRAIN[:12]]]
+    if loss == "ce":
+        here = (np.logaddexp.reduce(F, axis=1) - F[T > 0]).sum()
+    else:
+        here = np.logaddexp(0.0, np.where(T > 0, -F, F)).sum()
+    # transform has an error of 1e-6 of outputs of about this size.
+    assert here <= model.certificate_.gap + 1e-5 * np.abs(F).sum()
+    assert model.certificate_.gap <= 1e-6 * 12 * 3
+
+
+def test_a_plan_of_several_lam():
     plan = HERTA(lam=LAMS, memory_budget="1GB").plan(1000, 5000, 10, 3, 500)
     assert plan.strategy == "direct"
     assert plan.memory["Q"] == 500 * 30 * 8

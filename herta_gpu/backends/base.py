@@ -43,16 +43,23 @@ def norm(x: Array) -> float:
     return float((x * x).sum()) ** 0.5  # synchronize!
 
 
-def keep_probabilities(xp: Any, scores: Array, s: int) -> Array:
-    """p = min(1, tau * score) with sum(p) = s: what is capped at 1 is shared out again."""
-    p = xp.minimum(1.0, s * scores / scores.sum())
+def keep_probabilities(
+    xp: Any, scores: Array, s: int, total: Callable[[Any], Any] = lambda x: x
+) -> Array:
+    """p = min(1, tau * score) with sum(p) = s: what is capped at 1 is shared out again.
+
+    Where other processes have other edges, `total` adds up over all of them.
+    """
+    p = xp.minimum(1.0, s * scores / total(scores.sum()))
     for _ in range(50):
         free = p < 1.0
-        count, total = int(xp.count_nonzero(free)), float(p.sum())  # synchronize!
-        budget = s - (p.shape[0] - count)
-        if budget <= 0 or count == 0 or total >= s * (1 - 1e-12):
-            break
+        capped = xp.count_nonzero(~free)
         rest = xp.where(free, scores, 0.0).sum()
+        sums = total(xp.stack([p.sum(), 1.0 * capped, 1.0 * p.shape[0] - capped, rest]))
+        kept, capped, count, rest = sums.tolist()  # synchronize!
+        budget = s - capped
+        if budget <= 0 or count == 0 or kept >= s * (1 - 1e-12):
+            break
         p = xp.where(free, xp.minimum(1.0, budget * scores / rest), p)
     return p
 
@@ -223,12 +230,20 @@ class Backend(ABC):
         sure of."""
         return x
 
+    def train_on(self, rows: Any) -> Any:
+        """The ids of all training nodes, rising; `rows` are those of this process, rising, too."""
+        return rows
+
     def gathered(self, x: Array) -> Array:
-        """The rows of all processes, one after the other."""
+        """The training rows of all processes, in the order of the ids that `train_on` gave."""
         return x
 
     def own(self, x: Array) -> Array:
         """This process's rows of what `gathered` put together."""
+        return x
+
+    def joined(self, x: Array) -> Array:
+        """Any rows of all processes, one process after the other."""
         return x
 
     def with_neighbours(self, L: Laplacian, Z: Array) -> Array:

@@ -323,18 +323,8 @@ def _stored(
         return False
     if settings.optimizer not in ("cg", "lbfgs") and not LOSSES[settings.loss].quadratic:
         return False  # its own steps are asked for, with the true gradient
-    if settings.several:
-        if settings.ridge == 0 and sizes.n_train < sizes.d:
-            raise ValueError(
-                f"{len(settings.lams)} lam make {sizes.d:,} features of {sizes.n_train:,} training "
-                "nodes, which fit any targets: give a ridge, or fewer lam."
-            )
+    if settings.several or (settings.loo and not by_rows):
         return True
-    if settings.loo and settings.ridge == 0 and sizes.n_train < sizes.d:
-        raise ValueError(
-            f"{sizes.n_train:,} training nodes and {sizes.d:,} features fit any targets: "
-            "leave-one-out needs a ridge then."
-        )
     return settings.ridge > 0 if by_rows else sizes.n_train >= sizes.d
 
 
@@ -366,8 +356,6 @@ def _samples(H: RegularizedLaplacian, sizes: Sizes, settings: Settings, strategy
         return chosen(None, "not asked for")
     if strategy == "direct" or m == 0 or not settings.precondition:
         return chosen(None, "not useful")
-    if sizes.parts > 1:
-        return chosen(None, "the graph is split by nodes")
     if wish.count is not None:
         return chosen(wish.count, f"as asked, of {m:,} edges")
     n_lambda = _n_lambda(H)
@@ -389,15 +377,15 @@ def _n_lambda(H: RegularizedLaplacian) -> float:
     if isinstance(H, Outline):
         # The sum of w (1/d_u + 1/d_v) over the edges is that of dt_u/d_u < 1 over the nodes.
         return H.n / (1.0 + 1.0 / H.lam)
-    return float(degree_scores(H.graph, H.lam).sum())
+    return float(H.backend.total(float(degree_scores(H.graph, H.lam).sum())))
 
 
 def _by_rows(sizes: Sizes, settings: Settings, strategy: str, n_samples: int | None) -> bool:
     """Whether to solve for H^-1 M^T, fewer columns than H^-1 X has, and to know A itself."""
     if sizes.n_train >= sizes.d or n_samples is not None or not settings.precondition:
         return False
-    if settings.several:
-        return False
+    if settings.several or (settings.loo and settings.ridge == 0):
+        return False  # what is proven, and left out, needs stored rows in coordinates of norm 1
     # Without a ridge the rows of an approximate Q would span another space than those of A.
     return strategy == "direct" or (settings.ridge == 0 and settings.sketch.when != "always")
 
@@ -437,8 +425,8 @@ def _certificate(
     unseen = by_rows or (sizes.n_train < sizes.d and settings.ridge == 0)
     if unseen or not LOSSES[settings.loss].quadratic or not settings.precondition:
         return "duality" if settings.ridge > 0 else "none"
-    if n_samples is not None or settings.sketch.when == "always" or sizes.parts > 1:
-        return "spectral-probabilistic"  # or rows outside training are not all here
+    if n_samples is not None or settings.sketch.when == "always":
+        return "spectral-probabilistic"
     proven, measured, lanczos = certificate_costs(H, sizes)
     if measured <= 2 * lanczos:
         return "spectral-deterministic"

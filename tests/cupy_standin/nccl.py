@@ -2,8 +2,8 @@
 
 It refuses what NCCL refuses, and what NCCL only punishes: memory that is not a live array of the
 device, send or recv outside of a group, more than 2,048 calls in one, two ranks on one device, a
-call on a communicator that was aborted, and calls that meet in another order than that in which they
-were made (NCCL has no tags: it would hang, or deliver the wrong numbers).
+call on a communicator that was aborted, and calls that meet in another order than that in which
+they were made (NCCL has no tags: it would hang, or deliver the wrong numbers).
 
 Messages are as late as they may be: what is to come is poison until somebody waits for the event
 behind it.  Whoever touches a buffer that is under way, on a stream that has not waited, races, and

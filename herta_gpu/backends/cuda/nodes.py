@@ -6,10 +6,10 @@ of this: that is simpler than a second pointer, which would be another variant o
 one process runs the code that it ran before.  No row is copied for it: P of CG and the iterates of
 Chebyshev are made with that room behind them.
 
-In a step of CG the halo of P is not sent at all.  That of R is, as soon as R is there, and each rank
-turns it into P as its owner does, by the same launch on the same numbers: the messages are under way
-while rho is added up, and while Z and P are updated.  A step of Chebyshev has nothing else to do
-meanwhile, and waits.
+In a step of CG the halo of P is not sent at all.  That of R is, as soon as R is there, and each
+rank turns it into P as its owner does, by the same launch on the same numbers: the messages are
+under way while rho is added up, and while Z and P are updated.  A step of Chebyshev has nothing
+else to do meanwhile, and waits.
 """
 
 from __future__ import annotations
@@ -97,11 +97,12 @@ class CUDANodesBackend(Rows, CUDABackend):
             super().same(self.to_numpy(x) if self._there(x) else x, what, always)  # synchronize!
         return x
 
-    def gathered(self, x: Array) -> Array:
-        if not self._there(x):
-            return super().gathered(x)
-        found, self._mine = self.nccl.gathered(x)
-        return found
+    def joined(self, x: Array) -> Array:
+        return self.nccl.gathered(x)[0] if self._there(x) else super().joined(x)
+
+    def _taken(self, x: Array, rows: Any) -> Array:
+        there = self._there(x) and not isinstance(rows, slice)
+        return x[self.asarray(rows)] if there else x[rows]
 
     def _there(self, x: Any) -> bool:
         return isinstance(x, self.xp.ndarray)
@@ -173,8 +174,8 @@ class CUDANodesBackend(Rows, CUDABackend):
         self.nccl.finish()
         if L.halo.size:
             # Nobody needs Z of the halo, nor its R any more: the one is written over the other.
-            args = (s.halo_R, s.G[L.n :], s.halo_R, s.alpha, s.beta)
-            self._columns("cg.cu", "cg_direction", s.halo_R, *args)
+            R = s.halo_R
+            self._columns("cg.cu", "cg_direction", R, R, s.G[L.n :], R, s.alpha, s.beta)
 
     def _captures(self, L: Laplacian, state: CGState) -> bool:
         return False  # a captured step would have to be one on all ranks
@@ -214,9 +215,7 @@ class CUDANodesBackend(Rows, CUDABackend):
 
 def cuda_nodes_backend(backend: Any, graph: GraphPart) -> CUDANodesBackend:
     """The CUDA backend of a part of a graph: the same device, streams and kernels."""
-    team = graph.team
-    assert team is not None
     made = object.__new__(CUDANodesBackend)
-    who = {"team": team, "rank": team.rank, "ranks": team.size, "first_row": graph.first_row}
-    vars(made).update(vars(backend), **who, _own=backend._own, nccl=nccl_of(team, backend.xp))
+    made.join(graph)
+    vars(made).update(vars(backend), _own=backend._own, nccl=nccl_of(made.team, backend.xp))
     return made

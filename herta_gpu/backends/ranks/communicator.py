@@ -10,6 +10,7 @@ can neither be left nor taken back, and the order in which they add is not known
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import pickle
 import sys
@@ -142,6 +143,8 @@ class Ranks:
     # ---- arrays -------------------------------------------------------------------------
     def gathered(self, x: Any) -> tuple[Any, slice]:
         """The rows of all ranks one after the other, and where those of this rank are."""
+        if x.dtype.kind == "U":  # text is as wide as the longest that a rank has
+            x = x.astype(f"U{self.largest(max(1, x.dtype.itemsize // 4))}")
         counts = self._each(np.array([x.shape[0]]), "rows")[:, 0]
         ends = np.cumsum([0, *counts]).tolist()
         whole = np.empty((ends[-1], *x.shape[1:]), dtype=x.dtype)
@@ -241,6 +244,15 @@ class Ranks:
         finally:
             self._alone = False
 
+    @contextmanager
+    def patient(self) -> Iterator[None]:
+        """Around what one rank does for all, however long it takes: nobody gives up on it."""
+        before, self.timeout = self.timeout, math.inf
+        try:
+            yield
+        finally:
+            self.timeout = before
+
     def arrive(self) -> None:
         """Wait until all ranks are here."""
         self._each(np.zeros(1), "the others")
@@ -301,7 +313,7 @@ class Ranks:
         return [pickle.loads(found[r]) for r in range(self.size)]
 
     def failed(self) -> bool:
-        """Whether another rank has failed; a thread of its own may ask, where MPI allows threads."""
+        """Whether another rank has failed; another thread may ask, where MPI allows threads."""
         return MPI.Query_thread() == MPI.THREAD_MULTIPLE and self._failed() > 0
 
     def leave(self) -> NoReturn:

@@ -6,7 +6,6 @@ from typing import Any
 
 from herta_gpu.backends.base import Array, Laplacian
 from herta_gpu.backends.cpu.compiled import CompiledBackend, CompiledLaplacian
-from herta_gpu.backends.ranks.communicator import Ranks
 from herta_gpu.backends.ranks.parts import GraphPart
 from herta_gpu.backends.ranks.rows import Rows
 
@@ -14,13 +13,13 @@ from herta_gpu.backends.ranks.rows import Rows
 class NodesBackend(Rows, CompiledBackend):
     """The compiled CPU backend on a `GraphPart`."""
 
-    def __init__(self, team: Ranks, first_row: int) -> None:
-        self.team, self.rank, self.ranks, self.first_row = team, team.rank, team.size, first_row
+    def __init__(self, graph: GraphPart) -> None:
+        self.join(graph)
 
     def laplacian(self, graph: Any, dtype: str) -> CompiledLaplacian:  # type: ignore[override]
         assert isinstance(graph, GraphPart)
         L = super().laplacian(graph, dtype)
-        L.halo, L.unrounded = graph.halo, graph.exact
+        L.halo, L.unrounded, L.order = graph.halo, graph.exact, graph.ids
         vars(L)["exact"] = graph.exact()
         return L
 
@@ -36,5 +35,4 @@ def nodes_backend(backend: Any, graph: GraphPart) -> NodesBackend:
             'split="nodes" works on GPUs and on the compiled CPU backend: install numba and use '
             'device="cpu".'
         )
-    assert graph.team is not None
-    return NodesBackend(graph.team, graph.first_row)
+    return NodesBackend(graph)

@@ -9,8 +9,11 @@ import itertools
 import json
 import os
 import pickle
+import shutil
+import tempfile
 import traceback
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,6 +24,7 @@ from herta_gpu import HERTA, Graph
 from herta_gpu.backends import backend_for
 from herta_gpu.backends.ranks import ranks_of
 from herta_gpu.backends.ranks.communicator import FEW
+from herta_gpu.plumbing.partition import rows_moved
 from herta_gpu.solver import RegularizedLaplacian, block_cg, chebyshev
 
 COMM = MPI.COMM_WORLD
@@ -297,8 +301,57 @@ def check_what_parts_cannot_do_is_said() -> None:
     unlabelled = np.full(N, -1)
     said = raises(ValueError, lambda: HERTA().fit(part, X[at], unlabelled[at]))
     assert "There is no training node" in said, said
-    said = raises(ValueError, lambda: parts(edges, None, np.full(N, SIZE)))
-    assert "partition names ranks" in said
+
+
+def check_parts_of_a_graph_that_all_have() -> None:
+    """Rows of a whole graph, in memory or in files, are those that an exchange of edges gives."""
+    edges, weight = weighted_edges()
+    for w, partition in itertools.product((None, weight), partitions()):
+        whole, part = Graph.from_edges(edges, N, w), parts(edges, w, partition)
+        rows = whole.on_ranks(COMM, "nodes", partition)
+        assert rows.num_edges == whole.num_edges
+        assert (rows.indptr == part.indptr).all()
+        assert (rows.indices == part.indices).all()
+        assert np.allclose(rows.degree, whole.degree[part.nodes], rtol=1e-15)
+        assert np.allclose(rows.loopless_degree, whole.loopless_degree[part.nodes], rtol=1e-15)
+        assert rows.lambda_max_bound == part.lambda_max_bound
+        moved = rows_moved(whole, SIZE, partition)
+        halo = getattr(rows, "halo", None)
+        assert moved == ranks_of(COMM).total(0 if halo is None else halo.size) / N
+
+
+def check_a_wrong_partition_is_one_sentence() -> None:
+    if SIZE == 1:
+        return
+    team, edges = ranks_of(COMM), data(5)[0]
+    folder = Path(team.agreed(tempfile.mkdtemp() if RANK == 0 else None))
+    good, path = np.arange(N) * 7 % SIZE, folder / "owners.npy"
+    wrong = {
+        "must name the rank of each of the 400 nodes": np.zeros(N - 1, dtype=int),
+        "but holds float64": good.astype(float),
+        f"names rank {SIZE}, but there are ranks 0 to {SIZE - 1}": np.full(N, SIZE),
+        "names rank -1": good - 1,
+        "should have the same partition": np.roll(good, RANK),
+    }
+    for words, table in wrong.items():
+        np.save(folder / f"{RANK}.npy", table)
+        for given in (table, folder / f"{RANK}.npy"):
+            assert words in raises(ValueError, lambda g=given: parts(edges, None, g)), words
+    assert "should have the same partition" in raises(
+        ValueError, lambda: parts(edges, None, "metis" if RANK else "blocks")
+    )
+    assert "There is no partition file" in raises(ValueError, lambda: parts(edges, None, path))
+    if RANK == 0:
+        path.write_text("0\n1\n")
+    team.arrive()
+    assert "is not a .npy file" in raises(ValueError, lambda: parts(edges, None, str(path)))
+    team.arrive()
+    if RANK == 0:
+        np.save(path, good)
+    team.arrive()
+    assert (parts(edges, None, path).nodes == np.flatnonzero(good == RANK)).all()
+    if RANK == 0:
+        shutil.rmtree(folder)
 
 
 # ---- faults ----------------------------------------------------------------------------------
