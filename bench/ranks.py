@@ -44,10 +44,6 @@ RESULTS = ROOT / "bench" / "results" / "ranks.jsonl"
 GRAPHS = ("ogbn-arxiv", "synthetic:products@0.1")
 COLUMNS, LAM, LAPS = 64, 20.0, 9
 FIT: dict[str, Any] = {"lam": 5.0, "ridge": 0.01, "reorder": False}  # ranks keep the ids' order
-    "lam": 5.0,
-    "ridge": 0.01,
-    "reorder": False,
-}  # ranks keep the order of the ids
 FEATURES = 32
 
 
