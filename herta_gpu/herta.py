@@ -46,6 +46,7 @@ from herta_gpu.solver import BLOCK_WIDTH, RegularizedLaplacian, block_width
 from herta_gpu.steps import (
     Made,
     Previous,
+    at_zero,
     on_stored_rows,
     preconditioned,
     sampled,
@@ -347,7 +348,9 @@ class HERTA(Model):
             checkpoint, plan.identity, A.loss, targets.unit,
         )  # fmt: skip
         with stages("train"):
-            if plan.stored:  # one tight Q instead of two solves per step
+            if run.nothing_to_learn:
+                made, W = at_zero(run, plan, made, settings, A, Y, recall)
+            elif plan.stored:  # one tight Q instead of two solves per step
                 made, W = on_stored_rows(run, plan, made, settings, A, Y, recall, previous)
             else:
                 w, Z = start(run, plan, settings, made.P, A, budget, previous)

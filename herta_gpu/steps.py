@@ -213,6 +213,21 @@ def on_stored_rows(
     return made, _true_model(run, plan, made, A, Y, W, recall, None)
 
 
+def at_zero(
+    run: Training,
+    plan: Plan,
+    made: Made,
+    settings: Settings,
+    A: UnfoldedMap,
+    Y: Array,
+    recall: Recall,
+) -> tuple[Made, Array]:
+    """W = 0 where there is nothing to learn; stored rows are asked for leave-one-out only."""
+    if settings.loo:
+        made, _ = on_stored_rows(run, replace(plan, outputs=0), made, settings, A, Y, recall)
+    return made, run.at_zero()
+
+
 def _without_each(made: Made, problem: StoredProblem, u: Array, wanted: bool) -> Made:
     """With leave-one-out, and what is `wanted` of the rows outside training, if any are there."""
     others = None if made.P.diffusion is None else made.P.diffusion.others
