@@ -15,7 +15,6 @@ from herta_gpu.backends.base import Array, Backend, norm
 from herta_gpu.certificate import Certificate, certify, gradient_error, joined
 from herta_gpu.direct import Proof, StoredProblem
 from herta_gpu.factors import Factor
-from herta_gpu.features import Features
 from herta_gpu.losses import LOSSES, Loss
 from herta_gpu.optimizers import (
     NEWTON_SIZE,
@@ -53,7 +52,7 @@ class Training:
         Y: Array,
         P: Preconditioner,
         spectrum: Spectrum | None,
-        X: Features,
+        X_norm: float,
         stages: Stages,
         callback: Callable[[dict[str, Any]], None] | None = None,
         checkpoint: Checkpoint | None = None,
@@ -68,7 +67,7 @@ class Training:
         self.unit, self.intercept = unit, None
         self.settings, self.backend, self.xp, self.Y, self.P = settings, backend, backend.xp, Y, P
         self.spectrum, self.stages, self.callback = spectrum, stages, callback
-        self.X_norm = X.norm_bound if settings.ridge > 0 else math.inf
+        self.X_norm = X_norm  # of all features together, for a ridge; inf without one
         self.loss = LOSSES[settings.loss] if loss is None else loss
         self.curvature, self.symmetric, self.identity = recipe.curvature, recipe.symmetric, identity
         self.history: list[dict[str, Any]] = []
