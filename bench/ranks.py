@@ -47,11 +47,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results" / "ranks.jsonl"
 GRAPHS = ("ogbn-arxiv", "synthetic:products@0.1")
 COLUMNS, LAM, LAPS = 64, 20.0, 9
-FIT: dict[str, Any] = {
-    "lam": 5.0,
-    "ridge": 0.01,
-    "reorder": False,
-}  # ranks keep the order of the ids
+FIT: dict[str, Any] = {"lam": 5.0, "ridge": 0.01, "reorder": False}  # ranks keep the ids' order
 FEATURES = 32
 
 

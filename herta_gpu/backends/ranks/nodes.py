@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -34,9 +33,6 @@ class NodesBackend(Rows, CompiledBackend):
         rooms[id(memory)] = memory
         end = start + size * np.dtype(dtype).itemsize
         return memory[start:end].view(dtype).reshape(shape)
-
-    def working(self) -> AbstractContextManager[Any]:
-        return self.team.together()
 
     def laplacian(self, graph: Any, dtype: str) -> CompiledLaplacian:  # type: ignore[override]
         assert isinstance(graph, GraphPart)

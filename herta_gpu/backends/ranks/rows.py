@@ -6,6 +6,8 @@ all of them: from there on everything is d x d or n_train x c, and the same ever
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -32,6 +34,11 @@ class Rows(Backend):
         self.graph, self.team, self.first_row = graph, graph.team, graph.first_row
         self.rank, self.ranks = self.team.rank, self.team.size
         self.rows_key = nodes_key(graph.ids[: graph.num_nodes])
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        with self.team.together(), super().working():
+            yield
 
     def total(self, x: Any) -> Any:
         return self.team.total(x)

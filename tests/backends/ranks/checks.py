@@ -470,10 +470,9 @@ def check_the_debug_mode_finds_what_differs() -> None:
         team.debug = False
 
 
-def main() -> None:
-    node_checks = importlib.import_module("tests.backends.ranks.node_checks")  # which imports this
-    named = [*globals().items(), *vars(node_checks).items()]
-    checks = [f for name, f in named if name.startswith("check_")]
+def main(found: dict[str, Any]) -> None:
+    """Run the checks of a module."""
+    checks = [f for name, f in found.items() if name.startswith("check_")]
     asked = os.environ.get("HERTA_CHECKS", "")
     for check in checks:
         if asked not in check.__name__:
@@ -489,4 +488,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    node_checks = importlib.import_module("tests.backends.ranks.node_checks")  # which imports this
+    main({**globals(), **vars(node_checks)})
