@@ -158,6 +158,16 @@ def test_a_large_one_is_mapped_from_the_cache(in_memory, in_cache, monkeypatch):
     assert load("synthetic:n=5e2,m=1e3,d=9,c=3", features=False).X is None
 
 
+def test_a_graph_is_at_hand_once_it_is_in_the_cache(in_memory, in_cache):
+    name = f"synthetic:{TEXT}"
+    assert writes_first(name)  # of several processes, one makes the files
+    assert graph_at_hand(name) is None
+    load(name)
+    assert (graph_at_hand(name).indices == in_memory.graph.indices).all()
+    assert not writes_first("digits")
+    assert graph_at_hand("digits").num_nodes == 1797
+
+
 def test_the_cache_tells_specs_and_seeds_apart(in_cache):
     load(f"synthetic:{TEXT}")
     load(f"synthetic:{TEXT}", random_state=1)
@@ -197,7 +207,7 @@ def test_a_fit_on_a_large_one_is_the_fit_in_memory(in_memory, in_cache):
 
 KILLED = """
 import os
-from herta_gpu.datasets import blockmodel, load
+from herta_gpu.datasets import blockmodel, graph_at_hand, load, writes_first
 blockmodel._ON_DISK, blockmodel._ROW_CHUNK = 0, 64
 at, made = {at!r}, getattr(blockmodel, {at!r})
 def dies(*args):
