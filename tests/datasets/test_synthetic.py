@@ -13,7 +13,15 @@ import numpy as np
 import pytest
 
 from herta_gpu import HERTA
-from herta_gpu.datasets import DataError, Dataset, blockmodel, load, runs
+from herta_gpu.datasets import (
+    DataError,
+    Dataset,
+    blockmodel,
+    graph_at_hand,
+    load,
+    runs,
+    writes_first,
+)
 
 
 def digest(*arrays: Any) -> str:
@@ -207,7 +215,7 @@ def test_a_fit_on_a_large_one_is_the_fit_in_memory(in_memory, in_cache):
 
 KILLED = """
 import os
-from herta_gpu.datasets import blockmodel, graph_at_hand, load, writes_first
+from herta_gpu.datasets import blockmodel, load
 blockmodel._ON_DISK, blockmodel._ROW_CHUNK = 0, 64
 at, made = {at!r}, getattr(blockmodel, {at!r})
 def dies(*args):
