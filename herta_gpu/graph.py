@@ -218,8 +218,8 @@ class Graph:
         return self.num_nodes
 
     @property
-    def parted(self) -> bool:
-        """Whether this is one process's part of a graph that is split by nodes."""
+    def by_nodes(self) -> bool:
+        """Whether each process has its nodes only."""
         return False
 
     def together(self) -> AbstractContextManager[None]:
@@ -430,7 +430,7 @@ def check_graph(graph: Any) -> None:
 def check_whole(graph: Any, name: str) -> None:
     """`check_graph` of what needs all nodes in one process."""
     check_graph(graph)
-    if graph.parted:
+    if graph.by_nodes:
         raise ValueError(
             f"{name} does not work on a graph that is split by nodes, as HERTA, SDDSolver and "
             'Sparsifier do: use split="columns".'

@@ -6,6 +6,7 @@ weights), the correction stands beside the line it concerns.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import wraps
@@ -15,6 +16,7 @@ import numpy as np
 
 from herta_gpu.backends import chosen_backend, shared
 from herta_gpu.backends.base import Array, Backend
+from herta_gpu.backends.cpu.reference import CPUBackend
 from herta_gpu.blockwise import trained
 from herta_gpu.bundles import takes_bundles
 from herta_gpu.features import Features
@@ -46,6 +48,7 @@ from herta_gpu.solver import BLOCK_WIDTH, RegularizedLaplacian, block_width
 from herta_gpu.steps import (
     Made,
     Previous,
+    at_zero,
     on_stored_rows,
     preconditioned,
     sampled,
@@ -345,11 +348,14 @@ class HERTA(Model):
         made = preconditioned(plan, settings, H_tilde, A, Y, others, stages, recall, previous)
         # for t = 1..T: u <- X P' w - y_hat, two solves, g <- P' X^T u'', w <- w - eta g
         run = Training(
-            settings, made.recipe, backend, Y, made.P, made.spectrum, features, stages, callback,
-            checkpoint, plan.identity, A.loss, targets.unit,
+            settings, made.recipe, backend, Y, made.P, made.spectrum,
+            A.X_norm() if settings.ridge > 0 else math.inf, stages, callback, checkpoint,
+            plan.identity, A.loss, targets.unit,
         )  # fmt: skip
         with stages("train"):
-            if plan.stored:  # one tight Q instead of two solves per step
+            if run.nothing_to_learn:
+                made, W = at_zero(run, plan, made, settings, A, Y, recall)
+            elif plan.stored:  # one tight Q instead of two solves per step
                 made, W = on_stored_rows(run, plan, made, settings, A, Y, recall, previous)
             else:
                 w, Z = start(run, plan, settings, made.P, A, budget, previous)
@@ -436,8 +442,8 @@ def _check_split_by_nodes(settings: Settings) -> None:
 
 def works_by_nodes(model: HERTA, backend: Backend) -> str | None:
     """Why a fit with these parameters needs split="columns" on ranks; None: it does not."""
-    if backend.name != "cpu" or type(backend).__name__ == "CPUBackend":
-        return "nodes are shared out on the compiled CPU backend only"
+    if type(backend) is CPUBackend:
+        return "nodes are shared out on GPUs and on the compiled CPU backend: install numba"
     try:
         _check_split_by_nodes(model._settings())
     except ValueError as error:

@@ -197,7 +197,7 @@ class CorrectAndSmooth(NodeOutputs):
             memory_budget=self.memory_budget,
         )  # fmt: skip
 
-    def _checked(self) -> tuple[float, float]:  # type: ignore[override]
+    def _checked(self) -> tuple[float, float]:
         """Both lam, the first 0 for no correction; a sentence says what is wrong with them."""
         check_choice("correct", self.correct, ("autoscale", "fixed", "none"))
         check_not_negative("scale", self.scale)

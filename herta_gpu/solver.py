@@ -6,8 +6,9 @@ Neither side is known while solving, but both can be bounded from what is:
 * H >= I, so ||z - H^-1 b||_H = ||r||_{H^-1} <= ||r|| with the true residual r = b - H z;
 * ||H^-1 b||_H^2 >= 2 <b, z> - <z, H z> = <b, z> + <r, z> for every z, and >= ||b||^2/lambda_max(H).
 
-The quotient is the bound reported as `SolveInfo.h_norm_bound`.  H need not be diagonally dominant
-for any of this; it is positive definite with condition number at most 1 + lam * lambda_max(L).
+The quotient, and what rounding may have done to it, is the bound reported as
+`SolveInfo.h_norm_bound`.  H need not be diagonally dominant for any of this; it is positive
+definite with condition number at most 1 + lam * lambda_max(L).
 """
 
 from __future__ import annotations
@@ -132,7 +133,7 @@ class SolveInfo:
     residuals : float array
         True residual norms ||b - H z||, computed in float64 from the returned Z.
     h_norm_bound : float array
-        Proven bound of ||z - H^-1 b||_H / ||H^-1 b||_H.
+        Proven bound of ||z - H^-1 b||_H / ||H^-1 b||_H, rounding of the residual included.
     status : str
         "converged", "stagnated" (rounding forbids tol; `h_norm_bound` is the level reached) or
         "max_iter".
@@ -239,7 +240,7 @@ def _refined(
         unit = _unit(xp, norm)  # the next residual is smaller, but not by 2^60
     Z = xp.zeros(B.shape, dtype=H.dtype) if Z is None else Z
     norms, bounds = H.backend.to_numpy(xp.stack([norm, bound]))  # synchronize!
-    return Z, SolveInfo(iterations, norms, bounds, status, str(Z.dtype))
+    return Z, SolveInfo(iterations, norms, _proven(H, Z, norms, bounds, tol), status, str(Z.dtype))
 
 
 def _residual(
@@ -274,6 +275,32 @@ def _measure(H: RegularizedLaplacian, b2: Array, dots: Array) -> tuple[Array, Ar
     least = xp.maximum(energy, b2 / H.lambda_max)
     safe = xp.where(least > 0, least, 1.0)
     return norm, energy, xp.where(b2 > 0, norm / xp.sqrt(safe), norm)
+
+
+def _lost(H: RegularizedLaplacian, columns: int) -> tuple[float, float]:
+    """(rho, delta): what rounding may do to ||r||, relative to ||z||, and to the bound itself.
+
+    Sums over n terms make ||r|| and the energy: the latter is 2 <b, z> - <z, b - r>, relative to
+    S^2, S = ||H^-1 b||_H, with ||b|| <= sqrt(lambda_max) S and ||z|| <= ||z||_H, about S.
+    """
+    unit, n = 0.5 * float(np.finfo(np.float64).eps), int(H.backend.total(H.n))
+    return H.rounding(columns), 8 * (n + 8) * unit * math.sqrt(H.lambda_max)
+
+
+def _proven(H: RegularizedLaplacian, Z: Array, norms: Any, bounds: Any, tol: float) -> Any:
+    """Bounds from measured residuals as true ones: what rounding may have done is added.
+
+    With t the bound, ||z|| <= ||z||_H <= (1 + t) S makes t <= (measured + rho) / (1 - rho).  Where
+    that is not enough, ||z|| itself is measured: it is far below S if b is rough.
+    """
+    rho, delta = _lost(H, Z.shape[1])
+    found = (bounds * (1 + delta) + rho) / (1 - rho) if rho < 1 else np.full(bounds.shape, np.inf)
+    if bool(((found > tol) & (bounds <= tol)).any()):
+        size = H.backend.to_numpy(H.backend.total(H.backend.column_dots(Z, Z)))  # synchronize!
+        S = norms / np.where(bounds > 0, bounds, 1.0)
+        near = bounds * (1 + delta) + rho * (1 + delta) * np.sqrt(size) / np.where(S > 0, S, 1.0)
+        found = np.where(S > 0, np.minimum(found, near), found)
+    return found
 
 
 def _cycle(
@@ -585,7 +612,12 @@ class SDDSolver:
         return xp.where(size > 0, size, 1.0)
 
     def _cg(self, B: Array, guess: Array | None) -> tuple[Array, SolveInfo]:
-        return block_cg(self.H, B, self.tol, guess, self.max_iter)
+        rho, delta = _lost(self.H, B.shape[1])
+        # What rounding may add comes on top; a tol below that is tried, and the bound says so.
+        aim = max(0.5 * self.tol, (self.tol * (1 - rho) - rho) / (1 + delta))
+        Z, info = block_cg(self.H, B, aim, guess, self.max_iter)
+        missed = info.status == "converged" and bool((info.h_norm_bound > self.tol).any())
+        return Z, replace(info, status="stagnated" if missed else info.status)
 
     def _chebyshev(self, B: Array) -> tuple[Array, SolveInfo]:
         H, backend, root = self.H, self.H.backend, math.sqrt(self.kappa)
@@ -603,7 +635,7 @@ class SDDSolver:
             Z, iterations = Z + chebyshev(H, R, degree), iterations + degree
             R, dots = H.residual(B, Z, dtype)
             norm, _, bound = (backend.to_numpy(a) for a in _measure(H, b2, dots))  # synchronize!
-            bound = np.minimum(bound, proven)
+            bound = np.minimum(_proven(H, Z, norm, bound, self.tol), proven)
             worst = float(bound.max(initial=0.0))
             if worst <= self.tol or not worst < 0.5 * last:
                 break

@@ -26,7 +26,14 @@ from tests.cuda_emulator import EmulatorError, load
 from tests.cupy_standin import cusparse, functions, nccl, sparse
 from tests.cupy_standin.device_array import ndarray
 from tests.cupy_standin.ledger import LEDGER, Ledger
-from tests.cupy_standin.streams import Device, Event, Graph, Stream, get_elapsed_time
+from tests.cupy_standin.streams import (
+    Device,
+    Event,
+    Graph,
+    Stream,
+    current_device,
+    get_elapsed_time,
+)
 
 FREE_BYTES = 8 << 30
 L2_BYTES = 1 << 20
@@ -154,7 +161,7 @@ def build() -> dict[str, ModuleType]:
         "cupy.cuda.runtime",
         CUDARuntimeError=functions.CUDARuntimeError,
         getDeviceCount=lambda: GPUS[0],
-        getDevice=lambda: Device.current,
+        getDevice=current_device,
         deviceGetPCIBusId=lambda device: f"0000:{device:02x}:00.0",
         getDeviceProperties=lambda device: {"l2CacheSize": L2_BYTES, "name": b"emulator"},
         runtimeGetVersion=lambda: 13000,
@@ -245,7 +252,8 @@ def installed(variant: str = "plain") -> Iterator[Ledger]:
         if name in ours or name.startswith(("cupy.", "cupyx.", "cupy_backends"))
     }
     sys.modules.update(build())
-    RawModule.variant, before, Device.current = variant, RawModule.variant, 0
+    RawModule.variant, before = variant, RawModule.variant
+    Device(0).use()
     _forget_backends()
     functions.set_allocator()
     LEDGER.clear()

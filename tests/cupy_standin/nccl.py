@@ -24,7 +24,7 @@ import numpy as np
 from tests.cuda_emulator import EmulatorError
 from tests.cupy_standin.device_array import live, poison, uses_of
 from tests.cupy_standin.ledger import LEDGER
-from tests.cupy_standin.streams import Device, Stream, order, stream_at
+from tests.cupy_standin.streams import Stream, current_device, order, stream_at
 
 available = True
 NCCL_UINT8 = 1
@@ -82,7 +82,7 @@ class NcclCommunicator:
         self._request, self._mpi = MPI.Request, MPI.COMM_WORLD.Dup()
         self._rank, self._size, self._number, self._aborted = rank, ndev, 0, False
         self.error: int | None = None
-        seen = self._mpi.allgather((commId, rank, MPI.Get_processor_name(), Device.current))
+        seen = self._mpi.allgather((commId, rank, MPI.Get_processor_name(), current_device()))
         if [who for _, who, *_ in seen] != list(range(ndev)) or len({s[0] for s in seen}) > 1:
             raise EmulatorError("the ranks do not begin the same communicator")
         if len({where for *_, where in [(*s[:2], s[2:]) for s in seen]}) < ndev:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import count
+from threading import local
 from time import perf_counter
 from typing import Any
 from weakref import WeakValueDictionary
@@ -170,16 +171,22 @@ class Event:
             host_waited(self.clock)
 
 
+_here = local()
+
+
+def current_device() -> int:
+    """Every thread has its own, and begins with the first."""
+    return getattr(_here, "device", 0)
+
+
 class Device:
     """A device of this process, by its number."""
 
-    current = 0
-
     def __init__(self, device: int | None = None) -> None:
-        self.id = Device.current if device is None else device
+        self.id = current_device() if device is None else device
 
     def use(self) -> None:
-        Device.current = self.id
+        _here.device = self.id
 
 
 def stream_at(address: int) -> Stream:

@@ -283,6 +283,7 @@ class Ranks:
         self._clear()
         first = errors[failed[0]]
         alike = len(failed) == self.size and len({str(e) for e in errors}) == 1
+        alike = alike or getattr(first, "of_all", False)
         raised_here: Any = first if alike else _of_rank(failed[0], first)
         raised_here.on_all_ranks = True
         raise raised_here from error
@@ -397,6 +398,12 @@ def ranks_of(comm: Any) -> Ranks:
     if found is None or not found.of(comm):
         found = _known[handle] = Ranks(comm)
     return found
+
+
+def of_all(error: ValueError) -> ValueError:
+    """An error that every rank comes to: no rank's name belongs to it."""
+    error.of_all = True  # type: ignore[attr-defined]
+    return error
 
 
 def _abort_where_uncaught(comm: MPI.Comm) -> None:

@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 
 from herta_gpu.backends.base import Array
-from herta_gpu.backends.ranks.communicator import FEW, Ranks
+from herta_gpu.backends.ranks.communicator import FEW, Ranks, of_all
 
 GROUP = 2048  # calls that NCCL takes in a group
 _POLL = 0.1  # seconds between two looks of the thread
@@ -55,11 +55,11 @@ def take_gpu(team: Ranks, xp: Any, used: bool = False) -> None:
     if twice is not None:
         host = hosts[twice]
         gpus = len({bus for where, bus in taken if where == host})
-        raise ValueError(
+        raise of_all(ValueError(
             f"{hosts.count(host)} ranks are on the machine of rank {host}, which has {gpus} "
             f"{'GPU' if gpus == 1 else 'GPUs'} for them: start one rank per GPU "
             '(mpirun -n), or use device="cpu".'
-        )
+        ))  # fmt: skip
     if used and device != runtime.getDevice():
         raise ValueError(
             f"This process has worked on GPU {runtime.getDevice()} before, but its own one is "
@@ -73,7 +73,7 @@ def nccl_of(team: Ranks, xp: Any) -> Nccl:
     if team.nccl is None or team.nccl.xp is not xp:
         missing = not getattr(xp.cuda.nccl, "available", False)
         if team.largest(int(missing)):
-            raise ValueError(_NO_NCCL)
+            raise of_all(ValueError(_NO_NCCL))
         team.nccl = Nccl(team, xp)
     return team.nccl
 

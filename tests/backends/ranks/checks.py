@@ -25,6 +25,7 @@ from herta_gpu import HERTA, Graph, LabelPropagation, effective_dimension
 from herta_gpu.backends import backend_for
 from herta_gpu.backends.ranks import ranks_of
 from herta_gpu.backends.ranks.communicator import FEW
+from herta_gpu.datasets import Dataset
 from herta_gpu.plumbing.partition import rows_moved
 from herta_gpu.solver import RegularizedLaplacian, block_cg, chebyshev
 
@@ -322,6 +323,33 @@ def check_parts_of_a_graph_that_all_have() -> None:
         assert moved == ranks_of(COMM).total(0 if halo is None else halo.size) / N
 
 
+def check_rows_of_a_dataset() -> None:
+    """Each rank's rows, from memory or from files, with the columns of all ranks made standard."""
+    edges, X, y, train = data(7)
+    folder = Path(ranks_of(COMM).agreed(tempfile.mkdtemp() if RANK == 0 else None))
+    if RANK == 0:
+        np.save(folder / "X.npy", X)
+        Graph.from_edges(edges, N).save(folder / "graph")
+    COMM.Barrier()
+    mapped = (Graph.open(folder / "graph"), np.load(folder / "X.npy", mmap_mode="r"))
+    for (graph, given), partition in itertools.product(
+        [(Graph.from_edges(edges, N), X), (Graph.from_edges(edges, N), sp.csr_array(X)), mapped],
+        partitions(),
+    ):
+        whole = Dataset("all", graph, given, y, {"train": train, "test": np.arange(1, N, 2)})
+        part = whole.rows_of(graph.on_ranks(COMM, "nodes", partition))
+        at = np.arange(N)[part.graph.nodes]
+        assert (at[part.split["train"]] == train[np.isin(train, at)]).all()
+        assert (part.y == y[at]).all()
+        wanted, made = whole.normalized("standard").X[at], part.normalized("standard").X
+        assert np.abs(made - wanted).max() < 1e-13 if at.size else made.shape == wanted.shape
+    in_file = whole.rows_of(graph.on_ranks(COMM, "nodes")).X
+    assert isinstance(in_file, np.memmap)
+    COMM.Barrier()
+    if RANK == 0:
+        shutil.rmtree(folder)
+
+
 def check_a_wrong_partition_is_one_sentence() -> None:
     if SIZE == 1:
         return
@@ -440,10 +468,9 @@ def check_the_debug_mode_finds_what_differs() -> None:
         team.debug = False
 
 
-def main() -> None:
-    node_checks = importlib.import_module("tests.backends.ranks.node_checks")  # which imports this
-    named = [*globals().items(), *vars(node_checks).items()]
-    checks = [f for name, f in named if name.startswith("check_")]
+def main(found: dict[str, Any]) -> None:
+    """Run the checks of a module."""
+    checks = [f for name, f in found.items() if name.startswith("check_")]
     asked = os.environ.get("HERTA_CHECKS", "")
     for check in checks:
         if asked not in check.__name__:
@@ -459,4 +486,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    node_checks = importlib.import_module("tests.backends.ranks.node_checks")  # which imports this
+    main({**globals(), **vars(node_checks)})

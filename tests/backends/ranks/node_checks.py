@@ -51,9 +51,10 @@ def check_samples_do_not_depend_on_the_partition() -> None:
     edges, weight = weighted_edges()
     hub = with_a_hub()
     X = np.random.default_rng(1).standard_normal((N, 5))
-    cases = [(hub, None, _SCATTERED, "sketch", True), (edges, weight, "blocks", "sketch", False),
-             (hub, None, _ALONE, "degree", False), (edges, weight, _SCATTERED, "degree", True)
-             ]  # fmt: skip
+    cases = [
+        (hub, None, _SCATTERED, "sketch", True), (edges, weight, "blocks", "sketch", False),
+        (hub, None, _ALONE, "degree", False), (edges, weight, _SCATTERED, "degree", True),
+    ]  # fmt: skip
     for e, w, partition, scores, replace in cases:
         how = {"lam": 5.0, "n_samples": 300, "scores": scores, "replace": replace}
         how |= {"dtype": "float64", "random_state": 7}
