@@ -216,10 +216,7 @@ class GraphPart(Graph):
         owner = np.searchsorted(self.halo.ends, self.indices, side="right") - 1
         owner[self.indices < n] = team.rank
         # Between two ranks both know the edges: in the order of their ends nothing has to be named.
-        told = []
-        for r in range(team.size):
-            at = np.flatnonzero(self.upper & (owner == r))
-            told.append(factors[at[np.lexsort((theirs[at], mine[at]))]])
+        told = [factors[self.upper & (owner == r)] for r in range(team.size)]
         for r, found in enumerate(team.exchanged(told)):
             at = np.flatnonzero(~self.upper & (owner == r))
             factors[at[np.lexsort((mine[at], theirs[at]))]] = found
