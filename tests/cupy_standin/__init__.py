@@ -56,7 +56,7 @@ _FUNCTIONS = (
     *("sort", "argsort", "argmax", "argmin", "count_nonzero", "sum", "mean"),
 )
 _ON_CUPY = ("herta_gpu.backends.cuda.backend", "herta_gpu.backends.cuda.nodes")
-_OF_NCCL = ("available", "NCCL_", "Nccl", "get_unique_id", "group")
+_OF_NCCL = ("available", "NCCL_", "NcclCommunicator", "get_unique_id", "group")
 _OF_CUSPARSE = ("CUSPARSE_", "create", "destroy", "setStream", "spMM")
 
 

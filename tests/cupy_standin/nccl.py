@@ -95,15 +95,14 @@ class NcclCommunicator:
     def recv(self, recvbuf: int, count: int, datatype: int, peer: int, stream: int) -> None:
         self._in_group("recv", recvbuf, count, datatype, peer, stream)
 
-    def allGather(
-        self, sendbuf: int, recvbuf: int, count: int, datatype: int, stream: int
-    ) -> None:
+    def allGather(self, sendbuf: int, recvbuf: int, count: int, datatype: int, stream: int) -> None:
         self._checked(datatype)
         if _group is not None:
             raise EmulatorError("allGather within a group of send and recv")
         on = stream_at(stream)
-        (mine, source), (found, target) = _memory(sendbuf, count), _memory(
-            recvbuf, count * self._size
+        (mine, source), (found, target) = (
+            _memory(sendbuf, count),
+            _memory(recvbuf, count * self._size),
         )
         order(uses_of(source), on)
         order(uses_of(target), on)

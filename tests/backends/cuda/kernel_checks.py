@@ -163,7 +163,9 @@ def check_cg_of_ranks(run: Emulated, L: Any, k: int, dtype: str) -> None:
             found, expected = getattr(cut, name), getattr(fused, name)
             assert ranks > 1 or found.tobytes() == expected.tobytes(), name
             assert_close(found, expected, dtype, factor=10)
-        assert_close(cut.rho, ranks * fused.rho, "float64", factor=1e9 if dtype == "float32" else 10)
+        assert_close(
+            cut.rho, ranks * fused.rho, "float64", factor=1e9 if dtype == "float32" else 10
+        )
 
 
 def check_packed_rows(run: Emulated, L: Any, k: int, dtype: str) -> None:

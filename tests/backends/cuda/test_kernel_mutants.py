@@ -225,7 +225,9 @@ MUTANTS = {
     "the sums of one rank only": Mutant(
         "cg.cu", "s.turn(c, step, over_ranks(dots, ranks, k, c));", "s.turn(c, step, dots[c]);"
     ),
-    "rows packed one further": Mutant("ranks.cu", "store(out + i * k", "store(out + (m - 1 - i) * k"),
+    "rows packed one further": Mutant(
+        "ranks.cu", "store(out + i * k", "store(out + (m - 1 - i) * k"
+    ),
     "32-bit offset of a packed row": Mutant(
         "ranks.cu", "static_cast<i64>(rows[i]) * k", "static_cast<u32>(rows[i] * k)", "offsets"
     ),

@@ -239,7 +239,7 @@ def check_columns_are_shared_by_nccl_to_the_same_bits() -> None:
 
 
 def _columns_by_the_host(model: HERTA, params: Any, shared: Any) -> None:
-    edges, X, y, mask = data()
+    _, X, y, mask = data()
     X = np.tile(X, 3) + np.random.default_rng(0).standard_normal((N, 3 * D))
     LEDGER.clear()
     with warnings.catch_warnings(record=True) as seen:
@@ -362,7 +362,7 @@ def check_the_stand_in_refuses_what_nccl_punishes() -> None:
 
 
 def check_a_group_has_no_more_calls_than_nccl_takes() -> None:
-    """3,000 ranks on paper: groups of 2,048 calls at most, and both ends of each in the same one."""
+    """3,000 ranks on paper: 2,048 calls in a group at most, both ends of each in the same one."""
     ranks, groups = 3000, {}
 
     class Recorded:
@@ -389,8 +389,9 @@ def check_a_group_has_no_more_calls_than_nccl_takes() -> None:
         team = type("Team", (), {"rank": rank, "size": ranks})()
         wire = Nccl(team, backend.xp)  # type: ignore[arg-type]
         recorded = Recorded(rank)
-        with patch.object(Nccl, "_ready", lambda *_, r=recorded: r), patch.object(
-            backend.xp.cuda, "nccl", recorded
+        with (
+            patch.object(Nccl, "_ready", lambda *_, r=recorded: r),
+            patch.object(backend.xp.cuda, "nccl", recorded),
         ):
             wire.start([x] * ranks, [x] * ranks, "x")
     assert all(len(group) <= GROUP for calls in groups.values() for group in calls)
