@@ -101,7 +101,7 @@ def _columns(Y: Any, at: Any) -> Array:
 def _part(run: Training, Y: Array, phase: int, before: list[Certificate]) -> Training:
     """Training of some of the outputs, after what `run` has told so far."""
     part = copy(run)
-    part.Y, part.loss_at_zero = Y, loss_at_zero(run.loss, run.xp, Y)
+    part.Y, part.loss_at_zero = Y, loss_at_zero(run.loss, run.xp, Y)[0]
     part.history, part.proven, part.before = list(run.history), [], before
     part.first_gradient, part.callback, part.phase = math.inf, None, phase - 1
     saved = run.saved or {"phase": None, "plan": None}

@@ -16,6 +16,7 @@ from herta_gpu.backends.base import Array, norm
 from herta_gpu.row_losses import RowLoss
 
 _NEWTON_STEPS = 40
+_SINKHORN_STEPS = 50
 _TINY = 1e-300
 _LARGEST_SHIFT = 60.0  # a constant beyond which exp(-b) adds nothing to a loss ...
 _NO_LOSS = 1e-15  # ... of a billion labels
@@ -50,6 +51,16 @@ class _Curved(RowLoss):
         least = float(xp.where(sums > 0, sums, xp.inf).min())  # synchronize!
         far = objective / least + slope * X_norm * math.sqrt(2 * objective / ridge)
         return norm(b) + math.sqrt(b.shape[0]) * far
+
+    def _log_totals(self, xp: Any, logs: Array) -> Array:
+        """(c,) logarithms of the weighted sums over the rows of numbers that are given by theirs.
+
+        0 for a column without any.
+        """
+        if self.weights is not None:
+            logs = logs + xp.log(self.weights)[:, None]
+        found = _log_sums(xp, logs, axis=0)[0]
+        return xp.where(found > -xp.inf, found, 0.0)
 
     def _newton_step(
         self,
@@ -106,7 +117,13 @@ class CrossEntropy(_Curved):
             hessian = xp.diag(WS.sum(axis=0)) - S.T @ WS
             return value, self.weighted(E).sum(axis=0), hessian + WS.sum() / c**2
 
-        return _least(xp, at, b)
+        def scaled(b: Array) -> Array:
+            logs = F + b
+            logs = logs - _log_sums(xp, logs, axis=1)
+            return b + xp.log(xp.maximum(goal, _TINY)) - self._log_totals(xp, logs)
+
+        b = _near(xp, scaled, b)
+        return _least(xp, at, b - b.sum() / c)
 
     def placed(self, xp: Any, F: Array, Y: Array) -> Array:
         return F + self.shift(xp, F, Y) if self.intercept else F
@@ -215,6 +232,15 @@ class BinaryCrossEntropy(_Curved):
             bend = self.weighted(xp.where(known & mixed, S * (1 - S), 0.0)).sum(axis=0)
             return value, self.weighted(E).sum(axis=0), xp.diag(xp.where(mixed, bend, 1.0))
 
+        def scaled(b: Array) -> Array:
+            one, zero = (
+                self._log_totals(xp, xp.where(known, _log_sigmoid(xp, side), -xp.inf))
+                for side in (F + b, -F - b)
+            )
+            odds = xp.log(xp.where(mixed, ones, 1.0)) - xp.log(xp.where(mixed, zeros, 1.0))
+            return b + xp.where(mixed, odds - one + zero, 0.0)
+
+        b = _near(xp, scaled, b)
         # Without a 0 (or a 1) no constant is large enough.
         alone = xp.where(ones > 0, _LARGEST_SHIFT, -_LARGEST_SHIFT) * (ones + zeros > 0)
         return xp.where(mixed, _least(xp, at, b) if c else b, alone)
@@ -309,6 +335,33 @@ class BinaryCrossEntropy(_Curved):
         return self._newton_step(xp, at, ridge, enough, FD.shape[1])
 
 
+def _near(xp: Any, scaled: Callable[[Array], Array], b: Array) -> Array:
+    """Constants from which Newton's method finds the best ones, wherever the outputs are.
+
+    Sinkhorn's steps: each adds to a constant the logarithm of (the share that its class should
+    have / the one that it has).  None makes the loss larger, and any distance is one step.
+    """
+    for _ in range(_SINKHORN_STEPS):
+        ahead = scaled(b)
+        moved = float(abs(ahead - b).max())  # synchronize!
+        b = ahead
+        if not moved > 1.0:
+            break
+    return b
+
+
+def _log_sums(xp: Any, logs: Array, axis: int) -> Array:
+    """log of the sum of exp(logs) along an axis, which stays, without overflow."""
+    top = logs.max(axis=axis, keepdims=True)
+    top = xp.where(top > -xp.inf, top, 0.0)
+    sums = xp.exp(logs - top).sum(axis=axis, keepdims=True)
+    return xp.log(xp.where(sums > 0, sums, 1.0)) + xp.where(sums > 0, top, -xp.inf)
+
+
+def _log_sigmoid(xp: Any, F: Array) -> Array:
+    return xp.minimum(F, 0.0) - xp.log1p(xp.exp(-abs(F)))
+
+
 def _least(xp: Any, at: Callable[[Array], tuple[float, Array, Array]], b: Array) -> Array:
     """Constants b at which the gradient is rounding; `at` gives value, gradient and Hessian."""
     value, g, hessian = at(b)
@@ -321,7 +374,9 @@ def _least(xp: Any, at: Callable[[Array], tuple[float, Array, Array]], b: Array)
         while True:
             ahead = b + eta * step
             found = at(ahead)
-            lower = found[0] < value or norm(found[1]) < size
+            # Of equal losses, up to rounding, the one with the smaller gradient.
+            near = found[0] <= value + 1e-12 * abs(value)
+            lower = near and (found[0] < value or norm(found[1]) < size)
             if lower or eta < 1e-12:
                 break
             eta *= 0.25

@@ -218,8 +218,8 @@ class Graph:
         return self.num_nodes
 
     @property
-    def parted(self) -> bool:
-        """Whether this is one process's part of a graph that is split by nodes."""
+    def by_nodes(self) -> bool:
+        """Whether each process has its nodes only."""
         return False
 
     def together(self) -> AbstractContextManager[None]:
@@ -424,6 +424,16 @@ def check_graph(graph: Any) -> None:
     if not isinstance(graph, Graph):
         raise TypeError(
             f"graph must be a herta_gpu.Graph, not {type(graph).__name__}: use Graph.from_edges."
+        )
+
+
+def check_whole(graph: Any, name: str) -> None:
+    """`check_graph` of what needs all nodes in one process."""
+    check_graph(graph)
+    if graph.by_nodes:
+        raise ValueError(
+            f"{name} does not work on a graph that is split by nodes, as HERTA, SDDSolver and "
+            'Sparsifier do: use split="columns".'
         )
 
 

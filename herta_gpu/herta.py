@@ -6,6 +6,7 @@ weights), the correction stands beside the line it concerns.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import wraps
@@ -15,6 +16,7 @@ import numpy as np
 
 from herta_gpu.backends import chosen_backend, shared
 from herta_gpu.backends.base import Array, Backend
+from herta_gpu.backends.cpu.reference import CPUBackend
 from herta_gpu.blockwise import trained
 from herta_gpu.bundles import takes_bundles
 from herta_gpu.features import Features
@@ -46,6 +48,7 @@ from herta_gpu.solver import BLOCK_WIDTH, RegularizedLaplacian, block_width
 from herta_gpu.steps import (
     Made,
     Previous,
+    at_zero,
     on_stored_rows,
     preconditioned,
     sampled,
@@ -291,7 +294,7 @@ class HERTA(Model):
         settings, (backend, why) = self._settings(), chosen_backend(self.device, graph, X)
         backend = shared(backend, graph)
         if not backend.whole:
-            _check_split_by_nodes(settings, {"checkpoint": checkpoint})
+            _check_split_by_nodes(settings)
         check_choice("loo", loo, (False, True, "influence"))
         settings = _leaving_out(settings, loo == "influence") if loo else settings
         X, targets = self._checked_data(graph, X, y, train, backend, sample_weight)
@@ -302,7 +305,7 @@ class HERTA(Model):
         before, stages.wait = dict(stages.seconds), backend.synchronize
         if checkpoint is not None:
             with stages("checkpoint"):
-                data = (graph, X, y, targets.rows, checkpoint.split, targets.weights)
+                data = (graph, X, y, targets.nodes, checkpoint.split, targets.weights)
                 checkpoint.begin(fingerprint(self.get_params(), backend, *data))
         with stages("order"):
             given, graph = graph, stored_order(graph, X, targets.Y.shape[1], settings, backend)
@@ -342,11 +345,14 @@ class HERTA(Model):
         made = preconditioned(plan, settings, H_tilde, A, Y, others, stages, recall, previous)
         # for t = 1..T: u <- X P' w - y_hat, two solves, g <- P' X^T u'', w <- w - eta g
         run = Training(
-            settings, made.recipe, backend, Y, made.P, made.spectrum, features, stages, callback,
-            checkpoint, plan.identity, A.loss, targets.unit,
+            settings, made.recipe, backend, Y, made.P, made.spectrum,
+            A.X_norm() if settings.ridge > 0 else math.inf, stages, callback, checkpoint,
+            plan.identity, A.loss, targets.unit,
         )  # fmt: skip
         with stages("train"):
-            if plan.stored:  # one tight Q instead of two solves per step
+            if run.nothing_to_learn:
+                made, W = at_zero(run, plan, made, settings, A, Y, recall)
+            elif plan.stored:  # one tight Q instead of two solves per step
                 made, W = on_stored_rows(run, plan, made, settings, A, Y, recall, previous)
             else:
                 w, Z = start(run, plan, settings, made.P, A, budget, previous)
@@ -422,26 +428,21 @@ def _leaving_out(settings: Settings, influence: bool) -> Settings:
     return replace(settings.with_loo(), influence=influence)
 
 
-def _check_split_by_nodes(settings: Settings, given: dict[str, Any]) -> None:
+def _check_split_by_nodes(settings: Settings) -> None:
     """Say what works only where each process has all rows."""
-    asked = {
-        "reorder": settings.reorder.when == "always",
-        **{name: value is not None for name, value in given.items()},
-    }
-    name = next((name for name, wanted in asked.items() if wanted), None)
-    if name is not None:
+    if settings.reorder.when == "always":
         raise ValueError(
-            f'{name} does not work on a graph that is split by nodes: use split="columns", or '
-            f"leave {name} out."
+            'reorder does not work on a graph that is split by nodes: use split="columns", or '
+            "leave reorder out."
         )
 
 
 def works_by_nodes(model: HERTA, backend: Backend) -> str | None:
     """Why a fit with these parameters needs split="columns" on ranks; None: it does not."""
-    if backend.name != "cpu" or type(backend).__name__ == "CPUBackend":
-        return "nodes are shared out on the compiled CPU backend only"
+    if type(backend) is CPUBackend:
+        return "nodes are shared out on GPUs and on the compiled CPU backend: install numba"
     try:
-        _check_split_by_nodes(model._settings(), {})
+        _check_split_by_nodes(model._settings())
     except ValueError as error:
         return str(error).partition(":")[0]
     return None

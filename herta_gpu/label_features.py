@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from herta_gpu.backends import get_backend
-from herta_gpu.graph import Graph, check_graph
+from herta_gpu.graph import Graph, check_whole
 from herta_gpu.planning.settings import LABEL_FOLDS, LABEL_LAMS
 from herta_gpu.plumbing.estimator import make_targets
 from herta_gpu.plumbing.validation import check_count, check_dtype, check_lam, check_positive
@@ -78,7 +78,7 @@ def label_features(
     >>> found.columns.shape, found.folds[data.split["test"]].max(), found.error < 0.05
     ((1797, 20), np.int64(-1), True)
     """
-    check_graph(graph)
+    check_whole(graph, "label_features (but not that of HERTA)")
     _check(lams, folds, tol)
     targets = make_targets(y, train, graph.num_nodes, "mse")
     rows, Y = targets.rows, np.asarray(targets.Y)

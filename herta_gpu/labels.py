@@ -14,13 +14,14 @@ residual R = B - H Z that makes a bound of each number, sharp where 2-norms over
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 import numpy as np
 import scipy.sparse as sp
 
-from herta_gpu.graph import Graph, check_graph
+from herta_gpu.graph import Graph, check_whole
 from herta_gpu.planning.settings import strength
 from herta_gpu.plumbing.estimator import (
     Estimator,
@@ -96,7 +97,7 @@ def placed(Y: Any, rows: Any, n: int) -> Any:
     return sp.csr_array((np.asarray(Y).ravel(), at), shape=(n, Y.shape[1]))
 
 
-class NodeOutputs(Estimator):
+class NodeOutputs(Estimator, ABC):
     """Outputs of the nodes of one graph, kept by `fit`, and what they say of each node.
 
     Attributes
@@ -183,9 +184,9 @@ class NodeOutputs(Estimator):
 
     dtype: Any
 
-    def _checked(self) -> None:
-        """A sentence says what is wrong with the parameters."""
-        raise NotImplementedError
+    @abstractmethod
+    def _checked(self) -> Any:
+        """The parameters as numbers; a sentence says what is wrong with them."""
 
     def _fitted(self) -> Self:
         if not hasattr(self, "Z_"):
@@ -254,7 +255,7 @@ class LabelPropagation(NodeOutputs):
         y is as in `HERTA.fit`; nothing of it is looked at outside `train`.
         """
         lam = self._checked()
-        check_graph(graph)
+        check_whole(graph, "LabelPropagation")
         targets = make_targets(y, train, graph.num_nodes, "mse")
         solver = SDDSolver(
             graph, lam, tol=self.tol, device=self.device, dtype=self.dtype,
@@ -278,7 +279,7 @@ class LabelPropagation(NodeOutputs):
             labels[~self.transform(idx).any(axis=1)] = self.classes_[self._common]
         return labels
 
-    def _checked(self) -> float:  # type: ignore[override]
+    def _checked(self) -> float:
         lam = strength(self.lam, self.alpha)
         check_lam(lam)
         check_positive("tol", self.tol)

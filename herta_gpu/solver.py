@@ -6,8 +6,9 @@ Neither side is known while solving, but both can be bounded from what is:
 * H >= I, so ||z - H^-1 b||_H = ||r||_{H^-1} <= ||r|| with the true residual r = b - H z;
 * ||H^-1 b||_H^2 >= 2 <b, z> - <z, H z> = <b, z> + <r, z> for every z, and >= ||b||^2/lambda_max(H).
 
-The quotient is the bound reported as `SolveInfo.h_norm_bound`.  H need not be diagonally dominant
-for any of this; it is positive definite with condition number at most 1 + lam * lambda_max(L).
+The quotient, and what rounding may have done to it, is the bound reported as
+`SolveInfo.h_norm_bound`.  H need not be diagonally dominant for any of this; it is positive
+definite with condition number at most 1 + lam * lambda_max(L).
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from typing import Any
 import numpy as np
 import scipy.sparse as sp
 
-from herta_gpu.backends import get_backend
+from herta_gpu.backends import backend_of_rows
 from herta_gpu.backends.base import Array, Backend, Laplacian
-from herta_gpu.graph import Graph, check_graph
+from herta_gpu.graph import Graph, check_graph, check_whole
 from herta_gpu.plumbing.interop import as_array, in_kind_of, on_device, take_rows
 from herta_gpu.plumbing.stages import marked
 from herta_gpu.plumbing.validation import (
@@ -48,8 +49,8 @@ class RegularizedLaplacian:
 
     def __init__(self, graph: Graph, lam: float, backend: Backend, dtype: str) -> None:
         self.graph, self.lam, self.backend, self.dtype = graph, float(lam), backend, dtype
-        if backend.whole and graph.nodes_of_all != graph.num_nodes:
-            raise ValueError("Only HERTA works on a graph that is split by nodes.")
+        if backend.whole:
+            check_whole(graph, "This")
         self._in: dict[str, Laplacian] = {}
 
     def on(self, graph: Graph) -> RegularizedLaplacian:
@@ -132,7 +133,7 @@ class SolveInfo:
     residuals : float array
         True residual norms ||b - H z||, computed in float64 from the returned Z.
     h_norm_bound : float array
-        Proven bound of ||z - H^-1 b||_H / ||H^-1 b||_H.
+        Proven bound of ||z - H^-1 b||_H / ||H^-1 b||_H, rounding of the residual included.
     status : str
         "converged", "stagnated" (rounding forbids tol; `h_norm_bound` is the level reached) or
         "max_iter".
@@ -239,7 +240,7 @@ def _refined(
         unit = _unit(xp, norm)  # the next residual is smaller, but not by 2^60
     Z = xp.zeros(B.shape, dtype=H.dtype) if Z is None else Z
     norms, bounds = H.backend.to_numpy(xp.stack([norm, bound]))  # synchronize!
-    return Z, SolveInfo(iterations, norms, bounds, status, str(Z.dtype))
+    return Z, SolveInfo(iterations, norms, _proven(H, Z, norms, bounds, tol), status, str(Z.dtype))
 
 
 def _residual(
@@ -274,6 +275,32 @@ def _measure(H: RegularizedLaplacian, b2: Array, dots: Array) -> tuple[Array, Ar
     least = xp.maximum(energy, b2 / H.lambda_max)
     safe = xp.where(least > 0, least, 1.0)
     return norm, energy, xp.where(b2 > 0, norm / xp.sqrt(safe), norm)
+
+
+def _lost(H: RegularizedLaplacian, columns: int) -> tuple[float, float]:
+    """(rho, delta): what rounding may do to ||r||, relative to ||z||, and to the bound itself.
+
+    Sums over n terms make ||r|| and the energy: the latter is 2 <b, z> - <z, b - r>, relative to
+    S^2, S = ||H^-1 b||_H, with ||b|| <= sqrt(lambda_max) S and ||z|| <= ||z||_H, about S.
+    """
+    unit, n = 0.5 * float(np.finfo(np.float64).eps), int(H.backend.total(H.n))
+    return H.rounding(columns), 8 * (n + 8) * unit * math.sqrt(H.lambda_max)
+
+
+def _proven(H: RegularizedLaplacian, Z: Array, norms: Any, bounds: Any, tol: float) -> Any:
+    """Bounds from measured residuals as true ones: what rounding may have done is added.
+
+    With t the bound, ||z|| <= ||z||_H <= (1 + t) S makes t <= (measured + rho) / (1 - rho).  Where
+    that is not enough, ||z|| itself is measured: it is far below S if b is rough.
+    """
+    rho, delta = _lost(H, Z.shape[1])
+    found = (bounds * (1 + delta) + rho) / (1 - rho) if rho < 1 else np.full(bounds.shape, np.inf)
+    if bool(((found > tol) & (bounds <= tol)).any()):
+        size = H.backend.to_numpy(H.backend.total(H.backend.column_dots(Z, Z)))  # synchronize!
+        S = norms / np.where(bounds > 0, bounds, 1.0)
+        near = bounds * (1 + delta) + rho * (1 + delta) * np.sqrt(size) / np.where(S > 0, S, 1.0)
+        found = np.where(S > 0, np.minimum(found, near), found)
+    return found
 
 
 def _cycle(
@@ -440,7 +467,7 @@ class SDDSolver:
         self.graph, self.method, self.tol = graph, method, tol
         self.max_iter, self.device, self.dtype = max_iter, device, check_dtype(dtype)
         self.memory_budget = memory_budget
-        self.backend = get_backend(device)
+        self.backend = backend_of_rows(device, graph)
         self.H = RegularizedLaplacian(graph, lam, self.backend, self.dtype)
         self.info_: SolveInfo | None = None
 
@@ -470,6 +497,8 @@ class SDDSolver:
         dtype : {"float32", "float64"}, optional
             Of the result; by default float64 only if tol asks for it.  What rounding to it costs is
             part of `info_`.
+
+        Of a graph that is split by nodes each process gives its rows of B, and gets those of Z.
         """
         with self.backend.working():
             return self._solve(B, guess, dtype)
@@ -480,6 +509,7 @@ class SDDSolver:
         if dtype is not None:
             check_dtype(dtype)
         guess = self._checked_guess(guess, B.shape)
+        self.backend.same((B.shape[not self.backend.whole :], guess is None), "columns of B", True)
         flat = B.ndim == 1
         if flat:
             B, guess = B[:, None], None if guess is None else guess[:, None]
@@ -507,8 +537,9 @@ class SDDSolver:
         return guess
 
     def _width(self, k: int) -> int:
-        budget = memory_budget(self.memory_budget, self.backend.memory_available())
+        budget = memory_budget(self.memory_budget, self.backend.memory_everywhere())
         width = block_width(self.graph.num_nodes, max(k, 1), self.dtype, budget)
+        width = -int(self.backend.largest(-width))
         if width < 1:
             need = self.graph.num_nodes * column_bytes(self.dtype)
             raise BudgetError(
@@ -544,7 +575,7 @@ class SDDSolver:
 
     def _sane(self, start: Array, B: Array) -> Array:
         """A guess with zeros for columns so large that 0 is closer: ||H^-1 b|| <= ||b||."""
-        size, most = (abs(A).max(axis=0, initial=0.0) for A in (start, B))
+        size, most = (self.backend.largest(abs(A).max(axis=0, initial=0.0)) for A in (start, B))
         lost = size.astype("float64") > _RANGE * most.astype("float64")
         return self.backend.xp.where(lost, 0, start)
 
@@ -559,7 +590,8 @@ class SDDSolver:
             raise ValueError('The result is too large for float32: solve with dtype="float64".')
         near = (Z * unit).astype("float32").astype("float64") / unit
         squares, moved = self.H.residual(B, near)[1][0], near - Z
-        dots = [squares, *(self.backend.column_dots(A, A) for A in (moved, Z))]
+        total, dot = self.backend.total, self.backend.column_dots
+        dots = [squares, *(total(dot(A, A)) for A in (moved, Z))]
         norm, moved, size = self.backend.to_numpy(xp.sqrt(xp.stack(dots)))  # synchronize!
         # ||.|| <= ||.||_H <= sqrt(kappa) ||.||, and ||Z||_H <= (1 + bound) ||H^-1 B||_H.
         part = math.sqrt(self.kappa) * moved / np.where(size > 0, size, 1.0)
@@ -573,14 +605,19 @@ class SDDSolver:
         if block.dtype != np.float64:
             return None
         xp = self.backend.xp
-        size = abs(block).max(axis=0)
+        size = self.backend.largest(abs(block).max(axis=0, initial=0.0))
         strange = (size > 1e100) | ((size > 0) & (size < 1e-100))
         if not bool(strange.any()):  # synchronize!
             return None
         return xp.where(size > 0, size, 1.0)
 
     def _cg(self, B: Array, guess: Array | None) -> tuple[Array, SolveInfo]:
-        return block_cg(self.H, B, self.tol, guess, self.max_iter)
+        rho, delta = _lost(self.H, B.shape[1])
+        # What rounding may add comes on top; a tol below that is tried, and the bound says so.
+        aim = max(0.5 * self.tol, (self.tol * (1 - rho) - rho) / (1 + delta))
+        Z, info = block_cg(self.H, B, aim, guess, self.max_iter)
+        missed = info.status == "converged" and bool((info.h_norm_bound > self.tol).any())
+        return Z, replace(info, status="stagnated" if missed else info.status)
 
     def _chebyshev(self, B: Array) -> tuple[Array, SolveInfo]:
         H, backend, root = self.H, self.H.backend, math.sqrt(self.kappa)
@@ -598,7 +635,7 @@ class SDDSolver:
             Z, iterations = Z + chebyshev(H, R, degree), iterations + degree
             R, dots = H.residual(B, Z, dtype)
             norm, _, bound = (backend.to_numpy(a) for a in _measure(H, b2, dots))  # synchronize!
-            bound = np.minimum(bound, proven)
+            bound = np.minimum(_proven(H, Z, norm, bound, self.tol), proven)
             worst = float(bound.max(initial=0.0))
             if worst <= self.tol or not worst < 0.5 * last:
                 break

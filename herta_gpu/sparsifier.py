@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from herta_gpu.backends import get_backend
+from herta_gpu.backends import backend_of_rows, get_backend
 from herta_gpu.backends.base import Array, Backend
-from herta_gpu.graph import Graph, check_graph
+from herta_gpu.graph import Graph, check_graph, check_whole
 from herta_gpu.plumbing.building import edge_keys
 from herta_gpu.plumbing.estimator import Estimator
 from herta_gpu.plumbing.validation import (
@@ -69,6 +69,7 @@ class Sparsifier(Estimator):
         The effective Laplacian dimension Tr[L_hat (L_hat + I/lam)^-1], as the sum of the scores.
     n_samples_ : int
     scores_ : array, one per edge of ``graph.edges()``
+        Of a graph that is split by nodes each process has those of its edges.
 
     Examples
     --------
@@ -105,9 +106,10 @@ class Sparsifier(Estimator):
         check_count("random_state", self.random_state, least=0, most=MAX_SEED)
         if self.n_samples is not None:
             check_count("n_samples", self.n_samples, most=MAX_SEED)
-        H = RegularizedLaplacian(graph, self.lam, get_backend(self.device), check_dtype(self.dtype))
-        with H.backend.working():
-            budget = memory_budget(self.memory_budget, H.backend.memory_available())
+        backend = backend_of_rows(self.device, graph)
+        H = RegularizedLaplacian(graph, self.lam, backend, check_dtype(self.dtype))
+        with backend.working():
+            budget = memory_budget(self.memory_budget, backend.memory_everywhere())
             found = sparsified(
                 H, self.n_samples, self.eps, self.scores, self.replace, self.random_state, budget
             )
@@ -215,7 +217,7 @@ def effective_dimension(graph: Graph, lam: float, random_state: int = 0) -> floa
     >>> abs(effective_dimension(g, lam=1.0) - 0.5) < 0.1
     True
     """
-    check_graph(graph)
+    check_whole(graph, "effective_dimension")
     check_positive("lam", lam)
     backend = get_backend("cpu")
     H = RegularizedLaplacian(graph, lam, backend, "float64")

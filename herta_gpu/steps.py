@@ -5,7 +5,6 @@ Each carries a plan out.  What turned out otherwise than planned is told in `Mad
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -171,11 +170,10 @@ def on_stored_rows(
     Where it does not, the true model has the last word, if there is memory for it.
     """
     loss, ridge = A.loss, settings.ridge
-    X_norm = A.X_norm() if ridge > 0 else math.inf
     steps, u = _CHEAP_STEPS * settings.max_iter, None
 
     def posed(P: Preconditioner) -> StoredProblem:
-        problem = StoredProblem(A.H.backend, loss, P, Y, ridge, X_norm)
+        problem = StoredProblem(A.H.backend, loss, P, Y, ridge, run.X_norm)
         problem.host = get_backend("cpu") if plan.on_host else None
         return problem
 
@@ -211,6 +209,21 @@ def on_stored_rows(
     spectrum = _spectrum("spectral-deterministic", made.P, A, settings)
     made = replace(made, spectrum=spectrum, changes=[*made.changes, told])
     return made, _true_model(run, plan, made, A, Y, W, recall, None)
+
+
+def at_zero(
+    run: Training,
+    plan: Plan,
+    made: Made,
+    settings: Settings,
+    A: UnfoldedMap,
+    Y: Array,
+    recall: Recall,
+) -> tuple[Made, Array]:
+    """W = 0 where there is nothing to learn; stored rows are asked for leave-one-out only."""
+    if settings.loo:
+        made, _ = on_stored_rows(run, replace(plan, outputs=0), made, settings, A, Y, recall)
+    return made, run.at_zero()
 
 
 def _without_each(made: Made, problem: StoredProblem, u: Array, wanted: bool) -> Made:

@@ -15,7 +15,6 @@ from herta_gpu.backends.base import Array, Backend, norm
 from herta_gpu.certificate import Certificate, certify, gradient_error, joined
 from herta_gpu.direct import Proof, StoredProblem
 from herta_gpu.factors import Factor
-from herta_gpu.features import Features
 from herta_gpu.losses import LOSSES, Loss
 from herta_gpu.optimizers import (
     NEWTON_SIZE,
@@ -38,6 +37,7 @@ _DIVERGED = 1e6  # growth of the objective in one step, or over its value at W =
 _FLATTER = 3.0  # loss of curvature after which P is factored again
 _ROUNDING = 1e-6  # relative, between a stored number and the same one computed again
 _LEAST_INNER = 1e-10  # inner tolerance of a loop that no certificate watches
+_NOTHING = (8 * np.finfo(np.float64).eps) ** 2  # of ||Y||^2: a loss that is rounding
 _CHEAP_STEPS = 20  # steps on a stored A, without a solve, that count as one outer step
 
 
@@ -52,7 +52,7 @@ class Training:
         Y: Array,
         P: Preconditioner,
         spectrum: Spectrum | None,
-        X: Features,
+        X_norm: float,
         stages: Stages,
         callback: Callable[[dict[str, Any]], None] | None = None,
         checkpoint: Checkpoint | None = None,
@@ -67,7 +67,7 @@ class Training:
         self.unit, self.intercept = unit, None
         self.settings, self.backend, self.xp, self.Y, self.P = settings, backend, backend.xp, Y, P
         self.spectrum, self.stages, self.callback = spectrum, stages, callback
-        self.X_norm = X.norm_bound if settings.ridge > 0 else math.inf
+        self.X_norm = X_norm  # of all features together, for a ridge; inf without one
         self.loss = LOSSES[settings.loss] if loss is None else loss
         self.curvature, self.symmetric, self.identity = recipe.curvature, recipe.symmetric, identity
         self.history: list[dict[str, Any]] = []
@@ -78,7 +78,9 @@ class Training:
         self.before: list[Certificate] = []  # those of outputs that were finished before these
         self.status = "max_iter"
         self.started = time.perf_counter()
-        self.loss_at_zero = loss_at_zero(self.loss, self.xp, Y)
+        self.loss_at_zero, size = loss_at_zero(self.loss, self.xp, Y)
+        # One class, say, or equal targets and an intercept: W = 0 is an optimum.
+        self.nothing_to_learn = self.loss_at_zero <= _NOTHING * size
         self.first_gradient = math.inf
         self.checkpoint, self.phase = checkpoint, -1  # phase: which call of `loop`
         self.saved = None if checkpoint is None else self._possible(checkpoint.last_step(backend))
@@ -147,6 +149,23 @@ class Training:
             self.intercept = self.loss.shift(self.xp, problem.map.rows(point.Z), self.Y)
         return point
 
+    def at_zero(self) -> Array:
+        """W = 0, where the loss is 0 and so is the ridge term; without a step."""
+        xp, (_, c) = self.xp, self.Y.shape
+        F = xp.zeros_like(self.Y[:])
+        if self.loss.intercept:
+            self.intercept = self.loss.shift(xp, F, self.Y[:])
+            F = F + self.intercept
+        loss = self.loss.of_rows(slice(None)).value(xp, F, self.Y[:])
+        note, d = "the loss of W = 0 is 0: there is nothing to learn", self.P.features
+        # What is not exactly 0 is rounding, of constants or of a loss that is 0 at infinity only.
+        gap = 2 * loss
+        value = 0.0 if gap == 0 else math.inf
+        self.certificate = Certificate(value, "nonnegative", 0.0, gap, note, d, d)
+        self.status, self.records = "certified" if gap == 0 else "converged", self.history
+        self._tell(value, loss, gap, 0.0, 0, warm=False)
+        return xp.zeros((d, c))
+
     def constants(self) -> Any:
         """(c,) the intercept on the host; zeros if there is none."""
         if self.intercept is None:
@@ -212,12 +231,14 @@ class Training:
 
     def _save(self, step: int, problem: Problem, point: Point, optimizer: Optimizer) -> None:
         """Everything that the loop needs to begin with `step`."""
-        if self.checkpoint is None or self.backend.rank > 0:
+        if self.checkpoint is None or (self.backend.whole and self.backend.rank > 0):
             return
         own = ("history", "warm_history", "curvature", "first_gradient", "phase")
         state = {name: getattr(self, name) for name in own}
         state |= {"step": step, "tol": problem.tol, "proven": [vars(c) for c in self.proven]}
-        state["point"] = {k: v for k, v in vars(point).items() if k != "rounding"}
+        state["rows"] = {"Z": point.Z, "V": point.V}
+        apart = ("rounding", *state["rows"])
+        state["point"] = {k: v for k, v in vars(point).items() if k not in apart}
         newton = isinstance(optimizer, Newton)  # it remembers nothing
         state["optimizer"] = {k: v for k, v in vars(optimizer).items() if k != "xp" and not newton}
         state["plan"] = self.identity
@@ -231,6 +252,8 @@ class Training:
             return None  # the spectrum is that of one P
         if saved["plan"] != self.identity and saved["point"]["W"].shape[1] != self.Y.shape[1]:
             return None  # some outputs of a fit that had no room for all of them at once
+        if saved["rows"] is None:
+            saved["plan"] = ""  # of another number of processes, who have other rows
         if saved["plan"] != self.identity:
             saved["phase"] = 0  # other loops, other coordinates: its weights are where to start
         return saved
@@ -266,7 +289,9 @@ class Training:
         return step, point
 
     def _stored(self, saved: dict[str, Any]) -> Point:
-        return Point(**saved["point"], rounding=Rounding(0.0, 0.0, self.xp.zeros(1)))
+        return Point(
+            **saved["point"], **saved["rows"], rounding=Rounding(0.0, 0.0, self.xp.zeros(1))
+        )
 
     def _measured(self, problem: Problem, saved: dict[str, Any]) -> Point | None:
         """The stored point with every number computed again; None where they contradict it."""
@@ -471,12 +496,13 @@ class Training:
         return {**record, **sizes}
 
 
-def loss_at_zero(loss: Loss, xp: Any, Y: Any) -> float:
-    """The loss of W = 0, over runs of rows: not all of Y need be there at once."""
-    total, step = 0.0, 1 << 16
+def loss_at_zero(loss: Loss, xp: Any, Y: Any) -> tuple[float, float]:
+    """(the loss of W = 0, ||Y||^2), over runs of rows: not all of Y need be there at once."""
+    total, squares, step = 0.0, 0.0, 1 << 16
     if loss.intercept:
-        return loss.value(xp, xp.zeros_like(Y[:]), Y[:])
+        return loss.value(xp, xp.zeros_like(Y[:]), Y[:]), norm(Y[:]) ** 2
     for i in range(0, Y.shape[0], step):
         part = Y[i : i + step]
         total += loss.of_rows(slice(i, i + step)).value(xp, xp.zeros_like(part), part)
-    return total
+        squares += norm(part) ** 2
+    return total, squares

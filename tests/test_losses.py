@@ -325,3 +325,43 @@ def test_unknown_labels_and_columns_of_one_kind() -> None:
     assert free.value(np, F, Y) == pytest.approx(rest, rel=1e-13)
     b = free.shift(np, F, Y)
     assert (b[0], b[1], b[3]) == (60.0, -60.0, 0.0)
+
+
+@pytest.mark.parametrize("far", [0.0, 30.0, 1e3, 1e6])
+@pytest.mark.parametrize("name", ["ce", "bce"])
+def test_constants_are_found_wherever_the_outputs_are(name: str, far: float) -> None:
+    """Cause: Newton's method from where the outputs were not had no curvature to go by.
+
+    Outputs that are `far` from 0, column by column, have the constants of those around 0 less that.
+    """
+    rng = np.random.default_rng(2)
+    F, Y = 4 * rng.standard_normal((40, 3)), np.eye(3)[rng.integers(0, 3, 40)]
+    loss = LOSSES[name].bound(rng.uniform(0.2, 1.0, 40), True)
+    moved = F + far * np.array([1.0, -2.0, 0.5])
+    assert loss.value(np, moved, Y) == pytest.approx(loss.value(np, F, Y), rel=1e-9)
+    E = loss.residual(np, moved, Y)
+    assert np.abs(E.sum(axis=0)).max() <= 1e-8 * (1 + far)
+
+
+@pytest.mark.parametrize("name", ["ce", "bce"])
+def test_the_best_constants_of_outputs_that_are_far_apart(name: str) -> None:
+    """No constants of a fine grid are better: sizes up to 300, classes mixed."""
+    rng = np.random.default_rng(3)
+    for size in (10.0, 100.0, 300.0):
+        F, Y = size * rng.standard_normal((30, 2)), np.eye(2)[rng.integers(0, 2, 30)]
+        plain, loss = LOSSES[name], LOSSES[name].bound(None, True)
+        found = loss.value(np, F, Y)
+        if name == "bce":  # columns are problems of their own, in one number each
+            best = 0.0
+            for k in range(2):
+                column = [
+                    plain.value(np, F[:, [k]] + b, Y[:, [k]])
+                    for b in np.linspace(-4 * size, 4 * size, 801)
+                ]
+                best += min(column)
+        else:
+            best = min(
+                plain.value(np, F + np.array([b, 0.0]), Y)
+                for b in np.linspace(-6 * size, 6 * size, 801)
+            )
+        assert found <= best * (1 + 1e-12)

@@ -9,7 +9,7 @@ import pytest
 
 from herta_gpu import HERTA
 from herta_gpu.preconditioner import Preconditioner
-from tests.conftest import closed_form, dense_H, minimum, problem
+from tests.conftest import closed_form, dense_H, minimum, problem, random_graph
 
 
 @pytest.mark.parametrize("strategy", ["direct", "herta"])
@@ -160,3 +160,47 @@ def test_each_way_to_end_has_its_status():
         assert model.fit(g, features, y, train).status_ == status
         proven = model.certificate_.kind != "none" and model.certificate_.value <= model.tol
         assert proven == status.startswith("certified")
+
+
+@pytest.mark.parametrize(
+    ("loss", "ridge", "fit_intercept"), [("ce", 0.0, False), ("ce", 0.1, True), ("mse", 0.1, True)]
+)
+def test_one_class_is_trivially_optimal_and_says_so(loss, ridge, fit_intercept):
+    """Cause: an optimum of 0 has no relative gap, and such fits ended "stagnated"."""
+    graph, X, _, train = problem(60, 5)
+    y = np.full(60, 7)
+    model = HERTA(loss=loss, ridge=ridge, fit_intercept=fit_intercept).fit(graph, X, y, train)
+    assert (model.status_, model.certificate_.gap, model.certificate_.value) == ("certified", 0, 0)
+    assert "nothing to learn" in str(model.certificate_)
+    assert len(model.history_) == 1
+    assert (model.predict(graph, X) == 7).all()
+    assert (model.W_ == 0).all()
+
+
+def test_equal_labels_and_an_intercept_have_nothing_to_learn():
+    graph, X, _, train = problem(60, 5)
+    y = np.tile([1, 0], (60, 1))
+    model = HERTA(loss="bce", ridge=0.1, fit_intercept=True).fit(graph, X, y, train)
+    assert model.status_ == "converged"  # constants of 60 leave a loss of about 1e-25
+    assert model.history_[-1]["loss"] <= model.certificate_.gap < 1e-20
+    assert (model.predict(graph, X) == [1, 0]).all()
+    flat = HERTA(ridge=0.1, fit_intercept=True).fit(graph, X, np.full(60, 0.3), train, loo=True)
+    np.testing.assert_allclose(flat.loo_, 0.3, rtol=1e-12)
+    np.testing.assert_allclose(flat.predict(graph, X), 0.3, rtol=1e-6)  # float32
+
+
+@pytest.mark.parametrize("seed", [35, 61, 74])
+def test_separable_classes_and_an_intercept_do_not_diverge(seed):
+    """Cause: constants of outputs far from 0 were not found, and the loss seemed to explode."""
+    rng = np.random.default_rng(seed)
+    graph, X = random_graph(45, 120, seed), rng.standard_normal((45, 20)) * 10.0 ** (seed % 5 - 2)
+    Z = np.linalg.solve(dense_H(graph, 20.0), X)
+    scores = Z @ rng.standard_normal((20, 3)) + Z.std()
+    for loss, y in (("ce", scores.argmax(axis=1)), ("bce", (scores > 0).astype(int))):
+        for optimizer in ("cg", "lbfgs"):
+            params = {"loss": loss, "optimizer": optimizer, "strategy": ("auto", "herta")[seed % 2]}
+            model = HERTA(lam=20.0, fit_intercept=True, **params).fit(graph, X, y, np.arange(30))
+            assert model.status_ == "converged"
+            assert "separable" in model.certificate_.note or "nothing" in model.certificate_.note
+            assert model.certificate_.gap <= 1e-5 * 30
+            assert (model.predict(graph, X)[:30] == y[:30]).all()

@@ -102,8 +102,6 @@ def fit(
 
     A `smoother` corrects and smooths the outputs by the labels of the training nodes.
     """
-    if data.graph.parted:
-        checkpoint = None  # each process has rows of its own, which no checkpoint keeps yet
     model.fit(
         data.graph, data.X, data.y, data.split["train"], callback, checkpoint, stages,
         evaluated(data.split),

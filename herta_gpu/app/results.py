@@ -297,7 +297,7 @@ def _scores(model: HERTA, data: Dataset) -> dict[str, float]:
     nodes = evaluated(data.split or {"all": data.labelled()})
     Z = getattr(model, "outputs_", None)
     known = Z is not None and len(Z) == len(nodes)
-    if not (all(data.graph.team.each(known)) if data.graph.parted and data.graph.team else known):
+    if not (all(data.graph.team.each(known)) if data.graph.by_nodes and data.graph.team else known):
         # Labels take the best output so far; no metric of classes asks for all outputs.
         labels = model.classes_ is not None and data.metric != "rocauc"
         Z = (model.predict if labels else model.transform)(data.graph, data.X, nodes)
@@ -311,12 +311,12 @@ def _parts_scored(data: Dataset, outputs: Any, classes: Any) -> dict[str, float]
     """
     split = data.split or {"all": data.labelled()}
     y, Z, graph = np.asarray(data.y), outputs(evaluated(split)), data.graph
-    if graph.parted and Z.ndim == 2 and classes is not None and data.metric != "rocauc":
+    if graph.by_nodes and Z.ndim == 2 and classes is not None and data.metric != "rocauc":
         Z = classes[Z.argmax(axis=1)]  # labels are less to send
     scores, start = {}, 0
     for part, ids in split.items():
         there, wanted = Z[start : start + len(ids)], y[ids]
-        if graph.parted and graph.team is not None:
+        if graph.by_nodes and graph.team is not None:
             there, wanted = (graph.team.gathered(rows)[0] for rows in (there, wanted))
         scores[part] = evaluate(data.metric, wanted, there, classes)
         start += len(ids)

@@ -102,10 +102,6 @@ def _resumed(args: argparse.Namespace) -> FitResult:
 def _sharing_of(config: dict[str, Any], crew: Crew) -> Sharing:
     """What the processes of a run shared out; earlier versions had columns only."""
     split, partition = config.get("ranks_split") or "columns", config.get("partition") or "blocks"
-    if split == "nodes":
-        raise ValueError(
-            "A run whose nodes are shared out keeps no checkpoint: start it again with --overwrite."
-        )
     return Sharing(crew, split if crew.size > 1 else "auto", partition)
 
 

@@ -135,6 +135,12 @@ def shared(backend: Backend, graph: Any) -> Backend:
     return on_ranks(backend, graph)
 
 
+def backend_of_rows(device: str, graph: Any) -> Backend:
+    """The backend of a name, shared with other processes only where they have other rows."""
+    backend = get_backend(device)
+    return shared(backend, graph) if graph.by_nodes else backend
+
+
 def stays_on_the_cpu(*data: Any) -> str | None:
     """Why ``"auto"`` leaves these graphs and arrays to the CPU; None: it does not.
 

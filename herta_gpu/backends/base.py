@@ -210,6 +210,7 @@ class Backend(ABC):
     rank, ranks = 0, 1  # this process, of so many that share a fit
     whole = True  # whether each of them has all rows
     first_row = 0  # where not: rows that the processes before this one have
+    rows_key = ""  # ... and a hash of which ones this one has
     check_every = 1  # CG steps between two looks at the mask of converged columns
 
     # ---- several processes: `backends.ranks` says more ------------------------------------

@@ -220,7 +220,7 @@ def _rows_to_one(X: Any) -> Any:
 
 def _standardized(X: Any, graph: Graph) -> Any:
     """Columns of variance 1 and, unless that would fill a sparse X with numbers, mean 0."""
-    mean, deviation = _of_all(X, graph) if graph.parted else _moments(X)
+    mean, deviation = _of_all(X, graph) if graph.by_nodes else _moments(X)
     if sp.issparse(X):
         return sp.csr_array(X @ sp.diags_array(1.0 / np.where(deviation > 0, deviation, 1.0)))
     # A constant column is kept: it is the intercept.

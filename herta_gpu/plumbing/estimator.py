@@ -192,7 +192,7 @@ def joint_targets(
     backend.same(sample_weight is None, "choice of sample_weight", always=True)
     known = has_label(y) if y.dtype.kind != "f" else np.ones(n, dtype=bool)
     if loss == "bce" and y.dtype.kind != "U":
-        known = (np.isfinite(y) & (y >= 0)).reshape(n, -1).any(axis=1)
+        known = _columns(np.isfinite(y) & (y >= 0)).any(axis=1)
     rows = train_rows(train, known, n, alone=False)
     backend.train_on(rows)
     taken = backend.gathered(y[rows])
@@ -212,6 +212,11 @@ def joint_targets(
     return replace(found, rows=rows, of_all=backend.train_on(rows))
 
 
+def _columns(x: Any) -> Any:
+    """One number per row as one column."""
+    return x[:, None] if x.ndim == 1 else x
+
+
 def _checked_labels(y: Any, n: int) -> Any:
     y = as_labels("y", y)
     if y.shape[0] != n:
@@ -223,7 +228,7 @@ def _several_labels(y: Any, train: Any, n: int, weight: Any) -> Targets:
     """Zeros and ones, several per node; -1 or NaN is unknown, and becomes -1."""
     if y.dtype.kind == "U" or (y.ndim == 2 and y.shape[1] == 0):
         raise ValueError('loss="bce" needs zeros and ones, (n,) or (n, c), -1 or NaN for unknown.')
-    Y = np.where(np.isfinite(y), y, -1).astype(np.float64).reshape(n, -1)
+    Y = _columns(np.where(np.isfinite(y), y, -1).astype(np.float64))
     if not np.isin(Y, (-1.0, 0.0, 1.0)).all() or np.isinf(y).any():
         bad = Y[~np.isin(Y, (-1.0, 0.0, 1.0))]
         shown = f"{bad[0]:g}" if bad.size else "infinity"
@@ -321,7 +326,7 @@ def accuracy_or_r2(
         raise ValueError("y holds text but the model predicts numbers.")
     if not np.isfinite(y).all():
         raise ValueError("y holds NaN or infinity in a row to score: leave such rows out by idx.")
-    truth, guess = (a.astype(np.float64).reshape(rows.size, -1) for a in (y, predicted))
+    truth, guess = (_columns(a.astype(np.float64)) for a in (y, predicted))
     if truth.shape != guess.shape:
         raise ValueError(f"y has {truth.shape[1]} columns but the model has {guess.shape[1]}.")
     return r_squared(truth, guess, total)
@@ -336,8 +341,7 @@ def _share_right(right: Any, total: Total) -> float:
 
 def label_accuracy(predicted: Any, y: Any, rows: Any, total: Total = alone) -> float:
     """The share of right labels of 0 or 1, among those of `rows` that are known."""
-    y = as_labels("y", y)[rows].reshape(rows.size, -1)
-    predicted = predicted.reshape(rows.size, -1)
+    y, predicted = _columns(as_labels("y", y)[rows]), _columns(predicted)
     if y.shape != predicted.shape:
         raise ValueError(f"y has {y.shape[1]} columns but the model has {predicted.shape[1]}.")
     known = (y == 0) | (y == 1)

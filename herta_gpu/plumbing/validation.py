@@ -38,8 +38,10 @@ def check_number(name: str, value: Any) -> float:
 
 
 def check_positive(name: str, value: Any) -> None:
-    if not (np.isfinite(check_number(name, value)) and value > 0):
-        raise ValueError(f"{name} must be a positive number, not {value!r}.")
+    finite = np.isfinite(check_number(name, value))
+    if not (finite and value > 0):
+        number = "positive number" if finite or not value > 0 else "finite number"
+        raise ValueError(f"{name} must be a {number}, not {value!r}.")
 
 
 def check_lam(lam: Any) -> None:
@@ -67,7 +69,9 @@ def check_targets(Y: Any) -> None:
 
 
 def check_not_negative(name: str, value: Any) -> None:
-    if not (np.isfinite(check_number(name, value)) and value >= 0):
+    if not np.isfinite(check_number(name, value)):
+        raise ValueError(f"{name} must be finite, not {value!r}.")
+    if value < 0:
         raise ValueError(f"{name} must not be negative, but is {value!r}.")
 
 

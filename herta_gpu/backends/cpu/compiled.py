@@ -47,6 +47,7 @@ class CompiledLaplacian(Laplacian):
 
     cuts: Array = None
     halo: Any = None  # where other processes have some of the neighbours: `backends.ranks.parts`
+    around: Array = None  # D^-1/2 of the halo's rows behind that of the own ones
 
     @property
     def far(self) -> bool:
@@ -364,6 +365,8 @@ def _apply(
         G, factors = halves.G, (None, s, None)
     elif scaled:
         factors = (None, s, s)
+    elif L.halo is not None and not L.far and X.shape[1] > 1:
+        G, factors = L.halo.extended(X, to="product"), (L.around, s, None)
     elif L.halo is not None:
         G = L.halo.extended(X, partial(_scaled, X, s, 1.0), to="product")
         factors = (None, s, None)

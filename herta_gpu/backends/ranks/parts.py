@@ -13,6 +13,7 @@ from collections.abc import Callable
 from functools import cached_property
 from itertools import pairwise
 from typing import Any, NoReturn
+from weakref import WeakValueDictionary
 
 import numpy as np
 import scipy.sparse as sp
@@ -23,7 +24,12 @@ from herta_gpu.backends.ranks.communicator import Ranks
 from herta_gpu.backends.ranks.owners import Owners
 from herta_gpu.graph import Edges, Graph
 
+LINE = 64  # bytes: memory with room is aligned to them
 _FEW_NODES = 1 << 26  # up to here edges are merged under the caller's ids
+
+
+# Memory of blocks that end with room for rows of other ranks (`NodesBackend.empty`), by address.
+rooms: WeakValueDictionary[int, Any] = WeakValueDictionary()
 
 
 class Halo:
@@ -32,7 +38,7 @@ class Halo:
     def __init__(self, team: Ranks, send: list[Any], counts: list[int], n: int) -> None:
         self.team, self.send, self.n = team, send, n
         self.ends = (n + np.cumsum([0, *counts])).tolist()
-        self._kept: dict[Any, Array] = {}
+        self._kept: dict[Any, Any] = {}
 
     @property
     def size(self) -> int:
@@ -54,19 +60,41 @@ class Halo:
     def extended(self, X: Array, fill: Callable[[Array], Any] | None = None, to: str = "") -> Array:
         """X with the halo's rows behind its own; `fill` writes the own ones, by default X.
 
-        With a name (`to`) the same array is used again and again.
+        With a name (`to`) it is looked at only until the next call: the same array is used again
+        and again, or X itself, if there is room behind it.
         """
-        shape, key = (self.ends[-1], X.shape[1]), (to, X.shape[1], X.dtype)
-        G = self._kept[key] if key in self._kept else np.empty(shape, dtype=X.dtype)
-        if to:
-            self._kept[key] = G
-        if fill is None:
-            G[: self.n] = X
-        else:
-            fill(G[: self.n])
-        into = [G[a:b] for a, b in zip(self.ends[:-1], self.ends[1:], strict=True)]
-        self.team.neighbours([G[rows] for rows in self.send], into)
+        G = self._room(X) if to and fill is None else None
+        if G is None:
+            G = self._again(to, (self.ends[-1], X.shape[1]), X.dtype)
+            if fill is None:
+                G[: self.n] = X
+            else:
+                fill(G[: self.n])
+        out = [self._again(("sent", r), (rows.shape[0], X.shape[1]), X.dtype)
+               for r, rows in enumerate(self.send)]  # fmt: skip
+        for rows, packed in zip(self.send, out, strict=True):
+            np.take(G, rows, axis=0, out=packed, mode="clip")  # without a copy, as none is outside
+        self.team.neighbours(out, [G[a:b] for a, b in pairwise(self.ends)])
         return G
+
+    def _again(self, to: Any, shape: tuple[int, int], dtype: Any) -> Array:
+        """An array of this name and shape, the one of the last time if there was one."""
+        key = (to, shape, dtype)
+        if not to:
+            return np.empty(shape, dtype=dtype)
+        if key not in self._kept:
+            self._kept[key] = np.empty(shape, dtype=dtype)
+        return self._kept[key]
+
+    def _room(self, X: Array) -> Array | None:
+        """X and the rows behind it, if it begins a piece of memory with room for them."""
+        memory = None if X.base is None else rooms.get(id(X.base))
+        if memory is None or X.shape[0] != self.n or not X.flags.c_contiguous:
+            return None
+        start, size = X.ctypes.data - memory.ctypes.data, self.ends[-1] * X.shape[1] * X.itemsize
+        if start >= LINE or start + size > memory.nbytes:
+            return None
+        return memory[start : start + size].view(X.dtype).reshape(self.ends[-1], X.shape[1])
 
 
 class GraphPart(Graph):
@@ -88,12 +116,12 @@ class GraphPart(Graph):
         return self.held
 
     @property
-    def nodes_of_all(self) -> int:
-        return self.sizes[0]
+    def by_nodes(self) -> bool:
+        return True
 
     @property
-    def parted(self) -> bool:
-        return True
+    def nodes_of_all(self) -> int:
+        return self.sizes[0]
 
     @property
     def num_edges(self) -> int:

@@ -6,6 +6,8 @@ all of them: from there on everything is d x d or n_train x c, and the same ever
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -13,6 +15,7 @@ import numpy as np
 from herta_gpu.backends.base import Array, Backend, Laplacian
 from herta_gpu.backends.ranks.communicator import Ranks
 from herta_gpu.backends.ranks.parts import GraphPart
+from herta_gpu.plumbing.fingerprint import nodes_key
 
 
 class Rows(Backend):
@@ -30,6 +33,12 @@ class Rows(Backend):
         assert graph.team is not None
         self.graph, self.team, self.first_row = graph, graph.team, graph.first_row
         self.rank, self.ranks = self.team.rank, self.team.size
+        self.rows_key = nodes_key(graph.ids[: graph.num_nodes])
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        with self.team.together(), super().working():
+            yield
 
     def total(self, x: Any) -> Any:
         return self.team.total(x)

@@ -5,6 +5,7 @@ Prints a line of JSON for each check: its name, and what went wrong, if anything
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import json
 import os
@@ -20,10 +21,11 @@ import numpy as np
 import scipy.sparse as sp
 from mpi4py import MPI
 
-from herta_gpu import HERTA, Graph
+from herta_gpu import HERTA, Graph, LabelPropagation, effective_dimension
 from herta_gpu.backends import backend_for
 from herta_gpu.backends.ranks import ranks_of
 from herta_gpu.backends.ranks.communicator import FEW
+from herta_gpu.datasets import Dataset
 from herta_gpu.plumbing.partition import rows_moved
 from herta_gpu.solver import RegularizedLaplacian, block_cg, chebyshev
 
@@ -291,10 +293,11 @@ def check_what_parts_cannot_do_is_said() -> None:
     edges, X, y, _ = data(30)
     part = parts(edges)
     at = part.nodes
-    for params in ({"sparsify": True}, {"sketch": True}, {"class_weight": "balanced"}):
-        said = raises(ValueError, lambda p=params: HERTA(**p).fit(part, X[at], y[at]))
-        assert "split by nodes" in said
+    said = raises(ValueError, lambda: HERTA(reorder=True).fit(part, X[at], y[at]))
+    assert "split by nodes" in said
     assert "split by nodes" in raises(ValueError, part.to_csr)
+    assert "split by nodes" in raises(ValueError, lambda: LabelPropagation().fit(part, y[at]))
+    assert "split by nodes" in raises(ValueError, lambda: effective_dimension(part, 1.0))
     assert "install numba" in raises(
         ValueError, lambda: HERTA(device="cpu-scipy").fit(part, X[at], y[at])
     )
@@ -318,6 +321,33 @@ def check_parts_of_a_graph_that_all_have() -> None:
         moved = rows_moved(whole, SIZE, partition)
         halo = getattr(rows, "halo", None)
         assert moved == ranks_of(COMM).total(0 if halo is None else halo.size) / N
+
+
+def check_rows_of_a_dataset() -> None:
+    """Each rank's rows, from memory or from files, with the columns of all ranks made standard."""
+    edges, X, y, train = data(7)
+    folder = Path(ranks_of(COMM).agreed(tempfile.mkdtemp() if RANK == 0 else None))
+    if RANK == 0:
+        np.save(folder / "X.npy", X)
+        Graph.from_edges(edges, N).save(folder / "graph")
+    COMM.Barrier()
+    mapped = (Graph.open(folder / "graph"), np.load(folder / "X.npy", mmap_mode="r"))
+    for (graph, given), partition in itertools.product(
+        [(Graph.from_edges(edges, N), X), (Graph.from_edges(edges, N), sp.csr_array(X)), mapped],
+        partitions(),
+    ):
+        whole = Dataset("all", graph, given, y, {"train": train, "test": np.arange(1, N, 2)})
+        part = whole.rows_of(graph.on_ranks(COMM, "nodes", partition))
+        at = np.arange(N)[part.graph.nodes]
+        assert (at[part.split["train"]] == train[np.isin(train, at)]).all()
+        assert (part.y == y[at]).all()
+        wanted, made = whole.normalized("standard").X[at], part.normalized("standard").X
+        assert np.abs(made - wanted).max() < 1e-13 if at.size else made.shape == wanted.shape
+    in_file = whole.rows_of(graph.on_ranks(COMM, "nodes")).X
+    assert isinstance(in_file, np.memmap)
+    COMM.Barrier()
+    if RANK == 0:
+        shutil.rmtree(folder)
 
 
 def check_a_wrong_partition_is_one_sentence() -> None:
@@ -456,4 +486,5 @@ def main(found: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    main(globals())
+    node_checks = importlib.import_module("tests.backends.ranks.node_checks")  # which imports this
+    main({**globals(), **vars(node_checks)})
