@@ -182,7 +182,6 @@ def build() -> dict[str, ModuleType]:
     between = _module("cupy.cuda.nccl", **{name: getattr(nccl, name) for name in names})
     cuda = _module(
         "cupy.cuda",
-        nccl=between,
         Device=Device,
         runtime=runtime,
         profiler=profiler,

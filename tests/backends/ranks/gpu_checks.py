@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from typing import Any
 from unittest.mock import patch
@@ -254,7 +255,7 @@ def _columns_by_the_host(model: HERTA, params: Any, shared: Any) -> None:
 def _without_nccl(action: Any) -> None:
     team = ranks_of(COMM)
     before, team.nccl = team.nccl, None
-    with patch.object(_cupy().cuda.nccl, "available", False):
+    with patch.object(sys.modules["cupy.cuda.nccl"], "available", False):
         action()
     team.nccl = before
 
@@ -266,9 +267,11 @@ def check_what_cannot_be_done_is_said() -> None:
     part = part_of(data()[0])
     gpu(part)
     fit = HERTA(device="cuda").fit
-    said: list[str] = []
-    _without_nccl(lambda: said.append(raises(ValueError, lambda: fit(part, *rows(part)))))
-    assert said[0].startswith("NCCL, which GPUs of several processes need, cannot be loaded")
+    without: list[str] = []
+    _without_nccl(lambda: without.append(raises(ValueError, lambda: fit(part, *rows(part)))))
+    assert without[0].startswith("NCCL, which GPUs of several processes need, cannot be loaded")
+    said = raises(ValueError, lambda: HERTA(device="cuda", sparsify=True).fit(part, *rows(part)))
+    assert said.startswith("sparsify does not work on GPUs on a graph that is split by nodes")
     backend = gpu(part)
     for name in ("sketch_incidence", "sketch_identity", "edge_scores"):
         assert "Algorithm 2" in raises(ValueError, getattr(backend, name))
@@ -387,12 +390,9 @@ def check_a_group_has_no_more_calls_than_nccl_takes() -> None:
     x = backend.xp.ones(1)
     for rank in (0, 1024, 1025, 2999):
         team = type("Team", (), {"rank": rank, "size": ranks})()
-        wire = Nccl(team, backend.xp)  # type: ignore[arg-type]
         recorded = Recorded(rank)
-        with (
-            patch.object(Nccl, "_ready", lambda *_, r=recorded: r),
-            patch.object(backend.xp.cuda, "nccl", recorded),
-        ):
+        wire = Nccl(team, backend.xp, recorded)  # type: ignore[arg-type]
+        with patch.object(Nccl, "_ready", lambda *_, r=recorded: r):
             wire.start([x] * ranks, [x] * ranks, "x")
     assert all(len(group) <= GROUP for calls in groups.values() for group in calls)
     for a in groups:
