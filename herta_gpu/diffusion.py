@@ -51,20 +51,21 @@ def silent(done: int, of: int) -> None:
 
 
 class Workspace:
-    """Three n x k blocks for every k up to `width`, allocated once.
+    """Three blocks of k columns for every k up to `width`, allocated once.
 
     Where it is faster to gather neighbours in half precision, there is a fourth for those bits.
     """
 
     def __init__(self, H: RegularizedLaplacian, width: int, dtype: str) -> None:
-        backend, self.n = H.backend, H.n
-        self.half = dtype == "float32" and backend.half_pays(H.laplacian(dtype), width)
+        backend, L = H.backend, H.laplacian(dtype)
+        self.half = dtype == "float32" and backend.half_pays(L, width)
         kinds = [dtype] * 3 + ["uint16"] * self.half
-        self._flat = [backend.empty((self.n * width,), kind) for kind in kinds]
+        self._rows = [H.n, *[backend.block_rows(L)] * 2, H.n][: len(kinds)]
+        self._flat = [backend.empty((n * width,), kind) for n, kind in zip(self._rows, kinds)]
 
     def blocks(self, k: int) -> tuple[Array, tuple[Array, ...]]:
         """(B, the blocks that `chebyshev` works in)."""
-        B, *work = (flat[: self.n * k].reshape(self.n, k) for flat in self._flat)
+        B, *work = (flat[: n * k].reshape(n, k) for n, flat in zip(self._rows, self._flat))
         return B, tuple(work)
 
 

@@ -15,6 +15,7 @@ import numpy as np
 import scipy.sparse as sp
 
 from herta_gpu.backends.base import Array, Backend, Blocks, Part, norm
+from herta_gpu.plumbing.fingerprint import mixed
 from herta_gpu.plumbing.interop import on_device, take_rows
 from herta_gpu.plumbing.reading import Reads
 from herta_gpu.plumbing.stages import marked
@@ -230,15 +231,8 @@ class Features:
         return [(slice(a, min(a + rows, n)), slice(start, stop)) for a in range(0, n, rows)]
 
 
-def _mixed(bits: Any) -> Any:
-    """A bijection of 64-bit numbers that keeps 0 and scatters everything else (splitmix64)."""
-    bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return bits ^ (bits >> np.uint64(31))
-
-
 def _scrambled(values: Any) -> Any:
-    return _mixed(np.ascontiguousarray(values, dtype=np.float64).view(np.uint64))
+    return mixed(np.ascontiguousarray(values, dtype=np.float64).view(np.uint64))
 
 
 def _row_keys(start: int, stop: int, at: Any, first: int) -> Any:
@@ -249,7 +243,7 @@ def _row_keys(start: int, stop: int, at: Any, first: int) -> Any:
     rows = np.arange(first + start + 1, first + stop + 1, dtype=np.uint64) * np.uint64(
         0x9E3779B97F4A7C15
     )
-    return np.where(at[start:stop], _mixed(rows) | np.uint64(1), np.uint64(0))
+    return np.where(at[start:stop], mixed(rows) | np.uint64(1), np.uint64(0))
 
 
 def in_float64(xp: Any) -> Callable[[Array], Array]:

@@ -180,10 +180,12 @@ class Graph:
 
         return to_cugraph(self)
 
-    def on_ranks(self, comm: Any) -> Graph:
+    def on_ranks(self, comm: Any, split: str = "columns", partition: Any = "blocks") -> Graph:
         """This graph, which every process of the MPI communicator `comm` has, for all of them.
 
-        `HERTA.fit` then shares its work out to them: each calls it with all of X and y.
+        `HERTA.fit` then shares its work out to them: each calls it with all of X and y.  With
+        split="nodes" each gets its nodes only (`nodes`), by `partition` as in `from_edges`, and
+        gives their rows; of a graph in files it reads only those.
 
         Examples
         --------
@@ -191,9 +193,11 @@ class Graph:
         >>> from mpi4py import MPI  # doctest: +SKIP
         >>> g = Graph.from_edges([[0, 1], [1, 2]]).on_ranks(MPI.COMM_WORLD)  # doctest: +SKIP
         """
-        from herta_gpu.backends.ranks.edges import check_alike
+        from herta_gpu.backends.ranks.edges import on_all_ranks
 
-        return self._with(check_alike(comm, self))
+        check_choice("split", split, ("columns", "nodes"))
+        found: Graph = on_all_ranks(comm, self, split, partition)
+        return found
 
     def _with(self, team: Ranks) -> Graph:
         made = object.__new__(type(self))
@@ -212,6 +216,11 @@ class Graph:
     def nodes_of_all(self) -> int:
         """The number of nodes that all processes have together."""
         return self.num_nodes
+
+    @property
+    def by_nodes(self) -> bool:
+        """Whether each process has its nodes only."""
+        return False
 
     def together(self) -> AbstractContextManager[None]:
         """Around what all processes of this graph do: an error of one is an error of all."""
@@ -232,6 +241,11 @@ class Graph:
         if self.given_degree is not None:
             return self.given_degree
         return self.loopless_degree + 1.0
+
+    @property
+    def degree_around(self) -> NDArray[np.float64]:
+        """D of all rows that `edges` names; more than `degree` where other processes have some."""
+        return self.degree
 
     @property
     def loopless_degree(self) -> NDArray[np.float64]:
@@ -368,6 +382,10 @@ class Graph:
         weight = factor[keep] if self.weights is None else self.weights[upper][keep] * factor[keep]
         return Graph(*of_edges(lo, hi, weight, self.num_nodes), self.degree, self.order)
 
+    def rows_of(self, nodes: Any) -> Any:
+        """Those of these nodes (ids, rising) that are here, as `fit` takes them."""
+        return nodes
+
     def inverse_order(self) -> NDArray[np.int64] | None:
         """The row that holds each of the caller's nodes."""
         if self.order is None:
@@ -406,6 +424,16 @@ def check_graph(graph: Any) -> None:
     if not isinstance(graph, Graph):
         raise TypeError(
             f"graph must be a herta_gpu.Graph, not {type(graph).__name__}: use Graph.from_edges."
+        )
+
+
+def check_whole(graph: Any, name: str) -> None:
+    """`check_graph` of what needs all nodes in one process."""
+    check_graph(graph)
+    if graph.by_nodes:
+        raise ValueError(
+            f"{name} does not work on a graph that is split by nodes, as HERTA, SDDSolver and "
+            'Sparsifier do: use split="columns".'
         )
 
 

@@ -16,6 +16,7 @@ import numpy as np
 
 from herta_gpu.backends import chosen_backend, shared
 from herta_gpu.backends.base import Array, Backend
+from herta_gpu.backends.cpu.reference import CPUBackend
 from herta_gpu.blockwise import trained
 from herta_gpu.bundles import takes_bundles
 from herta_gpu.features import Features
@@ -29,6 +30,7 @@ from herta_gpu.plumbing.checkpoint import Checkpoint
 from herta_gpu.plumbing.estimator import (
     OneHot,
     Targets,
+    joint_targets,
     make_targets,
 )
 from herta_gpu.plumbing.fingerprint import fingerprint, nodes_key
@@ -36,7 +38,6 @@ from herta_gpu.plumbing.interop import as_matrix, to_host
 from herta_gpu.plumbing.stages import Stages
 from herta_gpu.plumbing.validation import (
     BudgetError,
-    as_labels,
     check_choice,
     check_rows,
     check_scale,
@@ -293,8 +294,7 @@ class HERTA(Model):
         settings, (backend, why) = self._settings(), chosen_backend(self.device, graph, X)
         backend = shared(backend, graph)
         if not backend.whole:
-            others = {"checkpoint": checkpoint, "sample_weight": sample_weight, "loo": loo or None}
-            _check_split_by_nodes(settings, {**others, "warm_start": warm_start})
+            _check_split_by_nodes(settings)
         check_choice("loo", loo, (False, True, "influence"))
         settings = _leaving_out(settings, loo == "influence") if loo else settings
         X, targets = self._checked_data(graph, X, y, train, backend, sample_weight)
@@ -305,7 +305,7 @@ class HERTA(Model):
         before, stages.wait = dict(stages.seconds), backend.synchronize
         if checkpoint is not None:
             with stages("checkpoint"):
-                data = (graph, X, y, targets.rows, checkpoint.split, targets.weights)
+                data = (graph, X, y, targets.nodes, checkpoint.split, targets.weights)
                 checkpoint.begin(fingerprint(self.get_params(), backend, *data))
         with stages("order"):
             given, graph = graph, stored_order(graph, X, targets.Y.shape[1], settings, backend)
@@ -360,7 +360,7 @@ class HERTA(Model):
                 W = trained(run, A, Y, w, plan.outputs, recall, Z)
 
         self.W_ = backend.same(backend.to_numpy(W), "weights")  # synchronize!
-        self.intercept_, self.train_ = run.constants(), targets.rows
+        self.intercept_, self.train_ = run.constants(), targets.nodes
         self.labels_ = np.asarray(targets.Y) if extra is not None else None
         self._keep_evaluated(made, W if beside.size > 0 else None, targets.unit)
         self._P = made.P.bare()  # for a warm start; no file keeps it
@@ -400,14 +400,12 @@ class HERTA(Model):
         backend.same(X.shape[not backend.whole :], "shape of X", always=True)
         check_scale(float(backend.largest(largest)))
         y, train, weight = (to_host(a, backend) for a in (y, train, weight))
-        n = graph.num_nodes
-        if backend.whole:
-            targets = make_targets(y, train, n, self.loss, weight, self.class_weight)
-            backend.same(targets.rows, "training nodes", always=True)
-            return X, targets
-        y = as_labels("y", y)
-        backend.same((y.ndim, y.dtype.kind), "kind of labels", always=True)
-        return X, make_targets(y, train, n, self.loss, gathered=backend.gathered)
+        given = (y, train, graph.num_nodes, self.loss, weight, self.class_weight)
+        if not backend.whole:
+            return X, joint_targets(*given, backend)
+        targets = make_targets(*given)
+        backend.same(targets.rows, "training nodes", always=True)
+        return X, targets
 
 
 # ---- the parts of fit ------------------------------------------------------------------------
@@ -430,25 +428,24 @@ def _leaving_out(settings: Settings, influence: bool) -> Settings:
     return replace(settings.with_loo(), influence=influence)
 
 
-def _check_split_by_nodes(settings: Settings, given: dict[str, Any]) -> None:
+def _check_split_by_nodes(settings: Settings) -> None:
     """Say what works only where each process has all rows."""
-    asked = {
-        "sparsify": settings.sparsify.when == "always" or settings.mixed,
-        "sketch": settings.sketch.when == "always",
-        "reorder": settings.reorder.when == "always",
-        "several lam": settings.several,
-        "label_features": settings.label_folds > 0,
-        "fit_intercept": settings.fit_intercept,
-        "class_weight": settings.weighted,
-        'loss="bce"': settings.loss == "bce",
-        **{name: value is not None for name, value in given.items()},
-    }
-    name = next((name for name, wanted in asked.items() if wanted), None)
-    if name is not None:
+    if settings.reorder.when == "always":
         raise ValueError(
-            f'{name} does not work on a graph that is split by nodes: use split="columns", or '
-            f"leave {name} out."
+            'reorder does not work on a graph that is split by nodes: use split="columns", or '
+            "leave reorder out."
         )
+
+
+def works_by_nodes(model: HERTA, backend: Backend) -> str | None:
+    """Why a fit with these parameters needs split="columns" on ranks; None: it does not."""
+    if type(backend) is CPUBackend:
+        return "nodes are shared out on GPUs and on the compiled CPU backend: install numba"
+    try:
+        _check_split_by_nodes(model._settings())
+    except ValueError as error:
+        return str(error).partition(":")[0]
+    return None
 
 
 def _check_previous(previous: Any, checkpoint: Any) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from herta_gpu.backends import get_backend
-from herta_gpu.graph import Graph, check_graph
+from herta_gpu.graph import Graph, check_whole
 from herta_gpu.planning.settings import LABEL_FOLDS, LABEL_LAMS, LABEL_WIDTH
 from herta_gpu.plumbing.estimator import make_targets
 from herta_gpu.plumbing.validation import check_count, check_dtype, check_lam, check_positive
@@ -78,7 +78,7 @@ def label_features(
     >>> found.columns.shape, found.folds[data.split["test"]].max(), found.error < 0.05
     ((1797, 20), np.int64(-1), True)
     """
-    check_graph(graph)
+    check_whole(graph, "label_features (but not that of HERTA)")
     _check(lams, folds, tol)
     targets = make_targets(y, train, graph.num_nodes, "mse")
     rows, Y = targets.rows, np.asarray(targets.Y)
@@ -105,7 +105,8 @@ def cross_fitted(
     graph, backend, (count, c) = H.graph, H.backend, Y.shape
     if folds > count:
         raise ValueError(f"There are {count} training nodes but {folds} folds: use fewer folds.")
-    n, fold_of = graph.num_nodes, _folds(count, folds, seed)
+    n, fold_of = graph.num_nodes, backend.own(_folds(count, folds, seed))
+    Y = backend.own(Y)
     inverse: Any = np.arange(n) if graph.order is None else graph.inverse_order()
     out = np.zeros((n, len(lams), c), dtype=H.dtype)
     outside = np.ones(n, dtype=bool)

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 import scipy.sparse as sp
 
-from herta_gpu.graph import Graph, check_graph
+from herta_gpu.graph import Graph, check_whole
 from herta_gpu.planning.settings import strength
 from herta_gpu.plumbing.estimator import (
     Estimator,
@@ -255,7 +255,7 @@ class LabelPropagation(NodeOutputs):
         y is as in `HERTA.fit`; nothing of it is looked at outside `train`.
         """
         lam = self._checked()
-        check_graph(graph)
+        check_whole(graph, "LabelPropagation")
         targets = make_targets(y, train, graph.num_nodes, "mse")
         solver = SDDSolver(
             graph, lam, tol=self.tol, device=self.device, dtype=self.dtype,

@@ -34,7 +34,6 @@ from herta_gpu.plumbing.files import check_target
 from herta_gpu.plumbing.interop import as_array, as_matrix, in_kind_of, on_device, to_host
 from herta_gpu.plumbing.models import read_model, write_model
 from herta_gpu.plumbing.validation import (
-    as_labels,
     check_count,
     check_rows,
     check_scale,
@@ -271,12 +270,14 @@ class Model(Estimator):
         W, b = backend.asarray(self.W_), backend.asarray(self.intercept_)
         extra = None
         if settings.label_folds:
-            if int(self.train_.max()) >= graph.num_nodes:
+            if int(self.train_.max()) >= graph.nodes_of_all:
                 raise ValueError(
                     "The model has features of labels, which belong to nodes that are not in this "
                     "graph: give the graph that it was fitted on, or that graph with more nodes."
                 )
-            extra = labels_as_features(H, self.train_, self.labels_, settings)
+            rows = graph.rows_of(self.train_)
+            backend.train_on(rows)
+            extra = labels_as_features(H, rows, self.labels_, settings)
         return Outputs(systems, features, W, width, b if self.fit_intercept else None, extra)
 
     def _stored_rows(self, graph: Graph, idx: Any, backend: Backend) -> Array | None:
@@ -300,12 +301,9 @@ class Model(Estimator):
         check_scored(y, graph.num_nodes)  # before the solve
         rows = node_rows(idx, graph.num_nodes)
         predicted = to_host(self.predict(graph, X, rows), backend)
-        if not backend.whole:
-            y = backend.gathered(as_labels("y", y)[rows])
-            predicted, rows = backend.gathered(predicted), np.arange(y.shape[0])
         if self.loss == "bce":
-            return label_accuracy(predicted, y, rows)
-        return accuracy_or_r2(predicted, y, rows, self.classes_)
+            return label_accuracy(predicted, y, rows, backend.total)
+        return accuracy_or_r2(predicted, y, rows, self.classes_, backend.total)
 
     def save(self, path: str | Path) -> None:
         """Write the fitted model to exactly this path, in NumPy's .npz format and without pickles.

@@ -197,6 +197,9 @@ def _factored(
     H, X, rows, sampled = A.H, A.X, A.train, H_tilde is not A.H
     backend, d = H.backend, A.features
     Q, at = made["Q"], rows if recipe.all_rows else None
+    Q_all = Q if recipe.all_rows else None
+    if at is not None and not backend.whole:
+        Q, at = backend.gathered(Q[at]), None  # training rows are everywhere
     error = rounding = math.inf
     if not (sampled or recipe.by_rows or recipe.sketch_rows is not None):
         error = chebyshev_error(H_tilde, recipe.degree)
@@ -242,7 +245,7 @@ def _factored(
         kept,
         rows=Q if recipe.keep_rows and recipe.sketch_rows is None else None,
         left=made.get("left"),
-        Q_all=Q if recipe.all_rows else None,
+        Q_all=Q_all,
     )
 
 
@@ -380,7 +383,7 @@ def _sketched_rows(
     Q_tilde = backend.xp.empty((s, basis.rank), dtype=recipe.dtype(H_tilde.dtype))
     QtY = backend.xp.empty((basis.rank, Y.shape[1]))
     for J, Q_J in _solved_columns(recipe, H_tilde, basis, recall, A.train):
-        Q_rows = backend.asarray(Q_J)
+        Q_rows = backend.asarray(backend.gathered(Q_J))
         _, QtY[J] = products(backend, Q_rows, Y, with_gram=False, loss=A.loss)
         seen = Q_rows if A.loss.plain else _seen(A.loss, backend, Q_rows).astype(Q_tilde.dtype)
         Q_tilde[:, J] = backend.srht(seen, s, recipe.seed)

@@ -7,7 +7,7 @@ by block, and labels take the best output so far, the second best and the class 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,6 +35,16 @@ class Labels(NamedTuple):
 
     best: Array  # (n,) columns of Z
     undecided: int  # nodes whose two best outputs are closer than the error of the solve
+
+
+class _OwnRows:
+    """A map of a file of which this process writes some rows."""
+
+    def __init__(self, file: Any, rows: Any) -> None:
+        self.file, self.rows = file, rows
+
+    def __setitem__(self, at: tuple[slice, slice], values: Any) -> None:
+        self.file[self.rows, at[1]] = values
 
 
 class Outputs:
@@ -94,21 +104,46 @@ class Outputs:
         return out
 
     def write(self, rows: Array | None, path: Path, dtype: str) -> Any:
-        """Z* at the stored rows `rows` (None: all) in a new .npy file, given back as a map."""
+        """Z* at the stored rows `rows` (None: all) in a new .npy file, given back as a map.
+
+        Where processes have rows of their own, the file holds those of all, by their ids (or, where
+        rows are named, one process after the other), and each gets its own back.
+        """
         with self.file(rows, path, dtype) as file:
             for J, Z, _ in self.blocks(rows):
                 file[:, J] = self.H.backend.to_numpy(Z)  # synchronize!
-        return np.load(path, mmap_mode="r")
+        whole = np.load(path, mmap_mode="r")
+        return whole if self.H.backend.whole else whole[self._places(rows)[0]]
 
     @contextmanager
     def file(self, rows: Array | None, path: Path, dtype: str) -> Iterator[Any]:
         """A map of a new .npy file for Z* at the stored rows `rows` (None: all)."""
-        shape = (self.H.n if rows is None else rows.shape[0], self.W.shape[1])
-        with new_file(path) as temporary:
-            made: Any = np.lib.format.open_memmap(temporary, "w+", np.dtype(dtype), shape)
-            yield made
+        backend, (at, count) = self.H.backend, self._places(rows)
+        first = backend.whole or backend.rank == 0
+        with new_file(path) if first else nullcontext(path) as temporary:
+            made: Any = None
+            if first:
+                shape = (count, self.W.shape[1])
+                made = np.lib.format.open_memmap(temporary, "w+", np.dtype(dtype), shape)
+            if not backend.whole:
+                name = backend.agreed(str(temporary))
+                made = made if first else np.lib.format.open_memmap(name, "r+")
+            yield made if backend.whole else _OwnRows(made, at)
             made.flush()
             del made
+            backend.largest(0)  # all have written theirs before the file gets its name
+        backend.largest(0)
+
+    def _places(self, rows: Array | None) -> tuple[Any, int]:
+        """Where these rows (None: all) are in a file of all processes' rows, and its length."""
+        here = self.H.n if rows is None else rows.shape[0]
+        if self.H.backend.whole:
+            return slice(None), here
+        if rows is None:
+            return self.H.graph.nodes, self.H.graph.nodes_of_all
+        counts = self.H.backend.joined(np.array([here]))
+        first = int(counts[: self.H.backend.rank].sum())
+        return slice(first, first + here), int(counts.sum())
 
     def labels(self, rows: Array | None, dtype: str, scores: Any = None) -> Labels:
         """The best class of the stored rows `rows` (None: all).
@@ -129,7 +164,8 @@ class Outputs:
                 second = xp.where(better, first, xp.maximum(second, z))
                 first, best = xp.where(better, z, first), xp.where(better, j, best)
         close = first - second <= 2 * error
-        return Labels(best, int(close.sum()) if self.W.shape[1] > 1 else 0)  # synchronize!
+        undecided = int(self.H.backend.total(int(close.sum())))  # synchronize!
+        return Labels(best, undecided if self.W.shape[1] > 1 else 0)
 
 
 def check_probabilities(loss: str) -> None:

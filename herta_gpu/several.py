@@ -277,4 +277,5 @@ class _Itself:
                 for nodes, kept in ((at, self.rows), (beside, self.others)):
                     here = xp.flatnonzero((nodes >= rows.start) & (nodes < rows.stop))
                     kept[here, J] = part[nodes[here] - rows.start]
+        self.rows = H.backend.gathered(self.rows)
         self.left, self.lost = basis.rounding.copy(), xp.zeros(basis.rank)

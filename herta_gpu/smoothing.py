@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from herta_gpu.graph import Graph, check_graph
+from herta_gpu.graph import Graph, check_whole
 from herta_gpu.labels import NodeOutputs, carried, degrees, entry_bound, placed
 from herta_gpu.plumbing.estimator import OneHot
 from herta_gpu.plumbing.validation import (
@@ -141,7 +141,7 @@ class CorrectAndSmooth(NodeOutputs):
             Features for a `base` that is a model.
         """
         lams = self._checked()
-        check_graph(graph)
+        check_whole(graph, type(self).__name__)
         scores, classes = _scores(graph, base, X)
         rows, codes, classes = _known(y, train, valid, classes, scores)
         Y = OneHot(codes, scores.shape[1])

@@ -21,9 +21,9 @@ from typing import Any
 import numpy as np
 import scipy.sparse as sp
 
-from herta_gpu.backends import get_backend
+from herta_gpu.backends import backend_of_rows
 from herta_gpu.backends.base import Array, Backend, Laplacian
-from herta_gpu.graph import Graph, check_graph
+from herta_gpu.graph import Graph, check_graph, check_whole
 from herta_gpu.plumbing.interop import as_array, in_kind_of, on_device, take_rows
 from herta_gpu.plumbing.stages import marked
 from herta_gpu.plumbing.validation import (
@@ -49,8 +49,8 @@ class RegularizedLaplacian:
 
     def __init__(self, graph: Graph, lam: float, backend: Backend, dtype: str) -> None:
         self.graph, self.lam, self.backend, self.dtype = graph, float(lam), backend, dtype
-        if backend.whole and graph.nodes_of_all != graph.num_nodes:
-            raise ValueError("Only HERTA works on a graph that is split by nodes.")
+        if backend.whole:
+            check_whole(graph, "This")
         self._in: dict[str, Laplacian] = {}
 
     def on(self, graph: Graph) -> RegularizedLaplacian:
@@ -411,7 +411,7 @@ def column_bytes(dtype: str) -> int:
 
 def block_width(n: int, k: int, dtype: str, budget: int) -> int:
     """Columns that a solve may advance together within `budget` bytes; 0 when not even one."""
-    return int(min(k, BLOCK_WIDTH, budget // (n * column_bytes(dtype))))
+    return int(min(k, BLOCK_WIDTH, budget // (max(n, 1) * column_bytes(dtype))))
 
 
 class SDDSolver:
@@ -467,7 +467,7 @@ class SDDSolver:
         self.graph, self.method, self.tol = graph, method, tol
         self.max_iter, self.device, self.dtype = max_iter, device, check_dtype(dtype)
         self.memory_budget = memory_budget
-        self.backend = get_backend(device)
+        self.backend = backend_of_rows(device, graph)
         self.H = RegularizedLaplacian(graph, lam, self.backend, self.dtype)
         self.info_: SolveInfo | None = None
 
@@ -497,6 +497,8 @@ class SDDSolver:
         dtype : {"float32", "float64"}, optional
             Of the result; by default float64 only if tol asks for it.  What rounding to it costs is
             part of `info_`.
+
+        Of a graph that is split by nodes each process gives its rows of B, and gets those of Z.
         """
         with self.backend.working():
             return self._solve(B, guess, dtype)
@@ -507,6 +509,7 @@ class SDDSolver:
         if dtype is not None:
             check_dtype(dtype)
         guess = self._checked_guess(guess, B.shape)
+        self.backend.same((B.shape[not self.backend.whole :], guess is None), "columns of B", True)
         flat = B.ndim == 1
         if flat:
             B, guess = B[:, None], None if guess is None else guess[:, None]
@@ -534,8 +537,9 @@ class SDDSolver:
         return guess
 
     def _width(self, k: int) -> int:
-        budget = memory_budget(self.memory_budget, self.backend.memory_available())
+        budget = memory_budget(self.memory_budget, self.backend.memory_everywhere())
         width = block_width(self.graph.num_nodes, max(k, 1), self.dtype, budget)
+        width = -int(self.backend.largest(-width))
         if width < 1:
             need = self.graph.num_nodes * column_bytes(self.dtype)
             raise BudgetError(
@@ -571,7 +575,7 @@ class SDDSolver:
 
     def _sane(self, start: Array, B: Array) -> Array:
         """A guess with zeros for columns so large that 0 is closer: ||H^-1 b|| <= ||b||."""
-        size, most = (abs(A).max(axis=0, initial=0.0) for A in (start, B))
+        size, most = (self.backend.largest(abs(A).max(axis=0, initial=0.0)) for A in (start, B))
         lost = size.astype("float64") > _RANGE * most.astype("float64")
         return self.backend.xp.where(lost, 0, start)
 
@@ -586,7 +590,8 @@ class SDDSolver:
             raise ValueError('The result is too large for float32: solve with dtype="float64".')
         near = (Z * unit).astype("float32").astype("float64") / unit
         squares, moved = self.H.residual(B, near)[1][0], near - Z
-        dots = [squares, *(self.backend.column_dots(A, A) for A in (moved, Z))]
+        total, dot = self.backend.total, self.backend.column_dots
+        dots = [squares, *(total(dot(A, A)) for A in (moved, Z))]
         norm, moved, size = self.backend.to_numpy(xp.sqrt(xp.stack(dots)))  # synchronize!
         # ||.|| <= ||.||_H <= sqrt(kappa) ||.||, and ||Z||_H <= (1 + bound) ||H^-1 B||_H.
         part = math.sqrt(self.kappa) * moved / np.where(size > 0, size, 1.0)
@@ -600,7 +605,7 @@ class SDDSolver:
         if block.dtype != np.float64:
             return None
         xp = self.backend.xp
-        size = abs(block).max(axis=0)
+        size = self.backend.largest(abs(block).max(axis=0, initial=0.0))
         strange = (size > 1e100) | ((size > 0) & (size < 1e-100))
         if not bool(strange.any()):  # synchronize!
             return None

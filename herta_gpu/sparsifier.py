@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from herta_gpu.backends import get_backend
+from herta_gpu.backends import backend_of_rows, get_backend
 from herta_gpu.backends.base import Array, Backend
-from herta_gpu.graph import Graph, check_graph
+from herta_gpu.graph import Graph, check_graph, check_whole
 from herta_gpu.plumbing.building import edge_keys
 from herta_gpu.plumbing.estimator import Estimator
 from herta_gpu.plumbing.validation import (
@@ -69,6 +69,7 @@ class Sparsifier(Estimator):
         The effective Laplacian dimension Tr[L_hat (L_hat + I/lam)^-1], as the sum of the scores.
     n_samples_ : int
     scores_ : array, one per edge of ``graph.edges()``
+        Of a graph that is split by nodes each process has those of its edges.
 
     Examples
     --------
@@ -105,9 +106,10 @@ class Sparsifier(Estimator):
         check_count("random_state", self.random_state, least=0, most=MAX_SEED)
         if self.n_samples is not None:
             check_count("n_samples", self.n_samples, most=MAX_SEED)
-        H = RegularizedLaplacian(graph, self.lam, get_backend(self.device), check_dtype(self.dtype))
-        with H.backend.working():
-            budget = memory_budget(self.memory_budget, H.backend.memory_available())
+        backend = backend_of_rows(self.device, graph)
+        H = RegularizedLaplacian(graph, self.lam, backend, check_dtype(self.dtype))
+        with backend.working():
+            budget = memory_budget(self.memory_budget, backend.memory_everywhere())
             found = sparsified(
                 H, self.n_samples, self.eps, self.scores, self.replace, self.random_state, budget
             )
@@ -145,8 +147,8 @@ def sparsified(
     if m == 0:
         return Sample(graph, np.zeros(0), 0.0, 0)
     found = sketched_scores(H, seed, budget) if scores == "sketch" else degree_scores(graph, H.lam)
-    n_lambda = float(found.sum())  # synchronize!
-    s = n_samples or sample_size(n_lambda, graph.num_nodes, eps)
+    n_lambda = float(backend.total(float(found.sum())))  # synchronize!
+    s = n_samples or sample_size(n_lambda, graph.nodes_of_all, eps)
     if n_samples is None and s >= m:
         return Sample(graph, found, n_lambda, m)
     # Subsample s rows of B_hat with probabilities l_i / Z; repeated edges are merged.
@@ -171,7 +173,7 @@ def sketched_scores(H: RegularizedLaplacian, seed: int, budget: int) -> Array:
     """Lines 1-8 of Algorithm 2, in blocks of sketch rows that fit the memory budget."""
     backend, L, n, m = H.backend, H.laplacian(), H.n, H.graph.num_edges
     k = max(4, math.ceil(SKETCH_CONSTANT * math.log(max(m, 2))))
-    width = max(1, min(k, block_width(n, k, H.dtype, budget)))
+    width = max(1, min(k, -int(backend.largest(-block_width(n, k, H.dtype, budget)))))
 
     def scored(first: int) -> dict[str, Array]:
         rows, key = min(width, k - first), seed + (first // width << 32)
@@ -182,9 +184,9 @@ def sketched_scores(H: RegularizedLaplacian, seed: int, budget: int) -> Array:
         # From entries N(0, 1/rows) to entries N(0, 1/k).
         return {"scores": part * (H.lam**2 * rows / k)}
 
-    scores = backend.xp.zeros(m)
+    scores: Array = 0.0
     for part in backend.dealt(range(0, k, width), scored):
-        scores += part["scores"]
+        scores = scores + part["scores"]
     # A ridge leverage score lies in (0, 1]; the cap removes only sketching noise.
     return backend.xp.clip(scores, 1e-12, 1.0)
 
@@ -200,7 +202,8 @@ def degree_scores(graph: Graph, lam: float) -> Any:
     u, v, w = graph.edges()
     if inverse is not None:
         u, v = inverse[u], inverse[v]
-    scores = (1.0 / graph.degree[u] + 1.0 / graph.degree[v]) / (1.0 + 1.0 / lam)
+    degree = graph.degree_around
+    scores = (1.0 / degree[u] + 1.0 / degree[v]) / (1.0 + 1.0 / lam)
     return np.minimum(1.0, scores if w is None else scores * w)
 
 
@@ -214,7 +217,7 @@ def effective_dimension(graph: Graph, lam: float, random_state: int = 0) -> floa
     >>> abs(effective_dimension(g, lam=1.0) - 0.5) < 0.1
     True
     """
-    check_graph(graph)
+    check_whole(graph, "effective_dimension")
     check_positive("lam", lam)
     backend = get_backend("cpu")
     H = RegularizedLaplacian(graph, lam, backend, "float64")

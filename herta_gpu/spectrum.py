@@ -123,11 +123,13 @@ def _outside(P: Preconditioner, A: UnfoldedMap) -> float:
     mask = xp.ones(A.H.n, dtype=bool)
     mask[A.train] = False
     at = xp.flatnonzero(mask)
-    if at.shape[0] == 0:
+    count = int(backend.total(at.shape[0]))
+    if count == 0:
         return 0.0
     enough = (_ENOUGH / max(P.Q_error, 1e-16)) ** 2
-    if at.shape[0] > P.Q_all.shape[1]:
-        return _norm_bound(_congruent(P, gram(backend, P.Q_all, at)), backend, enough)
+    if count > P.Q_all.shape[1] or not backend.whole:
+        G = backend.total(gram(backend, P.Q_all, at))
+        return _norm_bound(_congruent(P, G), backend, enough)
     B = P.inner.half_T(P.Q_all[at].astype("float64").T)
     total = float((B * B).sum())  # synchronize!
     if total <= enough:
@@ -142,15 +144,17 @@ def _gram_outside(Q: Array, A: UnfoldedMap) -> Array:
     1 outside training), and of the mean row as often as it was taken away.
     """
     backend, xp, loss = A.H.backend, A.H.backend.xp, A.loss
-    left, count = xp.ones(A.H.n), A.train.shape[0]
-    left[A.train] = 0.0 if loss.weights is None else 1 - loss.weights
+    left = xp.ones(A.H.n)
+    left[A.train] = 0.0 if loss.weights is None else backend.own(1 - loss.weights)
     G = xp.zeros((Q.shape[1], Q.shape[1]))
     for a in range(0, A.H.n, _ROWS):
         rows = slice(a, a + _ROWS)
         backend.add_gram(G, Q[rows].astype("float64") * xp.sqrt(left[rows])[:, None])
+    G = backend.total(G)
     if loss.intercept:
-        mean = loss.mean(xp, Q[A.train].astype("float64"))
-        G = G + loss.total(count) * mean[:, None] * mean[None, :]
+        rows = A.rows(Q)
+        mean = loss.mean(xp, rows)
+        G = G + loss.total(rows.shape[0]) * mean[:, None] * mean[None, :]
     return G
 
 
@@ -285,10 +289,10 @@ def _two_lanczos(
         if A.loss.plain:
             Z[:, 0:1] *= mask
         else:
-            seen = Z[A.train, 0:1].astype("float64")
+            seen = A.rows(Z[:, 0:1])
             seen = seen - A.loss.mean(xp, seen) if A.loss.intercept else seen
             Z[:, 0] = 0
-            Z[A.train, 0:1] = A.loss.weighted(seen).astype(Z.dtype)
+            Z[A.train, 0:1] = H.backend.own(A.loss.weighted(seen)).astype(Z.dtype)
         V, back = block_cg(H, Z, tol)
         v = P.factor.half_T(X.transpose_times(V) + ridge * W)
         images[0][j], images[1][j] = v[:, 0], v[:, 1]

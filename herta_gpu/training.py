@@ -231,12 +231,14 @@ class Training:
 
     def _save(self, step: int, problem: Problem, point: Point, optimizer: Optimizer) -> None:
         """Everything that the loop needs to begin with `step`."""
-        if self.checkpoint is None or self.backend.rank > 0:
+        if self.checkpoint is None or (self.backend.whole and self.backend.rank > 0):
             return
         own = ("history", "warm_history", "curvature", "first_gradient", "phase")
         state = {name: getattr(self, name) for name in own}
         state |= {"step": step, "tol": problem.tol, "proven": [vars(c) for c in self.proven]}
-        state["point"] = {k: v for k, v in vars(point).items() if k != "rounding"}
+        state["rows"] = {"Z": point.Z, "V": point.V}
+        apart = ("rounding", *state["rows"])
+        state["point"] = {k: v for k, v in vars(point).items() if k not in apart}
         newton = isinstance(optimizer, Newton)  # it remembers nothing
         state["optimizer"] = {k: v for k, v in vars(optimizer).items() if k != "xp" and not newton}
         state["plan"] = self.identity
@@ -250,6 +252,8 @@ class Training:
             return None  # the spectrum is that of one P
         if saved["plan"] != self.identity and saved["point"]["W"].shape[1] != self.Y.shape[1]:
             return None  # some outputs of a fit that had no room for all of them at once
+        if saved["rows"] is None:
+            saved["plan"] = ""  # of another number of processes, who have other rows
         if saved["plan"] != self.identity:
             saved["phase"] = 0  # other loops, other coordinates: its weights are where to start
         return saved
@@ -285,7 +289,9 @@ class Training:
         return step, point
 
     def _stored(self, saved: dict[str, Any]) -> Point:
-        return Point(**saved["point"], rounding=Rounding(0.0, 0.0, self.xp.zeros(1)))
+        return Point(
+            **saved["point"], **saved["rows"], rounding=Rounding(0.0, 0.0, self.xp.zeros(1))
+        )
 
     def _measured(self, problem: Problem, saved: dict[str, Any]) -> Point | None:
         """The stored point with every number computed again; None where they contradict it."""

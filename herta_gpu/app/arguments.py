@@ -9,6 +9,7 @@ from typing import Any
 
 from herta_gpu import __version__
 from herta_gpu.app import compare, convert, info, plan, predict, profile, selftest, train, tune
+from herta_gpu.app.crew import SPLITS
 from herta_gpu.app.tune import LAMS, RIDGES, SEVERAL
 from herta_gpu.datasets.dataset import NORMALIZATIONS
 from herta_gpu.datasets.ogb_convert import FEATURES
@@ -19,7 +20,8 @@ from herta_gpu.optimizers import OPTIMIZERS
 from herta_gpu.planning.settings import DEVICES, LABEL_FOLDS
 
 _DEFAULTS = HERTA._defaults()
-_NAMES = ("dataset", "run_folder", "out", "to", "resume", "data_dir", "split", "memory_budget")
+_NAMES = ("dataset", "run_folder", "out", "to", "resume", "data_dir", "split", "partition",
+          "memory_budget")  # fmt: skip
 
 _POSITIONAL = {"dataset": "DATASET", "run_folder": "RUN"}
 
@@ -73,6 +75,7 @@ def parser() -> argparse.ArgumentParser:
 def _add_train(commands: Any) -> None:
     command = commands.add_parser("train", help="train, certify and evaluate a model")
     _add_data(command, optional=True)
+    _add_ranks(command)
     _add_model(command)
     _add_run(command)
     command.add_argument("--resume", metavar="RUN", help="go on with a run that was killed")
@@ -93,6 +96,7 @@ def _add_plan(commands: Any) -> None:
     command.add_argument(
         "--ranks", type=int, default=1, metavar="N", help="and for so many processes under mpirun"
     )
+    _add_partition(command)
     _add_output(command)
     command.set_defaults(run=plan.run)
 
@@ -221,6 +225,7 @@ def _check_resume(command: argparse.ArgumentParser, args: argparse.Namespace) ->
     free = ("command", "resume", "json", "quiet", "debug", "run", "check")
     flags = {action.dest: max(action.option_strings, default="DATASET", key=len)
              for action in command._actions}  # fmt: skip
+    flags["ranks_split"] = flags["split"]
     for name, value in vars(args).items():
         if name not in free and value != command.get_default(name):
             command.error(f"--resume takes everything from the run: leave out {flags[name]}")
@@ -234,11 +239,34 @@ def _add_data(command: argparse.ArgumentParser, optional: bool = False) -> None:
         help="a name, the path of a .npz file, or a folder of tables; see herta --help",
     )
     _add_data_dir(group)
-    group.add_argument("--split", metavar="public|random:0.8", help="default public if there is")
+    group.add_argument(
+        "--split", action=_Split, metavar="public|random:0.8" + "|auto|columns|nodes" * optional,
+        help="default public if there is" + "; of the work of several processes: see below"
+        * optional,
+    )  # fmt: skip
     group.add_argument(
         "--normalize", choices=NORMALIZATIONS, help="default row for bags of words, else none"
     )
     group.add_argument("--log-degree", action="store_true", help="as one more feature")
+
+
+def _add_ranks(command: argparse.ArgumentParser) -> None:
+    group = command.add_argument_group(
+        "several processes, under mpirun",
+        "--split auto|columns|nodes, beside that of the data, tells what they share out: columns, "
+        "and each has the graph, or nodes, and each has its own; auto, the default, decides by "
+        "memory and predicted seconds.",
+    )
+    _add_partition(group)
+    command.set_defaults(ranks_split="auto")
+
+
+def _add_partition(command: Any) -> None:
+    command.add_argument(
+        "--partition", default="blocks", metavar="blocks|metis|FILE",
+        help="of the nodes: ranges of ids, few cut edges (pymetis), or a .npy file with the rank "
+        "of each; default blocks",
+    )  # fmt: skip
 
 
 def _add_data_dir(command: Any) -> None:
@@ -353,6 +381,16 @@ def _two(text: str) -> tuple[float, ...]:
     if len(found) != 2:
         raise argparse.ArgumentTypeError(f"{text!r} is not like 20,5: one lam for each step")
     return found
+
+
+class _Split(argparse.Action):
+    """--split is that of the data or, of `train`, what several processes share out."""
+
+    def __call__(
+        self, parser: Any, namespace: Any, values: Any, option_string: str | None = None
+    ) -> None:
+        work = values in SPLITS and hasattr(namespace, "ranks_split")
+        setattr(namespace, "ranks_split" if work else "split", values)
 
 
 class _Sets(argparse.Action):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ from herta_gpu.plumbing.machine import launched
 if TYPE_CHECKING:
     from herta_gpu.backends.ranks import Ranks
 
+SPLITS = ("auto", "columns", "nodes")  # what processes share out
 _PATIENCE = 1.0  # seconds that the first process has to say what is wrong
 
 
@@ -36,11 +38,24 @@ class Crew:
         """What the first process has; the others need not even make it."""
         return x if self.team is None else self.team.agreed(x)
 
-    def shared(self, data: Dataset) -> Dataset:
-        """The dataset, with a graph that all processes work on."""
+    def least(self, x: int) -> int:
+        """The smallest of what the processes have."""
+        return x if self.team is None else min(self.team.each(x))
+
+    def prepared_by_first(self, work: Callable[[], Any]) -> None:
+        """Let the first process do this for all, however long it takes, unless it is alone."""
+        if self.team is not None:
+            with self.team.patient():
+                if self.first:
+                    work()
+                self.team.arrive()
+
+    def shared(self, data: Dataset, split: str, partition: str) -> Dataset:
+        """The dataset with a graph that all processes work on; by nodes, this one's rows of it."""
         if self.team is None:
             return data
-        return replace(data, graph=data.graph.on_ranks(self.comm))
+        graph = data.graph.on_ranks(self.comm, split, partition)
+        return data.rows_of(graph) if split == "nodes" else replace(data, graph=graph)
 
     def together(self) -> AbstractContextManager[None]:
         """Around the command: an error of one process is an error of all."""

@@ -40,16 +40,15 @@ def make_smoother(args: argparse.Namespace) -> CorrectAndSmooth | None:
 
 def load_for(args: argparse.Namespace, stages: Stages) -> Dataset:
     """The dataset that the options describe, ready to train on."""
-    _tell_of_compilation(stages)
+    tell_of_compilation(stages)
     with stages("load"):
-        data = prepared(
+        return prepared(
             args.dataset, args.data_dir, args.random_state, args.split, args.normalize,
             args.log_degree, stages,
         )  # fmt: skip
-        return args.crew.shared(data)
 
 
-def _tell_of_compilation(stages: Stages) -> None:
+def tell_of_compilation(stages: Stages) -> None:
     """Say that the first fit ever compiles the CPU kernels, which takes half a minute."""
     folder = Path(backends.__file__).parent / "cpu" / "kernels" / "__pycache__"
     elsewhere = "NUMBA_CACHE_DIR" in os.environ or not os.access(folder, os.W_OK)
@@ -65,12 +64,19 @@ def prepared(
     normalize: str | None,
     log_degree: bool,
     stages: Stages | None = None,
+    share: Callable[[Dataset], Dataset] | None = None,
 ) -> Dataset:
-    """A dataset with a split and with the features as they will be used."""
+    """A dataset with a split and with the features as they will be used.
+
+    `share` makes of the whole dataset what this process works on.
+    """
     data = datasets.load(name, data_dir, random_state=random_state, stages=stages)
     if data.y is None:
         raise ValueError(f"{name} has no labels to train on.")
     data = data.with_split(split, random_state)
+    if share is not None and data.X is not None:
+        normalize = data.normalization(normalize)  # the features of all nodes decide
+        data = share(data)
     return with_features(data, normalize, log_degree)
 
 

@@ -28,6 +28,8 @@ th { color: #555; font-weight: 600; } td.n, th.n { text-align: right; white-spac
 .lane { display: flex; height: 1.8rem; width: 100%; border-radius: 4px; overflow: hidden; }
 .lane div { height: 100%; } .key { margin-right: 1.2rem; white-space: nowrap; }
 .key i { display: inline-block; width: .8rem; height: .8rem; margin-right: .35rem; }
+table.ranks { width: 100%; } td.bar { width: 60%; vertical-align: middle; }
+td.bar .lane { height: 1.1rem; }
 .note { background: #fff6dd; padding: .6rem .9rem; border-left: 4px solid #e0b030; }
 summary { cursor: pointer; color: #1f5fa8; } footer { margin-top: 3rem; font-size: .85rem; }
 code { background: #f4f6f9; padding: .1rem .3rem; overflow-wrap: anywhere; }
@@ -45,6 +47,7 @@ class Page:
     sections: list[tuple[str, Rows]]  # heading and table, whose first row is its head
     picture: bytes | None = None  # a PNG file, of the convergence
     path: bytes | None = None  # another one, of what was chosen from
+    ranks: list[dict[str, float]] | None = None  # seconds of each process, a bar for each
     note: str = ""
     foot: str = ""  # how the page was made
 
@@ -71,6 +74,8 @@ class Page:
                 f'src="data:image/png;base64,{data}">'
             )
         parts.append("<h2>Where the time went</h2>" + _timeline(self.seconds))
+        if self.ranks:
+            parts.append("<h2>Time per rank</h2>" + _rank_bars(self.ranks))
         parts += [f"<h2>{html.escape(name)}</h2>{_table(rows)}" for name, rows in self.sections]
         if self.foot:
             parts.append(f"<footer>{html.escape(self.foot)}</footer>")
@@ -87,17 +92,42 @@ def _timeline(stages: dict[str, float]) -> str:
     total = sum(stages.values()) or 1.0
     stages = {name: s for name, s in stages.items() if s >= 0.002 * total}
     colours = dict(zip(stages, cycle(COLOURS)))
-    lane = "".join(
+    keys = {name: f"{s:.2f} s" for name, s in stages.items()}
+    return f"{_lane(stages, total, colours)}<p>{_keys(keys, colours)}</p>"
+
+
+def _rank_bars(ranks: list[dict[str, float]]) -> str:
+    """A bar for each process: what it worked, waited for others, and spent on messages."""
+    longest = max(max(sum(seconds.values()) for seconds in ranks), 1e-9)
+    colours = dict(zip(ranks[0], (COLOURS[0], COLOURS[-1], COLOURS[1])))
+    bars = "".join(
+        f"<tr><td>rank {r}</td><td class=bar>{_lane(seconds, longest, colours)}</td>"
+        + "".join(f"<td class=n>{s:.2f} s</td>" for s in seconds.values())
+        + "</tr>"
+        for r, seconds in enumerate(ranks)
+    )
+    head = "<tr><th></th><th></th>" + "".join(f"<th class=n>{name}</th>" for name in ranks[0])
+    keys = _keys(dict.fromkeys(ranks[0], ""), colours)
+    return f"<div class=wide><table class=ranks>{head}</tr>{bars}</table></div><p>{keys}</p>"
+
+
+def _lane(seconds: dict[str, float], total: float, colours: dict[str, str]) -> str:
+    """One bar, in which each part is as wide as its share of `total`."""
+    parts = "".join(
         f"<div style='width:{100 * s / total:.3f}%;background:{colours[name]}' "
         f"title='{html.escape(name)} {s:.2f} s'></div>"
-        for name, s in stages.items()
+        for name, s in seconds.items()
     )
-    keys = " ".join(
-        f"<span class=key><i style='background:{colours[name]}'></i>{html.escape(name)} "
-        f"{s:.2f} s</span>"
-        for name, s in stages.items()
+    return f"<div class=lane>{parts}</div>"
+
+
+def _keys(values: dict[str, str], colours: dict[str, str]) -> str:
+    """What the colours of a bar stand for."""
+    return " ".join(
+        f"<span class=key><i style='background:{colours[name]}'></i>"
+        f"{html.escape(f'{name} {value}'.strip())}</span>"
+        for name, value in values.items()
     )
-    return f"<div class=lane>{lane}</div><p>{keys}</p>"
 
 
 def _table(rows: Rows) -> str:

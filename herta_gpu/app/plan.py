@@ -15,21 +15,25 @@ from herta_gpu.app.results import CommandOutput
 from herta_gpu.app.text import bytes_text, table
 from herta_gpu.backends import get_backend
 from herta_gpu.datasets import DataSizes
+from herta_gpu.graph import Graph
 from herta_gpu.herta import HERTA
 from herta_gpu.planning.cards import Card, moved
 from herta_gpu.planning.plan import Plan
-from herta_gpu.planning.split import splits
+from herta_gpu.planning.split import assumptions, chosen, splits
+from herta_gpu.plumbing.partition import checked_partition, rows_moved
 from herta_gpu.plumbing.validation import check_count, memory_budget, parse_bytes
 from herta_gpu.solver import column_bytes
 
 # Bytes of Python with NumPy and SciPy, and of what is loaded where it is installed.
 _INTERPRETER, _COMPILER, _CUPY = 100 << 20, 50 << 20, 25 << 20
+_METIS_EDGES = 5_000_000  # up to which METIS takes seconds
 
 
 def run(args: argparse.Namespace) -> CommandOutput:
     """herta plan DATASET"""
     model = make_model(args)
     check_count("--ranks", args.ranks)
+    checked_partition(args.partition)
     sizes = datasets.sizes(args.dataset, args.data_dir)
     if sizes.d == 0:
         raise ValueError(f"{args.dataset} has no features: HERTA needs some to train on.")
@@ -39,7 +43,7 @@ def run(args: argparse.Namespace) -> CommandOutput:
     backend = get_backend(args.device)
     free = backend.memory_available()
     budget = memory_budget(args.memory_budget or None, free)
-    made, fits = _cheapest(model, sizes, budget)
+    made, fits = cheapest(model, sizes, budget)
     x_bytes = 12 * sizes.X_nonzeros if sizes.X_nonzeros else 4 * sizes.n * sizes.d
     # A dense X that is large beside the memory stays in its file, and pages come and go.
     held = x_bytes if sizes.X_nonzeros or x_bytes <= budget // 2 else 0
@@ -53,14 +57,16 @@ def run(args: argparse.Namespace) -> CommandOutput:
     result = _result(args, sizes, made, fits, budget, memory)
     result["expected_peak_bytes"] = peak
     text = _text(args.dataset, sizes, made, memory, verdict)
-    return _with_ranks(args, sizes, made, made.cost[made.strategy], CommandOutput(result, text))
+    return _with_ranks(
+        args, sizes, made, made.cost[made.strategy], budget, CommandOutput(result, text)
+    )
 
 
 def _on_card(args: argparse.Namespace, model: HERTA, sizes: DataSizes) -> CommandOutput:
     """The plan for a GPU that need not be here."""
     card = Card(parse_bytes(args.device_memory))
     budget = memory_budget(args.memory_budget or None, card.memory)
-    made, fits = _cheapest(model, sizes, budget, card)
+    made, fits = cheapest(model, sizes, budget, card)
     outlined, _ = model._outlined(*_numbers(sizes), sizes.X_nonzeros, card.memory)
     work = moved(made, outlined, card, X_itemsize=4) if made.stored else []
     where = "the host or disk" if outlined.X_bytes < 4 * sizes.n * sizes.d else "the card"
@@ -75,24 +81,40 @@ def _on_card(args: argparse.Namespace, model: HERTA, sizes: DataSizes) -> Comman
     result |= {"work": [m._asdict() for m in work], "assumptions": card.assumptions}
     text = _text(args.dataset, sizes, made, made.memory, verdict, shown if work else "")
     seconds = sum(m.seconds for m in work) or made.cost[made.strategy]
-    return _with_ranks(args, sizes, made, seconds, CommandOutput(result, text))
+    return _with_ranks(args, sizes, made, seconds, budget, CommandOutput(result, text))
 
 
 def _with_ranks(
-    args: argparse.Namespace, sizes: DataSizes, made: Plan, seconds: float, alone: CommandOutput
+    args: argparse.Namespace,
+    sizes: DataSizes,
+    made: Plan,
+    seconds: float,
+    budget: int,
+    alone: CommandOutput,
 ) -> CommandOutput:
     """What each of several processes would hold, send and take, if there are to be several."""
     if args.ranks == 1:
         return alone
-    word = np.dtype(args.dtype).itemsize
-    found = splits(made, sizes.n, sizes.d, sizes.n_train, word, args.ranks, seconds)
+    word, partition = np.dtype(args.dtype).itemsize, args.partition
+    graph = datasets.graph_at_hand(args.dataset, args.data_dir)
+    cut = None if graph is None else cut_of(graph, args.ranks, partition)
+    found = splits(made, sizes.n, sizes.d, sizes.n_train, word, args.ranks, seconds, cut)
     rows = [
         (s.split, bytes_text(s.memory), bytes_text(s.moved), f"{s.seconds:,.3g}") for s in found
     ]
     head = (f"{args.ranks} ranks, split by", "memory a rank", "received a rank", "seconds")
-    shown = table([head, *rows]) + f"\n{found[0].assumptions}"
+    choice, told = chosen(found, budget), assumptions(cut, partition)
+    shown = f"{table([head, *rows])}\nchosen: {choice.choice} ({choice.why})\n{told}"
     content = {**alone.content, "ranks": args.ranks, "splits": [s._asdict() for s in found]}
+    content |= {"split": choice.choice, "why": choice.why, "cut": cut}
     return CommandOutput(content, f"{alone.text}\n\n{shown}")
+
+
+def cut_of(graph: Graph, ranks: int, partition: str) -> float | None:
+    """Rows that go from rank to rank in a product, in shares of all; None: too long to find."""
+    if partition == "metis" and (graph.num_edges > _METIS_EDGES or find_spec("pymetis") is None):
+        return None
+    return rows_moved(graph, ranks, partition)
 
 
 def _result(
@@ -161,7 +183,7 @@ def _expected_peak(made: Plan, sizes: DataSizes, x_bytes: int, dtype: str) -> in
     return int(throughout + max(building, factor, training + factor // 3))
 
 
-def _cheapest(
+def cheapest(
     model: HERTA, sizes: DataSizes, budget: int, card: Card | None = None
 ) -> tuple[Plan, bool]:
     """The plan within the budget, and True; if there is none, what needs least beyond it."""

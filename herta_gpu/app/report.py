@@ -104,6 +104,7 @@ def fit_page(
         sections=sections,
         picture=picture,
         path=path,
+        ranks=result.ranks,
         note=result.note,
         foot=_foot(result, repeat),
     )
@@ -168,7 +169,8 @@ def _foot(result: FitResult, repeat: str) -> str:
     made = (
         f"Made by herta_gpu {about['herta_gpu']} with Python {about['python']}, NumPy "
         f"{about['numpy']} and SciPy {about['scipy']}; {result.dtype} on {result.device}, "
-        f"{counted(int(about['threads']), 'thread')}."
+        f"{counted(int(about['threads']), 'thread')}"
+        + (f" on each of {len(result.ranks)} ranks." if result.ranks else ".")
     )
     return f"{made} {repeat}".rstrip()
 

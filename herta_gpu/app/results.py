@@ -89,6 +89,8 @@ class FitResult:
     normalize: str | None = None
     X_reads: dict[str, float] | None = None  # `HERTA.X_reads_`; earlier versions have none
     ranks: list[dict[str, float]] | None = None  # seconds of each process, if there were several
+    ranks_split: str | None = None  # what they shared out: columns or nodes
+    partition: str | None = None  # of the nodes
     fit_intercept: bool = False
     label_features: int = 0  # folds
     correct_and_smooth: list[float] | None = None  # both lam
@@ -116,11 +118,11 @@ class FitResult:
             scores = base = _scores(model, data)
             if smoother is not None:
                 scores = _parts_scored(data, smoother.transform, model.classes_)
-        lams = model._lams()
+        lams, team = model._lams(), data.graph.team
         classes_or_tasks = model.classes_ is not None or data.metric == "rocauc"
         return cls(
             dataset=data.name,
-            nodes=data.graph.num_nodes,
+            nodes=data.graph.nodes_of_all,
             edges=data.graph.num_edges,
             features=data.X.shape[1],
             outputs=model.W_.shape[1],
@@ -135,13 +137,13 @@ class FitResult:
             metric=data.metric if classes_or_tasks else "r2",
             scores=scores,
             seconds=dict(stages.seconds),
-            peak_memory_bytes=peak_memory(),
+            peak_memory_bytes=peak_memory() if team is None else int(team.largest(peak_memory())),
             strategy=model.plan_.strategy,
             dtype=model.dtype,
             device=model.device_.choice,
             normalize=data.metadata.get("normalize"),
             X_reads=getattr(model, "X_reads_", None),
-            ranks=None if data.graph.team is None else data.graph.team.seconds(),
+            ranks=None if team is None else team.seconds(),
             fit_intercept=model.fit_intercept,
             label_features=model._settings().label_folds,
             **_smoothing(smoother, base),
@@ -212,7 +214,7 @@ class FitResult:
             *((f"{part} {self.metric}", f"{score:.4f}") for part, score in self.scores.items()),
             *self._smoothing_rows(),
             ("seconds", f"{self.total_seconds:.2f} ({spent})"),
-            *([("ranks", _ranks_text(self.ranks))] if self.ranks else []),
+            *([("ranks", self._ranks_text(self.ranks))] if self.ranks else []),
             *([("passes over X", _read_text(reads))] if reads.get("bytes_read") else []),
             ("peak memory", bytes_text(self.peak_memory_bytes)),
         ]
@@ -226,6 +228,16 @@ class FitResult:
             f"{counted(self.undecided, 'label')} left open by that"
         )
         return [(f"{self.metric} before smoothing", before), ("smoothed outputs", proven)]
+
+    def _ranks_text(self, ranks: list[dict[str, float]]) -> str:
+        """ "4 by columns: work 1.2 to 1.4 s, waiting 0.1 to 0.3 s, messages 0.1 to 0.1 s"."""
+        shown = [
+            f"{what} {min(r[what] for r in ranks):.2f} to {max(r[what] for r in ranks):.2f} s"
+            for what in ranks[0]
+        ]
+        by = "" if self.ranks_split is None else f" by {self.ranks_split}"
+        by += "" if self.partition is None else f" ({self.partition})"
+        return f"{len(ranks)}{by}: {', '.join(shown)}"
 
     def text(self, folder: str | None = None) -> str:
         """The table that `herta train` prints; `folder` is that of the run, if there is one."""
@@ -284,7 +296,8 @@ def _scores(model: HERTA, data: Dataset) -> dict[str, float]:
         raise ValueError(f"The dataset {data.name} has no labels to score against.")
     nodes = evaluated(data.split or {"all": data.labelled()})
     Z = getattr(model, "outputs_", None)
-    if Z is None or len(Z) != len(nodes):
+    known = Z is not None and len(Z) == len(nodes)
+    if not (all(data.graph.team.each(known)) if data.graph.by_nodes and data.graph.team else known):
         # Labels take the best output so far; no metric of classes asks for all outputs.
         labels = model.classes_ is not None and data.metric != "rocauc"
         Z = (model.predict if labels else model.transform)(data.graph, data.X, nodes)
@@ -292,13 +305,20 @@ def _scores(model: HERTA, data: Dataset) -> dict[str, float]:
 
 
 def _parts_scored(data: Dataset, outputs: Any, classes: Any) -> dict[str, float]:
-    """The metric of the outputs of each part; `outputs` gives those of nodes, part after part."""
+    """The metric of the outputs of each part; `outputs` gives those of nodes, part after part.
+
+    Where each process has nodes of its own, labels and outputs of all of them are put together.
+    """
     split = data.split or {"all": data.labelled()}
-    y, Z = np.asarray(data.y), outputs(evaluated(split))
+    y, Z, graph = np.asarray(data.y), outputs(evaluated(split)), data.graph
+    if graph.by_nodes and Z.ndim == 2 and classes is not None and data.metric != "rocauc":
+        Z = classes[Z.argmax(axis=1)]  # labels are less to send
     scores, start = {}, 0
     for part, ids in split.items():
-        there = Z[start : start + len(ids)]
-        scores[part] = evaluate(data.metric, y[ids], there, classes)
+        there, wanted = Z[start : start + len(ids)], y[ids]
+        if graph.by_nodes and graph.team is not None:
+            there, wanted = (graph.team.gathered(rows)[0] for rows in (there, wanted))
+        scores[part] = evaluate(data.metric, wanted, there, classes)
         start += len(ids)
     return scores
 
@@ -325,15 +345,6 @@ def _certificate_from_json(content: Any) -> Certificate:
     known = {f.name: content[f.name] for f in fields(Certificate) if f.name in content}
     lost = {name: math.inf for name in ("value", "gap") if known.get(name, math.inf) is None}
     return Certificate(**{**known, **lost})
-
-
-def _ranks_text(ranks: list[dict[str, float]]) -> str:
-    """ "4: work 1.2 to 1.4 s, waiting 0.1 to 0.3 s, messages 0.1 to 0.1 s"."""
-    shown = [
-        f"{what} {min(r[what] for r in ranks):.2f} to {max(r[what] for r in ranks):.2f} s"
-        for what in ranks[0]
-    ]
-    return f"{len(ranks)}: {', '.join(shown)}"
 
 
 def _read_text(reads: dict[str, float]) -> str:

@@ -7,15 +7,23 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
-from herta_gpu.app.experiment import fit, load_for, make_model, make_smoother, prepared
+from herta_gpu.app.crew import Crew
+from herta_gpu.app.experiment import (
+    fit,
+    make_model,
+    make_smoother,
+    prepared,
+    tell_of_compilation,
+)
 from herta_gpu.app.report import report
 from herta_gpu.app.results import Candidate, CommandOutput, FitResult
 from herta_gpu.app.runs import Onlooker, Run, check_free, environment, read_config, smoother_of
+from herta_gpu.app.sharing import Sharing
 from herta_gpu.backends import backend_for
-from herta_gpu.datasets import Dataset
+from herta_gpu.datasets import Dataset, load, writes_first
 from herta_gpu.herta import HERTA
 from herta_gpu.plumbing.stages import Stages
 from herta_gpu.plumbing.validation import memory_budget
@@ -34,10 +42,37 @@ def run(args: argparse.Namespace) -> CommandOutput:
 def _new(args: argparse.Namespace) -> FitResult:
     model, stages = make_model(args), Stages(args.verbose)
     model._checked()  # wrong parameters are refused before the data are loaded
-    smoother = make_smoother(args)
-    if args.crew.first:
+    smoother, crew = make_smoother(args), args.crew
+    wish = Sharing(crew, args.ranks_split, args.partition)
+    wish.check(smoother is not None)
+    if crew.first:
         check_free(args.out, args.overwrite)
-    return train(args, model, load_for(args, stages), stages, smoother=smoother)
+    tell_of_compilation(stages)
+    how = (args.dataset, args.data_dir, args.random_state, args.split, args.normalize,
+           args.log_degree)  # fmt: skip
+    data, args.sharing = _loaded(how, wish, model, smoother, stages)
+    return train(args, model, data, stages, smoother=smoother)
+
+
+def _loaded(
+    how: tuple[str, str | None, int, str | None, str | None, bool],
+    wish: Sharing,
+    model: HERTA,
+    smoother: CorrectAndSmooth | None,
+    stages: Stages,
+) -> tuple[Dataset, Sharing]:
+    """What this process has of a dataset, and how it was shared out."""
+    found = wish
+
+    def share(data: Dataset) -> Dataset:
+        nonlocal found
+        found = wish.decided(data, model, smoother is not None, stages)
+        return found.shared(data)
+
+    with stages("load"):
+        if wish.crew.size > 1 and writes_first(*how[:2]):
+            wish.crew.prepared_by_first(lambda: load(how[0], how[1], True, how[2], stages))
+        return prepared(*how, stages, share), found
 
 
 def _resumed(args: argparse.Namespace) -> FitResult:
@@ -57,14 +92,17 @@ def _resumed(args: argparse.Namespace) -> FitResult:
                     file=sys.stderr,
                 )
         params = {**HERTA._defaults(), **config["params"], "verbose": args.verbose}
-        with stages("load"):
-            data = prepared(
-                config["dataset"], config["data_dir"], params["random_state"], config["split"],
-                config["normalize"], config["log_degree"], stages,
-            )  # fmt: skip
-            data = crew.shared(data)
-        smoother = smoother_of(config)
-        return _train_into(folder, HERTA(**params), data, stages, smoother=smoother)
+        how = (config["dataset"], config["data_dir"], params["random_state"], config["split"],
+               config["normalize"], config["log_degree"])  # fmt: skip
+        model, smoother, wish = HERTA(**params), smoother_of(config), _sharing_of(config, crew)
+        data, sharing = _loaded(how, wish, model, smoother, stages)
+        return _train_into(folder, model, data, stages, smoother=smoother, sharing=sharing)
+
+
+def _sharing_of(config: dict[str, Any], crew: Crew) -> Sharing:
+    """What the processes of a run shared out; earlier versions had columns only."""
+    split, partition = config.get("ranks_split") or "columns", config.get("partition") or "blocks"
+    return Sharing(crew, split if crew.size > 1 else "auto", partition)
 
 
 def train(
@@ -76,14 +114,32 @@ def train(
     smoother: CorrectAndSmooth | None = None,
 ) -> FitResult:
     """Fit, into a run folder if one is asked for; `candidates` are those that `tune` compared."""
+    sharing = getattr(args, "sharing", None)
     if args.out is None:
-        return fit(model, data, stages, smoother=smoother)
+        return _fitted(model, data, stages, None, smoother, sharing)
     owned = Run.create(args.out, args.overwrite) if args.crew.first else None
     with owned or nullcontext(Onlooker(args.out)) as folder:
         _write_config(folder, args, model, data, smoother)
         if candidates is not None:
             folder.write_json("tune.json", {"candidates": [asdict(c) for c in candidates]})
-        return _train_into(folder, model, data, stages, candidates, smoother)
+        return _train_into(folder, model, data, stages, candidates, smoother, sharing)
+
+
+def _fitted(
+    model: HERTA,
+    data: Dataset,
+    stages: Stages,
+    folder: Run | None,
+    smoother: CorrectAndSmooth | None,
+    sharing: Sharing | None,
+) -> FitResult:
+    """A fit whose plan and result tell what was shared out."""
+    record, checkpoint = (None, None) if folder is None else (folder.record, folder.checkpoint)
+    result = fit(model, data, stages, record, checkpoint, smoother)
+    if sharing is None or sharing.decision is None:
+        return result
+    model.plan_ = replace(model.plan_, decisions=(sharing.decision, *model.plan_.decisions))
+    return replace(result, ranks_split=sharing.split, partition=sharing.partitioned)
 
 
 def _write_config(
@@ -104,6 +160,8 @@ def _write_config(
     config["data_dir"] = None if args.data_dir is None else os.path.abspath(args.data_dir)
     config["params"] = {**model.get_params(), "verbose": False}
     config["correct_and_smooth"] = None if smoother is None else smoother.get_params()
+    sharing = getattr(args, "sharing", None) or Sharing(args.crew)
+    config |= {"ranks_split": sharing.split, "partition": sharing.partitioned}
     folder.write_json("config.json", {**config, "environment": environment(args.crew.size)})
 
 
@@ -119,10 +177,11 @@ def _train_into(
     stages: Stages,
     candidates: Sequence[Candidate] | None = None,
     smoother: CorrectAndSmooth | None = None,
+    sharing: Sharing | None = None,
 ) -> FitResult:
     """Train with a run folder that is complete up to the last step at any moment."""
     folder.checkpoint.split = data.split
-    result = fit(model, data, stages, folder.record, folder.checkpoint, smoother)
+    result = _fitted(model, data, stages, folder, smoother, sharing)
     if isinstance(folder, Onlooker):
         return result
     folder.save_model(model)

@@ -32,8 +32,8 @@ def compiled_kernels() -> bool:
     return os.environ.get("HERTA_FAST", "1") != "0" and find_spec("numba") is not None
 
 
-@cache
-def _cuda() -> Backend:
+def _cuda_kind() -> type[Backend]:
+    """The CUDA backend, if CuPy and a GPU are there."""
     try:
         from herta_gpu.backends.cuda.backend import CUDABackend
     except ImportError as error:
@@ -42,12 +42,24 @@ def _cuda() -> Backend:
             f"CUDA 13) or herta_gpu[cu12] ({_first_line(error)})."
         ) from error
     try:
-        made = CUDABackend()
+        CUDABackend.look()
     except RuntimeError as error:  # CuPy's own errors are of this kind, too
         raise RuntimeError(
             f'device="cuda" needs an NVIDIA GPU and its driver ({_first_line(error)}): '
             'check nvidia-smi, or use device="cpu".'
         ) from error
+    return CUDABackend
+
+
+@cache
+def _cuda(team: Any = None) -> Any:
+    """The CUDA backend; on each of several processes (`team`) on a GPU of its own."""
+    kind = _cuda_kind()
+    if team is not None:
+        from herta_gpu.backends.ranks import take_gpu
+
+        take_gpu(team, kind.xp, used=_cuda.cache_info().currsize > 0)
+    made: Any = kind()
     try:
         made.try_out()
     except Exception as error:  # a missing library is an ImportError, an OSError or CuPy's own
@@ -92,16 +104,18 @@ def chosen_backend(device: str, *data: Any) -> tuple[Backend, str]:
     """
     if device == "cpu":
         return _cpu(compiled_kernels()), "as asked"
+    team = next((x.team for x in data if getattr(x, "team", None) is not None), None)
     if device == "cuda":
-        return _cuda(), "as asked"
+        return _cuda(team), "as asked"
     if device == "cpu-scipy":
         return _cpu(compiled=False), "as asked"
     if device == "auto":
         few = stays_on_the_cpu(*data)
+        few = few if team is None else team.agreed(few)  # of rows that each process has, say
         if few is not None:  # small data do not even try the device out
             return _cpu(compiled_kernels()), few
-        if _cuda_is_usable():
-            return _cuda(), "a GPU is there"
+        if _cuda_is_usable(team):
+            return _cuda(team), "a GPU is there"
         return _cpu(compiled_kernels()), "there is no usable GPU"
     known = ", ".join(f'"{name}"' for name in DEVICES)
     raise ValueError(f"device must be one of {known}, not {device!r}.")
@@ -119,6 +133,12 @@ def shared(backend: Backend, graph: Any) -> Backend:
     from herta_gpu.backends.ranks import on_ranks
 
     return on_ranks(backend, graph)
+
+
+def backend_of_rows(device: str, graph: Any) -> Backend:
+    """The backend of a name, shared with other processes only where they have other rows."""
+    backend = get_backend(device)
+    return shared(backend, graph) if graph.by_nodes else backend
 
 
 def stays_on_the_cpu(*data: Any) -> str | None:
@@ -149,11 +169,21 @@ def _numbers(x: Any) -> int:
 
 
 @cache
-def _cuda_is_usable() -> bool:
+def _cuda_is_usable(team: Any = None) -> bool:
+    """Whether every process has a GPU that can compute; it warns where only that is missing."""
+    if team is None:
+        return _usable_here(_cuda)
+    # A process that cannot even look would not come to where GPUs are dealt out.
+    return all(team.each(_usable_here(_cuda_kind))) and all(
+        team.each(_usable_here(lambda: _cuda(team)))
+    )
+
+
+def _usable_here(found: Any) -> bool:
     try:
-        _cuda()
-    except UnusableDeviceError as error:
-        warnings.warn(f'device="auto" goes on with the CPU: {error}', RuntimeWarning, stacklevel=3)
+        found()
+    except (UnusableDeviceError, ValueError) as error:
+        warnings.warn(f'device="auto" goes on with the CPU: {error}', RuntimeWarning, stacklevel=4)
         return False
     except RuntimeError:  # no GPU, no driver or no CuPy: that is what most machines are like
         return False

@@ -43,16 +43,23 @@ def norm(x: Array) -> float:
     return float((x * x).sum()) ** 0.5  # synchronize!
 
 
-def keep_probabilities(xp: Any, scores: Array, s: int) -> Array:
-    """p = min(1, tau * score) with sum(p) = s: what is capped at 1 is shared out again."""
-    p = xp.minimum(1.0, s * scores / scores.sum())
+def keep_probabilities(
+    xp: Any, scores: Array, s: int, total: Callable[[Any], Any] = lambda x: x
+) -> Array:
+    """p = min(1, tau * score) with sum(p) = s: what is capped at 1 is shared out again.
+
+    Where other processes have other edges, `total` adds up over all of them.
+    """
+    p = xp.minimum(1.0, s * scores / total(scores.sum()))
     for _ in range(50):
         free = p < 1.0
-        count, total = int(xp.count_nonzero(free)), float(p.sum())  # synchronize!
-        budget = s - (p.shape[0] - count)
-        if budget <= 0 or count == 0 or total >= s * (1 - 1e-12):
-            break
+        capped = xp.count_nonzero(~free)
         rest = xp.where(free, scores, 0.0).sum()
+        sums = total(xp.stack([p.sum(), 1.0 * capped, 1.0 * p.shape[0] - capped, rest]))
+        kept, capped, count, rest = sums.tolist()  # synchronize!
+        budget = s - capped
+        if budget <= 0 or count == 0 or kept >= s * (1 - 1e-12):
+            break
         p = xp.where(free, xp.minimum(1.0, budget * scores / rest), p)
     return p
 
@@ -203,6 +210,7 @@ class Backend(ABC):
     rank, ranks = 0, 1  # this process, of so many that share a fit
     whole = True  # whether each of them has all rows
     first_row = 0  # where not: rows that the processes before this one have
+    rows_key = ""  # ... and a hash of which ones this one has
     check_every = 1  # CG steps between two looks at the mask of converged columns
 
     # ---- several processes: `backends.ranks` says more ------------------------------------
@@ -223,17 +231,29 @@ class Backend(ABC):
         sure of."""
         return x
 
+    def train_on(self, rows: Any) -> Any:
+        """The ids of all training nodes, rising; `rows` are those of this process, rising, too."""
+        return rows
+
     def gathered(self, x: Array) -> Array:
-        """The rows of all processes, one after the other."""
+        """The training rows of all processes, in the order of the ids that `train_on` gave."""
         return x
 
     def own(self, x: Array) -> Array:
         """This process's rows of what `gathered` put together."""
         return x
 
+    def joined(self, x: Array) -> Array:
+        """Any rows of all processes, one process after the other."""
+        return x
+
     def with_neighbours(self, L: Laplacian, Z: Array) -> Array:
         """Z for `residual_rows`: with the rows of neighbours that other processes have, behind."""
         return Z
+
+    def block_rows(self, L: Laplacian) -> int:
+        """Rows of the blocks that `chebyshev` works in: those of such neighbours may be behind."""
+        return L.n
 
     def dealt(
         self, items: Sequence[Any], work: Callable[[Any], dict[str, Array]]
@@ -498,8 +518,8 @@ class Backend(ABC):
     ) -> Array:
         """Z of Z_0 = 0, Z_1 = first B, and a `chebyshev_step` for each (c1, c2).
 
-        `work` are two blocks like B for the iterates, one of which is the result; with them, no
-        other array of n x k numbers is made.
+        `work` are two blocks like B, of `block_rows` rows, for the iterates, one of which holds the
+        result; with them, no other array of n x k numbers is made.
 
         With `half`, neighbours may be read in float16 where B is float32 (`Halves`): the step then
         moves up to half of the bytes, for a relative error of about 5e-4, which a second pass on

@@ -11,7 +11,7 @@ from typing import Any
 import scipy.sparse as sp
 
 from herta_gpu.datasets import ogbn, planetoid
-from herta_gpu.datasets.blockmodel import PRESETS, parse, synthetic
+from herta_gpu.datasets.blockmodel import PRESETS, kept_graph, parse, synthetic
 from herta_gpu.datasets.convert import (
     from_cugraph,
     from_dgl,
@@ -28,6 +28,7 @@ from herta_gpu.datasets.ogbn import convert_ogb, load_ogb
 from herta_gpu.datasets.planetoid import load_planetoid
 from herta_gpu.datasets.storage import cached_sizes, data_dirs, is_cached
 from herta_gpu.datasets.tables import from_tables, load_tables, read_edges, table_folder
+from herta_gpu.graph import Graph
 from herta_gpu.plumbing.files import Archive, DataError
 from herta_gpu.plumbing.stages import Stages
 from herta_gpu.plumbing.validation import as_labels, has_label, train_rows
@@ -159,6 +160,27 @@ def sizes(name: str | os.PathLike[str], data_dir: _Folder = None) -> DataSizes:
     n_train = _n_train(name, data.split, n, data.y)
     nonzeros = data.X.nnz if sp.issparse(data.X) else None
     return DataSizes(n, data.graph.num_edges, d, data.num_classes, n_train, nonzeros)
+
+
+def writes_first(name: str | os.PathLike[str], data_dir: _Folder = None) -> bool:
+    """Whether `load` may have to make files first: one process then does that for all."""
+    name = _text(name)
+    if name.startswith("synthetic:"):
+        return parse(name.removeprefix("synthetic:")).large
+    known = name in ogbn.SHAPES or name in planetoid.NAMES
+    return known and _npz_of(name, data_dirs(data_dir)) is None
+
+
+def graph_at_hand(name: str | os.PathLike[str], data_dir: _Folder = None) -> Graph | None:
+    """The graph of a dataset that need be neither made nor fetched; None: it need."""
+    name = _text(name)
+    if name.startswith("synthetic:"):
+        return kept_graph(name.removeprefix("synthetic:"))
+    if name in FROM_FILES and is_converted(name):
+        return load(name, data_dir, features=False).graph
+    if writes_first(name, data_dir) and not is_cached(ogbn.cached_folder(name)):
+        return None
+    return load(name, data_dir, features=False).graph
 
 
 def _text(name: str | os.PathLike[str]) -> str:

@@ -157,11 +157,22 @@ def synthetic(text: str, random_state: int = 0, features: bool = True) -> Datase
     return replace(data, name=name, X=X)
 
 
-def _cached(spec: Spec, seed: int, features: bool, name: str) -> Dataset:
-    """The same from the cache, where it is put first if it is not there."""
+def kept_graph(text: str, random_state: int = 0) -> Graph | None:
+    """The graph of a large one that is in the cache already."""
+    folder = _folder(parse(text), random_state) / _GRAPH
+    return Graph.open(folder) if folder.is_dir() else None
+
+
+def _folder(spec: Spec, seed: int) -> Path:
+    """Where a large one is kept."""
     shares = "-".join(f"{share:g}" for share in spec.split)
     key = f"{spec.n}-{spec.m}-{spec.d}-{spec.c}-{shares}-{seed}-v{_FORMAT}"
-    folder = cache_dir() / "synthetic" / key
+    return cache_dir() / "synthetic" / key
+
+
+def _cached(spec: Spec, seed: int, features: bool, name: str) -> Dataset:
+    """The same from the cache, where it is put first if it is not there."""
+    folder = _folder(spec, seed)
     known, X_known = folder.is_dir(), (folder / "X.npy").is_file()
     _check_disk(spec, folder, not known, features and not X_known, name)
     stages = Stages(verbose=True)  # it takes minutes

@@ -125,18 +125,34 @@ class Dataset:
             return replace(self, X=sp.csr_array(sp.hstack([self.X, column])))
         return replace(self, X=np.hstack([self.X, column.astype(self.X.dtype)]))
 
+    def rows_of(self, part: Graph) -> Dataset:
+        """The rows of the nodes that `part`, a graph split by nodes, has here, with their numbers.
+
+        A memory-mapped X stays one where these are a range.
+        """
+        at = part.nodes
+        split = {name: _places(np.asarray(ids), at) for name, ids in self.split.items()}
+        X, y = (None if rows is None else rows[at] for rows in (self.X, self.y))
+        return replace(self, graph=part, X=X, y=y, split=split)
+
+    def normalization(self, how: str | None = None) -> str:
+        """How `normalized` would change the features."""
+        if how is None:
+            how = "row" if sp.issparse(self.X) and self.X.min() >= 0 else "none"
+        check_choice("normalize", how, NORMALIZATIONS)
+        return how
+
     def normalized(self, how: str | None = None) -> Dataset:
         """A copy with other features: "row" sums to 1, "standard" columns, "none", or None.
 
         None is "row" for bags of words (a sparse X without negative numbers), "none" otherwise.
+        Columns are those of all processes, where each has rows of its own.
         """
-        if how is None:
-            how = "row" if sp.issparse(self.X) and self.X.min() >= 0 else "none"
-        check_choice("normalize", how, NORMALIZATIONS)
+        how = self.normalization(how)
         metadata = {**self.metadata, "normalize": how}
         if how == "none":
             return replace(self, metadata=metadata)
-        X = _rows_to_one(self.X) if how == "row" else _standardized(self.X)
+        X = _rows_to_one(self.X) if how == "row" else _standardized(self.X, self.graph)
         return replace(self, X=X, metadata=metadata)
 
 
@@ -202,18 +218,43 @@ def _rows_to_one(X: Any) -> Any:
     return (X / np.where(total > 0, total, 1.0)).astype(_float_of(X))
 
 
-def _standardized(X: Any) -> Any:
+def _standardized(X: Any, graph: Graph) -> Any:
     """Columns of variance 1 and, unless that would fill a sparse X with numbers, mean 0."""
+    mean, deviation = _of_all(X, graph) if graph.by_nodes else _moments(X)
     if sp.issparse(X):
-        square = np.asarray(X.multiply(X).mean(axis=0)).ravel()
-        deviation = np.sqrt(np.maximum(square - np.asarray(X.mean(axis=0)).ravel() ** 2, 0.0))
         return sp.csr_array(X @ sp.diags_array(1.0 / np.where(deviation > 0, deviation, 1.0)))
-    mean = X.mean(axis=0, dtype=np.float64)
-    deviation = X.std(axis=0, dtype=np.float64)
     # A constant column is kept: it is the intercept.
     constant = deviation <= 1e-12 * np.maximum(np.abs(mean), 1e-300)
     mean, deviation = np.where(constant, 0.0, mean), np.where(constant, 1.0, deviation)
     return ((X - mean) / deviation).astype(_float_of(X))
+
+
+def _moments(X: Any) -> tuple[Any, Any]:
+    """Mean and standard deviation of the columns."""
+    if not sp.issparse(X):
+        return X.mean(axis=0, dtype=np.float64), X.std(axis=0, dtype=np.float64)
+    mean, square = (np.asarray(M.mean(axis=0)).ravel() for M in (X, X.multiply(X)))
+    return mean, np.sqrt(np.maximum(square - mean**2, 0.0))
+
+
+def _of_all(X: Any, graph: Graph) -> tuple[Any, Any]:
+    """The same of the rows of all processes: each adds up its own."""
+    team, n = graph.team, graph.nodes_of_all
+    assert team is not None
+    X = sp.csr_array(X, dtype=np.float64) if sp.issparse(X) else np.asarray(X, dtype=np.float64)
+    mean = team.total(np.asarray(X.sum(axis=0)).ravel()) / n
+    if sp.issparse(X):
+        square = team.total(np.asarray(X.multiply(X).sum(axis=0)).ravel()) / n
+        return mean, np.sqrt(np.maximum(square - mean**2, 0.0))
+    return mean, np.sqrt(team.total(((X - mean) ** 2).sum(axis=0)) / n)
+
+
+def _places(ids: Any, nodes: Any) -> Any:
+    """Where those of `ids` that are among `nodes`, a slice or rising ids, stand there."""
+    if isinstance(nodes, slice):
+        return ids[(ids >= nodes.start) & (ids < nodes.stop)] - nodes.start
+    at = np.searchsorted(nodes, ids)
+    return at[np.isin(ids, nodes, assume_unique=True)]
 
 
 def _float_of(X: Any) -> Any:

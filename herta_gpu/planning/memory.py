@@ -66,7 +66,6 @@ def fitting_layout(
     if certificate in DETERMINISTIC:
         ways.append((rows, why, "spectral-probabilistic"))
     can = settings.sketch.when == "auto" and not by_rows and settings.precondition
-    can = can and sizes.parts == 1
     fewer = SKETCH_ROWS_PER_COLUMN * sizes.d
     if can and fewer < sizes.n_train:
         ways.append((fewer, "Q does not fit the memory budget", ways[-1][2]))

@@ -356,8 +356,6 @@ def _samples(H: RegularizedLaplacian, sizes: Sizes, settings: Settings, strategy
         return chosen(None, "not asked for")
     if strategy == "direct" or m == 0 or not settings.precondition:
         return chosen(None, "not useful")
-    if sizes.parts > 1:
-        return chosen(None, "the graph is split by nodes")
     if wish.count is not None:
         return chosen(wish.count, f"as asked, of {m:,} edges")
     n_lambda = _n_lambda(H)
@@ -379,7 +377,7 @@ def _n_lambda(H: RegularizedLaplacian) -> float:
     if isinstance(H, Outline):
         # The sum of w (1/d_u + 1/d_v) over the edges is that of dt_u/d_u < 1 over the nodes.
         return H.n / (1.0 + 1.0 / H.lam)
-    return float(degree_scores(H.graph, H.lam).sum())
+    return float(H.backend.total(float(degree_scores(H.graph, H.lam).sum())))
 
 
 def _by_rows(sizes: Sizes, settings: Settings, strategy: str, n_samples: int | None) -> bool:
@@ -427,8 +425,8 @@ def _certificate(
     unseen = by_rows or (sizes.n_train < sizes.d and settings.ridge == 0)
     if unseen or not LOSSES[settings.loss].quadratic or not settings.precondition:
         return "duality" if settings.ridge > 0 else "none"
-    if n_samples is not None or settings.sketch.when == "always" or sizes.parts > 1:
-        return "spectral-probabilistic"  # or rows outside training are not all here
+    if n_samples is not None or settings.sketch.when == "always":
+        return "spectral-probabilistic"
     proven, measured, lanczos = certificate_costs(H, sizes)
     if measured <= 2 * lanczos:
         return "spectral-deterministic"

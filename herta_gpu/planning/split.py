@@ -1,6 +1,6 @@
 """What each of several processes would hold, send and take, for both ways to split a fit.
 
-Arithmetic on sizes, not measurement: the cut of a graph is not known before it is there.
+Arithmetic on sizes, not measurement; the cut of the graph is counted where the graph is there.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from herta_gpu.planning.plan import Plan
+from herta_gpu.planning.plan import Decision, Plan
 
 # Rows that others need, in shares of all rows and for each doubling of the ranks: what METIS left
 # of ogbn-arxiv on 2 to 8 ranks (0.20, 0.49 and 0.84 n; 2.2 n on 64).
@@ -25,18 +25,38 @@ class Split(NamedTuple):
     moved: int  # bytes that each rank receives
     seconds: float
 
-    @property
-    def assumptions(self) -> str:
-        return (
-            f"assumed, not measured: {_NETWORK / 1e9:g} GB/s between ranks, and for each doubling "
-            f"of the ranks {_CUT:g} n rows that others need, as METIS left of ogbn-arxiv"
-        )
+
+def assumed_cut(ranks: int) -> float:
+    """Rows that go from rank to rank in a product, in shares of all rows, of an unseen graph."""
+    return _CUT * math.log2(max(ranks, 1))
+
+
+def assumptions(cut: float | None, partition: str) -> str:
+    """The sentence that tells what `splits` was not told."""
+    rate = f"assumed, not measured: {_NETWORK / 1e9:g} GB/s between ranks"
+    if cut is not None:
+        return f"{cut:.2f} n rows go from rank to rank in a product by {partition}, counted; {rate}"
+    return (
+        f"{rate}, and for each doubling of the ranks {_CUT:g} n rows that others need, as METIS "
+        "left of ogbn-arxiv"
+    )
 
 
 def splits(
-    plan: Plan, n: int, d: int, n_train: int, word: int, ranks: int, seconds: float
+    plan: Plan,
+    n: int,
+    d: int,
+    n_train: int,
+    word: int,
+    ranks: int,
+    seconds: float,
+    cut: float | None = None,
+    X_bytes: int = 0,
 ) -> tuple[Split, Split]:
     """By columns and by nodes, of a plan that takes so many seconds in one process.
+
+    `cut` are the rows that go from rank to rank in a product, in shares of all rows, where they
+    were counted.  `X_bytes` are those of X, where it is in memory.
 
     Examples
     --------
@@ -53,10 +73,42 @@ def splits(
     blocks = plan.recipe.blocks(d)
     # As many rounds as the rank with most blocks has; narrower ones where there are too few.
     share = max(1 / ranks, math.ceil(len(blocks) / ranks) / max(len(blocks), ranks))
-    columns = Split("columns", whole, rows_of_Q, seconds * share + rows_of_Q / _NETWORK)
-    halo = _CUT * math.log2(max(ranks, 2)) * n / ranks * (ranks > 1)  # rows of each rank
+    columns = Split("columns", whole + X_bytes, rows_of_Q, seconds * share + rows_of_Q / _NETWORK)
+    halo = (assumed_cut(ranks) if cut is None else cut) * n / ranks  # rows that each rank receives
     products = d * (plan.recipe.degree + 2)  # columns of products with H
     moved = int(halo * products * word) + rows_of_Q
     width = max(J.stop - J.start for J in blocks)
-    memory = same + (whole - same) // ranks + int(halo * width * word)
+    memory = same + (whole - same + X_bytes) // ranks + int(halo * width * word)
     return columns, Split("nodes", memory, moved, seconds / ranks + moved / _NETWORK)
+
+
+def chosen(found: tuple[Split, Split], budget: int) -> Decision:
+    """What fits into `budget` bytes of each rank; of two that do, the faster one.
+
+    Examples
+    --------
+    >>> from herta_gpu.planning.split import Split, chosen
+    >>> both = Split("columns", 9 << 30, 0, 3.0), Split("nodes", 2 << 30, 10**9, 4.0)
+    >>> chosen(both, 4 << 30)[1:]
+    ('nodes', 'columns needs 9.0 GB a rank, of which 4.0 GB may be used; nodes 2.0 GB')
+    >>> chosen(both, 16 << 30)[1:]
+    ('columns', 'both fit into 16.0 GB a rank; predicted 3 s, and nodes 4 s')
+    """
+    first, other = sorted(found, key=lambda s: (s.memory > budget, s.seconds))
+    if first.memory > budget:  # neither: the fit says what is missing
+        first, other = sorted(found, key=lambda s: s.memory)
+    if other.memory > budget:
+        why = (
+            f"{other.split} needs {_gigabytes(other.memory)} a rank, of which "
+            f"{_gigabytes(budget)} may be used; {first.split} {_gigabytes(first.memory)}"
+        )
+    else:
+        why = (
+            f"both fit into {_gigabytes(budget)} a rank; predicted {first.seconds:.3g} s, and "
+            f"{other.split} {other.seconds:.3g} s"
+        )
+    return Decision("split", first.split, why)
+
+
+def _gigabytes(size: int) -> str:
+    return f"{size / 2**30:,.1f} GB"

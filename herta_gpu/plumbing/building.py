@@ -101,7 +101,8 @@ class _Rows:
         """Ends and weights of the listed edges in few types: each is compiled for."""
         for a in range(0, self.edges.shape[1], CHUNK):
             ends = np.empty((2, min(CHUNK, self.edges.shape[1] - a)), self.ids)
-            np.copyto(ends, self.edges[:, a : a + CHUNK], casting="unsafe")
+            chunk = self.edges[:, a : a + CHUNK]
+            list(self.pool.map(partial(np.copyto, casting="unsafe"), ends, chunk))
             yield ends, None if self.w is None else self.w[a : a + CHUNK].astype(np.float64)
 
     def each(self, job: Callable[..., Any], cuts: list[int], *rest: Any) -> list[Any]:

@@ -5,6 +5,10 @@ state of the loop after its outer steps.  A later fit of the same model on the s
 same folder reads instead of computing, and ends with the same bits.  The file `made-from.json` is
 written first and says which data and parameters the state belongs to; every other file holds a
 hash of it.
+
+Where processes have rows of their own, each keeps its arrays in a folder `part-r-of-P`, and what
+one of them cannot read is made again by all.  What they share of a step, the weights and the
+history, is in the folder itself: another number of processes goes on from there.
 """
 
 from __future__ import annotations
@@ -81,6 +85,7 @@ class Checkpoint:
         self._may_save = 0.0  # no step is stored before the clock shows this time
         self._made_from = ""  # the fingerprint's hash; `begin` sets it before any file is read
         self._fingerprint: Fingerprint = {}
+        self._steps = 0  # so many were stored
 
     def begin(self, made_from: Fingerprint) -> None:
         """Refuse a state that was made from something else, before anything of it is read."""
@@ -108,52 +113,93 @@ class Checkpoint:
 
         Where there is nothing to read, it calls `make`.  `plan` names the way in which things are
         made; it depends on free memory, and files that were made in another way are not read.
-        Where several processes make a thing `together`, the first one reads and stores it.
+        Where several processes make a thing `together`, the first one reads and stores it; where
+        they have rows of their own, each its own.
         """
+        plan += backend.rows_key
 
         def recall(
             name: str, make: Callable[[], dict[str, Array]], together: bool = False
         ) -> dict[str, Array]:
-            path, made_from = self.folder / f"{name}.npz", self._made_from + plan
+            path, made_from = self._place(backend) / f"{name}.npz", self._made_from + plan
             stored = _read(path, made_from)
-            stored = backend.agreed(stored) if together else stored
+            if not backend.whole:
+                stored = None if backend.largest(int(stored is None)) else stored
+            elif together:
+                stored = backend.agreed(stored)
             if stored is not None:
                 return {k: backend.xp.asarray(array) for k, array in stored.items()}
             start = time.perf_counter()
             made = make()
-            if together and backend.rank > 0:
+            if together and backend.whole and backend.rank > 0:
                 return made
-            if time.perf_counter() - start >= self.worth:
+            # Without rows of their own processes work alone here, and the clocks of all count.
+            seconds = time.perf_counter() - start
+            seconds = seconds if backend.whole else float(backend.largest(seconds))
+            if seconds >= self.worth:
                 arrays = {k: backend.to_numpy(array) for k, array in made.items()}
                 self._store(path, made_from, arrays)
-            for part in self.folder.glob(f"{name}-*.npz"):
+            backend.largest(0)  # all have theirs
+            for part in path.parent.glob(f"{name}-*.npz"):
                 part.unlink(missing_ok=True)  # its parts are in the whole
             return made
 
         return recall
 
+    def _place(self, backend: Backend) -> Path:
+        """Where this process keeps what it alone has."""
+        if backend.whole:
+            return self.folder
+        return self.folder / f"part-{backend.rank}-of-{backend.ranks}"
+
     def save_step(self, state: dict[str, Any], backend: Backend) -> None:
         """Store the state of the loop, unless storing would take more than its share of time.
 
-        The arrays in `state` are those of `backend`.
+        The arrays in `state` are those of `backend`, and `state["rows"]` those with a row per node.
         """
         start = time.perf_counter()
-        if start < self._may_save:
+        late = start < self._may_save
+        if late if backend.whole else backend.largest(int(late)):
             return
-        arrays: dict[str, Any] = {}
-        about = json.dumps(_packed(state, arrays, backend.to_numpy))
-        self._store(self.folder / _STEP, self._made_from, {"about": np.array(about), **arrays})
+        self._steps += 1
+        state = {**state, "number": self._steps}
+        if not backend.whole:
+            # Of two files one stays until all have the other, and the weights that belong to it.
+            rows, state["rows"] = state["rows"], None
+            path, made_from = self._rows_of_step(backend, self._steps)
+            self._pack(path, made_from, rows, backend)
+            backend.largest(0)
+        if backend.whole or backend.rank == 0:
+            self._pack(self.folder / _STEP, self._made_from, state, backend)
         end = time.perf_counter()
         self._may_save = end + (end - start) * (1 / self.share - 1)
 
+    def _pack(self, path: Path, made_from: str, state: dict[str, Any], backend: Backend) -> None:
+        arrays: dict[str, Any] = {}
+        about = json.dumps(_packed(state, arrays, backend.to_numpy))
+        self._store(path, made_from, {"about": np.array(about), **arrays})
+
+    def _rows_of_step(self, backend: Backend, number: int) -> tuple[Path, str]:
+        """The file of this process's rows of a step, and what it must have been made from."""
+        name = f"step-{number % 2}.npz"
+        return self._place(backend) / name, f"{self._made_from}{backend.rows_key}-{number}"
+
     def last_step(self, backend: Backend | None = None) -> dict[str, Any] | None:
-        """The state that `save_step` stored last, or None."""
+        """The state that `save_step` stored last, or None.
+
+        Its rows are None unless all processes find those that they had.
+        """
         stored = _read(self.folder / _STEP, self._made_from)
         stored = stored if backend is None else backend.agreed(stored)
         if stored is None:
             return None
         place = np.asarray if backend is None else backend.xp.asarray
         unpacked: dict[str, Any] = _unpacked(json.loads(str(stored["about"])), stored, place)
+        if backend is not None and not backend.whole:
+            self._steps = int(unpacked["number"])
+            rows = _read(*self._rows_of_step(backend, self._steps))
+            if not backend.largest(int(rows is None)) and rows is not None:
+                unpacked["rows"] = _unpacked(json.loads(str(rows["about"])), rows, place)
         return unpacked
 
     def claim(self) -> None:

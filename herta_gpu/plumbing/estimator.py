@@ -6,8 +6,8 @@ import inspect
 import math
 import sys
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,13 @@ from herta_gpu.plumbing.machine import host_memory
 from herta_gpu.plumbing.validation import as_labels, check_targets, has_label, train_rows
 
 _LEAST_WEIGHT = 1e-30  # of the largest weight: less is none
+
+Total = Callable[[Any], Any]
+
+
+def alone(x: Any) -> Any:
+    """The sum over all processes where this is the only one."""
+    return x
 
 
 class Estimator:
@@ -112,12 +119,20 @@ class OneHot:
 class Targets:
     """The training rows and what they should give."""
 
-    rows: Any  # sorted ids of the training nodes, caller's order
+    rows: (
+        Any  # sorted ids of the training nodes, caller's order (of this process, if rows are split)
+    )
     Y: Any  # n_train x c float64, or OneHot
     classes: Any | None  # None for regression
     flat: bool  # y was one-dimensional
     weights: Any | None = None  # (n_train,) of the rows, over `unit`; None: all 1
     unit: float = 1.0  # a power of two, so that no weight is above 1 and none was rounded
+    of_all: Any = None  # ids of the training nodes of all processes, where each has its own
+
+    @property
+    def nodes(self) -> Any:
+        """Ids of all training nodes, one for each row of Y."""
+        return self.rows if self.of_all is None else self.of_all
 
 
 def make_targets(
@@ -127,29 +142,21 @@ def make_targets(
     loss: str,
     sample_weight: Any = None,
     class_weight: Any = None,
-    gathered: Callable[[Any], Any] | None = None,
 ) -> Targets:
-    """Labels or float targets of the training rows, checked; rows of weight 0 are none.
-
-    Where other processes have other rows, `gathered` puts what all of them have together.
-    """
-    y = as_labels("y", y)
-    if y.shape[0] != n:
-        raise ValueError(f"y has shape {y.shape} but the graph has {n:,} nodes: one row per node.")
+    """Labels or float targets of the training rows, checked; rows of weight 0 are none."""
+    y = _checked_labels(y, n)
     weight = None if sample_weight is None else _row_weights(sample_weight, n)
     labels = y.ndim == 1 and y.dtype.kind in "iubU" and loss != "bce"
-    alone = gathered is None
     if class_weight is not None and not labels:
         raise ValueError("class_weight needs one class label per node: use sample_weight instead.")
     if labels:
         known = has_label(y)
-        rows, weight = _weighty(train_rows(train, known, n, alone), weight)
+        rows, weight = _weighty(train_rows(train, known, n), weight)
         if class_weight is not None:
             by_class = _class_weights(class_weight, y[known], y[rows])
             weight = by_class if weight is None else by_class * weight
             rows, weight = _weighty(rows, weight, given=True)
-        named = y[rows] if gathered is None else _of_all(y[rows], gathered)
-        classes, codes = np.unique(named, return_inverse=True)
+        classes, codes = np.unique(y[rows], return_inverse=True)
         if classes.shape[0] == 1 and train is None and not known.all():
             warnings.warn(
                 f"The only label besides {'the empty one' if y.dtype.kind == 'U' else -1} "
@@ -165,19 +172,63 @@ def make_targets(
         )
     if y.ndim == 2 and y.shape[1] == 0:
         raise ValueError("y has no columns: give at least one target.")
-    rows, weight = _weighty(train_rows(train, np.ones(n, dtype=bool), n, alone), weight)
+    rows, weight = _weighty(train_rows(train, np.ones(n, dtype=bool), n), weight)
     Y = y[rows].astype(np.float64)
-    Y = Y if gathered is None else _of_all(Y, gathered)
     check_targets(Y)
     Y = Y[:, None] if y.ndim == 1 else Y
     return Targets(rows, Y, None, y.ndim == 1, *_in_unit(weight))
+
+
+def joint_targets(
+    y: Any, train: Any, n: int, loss: str, sample_weight: Any, class_weight: Any, backend: Any
+) -> Targets:
+    """`make_targets` where each process has n rows of its own: of the training rows of all.
+
+    What they hold is put together, n_train numbers or c times as many, and looked at by everyone.
+    """
+    y = _checked_labels(y, n)
+    y = y if y.dtype.kind == "U" else y.astype(np.float64 if y.dtype.kind == "f" else np.int64)
+    backend.same((y.shape[1:], y.dtype.kind), "kind of labels", always=True)
+    backend.same(sample_weight is None, "choice of sample_weight", always=True)
+    known = has_label(y) if y.dtype.kind != "f" else np.ones(n, dtype=bool)
+    if loss == "bce" and y.dtype.kind != "U":
+        known = _columns(np.isfinite(y) & (y >= 0)).any(axis=1)
+    rows = train_rows(train, known, n, alone=False)
+    backend.train_on(rows)
+    taken = backend.gathered(y[rows])
+    count = taken.shape[0]
+    weight = None
+    if sample_weight is not None:
+        weight = backend.gathered(_row_weights(sample_weight, n)[rows])
+    if isinstance(class_weight, Mapping) and y.ndim == 1:
+        # It may name a label that no training row has.
+        others = backend.joined(np.unique(y[known]))
+        taken = np.concatenate([taken, others])
+        weight = None if weight is None else np.concatenate([weight, np.zeros(others.shape[0])])
+    chosen = np.arange(count)
+    found = make_targets(taken, chosen, taken.shape[0], loss, weight, class_weight)
+    kept = np.isin(chosen, found.rows)
+    rows = rows[backend.own(kept)]
+    return replace(found, rows=rows, of_all=backend.train_on(rows))
+
+
+def _columns(x: Any) -> Any:
+    """One number per row as one column."""
+    return x[:, None] if x.ndim == 1 else x
+
+
+def _checked_labels(y: Any, n: int) -> Any:
+    y = as_labels("y", y)
+    if y.shape[0] != n:
+        raise ValueError(f"y has shape {y.shape} but the graph has {n:,} nodes: one row per node.")
+    return y
 
 
 def _several_labels(y: Any, train: Any, n: int, weight: Any) -> Targets:
     """Zeros and ones, several per node; -1 or NaN is unknown, and becomes -1."""
     if y.dtype.kind == "U" or (y.ndim == 2 and y.shape[1] == 0):
         raise ValueError('loss="bce" needs zeros and ones, (n,) or (n, c), -1 or NaN for unknown.')
-    Y = np.where(np.isfinite(y), y, -1).astype(np.float64).reshape(n, -1)
+    Y = _columns(np.where(np.isfinite(y), y, -1).astype(np.float64))
     if not np.isin(Y, (-1.0, 0.0, 1.0)).all() or np.isinf(y).any():
         bad = Y[~np.isin(Y, (-1.0, 0.0, 1.0))]
         shown = f"{bad[0]:g}" if bad.size else "infinity"
@@ -236,14 +287,6 @@ def _in_unit(weight: Any) -> tuple[Any, float]:
     return weight / unit, unit
 
 
-def _of_all(labels: Any, gathered: Callable[[Any], Any]) -> Any:
-    """The labels of all processes' training rows."""
-    found = gathered(labels)
-    if found.shape[0] == 0:
-        raise ValueError("There is no training node: train is empty, or y has no label.")
-    return found
-
-
 def check_scored(y: Any, n: int) -> None:
     """Raise an error unless `y` holds labels or targets for n predictions."""
     y = as_labels("y", y)
@@ -261,11 +304,16 @@ def _one_hot(codes: Any, c: int) -> OneHot:
     return OneHot(codes, c)
 
 
-def accuracy_or_r2(predicted: Any, y: Any, rows: Any, classes: Any | None) -> float:
+def accuracy_or_r2(
+    predicted: Any, y: Any, rows: Any, classes: Any | None, total: Total = alone
+) -> float:
     """Share of right labels among the labelled ones of `rows`, which the predictions are of; or
-    R^2 (mean over the columns)."""
+    R^2 (mean over the columns).
+
+    Where other processes have other rows, `total` adds up over all of them.
+    """
     y = as_labels("y", y)
-    if rows.size == 0:
+    if total(rows.size) == 0:
         raise ValueError("There is no row to score: idx is empty.")
     y = y[rows]
     if classes is not None:
@@ -273,38 +321,41 @@ def accuracy_or_r2(predicted: Any, y: Any, rows: Any, classes: Any | None) -> fl
             kind = "text" if classes.dtype.kind == "U" else "number"
             raise ValueError(f"y must hold one {kind} per node, as the classes of the model are.")
         known = has_label(y) if y.dtype.kind == "U" else y >= 0  # floats, too: NaN is none
-        if not known.any():
-            raise ValueError("None of the rows to score has a label.")
-        return float(np.mean(predicted[known] == y[known]))
+        return _share_right(predicted[known] == y[known], total)
     if y.dtype.kind == "U":
         raise ValueError("y holds text but the model predicts numbers.")
     if not np.isfinite(y).all():
         raise ValueError("y holds NaN or infinity in a row to score: leave such rows out by idx.")
-    truth, guess = (a.astype(np.float64).reshape(rows.size, -1) for a in (y, predicted))
+    truth, guess = (_columns(a.astype(np.float64)) for a in (y, predicted))
     if truth.shape != guess.shape:
         raise ValueError(f"y has {truth.shape[1]} columns but the model has {guess.shape[1]}.")
-    return r_squared(truth, guess)
+    return r_squared(truth, guess, total)
 
 
-def label_accuracy(predicted: Any, y: Any, rows: Any) -> float:
+def _share_right(right: Any, total: Total) -> float:
+    count = total(int(right.size))
+    if count == 0:
+        raise ValueError("None of the rows to score has a label.")
+    return float(total(int(np.count_nonzero(right))) / count)
+
+
+def label_accuracy(predicted: Any, y: Any, rows: Any, total: Total = alone) -> float:
     """The share of right labels of 0 or 1, among those of `rows` that are known."""
-    y = as_labels("y", y)[rows].reshape(rows.size, -1)
-    predicted = predicted.reshape(rows.size, -1)
+    y, predicted = _columns(as_labels("y", y)[rows]), _columns(predicted)
     if y.shape != predicted.shape:
         raise ValueError(f"y has {y.shape[1]} columns but the model has {predicted.shape[1]}.")
     known = (y == 0) | (y == 1)
-    if not known.any():
-        raise ValueError("None of the rows to score has a label.")
-    return float(np.mean(predicted[known] == y[known]))
+    return _share_right(predicted[known] == y[known], total)
 
 
-def r_squared(truth: Any, predicted: Any) -> float:
+def r_squared(truth: Any, predicted: Any, total: Total = alone) -> float:
     """R^2 of predictions (rows, columns), as the mean over the columns.
 
     A column of equal targets has no variance to divide by: its squared error counts as it is.
     """
     found = []
     for true, guess in zip(truth.T, predicted.T, strict=True):
-        total, left = float(((true - true.mean()) ** 2).sum()), float(((true - guess) ** 2).sum())
-        found.append(1.0 - left / (total if total > 0 else 1.0))
+        mean = total(float(true.sum())) / total(true.size)
+        spread, left = (total(float(((true - other) ** 2).sum())) for other in (mean, guess))
+        found.append(1.0 - left / (spread if spread > 0 else 1.0))
     return float(np.mean(found))

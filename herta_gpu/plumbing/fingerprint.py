@@ -3,6 +3,9 @@
 Arrays are hashed whole, with their type and shape.  The one exception is an X that lies in a file
 and is mapped into memory: reading it would take as long as a part of the fit, so some of its rows
 and the file's size and time of change are compared instead.  A message on a difference says so.
+
+Where processes have rows of their own, the bits of each number are scrambled together with the ids
+of its node and added up, modulo 2^64: how the nodes are shared out does not matter.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ import scipy.sparse as sp
 
 from herta_gpu import __version__
 from herta_gpu.plumbing.interop import Backend, on_device
-from herta_gpu.plumbing.validation import check_dtype
+from herta_gpu.plumbing.validation import as_labels, check_dtype
 
 Fingerprint = dict[str, dict[str, Any]]
 
@@ -70,14 +73,18 @@ def fingerprint(
     >>> differences(then, fingerprint(HERTA(lam=7.0).get_params(), *given))
     ['the features X', 'lam (5.0 then, 7.0 now)']
     """
-    parts = (graph.indptr, graph.indices, graph.weights, graph.degree, graph.order)
-    data = {
-        "the graph": _hash(parts, backend),
-        "the features X": _features(X, backend),
-        "the labels y": _hash([np.asarray(y)], backend),
-        "the training nodes": _hash([np.asarray(rows)], backend),
-    }
-    if split is not None:
+    data: dict[str, Any]
+    if backend.whole:
+        parts = (graph.indptr, graph.indices, graph.weights, graph.degree, graph.order)
+        data = {
+            "the graph": _hash(parts, backend),
+            "the features X": _features(X, backend),
+            "the labels y": _hash([np.asarray(y)], backend),
+        }
+    else:
+        data = _of_all_processes(graph, X, as_labels("y", y), backend)
+    data["the training nodes"] = _hash([np.asarray(rows)], backend)
+    if split is not None and backend.whole:
         others = [np.asarray(split[name]) for name in sorted(split) if name != "train"]
         data["the validation or test nodes"] = _hash(others, backend)
     if weights is not None:
@@ -87,6 +94,51 @@ def fingerprint(
     same["device"] = f"{backend.name}, {type(backend).__name__}"
     same["dtype"] = check_dtype(params["dtype"])
     return {"data": data, "parameters": {**same, "the version of herta_gpu": __version__}}
+
+
+def _of_all_processes(graph: Any, X: Any, y: Any, backend: Backend) -> dict[str, Any]:
+    """Hashes of a graph, of X and of y whose rows are shared out."""
+    ids = graph.ids[: graph.num_nodes]
+    weights = np.ones(graph.indices.shape[0]) if graph.weights is None else graph.weights
+    row = np.repeat(ids, np.diff(graph.indptr))
+    sums = [
+        [_sum(row, graph.ids[graph.indices], weights), _sum(ids, 0, graph.degree)],
+        _sums_of_rows(ids, X), _sums_of_rows(ids, y),
+    ]  # fmt: skip
+    whole = [backend.total(np.array(found, dtype=np.uint64)).tolist() for found in sums]
+    about = [(graph.nodes_of_all, graph.num_edges), (str(X.dtype), X.shape[1:]),
+             (y.dtype.kind, y.shape[1:])]  # fmt: skip
+    names = ("the graph", "the features X", "the labels y")
+    return {name: f"{found} of {what}" for name, found, what in zip(names, whole, about)}
+
+
+def _sums_of_rows(ids: Any, X: Any) -> list[Any]:
+    """The scrambled numbers of a matrix, of one number per node, or of text, added up."""
+    if sp.issparse(X):
+        X = X.tocoo()
+        return [_sum(ids[X.row], X.col, X.data)]
+    if X.dtype.kind == "U":  # its letters; ends that are not there are 0, and count nothing
+        X = np.ascontiguousarray(X).view(np.uint32).reshape(X.shape[0], -1 if X.size else 1)
+    X = X[:, None] if X.ndim == 1 else X
+    step, total = max(1, _CHUNK_BYTES // max(1, 8 * X.shape[1])), np.uint64(0)
+    for a in range(0, X.shape[0], step):
+        part = ids[a : a + step, None]
+        total = total + _sum(part, np.arange(X.shape[1]), X[a : a + step])
+    return [total]
+
+
+def _sum(row: Any, column: Any, values: Any) -> Any:
+    """Sum of scrambled (row, column, value), zeros left out."""
+    bits = np.ascontiguousarray(values, dtype=np.float64).view(np.uint64)
+    place = mixed(np.asarray(row, dtype=np.uint64) + np.uint64(1)) + np.asarray(column, np.uint64)
+    return np.where(values != 0, mixed(bits ^ mixed(place)), np.uint64(0)).sum(dtype=np.uint64)
+
+
+def mixed(bits: Any) -> Any:
+    """A bijection of 64-bit numbers that keeps 0 and scatters everything else (splitmix64)."""
+    bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return bits ^ (bits >> np.uint64(31))
 
 
 def differences(then: Fingerprint, now: Fingerprint) -> list[str]:

@@ -20,6 +20,7 @@ from herta_gpu.app.experiment import make_model
 from herta_gpu.app.metrics import accuracy, evaluate, rocauc
 from herta_gpu.backends.base import Backend
 from herta_gpu.datasets import load, sizes
+from herta_gpu.plumbing.partition import rows_moved
 
 SHARED = os.environ.get("HERTA_DATA", "")
 needs_shared = pytest.mark.skipif(
@@ -109,6 +110,34 @@ def test_plan_needs_no_data(capsys):
     assert answer["fits"] is True
     assert answer["memory_bytes"]["graph"] > 4 * 2 * 1_615_685_872
     assert sizes("synthetic:papers100M").m == answer["m"]
+
+
+def test_plan_for_ranks_counts_the_cut_of_a_graph_that_is_there(capsys, tmp_path):
+    there = run(capsys, "plan", "digits", "--ranks", "4")
+    assert there["cut"] == rows_moved(load("digits").graph, 4, "blocks")
+    assert {s["split"] for s in there["splits"]} == {"columns", "nodes"}
+    assert there["split"] in there["why"] or "fit" in there["why"]
+    made = run(capsys, "plan", "synthetic:papers100M", "--ranks", "8", "--device-memory", "80GB")
+    assert made["cut"] is None
+    assert main(["plan", "digits", "--ranks", "4"]) == 0
+    told = capsys.readouterr().out
+    assert "chosen: " in told
+    assert "n rows go from rank to rank in a product by blocks, counted" in told
+    np.save(tmp_path / "owners.npy", np.zeros(1797, dtype=int))
+    alone = run(capsys, "plan", "digits", "--ranks", "4", "--partition", f"{tmp_path}/owners.npy")
+    assert alone["cut"] == 0
+
+
+def test_in_one_process_nothing_is_split(capsys):
+    argv = ["train", "digits", "--lam", "1", "--ridge", "0.1"]
+    assert main([*argv, "--split", "nodes", "--split", "random:0.5"]) == 0
+    said = capsys.readouterr()
+    assert "There is one process: nothing is split." in said.err
+    assert "ranks " not in said.out
+    args = parser().parse_args(["train", "digits", "--split", "columns"])
+    assert (args.split, args.ranks_split, args.partition) == (None, "columns", "blocks")
+    args = parser().parse_args(["tune", "digits", "--split", "nodes"])  # that of the data: wrong
+    assert args.split == "nodes"
 
 
 def test_neighbours_stay_on_disk_where_they_would_displace_columns(capsys):

@@ -11,6 +11,7 @@ import pytest
 from herta_gpu import HERTA
 from herta_gpu.app.cli import main
 from herta_gpu.app.report import report
+from herta_gpu.app.results import FitResult
 from herta_gpu.datasets import load
 
 
@@ -78,3 +79,19 @@ def test_what_cannot_be_written_is_told_first(fitted, tmp_path, monkeypatch):
     with pytest.raises(RuntimeError, match="not fitted yet"):
         report(HERTA(), data, tmp_path / "r.html")
     assert not list(tmp_path.iterdir())
+
+
+def test_the_time_of_each_rank_is_a_bar(fitted, tmp_path):
+    model, data = fitted
+    ranks = [{"work": 3.0, "waiting": 1.0, "messages": 0.0},
+             {"work": 1.0, "waiting": 0.5, "messages": 0.5}]  # fmt: skip
+    result = replace(FitResult.from_fit(model, data), ranks=ranks, ranks_split="nodes")
+    report(model, data, tmp_path / "r.html", result=result)
+    page = (tmp_path / "r.html").read_text()
+    bars = page.partition("<h2>Time per rank</h2>")[2].partition("</table>")[0]
+    shares = [float(share) for share in re.findall(r"width:([0-9.]+)%", bars)]
+    assert shares == [75.0, 25.0, 0.0, 25.0, 12.5, 12.5]  # of the longest: 4 s
+    assert "2 by nodes: work 1.00 to 3.00 s" in page
+    assert "on each of 2 ranks." in page
+    report(model, data, tmp_path / "one.html")
+    assert "Time per rank" not in (tmp_path / "one.html").read_text()

@@ -155,6 +155,34 @@ class Emulated:
             *(alpha, beta),
         )
 
+    def cg_step_of_ranks(self, L: Any, lam: float, state: Any, pHp: Any, dots: Any) -> None:
+        """A step of one of several ranks; `pHp` and `dots` give the numbers of all from its own."""
+        HP, mine = self.apply_H(L, lam, state.P, True, state.active)
+        name, grid, block, size, scratch = self._columns(state.R)
+        k, all_pHp, own = I64(state.R.shape[1]), pHp(mine), np.full_like(state.rho, np.nan)
+        ranks = I32(all_pHp.shape[0])
+        self.launch(
+            *("cg.cu", f"cg_descend_{name}", grid, block, *size, HP, state.R, ranks, all_pHp),
+            *(state.rho, state.active, *scratch, own),
+        )
+        alpha, beta = (np.full_like(state.rho, np.nan) for _ in range(2))
+        scalars = (state.rho, state.energy, np.float64(state.tol), state.floor, state.active)
+        self.launch(
+            *("cg.cu", "cg_turn", (2,), (32,), k, ranks, all_pHp, dots(own), *scalars),
+            *(state.iterations, alpha, beta),
+        )
+        self.launch(
+            *("cg.cu", f"cg_direction_{name}", grid, block, *size, state.R, state.P, state.Z),
+            *(alpha, beta),
+        )
+
+    # ---- ranks.cu ------------------------------------------------------------------------
+    def pack_rows(self, X: Any, rows: Any) -> Any:
+        out = np.full((rows.shape[0], X.shape[1]), np.nan, X.dtype)
+        name, grid, block, size, _ = self._columns(out)
+        self.launch("ranks.cu", f"pack_rows_{name}", grid, block, *size, X, rows, out)
+        return out
+
     # ---- sketch.cu -----------------------------------------------------------------------
     def sketch_incidence(self, L: Any, k: int, seed: int) -> Any:
         dtype = L.inv_sqrt_degree.dtype

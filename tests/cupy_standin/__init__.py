@@ -23,13 +23,21 @@ import numpy as np
 from herta_gpu import backends
 from herta_gpu.backends.cuda import cusparse as caller_of_cusparse
 from tests.cuda_emulator import EmulatorError, load
-from tests.cupy_standin import cusparse, functions, sparse
+from tests.cupy_standin import cusparse, functions, nccl, sparse
 from tests.cupy_standin.device_array import ndarray
 from tests.cupy_standin.ledger import LEDGER, Ledger
-from tests.cupy_standin.streams import Event, Graph, Stream, get_elapsed_time
+from tests.cupy_standin.streams import (
+    Device,
+    Event,
+    Graph,
+    Stream,
+    current_device,
+    get_elapsed_time,
+)
 
 FREE_BYTES = 8 << 30
 L2_BYTES = 1 << 20
+GPUS = [1]  # devices that this process sees
 _FUNCTIONS = (
     *(
         "asarray",
@@ -47,6 +55,8 @@ _FUNCTIONS = (
     *("stack", "diff", "flatnonzero", "bincount", "cumsum", "searchsorted"),
     *("sort", "argsort", "argmax", "argmin", "count_nonzero", "sum", "mean"),
 )
+_ON_CUPY = ("herta_gpu.backends.cuda.backend", "herta_gpu.backends.cuda.nodes")
+_OF_NCCL = ("available", "NCCL_", "Nccl", "get_unique_id", "group")
 _OF_CUSPARSE = ("CUSPARSE_", "create", "destroy", "setStream", "spMM")
 
 
@@ -150,8 +160,9 @@ def build() -> dict[str, ModuleType]:
     runtime = _module(
         "cupy.cuda.runtime",
         CUDARuntimeError=functions.CUDARuntimeError,
-        getDeviceCount=lambda: 1,
-        getDevice=lambda: 0,
+        getDeviceCount=lambda: GPUS[0],
+        getDevice=current_device,
+        deviceGetPCIBusId=lambda device: f"0000:{device:02x}:00.0",
         getDeviceProperties=lambda device: {"l2CacheSize": L2_BYTES, "name": b"emulator"},
         runtimeGetVersion=lambda: 13000,
         driverGetVersion=lambda: 13000,
@@ -167,8 +178,12 @@ def build() -> dict[str, ModuleType]:
         stop=lambda: LEDGER.add("recordings", -1),
     )
     device = _module("cupy.cuda.device", get_cusparse_handle=lambda: cusparse._HANDLE)
+    names = [name for name in vars(nccl) if name[0] != "_" and name.startswith(_OF_NCCL)]
+    between = _module("cupy.cuda.nccl", **{name: getattr(nccl, name) for name in names})
     cuda = _module(
         "cupy.cuda",
+        nccl=between,
+        Device=Device,
         runtime=runtime,
         profiler=profiler,
         device=device,
@@ -216,6 +231,7 @@ def build() -> dict[str, ModuleType]:
         cuda,
         runtime,
         device,
+        between,
         profiler,
         linalg,
         cupyx,
@@ -229,7 +245,7 @@ def build() -> dict[str, ModuleType]:
 @contextmanager
 def installed(variant: str = "plain") -> Iterator[Ledger]:
     """Make ``device="cuda"`` the stand-in within the block; after it, CuPy is what it was."""
-    ours = ("cupy", "cupyx", "herta_gpu.backends.cuda.backend")
+    ours = ("cupy", "cupyx", *_ON_CUPY)
     saved = {
         name: sys.modules.pop(name)
         for name in list(sys.modules)
@@ -237,6 +253,7 @@ def installed(variant: str = "plain") -> Iterator[Ledger]:
     }
     sys.modules.update(build())
     RawModule.variant, before = variant, RawModule.variant
+    Device(0).use()
     _forget_backends()
     functions.set_allocator()
     LEDGER.clear()
@@ -246,7 +263,7 @@ def installed(variant: str = "plain") -> Iterator[Ledger]:
             yield LEDGER
     finally:
         RawModule.variant = before
-        for name in [*build(), "herta_gpu.backends.cuda.backend"]:
+        for name in [*build(), *_ON_CUPY]:
             sys.modules.pop(name, None)
         sys.modules.update(saved)
         _forget_backends()

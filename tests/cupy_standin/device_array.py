@@ -50,6 +50,7 @@ def call(function: Any, *args: Any, **kwargs: Any) -> ndarray:
 allocator: list[Any] = []  # all memory comes from the last one
 traces: list[list[tuple[int, int]]] = []  # who wants to know of allocations (pool.py)
 _uses: dict[int, Clock] = {}  # which work used each piece of memory last
+_places: dict[int, tuple[int, int, Any]] = {}  # address, bytes and a weak reference to each
 
 
 def _memory(data: Any) -> Any:
@@ -66,6 +67,7 @@ def _track(data: Any) -> None:
         if Stream.recording is not None:
             raise EmulatorError("memory is allocated while a stream captures")
         _uses[id(data)] = {}
+        _places[id(data)] = (data.ctypes.data, data.nbytes, weakref.ref(data))
         order(_uses[id(data)])
         if data.base is None and allocator:  # not the memory of another library
             allocator[-1](data.nbytes)
@@ -76,10 +78,22 @@ def _track(data: Any) -> None:
 
 
 def _forget(key: int, size: int) -> None:
-    del _uses[key]
+    del _uses[key], _places[key]
     LEDGER.freed(size)
     for trace in traces:
         trace.append((key, -1))
+
+
+def live(address: int, size: int) -> Any:
+    """The memory of the device that holds these bytes, as an array; None: there is none."""
+    for start, length, array in list(_places.values()):
+        if start <= address and address + size <= start + length:
+            return array()
+    return None
+
+
+def uses_of(memory: Any) -> Clock:
+    return _uses[id(memory)]
 
 
 def poison(data: Any) -> Any:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import count
+from threading import local
 from time import perf_counter
 from typing import Any
 from weakref import WeakValueDictionary
@@ -96,7 +97,7 @@ class Stream:
         """The stream at the address that another library gives."""
         version, address = obj.__cuda_stream__()
         assert version == 0
-        return next(stream for stream in _streams.values() if stream.ptr == address)
+        return stream_at(address)
 
     def tick(self) -> int:
         """The number of the work that the host gives to this stream now."""
@@ -158,10 +159,42 @@ class Event:
         _merge(stream.clock, _host)
         self.clock = dict(stream.clock)
 
+    @property
+    def done(self) -> bool:
+        """Whether nothing is delayed any more of the work before it."""
+        streams = ((_streams.get(key), until) for key, until in list((self.clock or {}).items()))
+        return not any(s and any(at <= until for at, _ in list(s.pending)) for s, until in streams)
+
     def synchronize(self) -> None:
         LEDGER.add("syncs")
         if self.clock is not None:
             host_waited(self.clock)
+
+
+_here = local()
+
+
+def current_device() -> int:
+    """Every thread has its own, and begins with the first."""
+    return getattr(_here, "device", 0)
+
+
+class Device:
+    """A device of this process, by its number."""
+
+    def __init__(self, device: int | None = None) -> None:
+        self.id = current_device() if device is None else device
+
+    def use(self) -> None:
+        _here.device = self.id
+
+
+def stream_at(address: int) -> Stream:
+    """The stream at this address, which must live."""
+    found = next((stream for stream in _streams.values() if stream.ptr == address), None)
+    if found is None:
+        raise EmulatorError(f"there is no stream at {address:#x}")
+    return found
 
 
 def get_elapsed_time(start_event: Event, end_event: Event) -> float:

@@ -241,7 +241,9 @@ def test_arrays_come_to_the_host_as_the_backend_says(tmp_path):
         def get(self):
             raise AssertionError("nobody but the backend knows how")
 
-    backend = SimpleNamespace(to_numpy=lambda x: np.arange(3.0), xp=np, agreed=lambda x: x)
+    backend = SimpleNamespace(
+        to_numpy=lambda x: np.arange(3.0), xp=np, agreed=lambda x: x, whole=True
+    )
     checkpoint = Checkpoint(tmp_path, share=1.0)
     checkpoint.save_step({"w": Elsewhere(), "step": 2}, backend)
     stored = checkpoint.last_step(backend)

@@ -18,10 +18,11 @@ def edited(path: Path, change) -> None:
     with np.load(path) as stored:
         arrays = dict(stored)
     about = json.loads(str(arrays["about"]))["dict"]
-    point = {k: v["array"] if isinstance(v, dict) else v for k, v in about["point"]["dict"].items()}
+    stored_point = about["point"]["dict"] | about["rows"]["dict"]
+    point = {k: v["array"] if isinstance(v, dict) else v for k, v in stored_point.items()}
     change(about, point, arrays)
     for name, value in point.items():
-        if not isinstance(about["point"]["dict"][name], dict):
+        if not isinstance(stored_point[name], dict):
             about["point"]["dict"][name] = value
     arrays["about"] = np.array(json.dumps({"dict": about}))
     np.savez(path, **arrays)

@@ -47,6 +47,7 @@ class CompiledLaplacian(Laplacian):
 
     cuts: Array = None
     halo: Any = None  # where other processes have some of the neighbours: `backends.ranks.parts`
+    around: Array = None  # D^-1/2 of the halo's rows behind that of the own ones
 
     @property
     def far(self) -> bool:
@@ -253,11 +254,16 @@ class CompiledBackend(CPUBackend):
 
     def edge_scores(self, L: Laplacian, B_S: Array, Pi_S: Array, lam: float) -> Array:
         assert isinstance(L, CompiledLaplacian)
+        ids, arrays = None, L.arrays
+        if L.halo is not None:  # the other end may be another process's
+            B_S, Pi_S = L.halo.extended(self.asarray(B_S)), L.halo.extended(self.asarray(Pi_S))
+            ids, s = L.order, L.exact[0].astype(L.inv_sqrt_degree.dtype)
+            arrays = (*arrays[:3], s, arrays[4])
         B_S, Pi_S = self.asarray(B_S), self.asarray(Pi_S)
-        first = sampling.first_edges(L.indptr, L.indices)
+        first = sampling.first_edges(L.indptr, L.indices, ids)
         scores = np.empty(int(first[-1]))
         _run(
-            partial(sampling.edge_scores, scores, first, B_S, Pi_S, lam, L.arrays, L.cuts),
+            partial(sampling.edge_scores, scores, first, B_S, Pi_S, lam, arrays, ids, L.cuts),
             L.nnz * (B_S.shape[1] + Pi_S.shape[1]),
         )
         return scores
@@ -265,17 +271,31 @@ class CompiledBackend(CPUBackend):
     def sample_edges(self, scores: Array, s: int, seed: int, replace: bool) -> Array:
         key = tuple(np.uint64(word) for word in seed_key(seed))
         if not replace:
-            p, factors = keep_probabilities(np, scores, s), np.empty(scores.shape[0])
-            _run(partial(sampling.bernoulli, p, factors, key), 20 * p.shape[0])
+            p = keep_probabilities(np, scores, s, self.total)
+            factors, numbers = np.empty(p.shape[0]), None
+            if not self.whole:
+                numbers = self.sums_up_to(np.ones(p.shape[0], dtype=np.int64))[0] - 1
+            _run(partial(sampling.bernoulli, p, factors, numbers, key), 20 * p.shape[0])
             return factors
-        q = _integer_scores(scores)
-        prefix, counts = np.cumsum(q), np.zeros(scores.shape[0], dtype=np.int64)
-        shift = max(0, int(prefix[-1]).bit_length() - scores.shape[0].bit_length())
-        guide = np.searchsorted(prefix, np.arange((int(prefix[-1]) >> shift) + 1) << shift, "right")
-        _run(partial(sampling.draw, prefix, guide, shift, s, counts, key), 40 * s)
+        m, most = int(self.total(scores.shape[0])), float(scores.max(initial=0.0))
+        q = _integer_scores(scores, m, float(self.largest(most)))
+        prefix, total = self.sums_up_to(q)
+        counts = np.zeros(scores.shape[0], dtype=np.int64)
+        shift = max(0, total.bit_length() - scores.shape[0].bit_length())
+        guide = np.searchsorted(prefix, np.arange((total >> shift) + 1) << shift, "right")
+        draws = (q, prefix, total, guide, shift, s, counts, key)
+        _run(partial(sampling.draw, *draws), 40 * s)
         factors, hit = np.zeros(scores.shape[0]), counts > 0
-        factors[hit] = counts[hit] / (s * (q[hit] / int(prefix[-1])))
+        factors[hit] = counts[hit] / (s * (q[hit] / total))
         return factors
+
+    def sums_up_to(self, q: Array) -> tuple[Array, int]:
+        """For each edge the sum of q up to it, itself included, and that of all edges.
+
+        The order is that of the caller's ids, whichever process has an edge.
+        """
+        prefix = np.cumsum(q)
+        return prefix, int(prefix[-1])
 
     # ---- SRHT ----------------------------------------------------------------------------
     def srht(self, Q: Array, s: int, seed: int) -> Array:
@@ -345,6 +365,8 @@ def _apply(
         G, factors = halves.G, (None, s, None)
     elif scaled:
         factors = (None, s, s)
+    elif L.halo is not None and not L.far and X.shape[1] > 1:
+        G, factors = L.halo.extended(X, to="product"), (L.around, s, None)
     elif L.halo is not None:
         G = L.halo.extended(X, partial(_scaled, X, s, 1.0), to="product")
         factors = (None, s, None)

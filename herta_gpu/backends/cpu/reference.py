@@ -372,14 +372,14 @@ def _incidence(lo: Array, hi: Array, root_w: Array, s: Array, n: int) -> Any:
     return sp.csr_array((data, columns, np.arange(0, 2 * e + 1, 2)), shape=(e, n))
 
 
-def _integer_scores(scores: Array) -> Array:
-    """floor(2^e score), with e from the largest score, so that sums are exact in 64 bits."""
-    exponent = score_exponent(scores.shape[0], float(scores.max()))
+def _integer_scores(scores: Array, m: int, most: float) -> Array:
+    """floor(2^e score), with e from the largest of all m, so that sums are exact in 64 bits."""
+    exponent = score_exponent(m, most)
     return np.maximum(np.ldexp(scores, exponent).astype(np.int64), scores > 0)
 
 
 def _with_replacement(scores: Array, s: int, seed: int) -> Array:
-    q = _integer_scores(scores)
+    q = _integer_scores(scores, scores.shape[0], float(scores.max()))
     prefix = np.cumsum(q)
     total = int(prefix[-1])
     counts = np.zeros(scores.shape[0], dtype=np.int64)

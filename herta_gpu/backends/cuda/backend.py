@@ -148,12 +148,17 @@ class CUDABackend(Backend):
         # The steps of CG between two looks at the mask can be captured once per solve and replayed
         # as one launch: always with HERTA_CUDA_GRAPHS=1, never with 0, else where they are short.
         self.capture = {"1": True, "0": False}.get(os.environ.get("HERTA_CUDA_GRAPHS", ""))
-        if cupy.cuda.runtime.getDeviceCount() < 1:  # raises where there is no driver
-            raise RuntimeError("no CUDA device is visible")
+        self.look()
         self.sampler = EdgeSampler(cupy, _launch)
         self._graphs: WeakKeyDictionary[Graph, dict[str, Any]] = WeakKeyDictionary()
         self._scratch: dict[tuple[int, int], tuple[Array, Array]] = {}
         self._replayed_on: int | None = None  # the stream that steps are being captured for
+
+    @staticmethod
+    def look() -> None:
+        """An error unless there is a device."""
+        if cupy.cuda.runtime.getDeviceCount() < 1:  # raises where there is no driver
+            raise RuntimeError("no CUDA device is visible")
 
     def try_out(self) -> None:
         """One kernel of ours and one solve of cuBLAS: a driver without the toolkit fails here."""
@@ -272,7 +277,7 @@ class CUDABackend(Backend):
                 "indptr": self.asarray(graph.indptr),
                 "indices": self.asarray(graph.indices),
                 "weights": None if graph.weights is None else self.asarray(graph.weights),
-                "inv_sqrt_degree": self.asarray(1.0 / np.sqrt(graph.degree)),
+                "inv_sqrt_degree": self.asarray(self.inverse_roots(graph)),
                 "diagonal": self.asarray(graph.loopless_degree / graph.degree),
                 "lambda_max": graph.lambda_max_bound,
                 "segments": self.segments(rows, length[rows], segment),
@@ -296,6 +301,10 @@ class CUDABackend(Backend):
             long_rows=rows,
             cut_rows=cut_rows,
         )
+
+    def inverse_roots(self, graph: Graph) -> Any:
+        """D^-1/2 of all nodes that a row may have for a neighbour."""
+        return 1.0 / np.sqrt(graph.degree)
 
     def segments(self, rows: Any, length: Any, segment: int) -> tuple[Array, Array, Array, Any]:
         """What the kernels must know of the rows that are too long for one block."""

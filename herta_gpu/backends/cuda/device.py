@@ -159,6 +159,7 @@ class DeviceLaplacian(Laplacian):
     long_rows: Array
     cut_rows: Any = None  # segment_row on the host
     edges: tuple[Array, Array, Array, Array | None] | None = None  # first edge, lo, hi, weights
+    halo: Any = None  # where other processes have some of the neighbours: `cuda.nodes`
     # (k, stream) -> what a product needs beside its operands; a stream runs one at a time.
     scratch: dict[tuple[int, int], tuple[Array, Array, Array]] = field(default_factory=dict)
 

@@ -1,4 +1,5 @@
-"""Several processes for one fit: MPI through mpi4py, which is imported here and nowhere else.
+"""Several processes for one fit: MPI through mpi4py, which is imported here and nowhere else, and
+NCCL for what is on GPUs, one for each rank.
 
 Each process (a rank) runs the same program.  Two ways to split the work:
 
@@ -18,13 +19,18 @@ from typing import Any
 from herta_gpu.backends.base import Backend
 from herta_gpu.backends.ranks.columns import columns_backend
 from herta_gpu.backends.ranks.communicator import Ranks, ranks_of
+from herta_gpu.backends.ranks.nccl import take_gpu
 from herta_gpu.backends.ranks.parts import GraphPart
 
-__all__ = ["GraphPart", "Ranks", "on_ranks", "ranks_of"]
+__all__ = ["GraphPart", "Ranks", "on_ranks", "ranks_of", "take_gpu"]
 
 
 def on_ranks(backend: Backend, graph: Any) -> Backend:
     """The same backend, working with the other processes of `graph`."""
+    if isinstance(graph, GraphPart) and backend.name == "cuda":
+        from herta_gpu.backends.cuda.nodes import cuda_nodes_backend
+
+        return cuda_nodes_backend(backend, graph)
     if isinstance(graph, GraphPart):
         from herta_gpu.backends.ranks.nodes import nodes_backend
 

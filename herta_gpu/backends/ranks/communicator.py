@@ -10,6 +10,7 @@ can neither be left nor taken back, and the order in which they add is not known
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import pickle
 import sys
@@ -74,6 +75,7 @@ class Ranks:
         self._begun = time.perf_counter()
         self._alone, self._depth = False, 0
         self._open: list[MPI.Request] = []  # messages of an exchange that was left
+        self.nccl: Any = None  # how arrays on GPUs travel: `backends.ranks.nccl`
         _abort_where_uncaught(self._control)
 
     def of(self, comm: MPI.Comm) -> bool:
@@ -130,9 +132,19 @@ class Ranks:
         work = time.perf_counter() - self._begun - self.waited - self.sent
         return self.each({"work": work, "waiting": self.waited, "messages": self.sent})
 
+    def hosts(self) -> list[int]:
+        """Of each rank, the first one that runs on the same machine."""
+        self.arrive()  # what follows cannot be left any more
+        here = self._control.Split_type(MPI.COMM_TYPE_SHARED)
+        first = here.bcast(self.rank)
+        here.Free()
+        return self.each(first)
+
     # ---- arrays -------------------------------------------------------------------------
     def gathered(self, x: Any) -> tuple[Any, slice]:
         """The rows of all ranks one after the other, and where those of this rank are."""
+        if x.dtype.kind == "U":  # text is as wide as the longest that a rank has
+            x = x.astype(f"U{self.largest(max(1, x.dtype.itemsize // 4))}")
         counts = self._each(np.array([x.shape[0]]), "rows")[:, 0]
         ends = np.cumsum([0, *counts]).tolist()
         whole = np.empty((ends[-1], *x.shape[1:]), dtype=x.dtype)
@@ -163,7 +175,7 @@ class Ranks:
 
     def neighbours(self, out: Sequence[Any], into: Sequence[Any]) -> None:
         """Rows of a block that other ranks need, for those that this one needs of theirs."""
-        self._mark("rows of neighbours", ())
+        self.mark("rows of neighbours", ())
         self.finished(self.started(out, into), "rows of neighbours")
 
     def started(self, out: Sequence[Any], into: Sequence[Any]) -> list[MPI.Request]:
@@ -191,7 +203,7 @@ class Ranks:
             self.waited += now - start
 
     def _exchange(self, out: Any, into: Any, what: str, shape: tuple[int, ...]) -> None:
-        self._mark(what, shape)
+        self.mark(what, shape)
         for piece, own in zip(_pieces(into[self.rank]), _pieces(out[self.rank])):
             piece[...] = own
         self.finished(self.started(out, into), what)
@@ -203,7 +215,7 @@ class Ranks:
         self._exchange([mine] * self.size, rows, what, mine.shape)
         return parts
 
-    def _mark(self, what: str, shape: tuple[int, ...]) -> None:
+    def mark(self, what: str, shape: tuple[int, ...]) -> None:
         """Count an exchange; in the debug mode, all ranks must have come for the same one."""
         if self._alone:
             raise RuntimeError(f"A rank has come for {what} {shape} in the middle of its own work.")
@@ -231,6 +243,15 @@ class Ranks:
             yield
         finally:
             self._alone = False
+
+    @contextmanager
+    def patient(self) -> Iterator[None]:
+        """Around what one rank does for all, however long it takes: nobody gives up on it."""
+        before, self.timeout = self.timeout, math.inf
+        try:
+            yield
+        finally:
+            self.timeout = before
 
     def arrive(self) -> None:
         """Wait until all ranks are here."""
@@ -262,6 +283,7 @@ class Ranks:
         self._clear()
         first = errors[failed[0]]
         alike = len(failed) == self.size and len({str(e) for e in errors}) == 1
+        alike = alike or getattr(first, "of_all", False)
         raised_here: Any = first if alike else _of_rank(failed[0], first)
         raised_here.on_all_ranks = True
         raise raised_here from error
@@ -290,6 +312,14 @@ class Ranks:
             request.wait()
         return [pickle.loads(found[r]) for r in range(self.size)]
 
+    def failed(self) -> bool:
+        """Whether another rank has failed; another thread may ask, where MPI allows threads."""
+        return MPI.Query_thread() == MPI.THREAD_MULTIPLE and self._failed() > 0
+
+    def leave(self) -> NoReturn:
+        """Leave what will not come any more, for another rank has failed."""
+        raise _OtherRankFailed(self._failed() or self._depth)
+
     def _failed(self, depth: int | None = None) -> int:
         """The outermost block, down to the present one or to `depth`, that another rank failed in.
 
@@ -304,6 +334,8 @@ class Ranks:
         What was to come is taken back.  What was to go is taken by those who do not want it any
         more: only once all ranks are rid of theirs do they go on.
         """
+        if self.nccl is not None:
+            self.nccl.close()
         open_, self._open, self.number = [r for r in self._open if not r.Test()], [], 0
         for request in open_:
             request.Cancel()  # a message that is on its way to another rank stays so
@@ -321,10 +353,16 @@ class Ranks:
     def _sleep(self, waited: float, what: str) -> None:
         """Give the core away for a moment; after `timeout` seconds, end the job."""
         if waited > self.timeout:
-            self._give_up(what)
+            self.give_up(what)
         time.sleep(0 if waited < _YIELD else _NAP)
 
-    def _give_up(self, what: str) -> NoReturn:
+    def end(self, sentence: str) -> NoReturn:
+        """End the job of all ranks."""
+        print(f"herta: {sentence}", file=sys.__stderr__, flush=True)
+        self._control.Abort(1)
+        raise SystemExit(1)
+
+    def give_up(self, what: str) -> NoReturn:
         """End the job, and say which ranks did not come."""
         for r in range(self.size):
             if r != self.rank:
@@ -339,12 +377,11 @@ class Ranks:
         if self.rank == min(there):
             missing = [str(r) for r in range(self.size) if r not in there]
             who = f"rank {', '.join(missing)}" if missing else "one another (they went other ways)"
-            print(
-                f"herta: The ranks have waited {self.timeout:g} s for {who}, at {what} (exchange "
-                f"{self.number:,}): the job is ended.", file=sys.__stderr__, flush=True,
-            )  # fmt: skip
-        else:
-            time.sleep(_LAST_WORDS)  # the sentence comes first
+            self.end(
+                f"The ranks have waited {self.timeout:g} s for {who}, at {what} (exchange "
+                f"{self.number:,}): the job is ended."
+            )
+        time.sleep(_LAST_WORDS)  # the sentence comes first
         self._control.Abort(1)
         raise SystemExit(1)
 
@@ -361,6 +398,12 @@ def ranks_of(comm: Any) -> Ranks:
     if found is None or not found.of(comm):
         found = _known[handle] = Ranks(comm)
     return found
+
+
+def of_all(error: ValueError) -> ValueError:
+    """An error that every rank comes to: no rank's name belongs to it."""
+    error.of_all = True  # type: ignore[attr-defined]
+    return error
 
 
 def _abort_where_uncaught(comm: MPI.Comm) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import numpy as np
 
 from herta_gpu.backends.ranks.communicator import Ranks, ranks_of
-from herta_gpu.backends.ranks.parts import part_of_graph
+from herta_gpu.backends.ranks.owners import owners
+from herta_gpu.backends.ranks.parts import part_of_edges, part_of_graph
 from herta_gpu.graph import Graph
 from herta_gpu.plumbing.edge_checks import check_edges, check_weights
 
@@ -38,11 +38,8 @@ def shared_graph(
             if folder is not None:
                 raise ValueError('folder= needs split="columns".')
             listed = np.ascontiguousarray(edges, dtype=np.int64)
-            if isinstance(partition, str) and partition == "metis":
-                partition = _by_metis(team, listed, n)
-            elif isinstance(partition, (str, os.PathLike)) and str(partition) != "blocks":
-                partition = np.load(partition, mmap_mode="r")
-            return part_of_graph(team, listed, n, weights, duplicates, partition)
+            held = owners(team, n, partition, lambda: _collected(team, listed, n))
+            return part_of_edges(team, held, listed, n, weights, duplicates)
         ends = team.gathered(np.ascontiguousarray(edges.T, dtype=np.int64))[0].T
         if False in plain:
             own = np.zeros(0) if weights is None else weights
@@ -50,23 +47,11 @@ def shared_graph(
         return Graph.from_edges(ends, n, weights, duplicates, folder)._with(team)
 
 
-def _by_metis(team: Ranks, edges: Any, n: int) -> Any:
-    """The rank of each node so that few edges are cut, found by rank 0, which holds all edges."""
-    ends: Any = team.gathered(np.ascontiguousarray(edges.T))[0].T
-    found: Any = None
-    if team.rank == 0:
-        try:
-            import pymetis
-        except ImportError as error:
-            raise ImportError(
-                f'partition="metis" needs pymetis ({error}): pip install pymetis.'
-            ) from None
-        whole = Graph.from_edges(ends, n)
-        # The work of a row: its neighbours, and what it costs without any.
-        work = (np.diff(whole.indptr) + 4).tolist()
-        rows = pymetis.CSRAdjacency(whole.indptr, whole.indices)
-        found = np.asarray(pymetis.part_graph(team.size, rows, vweights=work)[1], dtype=np.int32)
-    return team.agreed(found)
+def _collected(team: Ranks, edges: Any, n: int) -> Graph | None:
+    """The whole graph, without weights, on rank 0 alone."""
+    none = np.zeros((0, 2), dtype=np.int64)
+    parts = team.exchanged([edges.T if r == 0 else none for r in range(team.size)])
+    return Graph.from_edges(np.concatenate(parts).T, n) if team.rank == 0 else None
 
 
 def _share(edge_index: Any, num_nodes: Any) -> tuple[Any, int]:
@@ -77,8 +62,8 @@ def _share(edge_index: Any, num_nodes: Any) -> tuple[Any, int]:
     return edges, n
 
 
-def check_alike(comm: Any, graph: Any) -> Ranks:
-    """The ranks of `comm`, if all of them have this graph."""
+def on_all_ranks(comm: Any, graph: Any, split: str, partition: Any) -> Any:
+    """A graph that every rank of `comm` has, for all of them; or, by nodes, this rank's part."""
     team = ranks_of(comm)
     with team.together():
         sizes = team.each((graph.num_nodes, graph.num_edges, graph.weights is None))
@@ -88,4 +73,7 @@ def check_alike(comm: Any, graph: Any) -> Ranks:
                 "edges to Graph.from_edges(..., comm=comm)."
             )
         team.same(graph.indices, "graph")
-    return team
+        if split == "columns" or team.size == 1:
+            return graph._with(team)
+        held = owners(team, graph.num_nodes, partition, lambda: graph)
+        return part_of_graph(team, held, graph)

@@ -1,74 +1,57 @@
-"""split="nodes": every rank has the rows of its own nodes.
-
-Sums over rows are added up over the ranks.  Training rows, n_train x d numbers, are put together on
-all of them: from there on everything is d x d or n_train x c, and the same everywhere.
-"""
+"""split="nodes" on CPUs: the compiled backend on the rows of this rank's own nodes."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
+
+import numpy as np
 
 from herta_gpu.backends.base import Array, Laplacian
 from herta_gpu.backends.cpu.compiled import CompiledBackend, CompiledLaplacian
-from herta_gpu.backends.ranks.communicator import Ranks
-from herta_gpu.backends.ranks.parts import GraphPart
+from herta_gpu.backends.ranks.parts import LINE, GraphPart, rooms
+from herta_gpu.backends.ranks.rows import Rows
 
 
-class NodesBackend(CompiledBackend):
+class NodesBackend(Rows, CompiledBackend):
     """The compiled CPU backend on a `GraphPart`."""
 
-    whole = False
-    reorders = False
+    def __init__(self, graph: GraphPart) -> None:
+        self.join(graph)
 
-    def __init__(self, team: Ranks, first_row: int) -> None:
-        self.team, self.rank, self.ranks, self.first_row = team, team.rank, team.size, first_row
-        self._mine = slice(0, 0)
+    def empty(self, shape: tuple[int, ...], dtype: str) -> Array:
+        """Blocks with a row for each node have room behind them for those of other ranks.
 
-    def total(self, x: Any) -> Any:
-        return self.team.total(x)
-
-    def largest(self, x: Any) -> Any:
-        return self.team.largest(x)
-
-    def agreed(self, x: Any) -> Any:
-        return self.team.agreed(x)
-
-    def same(self, x: Any, what: str, always: bool = False) -> Any:
-        self.team.same(x, what, always)
-        return x
-
-    def gathered(self, x: Array) -> Array:
-        if x.dtype.kind == "U":  # text is as wide as the longest that a rank has
-            x = x.astype(f"U{self.team.largest(max(1, x.dtype.itemsize // 4))}")
-        found, self._mine = self.team.gathered(x)
-        return found
-
-    def own(self, x: Array) -> Array:
-        return x[self._mine]
-
-    def memory_everywhere(self) -> int:
-        return min(self.team.each(self.memory_available()))
+        A product then reads them where they are.  A list of n k numbers is a block, too.
+        """
+        n, more = self.graph.halo.n, self.graph.halo.size
+        size = math.prod(shape)
+        if not more or not n or size % n or (shape[0] != n and len(shape) > 1):
+            return super().empty(shape, dtype)
+        memory = np.empty((size + size // n * more) * np.dtype(dtype).itemsize + LINE, np.uint8)
+        start = -memory.ctypes.data % LINE
+        rooms[id(memory)] = memory
+        end = start + size * np.dtype(dtype).itemsize
+        return memory[start:end].view(dtype).reshape(shape)
 
     def laplacian(self, graph: Any, dtype: str) -> CompiledLaplacian:  # type: ignore[override]
         assert isinstance(graph, GraphPart)
         L = super().laplacian(graph, dtype)
-        L.halo, L.unrounded = graph.halo, graph.exact
+        L.halo, L.unrounded, L.order = graph.halo, graph.exact, graph.ids
         vars(L)["exact"] = graph.exact()
+        L.around = L.exact[0].astype(dtype)
         return L
 
     def with_neighbours(self, L: Laplacian, Z: Array) -> Array:
         assert isinstance(L, CompiledLaplacian)
         return L.halo.extended(self.asarray(Z))
 
-    def half_pays(self, L: Laplacian, k: int) -> bool:
-        return False  # rows of neighbours are sent as they are
-
 
 def nodes_backend(backend: Any, graph: GraphPart) -> NodesBackend:
     """The backend of a part of a graph, in place of the one that was asked for."""
     if type(backend) is not CompiledBackend:
         raise ValueError(
-            'split="nodes" works on the compiled CPU backend: install numba and use device="cpu".'
+            'split="nodes" works on GPUs and on the compiled CPU backend: install numba and use '
+            'device="cpu".'
         )
-    assert graph.team is not None
-    return NodesBackend(graph.team, graph.first_row)
+    return NodesBackend(graph)

@@ -4,50 +4,32 @@ A part is a CSR matrix of the rank's own rows.  Its columns are the own nodes an
 halo: nodes of other ranks with an edge to one of these.  A product with H needs their rows of the
 block, which `Halo.extended` fetches; the kernels then work on the longer block as on any other.
 
-No rank holds a list of all nodes, unless the caller names the owner of each.
+No rank holds a list of all nodes (`owners`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, NoReturn
+from functools import cached_property
+from itertools import pairwise
+from typing import Any, NoReturn
+from weakref import WeakValueDictionary
 
 import numpy as np
+import scipy.sparse as sp
+from scipy.sparse import csgraph
 
 from herta_gpu.backends.base import Array, Exact
 from herta_gpu.backends.ranks.communicator import Ranks
-from herta_gpu.graph import Graph
+from herta_gpu.backends.ranks.owners import Owners
+from herta_gpu.graph import Edges, Graph
 
+LINE = 64  # bytes: memory with room is aligned to them
 _FEW_NODES = 1 << 26  # up to here edges are merged under the caller's ids
 
 
-class Owners(NamedTuple):
-    """Who owns which nodes."""
-
-    of: Callable[[Any], Any]  # ids to ranks
-    mine: Any  # this rank's ids, rising
-    nodes: Any  # the same, as a slice where they are one
-
-
-def owners(team: Ranks, n: int, partition: Any) -> Owners:
-    """Ranges of ids of equal length ("blocks"), or as an array of n ranks says."""
-    if isinstance(partition, str):
-        if partition != "blocks":
-            raise ValueError(f'partition must be "blocks", "metis" or ranks, not {partition!r}.')
-        starts = np.array([n * r // team.size for r in range(team.size + 1)])
-        first, last = int(starts[team.rank]), int(starts[team.rank + 1])
-        return Owners(
-            lambda ids: np.searchsorted(starts, ids, side="right") - 1,
-            np.arange(first, last), slice(first, last),
-        )  # fmt: skip
-    table = np.asarray(partition)
-    if table.shape != (n,) or table.dtype.kind not in "iu":
-        raise ValueError(f"partition must name the rank of each of the {n:,} nodes.")
-    if table.size and not 0 <= int(table.min()) <= int(table.max()) < team.size:
-        raise ValueError(f"partition names ranks that are not in 0..{team.size - 1}.")
-    team.same(table.astype(np.int64), "partition", always=True)
-    mine = np.flatnonzero(table == team.rank)
-    return Owners(lambda ids: table[ids], mine, mine)
+# Memory of blocks that end with room for rows of other ranks (`NodesBackend.empty`), by address.
+rooms: WeakValueDictionary[int, Any] = WeakValueDictionary()
 
 
 class Halo:
@@ -56,29 +38,63 @@ class Halo:
     def __init__(self, team: Ranks, send: list[Any], counts: list[int], n: int) -> None:
         self.team, self.send, self.n = team, send, n
         self.ends = (n + np.cumsum([0, *counts])).tolist()
-        self._kept: dict[Any, Array] = {}
+        self._kept: dict[Any, Any] = {}
 
     @property
     def size(self) -> int:
         """Rows that come from other ranks."""
         return int(self.ends[-1] - self.n)
 
+    def cut(self, columns: Any) -> tuple[Halo, Any, Any]:
+        """The halo of these columns alone, their new numbers, and which of its rows are left."""
+        seen = np.unique(columns[columns >= self.n])
+        cuts = np.searchsorted(seen, self.ends)
+        wanted = [seen[a:b] - start for start, (a, b) in zip(self.ends, pairwise(cuts))]
+        sent = self.team.exchanged(wanted)
+        send = [rows[at] for rows, at in zip(self.send, sent, strict=True)]
+        number = np.where(columns < self.n, columns, self.n + np.searchsorted(seen, columns))
+        counts = [part.shape[0] for part in wanted]
+        halo = Halo(self.team, send, counts, self.n)
+        return halo, number.astype(columns.dtype), seen - self.n
+
     def extended(self, X: Array, fill: Callable[[Array], Any] | None = None, to: str = "") -> Array:
         """X with the halo's rows behind its own; `fill` writes the own ones, by default X.
 
-        With a name (`to`) the same array is used again and again.
+        With a name (`to`) it is looked at only until the next call: the same array is used again
+        and again, or X itself, if there is room behind it.
         """
-        shape, key = (self.ends[-1], X.shape[1]), (to, X.shape[1], X.dtype)
-        G = self._kept[key] if key in self._kept else np.empty(shape, dtype=X.dtype)
-        if to:
-            self._kept[key] = G
-        if fill is None:
-            G[: self.n] = X
-        else:
-            fill(G[: self.n])
-        into = [G[a:b] for a, b in zip(self.ends[:-1], self.ends[1:], strict=True)]
-        self.team.neighbours([G[rows] for rows in self.send], into)
+        G = self._room(X) if to and fill is None else None
+        if G is None:
+            G = self._again(to, (self.ends[-1], X.shape[1]), X.dtype)
+            if fill is None:
+                G[: self.n] = X
+            else:
+                fill(G[: self.n])
+        out = [self._again(("sent", r), (rows.shape[0], X.shape[1]), X.dtype)
+               for r, rows in enumerate(self.send)]  # fmt: skip
+        for rows, packed in zip(self.send, out, strict=True):
+            np.take(G, rows, axis=0, out=packed, mode="clip")  # without a copy, as none is outside
+        self.team.neighbours(out, [G[a:b] for a, b in pairwise(self.ends)])
         return G
+
+    def _again(self, to: Any, shape: tuple[int, int], dtype: Any) -> Array:
+        """An array of this name and shape, the one of the last time if there was one."""
+        key = (to, shape, dtype)
+        if not to:
+            return np.empty(shape, dtype=dtype)
+        if key not in self._kept:
+            self._kept[key] = np.empty(shape, dtype=dtype)
+        return self._kept[key]
+
+    def _room(self, X: Array) -> Array | None:
+        """X and the rows behind it, if it begins a piece of memory with room for them."""
+        memory = None if X.base is None else rooms.get(id(X.base))
+        if memory is None or X.shape[0] != self.n or not X.flags.c_contiguous:
+            return None
+        start, size = X.ctypes.data - memory.ctypes.data, self.ends[-1] * X.shape[1] * X.itemsize
+        if start >= LINE or start + size > memory.nbytes:
+            return None
+        return memory[start : start + size].view(X.dtype).reshape(self.ends[-1], X.shape[1])
 
 
 class GraphPart(Graph):
@@ -90,6 +106,7 @@ class GraphPart(Graph):
 
     halo: Halo
     held: Any  # this rank's ids
+    ids: Any  # the same as an array, and those of the halo behind them
     sizes: tuple[int, int]  # nodes and edges of the whole graph
     first_row: int  # rows of the ranks before this one
     own_loopless: Any
@@ -99,12 +116,23 @@ class GraphPart(Graph):
         return self.held
 
     @property
+    def by_nodes(self) -> bool:
+        return True
+
+    @property
     def nodes_of_all(self) -> int:
         return self.sizes[0]
 
     @property
     def num_edges(self) -> int:
         return self.sizes[1]
+
+    def rows_of(self, nodes: Any) -> Any:
+        return np.flatnonzero(np.isin(self.ids[: self.num_nodes], nodes))
+
+    @property
+    def degree_around(self) -> Any:
+        return self.halo.extended(self.degree[:, None])[:, 0]
 
     @property
     def loopless_degree(self) -> Any:
@@ -116,8 +144,86 @@ class GraphPart(Graph):
         return self.halo.extended(s)[:, 0], self.own_loopless / self.degree, self.weights
 
     def connected_to(self, rows: Any) -> Any:
-        """All rows: what is in one component with others is not known here."""
-        return np.ones(self.num_nodes, dtype=bool)
+        """`Graph.connected_to` of the training rows of all ranks."""
+        n, size = self.num_nodes, self.ids.shape[0]
+        ends = np.concatenate([self.indptr, np.full(size - n, self.indptr[-1])])
+        here = sp.csr_array((np.ones(self.indices.shape[0], dtype=bool), self.indices, ends),
+                            shape=(size, size))  # fmt: skip
+        label = csgraph.connected_components(here, directed=False)[1]
+        hit, reached = np.zeros((size, 1), dtype=bool), np.zeros(label.max(initial=-1) + 1, bool)
+        hit[rows] = True
+        while True:  # each turn carries it into the components of other ranks that are next
+            before = int(reached.sum())
+            reached[label[hit[:, 0]]] = True
+            if not self.halo.team.largest(int(reached.sum()) - before):
+                return reached[label[:n]]
+            hit = self.halo.extended(reached[label[:n], None])
+
+    # ---- edges ----------------------------------------------------------------------------
+    # An edge is numbered, scored and drawn by the rank that has its end with the smaller id.
+    @cached_property
+    def upper(self) -> Any:
+        """(nnz,) which entries are this rank's edges: they come in the order of `Graph.edges`."""
+        return self.ids[self.indices] > np.repeat(self.ids[: self.num_nodes], np.diff(self.indptr))
+
+    def edges(self) -> Edges:
+        """(u, v, weight) of this rank's edges, the ends as rows of a block with its halo."""
+        row = np.repeat(np.arange(self.num_nodes), np.diff(self.indptr))[self.upper]
+        weight = None if self.weights is None else self.weights[self.upper]
+        return row, self.indices[self.upper].astype(np.int64), weight
+
+    def sums_before(self, x: Any) -> Any:
+        """For each of this rank's edges the sum of the x >= 0, whole numbers, of all edges before.
+
+        The order is that of `Graph.edges` in one process: by the smaller id, then by the other.
+        """
+        team, mine = self.halo.team, self.ids[: self.num_nodes]
+        ends = np.concatenate([[0], np.cumsum(self.upper)])[self.indptr]
+        within = np.concatenate([[0], np.cumsum(x)])
+        sums = within[ends[1:]] - within[ends[:-1]]
+        # Ranges of ids have a rank each, which adds up the rows of that range.
+        at = (mine * team.size) // max(self.nodes_of_all, 1)
+        cuts = np.searchsorted(at, np.arange(team.size + 1))
+        came = team.exchanged([np.column_stack([mine, sums])[a:b] for a, b in pairwise(cuts)])
+        ids, values = np.concatenate(came).T
+        sort = np.argsort(ids)
+        before = np.empty_like(values)
+        before[sort] = np.cumsum(values[sort]) - values[sort]
+        before += sum(team.each(int(values.sum()))[: team.rank])
+        back = np.split(before, np.cumsum([part.shape[0] for part in came])[:-1])
+        rows = np.concatenate(team.exchanged(back))
+        return within[:-1] + np.repeat(rows - within[ends[:-1]], np.diff(ends))
+
+    def with_edges(self, keep: Any, factor: Any) -> GraphPart:
+        """`Graph.with_edges` of this rank's edges; those who have the other ends are told."""
+        team, n = self.halo.team, self.num_nodes
+        row = np.repeat(np.arange(n), np.diff(self.indptr))
+        factors = np.zeros(self.indices.shape[0])
+        factors[self.upper] = np.where(keep, factor, 0.0)
+        mine, theirs = self.ids[row], self.ids[self.indices]
+        owner = np.searchsorted(self.halo.ends, self.indices, side="right") - 1
+        owner[self.indices < n] = team.rank
+        # Between two ranks both know the edges: in the order of their ends nothing has to be named.
+        told = []
+        for r in range(team.size):
+            at = np.flatnonzero(self.upper & (owner == r))
+            told.append(factors[at[np.lexsort((theirs[at], mine[at]))]])
+        for r, found in enumerate(team.exchanged(told)):
+            at = np.flatnonzero(~self.upper & (owner == r))
+            factors[at[np.lexsort((mine[at], theirs[at]))]] = found
+        kept = np.flatnonzero(factors)
+        weights = factors[kept] if self.weights is None else self.weights[kept] * factors[kept]
+        halo, columns, still = self.halo.cut(self.indices[kept])
+        count = int(team.total(int(np.count_nonzero(self.upper[kept]))))
+        indptr, loopless = _by_row(row[kept], weights, n)
+        part = GraphPart(
+            indptr=indptr, indices=columns, team=self.team, halo=halo, weights=weights,
+            given_degree=self.degree, own_loopless=loopless, held=self.held,
+            ids=np.concatenate([self.ids[:n], self.ids[n:][still]]),
+            sizes=(self.nodes_of_all, count), first_row=self.first_row,
+        )  # fmt: skip
+        vars(part)["lambda_max_bound"] = _lambda_max_bound(team, part)
+        return part
 
     def in_local_order(self, find: Any = None) -> Graph:
         return self
@@ -125,7 +231,7 @@ class GraphPart(Graph):
     def _whole(self, *_: Any, **__: Any) -> NoReturn:
         raise ValueError('A graph that is split by nodes cannot do this: use split="columns".')
 
-    edges = to_csr = adjacency = reordered = with_edges = save = to_cugraph = _whole
+    to_csr = adjacency = reordered = save = to_cugraph = _whole
 
     def __reduce__(self) -> Any:
         self._whole()
@@ -135,11 +241,10 @@ class GraphPart(Graph):
         return f"GraphPart({here:,} of {n:,} nodes, {self.num_edges:,} edges in all)"
 
 
-def part_of_graph(
-    team: Ranks, edges: Any, n: int, weights: Any, duplicates: str | None, partition: Any
+def part_of_edges(
+    team: Ranks, held: Owners, edges: Any, n: int, weights: Any, duplicates: str | None
 ) -> GraphPart:
     """This rank's part, from any share of the edges on each rank."""
-    held = owners(team, n, partition)
     lo, hi, w, loops = _merged(team, held, edges, n, weights, duplicates)
     weighted = bool(team.largest(int(w is not None)))
     w = np.ones(lo.shape[0]) if w is None else w
@@ -149,32 +254,78 @@ def part_of_graph(
     there = [np.flatnonzero(ranks == r) for r in range(team.size)]
     ends = team.exchanged([np.column_stack([hi[at], lo[at]]) for at in there])
     more = team.exchanged([w[at] for at in there])
-    row = np.concatenate([lo, *(e[:, 0] for e in ends)])
+    row = held.at(np.concatenate([lo, *(e[:, 0] for e in ends)]))
     column, value = np.concatenate([hi, *(e[:, 1] for e in ends)]), np.concatenate([w, *more])
-    local, halo = _columns(team, held, column)
-    sort = np.lexsort((local, np.searchsorted(held.mine, row)))
     count = held.mine.shape[0]
-    row, local, value = np.searchsorted(held.mine, row)[sort], local[sort], value[sort]
-    indptr = np.concatenate([[0], np.cumsum(np.bincount(row, minlength=count))])
-    loopless = np.bincount(row, weights=value, minlength=count).astype(np.float64)
+    # By id, as in one process: the terms of a row are added in the same order there.
+    sort = np.lexsort((column, row))
+    indptr, loopless = _by_row(row[sort], value[sort], count)
     degree = loopless + np.ones(count)
-    at = np.searchsorted(held.mine, loops[0])
+    at = held.at(loops[0])
     degree[at] = loopless[at] + loops[1]
+    given = value[sort] if weighted else None
+    return _part(team, held, indptr, column[sort], given, (degree, loopless), (n, m))
+
+
+def part_of_graph(team: Ranks, held: Owners, graph: Graph) -> GraphPart:
+    """This rank's part of a graph that every rank has, perhaps in files: its rows are read."""
+    if graph.order is not None:
+        raise ValueError('A graph that was reordered is not split by nodes: use split="columns".')
+    if isinstance(held.nodes, slice):
+        a, b = held.nodes.start, held.nodes.stop
+        lengths = np.diff(graph.indptr[a : b + 1])
+        at: Any = slice(int(graph.indptr[a]), int(graph.indptr[b]))
+    else:
+        first = graph.indptr[held.mine]
+        lengths = graph.indptr[held.mine + 1] - first
+        firsts = first - np.cumsum(lengths) + lengths
+        at = np.arange(lengths.sum()) + np.repeat(firsts, lengths)
+    indptr = np.concatenate([[0], np.cumsum(lengths)])
+    column, value = graph.indices[at], None if graph.weights is None else graph.weights[at]
+    loopless: Any = lengths.astype(np.float64)
+    if value is not None:
+        row = np.repeat(np.arange(lengths.shape[0]), lengths)
+        loopless = np.bincount(row, weights=value, minlength=lengths.shape[0])
+    given = graph.given_degree
+    degree = loopless + 1.0 if given is None else np.array(given[held.nodes])
+    sizes = (graph.num_nodes, graph.num_edges)
+    return _part(team, held, indptr, column, value, (degree, loopless), sizes)
+
+
+def _part(
+    team: Ranks,
+    held: Owners,
+    indptr: Any,
+    column: Any,
+    value: Any,
+    degrees: tuple[Any, Any],
+    sizes: tuple[int, int],
+) -> GraphPart:
+    """A part from its rows, whose columns are the caller's ids and rise within each row."""
+    local, halo, ids = _columns(team, held, column)
+    count = held.mine.shape[0]
     part = GraphPart(
         indptr=indptr.astype(np.int64), indices=local.astype(np.int32), team=team, halo=halo,
-        weights=value if weighted else None, given_degree=degree, own_loopless=loopless,
-        held=held.nodes, sizes=(n, m),
+        weights=None if value is None else np.array(value), given_degree=degrees[0],
+        own_loopless=degrees[1], held=held.nodes, ids=ids, sizes=sizes,
         first_row=int(sum(team.each(count)[: team.rank])),
     )  # fmt: skip
     vars(part)["lambda_max_bound"] = _lambda_max_bound(team, part)
     return part
 
 
+def _by_row(row: Any, value: Any, count: int) -> tuple[Any, Any]:
+    """Where each of the sorted rows begins, and the sum of its values."""
+    indptr = np.concatenate([[0], np.cumsum(np.bincount(row, minlength=count))])
+    sums = np.bincount(row, weights=value, minlength=count)
+    return indptr.astype(np.int64), sums.astype(np.float64)
+
+
 def _merged(
     team: Ranks, held: Owners, edges: Any, n: int, weights: Any, duplicates: str | None
 ) -> tuple[Any, Any, Any, tuple[Any, Any]]:
     """(lo, hi, weight) of each edge once, with the owner of lo, and the self-loops given there."""
-    ranks = held.of(edges.min(axis=0)) if edges.shape[1] else np.zeros(0, dtype=np.int64)
+    ranks = held.of(edges.min(axis=0))
     there = [np.flatnonzero(ranks == r) for r in range(team.size)]
     came = np.concatenate(team.exchanged([edges[:, at].T for at in there]))
     given = None
@@ -196,20 +347,25 @@ def _merged(
     return names[lo], names[hi], merged, (names[named], extra[named])
 
 
-def _columns(team: Ranks, held: Owners, column: Any) -> tuple[Any, Halo]:
-    """Columns of a part: own rows first, then those of other ranks, by rank and by id."""
-    n, ranks = held.mine.shape[0], held.of(column)
-    local = np.searchsorted(held.mine, column)
-    wanted = [np.unique(column[ranks == r]) if r != team.rank else column[:0]
-              for r in range(team.size)]  # fmt: skip
-    start = n
-    for r, ids in enumerate(wanted):
-        if r != team.rank:
-            at = ranks == r
-            local[at] = start + np.searchsorted(ids, column[at])
+def _columns(team: Ranks, held: Owners, column: Any) -> tuple[Any, Halo, Any]:
+    """Columns of a part: own rows first, then those of other ranks, by rank and by id.
+
+    With them the halo, and the id of each column.
+    """
+    n, ranks, local = held.mine.shape[0], held.of(column), np.empty(column.shape[0], dtype=np.int64)
+    wanted, start = [], n
+    for r in range(team.size):
+        at = np.flatnonzero(ranks == r)
+        if r == team.rank:
+            local[at], ids = held.at(column[at]), held.mine[:0]
+        else:
+            ids, found = np.unique(column[at], return_inverse=True)
+            local[at] = start + found
+        wanted.append(ids.astype(np.int64))
         start += ids.shape[0]
-    send = [np.searchsorted(held.mine, ids) for ids in team.exchanged(wanted)]
-    return local, Halo(team, send, [ids.shape[0] for ids in wanted], n)
+    send = [held.at(ids) for ids in team.exchanged(wanted)]
+    halo = Halo(team, send, [ids.shape[0] for ids in wanted], n)
+    return local, halo, np.concatenate([held.mine, *wanted])
 
 
 def _lambda_max_bound(team: Ranks, part: GraphPart) -> float:

@@ -139,6 +139,41 @@ def check_cg(run: Emulated, L: Any, k: int, dtype: str) -> None:
         assert_close(getattr(found, name), getattr(expected, name), dtype, factor=10)
 
 
+def check_cg_of_ranks(run: Emulated, L: Any, k: int, dtype: str) -> None:
+    """Alone, the bits of the fused launch; on three ranks with the same rows, three times the sums.
+
+    The steps of CG are then the same: alpha and beta are quotients of such sums.
+    """
+    R, tol = block(L.n, k, dtype), 0.1
+    R[:, k // 2] = 0  # starts frozen
+    for ranks in (1, 3):
+        energy = np.zeros(k)
+        fused, cut = (CPU.cg_start(L, LAM, R.copy(), energy.copy(), tol, 1e-3) for _ in range(2))
+        cut.rho, cut.floor = ranks * cut.rho, ranks * cut.floor
+
+        def of_all(x: Any, ranks: int = ranks) -> Any:
+            return np.tile(x, (ranks, 1))
+
+        for _ in range(4):
+            run.cg_step(L, LAM, fused)
+            run.cg_step_of_ranks(L, LAM, cut, of_all, of_all)
+        for name in ("active", "iterations"):
+            assert np.array_equal(getattr(cut, name), getattr(fused, name)), name
+        for name in ("Z", "R", "P"):
+            found, expected = getattr(cut, name), getattr(fused, name)
+            assert ranks > 1 or found.tobytes() == expected.tobytes(), name
+            assert_close(found, expected, dtype, factor=10)
+        assert_close(
+            cut.rho, ranks * fused.rho, "float64", factor=1e9 if dtype == "float32" else 10
+        )
+
+
+def check_packed_rows(run: Emulated, L: Any, k: int, dtype: str) -> None:
+    X = block(L.n, k, dtype)
+    rows = np.random.default_rng(k).integers(0, L.n, 2 * L.n + 1).astype(np.int32)
+    assert run.pack_rows(X, rows).tobytes() == X[rows].tobytes()
+
+
 def check_column_dots(run: Emulated, L: Any, k: int, dtype: str) -> None:
     X, Y = block(L.n, k, dtype), block(L.n, k, dtype, 1)
     assert_close(run.column_dots(X, Y), CPU.column_dots(X, Y), "float64")
@@ -215,7 +250,8 @@ CHECKS: dict[str, list[Callable[[Emulated, Any, int, str], None]]] = {
         check_residual_with_dots,
         check_half,
     ],
-    "cg.cu": [check_cg, check_column_dots],
+    "cg.cu": [check_cg, check_cg_of_ranks, check_column_dots],
+    "ranks.cu": [check_packed_rows],
     "sketch.cu": [check_sketches],
     "sampling.cu": [
         check_scores,

@@ -192,6 +192,14 @@ def check_cg(modules: dict[str, Module] | None) -> None:
         np.testing.assert_allclose(partials[-1, columns], expected, rtol=1e-12)
 
 
+def check_packed_rows(modules: dict[str, Module] | None) -> None:
+    X, rows = block("float32", 5), np.arange(N, dtype=np.int32)
+    rows[LAST] = rows[LAST][::-1].copy()
+    found = emulated(modules).pack_rows(X, rows)
+    for columns in COLUMNS:
+        assert_last(near(found, columns), near(X, columns)[rows])
+
+
 def check_sketches(modules: dict[str, Module] | None) -> None:
     L, far, _ = graphs()
     run, scale = emulated(modules, 1), np.sqrt(K / PART)
@@ -310,6 +318,7 @@ def check_hadamard(modules: dict[str, Module] | None) -> None:
 CHECKS = {
     "laplacian.cu": (check_products, check_half),
     "cg.cu": (check_cg,),
+    "ranks.cu": (check_packed_rows,),
     "sketch.cu": (check_sketches,),
     "sampling.cu": (check_edges, check_flat),
     "hadamard.cu": (check_hadamard,),

@@ -119,10 +119,10 @@ MUTANTS = {
         "cg.cu", "moves = moves || alpha", "moves = alpha"
     ),
     "a step that is taken again when all is done": Mutant(
-        "cg.cu", "alpha[at.column + i] = beta[at.column + i] = 0;", "beta[at.column + i] = 0;"
+        "cg.cu", "s.alpha[at.column + i] = s.beta[at.column + i] = 0;", "s.beta[at.column + i] = 0;"
     ),
     "race: every row of the block writes the sum": Mutant(
-        "cg.cu", "if (!inside || threadIdx.y != 0) return;", "if (!inside) return;", "tsan"
+        "cg.cu", "return all && inside && threadIdx.y == 0;", "return all && inside;", "tsan"
     ),
     "sum taken before the other blocks are done": Mutant(
         "cg.cu", "atomicInc(ticket, count - 1) == count - 1", "atomicInc(ticket, count - 1) == 0"
@@ -204,7 +204,7 @@ MUTANTS = {
         "laplacian.cu", "atomicInc(ticket, count - 1)", "atomicInc(ticket, count)"
     ),
     "rho changed before beta is made of it": Mutant(
-        "cg.cu", "alpha[c] = step[i];\n", "alpha[c] = step[i];\n        rho[c] = dot[i];\n"
+        "cg.cu", "alpha[c] = step;\n", "alpha[c] = step;\n        rho[c] = dot;\n"
     ),
     "sum over half the lanes": Mutant("sampling.cu", "warp_sum(l, 1, 8)", "warp_sum(l, 1, 4)"),
     "largest over half the lanes": Mutant(
@@ -220,7 +220,17 @@ MUTANTS = {
     "search from the wrong side": Mutant(
         "sampling.cu", "if (list[middle] > value)", "if (list[middle] >= value)"
     ),
-    "frozen columns move": Mutant("cg.cu", "if (active[c]) step[i] =", "step[i] ="),
+    "frozen columns move": Mutant("cg.cu", "if (active[c]) step =", "step ="),
+    "the last rank left out of a sum": Mutant("cg.cu", "r < ranks; ++r", "r < ranks - 1; ++r"),
+    "the sums of one rank only": Mutant(
+        "cg.cu", "s.turn(c, step, over_ranks(dots, ranks, k, c));", "s.turn(c, step, dots[c]);"
+    ),
+    "rows packed one further": Mutant(
+        "ranks.cu", "store(out + i * k", "store(out + (m - 1 - i) * k"
+    ),
+    "32-bit offset of a packed row": Mutant(
+        "ranks.cu", "static_cast<i64>(rows[i]) * k", "static_cast<u32>(rows[i] * k)", "offsets"
+    ),
 }
 
 

@@ -5,22 +5,28 @@ Prints a line of JSON for each check: its name, and what went wrong, if anything
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import json
 import os
 import pickle
+import shutil
+import tempfile
 import traceback
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import scipy.sparse as sp
 from mpi4py import MPI
 
-from herta_gpu import HERTA, Graph
+from herta_gpu import HERTA, Graph, LabelPropagation, effective_dimension
 from herta_gpu.backends import backend_for
 from herta_gpu.backends.ranks import ranks_of
 from herta_gpu.backends.ranks.communicator import FEW
+from herta_gpu.datasets import Dataset
+from herta_gpu.plumbing.partition import rows_moved
 from herta_gpu.solver import RegularizedLaplacian, block_cg, chebyshev
 
 COMM = MPI.COMM_WORLD
@@ -287,18 +293,95 @@ def check_what_parts_cannot_do_is_said() -> None:
     edges, X, y, _ = data(30)
     part = parts(edges)
     at = part.nodes
-    for params in ({"sparsify": True}, {"sketch": True}, {"class_weight": "balanced"}):
-        said = raises(ValueError, lambda p=params: HERTA(**p).fit(part, X[at], y[at]))
-        assert "split by nodes" in said
+    said = raises(ValueError, lambda: HERTA(reorder=True).fit(part, X[at], y[at]))
+    assert "split by nodes" in said
     assert "split by nodes" in raises(ValueError, part.to_csr)
+    assert "split by nodes" in raises(ValueError, lambda: LabelPropagation().fit(part, y[at]))
+    assert "split by nodes" in raises(ValueError, lambda: effective_dimension(part, 1.0))
     assert "install numba" in raises(
         ValueError, lambda: HERTA(device="cpu-scipy").fit(part, X[at], y[at])
     )
     unlabelled = np.full(N, -1)
     said = raises(ValueError, lambda: HERTA().fit(part, X[at], unlabelled[at]))
     assert "There is no training node" in said, said
-    said = raises(ValueError, lambda: parts(edges, None, np.full(N, SIZE)))
-    assert "partition names ranks" in said
+
+
+def check_parts_of_a_graph_that_all_have() -> None:
+    """Rows of a whole graph, in memory or in files, are those that an exchange of edges gives."""
+    edges, weight = weighted_edges()
+    for w, partition in itertools.product((None, weight), partitions()):
+        whole, part = Graph.from_edges(edges, N, w), parts(edges, w, partition)
+        rows = whole.on_ranks(COMM, "nodes", partition)
+        assert rows.num_edges == whole.num_edges
+        assert (rows.indptr == part.indptr).all()
+        assert (rows.indices == part.indices).all()
+        assert np.allclose(rows.degree, whole.degree[part.nodes], rtol=1e-15)
+        assert np.allclose(rows.loopless_degree, whole.loopless_degree[part.nodes], rtol=1e-15)
+        assert rows.lambda_max_bound == part.lambda_max_bound
+        moved = rows_moved(whole, SIZE, partition)
+        halo = getattr(rows, "halo", None)
+        assert moved == ranks_of(COMM).total(0 if halo is None else halo.size) / N
+
+
+def check_rows_of_a_dataset() -> None:
+    """Each rank's rows, from memory or from files, with the columns of all ranks made standard."""
+    edges, X, y, train = data(7)
+    folder = Path(ranks_of(COMM).agreed(tempfile.mkdtemp() if RANK == 0 else None))
+    if RANK == 0:
+        np.save(folder / "X.npy", X)
+        Graph.from_edges(edges, N).save(folder / "graph")
+    COMM.Barrier()
+    mapped = (Graph.open(folder / "graph"), np.load(folder / "X.npy", mmap_mode="r"))
+    for (graph, given), partition in itertools.product(
+        [(Graph.from_edges(edges, N), X), (Graph.from_edges(edges, N), sp.csr_array(X)), mapped],
+        partitions(),
+    ):
+        whole = Dataset("all", graph, given, y, {"train": train, "test": np.arange(1, N, 2)})
+        part = whole.rows_of(graph.on_ranks(COMM, "nodes", partition))
+        at = np.arange(N)[part.graph.nodes]
+        assert (at[part.split["train"]] == train[np.isin(train, at)]).all()
+        assert (part.y == y[at]).all()
+        wanted, made = whole.normalized("standard").X[at], part.normalized("standard").X
+        assert np.abs(made - wanted).max() < 1e-13 if at.size else made.shape == wanted.shape
+    in_file = whole.rows_of(graph.on_ranks(COMM, "nodes")).X
+    assert isinstance(in_file, np.memmap)
+    COMM.Barrier()
+    if RANK == 0:
+        shutil.rmtree(folder)
+
+
+def check_a_wrong_partition_is_one_sentence() -> None:
+    if SIZE == 1:
+        return
+    team, edges = ranks_of(COMM), data(5)[0]
+    folder = Path(team.agreed(tempfile.mkdtemp() if RANK == 0 else None))
+    good, path = np.arange(N) * 7 % SIZE, folder / "owners.npy"
+    wrong = {
+        "must name the rank of each of the 400 nodes": np.zeros(N - 1, dtype=int),
+        "but holds float64": good.astype(float),
+        f"names rank {SIZE}, but there are ranks 0 to {SIZE - 1}": np.full(N, SIZE),
+        "names rank -1": good - 1,
+        "should have the same partition": np.roll(good, RANK),
+    }
+    for words, table in wrong.items():
+        np.save(folder / f"{RANK}.npy", table)
+        for given in (table, folder / f"{RANK}.npy"):
+            assert words in raises(ValueError, lambda g=given: parts(edges, None, g)), words
+    assert "should have the same partition" in raises(
+        ValueError, lambda: parts(edges, None, "metis" if RANK else "blocks")
+    )
+    assert "There is no partition file" in raises(ValueError, lambda: parts(edges, None, path))
+    if RANK == 0:
+        path.write_text("0\n1\n")
+    team.arrive()
+    assert "is not a .npy file" in raises(ValueError, lambda: parts(edges, None, str(path)))
+    team.arrive()
+    if RANK == 0:
+        np.save(path, good)
+    team.arrive()
+    assert (parts(edges, None, path).nodes == np.flatnonzero(good == RANK)).all()
+    if RANK == 0:
+        shutil.rmtree(folder)
 
 
 # ---- faults ----------------------------------------------------------------------------------
@@ -385,8 +468,9 @@ def check_the_debug_mode_finds_what_differs() -> None:
         team.debug = False
 
 
-def main() -> None:
-    checks = [f for name, f in globals().items() if name.startswith("check_")]
+def main(found: dict[str, Any]) -> None:
+    """Run the checks of a module."""
+    checks = [f for name, f in found.items() if name.startswith("check_")]
     asked = os.environ.get("HERTA_CHECKS", "")
     for check in checks:
         if asked not in check.__name__:
@@ -402,4 +486,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    node_checks = importlib.import_module("tests.backends.ranks.node_checks")  # which imports this
+    main({**globals(), **vars(node_checks)})

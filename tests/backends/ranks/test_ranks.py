@@ -12,12 +12,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from herta_gpu import HERTA
+from herta_gpu.datasets import load
 from tests.backends.ranks.launch import needs_ranks, on_ranks
 
 HERE = Path(__file__).parent
 CHECKS = [
     node.name
-    for node in ast.parse((HERE / "checks.py").read_text(encoding="utf-8")).body
+    for name in ("checks.py", "node_checks.py")
+    for node in ast.parse((HERE / name).read_text(encoding="utf-8")).body
     if isinstance(node, ast.FunctionDef) and node.name.startswith("check_")
 ]
 
@@ -121,8 +124,45 @@ def test_a_killed_rank_is_named_and_its_run_goes_on(tmp_path):
 
 
 @needs_ranks
+def test_nodes_are_shared_out_by_the_command_line(tmp_path):
+    """The result of one process; a killed run goes on to the same bits."""
+    program, out = _program(tmp_path, _KILLED), str(tmp_path / "run")
+    name = "synthetic:n=500,m=2000,d=200,c=3"
+    owners = np.random.default_rng(0).integers(0, 2, 500)
+    np.save(tmp_path / "owners.npy", owners)
+    options = (name, "--lam", "5", "--split", "random:0.9", "--split", "nodes",
+               "--partition", str(tmp_path / "owners.npy"), "--normalize", "standard")  # fmt: skip
+    whole = on_ranks(2, program, "live", "train", *options, "--out", out + "-whole")
+    assert whole.returncode == 0, whole.stderr
+    assert "2 ranks share out nodes" in whole.stderr
+    data = load(name).random_split(0.9).normalized("standard")
+    model = HERTA(lam=5.0).fit(data.graph, data.X, data.y, data.split["train"])
+    result = json.loads(Path(out + "-whole", "result.json").read_text())
+    assert result["loss"] == pytest.approx(model.history_[-1]["loss"], rel=3e-6)
+    for part, ids in data.split.items():
+        score = model.score(data.graph, data.X, data.y, ids)
+        assert result["scores"][part] == pytest.approx(score, abs=2 / len(ids))
+    assert (result["nodes"], result["edges"], len(result["ranks"])) == (500, 2000, 2)
+    config = json.loads(Path(out + "-whole", "config.json").read_text())
+    for told in (result, config):
+        assert told["ranks_split"] == "nodes"
+        assert told["partition"] == str(tmp_path / "owners.npy")
+    assert (HERTA.load(out + "-whole/model.npz").train_ == data.split["train"]).all()
+    assert "<h2>Time per rank</h2>" in Path(out + "-whole", "report.html").read_text()
+    dead = on_ranks(2, program, "kill", "train", *options, "--out", out)
+    assert dead.returncode != 0
+    again = on_ranks(2, program, "live", "train", "--resume", out, "--json")
+    assert again.returncode == 0, again.stderr
+    with np.load(out + "/model.npz") as a, np.load(out + "-whole/model.npz") as b:
+        assert (a["W"] == b["W"]).all()
+
+
+@needs_ranks
 def test_the_command_line_says_what_is_wrong_once(tmp_path):
-    for argv in (("train", "digits", "--lam", "-1"), ("tune", "digits"), ("train", "nothing")):
+    np.save(tmp_path / "owners.npy", np.zeros(7, dtype=int))
+    wrong = ("--split", "nodes", "--partition", str(tmp_path / "owners.npy"))
+    for argv in (("train", "digits", "--lam", "-1"), ("tune", "digits"), ("train", "nothing"),
+                 ("train", "digits", *wrong)):  # fmt: skip
         done = on_ranks(3, "-m", "herta_gpu", *argv)
         assert done.returncode == 2
         assert len([line for line in done.stderr.splitlines() if line.startswith("herta: ")]) == 1

@@ -4,21 +4,27 @@ import numpy as np
 from numba import njit
 
 from herta_gpu.backends.base import STREAM_ROWS, STREAM_SAMPLE, STREAM_SIGNS
-from herta_gpu.backends.cpu.kernels.simd import count, kernel
-from herta_gpu.backends.cpu.kernels.sketch import MASK, root_weight, word64
+from herta_gpu.backends.cpu.kernels.simd import count, inline, kernel
+from herta_gpu.backends.cpu.kernels.sketch import MASK, named, root_weight, word64
 
 _CHUNK = 1 << 14  # draws that one thread takes at a time
-_32 = np.uint64(32)
+_11, _32 = np.uint64(11), np.uint64(32)
+
+
+@inline
+def _upper(ids, i, v):  # type: ignore[no-untyped-def]
+    """Whether row i holds the edge to v, and not v: the smaller one does, by `ids` if given."""
+    return named(ids, v) > named(ids, i)
 
 
 @kernel
-def first_edges(indptr, indices):  # type: ignore[no-untyped-def]
+def first_edges(indptr, indices, ids):  # type: ignore[no-untyped-def]
     """For each row the number of edges (lo, hi) with a smaller lo: where its scores start."""
     first = np.zeros(indptr.shape[0], np.int64)
     for i in range(indptr.shape[0] - 1):
         upper = 0
         for e in range(indptr[i], indptr[i + 1]):
-            upper += indices[e] > i
+            upper += _upper(ids, i, indices[e])
         first[i + 1] = first[i] + upper
     return first
 
@@ -34,7 +40,7 @@ def _squared(S, u, v, a, b):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def edge_scores(scores, first, B_S, Pi_S, lam, L, cuts, counter):  # type: ignore[no-untyped-def]
+def edge_scores(scores, first, B_S, Pi_S, lam, L, ids, cuts, counter):  # type: ignore[no-untyped-def]
     indptr, indices, weights, s, _ = L
     chunk = count(counter, 0)
     while chunk < cuts.shape[0] - 1:
@@ -42,7 +48,7 @@ def edge_scores(scores, first, B_S, Pi_S, lam, L, cuts, counter):  # type: ignor
             at = first[i]
             for e in range(indptr[i], indptr[i + 1]):
                 v = indices[e]
-                if v > i:
+                if _upper(ids, i, v):
                     f = root_weight(weights, e)
                     a, b = f * s[i], f * s[v]
                     scores[at] = _squared(B_S, i, v, a, b) + _squared(Pi_S, i, v, a, b) / lam
@@ -51,9 +57,13 @@ def edge_scores(scores, first, B_S, Pi_S, lam, L, cuts, counter):  # type: ignor
 
 
 @kernel
-def draw(prefix, guide, shift, s, counts, key, counter):  # type: ignore[no-untyped-def]
-    """s draws with replacement; `guide` holds where each range of targets starts in `prefix`."""
-    total = np.uint64(prefix[-1])
+def draw(q, prefix, total, guide, shift, s, counts, key, counter):  # type: ignore[no-untyped-def]
+    """s draws with replacement among numbers that add up to `total`.
+
+    `prefix` holds the sums of the q up to each edge, and `guide` where each range of targets starts
+    in it.  Not all edges need be here: what falls between two of them is another's.
+    """
+    total = np.uint64(total)
     b_lo, b_hi = total & MASK, total >> _32
     chunk = count(counter, 0)
     while chunk * _CHUNK < s:
@@ -64,18 +74,20 @@ def draw(prefix, guide, shift, s, counts, key, counter):  # type: ignore[no-unty
             second = low * b_hi + (middle & MASK)
             target = np.int64(high * b_hi + (middle >> _32) + (second >> _32))
             edge = guide[target >> shift]
-            while prefix[edge] <= target:
+            while edge < q.shape[0] and prefix[edge] <= target:
                 edge += 1
-            count(counts, edge)
+            if edge < q.shape[0] and prefix[edge] - q[edge] <= target:
+                count(counts, edge)
         chunk = count(counter, 0)
 
 
 @kernel
-def bernoulli(p, factors, key, counter):  # type: ignore[no-untyped-def]
+def bernoulli(p, factors, numbers, key, counter):  # type: ignore[no-untyped-def]
+    """Edge i is kept with probability p[i]; its random word is that of its number."""
     chunk = count(counter, 0)
     while chunk * _CHUNK < p.shape[0]:
         for i in range(chunk * _CHUNK, min(p.shape[0], (chunk + 1) * _CHUNK)):
-            uniform = np.int64(word64(i, key, STREAM_SAMPLE) >> np.uint64(11)) * 2.0**-53
+            uniform = np.int64(word64(named(numbers, i), key, STREAM_SAMPLE) >> _11) * 2.0**-53
             factors[i] = 1.0 / p[i] if uniform < p[i] else 0.0
         chunk = count(counter, 0)
 

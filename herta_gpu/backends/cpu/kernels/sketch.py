@@ -75,9 +75,9 @@ def root_weight(weights, e):  # type: ignore[no-untyped-def]
 
 
 @inline
-def _callers(order, row):  # type: ignore[no-untyped-def]
-    """The caller's name of a row; without an order they are the same."""
-    return np.int64(row) if order is None else np.int64(order[row])
+def named(names, row):  # type: ignore[no-untyped-def]
+    """The name of a row; without a list of names they are the same."""
+    return np.int64(row) if names is None else np.int64(names[row])
 
 
 @kernel
@@ -92,9 +92,9 @@ def incidence_rows(out, L, order, key, cuts, counter):  # type: ignore[no-untype
     while chunk < cuts.shape[0] - 1:
         for i in range(cuts[chunk], cuts[chunk + 1]):
             total[:] = 0.0
-            node = _callers(order, i)
+            node = named(order, i)
             for e in range(indptr[i], indptr[i + 1]):
-                v = _callers(order, indices[e])
+                v = named(order, indices[e])
                 lo, hi = np.uint64(min(node, v)), np.uint64(max(node, v))
                 _normals(lo, hi, groups, key, STREAM_INCIDENCE, u, turn, normal)
                 f = root_weight(weights, e)
@@ -115,7 +115,7 @@ def identity_rows(out, L, order, key, cuts, counter):  # type: ignore[no-untyped
     chunk = count(counter, 0)
     while chunk < cuts.shape[0] - 1:
         for i in range(cuts[chunk], cuts[chunk + 1]):
-            node = np.uint64(_callers(order, i))
+            node = np.uint64(named(order, i))
             _normals(node & MASK, node >> _32, groups, key, STREAM_IDENTITY, u, turn, normal)
             for j in range(k):
                 out[i, j] = normal[j] / math.sqrt(k)

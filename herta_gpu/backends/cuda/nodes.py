@@ -1,0 +1,221 @@
+"""split="nodes" on GPUs: the kernels on a part of a graph, and the rows of others that NCCL brings.
+
+A block that is multiplied with H has the halo, the rows of neighbours that other ranks have, behind
+its own rows.  So the columns of a part are rows of one array, and the kernels need not know of any
+of this: that is simpler than a second pointer, which would be another variant of each of them, and
+one process runs the code that it ran before.  No row is copied for it: P of CG and the iterates of
+Chebyshev are made with that room behind them.
+
+In a step of CG the halo of P is not sent at all.  That of R is, as soon as R is there, and each
+rank turns it into P as its owner does, by the same launch on the same numbers: the messages are
+under way while rho is added up, and while Z and P are updated.  A step of Chebyshev has nothing
+else to do meanwhile, and waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, NoReturn
+
+import numpy as np
+
+from herta_gpu.backends.base import Array, CGState, Laplacian
+from herta_gpu.backends.cuda.backend import CUDABackend, CUDACGState, _launch
+from herta_gpu.backends.cuda.device import THREADS, DeviceLaplacian, blocks
+from herta_gpu.backends.ranks.nccl import Nccl, nccl_of
+from herta_gpu.backends.ranks.parts import GraphPart, Halo
+from herta_gpu.backends.ranks.rows import Rows
+
+
+class DeviceHalo:
+    """Rows of other ranks that this one's rows have an edge to, and who wants which of these."""
+
+    def __init__(self, backend: CUDANodesBackend, halo: Halo) -> None:
+        self.backend, self.n, self.size = backend, halo.n, halo.size
+        self._rows = backend.asarray(np.concatenate(halo.send), "int32")
+        self._out = np.cumsum([0, *map(len, halo.send)]).tolist()
+        self._into = [end - halo.n for end in halo.ends]
+
+    def block(self, k: int, dtype: Any) -> Array:
+        """A block with room for the halo behind the own rows."""
+        return self.backend.xp.empty((self.n + self.size, k), dtype=dtype)
+
+    def extended(self, X: Array) -> Array:
+        """X with the halo behind its own rows: a copy."""
+        G = self.block(X.shape[1], X.dtype)
+        G[: self.n] = X
+        return self.fetched(G)
+
+    def fetched(self, G: Array) -> Array:
+        """G, of which the own rows are there, with the halo behind them."""
+        self.start(G[: self.n], G[self.n :])
+        self.backend.nccl.finish()
+        return G
+
+    def start(self, X: Array, into: Array) -> None:
+        """Rows of X for others, and theirs `into` an array of the halo; `finish` waits for them."""
+        out = self.backend.xp.empty((self._rows.shape[0], X.shape[1]), dtype=X.dtype)
+        if out.size:
+            self.backend._columns("ranks.cu", "pack_rows", out, X, self._rows, out)
+        ours, theirs = ([a[i:j] for i, j in pairwise(ends)] for a, ends in
+                        ((out, self._out), (into, self._into)))  # fmt: skip
+        self.backend.nccl.start(ours, theirs, "rows of neighbours")
+
+
+@dataclass
+class PartCGState(CUDACGState):
+    """CG on a part: P is the first rows of `G`, which has its halo behind it."""
+
+    G: Array = None
+    halo_R: Array = None
+    dots: Array = None  # (k,) ||R||^2 of the rows that are here
+
+
+class CUDANodesBackend(Rows, CUDABackend):
+    """The CUDA backend on a `GraphPart`."""
+
+    nccl: Nccl
+
+    # ---- what ranks say to each other -----------------------------------------------------
+    def total(self, x: Any) -> Any:
+        return self.nccl.total(x) if self._there(x) else super().total(x)
+
+    def largest(self, x: Any) -> Any:
+        if self._there(x):
+            return self.asarray(super().largest(self.to_numpy(x)))  # synchronize!
+        return super().largest(x)
+
+    def agreed(self, x: Any) -> Any:
+        if self._there(x):
+            return self.asarray(super().agreed(self.to_numpy(x)))  # synchronize!
+        return super().agreed(x)
+
+    def same(self, x: Any, what: str, always: bool = False) -> Any:
+        if always or self.team.debug:
+            super().same(self.to_numpy(x) if self._there(x) else x, what, always)  # synchronize!
+        return x
+
+    def joined(self, x: Array) -> Array:
+        return self.nccl.gathered(x)[0] if self._there(x) else super().joined(x)
+
+    def _taken(self, x: Array, rows: Any) -> Array:
+        there = self._there(x) and not isinstance(rows, slice)
+        return x[self.asarray(rows)] if there else x[rows]
+
+    def _there(self, x: Any) -> bool:
+        return isinstance(x, self.xp.ndarray)
+
+    # ---- the part and its halo ------------------------------------------------------------
+    def _uploaded(self, graph: Any, dtype: str, held: dict[str, Any]) -> DeviceLaplacian:
+        assert isinstance(graph, GraphPart)
+        L = super()._uploaded(graph, dtype, held)
+        if "halo" not in held:
+            held["halo"] = DeviceHalo(self, graph.halo)
+        L.halo = held["halo"]
+        return L
+
+    def inverse_roots(self, graph: Any) -> Any:
+        return graph.exact()[0]  # those of the halo, too
+
+    def block_rows(self, L: Laplacian) -> int:
+        assert isinstance(L, DeviceLaplacian)
+        return L.n + L.halo.size
+
+    def with_neighbours(self, L: Laplacian, Z: Array) -> Array:
+        assert isinstance(L, DeviceLaplacian)
+        return L.halo.extended(self.asarray(Z))
+
+    # ---- H = I + lam L --------------------------------------------------------------------
+    def apply_H(self, L: Laplacian, lam: float, X: Array, out: Array | None = None) -> Array:
+        return super().apply_H(L, lam, self.with_neighbours(L, X)[: L.n], out)
+
+    def residual(
+        self, L: Laplacian, lam: float, Z: Array, B: Array, dtype: str, unit: Array
+    ) -> tuple[Array, Array]:
+        return super().residual(L, lam, self.with_neighbours(L, Z)[: L.n], B, dtype, unit)
+
+    def cg_start(
+        self, L: Laplacian, lam: float, R: Array, energy: Array, tol: float, floor: float
+    ) -> PartCGState:
+        assert isinstance(L, DeviceLaplacian)
+        state = super().cg_start(L, lam, R, energy, tol, floor)
+        state.P = None  # its memory comes first
+        k, xp = R.shape[1], self.xp
+        state.pHp.fill(0)  # what a rank without rows has to say
+        G = L.halo.extended(state.R)
+        state.P = G[: L.n]
+        halo_R = xp.empty((L.halo.size, k), dtype=state.R.dtype)
+        return PartCGState(**vars(state), G=G, halo_R=halo_R, dots=xp.zeros(k))
+
+    def cg_step(self, L: Laplacian, lam: float, state: CGState) -> None:
+        assert isinstance(state, PartCGState)
+        assert isinstance(L, DeviceLaplacian)
+        s, k, ranks = state, state.R.shape[1], np.int32(self.ranks)
+        if k == 0:
+            return
+        if L.n:
+            partials = self._product_scratch(L, k)[2]
+            self._product("apply_H", L, lam, s.P, s.P, s.HP, s.active, partials, s.pHp)
+        pHp = self.nccl.of_ranks(s.pHp, "pHp")
+        if L.n:
+            args = (s.HP, s.R, ranks, pHp, s.rho, s.active, *self._column_scratch(k), s.dots)
+            self._columns("cg.cu", "cg_descend", s.R, *args)
+        dots = self.nccl.of_ranks(s.dots, "rho")
+        L.halo.start(s.R, s.halo_R)  # behind that sum: NCCL does one thing after the other
+        step = (s.rho, s.energy, np.float64(s.tol), s.floor, s.active, s.iterations)
+        _launch(
+            *("cg.cu", "cg_turn"), grid=(blocks(k, THREADS),), block=(THREADS,),
+            args=(np.int64(k), ranks, pHp, dots, *step, s.alpha, s.beta),
+        )  # fmt: skip
+        if L.n:
+            self._columns("cg.cu", "cg_direction", s.R, s.R, s.P, s.Z, s.alpha, s.beta)
+        self.nccl.finish()
+        if L.halo.size:
+            # Nobody needs Z of the halo, nor its R any more: the one is written over the other.
+            R = s.halo_R
+            self._columns("cg.cu", "cg_direction", R, R, s.G[L.n :], R, s.alpha, s.beta)
+
+    def _captures(self, L: Laplacian, state: CGState) -> bool:
+        return False  # a captured step would have to be one on all ranks
+
+    def chebyshev(
+        self,
+        L: Laplacian,
+        lam: float,
+        B: Array,
+        first: float,
+        steps: Iterable[tuple[float, float]],
+        work: tuple[Array, ...] | None = None,
+        half: bool = False,
+    ) -> Array:
+        assert isinstance(L, DeviceLaplacian)
+        shape = (self.block_rows(L), B.shape[1])
+        if work is None or work[0].shape != shape:
+            work = tuple(L.halo.block(B.shape[1], B.dtype) for _ in range(2))
+        Z, Z_prev = work[:2]
+        Z_prev.fill(0)
+        self.xp.multiply(B, B.dtype.type(first), out=Z[: L.n])
+        for c1, c2 in steps:
+            L.halo.fetched(Z)
+            self.chebyshev_step(L, lam, Z[: L.n], Z_prev[: L.n], B, c1, c2)
+            Z, Z_prev = Z_prev, Z
+        return Z[: L.n]
+
+    # ---- Algorithm 2 ----------------------------------------------------------------------
+    def _not_here(self, *_: Any, **__: Any) -> NoReturn:
+        raise ValueError(
+            'Algorithm 2 does not work on GPUs with split="nodes" yet: use sparsify=False, '
+            'split="columns" or device="cpu".'
+        )
+
+    sketch_incidence = sketch_identity = edge_scores = sample_edges = sampled_graph = _not_here
+
+
+def cuda_nodes_backend(backend: Any, graph: GraphPart) -> CUDANodesBackend:
+    """The CUDA backend of a part of a graph: the same device, streams and kernels."""
+    made = object.__new__(CUDANodesBackend)
+    made.join(graph)
+    vars(made).update(vars(backend), _own=backend._own, nccl=nccl_of(made.team, backend.xp))
+    return made

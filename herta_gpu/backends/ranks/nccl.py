@@ -1,0 +1,238 @@
+"""One GPU for each rank, and NCCL between them, through CuPy's own communicator.
+
+`cupy.cuda.nccl.NcclCommunicator` has all that is needed here (send, recv, allGather, abort,
+check_async_error) and comes with CuPy; nccl4py would be another package, with a CUDA of its own to
+agree with, around the same library.  MPI stays the way in which ranks agree, fail and send what is
+on the host.  It never reads memory of a device: what goes by MPI is copied to the host before, and
+that copy waits for the device.
+
+What NCCL asks of its callers:
+
+* It has no tags: calls find each other by their order.  All of them go through one communicator,
+  which runs them one after the other whatever their streams are.
+* send and recv are in a group, or two ranks that send first would wait for each other; a group has
+  at most 2,048 calls.
+* allReduce adds in an order of its own: here all ranks' numbers are gathered, and everyone adds
+  them in the order of the ranks, to the same bits.
+* A call that waits for a rank that is gone waits for ever, and so does whoever waits for the
+  device.  A thread looks after it, and aborts.
+"""
+
+from __future__ import annotations
+
+import atexit
+import threading
+import time
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from herta_gpu.backends.base import Array
+from herta_gpu.backends.ranks.communicator import FEW, Ranks, of_all
+
+GROUP = 2048  # calls that NCCL takes in a group
+_POLL = 0.1  # seconds between two looks of the thread
+_NO_NCCL = (
+    "NCCL, which GPUs of several processes need, cannot be loaded: install nvidia-nccl-cu13 (for "
+    'CUDA 13) or nvidia-nccl-cu12, or use device="cpu".'
+)
+
+
+def take_gpu(team: Ranks, xp: Any, used: bool = False) -> None:
+    """Make one GPU the current device: that with this rank's number among those of its host.
+
+    Where each rank was given a GPU to see (CUDA_VISIBLE_DEVICES), it is that one.  Two ranks on one
+    GPU are an error on all ranks: NCCL does not take them.  What this process has `used` before has
+    streams and kernels on the GPU that was current then, and must be the same.
+    """
+    runtime, hosts = xp.cuda.runtime, team.hosts()
+    count = runtime.getDeviceCount()
+    device = hosts[: team.rank].count(hosts[team.rank]) % count
+    taken = [*zip(hosts, team.each(runtime.deviceGetPCIBusId(device)), strict=True)]
+    twice = next((r for r, gpu in enumerate(taken) if gpu in taken[:r]), None)
+    if twice is not None:
+        host = hosts[twice]
+        gpus = len({bus for where, bus in taken if where == host})
+        raise of_all(ValueError(
+            f"{hosts.count(host)} ranks are on the machine of rank {host}, which has {gpus} "
+            f"{'GPU' if gpus == 1 else 'GPUs'} for them: start one rank per GPU "
+            '(mpirun -n), or use device="cpu".'
+        ))  # fmt: skip
+    if used and device != runtime.getDevice():
+        raise ValueError(
+            f"This process has worked on GPU {runtime.getDevice()} before, but its own one is "
+            f"{device}: fit on ranks first, or let CUDA_VISIBLE_DEVICES name one GPU for each rank."
+        )
+    xp.cuda.Device(device).use()
+
+
+def nccl_of(team: Ranks, xp: Any) -> Nccl:
+    """How arrays of this team travel; always the same object."""
+    if team.nccl is None or team.nccl.xp is not xp:
+        missing = not getattr(xp.cuda.nccl, "available", False)
+        if team.largest(int(missing)):
+            raise of_all(ValueError(_NO_NCCL))
+        team.nccl = Nccl(team, xp)
+    return team.nccl
+
+
+class Nccl:
+    """Arrays on the devices of a team.
+
+    What a method gives is there for the work that the current stream is given next; the host waits
+    for nothing.  The communicator begins with the first call, and after a failure with the next.
+    """
+
+    def __init__(self, team: Ranks, xp: Any) -> None:
+        self.team, self.xp, self.device = team, xp, xp.cuda.runtime.getDevice()
+        self.stream = xp.cuda.Stream(non_blocking=True)
+        self._begun, self._arrived, self._gathered = (
+            xp.cuda.Event(disable_timing=True) for _ in range(3)
+        )
+        self._comm: Any = None
+        self._aborted = False
+        # The last call: what it is, since when, and the event behind it once it is enqueued.
+        self._under_way: tuple[str, float, Any] | None = None
+        self._held: Any = None  # what the messages read and write
+        self._stop = threading.Event()
+        atexit.register(self._stop.set)  # a thread must not ask MPI when it has ended
+
+    # ---- what travels -------------------------------------------------------------------
+    def of_ranks(self, x: Array, what: str = "numbers of all GPUs") -> Array:
+        """(ranks, ...) the arrays of all ranks, which have the same shape and type."""
+        found = self.xp.empty((self.team.size, *x.shape), dtype=x.dtype)
+        if x.size:
+            comm, here = self._ready(what, x.shape), self.xp.cuda.get_current_stream()
+            byte = self.xp.cuda.nccl.NCCL_UINT8
+            comm.allGather(x.data.ptr, found.data.ptr, x.nbytes, byte, here.ptr)
+            self._enqueued(what, self._gathered, here)
+        return found
+
+    def total(self, x: Array) -> Array:
+        """The sum of all ranks' x, added in their order; the same bits on all of them."""
+        x = self.xp.ascontiguousarray(x)
+        if x.size <= FEW:
+            return _added(self.of_ranks(x, "total"))
+        # Every rank adds up one share, in the order of ranks, and sends it to all.
+        size, xp = self.team.size, self.xp
+        share = -(-x.size // size)
+        padded = xp.zeros((size, share), dtype=x.dtype)
+        padded.reshape(-1)[: x.size] = x.reshape(-1)
+        parts = xp.empty((size, share), dtype=x.dtype)
+        parts[self.team.rank] = padded[self.team.rank]
+        self.start([padded[r] for r in range(size)], [parts[r] for r in range(size)], "total")
+        self.finish()
+        sums = self.of_ranks(_added(parts), "sums")
+        return sums.reshape(-1)[: x.size].reshape(x.shape)
+
+    def gathered(self, x: Array) -> tuple[Array, slice]:
+        """The rows of all ranks one after the other, and where those of this rank are."""
+        ends = np.cumsum([0, *self.team.each(int(x.shape[0]))]).tolist()
+        mine = slice(ends[self.team.rank], ends[self.team.rank + 1])
+        whole = self.xp.empty((ends[-1], *x.shape[1:]), dtype=x.dtype)
+        whole[mine] = x
+        x = self.xp.ascontiguousarray(x)
+        self.start([x] * self.team.size, [whole[a:b] for a, b in pairwise(ends)], "gathered")
+        self.finish()
+        return whole, mine
+
+    def shared(self, made: dict[str, Array]) -> list[dict[str, Array]]:
+        """The arrays that each rank has made, by name, on all ranks."""
+        theirs = self.team.each({name: (a.shape, a.dtype.str) for name, a in made.items()})
+        found = [
+            {name: self.xp.empty(shape, dtype=dtype) for name, (shape, dtype) in about.items()}
+            for about in theirs
+        ]
+        out = [self.xp.ascontiguousarray(a) for a in made.values()]
+        # Arrays one after the other, as many times as the rank with most of them has some.
+        for i in range(max(map(len, theirs))):
+            mine = out[i] if i < len(out) else self.xp.empty(0)
+            into = [[*arrays.values(), self.xp.empty(0)][min(i, len(arrays))] for arrays in found]
+            self.start([mine] * self.team.size, into, "shared")
+            self.finish()
+        found[self.team.rank] = made
+        return found
+
+    def start(self, out: Sequence[Array], into: Sequence[Array], what: str) -> None:
+        """Messages beside the current stream: out[r] to rank r, into[r] from there.
+
+        They come after what the stream was given before.  Until `finish` nobody may touch `into`,
+        or change `out`.
+        """
+        comm, nccl, team = self._ready(what, ()), self.xp.cuda.nccl, self.team
+        self._begun.record(self.xp.cuda.get_current_stream())
+        self.stream.wait_event(self._begun)
+        # The same steps in a group on all ranks: each has a call, or none, at both of its ends.
+        for first in range(1, team.size, GROUP // 2):
+            nccl.groupStart()
+            try:
+                for step in range(first, min(first + GROUP // 2, team.size)):
+                    to, by = (team.rank + step) % team.size, (team.rank - step) % team.size
+                    for call, a, peer in ((comm.recv, into[by], by), (comm.send, out[to], to)):
+                        if a.size:
+                            call(a.data.ptr, a.nbytes, nccl.NCCL_UINT8, peer, self.stream.ptr)
+            finally:
+                nccl.groupEnd()
+        self._held = (out, into)
+        self._enqueued(what, self._arrived, self.stream)
+
+    def finish(self) -> None:
+        """What the current stream is given from now on comes after the messages of `start`."""
+        self.xp.cuda.get_current_stream().wait_event(self._arrived)
+        self._held = None
+
+    # ---- faults -------------------------------------------------------------------------
+    def _ready(self, what: str, shape: tuple[int, ...]) -> Any:
+        """The communicator, for a call that all ranks make now."""
+        self.team.mark(f"{what} (NCCL)", shape)
+        if self._aborted:
+            self.team.leave()
+        if self._comm is None:
+            made = self.xp.cuda.nccl.get_unique_id() if self.team.rank == 0 else None
+            key = self.team.agreed(made)
+            if not self._stop.is_set() and not hasattr(self, "_thread"):
+                self._thread = threading.Thread(target=self._look, daemon=True)
+                self._thread.start()
+            self._under_way = ("the beginning of NCCL", time.monotonic(), None)
+            self._comm = self.xp.cuda.nccl.NcclCommunicator(self.team.size, key, self.team.rank)
+        self._under_way = (what, time.monotonic(), None)
+        return self._comm
+
+    def _enqueued(self, what: str, event: Any, stream: Any) -> None:
+        event.record(stream)
+        self._under_way = (what, time.monotonic(), event)
+
+    def close(self) -> None:
+        """End what is under way, now that no rank begins anything any more."""
+        comm, self._comm, self._held, self._under_way = self._comm, None, None, None
+        if comm is not None and not self._aborted:
+            comm.abort()
+        self._aborted = False
+
+    def _look(self) -> None:
+        """Look whether the last call still has somebody to wait for; a thread of its own."""
+        self.xp.cuda.Device(self.device).use()
+        while not self._stop.wait(_POLL):
+            now, comm = self._under_way, self._comm
+            if now is None or self._aborted or (now[2] is not None and now[2].done):
+                continue
+            if comm is not None:
+                try:
+                    comm.check_async_error()
+                except Exception as error:
+                    self.team.end(f"NCCL has lost another rank ({error}): the job is ended.")
+                if self.team.failed():
+                    self._aborted = True  # before: whoever waits goes on at once
+                    comm.abort()
+            if time.monotonic() - now[1] > self.team.timeout:
+                self.team.give_up(f"{now[0]} (NCCL)")
+
+
+def _added(parts: Array) -> Array:
+    """The sum over the first axis, in its order."""
+    total = parts[0].copy()
+    for r in range(1, parts.shape[0]):
+        total += parts[r]
+    return total

@@ -1,0 +1,409 @@
+"""What must hold on ranks with a GPU each, on the stand-ins for CuPy and NCCL.
+
+``mpirun -n 3 python -m tests.backends.ranks.gpu_checks`` prints a line of JSON for each check.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+
+from herta_gpu import HERTA, Graph
+from herta_gpu.backends import backend_for
+from herta_gpu.backends.ranks import ranks_of
+from herta_gpu.backends.ranks.communicator import FEW
+from herta_gpu.backends.ranks.nccl import GROUP, Nccl, nccl_of
+from herta_gpu.solver import RegularizedLaplacian, block_cg, chebyshev
+from tests import cupy_standin
+from tests.backends.ranks.checks import COMM, RANK, SIZE, main, raises
+from tests.cuda_emulator import EmulatorError
+from tests.cupy_standin import nccl as standin
+from tests.cupy_standin.ledger import LEDGER
+from tests.cupy_standin.streams import Device, RaceError, current_device
+
+N, D, C, LAM = 150, 6, 3, 2.0
+
+
+def data() -> tuple[Any, Any, Any, Any]:
+    """(edges, X, labels, training mask): a hub of 100 neighbours, which is cut, and lone nodes."""
+    rng = np.random.default_rng(7)
+    edges = rng.integers(5, N, (2, 2 * N))
+    edges = np.concatenate([edges, [np.full(100, 7), np.arange(20, 120)]], axis=1)
+    X = rng.standard_normal((N, D))
+    return edges, X, rng.integers(0, C, N), np.arange(N) % 3 > 0
+
+
+def part_of(edges: Any, weight: Any = None, partition: Any = "blocks") -> Any:
+    here = None if weight is None else weight[RANK::SIZE]
+    how = {"comm": COMM, "split": "nodes", "partition": partition}
+    return Graph.from_edges(edges[:, RANK::SIZE], N, here, **how)
+
+
+def partitions() -> list[Any]:
+    """Ranges, nodes dealt like cards, and a rank without a node."""
+    return ["blocks", np.arange(N) * 7 % SIZE, np.full(N, SIZE - 1)]
+
+
+def dense_H(edges: Any, weight: Any = None) -> Any:
+    A = np.zeros((N, N))
+    for (u, v), w in zip(edges.T, np.ones(edges.shape[1]) if weight is None else weight):
+        A[u, v] = A[v, u] = w if u != v else 0
+    degree = A.sum(axis=1) + 1
+    L = (np.diag(A.sum(axis=1)) - A) / np.sqrt(np.outer(degree, degree))
+    return np.eye(N) + LAM * L
+
+
+def gpu(graph: Any) -> Any:
+    return backend_for("cuda", graph, None)
+
+
+# ---- one GPU for each rank -------------------------------------------------------------------
+def check_each_rank_has_a_gpu_of_its_own() -> None:
+    part = part_of(data()[0])
+    gpu(part)
+    assert current_device() == RANK
+    if SIZE == 1:
+        return
+    try:
+        Device(0).use()
+        _forgotten()
+        cupy_standin.GPUS[0] = SIZE - 1
+        said = raises(ValueError, lambda: HERTA(device="cuda").fit(part, *rows(part)))
+        gpus = "1 GPU" if SIZE == 2 else f"{SIZE - 1} GPUs"
+        assert said == (
+            f"{SIZE} ranks are on the machine of rank 0, which has {gpus} for them: start one rank "
+            'per GPU (mpirun -n), or use device="cpu".'
+        )
+        with warnings.catch_warnings(record=True) as seen, patch("herta_gpu.backends.FEW", 0):
+            warnings.simplefilter("always")
+            assert backend_for("auto", part, None).name == "cpu"
+        assert "goes on with the CPU" in str(seen[0].message)
+        # Each rank sees one GPU, and it is another one: as many clusters deal them out.
+        cupy_standin.GPUS[0] = 1
+        _forgotten()
+        runtime = _cupy().cuda.runtime
+        with patch.object(runtime, "deviceGetPCIBusId", lambda device: f"0000:{RANK:02x}:00.0"):
+            assert gpu(part).name == "cuda"
+        assert current_device() == 0
+    finally:
+        cupy_standin.GPUS[0] = SIZE
+        _forgotten()
+    gpu(part)
+    assert current_device() == RANK
+
+
+def _cupy() -> Any:
+    import cupy
+
+    return cupy
+
+
+def _forgotten() -> None:
+    ranks_of(COMM).nccl = None
+    cupy_standin._forget_backends()
+
+
+def rows(part: Any) -> tuple[Any, Any, Any]:
+    _, X, y, mask = data()
+    return X[part.nodes], y[part.nodes], mask[part.nodes]
+
+
+# ---- what travels ----------------------------------------------------------------------------
+def check_totals_are_added_in_the_order_of_ranks() -> None:
+    backend = gpu(part_of(data()[0]))
+    if SIZE == 1:
+        return
+    xp = backend.xp
+    for count in (1, 7, FEW, 2 * FEW + 5):
+        parts = [np.random.default_rng(r).standard_normal(count) * 10.0 ** (3 * r)
+                 for r in range(SIZE)]  # fmt: skip
+        wanted = parts[0].copy()
+        for part in parts[1:]:
+            wanted += part
+        assert (backend.total(xp.asarray(parts[RANK])).get() == wanted).all()
+    again = backend.total(xp.asarray(parts[RANK]))  # the same bits in every run
+    assert (again.get() == wanted).all()
+    ids = backend.total(xp.asarray(np.array([[2**60 + RANK]])))
+    assert ids.get().tolist() == [[sum(2**60 + r for r in range(SIZE))]]
+    assert backend.total(RANK) == sum(range(SIZE))
+    assert backend.largest(xp.asarray(np.array([RANK, -RANK]))).get().tolist() == [SIZE - 1, 0]
+    whole = backend.gathered(xp.asarray(np.full((RANK, 2), float(RANK))))
+    assert whole.get().tolist() == [[r, r] for r in range(SIZE) for _ in range(r)]
+    assert (backend.own(whole).get() == RANK).all()
+    made = {"x": xp.asarray(np.arange(RANK)), "y": xp.asarray(np.eye(2))}
+    found = backend.nccl.shared(made if RANK else {})
+    assert [sorted(f) for f in found] == [[], *[["x", "y"]] * (SIZE - 1)]
+    assert all((found[r]["x"].get() == np.arange(r)).all() for r in range(1, SIZE))
+
+
+def check_a_step_of_cg_keeps_the_halo_and_asks_for_little() -> None:
+    edges, X, *_ = data()
+    if SIZE == 1:
+        return
+    part, k = part_of(edges), 8
+    backend = gpu(part)
+    xp, team = backend.xp, ranks_of(COMM)
+    with backend.working():
+        L = backend.laplacian(part, "float32")
+        R = xp.asarray(np.tile(X, 2)[part.nodes, :k].astype("float32"))
+        state = backend.cg_start(L, LAM, R, xp.zeros(k), 1e-6, 1e-7)
+        backend.cg_step(L, LAM, state)  # the first one allocates
+        LEDGER.clear()
+        backend.cg_step(L, LAM, state)
+        sent = sum(map(len, part.halo.send))
+        # apply_H, cg_descend, pack_rows, cg_turn, and cg_direction twice; two sums and the halo.
+        assert LEDGER.total("launches") == 6, LEDGER.kernels
+        assert LEDGER.total("nccl") == 3
+        assert [LEDGER.total(c) for c in ("syncs", "to_host", "to_device", "calls")] == [0] * 4
+        assert LEDGER.total("bytes_sent") == 2 * 8 * k * (SIZE - 1) + 4 * k * sent
+        for _ in range(3):
+            backend.cg_step(L, LAM, state)
+        P = state.G.get()
+        scalars = [getattr(state, a).get() for a in ("rho", "energy", "alpha", "beta", "active")]
+    # The halo of P is what its owners have, bit by bit, though it was never sent.
+    assert (part.halo.extended(P[: L.n])[L.n :] == P[L.n :]).all()
+    assert all((a == b).all() for other in team.each(scalars) for a, b in zip(other, scalars))
+
+
+# ---- solves and fits -------------------------------------------------------------------------
+def check_products_and_solves_are_those_of_dense_algebra() -> None:
+    rng = np.random.default_rng(3)
+    edges = np.unique(np.sort(data()[0], axis=0), axis=1)
+    edges = edges[:, edges[0] < edges[1]]
+    for i, partition in enumerate(partitions()):
+        weight = rng.random(edges.shape[1]) + 0.5 if i else None
+        part, H_dense = part_of(edges, weight, partition), dense_H(edges, weight)
+        backend, at = gpu(part), part.nodes
+        for dtype, tol, k in (("float64", 1e-12, 5), ("float32", 1e-5, 8))[: 2 - i % 2]:
+            B = rng.standard_normal((N, k)).astype(dtype)
+            exact = np.linalg.solve(H_dense, B)
+
+            def error(found: Any, true: Any, here: Any = at) -> float:
+                return float(np.abs(found.get() - true[here]).max(initial=0.0))
+
+            with backend.working():
+                H, mine = RegularizedLaplacian(part, LAM, backend, dtype), backend.asarray(B[at])
+                assert error(H.apply(mine), H_dense @ B) < tol
+                R, dots = H.residual(mine, mine)
+                true = B - H_dense @ B
+                assert error(R, true) < 1e-12
+                assert np.allclose(dots.get()[0], (true**2).sum(axis=0), rtol=1e-12)
+                assert error(chebyshev(H, mine, 32), exact) < tol
+                Z, info = block_cg(H, mine, 1e-7)
+                assert info.status == "converged"
+                assert error(Z, exact) < 1e-6
+
+
+def check_fits_are_those_of_one_process() -> None:
+    edges, X, y, mask = data()
+    whole, team = Graph.from_edges(edges, N), ranks_of(COMM)
+    fits = [
+        {"lam": 5.0, "dtype": "float64", "tol": 1e-10},
+        {"lam": 5.0, "loss": "ce", "ridge": 0.1},
+        {"lam": 1.0, "strategy": "herta", "ridge": 0.1, "tol": 1e-4},
+        {"lam": 1.0, "loss": "ce", "ridge": 0.1, "strategy": "herta", "tol": 1e-3},
+    ]
+    for params, partition in zip(fits, [*partitions(), "blocks"], strict=True):
+        part = part_of(edges, None, partition)
+        one = HERTA(**params, sparsify=False, device="cpu-scipy").fit(whole, X, y, mask)
+        model = HERTA(**params, sparsify=False, device="cuda").fit(part, *rows(part))
+        assert model.status_ == one.status_ == "certified", params
+        assert model.device_.choice == "cuda"
+        loss, true = model.history_[-1]["loss"], one.history_[-1]["loss"]
+        assert abs(loss - true) <= 3 * params.get("tol", 1e-6) * true, params
+        close = 1e-7 if "dtype" in params else 2 * params.get("tol", 1e-6) ** 0.5
+        assert np.abs(model.W_ - one.W_).max() <= close * np.abs(one.W_).max(), params
+        assert all((W == model.W_).all() for W in team.each(model.W_))
+        F, here = one.transform(whole, X), model.transform(part, X[part.nodes])
+        scale = np.abs(F).max()
+        assert np.abs(here - F[part.nodes]).max(initial=0) <= (close + 1e-4) * scale, params
+
+
+def check_columns_are_shared_by_nccl_to_the_same_bits() -> None:
+    edges, X, y, mask = data()
+    X = np.tile(X, 3) + np.random.default_rng(0).standard_normal((N, 3 * D))
+    whole, shared = Graph.from_edges(edges, N), Graph.from_edges(edges, N).on_ranks(COMM)
+    params = {"lam": 5.0, "ridge": 0.1, "device": "cuda", "memory_budget": "1GB"}
+    one = HERTA(**params).fit(whole, X, y, mask)
+    LEDGER.clear()
+    model = HERTA(**params).fit(shared, X, y, mask)
+    same = one.plan_.recipe.blocks(X.shape[1]) == model.plan_.recipe.blocks(X.shape[1])
+    assert (model.W_ == one.W_).all() or not same
+    assert np.abs(model.W_ - one.W_).max() <= 1e-3 * np.abs(one.W_).max()
+    if SIZE > 1:
+        assert LEDGER.total("nccl") > 0
+        _without_nccl(lambda: _columns_by_the_host(model, params, shared))
+
+
+def _columns_by_the_host(model: HERTA, params: Any, shared: Any) -> None:
+    edges, X, y, mask = data()
+    X = np.tile(X, 3) + np.random.default_rng(0).standard_normal((N, 3 * D))
+    LEDGER.clear()
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        again = HERTA(**params).fit(shared, X, y, mask)
+    assert (again.W_ == model.W_).all()
+    assert LEDGER.total("nccl") == 0
+    said = [str(w.message) for w in seen if "Blocks go through the host" in str(w.message)]
+    assert bool(said) == (RANK == 0)
+
+
+def _without_nccl(action: Any) -> None:
+    team = ranks_of(COMM)
+    before, team.nccl = team.nccl, None
+    with patch.object(_cupy().cuda.nccl, "available", False):
+        action()
+    team.nccl = before
+
+
+# ---- faults ----------------------------------------------------------------------------------
+def check_what_cannot_be_done_is_said() -> None:
+    if SIZE == 1:
+        return
+    part = part_of(data()[0])
+    gpu(part)
+    fit = HERTA(device="cuda").fit
+    said: list[str] = []
+    _without_nccl(lambda: said.append(raises(ValueError, lambda: fit(part, *rows(part)))))
+    assert said[0].startswith("NCCL, which GPUs of several processes need, cannot be loaded")
+    backend = gpu(part)
+    for name in ("sketch_incidence", "sketch_identity", "edge_scores"):
+        assert "Algorithm 2" in raises(ValueError, getattr(backend, name))
+
+
+def check_an_error_on_one_rank_ends_all_and_life_goes_on() -> None:
+    """The others wait on their devices for a sum that will not come."""
+    if SIZE == 1:
+        return
+    part = part_of(data()[0])
+    kind, steps = type(gpu(part)), []
+    step = kind.cg_step
+
+    def failing(self: Any, *args: Any) -> None:
+        steps.append(1)
+        if RANK == SIZE - 1 and len(steps) == 3:
+            raise MemoryError("no more memory on one of the GPUs")
+        step(self, *args)
+
+    model = HERTA(lam=5.0, strategy="herta", device="cuda")
+    with patch.object(kind, "cg_step", failing):
+        said = raises(MemoryError, lambda: model.fit(part, *rows(part)))
+    assert f"Rank {SIZE - 1}: " in said
+    assert "no more memory on one of the GPUs" in said
+    assert HERTA(lam=5.0, device="cuda").fit(part, *rows(part)).status_ == "certified"
+
+
+def check_ranks_that_go_other_ways_are_found() -> None:
+    if SIZE == 1:
+        return
+    backend, team = gpu(part_of(data()[0])), ranks_of(COMM)
+    x = backend.xp.zeros(3)
+    team.debug = True
+    try:
+        other = backend.total if RANK else backend.gathered
+        assert "a branch was taken" in raises(RuntimeError, lambda: in_together(other, x))
+    finally:
+        team.debug = False
+    # Without the debug mode, the stand-in notices that the calls do not belong together.
+    out = [backend.xp.zeros(4)] * SIZE
+    meet = (lambda: backend.nccl.start(out, [a.copy() for a in out], "rows")) if RANK else (
+        lambda: backend.nccl.of_ranks(x))  # fmt: skip
+    raises(Exception, lambda: in_together(lambda: (meet(), backend.nccl.finish())))
+    assert backend.total(backend.xp.ones(2)).get().tolist() == [SIZE, SIZE]
+
+
+def in_together(action: Any, *args: Any) -> None:
+    with ranks_of(COMM).together():
+        action(*args)
+
+
+# ---- the stand-in ----------------------------------------------------------------------------
+def check_the_stand_in_refuses_what_nccl_punishes() -> None:
+    backend = gpu(part_of(data()[0]))
+    if SIZE == 1:
+        return
+    xp, team = backend.xp, ranks_of(COMM)
+    wire = nccl_of(team, xp)
+    x = wire.total(xp.ones(4))  # the communicator has begun
+    comm, peer, here = wire._comm, (RANK + 1) % SIZE, xp.cuda.get_current_stream()
+    byte, ptr = standin.NCCL_UINT8, x.data.ptr
+    said = raises(EmulatorError, lambda: comm.send(ptr, x.nbytes, byte, peer, here.ptr))
+    assert said == "send outside of a group"
+    for wrong, words in (
+        (lambda: comm.recv(ptr, x.nbytes + 8, byte, peer, here.ptr), "not those of a live"),
+        (lambda: comm.recv(ptr, 8, byte, peer, 12345), "no stream"),
+        (lambda: comm.recv(ptr, 8, byte, RANK, here.ptr), "with rank"),
+        (lambda: comm.allGather(ptr, ptr, 8, byte, here.ptr), "within a group"),
+        (lambda: [comm.send(ptr, 8, byte, peer, here.ptr) for _ in range(GROUP + 1)], "2048 calls"),
+    ):
+        standin.groupStart()
+        assert words in raises(EmulatorError, wrong)
+        standin._group = None
+    dead = xp.ones(3).data.ptr + (1 << 40)
+    assert "live" in raises(EmulatorError, lambda: comm.allGather(dead, ptr, 8, byte, here.ptr))
+    # A buffer that is under way: neither read what is to come, nor change what is to go.
+    for touch in (lambda out, into: into.get(), lambda out, into: out.fill(0)):
+        out, into = xp.ones(5), xp.ones(5)
+        wire.start([out] * SIZE, [into if r == peer else xp.empty(5) for r in range(SIZE)], "x")
+        raises(RaceError, lambda t=touch, a=out, b=into: t(a, b))
+        wire.finish()
+        assert (into.get() == 1).all()
+        touch(out, into)
+    Device(0).use()
+    key = team.agreed(standin.get_unique_id())
+    raises(standin.NcclError, lambda: standin.NcclCommunicator(SIZE, key, RANK))
+    Device(RANK).use()
+    wire.close()
+    raises(standin.NcclError, lambda: comm.allGather(ptr, ptr, 8, byte, here.ptr))
+    assert wire.total(xp.ones(1)).get() == SIZE
+
+
+def check_a_group_has_no_more_calls_than_nccl_takes() -> None:
+    """3,000 ranks on paper: groups of 2,048 calls at most, and both ends of each in the same one."""
+    ranks, groups = 3000, {}
+
+    class Recorded:
+        NCCL_UINT8 = 1
+
+        def __init__(self, rank: int) -> None:
+            self.calls = groups.setdefault(rank, [])
+
+        def groupStart(self) -> None:
+            self.calls.append([])
+
+        def groupEnd(self) -> None:
+            pass
+
+        def send(self, *args: Any) -> None:
+            self.calls[-1].append(("send", args[3]))
+
+        def recv(self, *args: Any) -> None:
+            self.calls[-1].append(("recv", args[3]))
+
+    backend = gpu(part_of(data()[0]))
+    x = backend.xp.ones(1)
+    for rank in (0, 1024, 1025, 2999):
+        team = type("Team", (), {"rank": rank, "size": ranks})()
+        wire = Nccl(team, backend.xp)  # type: ignore[arg-type]
+        recorded = Recorded(rank)
+        with (
+            patch.object(Nccl, "_ready", lambda *_, r=recorded: r),
+            patch.object(backend.xp.cuda, "nccl", recorded),
+        ):
+            wire.start([x] * ranks, [x] * ranks, "x")
+    assert all(len(group) <= GROUP for calls in groups.values() for group in calls)
+    for a in groups:
+        for i, group in enumerate(groups[a]):
+            assert len(set(group)) == len(group)
+            for kind, b in group:
+                if b in groups:
+                    assert ("recv" if kind == "send" else "send", a) in groups[b][i]
+
+
+if __name__ == "__main__":
+    cupy_standin.GPUS[0] = SIZE
+    with cupy_standin.installed():
+        main(globals())
