@@ -138,6 +138,18 @@ class GraphPart(Graph):
     def loopless_degree(self) -> Any:
         return self.own_loopless
 
+    def gathered(self, rows: Any) -> Any:
+        team, rows = self.halo.team, np.asarray(rows)
+        with team.together():
+            if rows.shape[:1] != (self.num_nodes,):
+                raise ValueError(
+                    f"rows has shape {rows.shape}, but there are {self.num_nodes:,} nodes here."
+                )
+            found, ids = (team.gathered(x)[0] for x in (rows, self.ids[: self.num_nodes]))
+        whole = np.empty_like(found)
+        whole[ids] = found
+        return whole
+
     def exact(self) -> Exact:
         """`Laplacian.exact`, D^-1/2 of the halo behind that of the own rows."""
         s = (1.0 / np.sqrt(self.degree))[:, None]
