@@ -208,7 +208,8 @@ class RowSpaceGram:
         note = f"fewer train rows than features: optimum over the {r:,} directions that they see"
         if self.stored is not None:
             root = math.sqrt(curvature)
-            return Spanned.of_rows(self.backend, root * self.stored, self.V, root * self.R, note)
+            rows = self.stored if root == 1 else root * self.stored
+            return Spanned.of_rows(self.backend, rows, self.V, root * self.R, note)
         return Scaled(
             self.scale, RowSpace(self.backend, self.V, math.sqrt(curvature) * self.R, note)
         )

@@ -254,6 +254,9 @@ class HERTA(Model):
     ) -> HERTA:
         """Train on the nodes `train` (ids, a mask, or None: all labelled ones).
 
+        Of a graph that is split by nodes each process gives its rows of X, y and sample_weight, and
+        names nodes by their place among them; `train_`, `labels_` and `loo_` are of all processes.
+
         Parameters
         ----------
         graph : Graph, or a `Data` of PyG's, or a `Dataset`

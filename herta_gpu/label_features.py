@@ -21,10 +21,10 @@ import numpy as np
 
 from herta_gpu.backends import get_backend
 from herta_gpu.graph import Graph, check_whole
-from herta_gpu.planning.settings import LABEL_FOLDS, LABEL_LAMS
+from herta_gpu.planning.settings import LABEL_FOLDS, LABEL_LAMS, LABEL_WIDTH
 from herta_gpu.plumbing.estimator import make_targets
 from herta_gpu.plumbing.validation import check_count, check_dtype, check_lam, check_positive
-from herta_gpu.solver import BLOCK_WIDTH, RegularizedLaplacian
+from herta_gpu.solver import RegularizedLaplacian
 from herta_gpu.sweep import Series, inverse_rows
 
 
@@ -108,20 +108,21 @@ def cross_fitted(
     n, fold_of = graph.num_nodes, backend.own(_folds(count, folds, seed))
     Y = backend.own(Y)
     inverse: Any = np.arange(n) if graph.order is None else graph.inverse_order()
-    out = np.zeros((len(lams), n, c), dtype=H.dtype)
+    out = np.zeros((n, len(lams), c), dtype=H.dtype)
     outside = np.ones(n, dtype=bool)
     outside[rows] = False
     for j in range(folds):
         own = fold_of == j
         B = np.zeros((n, c), dtype=H.dtype)
         B[inverse[rows[~own]]] = Y[~own]
-        for J in (slice(a, min(a + BLOCK_WIDTH, c)) for a in range(0, c, BLOCK_WIDTH)):
+        for J in (slice(a, min(a + LABEL_WIDTH, c)) for a in range(0, c, LABEL_WIDTH)):
             block = backend.asarray(np.ascontiguousarray(B[:, J]))
-            F = backend.to_numpy(inverse_rows(H, lams, block, None, tol))[:, inverse]
-            out[:, rows[own], J] = F[:, rows[own]]
-            out[:, outside, J] += F[:, outside] / folds
-    columns = np.ascontiguousarray(out.transpose(1, 0, 2)).reshape(n, len(lams) * c)
-    return columns, fold_of
+            found = backend.to_numpy(inverse_rows(H, lams, block, None, tol))
+            for i, F in enumerate(found):
+                out[rows[own], i, J] = F[inverse[rows[own]]]
+                out[outside, i, J] += F[inverse[outside]] / folds
+            del found, F  # as large as all that the next block needs
+    return out.reshape(n, len(lams) * c), fold_of
 
 
 def _check(lams: Sequence[float], folds: int, tol: float) -> None:
@@ -143,7 +144,7 @@ def column_error(
 ) -> float:
     """A bound of ||column - exact column||: the worst lam, rounding and the sum included."""
     norm = float(np.sqrt((Y * Y).sum(axis=0).max()))
-    top, columns = H.laplacian().lambda_max, min(Y.shape[1], BLOCK_WIDTH)
+    top, columns = H.laplacian().lambda_max, min(Y.shape[1], LABEL_WIDTH)
     series = [Series.of(lam, top, tol) for lam in lams]
     unit = float(np.finfo(H.dtype).eps)
     return norm * (max(s.truncation + s.rounding(H, H.dtype, columns) for s in series) + 8 * unit)

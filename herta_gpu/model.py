@@ -144,7 +144,7 @@ class Model(Estimator):
         settings = self._settings()
         word, X_bytes = np.dtype(settings.dtype).itemsize, 24 * (X_nonzeros or 0)
         sizes = Sizes(
-            n, m, len(settings.lams) * d, c, n_train, word, X_bytes, nonzeros=X_nonzeros,
+            n, m, settings.features(d, c), c, n_train, word, X_bytes, nonzeros=X_nonzeros,
             copies=row_copies(settings, settings.weighted),
         )  # fmt: skip
         if device_memory is None:
@@ -264,7 +264,8 @@ class Model(Estimator):
         H = RegularizedLaplacian(graph, settings.lam, backend, settings.dtype)
         budget, c = settings.budget(backend.memory_everywhere()), self.W_.shape[1]
         features = Features(X, backend, graph.order, budget)
-        width = outputs_at_once(graph, X, c, settings.dtype, backend, budget)
+        labels = settings.features(0, c)
+        width = outputs_at_once(graph, X, c, settings.dtype, backend, budget, labels)
         systems = [H.at(lam) for lam in settings.lams] if settings.several else [H]
         W, b = backend.asarray(self.W_), backend.asarray(self.intercept_)
         extra = None

@@ -213,14 +213,20 @@ class SeveralDiffusions:
             itself = _Itself(systems[0], extra, at, beside, cuts, dtype)
             itself.left = itself.left + extra.X.off * extra.scale
             self.parts.append(itself)
+        self.rows, self.others = self._shared("rows"), self._shared("others")
 
-    @property
-    def rows(self) -> Array:
-        return self._joined("rows")
-
-    @property
-    def others(self) -> Array:
-        return self._joined("others")
+    def _shared(self, name: str) -> Array:
+        """One array of all blocks, of which each part has its own columns from now on."""
+        xp, parts, first = self.H.backend.xp, [getattr(part, name) for part in self.parts], 0
+        kind = max((part.dtype for part in parts), key=lambda kind: kind.itemsize)
+        whole = xp.zeros((parts[0].shape[0], self.basis.rank), dtype=kind)
+        for part, own in zip(self.parts, parts, strict=True):
+            mine = whole[:, first : first + own.shape[1]]
+            if isinstance(part, _Itself):
+                mine[...] = own  # those of other blocks are still to be solved for
+            setattr(part, name, mine)
+            first += own.shape[1]
+        return whole
 
     @property
     def left(self) -> Array:

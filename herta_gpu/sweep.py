@@ -7,7 +7,7 @@ Chebyshev polynomials of L in turn added and subtracted, Lmax a bound of L's lar
 
 and what is left out after S_k is at most q^(k+1) (1 + K^-1/2) ||b||, column by column.  The largest
 lam takes the most products; the others take some of the same.  Each product costs two blocks of
-n x k numbers and no right-hand side.  Only the rows `at` are summed up: _TOGETHER products wait, so
+n x k numbers and no right-hand side.  Only the rows `at` are summed up: TOGETHER products wait, so
 that one small matrix product adds them to the sums of every lam.
 """
 
@@ -23,7 +23,7 @@ from herta_gpu.backends.base import Array
 from herta_gpu.plumbing.stages import marked
 from herta_gpu.solver import RegularizedLaplacian
 
-_TOGETHER = 16  # products whose rows are added up together
+TOGETHER = 16  # products whose rows are added up together
 
 
 class Series(NamedTuple):
@@ -115,12 +115,12 @@ def inverse_rows(
     rows, k = (B.shape[0] if at is None else at.shape[0]), B.shape[1]
     sums = xp.zeros((len(series), rows * k), dtype=dtype)
     last = max((s.degree for s in series), default=0)
-    waiting = H.backend.empty((min(_TOGETHER, last + 1), rows, k), dtype)
+    waiting = H.backend.empty((min(TOGETHER, last + 1), rows, k), dtype)
     with marked("several lam", columns=k, products=last):
         for j, S in enumerate(chebyshev_basis(H, B, last)):
-            place = j % _TOGETHER
+            place = j % TOGETHER
             waiting[place] = S if at is None else S[at]
-            if place + 1 < _TOGETHER and j < last:
+            if place + 1 < TOGETHER and j < last:
                 continue
             first = j - place
             live = [i for i, s in enumerate(series) if s.degree >= first]

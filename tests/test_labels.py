@@ -155,3 +155,38 @@ def test_the_stand_in_of_a_gpu_gives_the_same(ledger):
 
     for here, there in zip(found("cpu"), found("cuda"), strict=True):
         assert np.abs(here - there).max() < 1e-5
+
+
+@pytest.mark.parametrize("first", range(0, 120, 40))
+def test_awkward_graphs_and_labels_are_within_the_bound(first):
+    """Isolated nodes, weights over twelve orders, one label or all; text; against LAPACK."""
+    for seed in range(first, first + 40):
+        rng = np.random.default_rng(seed)
+        n, c = int(rng.integers(1, 30)), int(rng.integers(1, 5))
+        edges = rng.integers(0, n, (2, int(rng.integers(0, 3 * n))))
+        edges = np.unique(np.sort(edges, axis=0), axis=1)
+        weights = 10.0 ** rng.uniform(-6, 6, edges.shape[1]) if rng.integers(0, 2) else None
+        graph = Graph.from_edges(edges, n, edge_weight=weights)
+        graph = graph.reordered("rcm") if rng.integers(0, 2) else graph
+        codes, lam = rng.integers(0, c, n), float(10.0 ** rng.uniform(-2, 4))
+        rows = np.sort(rng.permutation(n)[: int(rng.choice([1, n, max(1, n // 2)]))])
+        seen = np.unique(codes[rows])
+        y = np.array([f"class {k}" for k in codes]) if rng.integers(0, 2) else codes
+        tol, dtype = 10.0 ** rng.integers(-9, -1), str(rng.choice(["float32", "float64"]))
+        model = LabelPropagation(lam, tol=float(tol), dtype=dtype).fit(graph, y, rows)
+        M = np.zeros((n, len(seen)))
+        M[rows, np.searchsorted(seen, codes[rows])] = 1.0
+        expected = np.linalg.solve(dense_H(graph, lam), M)
+        off = np.abs(model.Z_ - expected).max(axis=1)
+        assert (off <= model.error_ + 1e-13 * (1 + 2 * lam)).all(), seed
+        reached = expected.max(axis=1) > 0
+        assert model.unreached_ == np.count_nonzero(~reached), seed
+        common = np.bincount(np.searchsorted(seen, codes[rows])).argmax()
+        best = np.where(reached, expected.argmax(axis=1), common)
+        top = np.sort(expected, axis=1)
+        gap = top[:, -1] - top[:, -2] if len(seen) > 1 else np.ones(n)
+        clear = ~reached | (gap > 2 * model.error_ + 1e-12 * (1 + lam))
+        assert (model.predict()[clear] == np.unique(y[rows])[best][clear]).all(), seed
+        assert model.undecided_ <= np.count_nonzero(gap[reached] <= 4 * model.error_[reached]) + (
+            np.count_nonzero(gap[reached] <= 1e-12 * (1 + lam))
+        ), seed

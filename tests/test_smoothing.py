@@ -20,7 +20,7 @@ def dense(graph, B, y, rows, lam1, lam2, correct="autoscale", scale=1.0):
     E[rows] = Y - B[rows]
     if correct == "autoscale":
         E_hat = np.linalg.solve(dense_H(graph, lam1), E)
-        with np.errstate(divide="ignore"):
+        with np.errstate(divide="ignore", invalid="ignore"):
             factor = np.abs(E).sum() / len(rows) / np.abs(E_hat).sum(axis=1)
         factor[~(factor <= 1000)] = 1.0
         B = B + factor[:, None] * E_hat
@@ -180,3 +180,53 @@ def test_it_is_saved_and_read_again(tmp_path):
     again = CorrectAndSmooth.load(tmp_path / "cs.npz")
     assert (again.Z_ == model.Z_).all()
     assert repr(again) == "CorrectAndSmooth(correct='fixed')"
+
+
+def awkward(seed):
+    """(graph, scores, labels, training nodes, validation nodes, parameters), all at random.
+
+    Isolated nodes, weights over twelve orders, a base that is right (no error is left to correct),
+    scores of any size, one training node or all of them, an empty validation set.
+    """
+    rng = np.random.default_rng(seed)
+    n, c = int(rng.integers(1, 30)), int(rng.integers(1, 5))
+    edges = np.unique(np.sort(rng.integers(0, n, (2, int(rng.integers(0, 3 * n)))), axis=0), axis=1)
+    weights = 10.0 ** rng.uniform(-6, 6, edges.shape[1]) if rng.integers(0, 2) else None
+    graph = Graph.from_edges(edges, n, edge_weight=weights)
+    graph = graph.reordered("rcm") if rng.integers(0, 2) else graph
+    y, B = rng.integers(0, c, n), rng.random((n, c)) * 10.0 ** rng.integers(-6, 7)
+    rows = np.sort(rng.permutation(n)[: int(rng.choice([1, n, max(1, n // 2)]))])
+    if rng.integers(0, 4) == 0:
+        B[rows] = np.eye(c)[y[rows]]
+    valid = [None, [], rng.permutation(n)[:3]][rng.integers(0, 3)]
+    params = {
+        "correct_lam": float(10.0 ** rng.uniform(-2, 3)),
+        "smooth_lam": float(10.0 ** rng.uniform(-2, 3)),
+        "correct": str(rng.choice(["autoscale", "autoscale", "fixed", "none"])),
+        "scale": float(rng.uniform(0, 3)),
+        "tol": float(10.0 ** rng.integers(-9, -2)),
+        "dtype": str(rng.choice(["float32", "float64"])),
+    }
+    return graph, B, y, rows, valid, params
+
+
+@pytest.mark.parametrize("first", range(0, 120, 40))
+def test_any_graph_base_and_split_is_within_the_bound(first):
+    for seed in range(first, first + 40):
+        graph, B, y, rows, valid, params = awkward(seed)
+        model = CorrectAndSmooth(**params).fit(graph, B, y, rows, valid=valid)
+        known = rows if valid is None else np.union1d(rows, valid).astype(int)
+        lams = params["correct_lam"], params["smooth_lam"]
+        expected = dense(graph, B, y, known, *lams, params["correct"], params["scale"])
+        # What dense algebra itself may be off by, in float64.
+        size = np.abs(B).max() + 1
+        rounding = (
+            1e-13 * (1 + 2 * max(lams)) * size * (1000 if "autoscale" in params.values() else 1)
+        )
+        off = np.abs(model.Z_ - expected)
+        assert (off <= model.error_[:, None] + rounding).all(), (seed, params)
+        assert np.isfinite(model.error_).all()
+        if model.undecided_ == 0 and B.shape[1] > 1:
+            best = np.sort(expected, axis=1)
+            clear = best[:, -1] - best[:, -2] > 2 * rounding
+            assert (model.predict()[clear] == expected.argmax(axis=1)[clear]).all(), seed

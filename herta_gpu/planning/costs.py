@@ -184,6 +184,8 @@ def rows_may_be_narrow(H: RegularizedLaplacian, sizes: Sizes, settings: Settings
         return False
     if sizes.copies:
         return False  # centred or scaled ones are made beside them, in float64
+    if 0.0 in settings.lams or settings.label_folds:
+        return False  # features as they are have no residual that says what rounding took
     goal = Q_goal(H, sizes, settings, worth_whitening(H, sizes, settings))
     return 0.5 * float(_SINGLE.eps) <= _ROUNDED * goal
 

@@ -13,9 +13,10 @@ from herta_gpu.features import bytes_held, chunk_bytes
 from herta_gpu.graph import Graph
 from herta_gpu.losses import LOSSES
 from herta_gpu.planning.costs import Sizes
-from herta_gpu.planning.settings import Settings
+from herta_gpu.planning.settings import LABEL_LAMS, LABEL_WIDTH, Settings
 from herta_gpu.plumbing.validation import BudgetError
 from herta_gpu.solver import BLOCK_WIDTH, block_width, column_bytes
+from herta_gpu.sweep import TOGETHER
 
 BETA = 1.0 / 64.0  # Algorithm 1; with K = C = 1 its sample sizes exceed m and n on real graphs
 SKETCH_ROWS_PER_COLUMN = 16  # measured: condition number about 2.7 after preconditioning
@@ -25,6 +26,7 @@ _SWEEP = 128 << 20  # bytes of outputs, residuals and targets of a run of traini
 _OUTPUTS = 7  # float64 numbers per node and output that the loop with the true model holds
 _FEW = 16  # outputs at once below which rather something else goes
 _BESIDE = 0.25  # share of the memory that rows for evaluation may take
+_LEFT_OUT_ROWS = 1 << 13  # training rows that leave-one-out looks at together
 _NARROWEST = 8  # columns: a narrower block costs about as much
 _LINE = 16  # columns of float32 in a cache line: a gather of fewer costs as much
 DETERMINISTIC = ("spectral-proven", "spectral-deterministic")  # they need Q on all rows
@@ -172,6 +174,13 @@ def _stored_layout(sizes: Sizes, settings: Settings, budget: int, certificate: s
     memory["one block of columns"] = width * column
     if keep:
         memory["residual of Q"] = residual
+    # Features of labels are made before anything else is there but the graph.
+    later = sum(memory.values()) - memory["graph"] - memory.get("label features", 0)
+    short = _making_label_features(sizes, settings) - later
+    if short > 0:
+        memory["making label features"] = short
+        if sum(memory.values()) > budget:
+            raise _too_little(-(-sum(memory.values()) >> 20), budget, settings)
     outputs = _outputs(sizes, settings, left - residual * keep)
     return Layout(
         None, "Q itself is never stored", certificate, width, width, memory, keep, outputs,
@@ -195,12 +204,20 @@ def dealt_width(columns: int, width: int, ranks: int) -> int:
     return min(width, max(_NARROWEST, -(-share // 4) * 4))  # whole vectors, as `Recipe.blocks`
 
 
-def outputs_at_once(graph: Graph, X: Any, c: int, dtype: str, backend: Backend, budget: int) -> int:
+def outputs_at_once(
+    graph: Graph,
+    X: Any,
+    c: int,
+    dtype: str,
+    backend: Backend,
+    budget: int,
+    label_columns: int = 0,
+) -> int:
     """Outputs of a fitted model that are solved for together, one at least."""
     n, word = graph.num_nodes, np.dtype(dtype).itemsize
     # The graph, X, and of each node its two best outputs and a class, once more on the way.
     held = 8 * graph.num_edges + 40 * n + bytes_held(X, backend, budget) + 6 * n * word
-    held += 4 * min(chunk_bytes(budget), 8 * n * X.shape[1])
+    held += 4 * min(chunk_bytes(budget), 8 * n * X.shape[1]) + 8 * n * label_columns
     # X W, and Z as it goes.
     columns = (budget - held) // max(1, n * (column_bytes(dtype) + 8 + word))
     width = max(1, min(c, BLOCK_WIDTH, columns))
@@ -288,15 +305,51 @@ def _memory(
         memory["outputs on training nodes"] = (
             min(_SWEEP, 4 * outputs_there) if quadratic else 8 * outputs_there
         )
+    if settings.label_folds:
+        memory["label features"] = 8 * sizes.n * len(LABEL_LAMS) * sizes.c
+    if settings.loo:
+        memory["leave-one-out"] = _left_out(sizes, settings)
     if settings.precondition:
         q_rows = sizes.n_train if rows is None else rows
         if certificate in DETERMINISTIC:
             q_rows = n
         wide = sizes.hidden or (stored and not sizes.narrow)
         memory["Q"] = q_rows * d * (8 if wide else word) + sizes.copies * sizes.n_train * d * 8
-        memory["P and its factor"] = 3 * min(d, max(sizes.n_train, 1)) * d * 8
+        memory["P and its factor"] = _factor_bytes(sizes, settings, stored)
     if certificate in DETERMINISTIC:
         # B and its Gram matrix, for as many rows outside training as columns at most.
         outside = min(n - sizes.n_train, d)
         memory["rows of Q outside training"] = 8 * outside * (d + 3 * outside)
     return memory
+
+
+def _factor_bytes(sizes: Sizes, settings: Settings, stored: bool) -> int:
+    """P, its factor, and what is needed on the way from one to the other."""
+    n_train, d = max(sizes.n_train, 1), sizes.d
+    if not stored or n_train >= d:
+        return 3 * min(d, n_train) * d * 8
+    if settings.ridge == 0 or 2 * n_train < d:
+        return 5 * n_train * d * 8  # rows, their span, and copies for LAPACK
+    return 4 * d * d * 8
+
+
+def _making_label_features(sizes: Sizes, settings: Settings) -> int:
+    """Beside the columns themselves while they are made: blocks for all lam, or a copy."""
+    if not settings.label_folds:
+        return 0
+    # Sums of each lam and what is added to them, steps that wait to be added, and some blocks.
+    blocks = (2 * len(LABEL_LAMS) + TOGETHER + 8) * min(sizes.c, LABEL_WIDTH)
+    return 8 * sizes.n * max(len(LABEL_LAMS) * sizes.c, blocks + sizes.c)
+
+
+def _left_out(sizes: Sizes, settings: Settings) -> int:
+    """Outputs without each row, and what they are found from."""
+    n_train, d = sizes.n_train, sizes.d
+    found = 6 * n_train * sizes.c
+    if n_train >= d:
+        found += 2 * d * min(n_train, _LEFT_OUT_ROWS)
+    else:
+        found += 3 * n_train**2 + (3 if settings.ridge == 0 else 1) * n_train * d
+    if settings.influence and sizes.beside:
+        found += sizes.beside * n_train + n_train * d
+    return 8 * found

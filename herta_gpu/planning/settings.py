@@ -26,6 +26,7 @@ LOSS_NAMES = ("mse", "ce", "bce")
 DEVICES = ("auto", "cpu", "cpu-scipy", "cuda")
 LABEL_LAMS = (1.0, 5.0, 20.0, 100.0)  # of the features that labels make
 LABEL_FOLDS = 5
+LABEL_WIDTH = 16  # classes at a time: all lam at once need room
 OPTIMIZER_NAMES = ("cg", "gd", "momentum", "adam", "lbfgs")
 
 

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,7 +19,7 @@ def resident(key):
     with open("/proc/self/status") as lines:
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
 
-n, m, d, c, budget, options, mapped = json.loads(sys.argv[1])
+n, m, d, c, budget, options, mapped, share, more = json.loads(sys.argv[1])
 rng = np.random.default_rng(0)
 
 def graph(n, m):
@@ -29,18 +30,20 @@ X = rng.standard_normal((n, d), dtype=np.float32)
 if mapped:
     np.save(sys.argv[2], X.astype(np.float16))
     X = np.load(sys.argv[2], mmap_mode="r")
-y, train = rng.integers(0, c, n), rng.permutation(n)[: n // 2]
-HERTA(**options).fit(small, np.asarray(X[:50, :4]), y[:50])  # compile, load what is loaded once
+y, train = rng.integers(0, c, n), rng.permutation(n)[: n // share]
+first = {**more, "evaluate": [0, 1]} if "evaluate" in more else more
+# compile, load what is loaded once
+HERTA(**options).fit(small, np.asarray(X[:50, :4]), np.arange(50) % c, **first)
 gc.collect()
 with open("/proc/self/clear_refs", "w") as reset:
     reset.write("5")
 before, pages = resident("VmRSS"), resident("RssFile")
-model = HERTA(memory_budget=budget, **options).fit(g, X, y, train)
+model = HERTA(memory_budget=budget, **options).fit(g, X, y, train, **more)
 pages = resident("RssFile") - pages  # of files, which the system takes back at will
 print(json.dumps({
     "used": resident("VmHWM") - before - pages, "status": model.status_,
     "width": model.plan_.solve_width, "sketch": model.plan_.sketch_rows,
-    "outputs": model.plan_.outputs,
+    "outputs": model.plan_.outputs, "planned": sum(model.plan_.memory.values()),
 }))
 """
 
@@ -61,17 +64,43 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_a_fit_stays_within_its_budget(case: str, tmp_path: Path) -> None:
     budget, options, mapped = CASES[case]
-    arguments = json.dumps([200_000, 800_000, 64, 8, budget, {"lam": 1.0, **options}, mapped])
-    command = [sys.executable, "-c", _FIT, arguments, str(tmp_path / "X.npy")]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    arguments = [200_000, 800_000, 64, 8, budget, {"lam": 1.0, **options}, mapped, 2, {}]
+    found = measured(arguments, tmp_path)
     assert found["used"] <= budget, found
     assert found["used"] > 0.2 * budget, found  # it did measure the fit
     if "max_iter" not in options:
         assert found["status"] == "certified"
     if case == "blocks of outputs":
         assert 0 < found["outputs"] < 8
+
+
+# Nodes, features, classes, one training node of so many; parameters; arguments of `fit`.
+NEWER = {
+    "label features": (40_000, 8, 20, 2, {"label_features": 2}, {}),
+    "several lam, few rows": (40_000, 600, 4, 100, {"lam": [0.5, 1.0]}, {}),
+    "leave-one-out": (40_000, 400, 4, 50, {"ridge": 0.1}, {"loo": "influence", "evaluate": 2000}),
+}
+
+
+@pytest.mark.skipif(
+    not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc to measure memory"
+)
+@pytest.mark.parametrize("case", NEWER)
+def test_what_newer_options_allocate_is_planned(case: str, tmp_path: Path) -> None:
+    """The plan is an upper bound of the measured peak, and not a wild one."""
+    n, d, c, share, options, more = NEWER[case]
+    more = {**more, "evaluate": list(range(more["evaluate"]))} if more else more
+    arguments = [n, 3 * n, d, c, 400 * MB, {"lam": 1.0, **options}, False, share, more]
+    found = measured(arguments, tmp_path)
+    assert 0.4 * found["planned"] <= found["used"] <= found["planned"] <= 400 * MB, found
+
+
+def measured(arguments: list[Any], tmp_path: Path) -> dict[str, Any]:
+    """What a fit in a process of its own took."""
+    command = [sys.executable, "-c", _FIT, json.dumps(arguments), str(tmp_path / "X.npy")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
 
 
 _LARGE = """
