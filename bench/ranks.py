@@ -1,6 +1,7 @@
 """Ranks that share a graph by nodes: what they send, and how their work compares with one process.
 
     python bench/ranks.py [--quick] [--graphs NAME,NAME] [--without-fit]
+    python bench/ranks.py --against FOLDER
 
 Starts itself under mpirun on 1, 2 and 4 ranks, one thread each: a product of 64 columns, a step of
 CG, and a whole fit, by METIS, by ranges of ids and at random.  Cores are few here and MPI polls
@@ -8,6 +9,9 @@ while it waits, so what is compared is processor time in a rank's own work: that
 messages is measured apart and taken off.
 
     efficiency = time of one process / (ranks x time of the slowest rank)
+
+The second form asks whether one process has become slower: it fits in turn with this tree and with
+another one, that before there were ranks, say.
 
 The wall clock is told where there is a core for each rank.  At the end, what a model of bytes and
 rates says of 8 and 64 GPUs and of 10^12 edges: arithmetic, not measurement.
@@ -263,16 +267,57 @@ def projection() -> None:
         )
 
 
+# ---- one process, with this tree and with another one ------------------------------------------
+ALONE = """
+import json, sys, time
+from herta_gpu import HERTA
+from herta_gpu.datasets import load
+name, params = json.loads(sys.argv[1])
+data, best = load(name), float("inf")
+for lap in range(5):
+    start = time.process_time()
+    model = HERTA(**params, device="cpu", memory_budget="1GB").fit(
+        data.graph, data.X, data.y, data.split["train"])
+    best = min(best, time.process_time() - start) if lap else best
+print(json.dumps([best, "mpi4py" in sys.modules, model.status_]))
+"""
+FITS = [("cora", {"lam": 10.0, "ridge": 0.01}), ("cora", {"lam": 10.0, "ridge": 0.1, "loss": "ce"}),
+        ("pubmed", {"lam": 10.0, "ridge": 0.01}), ("synthetic:n=50000,m=500000,d=64,c=10",
+        {"lam": 5.0})]  # fmt: skip
+
+
+def against(other: str, laps: int = 4) -> None:
+    """Processor seconds of fits in one process, of both trees in turn."""
+    for name, params in FITS:
+        best = {str(ROOT): float("inf"), other: float("inf")}
+        for tree in [*best] * laps:
+            done = subprocess.run(
+                [sys.executable, "-c", ALONE, json.dumps([name, params])], text=True, check=True,
+                env={**os.environ, "PYTHONPATH": tree, "HERTA_NUM_THREADS": "1",
+                     "OPENBLAS_NUM_THREADS": "1"}, stdout=subprocess.PIPE, cwd=tree,
+            )  # fmt: skip
+            seconds, mpi, status = json.loads(done.stdout.splitlines()[-1])
+            assert not mpi, "one process has imported mpi4py"
+            best[tree] = min(best[tree], seconds)
+        here, there = best[str(ROOT)], best[other]
+        print(f"{name:<40} {json.dumps(params):<46} {status}  {here:.3f} s against {there:.3f} s: "
+              f"{here / there:.2f}", flush=True)  # fmt: skip
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="a small graph, nothing is stored")
     parser.add_argument("--graphs", default="", help="names, with commas between them")
     parser.add_argument("--ranks", default="1,2,4", help="how many, with commas between them")
     parser.add_argument("--without-fit", action="store_true")
+    parser.add_argument("--against", default="", help="a folder with another tree")
     parser.add_argument("--on-ranks", default="", help="used by this script itself")
     args = parser.parse_args()
     if args.on_ranks:
         measure(json.loads(args.on_ranks), not args.without_fit)
+        return
+    if args.against:
+        against(args.against)
         return
     names = args.graphs.split(",") if args.graphs else list(GRAPHS)
     names = ["synthetic:n=20000,m=100000,d=8,c=4"] if args.quick else names

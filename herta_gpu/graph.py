@@ -222,6 +222,20 @@ class Graph:
         """Whether each process has its nodes only."""
         return False
 
+    def gathered(self, rows: Any) -> Any:
+        """Rows of all nodes, in the order of their ids, from those of `nodes` in each process.
+
+        Every process gets all of them; all must call it.  Where each has all nodes, `rows` itself.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> from herta_gpu import Graph
+        >>> Graph.from_edges([[0, 1], [1, 2]]).gathered(np.array([5, 6, 7])).tolist()
+        [5, 6, 7]
+        """
+        return rows
+
     def together(self) -> AbstractContextManager[None]:
         """Around what all processes of this graph do: an error of one is an error of all."""
         return nullcontext() if self.team is None else self.team.together()

@@ -254,6 +254,9 @@ class HERTA(Model):
     ) -> HERTA:
         """Train on the nodes `train` (ids, a mask, or None: all labelled ones).
 
+        Of a graph that is split by nodes each process gives its rows of X, y and sample_weight, and
+        names nodes by their place among them; `train_`, `labels_` and `loo_` are of all processes.
+
         Parameters
         ----------
         graph : Graph, or a `Data` of PyG's, or a `Dataset`
@@ -294,7 +297,7 @@ class HERTA(Model):
         settings, (backend, why) = self._settings(), chosen_backend(self.device, graph, X)
         backend = shared(backend, graph)
         if not backend.whole:
-            _check_split_by_nodes(settings)
+            _check_split_by_nodes(settings, backend)
         check_choice("loo", loo, (False, True, "influence"))
         settings = _leaving_out(settings, loo == "influence") if loo else settings
         X, targets = self._checked_data(graph, X, y, train, backend, sample_weight)
@@ -428,13 +431,20 @@ def _leaving_out(settings: Settings, influence: bool) -> Settings:
     return replace(settings.with_loo(), influence=influence)
 
 
-def _check_split_by_nodes(settings: Settings) -> None:
+def _check_split_by_nodes(settings: Settings, backend: Backend) -> None:
     """Say what works only where each process has all rows."""
-    if settings.reorder.when == "always":
-        raise ValueError(
-            'reorder does not work on a graph that is split by nodes: use split="columns", or '
-            "leave reorder out."
-        )
+    sampled = settings.sparsify.when == "always" or settings.mixed
+    asked = {
+        "reorder": settings.reorder.when == "always",
+        "sparsify": sampled and backend.name == "cuda",  # on GPUs: Algorithm 2's kernels
+    }
+    for name, wanted in asked.items():
+        if wanted:
+            where = " on GPUs" * (name == "sparsify")
+            raise ValueError(
+                f"{name} does not work{where} on a graph that is split by nodes: use "
+                f'split="columns", or leave {name} out.'
+            )
 
 
 def works_by_nodes(model: HERTA, backend: Backend) -> str | None:
@@ -442,7 +452,7 @@ def works_by_nodes(model: HERTA, backend: Backend) -> str | None:
     if type(backend) is CPUBackend:
         return "nodes are shared out on GPUs and on the compiled CPU backend: install numba"
     try:
-        _check_split_by_nodes(model._settings())
+        _check_split_by_nodes(model._settings(), backend)
     except ValueError as error:
         return str(error).partition(":")[0]
     return None

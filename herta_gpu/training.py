@@ -250,10 +250,10 @@ class Training:
             return None
         if self.loss.quadratic and saved["curvature"] != self.curvature:
             return None  # the spectrum is that of one P
+        if saved["rows"] is None:
+            saved["plan"] = ""  # of another number of processes, who had other rows
         if saved["plan"] != self.identity and saved["point"]["W"].shape[1] != self.Y.shape[1]:
             return None  # some outputs of a fit that had no room for all of them at once
-        if saved["rows"] is None:
-            saved["plan"] = ""  # of another number of processes, who have other rows
         if saved["plan"] != self.identity:
             saved["phase"] = 0  # other loops, other coordinates: its weights are where to start
         return saved

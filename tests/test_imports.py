@@ -60,6 +60,7 @@ OPTIONAL = {
     ("backends", "backends.cuda.backend"),  # CuPy
     ("backends", "backends.ranks"),  # mpi4py
     ("backends.ranks", "backends.ranks.nodes"),  # numba
+    ("backends.ranks", "backends.cuda.nodes"),  # CuPy
     ("app.crew", "backends.ranks"),
 }
 # The command line answers Ctrl-C before the rest of the package is imported.

@@ -12,7 +12,7 @@ import scipy.sparse as sp
 
 from herta_gpu.app.crew import Crew
 from herta_gpu.app.plan import cheapest
-from herta_gpu.backends import backend_for
+from herta_gpu.backends import backend_for, get_backend
 from herta_gpu.datasets import Dataset, DataSizes
 from herta_gpu.herta import HERTA, works_by_nodes
 from herta_gpu.planning.plan import Decision
@@ -63,7 +63,8 @@ class Sharing:
             return self
         decision = Decision("split", self.wish, "as asked")
         if self.wish == "auto":
-            free = backend_for(model.device, data.graph, data.X).memory_available()
+            # The crew goes with the data: each process looks at a GPU of its own.
+            free = get_backend(model.device, data.graph, data.X, self.crew).memory_available()
             budget = memory_budget(model.memory_budget, self.crew.least(free))
             here = self._automatic(data, model, smoothed, budget) if self.crew.first else None
             decision = self.crew.agreed(here)

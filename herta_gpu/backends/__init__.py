@@ -52,7 +52,7 @@ def _cuda_kind() -> type[Backend]:
 
 
 @cache
-def _cuda(team: Any = None) -> Any:
+def _cuda(team: Any) -> Any:
     """The CUDA backend; on each of several processes (`team`) on a GPU of its own."""
     kind = _cuda_kind()
     if team is not None:
@@ -172,7 +172,7 @@ def _numbers(x: Any) -> int:
 def _cuda_is_usable(team: Any = None) -> bool:
     """Whether every process has a GPU that can compute; it warns where only that is missing."""
     if team is None:
-        return _usable_here(_cuda)
+        return _usable_here(lambda: _cuda(None))
     # A process that cannot even look would not come to where GPUs are dealt out.
     return all(team.each(_usable_here(_cuda_kind))) and all(
         team.each(_usable_here(lambda: _cuda(team)))

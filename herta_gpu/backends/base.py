@@ -211,6 +211,7 @@ class Backend(ABC):
     whole = True  # whether each of them has all rows
     first_row = 0  # where not: rows that the processes before this one have
     rows_key = ""  # ... and a hash of which ones this one has
+    samples = True  # whether Algorithm 2 works here
     check_every = 1  # CG steps between two looks at the mask of converged columns
 
     # ---- several processes: `backends.ranks` says more ------------------------------------

@@ -356,6 +356,8 @@ def _samples(H: RegularizedLaplacian, sizes: Sizes, settings: Settings, strategy
         return chosen(None, "not asked for")
     if strategy == "direct" or m == 0 or not settings.precondition:
         return chosen(None, "not useful")
+    if not isinstance(H, Outline) and not H.backend.samples:
+        return chosen(None, "not on GPUs that share out nodes")
     if wish.count is not None:
         return chosen(wish.count, f"as asked, of {m:,} edges")
     n_lambda = _n_lambda(H)

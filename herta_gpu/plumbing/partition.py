@@ -80,7 +80,7 @@ def metis(graph: Any, size: int) -> Any:
         ) from None
     if size == 1 or graph.num_nodes == 0:
         return np.zeros(graph.num_nodes, dtype=np.int32)
-    work = (np.diff(graph.indptr) + _ROW).tolist()
+    work = np.diff(graph.indptr) + _ROW
     rows = pymetis.CSRAdjacency(graph.indptr, graph.indices)
     return np.asarray(pymetis.part_graph(size, rows, vweights=work)[1], dtype=np.int32)
 

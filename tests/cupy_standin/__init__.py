@@ -56,7 +56,7 @@ _FUNCTIONS = (
     *("sort", "argsort", "argmax", "argmin", "count_nonzero", "sum", "mean"),
 )
 _ON_CUPY = ("herta_gpu.backends.cuda.backend", "herta_gpu.backends.cuda.nodes")
-_OF_NCCL = ("available", "NCCL_", "Nccl", "get_unique_id", "group")
+_OF_NCCL = ("available", "NCCL_", "NcclCommunicator", "get_unique_id", "group")
 _OF_CUSPARSE = ("CUSPARSE_", "create", "destroy", "setStream", "spMM")
 
 
@@ -182,7 +182,6 @@ def build() -> dict[str, ModuleType]:
     between = _module("cupy.cuda.nccl", **{name: getattr(nccl, name) for name in names})
     cuda = _module(
         "cupy.cuda",
-        nccl=between,
         Device=Device,
         runtime=runtime,
         profiler=profiler,

@@ -46,10 +46,16 @@ def from_binary(module: str, name: str) -> list[str] | bool | None:
     spec = importlib.util.find_spec(package)
     folder = Path(next(iter(spec.submodule_search_locations or [])) if spec else ".")
     content = b"\0".join(file.read_bytes() for file in sorted(folder.glob(f"{stem}.*so")))
-    found = re.search(rb"\0(%s\([\w ,=]*\)) -> \w+\0" % name.encode(), content)
+    found = re.search(rb"\0(%s\([\w ,=]*\))(?: -> \w+)?[\0\n]" % name.encode(), content)
     if found:
         return from_docstring(type("Documented", (), {"__doc__": found[1].decode() + "\n"}))
     return None if b"\0" + name.encode() + b"\0" in content else False
+
+
+def of_class(module: str, name: str) -> list[str] | bool | None:
+    """`from_binary` of a method, or of anything else."""
+    found = from_binary(module, name)
+    return from_binary(module, name.rpartition(".")[2]) if found is False else found
 
 
 def parameters(dotted: str) -> list[str] | bool | None:
@@ -57,7 +63,10 @@ def parameters(dotted: str) -> list[str] | bool | None:
     try:
         thing = reduce(getattr, name.split("."), importlib.import_module(module))
     except AttributeError:
-        return False
+        # Without libnccl, CuPy's module of that name is all but empty.
+        return (
+            of_class("cupy_backends.cuda.libs.nccl", name) if module == "cupy.cuda.nccl" else False
+        )
     except ImportError:
         return from_source(module, name) or from_binary(module, name)
     try:

@@ -126,6 +126,9 @@ class NcclCommunicator:
     def abort(self) -> None:
         self._aborted = True
 
+    def destroy(self) -> None:
+        self._aborted = True
+
     # ---- how it is done -----------------------------------------------------------------
     def _checked(self, datatype: int) -> None:
         if self._aborted:

@@ -13,7 +13,15 @@ import numpy as np
 import pytest
 
 from herta_gpu import HERTA
-from herta_gpu.datasets import DataError, Dataset, blockmodel, load, runs
+from herta_gpu.datasets import (
+    DataError,
+    Dataset,
+    blockmodel,
+    graph_at_hand,
+    load,
+    runs,
+    writes_first,
+)
 
 
 def digest(*arrays: Any) -> str:
@@ -156,6 +164,16 @@ def test_a_large_one_is_mapped_from_the_cache(in_memory, in_cache, monkeypatch):
     monkeypatch.setattr(blockmodel, "_write_features", fail)
     assert same(load(f"synthetic:{TEXT}"), in_memory)
     assert load("synthetic:n=5e2,m=1e3,d=9,c=3", features=False).X is None
+
+
+def test_a_graph_is_at_hand_once_it_is_in_the_cache(in_memory, in_cache):
+    name = f"synthetic:{TEXT}"
+    assert writes_first(name)  # of several processes, one makes the files
+    assert graph_at_hand(name) is None
+    load(name)
+    assert (graph_at_hand(name).indices == in_memory.graph.indices).all()
+    assert not writes_first("digits")
+    assert graph_at_hand("digits").num_nodes == 1797
 
 
 def test_the_cache_tells_specs_and_seeds_apart(in_cache):

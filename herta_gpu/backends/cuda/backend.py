@@ -27,19 +27,17 @@ import cupyx
 import cupyx.scipy.sparse
 import numpy as np
 
-from herta_gpu.backends.base import STREAM_ROWS, Array, Backend, CGState, Halves, Laplacian
+from herta_gpu.backends.base import Array, Backend, CGState, Halves, Laplacian
 from herta_gpu.backends.cuda import cugraph
 from herta_gpu.backends.cuda.device import (
     MAX_BLOCKS,
     NULL,
-    THREADS,
     DeviceLaplacian,
     ForeignStream,
     aligned,
     blocks,
     by_precision,
     column_shape,
-    hadamard_passes,
     kernel_folder,
     named_stream,
     padded,
@@ -54,6 +52,7 @@ from herta_gpu.backends.cuda.device import (
 )
 from herta_gpu.backends.cuda.graphs import DeviceGraph, derived, entries, from_device_edges
 from herta_gpu.backends.cuda.sampling import EdgeSampler
+from herta_gpu.backends.cuda.sketches import Sketches
 from herta_gpu.backends.cuda.streaming import StreamedBlocks
 from herta_gpu.backends.cuda.traffic import (
     Traffic,
@@ -149,7 +148,7 @@ class CUDABackend(Backend):
         # as one launch: always with HERTA_CUDA_GRAPHS=1, never with 0, else where they are short.
         self.capture = {"1": True, "0": False}.get(os.environ.get("HERTA_CUDA_GRAPHS", ""))
         self.look()
-        self.sampler = EdgeSampler(cupy, _launch)
+        self.sampler, self.sketches = EdgeSampler(cupy, _launch), Sketches(cupy, _launch)
         self._graphs: WeakKeyDictionary[Graph, dict[str, Any]] = WeakKeyDictionary()
         self._scratch: dict[tuple[int, int], tuple[Array, Array]] = {}
         self._replayed_on: int | None = None  # the stream that steps are being captured for
@@ -595,32 +594,10 @@ class CUDABackend(Backend):
     # ---- Algorithm 2 -----------------------------------------------------------------------
     def sketch_incidence(self, L: Laplacian, k: int, seed: int) -> Array:
         assert isinstance(L, DeviceLaplacian)
-        dtype, longs = L.inv_sqrt_degree.dtype, L.long_rows.shape[0]
-        x, y, tiles = column_shape(-(-k // 4) * 4, 4)
-        out = cupy.empty((L.n, k), dtype=dtype)
-        graph = (I64(L.n), I64(k), L.indptr, L.indices, pointer(L.weights), L.inv_sqrt_degree)
-        long_rows = (I32(L.segment), I32(longs), L.long_rows)
-        _launch(
-            "sketch.cu",
-            f"sketch_incidence_{L.suffix}",
-            grid=(longs + blocks(L.n, y), tiles),
-            block=(x, y),
-            args=(*graph, pointer(L.order), *long_rows, dtype.type(k**-0.5), U64(seed), out),
-        )
-        return out
+        return self.sketches.incidence(L, k, seed)
 
     def sketch_identity(self, L: Laplacian, k: int, seed: int) -> Array:
-        dtype = L.inv_sqrt_degree.dtype
-        x, y, tiles = column_shape(-(-k // 4) * 4, 4)
-        out = cupy.empty((L.n, k), dtype=dtype)
-        _launch(
-            "sketch.cu",
-            f"sketch_identity_{suffix(dtype)}",
-            grid=(blocks(L.n, y), tiles),
-            block=(x, y),
-            args=(I64(L.n), I64(k), dtype.type(k**-0.5), U64(seed), out),
-        )
-        return out if L.order is None else out[L.order]
+        return self.sketches.identity(L, k, seed)
 
     def edge_scores(self, L: Laplacian, B_S: Array, Pi_S: Array, lam: float) -> Array:
         assert isinstance(L, DeviceLaplacian)
@@ -633,36 +610,4 @@ class CUDABackend(Backend):
 
     # ---- SRHT ------------------------------------------------------------------------------
     def srht(self, Q: Array, s: int, seed: int) -> Array:
-        n, k = Q.shape
-        out = cupy.zeros((s, k), dtype=Q.dtype)
-        if not Q.size:
-            return out
-        log_n = max(0, n - 1).bit_length()
-        padded, passes = 1 << log_n, hadamard_passes(log_n)
-        place = self._chosen_rows(padded, s, seed)
-        work = cupy.empty((padded, k), dtype=Q.dtype) if len(passes) > 1 else out
-        done = 0
-        for number, levels in enumerate(passes):
-            first, last = number == 0, number == len(passes) - 1
-            grid = (1 << (log_n - levels), -(-k * Q.itemsize // 64))
-            sizes = (I64(n if first else padded), I64(k), I32(levels), I32(done), I32(first))
-            ends = (Q if first else work, out if last else work, place if last else NULL)
-            _launch(
-                "hadamard.cu",
-                f"hadamard_{suffix(Q.dtype)}",
-                grid=grid,
-                block=(512,),
-                args=(*sizes, U64(seed), *ends, Q.dtype.type(s**-0.5 if last else 1)),
-            )
-            done += levels
-        return out
-
-    def _chosen_rows(self, padded: int, s: int, seed: int) -> Array:
-        """(padded,) the place of each chosen row among them, -1 for the others."""
-        keys = cupy.empty(padded, dtype=U64)
-        arguments = (I64(padded), U32(STREAM_ROWS), U64(seed), keys)
-        shape = {"grid": (blocks(padded, THREADS),), "block": (THREADS,)}
-        _launch("hadamard.cu", "random_words", **shape, args=arguments)
-        place = cupy.full(padded, -1, dtype=I64)
-        place[cupy.sort(cupy.argsort(keys)[:s])] = cupy.arange(s)  # CuPy's sorts are stable
-        return place
+        return self.sketches.srht(Q, s, seed)

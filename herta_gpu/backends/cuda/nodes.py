@@ -77,6 +77,7 @@ class CUDANodesBackend(Rows, CUDABackend):
     """The CUDA backend on a `GraphPart`."""
 
     nccl: Nccl
+    samples = False
 
     # ---- what ranks say to each other -----------------------------------------------------
     def total(self, x: Any) -> Any:

@@ -18,7 +18,13 @@ from typing import Any
 import numpy as np
 
 # Blocks that are read and written by the same launch: each counts once more.
-_UPDATED = {"chebyshev": 1, "chebyshev_half": 1, "cg_residual": 1, "cg_direction": 2}
+_UPDATED = {
+    "chebyshev": 1,
+    "chebyshev_half": 1,
+    "cg_residual": 1,
+    "cg_descend": 1,
+    "cg_direction": 2,
+}
 _BY_BLOCKS = ("laplacian.cu", "cg.cu")  # their first arguments are n and k
 _RESIDUAL_ROWS = 18  # where the first of its rows stands among the arguments of residual
 _TYPES = re.compile(r"_[fiu](32|64).*$")
@@ -114,7 +120,9 @@ def note_again(traffic: Traffic) -> None:
 def must_move(file: str, name: str, args: tuple[Any, ...]) -> int:
     """The bytes of one launch of a kernel, `name` without its types."""
     arrays = [a for a in args if not isinstance(a, np.generic)]
-    if file not in _BY_BLOCKS:
+    if name == "pack_rows":  # some rows of the first array
+        return arrays[1].nbytes + 2 * arrays[2].nbytes
+    if file not in _BY_BLOCKS or name == "cg_turn":
         return sum(a.nbytes for a in arrays)
     n, k = int(args[0]), int(args[1])
     blocks = [a for a in arrays if a.ndim == 2 and a.size]

@@ -24,12 +24,14 @@ import atexit
 import threading
 import time
 from collections.abc import Sequence
+from importlib import import_module
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
 from herta_gpu.backends.base import Array
+from herta_gpu.backends.cuda.device import named_stream
 from herta_gpu.backends.ranks.communicator import FEW, Ranks, of_all
 
 GROUP = 2048  # calls that NCCL takes in a group
@@ -71,10 +73,10 @@ def take_gpu(team: Ranks, xp: Any, used: bool = False) -> None:
 def nccl_of(team: Ranks, xp: Any) -> Nccl:
     """How arrays of this team travel; always the same object."""
     if team.nccl is None or team.nccl.xp is not xp:
-        missing = not getattr(xp.cuda.nccl, "available", False)
-        if team.largest(int(missing)):
+        library = import_module(f"{xp.__name__}.cuda.nccl")  # CuPy does not do so by itself
+        if team.largest(int(not library.available)):
             raise of_all(ValueError(_NO_NCCL))
-        team.nccl = Nccl(team, xp)
+        team.nccl = Nccl(team, xp, library)
     return team.nccl
 
 
@@ -85,9 +87,9 @@ class Nccl:
     for nothing.  The communicator begins with the first call, and after a failure with the next.
     """
 
-    def __init__(self, team: Ranks, xp: Any) -> None:
-        self.team, self.xp, self.device = team, xp, xp.cuda.runtime.getDevice()
-        self.stream = xp.cuda.Stream(non_blocking=True)
+    def __init__(self, team: Ranks, xp: Any, library: Any) -> None:
+        self.team, self.xp, self.library = team, xp, library
+        self.device, self.stream = xp.cuda.runtime.getDevice(), named_stream(xp, "herta: messages")
         self._begun, self._arrived, self._gathered = (
             xp.cuda.Event(disable_timing=True) for _ in range(3)
         )
@@ -97,7 +99,8 @@ class Nccl:
         self._under_way: tuple[str, float, Any] | None = None
         self._held: Any = None  # what the messages read and write
         self._stop = threading.Event()
-        atexit.register(self._stop.set)  # a thread must not ask MPI when it has ended
+        self._thread: threading.Thread | None = None
+        atexit.register(self._leave)
 
     # ---- what travels -------------------------------------------------------------------
     def of_ranks(self, x: Array, what: str = "numbers of all GPUs") -> Array:
@@ -105,7 +108,7 @@ class Nccl:
         found = self.xp.empty((self.team.size, *x.shape), dtype=x.dtype)
         if x.size:
             comm, here = self._ready(what, x.shape), self.xp.cuda.get_current_stream()
-            byte = self.xp.cuda.nccl.NCCL_UINT8
+            byte = self.library.NCCL_UINT8
             comm.allGather(x.data.ptr, found.data.ptr, x.nbytes, byte, here.ptr)
             self._enqueued(what, self._gathered, here)
         return found
@@ -161,7 +164,7 @@ class Nccl:
         They come after what the stream was given before.  Until `finish` nobody may touch `into`,
         or change `out`.
         """
-        comm, nccl, team = self._ready(what, ()), self.xp.cuda.nccl, self.team
+        comm, nccl, team = self._ready(what, ()), self.library, self.team
         self._begun.record(self.xp.cuda.get_current_stream())
         self.stream.wait_event(self._begun)
         # The same steps in a group on all ranks: each has a call, or none, at both of its ends.
@@ -190,13 +193,13 @@ class Nccl:
         if self._aborted:
             self.team.leave()
         if self._comm is None:
-            made = self.xp.cuda.nccl.get_unique_id() if self.team.rank == 0 else None
+            made = self.library.get_unique_id() if self.team.rank == 0 else None
             key = self.team.agreed(made)
-            if not self._stop.is_set() and not hasattr(self, "_thread"):
+            if self._thread is None:
                 self._thread = threading.Thread(target=self._look, daemon=True)
                 self._thread.start()
             self._under_way = ("the beginning of NCCL", time.monotonic(), None)
-            self._comm = self.xp.cuda.nccl.NcclCommunicator(self.team.size, key, self.team.rank)
+            self._comm = self.library.NcclCommunicator(self.team.size, key, self.team.rank)
         self._under_way = (what, time.monotonic(), None)
         return self._comm
 
@@ -210,6 +213,12 @@ class Nccl:
         if comm is not None and not self._aborted:
             comm.abort()
         self._aborted = False
+
+    def _leave(self) -> None:
+        """The program ends: a thread must not ask MPI then, and the other ranks may be behind."""
+        self._stop.set()
+        if self._comm is not None and not self._aborted:
+            self._comm.destroy()
 
     def _look(self) -> None:
         """Look whether the last call still has somebody to wait for; a thread of its own."""

@@ -138,6 +138,18 @@ class GraphPart(Graph):
     def loopless_degree(self) -> Any:
         return self.own_loopless
 
+    def gathered(self, rows: Any) -> Any:
+        team, rows = self.halo.team, np.asarray(rows)
+        with team.together():
+            if rows.shape[:1] != (self.num_nodes,):
+                raise ValueError(
+                    f"rows has shape {rows.shape}, but there are {self.num_nodes:,} nodes here."
+                )
+            found, ids = (team.gathered(x)[0] for x in (rows, self.ids[: self.num_nodes]))
+        whole = np.empty_like(found)
+        whole[ids] = found
+        return whole
+
     def exact(self) -> Exact:
         """`Laplacian.exact`, D^-1/2 of the halo behind that of the own rows."""
         s = (1.0 / np.sqrt(self.degree))[:, None]
@@ -204,10 +216,7 @@ class GraphPart(Graph):
         owner = np.searchsorted(self.halo.ends, self.indices, side="right") - 1
         owner[self.indices < n] = team.rank
         # Between two ranks both know the edges: in the order of their ends nothing has to be named.
-        told = []
-        for r in range(team.size):
-            at = np.flatnonzero(self.upper & (owner == r))
-            told.append(factors[at[np.lexsort((theirs[at], mine[at]))]])
+        told = [factors[self.upper & (owner == r)] for r in range(team.size)]
         for r, found in enumerate(team.exchanged(told)):
             at = np.flatnonzero(~self.upper & (owner == r))
             factors[at[np.lexsort((mine[at], theirs[at]))]] = found

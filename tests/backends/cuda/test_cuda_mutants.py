@@ -17,6 +17,7 @@ if compiler() is None:
 import herta_gpu
 from herta_gpu.app import device_checks as checks
 from herta_gpu.backends.cuda import sampling as device_sampling
+from herta_gpu.backends.cuda import sketches as device_sketches
 from herta_gpu.backends.cuda import streaming as device_streaming
 from herta_gpu.backends.cuda import uploads as device_uploads
 from tests.backends.cuda.test_cuda import (
@@ -76,7 +77,7 @@ MUTANTS = {
     "float16 of the iterate before": (
         "cuda", "\"halve\", Z, Z, L.inv", "\"halve\", Z, Z_prev, L.inv"
     ),
-    "the wrong random stream": ("cuda", "U32(STREAM_ROWS)", "U32(3)"),
+    "the wrong random stream": (device_sketches, "U32(STREAM_ROWS)", "U32(3)"),
     "a failed factorisation unnoticed": ("cuda", 'linalg="raise"', 'linalg="ignore"'),
     "long rows forgotten": (
         "cuda", "rows = np.flatnonzero(length > segment)", "rows = np.flatnonzero(length < 0)"

@@ -318,6 +318,8 @@ def check_parts_of_a_graph_that_all_have() -> None:
         assert np.allclose(rows.degree, whole.degree[part.nodes], rtol=1e-15)
         assert np.allclose(rows.loopless_degree, whole.loopless_degree[part.nodes], rtol=1e-15)
         assert rows.lambda_max_bound == part.lambda_max_bound
+        named = np.array([f"node {i}" for i in range(N)])
+        assert (rows.gathered(named[rows.nodes]) == named).all()
         moved = rows_moved(whole, SIZE, partition)
         halo = getattr(rows, "halo", None)
         assert moved == ranks_of(COMM).total(0 if halo is None else halo.size) / N

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from typing import Any
 from unittest.mock import patch
@@ -239,7 +240,7 @@ def check_columns_are_shared_by_nccl_to_the_same_bits() -> None:
 
 
 def _columns_by_the_host(model: HERTA, params: Any, shared: Any) -> None:
-    edges, X, y, mask = data()
+    _, X, y, mask = data()
     X = np.tile(X, 3) + np.random.default_rng(0).standard_normal((N, 3 * D))
     LEDGER.clear()
     with warnings.catch_warnings(record=True) as seen:
@@ -254,7 +255,7 @@ def _columns_by_the_host(model: HERTA, params: Any, shared: Any) -> None:
 def _without_nccl(action: Any) -> None:
     team = ranks_of(COMM)
     before, team.nccl = team.nccl, None
-    with patch.object(_cupy().cuda.nccl, "available", False):
+    with patch.object(sys.modules["cupy.cuda.nccl"], "available", False):
         action()
     team.nccl = before
 
@@ -266,9 +267,11 @@ def check_what_cannot_be_done_is_said() -> None:
     part = part_of(data()[0])
     gpu(part)
     fit = HERTA(device="cuda").fit
-    said: list[str] = []
-    _without_nccl(lambda: said.append(raises(ValueError, lambda: fit(part, *rows(part)))))
-    assert said[0].startswith("NCCL, which GPUs of several processes need, cannot be loaded")
+    without: list[str] = []
+    _without_nccl(lambda: without.append(raises(ValueError, lambda: fit(part, *rows(part)))))
+    assert without[0].startswith("NCCL, which GPUs of several processes need, cannot be loaded")
+    said = raises(ValueError, lambda: HERTA(device="cuda", sparsify=True).fit(part, *rows(part)))
+    assert said.startswith("sparsify does not work on GPUs on a graph that is split by nodes")
     backend = gpu(part)
     for name in ("sketch_incidence", "sketch_identity", "edge_scores"):
         assert "Algorithm 2" in raises(ValueError, getattr(backend, name))
@@ -362,7 +365,7 @@ def check_the_stand_in_refuses_what_nccl_punishes() -> None:
 
 
 def check_a_group_has_no_more_calls_than_nccl_takes() -> None:
-    """3,000 ranks on paper: groups of 2,048 calls at most, and both ends of each in the same one."""
+    """3,000 ranks on paper: 2,048 calls in a group at most, both ends of each in the same one."""
     ranks, groups = 3000, {}
 
     class Recorded:
@@ -387,12 +390,9 @@ def check_a_group_has_no_more_calls_than_nccl_takes() -> None:
     x = backend.xp.ones(1)
     for rank in (0, 1024, 1025, 2999):
         team = type("Team", (), {"rank": rank, "size": ranks})()
-        wire = Nccl(team, backend.xp)  # type: ignore[arg-type]
         recorded = Recorded(rank)
-        with (
-            patch.object(Nccl, "_ready", lambda *_, r=recorded: r),
-            patch.object(backend.xp.cuda, "nccl", recorded),
-        ):
+        wire = Nccl(team, backend.xp, recorded)  # type: ignore[arg-type]
+        with patch.object(Nccl, "_ready", lambda *_, r=recorded: r):
             wire.start([x] * ranks, [x] * ranks, "x")
     assert all(len(group) <= GROUP for calls in groups.values() for group in calls)
     for a in groups:

@@ -22,7 +22,7 @@ def said(size: int, *program: str, **environment: str) -> dict[str, str]:
     done = on_ranks(size, *program, **environment)
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert lines, done.stderr
-    return {name: found for name, found in (line.values() for line in lines)}
+    return dict(tuple(line.values()) for line in lines)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
@@ -42,9 +42,8 @@ def test_bugs_put_in_on_purpose_are_found():
 
 
 def test_more_ranks_than_gpus_are_one_sentence_and_exit_code_2(tmp_path):
-    done = on_ranks(
-        2, "-c", CLI, "train", "digits", "--device", "cuda", "--out", str(tmp_path / "r")
-    )
+    argv = ("train", "digits", "--device", "cuda", "--out", str(tmp_path / "run"))
+    done = on_ranks(2, "-c", CLI, *argv)
     assert done.returncode == 2, done.stderr
     sentences = [line for line in done.stderr.splitlines() if line.startswith("herta: ")]
     assert len(sentences) == 1
