@@ -48,7 +48,8 @@ class Certificate:
     note : str
         What else there is to know, or why there is no certificate.
     kept, features : int
-        The bound is against the optimum over so many features, of so many that were given.
+        The bound is against the optimum over so many features, of so many that were given; or over
+        so many directions of W, if the note says that fewer training rows see no more.
     """
 
     value: float

@@ -339,9 +339,10 @@ class Model(Estimator):
         """The parameters, checked; a sentence says what is wrong with them."""
         return Settings.of(self.get_params())
 
-    def _checked(self) -> Backend:
-        """The device, if the parameters are right and it is there."""
-        return get_backend(self._settings().device)
+    def _checked(self, crew: Any = None) -> Backend:
+        """The device, if the parameters are right and it is there; each process of a `crew` has
+        its own."""
+        return get_backend(self._settings().device, *([] if crew is None else [crew]))
 
     def _device(self, graph: Graph, X: Any) -> Backend:
         """The device for these data, if the parameters are right and it is there."""

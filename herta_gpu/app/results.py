@@ -207,6 +207,8 @@ class FitResult:
         shown = {stage: s for stage, s in self.seconds.items() if s >= SHORTEST}
         spent = ", ".join(f"{stage} {s:.2f}" for stage, s in shown.items())
         reads = self.X_reads or {}
+        # Pages of mapped files are the system's to take back, but it counts them as ours.
+        pages = ", pages of mapped files included" if reads.get("bytes_read") else ""
         return [
             ("status", self.status_text),
             ("loss", f"{self.loss:.8g}"),
@@ -216,7 +218,7 @@ class FitResult:
             ("seconds", f"{self.total_seconds:.2f} ({spent})"),
             *([("ranks", self._ranks_text(self.ranks))] if self.ranks else []),
             *([("passes over X", _read_text(reads))] if reads.get("bytes_read") else []),
-            ("peak memory", bytes_text(self.peak_memory_bytes)),
+            ("peak memory", bytes_text(self.peak_memory_bytes) + pages),
         ]
 
     def _smoothing_rows(self) -> list[tuple[str, str]]:

@@ -41,8 +41,9 @@ def run(args: argparse.Namespace) -> CommandOutput:
 
 def _new(args: argparse.Namespace) -> FitResult:
     model, stages = make_model(args), Stages(args.verbose)
-    model._checked()  # wrong parameters are refused before the data are loaded
     smoother, crew = make_smoother(args), args.crew
+    # Wrong parameters are refused before the data are loaded.
+    model._checked(crew if crew.size > 1 else None)
     wish = Sharing(crew, args.ranks_split, args.partition)
     wish.check(smoother is not None)
     if crew.first:

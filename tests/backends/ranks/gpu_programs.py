@@ -25,9 +25,11 @@ with cupy_standin.installed():
 HANG = _TOTAL.replace("SOON", "")
 # NCCL itself reports that a peer is gone (ncclRemoteError).
 LOST = _TOTAL.replace("SOON", "backend.nccl._comm.error = 6")
-# The command line on fewer GPUs than ranks.
+# The command line, on so many GPUs.
 CLI = f"""{_BEGIN}
+import os
 from herta_gpu.app.cli import main
+cupy_standin.GPUS[0] = int(os.environ["STANDIN_GPUS"])
 with cupy_standin.installed():
     code = main()
 sys.exit(code)

@@ -43,11 +43,23 @@ def test_bugs_put_in_on_purpose_are_found():
 
 def test_more_ranks_than_gpus_are_one_sentence_and_exit_code_2(tmp_path):
     argv = ("train", "digits", "--device", "cuda", "--out", str(tmp_path / "run"))
-    done = on_ranks(2, "-c", CLI, *argv)
+    done = on_ranks(2, "-c", CLI, *argv, STANDIN_GPUS="1")
     assert done.returncode == 2, done.stderr
     sentences = [line for line in done.stderr.splitlines() if line.startswith("herta: ")]
     assert len(sentences) == 1
     assert "2 ranks are on the machine of rank 0, which has 1 GPU" in sentences[0]
+
+
+def test_the_command_line_trains_on_a_gpu_for_each_rank(tmp_path):
+    argv = ("train", "synthetic:n=120,m=300,d=4,c=3", "--lam", "1", "--device", "cuda")
+    out = tmp_path / "run"
+    more = ("--split", "nodes", "--split", "random:0.8", "--out", str(out))
+    done = on_ranks(2, "-c", CLI, *argv, *more, STANDIN_GPUS="2")
+    assert done.returncode == 0, done.stderr
+    result = json.loads((out / "result.json").read_text())
+    assert result["status"] == "certified"
+    assert len(result["ranks"]) == 2
+    assert "float32 on cuda" in done.stdout
 
 
 @pytest.mark.parametrize(
