@@ -575,7 +575,7 @@ class SDDSolver:
 
     def _sane(self, start: Array, B: Array) -> Array:
         """A guess with zeros for columns so large that 0 is closer: ||H^-1 b|| <= ||b||."""
-        size, most = (self.backend.largest(abs(A).max(axis=0, initial=0.0)) for A in (start, B))
+        size, most = (self.backend.largest(_largest(self.backend.xp, A)) for A in (start, B))
         lost = size.astype("float64") > _RANGE * most.astype("float64")
         return self.backend.xp.where(lost, 0, start)
 
@@ -605,7 +605,7 @@ class SDDSolver:
         if block.dtype != np.float64:
             return None
         xp = self.backend.xp
-        size = self.backend.largest(abs(block).max(axis=0, initial=0.0))
+        size = self.backend.largest(_largest(xp, block))
         strange = (size > 1e100) | ((size > 0) & (size < 1e-100))
         if not bool(strange.any()):  # synchronize!
             return None
@@ -645,6 +645,11 @@ class SDDSolver:
         status = "converged" if worst <= self.tol else "stagnated"
         counts = np.full(B.shape[1], iterations)
         return Z, SolveInfo(counts, norm, bound, status, str(Z.dtype))
+
+
+def _largest(xp: Any, A: Array) -> Array:
+    """(k,) the largest size of a number in each column; 0 where there are no rows."""
+    return abs(A).max(axis=0) if A.shape[0] else xp.zeros(A.shape[1], dtype=A.dtype)
 
 
 def _joined(infos: list[SolveInfo]) -> SolveInfo:
