@@ -49,7 +49,7 @@ class Sharing:
         """Say what is wrong before anything is loaded."""
         checked_partition(self.partition)
         if self.partition == "metis" and find_spec("pymetis") is None:
-            raise ImportError('--partition metis needs pymetis: pip install "herta_gpu[mpi]".')
+            raise ImportError('--partition metis needs pymetis: pip install "herta_gpu[metis]".')
         if self.wish == "nodes" and smoothed and self.crew.size > 1:
             raise ValueError(
                 "Correct and Smooth needs all nodes: use --split columns, or leave it out."

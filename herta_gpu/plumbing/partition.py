@@ -76,7 +76,7 @@ def metis(graph: Any, size: int) -> Any:
         import pymetis
     except ImportError as error:
         raise ImportError(
-            f'partition="metis" needs pymetis ({error}): pip install pymetis.'
+            f'partition="metis" needs pymetis ({error}): pip install "herta_gpu[metis]".'
         ) from None
     if size == 1 or graph.num_nodes == 0:
         return np.zeros(graph.num_nodes, dtype=np.int32)
