@@ -28,7 +28,7 @@ def fitted():
 # Earlier versions did not write them.
 LATER = (
     "warm_steps", "normalize", "X_reads", "fit_intercept", "label_features", "correct_and_smooth",
-    "base_scores", "output_error", "undecided", "ranks",
+    "base_scores", "output_error", "undecided", "ranks", "ranks_split", "partition",
 )  # fmt: skip
 
 
@@ -50,8 +50,8 @@ def test_the_keys_are_those_that_result_json_always_had(fitted):
         "dataset", "nodes", "edges", "features", "outputs", "lam", "ridge", "loss_function",
         "status", "steps", "warm_steps", "loss", "certificate", "metric", "scores", "seconds",
         "peak_memory_bytes", "strategy", "dtype", "device", "normalize", "X_reads",
-        "ranks", "fit_intercept", "label_features", "correct_and_smooth", "base_scores",
-        "output_error", "undecided", "note",
+        "ranks", "ranks_split", "partition", "fit_intercept", "label_features",
+        "correct_and_smooth", "base_scores", "output_error", "undecided", "note",
     ]  # fmt: skip
     assert set(content["certificate"]) == {
         "value", "kind", "probability", "gap", "note", "kept", "features", "reduced", "text"

@@ -272,7 +272,8 @@ def check_checkpoints_of_parts() -> None:
         assert model.certificate_ == exact.certificate_
         assert len(model.history_) == len(exact.history_)
         if "loss" in params:
-            assert told[0]["step"] == 5
+            # A rank that waited for others when one failed has left the fifth step unwritten.
+            assert told[0]["step"] in (4, 5)
             _other_ranks(folder, params, exact)
         other = HERTA(**{**params, "lam": 3.0})
         assert "lam" in raises(ValueError, lambda: other.fit(*given, checkpoint=state))  # noqa: B023
@@ -297,7 +298,9 @@ def _other_ranks(folder: Path, params: dict[str, Any], exact: HERTA) -> None:
         told: list[dict[str, Any]] = []
         model = HERTA(**params)
         model.fit(part, X[at], y[at], mask[at], callback=told.append, checkpoint=Checkpoint(folder))
-        assert told[0]["step"] > 5
-        assert len(model.history_) >= len(exact.history_)
+        before = told[0]["step"]  # how much was stored depends on the time that it took
+        assert before >= 4
+        kept, whole = ({r["step"]: r["loss"] for r in m.history_} for m in (model, exact))
+        assert all(kept[step] == whole[step] for step in range(before))
         assert np.abs(model.W_ - exact.W_).max() < 0.1 * np.abs(exact.W_).max()
     few.Free()
