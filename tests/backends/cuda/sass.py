@@ -51,8 +51,10 @@ class Kernel(NamedTuple):
     loops: tuple[Loop, ...]  # the innermost ones that load from global memory
 
     def under_way(self, size: int) -> float:
-        """Of the worst main loop that multiplies; loops for what is left over go one by one."""
-        loops = [loop for loop in self.loops if loop.multiplies and size in loop.loads]
+        """Of the worst main loop that multiplies, if one does; loops for what is left over go one by
+        one."""
+        loops = [loop for loop in self.loops if size in loop.loads]
+        loops = [loop for loop in loops if loop.multiplies] or loops
         most = max((loop.loads.count(size) for loop in loops), default=0)
         return min((x.under_way(size) for x in loops if x.loads.count(size) == most), default=0.0)
 
