@@ -32,7 +32,8 @@ import numpy as np
 
 from herta_gpu.backends.base import Array
 from herta_gpu.backends.cuda.device import named_stream
-from herta_gpu.backends.ranks.communicator import FEW, Ranks, of_all
+from herta_gpu.backends.ranks.communicator import FEW, Ranks
+from herta_gpu.backends.ranks.faults import of_all
 
 GROUP = 2048  # calls that NCCL takes in a group
 _POLL = 0.1  # seconds between two looks of the thread
