@@ -51,8 +51,7 @@ class Kernel(NamedTuple):
     loops: tuple[Loop, ...]  # the innermost ones that load from global memory
 
     def under_way(self, size: int) -> float:
-        """Of the worst main loop that multiplies, if one does; loops for what is left over go one by
-        one."""
+        """Of the worst main loop that multiplies, if one does; remainders go one by one."""
         loops = [loop for loop in self.loops if size in loop.loads]
         loops = [loop for loop in loops if loop.multiplies] or loops
         most = max((loop.loads.count(size) for loop in loops), default=0)
