@@ -19,7 +19,8 @@ from common import QUICK, Results
 
 from herta_gpu import HERTA, diffusion
 from herta_gpu.datasets import load
-from herta_gpu.solver import SDDSolver, chebyshev, chebyshev_error
+from herta_gpu.iterations import chebyshev, chebyshev_error
+from herta_gpu.solver import SDDSolver
 
 N, SHARE, TOL = 4_000 if QUICK else 20_000, 0.02, 1e-6
 LAMS, WIDTHS = (0.1, 1.0, 5.0, 20.0, 50.0), (32, 128) if not QUICK else (8, 32)

@@ -37,11 +37,11 @@ from herta_gpu import HERTA, Graph
 from herta_gpu.backends import backend_for
 from herta_gpu.backends.cpu import compiled
 from herta_gpu.datasets import load
+from herta_gpu.iterations import RegularizedLaplacian
 from herta_gpu.planning.cards import Card, step_bytes
 from herta_gpu.planning.costs import Sizes
 from herta_gpu.planning.split import assumed_cut
 from herta_gpu.plumbing.partition import metis
-from herta_gpu.solver import RegularizedLaplacian
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results" / "ranks.jsonl"

@@ -6,7 +6,7 @@ The ground floor is the paper; every other concern has a room with a name.
                      those of its steps that may take more than one try, `model` what a model
                      says before its fit and after it
     sparsifier       Algorithm 2: scores, sampling, L_tilde
-    solver           H = I + lam L, block CG and Chebyshev
+    solver           SDDSolver; `iterations` has H = I + lam L, block CG and Chebyshev
     preconditioner   Q, its sketch and P; `grams` factors it, `factors` has the forms of P^-1/2
     unfolded         Z*(W) and its gradient through two solves; `prediction` has the outputs of a
                      fitted model, a block of columns at a time

@@ -23,8 +23,13 @@ from typing import Any, Protocol
 import numpy as np
 
 from herta_gpu.backends.base import Array, Backend
+from herta_gpu.iterations import (
+    RegularizedLaplacian,
+    chebyshev,
+    chebyshev_degree,
+    chebyshev_rounding,
+)
 from herta_gpu.plumbing.stages import Tell, marked
-from herta_gpu.solver import RegularizedLaplacian, chebyshev, chebyshev_degree, chebyshev_rounding
 from herta_gpu.whitening import Basis
 
 _MOST_PRODUCTS = 10**5  # with H, for each column

@@ -21,6 +21,7 @@ from herta_gpu.blockwise import trained
 from herta_gpu.bundles import takes_bundles
 from herta_gpu.features import Features
 from herta_gpu.graph import Graph
+from herta_gpu.iterations import BLOCK_WIDTH, RegularizedLaplacian, block_width
 from herta_gpu.losses import LOSSES, Loss
 from herta_gpu.model import Model, labels_as_features, on_its_device, stored_rows
 from herta_gpu.planning.costs import sizes_of, stored_order
@@ -44,7 +45,6 @@ from herta_gpu.plumbing.validation import (
     node_rows,
 )
 from herta_gpu.preconditioner import made_anew
-from herta_gpu.solver import BLOCK_WIDTH, RegularizedLaplacian, block_width
 from herta_gpu.steps import (
     Made,
     Previous,

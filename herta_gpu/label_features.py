@@ -21,10 +21,10 @@ import numpy as np
 
 from herta_gpu.backends import get_backend
 from herta_gpu.graph import Graph, check_whole
+from herta_gpu.iterations import RegularizedLaplacian
 from herta_gpu.planning.settings import LABEL_FOLDS, LABEL_LAMS, LABEL_WIDTH
 from herta_gpu.plumbing.estimator import make_targets
 from herta_gpu.plumbing.validation import check_count, check_dtype, check_lam, check_positive
-from herta_gpu.solver import RegularizedLaplacian
 from herta_gpu.sweep import Series, inverse_rows
 
 

@@ -22,6 +22,7 @@ import numpy as np
 import scipy.sparse as sp
 
 from herta_gpu.graph import Graph, check_whole
+from herta_gpu.iterations import RegularizedLaplacian
 from herta_gpu.planning.settings import strength
 from herta_gpu.plumbing.estimator import (
     Estimator,
@@ -34,7 +35,7 @@ from herta_gpu.plumbing.files import Archive, DataError, write_npz
 from herta_gpu.plumbing.models import check_params, without_stop
 from herta_gpu.plumbing.plain import to_plain
 from herta_gpu.plumbing.validation import check_dtype, check_lam, check_positive, node_rows
-from herta_gpu.solver import RegularizedLaplacian, SDDSolver
+from herta_gpu.solver import SDDSolver
 
 _UNIT = 0.5 * float(np.finfo(np.float64).eps)
 _CHUNK = 1 << 19  # numbers of the residual that exist at a time

@@ -17,6 +17,7 @@ from herta_gpu.bundles import takes_bundles
 from herta_gpu.certificate import Certificate
 from herta_gpu.features import Features
 from herta_gpu.graph import Graph, check_graph
+from herta_gpu.iterations import RegularizedLaplacian
 from herta_gpu.label_features import column_error, cross_fitted
 from herta_gpu.planning.cards import Card
 from herta_gpu.planning.costs import Outline, Sizes, row_copies
@@ -41,7 +42,6 @@ from herta_gpu.plumbing.validation import (
     parse_bytes,
 )
 from herta_gpu.prediction import Outputs, check_probabilities, probabilities
-from herta_gpu.solver import RegularizedLaplacian
 from herta_gpu.spectrum import Spectrum
 
 _LABEL_TOL = 1e-12  # relative error of features that labels make, in float64

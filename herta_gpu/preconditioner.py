@@ -20,17 +20,17 @@ from herta_gpu.diffusion import Arrays, Diffusion, Recall, Workspace, silent
 from herta_gpu.factors import Factor, Identity, Spanned
 from herta_gpu.features import Features, in_float64
 from herta_gpu.grams import RANK_CUT, DenseGram, Gram, LowRankGram, RowSpaceGram
-from herta_gpu.losses import LOSSES, Loss
-from herta_gpu.planning.recipe import Recipe
-from herta_gpu.plumbing.stages import Tell, marked
-from herta_gpu.several import SeveralDiffusions, Stacked
-from herta_gpu.solver import (
+from herta_gpu.iterations import (
     RegularizedLaplacian,
     block_cg,
     chebyshev,
     chebyshev_error,
     chebyshev_rounding,
 )
+from herta_gpu.losses import LOSSES, Loss
+from herta_gpu.planning.recipe import Recipe
+from herta_gpu.plumbing.stages import Tell, marked
+from herta_gpu.several import SeveralDiffusions, Stacked
 from herta_gpu.unfolded import UnfoldedMap
 from herta_gpu.whitening import Basis, Units, Whitened, whitened
 

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from herta_gpu.graph import Graph, check_whole
+from herta_gpu.iterations import RegularizedLaplacian, chebyshev_degree, chebyshev_steps
 from herta_gpu.labels import NodeOutputs, carried, degrees, entry_bound, placed
 from herta_gpu.plumbing.estimator import OneHot
 from herta_gpu.plumbing.validation import (
@@ -37,7 +38,7 @@ from herta_gpu.plumbing.validation import (
     part_ids,
     train_rows,
 )
-from herta_gpu.solver import RegularizedLaplacian, SDDSolver, chebyshev_degree, chebyshev_steps
+from herta_gpu.solver import SDDSolver
 
 _MOST = 1000.0  # a node's correction is not enlarged by more than this: it is left as it is then
 _UNIT = 0.5 * float(np.finfo(np.float64).eps)

@@ -15,6 +15,7 @@ import numpy as np
 from herta_gpu.backends import backend_of_rows, get_backend
 from herta_gpu.backends.base import Array, Backend
 from herta_gpu.graph import Graph, check_graph, check_whole
+from herta_gpu.iterations import RegularizedLaplacian, block_cg, block_width
 from herta_gpu.plumbing.building import edge_keys
 from herta_gpu.plumbing.estimator import Estimator
 from herta_gpu.plumbing.validation import (
@@ -25,7 +26,6 @@ from herta_gpu.plumbing.validation import (
     check_positive,
     memory_budget,
 )
-from herta_gpu.solver import RegularizedLaplacian, block_cg, block_width
 
 # C of s = C n_lambda ln(n) / eps^2.  The paper proves that some C exists, not which.  With C = 4
 # the true error was at most 0.6 eps on every graph tried; with C = 1 it was up to 1.4 eps,

@@ -14,6 +14,7 @@ from herta_gpu.backends.base import Array
 from herta_gpu.blockwise import Guess, trained
 from herta_gpu.diffusion import Recall
 from herta_gpu.direct import Proof, StoredProblem
+from herta_gpu.iterations import RegularizedLaplacian
 from herta_gpu.leave_one_out import LeftOut, influence, left_out, spread
 from herta_gpu.losses import LOSSES
 from herta_gpu.planning.costs import Sizes, old_P_pays
@@ -30,7 +31,6 @@ from herta_gpu.planning.recipe import Recipe
 from herta_gpu.planning.settings import Settings
 from herta_gpu.plumbing.stages import Stages
 from herta_gpu.preconditioner import Preconditioner, build, lowered, no_preconditioner
-from herta_gpu.solver import RegularizedLaplacian
 from herta_gpu.sparsifier import sparsified
 from herta_gpu.spectrum import Spectrum, choose_spectrum
 from herta_gpu.training import Training

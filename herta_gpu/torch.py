@@ -57,9 +57,7 @@ except ImportError as error:
 from herta_gpu.backends import get_backend
 from herta_gpu.backends.base import Array, Backend
 from herta_gpu.graph import Graph, check_graph
-from herta_gpu.plumbing.interop import take_rows
-from herta_gpu.plumbing.validation import check_choice, check_lam, check_positive
-from herta_gpu.solver import (
+from herta_gpu.iterations import (
     RegularizedLaplacian,
     block_cg,
     chebyshev,
@@ -67,6 +65,8 @@ from herta_gpu.solver import (
     chebyshev_error,
     chebyshev_rounding,
 )
+from herta_gpu.plumbing.interop import take_rows
+from herta_gpu.plumbing.validation import check_choice, check_lam, check_positive
 
 _HALVES = (torch.bfloat16, torch.float16)
 _SOLVED = {torch.float32: "float32", torch.float64: "float64"}

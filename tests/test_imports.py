@@ -19,6 +19,7 @@ LAYERS = [
     ["backends.base"],
     ["backends.cpu", "backends.cuda", "backends.ranks"],
     ["backends"],
+    ["iterations"],
     ["solver"],
     ["features", "factors", "row_losses", "torch"],
     ["entropies"],

@@ -10,6 +10,7 @@ import pytest
 
 from herta_gpu.backends import get_backend
 from herta_gpu.features import Features
+from herta_gpu.iterations import RegularizedLaplacian, chebyshev, chebyshev_degree
 from herta_gpu.planning.recipe import Recipe
 from herta_gpu.preconditioner import (
     Preconditioner,
@@ -20,7 +21,6 @@ from herta_gpu.preconditioner import (
     residual_norms,
     rows_of_inverse,
 )
-from herta_gpu.solver import RegularizedLaplacian, chebyshev, chebyshev_degree
 from herta_gpu.unfolded import UnfoldedMap
 from herta_gpu.whitening import Units, whitened
 from tests.conftest import dense_H, random_graph

@@ -11,8 +11,8 @@ import pytest
 from herta_gpu import HERTA, Graph
 from herta_gpu.backends import get_backend
 from herta_gpu.features import Features
+from herta_gpu.iterations import RegularizedLaplacian
 from herta_gpu.prediction import TOL, Outputs
-from herta_gpu.solver import RegularizedLaplacian
 from tests.conftest import dense_H, random_graph
 
 N, D, C, LAM = 120, 6, 5, 4.0

@@ -7,8 +7,8 @@ import pytest
 
 from herta_gpu import HERTA, CorrectAndSmooth, Graph
 from herta_gpu.backends import get_backend
+from herta_gpu.iterations import RegularizedLaplacian
 from herta_gpu.smoothing import dirichlet
-from herta_gpu.solver import RegularizedLaplacian
 from tests.conftest import dense_H, problem
 
 

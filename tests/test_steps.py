@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import herta_gpu.diffusion
+import herta_gpu.iterations
 import herta_gpu.preconditioner
-import herta_gpu.solver
 import herta_gpu.spectrum
 import herta_gpu.unfolded
 from herta_gpu import HERTA, Checkpoint, Graph
@@ -158,7 +158,7 @@ def test_a_resume_that_wants_other_outputs_gets_those(later, tmp_path):
 def counted(monkeypatch) -> list[int]:
     """Products of H with a column, in the only entry of the list that this gives."""
     count = [0]
-    cg, polynomial = herta_gpu.solver.block_cg, herta_gpu.solver.chebyshev
+    cg, polynomial = herta_gpu.iterations.block_cg, herta_gpu.iterations.chebyshev
 
     def counting_cg(H, B, *args, **kwargs):
         Z, info = cg(H, B, *args, **kwargs)

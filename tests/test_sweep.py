@@ -7,7 +7,7 @@ import pytest
 
 from herta_gpu import Graph
 from herta_gpu.backends import get_backend
-from herta_gpu.solver import RegularizedLaplacian
+from herta_gpu.iterations import RegularizedLaplacian
 from herta_gpu.sweep import Series, chebyshev_basis, inverse_rows
 from tests.conftest import dense_H, random_graph
 

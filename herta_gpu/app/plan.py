@@ -17,12 +17,12 @@ from herta_gpu.backends import get_backend
 from herta_gpu.datasets import DataSizes
 from herta_gpu.graph import Graph
 from herta_gpu.herta import HERTA
+from herta_gpu.iterations import column_bytes
 from herta_gpu.planning.cards import Card, moved
 from herta_gpu.planning.plan import Plan
 from herta_gpu.planning.split import assumptions, chosen, splits
 from herta_gpu.plumbing.partition import checked_partition, rows_moved
 from herta_gpu.plumbing.validation import check_count, memory_budget, parse_bytes
-from herta_gpu.solver import column_bytes
 
 # Bytes of Python with NumPy and SciPy, and of what is loaded where it is installed.
 _INTERPRETER, _COMPILER, _CUPY = 100 << 20, 50 << 20, 25 << 20

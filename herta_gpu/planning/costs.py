@@ -17,11 +17,11 @@ import scipy.sparse as sp
 from herta_gpu.backends.base import Backend
 from herta_gpu.features import bytes_held, has_hidden_columns
 from herta_gpu.graph import Graph
+from herta_gpu.iterations import BLOCK_WIDTH, RegularizedLaplacian, chebyshev_degree
 from herta_gpu.losses import LOSSES
 from herta_gpu.planning.settings import Settings
 from herta_gpu.plumbing.estimator import Targets
 from herta_gpu.plumbing.reading import mapping_of
-from herta_gpu.solver import BLOCK_WIDTH, RegularizedLaplacian, chebyshev_degree
 
 # A feature that only occurs outside the training rows reaches them through many hops, weakly: it
 # takes a polynomial of high degree in float64 to see it as the Hessian does.

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+from herta_gpu.iterations import BLOCK_WIDTH, RegularizedLaplacian, chebyshev_degree
 from herta_gpu.losses import LOSSES
 from herta_gpu.optimizers import NEWTON_SIZE
 from herta_gpu.planning.costs import (
@@ -27,7 +28,6 @@ from herta_gpu.planning.memory import BETA, DETERMINISTIC, Layout, fitting_layou
 from herta_gpu.planning.recipe import Recipe
 from herta_gpu.planning.settings import Settings
 from herta_gpu.plumbing.validation import BudgetError
-from herta_gpu.solver import BLOCK_WIDTH, RegularizedLaplacian, chebyshev_degree
 from herta_gpu.sparsifier import degree_scores, sample_size
 
 LEAST_LEFT = 1e-14  # residuals relative to their columns: below is rounding, even in float64

@@ -11,6 +11,7 @@ import pytest
 import scipy.sparse as sp
 
 from herta_gpu.backends import get_backend
+from herta_gpu.iterations import RegularizedLaplacian, chebyshev_degree, chebyshev_error
 from herta_gpu.planning.costs import (
     EXACT_TOL,
     Outline,
@@ -28,7 +29,6 @@ from herta_gpu.planning.costs import (
 )
 from herta_gpu.planning.settings import Settings
 from herta_gpu.plumbing.estimator import make_targets
-from herta_gpu.solver import RegularizedLaplacian, chebyshev_degree, chebyshev_error
 from tests.conftest import random_graph
 
 SIZES = Sizes(n=10**5, m=10**6, d=100, c=10, n_train=5 * 10**4, word=4, X_bytes=0)

@@ -26,8 +26,8 @@ from herta_gpu.backends import backend_for
 from herta_gpu.backends.ranks import ranks_of
 from herta_gpu.backends.ranks.communicator import FEW
 from herta_gpu.datasets import Dataset
+from herta_gpu.iterations import RegularizedLaplacian, block_cg, chebyshev
 from herta_gpu.plumbing.partition import rows_moved
-from herta_gpu.solver import RegularizedLaplacian, block_cg, chebyshev
 
 COMM = MPI.COMM_WORLD
 RANK, SIZE = COMM.rank, COMM.size

@@ -1,0 +1,397 @@
+"""H = I + lam L, and the two iterations that invert it: conjugate gradients and Chebyshev's.
+
+Both work on blocks of columns.  CG stops on a bound of the relative H-norm error that it measures
+(`solver` says how); Chebyshev takes as many steps as a bound of the spectrum asks for, and needs no
+sum over rows.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from herta_gpu.backends.base import Array, Backend, Laplacian
+from herta_gpu.graph import Graph, check_whole
+from herta_gpu.plumbing.stages import marked
+
+BLOCK_WIDTH = 64  # columns advanced together when memory allows: best per column on the CPU
+MARGIN = 0.9  # the recurrence aims a little lower than tol, so that the true residual passes
+_LEAST_TOL = 1e-300  # below, tol itself would overflow what is computed from it
+RANGE = 2.0**60  # float32 holds residuals that are so much larger or smaller than their unit
+_MAX_CYCLES = 30  # refreshes of the true residual before giving up
+
+
+class RegularizedLaplacian:
+    """H = I + lam L on one backend, in the working precision and in float64."""
+
+    def __init__(self, graph: Graph, lam: float, backend: Backend, dtype: str) -> None:
+        self.graph, self.lam, self.backend, self.dtype = graph, float(lam), backend, dtype
+        if backend.whole:
+            check_whole(graph, "This")
+        self._in: dict[str, Laplacian] = {}
+
+    def on(self, graph: Graph) -> RegularizedLaplacian:
+        """I + lam L of another graph on the same nodes: a sampled one."""
+        return RegularizedLaplacian(graph, self.lam, self.backend, self.dtype)
+
+    def at(self, lam: float) -> RegularizedLaplacian:
+        """I + lam L of the same graph, which is not stored twice."""
+        other = RegularizedLaplacian(self.graph, lam, self.backend, self.dtype)
+        other._in = self._in
+        if "most_neighbours" in self.__dict__:
+            other.most_neighbours = self.most_neighbours
+        return other
+
+    def laplacian(self, dtype: str | None = None) -> Laplacian:
+        dtype = str(np.dtype(dtype or self.dtype))
+        if dtype not in self._in:
+            self._in[dtype] = self.backend.laplacian(self.graph, dtype)
+        return self._in[dtype]
+
+    @property
+    def n(self) -> int:
+        return self.graph.num_nodes
+
+    @property
+    def lambda_max(self) -> float:
+        """Upper bound of the spectrum; the lower bound is 1."""
+        return 1.0 + self.lam * self.laplacian().lambda_max
+
+    @cached_property
+    def most_neighbours(self) -> float:
+        """The largest number of terms in a sum over neighbours."""
+        indptr = self.graph.indptr
+        here = float((indptr[1:] - indptr[:-1]).max(initial=0))  # synchronize!
+        return float(self.backend.largest(here))
+
+    def rounding(self, columns: int, rows: bool = False) -> float:
+        """||computed B - H Z less the true one|| <= this ||Z||, blocks of so many columns.
+
+        Of `residual`, or of `residual_rows` if `rows`.
+
+        In float64, and before R is rounded to be stored.  A term of a row's sum is rounded
+        `roundings` times, and eight times more by its factors and by what the sum is added to:
+        what is not a term of H Z, b - h_i z, is r plus a part of H Z.
+        """
+        terms = self.backend.roundings(self.most_neighbours, columns, rows) + 8
+        return 0.5 * float(np.finfo(np.float64).eps) * terms * self.lambda_max
+
+    def residual_rows(self, B: Array, Z: Array, start: int) -> Array:
+        """Rows start, start + 1, ... of B - H Z in float64; B holds those rows, and is lost."""
+        L = self.laplacian(str(Z.dtype))
+        return self.backend.residual_rows(L, self.lam, Z, B, start, out=B)
+
+    def with_neighbours(self, Z: Array) -> Array:
+        """Z for all calls of `residual_rows`: what comes from other processes comes once."""
+        return self.backend.with_neighbours(self.laplacian(str(Z.dtype)), Z)
+
+    def apply(self, X: Array) -> Array:
+        """H X in the precision of X."""
+        return self.backend.apply_H(self.laplacian(str(X.dtype)), self.lam, X)
+
+    def residual(
+        self, B: Array, Z: Array, dtype: str = "float64", unit: Array | None = None
+    ) -> tuple[Array, Array]:
+        """`Backend.residual`: B - H Z, computed in float64 and stored in `dtype`, and its dots."""
+        unit = self.backend.xp.ones(Z.shape[1]) if unit is None else unit
+        with marked("residual", columns=Z.shape[1]):
+            L = self.laplacian(str(Z.dtype))
+            R, dots = self.backend.residual(L, self.lam, Z, B, dtype, unit)
+        return R, self.backend.total(dots)
+
+
+@dataclass
+class SolveInfo:
+    """What a solve reached, measured on its result; arrays hold one number per column.
+
+    Attributes
+    ----------
+    iterations : int array
+    residuals : float array
+        True residual norms ||b - H z||, computed in float64 from the returned Z.
+    h_norm_bound : float array
+        Proven bound of ||z - H^-1 b||_H / ||H^-1 b||_H, rounding of the residual included.
+    status : str
+        "converged", "stagnated" (rounding forbids tol; `h_norm_bound` is the level reached) or
+        "max_iter".
+    dtype : str
+        Precision of the result: float64 when tol is below what float32 can hold.
+    """
+
+    iterations: Any
+    residuals: Any
+    h_norm_bound: Any
+    status: str
+    dtype: str
+
+    def first(self, k: int) -> SolveInfo:
+        """Of the first k columns."""
+        arrays = (self.iterations[:k], self.residuals[:k], self.h_norm_bound[:k])
+        return SolveInfo(*arrays, self.status, self.dtype)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.status}: {int(self.iterations.max(initial=0))} iterations, "
+            f"H-norm error <= {self.h_norm_bound.max(initial=0.0):.2e}"
+        )
+
+
+def block_cg(
+    H: RegularizedLaplacian,
+    B: Array,
+    tol: float,
+    guess: Array | None = None,
+    max_iter: int | None = None,
+) -> tuple[Array, SolveInfo]:
+    """Solve H Z = B by block CG until the measured H-norm bound of every column is <= tol.
+
+    Each cycle measures the true residual, computed in float64 and rounded only to be gone on from,
+    and solves for the correction in the working precision.  When float32 cannot go on, Z is kept in
+    float64 (iterative refinement); when that cannot either, the corrections are found in float64,
+    too; after that the status is "stagnated".
+    """
+    k, backend = B.shape[1], H.backend
+    wide = backend.padded(k, H.dtype)
+    with marked("solve", columns=k, tol=tol):
+        B = _block(backend, B, wide)  # a B that nobody else holds is freed
+        Z = None if guess is None else _block(backend, guess, wide, copy=True)
+        Z, info = _refined(H, B, tol, Z, max_iter)
+        return (Z, info) if wide == k else (backend.asarray(Z[:, :k]), info.first(k))
+
+
+def _block(backend: Backend, X: Array, wide: int, copy: bool = False) -> Array:
+    """X with so many columns in runs of memory; the new ones are 0, and start frozen in CG."""
+    n, k = X.shape
+    if wide == k and not copy:
+        return backend.xp.ascontiguousarray(X)
+    block = backend.empty((n, wide), str(X.dtype))
+    block[:, :k] = X
+    block[:, k:] = 0
+    return block
+
+
+def _refined(
+    H: RegularizedLaplacian, B: Array, tol: float, Z: Array | None, max_iter: int | None
+) -> tuple[Array, SolveInfo]:
+    """`block_cg`, cycle by cycle, from Z, which is lost; None: from 0."""
+    xp, k = H.backend.xp, B.shape[1]
+    tol = max(tol, _LEAST_TOL)
+    limit = max_iter or 3 * chebyshev_degree(H, tol / math.sqrt(H.lambda_max)) + 20
+    b2 = H.backend.total(H.backend.column_dots(B, B))
+    iterations = np.zeros(k, dtype=np.int64)
+    last, working = xp.full(k, xp.inf), H.dtype
+    status, unit = "stagnated", _unit(xp, xp.sqrt(b2))
+    for cycle in range(_MAX_CYCLES):
+        R, dots = _residual(H, B, Z, working, unit, b2)
+        norm, energy, bound = measured(H, b2, dots)
+        open_ = ~(bound <= tol)  # a NaN stays open
+        stuck = open_ & ~(bound <= 0.5 * last)
+        strange = open_ & ((norm > RANGE * unit) | (RANGE * norm < unit))
+        any_open, any_stuck, any_strange = xp.stack(
+            [open_.any(), stuck.any(), strange.any()]
+        ).tolist()  # synchronize!
+        if not any_open:
+            status = "converged"
+            break
+        if iterations.max(initial=0) >= limit:
+            status = "max_iter"
+            break
+        if any_stuck:
+            if Z is not None and Z.dtype != np.float64:
+                Z = Z.astype("float64")
+            elif working != "float64":
+                working = "float64"
+            else:
+                break
+        if any_strange or str(R.dtype) != working:  # rare: a guess of quite another size, say
+            unit = _unit(xp, norm)
+            R, _ = _residual(H, B, Z, working, unit, b2)
+        last = bound
+        # Columns that are done start frozen: no residual is larger than an infinite energy.
+        energy = xp.where(open_, energy / unit**2, xp.inf)
+        with marked("refinement cycle", number=cycle, precision=working):
+            step, steps = _cycle(H, R, energy, tol, limit - int(iterations.max(initial=0)))
+        iterations += steps
+        step *= unit.astype(step.dtype)
+        Z = _added(Z, step)
+        unit = _unit(xp, norm)  # the next residual is smaller, but not by 2^60
+    Z = xp.zeros(B.shape, dtype=H.dtype) if Z is None else Z
+    norms, bounds = H.backend.to_numpy(xp.stack([norm, bound]))  # synchronize!
+    return Z, SolveInfo(
+        iterations, norms, proven_bounds(H, Z, norms, bounds, tol), status, str(Z.dtype)
+    )
+
+
+def _residual(
+    H: RegularizedLaplacian, B: Array, Z: Array | None, dtype: str, unit: Array, b2: Array
+) -> tuple[Array, Array]:
+    """`RegularizedLaplacian.residual`; without a Z yet, R is B and nothing is multiplied."""
+    if Z is not None:
+        return H.residual(B, Z, dtype, unit)
+    xp, R = H.backend.xp, H.backend.empty(B.shape, dtype)
+    return xp.multiply(B, 1.0 / unit, out=R), xp.stack([b2, xp.zeros_like(b2)])
+
+
+def _added(Z: Array | None, step: Array) -> Array:
+    if Z is None:
+        return step
+    Z += step
+    return Z
+
+
+def _unit(xp: Any, norm: Array) -> Array:
+    """Powers of two, which round nothing, in which norms are about 1, whatever the unit of B."""
+    return xp.exp2(xp.floor(xp.log2(xp.where(norm > 0, norm, 1.0))))
+
+
+def measured(H: RegularizedLaplacian, b2: Array, dots: Array) -> tuple[Array, Array, Array]:
+    """(||r||, 2<b, z> - <z, Hz>, H-norm bound) of each column, from `Backend.residual`.
+
+    The second is ||H^-1 b||_H^2 less the squared error, which is what CG adds to it step by step.
+    """
+    xp, energy = H.backend.xp, dots[1]
+    norm = xp.sqrt(dots[0])
+    least = xp.maximum(energy, b2 / H.lambda_max)
+    safe = xp.where(least > 0, least, 1.0)
+    return norm, energy, xp.where(b2 > 0, norm / xp.sqrt(safe), norm)
+
+
+def lost_to_rounding(H: RegularizedLaplacian, columns: int) -> tuple[float, float]:
+    """(rho, delta): what rounding may do to ||r||, relative to ||z||, and to the bound itself.
+
+    Sums over n terms make ||r|| and the energy: the latter is 2 <b, z> - <z, b - r>, relative to
+    S^2, S = ||H^-1 b||_H, with ||b|| <= sqrt(lambda_max) S and ||z|| <= ||z||_H, about S.
+    """
+    unit, n = 0.5 * float(np.finfo(np.float64).eps), int(H.backend.total(H.n))
+    return H.rounding(columns), 8 * (n + 8) * unit * math.sqrt(H.lambda_max)
+
+
+def proven_bounds(H: RegularizedLaplacian, Z: Array, norms: Any, bounds: Any, tol: float) -> Any:
+    """Bounds from measured residuals as true ones: what rounding may have done is added.
+
+    With t the bound, ||z|| <= ||z||_H <= (1 + t) S makes t <= (measured + rho) / (1 - rho).  Where
+    that is not enough, ||z|| itself is measured: it is far below S if b is rough.
+    """
+    rho, delta = lost_to_rounding(H, Z.shape[1])
+    found = (bounds * (1 + delta) + rho) / (1 - rho) if rho < 1 else np.full(bounds.shape, np.inf)
+    if bool(((found > tol) & (bounds <= tol)).any()):
+        size = H.backend.to_numpy(H.backend.total(H.backend.column_dots(Z, Z)))  # synchronize!
+        S = norms / np.where(bounds > 0, bounds, 1.0)
+        near = bounds * (1 + delta) + rho * (1 + delta) * np.sqrt(size) / np.where(S > 0, S, 1.0)
+        found = np.where(S > 0, np.minimum(found, near), found)
+    return found
+
+
+def _cycle(
+    H: RegularizedLaplacian, R: Array, energy: Array, tol: float, limit: int
+) -> tuple[Array, Any]:
+    """One run of block CG on normalised residuals; the stopping test stays on the device."""
+    L, backend = H.laplacian(str(R.dtype)), H.backend
+    floor = float(np.finfo(R.dtype).eps)
+    state = backend.cg_start(L, H.lam, R, energy, MARGIN * tol, floor)
+    for step in range(0, limit, backend.check_every):
+        if backend.cg_active(state) == 0:
+            break
+        backend.cg_steps(L, H.lam, state, min(backend.check_every, limit - step))
+    return state.Z, backend.to_numpy(state.iterations)  # synchronize!
+
+
+def chebyshev_degree(H: RegularizedLaplacian, eps: float) -> int:
+    """The least degree with proven error 1/T_k(sigma) <= eps on [1, lambda_max(H)]."""
+    top = H.lambda_max
+    if top <= 1.0 or eps >= 1.0:
+        return 1
+    return max(1, math.ceil(math.acosh(1.0 / eps) / math.acosh((top + 1) / (top - 1)) - 1e-9))
+
+
+def chebyshev_error(H: RegularizedLaplacian, degree: int) -> float:
+    """1/T_k(sigma): ||I - H p(H)|| for the polynomial of `chebyshev`."""
+    top = H.lambda_max
+    if top <= 1.0:
+        return 0.0
+    return 1.0 / math.cosh(degree * math.acosh((top + 1) / (top - 1)))
+
+
+def chebyshev_rounding(
+    H: RegularizedLaplacian, dtype: str, columns: int, degree: int | None = None
+) -> float:
+    """What rounding may add to a column of `chebyshev`, relative to ||H^-1 b||; a worst case.
+
+    For blocks of so many columns or more, and for any degree unless one is given.
+
+    A step computes Z + rho rho' (Z - Z_prev) + c2 (B - H Z) with rho, rho' <= (top - 1)/(top + 1).
+    As ||Z|| <= 2 ||H^-1 b|| and ||b|| <= top ||H^-1 b||, its dozen roundings come to less than
+    96 u ||H^-1 b||, and a sum over neighbours adds 4 lam/(top + 1) (k + 8) u ||Z||, k how often a
+    term is rounded on its way, which is less than their number.  An error made at step m counts
+    (j + 1) r^j (1 + r^2m) j steps later, r = 1/(sigma + sqrt(sigma^2 - 1)): all of them together no
+    more than 1/(1 - r)^2.  Of a known degree the late steps count most, and by then ||Z|| is close
+    to ||H^-1 b||: the sum over the steps themselves is about half of that where a hub has many
+    neighbours.
+    """
+    top = H.lambda_max
+    if top <= 1.0:
+        return 4 * float(np.finfo(dtype).eps)
+    sigma = (top + 1) / (top - 1)
+    r = 1.0 / (sigma + math.sqrt(sigma**2 - 1))
+    hub = 4 * H.lam / (top + 1) * (H.backend.roundings(H.most_neighbours, columns) + 8)
+    unit = 0.5 * float(np.finfo(dtype).eps)
+    # The last term: b itself was rounded.
+    found = unit * ((96 + 2 * hub) / (1 - r) ** 2 + top)
+    if degree is None or found > 0.1:
+        return found
+    m = np.arange(1, degree + 1)
+    # Step m reads Z_(m-1), which is off by 1/T_(m-1) and by what rounding did: less than `found`.
+    size = 1 + found + 1 / np.cosh((m - 1) * math.acosh(sigma))
+    counts = (degree - m + 1) * r ** (degree - m) * (1 + r ** (2 * m))
+    return min(found, float(unit * ((counts * (96 + hub * size)).sum() + top)))
+
+
+def chebyshev(
+    H: RegularizedLaplacian,
+    B: Array,
+    degree: int,
+    work: tuple[Array, ...] | None = None,
+    half: bool = False,
+) -> Array:
+    """Z = p(H) B with p the Chebyshev polynomial: a linear map, the same for every column.
+
+    ||p(H) b - H^-1 b|| <= eps ||H^-1 b|| with eps = `chebyshev_error`, in the H-norm and in the
+    2-norm alike, for every b: this is what makes the preconditioner's bound hold for any X.
+    `work` are two blocks like B to work in, one of which becomes the result.  `half` allows to
+    gather neighbours in half precision (with a third block, of uint16): nothing is proven of the
+    result then but what its residual says.
+    """
+    first, steps = chebyshev_steps(H, degree)
+    L = H.laplacian(str(B.dtype))
+    with marked("solve", columns=B.shape[1], degree=degree):
+        return H.backend.chebyshev(L, H.lam, B, first, steps, work, half)
+
+
+def chebyshev_steps(
+    H: RegularizedLaplacian, degree: int
+) -> tuple[float, list[tuple[float, float]]]:
+    """The factor of the first step, and (c1, c2) of each of the others."""
+    theta, delta = (H.lambda_max + 1) / 2, (H.lambda_max - 1) / 2
+    rho, steps = delta / theta, []
+    for _ in range(degree - 1):
+        rho_next = 1.0 / (2 * theta / delta - rho) if delta > 0 else 0.0
+        steps.append((rho * rho_next, 2 * rho_next / delta if delta > 0 else 0.0))
+        rho = rho_next
+    return 1 / theta, steps
+
+
+def column_bytes(dtype: str) -> int:
+    """Per node, of a column that block CG works on.
+
+    B, which may be float64; Z; and of a cycle R, P, H P, its own Z and, on a CPU, D^-1/2 P.
+    """
+    return 8 + 6 * np.dtype(dtype).itemsize
+
+
+def block_width(n: int, k: int, dtype: str, budget: int) -> int:
+    """Columns that a solve may advance together within `budget` bytes; 0 when not even one."""
+    return int(min(k, BLOCK_WIDTH, budget // (max(n, 1) * column_bytes(dtype))))
