@@ -7,6 +7,7 @@ Where the columns of W are independent problems (MSE) the scalars below are one 
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -210,9 +211,11 @@ class Newton:
         diagonal = xp.arange(r * c)
         lift = 1e-14 * float(hessian.diagonal().sum())  # synchronize!
         L = None
-        while L is None:  # rounding may leave it a little indefinite
+        while L is None and 0 < lift < math.inf:  # rounding may leave it a little indefinite
             hessian[diagonal, diagonal] += lift
             L, lift = self.backend.cholesky(hessian), 100 * lift
+        if L is None:  # rows whose class is beyond doubt have no curvature left
+            return -self.loss.centred(xp, g)
         rhs = xp.ascontiguousarray(g.T).reshape(r * c, 1)
         found = self.backend.solve_triangular(L, self.backend.solve_triangular(L, rhs), trans=True)
         return -self.loss.centred(xp, xp.ascontiguousarray(found.reshape(c, r).T))

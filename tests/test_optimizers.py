@@ -244,3 +244,12 @@ def test_newtons_step_is_the_same_in_all_coordinates() -> None:
         w = factor.unhalf(W)
         steps.append(factor.half(newton(factor).direction(w, problem.start(w).g)))
     np.testing.assert_allclose(steps[0], steps[1], atol=1e-10)
+
+
+def test_newton_goes_downhill_where_no_curvature_is_left() -> None:
+    """Separable classes at last have a Hessian of zeros, which nothing can be solved with."""
+    A, Y = np.array([[1.0], [-1.0]]), np.eye(2)
+    w, g = np.array([[1e3, -1e3]]), np.array([[-1e-9, 1e-9]])
+    direction = Newton(CPU, LOSSES["ce"], A, Identity(1), 1, 0.0).direction(w, g)
+    assert LOSSES["ce"].value(np, A @ w, Y) == 0.0
+    np.testing.assert_allclose(direction, -g)
