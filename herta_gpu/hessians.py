@@ -367,10 +367,12 @@ def factor_of(
         return Scaled(scale, cut), cut.slack < 0.1
     diagonal, added, more = xp.arange(r), 0.0, 4 * (r + 2) * r * _UNIT
     L = backend.cholesky(P)
-    while L is None:
+    while L is None and added < 1:  # a unit diagonal: more than that hides nothing but NaN
         P[diagonal, diagonal] += more
         added, more = added + more, 4 * more
         L = backend.cholesky(P)
+    if L is None:
+        return Scaled(scale, Identity(r)), False
     found = Cholesky(backend, L, 0.0, 0.0)
     if measured:
         # Inverse iteration is right to some per cent; half of what it says is below.
