@@ -10,9 +10,8 @@ The ground floor is the paper; every other concern has a room with a name.
     preconditioner   Q, its sketch and P; `grams` factors it, `factors` has the forms of P^-1/2
     unfolded         Z*(W) and its gradient through two solves; `prediction` has the outputs of a
                      fitted model, a block of columns at a time
-    losses           a new loss goes here; `row_losses` has what they share (weights, intercept),
-                     `entropies` those that are not quadratic; `optimizers` and `training` the
-                     loop, `blockwise` the loop over some outputs after the others
+    losses           a new loss goes here; `optimizers` and `training` the loop, `blockwise` the
+                     loop over some outputs after the others
     spectrum         what is known of the Hessian; `certificate` says what is proven of a fit
     graph, features  from an edge list to a Graph; X behind three products
 
