@@ -58,7 +58,7 @@ from herta_gpu.steps import (
 from herta_gpu.training import Training
 from herta_gpu.unfolded import UnfoldedMap
 
-_WITH_THE_FIT = ("outputs_", "loo_", "leverage_", "variance_", "influence_")  # no file keeps them
+_WITH_THE_FIT = ("outputs_", "loo_", "leverage_", "variance_")  # no file keeps them
 
 
 def _names_what_fits(fit: Callable[..., HERTA]) -> Callable[..., HERTA]:
@@ -178,11 +178,6 @@ class HERTA(Model):
         With it: sigma^2 (1 + a^T P^-1 a), a the row of H^-1 X and sigma^2 the variance of the
         residuals: of a target at the nodes `evaluate`, if the model is right.  Infinite (NaN where
         the residuals are 0) for fewer training nodes than features without a ridge.
-    influence_ : array (len(evaluate), n_train)
-        After ``fit(..., loo="influence")``: how much the output of each node of `evaluate` follows
-        the target of each training node.  The model without node i has the outputs
-        ``outputs_ + influence_[:, [i]] * (loo_[i] - Y[i])``, Y its target (zeros and a one for
-        classes), which `herta_gpu.conformal.JackknifePlus` makes sets of.
     spectrum_ : Spectrum or None
         What is known of the preconditioned Hessian; ``kappa`` bounds its condition number.
     stages_ : dict of stage to seconds
@@ -249,7 +244,7 @@ class HERTA(Model):
         stages: Stages | None = None,
         evaluate: Any = None,
         sample_weight: Any = None,
-        loo: bool | str = False,
+        loo: bool = False,
         warm_start: HERTA | None = None,
     ) -> HERTA:
         """Train on the nodes `train` (ids, a mask, or None: all labelled ones).
@@ -282,10 +277,9 @@ class HERTA(Model):
         sample_weight : array (n,), optional
             Weights of the nodes in the loss; only those of training nodes count, and a node of
             weight 0 is none.
-        loo : bool or "influence"
+        loo : bool
             Leave-one-out with the fit, for loss="mse" (and strategy="direct"): `loo_`,
-            `leverage_`, and `variance_` of the nodes `evaluate`.  "influence": `influence_` of
-            these nodes as well, an array of (len(evaluate), n_train).
+            `leverage_`, and `variance_` of the nodes `evaluate`.
         warm_start : HERTA, optional
             A fitted model of the same features and outputs, as after edges or nodes were added.
             Its weights are where training starts.  Its P, if it was not read from a file, takes
@@ -298,8 +292,8 @@ class HERTA(Model):
         backend = shared(backend, graph)
         if not backend.whole:
             _check_split_by_nodes(settings, backend)
-        check_choice("loo", loo, (False, True, "influence"))
-        settings = _leaving_out(settings, loo == "influence") if loo else settings
+        check_choice("loo", loo, (False, True))
+        settings = _leaving_out(settings) if loo else settings
         X, targets = self._checked_data(graph, X, y, train, backend, sample_weight)
         settings = replace(settings, ridge=settings.ridge / targets.unit)
         self.device_ = Decision("device", backend.name, why)
@@ -385,8 +379,6 @@ class HERTA(Model):
         if made.left_out is None:
             return
         self.loo_, self.leverage_ = made.left_out.outputs, made.left_out.leverage
-        if made.influence is not None:
-            self.influence_ = made.influence
         if made.spread is not None:
             noise = unit * made.left_out.noise
             self.variance_ = (1 + made.spread / unit)[:, None] * noise
@@ -421,14 +413,14 @@ def _check_helpers(callback: Any, checkpoint: Any, stages: Any) -> None:
         raise TypeError(f"stages must be a Stages, not {type(stages).__name__}.")
 
 
-def _leaving_out(settings: Settings, influence: bool) -> Settings:
-    """Settings of a fit with leave-one-out, and with what each target does to other nodes."""
+def _leaving_out(settings: Settings) -> Settings:
+    """Settings of a fit with leave-one-out."""
     if settings.label_folds:
         raise ValueError(
             "Leave-one-out is not valid with label features, which hold the label left out: "
             "choose on validation nodes."
         )
-    return replace(settings.with_loo(), influence=influence)
+    return settings.with_loo()
 
 
 def _check_split_by_nodes(settings: Settings, backend: Backend) -> None:

@@ -17,17 +17,11 @@ the rows (weighted and centred as the loss sees them), and N N^T = I - U U^T (le
 there is an intercept), 1 - h is the diagonal of N N^T.  A row that others determine misses y_i by
 (N N^T Y)_i / (N N^T)_ii; one that adds a direction of its own (h = 1), as all do where the rows are
 independent, by (G^+ Y)_i / (G^+)_ii: both are limits of the formula above as the ridge goes to 0.
-
-Outputs are linear in the targets, F_x = sum over i of B_xi Y_i, and the model without row i is the
-one whose target there is its own output.  So the outputs of all these models follow from B:
-
-    F_x without i  =  F_x - B_xi (what the model without row i misses y_i by).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,51 +84,6 @@ def spread(problem: StoredProblem, Q: Array) -> Any:
     if loss.intercept:
         found = found + 1 / loss.total(problem.Q.shape[0])
     return problem.backend.to_numpy(found)  # synchronize!
-
-
-def influence(problem: StoredProblem, Q: Array) -> Any:
-    """(k, n_train) B: how the outputs of k rows of Q follow each target, on the host."""
-    backend, xp, loss = problem.backend, problem.backend.xp, problem.loss
-    few = problem.Q.shape[0] < problem.Q.shape[1]
-    if few and problem.ridge == 0:
-        through = _through_smallest_weights(problem)
-    elif few or problem.P.inner.slack > _SLACK:
-        through = _through_rows(problem)
-    else:
-        through = _through_P(problem)
-    found = np.empty((Q.shape[0], problem.Q.shape[0]))
-    for i in range(0, Q.shape[0], _ROWS):
-        part = Q[i : i + _ROWS].astype("float64")
-        part = part if problem.mean is None else part - problem.mean
-        found[i : i + _ROWS] = backend.to_numpy(through(part))  # synchronize!
-    if loss.intercept:
-        count = problem.Q.shape[0]
-        share = loss.weighted(xp.ones((count, 1)))[:, 0] / loss.total(count)
-        found += backend.to_numpy(share)  # synchronize!
-    return found
-
-
-def _through_P(problem: StoredProblem) -> Callable[[Array], Array]:
-    """Rows q of others -> q P^-1 Q^T W."""
-    backend, xp, inner = problem.backend, problem.backend.xp, problem.P.inner
-    B = inner.half_T(xp.ascontiguousarray(problem.loss.weighted(problem.Q).T))
-    return lambda Q: backend.matmul(inner.half_T(xp.ascontiguousarray(Q.T)).T, B)
-
-
-def _through_rows(problem: StoredProblem) -> Callable[[Array], Array]:
-    """The same from G, whose border for an intercept is left to the mean: rows are centred."""
-    backend, basis = problem.backend, problem.basis
-    A, count = basis.rows(problem.Q), problem.Q.shape[0]
-    inverse = problem.backend.xp.linalg.inv(_bordered(problem, A))[:, :count]
-    turned = backend.matmul(A.T, inverse[:count])
-    return lambda Q: backend.matmul(basis.rows(Q), turned)
-
-
-def _through_smallest_weights(problem: StoredProblem) -> Callable[[Array], Array]:
-    U, s, Vt, root = _seen_rows(problem)
-    half = (U / s).T if root is None else (U / s).T * root
-    backend = problem.backend
-    return lambda Q: backend.matmul(backend.matmul(Q, Vt.T), half)
 
 
 def _from_P(problem: StoredProblem, u: Array) -> tuple[Array, Array]:

@@ -356,8 +356,6 @@ class Model(Estimator):
         """Say how to get what only some fits leave."""
         if name in ("loo_", "leverage_", "variance_"):
             raise AttributeError(f"There is no {name}: fit with loo=True (and strategy direct).")
-        if name == "influence_":
-            raise AttributeError('There is no influence_: fit with loo="influence" and evaluate.')
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def _fitted(self) -> Self:

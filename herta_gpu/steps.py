@@ -15,7 +15,7 @@ from herta_gpu.blockwise import Guess, trained
 from herta_gpu.diffusion import Recall
 from herta_gpu.direct import Proof, StoredProblem
 from herta_gpu.iterations import RegularizedLaplacian
-from herta_gpu.leave_one_out import LeftOut, influence, left_out, spread
+from herta_gpu.leave_one_out import LeftOut, left_out, spread
 from herta_gpu.losses import LOSSES
 from herta_gpu.planning.costs import Sizes, old_P_pays
 from herta_gpu.planning.plan import (
@@ -83,7 +83,6 @@ class Made:
     changes: list[Decision]  # what turned out otherwise than planned
     left_out: LeftOut | None = None  # leave-one-out, where that was asked for
     spread: Any = None  # (len(evaluate),) a^T P^-1 a of the nodes beside
-    influence: Any = None  # (len(evaluate), n_train) what each target does to their outputs
 
     def outputs(self, W: Array) -> Any:
         """The outputs of W on the rows of Q that were kept for evaluation, on the host."""
@@ -199,7 +198,7 @@ def on_stored_rows(
             u = made.P.basis.coordinates(problem.basis.weights(u))
     W = problem.basis.weights(u)
     if settings.loo:
-        made = _without_each(made, problem, u, settings.influence)
+        made = _without_each(made, problem, u)
     # Rows from which nothing follows for MSE, so alike they are, do not make it unprovable.
     weak = loss.quadratic and run.certificate.kind in ("none", "nonnegative")
     unproven = run.status == "stagnated" or (weak and not made.P.fragile)
@@ -226,14 +225,13 @@ def at_zero(
     return made, run.at_zero()
 
 
-def _without_each(made: Made, problem: StoredProblem, u: Array, wanted: bool) -> Made:
-    """With leave-one-out, and what is `wanted` of the rows outside training, if any are there."""
+def _without_each(made: Made, problem: StoredProblem, u: Array) -> Made:
+    """With leave-one-out, and the spread of the rows outside training, if any are there."""
     others = None if made.P.diffusion is None else made.P.diffusion.others
     made = replace(made, left_out=left_out(problem, u))
     if others is None:
         return made
-    followed = influence(problem, others) if wanted and others.shape[0] else None
-    return replace(made, spread=spread(problem, others), influence=followed)
+    return replace(made, spread=spread(problem, others))
 
 
 def _lowered(

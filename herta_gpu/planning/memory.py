@@ -350,6 +350,4 @@ def _left_out(sizes: Sizes, settings: Settings) -> int:
         found += 2 * d * min(n_train, _LEFT_OUT_ROWS)
     else:
         found += 3 * n_train**2 + (3 if settings.ridge == 0 else 1) * n_train * d
-    if settings.influence and sizes.beside:
-        found += sizes.beside * n_train + n_train * d
     return 8 * found

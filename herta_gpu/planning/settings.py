@@ -66,7 +66,6 @@ class Settings:
     weighted: bool = False  # by class
     old_P: bool = False  # P is that of another model, from a warm start
     loo: bool = False  # leave-one-out is wanted: stored rows, solved for tightly
-    influence: bool = False  # and what each target does to the outputs of nodes outside training
 
     @classmethod
     def of(cls, params: Mapping[str, Any]) -> Settings:
