@@ -47,13 +47,11 @@ from herta_gpu.plumbing.validation import (
 from herta_gpu.preconditioner import made_anew
 from herta_gpu.steps import (
     Made,
-    Previous,
     at_zero,
     on_stored_rows,
     preconditioned,
     sampled,
     start,
-    with_old_P,
 )
 from herta_gpu.training import Training
 from herta_gpu.unfolded import UnfoldedMap
@@ -282,9 +280,8 @@ class HERTA(Model):
             `leverage_`, and `variance_` of the nodes `evaluate`.
         warm_start : HERTA, optional
             A fitted model of the same features and outputs, as after edges or nodes were added.
-            Its weights are where training starts.  Its P, if it was not read from a file, takes
-            the place of another one where that saves products with H (strategy "auto" or "herta"):
-            the certificate is that of the new problem all the same.
+            Its weights are where training starts, unless the problem's own P gives a start
+            already (loss="mse" with the strategy "herta").
         """
         _check_helpers(callback, checkpoint, stages)
         _check_previous(warm_start, checkpoint)
@@ -311,8 +308,7 @@ class HERTA(Model):
             budget = settings.budget(backend.memory_everywhere())
             sizes = sizes_of(H, X, targets, settings, budget, beside.size)
             width = settings.features(X.shape[1], targets.Y.shape[1])
-            previous = _previous(warm_start, width, targets, backend)
-            settings = with_old_P(H, sizes, settings, previous)
+            W_start = _starting_weights(warm_start, width, targets, backend)
             plan = make_plan(H, sizes, settings, budget, reordered=graph is not given)
             self.plan_ = plan  # a fit that is interrupted leaves what it was about to do
             backend.same(plan, "plan")
@@ -339,7 +335,7 @@ class HERTA(Model):
         # Blocks of Q hold the rows of these nodes, too: those made for others are not read.
         made_for = plan.identity + nodes_key(beside)
         recall = made_anew if checkpoint is None else checkpoint.on(backend, made_for)
-        made = preconditioned(plan, settings, H_tilde, A, Y, others, stages, recall, previous)
+        made = preconditioned(plan, settings, H_tilde, A, Y, others, stages, recall)
         # for t = 1..T: u <- X P' w - y_hat, two solves, g <- P' X^T u'', w <- w - eta g
         run = Training(
             settings, made.recipe, backend, Y, made.P, made.spectrum,
@@ -350,9 +346,9 @@ class HERTA(Model):
             if run.nothing_to_learn:
                 made, W = at_zero(run, plan, made, settings, A, Y, recall)
             elif plan.stored:  # one tight Q instead of two solves per step
-                made, W = on_stored_rows(run, plan, made, settings, A, Y, recall, previous)
+                made, W = on_stored_rows(run, plan, made, settings, A, Y, recall, W_start)
             else:
-                w, Z = start(run, plan, settings, made.P, A, budget, previous)
+                w, Z = start(run, plan, settings, made.P, A, budget, W_start)
                 # Output: W = P^-1/2 w, not w: the loop ran in preconditioned coordinates.
                 W = trained(run, A, Y, w, plan.outputs, recall, Z)
 
@@ -360,7 +356,6 @@ class HERTA(Model):
         self.intercept_, self.train_ = run.constants(), targets.nodes
         self.labels_ = np.asarray(targets.Y) if extra is not None else None
         self._keep_evaluated(made, W if beside.size > 0 else None, targets.unit)
-        self._P = made.P.bare()  # for a warm start; no file keeps it
         self.classes_, self._flat = targets.classes, targets.flat
         self.history_, self.certificate_, self.status_ = run.result()
         self.warm_history_, self.changes_ = run.warm_history, made.changes
@@ -459,8 +454,10 @@ def _check_previous(previous: Any, checkpoint: Any) -> None:
         raise ValueError("A checkpoint has weights of its own: leave out warm_start.")
 
 
-def _previous(model: HERTA | None, d: int, targets: Targets, backend: Backend) -> Previous | None:
-    """Weights and P of a fitted model, or a sentence that says why they do not fit."""
+def _starting_weights(
+    model: HERTA | None, d: int, targets: Targets, backend: Backend
+) -> Array | None:
+    """The weights of a fitted model, or a sentence that says why they do not fit."""
     if model is None:
         return None
     shape, classes = (d, targets.Y.shape[1]), targets.classes
@@ -471,9 +468,7 @@ def _previous(model: HERTA | None, d: int, targets: Targets, backend: Backend) -
     of = [() if names is None else tuple(names.tolist()) for names in (classes, model.classes_)]
     if of[0] != of[1]:
         raise ValueError("warm_start was fitted to other classes than y has.")
-    P = model.__dict__.get("_P")
-    usable = P is not None and P.made_on == backend.name
-    return Previous(backend.asarray(model.W_), P if usable else None)
+    return backend.asarray(model.W_)
 
 
 def _bound(targets: Targets, settings: Settings, backend: Backend) -> Loss:

@@ -348,10 +348,6 @@ class Model(Estimator):
         """The device for these data, if the parameters are right and it is there."""
         return backend_for(self._settings().device, graph, X)
 
-    def __getstate__(self) -> dict[str, Any]:
-        """All but what belongs to this process: the factor of P for a warm start."""
-        return {name: value for name, value in vars(self).items() if name != "_P"}
-
     def __getattr__(self, name: str) -> Any:
         """Say how to get what only some fits leave."""
         if name in ("loo_", "leverage_", "variance_"):

@@ -65,19 +65,6 @@ class Preconditioner:
     Q_all: Array | None = None  # Q on all rows, kept for the certificate
     Z_start: Array | None = None  # Q W at w_start, on all rows: training starts close to Z
 
-    made_on: str = ""  # the device, of one that outlives its fit
-
-    def bare(self) -> Preconditioner | None:
-        """The factor alone, for another fit; None if it is not one of a whole P."""
-        if self.gram is None or self.damped or self.factor.rank < self.features:
-            return None
-        if self.inner.slack == math.inf or not math.isfinite(self.factor.size):
-            return None
-        return replace(
-            self, gram=None, basis=None, rows=None, left=None, diffusion=None, Q_all=None,
-            Z_start=None, Q_error=math.inf, Q_rounding=math.inf, made_on=self.gram.backend.name,
-        )  # fmt: skip
-
     @property
     def fragile(self) -> bool:
         """Whether the coordinates amplify small errors of the solves beyond what is watched."""

@@ -17,7 +17,6 @@ from herta_gpu.direct import Proof, StoredProblem
 from herta_gpu.iterations import RegularizedLaplacian
 from herta_gpu.leave_one_out import LeftOut, left_out, spread
 from herta_gpu.losses import LOSSES
-from herta_gpu.planning.costs import Sizes, old_P_pays
 from herta_gpu.planning.plan import (
     Chosen,
     Decision,
@@ -53,27 +52,6 @@ def sampled(
 
 
 @dataclass(frozen=True)
-class Previous:
-    """What a fitted model of nearly the same problem leaves to this one."""
-
-    W: Array
-    P: Preconditioner | None  # its factor alone; None if there is none
-
-
-def with_old_P(
-    H: RegularizedLaplacian, sizes: Sizes, settings: Settings, previous: Previous | None
-) -> Settings:
-    """Settings with the strategy "herta" where P is that of another model, as that is cheaper."""
-    if previous is None or previous.P is None or settings.several or settings.loo:
-        return settings
-    if settings.strategy == "direct" or settings.custom_P or not settings.precondition:
-        return settings
-    if not old_P_pays(H, sizes, settings):
-        return settings
-    return replace(settings, strategy="herta", old_P=True)
-
-
-@dataclass(frozen=True)
 class Made:
     """P, what is known of the Hessian in its coordinates, and how P came about in the end."""
 
@@ -103,7 +81,6 @@ def preconditioned(
     beside: Array,
     stages: Stages,
     recall: Recall,
-    previous: Previous | None = None,
 ) -> Made:
     """P^-1/2 and bounds of the Hessian it leaves; without any, Q is solved tighter once."""
     recipe = plan.recipe
@@ -111,8 +88,6 @@ def preconditioned(
     if not settings.precondition:
         none = no_preconditioner(A.H.backend, A.X.shape[1], Y.shape[1])
         return Made(none, None, recipe, changes)
-    if settings.old_P and previous is not None and previous.P is not None:
-        return _of_previous(plan, settings, A, previous, stages)
     while True:
         with stages("preconditioner"):
             tell = stages.progress("Q", "columns")
@@ -132,21 +107,6 @@ def preconditioned(
         changes.append(why)
 
 
-def _of_previous(
-    plan: Plan, settings: Settings, A: UnfoldedMap, previous: Previous, stages: Stages
-) -> Made:
-    """P of a model of nearly the same problem: what it is worth for this one is measured.
-
-    With a ridge nothing need be known of it: the duality gap does not ask for P.
-    """
-    assert previous.P is not None
-    P = replace(previous.P, w_start=previous.P.factor.unhalf(previous.W))
-    with stages("spectrum"):
-        kind = "none" if settings.ridge > 0 else "spectral-probabilistic"
-        spectrum = _spectrum(kind, P, A, settings)
-    return Made(P, spectrum, plan.recipe, [])
-
-
 def _spectrum(kind: str, P: Preconditioner, A: UnfoldedMap, settings: Settings) -> Spectrum | None:
     """Bounds of the Hessian that P leaves; one that is not the same everywhere has none."""
     if not LOSSES[settings.loss].quadratic:
@@ -162,7 +122,7 @@ def on_stored_rows(
     A: UnfoldedMap,
     Y: Array,
     recall: Recall,
-    previous: Previous | None = None,
+    W_start: Array | None = None,
 ) -> tuple[Made, Array]:
     """W from the stored rows of Q, solved for more tightly while that helps to prove it.
 
@@ -176,8 +136,8 @@ def on_stored_rows(
         problem.host = get_backend("cpu") if plan.on_host else None
         return problem
 
-    if previous is not None and made.P.basis is not None and not plan.look:
-        u = made.P.basis.coordinates(previous.W)
+    if W_start is not None and made.P.basis is not None and not plan.look:
+        u = made.P.basis.coordinates(W_start)
     if plan.look:
         problem = posed(made.P)
         W = problem.basis.weights(problem.minimised(settings.tol, None, steps, run.warm))
@@ -282,12 +242,12 @@ def start(
     P: Preconditioner,
     A: UnfoldedMap,
     budget: int,
-    previous: Previous | None = None,
+    W_start: Array | None = None,
 ) -> tuple[Array, Guess | None]:
     """Where the loop starts, and what is known of Z there: a cheaper model may go first."""
-    if previous is not None and (settings.old_P or not LOSSES[settings.loss].quadratic):
-        return P.factor.unhalf(previous.W), None
-    warm = LOSSES[settings.loss].quadratic
+    warm = LOSSES[settings.loss].quadratic and settings.precondition  # P solves least squares
+    if W_start is not None and not warm:
+        return P.factor.unhalf(W_start), None
     w = P.w_start if warm else A.H.backend.xp.zeros_like(P.w_start)
     if plan.strategy == "direct" and P.rows is not None:
         rows = P.rows if P.basis is None else P.basis.rows(P.rows)

@@ -46,7 +46,6 @@ _ALIKE = 1 / 30  # smallest singular value of columns of norm 1, as on bags of w
 _ROUNDED, _SINGLE = 0.3, np.finfo(np.float32)  # share of a goal that float32 rows may take
 _CE_GOAL = 1e-4  # cross entropy: times sqrt(tol ridge)
 _OUTER_STEPS = 1  # steps of CG from the warm start, as on nearly every real graph tried
-_OLD_P_STEPS = 4  # steps of CG where P is that of a graph with some edges less
 _CE_EVALUATIONS = 40  # cross entropy and its gradient, so many times
 
 
@@ -229,22 +228,6 @@ def strategy_costs(H: RegularizedLaplacian, sizes: Sizes, settings: Settings) ->
     rough = chebyshev_degree(H, Q_tolerance(H, sizes, settings, "herta"))
     herta = _columns(sizes, rough) + evaluations * _evaluation(H, sizes)
     return {"herta": herta + dense, "direct": dense + min(direct_costs(H, sizes, settings))}
-
-
-def old_P_pays(H: RegularizedLaplacian, sizes: Sizes, settings: Settings) -> bool:
-    """Whether a few more steps with another model's P need fewer products than a P of its own.
-
-    Not whether they are faster: on a small graph nothing takes long, on a large one products do.
-    """
-    quadratic = LOSSES[settings.loss].quadratic
-    steps = _OLD_P_STEPS if quadratic else 2 * _OLD_P_STEPS
-    columns = 2 * sizes.c * (1 + steps) * _CG_STEP / _CHEBYSHEV_STEP
-    columns += 40 if quadratic and settings.ridge == 0 else 0  # Lanczos
-    cost = strategy_costs(H, sizes, settings)
-    direct = settings.strategy == "auto" and cost["direct"] < cost["herta"]
-    tol = Q_goal(H, sizes, settings, True) if direct else Q_tolerance(H, sizes, settings, "herta")
-    own = min(sizes.d, sizes.n_train) * chebyshev_degree(H, tol)
-    return columns * chebyshev_degree(H, 1e-4) < own
 
 
 def direct_costs(H: RegularizedLaplacian, sizes: Sizes, settings: Settings) -> tuple[float, float]:

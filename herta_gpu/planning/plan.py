@@ -144,7 +144,7 @@ def make_plan(
         strategy.decision,
         samples.decision,
         *_layout_decisions(layout, sizes, stored),
-        _OLD_P if settings.old_P else _Q_decision(recipe),
+        _Q_decision(recipe),
         Decision("certificate", layout.certificate, _CERTIFICATE_WHY[layout.certificate]),
         _memory_decision(layout, budget),
     ]
@@ -276,9 +276,6 @@ def _layout_decisions(layout: Layout, sizes: Sizes, stored: bool) -> list[Decisi
     return told
 
 
-_OLD_P = Decision("Q", "none", "P is that of the model that training starts from")
-
-
 def _Q_decision(recipe: Recipe) -> Decision:
     if recipe.by_rows:
         return Decision("Q", "H^-1 M^T (fewer train rows than features)", "solves with CG")
@@ -304,8 +301,6 @@ def _strategies(settings: Settings, cost: dict[str, float]) -> list[Chosen]:
         return [chosen("herta", "precondition=False: standard training")]
     if settings.several:
         return [chosen("direct", f"{len(settings.lams)} blocks of features, on stored rows")]
-    if settings.old_P:
-        return [chosen("herta", "the P of another model is cheaper than one of its own")]
     if settings.strategy != "auto":
         return [chosen(settings.strategy, "as asked")]
     if settings.custom_P:
@@ -419,9 +414,6 @@ def _certificate(
     stored: bool,
 ) -> str:
     """The kind of certificate to try first."""
-    if settings.old_P:
-        quadratic = LOSSES[settings.loss].quadratic
-        return "duality" if settings.ridge > 0 else _unproven(quadratic)
     if stored and LOSSES[settings.loss].quadratic and not by_rows:
         return "residual"
     unseen = by_rows or (sizes.n_train < sizes.d and settings.ridge == 0)

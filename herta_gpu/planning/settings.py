@@ -64,7 +64,6 @@ class Settings:
     fit_intercept: bool = False
     label_folds: int = 0  # 0: labels are no features
     weighted: bool = False  # by class
-    old_P: bool = False  # P is that of another model, from a warm start
     loo: bool = False  # leave-one-out is wanted: stored rows, solved for tightly
 
     @classmethod

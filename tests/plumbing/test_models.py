@@ -40,8 +40,7 @@ def test_everything_that_a_fit_leaves_comes_back(kind, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
     again = HERTA.load(str(tmp_path / "model"))
     arrays = ("W_", "classes_", "intercept_", "train_")
-    assert set(vars(again)) == set(vars(model)) - {"_P"}  # for a warm start in memory
-    del model._P
+    assert set(vars(again)) == set(vars(model))
     for name, value in vars(model).items():
         if name not in arrays and name != "dtype":
             assert getattr(again, name) == value, name
