@@ -7,14 +7,21 @@ conditioned.  `grams` makes them from Q^T Q.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from herta_gpu.backends.base import Array, Backend, norm
 
-_UNIT = 0.5 * float(np.finfo(np.float64).eps)  # what one operation rounds
+_EPS = float(np.finfo(np.float64).eps)
+_UNIT = 0.5 * _EPS  # what one operation rounds
+_TINY = 1e-300  # nothing is known of the smallest eigenvalue
+NOT_FINITE = (
+    "Products of the features are beyond the range of float64: multiply columns of X, y or the "
+    "weights so that they are about 1."
+)
 
 
 class Factor(Protocol):
@@ -393,3 +400,92 @@ class Composed(_Around):
 
     def amplified(self, sizes: Array) -> float:
         return self.inner.amplified(self.backend.matmul(abs(self.C0).T, sizes[:, None])[:, 0])
+
+
+class Lifted(NamedTuple):
+    """L L^T = P + added I."""
+
+    L: Array
+    added: float  # 0 where P has a factor as it is
+    smallest: float  # a bound below the eigenvalues of P + added I; 0 where none was asked for
+
+
+def safe_cholesky(
+    backend: Backend, P: Array, first: float = 0.0, proven: bool = False
+) -> Lifted | None:
+    """A Cholesky factor of P, which is overwritten by P + added I where rounding hides it.
+
+    Parameters
+    ----------
+    backend : Backend
+    P : (d, d) array
+        Symmetric, without a negative eigenvalue but for rounding.
+    first : float
+        What is added before the first try.
+    proven : bool
+        Whether a bound of the smallest eigenvalue is wanted, too: more is added until there is one.
+
+    Returns
+    -------
+    Lifted, or None where P is not finite or no such matrix: then more than its trace would be
+    needed, and it has no factor at all.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from herta_gpu.backends import get_backend
+    >>> P = np.ones((3, 3)) - 1e-16
+    >>> L, added, _ = safe_cholesky(get_backend("cpu"), P, proven=True)
+    >>> 0 < added < 1e-13, bool(abs(L @ L.T - P).max() < 1e-15)
+    (True, True)
+    """
+    d, trace = P.shape[0], float(P.diagonal().sum())  # synchronize!
+    if not 0 < trace < math.inf:
+        return None
+    diagonal, added, more = backend.xp.arange(d), first, 4 * (d + 2) * _EPS * trace
+    if first:
+        P[diagonal, diagonal] += first
+    while added <= trace + first:
+        L = backend.cholesky(P)
+        smallest = smallest_eigenvalue(backend, P, L) if proven and L is not None else 0.0
+        if L is not None and (smallest > _TINY or not proven):
+            return Lifted(L, added, smallest)
+        P[diagonal, diagonal] += more
+        added, more = added + more, 4 * more
+    return None
+
+
+def smallest_eigenvalue(backend: Backend, P: Array, L: Array) -> float:
+    """A number that is proven to be below all eigenvalues of P = L L^T.
+
+    The proof is a Cholesky factor of P minus that multiple of I.  Inverse iteration says which
+    multiple to try.
+    """
+
+    def inverse(v: Array) -> Array:
+        return backend.solve_triangular(L, backend.solve_triangular(L, v), trans=True)
+
+    d, size = P.shape[0], growth(backend.xp, inverse, P.shape[0], 6)
+    # float64 finds no factor of a matrix that is indefinite by more than this.
+    rounding = (d + 2) * _EPS * float(P.diagonal().sum())  # synchronize!
+    bound = 0.5 / size if np.isfinite(size) and size > 0 else 0.0
+    diagonal = backend.xp.arange(d)
+    while bound > rounding:
+        shifted = P.copy()
+        shifted[diagonal, diagonal] -= bound
+        if backend.cholesky(shifted) is not None:
+            return bound - rounding
+        bound /= 4
+    return _TINY
+
+
+def growth(xp: Any, multiply: Callable[[Array], Array], d: int, steps: int) -> float:
+    """By how much `multiply` stretches a vector after so many steps; the host waits once."""
+    # No structure of P is likely to be orthogonal to these.
+    v = xp.asarray(np.random.default_rng(0).standard_normal((d, 1)))
+    v = v / xp.linalg.norm(v)
+    for _ in range(steps):
+        v = multiply(v)
+        size = xp.linalg.norm(v)
+        v = v / xp.where(size > 0, size, 1.0)
+    return float(size)  # synchronize!

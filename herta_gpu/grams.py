@@ -14,14 +14,14 @@ entropy.  Three rules keep certificates true:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
 from herta_gpu.backends.base import Array, Backend
 from herta_gpu.factors import (
+    NOT_FINITE,
     Cholesky,
     Eigen,
     Factor,
@@ -30,12 +30,14 @@ from herta_gpu.factors import (
     RowSpace,
     Scaled,
     Spanned,
+    growth,
+    safe_cholesky,
+    smallest_eigenvalue,
 )
 
 RANK_CUT = 1e-12  # eigenvalues of P below this share of the largest are rounding, not data
 ROW_CUT = 1e-9  # singular values of A below this share of the largest are left over by the solves
 DAMPING = 1e-7  # share of the largest eigenvalue added when Q has too few rows to span the features
-_TINY = 1e-300  # nothing is known of the smallest eigenvalue
 _EPS = float(np.finfo(np.float64).eps)
 _PLAIN_RIDGE = 1e-6  # share of the largest eigenvalue from which on Q Q^T is exact enough
 _LEAST_RIDGE = 1e-20  # share of the largest eigenvalue below which a ridge drowns in rounding
@@ -63,6 +65,8 @@ class DenseGram:
     def factor(self, curvature: float, ridge: float, symmetric: bool) -> Factor:
         xp, d = self.backend.xp, self.QtQ.shape[0]
         P = curvature * self.QtQ
+        if not math.isfinite(float(P.diagonal().sum())):  # synchronize!
+            raise ValueError(NOT_FINITE)
         if ridge == 0:
             # Columns of X C0 have norm 1: what is small is barely seen by the training rows.
             return self._cut(P, symmetric)
@@ -80,17 +84,12 @@ class DenseGram:
 
     def _whole_triangle(self, P: Array) -> Factor:
         """A Cholesky factor of P, which has a unit diagonal; what rounding hides is lifted."""
-        backend, d = self.backend, P.shape[0]
-        diagonal, added, more = backend.xp.arange(d), 0.0, 4 * (d + 2) * d * _EPS
-        while True:
-            L = backend.cholesky(P)
-            smallest = _TINY if L is None else smallest_eigenvalue(backend, P, L)
-            if L is not None and smallest > _TINY:
-                break
-            P[diagonal, diagonal] += more
-            added, more = added + more, 4 * more
+        lifted = safe_cholesky(self.backend, P, proven=True)
+        if lifted is None:
+            raise ValueError(NOT_FINITE)
+        L, added, smallest = lifted
         slack = math.inf if added else self._slack(P, smallest)
-        return Cholesky(backend, L, smallest, slack, _lifted_note(added))
+        return Cholesky(self.backend, L, smallest, slack, _lifted_note(added))
 
     def _whole_root(self, P: Array) -> Factor:
         """The symmetric root of P, which has a unit diagonal; no eigenvalue is cut here either."""
@@ -223,42 +222,6 @@ def _lifted_note(added: float) -> str:
     return f"P lifted by {added:.1g}: features as good as dependent" if added else ""
 
 
-def smallest_eigenvalue(backend: Backend, P: Array, L: Array) -> float:
-    """A number that is proven to be below all eigenvalues of P = L L^T.
-
-    The proof is a Cholesky factor of P minus that multiple of I.  Inverse iteration says which
-    multiple to try.
-    """
-
-    def inverse(v: Array) -> Array:
-        return backend.solve_triangular(L, backend.solve_triangular(L, v), trans=True)
-
-    d, size = P.shape[0], _growth(backend.xp, inverse, P.shape[0], 6)
-    # float64 finds no factor of a matrix that is indefinite by more than this.
-    rounding = (d + 2) * _EPS * float(P.diagonal().sum())  # synchronize!
-    bound = 0.5 / size if np.isfinite(size) and size > 0 else 0.0
-    diagonal = backend.xp.arange(d)
-    while bound > rounding:
-        shifted = P.copy()
-        shifted[diagonal, diagonal] -= bound
-        if backend.cholesky(shifted) is not None:
-            return bound - rounding
-        bound /= 4
-    return _TINY
-
-
 def _largest_eigenvalue(backend: Backend, P: Array) -> float:
     """Power iteration; a few per cent are enough to scale the damping."""
-    return _growth(backend.xp, lambda v: backend.matmul(P, v), P.shape[0], 20) or 1.0
-
-
-def _growth(xp: Any, multiply: Callable[[Array], Array], d: int, steps: int) -> float:
-    """By how much `multiply` stretches a vector after so many steps; the host waits once."""
-    # No structure of P is likely to be orthogonal to these.
-    v = xp.asarray(np.random.default_rng(0).standard_normal((d, 1)))
-    v = v / xp.linalg.norm(v)
-    for _ in range(steps):
-        v = multiply(v)
-        size = xp.linalg.norm(v)
-        v = v / xp.where(size > 0, size, 1.0)
-    return float(size)  # synchronize!
+    return growth(backend.xp, lambda v: backend.matmul(P, v), P.shape[0], 20) or 1.0

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from herta_gpu.backends.base import Array, Backend
-from herta_gpu.factors import Cholesky, Factor, Identity, Scaled
+from herta_gpu.factors import Cholesky, Factor, Identity, Scaled, safe_cholesky
 from herta_gpu.grams import DenseGram
 
 _CHUNK_BYTES = 16 << 20  # rows of A that are weighted at a time
@@ -365,20 +365,15 @@ def factor_of(
     if ridge == 0:
         cut = DenseGram(backend, P, xp.ones(r), damped=False).factor(1.0, 0.0, False)
         return Scaled(scale, cut), cut.slack < 0.1
-    diagonal, added, more = xp.arange(r), 0.0, 4 * (r + 2) * r * _UNIT
-    L = backend.cholesky(P)
-    while L is None and added < 1:  # a unit diagonal: more than that hides nothing but NaN
-        P[diagonal, diagonal] += more
-        added, more = added + more, 4 * more
-        L = backend.cholesky(P)
-    if L is None:
+    lifted = safe_cholesky(backend, P)
+    if lifted is None:
         return Scaled(scale, Identity(r)), False
-    found = Cholesky(backend, L, 0.0, 0.0)
+    found = Cholesky(backend, lifted.L, 0.0, 0.0)
     if measured:
         # Inverse iteration is right to some per cent; half of what it says is below.
         grown = _growth(xp, lambda v: found.half_T(found.half(v)), r)
         found.smallest = 0.5 / (grown or 1.0)
-    return Scaled(scale, found), added == 0
+    return Scaled(scale, found), lifted.added == 0
 
 
 def spectral_norm(backend: Backend, M: Array) -> float:

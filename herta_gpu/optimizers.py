@@ -7,13 +7,12 @@ Where the columns of W are independent problems (MSE) the scalars below are one 
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Callable
 from typing import Any, Protocol
 
 from herta_gpu.backends.base import Array, Backend
-from herta_gpu.factors import Factor
+from herta_gpu.factors import Factor, safe_cholesky
 from herta_gpu.losses import Loss
 from herta_gpu.planning.settings import OPTIMIZER_NAMES
 
@@ -208,14 +207,11 @@ class Newton:
     def direction(self, w: Array, g: Array) -> Array:
         xp, (r, c) = self.backend.xp, w.shape
         hessian = self._hessian(self.backend.matmul(self.B, w), r, c)
-        diagonal = xp.arange(r * c)
         lift = 1e-14 * float(hessian.diagonal().sum())  # synchronize!
-        L = None
-        while L is None and 0 < lift < math.inf:  # rounding may leave it a little indefinite
-            hessian[diagonal, diagonal] += lift
-            L, lift = self.backend.cholesky(hessian), 100 * lift
-        if L is None:  # rows whose class is beyond doubt have no curvature left
+        lifted = safe_cholesky(self.backend, hessian, first=lift)
+        if lifted is None:  # rows whose class is beyond doubt have no curvature left
             return -self.loss.centred(xp, g)
+        L = lifted.L
         rhs = xp.ascontiguousarray(g.T).reshape(r * c, 1)
         found = self.backend.solve_triangular(L, self.backend.solve_triangular(L, rhs), trans=True)
         return -self.loss.centred(xp, xp.ascontiguousarray(found.reshape(c, r).T))

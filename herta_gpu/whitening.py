@@ -20,9 +20,15 @@ import numpy as np
 
 from herta_gpu.backends.base import Array, norm
 from herta_gpu.dense import Metric
-from herta_gpu.factors import Composed, Factor, Scaled
+from herta_gpu.factors import (
+    NOT_FINITE,
+    Composed,
+    Factor,
+    Scaled,
+    safe_cholesky,
+    smallest_eigenvalue,
+)
 from herta_gpu.features import Features
-from herta_gpu.grams import smallest_eigenvalue
 
 DEPENDENT = 1e-10  # what a combination of unit columns must leave to count as a direction
 _EPS = float(np.finfo(np.float64).eps)
@@ -272,12 +278,12 @@ def whitened(X: Features, cut: bool) -> Whitened:
     G *= scale[:, None] * scale  # each entry keeps its digits, whatever the units
     G[at, at] = xp.where(X.column_norms > 0, G[at, at], 1.0)  # an empty column is no direction
     L = backend.cholesky(G)
-    smallest = 0.0 if L is None else smallest_eigenvalue(backend, G, L)
-    shift = 0.0 if smallest > _PLAIN else 16 * (d + 2) * d * _EPS
-    if shift:
-        G[at, at] += shift
-        L = backend.cholesky(G)
-    assert L is not None  # the shift is far above what rounding can hide
+    smallest, shift = 0.0 if L is None else smallest_eigenvalue(backend, G, L), 0.0
+    if not smallest > _PLAIN:
+        lifted = safe_cholesky(backend, G, first=16 * (d + 2) * d * _EPS)
+        if lifted is None:
+            raise ValueError(NOT_FINITE)
+        L, shift, _ = lifted
     C, K = scale[:, None] * backend.solve_triangular(L, xp.eye(d), trans=True), L / scale[:, None]
     # What the Gram matrix and its factor have lost to rounding, seen from the smallest eigenvalue.
     lost = X.sum_rounding + (d + 6) * _EPS

@@ -3,8 +3,12 @@
 import numpy as np
 import pytest
 
+from herta_gpu.backends import get_backend
 from herta_gpu.backends.cpu.reference import CPUBackend
-from herta_gpu.grams import DenseGram, LowRankGram, smallest_eigenvalue
+from herta_gpu.factors import safe_cholesky, smallest_eigenvalue
+from herta_gpu.grams import DenseGram, LowRankGram
+from herta_gpu.hessians import factor_of
+from tests.cupy_standin import installed
 
 CPU = CPUBackend()
 
@@ -73,3 +77,54 @@ def test_a_matrix_as_good_as_singular_claims_nothing():
     P = q @ q.T + 1e-14 * np.eye(20)
     L = np.linalg.cholesky(P + 1e-13 * np.eye(20))
     assert smallest_eigenvalue(CPU, P, L) < 1e-200
+
+
+@pytest.mark.parametrize("at", [(0, 0), (3, 3), (5, 5), (4, 1), (5, 0)])
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("device", ["cpu-scipy", "cpu", "cuda"])
+def test_numbers_that_are_none_have_no_factor_on_any_backend(device, bad, at):
+    with installed():  # the stand-in for CuPy
+        backend = get_backend(device)
+        P = 2 * np.eye(6)
+        P[at] = P[at[::-1]] = bad
+        assert backend.cholesky(backend.asarray(P)) is None
+        assert safe_cholesky(backend, backend.asarray(P)) is None
+        assert safe_cholesky(backend, backend.asarray(P), first=1.0, proven=True) is None
+        assert backend.cholesky(backend.asarray(2 * np.eye(6))) is not None
+
+
+@pytest.mark.parametrize("lowest", [1e-3, 0.0, -1e-15, -1e-6])
+@pytest.mark.parametrize("proven", [True, False])
+def test_a_lifted_factor_says_what_was_added_and_proves_what_it_claims(lowest, proven):
+    V = np.linalg.qr(np.random.default_rng(1).standard_normal((30, 30)))[0]
+    P = (V * np.append(lowest, np.geomspace(1e-2, 1.0, 29))) @ V.T
+    P = (P + P.T) / 2
+    given = P.copy()
+    L, added, smallest = safe_cholesky(CPU, P, proven=proven)
+    np.testing.assert_allclose(L @ L.T, given + added * np.eye(30), atol=1e-14)
+    np.testing.assert_allclose(P, given + added * np.eye(30), atol=1e-15)
+    assert (added > 0) == (lowest < 0 or (proven and lowest == 0))
+    assert added <= 5 * max(-lowest, 1e-12)
+    assert (0 < smallest <= np.linalg.eigvalsh(P)[0]) if proven else smallest == 0
+
+
+def test_no_lift_goes_on_for_ever():
+    """A matrix that no lift below its trace mends is none that a Gram matrix can be."""
+    assert safe_cholesky(CPU, np.array([[1.0, 9.0], [9.0, 1.0]])) is None
+    assert safe_cholesky(CPU, np.zeros((2, 2))) is None
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_gram_matrix_that_is_not_finite_ends_in_a_sentence(bad):
+    """It was lifted for ever; and a Hessian of NaN had a factor that was called exact."""
+    QtQ = np.eye(4)
+    QtQ[2, 1] = QtQ[1, 2] = QtQ[2, 2] = bad
+    for ridge, symmetric in ((0.1, False), (0.1, True), (0.0, False), (0.0, True)):
+        with pytest.raises(ValueError, match=r"beyond the range of float64.*about 1\.$"):
+            DenseGram(CPU, QtQ, np.ones(4), damped=False).factor(1.0, ridge, symmetric)
+    QtQ[2, 2] = 1.0
+    with pytest.raises(ValueError, match=r"beyond the range of float64.*about 1\.$"):
+        DenseGram(CPU, QtQ, np.ones(4), damped=False).factor(1.0, 0.1, False)
+    factor, exact = factor_of(CPU, QtQ.copy(), 0.1)
+    assert not exact
+    assert np.isfinite(factor.half(np.ones((4, 1)))).all()

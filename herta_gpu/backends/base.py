@@ -11,6 +11,7 @@ counters, so the same seed gives the same numbers on every backend, whatever the
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
@@ -309,7 +310,14 @@ class Backend(ABC):
         """C^-1 B (or C^-T B) for a lower triangular C."""
 
     def cholesky(self, P: Array) -> Array | None:
-        """L of P = L L^T, or None where there is none."""
+        """L of P = L L^T, or None where there is none: NaN and infinity are no factor."""
+        L = self._triangle(P)
+        # Whatever is not finite in a row of P, or arises there, reaches the diagonal of L.
+        finite = L is not None and math.isfinite(float(L.diagonal().sum()))  # synchronize!
+        return L if finite else None
+
+    def _triangle(self, P: Array) -> Array | None:
+        """L as the library gives it; None where it says that there is none."""
         try:
             return self.xp.linalg.cholesky(P)
         except LinAlgError:

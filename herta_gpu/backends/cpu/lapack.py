@@ -50,7 +50,7 @@ def add_gram(G: Any, A: Any) -> None:
 
 
 def cholesky(P: Any) -> Any | None:
-    """L of P = L L^T, or None where there is none."""
+    """L of P = L L^T, or None where LAPACK says that there is none; NaN gives NaN."""
     U, failed = lapack.dpotrf(P.T, lower=0, clean=1)
     return None if failed else U.T
 

@@ -119,7 +119,7 @@ class CPUBackend(Backend):
     def solve_triangular(self, C: Array, B: Array, trans: bool = False) -> Array:
         return lapack.solve_triangular(C, B, trans)
 
-    def cholesky(self, P: Array) -> Array | None:
+    def _triangle(self, P: Array) -> Array | None:
         return lapack.cholesky(P)
 
     def pivoted_cholesky(self, P: Array, cut: float) -> tuple[Array, Array]:

@@ -194,7 +194,7 @@ class CUDABackend(Backend):
             return cupy.empty(B.shape, dtype=C.dtype)
         return solve_triangular(C, B, trans="T" if trans else "N", lower=True)
 
-    def cholesky(self, P: Array) -> Array | None:
+    def _triangle(self, P: Array) -> Array | None:
         # By default CuPy does not look whether the factorisation went through.
         try:
             with cupyx.errstate(linalg="raise"):  # synchronize!
