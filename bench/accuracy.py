@@ -28,7 +28,7 @@ from herta_gpu.app.metrics import evaluate
 from herta_gpu.app.results import Candidate
 from herta_gpu.app.tune import tune
 from herta_gpu.datasets import Dataset, load
-from herta_gpu.label_features import label_features
+from herta_gpu.more.label_features import label_features
 
 COUNTS = {"amazon-computers": 3, "pubmed": 3, "amazon-photo": 5, "cora": 5}
 SPLITS = {name: range(1001, 1001 + count) for name, count in COUNTS.items()}  # seeds

@@ -19,7 +19,7 @@ from common import QUICK, Results
 
 from herta_gpu import HERTA, diffusion
 from herta_gpu.datasets import load
-from herta_gpu.iterations import chebyshev, chebyshev_error
+from herta_gpu.laplacian import chebyshev, chebyshev_error
 from herta_gpu.solver import SDDSolver
 
 N, SHARE, TOL = 4_000 if QUICK else 20_000, 0.02, 1e-6

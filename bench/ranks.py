@@ -37,7 +37,7 @@ from herta_gpu import HERTA, Graph
 from herta_gpu.backends import backend_for
 from herta_gpu.backends.cpu import compiled
 from herta_gpu.datasets import load
-from herta_gpu.iterations import RegularizedLaplacian
+from herta_gpu.laplacian import RegularizedLaplacian
 from herta_gpu.planning.cards import Card, step_bytes
 from herta_gpu.planning.costs import Sizes
 from herta_gpu.planning.split import assumed_cut

@@ -21,7 +21,7 @@ from common import Results, random_power_law
 
 import herta_gpu.backends.cpu.compiled as fast
 from herta_gpu import HERTA
-from herta_gpu.iterations import RegularizedLaplacian
+from herta_gpu.laplacian import RegularizedLaplacian
 
 D, C, DEGREE, LAM, TOL = 32, 8, 20, 1.0, 1e-4
 

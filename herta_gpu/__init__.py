@@ -6,7 +6,7 @@ The ground floor is the paper; every other concern has a room with a name.
                      those of its steps that may take more than one try, `model` what a model
                      says before its fit and after it
     sparsifier       Algorithm 2: scores, sampling, L_tilde
-    solver           SDDSolver; `iterations` has H = I + lam L, block CG and Chebyshev
+    solver           SDDSolver; `laplacian` has H = I + lam L, block CG and Chebyshev
     preconditioner   Q, its sketch and P; `grams` factors it, `factors` has the forms of P^-1/2
     unfolded         Z*(W) and its gradient through two solves; `prediction` has the outputs of a
                      fitted model, a block of columns at a time
@@ -27,10 +27,8 @@ The strategy "direct", which needs no array of n x d or n x c numbers, in the or
 
 More from the same solver, each in a module of its own:
 
-    labels           LabelPropagation: H^-1 M^T Y, with an error bound of every number
-    smoothing        CorrectAndSmooth, after any base model
-    sweep            H_lam^-1 B for several lam from one sequence of products
-    label_features   labels of other folds as features, so that no label speaks for itself
+    more/            LabelPropagation (labels), CorrectAndSmooth (smoothing), labels of other folds
+                     as features (label_features), several lam from one sequence of products (sweep)
     conformal        prediction sets that hold the truth with a stated probability
 
 What other libraries' users know it by:
@@ -55,16 +53,18 @@ if TYPE_CHECKING:
     from herta_gpu.certificate import Certificate
     from herta_gpu.graph import Graph
     from herta_gpu.herta import HERTA
-    from herta_gpu.labels import LabelPropagation
+    from herta_gpu.more.label_features import label_features
+    from herta_gpu.more.labels import LabelPropagation
+    from herta_gpu.more.smoothing import CorrectAndSmooth
     from herta_gpu.plumbing.checkpoint import Checkpoint
     from herta_gpu.sklearn import NodeClassifier, NodeRegressor
-    from herta_gpu.smoothing import CorrectAndSmooth
     from herta_gpu.solver import SDDSolver
     from herta_gpu.sparsifier import Sparsifier, effective_dimension
 
 __all__ = [
     "HERTA", "Certificate", "Checkpoint", "CorrectAndSmooth", "Graph", "LabelPropagation",
     "NodeClassifier", "NodeRegressor", "SDDSolver", "Sparsifier", "effective_dimension",
+    "label_features",
 ]  # fmt: skip
 __version__ = "0.1.0"
 
@@ -72,7 +72,8 @@ _HOMES = {
     "HERTA": "herta", "Certificate": "certificate", "Graph": "graph", "SDDSolver": "solver",
     "Sparsifier": "sparsifier", "effective_dimension": "sparsifier",
     "Checkpoint": "plumbing.checkpoint", "NodeClassifier": "sklearn", "NodeRegressor": "sklearn",
-    "LabelPropagation": "labels", "CorrectAndSmooth": "smoothing",
+    "LabelPropagation": "more.labels", "CorrectAndSmooth": "more.smoothing",
+    "label_features": "more.label_features",
 }  # fmt: skip
 
 

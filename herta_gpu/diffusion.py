@@ -23,7 +23,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from herta_gpu.backends.base import Array, Backend
-from herta_gpu.iterations import (
+from herta_gpu.laplacian import (
     RegularizedLaplacian,
     chebyshev,
     chebyshev_degree,

@@ -21,7 +21,7 @@ from herta_gpu.blockwise import trained
 from herta_gpu.bundles import takes_bundles
 from herta_gpu.features import Features
 from herta_gpu.graph import Graph
-from herta_gpu.iterations import BLOCK_WIDTH, RegularizedLaplacian, block_width
+from herta_gpu.laplacian import BLOCK_WIDTH, RegularizedLaplacian, block_width
 from herta_gpu.losses import LOSSES, Loss
 from herta_gpu.model import Model, labels_as_features, on_its_device, stored_rows
 from herta_gpu.planning.costs import sizes_of, stored_order
@@ -131,7 +131,7 @@ class HERTA(Model):
         be diffused, and H^-1 1 is not 1.
     label_features : int or bool
         Folds (True: 5) of features that the labels of the training nodes make, for lam 1, 5, 20
-        and 100, cross-fitted so that no label speaks for itself (`herta_gpu.label_features`).
+        and 100, cross-fitted so that no label speaks for itself (`herta_gpu.more.label_features`).
         They stand beside the diffused X, as the last rows of `W_`.  0: none.
     class_weight : dict or "balanced", optional
         Weights of the rows of each class in the loss; "balanced": as much of each class.

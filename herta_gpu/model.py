@@ -17,8 +17,8 @@ from herta_gpu.bundles import takes_bundles
 from herta_gpu.certificate import Certificate
 from herta_gpu.features import Features
 from herta_gpu.graph import Graph, check_graph
-from herta_gpu.iterations import RegularizedLaplacian
-from herta_gpu.label_features import column_error, cross_fitted
+from herta_gpu.laplacian import RegularizedLaplacian
+from herta_gpu.more.label_features import column_error, cross_fitted
 from herta_gpu.planning.cards import Card
 from herta_gpu.planning.costs import Outline, Sizes, row_copies
 from herta_gpu.planning.memory import outputs_at_once

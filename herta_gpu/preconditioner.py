@@ -20,7 +20,7 @@ from herta_gpu.diffusion import Arrays, Diffusion, Recall, Workspace, silent
 from herta_gpu.factors import Factor, Identity, Spanned
 from herta_gpu.features import Features, in_float64
 from herta_gpu.grams import RANK_CUT, DenseGram, Gram, LowRankGram, RowSpaceGram
-from herta_gpu.iterations import (
+from herta_gpu.laplacian import (
     RegularizedLaplacian,
     block_cg,
     chebyshev,

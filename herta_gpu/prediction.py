@@ -16,7 +16,7 @@ import numpy as np
 
 from herta_gpu.backends.base import Array
 from herta_gpu.features import Features
-from herta_gpu.iterations import RegularizedLaplacian, block_cg
+from herta_gpu.laplacian import RegularizedLaplacian, block_cg
 from herta_gpu.plumbing.files import new_file
 
 TOL = 1e-6  # relative H-norm error of every output

@@ -21,7 +21,7 @@ from herta_gpu.dense import Metric
 from herta_gpu.diffusion import Diffusion, Recall
 from herta_gpu.factors import Factor
 from herta_gpu.features import Features
-from herta_gpu.iterations import RegularizedLaplacian
+from herta_gpu.laplacian import RegularizedLaplacian
 from herta_gpu.plumbing.stages import Tell
 from herta_gpu.whitening import Basis, Units
 

@@ -23,7 +23,7 @@ import scipy.sparse as sp
 from herta_gpu.backends import backend_of_rows
 from herta_gpu.backends.base import Array
 from herta_gpu.graph import Graph, check_graph
-from herta_gpu.iterations import (
+from herta_gpu.laplacian import (
     MARGIN,
     RANGE,
     RegularizedLaplacian,

@@ -15,7 +15,7 @@ import numpy as np
 from herta_gpu.backends import backend_of_rows, get_backend
 from herta_gpu.backends.base import Array, Backend
 from herta_gpu.graph import Graph, check_graph, check_whole
-from herta_gpu.iterations import RegularizedLaplacian, block_cg, block_width
+from herta_gpu.laplacian import RegularizedLaplacian, block_cg, block_width
 from herta_gpu.plumbing.building import edge_keys
 from herta_gpu.plumbing.estimator import Estimator
 from herta_gpu.plumbing.validation import (

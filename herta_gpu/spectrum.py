@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from herta_gpu.backends.base import Array, Backend, norm
-from herta_gpu.iterations import block_cg
+from herta_gpu.laplacian import block_cg
 from herta_gpu.preconditioner import Preconditioner, gram, residual_norms
 from herta_gpu.unfolded import UnfoldedMap
 

@@ -14,7 +14,7 @@ from herta_gpu.backends.base import Array
 from herta_gpu.blockwise import Guess, trained
 from herta_gpu.diffusion import Recall
 from herta_gpu.direct import Proof, StoredProblem
-from herta_gpu.iterations import RegularizedLaplacian
+from herta_gpu.laplacian import RegularizedLaplacian
 from herta_gpu.leave_one_out import LeftOut, left_out, spread
 from herta_gpu.losses import LOSSES
 from herta_gpu.planning.plan import (

@@ -57,7 +57,7 @@ except ImportError as error:
 from herta_gpu.backends import get_backend
 from herta_gpu.backends.base import Array, Backend
 from herta_gpu.graph import Graph, check_graph
-from herta_gpu.iterations import (
+from herta_gpu.laplacian import (
     RegularizedLaplacian,
     block_cg,
     chebyshev,

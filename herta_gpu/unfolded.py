@@ -18,7 +18,7 @@ from herta_gpu.backends.base import Array, Backend, norm
 from herta_gpu.factors import Factor
 from herta_gpu.features import Features
 from herta_gpu.graph import Graph
-from herta_gpu.iterations import RegularizedLaplacian, block_cg
+from herta_gpu.laplacian import RegularizedLaplacian, block_cg
 from herta_gpu.losses import LOSSES, Loss
 
 _UNIT = 0.5 * float(np.finfo(np.float64).eps)  # what one operation rounds

@@ -11,7 +11,7 @@ import pytest
 from herta_gpu import HERTA, Graph
 from herta_gpu.backends import get_backend
 from herta_gpu.features import Features
-from herta_gpu.iterations import RegularizedLaplacian
+from herta_gpu.laplacian import RegularizedLaplacian
 from herta_gpu.prediction import TOL, Outputs
 from tests.conftest import dense_H, random_graph
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from herta_gpu import Graph, SDDSolver
 from herta_gpu.backends import get_backend
 from herta_gpu.backends.cpu.reference import CPUBackend
-from herta_gpu.iterations import (
+from herta_gpu.laplacian import (
     RegularizedLaplacian,
     block_cg,
     chebyshev,

@@ -13,7 +13,7 @@ import pytest
 
 from herta_gpu import Graph
 from herta_gpu.backends import get_backend
-from herta_gpu.iterations import RegularizedLaplacian, chebyshev_error
+from herta_gpu.laplacian import RegularizedLaplacian, chebyshev_error
 from tests.conftest import dense_H, random_graph
 from tests.cuda_emulator import compiler
 

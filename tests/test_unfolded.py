@@ -10,7 +10,7 @@ import pytest
 from herta_gpu.backends import get_backend
 from herta_gpu.factors import Identity
 from herta_gpu.features import Features
-from herta_gpu.iterations import RegularizedLaplacian
+from herta_gpu.laplacian import RegularizedLaplacian
 from herta_gpu.losses import LOSSES
 from herta_gpu.unfolded import DenseMap, Problem, UnfoldedMap
 from tests.conftest import dense_H, random_graph

@@ -12,10 +12,10 @@ from herta_gpu import backends, datasets
 from herta_gpu.app.results import FitResult, evaluated
 from herta_gpu.datasets import Dataset
 from herta_gpu.herta import HERTA
+from herta_gpu.more.smoothing import CorrectAndSmooth
 from herta_gpu.plumbing.checkpoint import Checkpoint
 from herta_gpu.plumbing.stages import Stages
 from herta_gpu.plumbing.validation import check_rows
-from herta_gpu.smoothing import CorrectAndSmooth
 
 PARAMETERS = tuple(HERTA._defaults())  # each parameter of the estimator is an option
 

@@ -17,7 +17,7 @@ from herta_gpu.backends import get_backend
 from herta_gpu.datasets import DataSizes
 from herta_gpu.graph import Graph
 from herta_gpu.herta import HERTA
-from herta_gpu.iterations import column_bytes
+from herta_gpu.laplacian import column_bytes
 from herta_gpu.planning.cards import Card, moved
 from herta_gpu.planning.plan import Plan
 from herta_gpu.planning.split import assumptions, chosen, splits

@@ -20,9 +20,9 @@ from herta_gpu.app.text import Rows, bytes_text, counted, table
 from herta_gpu.certificate import Certificate
 from herta_gpu.datasets import Dataset
 from herta_gpu.herta import HERTA
+from herta_gpu.more.smoothing import CorrectAndSmooth
 from herta_gpu.plumbing.plain import check_entries, to_plain
 from herta_gpu.plumbing.stages import SHORTEST, Stages
-from herta_gpu.smoothing import CorrectAndSmooth
 
 try:
     import resource

@@ -25,9 +25,9 @@ from herta_gpu.app.sharing import Sharing
 from herta_gpu.backends import backend_for
 from herta_gpu.datasets import Dataset, load, writes_first
 from herta_gpu.herta import HERTA
+from herta_gpu.more.smoothing import CorrectAndSmooth
 from herta_gpu.plumbing.stages import Stages
 from herta_gpu.plumbing.validation import memory_budget
-from herta_gpu.smoothing import CorrectAndSmooth
 
 _REPEAT = "config.json beside this page holds all that is needed to repeat the run."
 

@@ -26,14 +26,14 @@ from herta_gpu.app.text import table
 from herta_gpu.app.train import train
 from herta_gpu.backends import get_backend
 from herta_gpu.datasets import Dataset
-from herta_gpu.iterations import BLOCK_WIDTH, RegularizedLaplacian
-from herta_gpu.label_features import label_features
+from herta_gpu.laplacian import BLOCK_WIDTH, RegularizedLaplacian
+from herta_gpu.more.label_features import label_features
+from herta_gpu.more.smoothing import CorrectAndSmooth, enlarged, softmax
+from herta_gpu.more.sweep import all_rows
 from herta_gpu.planning.settings import strengths
 from herta_gpu.plumbing.estimator import Targets, make_targets
 from herta_gpu.plumbing.stages import Stages
 from herta_gpu.plumbing.validation import check_choice, check_ridge, check_rows, memory_budget
-from herta_gpu.smoothing import CorrectAndSmooth, enlarged, softmax
-from herta_gpu.sweep import all_rows
 
 LAMS = (1.0, 5.0, 10.0, 20.0, 50.0)
 RIDGES = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0)

@@ -17,7 +17,7 @@ import scipy.sparse as sp
 from herta_gpu.backends.base import Backend
 from herta_gpu.features import bytes_held, has_hidden_columns
 from herta_gpu.graph import Graph
-from herta_gpu.iterations import BLOCK_WIDTH, RegularizedLaplacian, chebyshev_degree
+from herta_gpu.laplacian import BLOCK_WIDTH, RegularizedLaplacian, chebyshev_degree
 from herta_gpu.losses import LOSSES
 from herta_gpu.planning.settings import Settings
 from herta_gpu.plumbing.estimator import Targets

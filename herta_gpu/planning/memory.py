@@ -11,12 +11,12 @@ import numpy as np
 from herta_gpu.backends.base import Backend
 from herta_gpu.features import bytes_held, chunk_bytes
 from herta_gpu.graph import Graph
-from herta_gpu.iterations import BLOCK_WIDTH, block_width, column_bytes
+from herta_gpu.laplacian import BLOCK_WIDTH, block_width, column_bytes
 from herta_gpu.losses import LOSSES
+from herta_gpu.more.sweep import TOGETHER
 from herta_gpu.planning.costs import Sizes
 from herta_gpu.planning.settings import LABEL_LAMS, LABEL_WIDTH, Settings
 from herta_gpu.plumbing.validation import BudgetError
-from herta_gpu.sweep import TOGETHER
 
 BETA = 1.0 / 64.0  # Algorithm 1; with K = C = 1 its sample sizes exceed m and n on real graphs
 SKETCH_ROWS_PER_COLUMN = 16  # measured: condition number about 2.7 after preconditioning

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from herta_gpu.iterations import BLOCK_WIDTH, RegularizedLaplacian, chebyshev_degree
+from herta_gpu.laplacian import BLOCK_WIDTH, RegularizedLaplacian, chebyshev_degree
 from herta_gpu.losses import LOSSES
 from herta_gpu.optimizers import NEWTON_SIZE
 from herta_gpu.planning.costs import (

@@ -14,7 +14,7 @@ from herta_gpu.app.search import Directions, rows_for_each
 from herta_gpu.app.tune import tune
 from herta_gpu.backends import get_backend
 from herta_gpu.datasets import Dataset, load
-from herta_gpu.sweep import Series
+from herta_gpu.more.sweep import Series
 from tests.conftest import dense_H, problem, random_graph
 
 SHARED = os.environ.get("HERTA_DATA", "")

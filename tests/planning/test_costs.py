@@ -11,7 +11,7 @@ import pytest
 import scipy.sparse as sp
 
 from herta_gpu.backends import get_backend
-from herta_gpu.iterations import RegularizedLaplacian, chebyshev_degree, chebyshev_error
+from herta_gpu.laplacian import RegularizedLaplacian, chebyshev_degree, chebyshev_error
 from herta_gpu.planning.costs import (
     EXACT_TOL,
     Outline,

@@ -26,7 +26,7 @@ from herta_gpu.backends import backend_for
 from herta_gpu.backends.ranks import ranks_of
 from herta_gpu.backends.ranks.communicator import FEW
 from herta_gpu.datasets import Dataset
-from herta_gpu.iterations import RegularizedLaplacian, block_cg, chebyshev
+from herta_gpu.laplacian import RegularizedLaplacian, block_cg, chebyshev
 from herta_gpu.plumbing.partition import rows_moved
 
 COMM = MPI.COMM_WORLD

@@ -17,7 +17,7 @@ from herta_gpu.backends import backend_for
 from herta_gpu.backends.ranks import ranks_of
 from herta_gpu.backends.ranks.communicator import FEW
 from herta_gpu.backends.ranks.nccl import GROUP, Nccl, nccl_of
-from herta_gpu.iterations import RegularizedLaplacian, block_cg, chebyshev
+from herta_gpu.laplacian import RegularizedLaplacian, block_cg, chebyshev
 from tests import cupy_standin
 from tests.backends.ranks.checks import COMM, RANK, SIZE, main, raises
 from tests.cuda_emulator import EmulatorError

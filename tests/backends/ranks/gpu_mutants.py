@@ -16,7 +16,7 @@ import numpy as np
 
 from herta_gpu.backends import backend_for
 from herta_gpu.backends.ranks import nccl, ranks_of
-from herta_gpu.iterations import RegularizedLaplacian, block_cg, chebyshev
+from herta_gpu.laplacian import RegularizedLaplacian, block_cg, chebyshev
 from tests import cupy_standin
 from tests.backends.ranks.checks import COMM, RANK, SIZE
 from tests.backends.ranks.gpu_checks import LAM, N, data, dense_H, part_of

@@ -18,7 +18,7 @@ from herta_gpu.backends import backend_for
 from herta_gpu.backends.ranks import GraphPart, Ranks, ranks_of
 from herta_gpu.backends.ranks.nodes import NodesBackend
 from herta_gpu.backends.ranks.parts import Halo
-from herta_gpu.iterations import RegularizedLaplacian, block_cg
+from herta_gpu.laplacian import RegularizedLaplacian, block_cg
 from herta_gpu.unfolded import UnfoldedMap
 from tests.backends.ranks.checks import COMM, RANK, N, data, parts
 from tests.backends.ranks.node_checks import shared_folder

@@ -7,8 +7,8 @@ import pytest
 
 from herta_gpu import HERTA, CorrectAndSmooth, Graph
 from herta_gpu.backends import get_backend
-from herta_gpu.iterations import RegularizedLaplacian
-from herta_gpu.smoothing import dirichlet
+from herta_gpu.laplacian import RegularizedLaplacian
+from herta_gpu.more.smoothing import dirichlet
 from tests.conftest import dense_H, problem
 
 
@@ -75,7 +75,7 @@ def test_a_node_on_the_edge_of_being_enlarged_is_within_the_bound_either_way():
     size = np.abs(np.linalg.solve(H, E))[2].sum()
     coarse = CorrectAndSmooth(1.0, 1.0, tol=1.0).fit(g, B, y, [0])
     assert coarse.on_the_edge_ == 0  # the ratio is about 10 here, not 1000
-    import herta_gpu.smoothing as module
+    import herta_gpu.more.smoothing as module
 
     before = module._MOST
     module._MOST = 1.0 / size  # sigma is 1: exactly on the edge

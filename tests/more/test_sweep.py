@@ -7,8 +7,8 @@ import pytest
 
 from herta_gpu import Graph
 from herta_gpu.backends import get_backend
-from herta_gpu.iterations import RegularizedLaplacian
-from herta_gpu.sweep import Series, chebyshev_basis, inverse_rows
+from herta_gpu.laplacian import RegularizedLaplacian
+from herta_gpu.more.sweep import Series, chebyshev_basis, inverse_rows
 from tests.conftest import dense_H, random_graph
 
 LAMS = [0.0, 0.3, 1.0, 20.0, 300.0]

@@ -22,7 +22,7 @@ import numpy as np
 import scipy.sparse as sp
 
 from herta_gpu.graph import Graph, check_whole
-from herta_gpu.iterations import RegularizedLaplacian
+from herta_gpu.laplacian import RegularizedLaplacian
 from herta_gpu.planning.settings import strength
 from herta_gpu.plumbing.estimator import (
     Estimator,

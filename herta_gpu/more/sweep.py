@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from herta_gpu.backends.base import Array
-from herta_gpu.iterations import RegularizedLaplacian
+from herta_gpu.laplacian import RegularizedLaplacian
 from herta_gpu.plumbing.stages import marked
 
 TOGETHER = 16  # products whose rows are added up together
@@ -102,8 +102,8 @@ def inverse_rows(
     >>> import numpy as np
     >>> from herta_gpu import Graph
     >>> from herta_gpu.backends import get_backend
-    >>> from herta_gpu.sweep import inverse_rows
-    >>> from herta_gpu.iterations import RegularizedLaplacian
+    >>> from herta_gpu.more.sweep import inverse_rows
+    >>> from herta_gpu.laplacian import RegularizedLaplacian
     >>> g = Graph.from_edges([[0, 1, 2], [1, 2, 3]])
     >>> H = RegularizedLaplacian(g, 1.0, get_backend("cpu"), "float64")
     >>> Z = inverse_rows(H, [0.0, 5.0], np.eye(4), None, 1e-10)

@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 
 from herta_gpu.graph import Graph, check_whole
-from herta_gpu.iterations import RegularizedLaplacian, chebyshev_degree, chebyshev_steps
-from herta_gpu.labels import NodeOutputs, carried, degrees, entry_bound, placed
+from herta_gpu.laplacian import RegularizedLaplacian, chebyshev_degree, chebyshev_steps
+from herta_gpu.more.labels import NodeOutputs, carried, degrees, entry_bound, placed
 from herta_gpu.plumbing.estimator import OneHot
 from herta_gpu.plumbing.validation import (
     as_labels,

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from sklearn.base import clone
 
 from herta_gpu import HERTA, CorrectAndSmooth, Graph, LabelPropagation, SDDSolver
-from herta_gpu.label_features import label_features
-from herta_gpu.labels import carried
+from herta_gpu.more.label_features import label_features
+from herta_gpu.more.labels import carried
 from herta_gpu.plumbing.files import DataError
 from tests.conftest import dense_H, problem, random_graph, shared
 

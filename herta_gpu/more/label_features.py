@@ -21,11 +21,11 @@ import numpy as np
 
 from herta_gpu.backends import get_backend
 from herta_gpu.graph import Graph, check_whole
-from herta_gpu.iterations import RegularizedLaplacian
+from herta_gpu.laplacian import RegularizedLaplacian
+from herta_gpu.more.sweep import Series, inverse_rows
 from herta_gpu.planning.settings import LABEL_FOLDS, LABEL_LAMS, LABEL_WIDTH
 from herta_gpu.plumbing.estimator import make_targets
 from herta_gpu.plumbing.validation import check_count, check_dtype, check_lam, check_positive
-from herta_gpu.sweep import Series, inverse_rows
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def label_features(
     --------
     >>> import numpy as np
     >>> from herta_gpu.datasets import load
-    >>> from herta_gpu.label_features import label_features
+    >>> from herta_gpu.more.label_features import label_features
     >>> data = load("digits")
     >>> found = label_features(data.graph, data.y, data.split["train"], lams=[5.0, 50.0])
     >>> found.columns.shape, found.folds[data.split["test"]].max(), found.error < 0.05

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from herta_gpu import HERTA, Graph, LabelPropagation
-from herta_gpu.label_features import label_features
+from herta_gpu.more.label_features import label_features
 from herta_gpu.planning.settings import LABEL_LAMS
 from tests.conftest import dense_H, least_squares, minimum, problem
 

@@ -1,0 +1,1 @@
+"""Models that follow from the same solver: labels, Correct and Smooth, label features."""
