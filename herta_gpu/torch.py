@@ -42,6 +42,7 @@ the environment before PyTorch is loaded, can halve the time of a step.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -71,6 +72,8 @@ from herta_gpu.plumbing.validation import check_choice, check_lam, check_positiv
 _HALVES = (torch.bfloat16, torch.float16)
 _SOLVED = {torch.float32: "float32", torch.float64: "float64"}
 _CG_TRIES = 4  # CG aims lower as long as a column misses the bound
+_RANGE = 2.0**40  # columns whose largest entry is within this, or one over it, are not scaled
+_ROWS = 1 << 14  # at a time, where squares are added up
 
 
 class UnfoldedLayer(nn.Module):
@@ -93,9 +96,9 @@ class UnfoldedLayer(nn.Module):
     ----------
     error_ : float or None
         What is proven of the last forward pass, rounding included; above tol only where the
-        precision of F cannot hold tol.
+        precision of F cannot hold tol, infinite where a column of Z overflows or F has NaN.
     backward_error_ : float or None
-        The same of the last backward pass.
+        The same of dF = H^-1 dZ in the last backward pass.
 
     Notes
     -----
@@ -133,7 +136,7 @@ class UnfoldedLayer(nn.Module):
         self.lam = lam
         _number(lam)
         self.tol, self.method = float(tol), method
-        self._inverse, self._errors = _Inverse(graph, self.tol, method), dict[str, float]()
+        self._inverse, self._errors = _Inverse(graph, self.tol, method), dict[str, Any]()
 
     @property
     def graph(self) -> Graph:
@@ -141,23 +144,26 @@ class UnfoldedLayer(nn.Module):
 
     @property
     def error_(self) -> float | None:
-        return self._errors.get("forward")
+        return self._error("forward")
 
     @property
     def backward_error_(self) -> float | None:
-        return self._errors.get("backward")
+        return self._error("backward")
+
+    def _error(self, which: str) -> float | None:
+        return float(self._errors[which]) if which in self._errors else None  # synchronize!
 
     @torch.compiler.disable
     def forward(self, F: Tensor) -> Tensor:
         """H^-1 F in the precision of F."""
         _check(F, self.graph.num_nodes)
         _number(self.lam)
-        wide = F.float() if F.dtype in _HALVES else F
+        wide = F if F.dtype in _SOLVED else _Converted.apply(F, torch.float32, self._errors, "")
         Z: Tensor = _Diffused.apply(wide, self.lam, self._inverse, self._errors, "forward")
         if Z.dtype == F.dtype or torch.is_autocast_enabled(F.device.type):
             return Z
-        self._errors["forward"] += 0.5 * torch.finfo(F.dtype).eps
-        return Z.to(F.dtype)
+        narrow: Tensor = _Converted.apply(Z, F.dtype, self._errors, "forward")
+        return narrow
 
     def extra_repr(self) -> str:
         n, lam = self.graph.num_nodes, _number(self.lam)
@@ -168,9 +174,7 @@ class _Diffused(torch.autograd.Function):
     """H^-1 F, whose derivatives are products with H^-1 and L again, so that they have their own."""
 
     @staticmethod
-    def forward(
-        F: Tensor, lam: Any, inverse: _Inverse, errors: dict[str, float], which: str
-    ) -> Any:
+    def forward(F: Tensor, lam: Any, inverse: _Inverse, errors: dict[str, Any], which: str) -> Any:
         Z, errors[which] = inverse.times(F, _number(lam))
         return Z
 
@@ -188,6 +192,31 @@ class _Diffused(torch.autograd.Function):
             return V, None, None, None, None
         dlam = -(V * _LaplacianTimes.apply(Z, ctx.inverse)).sum()
         return V, dlam.to(lam).reshape(lam.shape), None, None, None
+
+
+class _Converted(torch.autograd.Function):
+    """Z in another precision; what that changes is added to the error of the pass `which`.
+
+    The gradient goes back to the precision of Z: in the backward pass of a conversion to float32
+    it is dF that is rounded.
+    """
+
+    @staticmethod
+    def forward(Z: Tensor, dtype: torch.dtype, errors: dict[str, Any], which: str) -> Any:
+        if dtype in _SOLVED:
+            return Z.to(dtype)
+        found, moved = _rounded(Z, dtype)
+        errors[which] = _together(errors[which], moved)
+        return found
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        Z, _, ctx.errors, _ = inputs
+        ctx.dtype = Z.dtype
+
+    @staticmethod
+    def backward(ctx: Any, dZ: Tensor) -> Any:
+        return _Converted.apply(dZ, ctx.dtype, ctx.errors, "backward"), None, None, None
 
 
 class _LaplacianTimes(torch.autograd.Function):
@@ -220,15 +249,30 @@ class _Inverse:
     def __reduce__(self) -> Any:
         return _Inverse, (self.graph, self.tol, self.method)
 
-    def times(self, F: Tensor, lam: float) -> tuple[Tensor, float]:
-        """(H^-1 F, proven relative error of every column)."""
+    def times(self, F: Tensor, lam: float) -> tuple[Tensor, Any]:
+        """(H^-1 F in the precision of F, proven relative error of every column)."""
+        size = torch.maximum(F.amax(dim=0), -F.amin(dim=0))
+        usual = (size == 0) | ((size > 1 / _RANGE) & (size < _RANGE))
+        if bool(usual.all()):  # synchronize!
+            Z, error = self.solve(F, lam)
+            if Z.dtype == F.dtype:
+                return Z, error
+            Z, moved = _rounded(Z, F.dtype)
+            return Z, _together(error, moved)
+        # In units of a power of two nothing is rounded, and H^-1 is linear.
+        finite = size.isfinite()
+        power = torch.where(finite & ~usual, torch.frexp(size).exponent, 0)
+        Z, error = self.solve(_times_power(F, -power), lam)
+        Z, moved = _rounded(Z, F.dtype, power)
+        return Z, _together(error, moved) if bool(finite.all()) else math.inf
+
+    def solve(self, F: Tensor, lam: float) -> tuple[Tensor, float]:
+        """The same in float32 or float64, whichever was needed, for columns in usual units."""
         with _backend_of(F) as backend:
             H, B = self._H(backend, _SOLVED[F.dtype], lam), self._stored(F, backend)
             unit = 0.5 * float(np.finfo(H.dtype).eps)
             goal = max(self.tol - 2 * unit, 0.5 * self.tol)  # a float64 result is rounded at last
             Z, error = (_by_chebyshev if self.method == "chebyshev" else _by_cg)(H, B, goal)
-            if str(Z.dtype) != H.dtype:
-                Z, error = Z.astype(H.dtype), error * (1 + unit) + unit
             return self._tensor(Z, F, backend), error
 
     def laplacian_times(self, Z: Tensor) -> Tensor:
@@ -320,6 +364,37 @@ def _measured(H: RegularizedLaplacian, B: Array, Z: Array, residuals: Any) -> An
 
 
 # ---- tensors and numbers ---------------------------------------------------------------------
+
+
+def _rounded(Z: Tensor, dtype: torch.dtype, power: Any = None) -> tuple[Tensor, Tensor]:
+    """(Z 2^power in `dtype`, the largest relative change of a column by that: it is measured).
+
+    So what under- or overflows on the way counts as well.
+    """
+    found = (Z if power is None else _times_power(Z, power)).to(dtype)
+    back = found.to(Z.dtype)
+    back = back if power is None else _times_power(back, -power)
+    off, size = (_norms(A) for A in (back.sub_(Z), Z))
+    moved = torch.where(off == 0, 0.0, off / size).nan_to_num(math.inf, math.inf).reshape(-1)
+    # The norms are sums of n squares in float64.
+    return found, torch.cat([moved, moved.new_zeros(1)]).max() * (1 + 1e-6)
+
+
+def _norms(A: Tensor) -> Tensor:
+    squares: Any = sum(part.double().square_().sum(dim=0) for part in A.split(_ROWS))
+    return torch.sqrt(squares)
+
+
+def _together(error: Any, moved: Any) -> Any:
+    """The relative error after a further change, which is relative to what is off already."""
+    return error + moved * (1 + error)
+
+
+def _times_power(A: Tensor, power: Tensor) -> Tensor:
+    """A 2^power, column by column; in two steps, as 2^power may be beyond the range of A."""
+    half = torch.div(power, 2, rounding_mode="floor")
+    two = torch.full_like(half, 2, dtype=A.dtype)
+    return A * two**half * two ** (power - half)
 
 
 @contextmanager

@@ -62,6 +62,77 @@ def test_the_error_is_below_its_bound_forward_and_backward(method, dtype, lam, t
         assert max(layer.error_, layer.backward_error_) <= tol
 
 
+def in_units(A: Any) -> tuple[Any, Any]:
+    """Columns of a tensor in float64, each times a power of two that makes its largest entry 1."""
+    A = A.detach().double().numpy().astype(np.longdouble)
+    unit = np.exp2(np.floor(np.log2(np.maximum(np.abs(A).max(axis=0), np.longdouble(2) ** -1100))))
+    return (A / unit).astype(float), unit
+
+
+def worst(graph: Graph, lam: float, F: Any, Z: Any) -> float:
+    """The largest relative error of a column of Z = H^-1 F, where squares may not underflow."""
+    A, unit = in_units(F)
+    truth = np.linalg.solve(dense_H(graph, lam), A)
+    found = (Z.detach().double().numpy().astype(np.longdouble) / unit).astype(float)
+    off, size = (np.linalg.norm(a, axis=0) for a in (found - truth, truth))
+    return float(np.where(size > 0, off / np.where(size > 0, size, 1.0), off).max())
+
+
+# Powers of two: usual units, entries that are subnormal, results that vanish, the largest numbers.
+UNITS = {
+    torch.float16: [0, -12, -20, -24, 14, 15],
+    torch.bfloat16: [0, -120, -130, -133, 120, 127],
+    torch.float32: [0, -130, -145, -149, 100, 127],
+    torch.float64: [0, -1000, -1060, -1074, 600, 1023],
+}
+
+
+@pytest.mark.parametrize("method", ["chebyshev", "cg"])
+@pytest.mark.parametrize("dtype", list(UNITS))
+@pytest.mark.parametrize("tol", [1e-2, 1e-6])
+def test_the_bounds_hold_in_every_precision_unit_and_direction(method, dtype, tol):
+    """Rounding to the precision of F and of dF is counted, and so is what under- or overflows."""
+    n, lam = 60, 20.0
+    star = np.stack([np.zeros(n - 1, int), np.arange(1, n)])
+    for graph in (random_graph(n, 180, weighted=True), Graph.from_edges(star, n)):
+        for power in UNITS[dtype]:
+            layer = UnfoldedLayer(graph, lam, tol, method)
+            data = [block(n, 4, seed).clamp(-1.9, 1.9) for seed in range(3)]
+            data[1] = data[1].abs()  # at the hub of a star such columns add up
+            for A in data:
+                A[:, 1:] *= 2.0 ** (power // 2) * 2.0 ** (power - power // 2)
+            data[0][:, 2], data[1][:, 2] = 0.0, 1.0
+            F, G, C = (A.to(dtype) for A in data)
+            F, G = F.requires_grad_(), G.requires_grad_()
+            Z = layer(F)
+            claimed = layer.error_
+            (dF,) = torch.autograd.grad(Z, F, G, create_graph=True)
+            claimed_backward = layer.backward_error_
+            (dG,) = torch.autograd.grad(dF, G, C)
+            assert Z.dtype == dF.dtype == dG.dtype == dtype
+            slack = 1 + 1e-6
+            assert not worst(graph, lam, F, Z) > claimed * slack + 1e-15
+            assert not worst(graph, lam, G, dF) > claimed_backward * slack + 1e-15
+            assert not worst(graph, lam, C, dG) > layer.backward_error_ * slack + 1e-15
+            if power == 0:  # and they are no larger than they have to be
+                most = tol + torch.finfo(dtype).eps
+                assert max(claimed, claimed_backward, layer.backward_error_) <= most
+
+
+def test_a_result_that_overflows_or_is_none_has_no_bound():
+    n = 60
+    star = Graph.from_edges(np.stack([np.zeros(n - 1, int), np.arange(1, n)]), n)
+    layer, F = UnfoldedLayer(star, 1000.0), torch.full((n, 2), 6e4, dtype=torch.float16)
+    assert layer(F).isinf().any()
+    assert layer.error_ == float("inf")
+    F[0, 0] = float("nan")
+    for method in ("chebyshev", "cg"):
+        layer = UnfoldedLayer(star, 5.0, method=method)
+        with np.errstate(invalid="ignore"):
+            layer(F.float())
+        assert layer.error_ == float("inf")
+
+
 def test_a_tolerance_beyond_the_precision_is_said():
     graph = random_graph(100, 300)
     layer, F = UnfoldedLayer(graph, 20.0, tol=1e-9), block(100, 2, dtype=torch.float32)
@@ -331,9 +402,9 @@ def test_a_device_tensor_is_worked_on_where_it_is_and_on_its_stream(method, ledg
 
     monkeypatch.setattr(torch, "from_dlpack", from_dlpack)
     layer = UnfoldedLayer(graph, 5.0, method=method)
-    layer._inverse.times(DeviceTensor(there), 5.0)  # the graph goes up
+    layer._inverse.solve(DeviceTensor(there), 5.0)  # the graph goes up
     ledger.clear()
-    Z, error = layer._inverse.times(DeviceTensor(there), 5.0)
+    Z, error = layer._inverse.solve(DeviceTensor(there), 5.0)
     assert ledger.total("bytes_up") < there.nbytes  # F did not travel
     LZ = layer._inverse.laplacian_times(DeviceTensor(there))
     assert used == [True] * 3
@@ -344,4 +415,4 @@ def test_a_device_tensor_is_worked_on_where_it_is_and_on_its_stream(method, ledg
     elsewhere = DeviceTensor(there)
     elsewhere.device = SimpleNamespace(type="cuda", index=1)
     with pytest.raises(RuntimeError, match="on cuda:1, but herta_gpu works on cuda:0"):
-        layer._inverse.times(elsewhere, 5.0)
+        layer._inverse.solve(elsewhere, 5.0)
