@@ -7,6 +7,7 @@ R = X C0 - H Q, or found by Lanczos from a random start, which fails with a stat
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,8 @@ LANCZOS_STEPS = 20
 _MOST_STEPS = 80  # steps of Lanczos where fewer leave too little of a
 _LANCZOS_TOL = 1e-4
 _LANCZOS_LEAST_TOL = 1e-12
+_ENDED = 1e-12  # share of a product outside the space of a run that is rounding
+_EPS = float(np.finfo(np.float64).eps)
 _BLUR = 0.05  # movement of the Ritz values that makes tighter solves worth it
 _USEFUL = 0.02  # a below this makes the certificate too pessimistic to be worth having
 _PROVEN = 0.1  # below this it is worth measuring what rounding really did
@@ -183,13 +186,13 @@ def _norm_bound(S: Array, backend: Backend, enough: float = 0.0) -> float:
 def probabilistic_spectrum(
     P: Preconditioner, A: UnfoldedMap, ridge: float, seed: int
 ) -> Spectrum | None:
-    """Lanczos from a random start, with Kuczynski and Wozniakowski's bound on what it misses.
+    """Lanczos from random starts, with a bound of what each run misses.
 
-    When that bound leaves nothing, the Ritz values are returned as an estimate.
+    When those bounds leave nothing, the Ritz values are returned as an estimate.
 
-    Two processes share the solves: one on P^-1/2 (T + ridge) P^-1/2, one on the same without the
-    mask, whose largest eigenvalue is ||H^-1 X P^-1/2||^2.  Each of three events fails with
-    probability at most 1/(3n).
+    Two runs share the solves: one on P^-1/2 (T + ridge) P^-1/2, one on the same without the mask,
+    whose largest eigenvalue is ||H^-1 X P^-1/2||^2.  Each of three eigenvalues (the least and the
+    largest of the one, the largest of the other) is missed with probability at most 1/(3n).
     """
     if P.damped:
         return None
@@ -218,26 +221,66 @@ def _ritz_bounds(
 ) -> tuple[Spectrum, float] | None:
     """Bounds from Ritz values, and how far inexact products may have moved those."""
     n, rank = int(A.H.backend.total(A.H.n)), P.factor.rank
-    found = _two_lanczos(P, A, ridge, seed, tol, steps)
-    if found is None:
+    runs = _two_runs(P, A, ridge, seed, tol, steps)
+    if runs is None:
         return None
-    ritz, (r1, r2, r3), whole = found
-    steps = min(values.shape[0] for values in ritz)
-    miss = (math.log(1.648 * math.sqrt(rank) * 3 * n) / (2 * steps - 1)) ** 2
-    if whole:
-        miss = 0.0  # nothing is left outside: the Ritz values are the eigenvalues
-    low, top = float(ritz[0][0]), float(ritz[0][-1])
-    estimate = Spectrum(max(low, 1e-6 * top), top, math.sqrt(float(ritz[1][-1])), "estimate")
-    if miss >= 1:
+    masked, whole = (Missed.of(run, rank, n) for run in runs)
+    low, top, largest = (float(v) for v in (masked.ritz[0], masked.ritz[-1], whole.ritz[-1]))
+    estimate = Spectrum(max(low, 1e-6 * top), top, math.sqrt(max(largest, 0.0)), "estimate")
+    if masked.share >= 1 or whole.share >= 1:
         return estimate, 0.0
-    b, norm = top / (1 - miss), math.sqrt(float(ritz[1][-1]) / (1 - miss))
-    # Inexact products move the Ritz values, and the Krylov space they are taken from.
-    slip = 3 * (math.sqrt(b) * r1 + norm * r2 + r3)
-    b, low = b + slip, low - slip
-    a = b - (b - low) / (1 - miss)
+    # Residuals of the first solve reach the product through the root of the run's own largest
+    # eigenvalue, those of the second through that of the run without the mask.
+    forward, adjoint, rounded = whole.off
+    norm = whole.largest_root(forward + adjoint, rounded)
+    forward, adjoint, rounded = masked.off
+    root = masked.largest_root(forward, norm * adjoint + rounded)
+    slip = masked.gain * (masked.left + root * forward + norm * adjoint + rounded)
+    b = root**2
+    a = b - (b - (low - slip)) / (1 - masked.share)
     if not a >= _USEFUL:
         return estimate, slip
-    return Spectrum(a, b, norm + slip, "spectral-probabilistic", 1.0 / n), slip
+    return Spectrum(a, b, norm, "spectral-probabilistic", 1.0 / n), slip
+
+
+@dataclass(frozen=True)
+class Missed:
+    """What a run of Lanczos may have missed of the largest and the least eigenvalue of S, S >= 0.
+
+    Its products are Y = S V + E.  The true eigenvalue lies at most `share` of the spectrum, and
+    `gain` (`left` + ||E||) besides, beyond the outermost Ritz value:
+
+    * V is a basis of the whole space: the Ritz values are the eigenvalues, up to E.
+    * The run went on to its last step: `share` is Kuczynski and Wozniakowski's, failing with
+      probability at most 1/(4n).  Inexact products move the Ritz values, and the space they are
+      from.
+    * It ended before: with T the section V^T Y made symmetric, and (mu, u) an eigenpair of S,
+      u^T V (mu - T) = u^T (S V - V T): some Ritz value is within ||S V - V T|| / |u^T v_1| of mu.
+      A random start has |u^T v_1| < t with probability at most t sqrt(2 rank / pi): t makes that
+      1/(12n).  That S V - V T is small is measured, whatever made the run end.
+    """
+
+    ritz: Any
+    share: float
+    gain: float
+    left: float
+    off: tuple[float, float, float]
+
+    @classmethod
+    def of(cls, run: Run, rank: int, n: int) -> Missed:
+        steps = run.ritz.shape[0]
+        if steps == rank:
+            return cls(run.ritz, 0.0, 3.0, 0.0, run.off)
+        if run.ended:
+            return cls(run.ritz, 0.0, 12 * n * math.sqrt(2 * rank / math.pi), run.left, run.off)
+        share = (math.log(1.648 * math.sqrt(rank) * 4 * n) / (2 * steps - 1)) ** 2
+        return cls(run.ritz, share, 3.0, 0.0, run.off)
+
+    def largest_root(self, slope: float, rest: float) -> float:
+        """A bound of the root x of the largest eigenvalue, where ||E|| <= slope x + rest."""
+        top = max(float(self.ritz[-1]), 0.0) / (1 - self.share) + self.gain * (self.left + rest)
+        half = self.gain * slope / 2
+        return half + math.sqrt(half**2 + top)
 
 
 def ritz_interval(
@@ -246,66 +289,112 @@ def ritz_interval(
     """An estimate, not a bound, of the spectrum of the preconditioned Hessian."""
     if P.factor.rank == 0:
         return 1.0, 1.0
-    found = _two_lanczos(P, A, ridge, seed, _LANCZOS_TOL, LANCZOS_STEPS)
-    if found is None:
+    runs = _two_runs(P, A, ridge, seed, _LANCZOS_TOL, LANCZOS_STEPS)
+    if runs is None:
         return 1.0, 1.0
-    values = found[0][0]
+    values = runs[0].ritz
     top = max(float(values[-1]), 1e-300)
     return max(float(values[0]), 1e-6 * top), top
 
 
-def _two_lanczos(
+def _two_runs(
     P: Preconditioner, A: UnfoldedMap, ridge: float, seed: int, tol: float, most: int
-) -> tuple[list[Any], tuple[float, float, float], bool] | None:
-    """Ritz values of both processes, how far the products were off (forward, adjoint, and X^T by
-    rounding), and whether either process ended because nothing was left outside its space.
-
-    None where a product overflowed.
-    """
+) -> list[Run] | None:
+    """Lanczos with the training rows and with all rows; None where a product overflowed."""
     H, X, xp = A.H, A.X, A.H.backend.xp
-    dim = P.w_start.shape[0]
-    v = H.backend.asarray(np.random.default_rng(seed).standard_normal((dim, 2)))
-    steps = min(most, P.factor.rank)
+    start = np.random.default_rng(seed).standard_normal((P.w_start.shape[0], 2))
     mask = xp.zeros((H.n, 1), dtype=bool)
     mask[A.train] = True
-    bases = [xp.zeros((steps, dim)), xp.zeros((steps, dim))]
-    images = [xp.zeros((steps, dim)), xp.zeros((steps, dim))]
-    r1 = r2 = r3 = 0.0
     transposed = P.factor.amplified(X.transpose_rounding())
-    whole = steps == P.factor.rank
-    for j in range(steps):
-        before = xp.linalg.norm(v, axis=0)
-        _orthogonalise(v, bases, j)
-        v = P.factor.project(v)  # what rounding leaves outside the subspace would grow
-        _orthogonalise(v, bases, j)  # twice is enough
-        after = xp.linalg.norm(v, axis=0)
-        if bool((after <= 1e-12 * before).any()):  # synchronize!
-            steps, whole = j, True
-            break
-        v = v / after
-        bases[0][j], bases[1][j] = v[:, 0], v[:, 1]
+
+    def multiply(v: Array, at: Sequence[int]) -> tuple[Array, Any]:
         W = P.factor.half(v)
         Z, there = block_cg(H, X.times(W), tol)
-        if A.loss.plain:
-            Z[:, 0:1] *= mask
-        else:
-            seen = A.rows(Z[:, 0:1])
-            seen = seen - A.loss.mean(xp, seen) if A.loss.intercept else seen
-            Z[:, 0] = 0
-            Z[A.train, 0:1] = H.backend.own(A.loss.weighted(seen)).astype(Z.dtype)
+        rounded = A.forward_rounding(W, Z)
+        if at[0] == 0:  # the run that sees the training rows alone
+            if A.loss.plain:
+                Z[:, 0:1] *= mask
+            else:
+                seen = A.rows(Z[:, 0:1])
+                seen = seen - A.loss.mean(xp, seen) if A.loss.intercept else seen
+                Z = Z.astype("float64")  # what it rounded away, no residual would tell
+                Z[:, 0] = 0
+                Z[A.train, 0:1] = H.backend.own(A.loss.weighted(seen))
         V, back = block_cg(H, Z, tol)
-        v = P.factor.half_T(X.transpose_times(V) + ridge * W)
-        images[0][j], images[1][j] = v[:, 0], v[:, 1]
-        r1 += (float(there.residuals.max()) + A.forward_rounding(W, Z)) ** 2
-        r2 += (float(back.residuals.max()) + A.adjoint_rounding(V)) ** 2
-        r3 += (transposed * A.size(V)) ** 2
-    ritz = []
-    for basis, image in zip(bases, images, strict=True):
-        T = H.backend.to_numpy(basis[:steps] @ image[:steps].T)  # synchronize!
+        off = (
+            there.residuals + rounded,
+            back.residuals + A.adjoint_rounding(V),
+            np.full(len(at), transposed * A.size(V)),
+        )
+        return P.factor.half_T(X.transpose_times(V) + ridge * W), np.stack(off)
+
+    return lanczos(H.backend, multiply, start, min(most, P.factor.rank), P.factor.project)
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run of Lanczos: one orthonormal basis V, and Y, what the products with it came to."""
+
+    ritz: Any  # eigenvalues of V^T Y, made symmetric, rising: as many as the run had steps
+    ended: bool  # before its last step, as nothing was left outside V
+    left: float  # ||Y - V V^T Y||, with V^T Y made symmetric
+    off: tuple[float, float, float]  # by how much Y is off: what the products told, as root of sums
+
+
+def lanczos(
+    backend: Backend,
+    multiply: Callable[[Array, Sequence[int]], tuple[Array, Any]],
+    start: Any,
+    steps: int,
+    project: Callable[[Array], Array],
+) -> list[Run] | None:
+    """A run of Lanczos from each column of `start`, orthogonalised in full; they share products.
+
+    A run ends when its own space is invariant; the others go on.  None where a product overflowed.
+
+    Parameters
+    ----------
+    multiply : function
+        (v, runs) -> the products of the columns of v, each with the matrix of its run, and
+        (3, columns) bounds of what they are off by.
+    project : function
+        What rounding leaves outside a subspace of the columns is taken away by it.
+    """
+    xp, (dim, count) = backend.xp, start.shape
+    v, at = backend.asarray(start), list(range(count))
+    bases, images = (xp.zeros((count, steps, dim)) for _ in range(2))
+    made, off = [steps] * count, np.zeros((3, count))
+    for j in range(steps):
+        before = xp.linalg.norm(v, axis=0)
+        _orthogonalise(v, [bases[i] for i in at], j)
+        v = project(v)  # what rounding leaves outside the subspace would grow
+        _orthogonalise(v, [bases[i] for i in at], j)  # twice is enough
+        after = xp.linalg.norm(v, axis=0)
+        ended = backend.to_numpy(after <= _ENDED * before)  # synchronize!
+        if ended.any():
+            going = np.flatnonzero(~ended).tolist()
+            for done in np.flatnonzero(ended).tolist():
+                made[at[done]] = j
+            if not going:
+                break
+            at, v, after = [at[i] for i in going], v[:, going], after[going]
+        v = v / after
+        bases[at, j] = v.T
+        v, errors = multiply(v, at)
+        images[at, j] = v.T
+        off[:, at] += errors**2
+    runs = []
+    for i, k in enumerate(made):
+        V, Y = (backend.to_numpy(a[i, :k]) for a in (bases, images))  # synchronize!
+        T = V @ Y.T
+        T = (T + T.T) / 2
         if not np.isfinite(T).all():
             return None
-        ritz.append(np.linalg.eigvalsh((T + T.T) / 2))
-    return ritz, (math.sqrt(r1), math.sqrt(r2), math.sqrt(r3)), whole
+        rounded = (k + dim + 8) * _EPS * (np.linalg.norm(Y) + np.linalg.norm(T))
+        left = float(np.linalg.norm(Y - T @ V) + rounded)
+        forward, adjoint, rest = (float(x) for x in np.sqrt(off[:, i]))
+        runs.append(Run(np.linalg.eigvalsh(T), k < steps, left, (forward, adjoint, rest)))
+    return runs
 
 
 def _orthogonalise(v: Array, bases: list[Array], j: int) -> None:

@@ -9,15 +9,18 @@ from typing import Any
 import numpy as np
 import pytest
 
+from herta_gpu import HERTA, Graph
 from herta_gpu.backends import get_backend
 from herta_gpu.features import Features
 from herta_gpu.laplacian import RegularizedLaplacian, chebyshev_degree
 from herta_gpu.planning.recipe import Recipe
 from herta_gpu.preconditioner import Preconditioner, build, no_preconditioner
 from herta_gpu.spectrum import (
+    Missed,
     Spectrum,
     _norm_bound,
     choose_spectrum,
+    lanczos,
     measured_spectrum,
     probabilistic_spectrum,
     ritz_interval,
@@ -145,3 +148,135 @@ def test_the_norm_bound_is_one():
         assert true <= _norm_bound(S, BACKEND) <= true * r ** (1 / 16) * (1 + 1e-5)
         assert true <= _norm_bound(S, BACKEND, enough=10 * np.trace(S))
     assert _norm_bound(np.zeros((3, 3)), BACKEND) == 0.0
+
+
+# ---- runs of Lanczos that end ----------------------------------------------------------------
+def pairs(n: int) -> Graph:
+    return Graph.from_edges(np.arange(n).reshape(2, -1), num_nodes=n)
+
+
+def complete(n: int) -> Graph:
+    return Graph.from_edges(np.stack(np.triu_indices(n, 1)), num_nodes=n)
+
+
+def half_isolated(n: int) -> Graph:
+    return Graph.from_edges(np.arange(n // 2).reshape(2, -1), num_nodes=n)
+
+
+def squares(graph: Graph, lam: float) -> Any:
+    """H^-2, whose distinct eigenvalues are as many as those of the graph."""
+    inverse = np.linalg.inv(dense_H(graph, lam))
+    return inverse @ inverse
+
+
+R = 60
+MAPS = {
+    "matching": squares(pairs(R), 5.0),
+    "complete": squares(complete(R), 5.0),
+    "half isolated": squares(half_isolated(R), 5.0),
+    "identity": np.eye(R),
+    "spread": np.diag(np.linspace(0.1, 3.0, R)),
+    "one above": np.diag([50.0] + [1.0] * (R - 1)),
+}
+
+
+def runs_of(maps, steps, seed, noise=0.0):
+    """Lanczos with dense matrices, whose products are off by `noise` in a random direction."""
+    rng = np.random.default_rng(seed)
+
+    def multiply(v, at):
+        made = np.stack([maps[i] @ v[:, k] for k, i in enumerate(at)], axis=1)
+        off = rng.standard_normal(made.shape)
+        off *= noise / np.linalg.norm(off, axis=0)
+        return made + off, np.stack([np.zeros(len(at)), np.zeros(len(at)), np.full(len(at), noise)])
+
+    return lanczos(BACKEND, multiply, rng.standard_normal((R, len(maps))), steps, lambda v: v)
+
+
+@pytest.mark.parametrize("first", MAPS)
+@pytest.mark.parametrize("second", MAPS)
+def test_each_run_has_its_own_end(first, second):
+    """A run ends after as many steps as its matrix has eigenvalues, whatever the other does."""
+    for name, run in zip((first, second), runs_of([MAPS[first], MAPS[second]], 20, 0)):
+        distinct = np.unique(np.linalg.eigvalsh(MAPS[name]).round(9))
+        assert run.ended == (name != "spread")
+        assert run.ritz.shape[0] == min(20, distinct.size)
+        if run.ended:
+            np.testing.assert_allclose(run.ritz, distinct, atol=1e-8)
+
+
+@pytest.mark.parametrize("noise", [0.0, 1e-13, 1e-9, 1e-5])
+@pytest.mark.parametrize("name", MAPS)
+def test_what_a_run_missed_is_bounded(name, noise):
+    """40 starts, each bound of which fails with probability at most 3 / (4 * 1000)."""
+    values, outside = np.linalg.eigvalsh(MAPS[name]), 0
+    for seed in range(40):
+        (run,) = runs_of([MAPS[name]], 20, seed, noise)
+        missed = Missed.of(run, R, 1000)
+        slip = missed.gain * (missed.left + run.off[2])
+        top = missed.largest_root(0.0, run.off[2]) ** 2
+        low = top - (top - (run.ritz[0] - slip)) / (1 - missed.share)
+        outside += top < values[-1] or low > values[0]
+        if noise <= 1e-13:
+            assert top <= 1.2 * values[-1] + 1e-5
+    assert outside <= 2  # three or more by chance: below 5e-5
+
+
+def test_a_run_that_ends_by_rounding_alone_claims_no_more_than_it_saw():
+    """An eigenvalue that the start hardly sees: the space is invariant to 1e-12, and misses it."""
+    S = np.diag([1.0] * (R - 1) + [1.5])
+    start = np.ones((R, 1))
+    start[-1] = 1e-12
+
+    def multiply(v, at):
+        return S @ v, np.zeros((3, 1))
+
+    (run,) = lanczos(BACKEND, multiply, start, 20, lambda v: v)
+    assert run.ended
+    assert run.ritz.shape == (1,)
+    missed = Missed.of(run, R, 2 * 10**11)  # at this probability such a start is to be expected
+    assert missed.largest_root(0.0, 0.0) ** 2 >= 1.5
+
+
+@pytest.mark.parametrize("start", [False, True])
+@pytest.mark.parametrize("more", [{}, {"fit_intercept": True}, {"sparsify": True}, {"tol": 1e-6}])
+@pytest.mark.parametrize(
+    ("graph", "d", "n_train"),
+    [(pairs(1200), 400, 420), (half_isolated(1200), 400, 420), (complete(200), 60, 70)],
+)
+def test_bounds_of_graphs_with_few_eigenvalues(graph, d, n_train, more, start):
+    """The Hessian of one run has one eigenvalue, that of the other many."""
+    n, rng = graph.num_nodes, np.random.default_rng(1)
+    X, y = rng.standard_normal((n, d)), rng.standard_normal((n, 2))
+    train = np.sort(rng.permutation(n)[:n_train])
+    params = {"lam": 5.0, "dtype": "float64", "tol": 1e-2, "strategy": "herta", **more}
+    params["max_iter"] = 20
+    first = HERTA(**params).fit(graph, X, y) if start else None
+    model = HERTA(**params).fit(graph, X, y, train, warm_start=first)
+    A, Y = np.linalg.solve(dense_H(graph, 5.0), X)[train], y[train]
+    if "fit_intercept" in more:
+        A, Y = A - A.mean(axis=0), Y - Y.mean(axis=0)
+    W = np.linalg.lstsq(A, Y, rcond=None)[0]
+    best, here = (np.sum((A @ V - Y) ** 2) for V in (W, model.W_))
+    assert here - best <= (model.certificate_.value + 1e-12) * best
+    if not more.get("sparsify"):
+        assert model.status_ == "certified"
+
+
+@pytest.mark.parametrize("graph", [pairs(1200), half_isolated(1200)])
+@pytest.mark.parametrize("seed", range(3))
+def test_the_spectrum_of_graphs_with_few_eigenvalues(graph, seed):
+    """P is rough, so that both runs have eigenvalues to find."""
+    rng, n, d = np.random.default_rng(seed), 1200, 400
+    X, train = rng.standard_normal((n, d)), np.sort(rng.permutation(n)[:420])
+    H = RegularizedLaplacian(graph, 5.0, BACKEND, "float64")
+    A = UnfoldedMap(H, Features(X, BACKEND), train, 8)
+    P = build(replace(RECIPE, degree=8, all_rows=False), H, A, np.zeros((420, 1)), 0.0)
+    Z = np.linalg.solve(dense_H(graph, 5.0), X) @ P.factor.half(np.eye(d))
+    values = np.linalg.svd(Z[train], compute_uv=False) ** 2
+    found = probabilistic_spectrum(P, A, 0.0, seed)
+    assert found.kind == "spectral-probabilistic"
+    assert found.a <= values[-1] * (1 + 1e-9)
+    assert values[0] <= found.b * (1 + 1e-9)
+    assert np.linalg.norm(Z, 2) <= found.norm * (1 + 1e-9)
+    assert found.norm <= 1.5 * np.linalg.norm(Z, 2)
