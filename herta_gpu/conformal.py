@@ -57,17 +57,19 @@ class SplitConformal:
         outputs : array (m, c)
             Of `HERTA.transform`, or scores from anywhere.
         y : array
-            (m,) labels, or numbers of the shape of `outputs` where `classes` is None.
+            (m,) labels, or numbers of the shape of `outputs` where `classes` is None; each node
+            has one.
         classes : array (c,), optional
             The labels of the columns, as in `HERTA.classes_`; None: y holds numbers.
         """
-        outputs = _columns(outputs)
-        self.classes_ = None if classes is None else np.asarray(classes)
-        y = _checked(y, outputs, self.classes_)
-        if self.classes_ is None:
-            self.threshold_: Any = _quantile(np.abs(_columns(y) - outputs), self.coverage)
+        outputs = _outputs(outputs)
+        classes = None if classes is None else np.asarray(classes)
+        y = _targets(y, outputs, classes)
+        self.classes_, self._width = classes, outputs.shape[1]
+        if classes is None:
+            self.threshold_: Any = _quantile(np.abs(y - outputs), self.coverage)
             return self
-        code, missed = _codes(y, self.classes_)
+        code, missed = _codes(y, classes)
         # A label that the model does not know is in no set: it counts as missed by any threshold.
         scores = np.where(missed, np.inf, -outputs[np.arange(y.shape[0]), code])
         self.threshold_ = float(_quantile(scores[:, None], self.coverage)[0])
@@ -77,13 +79,13 @@ class SplitConformal:
         """(k, c) booleans: which classes are in the set of each node."""
         if self._calibrated().classes_ is None:
             raise ValueError("y held numbers: use intervals.")
-        return -_columns(outputs) <= self.threshold_
+        return -_outputs(outputs, self._width) <= self.threshold_
 
     def intervals(self, outputs: Any) -> tuple[Any, Any]:
         """(lower, upper) ends of the intervals, each of the shape (k, c)."""
         if self._calibrated().classes_ is not None:
             raise ValueError("y held labels: use sets.")
-        outputs = _columns(outputs)
+        outputs = _outputs(outputs, self._width)
         return outputs - self.threshold_, outputs + self.threshold_
 
     def _calibrated(self) -> SplitConformal:
@@ -92,16 +94,44 @@ class SplitConformal:
         return self
 
 
-def _checked(y: Any, outputs: Any, classes: Any) -> Any:
-    """y as an array that belongs to these outputs."""
+def _outputs(outputs: Any, width: int | None = None) -> Any:
+    """(m, c) outputs that are numbers, of the width that was calibrated."""
+    outputs = _columns(outputs)
+    if width is not None and outputs.shape[1:] != (width,):
+        raise ValueError(
+            f"Outputs of shape {outputs.shape} have not the width {width} of those that were "
+            "calibrated: give the outputs of the same model."
+        )
+    _check_all_known(np.isnan(outputs).any(axis=1), "NaN among their outputs: leave them out")
+    return outputs
+
+
+def _targets(y: Any, outputs: Any, classes: Any) -> Any:
+    """(m,) labels or (m, c) numbers that belong to these outputs, one for each node."""
     y = np.asarray(y)
     if y.shape[:1] != outputs.shape[:1] or y.shape[0] == 0:
         raise ValueError(f"y has {y.shape[0]:,} rows for {outputs.shape[0]:,} outputs.")
-    if classes is None and _columns(y).shape != outputs.shape:
-        raise ValueError(f"y has shape {y.shape} for outputs of shape {outputs.shape}.")
-    if classes is not None and outputs.shape[1] != classes.shape[0]:
+    if classes is None:
+        y = _columns(y)
+        if y.shape != outputs.shape:
+            raise ValueError(f"y has shape {y.shape} for outputs of shape {outputs.shape}.")
+        _check_all_known(np.isnan(y).any(axis=1), "no target: calibrate on the others")
+        return y
+    if outputs.shape[1] != classes.shape[0]:
         raise ValueError(f"{outputs.shape[1]} outputs for {classes.shape[0]} classes.")
+    if y.size != y.shape[0]:
+        raise ValueError(f"y must hold one label per node, but its shape is {y.shape}.")
+    y = y.reshape(-1)
+    none = ("", None, -1)  # as in `HERTA.fit`, unless a class is called so
+    unknown = [label in none or label != label for label in y.tolist()]
+    missing = np.array(unknown) & ~np.isin(y.astype(str), classes.astype(str))
+    _check_all_known(missing, "no label: calibrate on the others")
     return y
+
+
+def _check_all_known(missing: Any, what: str) -> None:
+    if missing.any():
+        raise ValueError(f"{missing.sum():,} of {missing.shape[0]:,} nodes have {what}.")
 
 
 def _codes(y: Any, classes: Any) -> tuple[Any, Any]:

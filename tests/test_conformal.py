@@ -10,6 +10,7 @@ from herta_gpu.conformal import SplitConformal
 from herta_gpu.datasets import load
 
 TRIALS = 400
+EVEN, NONE = np.zeros((2, 2)), np.array([[0.0, np.nan], [0.0, 0.0]])
 
 
 def test_the_coverage_over_fresh_data():
@@ -80,8 +81,26 @@ def test_a_label_that_the_model_does_not_know_is_missed():
         (lambda: SplitConformal().calibrate(np.zeros((2, 2)), [0, 1], [0, 1, 2]), "classes"),
         (lambda: SplitConformal().calibrate(np.zeros((2, 2)), [0, 1]), "shape"),
         (lambda: SplitConformal().calibrate(np.zeros(2), [0, 1]).sets(np.zeros(2)), "intervals"),
+        (lambda: SplitConformal().calibrate(NONE, [0, 1], [0, 1]), "1 of 2 nodes have NaN"),
+        (lambda: SplitConformal().calibrate(NONE, np.zeros((2, 2))), "1 of 2 nodes have NaN"),
+        (lambda: SplitConformal().calibrate(np.zeros(2), [0, np.nan]), "1 of 2 nodes have no"),
+        (lambda: SplitConformal().calibrate(EVEN, [0, -1], [0, 1]), "1 of 2 nodes have no"),
+        (lambda: SplitConformal().calibrate(EVEN, ["a", ""], ["a", "b"]), "1 of 2 nodes have no"),
+        (lambda: SplitConformal().calibrate(EVEN, ["a", None], ["a", "b"]), "1 of 2 nodes have no"),
+        (lambda: SplitConformal().calibrate(EVEN, EVEN, [0, 1]), "one label per node"),
+        (lambda: SplitConformal().calibrate(EVEN, [0, 1], [0, 1]).sets(np.zeros((3, 4))), "width"),
+        (lambda: SplitConformal().calibrate(EVEN, [0, 1], [0, 1]).sets(NONE), "1 of 2 nodes"),
+        (lambda: SplitConformal().calibrate(EVEN, EVEN).intervals(np.zeros((3, 1))), "width"),
+        (lambda: SplitConformal().calibrate(EVEN, EVEN).intervals(NONE), "1 of 2 nodes"),
     ],
 )
 def test_bad_input_is_one_sentence(call, words):
     with pytest.raises((ValueError, RuntimeError), match=words):
         call()
+
+
+def test_labels_in_one_column_and_a_class_that_is_called_minus_one():
+    scores = np.random.default_rng(0).standard_normal((40, 2))
+    y = np.where(np.arange(40) % 3 == 0, -1, 1)
+    flat, column = (SplitConformal(0.7).calibrate(scores, a, [-1, 1]) for a in (y, y[:, None]))
+    assert flat.threshold_ == column.threshold_ == -np.sort(scores[range(40), y // 2 + 1])[11]
