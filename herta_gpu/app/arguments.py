@@ -114,8 +114,9 @@ def _add_tune(commands: Any) -> None:
         help=f"default {','.join(f'{v:g}' for v in RIDGES)}",
     )  # fmt: skip
     command.add_argument(
-        "--loss", dest="losses", type=_words(("mse", "ce")), metavar="mse,ce",
-        help="default both; mse by leave-one-out",
+        "--loss", dest="losses", type=_words(tuple(LOSSES)), metavar="mse,ce|bce",
+        help="default both for classes, mse for numbers and by leave-one-out, bce for several "
+        "labels of 0 or 1",
     )  # fmt: skip
     command.add_argument(
         "--by", choices=("valid", "loo"), default="valid",
@@ -147,6 +148,7 @@ def _add_predict(commands: Any) -> None:
         metavar="FILE",
         help=".npz (with all outputs), .npy or .csv; default RUN/predictions.npz",
     )
+    _add_overwrite(command)
     _add_output(command)
     command.set_defaults(run=predict.run)
 
@@ -161,6 +163,7 @@ def _add_compare(commands: Any) -> None:
         help="default cpu,cuda; cpu-scipy is the CPU without compiled kernels",
     )  # fmt: skip
     command.add_argument("--out", metavar="FILE.png", help="draw the seconds per stage")
+    _add_overwrite(command)
     command.set_defaults(run=compare.run, check=lambda args: _check_devices(command, args))
 
 
@@ -170,6 +173,7 @@ def _add_profile(commands: Any) -> None:
     _add_model(command)
     _add_output(command)
     command.add_argument("--out", metavar="FILE.json", help="default herta-trace.json")
+    _add_overwrite(command)
     command.set_defaults(run=profile.run)
 
 
@@ -200,6 +204,7 @@ def _add_selftest(commands: Any) -> None:
     )  # fmt: skip
     _add_data_dir(command)
     command.add_argument("--out", metavar="FILE.json", help="default herta-selftest.json")
+    _add_overwrite(command)
     _add_output(command)
     command.set_defaults(run=selftest.run)
 
@@ -355,6 +360,10 @@ def _add_run(command: argparse.ArgumentParser) -> None:
     command.add_argument("--out", metavar="RUN", help="a folder for the model and its report")
     command.add_argument("--overwrite", action="store_true", help="replace the run in that folder")
     _add_output(command)
+
+
+def _add_overwrite(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--overwrite", action="store_true", help="replace the file if it exists")
 
 
 def _add_output(command: argparse.ArgumentParser) -> None:

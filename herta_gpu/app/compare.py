@@ -18,11 +18,12 @@ import numpy as np
 from herta_gpu.app.experiment import fit, load_for, make_model, make_smoother
 from herta_gpu.app.pictures import draw_bars, pyplot
 from herta_gpu.app.results import CommandOutput, FitResult
+from herta_gpu.app.runs import check_new_file
 from herta_gpu.app.text import bars, table
 from herta_gpu.backends import get_backend
 from herta_gpu.datasets import Dataset
 from herta_gpu.herta import HERTA
-from herta_gpu.plumbing.files import check_target, new_file
+from herta_gpu.plumbing.files import new_file
 from herta_gpu.plumbing.stages import SHORTEST, Stages
 from herta_gpu.plumbing.validation import check_choice
 
@@ -55,7 +56,7 @@ def run(args: argparse.Namespace) -> CommandOutput:
     make_model(args, device="cpu")._checked()
     make_smoother(args)  # an error, if it is asked for wrongly
     if args.out is not None:
-        check_target(args.out)
+        check_new_file(args.out, args.overwrite)
         check_choice("The ending of --out", Path(args.out).suffix, (".png",))
         pyplot()  # an error, before the long work, where matplotlib is missing
     stages = Stages(args.verbose)
@@ -135,6 +136,8 @@ def agreement_of(a: Fitted, b: Fitted) -> dict[str, float]:
     }
     if a.model.classes_ is not None:
         found["same_predictions"] = float(np.mean(a.Z.argmax(axis=1) == b.Z.argmax(axis=1)))
+    elif a.model.loss == "bce":
+        found["same_predictions"] = float(np.mean((a.Z > 0) == (b.Z > 0)))
     return found
 
 

@@ -1,4 +1,4 @@
-"""The metrics of OGB's evaluators, without torch."""
+"""How predictions are scored; the metric follows the loss and the targets."""
 
 from __future__ import annotations
 
@@ -9,12 +9,27 @@ import numpy as np
 from herta_gpu.plumbing.estimator import r_squared
 from herta_gpu.plumbing.validation import as_labels, has_label
 
+NAN = float("nan")
+
+
+def metric_of(told: str, loss: str, classes: Any | None, flat: bool) -> str:
+    """The metric of a model: of its loss, its classes, and whether it has one target (`flat`).
+
+    One class per node, and one label of 0 or 1, have an accuracy; several labels per node have the
+    micro F1, and numbers R^2, unless the dataset told that its metric is "rocauc", as OGB's do.
+    """
+    if classes is not None:
+        return "accuracy"
+    if told == "rocauc":
+        return told
+    return "r2" if loss != "bce" else "accuracy" if flat else "micro F1"
+
 
 def accuracy(y: Any, predicted: Any) -> float:
     """Share of right labels among the labelled nodes; nan when there is none."""
     y = as_labels("y", y)
     known = has_label(y)
-    return float(np.mean(predicted[known] == y[known])) if known.any() else float("nan")
+    return float(np.mean(predicted[known] == y[known])) if known.any() else NAN
 
 
 def rocauc(y: Any, scores: Any) -> float:
@@ -29,14 +44,14 @@ def rocauc(y: Any, scores: Any) -> float:
     """
     areas = []
     for truth, score in zip(np.asarray(y).T, np.asarray(scores).T, strict=True):
-        known = ~np.isnan(truth.astype(np.float64))
-        positive = truth[known] > 0.5
+        known = _is_label(truth)
+        positive = truth[known] == 1
         p, q = int(positive.sum()), int((~positive).sum())
         if p == 0 or q == 0:
             continue
         ranks = _ranks(score[known])
         areas.append((ranks[positive].sum() - p * (p + 1) / 2) / (p * q))
-    return float(np.mean(areas)) if areas else float("nan")
+    return float(np.mean(areas)) if areas else NAN
 
 
 def _ranks(values: Any) -> Any:
@@ -45,14 +60,61 @@ def _ranks(values: Any) -> Any:
     return (np.cumsum(count) - (count - 1) / 2)[place]
 
 
-def evaluate(metric: str, y: Any, scores: Any, classes: Any | None) -> float:
-    """`metric` of the model's outputs `scores` (rows as in y), or of its labels."""
+def _is_label(y: Any) -> Any:
+    """Where a label of 0 or 1 is known: -1 and NaN stand for unknown ones."""
+    return (y == 0) | (y == 1)
+
+
+def label_scores(y: Any, outputs: Any) -> dict[str, float]:
+    """F1 and accuracy of several labels per node; an output above 0 predicts the label.
+
+    "micro F1" counts all labels together, "macro F1" is the mean of those of each label (0 for one
+    that neither occurs nor is predicted), "label accuracy" the share of right zeros and ones.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from herta_gpu.app.metrics import label_scores
+    >>> found = label_scores(np.array([[1, 0], [1, -1]]), np.array([[2.0, 1.0], [-1.0, 3.0]]))
+    >>> {name: round(score, 3) for name, score in found.items()}
+    {'micro F1': 0.5, 'macro F1': 0.333, 'label accuracy': 0.333}
+    """
+    hits, marked, right, known = [], [], 0, 0
+    for truth, score in zip(np.asarray(y).T, np.asarray(outputs).T, strict=True):
+        there = _is_label(truth)
+        true, guess = truth[there] == 1, score[there] > 0
+        hits.append(2 * int((true & guess).sum()))
+        marked.append(int(true.sum()) + int(guess.sum()))
+        right, known = right + int((true == guess).sum()), known + int(there.sum())
+    if known == 0:
+        return dict.fromkeys(("micro F1", "macro F1", "label accuracy"), NAN)
+    each = [hit / max(1, count) for hit, count in zip(hits, marked)]
+    micro = sum(hits) / max(1, sum(marked))
+    macro = float(np.mean(each))
+    return {"micro F1": micro, "macro F1": macro, "label accuracy": right / known}
+
+
+def mean_r2(y: Any, outputs: Any) -> float:
+    """R^2 of the known targets, the mean over the columns that have any."""
+    found = []
+    for j in range(outputs.shape[1]):
+        known = np.isfinite(y[:, j])
+        if known.any():
+            found.append(r_squared(y[known, j : j + 1], outputs[known, j : j + 1]))
+    return float(np.mean(found)) if found else NAN
+
+
+def evaluate(metric: str, y: Any, outputs: Any, classes: Any | None) -> float:
+    """`metric` of the model's outputs (rows as in y), or of its labels, one per row."""
     if len(y) == 0:
-        return float("nan")
-    if scores.ndim == 1:
-        return accuracy(y, scores)
-    if metric == "rocauc":
-        return rocauc(y, scores)
+        return NAN
+    if outputs.ndim == 1:
+        return accuracy(y, outputs)
     if classes is not None:
-        return accuracy(y, classes[scores.argmax(axis=1)])
-    return r_squared(np.asarray(y).reshape(scores.shape), scores)  # one target is one column
+        return accuracy(y, classes[outputs.argmax(axis=1)])
+    y = np.asarray(y).reshape(outputs.shape)  # one target is one column
+    if metric == "rocauc":
+        return rocauc(y, outputs)
+    if metric == "r2":
+        return mean_r2(y, outputs)
+    return label_scores(y, outputs)["label accuracy" if metric == "accuracy" else metric]

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import argparse
 import csv
-import math
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,14 +14,14 @@ import numpy as np
 
 from herta_gpu import datasets
 from herta_gpu.app.experiment import with_features
-from herta_gpu.app.metrics import evaluate
+from herta_gpu.app.metrics import evaluate, metric_of
 from herta_gpu.app.results import CommandOutput
-from herta_gpu.app.runs import load_model, read_config, smoother_of
+from herta_gpu.app.runs import check_new_file, load_model, read_config, smoother_of
 from herta_gpu.app.text import table
 from herta_gpu.datasets import Dataset
 from herta_gpu.herta import HERTA
 from herta_gpu.more.smoothing import CorrectAndSmooth
-from herta_gpu.plumbing.files import check_target, made_folder, new_file, write_npz
+from herta_gpu.plumbing.files import made_folder, new_file, write_npz
 from herta_gpu.plumbing.stages import Stages
 from herta_gpu.plumbing.validation import check_choice
 
@@ -34,76 +33,97 @@ def run(args: argparse.Namespace) -> CommandOutput:
     folder = Path(args.run_folder)
     path = Path(args.to) if args.to else folder / "predictions.npz"
     check_choice("The ending of --to", path.suffix, (".npz", ".npy", ".csv"))
-    check_target(path)
-    model, data, smoother = _model_and_data(args)
+    check_new_file(path, args.overwrite)
+    model, data, smoother, names = _model_and_data(args)
+    metric = metric_of(data.metric, model.loss, model.classes_, model._flat)
     n = data.graph.num_nodes
     result = {"dataset": data.name, "run": args.run_folder, "nodes": n, "file": str(path)}
     rows = [("dataset", f"{data.name}: {n:,} nodes"), ("predictions", str(path))]
-    with _written(model, data, path, smoother) as found:
+    with _written(model, data, path, smoother, names) as found:
         if model.classes_ is not None:
             result["undecided"] = model.undecided_
         if model.classes_ is not None and model.undecided_:
             rows.append(("too close to call", f"{model.undecided_:,} nodes"))
         if data.y is not None and _comparable(data.y, found, model.classes_):
-            score = _score(data, found)
-            result |= {"metric": data.metric, "score": score}
-            rows.append((f"{data.metric} of all labelled nodes", f"{score:.4f}"))
+            score = evaluate(metric, data.y, found, None)
+            result |= {"metric": metric, "score": score}
+            rows.append((f"{metric} of all labelled nodes", f"{score:.4f}"))
     return CommandOutput(result, table(rows, header=False))
 
 
 @contextmanager
 def _written(
-    model: HERTA, data: Dataset, path: Path, smoother: CorrectAndSmooth | None
+    model: HERTA,
+    data: Dataset,
+    path: Path,
+    smoother: CorrectAndSmooth | None,
+    names: list[str] | None = None,
 ) -> Iterator[Any]:
-    """The labels of all nodes, or their outputs as a map, once they are in the file `path`.
+    """The labels of all nodes, or their outputs as a map, once predictions are in the file `path`.
 
-    Labels alone need no outputs but the best so far.  A .npz file holds the outputs as well: they
-    wait in a file beside it, and no array of n x c exists in memory.
+    Labels of classes alone need no outputs but the best so far.  Other outputs wait in a file
+    beside `path`, and no array of n x c exists in memory.
     """
-    labels = model.classes_ is not None
     if smoother is not None:
-        yield _smoothed(model, data, path, smoother)
-        return
-    if labels and path.suffix != ".npz":
-        found = model.predict(data.graph, data.X)
-        _write_csv(path, found) if path.suffix == ".csv" else _write_npy(path, found)
+        found, Z = _smoothed(model, data, smoother)
+        _write(path, found, Z)
         yield found
-    elif path.suffix == ".npy":
-        yield model.transform(data.graph, data.X, out=path)
+    elif model.classes_ is not None and path.suffix != ".npz":
+        found = model.predict(data.graph, data.X)
+        _write(path, found)
+        yield found
     else:
         with made_folder(path.parent), _room_beside(path) as beside:
-            found = model.predict(data.graph, data.X, out=f"{beside}/outputs.npy")
-            Z = np.load(f"{beside}/outputs.npy", mmap_mode="r")
-            found = found if labels else Z
-            if path.suffix == ".csv":
-                _write_csv(path, found)
+            file = f"{beside}/outputs.npy"
+            if model.classes_ is not None:
+                found = model.predict(data.graph, data.X, out=file)
+                Z = np.load(file, mmap_mode="r")
             else:
-                write_npz(path, {"predictions": found, "scores": Z})
-            yield found
+                Z = model.transform(data.graph, data.X, out=file)
+                found = _zeros_and_ones(Z, f"{beside}/labels.npy") if model.loss == "bce" else Z
+            columns = _column_names(model, Z.shape[1], names)
+            found = found[:, 0] if model.classes_ is None and model._flat else found
+            _write(path, found, Z, columns)
+            yield found if model.classes_ is not None else Z
 
 
 def _room_beside(path: Path) -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent)
 
 
-def _smoothed(model: HERTA, data: Dataset, path: Path, smoother: CorrectAndSmooth) -> Any:
-    """The labels by outputs corrected and smoothed by the training labels, as the run did it."""
+def _zeros_and_ones(Z: Any, path: str) -> Any:
+    """The labels that outputs of the loss bce predict, as a map of a file."""
+    labels = np.lib.format.open_memmap(path, "w+", np.int8, Z.shape)
+    for a in range(0, len(Z), _ROWS):
+        labels[a : a + _ROWS] = Z[a : a + _ROWS] > 0
+    return labels
+
+
+def _column_names(model: HERTA, count: int, names: list[str] | None) -> list[str]:
+    """Those of the labels or targets, as the run knows them, else numbers; of one, "prediction"."""
+    if names is not None and len(names) == count > 1:
+        return names
+    kind = "label" if model.loss == "bce" else "target"
+    return [f"{kind}_{j}" for j in range(count)] if count > 1 else ["prediction"]
+
+
+def _smoothed(model: HERTA, data: Dataset, smoother: CorrectAndSmooth) -> tuple[Any, Any]:
+    """Labels and outputs, corrected and smoothed by the training labels, as the run did it."""
     if data.y is None:
         raise ValueError(
             f"The run corrects and smooths by the labels of its training nodes, but {data.name} "
             "has none."
         )
     smoother.fit(data.graph, model, data.y, model.train_, X=data.X)
-    model.undecided_, found = smoother.undecided_, smoother.predict()
-    if path.suffix == ".npz":
-        write_npz(path, {"predictions": found, "scores": smoother.Z_})
-    else:
-        _write_csv(path, found) if path.suffix == ".csv" else _write_npy(path, found)
-    return found
+    model.undecided_ = smoother.undecided_
+    return smoother.predict(), smoother.Z_
 
 
-def _model_and_data(args: argparse.Namespace) -> tuple[HERTA, Dataset, CorrectAndSmooth | None]:
-    """The model of the run, and the dataset with features made as those the run trained on."""
+def _model_and_data(
+    args: argparse.Namespace,
+) -> tuple[HERTA, Dataset, CorrectAndSmooth | None, list[str] | None]:
+    """The model of the run, the dataset with features made as those the run trained on, and what
+    else the run knows: Correct and Smooth, and the names of its labels."""
     config, stored = read_config(args.run_folder), Path(args.run_folder) / "model.npz"
     if not stored.is_file():
         raise FileNotFoundError(
@@ -118,20 +138,27 @@ def _model_and_data(args: argparse.Namespace) -> tuple[HERTA, Dataset, CorrectAn
     stages = Stages(args.verbose)
     data = datasets.load(args.dataset, data_dir, random_state=seed, stages=stages)
     data = with_features(data, config["normalize"], config["log_degree"])
-    return model, data, smoother_of(config)
+    return model, data, smoother_of(config), config.get("label_names")
 
 
-def _write_npy(path: Path, labels: Any) -> None:
-    with new_file(path) as temporary:
-        np.save(temporary, labels)
+def _write(path: Path, found: Any, Z: Any = None, columns: Sequence[str] = ("prediction",)) -> None:
+    """Predictions in the format that the ending names; a .npz file has the outputs, too."""
+    if path.suffix == ".npz":
+        names = {"columns": np.array(columns)} if found.ndim == 2 else {}
+        write_npz(path, {"predictions": found, "scores": Z, **names})
+    elif path.suffix == ".csv":
+        _write_csv(path, found, columns)
+    else:
+        with new_file(path) as temporary:
+            np.save(temporary, found)
 
 
-def _write_csv(path: Path, labels: Any) -> None:
-    """A CSV file with the columns node and prediction; text is quoted where it has to be."""
+def _write_csv(path: Path, labels: Any, names: Sequence[str]) -> None:
+    """A CSV file of the node and its predictions; text is quoted where it has to be."""
     columns = labels[:, None] if labels.ndim == 1 else labels
     with new_file(path) as temporary, open(temporary, "w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(["node"] + ["prediction"] * columns.shape[1])
+        writer.writerow(["node", *(names if labels.ndim == 2 else ["prediction"])])
         if columns.dtype.kind == "U":
             writer.writerows(enumerate(columns[:, 0].tolist()))
             return
@@ -146,15 +173,3 @@ def _comparable(y: Any, found: Any, classes: Any) -> bool:
     if classes is None:
         return y.dtype.kind != "U" and y.size == found.size
     return y.ndim == 1 and (y.dtype.kind == "U") == (classes.dtype.kind == "U")
-
-
-def _score(data: Dataset, found: Any) -> float:
-    """The metric of all labelled nodes; that of outputs is a mean over them, one at a time."""
-    known = data.labelled()
-    if found.ndim == 1:
-        return evaluate(data.metric, data.y[known], found[known], None)
-    y = data.y.reshape(found.shape)
-    each = [slice(j, j + 1) for j in range(found.shape[1])]
-    scores = [evaluate(data.metric, y[known, J], found[known, J], None) for J in each]
-    seen = [score for score in scores if not math.isnan(score)]
-    return float(np.mean(seen)) if seen else math.nan

@@ -10,10 +10,11 @@ from typing import Any
 
 from herta_gpu.app.experiment import fit, load_for, make_model, make_smoother
 from herta_gpu.app.results import CommandOutput, FitResult
+from herta_gpu.app.runs import check_new_file
 from herta_gpu.app.text import NOTHING, bytes_text, table
 from herta_gpu.backends import get_backend
 from herta_gpu.herta import HERTA
-from herta_gpu.plumbing.files import check_target, new_file
+from herta_gpu.plumbing.files import new_file
 from herta_gpu.plumbing.plain import to_plain
 from herta_gpu.plumbing.stages import Stages
 
@@ -29,7 +30,7 @@ def run(args: argparse.Namespace) -> CommandOutput:
     stages = Stages(args.verbose)
     path = Path(args.out or "herta-trace.json")
     make_model(args)._checked()
-    check_target(path)
+    check_new_file(path, args.overwrite)
     data = load_for(args, stages)
     with stages("warm-up"):
         make_model(args, verbose=False).fit(data.graph, data.X, data.y, data.split["train"])

@@ -11,11 +11,11 @@ from typing import Any
 from herta_gpu.app.page import Page
 from herta_gpu.app.pictures import draw_convergence, draw_path
 from herta_gpu.app.results import Candidate, FitResult, candidate_rows
-from herta_gpu.app.runs import environment
+from herta_gpu.app.runs import check_new_file, environment
 from herta_gpu.app.text import NOTHING, Rows, bytes_text, counted
 from herta_gpu.datasets import Dataset
 from herta_gpu.herta import HERTA
-from herta_gpu.plumbing.files import check_target, new_file
+from herta_gpu.plumbing.files import new_file
 
 
 def report(
@@ -27,6 +27,7 @@ def report(
     candidates: Sequence[Candidate] | None = None,
     picture: str | Path | None = None,
     repeat: str = "",
+    overwrite: bool = False,
 ) -> FitResult:
     """Write a page about a fitted model into the file `path`, and return what it says.
 
@@ -49,6 +50,8 @@ def report(
         A file that gets the picture as well.
     repeat : str
         A sentence for the foot of the page: how to repeat the fit.
+    overwrite : bool
+        Replace files that exist; by default they are an error.
 
     Examples
     --------
@@ -65,15 +68,28 @@ def report(
     >>> "HERTA on digits" in open(path).read()
     True
     """
-    check_target(path)
+    for target in (path, picture) if picture is not None else (path,):
+        check_new_file(target, overwrite)
     result = FitResult.from_fit(model, data) if result is None else result
+    write_report(model, result, path, candidates, picture, repeat)
+    return result
+
+
+def write_report(
+    model: HERTA,
+    result: FitResult,
+    path: str | Path,
+    candidates: Sequence[Candidate] | None = None,
+    picture: str | Path | None = None,
+    repeat: str = "",
+) -> None:
+    """Write the page, and the picture beside it, over what may be there."""
     drawn = _convergence(model)
     if picture is not None and drawn is not None:
         _write(Path(picture), drawn)
     path_drawn = None if candidates is None else _path(candidates, result.metric)
     page = fit_page(model, result, drawn, candidates, repeat, path_drawn)
     _write(Path(path), page.html().encode("utf-8"))
-    return result
 
 
 def fit_page(

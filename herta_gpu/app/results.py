@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any, get_origin, get_type_hints
 
 import numpy as np
 
-from herta_gpu.app.metrics import evaluate
+from herta_gpu.app.metrics import evaluate, label_scores, metric_of
 from herta_gpu.app.text import Rows, bytes_text, counted, table
 from herta_gpu.certificate import Certificate
 from herta_gpu.datasets import Dataset
@@ -81,6 +81,7 @@ class FitResult:
     certificate: Certificate
     metric: str
     scores: dict[str, float]  # per part of the split; nan where there is nothing to score
+    more_scores: dict[str, dict[str, float]] | None = None  # of several labels: by metric and part
     seconds: dict[str, float]  # per stage
     peak_memory_bytes: int
     strategy: str
@@ -114,12 +115,16 @@ class FitResult:
         """
         _check_has_fit(model)
         stages = Stages(seconds=dict(model.stages_)) if stages is None else stages
+        metric, more = metric_of(data.metric, model.loss, model.classes_, model._flat), None
         with stages("evaluate"):
-            scores = base = _scores(model, data)
+            parts = _outputs_of_parts(model, data)
+            scores = base = {part: evaluate(metric, *both) for part, both in parts.items()}
+            if model.loss == "bce" and not model._flat:
+                more = _label_scores(parts, but=metric)
             if smoother is not None:
-                scores = _parts_scored(data, smoother.transform, model.classes_)
+                parts = _outputs_of_parts(model, data, smoother.transform)
+                scores = {part: evaluate(metric, *both) for part, both in parts.items()}
         lams, team = model._lams(), data.graph.team
-        classes_or_tasks = model.classes_ is not None or data.metric == "rocauc"
         return cls(
             dataset=data.name,
             nodes=data.graph.nodes_of_all,
@@ -134,8 +139,9 @@ class FitResult:
             warm_steps=max(0, len(model.warm_history_) - 1),
             loss=model.history_[-1]["loss"],
             certificate=model.certificate_,
-            metric=data.metric if classes_or_tasks else "r2",
+            metric=metric,
             scores=scores,
+            more_scores=more,
             seconds=dict(stages.seconds),
             peak_memory_bytes=peak_memory() if team is None else int(team.largest(peak_memory())),
             strategy=model.plan_.strategy,
@@ -160,6 +166,11 @@ class FitResult:
         known["certificate"] = _certificate_from_json(content["certificate"])
         known["scores"] = {part: _number(s) for part, s in content["scores"].items()}
         known["loss"] = _number(content["loss"])
+        if known.get("more_scores"):
+            known["more_scores"] = {
+                name: {part: _number(s) for part, s in parts.items()}
+                for name, parts in known["more_scores"].items()
+            }
         return cls(**known)
 
     def as_json(self) -> dict[str, Any]:
@@ -214,6 +225,7 @@ class FitResult:
             ("loss", f"{self.loss:.8g}"),
             ("certificate", str(self.certificate)),
             *((f"{part} {self.metric}", f"{score:.4f}") for part, score in self.scores.items()),
+            *((name, _parts_text(parts)) for name, parts in (self.more_scores or {}).items()),
             *self._smoothing_rows(),
             ("seconds", f"{self.total_seconds:.2f} ({spent})"),
             *([("ranks", self._ranks_text(self.ranks))] if self.ranks else []),
@@ -224,7 +236,7 @@ class FitResult:
     def _smoothing_rows(self) -> list[tuple[str, str]]:
         if self.correct_and_smooth is None or self.base_scores is None:
             return []
-        before = ", ".join(f"{part} {score:.4f}" for part, score in self.base_scores.items())
+        before = _parts_text(self.base_scores)
         proven = (
             f"off by at most {self.output_error:.1e}; "
             f"{counted(self.undecided, 'label')} left open by that"
@@ -292,37 +304,51 @@ def _check_has_fit(model: HERTA) -> None:
         )
 
 
-def _scores(model: HERTA, data: Dataset) -> dict[str, float]:
-    """The metric on every part of the split; without a split, on all labelled nodes."""
+def _outputs_of_parts(
+    model: HERTA, data: Dataset, outputs: Callable[[Any], Any] | None = None
+) -> dict[str, tuple[Any, Any, Any]]:
+    """(targets, outputs or labels, classes) of every part; without a split, of all labelled nodes.
+
+    `outputs` of nodes are those of the model by default.  Where each process has nodes of its own,
+    targets and outputs of all of them are put together.
+    """
     if data.y is None:
         raise ValueError(f"The dataset {data.name} has no labels to score against.")
-    nodes = evaluated(data.split or {"all": data.labelled()})
-    Z = getattr(model, "outputs_", None)
-    known = Z is not None and len(Z) == len(nodes)
-    if not (all(data.graph.team.each(known)) if data.graph.by_nodes and data.graph.team else known):
-        # Labels take the best output so far; no metric of classes asks for all outputs.
-        labels = model.classes_ is not None and data.metric != "rocauc"
-        Z = (model.predict if labels else model.transform)(data.graph, data.X, nodes)
-    return _parts_scored(data, lambda _: Z, model.classes_)
-
-
-def _parts_scored(data: Dataset, outputs: Any, classes: Any) -> dict[str, float]:
-    """The metric of the outputs of each part; `outputs` gives those of nodes, part after part.
-
-    Where each process has nodes of its own, labels and outputs of all of them are put together.
-    """
-    split = data.split or {"all": data.labelled()}
-    y, Z, graph = np.asarray(data.y), outputs(evaluated(split)), data.graph
-    if graph.by_nodes and Z.ndim == 2 and classes is not None and data.metric != "rocauc":
+    split, graph, classes = data.split or {"all": data.labelled()}, data.graph, model.classes_
+    nodes, y = evaluated(split), np.asarray(data.y)
+    Z = _outputs(model, data, nodes) if outputs is None else outputs(nodes)
+    if graph.by_nodes and Z.ndim == 2 and classes is not None:
         Z = classes[Z.argmax(axis=1)]  # labels are less to send
-    scores, start = {}, 0
+    found, start = {}, 0
     for part, ids in split.items():
         there, wanted = Z[start : start + len(ids)], y[ids]
         if graph.by_nodes and graph.team is not None:
             there, wanted = (graph.team.gathered(rows)[0] for rows in (there, wanted))
-        scores[part] = evaluate(data.metric, wanted, there, classes)
+        found[part] = (wanted, there, classes)
         start += len(ids)
-    return scores
+    return found
+
+
+def _outputs(model: HERTA, data: Dataset, nodes: Any) -> Any:
+    """Outputs of these nodes, those of the fit if it kept them; or labels, which are fewer."""
+    Z = getattr(model, "outputs_", None)
+    known = Z is not None and len(Z) == len(nodes)
+    if all(data.graph.team.each(known)) if data.graph.by_nodes and data.graph.team else known:
+        return Z
+    # Labels take the best output so far; no metric of classes asks for all outputs.
+    labels = model.classes_ is not None
+    return (model.predict if labels else model.transform)(data.graph, data.X, nodes)
+
+
+def _label_scores(parts: dict[str, tuple[Any, Any, Any]], but: str) -> dict[str, dict[str, float]]:
+    """The metrics of several labels on every part, but for one: {metric: {part: score}}."""
+    found = {part: label_scores(y, Z) for part, (y, Z, _) in parts.items()}
+    names = [name for name in next(iter(found.values())) if name != but]
+    return {name: {part: scores[name] for part, scores in found.items()} for name in names}
+
+
+def _parts_text(scores: dict[str, float]) -> str:
+    return ", ".join(f"{part} {score:.4f}" for part, score in scores.items())
 
 
 def _smoothing(smoother: CorrectAndSmooth | None, base: dict[str, float]) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from herta_gpu.datasets.dataset import NORMALIZATIONS
 from herta_gpu.herta import HERTA
 from herta_gpu.more.smoothing import CorrectAndSmooth
 from herta_gpu.plumbing.checkpoint import Checkpoint
-from herta_gpu.plumbing.files import DataError, check_place, new_file
+from herta_gpu.plumbing.files import DataError, check_place, check_target, new_file
 from herta_gpu.plumbing.models import check_params, without_stop
 from herta_gpu.plumbing.plain import check_entries, to_plain
 from herta_gpu.plumbing.validation import BudgetError, check_choice
@@ -37,6 +37,7 @@ except ImportError:  # it is part of Python on POSIX only
 
 _EXTRAS = ("convergence.png", "tune.json", "predictions.npz")
 _FILES = ("config.json", "metrics.jsonl", "model.npz", "result.json", "report.html")
+_OWN = (*_FILES, *_EXTRAS, "checkpoint")  # all that a run may hold
 T = TypeVar("T")
 _REPLACED = ".replaced"  # where --overwrite keeps the old run until the new one has begun
 _OPTIONAL_TEXT = (str, type(None))
@@ -68,8 +69,10 @@ class Run:
         run = cls(path)
         try:
             with _locked(path):
-                check_free(path, overwrite)  # again, now that nobody else can write
                 run._remove_unfinished()
+                if not (path / "config.json").exists():
+                    run._take_back()  # a process was killed before its run had begun
+                check_free(path, overwrite)  # again, now that nobody else can write
                 run._set_aside()
                 try:
                     yield run
@@ -77,6 +80,7 @@ class Run:
                     if run._begun(error):
                         shutil.rmtree(path / _REPLACED, ignore_errors=True)
                     else:
+                        run._remove()
                         run._take_back()
                     raise
                 shutil.rmtree(path / _REPLACED, ignore_errors=True)
@@ -96,8 +100,8 @@ class Run:
 
     def _set_aside(self) -> None:
         """Move the old run out of the way."""
-        old, names = self.folder / _REPLACED, (*_FILES, *_EXTRAS, self.checkpoint.folder.name)
-        held = [name for name in names if (self.folder / name).exists()]
+        old = self.folder / _REPLACED
+        held = [name for name in _OWN if (self.folder / name).exists()]
         if held:
             shutil.rmtree(old, ignore_errors=True)
             old.mkdir()
@@ -112,11 +116,14 @@ class Run:
         held = (self.folder / "metrics.jsonl", self.checkpoint.folder)
         return not refused or any(place.exists() for place in held)
 
-    def _take_back(self) -> None:
-        """Bring back the old run, if there was one, in place of the one that could not begin."""
+    def _remove(self) -> None:
+        """Remove what this process has written of a run that could not begin."""
         for name in (*_FILES, *_EXTRAS):
             (self.folder / name).unlink(missing_ok=True)
         self.checkpoint.delete()
+
+    def _take_back(self) -> None:
+        """Bring back the old run, if one was moved out of the way."""
         old = self.folder / _REPLACED
         for held in old.iterdir() if old.is_dir() else ():
             os.replace(held, self.folder / held.name)
@@ -197,8 +204,15 @@ def check_free(folder: str | Path | None, overwrite: bool = False) -> None:
     if path.exists() and not path.is_dir():
         raise ValueError(f"{path} is a file: --out needs a folder.")
     check_place(path)
-    held = next((name for name in _FILES if (path / name).exists()), None)
-    if held is None or overwrite:
+    held = next((name for name in _OWN if (path / name).exists()), None)
+    if held is None:
+        return
+    if not is_run(path):
+        raise ValueError(
+            f"{path} holds {held} but is no run, and --overwrite replaces only a run: choose "
+            "another folder."
+        )
+    if overwrite:
         return
     unfinished = not (path / "result.json").exists()
     or_resume = f", go on with it (herta train --resume {path})" if unfinished else ""
@@ -206,6 +220,25 @@ def check_free(folder: str | Path | None, overwrite: bool = False) -> None:
         f"{path} already holds a run ({held}): choose another folder{or_resume} or give "
         "--overwrite."
     )
+
+
+def is_run(folder: Path) -> bool:
+    """Whether a folder is a run: its config.json has the entries that ours have."""
+    try:
+        content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(content, dict) and set(_CONFIG) <= set(content)
+
+
+def check_new_file(path: str | Path, overwrite: bool = False) -> None:
+    """Raise an error, before any work, unless a command may write its result to `path`."""
+    check_target(path)
+    path = Path(path)
+    if path.name in _OWN and path.name != "predictions.npz" and is_run(path.parent):
+        raise ValueError(f"{path} belongs to the run in {path.parent}: name another file.")
+    if path.exists() and not overwrite:
+        raise ValueError(f"{path} exists already: name another file, or give --overwrite.")
 
 
 @contextlib.contextmanager

@@ -24,13 +24,13 @@ import numpy as np
 from herta_gpu import datasets
 from herta_gpu.app import device_checks as checks
 from herta_gpu.app.results import CommandOutput
-from herta_gpu.app.runs import environment
+from herta_gpu.app.runs import check_new_file, environment
 from herta_gpu.app.text import NOTHING, bytes_text
 from herta_gpu.backends import get_backend
 from herta_gpu.backends.cuda.cusparse import ALGORITHMS, RowMajorProduct
 from herta_gpu.graph import Graph
 from herta_gpu.herta import HERTA
-from herta_gpu.plumbing.files import check_target, new_file
+from herta_gpu.plumbing.files import new_file
 from herta_gpu.plumbing.plain import to_plain
 from herta_gpu.plumbing.stages import Stages
 
@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> CommandOutput:
     if not __debug__:
         raise RuntimeError("selftest is made of assertions: run Python without -O.")
     path = Path(args.out or "herta-selftest.json")
-    check_target(path)
+    check_new_file(path, args.overwrite)
     stages, backend = Stages(args.verbose), get_backend(args.device)
     size = QUICK if args.quick else FULL_ON_GPU if backend.name == "cuda" else FULL
     name = args.dataset or size.dataset

@@ -18,7 +18,7 @@ from herta_gpu.app.experiment import (
     prepared,
     tell_of_compilation,
 )
-from herta_gpu.app.report import report
+from herta_gpu.app.report import write_report
 from herta_gpu.app.results import Candidate, CommandOutput, FitResult
 from herta_gpu.app.runs import Onlooker, Run, check_free, environment, read_config, smoother_of
 from herta_gpu.app.sharing import Sharing
@@ -159,6 +159,7 @@ def _write_config(
     config: dict[str, Any] = {"dataset": _anchored(args.dataset), "split": args.split}
     config |= {"log_degree": args.log_degree, "normalize": data.metadata.get("normalize")}
     config["data_dir"] = None if args.data_dir is None else os.path.abspath(args.data_dir)
+    config["label_names"] = data.metadata.get("label_names")
     config["params"] = {**model.get_params(), "verbose": False}
     config["correct_and_smooth"] = None if smoother is None else smoother.get_params()
     sharing = getattr(args, "sharing", None) or Sharing(args.crew)
@@ -186,10 +187,8 @@ def _train_into(
     if isinstance(folder, Onlooker):
         return result
     folder.save_model(model)
-    report(
-        model, data, folder.folder / "report.html", result=result, candidates=candidates,
-        picture=folder.folder / "convergence.png", repeat=_REPEAT,
-    )  # fmt: skip
+    page, picture = folder.folder / "report.html", folder.folder / "convergence.png"
+    write_report(model, result, page, candidates, picture, _REPEAT)
     folder.write_json("result.json", result.as_json())  # last: a run with a result is finished
     folder.checkpoint.delete()
     return result

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from herta_gpu.app.experiment import load_for, make_model
-from herta_gpu.app.metrics import evaluate
+from herta_gpu.app.metrics import evaluate, metric_of
 from herta_gpu.app.results import Candidate, CommandOutput, candidate_rows
 from herta_gpu.app.runs import check_free
 from herta_gpu.app.search import SOLVE_TOL, Directions, Outcome, rows_for_each
@@ -30,10 +30,16 @@ from herta_gpu.laplacian import BLOCK_WIDTH, RegularizedLaplacian
 from herta_gpu.more.label_features import label_features
 from herta_gpu.more.smoothing import CorrectAndSmooth, enlarged, softmax
 from herta_gpu.more.sweep import all_rows
-from herta_gpu.planning.settings import strengths
+from herta_gpu.planning.settings import LOSS_NAMES, strengths
 from herta_gpu.plumbing.estimator import Targets, make_targets
 from herta_gpu.plumbing.stages import Stages
-from herta_gpu.plumbing.validation import check_choice, check_ridge, check_rows, memory_budget
+from herta_gpu.plumbing.validation import (
+    check_choice,
+    check_lam,
+    check_ridge,
+    check_rows,
+    memory_budget,
+)
 
 LAMS = (1.0, 5.0, 10.0, 20.0, 50.0)
 RIDGES = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0)
@@ -48,7 +54,7 @@ Features = Sequence[float]  # lam of each block of X
 def run(args: argparse.Namespace) -> CommandOutput:
     """herta tune DATASET"""
     stages = Stages(args.verbose)
-    losses = args.losses or (("mse",) if args.by == "loo" else ("mse", "ce"))
+    losses = args.losses or ("mse",)  # those that follow the targets are right anyway
     for lam in (*args.lams, *(list(lams) for lams in args.several)):  # before a long load
         for loss in losses:
             make_model(args, lam=lam, loss=loss, optimizer="cg")._checked()
@@ -56,6 +62,7 @@ def run(args: argparse.Namespace) -> CommandOutput:
                 args.correct_and_smooth)  # fmt: skip
     check_free(args.out, args.overwrite)
     data = load_for(args, stages)
+    losses = args.losses or losses_for(data.y, args.by)
     for loss in losses:  # before the search, which takes long
         check = make_model(args, lam=args.lams[0], loss=loss, optimizer="cg")
         check._checked_data(data.graph, data.X, data.y, data.split["train"], check._checked())
@@ -77,7 +84,7 @@ def run(args: argparse.Namespace) -> CommandOutput:
         smoother = CorrectAndSmooth(best.smooth[0], best.smooth[1], device=args.device)
     result = train(args, model, data, stages, found, smoother)
     content = {**result.as_json(), "candidates": [asdict(c) for c in found]}
-    text = _text(found, data.metric) + "\n\n" + result.text(args.out)
+    text = _text(found, result.metric) + "\n\n" + result.text(args.out)
     return CommandOutput(content, text, result.diverged)
 
 
@@ -91,7 +98,7 @@ def tune(
     data: Dataset,
     lams: Iterable[float] = LAMS,
     ridges: Iterable[float] = RIDGES,
-    losses: Iterable[str] = ("mse", "ce"),
+    losses: Iterable[str] | None = None,
     device: str = "auto",
     memory_budget: int | str | None = None,
     report: Callable[[str], None] = lambda text: None,
@@ -108,7 +115,7 @@ def tune(
     ----------
     data : Dataset
     lams, ridges, losses
-        The grid.
+        The grid; by default the losses that fit the targets (`losses_for`).
     device, memory_budget
         As in `HERTA`.
     report : function of one text, optional
@@ -138,7 +145,8 @@ def tune(
     >>> tune(load("digits"), lams=[1.0, 20.0], ridges=[1.0], losses=["mse"], by="loo")[0].loo > 0.9
     True
     """
-    lams, ridges, losses, several = list(lams), list(ridges), list(losses), list(several)
+    lams, ridges, several = list(lams), list(ridges), [_as_set(lam) for lam in several]
+    losses = list(losses_for(data.y, by) if losses is None else losses)
     _check_grid(lams, ridges, losses, by, several, label_folds, smooth)
     check_rows("X", data.X, data.graph)
     data = data.with_split("public")  # masks become ids
@@ -148,13 +156,26 @@ def tune(
             f"{data.name} has no validation nodes to choose on: use --split, or --by loo."
         )
     search = _Search(data, losses, by, device, memory_budget, label_folds, random_state)
-    for blocks, Q in search.features([(lam,) for lam in lams] + several, report):
+    sets = list(dict.fromkeys([(lam,) for lam in lams] + several))
+    for blocks, Q in search.features(sets, report):
         for folds in {0, label_folds}:
             search.along_ridges(blocks, Q, folds, sorted(ridges, reverse=True), intercepts)
     if smooth:
         report("Correct and Smooth after the best of them")
         search.smoothed()
     return sorted(search.found, key=lambda c: _rank(c, by))
+
+
+def losses_for(y: Any, by: str = "valid") -> tuple[str, ...]:
+    """The losses to choose from: those that fit the targets, and what they are chosen by."""
+    y = np.asarray(y)
+    if by == "loo" or y.dtype.kind == "f":
+        return ("mse",)
+    return ("bce",) if y.ndim == 2 else ("mse", "ce")
+
+
+def _as_set(lam: Any) -> tuple[float, ...]:
+    return tuple(np.atleast_1d(lam).tolist())
 
 
 def _check_grid(
@@ -172,9 +193,18 @@ def _check_grid(
     for ridge in ridges:
         check_ridge(ridge)
     for loss in losses:
-        check_choice("loss", loss, ("mse", "ce"))
-    for lam in (*lams, *several):
-        strengths(list(lam) if isinstance(lam, (tuple, list)) else lam, None)
+        check_choice("loss", loss, LOSS_NAMES)
+    if "bce" in losses and len(losses) > 1:
+        raise ValueError(
+            "The loss bce stands alone: its labels are zeros and ones, and no scores of other "
+            "losses can be compared with its own."
+        )
+    if "bce" in losses and smooth:
+        raise ValueError("Correct and Smooth is for one class per node, not for loss bce.")
+    for lam in lams:
+        check_lam(lam)
+    for blocks in several:
+        strengths(list(_as_set(blocks)), None)
     if by == "valid":
         return
     if several or label_folds or smooth:
@@ -213,6 +243,7 @@ class _Search:
         self.data, self.losses, self.by, self.device, self.budget = data, losses, by, device, budget
         n, y = data.graph.num_nodes, data.y
         self.targets: Targets = make_targets(y, data.split["train"], n, losses[-1])
+        self.metric = metric_of(data.metric, losses[-1], self.targets.classes, self.targets.flat)
         valid = np.asarray(data.split["valid"] if by == "valid" else [], dtype=np.int64)
         self.cut, self.valid = self.targets.rows.shape[0], valid
         self.rows = np.concatenate([self.targets.rows, valid])
@@ -220,6 +251,9 @@ class _Search:
         self._best: dict[Any, tuple[Candidate, Outcome]] = {}  # of each kind of features
         self.labels: Any = None
         if label_folds:
+            if losses == ["bce"]:  # as the estimator does it: what is not known counts as 0
+                y = np.zeros((n, self.targets.Y.shape[1]))
+                y[self.targets.rows] = np.maximum(self.targets.Y, 0.0)
             self.labels = label_features(
                 data.graph, y, self.targets.rows, folds=label_folds, random_state=seed,
                 device=device,
@@ -249,7 +283,7 @@ class _Search:
         """A candidate per ridge, loss and intercept, the largest ridge first: the easiest one."""
         if folds:
             Q = np.hstack([Q, self.labels[self.rows]])
-        lam = blocks[0] if len(blocks) == 1 else tuple(blocks)
+        lam = blocks[0] if len(blocks) == 1 and blocks[0] > 0 else tuple(blocks)
         for intercept in intercepts:
             made = Directions(Q[: self.cut], Q[self.cut :], self.targets.Y, intercept)
             for loss in self.losses if not intercept else set(self.losses) & {"mse"}:
@@ -274,7 +308,7 @@ class _Search:
     def _score(self, Z: Any, nodes: Any) -> Any:
         if Z is None:
             return None
-        return evaluate(self.data.metric, self.data.y[nodes], Z, self.targets.classes)
+        return evaluate(self.metric, self.data.y[nodes], Z, self.targets.classes)
 
     # ---- Correct and Smooth ------------------------------------------------------------------
     def smoothed(self) -> None:

@@ -324,7 +324,8 @@ def test_a_run_is_resumed_from_any_folder(tmp_path, monkeypatch, capsys):
 
 
 def test_a_folder_in_use_is_told_before_anything_is_loaded(capsys, tmp_path, monkeypatch):
-    (tmp_path / "config.json").write_text("{}")
+    entries = ("dataset", "split", "normalize", "log_degree", "data_dir", "params", "environment")
+    (tmp_path / "config.json").write_text(json.dumps(dict.fromkeys(entries)))
     monkeypatch.setattr("herta_gpu.datasets.load", lambda *args, **kwargs: pytest.fail("loaded"))
     for command in ("train", "tune"):
         assert main([command, "digits", "--quiet", "--out", str(tmp_path)]) == 2

@@ -28,7 +28,7 @@ def fitted():
 # Earlier versions did not write them.
 LATER = (
     "warm_steps", "normalize", "X_reads", "fit_intercept", "label_features", "correct_and_smooth",
-    "base_scores", "output_error", "undecided", "ranks", "ranks_split", "partition",
+    "base_scores", "output_error", "undecided", "ranks", "ranks_split", "partition", "more_scores",
 )  # fmt: skip
 
 
@@ -48,7 +48,8 @@ def test_the_keys_are_those_that_result_json_always_had(fitted):
     content = fitted[2].as_json()
     assert list(content) == [
         "dataset", "nodes", "edges", "features", "outputs", "lam", "ridge", "loss_function",
-        "status", "steps", "warm_steps", "loss", "certificate", "metric", "scores", "seconds",
+        "status", "steps", "warm_steps", "loss", "certificate", "metric", "scores", "more_scores",
+        "seconds",
         "peak_memory_bytes", "strategy", "dtype", "device", "normalize", "X_reads",
         "ranks", "ranks_split", "partition", "fit_intercept", "label_features",
         "correct_and_smooth", "base_scores", "output_error", "undecided", "note",

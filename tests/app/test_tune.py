@@ -248,3 +248,16 @@ def test_a_graph_of_its_own_order_is_tuned_on_alike():
         made = tune(Dataset("own", graph, data.X, data.y, data.split), **grid)
         found.append(sorted((c.label_features, c.smooth or (), c.valid) for c in made))
     assert np.abs(np.array([a[2] - b[2] for a, b in zip(*found)])).max() <= 1.01 / 30
+
+
+@pytest.mark.parametrize("several", [((0.0,),), ((0.0,), (0.0, 1.0)), (2.0,), ((3.0,),)])
+def test_every_candidate_can_be_fitted(several):
+    """A block of X itself, a set of one lam, a set that is in the grid as well."""
+    data = small(120)
+    found = tune(data, [3.0], [0.1], ["mse"], several=several)
+    assert len({(c.lam if isinstance(c.lam, tuple) else (c.lam,)) for c in found}) == len(found)
+    for c in found:
+        model = HERTA(lam=c.lam, ridge=c.ridge, loss=c.loss)
+        model.fit(data.graph, data.X, data.y, data.split["train"])
+        score = model.score(data.graph, data.X, data.y, data.split["valid"])
+        assert abs(score - c.valid) <= 1 / len(data.split["valid"])

@@ -182,7 +182,7 @@ def test_a_disk_that_is_full_while_predictions_are_written(name, tmp_path, finis
     data = str(finished.parent / "data.npz")
     limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100));"
     code = f"import sys; {limit} from herta_gpu.app.cli import main; sys.exit(main(sys.argv[1:]))"
-    argv = ["predict", str(finished), data, "--to", str(tmp_path / name), "--quiet"]
+    argv = ["predict", str(finished), data, "--to", str(tmp_path / name), "--quiet", "--overwrite"]
     (tmp_path / "p.npz").write_bytes(b"of before")
     before = listing(tmp_path)
     command = [sys.executable, "-B", "-c", code, *argv]
