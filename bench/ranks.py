@@ -38,9 +38,8 @@ from herta_gpu.backends import backend_for
 from herta_gpu.backends.cpu import compiled
 from herta_gpu.datasets import load
 from herta_gpu.laplacian import RegularizedLaplacian
-from herta_gpu.planning.cards import Card, step_bytes
 from herta_gpu.planning.costs import Sizes
-from herta_gpu.planning.split import assumed_cut
+from herta_gpu.planning.forecast import Card, assumed_cut, step_bytes
 from herta_gpu.plumbing.partition import metis
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -37,8 +37,8 @@ What other libraries' users know it by:
     sklearn          NodeClassifier and NodeRegressor, which hold graph and X
     bundles          fit(data): graph, X, y and masks out of one object of PyG's or ours
 
-    planning/        settings (the caller's wishes, frozen), costs, memory, the plan, and `cards`:
-                     plans for a GPU that is not there
+    planning/        from numbers to a frozen plan: settings (the caller's wishes), costs, memory,
+                     plan; forecast (GPUs and processes that are not there)
     backends/        the primitives: base.py, cpu/ (reference and compiled), cuda/ (CuPy), ranks/
                      (several processes: MPI)
     datasets/        one module per source of data

@@ -15,6 +15,7 @@ import numpy as np
 import scipy.sparse as sp
 
 from herta_gpu.backends.base import Array, Backend, Blocks, Part, norm
+from herta_gpu.planning.memory import chunk_bytes
 from herta_gpu.plumbing.fingerprint import mixed
 from herta_gpu.plumbing.interop import on_device, take_rows
 from herta_gpu.plumbing.reading import Reads
@@ -22,7 +23,6 @@ from herta_gpu.plumbing.stages import marked
 
 _SCHUR_STEPS = 4  # products with |X|^T |X|, each as cheap as one output
 _UNIT = 0.5 * float(np.finfo(np.float64).eps)  # what one operation rounds
-_CHUNK_BYTES = 16 << 20  # float64 copies of rows of X at most, and a small part of the budget
 
 
 class Features:
@@ -275,11 +275,6 @@ def fits(X: Any, backend: Backend, budget: int) -> bool:
     return backend.xp is not np and X.nbytes <= budget // 2
 
 
-def chunk_bytes(budget: int) -> int:
-    """Bytes of a chunk of rows in float64; a budget of 0 stands for none."""
-    return min(_CHUNK_BYTES, budget // 16) if budget else _CHUNK_BYTES
-
-
 def bytes_held(X: Any, backend: Backend, budget: int) -> int:
     """What `Features` allocates for X: a sparse one twice, a dense one on a GPU, or two buffers
     that it streams through and a float64 copy of what is in one of them."""
@@ -303,7 +298,7 @@ def has_hidden_columns(X: Any, rows: Any, backend: Backend) -> bool:
             filled[M.indices if M.data.all() else M.indices[M.data != 0]] = True
         inside, everywhere = backend.largest(seen)
         return bool(inside.sum() < everywhere.sum())
-    step = _rows_at_once(X.shape[1], _CHUNK_BYTES)
+    step = _rows_at_once(X.shape[1], chunk_bytes(0))
     xp = backend.xp if on_device(X) else np
     train = xp.zeros(X.shape[0], dtype=bool)
     train[backend.asarray(rows) if on_device(X) else rows] = True

@@ -21,10 +21,11 @@ from herta_gpu.blockwise import trained
 from herta_gpu.bundles import takes_bundles
 from herta_gpu.features import Features
 from herta_gpu.graph import Graph
-from herta_gpu.laplacian import BLOCK_WIDTH, RegularizedLaplacian, block_width
+from herta_gpu.laplacian import RegularizedLaplacian
 from herta_gpu.losses import LOSSES, Loss
 from herta_gpu.model import Model, labels_as_features, on_its_device, stored_rows
-from herta_gpu.planning.costs import sizes_of, stored_order
+from herta_gpu.planning.costs import BLOCK_WIDTH
+from herta_gpu.planning.memory import block_width
 from herta_gpu.planning.plan import Decision, make_plan
 from herta_gpu.planning.settings import Settings
 from herta_gpu.plumbing.checkpoint import Checkpoint
@@ -53,6 +54,7 @@ from herta_gpu.steps import (
     sampled,
     start,
 )
+from herta_gpu.task import count_sizes, order_for_work
 from herta_gpu.training import Training
 from herta_gpu.unfolded import UnfoldedMap
 
@@ -302,14 +304,14 @@ class HERTA(Model):
                 data = (graph, X, y, targets.nodes, checkpoint.split, targets.weights)
                 checkpoint.begin(fingerprint(self.get_params(), backend, *data))
         with stages("order"):
-            given, graph = graph, stored_order(graph, X, targets.Y.shape[1], settings, backend)
+            given, graph = graph, order_for_work(graph, X, targets.Y.shape[1], settings, backend)
         H = RegularizedLaplacian(graph, settings.lam, backend, settings.dtype)  # I + lam L_hat
         with stages("plan"):
             budget = settings.budget(backend.memory_everywhere())
-            sizes = sizes_of(H, X, targets, settings, budget, beside.size)
+            sizes = count_sizes(H, X, targets, settings, budget, beside.size)
             width = settings.features(X.shape[1], targets.Y.shape[1])
             W_start = _starting_weights(warm_start, width, targets, backend)
-            plan = make_plan(H, sizes, settings, budget, reordered=graph is not given)
+            plan = make_plan(sizes, settings, budget, reordered=graph is not given)
             self.plan_ = plan  # a fit that is interrupted leaves what it was about to do
             backend.same(plan, "plan")
         if checkpoint is not None:

@@ -16,9 +16,9 @@ import numpy as np
 
 from herta_gpu.backends.base import Array, Backend, Laplacian
 from herta_gpu.graph import Graph, check_whole
+from herta_gpu.planning.costs import least_degree
 from herta_gpu.plumbing.stages import marked
 
-BLOCK_WIDTH = 64  # columns advanced together when memory allows: best per column on the CPU
 MARGIN = 0.9  # the recurrence aims a little lower than tol, so that the true residual passes
 _LEAST_TOL = 1e-300  # below, tol itself would overflow what is computed from it
 RANGE = 2.0**60  # float32 holds residuals that are so much larger or smaller than their unit
@@ -302,10 +302,7 @@ def _cycle(
 
 def chebyshev_degree(H: RegularizedLaplacian, eps: float) -> int:
     """The least degree with proven error 1/T_k(sigma) <= eps on [1, lambda_max(H)]."""
-    top = H.lambda_max
-    if top <= 1.0 or eps >= 1.0:
-        return 1
-    return max(1, math.ceil(math.acosh(1.0 / eps) / math.acosh((top + 1) / (top - 1)) - 1e-9))
+    return least_degree(H.lambda_max, eps)
 
 
 def chebyshev_error(H: RegularizedLaplacian, degree: int) -> float:
@@ -382,16 +379,3 @@ def chebyshev_steps(
         steps.append((rho * rho_next, 2 * rho_next / delta if delta > 0 else 0.0))
         rho = rho_next
     return 1 / theta, steps
-
-
-def column_bytes(dtype: str) -> int:
-    """Per node, of a column that block CG works on.
-
-    B, which may be float64; Z; and of a cycle R, P, H P, its own Z and, on a CPU, D^-1/2 P.
-    """
-    return 8 + 6 * np.dtype(dtype).itemsize
-
-
-def block_width(n: int, k: int, dtype: str, budget: int) -> int:
-    """Columns that a solve may advance together within `budget` bytes; 0 when not even one."""
-    return int(min(k, BLOCK_WIDTH, budget // (max(n, 1) * column_bytes(dtype))))

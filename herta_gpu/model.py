@@ -15,13 +15,14 @@ from herta_gpu.backends import backend_for, get_backend
 from herta_gpu.backends.base import Array, Backend
 from herta_gpu.bundles import takes_bundles
 from herta_gpu.certificate import Certificate
-from herta_gpu.features import Features
+from herta_gpu.features import Features, bytes_held
 from herta_gpu.graph import Graph, check_graph
 from herta_gpu.laplacian import RegularizedLaplacian
+from herta_gpu.losses import LOSSES
 from herta_gpu.more.label_features import column_error, cross_fitted
-from herta_gpu.planning.cards import Card
-from herta_gpu.planning.costs import Outline, Sizes, row_copies
-from herta_gpu.planning.memory import outputs_at_once
+from herta_gpu.planning.costs import Sizes, row_copies
+from herta_gpu.planning.forecast import Card
+from herta_gpu.planning.memory import dealt_width, outputs_at_once
 from herta_gpu.planning.plan import Decision, Plan, make_plan
 from herta_gpu.planning.settings import Settings, strengths
 from herta_gpu.plumbing.estimator import (
@@ -120,7 +121,7 @@ class Model(Estimator):
         """
         settings = self._settings()
         sizes, free = self._outlined(n, m, d, c, n_train, X_nonzeros, device_memory, mapped_graph)
-        return make_plan(Outline(n, settings.lam), sizes, settings, settings.budget(free))
+        return make_plan(sizes, settings, settings.budget(free))
 
     def _outlined(
         self,
@@ -145,7 +146,8 @@ class Model(Estimator):
         word, X_bytes = np.dtype(settings.dtype).itemsize, 24 * (X_nonzeros or 0)
         sizes = Sizes(
             n, m, settings.features(d, c), c, n_train, word, X_bytes, nonzeros=X_nonzeros,
-            copies=row_copies(settings, settings.weighted),
+            copies=row_copies(settings, settings.weighted), top=1 + 2 * settings.lam,
+            curvature=LOSSES[settings.loss].start_curvature(c),
         )  # fmt: skip
         if device_memory is None:
             backend = self._checked()
@@ -265,7 +267,10 @@ class Model(Estimator):
         budget, c = settings.budget(backend.memory_everywhere()), self.W_.shape[1]
         features = Features(X, backend, graph.order, budget)
         labels = settings.features(0, c)
-        width = outputs_at_once(graph, X, c, settings.dtype, backend, budget, labels)
+        word, held = np.dtype(settings.dtype).itemsize, bytes_held(X, backend, budget)
+        sizes = Sizes(graph.num_nodes, graph.num_edges, X.shape[1], c, 0, word, held)
+        width = -int(backend.largest(-outputs_at_once(sizes, budget, X.shape[1], labels)))
+        width = dealt_width(c, width, backend.ranks if backend.whole else 1)
         systems = [H.at(lam) for lam in settings.lams] if settings.several else [H]
         W, b = backend.asarray(self.W_), backend.asarray(self.intercept_)
         extra = None

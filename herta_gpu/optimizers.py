@@ -17,7 +17,6 @@ from herta_gpu.losses import Loss
 from herta_gpu.planning.settings import OPTIMIZER_NAMES
 
 LBFGS_MEMORY = 20
-NEWTON_SIZE = 2000  # numbers in W up to which the whole Hessian of cross entropy is worth having
 
 
 class Optimizer(Protocol):

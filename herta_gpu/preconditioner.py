@@ -28,7 +28,7 @@ from herta_gpu.laplacian import (
     chebyshev_rounding,
 )
 from herta_gpu.losses import LOSSES, Loss
-from herta_gpu.planning.recipe import Recipe
+from herta_gpu.planning.plan import Recipe
 from herta_gpu.plumbing.stages import Tell, marked
 from herta_gpu.several import SeveralDiffusions, Stacked
 from herta_gpu.unfolded import UnfoldedMap

@@ -29,16 +29,15 @@ from herta_gpu.laplacian import (
     RegularizedLaplacian,
     SolveInfo,
     block_cg,
-    block_width,
     chebyshev,
     chebyshev_degree,
     chebyshev_error,
     chebyshev_rounding,
-    column_bytes,
     lost_to_rounding,
     measured,
     proven_bounds,
 )
+from herta_gpu.planning.memory import block_width, column_bytes
 from herta_gpu.plumbing.interop import as_array, in_kind_of, on_device, take_rows
 from herta_gpu.plumbing.validation import (
     BudgetError,

@@ -15,7 +15,9 @@ import numpy as np
 from herta_gpu.backends import backend_of_rows, get_backend
 from herta_gpu.backends.base import Array, Backend
 from herta_gpu.graph import Graph, check_graph, check_whole
-from herta_gpu.laplacian import RegularizedLaplacian, block_cg, block_width
+from herta_gpu.laplacian import RegularizedLaplacian, block_cg
+from herta_gpu.planning.costs import sample_size
+from herta_gpu.planning.memory import block_width
 from herta_gpu.plumbing.building import edge_keys
 from herta_gpu.plumbing.estimator import Estimator
 from herta_gpu.plumbing.validation import (
@@ -27,10 +29,6 @@ from herta_gpu.plumbing.validation import (
     memory_budget,
 )
 
-# C of s = C n_lambda ln(n) / eps^2.  The paper proves that some C exists, not which.  With C = 4
-# the true error was at most 0.6 eps on every graph tried; with C = 1 it was up to 1.4 eps,
-# at lam = 20.
-EMPIRICAL_SAMPLE_CONSTANT = 4.0
 # K of k = K ln(m), the rows of a sketch.  A score is then off by more than a factor of 3 with
 # probability at most 2 m^-1.7 (chi-square tails), and any of the m scores with at most 2 m^-0.7.
 SKETCH_CONSTANT = 8.0
@@ -49,7 +47,7 @@ class Sparsifier(Estimator):
     eps : float
         Target: (1 - eps) (L_hat + I/lam) <= L_tilde + I/lam <= (1 + eps) (L_hat + I/lam).
     n_samples : int, optional
-        By default C n_lambda ln(n) / eps^2 with C = 4 (measured, not proven; see the module).
+        By default C n_lambda ln(n) / eps^2 with C = 4 (measured, not proven; see `planning.costs`).
         When that reaches m, every edge is kept and L_tilde = L_hat.
     scores : {"sketch", "degree"}
         "sketch" is Algorithm 2.  "degree" is (1/d_u + 1/d_v) w / (1 + 1/lam), which needs no
@@ -189,11 +187,6 @@ def sketched_scores(H: RegularizedLaplacian, seed: int, budget: int) -> Array:
         scores = scores + part["scores"]
     # A ridge leverage score lies in (0, 1]; the cap removes only sketching noise.
     return backend.xp.clip(scores, 1e-12, 1.0)
-
-
-def sample_size(n_lambda: float, n: int, eps: float) -> int:
-    """s = C n_lambda ln(n) / eps^2 with the measured constant C."""
-    return max(1, math.ceil(EMPIRICAL_SAMPLE_CONSTANT * n_lambda * math.log(max(n, 2)) / eps**2))
 
 
 def degree_scores(graph: Graph, lam: float) -> Any:

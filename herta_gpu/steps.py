@@ -21,12 +21,12 @@ from herta_gpu.planning.plan import (
     Chosen,
     Decision,
     Plan,
+    Recipe,
     measured,
     orthonormal,
     tighter,
     with_less_left,
 )
-from herta_gpu.planning.recipe import Recipe
 from herta_gpu.planning.settings import Settings
 from herta_gpu.plumbing.stages import Stages
 from herta_gpu.preconditioner import Preconditioner, build, lowered, no_preconditioner
@@ -100,7 +100,7 @@ def preconditioned(
         if alike:
             recipe, why = orthonormal(recipe)
         elif missed and not rough and not recipe.exact:
-            recipe, why = tighter(recipe, A.H)
+            recipe, why = tighter(recipe, A.H.lambda_max)
         else:
             blocks = plan.outputs < Y.shape[1]
             return Made(P.for_training(A.H.backend, blocks), spectrum, recipe, changes)

@@ -17,15 +17,14 @@ from herta_gpu.direct import Proof, StoredProblem
 from herta_gpu.factors import Factor
 from herta_gpu.losses import LOSSES, Loss
 from herta_gpu.optimizers import (
-    NEWTON_SIZE,
     GradientDescent,
     Momentum,
     Newton,
     Optimizer,
     make_optimizer,
 )
-from herta_gpu.planning.recipe import Recipe
-from herta_gpu.planning.settings import Settings
+from herta_gpu.planning.plan import Recipe
+from herta_gpu.planning.settings import NEWTON_SIZE, Settings
 from herta_gpu.plumbing.checkpoint import Checkpoint
 from herta_gpu.plumbing.stages import Stages, marked_steps
 from herta_gpu.preconditioner import Preconditioner

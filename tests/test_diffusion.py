@@ -14,7 +14,7 @@ from herta_gpu.backends import get_backend
 from herta_gpu.diffusion import Diffusion, Workspace
 from herta_gpu.features import Features
 from herta_gpu.laplacian import RegularizedLaplacian
-from herta_gpu.planning.recipe import Recipe
+from herta_gpu.planning.plan import Recipe
 from herta_gpu.preconditioner import made_anew
 from herta_gpu.whitening import Units, whitened
 from tests.conftest import dense_H, random_graph

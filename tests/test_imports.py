@@ -13,7 +13,7 @@ PACKAGE = ROOT / "herta_gpu"
 
 # The layers from the ground up; a name is that of a module, or of a folder with all in it.
 LAYERS = [
-    ["", "plumbing", "planning.settings", "planning.recipe", "conformal"],
+    ["", "plumbing", "planning", "conformal"],
     ["graph"],
     ["bundles"],
     ["backends.base"],
@@ -37,7 +37,7 @@ LAYERS = [
     ["leave_one_out"],
     ["training"],
     ["blockwise"],
-    ["planning"],
+    ["task"],
     ["steps"],
     ["more.labels"],
     ["more"],

@@ -11,7 +11,7 @@ import pytest
 from herta_gpu.backends import get_backend
 from herta_gpu.features import Features
 from herta_gpu.laplacian import RegularizedLaplacian, chebyshev, chebyshev_degree
-from herta_gpu.planning.recipe import Recipe
+from herta_gpu.planning.plan import Recipe
 from herta_gpu.preconditioner import (
     Preconditioner,
     build,

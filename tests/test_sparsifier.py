@@ -8,8 +8,10 @@ import scipy.linalg
 
 from herta_gpu import Graph, Sparsifier, effective_dimension
 from herta_gpu.backends import get_backend
-from herta_gpu.laplacian import RegularizedLaplacian, column_bytes
-from herta_gpu.sparsifier import degree_scores, sample_size, sketched_scores, sparsified
+from herta_gpu.laplacian import RegularizedLaplacian
+from herta_gpu.planning.costs import sample_size
+from herta_gpu.planning.memory import column_bytes
+from herta_gpu.sparsifier import degree_scores, sketched_scores, sparsified
 from tests.conftest import dense_H, random_graph
 
 

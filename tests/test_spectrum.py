@@ -13,7 +13,7 @@ from herta_gpu import HERTA, Graph
 from herta_gpu.backends import get_backend
 from herta_gpu.features import Features
 from herta_gpu.laplacian import RegularizedLaplacian, chebyshev_degree
-from herta_gpu.planning.recipe import Recipe
+from herta_gpu.planning.plan import Recipe
 from herta_gpu.preconditioner import Preconditioner, build, no_preconditioner
 from herta_gpu.spectrum import (
     Missed,

@@ -17,10 +17,9 @@ from herta_gpu.backends import get_backend
 from herta_gpu.datasets import DataSizes
 from herta_gpu.graph import Graph
 from herta_gpu.herta import HERTA
-from herta_gpu.laplacian import column_bytes
-from herta_gpu.planning.cards import Card, moved
+from herta_gpu.planning.forecast import Card, assumptions, chosen, moved, splits
+from herta_gpu.planning.memory import column_bytes
 from herta_gpu.planning.plan import Plan
-from herta_gpu.planning.split import assumptions, chosen, splits
 from herta_gpu.plumbing.partition import checked_partition, rows_moved
 from herta_gpu.plumbing.validation import check_count, memory_budget, parse_bytes
 

@@ -19,9 +19,10 @@ from herta_gpu.backends import get_backend
 from herta_gpu.dense import minimise
 from herta_gpu.grams import RANK_CUT
 from herta_gpu.graph import Graph
-from herta_gpu.laplacian import BLOCK_WIDTH, RegularizedLaplacian
+from herta_gpu.laplacian import RegularizedLaplacian
 from herta_gpu.losses import LOSSES
 from herta_gpu.more.sweep import inverse_rows
+from herta_gpu.planning.costs import BLOCK_WIDTH
 from herta_gpu.plumbing.validation import memory_budget
 
 SOLVE_TOL = 1e-5  # of the rows, relative to the columns of X

@@ -15,8 +15,8 @@ from herta_gpu.app.plan import cheapest
 from herta_gpu.backends import backend_for, get_backend
 from herta_gpu.datasets import Dataset, DataSizes
 from herta_gpu.herta import HERTA, works_by_nodes
+from herta_gpu.planning.forecast import assumptions, chosen, splits
 from herta_gpu.planning.plan import Decision
-from herta_gpu.planning.split import assumptions, chosen, splits
 from herta_gpu.plumbing.partition import checked_partition, rows_moved
 from herta_gpu.plumbing.reading import mapping_of
 from herta_gpu.plumbing.stages import Stages

@@ -26,10 +26,11 @@ from herta_gpu.app.text import table
 from herta_gpu.app.train import train
 from herta_gpu.backends import get_backend
 from herta_gpu.datasets import Dataset
-from herta_gpu.laplacian import BLOCK_WIDTH, RegularizedLaplacian
+from herta_gpu.laplacian import RegularizedLaplacian
 from herta_gpu.more.label_features import label_features
 from herta_gpu.more.smoothing import CorrectAndSmooth, enlarged, softmax
 from herta_gpu.more.sweep import all_rows
+from herta_gpu.planning.costs import BLOCK_WIDTH
 from herta_gpu.planning.settings import LOSS_NAMES, strengths
 from herta_gpu.plumbing.estimator import Targets, make_targets
 from herta_gpu.plumbing.stages import Stages

@@ -21,9 +21,8 @@ import numpy as np
 
 from herta_gpu.backends.base import Array
 from herta_gpu.laplacian import RegularizedLaplacian
+from herta_gpu.planning.settings import TOGETHER
 from herta_gpu.plumbing.stages import marked
-
-TOGETHER = 16  # products whose rows are added up together
 
 
 class Series(NamedTuple):

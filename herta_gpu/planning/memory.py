@@ -4,24 +4,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
-from herta_gpu.backends.base import Backend
-from herta_gpu.features import bytes_held, chunk_bytes
-from herta_gpu.graph import Graph
-from herta_gpu.laplacian import BLOCK_WIDTH, block_width, column_bytes
-from herta_gpu.losses import LOSSES
-from herta_gpu.more.sweep import TOGETHER
-from herta_gpu.planning.costs import Sizes
-from herta_gpu.planning.settings import LABEL_LAMS, LABEL_WIDTH, Settings
+from herta_gpu.planning.costs import BLOCK_WIDTH, Sizes
+from herta_gpu.planning.settings import LABEL_LAMS, LABEL_WIDTH, TOGETHER, Settings
 from herta_gpu.plumbing.validation import BudgetError
 
 BETA = 1.0 / 64.0  # Algorithm 1; with K = C = 1 its sample sizes exceed m and n on real graphs
 SKETCH_ROWS_PER_COLUMN = 16  # measured: condition number about 2.7 after preconditioning
 _BLOCKS, _ENOUGH = 1 << 30, 32  # bytes of blocks beyond which so many columns at once will do
 _RESIDUAL = 256 << 20  # bytes of a residual that is kept: a larger one is rather made again
+CHUNK_BYTES = 16 << 20  # float64 copies of rows of X at most, and a small part of the budget
 _SWEEP = 128 << 20  # bytes of outputs, residuals and targets of a run of training rows
 _OUTPUTS = 7  # float64 numbers per node and output that the loop with the true model holds
 _FEW = 16  # outputs at once below which rather something else goes
@@ -90,7 +84,7 @@ def fitting_layout(
                 return Layout(rows, why, certificate, width, Q_width, memory, outputs=outputs)
     column = _solved_column(sizes)
     if not stored:
-        column += _output_bytes(sizes, 1 if LOSSES[settings.loss].quadratic else sizes.c)
+        column += _output_bytes(sizes, 1 if settings.quadratic else sizes.c)
     least = _least_budget(sizes, settings, rows, certificate, stored, column)
     raise _too_little(least, budget, settings)
 
@@ -106,7 +100,7 @@ def _outputs(sizes: Sizes, settings: Settings, left: int) -> int:
 
     Those of cross entropy are one problem: all of them, or none.
     """
-    column, separable = _solved_column(sizes), LOSSES[settings.loss].quadratic
+    column, separable = _solved_column(sizes), settings.quadratic
     # Solves of a block that is all there are as wide as it is, if there is a choice.
     wide = min(sizes.c, _FEW) if separable else 1
     if _output_bytes(sizes, sizes.c) + wide * column <= left:
@@ -204,24 +198,33 @@ def dealt_width(columns: int, width: int, ranks: int) -> int:
     return min(width, max(_NARROWEST, -(-share // 4) * 4))  # whole vectors, as `Recipe.blocks`
 
 
-def outputs_at_once(
-    graph: Graph,
-    X: Any,
-    c: int,
-    dtype: str,
-    backend: Backend,
-    budget: int,
-    label_columns: int = 0,
-) -> int:
+def outputs_at_once(sizes: Sizes, budget: int, X_width: int, label_columns: int = 0) -> int:
     """Outputs of a fitted model that are solved for together, one at least."""
-    n, word = graph.num_nodes, np.dtype(dtype).itemsize
+    n, word = sizes.n, sizes.word
     # The graph, X, and of each node its two best outputs and a class, once more on the way.
-    held = 8 * graph.num_edges + 40 * n + bytes_held(X, backend, budget) + 6 * n * word
-    held += 4 * min(chunk_bytes(budget), 8 * n * X.shape[1]) + 8 * n * label_columns
+    held = 8 * sizes.m + 40 * n + sizes.X_bytes + 6 * n * word
+    held += 4 * min(chunk_bytes(budget), 8 * n * X_width) + 8 * n * label_columns
     # X W, and Z as it goes.
-    columns = (budget - held) // max(1, n * (column_bytes(dtype) + 8 + word))
-    width = max(1, min(c, BLOCK_WIDTH, columns))
-    return dealt_width(c, -int(backend.largest(-width)), backend.ranks if backend.whole else 1)
+    columns = (budget - held) // max(1, n * (column_bytes(sizes.dtype) + 8 + word))
+    return max(1, min(sizes.c, BLOCK_WIDTH, columns))
+
+
+def column_bytes(dtype: str) -> int:
+    """Per node, of a column that block CG works on.
+
+    B, which may be float64; Z; and of a cycle R, P, H P, its own Z and, on a CPU, D^-1/2 P.
+    """
+    return 8 + 6 * np.dtype(dtype).itemsize
+
+
+def block_width(n: int, k: int, dtype: str, budget: int) -> int:
+    """Columns that a solve may advance together within `budget` bytes; 0 when not even one."""
+    return int(min(k, BLOCK_WIDTH, budget // (max(n, 1) * column_bytes(dtype))))
+
+
+def chunk_bytes(budget: int) -> int:
+    """Bytes of a chunk of rows of X in float64; a budget of 0 stands for none."""
+    return min(CHUNK_BYTES, budget // 16) if budget else CHUNK_BYTES
 
 
 def _too_little(least: int, budget: int, settings: Settings) -> BudgetError:
@@ -301,7 +304,7 @@ def _memory(
     if stored:
         # MSE looks at runs of rows, cross entropy at all outputs.
         outputs_there = sizes.n_train * sizes.c * 8
-        quadratic = LOSSES[settings.loss].quadratic
+        quadratic = settings.quadratic
         memory["outputs on training nodes"] = (
             min(_SWEEP, 4 * outputs_there) if quadratic else 8 * outputs_there
         )

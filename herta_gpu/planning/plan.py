@@ -6,29 +6,26 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from herta_gpu.laplacian import BLOCK_WIDTH, RegularizedLaplacian, chebyshev_degree
-from herta_gpu.losses import LOSSES
-from herta_gpu.optimizers import NEWTON_SIZE
 from herta_gpu.planning.costs import (
+    BLOCK_WIDTH,
     EXACT_TOL,
-    Outline,
     Q_goal,
     Q_tolerance,
     Sizes,
     certificate_costs,
     direct_costs,
+    least_degree,
     row_tolerance,
     rows_may_be_narrow,
+    sample_size,
     sampling_pays,
     softmax_goal,
     strategy_costs,
     worth_whitening,
 )
 from herta_gpu.planning.memory import BETA, DETERMINISTIC, Layout, fitting_layout
-from herta_gpu.planning.recipe import Recipe
-from herta_gpu.planning.settings import Settings
+from herta_gpu.planning.settings import NEWTON_SIZE, Settings
 from herta_gpu.plumbing.validation import BudgetError
-from herta_gpu.sparsifier import degree_scores, sample_size
 
 LEAST_LEFT = 1e-14  # residuals relative to their columns: below is rounding, even in float64
 AUTO_EPS = 0.5  # accuracy of a sparsifier that "auto" may use
@@ -47,6 +44,50 @@ class Chosen(NamedTuple):
 
     value: Any
     decision: Decision
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Every decision that the bits of P depend on."""
+
+    degree: int  # degree of the Chebyshev polynomial
+    width: int  # columns of X at once
+    exact: bool  # solve and keep Q in float64
+    sketch_rows: int | None  # SRHT rows; None: the exact Gram matrix
+    by_rows: bool  # solve for H^-1 M^T instead of H^-1 X
+    row_tol: float  # tolerance of those solves
+    all_rows: bool  # keep Q on all rows, for a certificate that does not depend on chance
+    keep_rows: bool  # keep Q's training rows
+    whiten: bool  # orthonormal columns X C0 instead of columns of norm 1
+    goal: float | None  # residuals of Q's columns, relative to those of X C0; None: not measured
+    keep_residual: bool  # n x d numbers, so that a later pass can go on from them
+    curvature: float  # where training starts: P = curvature Q^T Q + ridge I
+    symmetric: bool  # the optimizer depends on the coordinates: P^-1/2 itself
+    seed: int
+    narrow: bool = False  # keep measured training rows in float32
+
+    @property
+    def name(self) -> str:
+        """The name of Q in a checkpoint; it tells what depends on how much memory is free."""
+        rows = "all" if self.all_rows else self.sketch_rows or "train"
+        how = f"{self.degree}" if self.goal is None else f"{self.goal:.6e}"
+        how = f"{self.row_tol:.6e}" if self.by_rows else how
+        kind = f"{'W' if self.whiten else ''}Q{'64' if self.exact else ''}"
+        return f"{kind}-{how}-{rows}-{self.width}"
+
+    def dtype(self, working: str) -> str:
+        """The precision of Q where the fit works in `working`."""
+        return "float64" if self.exact else working
+
+    def blocks(self, d: int) -> list[slice]:
+        """The columns of X in blocks of about the same size: none is narrow without need.
+
+        In multiples of four columns, which a GPU reads at once: 100 are 52 + 48, not 50 + 50.  The
+        CPU takes 0.86 of the time for those, too (ogbn-arxiv): one whole vector less in each row.
+        """
+        step = -(-d // -(-d // self.width))
+        step = min(-(-step // 4) * 4, self.width)
+        return [slice(j, min(j + step, d)) for j in range(0, d, step)]
 
 
 @dataclass(frozen=True)
@@ -118,28 +159,26 @@ class Plan:
         return "\n".join(lines)
 
 
-def make_plan(
-    H: RegularizedLaplacian, sizes: Sizes, settings: Settings, budget: int, reordered: bool = False
-) -> Plan:
+def make_plan(sizes: Sizes, settings: Settings, budget: int, reordered: bool = False) -> Plan:
     """Choose strategy, sparsifier, sketch and certificate within `budget` bytes."""
-    cost = strategy_costs(H, sizes, settings)
+    cost = strategy_costs(sizes, settings)
     strategies = _strategies(settings, cost)
     for strategy in strategies:
-        samples = _samples(H, sizes, settings, strategy.value)
-        loop = _loop_samples(H, sizes, settings)
+        samples = _samples(sizes, settings, strategy.value)
+        loop = _loop_samples(sizes, settings)
         by_rows = _by_rows(sizes, settings, strategy.value, samples.value)
-        stored = _stored(H, sizes, settings, strategy.value, by_rows)
-        wanted = _certificate(H, sizes, settings, by_rows, samples.value, stored)
-        narrow = stored and rows_may_be_narrow(H, sizes, settings)
+        stored = _stored(sizes, settings, strategy.value, by_rows)
+        wanted = _certificate(sizes, settings, by_rows, samples.value, stored)
+        narrow = stored and rows_may_be_narrow(sizes, settings)
         sizes = replace(sizes, may_narrow=narrow)
         try:
             layout = fitting_layout(sizes, settings, budget, by_rows, wanted, stored)
-            look = _look(H, sizes, settings, stored, by_rows) and layout.outputs > 0
+            look = _look(sizes, settings, stored, by_rows) and layout.outputs > 0
             break
         except BudgetError:
             if strategy is strategies[-1]:
                 raise
-    recipe = _recipe(H, sizes, settings, strategy.value, by_rows, layout, stored, look)
+    recipe = _recipe(sizes, settings, strategy.value, by_rows, layout, stored, look)
     told = [
         strategy.decision,
         samples.decision,
@@ -182,7 +221,6 @@ _CERTIFICATE_WHY = {
 
 
 def _recipe(
-    H: RegularizedLaplacian,
     sizes: Sizes,
     settings: Settings,
     strategy: str,
@@ -191,36 +229,34 @@ def _recipe(
     stored: bool,
     look: bool,
 ) -> Recipe:
-    loss = LOSSES[settings.loss]
-    whiten = stored and worth_whitening(H, sizes, settings)
+    whiten = stored and worth_whitening(sizes, settings)
     # The true model measures what Q leaves, if it is looked at anyway.
-    goal = Q_goal(H, sizes, settings, whiten) if stored and not by_rows and not look else None
+    goal = Q_goal(sizes, settings, whiten) if stored and not by_rows and not look else None
     # Steps on stored rows cost no solve, and Newton's method needs them for its Hessian.
     useful = strategy == "direct" or sizes.d * sizes.c <= NEWTON_SIZE
     return Recipe(
-        degree=chebyshev_degree(H, goal or Q_tolerance(H, sizes, settings, strategy)),
+        degree=sizes.degree(goal or Q_tolerance(sizes, settings, strategy)),
         width=layout.Q_width,
         exact=sizes.hidden and sizes.n_train >= sizes.d and goal is None,
         sketch_rows=layout.sketch_rows,
         by_rows=by_rows,
         row_tol=row_tolerance(settings, look),
         all_rows=layout.certificate in DETERMINISTIC,
-        keep_rows=(stored or not loss.quadratic) and useful and layout.sketch_rows is None,
+        keep_rows=(stored or not settings.quadratic) and useful and layout.sketch_rows is None,
         whiten=whiten,
         goal=goal,
         keep_residual=layout.keep_residual,
         narrow=layout.narrow,
-        curvature=loss.start_curvature(sizes.c),
+        curvature=sizes.curvature,
         symmetric=settings.optimizer == "adam",
         seed=settings.seed,
     )
 
 
-def tighter(recipe: Recipe, H: RegularizedLaplacian) -> Chosen:
+def tighter(recipe: Recipe, top: float) -> Chosen:
     """The recipe for a P that must not miss anything: Q in float64, close to H^-1 X."""
-    values = {**vars(recipe), "exact": True, "degree": chebyshev_degree(H, EXACT_TOL)}
     again = Decision("Q again", "float64", "P missed too much of the Hessian")
-    return Chosen(Recipe(**values), again)
+    return Chosen(replace(recipe, exact=True, degree=least_degree(top, EXACT_TOL)), again)
 
 
 def with_less_left(recipe: Recipe, worst: float | None, share: float) -> Chosen | None:
@@ -310,35 +346,31 @@ def _strategies(settings: Settings, cost: dict[str, float]) -> list[Chosen]:
     return [chosen(best, why), chosen(other, f"{best} does not fit the memory budget")]
 
 
-def _stored(
-    H: RegularizedLaplacian, sizes: Sizes, settings: Settings, strategy: str, by_rows: bool
-) -> bool:
+def _stored(sizes: Sizes, settings: Settings, strategy: str, by_rows: bool) -> bool:
     """Whether training happens on stored rows, which then prove the fit as well if they can."""
     if strategy != "direct" or settings.custom_P:
         return False
-    if settings.optimizer not in ("cg", "lbfgs") and not LOSSES[settings.loss].quadratic:
+    if settings.optimizer not in ("cg", "lbfgs") and not settings.quadratic:
         return False  # its own steps are asked for, with the true gradient
     if settings.several or (settings.loo and not by_rows):
         return True
     return settings.ridge > 0 if by_rows else sizes.n_train >= sizes.d
 
 
-def _look(
-    H: RegularizedLaplacian, sizes: Sizes, settings: Settings, stored: bool, by_rows: bool
-) -> bool:
+def _look(sizes: Sizes, settings: Settings, stored: bool, by_rows: bool) -> bool:
     """Whether one look at the true model is cheaper than a Q that proves the fit alone.
 
     Cross entropy, and fewer rows than features, ask for a very tight one.
     """
-    if not stored or (LOSSES[settings.loss].quadratic and not by_rows):
+    if not stored or (settings.quadratic and not by_rows):
         return False
     if settings.several or settings.loo:
         return False
-    alone, looked = direct_costs(H, sizes, settings)
+    alone, looked = direct_costs(sizes, settings)
     return looked < alone
 
 
-def _samples(H: RegularizedLaplacian, sizes: Sizes, settings: Settings, strategy: str) -> Chosen:
+def _samples(sizes: Sizes, settings: Settings, strategy: str) -> Chosen:
     """How many edges to sample for L_tilde; None: the full graph."""
 
     def chosen(value: int | None, why: str) -> Chosen:
@@ -351,30 +383,22 @@ def _samples(H: RegularizedLaplacian, sizes: Sizes, settings: Settings, strategy
         return chosen(None, "not asked for")
     if strategy == "direct" or m == 0 or not settings.precondition:
         return chosen(None, "not useful")
-    if not isinstance(H, Outline) and not H.backend.samples:
+    if not sizes.can_sample:
         return chosen(None, "not on GPUs that share out nodes")
     if wish.count is not None:
         return chosen(wish.count, f"as asked, of {m:,} edges")
-    n_lambda = _n_lambda(H)
+    n_lambda = sizes.n_lambda()
     if wish.when == "always" and settings.scores == "sketch":
-        s = sample_size(n_lambda, sizes.n, BETA / (3 * max(H.lam, 1.0)))
+        s = sample_size(n_lambda, sizes.n, BETA / (3 * max(settings.lam, 1.0)))
         capped = f"Algorithm 2 wants {s:.2g}, capped at m" if s > m else "Algorithm 2"
         return chosen(min(s, m), capped)
     s = sample_size(n_lambda, sizes.n, AUTO_EPS)
     if wish.when == "always":
         capped = f"degree scores want {s:,}, capped at m" if s > m else "by degree scores"
         return chosen(min(s, m), capped)
-    if s < m and sampling_pays(H, sizes, settings, s):
+    if s < m and sampling_pays(sizes, settings, s):
         return chosen(s, f"of {m:,} edges: cheaper solves for Q")
     return chosen(None, f"{s:,} samples would not save work on {m:,} edges")
-
-
-def _n_lambda(H: RegularizedLaplacian) -> float:
-    """A cheap bound of the effective dimension."""
-    if isinstance(H, Outline):
-        # The sum of w (1/d_u + 1/d_v) over the edges is that of dt_u/d_u < 1 over the nodes.
-        return H.n / (1.0 + 1.0 / H.lam)
-    return float(H.backend.total(float(degree_scores(H.graph, H.lam).sum())))
 
 
 def _by_rows(sizes: Sizes, settings: Settings, strategy: str, n_samples: int | None) -> bool:
@@ -387,11 +411,11 @@ def _by_rows(sizes: Sizes, settings: Settings, strategy: str, n_samples: int | N
     return strategy == "direct" or (settings.ridge == 0 and settings.sketch.when != "always")
 
 
-def _loop_samples(H: RegularizedLaplacian, sizes: Sizes, settings: Settings) -> Chosen | None:
+def _loop_samples(sizes: Sizes, settings: Settings) -> Chosen | None:
     """The appendix's mixed strategy: samples for the loop if n_lambda / tol <= m log(1 / tol)."""
     if not settings.mixed:
         return None
-    n_lambda = _n_lambda(H) if sizes.m else 0.0
+    n_lambda = sizes.n_lambda() if sizes.m else 0.0
     s = sample_size(n_lambda, sizes.n, math.sqrt(settings.tol))
     rule = n_lambda / settings.tol <= sizes.m * math.log(1 / min(settings.tol, 0.5))
     if rule and s < sizes.m:
@@ -406,7 +430,6 @@ def _unproven(quadratic: bool) -> str:
 
 
 def _certificate(
-    H: RegularizedLaplacian,
     sizes: Sizes,
     settings: Settings,
     by_rows: bool,
@@ -414,14 +437,14 @@ def _certificate(
     stored: bool,
 ) -> str:
     """The kind of certificate to try first."""
-    if stored and LOSSES[settings.loss].quadratic and not by_rows:
+    if stored and settings.quadratic and not by_rows:
         return "residual"
     unseen = by_rows or (sizes.n_train < sizes.d and settings.ridge == 0)
-    if unseen or not LOSSES[settings.loss].quadratic or not settings.precondition:
+    if unseen or not settings.quadratic or not settings.precondition:
         return "duality" if settings.ridge > 0 else "none"
     if n_samples is not None or settings.sketch.when == "always":
         return "spectral-probabilistic"
-    proven, measured, lanczos = certificate_costs(H, sizes)
+    proven, measured, lanczos = certificate_costs(sizes)
     if measured <= 2 * lanczos:
         return "spectral-deterministic"
     return "spectral-proven" if proven <= 2 * lanczos else "spectral-probabilistic"

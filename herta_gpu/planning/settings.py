@@ -27,6 +27,8 @@ DEVICES = ("auto", "cpu", "cpu-scipy", "cuda")
 LABEL_LAMS = (1.0, 5.0, 20.0, 100.0)  # of the features that labels make
 LABEL_FOLDS = 5
 LABEL_WIDTH = 16  # classes at a time: all lam at once need room
+TOGETHER = 16  # products whose rows are added up together, for several lam at once
+NEWTON_SIZE = 2000  # numbers in W up to which the whole Hessian of cross entropy is worth having
 OPTIMIZER_NAMES = ("cg", "gd", "momentum", "adam", "lbfgs")
 
 
@@ -110,6 +112,11 @@ class Settings:
         )
         made._check_several()
         return made
+
+    @property
+    def quadratic(self) -> bool:
+        """Whether the Hessian is the same everywhere."""
+        return self.loss == "mse"
 
     @property
     def several(self) -> bool:

@@ -11,24 +11,24 @@ import pytest
 import scipy.sparse as sp
 
 from herta_gpu.backends import get_backend
-from herta_gpu.laplacian import RegularizedLaplacian, chebyshev_degree, chebyshev_error
+from herta_gpu.laplacian import RegularizedLaplacian
 from herta_gpu.planning.costs import (
     EXACT_TOL,
-    Outline,
     Q_goal,
     Q_tolerance,
     Sizes,
     certificate_costs,
     direct_costs,
+    least_degree,
     row_tolerance,
     sampling_pays,
-    sizes_of,
     strategy_costs,
     worth_reordering,
     worth_whitening,
 )
 from herta_gpu.planning.settings import Settings
 from herta_gpu.plumbing.estimator import make_targets
+from herta_gpu.task import count_sizes
 from tests.conftest import random_graph
 
 SIZES = Sizes(n=10**5, m=10**6, d=100, c=10, n_train=5 * 10**4, word=4, X_bytes=0)
@@ -40,35 +40,37 @@ def settings(**params: Any) -> Settings:
     return Settings.of(HERTA(**params).get_params())
 
 
-def H(lam: float = 1.0) -> Outline:
-    return Outline(10**5, lam)
+def at(lam: float, **changed: Any) -> Sizes:
+    return replace(SIZES, top=1 + 2 * lam, **changed)
 
 
-def test_an_outline_bounds_every_graph():
+def test_the_sizes_of_an_unseen_graph_bound_every_graph():
     for lam in (0.1, 1.0, 50.0):
         for seed in range(3):
             graph = random_graph(60, 150, seed)
-            true = RegularizedLaplacian(graph, lam, get_backend("cpu"), "float64")
-            top = np.linalg.eigvalsh(np.eye(60) + lam * graph.to_csr().toarray())[-1]
-            assert top <= true.lambda_max <= Outline(60, lam).lambda_max
-    assert H(3.0).n == 10**5
+            H = RegularizedLaplacian(graph, lam, get_backend("cpu"), "float64")
+            values = np.linalg.eigvalsh(np.eye(60) + lam * graph.to_csr().toarray())
+            assert values[-1] <= H.lambda_max <= 1 + 2 * lam
+            n_lambda = (1 - 1 / values).sum()
+            assert n_lambda <= at(lam, n=60).n_lambda()
 
 
 def test_degrees_are_those_of_the_design():
     """Steps per factor of ten, and the polynomial's own error: 1/cosh(k acosh sigma)."""
     for lam, steps in ((0.1, 0.75), (1.0, 1.75), (5.0, 3.7), (20.0, 7.3), (50.0, 11.5)):
-        many = chebyshev_degree(H(lam), 1e-12) - chebyshev_degree(H(lam), 1e-4)
+        top = 1 + 2 * lam
+        many = least_degree(top, 1e-12) - least_degree(top, 1e-4)
         assert many / 8 == pytest.approx(steps, rel=0.1)
-        k = chebyshev_degree(H(lam), 1e-6)
-        assert chebyshev_error(H(lam), k) <= 1e-6 * (1 + 1e-9)
-        assert k == 1 or chebyshev_error(H(lam), k - 1) > 1e-6
+        k, sigma = least_degree(top, 1e-6), (top + 1) / (top - 1)
+        assert 1 / math.cosh(k * math.acosh(sigma)) <= 1e-6 * (1 + 1e-9)
+        assert k == 1 or 1 / math.cosh((k - 1) * math.acosh(sigma)) > 1e-6
 
 
 @pytest.mark.parametrize("loss", ["mse", "ce"])
 @pytest.mark.parametrize("ridge", [0.0, 1e-3, 1.0])
 def test_a_tighter_fit_asks_for_smaller_residuals(loss, ridge):
     goals = [
-        Q_goal(H(5.0), SIZES, settings(tol=tol, loss=loss, ridge=ridge), whiten=True)
+        Q_goal(at(5.0), settings(tol=tol, loss=loss, ridge=ridge), whiten=True)
         for tol in (1e-2, 1e-4, 1e-6, 1e-8, 1e-10)
     ]
     assert goals == sorted(goals, reverse=True)
@@ -78,19 +80,19 @@ def test_a_tighter_fit_asks_for_smaller_residuals(loss, ridge):
 
 
 def test_what_a_goal_depends_on():
-    one = Q_goal(H(), SIZES, settings(tol=1e-4), True)
-    assert Q_goal(H(50.0), SIZES, settings(tol=1e-4), True) <= one
-    assert Q_goal(H(), replace(SIZES, n_train=500), settings(tol=1e-4), True) <= one
-    assert Q_goal(H(), SIZES, settings(tol=1e-4), False) <= one
+    one = Q_goal(SIZES, settings(tol=1e-4), True)
+    assert Q_goal(at(50.0), settings(tol=1e-4), True) <= one
+    assert Q_goal(replace(SIZES, n_train=500), settings(tol=1e-4), True) <= one
+    assert Q_goal(SIZES, settings(tol=1e-4), False) <= one
 
 
 def test_features_that_training_rows_do_not_have_need_an_exact_Q():
     hidden = replace(SIZES, hidden=True)
-    assert Q_tolerance(H(), hidden, settings(), "herta") == EXACT_TOL
-    assert Q_tolerance(H(), SIZES, settings(), "herta") > 1e-3
+    assert Q_tolerance(hidden, settings(), "herta") == EXACT_TOL
+    assert Q_tolerance(SIZES, settings(), "herta") > 1e-3
     few = replace(hidden, n_train=50)
-    assert Q_tolerance(H(), few, settings(), "herta") > EXACT_TOL
-    assert Q_tolerance(H(), replace(SIZES, n_train=SIZES.n), settings(), "herta") == 0.1
+    assert Q_tolerance(few, settings(), "herta") > EXACT_TOL
+    assert Q_tolerance(replace(SIZES, n_train=SIZES.n), settings(), "herta") == 0.1
 
 
 def test_rows_of_the_inverse_must_span_the_space_without_a_ridge():
@@ -106,49 +108,49 @@ def test_rows_of_the_inverse_must_span_the_space_without_a_ridge():
 @pytest.mark.parametrize("more", [{"m": 10**7}, {"d": 1000}, {"c": 1000}, {"n": 10**6}])
 def test_more_of_anything_costs_more(strategy, more):
     asked = settings(loss="ce", ridge=1.0)
-    now = strategy_costs(H(), SIZES, asked)[strategy]
-    assert strategy_costs(H(), replace(SIZES, **more), asked)[strategy] > now
-    assert strategy_costs(H(50.0), SIZES, asked)[strategy] > now
+    now = strategy_costs(SIZES, asked)[strategy]
+    assert strategy_costs(replace(SIZES, **more), asked)[strategy] > now
+    assert strategy_costs(at(50.0), asked)[strategy] > now
 
 
 def test_stored_rows_pay_for_many_outputs_and_not_for_few():
     many, few = replace(SIZES, c=172, d=128), replace(SIZES, c=1, d=2000)
     for sizes, best in ((many, "direct"), (few, "herta")):
-        cost = strategy_costs(H(20.0), sizes, settings())
+        cost = strategy_costs(replace(sizes, top=41.0), settings())
         assert min(cost, key=lambda s: cost[s]) == best
 
 
 def test_a_proof_without_strong_convexity_is_not_offered():
     few = replace(SIZES, n_train=50)
-    assert direct_costs(H(), few, settings())[0] == math.inf
-    assert direct_costs(H(), few, settings(ridge=1.0))[0] < math.inf
-    assert direct_costs(H(), SIZES, settings())[1] == math.inf  # MSE needs no look
-    alone, looked = direct_costs(H(), SIZES, settings(loss="ce", ridge=1.0))
+    assert direct_costs(few, settings())[0] == math.inf
+    assert direct_costs(few, settings(ridge=1.0))[0] < math.inf
+    assert direct_costs(SIZES, settings())[1] == math.inf  # MSE needs no look
+    alone, looked = direct_costs(SIZES, settings(loss="ce", ridge=1.0))
     assert alone < math.inf
     assert looked < math.inf
 
 
 def test_whitening_is_for_least_squares_on_graphs_that_cost_more_than_X():
-    assert worth_whitening(H(), SIZES, settings())
-    assert not worth_whitening(H(), SIZES, settings(ridge=1.0))
-    assert not worth_whitening(H(), SIZES, settings(loss="ce"))
-    assert not worth_whitening(H(), replace(SIZES, n_train=50), settings())
+    assert worth_whitening(SIZES, settings())
+    assert not worth_whitening(SIZES, settings(ridge=1.0))
+    assert not worth_whitening(SIZES, settings(loss="ce"))
+    assert not worth_whitening(replace(SIZES, n_train=50), settings())
     thin = replace(SIZES, m=10**5, d=3000)
-    assert not worth_whitening(H(), thin, settings())
+    assert not worth_whitening(thin, settings())
 
 
 def test_sampling_pays_for_many_features_on_a_dense_graph():
     dense = replace(SIZES, m=10**8, d=10**4, c=1)
-    assert sampling_pays(H(20.0), dense, settings(), 10**6)
-    assert not sampling_pays(H(20.0), replace(dense, d=10), settings(), 10**6)
-    assert not sampling_pays(H(20.0), dense, settings(), dense.m)
+    assert sampling_pays(replace(dense, top=41.0), settings(), 10**6)
+    assert not sampling_pays(replace(dense, d=10, top=41.0), settings(), 10**6)
+    assert not sampling_pays(replace(dense, top=41.0), settings(), dense.m)
 
 
 def test_certificates_cost_more_the_more_they_prove():
-    proven, measured, _ = certificate_costs(H(), SIZES)
+    proven, measured, _ = certificate_costs(SIZES)
     assert 0 < proven < measured
     whole = replace(SIZES, n_train=SIZES.n)
-    assert certificate_costs(H(), whole)[0] == 0.0  # no row is outside training
+    assert certificate_costs(whole)[0] == 0.0  # no row is outside training
 
 
 def test_reordering_is_for_many_products():
@@ -167,12 +169,12 @@ def test_sizes_are_those_of_the_data():
     laplacian = RegularizedLaplacian(graph, 1.0, backend, "float32")
     targets = make_targets(y, np.arange(20), 50, "mse")
     for given in (X, sp.csr_array(X)):
-        found = sizes_of(laplacian, given, targets, settings(), 10**9, beside=7)
+        found = count_sizes(laplacian, given, targets, settings(), 10**9, evaluated=7)
         assert (found.n, found.m, found.d, found.c) == (50, 120, 4, 3)
         assert (found.n_train, found.word, found.beside, found.hidden) == (20, 4, 7, True)
         assert found.dtype == "float32"
     assert found.nonzeros == 4 * 50 - 20
     assert found.X_bytes == 24 * found.nonzeros
-    seen = sizes_of(laplacian, X[:, :2], targets, settings(), 10**9)
+    seen = count_sizes(laplacian, X[:, :2], targets, settings(), 10**9)
     assert not seen.hidden
     assert seen.nonzeros is None

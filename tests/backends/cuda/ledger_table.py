@@ -13,6 +13,7 @@ import numpy as np
 
 import herta_gpu.features
 import herta_gpu.herta
+import herta_gpu.planning.memory
 from herta_gpu import HERTA, Graph
 from herta_gpu.backends import get_backend
 from herta_gpu.plumbing.stages import Stages
@@ -47,8 +48,9 @@ def fit(ledger: Ledger, loss: str, streamed: bool = False) -> HERTA:
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(herta_gpu.herta, "Stages", Counted))
         if streamed:
-            small = {"fits": lambda *_: False, "_CHUNK_BYTES": 8 * FEATURES * 50}
-            stack.enter_context(mock.patch.multiple(herta_gpu.features, **small))
+            chunk = 8 * FEATURES * 50
+            stack.enter_context(mock.patch.object(herta_gpu.features, "fits", return_value=False))
+            stack.enter_context(mock.patch.object(herta_gpu.planning.memory, "CHUNK_BYTES", chunk))
         stack.enter_context(ledger.stage("inputs and result"))
         return model.fit(graph, X, y, np.arange(NODES // 2))
 

@@ -18,6 +18,7 @@ if compiler() is None:
     pytest.skip("no g++: the kernels cannot be emulated", allow_module_level=True)
 
 import herta_gpu.features
+import herta_gpu.planning.memory
 from herta_gpu import HERTA
 from herta_gpu.app import device_checks as checks
 from herta_gpu.backends.cuda import device
@@ -30,7 +31,9 @@ from tests.cupy_standin.streams import RaceError
 def test_X_that_does_not_fit_streams_through(
     ledger: Ledger, monkeypatch: pytest.MonkeyPatch, strategy: str
 ) -> None:
-    monkeypatch.setattr(herta_gpu.features, "_CHUNK_BYTES", 8 * 6 * 25)  # 25 rows of 6 columns
+    monkeypatch.setattr(
+        herta_gpu.planning.memory, "CHUNK_BYTES", 8 * 6 * 25
+    )  # 25 rows of 6 columns
     X, y = checks.block(60, 6, "float32"), np.arange(60) % 3
     fits = []
     for held in (True, False):
@@ -64,7 +67,7 @@ def test_a_budget_below_X_is_kept(ledger: Ledger) -> None:
 def test_a_streamed_product_waits_for_nothing(
     ledger: Ledger, backend: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(herta_gpu.features, "_CHUNK_BYTES", 8 * 6 * 25)
+    monkeypatch.setattr(herta_gpu.planning.memory, "CHUNK_BYTES", 8 * 6 * 25)
     X, order = checks.block(60, 6, "float32"), np.random.default_rng(0).permutation(60)
     monkeypatch.setattr(herta_gpu.features, "fits", lambda *_: False)
     features = herta_gpu.features.Features(X, backend, order, budget=1 << 20)
@@ -97,7 +100,7 @@ def test_columns_are_cut_out_of_whole_rows_on_the_device(
     waits: bool,
 ) -> None:
     """The host touches nothing, and so waits for nothing, unless very few of them are wanted."""
-    monkeypatch.setattr(herta_gpu.features, "_CHUNK_BYTES", 8 * 20 * 25)
+    monkeypatch.setattr(herta_gpu.planning.memory, "CHUNK_BYTES", 8 * 20 * 25)
     monkeypatch.setattr(herta_gpu.features, "fits", lambda *_: False)
     X = checks.block(60, 20, "float32")
     features = herta_gpu.features.Features(X, backend, None, budget=1 << 20)

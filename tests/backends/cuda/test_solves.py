@@ -20,7 +20,8 @@ import herta_gpu.backends.cuda.device as device
 from herta_gpu import HERTA, Graph, SDDSolver
 from herta_gpu.app import device_checks as checks
 from herta_gpu.backends import get_backend
-from herta_gpu.laplacian import RegularizedLaplacian, block_cg, column_bytes
+from herta_gpu.laplacian import RegularizedLaplacian, block_cg
+from herta_gpu.planning.memory import column_bytes
 from tests.cuda_emulator.launches import Emulated
 from tests.cupy_standin import installed
 from tests.cupy_standin.ledger import Ledger
