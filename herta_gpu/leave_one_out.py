@@ -7,9 +7,13 @@ and adds w_i / (sum of w) to the leverage.
 
 Where there are fewer rows than features h is nearly 1, and 1 - h has lost its digits.  There
 
-    G = A A^T + ridge diag(1 / w),   e_i / (1 - h_i) = (G^-1 Y)_i / (G^-1)_ii,
+    G = W^1/2 A A^T W^1/2 + ridge I,   1 - h_i = ridge (G^-1)_ii,
 
-with G bordered by a row and a column of ones for an intercept.
+and row i misses y_i by (G^-1 W^1/2 Y)_i / ((G^-1)_ii w_i^1/2).  An intercept takes the direction of
+w^1/2 away from G.  No G is made: it is R^T R, R from a QR of [A^T W^1/2; ridge^1/2 I].  The rows of
+that, the features, are sorted by size, and its columns are pivoted, so that each feature is as
+exact as in its own unit (Cox and Higham 1998).  For another row a, ridge a^T P^-1 a is the square
+of what the QR leaves of (a, 0).
 
 Without a ridge the model of fewer rows than features is the one of smallest weights, in units in
 which the columns of X have norm 1; so are those without a row.  With U the left singular vectors of
@@ -26,6 +30,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from scipy.linalg import solve_triangular
+from scipy.linalg.lapack import dgeqp3, dormqr
 
 from herta_gpu.backends.base import Array
 from herta_gpu.direct import StoredProblem
@@ -45,52 +51,118 @@ class LeftOut:
     noise: Any  # (c,) variance of the residuals of each output
 
 
-def left_out(problem: StoredProblem, u: Array) -> LeftOut:
-    """Leave-one-out for the optimum u of a stored MSE problem."""
-    P, few = problem.P, problem.Q.shape[0] < problem.Q.shape[1]
-    dual = few or (problem.ridge > 0 and P.inner.slack > _SLACK)
-    if few and problem.ridge == 0:
-        missed, leverage = _of_smallest_weights(problem)
-    else:
-        missed, leverage = _from_rows(problem) if dual else _from_P(problem, u)
+def left_out(problem: StoredProblem, u: Array, rows: DualRows | None) -> LeftOut:
+    """Leave-one-out for the optimum u of a stored MSE problem; `rows` as `dual_rows` gives them."""
     backend, xp = problem.backend, problem.backend.xp
+    smallest = problem.ridge == 0 and problem.Q.shape[0] < problem.Q.shape[1]
+    if smallest:
+        missed, free = _of_smallest_weights(problem)
+    elif rows is not None:
+        missed, free = (backend.asarray(a) for a in rows.missed(backend.to_numpy(problem.Y[:])))
+    else:
+        missed, free = _from_P(problem, u)
+        missed = xp.where((free <= _ALONE)[:, None], math.nan, missed)
     Y, weights = problem.Y[:], problem.loss.weights
-    e = missed * (1 - leverage)[:, None]
+    e = missed * free[:, None]
     squares = (e * e if weights is None else weights[:, None] * e * e).sum(axis=0)
     # Residuals of 0 whatever the targets, as of independent rows without a ridge, say nothing.
-    fitted = few and problem.ridge == 0 and bool((leverage > 1 - _ALONE).all())  # synchronize!
-    free = math.nan if fitted else xp.maximum(Y.shape[0] - leverage.sum(), 1.0)
-    lost = leverage >= 1 - _ALONE
-    missed = missed if dual else xp.where(lost[:, None], math.nan, missed)
-    found = (Y - missed, leverage, squares / free)
+    fitted = smallest and bool((free < _ALONE).all())  # synchronize!
+    noise = squares / (math.nan if fitted else xp.maximum(free.sum(), 1.0))
+    found = (Y - missed, 1 - free, noise)
     return LeftOut(*(backend.to_numpy(a) for a in found))  # synchronize!
 
 
-def spread(problem: StoredProblem, Q: Array) -> Any:
+def spread(problem: StoredProblem, Q: Array, rows: DualRows | None) -> Any:
     """a^T P^-1 a for rows of Q that were not trained on, on the host.
 
     Infinite for fewer training rows than features without a ridge: nothing speaks of the
     directions that no training row has.
     """
-    xp, loss = problem.backend.xp, problem.loss
+    backend, xp, loss = problem.backend, problem.backend.xp, problem.loss
     if problem.ridge == 0 and problem.Q.shape[0] < problem.Q.shape[1]:
         return np.full(Q.shape[0], math.inf)
-    found = xp.zeros(Q.shape[0])
+    found = np.zeros(Q.shape[0])
     for i in range(0, Q.shape[0], _ROWS):
         part = Q[i : i + _ROWS].astype("float64")
         part = part if problem.mean is None else part - problem.mean
-        B = problem.P.inner.half_T(xp.ascontiguousarray(part.T))
-        found[i : i + _ROWS] = (B * B).sum(axis=0)
-    if loss.intercept:
-        found = found + 1 / loss.total(problem.Q.shape[0])
-    return problem.backend.to_numpy(found)  # synchronize!
+        if rows is None:
+            B = problem.P.inner.half_T(xp.ascontiguousarray(part.T))
+            found[i : i + _ROWS] = backend.to_numpy((B * B).sum(axis=0))  # synchronize!
+        else:
+            others = backend.to_numpy(problem.basis.rows(part))  # synchronize!
+            found[i : i + _ROWS] = rows.spread(others)
+    return found + 1 / loss.total(problem.Q.shape[0]) if loss.intercept else found
+
+
+def dual_rows(problem: StoredProblem) -> DualRows | None:
+    """The QR of the rows where leave-one-out needs it; None: P is good enough, or has no ridge."""
+    few = problem.Q.shape[0] < problem.Q.shape[1]
+    if problem.ridge == 0 or not (few or problem.P.inner.slack > _SLACK):
+        return None
+    backend, weights = problem.backend, problem.loss.weights
+    A = backend.to_numpy(problem.basis.rows(problem.Q.astype("float64", copy=False)))
+    w = np.ones(A.shape[0]) if weights is None else backend.to_numpy(weights)  # synchronize!
+    return DualRows(A, w, problem.ridge, problem.loss.intercept)
+
+
+class DualRows:
+    """R of G = R^T R, on the host; with an intercept of G without the direction of w^1/2."""
+
+    def __init__(self, A: Any, weights: Any, ridge: float, intercept: bool) -> None:
+        self.ridge, self.root, self.reflector = ridge, np.sqrt(weights), None
+        rows = self.root[:, None] * A
+        if intercept:
+            # A reflection takes w^1/2 to the first axis; the others are what is orthogonal to it.
+            self.reflector = self.root / np.linalg.norm(self.root)
+            self.reflector[0] += math.copysign(1.0, self.reflector[0])
+            self.reflector /= np.linalg.norm(self.reflector)
+            rows = self._orthogonal(rows)
+        count, self.features = rows.shape
+        rows = np.concatenate([rows, math.sqrt(ridge) * np.eye(count)], axis=1)
+        self.order = np.argsort(-np.abs(rows).max(axis=0, initial=0.0), kind="stable")
+        stacked = np.take(rows, self.order, axis=1).T
+        lwork = int(dgeqp3(stacked, lwork=-1, overwrite_a=1)[3][0])
+        self.qr, pivots, self.tau, _, _ = dgeqp3(stacked, lwork=lwork, overwrite_a=1)
+        self.pivots = pivots - 1
+        self.R = np.triu(self.qr[:count])
+
+    def _orthogonal(self, B: Any) -> Any:
+        """Columns without what they have of w^1/2, in one coordinate less."""
+        v = self.reflector
+        return B if v is None else (B - 2 * np.outer(v, v @ B))[1:]
+
+    def missed(self, Y: Any) -> tuple[Any, Any]:
+        """(y less the output of the model without the row, 1 - leverage)."""
+        count, c = Y.shape
+        if self.R.shape[0] == 0:  # an intercept and one row
+            return np.full((count, c), math.nan), np.zeros(count)
+        # Columns of half are R^-T e_i, seen from the coordinates of R.
+        units = self._orthogonal(np.eye(count))[self.pivots]
+        half = solve_triangular(self.R, units, trans="T", check_finite=False)
+        turned = half @ (self.root[:, None] * Y)
+        diagonal = (half * half).sum(axis=0)
+        with np.errstate(invalid="ignore", divide="ignore"):
+            missed = half.T @ turned / (diagonal * self.root)[:, None]
+        return missed, self.ridge * diagonal
+
+    def spread(self, others: Any) -> Any:
+        """a^T P^-1 a of rows a of other nodes, less the mean if there is an intercept."""
+        count = self.R.shape[0]
+        stacked = np.zeros((self.features + count, others.shape[0]), order="F")
+        stacked[: self.features] = others.T
+        stacked = np.asfortranarray(stacked[self.order])
+        if count:
+            lwork = int(dormqr("L", "T", self.qr, self.tau, stacked, -1)[1][0])
+            stacked = dormqr("L", "T", self.qr, self.tau, stacked, lwork)[0]
+        left = stacked[count:]
+        return (left * left).sum(axis=0) / self.ridge
 
 
 def _from_P(problem: StoredProblem, u: Array) -> tuple[Array, Array]:
-    """(y less the output of the model without the row, leverage)."""
+    """(y less the output of the model without the row, 1 - leverage)."""
     backend, xp, loss, Q = problem.backend, problem.backend.xp, problem.loss, problem.Q
     b, count = problem.sweep(u).b, Q.shape[0]
-    leverage, missed = xp.zeros(count), xp.zeros((count, u.shape[1]))
+    free, missed = xp.zeros(count), xp.zeros((count, u.shape[1]))
     for i in range(0, count, _ROWS):
         J = slice(i, min(i + _ROWS, count))
         B = problem.P.inner.half_T(xp.ascontiguousarray(Q[J].T))
@@ -100,40 +172,9 @@ def _from_P(problem: StoredProblem, u: Array) -> tuple[Array, Array]:
         h = loss.of_rows(J).weighted(h[:, None])[:, 0]
         F = backend.matmul(Q[J], u)
         e = problem.Y[J] - (F if b is None else F + b)
-        leverage[J] = h
+        free[J] = 1 - h
         missed[J] = e / xp.maximum(1 - h, np.finfo(float).tiny)[:, None]
-    return missed, leverage
-
-
-def _from_rows(problem: StoredProblem) -> tuple[Array, Array]:
-    """The same from G, for fewer rows than features."""
-    xp, loss = problem.backend.xp, problem.loss
-    A, count, Y = problem.basis.rows(problem.Q), problem.Q.shape[0], problem.Y[:]
-    if loss.intercept:
-        Y = xp.concatenate([Y, xp.zeros((1, Y.shape[1]))])
-    inverse = xp.linalg.inv(_bordered(problem, A))
-    diagonal = inverse.diagonal()[:count]
-    missed = (inverse @ Y)[:count] / diagonal[:, None]
-    return missed, 1 - _own(problem) * diagonal
-
-
-def _own(problem: StoredProblem) -> Array:
-    """(n_train,) ridge / w."""
-    xp, weights = problem.backend.xp, problem.loss.weights
-    return problem.ridge / (xp.ones(problem.Q.shape[0]) if weights is None else weights)
-
-
-def _bordered(problem: StoredProblem, A: Array) -> Array:
-    """G, with a border of the size of its entries for an intercept."""
-    # Rows less their mean differ by a multiple of 1, which the border takes away.
-    backend, xp, count = problem.backend, problem.backend.xp, A.shape[0]
-    G = backend.matmul(A, A.T)
-    G[xp.arange(count), xp.arange(count)] += _own(problem)
-    if not problem.loss.intercept:
-        return G
-    size = float(G.diagonal().sum()) / count  # synchronize!
-    G = xp.concatenate([G, xp.full((1, count), size)])
-    return xp.concatenate([G, xp.concatenate([xp.full((count, 1), size), xp.zeros((1, 1))])], 1)
+    return missed, free
 
 
 def _seen_rows(problem: StoredProblem) -> tuple[Array, Array, Array, Array | None]:
@@ -165,4 +206,4 @@ def _of_smallest_weights(problem: StoredProblem) -> tuple[Array, Array]:
         around / xp.where(alone, 1.0, free)[:, None],
     )
     missed = missed if root is None else missed / root[:, None]
-    return missed, xp.where(alone, 1.0, 1 - free)
+    return missed, xp.where(alone, 0.0, free)

@@ -15,7 +15,7 @@ from herta_gpu.blockwise import Guess, trained
 from herta_gpu.diffusion import Recall
 from herta_gpu.direct import Proof, StoredProblem
 from herta_gpu.laplacian import RegularizedLaplacian
-from herta_gpu.leave_one_out import LeftOut, left_out, spread
+from herta_gpu.leave_one_out import LeftOut, dual_rows, left_out, spread
 from herta_gpu.losses import LOSSES
 from herta_gpu.planning.plan import (
     Chosen,
@@ -188,10 +188,11 @@ def at_zero(
 def _without_each(made: Made, problem: StoredProblem, u: Array) -> Made:
     """With leave-one-out, and the spread of the rows outside training, if any are there."""
     others = None if made.P.diffusion is None else made.P.diffusion.others
-    made = replace(made, left_out=left_out(problem, u))
+    rows = dual_rows(problem)
+    made = replace(made, left_out=left_out(problem, u, rows))
     if others is None:
         return made
-    return replace(made, spread=spread(problem, others))
+    return replace(made, spread=spread(problem, others, rows))
 
 
 def _lowered(

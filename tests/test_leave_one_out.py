@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -152,3 +153,81 @@ def test_it_is_there_only_if_it_was_asked_for():
     with pytest.raises(ValueError, match="loo must be"):
         model.fit(GRAPH, X, Y, np.arange(60), loo="plus")
     assert not hasattr(model, "leverage_")
+
+
+# ---- unequal units, against refits in exact arithmetic -----------------------------------------
+def exact(values):
+    """Floats of any width as fractions."""
+    return np.vectorize(lambda x: Fraction(*x.as_integer_ratio()), otypes=[object])(values)
+
+
+def solved(G, B):
+    """G^-1 B in fractions, by elimination with pivots."""
+    M, n = np.concatenate([G, B], axis=1), G.shape[0]
+    for k in range(n):
+        i = k + int(np.argmax([M[j, k] != 0 for j in range(k, n)]))
+        M[[k, i]] = M[[i, k]]
+        M[k] = M[k] / M[k, k]
+        for j in range(n):
+            if j != k and M[j, k] != 0:
+                M[j] = M[j] - M[j, k] * M[k]
+    return M[:, n:]
+
+
+def diffused(graph, lam, X):
+    """H^-1 X by elimination in longdouble."""
+    M = np.concatenate([dense_H(graph, lam), X], axis=1).astype(np.longdouble)
+    n = graph.num_nodes
+    for k in range(n):
+        M[k] /= M[k, k]
+        rest = np.arange(n) != k
+        M[rest] -= np.outer(M[rest, k], M[k])
+    return M[:, n:]
+
+
+def exact_fit(A, Y, w, ridge, intercept, others):
+    """Outputs of the rows `others` after ridge regression on A, through A A^T in fractions."""
+    n = A.shape[0]
+    G = A.dot(A.T) + np.diag(ridge / w)
+    if intercept:
+        one = np.full((n, 1), Fraction(1))
+        G = np.block([[G, one], [one.T, np.full((1, 1), Fraction(0))]])
+        Y = np.concatenate([Y, np.full((1, Y.shape[1]), Fraction(0))])
+    found = solved(G, Y)
+    F = others.dot(A.T).dot(found[:n])
+    return F + found[n] if intercept else F
+
+
+@pytest.mark.parametrize("unit", [1e-12, 1e-6, 1e6, 1e8, 1e9, 1e12])
+@pytest.mark.parametrize("lam", [2.0, [0.5, 4.0]])
+@pytest.mark.parametrize(("intercept", "weighted"), [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize("ridge", [1.0, 1e-3])
+def test_a_column_in_another_unit(unit, lam, intercept, weighted, ridge):
+    graph, rng, n, d, count = random_graph(24, 50), np.random.default_rng(3), 24, 12, 8
+    features, Y = rng.standard_normal((n, d)), rng.standard_normal((n, 2))
+    features[:, 4] *= unit
+    train, w = np.arange(count), rng.uniform(0.2, 3.0, n) if weighted else np.ones(n)
+    model = HERTA(lam=lam, ridge=ridge, fit_intercept=intercept, **TIGHT)
+    model.fit(graph, features, Y, train, sample_weight=w, loo=True, evaluate=[15, 20])
+    lams = lam if isinstance(lam, list) else [lam]
+    A = exact(np.concatenate([diffused(graph, one, features) for one in lams], axis=1))
+    T, w, penalty, beside = exact(Y), exact(w), Fraction(ridge), A[[15, 20]]
+    H = exact_fit(A[train], np.diag([Fraction(1)] * count), w[train], penalty, intercept, A[train])
+    F = exact_fit(A[train], T[train], w[train], penalty, intercept, A[train])
+    free = np.array([1 - h for h in np.diag(H)])
+    np.testing.assert_allclose(model.leverage_, 1 - free.astype(float), atol=1e-9)
+    for i in train:
+        rest = np.delete(train, i)
+        out = exact_fit(A[rest], T[rest], w[rest], penalty, intercept, A[[i]])[0]
+        np.testing.assert_allclose(model.loo_[i], out.astype(float), atol=1e-7 * np.abs(Y).max())
+    noise = (w[train, None] * (T[train] - F) ** 2).sum(axis=0) / max(free.sum(), 1)
+    # An added row of weight 1 has the leverage s / (1 + s), s its spread.
+    spread = []
+    for a in beside:
+        more, heavier = np.concatenate([A[train], a[None]]), np.append(w[train], Fraction(1))
+        unit_target = np.full((count + 1, 1), Fraction(0))
+        unit_target[-1] = Fraction(1)
+        h = exact_fit(more, unit_target, heavier, penalty, intercept, a[None])[0, 0]
+        spread.append(h / (1 - h))
+    wanted = (np.array(spread)[:, None] + 1) * noise
+    np.testing.assert_allclose(model.variance_, wanted.astype(float), rtol=1e-6)

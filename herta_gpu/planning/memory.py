@@ -311,7 +311,7 @@ def _memory(
     if settings.label_folds:
         memory["label features"] = 8 * sizes.n * len(LABEL_LAMS) * sizes.c
     if settings.loo:
-        memory["leave-one-out"] = _left_out(sizes, settings)
+        memory["leave-one-out"] = _left_out(sizes)
     if settings.precondition:
         q_rows = sizes.n_train if rows is None else rows
         if certificate in DETERMINISTIC:
@@ -345,12 +345,12 @@ def _making_label_features(sizes: Sizes, settings: Settings) -> int:
     return 8 * sizes.n * max(len(LABEL_LAMS) * sizes.c, blocks + sizes.c)
 
 
-def _left_out(sizes: Sizes, settings: Settings) -> int:
+def _left_out(sizes: Sizes) -> int:
     """Outputs without each row, and what they are found from."""
     n_train, d = sizes.n_train, sizes.d
     found = 6 * n_train * sizes.c
     if n_train >= d:
         found += 2 * d * min(n_train, _LEFT_OUT_ROWS)
     else:
-        found += 3 * n_train**2 + (3 if settings.ridge == 0 else 1) * n_train * d
+        found += 4 * n_train**2 + 3 * n_train * d
     return 8 * found

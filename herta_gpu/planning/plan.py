@@ -407,6 +407,8 @@ def _by_rows(sizes: Sizes, settings: Settings, strategy: str, n_samples: int | N
         return False
     if settings.several or (settings.loo and settings.ridge == 0):
         return False  # what is proven, and left out, needs stored rows in coordinates of norm 1
+    if settings.loo and sizes.beside:
+        return False  # the variance of other nodes needs their rows, too
     # Without a ridge the rows of an approximate Q would span another space than those of A.
     return strategy == "direct" or (settings.ridge == 0 and settings.sketch.when != "always")
 
