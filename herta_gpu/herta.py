@@ -168,15 +168,16 @@ class HERTA(Model):
     changes_ : list of (what, choice, why)
         What turned out otherwise than planned.
     outputs_ : array (len(evaluate), c)
-        Z* at the nodes `evaluate` of the last `fit`, if that came with it; no file keeps it.
+        Z* at the nodes `evaluate` of the last `fit`, if it was given; no file keeps it.
     loo_ : array (n_train, c)
         After ``fit(..., loo=True)``: for each node of `train_` the outputs of the model that was
         trained without it (NaN where only that node decides some weight); no file keeps it.
     leverage_ : array (n_train,)
         With it: how much the output of each training node follows its own target, from 0 to 1.
     variance_ : array (len(evaluate), c)
-        With it: sigma^2 (1 + a^T P^-1 a), a the row of H^-1 X and sigma^2 the variance of the
-        residuals: of a target at the nodes `evaluate`, if the model is right.  Infinite (NaN where
+        With it, if there is memory for the rows a of H^-1 X at the nodes `evaluate`:
+        sigma^2 (1 + a^T P^-1 a), sigma^2 the variance of the residuals: of a target at these
+        nodes, if the model is right.  Infinite (NaN where
         the residuals are 0) for fewer training nodes than features without a ridge.
     spectrum_ : Spectrum or None
         What is known of the preconditioned Hessian; ``kappa`` bounds its condition number.
@@ -272,8 +273,9 @@ class HERTA(Model):
             A timer of the caller's that times the stages of this fit as well, and shows them if
             it is verbose; by default the fit has its own.
         evaluate : optional
-            Ids (or a mask) of other nodes whose outputs are wanted.  Where the strategy is
-            "direct" they come with the fit, in `outputs_`, and need no solve of their own.
+            Ids (or a mask) of other nodes whose outputs are wanted, in `outputs_`.  Where rows of
+            H^-1 X are stored (strategy "direct") they come with the fit, otherwise from a solve
+            after it, as of `transform`.
         sample_weight : array (n,), optional
             Weights of the nodes in the loss; only those of training nodes count, and a node of
             weight 0 is none.
@@ -296,7 +298,7 @@ class HERTA(Model):
         X, targets = self._checked_data(graph, X, y, train, backend, sample_weight)
         settings = replace(settings, ridge=settings.ridge / targets.unit)
         self.device_ = Decision("device", backend.name, why)
-        beside = node_rows([] if evaluate is None else to_host(evaluate, backend), graph.num_nodes)
+        wanted = node_rows([] if evaluate is None else to_host(evaluate, backend), graph.num_nodes)
         stages = Stages(self.verbose) if stages is None else stages
         before, stages.wait = dict(stages.seconds), backend.synchronize
         if checkpoint is not None:
@@ -308,7 +310,7 @@ class HERTA(Model):
         H = RegularizedLaplacian(graph, settings.lam, backend, settings.dtype)  # I + lam L_hat
         with stages("plan"):
             budget = settings.budget(backend.memory_everywhere())
-            sizes = count_sizes(H, X, targets, settings, budget, beside.size)
+            sizes = count_sizes(H, X, targets, settings, budget, wanted.size)
             width = settings.features(X.shape[1], targets.Y.shape[1])
             W_start = _starting_weights(warm_start, width, targets, backend)
             plan = make_plan(sizes, settings, budget, reordered=graph is not given)
@@ -332,7 +334,7 @@ class HERTA(Model):
             H, features, rows, plan.solve_width, _bound(targets, settings, backend),
             [H.at(lam) for lam in settings.lams] if settings.several else None, extra,
         )  # fmt: skip
-        beside = beside[: plan.beside]  # all of them, or none
+        beside = wanted[: plan.beside]  # all of them, or none
         others = stored_rows(graph, beside, backend)
         # Blocks of Q hold the rows of these nodes, too: those made for others are not read.
         made_for = plan.identity + nodes_key(beside)
@@ -364,6 +366,9 @@ class HERTA(Model):
         self.stages_, self.n_features_in_ = stages.since(before), X.shape[1]
         self.X_reads_ = {} if features.reads is None else features.reads.counts()
         self.spectrum_ = made.spectrum
+        if backend.total(int(evaluate is not None)) and "outputs_" not in vars(self):
+            del made, run, A  # the solve has the memory of the fit
+            self.outputs_ = to_host(self.transform(given, X, wanted), backend)
         return self
 
     def _keep_evaluated(self, made: Made, W: Array | None, unit: float) -> None:
@@ -452,6 +457,10 @@ def _check_previous(previous: Any, checkpoint: Any) -> None:
         return
     if not isinstance(previous, HERTA) or not hasattr(previous, "W_"):
         raise TypeError("warm_start must be a fitted HERTA.")
+    if not np.isfinite(previous.W_).all():
+        raise ValueError(
+            "warm_start has weights that are not finite: fit it anew, or start without it."
+        )
     if checkpoint is not None:
         raise ValueError("A checkpoint has weights of its own: leave out warm_start.")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import pickle
 
@@ -149,6 +150,42 @@ def test_a_resume_that_wants_other_outputs_gets_those(later, tmp_path):
         assert abs(model.outputs_ - Z[later]).max() <= 1e-4 * abs(Z).max()
 
 
+@pytest.mark.parametrize("evaluate", [np.arange(30, 50), np.arange(60) % 2 == 0, []])
+@pytest.mark.parametrize("ridge", [0.0, 0.1])
+@pytest.mark.parametrize(
+    "params",
+    [
+        {},
+        {"strategy": "direct"},
+        {"strategy": "herta"},
+        {"lam": [0.0, 2.0]},
+        {"loss": "ce"},
+        {"precondition": False, "max_iter": 5},
+        {"sketch": True},
+        {"sparsify": True},
+        {"label_features": 2},
+        {"fit_intercept": True},
+    ],
+)
+@pytest.mark.parametrize("few", [False, True])
+def test_outputs_of_other_nodes_come_with_every_fit(few, params, ridge, evaluate):
+    rng = np.random.default_rng(4)
+    graph, X = random_graph(60, 150), rng.standard_normal((60, 30 if few else 5))
+    y = rng.integers(0, 3, 60)
+    model = HERTA(ridge=ridge, dtype="float64", **params)
+    model.fit(graph, X, y, np.arange(20), evaluate=evaluate)
+    Z = model.transform(graph, X, evaluate)
+    assert model.outputs_.shape == Z.shape
+    assert abs(model.outputs_ - Z).max(initial=0) <= 1e-4 * max(1.0, abs(Z).max(initial=0))
+
+
+def test_outputs_of_other_nodes_where_there_is_nothing_to_learn():
+    graph, X = random_graph(60, 150), np.random.default_rng(0).standard_normal((60, 30))
+    for params in ({}, {"strategy": "herta"}, {"ridge": 0.1}, {"fit_intercept": True}):
+        model = HERTA(**params).fit(graph, X, np.zeros(60), np.arange(20), evaluate=[50])
+        assert (model.outputs_ == 0).all()
+
+
 # ---- a warm start --------------------------------------------------------------------------
 @pytest.mark.parametrize(
     "params",
@@ -196,6 +233,11 @@ def test_a_warm_start_that_does_not_fit_is_refused(tmp_path):
         HERTA().fit(g, X, y, warm_start=HERTA())
     with pytest.raises(ValueError, match="leave out warm_start"):
         HERTA().fit(g, X, y, warm_start=model, checkpoint=Checkpoint(tmp_path))
+    for loss, value in itertools.product(("mse", "ce"), (np.nan, np.inf)):
+        broken = pickle.loads(pickle.dumps(model))
+        broken.W_[2, 1] = value
+        with pytest.raises(ValueError, match="not finite"):
+            HERTA(loss=loss, ridge=0.1).fit(g, X, y, warm_start=broken)
     assert (pickle.loads(pickle.dumps(model)).W_ == model.W_).all()
     model.save(tmp_path / "model.npz")
     again = HERTA(loss="ce", ridge=0.1).fit(g, X, y, warm_start=HERTA.load(tmp_path / "model.npz"))
