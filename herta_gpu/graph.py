@@ -15,6 +15,7 @@ import scipy.sparse as sp
 from numpy.typing import ArrayLike, NDArray
 
 from herta_gpu.plumbing.building import build, of_edges, of_keys, row_sums
+from herta_gpu.plumbing.columns import edges_of_frame, is_frame
 from herta_gpu.plumbing.graph_files import GraphWriter, open_graph
 from herta_gpu.plumbing.interop import on_device
 from herta_gpu.plumbing.ordering import (
@@ -84,6 +85,8 @@ class Graph:
         Parameters
         ----------
         edge_index : array of ints, shape (2, m)
+            Or a DataFrame with one edge per row, in columns source and target (src and dst, ...),
+            and weight if there is one; see `datasets.from_tables`.
         num_nodes : int, optional
             Needed when the last nodes have no edge; by default the largest id plus one.
         edge_weight : array of m non-negative numbers, optional
@@ -127,6 +130,8 @@ class Graph:
         """
         check_choice("duplicates", duplicates, (None, "sum", "error"))
         check_choice("split", split, ("columns", "nodes"))
+        if is_frame(edge_index):
+            edge_index, edge_weight = edges_of_frame(edge_index, edge_weight)
         if comm is not None:
             from herta_gpu.backends.ranks.edges import shared_graph
 

@@ -261,8 +261,7 @@ class FitResult:
             ("model", f"{self.model_text}, {computed}"),
             *self.rows(),
         ]
-        if self.note:
-            rows.append(("note", self.note))
+        rows += [("note", line) for line in self.note.splitlines()]
         if folder is not None:
             rows.append(("run", f"{folder} (report.html, model.npz, metrics.jsonl, config.json)"))
         return table(rows, header=False)

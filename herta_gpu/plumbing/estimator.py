@@ -172,6 +172,11 @@ def make_targets(
         )
     if y.ndim == 2 and y.shape[1] == 0:
         raise ValueError("y has no columns: give at least one target.")
+    if y.ndim == 2 and y.dtype.kind in "iub":
+        raise ValueError(
+            f"y holds whole numbers in {y.shape[1]} columns: for several labels per node use "
+            'loss="bce"; numbers to be predicted as such must be floats, y.astype(float).'
+        )
     rows, weight = _weighty(train_rows(train, np.ones(n, dtype=bool), n), weight)
     Y = y[rows].astype(np.float64)
     check_targets(Y)

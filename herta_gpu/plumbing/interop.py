@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import scipy.sparse as sp
 
+from herta_gpu.plumbing.columns import is_frame, rows_of_frame
+
 Array = Any  # NumPy's or CuPy's
 Backend = Any  # a `backends.base.Backend`, whose module imports this one
 
@@ -35,6 +37,8 @@ def as_array(name: str, x: Any, backend: Backend) -> Any:
         return x
     if x is None:
         raise ValueError(f"{name} is None: give one row of numbers per node.")
+    if is_frame(x):
+        return rows_of_frame(name, x)
     if not on_device(x):
         bare = hasattr(x, "__dlpack__") and not hasattr(x, "__array__")
         try:

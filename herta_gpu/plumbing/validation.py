@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import scipy.sparse as sp
 
+from herta_gpu.plumbing.columns import is_frame, rows_of_frame
 from herta_gpu.plumbing.interop import on_device
 
 MAX_LAM = 1e6
@@ -196,13 +197,13 @@ def check_scale(largest: float, fitted: bool = False) -> None:
 def as_labels(name: str, y: Any) -> Any:
     """Labels and targets in one of few kinds: whole numbers, text, or floats.
 
-    One-dimensional whole numbers are classes, with -1 for none.  So is text, with "" for none;
-    None, NaN and "-1" become "".
+    One column of whole numbers is classes, with -1 for none, in one dimension or two.  So is text,
+    with "" for none; None, NaN and "-1" become "".
     """
     if y is None:
         raise ValueError(f"{name} is None: give one label or target per node.")
     check_plain(name, y)
-    y = _array(name, y)
+    y = _array(name, rows_of_frame(name, y, labels=True) if is_frame(y) else y)
     if y.ndim not in (1, 2):
         raise ValueError(
             f"{name} must have one row per node, but it has {y.ndim} dimensions: give a label, or "
@@ -212,9 +213,9 @@ def as_labels(name: str, y: Any) -> Any:
         y = _of_objects(name, y)
     if y.dtype.kind == "S":
         y = np.char.decode(y, "utf-8", "replace")
+    if y.ndim == 2 and y.shape[1] == 1 and y.dtype.kind in "iubU":
+        y = y[:, 0]  # OGB's shape
     if y.dtype.kind == "U":
-        if y.ndim == 2 and y.shape[1] == 1:
-            y = y[:, 0]
         if y.ndim == 2:
             raise ValueError(f"{name} must hold one text label per node, not {y.shape[1]}.")
         y = np.char.strip(y)

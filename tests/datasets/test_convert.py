@@ -16,12 +16,9 @@ from herta_gpu.datasets import (
     from_networkx,
     from_pyg,
     from_scipy,
-    from_tables,
     load,
     read_edges,
-    sizes,
 )
-from herta_gpu.plumbing.files import DataError
 
 
 def test_scipy_and_networkx_give_the_same_laplacian():
@@ -178,31 +175,6 @@ def test_every_loader_merges_edges_by_one_rule(tmp_path, edges):
         assert (graph.degree == graph.loopless_degree + 1).all()  # a repeated self-loop counts once
 
 
-@pytest.mark.parametrize(
-    "text", ["0,1\n1,2\n", "src,dst\n0,1\n1,2\n", "0\t1\n1\t2\n", "0 1\n1 2\n"]
-)
-def test_edge_lists_as_text(tmp_path, text):
-    (tmp_path / "e.csv").write_text(text)
-    graph = read_edges(tmp_path / "e.csv")
-    assert (graph.num_nodes, graph.num_edges) == (3, 2)
-
-
-def test_edge_lists_as_parquet_and_wrong_ones(tmp_path):
-    (tmp_path / "e.csv").write_text("0,1.5\n")
-    with pytest.raises(ValueError, match=r"e\.csv must hold integer node ids"):
-        read_edges(tmp_path / "e.csv")
-    (tmp_path / "e.csv").write_text("0,1\n1,x\n")
-    with pytest.raises(ValueError, match=r"e\.csv is not a table of numbers"):
-        read_edges(tmp_path / "e.csv")
-    pd = pytest.importorskip("pandas")
-    pytest.importorskip("pyarrow")
-    pd.DataFrame({"u": [0, 1], "v": [1, 2], "w": [1.0, 2.0]}).to_parquet(tmp_path / "e.parquet")
-    assert read_edges(tmp_path / "e.parquet").adjacency().toarray()[2, 1] == 2.0
-    (tmp_path / "e.parquet").write_bytes(b"PAR1")
-    with pytest.raises(ValueError, match=r"e\.parquet is not a whole"):
-        read_edges(tmp_path / "e.parquet")
-
-
 def test_importing_loads_none_of_the_extras():
     code = (
         "import sys, herta_gpu, herta_gpu.datasets;"
@@ -210,90 +182,3 @@ def test_importing_loads_none_of_the_extras():
         "assert not bad, bad"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
-
-
-def write_tables(folder, ending: str):
-    """Six nodes in a path, their features, classes and split; the truth as arrays."""
-    pd = pytest.importorskip("pandas")
-    X = np.array([[-1.5, 2e-3, i] for i in range(6)])
-    truth = {
-        "edges": [(i, i + 1) for i in range(5)], "features": X, "labels": [0, 1, 0, 1, -1, 1],
-        "train": [0, 1, 2], "valid": [3], "test": [5],
-    }  # fmt: skip
-    folder.mkdir()
-    for name, content in truth.items():
-        frame = pd.DataFrame(np.asarray(content))
-        frame.columns = [f"{name}{j}" for j in range(frame.shape[1])]
-        path = folder / f"{name}{ending}"
-        if ending == ".parquet":
-            pytest.importorskip("pyarrow")
-            frame.to_parquet(path)
-        else:
-            frame.to_csv(path, index=False, sep="\t" if ending == ".tsv" else ",")
-    return truth
-
-
-@pytest.mark.parametrize("ending", [".csv", ".tsv", ".csv.gz", ".parquet"])
-def test_a_folder_of_tables_is_a_dataset(tmp_path, ending, capsys):
-    from herta_gpu.app.cli import main
-
-    truth = write_tables(tmp_path / "mine", ending)
-    found = {p.name.partition(".")[0]: p for p in (tmp_path / "mine").iterdir()}
-    split = {part: found[part] for part in ("train", "valid", "test")}
-    by_files = from_tables(found["edges"], found["features"], found["labels"], split)
-    for data in (load(str(tmp_path / "mine")), load("mine", tmp_path), by_files):
-        assert (data.graph.num_nodes, data.graph.num_edges) == (6, 5)
-        assert np.allclose(data.X, truth["features"])
-        assert data.y.tolist() == truth["labels"]
-        assert {part: ids.tolist() for part, ids in data.split.items()} == {
-            part: truth[part] for part in ("train", "valid", "test")
-        }
-    assert load("mine", tmp_path, features=False).X is None
-    assert sizes("mine", tmp_path).d == 3
-    assert main(["train", str(tmp_path / "mine"), "--ridge", "0.1", "--quiet"]) == 0
-    assert "mine: 6 nodes, 5 edges, 3 features, 2 outputs" in capsys.readouterr().out
-
-
-def test_arrays_beside_a_table_of_edges(tmp_path):
-    import scipy.sparse as sp
-
-    (tmp_path / "e.txt").write_text("0 1 0.5\n1 2 2.0\n")
-    sp.save_npz(tmp_path / "x.npz", sp.csr_array(np.eye(4)))
-    np.save(tmp_path / "y.npy", np.arange(8.0).reshape(4, 2))
-    data = from_tables(tmp_path / "e.txt", tmp_path / "x.npz", tmp_path / "y.npy")
-    assert data.graph.adjacency().toarray()[1].tolist() == [0.5, 1.0, 2.0, 0.0]
-    assert (data.X.toarray() == np.eye(4)).all()
-    assert data.y.tolist() == np.arange(8.0).reshape(4, 2).tolist()
-
-
-@pytest.mark.parametrize(
-    ("file", "content", "words"),
-    [
-        ("edges.csv", "0,9\n", "names node 9 but there are 3 nodes"),
-        ("edges.csv", "0\n1\n", "must have two columns"),
-        ("edges.csv", "", "edges.csv is empty"),
-        ("labels.csv", "0\n1\n", "one row per node"),
-        ("labels.csv", "0\n1\n0.5\n", "classes from 0 on"),
-        ("train.csv", "7\n", "names node 7 but there are 3 nodes"),
-        ("features.csv", "1\n2\nthree\n", "features.csv is not a table of numbers"),
-        ("features.npz", "PK", "features.npz is not a whole SciPy sparse matrix"),
-        ("features.npy", "x", "features.npy is not a whole"),
-        ("edges.csv.gz", "no gzip", "edges.csv.gz is not a table"),
-        ("edges.parquet", "PAR1", "edges.parquet is not a whole Parquet"),
-    ],
-)
-def test_wrong_tables_are_named(tmp_path, file, content, words):
-    if file.endswith("parquet"):
-        pytest.importorskip("pyarrow")
-    whole = {"edges": "0,1\n", "features": "1\n2\n3\n"}
-    whole.pop(file.partition(".")[0], None)
-    for name, text in whole.items():
-        (tmp_path / f"{name}.csv").write_text(text)
-    (tmp_path / file).write_text(content)
-    with pytest.raises(DataError, match=words.replace(".", r"\.")):
-        load(f"{tmp_path}/")
-
-
-def test_a_folder_without_edges_says_so(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"has no edges\.csv"):
-        load(f"{tmp_path}/")
