@@ -77,7 +77,7 @@ def from_tables(
     notes: list[str] = []
     X = None if features is None else _features(features, notes)
     n = None if X is None else X.shape[0]
-    y = None if labels is None else _labels(_read(labels), n, notes)
+    y, label_names = (None, None) if labels is None else _labels(_read(labels), n, notes)
     if X is not None and y is not None and y.shape[0] != n:
         raise DataError(
             f"{_called(features)} has {n:,} rows but {_called(labels)} has {y.shape[0]:,} rows: "
@@ -89,7 +89,8 @@ def from_tables(
     is_frame = columns.is_frame(edges)
     ids = checked_split("split" if is_frame else Path(edges).parent, found, graph.num_nodes)
     source = "tables" if is_frame else Path(edges).name
-    metadata = {"metric": "accuracy", "source": source, "note": "\n".join(notes)}
+    metadata: dict[str, Any] = {"metric": "accuracy", "source": source, "note": "\n".join(notes)}
+    metadata |= {} if label_names is None else {"label_names": label_names}
     return Dataset(name or source.partition(".")[0], graph, X, y, ids, metadata)
 
 
@@ -240,8 +241,8 @@ def _features(source: Any, notes: list[str]) -> Any:
     return X
 
 
-def _labels(table: Table, n: int | None, notes: list[str]) -> Any:
-    """One column of whole numbers or of text is classes, everything else targets."""
+def _labels(table: Table, n: int | None, notes: list[str]) -> tuple[Any, list[str] | None]:
+    """One column of whole numbers or of text is classes, all else targets; names of several."""
     at = _named(table, columns.find_labels, table.names, table.values.shape[1])
     y = _text_labels(table, at, n)
     y = _number_labels(table, at) if y is None else y
@@ -256,7 +257,7 @@ def _labels(table: Table, n: int | None, notes: list[str]) -> Any:
             what = f"{np.unique(y[y != nothing]).shape[0]:,} classes"
         without = int(np.count_nonzero(~has_label(y)))
         notes.append(f"{table.title}: {what}{_from(table, at)}" + _of(without, n or len(y)))
-    return y
+    return y, [table.name(j) for j in at.values] if table.names and y.ndim == 2 else None
 
 
 def _number_labels(table: Table, at: columns.NodeColumns) -> Any:

@@ -203,6 +203,10 @@ LABELS = [
     ("one float by ids", "id,y\n3,0.5\n0,1.5\n1,2\n2,\n", [1.5, 2, NAN, 0.5], "targets"),
     ("one float, decimal comma", "y\n0,5\n1\n2\n3\n", [0.5, 1, 2, 3], "targets"),
     ("several floats", "a,b\n0.5,1\n1,2\n2,3\n3,4\n", [[0.5, 1], [1, 2], [2, 3], [3, 4]], "a, b"),
+    ("predicted targets", "node,target_0,target_1\n1,2,3\n0,0.5,1\n2,4,5\n3,6,7\n",
+     [[0.5, 1], [2, 3], [4, 5], [6, 7]], "target_0, target_1, rows by node"),
+    ("predicted labels", "node,label_0,label_1\n0,0,1\n1,1,0\n2,1,1\n3,0,0\n",
+     [[0, 1], [1, 0], [1, 1], [0, 0]], "label_0, label_1, rows by node"),
     ("predicted floats", "node,prediction,prediction\n1,2,3\n0,0.5,1\n2,4,5\n3,6,7\n",
      [[0.5, 1], [2, 3], [4, 5], [6, 7]], "rows by node"),
     ("several whole ones", "a,b\n0,1\n1,0\n1,1\n0,\n", [[0, 1], [1, 0], [1, 1], [0, -1]], "labels"),
@@ -219,6 +223,8 @@ def test_labels(tmp_path, text, truth, words):
     assert data.y.dtype.kind == truth.dtype.kind
     np.testing.assert_array_equal(data.y, truth)
     assert words in note(data)
+    several = text.split("\n")[0].replace("node,", "").split(",") if data.y.ndim == 2 else None
+    assert data.metadata.get("label_names") == several
 
 
 REFUSED_LABELS = [
