@@ -58,7 +58,7 @@ def trained(
 
         def finished(part: Training = part, at: Any = at) -> Arrays:
             Z = None if guess is None else guess(at)
-            found = part.loop(A, w[:, at], certified=True, Z=Z, most=most).W
+            found = part.settle(part.loop(A, w[:, at], certified=True, Z=Z, most=most).W)
             made = {"W": found, "told": _packed(run, part)}
             return made if part.intercept is None else {**made, "b": part.intercept}
 
@@ -72,6 +72,7 @@ def trained(
     run.phase, run.saved = first + len(blocks) - 1, None
     run.intercept = b if run.loss.intercept else None
     _join(run, parts)
+    run.keep(W, lambda: run.intercept)
     return W
 
 
@@ -104,6 +105,7 @@ def _part(run: Training, Y: Array, phase: int, before: list[Certificate]) -> Tra
     part.Y, part.loss_at_zero = Y, loss_at_zero(run.loss, run.xp, Y)[0]
     part.history, part.proven, part.before = list(run.history), [], before
     part.first_gradient, part.callback, part.phase = math.inf, None, phase - 1
+    part.kept, part.changes, part.first = None, [], len(run.history)
     saved = run.saved or {"phase": None, "plan": None}
     mine = saved["phase"] == phase and saved["plan"] == run.identity
     part.saved = run.saved if mine else None

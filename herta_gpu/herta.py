@@ -354,7 +354,7 @@ class HERTA(Model):
             else:
                 w, Z = start(run, plan, settings, made.P, A, budget, W_start)
                 # Output: W = P^-1/2 w, not w: the loop ran in preconditioned coordinates.
-                W = trained(run, A, Y, w, plan.outputs, recall, Z)
+                W = run.settle(trained(run, A, Y, w, plan.outputs, recall, Z))
 
         self.W_ = backend.same(backend.to_numpy(W), "weights")  # synchronize!
         self.intercept_, self.train_ = run.constants(), targets.nodes
@@ -362,7 +362,7 @@ class HERTA(Model):
         self._keep_evaluated(made, W if beside.size > 0 else None, targets.unit)
         self.classes_, self._flat = targets.classes, targets.flat
         self.history_, self.certificate_, self.status_ = run.result()
-        self.warm_history_, self.changes_ = run.warm_history, made.changes
+        self.warm_history_, self.changes_ = run.warm_history, [*made.changes, *run.changes]
         self.stages_, self.n_features_in_ = stages.since(before), X.shape[1]
         self.X_reads_ = {} if features.reads is None else features.reads.counts()
         self.spectrum_ = made.spectrum

@@ -50,6 +50,11 @@ class LeftOut:
     leverage: Any  # (n_train,)
     noise: Any  # (c,) variance of the residuals of each output
 
+    @classmethod
+    def unknown(cls, n: int, c: int) -> LeftOut:
+        """Of W = 0 that stands in for an optimum: the formulas are about the optimum."""
+        return cls(np.full((n, c), math.nan), np.full(n, math.nan), np.full(c, math.nan))
+
 
 def left_out(problem: StoredProblem, u: Array, rows: DualRows | None) -> LeftOut:
     """Leave-one-out for the optimum u of a stored MSE problem; `rows` as `dual_rows` gives them."""

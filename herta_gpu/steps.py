@@ -61,12 +61,14 @@ class Made:
     changes: list[Decision]  # what turned out otherwise than planned
     left_out: LeftOut | None = None  # leave-one-out, where that was asked for
     spread: Any = None  # (len(evaluate),) a^T P^-1 a of the nodes beside
+    known: Any = None  # outputs of the nodes beside, where P is no longer that of the weights ...
+    steps: int = 0  # ... which were found in so many steps
 
     def outputs(self, W: Array) -> Any:
         """The outputs of W on the rows of Q that were kept for evaluation, on the host."""
         diffusion = self.P.diffusion
-        if diffusion is None:
-            return None
+        if self.known is not None or diffusion is None:
+            return self.known
         backend = diffusion.H.backend
         u = diffusion.basis.coordinates(W).astype(diffusion.others.dtype)
         return backend.to_numpy(backend.matmul(diffusion.others, u))  # synchronize!
@@ -124,50 +126,104 @@ def on_stored_rows(
     recall: Recall,
     W_start: Array | None = None,
 ) -> tuple[Made, Array]:
-    """W from the stored rows of Q, solved for more tightly while that helps to prove it.
+    """W from the stored rows of Q, the best of several attempts, and all that belongs to it."""
+    rows = _StoredRows(run, plan, settings, A, Y, recall)
+    made, found, u = rows.attempts(made, W_start)
+    W = run.settle(found)
+    if settings.loo and run.kept is None and not run.nothing_to_learn:  # W = 0 was the best
+        return replace(made, left_out=LeftOut.unknown(*Y.shape)), W
+    for one in rows.former:  # rows in other coordinates may not hold these weights
+        if run.kept is not None and run.kept.steps <= one.steps:
+            own = {"left_out": one.left_out, "spread": one.spread, "known": one.known}
+            return replace(made, **own), W
+    if settings.loo:
+        made = _without_each(made, rows.problem, u if W is found else rows.coordinates(W))
+    return made, W
 
-    Where it does not, the true model has the last word, if there is memory for it.
-    """
-    loss, ridge = A.loss, settings.ridge
-    steps, u = _CHEAP_STEPS * settings.max_iter, None
 
-    def posed(P: Preconditioner) -> StoredProblem:
-        problem = StoredProblem(A.H.backend, loss, P, Y, ridge, run.X_norm)
-        problem.host = get_backend("cpu") if plan.on_host else None
+@dataclass
+class _StoredRows:
+    """Attempts to train on stored rows of Q, in one set of coordinates after another."""
+
+    run: Training
+    plan: Plan
+    settings: Settings
+    A: UnfoldedMap
+    Y: Array
+    recall: Recall
+
+    def __post_init__(self) -> None:
+        self.former: list[Made] = []  # what was found in coordinates that were given up
+
+    def pose(self, made: Made) -> StoredProblem:
+        A, run = self.A, self.run
+        ridge = self.settings.ridge
+        problem = StoredProblem(A.H.backend, A.loss, made.P, self.Y, ridge, run.X_norm)
+        problem.host = get_backend("cpu") if self.plan.on_host else None
+        self.problem = problem
         return problem
 
-    if W_start is not None and made.P.basis is not None and not plan.look:
-        u = made.P.basis.coordinates(W_start)
-    if plan.look:
-        problem = posed(made.P)
-        W = problem.basis.weights(problem.minimised(settings.tol, None, steps, run.warm))
-        W = _true_model(run, plan, made, A, Y, W, recall, _FEW)
-        if run.status != "max_iter" or len(run.history) > settings.max_iter:
-            return made, W
-        made = _lowered(made, measured(made.recipe, settings), A, Y, ridge, recall)
-        u = problem.basis.coordinates(W)
-    for _ in range(min(_ATTEMPTS, settings.max_iter)):
-        problem = posed(made.P)
-        u = problem.minimised(settings.tol, u, steps, run.warm)
-        proof = run.direct(problem, u)
-        again = _again(run, proof, made.P, made.recipe, settings)
-        if again is None:
-            break
-        made = _lowered(made, again, A, Y, ridge, recall)
-        if made.P.basis is not problem.basis and made.P.basis is not None:
-            u = made.P.basis.coordinates(problem.basis.weights(u))
-    W = problem.basis.weights(u)
-    if settings.loo:
-        made = _without_each(made, problem, u)
-    # Rows from which nothing follows for MSE, so alike they are, do not make it unprovable.
-    weak = loss.quadratic and run.certificate.kind in ("none", "nonnegative")
-    unproven = run.status == "stagnated" or (weak and not made.P.fragile)
-    if not unproven or not plan.may_look or len(run.history) > settings.max_iter:
-        return made, W
-    told = Decision("proof", "true gradients", "Q alone could not prove the fit")
-    spectrum = _spectrum("spectral-deterministic", made.P, A, settings)
-    made = replace(made, spectrum=spectrum, changes=[*made.changes, told])
-    return made, _true_model(run, plan, made, A, Y, W, recall, None)
+    def coordinates(self, W: Array) -> Array:
+        return self.problem.basis.coordinates(W)
+
+    def attempts(self, made: Made, W_start: Array | None) -> tuple[Made, Array, Array]:
+        """(P, W, its coordinates): Q is solved for more tightly while that helps to prove W.
+
+        Where it does not, the true model has the last word, if there is memory for it.
+        """
+        run, plan, settings = self.run, self.plan, self.settings
+        tol, steps, u = settings.tol, _CHEAP_STEPS * settings.max_iter, None
+        if W_start is not None and made.P.basis is not None and not plan.look:
+            u = made.P.basis.coordinates(W_start)
+        if plan.look:
+            problem = self.pose(made)
+            W = problem.basis.weights(problem.minimised(tol, None, steps, run.warm))
+            W = self._true_model(made, W, _FEW)
+            u = self.coordinates(W)
+            if run.status != "max_iter" or len(run.history) > settings.max_iter:
+                return made, W, u
+            made = self._lower(made, measured(made.recipe, settings))
+        for left in reversed(range(min(_ATTEMPTS, settings.max_iter))):
+            problem = self.pose(made)
+            u = problem.minimised(tol, u, steps, run.warm)
+            proof = run.direct(problem, u)
+            again = _again(run, proof, made.P, made.recipe, settings) if left else None
+            if again is None:
+                break
+            made, u = self._lower_from(made, again, u)
+        W = problem.basis.weights(u)
+        # Rows from which nothing follows for MSE, so alike they are, do not make it unprovable.
+        weak = self.A.loss.quadratic and run.certificate.kind in ("none", "nonnegative")
+        unproven = run.status == "stagnated" or (weak and not made.P.fragile)
+        if not unproven or not plan.may_look or len(run.history) > settings.max_iter:
+            return made, W, u
+        told = Decision("proof", "true gradients", "Q alone could not prove the fit")
+        spectrum = _spectrum("spectral-deterministic", made.P, self.A, settings)
+        made = replace(made, spectrum=spectrum, changes=[*made.changes, told])
+        W = self._true_model(made, W, None)
+        return made, W, self.coordinates(W)
+
+    def _lower(self, made: Made, again: Chosen) -> Made:
+        """Q solved for once more, as `again` says."""
+        P = lowered(made.P, again.value, self.A, self.Y, self.settings.ridge, self.recall)
+        return replace(made, P=P, recipe=again.value, changes=[*made.changes, again.decision])
+
+    def _lower_from(self, made: Made, again: Chosen, u: Array) -> tuple[Made, Array]:
+        """The same, and u in the coordinates of the new Q; what u gave is kept if they differ."""
+        basis, lower = self.problem.basis, self._lower(made, again)
+        if lower.P.basis is basis or lower.P.basis is None:
+            return lower, u
+        W = basis.weights(u)
+        given_up = _without_each(made, self.problem, u) if self.settings.loo else made
+        known = {"P": lower.P, "known": made.outputs(W), "steps": len(self.run.history)}
+        self.former.append(replace(given_up, **known))
+        return lower, lower.P.basis.coordinates(W)
+
+    def _true_model(self, made: Made, W: Array, most: int | None) -> Array:
+        """W after a few steps (or as many as are left) with true gradients, by solves."""
+        run, w = self.run, made.P.factor.unhalf(W)
+        run.P, run.spectrum = made.P, made.spectrum
+        return trained(run, self.A, self.Y, w, self.plan.outputs, self.recall, most=most)
 
 
 def at_zero(
@@ -193,29 +249,6 @@ def _without_each(made: Made, problem: StoredProblem, u: Array) -> Made:
     if others is None:
         return made
     return replace(made, spread=spread(problem, others, rows))
-
-
-def _lowered(
-    made: Made, again: Chosen, A: UnfoldedMap, Y: Array, ridge: float, recall: Recall
-) -> Made:
-    """Q solved for once more, as `again` says."""
-    P = lowered(made.P, again.value, A, Y, ridge, recall)
-    return replace(made, P=P, recipe=again.value, changes=[*made.changes, again.decision])
-
-
-def _true_model(
-    run: Training,
-    plan: Plan,
-    made: Made,
-    A: UnfoldedMap,
-    Y: Any,
-    W: Array,
-    recall: Recall,
-    most: int | None,
-) -> Array:
-    """W after a few steps (or as many as are left) with true gradients, by solves over outputs."""
-    run.P, run.spectrum, w = made.P, made.spectrum, made.P.factor.unhalf(W)
-    return trained(run, A, Y, w, plan.outputs, recall, most=most)
 
 
 def _again(

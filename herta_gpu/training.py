@@ -6,7 +6,8 @@ import math
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from herta_gpu.optimizers import (
     Optimizer,
     make_optimizer,
 )
-from herta_gpu.planning.plan import Recipe
+from herta_gpu.planning.plan import Decision, Recipe
 from herta_gpu.planning.settings import NEWTON_SIZE, Settings
 from herta_gpu.plumbing.checkpoint import Checkpoint
 from herta_gpu.plumbing.stages import Stages, marked_steps
@@ -32,12 +33,27 @@ from herta_gpu.spectrum import Spectrum, ritz_interval
 from herta_gpu.unfolded import LinearMap, Point, Problem, Rounding, UnfoldedMap
 
 _TIGHTENINGS = 6  # how often one outer step may tighten the inner tolerance
-_DIVERGED = 1e6  # growth of the objective in one step, or over its value at W = 0
+_DIVERGED = 1e6  # growth of the objective over its least value, and over that at W = 0
 _FLATTER = 3.0  # loss of curvature after which P is factored again
 _ROUNDING = 1e-6  # relative, between a stored number and the same one computed again
 _LEAST_INNER = 1e-10  # inner tolerance of a loop that no certificate watches
+_ALIKE = 0.01  # times tol: objectives that are as good as each other
 _NOTHING = (8 * np.finfo(np.float64).eps) ** 2  # of ||Y||^2: a loss that is rounding
 _CHEAP_STEPS = 20  # steps on a stored A, without a solve, that count as one outer step
+
+
+@dataclass(frozen=True)
+class Kept:
+    """The best weights so far: those with the smallest loss + loss_error, or proven ones."""
+
+    W: Array
+    intercept: Array | None
+    loss: float
+    most: float  # loss + loss_error
+    certificate: Certificate
+    status: str
+    steps: int  # of the history by then ...
+    proven: int  # ... and of the certificates
 
 
 class Training:
@@ -76,6 +92,9 @@ class Training:
         self.proven: list[Certificate] = []  # that of each step with true gradients
         self.before: list[Certificate] = []  # those of outputs that were finished before these
         self.status = "max_iter"
+        self.kept: Kept | None = None
+        self.first = 0  # where the history of these outputs begins
+        self.changes: list[Decision] = []  # what turned out otherwise than planned
         self.started = time.perf_counter()
         self.loss_at_zero, size = loss_at_zero(self.loss, self.xp, Y)
         # One class, say, or equal targets and an intercept: W = 0 is an optimum.
@@ -120,7 +139,10 @@ class Training:
                 point = self._sharpened(problem, point)
             self.certificate = self._certify(point, certified)
             self._record(point, certified)
-            if self._stop(point, certified) or step == limit:
+            done = self._stop(point, certified)
+            if certified:
+                self.keep(point.W, partial(self._intercept_at, problem, point))
+            if done or step == limit:
                 break
             if self.P.fragile and len(self.records) > 3 and self._settled(point.objective):
                 # Nothing left to gain but a gradient: what the solves leave over hides the rest.
@@ -132,7 +154,8 @@ class Training:
                 point, optimizer = self._rescaled(problem, point), self._optimizer(A)
             direction = optimizer.direction(point.w, point.g)
             ahead = problem.move(point, direction, optimizer.searches)
-            if not ahead.objective <= _DIVERGED * max(self.loss_at_zero, point.objective):
+            least = min(h["loss"] for h in self.records)
+            if not ahead.objective <= _DIVERGED * max(self.loss_at_zero, least):
                 warnings.warn(
                     "Training diverged: lower learning_rate, or use optimizer='cg'.",
                     stacklevel=3,
@@ -144,18 +167,83 @@ class Training:
                 problem.tighten(_LEAST_INNER)
             point = ahead
             self._save(step + 1, problem, point, optimizer)
-        if self.loss.intercept:
-            self.intercept = self.loss.shift(self.xp, problem.map.rows(point.Z), self.Y)
+        self.intercept = self._intercept_at(problem, point)
         return point
 
-    def at_zero(self) -> Array:
-        """W = 0, where the loss is 0 and so is the ridge term; without a step."""
-        xp, (_, c) = self.xp, self.Y.shape
-        F = xp.zeros_like(self.Y[:])
+    def _intercept_at(self, problem: Problem, point: Point) -> Array | None:
+        if not self.loss.intercept:
+            return None
+        return self.loss.shift(self.xp, problem.map.rows(point.Z), self.Y)
+
+    def keep(self, W: Array, intercept: Callable[[], Array | None]) -> None:
+        """Remember the point that was just told, if it is better than those before."""
+        loss, error = self.history[-1]["loss"], self.history[-1]["loss_error"]
+        if self.kept is not None and not (self.status == "certified" or self._lower(loss + error)):
+            return
+        known = (loss, loss + error, self.certificate, self.status)
+        self.kept = Kept(W, intercept(), *known, len(self.history), len(self.proven))
+
+    def _lower(self, most: float) -> bool:
+        assert self.kept is not None
+        most -= _ALIKE * self.settings.tol * abs(most)  # of two that are as good, the later one
+        return self.kept.status != "certified" and (
+            most < self.kept.most or math.isnan(self.kept.most)
+        )
+
+    def settle(self, W: Array) -> Array:
+        """The weights that a fit returns, from its last ones W: the best that it has seen.
+
+        History, certificate, intercept and status are those of the same weights from now on.  Of
+        weights that are worse than none at all, W = 0 is left.
+        """
+        kept = self.kept
+        if kept is None or self.nothing_to_learn:
+            return W
+        if kept.status != "certified" and not kept.loss <= self.loss_at_zero:
+            return self._settle_for_zero()
+        behind = len(self.history) - kept.steps
+        if behind == 0:
+            return W
+        why = f"{behind} later steps were no better"
+        self.changes.append(Decision("weights", f"of step {kept.steps - 1}", why))
+        certificate = kept.certificate
+        if self.status == "converged" and self.certificate.kind == "nonnegative":
+            certificate = replace(self.certificate, gap=kept.most)
+        if kept.status != "max_iter" and self.status != "diverged":
+            self.status = kept.status
+        elif self.status.startswith("certified"):  # over fewer directions than there are
+            self.status = "stagnated"
+        del self.history[kept.steps :], self.proven[kept.proven :]
+        self.intercept, self.certificate = kept.intercept, certificate
+        return kept.W
+
+    def _settle_for_zero(self) -> Array:
+        """W = 0 with the best intercept, where every step was worse."""
+        why = f"the best of {len(self.history)} steps was worse than W = 0"
+        self.changes.append(Decision("weights", "0", why))
+        end = "stagnated" if self.status.startswith("c") else self.status
+        del self.history[self.first :], self.proven[:]
+        loss, W = self._zero()
+        error = 4 * self.Y.shape[0] * float(np.finfo(np.float64).eps) * loss
+        d = self.P.features
+        self.certificate = Certificate(math.inf, "nonnegative", 0.0, loss + error, why, d, d)
+        self.proven.append(self.certificate)
+        self.status, self.kept, self.records = end, None, self.history
+        self._tell(math.inf, loss, error, math.inf, 0, warm=False)
+        return W
+
+    def _zero(self) -> tuple[float, Array]:
+        """(the loss of W = 0 with the best intercept, which is set, and these weights)."""
+        xp, F = self.xp, self.xp.zeros_like(self.Y[:])
         if self.loss.intercept:
             self.intercept = self.loss.shift(xp, F, self.Y[:])
             F = F + self.intercept
         loss = self.loss.of_rows(slice(None)).value(xp, F, self.Y[:])
+        return loss, xp.zeros((self.P.features, self.Y.shape[1]))
+
+    def at_zero(self) -> Array:
+        """W = 0, where the loss is 0 and so is the ridge term; without a step."""
+        loss, W = self._zero()
         note, d = "the loss of W = 0 is 0: there is nothing to learn", self.P.features
         # What is not exactly 0 is rounding, of constants or of a loss that is 0 at infinity only.
         gap = 2 * loss
@@ -163,7 +251,7 @@ class Training:
         self.certificate = Certificate(value, "nonnegative", 0.0, gap, note, d, d)
         self.status, self.records = "certified" if gap == 0 else "converged", self.history
         self._tell(value, loss, gap, 0.0, 0, warm=False)
-        return xp.zeros((d, c))
+        return W
 
     def constants(self) -> Any:
         """(c,) the intercept on the host; zeros if there is none."""
@@ -208,6 +296,7 @@ class Training:
             self.status, self.certificate = "converged", proof.nonnegative()
         elif problem.settled and not proof.choices:
             self.status = "converged"
+        self.keep(problem.basis.weights(u), lambda: self.intercept)
         return proof
 
     def _newton_is_due(self, w: Array) -> bool:
@@ -240,6 +329,8 @@ class Training:
         state["point"] = {k: v for k, v in vars(point).items() if k not in apart}
         newton = isinstance(optimizer, Newton)  # it remembers nothing
         state["optimizer"] = {k: v for k, v in vars(optimizer).items() if k != "xp" and not newton}
+        kept = self.kept
+        state["kept"] = kept and {**vars(kept), "certificate": vars(kept.certificate)}
         state["plan"] = self.identity
         self.checkpoint.save_step(state, self.backend)
 
@@ -280,6 +371,9 @@ class Training:
         self.history, self.warm_history = saved["history"], saved["warm_history"]
         self.proven = [Certificate(**c) for c in saved["proven"]]
         self.first_gradient = saved["first_gradient"]
+        kept = saved["kept"]
+        if kept is not None:
+            self.kept = Kept(**{**kept, "certificate": Certificate(**kept["certificate"])})
         self.started -= (self.history or self.warm_history)[-1]["seconds"]
         step = min(saved["step"], limit)  # which may be less than it was
         if point is None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import itertools
 import math
 import pickle
+from typing import Any
 
 import numpy as np
 import pytest
+from scipy.special import logsumexp
 
 from herta_gpu import HERTA, Checkpoint, Graph
 from tests.conftest import dense_H, minimum, random_graph
@@ -242,3 +244,60 @@ def test_a_warm_start_that_does_not_fit_is_refused(tmp_path):
     model.save(tmp_path / "model.npz")
     again = HERTA(loss="ce", ridge=0.1).fit(g, X, y, warm_start=HERTA.load(tmp_path / "model.npz"))
     assert again.status_ == "certified"
+
+
+def _alike(seed: int) -> tuple[Graph, Any, Any, Any, Any]:
+    """Two features that are nearly alike, all in other units, on a path: (graph, H, X, y, z)."""
+    n, rng = 40, np.random.default_rng(seed)
+    u = np.arange(n - 1)
+    W = np.diag(np.ones(n - 1), 1) + np.diag(np.ones(n - 1), -1)
+    s = (W.sum(axis=1) + 1) ** -0.5
+    H = np.eye(n) + s[:, None] * (np.diag(W.sum(axis=1)) - W) * s
+    X = rng.standard_normal((n, 4))
+    X[:, 0] = X[:, 1] + 10.0 ** rng.uniform(-10, -4) * X[:, 0]
+    X *= 10.0 ** rng.uniform(-8, 8, 4)
+    y = rng.integers(0, 3, n) if seed % 2 else rng.standard_normal(n)
+    return Graph.from_edges(np.stack([u, u + 1]), n), H, X, y, np.arange(n - 5)
+
+
+def _objective(F: Any, W: Any, y: Any, ridge: float) -> float:
+    penalty = 0.5 * ridge * (W**2).sum()
+    if y.dtype.kind == "f":
+        return float(0.5 * ((F[:, 0] - y) ** 2).sum() + penalty)
+    return float((logsumexp(F, axis=1) - F[np.arange(len(y)), y]).sum() + penalty)
+
+
+@pytest.mark.parametrize("seed", [73, 121, 310, 406])
+@pytest.mark.parametrize("max_iter", [1, 2, 30])
+def test_the_best_attempt_is_returned_not_the_last(seed: int, max_iter: int) -> None:
+    """Orthonormal columns made of features so alike were 10^2 to 10^4 times worse than W = 0."""
+    graph, H, X, y, train = _alike(seed)
+    loss, told, others = ("ce" if seed % 2 else "mse"), [], np.arange(35, 40)
+    model = HERTA(loss=loss, ridge=1e-6, strategy="direct", dtype="float64", tol=1e-9,
+                  max_iter=max_iter)  # fmt: skip
+    model.fit(graph, X, y, train, callback=told.append, evaluate=others)
+    F = np.linalg.solve(H, X @ model.W_)
+    found = _objective(F[train], model.W_, y[train], 1e-6)
+    last, steps = model.history_[-1], [h for h in told if not h["warm"]]
+    assert found <= (1 + 1e-9) * min(h["loss"] + h["loss_error"] for h in steps)
+    assert found <= (1 + 1e-12) * _objective(0 * F[train], 0 * model.W_, y[train], 1e-6)
+    # All that is told is told of these very weights.
+    assert abs(found - last["loss"]) <= last["loss_error"] + 1e-9 * found
+    assert last["certificate"] == model.certificate_.value
+    np.testing.assert_allclose(model.outputs_, F[others], atol=1e-6 * abs(F).max())
+
+
+@pytest.mark.parametrize("intercept", [False, True])
+def test_a_fit_that_diverges_returns_its_best_point(intercept: bool) -> None:
+    graph, H, X, y, train = _alike(310)
+    X, told = X / np.linalg.norm(X, axis=0), []
+    model = HERTA(strategy="herta", optimizer="gd", learning_rate=40.0, tol=1e-9, dtype="float64",
+                  ridge=0.1, fit_intercept=intercept)  # fmt: skip
+    with pytest.warns(UserWarning, match="diverged"):
+        model.fit(graph, X, y, train, callback=told.append)
+    F = np.linalg.solve(H, X @ model.W_) + model.intercept_
+    found = _objective(F[train], model.W_, y[train], 0.1)
+    best = min((h for h in told if not h["warm"]), key=lambda h: h["loss"] + h["loss_error"])
+    assert (model.status_, model.history_[-1]) == ("diverged", best)
+    assert found == pytest.approx(best["loss"], rel=1e-9)
+    assert model.certificate_.value == best["certificate"]
