@@ -105,8 +105,9 @@ class HERTA(Model):
         H^-1 X (or H^-1 M^T) and trains on that; "auto" takes the cheaper.
     sparsify : "auto", bool, int, "degree" or "mixed"
         Build P on a sampled graph: if that is cheaper, always (Algorithm 2), never, or with so
-        many samples.  "degree": always, by scores that the degrees give for nothing, as "auto"
-        does.  "mixed" is the appendix's rule: it also iterates on a sampled graph when
+        many samples (for more than 100 per edge the graph itself is taken, which says as much).
+        "degree": always, by scores that the degrees give for nothing, as "auto" does.  "mixed" is
+        the appendix's rule: it also iterates on a sampled graph when
         n_lambda / tol <= m log(1 / tol), and finishes on the full one.
     sketch : "auto", bool or int
         Build P from an SRHT of Q: if memory asks for it, always, never, or with so many rows.

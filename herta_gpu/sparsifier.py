@@ -16,7 +16,7 @@ from herta_gpu.backends import backend_of_rows, get_backend
 from herta_gpu.backends.base import Array, Backend
 from herta_gpu.graph import Graph, check_graph, check_whole
 from herta_gpu.laplacian import RegularizedLaplacian, block_cg
-from herta_gpu.planning.costs import sample_size
+from herta_gpu.planning.costs import MOST_DRAWS, sample_size
 from herta_gpu.planning.memory import block_width
 from herta_gpu.plumbing.building import edge_keys
 from herta_gpu.plumbing.estimator import Estimator
@@ -48,7 +48,8 @@ class Sparsifier(Estimator):
         Target: (1 - eps) (L_hat + I/lam) <= L_tilde + I/lam <= (1 + eps) (L_hat + I/lam).
     n_samples : int, optional
         By default C n_lambda ln(n) / eps^2 with C = 4 (measured, not proven; see `planning.costs`).
-        When that reaches m, every edge is kept and L_tilde = L_hat.
+        When that reaches m, every edge is kept and L_tilde = L_hat; so it is for a number given
+        here of more than 100 m.
     scores : {"sketch", "degree"}
         "sketch" is Algorithm 2.  "degree" is (1/d_u + 1/d_v) w / (1 + 1/lam), which needs no
         solve and is an estimate without the sketch's guarantee.
@@ -103,7 +104,7 @@ class Sparsifier(Estimator):
         check_choice("scores", self.scores, ("sketch", "degree"))
         check_count("random_state", self.random_state, least=0, most=MAX_SEED)
         if self.n_samples is not None:
-            check_count("n_samples", self.n_samples, most=MAX_SEED)
+            check_count("n_samples", self.n_samples)
         backend = backend_of_rows(self.device, graph)
         H = RegularizedLaplacian(graph, self.lam, backend, check_dtype(self.dtype))
         with backend.working():
@@ -147,7 +148,7 @@ def sparsified(
     found = sketched_scores(H, seed, budget) if scores == "sketch" else degree_scores(graph, H.lam)
     n_lambda = float(backend.total(float(found.sum())))  # synchronize!
     s = n_samples or sample_size(n_lambda, graph.nodes_of_all, eps)
-    if n_samples is None and s >= m:
+    if s >= (m if n_samples is None else MOST_DRAWS * m + 1):
         return Sample(graph, found, n_lambda, m)
     # Subsample s rows of B_hat with probabilities l_i / Z; repeated edges are merged.
     factors = _drawn(backend, graph, backend.asarray(found), s, seed, replace)

@@ -37,7 +37,7 @@ _DIVERGED = 1e6  # growth of the objective over its least value, and over that a
 _FLATTER = 3.0  # loss of curvature after which P is factored again
 _ROUNDING = 1e-6  # relative, between a stored number and the same one computed again
 _LEAST_INNER = 1e-10  # inner tolerance of a loop that no certificate watches
-_ALIKE = 0.01  # times tol: objectives that are as good as each other
+_ALIKE, _LEAST_ALIKE = 0.01, 1e-11  # of tol, at least: objectives as good as each other
 _NOTHING = (8 * np.finfo(np.float64).eps) ** 2  # of ||Y||^2: a loss that is rounding
 _CHEAP_STEPS = 20  # steps on a stored A, without a solve, that count as one outer step
 
@@ -185,7 +185,8 @@ class Training:
 
     def _lower(self, most: float) -> bool:
         assert self.kept is not None
-        most -= _ALIKE * self.settings.tol * abs(most)  # of two that are as good, the later one
+        # Of two that are as good as each other the later one, which is what the status is about.
+        most -= max(_ALIKE * self.settings.tol, _LEAST_ALIKE) * abs(most)
         return self.kept.status != "certified" and (
             most < self.kept.most or math.isnan(self.kept.most)
         )

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import scipy.linalg
 
-from herta_gpu import Graph, Sparsifier, effective_dimension
+from herta_gpu import HERTA, Graph, Sparsifier, effective_dimension
 from herta_gpu.backends import get_backend
+from herta_gpu.backends.cpu.reference import CPUBackend
 from herta_gpu.laplacian import RegularizedLaplacian
 from herta_gpu.planning.costs import sample_size
 from herta_gpu.planning.memory import column_bytes
@@ -145,6 +146,22 @@ def test_every_edge_is_kept_where_the_theory_asks_for_more_than_there_are():
     sp = Sparsifier(lam=20.0, eps=0.1).fit(g)
     assert sp.n_samples_ == g.num_edges
     assert sp.graph_ is g
+
+
+@pytest.mark.parametrize("wish", [10**10, 2**40, 101 * 150])
+def test_more_samples_than_could_tell_anything_are_not_drawn(monkeypatch, wish):
+    """Ten billion draws of 143 edges took minutes, and Ctrl-C did not end them."""
+    g = random_graph(60, 150)
+    for backend in (CPUBackend, type(get_backend("cpu"))):
+        monkeypatch.setattr(backend, "sample_edges", None)  # nobody may ask for any
+    sp = Sparsifier(n_samples=wish).fit(g)
+    assert (sp.graph_, sp.n_samples_) == (g, g.num_edges)
+    X, y = np.random.default_rng(0).standard_normal((60, 3)), np.arange(60) % 3
+    model = HERTA(sparsify=wish, sketch=wish).fit(g, X, y)
+    assert model.plan_.n_samples is None
+    assert f"{wish:,} samples of {g.num_edges} edges say no more" in str(model.plan_)
+    assert model.plan_.sketch_rows == 64  # the rows of Q, padded to a power of two
+    assert model.status_ == "certified"
 
 
 def test_samples_have_the_expectation_of_the_graph():

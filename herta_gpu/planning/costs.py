@@ -19,6 +19,9 @@ BLOCK_WIDTH = 64  # columns advanced together when memory allows: best per colum
 # the true error was at most 0.6 eps on every graph tried; with C = 1 it was up to 1.4 eps,
 # at lam = 20.
 EMPIRICAL_SAMPLE_CONSTANT = 4.0
+# Draws per edge: each edge would be drawn so often that its weight hardly differs from its own, at
+# a cost that has no bound.  With more, all edges are kept as they are.
+MOST_DRAWS = 100
 
 # A feature that only occurs outside the training rows reaches them through many hops, weakly: it
 # takes a polynomial of high degree in float64 to see it as the Hessian does.

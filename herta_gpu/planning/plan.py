@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from herta_gpu.planning.costs import (
     BLOCK_WIDTH,
     EXACT_TOL,
+    MOST_DRAWS,
     Q_goal,
     Q_tolerance,
     Sizes,
@@ -385,6 +386,9 @@ def _samples(sizes: Sizes, settings: Settings, strategy: str) -> Chosen:
         return chosen(None, "not useful")
     if not sizes.can_sample:
         return chosen(None, "not on GPUs that share out nodes")
+    if wish.count is not None and wish.count > MOST_DRAWS * m:
+        why = f"{wish.count:,} samples of {m:,} edges say no more than the edges themselves"
+        return chosen(None, why)
     if wish.count is not None:
         return chosen(wish.count, f"as asked, of {m:,} edges")
     n_lambda = sizes.n_lambda()

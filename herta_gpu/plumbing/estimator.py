@@ -15,7 +15,7 @@ import numpy as np
 from herta_gpu.plumbing.machine import host_memory
 from herta_gpu.plumbing.validation import as_labels, check_targets, has_label, train_rows
 
-_LEAST_WEIGHT = 1e-30  # of the largest weight: less is none
+_LEAST_WEIGHT = 1e-30  # of the largest weight: with less no objective adds up
 
 Total = Callable[[Any], Any]
 
@@ -269,7 +269,13 @@ def _weighty(rows: Any, weight: Any, given: bool = False) -> tuple[Any, Any]:
         raise ValueError(
             f"The largest weight of a training node is {largest:.3g}: divide all of them by that."
         )
-    keep = weight > _LEAST_WEIGHT * largest
+    keep = weight > 0
+    least = float(weight[keep].min())
+    if least < _LEAST_WEIGHT * largest:
+        raise ValueError(
+            f"A training node has the weight {least:.3g} beside others of {largest:.3g}, which "
+            f"float64 cannot add up: give it 0, or {_LEAST_WEIGHT:g} of the largest at least."
+        )
     return rows[keep], weight[keep]
 
 

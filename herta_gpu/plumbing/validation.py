@@ -18,7 +18,8 @@ _LARGEST, _SMALLEST = 1e15, 1e-15  # of the largest entry of X: products stay in
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 MAX_SEED = 2**32 - 1
 MAX_RIDGE = 1e30
-_LARGEST_Y = 1e30  # the square of such a target is still far from the end of float64
+# Squares of such targets, and of what rounding leaves of them, are far from the ends of float64.
+_LARGEST_Y, _SMALLEST_Y = 1e30, 1e-100
 _CHECK_BYTES = 1 << 20  # looked at together: in a cache, and a mapped file stays on disk
 
 
@@ -62,7 +63,7 @@ def check_targets(Y: Any) -> None:
     if not np.isfinite(Y).all():
         raise ValueError("y holds NaN or infinity in a training row: leave such rows out of train.")
     largest = float(np.abs(Y).max(initial=0.0))
-    if largest > _LARGEST_Y:
+    if largest > 0 and not _SMALLEST_Y <= largest <= _LARGEST_Y:
         raise ValueError(
             f"The largest entry of y is {largest:.3g}: divide y by that, and what the model "
             "predicts is divided likewise."
