@@ -301,3 +301,20 @@ def test_a_fit_that_diverges_returns_its_best_point(intercept: bool) -> None:
     assert (model.status_, model.history_[-1]) == ("diverged", best)
     assert found == pytest.approx(best["loss"], rel=1e-9)
     assert model.certificate_.value == best["certificate"]
+
+
+@pytest.mark.parametrize(("seed", "lams"), [(1, [0.4, 1.8]), (4, [1.0]), (7, [0.4, 1.8])])
+def test_a_column_in_a_tiny_unit_beside_alike_ones_does_no_harm(seed: int, lams: Any) -> None:
+    """Orthonormal columns gave it weights of 10^9 and more: the ridge term was up to 3e22."""
+    n, rng = 20, np.random.default_rng(seed)
+    edges = np.stack([rng.integers(0, n, 50), rng.integers(0, n, 50)])
+    graph = Graph.from_edges(np.unique(edges[:, edges[0] < edges[1]], axis=1), n)
+    X, y = rng.standard_normal((n, 3)) + 1e6, rng.integers(0, 3, n)
+    X[:, 0], y[:3] = 1e-20 * rng.standard_normal(n), [0, 1, 2]
+    model = HERTA(lams if len(lams) > 1 else 1.0, loss="ce", ridge=1.0, dtype="float64")
+    model.fit(graph, X, y)
+    A = np.hstack([np.linalg.solve(dense_H(graph, lam), X) for lam in lams])
+    found = _objective(A @ model.W_, model.W_, y, 1.0)
+    assert found <= n * np.log(3)
+    last = model.history_[-1]
+    assert abs(found - last["loss"]) <= last["loss_error"] + 1e-6 * found
