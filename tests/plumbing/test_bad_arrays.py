@@ -41,6 +41,7 @@ def broken() -> Any:
 
 
 OBJECTS = np.array([["a", 1]] * N, dtype=object)
+LOST = np.where(np.arange(N) == 3, 1e-40, 1.0)
 HUGE = np.full((N, D), 2**60)
 ARRAYS: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
     ("X masked", lambda: fit(X=masked(X)), ValueError, "X is a masked array"),
@@ -79,6 +80,8 @@ ARRAYS: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
     ("seed", lambda: fit(params={"random_state": 10**30}), ValueError, "must be at most"),
     ("rate", lambda: fit(params={"learning_rate": "fast"}), ValueError, "learning_rate must be"),
     ("y huge", lambda: fit(y=Y * 1e100), ValueError, "divide y by that"),
+    ("y tiny", lambda: fit(y=(Y + 1) * 1e-170), ValueError, "divide y by that"),
+    ("a weight lost", lambda: fit(sample_weight=LOST), ValueError, "give it 0, or 1e-30 of the"),
     ("ridge huge", lambda: fit(params={"ridge": 1e300}), ValueError, "ridge must be at most"),
     ("X sparse 1-d", lambda: fit(X=sp.coo_array(X[:, 0])), ValueError, "must have two dimensions"),
     ("X sparse broken", lambda: fit(X=broken()), ValueError, "X is no whole sparse matrix"),
