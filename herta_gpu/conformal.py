@@ -109,13 +109,18 @@ def _outputs(outputs: Any, width: int | None = None) -> Any:
 def _targets(y: Any, outputs: Any, classes: Any) -> Any:
     """(m,) labels or (m, c) numbers that belong to these outputs, one for each node."""
     y = np.asarray(y)
-    if y.shape[:1] != outputs.shape[:1] or y.shape[0] == 0:
-        raise ValueError(f"y has {y.shape[0]:,} rows for {outputs.shape[0]:,} outputs.")
+    if y.ndim == 0 or y.shape[:1] != outputs.shape[:1] or y.shape[0] == 0:
+        raise ValueError(
+            f"y of shape {y.shape} does not belong to {outputs.shape[0]:,} rows of outputs: give "
+            "one target for each, of one node at least."
+        )
     if classes is None:
         y = _columns(y)
         if y.shape != outputs.shape:
             raise ValueError(f"y has shape {y.shape} for outputs of shape {outputs.shape}.")
         _check_all_known(np.isnan(y).any(axis=1), "no target: calibrate on the others")
+        infinite = ~(np.isfinite(y) & np.isfinite(outputs)).all(axis=1)
+        _check_all_known(infinite, "an infinite output or target: leave them out")
         return y
     if outputs.shape[1] != classes.shape[0]:
         raise ValueError(f"{outputs.shape[1]} outputs for {classes.shape[0]} classes.")
@@ -143,6 +148,8 @@ def _codes(y: Any, classes: Any) -> tuple[Any, Any]:
 
 def _columns(outputs: Any) -> Any:
     outputs = np.asarray(outputs, dtype=np.float64)
+    if outputs.ndim not in (1, 2):
+        raise ValueError(f"Give one row per node, not an array of shape {outputs.shape}.")
     return outputs[:, None] if outputs.ndim == 1 else outputs
 
 

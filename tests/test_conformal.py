@@ -77,6 +77,11 @@ def test_a_label_that_the_model_does_not_know_is_missed():
     [
         (lambda: SplitConformal(1.0), "between 0 and 1"),
         (lambda: SplitConformal().sets(np.zeros((1, 2))), "calibrate first"),
+        (lambda: SplitConformal().calibrate(np.zeros((2, 2)), 1.0), "one target for each"),
+        (lambda: SplitConformal().calibrate(np.zeros((0, 2)), [], [0, 1]), "one node at least"),
+        (lambda: SplitConformal().calibrate(np.float64(3), [1.0]), "one row per node"),
+        (lambda: SplitConformal().calibrate(np.zeros((2, 2, 1)), [0, 1], [0, 1]), "one row per"),
+        (lambda: SplitConformal().calibrate([1.0, np.inf], [1.0, np.inf]), "infinite"),
         (lambda: SplitConformal().calibrate(np.zeros((2, 2)), [0]), "rows"),
         (lambda: SplitConformal().calibrate(np.zeros((2, 2)), [0, 1], [0, 1, 2]), "classes"),
         (lambda: SplitConformal().calibrate(np.zeros((2, 2)), [0, 1]), "shape"),
