@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -45,6 +46,7 @@ class Graph:
     Stored once: the CSR arrays of A without self-loops, and the degrees D *with* them.  The
     Laplacian is L = D^-1/2 (diag(A 1) - A) D^-1/2; for a graph made by `from_edges` this is
     L_hat = I - D^-1/2 (A + self-loops) D^-1/2.  The incidence matrix B_hat is never stored.
+    Its arrays are read-only: compiled code relies on ids that were checked once.
 
     Examples
     --------
@@ -62,6 +64,10 @@ class Graph:
     given_degree: NDArray[np.float64] | None = None  # (n,) D; None when each weight is 1, loops too
     order: NDArray[np.int64] | None = None  # row i holds the caller's node order[i]
     team: Ranks | None = None  # the processes that share the work on it; None: this one alone
+
+    def __post_init__(self) -> None:
+        for name in ("indptr", "indices", "weights", "given_degree", "order"):
+            object.__setattr__(self, name, read_only(getattr(self, name)))
 
     @classmethod
     def from_edges(
@@ -204,13 +210,18 @@ class Graph:
         found: Graph = on_all_ranks(comm, self, split, partition)
         return found
 
-    def _with(self, team: Ranks) -> Graph:
-        made = object.__new__(type(self))
-        vars(made).update(vars(self), team=team)
+    def with_team(self, team: Ranks) -> Graph:
+        """This graph, the work on which these processes share."""
+        made = copy(self)
+        object.__setattr__(made, "team", team)
         return made
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "team": None}  # a copy elsewhere has no part in the work here
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self.__post_init__()  # pickles do not say that an array is read-only
 
     @property
     def nodes(self) -> Any:
@@ -275,7 +286,7 @@ class Graph:
 
     @cached_property
     def _row_sums(self) -> Any:
-        return row_sums(self.weights, self.indptr, np.zeros(self.num_nodes))
+        return read_only(row_sums(self.weights, self.indptr, np.zeros(self.num_nodes)))
 
     @property
     def num_isolated(self) -> int:
@@ -437,6 +448,14 @@ class Graph:
         if self.num_edges <= _QUICK and self.num_components > 1:
             parts.append(f"{self.num_components:,} components")
         return f"Graph({', '.join(parts)})"
+
+
+def read_only(array: Any) -> Any:
+    """A view of a NumPy array that refuses to be written to; the array itself stays as it is."""
+    if isinstance(array, np.ndarray) and array.flags.writeable:
+        array = array.view()
+        array.flags.writeable = False
+    return array
 
 
 def check_graph(graph: Any) -> None:

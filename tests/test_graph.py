@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import copy
+import pickle
+
 import numpy as np
 import pytest
 import scipy.sparse as sp
@@ -222,3 +225,37 @@ def test_the_bound_of_lambda_max_in_chunks(chunk, weighted, top, monkeypatch):
         u, v = np.nonzero(off)
         assert g.lambda_max_bound == pytest.approx((ratio[u] + ratio[v]).max(), rel=1e-11)
         assert g.lambda_max_bound >= np.linalg.eigvalsh(g.to_csr().toarray())[-1]
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_nobody_writes_into_a_graph(weighted, tmp_path):
+    """A changed neighbour would be read out of bounds, by compiled code that does not look."""
+    made = random_graph(60, 200, weighted=weighted)
+    graphs = {
+        "made": made,
+        "reordered": made.reordered(),
+        "mapped": made.save(tmp_path / "g"),
+        "copied": copy.deepcopy(made.reordered()),
+        "sent": pickle.loads(pickle.dumps(made.reordered())),
+        "sampled": made.with_edges(np.ones(made.num_edges, bool), np.full(made.num_edges, 2.0)),
+    }
+    for name, g in graphs.items():
+        arrays = [g.indptr, g.indices, g.weights, g.given_degree, g.order]
+        arrays.append(None if g.weights is None else g.loopless_degree)
+        for array in arrays:
+            assert array is None or not array.flags.writeable, name
+        with pytest.raises(ValueError, match="read-only"):
+            g.indices[0] = 10**8
+
+
+def test_the_callers_arrays_are_neither_copied_nor_locked():
+    indptr, indices = np.array([0, 1, 2]), np.array([1, 0], dtype=np.int32)
+    g = Graph(indptr, indices)
+    assert indptr.flags.writeable
+    assert indices.flags.writeable
+    assert np.shares_memory(g.indptr, indptr)
+    assert np.shares_memory(g.indices, indices)
+    edges, weights = np.array([[0, 1], [1, 2]]), np.array([2.0, 3.0])
+    Graph.from_edges(edges, edge_weight=weights)
+    assert edges.flags.writeable
+    assert weights.flags.writeable

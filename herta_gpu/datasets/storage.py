@@ -16,7 +16,6 @@ import numpy as np
 from herta_gpu.datasets.dataset import PARTS, Dataset
 from herta_gpu.graph import Graph
 from herta_gpu.plumbing.files import DataError, load_npy, new_folder
-from herta_gpu.plumbing.graph_files import for_kernels
 
 VERSION = 1
 _SMALL = 1 << 12  # bytes: of a file that need not be mapped
@@ -61,12 +60,9 @@ def read_dataset(folder: Path, features: bool = True) -> Dataset:
     def opened(name: str) -> Any:
         return _opened(folder / f"{name}.npy", meta["bytes"].get(name))
 
-    def mapped(name: str) -> Any:
-        return for_kernels(folder / f"{name}.npy", opened(name))
-
     has = meta["bytes"]
-    weights, degree = (mapped(name) if name in has else None for name in ("weights", "degree"))
-    graph = Graph(mapped("indptr"), mapped("indices"), weights, degree)
+    weights, degree = (opened(name) if name in has else None for name in ("weights", "degree"))
+    graph = Graph(opened("indptr"), opened("indices"), weights, degree)
     X = opened("X") if features and "X" in has else None
     split = {part: np.asarray(opened(part)) for part in PARTS if part in has}
     return Dataset(meta["name"], graph, X, np.asarray(opened("y")), split, meta["metadata"])

@@ -136,22 +136,9 @@ def _opened(path: Path, size: Any) -> Any:
         what = "is missing" if found is None else f"has {found:,} bytes instead of {size:,}"
         raise _damaged(path.parent, f"{path.name} {what}")
     try:
-        array = load_npy(path, "a whole array")
+        return load_npy(path, "a whole array")
     except DataError as error:
         raise _damaged(path.parent, str(error).rstrip(".")) from None
-    return for_kernels(path, array)
-
-
-def for_kernels(path: Path, array: Any) -> Any:
-    """The memory map of a file, copied where somebody writes to it: the file never changes.
-
-    Numba would compile every kernel again for arrays that are read-only.  A map that is larger
-    than the memory is not given this way, and stays as it is.
-    """
-    if isinstance(array, np.memmap):
-        with contextlib.suppress(OSError):
-            array = np.load(path, "c", allow_pickle=False)
-    return array
 
 
 def _damaged(folder: Path, what: str) -> DataError:

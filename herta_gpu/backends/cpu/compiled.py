@@ -33,6 +33,7 @@ from herta_gpu.backends.cpu.reference import (
     _pool,
     unrounded,
 )
+from herta_gpu.graph import read_only
 from herta_gpu.plumbing.machine import num_threads
 
 _CHUNK_WORK = 1 << 15  # non-zeros plus four per row that one thread takes at a time
@@ -58,7 +59,7 @@ class CompiledLaplacian(Laplacian):
     def arrays(self) -> tuple[Array, Array, Array, Array, Array]:
         """What the kernels take; a single weight stands for all."""
         one = np.ones(1, dtype=self.inv_sqrt_degree.dtype)
-        weights = one if self.weights is None else self.weights
+        weights = read_only(one) if self.weights is None else self.weights
         return self.indptr, self.indices, weights, self.inv_sqrt_degree, self.diagonal
 
 
@@ -92,7 +93,8 @@ class CompiledBackend(CPUBackend):
             n=graph.num_nodes,
             indptr=graph.indptr,
             indices=graph.indices,
-            weights=None if graph.weights is None else graph.weights.astype(dtype),
+            # Read-only as the graph's own are: numba compiles for either kind anew.
+            weights=None if graph.weights is None else read_only(graph.weights.astype(dtype)),
             inv_sqrt_degree=(1.0 / np.sqrt(graph.degree)).astype(dtype),
             diagonal=(graph.loopless_degree / graph.degree).astype(dtype),
             lambda_max=graph.lambda_max_bound,

@@ -10,7 +10,7 @@ import numpy as np
 from herta_gpu.backends.base import Array, Laplacian
 from herta_gpu.backends.cuda import cugraph as cugraph_adapter
 from herta_gpu.backends.cuda.device import DeviceLaplacian, segment_length
-from herta_gpu.graph import Graph
+from herta_gpu.graph import Graph, read_only
 from herta_gpu.plumbing.building import distinct
 from herta_gpu.plumbing.edge_checks import (
     check_edges,
@@ -29,7 +29,7 @@ def _read_back(name: str) -> Any:
 
     def read(graph: DeviceGraph) -> Any:
         held = graph._held[name]
-        return None if held is None else graph._backend.to_numpy(held)  # synchronize!
+        return None if held is None else read_only(graph._backend.to_numpy(held))  # synchronize!
 
     return cached_property(read)
 

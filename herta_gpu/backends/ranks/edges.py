@@ -44,7 +44,7 @@ def shared_graph(
         if False in plain:
             own = np.zeros(0) if weights is None else weights
             weights = team.gathered(np.ascontiguousarray(own, dtype=np.float64))[0]
-        return Graph.from_edges(ends, n, weights, duplicates, folder)._with(team)
+        return Graph.from_edges(ends, n, weights, duplicates, folder).with_team(team)
 
 
 def _collected(team: Ranks, edges: Any, n: int) -> Graph | None:
@@ -74,6 +74,6 @@ def on_all_ranks(comm: Any, graph: Any, split: str, partition: Any) -> Any:
             )
         team.same(graph.indices, "graph")
         if split == "columns" or team.size == 1:
-            return graph._with(team)
+            return graph.with_team(team)
         held = owners(team, graph.num_nodes, partition, lambda: graph)
         return part_of_graph(team, held, graph)

@@ -22,7 +22,7 @@ from scipy.sparse import csgraph
 from herta_gpu.backends.base import Array, Exact
 from herta_gpu.backends.ranks.communicator import Ranks
 from herta_gpu.backends.ranks.owners import Owners
-from herta_gpu.graph import Edges, Graph
+from herta_gpu.graph import Edges, Graph, read_only
 
 LINE = 64  # bytes: memory with room is aligned to them
 _FEW_NODES = 1 << 26  # up to here edges are merged under the caller's ids
@@ -103,6 +103,8 @@ class GraphPart(Graph):
     def __init__(self, **known: Any) -> None:
         # The dataclass is frozen: its fields go in by the back door.
         self.__dict__.update({"order": None, "given_degree": None, "weights": None, **known})
+        self.__dict__["ids"] = read_only(self.ids)
+        self.__post_init__()
 
     halo: Halo
     held: Any  # this rank's ids
