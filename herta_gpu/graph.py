@@ -150,7 +150,7 @@ class Graph:
             made: Graph = device.graph_from_edges(edge_index, num_nodes, edge_weight, duplicates)
             return made if folder is None else made.save(folder)
         arrays = build(edge_index, num_nodes, edge_weight, duplicates, folder)
-        return cls.open(str(folder)) if arrays is None else cls(*arrays)
+        return cls.open(str(folder), check=False) if arrays is None else cls(*arrays)
 
     def save(self, folder: str | os.PathLike[str]) -> Graph:
         """Write this graph into a new folder of .npy files; gives the graph opened from there.
@@ -167,16 +167,17 @@ class Graph:
         arrays = (self.indptr, self.indices, self.weights, self.given_degree, self.order)
         nnz, weighted = self.indices.shape[0], self.weights is not None
         GraphWriter(folder, self.num_nodes, nnz, weighted).write(*arrays)
-        return Graph.open(folder)
+        return Graph.open(folder, check=False)
 
     @classmethod
-    def open(cls, folder: str | os.PathLike[str]) -> Graph:
+    def open(cls, folder: str | os.PathLike[str], check: bool = True) -> Graph:
         """The graph in a folder that `save` or `from_edges` wrote.
 
         Its arrays are memory maps: they are read where and when they are used.  The files must
-        stay while the graph is in use.
+        stay while the graph is in use.  With `check` they are read once here and compared with
+        their checksums, at the speed of the disk; False opens a graph of any size at once.
         """
-        return cls(*open_graph(folder))
+        return cls(*open_graph(folder, check))
 
     @classmethod
     def from_cugraph(cls, G: Any, num_nodes: int | None = None) -> Graph:

@@ -42,6 +42,7 @@ def load_for(args: argparse.Namespace, stages: Stages) -> Dataset:
     """The dataset that the options describe, ready to train on."""
     tell_of_compilation(stages)
     with stages("load"):
+        datasets.check_budget(args.dataset, args.data_dir, args.memory_budget)
         return prepared(
             args.dataset, args.data_dir, args.random_state, args.split, args.normalize,
             args.log_degree, stages,

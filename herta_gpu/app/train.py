@@ -23,7 +23,7 @@ from herta_gpu.app.results import Candidate, CommandOutput, FitResult
 from herta_gpu.app.runs import Onlooker, Run, check_free, environment, read_config, smoother_of
 from herta_gpu.app.sharing import Sharing
 from herta_gpu.backends import backend_for
-from herta_gpu.datasets import Dataset, load, writes_first
+from herta_gpu.datasets import Dataset, check_budget, load, writes_first
 from herta_gpu.herta import HERTA
 from herta_gpu.more.smoothing import CorrectAndSmooth
 from herta_gpu.plumbing.stages import Stages
@@ -71,6 +71,7 @@ def _loaded(
         return found.shared(data)
 
     with stages("load"):
+        check_budget(*how[:2], model.memory_budget)
         if wish.crew.size > 1 and writes_first(*how[:2]):
             wish.crew.prepared_by_first(lambda: load(how[0], how[1], True, how[2], stages))
         return prepared(*how, stages, share), found

@@ -29,9 +29,9 @@ from herta_gpu.datasets.planetoid import load_planetoid
 from herta_gpu.datasets.storage import cached_sizes, data_dirs, is_cached
 from herta_gpu.datasets.tables import from_tables, load_tables, read_edges, table_folder
 from herta_gpu.graph import Graph
-from herta_gpu.plumbing.files import Archive, DataError
+from herta_gpu.plumbing.files import Archive, DataError, in_words
 from herta_gpu.plumbing.stages import Stages
-from herta_gpu.plumbing.validation import as_labels, has_label, train_rows
+from herta_gpu.plumbing.validation import as_labels, has_label, parse_bytes, train_rows
 
 __all__ = [
     "DataError",
@@ -124,6 +124,22 @@ def load(
     if name in ogbn.SHAPES:
         return load_ogb(name, _ogb_root(name, folders, data_dir), features, stages=stages)
     raise ValueError(_unknown(name, folders))
+
+
+def check_budget(name: str | os.PathLike[str], data_dir: _Folder, budget: Any) -> None:
+    """An error, before anything is unpacked, if a compressed file holds more than the budget."""
+    name = _text(name)
+    path = Path(name) if name.endswith(".npz") else None
+    if budget is None or name == "digits" or name.startswith("synthetic:"):
+        return
+    path = path or _npz_of(name, data_dirs(data_dir))
+    size = 0 if path is None else Archive(path, "a whole .npz archive").unpacked
+    if size > parse_bytes(budget):
+        raise DataError(
+            f"{path} takes {in_words(size)} unpacked, more than the budget of "
+            f"{in_words(parse_bytes(budget))}: raise memory_budget, or give its features as a "
+            ".npy file, which stays on disk."
+        )
 
 
 def names(data_dir: _Folder = None) -> list[str]:

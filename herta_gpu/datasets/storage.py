@@ -15,7 +15,7 @@ import numpy as np
 
 from herta_gpu.datasets.dataset import PARTS, Dataset
 from herta_gpu.graph import Graph
-from herta_gpu.plumbing.files import DataError, load_npy, new_folder
+from herta_gpu.plumbing.files import DataError, checksum, load_npy, new_folder
 
 VERSION = 1
 _SMALL = 1 << 12  # bytes: of a file that need not be mapped
@@ -50,6 +50,8 @@ def write_dataset(folder: Path, data: Dataset) -> None:
             np.save(at / f"{name}.npy", array, allow_pickle=False)
         sizes = {name: (at / f"{name}.npy").stat().st_size for name in arrays}
         meta = {"version": VERSION, "name": data.name, "metadata": data.metadata, "bytes": sizes}
+        # X may be far larger than the rest, and a changed number of it is no harm to memory.
+        meta["sums"] = {name: checksum(array) for name, array in arrays.items() if name != "X"}
         (at / "meta.json").write_text(json.dumps(meta, indent=1))
 
 
@@ -58,7 +60,13 @@ def read_dataset(folder: Path, features: bool = True) -> Dataset:
     meta = _meta(folder)
 
     def opened(name: str) -> Any:
-        return _opened(folder / f"{name}.npy", meta["bytes"].get(name))
+        array = _opened(folder / f"{name}.npy", meta["bytes"].get(name))
+        if name in meta.get("sums", {}) and checksum(array) != meta["sums"][name]:
+            raise DataError(
+                f"{folder / name}.npy was altered, for its checksum differs: delete the folder "
+                f"{folder} and load again."
+            )
+        return array
 
     has = meta["bytes"]
     weights, degree = (opened(name) if name in has else None for name in ("weights", "degree"))

@@ -153,12 +153,13 @@ class NodeOutputs(Estimator, ABC):
         arrays = {"Z": self.Z_, "error": self.error_, "about": np.array(json.dumps(about))}
         if self.classes_ is not None:
             arrays["classes"] = self.classes_
-        write_npz(Path(path), arrays)
+        write_npz(Path(path), arrays, "labels")
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
         """The fitted object that `save` wrote; a damaged file is a `DataError` that says so."""
         stored = Archive(Path(path), f"a whole file of a {cls.__name__}")
+        stored.check_format("labels", ("Z", "error", "about", "classes"))
         try:
             about = json.loads(str(stored["about"]))
             check_params(cls, about["params"])

@@ -16,14 +16,13 @@ from __future__ import annotations
 import json
 import shutil
 import time
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
 
-from herta_gpu.plumbing.files import new_file
+from herta_gpu.plumbing.files import Archive, DataError, new_file, write_npz
 from herta_gpu.plumbing.fingerprint import Fingerprint, differences, key
 from herta_gpu.plumbing.interop import Array, Backend
 
@@ -220,8 +219,7 @@ class Checkpoint:
 
 
 def _write(path: Path, made_from: str, arrays: dict[str, Any]) -> None:
-    with new_file(path) as temporary:
-        np.savez(temporary, made_from=np.array(made_from), **arrays)
+    write_npz(path, {"made_from": np.array(made_from), **arrays}, "checkpoint")
 
 
 def _read(path: Path, made_from: str) -> dict[str, Any] | None:
@@ -232,11 +230,13 @@ def _read(path: Path, made_from: str) -> dict[str, Any] | None:
     if not path.is_file():
         return None
     try:
-        with np.load(path, allow_pickle=False) as stored:
-            if str(stored["made_from"]) != made_from:
-                return None
-            return {name: stored[name] for name in stored if name != "made_from"}
-    except (ValueError, OSError, EOFError, KeyError, zipfile.BadZipFile):
+        stored = Archive(path, "a whole file of a checkpoint")
+        stored.check_format("checkpoint", ())
+        if str(stored["made_from"]) != made_from:
+            return None
+        names = [name for name in stored.keys if name not in ("made_from", "format")]
+        return {name: stored[name] for name in names}
+    except DataError:
         return None
 
 

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import glob
+import json
 import math
 import os
 import pickle
 import shutil
+import struct
 import tempfile
 import time
+import tokenize
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from herta_gpu.plumbing.machine import host_memory, num_threads
 
 try:
     import fcntl
@@ -29,12 +35,13 @@ class DataError(ValueError):
 
 
 _RECENT = 60.0  # seconds: a younger temporary file may not have its lock yet
-
+_SUM_BYTES = 1 << 24  # bytes of each sum within a checksum
+_FORMAT, _VERSION = "format", 1  # the entry that describes a file of ours, and how it does
 
 # What NumPy, zipfile and the operating system raise at a file that is not what it should be.
 BROKEN = (
     ValueError, TypeError, OSError, EOFError, KeyError, RuntimeError, OverflowError, SyntaxError,
-    zipfile.BadZipFile, zlib.error, pickle.UnpicklingError,
+    zipfile.BadZipFile, zlib.error, pickle.UnpicklingError, struct.error, tokenize.TokenError,
 )  # fmt: skip
 _HEADERS = {
     (1, 0): np.lib.format.read_array_header_1_0,
@@ -103,15 +110,67 @@ def made_folder(folder: Path) -> Iterator[None]:
         raise
 
 
-def write_npz(path: Path, arrays: dict[str, Any]) -> None:
+class Checksum:
+    """The checksum of bytes that come in parts: CRC-32 of the CRC-32 of each 16 MB.
+
+    Large arrays are thus summed by several threads, at several GB/s; and whatever is altered
+    within 32 bits is noticed for sure.
+    """
+
+    def __init__(self) -> None:
+        self._sums: list[int] = []
+        self._room = 0  # bytes that still belong to the last sum
+
+    def add(self, part: Any) -> None:
+        """Add the bytes of an array, in C order."""
+        data = np.ascontiguousarray(part).reshape(-1).view(np.uint8)
+        first, rest = data[: self._room], data[self._room :]
+        if first.size:
+            self._sums[-1] = zlib.crc32(first, self._sums[-1])
+            self._room -= first.size
+        if rest.size:
+            chunks = [rest[a : a + _SUM_BYTES] for a in range(0, rest.size, _SUM_BYTES)]
+            self._sums += run_in_threads(zlib.crc32, chunks)
+            self._room = -rest.size % _SUM_BYTES
+
+    def of(self, dtype: Any, shape: tuple[int, ...]) -> str:
+        """The sum of an array of this type and shape, all bytes of which were added."""
+        about = f"{np.dtype(dtype).str}{tuple(shape)}".encode()
+        return f"{zlib.crc32(np.array(self._sums, '<u4'), zlib.crc32(about)):08x}"
+
+
+def run_in_threads(job: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
+    """The results of a job that releases the interpreter lock, on all threads if there are many."""
+    threads = min(num_threads(), len(items))
+    if threads < 2:
+        return [job(item) for item in items]
+    with ThreadPoolExecutor(threads) as pool:
+        return list(pool.map(job, items))
+
+
+def checksum(array: Any) -> str:
+    """The checksum of the type, the shape and the numbers of an array."""
+    found = Checksum()
+    found.add(array)
+    return found.of(array.dtype, array.shape)
+
+
+def write_npz(path: Path, arrays: dict[str, Any], kind: str | None = None) -> None:
     """Write arrays into exactly this path, without pickles.
 
-    NumPy gets an open file: to a name without .npz it would add that ending, and the file would
-    lie beside the one that was asked for.
+    A file of a `kind` of ours also gets an entry `format`: its version, and the checksum of every
+    other entry by its name.  NumPy gets an open file: to a name without .npz it would add that
+    ending, and the file would lie beside the one that was asked for.
     """
+    arrays = {name: np.asarray(array) for name, array in arrays.items()}
     for key, array in arrays.items():
-        if np.asarray(array).dtype.hasobject:
+        if array.dtype.hasobject:
             raise TypeError(f"{key} holds Python objects, which are not written to a file.")
+    if kind is not None:
+        sums = {name: checksum(array) for name, array in arrays.items()}
+        about = {"format": f"herta_gpu {kind}", "version": _VERSION, "sums": sums}
+        # The first entry: a damaged list of entries may end early, but then it has this one.
+        arrays = {_FORMAT: np.array(json.dumps(about)), **arrays}
     with new_file(path) as temporary, open(temporary, "wb") as file:
         np.savez(file, **arrays)
 
@@ -129,28 +188,34 @@ class Archive:
         try:
             if not zipfile.is_zipfile(path):
                 raise DataError(f"{path} is not {what}: {_looks_like(path)}.")
-            with zipfile.ZipFile(path) as archive:
-                self._members = {m.filename: m for m in archive.infolist()}
+            # Open as long as this object lives: all entries are of one file, even if another one
+            # takes its name.
+            self._zip = zipfile.ZipFile(path)
+            members = self._zip.infolist()
         except DataError:
             raise
         except BROKEN as error:
             raise DataError(f"{path} is not {what} ({why(error)}).") from None
-        self.keys = [name.removesuffix(".npy") for name in self._members]
+        self._members = {m.filename.removesuffix(".npy"): m for m in members}
+        self.keys = list(self._members)
+        self._sums: dict[str, str] = {}
+        if any(m.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED) for m in members):
+            raise DataError(f"{path} is not {what}: it is packed in a way that NumPy does not use.")
+        if len(members) > len(self.keys):
+            names = [m.filename.removesuffix(".npy") for m in members]
+            twice = next(name for name in names if names.count(name) > 1)
+            raise DataError(f"{path} is not {what}: it has an entry {twice} twice.")
 
     def __contains__(self, key: str) -> bool:
         return key in self.keys
 
     def header(self, key: str) -> tuple[tuple[int, ...], Any]:
         """Shape and type of an entry that can be read: whole, and without Python objects."""
-        name = key if key in self._members else f"{key}.npy"
-        if name not in self._members:
+        if key not in self._members:
             raise DataError(f"{self.path} is not {self._what}: it has no entry {key}.")
-        try:
-            with zipfile.ZipFile(self.path) as archive, archive.open(name) as member:
-                version = np.lib.format.read_magic(member)
-                shape, _, dtype = _HEADERS.get(version, _HEADERS[2, 0])(member)
-        except BROKEN as error:
-            raise self._damaged(key, why(error)) from None
+        with self._opened(key) as member:
+            version = np.lib.format.read_magic(member)
+            shape, _, dtype = _HEADERS.get(version, _HEADERS[2, 0])(member)
         if dtype.hasobject:
             raise DataError(
                 f"{self.path}: {key} holds Python objects, which are not read: store it as "
@@ -158,17 +223,83 @@ class Archive:
             )
         if min(shape, default=0) < 0:
             raise self._damaged(key, f"its shape is {shape}")
-        if math.prod(map(int, shape)) * dtype.itemsize > self._members[name].file_size:
+        size = self._members[key].file_size
+        if math.prod(map(int, shape)) * dtype.itemsize > size:
             raise self._damaged(key, "it is cut short")
+        if size > host_memory():
+            raise DataError(
+                f"{self.path}: its entry {key} takes {in_words(size)} unpacked, and "
+                f"{in_words(host_memory())} of memory are free."
+            )
         return shape, dtype
 
     def __getitem__(self, key: str) -> Any:
         self.header(key)
+        with self._opened(key) as member:
+            array = np.lib.format.read_array(member, allow_pickle=False)
+            if member.read(1):  # and the CRC of the archive is compared at the end
+                raise ValueError("it is longer than its array")
+        if key in self._sums and checksum(array) != self._sums[key]:
+            raise DataError(
+                f"{self.path} is damaged: its entry {key} was altered, for its checksum differs."
+            )
+        return array
+
+    @contextlib.contextmanager
+    def _opened(self, key: str) -> Iterator[Any]:
         try:
-            with np.load(self.path, allow_pickle=False) as archive:
-                return archive[key]
+            with self._zip.open(self._members[key]) as member:
+                yield member
         except BROKEN as error:
             raise self._damaged(key, why(error)) from None
+
+    @property
+    def unpacked(self) -> int:
+        """The bytes that the compressed entries take unpacked, as the archive declares them."""
+        return sum(m.file_size for m in self._members.values() if m.compress_type)
+
+    def check_format(self, kind: str, known: Iterable[str]) -> None:
+        """An error unless the entries are those that `write_npz` listed for this kind of file.
+
+        From here on each entry that is read is compared with its checksum.  Files of the first
+        format have no such list; of them only the names of entries, all `known`, are checked.
+        """
+        if sum(m.file_size for m in self._members.values()) > self.path.stat().st_size:
+            raise self._wrong("its entries would unpack to more than the file holds")
+        listed = set(known)
+        if _FORMAT in self:
+            self._sums = self._listed_sums(f"herta_gpu {kind}")
+            listed = {_FORMAT, *self._sums}
+            missing = [name for name in self._sums if name not in self]
+            if missing:
+                raise self._wrong(f"it has no entry {missing[0]}")
+        for name in self.keys:
+            if name not in listed:
+                raise self._wrong(f"it has an entry {name}, which it does not list")
+
+    def _listed_sums(self, kind: str) -> dict[str, str]:
+        try:
+            about = json.loads(str(self[_FORMAT]))
+            found, version, sums = about["format"], about["version"], about["sums"]
+            if found != kind:
+                raise ValueError(f"it is a {found}")
+            if type(version) is not int or version < 1:
+                raise ValueError(f"version {version!r}")
+            if version == _VERSION and not (isinstance(sums, dict) and sums):
+                raise ValueError("it lists no entries")
+        except DataError:
+            raise
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            raise self._wrong(f"its entry {_FORMAT}: {why(error)}") from None
+        if version > _VERSION:
+            raise DataError(
+                f"{self.path} has format {version}, and this herta_gpu reads {_VERSION} at most: "
+                "update herta_gpu."
+            )
+        return dict(sums)
+
+    def _wrong(self, reason: str) -> DataError:
+        return DataError(f"{self.path} is not {self._what}: {reason}.")
 
     def _damaged(self, key: str, reason: str) -> DataError:
         return DataError(f"{self.path} is damaged: its entry {key} cannot be read ({reason}).")
@@ -185,6 +316,12 @@ def load_npy(path: Path, what: str, mmap: bool = True) -> Any:
     except BROKEN as error:
         reason = _looks_like(path) if _no_numpy(path) else why(error)
         raise DataError(f"{path} is not {what} ({reason}).") from None
+
+
+def in_words(size: int) -> str:
+    """A number of bytes as one says it: 3.7 MB, 1.5 GB."""
+    mega = size / 2**20
+    return f"{mega:,.1f} MB" if mega < 1024 else f"{mega / 1024:,.1f} GB"
 
 
 def why(error: BaseException) -> str:

@@ -15,9 +15,16 @@ from typing import Any
 
 import numpy as np
 
-from herta_gpu.plumbing.files import DataError, check_place, load_npy, new_folder
+from herta_gpu.plumbing.files import (
+    Checksum,
+    DataError,
+    check_place,
+    checksum,
+    load_npy,
+    new_folder,
+)
 
-VERSION = 1
+VERSION = 2  # the first one had no sums
 _FORMAT = "herta_gpu graph"
 _META = "graph.json"
 
@@ -46,6 +53,7 @@ class GraphWriter:
         self._open = contextlib.ExitStack()
         self.at = self._open.enter_context(new_folder(self.folder))
         self.files: dict[str, Any] = {}  # of each name the open file and the type
+        self.sums = {"indices": Checksum(), "weights": Checksum()}
         self.entries = 0
         return self
 
@@ -61,6 +69,7 @@ class GraphWriter:
                 _write_header(file, part.dtype, 0)
             if part is not None:
                 part.tofile(self.files[name][0])
+                self.sums[name].add(part)
         self.entries += indices.shape[0]
 
     def finish(self, indptr: Any, degree: Any, weighted: bool, order: Any = None) -> None:
@@ -69,14 +78,18 @@ class GraphWriter:
             file.seek(0)
             _write_header(file, dtype, self.entries)
             file.close()
+        length = (self.entries,)
+        sums = {name: self.sums[name].of(f[1], length) for name, f in self.files.items()}
         if not weighted:
             (self.at / "weights.npy").unlink(missing_ok=True)
+            sums.pop("weights", None)
         for name, array in (("indptr", indptr), ("degree", degree), ("order", order)):
             if array is not None:
                 np.save(self.at / f"{name}.npy", array, allow_pickle=False)
+                sums[name] = checksum(array)
         sizes = {path.stem: path.stat().st_size for path in sorted(self.at.glob("*.npy"))}
         meta = {"format": _FORMAT, "version": VERSION, "nodes": indptr.shape[0] - 1}
-        meta |= {"edges": self.entries // 2, "bytes": sizes}
+        meta |= {"edges": self.entries // 2, "bytes": sizes, "sums": sums}
         (self.at / _META).write_text(json.dumps(meta, indent=1))
 
     def write(
@@ -94,8 +107,13 @@ def _write_header(file: Any, dtype: Any, length: int) -> None:
     np.lib.format.write_array_header_1_0(file, known)
 
 
-def open_graph(folder: str | os.PathLike[str]) -> tuple[Any, Any, Any, Any, Any]:
-    """(indptr, indices, weights, degree, order) of a folder, as memory maps."""
+def open_graph(
+    folder: str | os.PathLike[str], check: bool = True
+) -> tuple[Any, Any, Any, Any, Any]:
+    """(indptr, indices, weights, degree, order) of a folder, as memory maps.
+
+    With `check` they are read once, and compared with their checksums.
+    """
     folder = Path(folder)
     meta = _meta(folder)
     sizes = meta["bytes"]
@@ -108,6 +126,8 @@ def open_graph(folder: str | os.PathLike[str]) -> tuple[Any, Any, Any, Any, Any]
             raise _damaged(folder, f"{name} is {array.dtype} of shape {array.shape}")
     if found["indptr"][0] != 0 or found["indptr"][-1] != entries:
         raise _damaged(folder, f"indptr does not end with {entries:,}")
+    for name, expected in meta.get("sums", {}).items() if check else ():
+        check_sum(folder / f"{name}.npy", found[name], expected)
     indptr, indices, *rest = map(found.get, lengths)
     return indptr, indices, *rest  # type: ignore[return-value]
 
@@ -118,13 +138,22 @@ def _meta(folder: Path) -> dict[str, Any]:
         raise DataError(f"{folder} holds no graph: it has no {_META}, as Graph.save writes it.")
     try:
         meta = json.loads(path.read_text())
-        if meta["format"] != _FORMAT or meta["version"] != VERSION:
+        if meta["format"] == _FORMAT and type(meta["version"]) is int and meta["version"] > VERSION:
+            raise DataError(
+                f"{folder} holds a graph of version {meta['version']}, and this herta_gpu reads "
+                f"{VERSION} at most: update herta_gpu."
+            )
+        if meta["format"] != _FORMAT or meta["version"] not in (1, VERSION):
             raise ValueError(f"it is a {meta['format']} of version {meta['version']}")
         known = {"indptr", "indices", "weights", "degree", "order"}
         if not {"indptr", "indices"} <= set(meta["bytes"]) <= known:
             raise ValueError("its list of files is not that of a graph")
         if not all(type(meta[key]) is int and meta[key] >= 0 for key in ("nodes", "edges")):
             raise ValueError("its sizes are no whole numbers")
+        if meta["version"] > 1 and set(meta.get("sums", {})) != set(meta["bytes"]):
+            raise ValueError("it has no sums of its files")
+    except DataError:
+        raise
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise _damaged(folder, f"{_META}: {error}") from None
     return dict(meta)
@@ -139,6 +168,12 @@ def _opened(path: Path, size: Any) -> Any:
         return load_npy(path, "a whole array")
     except DataError as error:
         raise _damaged(path.parent, str(error).rstrip(".")) from None
+
+
+def check_sum(path: Path, array: Any, expected: str) -> None:
+    """An error unless an array of a folder has the checksum that it was written with."""
+    if checksum(array) != expected:
+        raise _damaged(path.parent, f"{path.name} was altered, for its checksum differs")
 
 
 def _damaged(folder: Path, what: str) -> DataError:

@@ -18,6 +18,7 @@ from herta_gpu.plumbing.plain import from_plain, to_plain
 from herta_gpu.plumbing.validation import as_labels, check_dtype
 
 Model = TypeVar("Model", bound=Estimator)
+_MEMBERS = ("W", "about", "intercept", "train", "classes", "labels")
 
 
 def write_model(model: Any, path: str | Path, fitted: dict[str, Any]) -> None:
@@ -30,7 +31,7 @@ def write_model(model: Any, path: str | Path, fitted: dict[str, Any]) -> None:
         arrays["classes"] = model.classes_
     if model.labels_ is not None:
         arrays["labels"] = model.labels_
-    write_npz(Path(path), arrays)
+    write_npz(Path(path), arrays, "model")
 
 
 def read_model(made: type[Model], path: str | Path, fitted: dict[str, Any]) -> Model:
@@ -39,6 +40,7 @@ def read_model(made: type[Model], path: str | Path, fitted: dict[str, Any]) -> M
     if not path.is_file():
         raise FileNotFoundError(f"There is no trained model at {path}.")
     stored = Archive(path, "a whole model file")
+    stored.check_format("model", _MEMBERS)
     try:
         about = _about(stored, fitted)
         W, classes = _weights(stored)
@@ -66,7 +68,8 @@ def read_model(made: type[Model], path: str | Path, fitted: dict[str, Any]) -> M
 
 def check_params(made: type[Estimator], params: dict[str, Any]) -> None:
     """Raise an error that names the first parameter that the estimator does not have."""
-    wrong = [name for name in params if name not in made._defaults()]
+    known = made._defaults()
+    wrong = [name for name in params if name not in known]
     if wrong:
         raise ValueError(f"there is no parameter {wrong[0]!r}")
 

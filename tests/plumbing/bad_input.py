@@ -109,11 +109,12 @@ def with_config(run: Path, **change: Any) -> Path:
 
 
 def model_file(folder: Path, drop: tuple[str, ...] = (), about: Any = None, **change: Any) -> Path:
-    """A stored model, with some entries changed; `about` is text, or entries of it to change."""
+    """A stored model without sums, some entries changed; `about`: text, or entries of it."""
     path = folder / "model.npz"
     save_model(trained(), path)
     with np.load(path) as stored:
         arrays = dict(stored)
+    del arrays["format"]
     if isinstance(about, dict):
         about = json.dumps({**json.loads(str(arrays["about"])), **about})
     arrays |= {} if about is None else {"about": about}
