@@ -19,8 +19,8 @@ The strategy "direct", which needs no array of n x d or n x c numbers, in the or
 
     whitening        coordinates in which the columns of X are orthonormal
     diffusion        the training rows of Q in these, with a proven bound of their error
-    dense            the optimum on stored rows; `descent` has the steps of cross entropy,
-                     `hessians` the second derivatives that lead them
+    descent          the optimum of cross entropy on stored rows; `hessians` the second derivatives
+                     that lead to it
     several          blocks of features for several lam
     direct           what the stored rows prove of the true problem; `leave_one_out` what they say
                      of models without a row

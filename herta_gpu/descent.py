@@ -1,20 +1,23 @@
-"""Cross entropy on stored rows: L-BFGS from a guess of the Hessian that improves when it must.
+"""Cross entropy on stored rows: min over u of loss(A u) + ridge/2 ||C0 u||^2 for a dense A.
 
-The problem is min over u of loss(A u) + ridge/2 ||C0 u||^2 for a dense A.  A "pass" is a product
-with A or A^T.
+The strategy "direct" keeps the training rows of Q as A (n_train x r), in coordinates u with
+W = C0 u, and needs no solve from there on.  L-BFGS takes the steps; its first guess of the inverse
+Hessian is P^-1, P = A^T A + ridge G with each row of A weighted by its curvature and G = C0^T C0,
+and improves when it must.  A "pass" is a product with A or A^T.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from herta_gpu.backends.base import Array, Backend, norm
+from herta_gpu.grams import ROW_CUT
 from herta_gpu.hessians import (
     ClassBlocks,
     ColumnBlocks,
@@ -29,7 +32,7 @@ from herta_gpu.hessians import (
 from herta_gpu.losses import Loss
 from herta_gpu.optimizers import LBFGS, LBFGS_MEMORY
 
-UNIT = 0.5 * float(np.finfo(np.float64).eps)  # what one operation rounds
+_UNIT = 0.5 * float(np.finfo(np.float64).eps)  # what one operation rounds
 _PAIRS = 300  # of L-BFGS; a quarter of the rows where that is less
 _STALE = 2.0  # change of the mean curvature after which P is factored again
 _FLAT = 0.1  # share of the slope at the start of a step that may be left at its end
@@ -42,7 +45,7 @@ History = list[dict[str, Any]]
 Callback = Callable[[dict[str, Any]], None]
 
 
-@dataclass
+@dataclass(frozen=True)
 class DenseFit:
     """What training on stored rows found."""
 
@@ -50,7 +53,6 @@ class DenseFit:
     objective: float  # loss + ridge/2 <u, G u>
     objective_error: float  # what rounding may have done to it
     gradient: Array  # r x c, with respect to u, in float64
-    size: float  # ||P^-1/2 gradient||, P the last one that was factored
     gap: float  # bound of objective - optimum, rounding included; without a ridge often no better
     #              than the objective, since none is below 0
     steps: int
@@ -82,13 +84,13 @@ class DenseProblem:
         A: Array,
         Y: Array,
         ridge: float,
-        metric: Metric,
+        metric: Metric | None = None,
         gram: Array | None = None,
     ) -> None:
-        """`gram` is A^T A as Hessians see A, if that is known."""
+        """`metric` is G (None: the identity); `gram` is A^T A as Hessians see A, if known."""
         self.gram = gram
         self.backend, self.xp, self.loss, self.A, self.Y = backend, backend.xp, loss, A, Y
-        self.ridge, self.metric, self.passes = ridge, metric, 0
+        self.ridge, self.metric, self.passes = ridge, metric or Metric(backend), 0
         mean = loss.mean(self.xp, A) if loss.intercept else None
         self.seen = loss.seen(self.xp, A, slice(None), mean)  # A, as Hessians see it
         self.columns = self.xp.sqrt((A * A).sum(axis=0))  # norms
@@ -128,7 +130,7 @@ class DenseProblem:
             values = self._values(u, F)
             if values[0] <= at.objective:
                 break  # a slight slope may go on for long behind a narrow valley: not otherwise
-        added = self._product_rounding(eta * D) + 2 * UNIT * self.xp.sqrt((F * F).sum())
+        added = self._product_rounding(eta * D) + 2 * _UNIT * self.xp.sqrt((F * F).sum())
         return self._at(u, F, at.rounding + added, values)
 
     def _values(self, u: Array, F: Array) -> tuple[float, Array, Array]:
@@ -148,7 +150,7 @@ class DenseProblem:
         """A bound of what float64 may have done to A u."""
         xp, rows = self.xp, self.xp.sqrt((u * u).sum(axis=1))
         whole = xp.sqrt((self.columns**2).sum() * (rows**2).sum())
-        return (self.A.shape[1] + 2) * UNIT * xp.minimum(whole, (self.columns * rows).sum())
+        return (self.A.shape[1] + 2) * _UNIT * xp.minimum(whole, (self.columns * rows).sum())
 
     def gap(self, point: Point, rounding: bool = True) -> float:
         """A bound of objective - optimum, by strong convexity or because nothing is below 0."""
@@ -162,36 +164,21 @@ class DenseProblem:
 
     def forward_rounding(self, point: Point) -> float:
         """A bound of what float64 may have done to F and E."""
-        own = 4 * UNIT * (norm(point.F) + norm(self.Y))
+        own = 4 * _UNIT * (norm(point.F) + norm(self.Y))
         return float(point.rounding) + own  # synchronize!
 
     def objective_error(self, point: Point) -> float:
         """A bound of what float64 may have done to the objective."""
         off = norm(point.E) * self.forward_rounding(point) + self.loss.rounding(point.F)
-        return off + 8 * UNIT * abs(point.objective)
+        return off + 8 * _UNIT * abs(point.objective)
 
     def _rounding(self, point: Point) -> float:
         """The same for the gradient with respect to W."""
         forward = self.A_norm * self.forward_rounding(point)
-        adjoint = (self.A.shape[0] + 2) * UNIT * norm(point.E) * norm(self.columns)
+        adjoint = (self.A.shape[0] + 2) * _UNIT * norm(point.E) * norm(self.columns)
         G_terms = 1 if self.metric.G is None or self.metric.G.ndim == 1 else self.A.shape[1]
-        ridge = (G_terms + 2) * UNIT * self.ridge * norm(point.Gu)
+        ridge = (G_terms + 2) * _UNIT * self.ridge * norm(point.Gu)
         return self.amplification * (forward + adjoint + ridge)
-
-    def fit(self, point: Point, size: float, gap: float, status: str, history: History) -> DenseFit:
-        """The end of a history."""
-        return DenseFit(
-            u=point.u,
-            objective=point.objective,
-            objective_error=self.objective_error(point),
-            gradient=point.g,
-            size=size,
-            gap=gap,
-            steps=history[-1]["step"] if history else 0,
-            passes=self.passes,
-            status=status,
-            history=history,
-        )
 
     def record(self, history: History, point: Point, gap: float, callback: Callback | None) -> None:
         """One line of the history, told to the callback."""
@@ -200,6 +187,104 @@ class DenseProblem:
         history.append({"step": len(history), **found})
         if callback is not None:
             callback(history[-1])
+
+
+def minimise(
+    problem: DenseProblem,
+    goal: float = 1e-7,
+    max_steps: int = 2000,
+    start: Array | None = None,
+    memory_limit: int | None = None,
+    callback: Callback | None = None,
+) -> DenseFit:
+    """Minimise loss(A u) + ridge/2 <u, G u> over u, for a loss that is not quadratic.
+
+    Parameters
+    ----------
+    problem : DenseProblem
+    goal : float
+        Stop once the gap is proven to be at most goal * objective.
+    max_steps : int
+    start : (r, c) array
+        Where to begin; 0 if None.
+    memory_limit : int
+        Bytes that may be allocated beside A; None asks the backend.
+    callback : function
+        Called with each record of the history.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from herta_gpu.backends import get_backend
+    >>> from herta_gpu.losses import LOSSES
+    >>> rng = np.random.default_rng(0)
+    >>> A, Y = rng.standard_normal((50, 4)), np.eye(3)[rng.integers(0, 3, 50)]
+    >>> fit = minimise(DenseProblem(get_backend("cpu"), LOSSES["ce"], A, Y, ridge=0.1))
+    >>> fit.status, bool(fit.gap <= 1e-7 * fit.objective)
+    ('certified', True)
+    """
+    if problem.A.shape[0] < problem.A.shape[1]:
+        return _in_row_space(problem, goal, max_steps, start, memory_limit, callback)
+    limit = problem.backend.memory_available() if memory_limit is None else memory_limit
+    return Descent(problem, goal, max_steps, limit, callback).run(problem.start(start))
+
+
+def row_space(
+    backend: Backend, A: Array, ridge: float, metric: Metric
+) -> tuple[Array, Callable[[Array], Array], Callable[[Array], Array]]:
+    """(T, lift, lower): the same problem in as few coordinates as A has rows.
+
+    loss(A u) + ridge/2 <u, G u> is smallest at some u = lift(t), where it is
+    loss(T t) + ridge/2 ||t||^2; lower(u) is the nearest t.  With G = K^-T K^-1 and u = K v the
+    problem has the rows A K and the ridge of the identity; directions of v that no row has would
+    only add to the ridge term.  Without a ridge they have no effect at all, and neither has G.
+    """
+    plain = metric if ridge > 0 else Metric(backend)
+    B = plain.rows(A)
+    if ridge > 0:
+        V, R = backend.xp.linalg.qr(B.T)
+        T = backend.xp.ascontiguousarray(R.T)
+    else:
+        V, _ = backend.row_space(B, ROW_CUT)
+        T = backend.matmul(B, V)
+
+    def lift(t: Array) -> Array:
+        return plain.lift(backend.matmul(V, t))
+
+    def lower(u: Array) -> Array:
+        return backend.matmul(V.T, plain.lower(u))
+
+    return T, lift, lower
+
+
+def _in_row_space(
+    whole: DenseProblem,
+    goal: float,
+    max_steps: int,
+    start: Array | None,
+    memory_limit: int | None,
+    callback: Callback | None,
+) -> DenseFit:
+    """Fewer rows than columns: train where the rows are, measure in the whole space."""
+    backend, ridge = whole.backend, whole.ridge
+    T, lift, lower = row_space(backend, whole.A, ridge, whole.metric)
+    inner = DenseProblem(backend, whole.loss, T, whole.Y, ridge)
+    start = None if start is None else lower(start)
+    # Half of the goal is for what rounding adds on the way back.
+    fit = minimise(inner, 0.5 * goal, max_steps, start, memory_limit, callback)
+    point = whole.start(lift(fit.u))
+    gap = whole.gap(point) if ridge > 0 else fit.gap
+    missed = fit.status == "certified" and not gap <= goal * point.objective
+    return replace(
+        fit,
+        u=point.u,
+        objective=point.objective,
+        objective_error=whole.objective_error(point),
+        gradient=point.g,
+        gap=gap,
+        passes=fit.passes + whole.passes,
+        status="stagnated" if missed else fit.status,
+    )
 
 
 class Descent:
@@ -240,7 +325,17 @@ class Descent:
             else:
                 status = "stagnated"
                 break
-        return problem.fit(point, self._size(point), problem.gap(point), status, self.history)
+        return DenseFit(
+            u=point.u,
+            objective=point.objective,
+            objective_error=problem.objective_error(point),
+            gradient=point.g,
+            gap=problem.gap(point),
+            steps=self.history[-1]["step"],
+            passes=problem.passes,
+            status=status,
+            history=self.history,
+        )
 
     def _arrived(self, point: Point) -> tuple[Point, float, str]:
         """(the point, its gap, the word for having arrived or nothing)."""

@@ -31,7 +31,7 @@ import numpy as np
 
 from herta_gpu.backends.base import Array, Backend, norm
 from herta_gpu.certificate import Certificate, relative
-from herta_gpu.dense import minimise
+from herta_gpu.descent import DenseProblem, minimise
 from herta_gpu.factors import Spanned
 from herta_gpu.grams import DenseGram
 from herta_gpu.losses import Loss
@@ -249,12 +249,12 @@ class StoredProblem:
             return x if self.host is None else self.backend.to_numpy(x)  # synchronize!
 
         gram = there(self.P.gram.QtQ) if isinstance(self.P.gram, DenseGram) else None
-        fitted = minimise(
+        problem = DenseProblem(
             backend, self.loss, there(self.Q), there(self.Y[:]), self.ridge,
-            self.basis.metric().on(backend, there), goal=0.1 * tol, max_steps=steps,
-            start=None if start is None else there(start), callback=tell, memory_limit=memory,
-            gram=gram,
+            self.basis.metric().on(backend, there), gram,
         )  # fmt: skip
+        begin = None if start is None else there(start)
+        fitted = minimise(problem, 0.1 * tol, steps, begin, memory, tell)
         self.settled = fitted.status != "max_iter"
         return self.backend.asarray(fitted.u)
 

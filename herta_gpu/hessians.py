@@ -16,6 +16,7 @@ import numpy as np
 from herta_gpu.backends.base import Array, Backend
 from herta_gpu.factors import Cholesky, Factor, Identity, Scaled, safe_cholesky
 from herta_gpu.grams import DenseGram
+from herta_gpu.losses import Loss
 
 _CHUNK_BYTES = 16 << 20  # rows of A that are weighted at a time
 _ALIKE = 1e-9  # relative difference of weights that are called equal
@@ -270,6 +271,35 @@ class RankOnes:
     def memory(r: int, N: int) -> int:
         """Bytes that it needs."""
         return 8 * (3 * N**2 + 2 * N * r)
+
+
+class Newton:
+    """Newton's method on the rows of a stored A, in the coordinates w = C^-1 W of a factor C."""
+
+    searches = True
+
+    def __init__(
+        self, backend: Backend, loss: Loss, A: Array, factor: Factor, size: int, ridge: float
+    ) -> None:
+        """`size` is the number of coordinates, which may be more than the rank of C."""
+        self.backend, self.loss, self.ridge = backend, loss, ridge
+        C = factor.half(backend.xp.eye(size))
+        self.B = backend.matmul(A.astype("float64"), C)
+        self.metric = Metric(backend, backend.matmul(C.T, C))
+
+    def direction(self, w: Array, g: Array) -> Array:
+        xp = self.backend.xp
+        S = self.loss.activation(xp, self.backend.matmul(self.B, w))
+        A = self.loss.seen(xp, self.B, slice(None), None)
+        hessian: Hessian
+        if self.loss.separable:
+            hessian = ColumnBlocks(self.backend, A, S, self.ridge, self.metric)
+        else:
+            every = xp.arange(A.shape[0])
+            hessian = ClassBlocks(self.backend, A, S, self.ridge, self.metric, every)
+        step = self.loss.centred(xp, hessian.inverse(g))
+        # Rows whose class is beyond doubt have no curvature left.
+        return -step if float(xp.sum(step * g)) > 0 else -self.loss.centred(xp, g)  # synchronize!
 
 
 def rank_ones(xp: Any, S: Array, most: int) -> tuple[Array, Array, Array] | None:

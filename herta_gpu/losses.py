@@ -165,12 +165,6 @@ class Loss:
         S = self.probabilities(xp, E, Y)
         return _row_sum(xp, S * (1 - S))[:, 0] / self.directions(Y.shape[1])
 
-    def second(self, xp: Any, F: Array) -> Callable[[int, int], Array]:
-        """The function (a, b) -> (n_train,) second derivatives with respect to columns of F."""
-        S = self.activation(xp, F)
-        bend = self.weighted(S * (1 - S))
-        return lambda a, b: bend[:, a] * float(a == b)
-
     def centred(self, xp: Any, G: Array) -> Array:
         """G without the part that no gradient of this loss has."""
         return G
@@ -267,10 +261,6 @@ class MSE(Loss):
     def row_curvature(self, xp: Any, E: Array, Y: Array) -> Array:
         return xp.ones(E.shape[0])
 
-    def second(self, xp: Any, F: Array) -> Callable[[int, int], Array]:
-        ones = self.weighted(xp.ones((F.shape[0], 1)))[:, 0]
-        return lambda a, b: ones * float(a == b)
-
     def step(
         self,
         xp: Any,
@@ -342,11 +332,6 @@ class CrossEntropy(Loss):
 
     def directions(self, c: int) -> int:
         return max(1, c - 1)
-
-    def second(self, xp: Any, F: Array) -> Callable[[int, int], Array]:
-        S = softmax(xp, F)
-        WS = self.weighted(S)
-        return lambda a, b: WS[:, a] * (float(a == b) - S[:, b])
 
     def centred(self, xp: Any, G: Array) -> Array:
         # Adding one vector to all classes changes no softmax: only a ridge speaks of such a

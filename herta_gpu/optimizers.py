@@ -11,10 +11,7 @@ import operator
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from herta_gpu.backends.base import Array, Backend
-from herta_gpu.factors import Factor, safe_cholesky
-from herta_gpu.losses import Loss
-from herta_gpu.planning.settings import OPTIMIZER_NAMES
+from herta_gpu.backends.base import Array
 
 LBFGS_MEMORY = 20
 
@@ -184,51 +181,6 @@ class LBFGS:
         self._first = 0
         if k:
             self._S[:k], self._Y[:k], self._D[:k], self._R_inverse[:k, :k] = kept
-
-
-class Newton:
-    """Newton's method for cross entropy, with the whole Hessian on the rows of a stored A.
-
-    In the coordinates w = C^-1 W and with B = A C, its block for the classes a and b is
-    B^T diag(s_a (delta_ab - s_b)) B + delta_ab ridge C^T C, s the softmax.
-    """
-
-    searches = True
-
-    def __init__(
-        self, backend: Backend, loss: Loss, A: Array, factor: Factor, rank: int, ridge: float
-    ) -> None:
-        self.backend, self.loss = backend, loss
-        C = factor.half(backend.xp.eye(rank))
-        self.B = backend.matmul(A.astype("float64"), C)
-        self.ridge = ridge * backend.matmul(C.T, C)
-
-    def direction(self, w: Array, g: Array) -> Array:
-        xp, (r, c) = self.backend.xp, w.shape
-        hessian = self._hessian(self.backend.matmul(self.B, w), r, c)
-        lift = 1e-14 * float(hessian.diagonal().sum())  # synchronize!
-        lifted = safe_cholesky(self.backend, hessian, first=lift)
-        if lifted is None:  # rows whose class is beyond doubt have no curvature left
-            return -self.loss.centred(xp, g)
-        L = lifted.L
-        rhs = xp.ascontiguousarray(g.T).reshape(r * c, 1)
-        found = self.backend.solve_triangular(L, self.backend.solve_triangular(L, rhs), trans=True)
-        return -self.loss.centred(xp, xp.ascontiguousarray(found.reshape(c, r).T))
-
-    def _hessian(self, F: Array, r: int, c: int) -> Array:
-        xp, weights = self.backend.xp, self.loss.second(self.backend.xp, F)
-        hessian = xp.zeros((r * c, r * c))
-        for a in range(c):
-            rows = slice(a * r, (a + 1) * r)
-            for b in range(a + 1):
-                columns = slice(b * r, (b + 1) * r)
-                block = self.backend.matmul(self.B.T, weights(a, b)[:, None] * self.B)
-                hessian[rows, columns] = block + self.ridge if a == b else block
-                hessian[columns, rows] = hessian[rows, columns].T
-        return hessian
-
-
-OPTIMIZERS = OPTIMIZER_NAMES
 
 
 def make_optimizer(name: str, learning_rate: float | None, xp: Any, by_column: bool) -> Optimizer:

@@ -17,10 +17,10 @@ from functools import cached_property
 from typing import Any
 
 from herta_gpu.backends.base import Array
-from herta_gpu.dense import Metric
 from herta_gpu.diffusion import Diffusion, Recall
 from herta_gpu.factors import Factor
 from herta_gpu.features import Features
+from herta_gpu.hessians import Metric
 from herta_gpu.laplacian import RegularizedLaplacian
 from herta_gpu.plumbing.stages import Tell
 from herta_gpu.whitening import Basis, Units

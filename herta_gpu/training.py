@@ -16,11 +16,11 @@ from herta_gpu.backends.base import Array, Backend, norm
 from herta_gpu.certificate import Certificate, certify, gradient_error, joined
 from herta_gpu.direct import Proof, StoredProblem
 from herta_gpu.factors import Factor
+from herta_gpu.hessians import Newton
 from herta_gpu.losses import LOSSES, Loss
 from herta_gpu.optimizers import (
     GradientDescent,
     Momentum,
-    Newton,
     Optimizer,
     make_optimizer,
 )
@@ -313,10 +313,10 @@ class Training:
             return False  # its Hessian has one more part
         return max(len(self.warm_history), len(self.records)) > 10 + w.size // 10
 
-    def _newton(self, factor: Factor, rank: int) -> Newton:
+    def _newton(self, factor: Factor, size: int) -> Newton:
         assert self.P.rows is not None
         rows = self.P.rows if self.P.basis is None else self.P.basis.rows(self.P.rows)
-        return Newton(self.backend, self.loss, rows, factor, rank, self.settings.ridge)
+        return Newton(self.backend, self.loss, rows, factor, size, self.settings.ridge)
 
     def _save(self, step: int, problem: Problem, point: Point, optimizer: Optimizer) -> None:
         """Everything that the loop needs to begin with `step`."""

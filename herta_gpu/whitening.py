@@ -19,7 +19,6 @@ from typing import Protocol
 import numpy as np
 
 from herta_gpu.backends.base import Array, norm
-from herta_gpu.dense import Metric
 from herta_gpu.factors import (
     NOT_FINITE,
     Composed,
@@ -29,6 +28,7 @@ from herta_gpu.factors import (
     smallest_eigenvalue,
 )
 from herta_gpu.features import Features
+from herta_gpu.hessians import Metric
 
 DEPENDENT = 1e-10  # what a combination of unit columns must leave to count as a direction
 _EPS = float(np.finfo(np.float64).eps)

@@ -26,7 +26,6 @@ LAYERS = [
     ["grams", "unfolded", "optimizers", "sparsifier"],
     ["hessians"],
     ["descent"],
-    ["dense"],
     ["whitening"],
     ["diffusion"],
     ["several"],

@@ -12,18 +12,18 @@ import pytest
 from herta_gpu.backends.cpu.reference import CPUBackend
 from herta_gpu.factors import Factor, Identity
 from herta_gpu.grams import DenseGram
+from herta_gpu.hessians import Newton
 from herta_gpu.losses import LOSSES
 from herta_gpu.optimizers import (
     LBFGS,
     LBFGS_MEMORY,
-    OPTIMIZERS,
     Adam,
     ConjugateGradients,
     GradientDescent,
     Momentum,
-    Newton,
     make_optimizer,
 )
+from herta_gpu.planning.settings import OPTIMIZER_NAMES
 from herta_gpu.unfolded import DenseMap, Problem
 
 CPU = CPUBackend()
@@ -187,7 +187,7 @@ def test_adams_second_step_is_its_formula() -> None:
     assert adam.direction(g, 3 * g)[0, 0] == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", OPTIMIZER_NAMES)
 def test_every_name_makes_its_optimizer(name: str) -> None:
     kinds = {"cg": ConjugateGradients, "gd": GradientDescent, "lbfgs": LBFGS, "adam": Adam,
              "momentum": Momentum}  # fmt: skip

@@ -16,8 +16,7 @@ from herta_gpu.datasets.ogb_convert import FEATURES
 from herta_gpu.datasets.ogb_raw import FROM_FILES
 from herta_gpu.herta import HERTA
 from herta_gpu.losses import LOSSES
-from herta_gpu.optimizers import OPTIMIZERS
-from herta_gpu.planning.settings import DEVICES, LABEL_FOLDS
+from herta_gpu.planning.settings import DEVICES, LABEL_FOLDS, OPTIMIZER_NAMES
 
 _DEFAULTS = HERTA._defaults()
 _NAMES = ("dataset", "run_folder", "out", "to", "resume", "data_dir", "split", "partition",
@@ -131,7 +130,7 @@ def _add_tune(commands: Any) -> None:
     command.add_argument(
         "--correct-and-smooth", action="store_true", help="try it after the best of the others"
     )
-    command.add_argument("--optimizer", choices=OPTIMIZERS, help="of the final fit")
+    command.add_argument("--optimizer", choices=OPTIMIZER_NAMES, help="of the final fit")
     _add_computing(command)
     _add_run(command)
     command.set_defaults(run=tune.run)
@@ -301,7 +300,7 @@ def _add_model(command: argparse.ArgumentParser) -> None:
         "--correct-and-smooth", nargs="?", type=_two, const=(20.0, 20.0), metavar="L,L",
         help="both steps after the fit, by the training labels; 0,L smooths only; default 20,20",
     )  # fmt: skip
-    group.add_argument("--optimizer", choices=OPTIMIZERS, **_default("optimizer"))
+    group.add_argument("--optimizer", choices=OPTIMIZER_NAMES, **_default("optimizer"))
     group.add_argument(
         "--learning-rate", type=_rate, metavar="RATE|spectral", help="default by the optimizer"
     )

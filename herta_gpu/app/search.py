@@ -16,7 +16,7 @@ import numpy as np
 import scipy.sparse as sp
 
 from herta_gpu.backends import get_backend
-from herta_gpu.dense import minimise
+from herta_gpu.descent import DenseProblem, minimise
 from herta_gpu.grams import RANK_CUT
 from herta_gpu.graph import Graph
 from herta_gpu.laplacian import RegularizedLaplacian
@@ -163,9 +163,7 @@ class Directions:
     def _cross_entropy(self, loss: str, ridge: float) -> Any:
         """Each search starts where the one before it ended."""
         backend = get_backend("cpu")
-        found = minimise(
-            backend, LOSSES[loss], self.train, self.Y, ridge, goal=_GAP,
-            start=self._w.get(loss), max_steps=300,
-        )  # fmt: skip
+        problem = DenseProblem(backend, LOSSES[loss], self.train, self.Y, ridge)
+        found = minimise(problem, _GAP, 300, self._w.get(loss))
         self._w[loss] = found.u
         return found.u
