@@ -10,7 +10,7 @@ from typing import Any
 
 import scipy.sparse as sp
 
-from herta_gpu.datasets import ogbn, planetoid
+from herta_gpu.datasets import ogb, planetoid
 from herta_gpu.datasets.blockmodel import PRESETS, kept_graph, parse, synthetic
 from herta_gpu.datasets.convert import (
     from_cugraph,
@@ -22,9 +22,8 @@ from herta_gpu.datasets.convert import (
 from herta_gpu.datasets.dataset import Dataset, num_outputs, trained_split
 from herta_gpu.datasets.embedded import digits
 from herta_gpu.datasets.npz import load_npz, outline
-from herta_gpu.datasets.ogb_convert import converted_sizes, is_converted
-from herta_gpu.datasets.ogb_raw import FROM_FILES, find
-from herta_gpu.datasets.ogbn import convert_ogb, load_ogb
+from herta_gpu.datasets.ogb import convert_ogb, converted_sizes, is_converted, load_ogb
+from herta_gpu.datasets.ogb_files import FROM_FILES, find_download
 from herta_gpu.datasets.planetoid import load_planetoid
 from herta_gpu.datasets.storage import cached_sizes, data_dirs, is_cached
 from herta_gpu.datasets.tables import from_tables, load_tables, read_edges, table_folder
@@ -121,7 +120,7 @@ def load(
     if name in planetoid.NAMES:
         data = load_planetoid(name, planetoid.find_planetoid(name, folders))
         return data if features else replace(data, X=None)
-    if name in ogbn.SHAPES:
+    if name in ogb.SHAPES:
         return load_ogb(name, _ogb_root(name, folders, data_dir), features, stages=stages)
     raise ValueError(_unknown(name, folders))
 
@@ -146,7 +145,7 @@ def names(data_dir: _Folder = None) -> list[str]:
     """What `load` knows by name, with the .npz files of the data folders."""
     found = {path.stem for folder in data_dirs(data_dir) for path in folder.glob("*.npz")}
     made = {f"synthetic:{preset}" for preset in PRESETS}
-    return sorted({"digits", *planetoid.NAMES, *ogbn.SHAPES, *made, *found})
+    return sorted({"digits", *planetoid.NAMES, *ogb.SHAPES, *made, *found})
 
 
 def sizes(name: str | os.PathLike[str], data_dir: _Folder = None) -> DataSizes:
@@ -167,7 +166,7 @@ def sizes(name: str | os.PathLike[str], data_dir: _Folder = None) -> DataSizes:
         stored = Path(name) if name.endswith(".npz") else _npz_of(name, folders)
         if stored is not None:
             return _npz_sizes(stored)
-        if name in ogbn.SHAPES:
+        if name in ogb.SHAPES:
             return _ogb_sizes(name)
         if name in planetoid.SHAPES:
             return DataSizes(*planetoid.SHAPES[name], X_nonzeros=20 * planetoid.SHAPES[name][0])
@@ -183,7 +182,7 @@ def writes_first(name: str | os.PathLike[str], data_dir: _Folder = None) -> bool
     name = _text(name)
     if name.startswith("synthetic:"):
         return parse(name.removeprefix("synthetic:")).large
-    known = name in ogbn.SHAPES or name in planetoid.NAMES
+    known = name in ogb.SHAPES or name in planetoid.NAMES
     return known and _npz_of(name, data_dirs(data_dir)) is None
 
 
@@ -194,7 +193,7 @@ def graph_at_hand(name: str | os.PathLike[str], data_dir: _Folder = None) -> Gra
         return kept_graph(name.removeprefix("synthetic:"))
     if name in FROM_FILES and is_converted(name):
         return load(name, data_dir, features=False).graph
-    if writes_first(name, data_dir) and not is_cached(ogbn.cached_folder(name)):
+    if writes_first(name, data_dir) and not is_cached(ogb.cached_folder(name)):
         return None
     return load(name, data_dir, features=False).graph
 
@@ -212,7 +211,7 @@ def _npz_of(name: str, folders: list[Path]) -> Path | None:
 def _ogb_root(name: str, folders: list[Path], data_dir: _Folder) -> Path | None:
     """A folder in which ogb has the data already, else the one asked for, else the cache."""
     for folder in folders:
-        raw = name in FROM_FILES and find(name, [folder]) is not None
+        raw = name in FROM_FILES and find_download(name, [folder]) is not None
         if raw or (folder / name.replace("-", "_")).is_dir():
             return folder
     return None if data_dir is None else Path(data_dir)
@@ -236,13 +235,13 @@ def _n_train(source: Any, split: dict[str, Any], n: int, y: Any) -> int:
 def _ogb_sizes(name: str) -> DataSizes:
     if name in FROM_FILES and is_converted(name):
         n, m, d, n_train = converted_sizes(name)
-        return DataSizes(n, m, d, ogbn.SHAPES[name][3], n_train, None, mapped=True)
-    folder = ogbn.cached_folder(name)
+        return DataSizes(n, m, d, ogb.SHAPES[name][3], n_train, None, mapped=True)
+    folder = ogb.cached_folder(name)
     if not is_cached(folder):
-        return DataSizes(*ogbn.SHAPES[name], X_nonzeros=None, mapped=name in FROM_FILES)
+        return DataSizes(*ogb.SHAPES[name], X_nonzeros=None, mapped=name in FROM_FILES)
     found: dict[str, Any] = cached_sizes(folder)
     n, m, d = found["indptr"][0] - 1, found["indices"][0] // 2, found["X"][1]
-    return DataSizes(n, m, d, ogbn.SHAPES[name][3], found["train"][0], None, mapped=True)
+    return DataSizes(n, m, d, ogb.SHAPES[name][3], found["train"][0], None, mapped=True)
 
 
 def _unknown(name: str, folders: list[Path]) -> str:

@@ -362,7 +362,7 @@ def new_folder(path: Path) -> Iterator[Path]:
     _sweep(path)
     temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
     try:
-        with _held(temporary):
+        with lock_path(temporary):
             yield temporary
         try:
             os.rename(temporary, path)
@@ -381,7 +381,7 @@ def _sweep(path: Path) -> None:
     for left in path.parent.glob(f".{glob.escape(path.name)}.*"):
         try:
             if time.time() - left.stat().st_mtime > _RECENT:
-                with _held(left) as free:
+                with lock_path(left) as free:
                     if free and left.is_dir():
                         shutil.rmtree(left, ignore_errors=True)
                     elif free:
@@ -391,7 +391,7 @@ def _sweep(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def _held(path: Path) -> Iterator[bool]:
+def lock_path(path: Path) -> Iterator[bool]:
     """Try to lock a file or folder during the block; gives whether it was free."""
     if fcntl is None:
         yield False

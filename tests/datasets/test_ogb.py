@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import scipy.sparse as sp
 
-from herta_gpu.datasets import DataError, load, ogbn, sizes
+from herta_gpu.datasets import DataError, load, ogb, sizes
 
 
 @pytest.fixture
@@ -149,7 +149,7 @@ def write_arxiv(root: Path):
 
 def test_arxiv_by_name_through_ogb(ogb_cache, monkeypatch):
     """Read by the real package under the real name, as after a download."""
-    monkeypatch.setattr(ogbn, "FROM_FILES", ())
+    monkeypatch.setattr(ogb, "FROM_FILES", ())
     X = write_arxiv(ogb_cache / "ogbn_arxiv")
     assert np.allclose(load("ogbn-arxiv", ogb_cache).X, X, atol=1e-6)
     # The size of what is in the cache, not of the real thing.
@@ -158,7 +158,7 @@ def test_arxiv_by_name_through_ogb(ogb_cache, monkeypatch):
 
 
 def test_a_truncated_download_is_named_and_leaves_no_cache(ogb_cache, monkeypatch):
-    monkeypatch.setattr(ogbn, "FROM_FILES", ())
+    monkeypatch.setattr(ogb, "FROM_FILES", ())
     X = write_arxiv(ogb_cache / "ogbn_arxiv")
     path = ogb_cache / "ogbn_arxiv" / "raw" / "node-feat.csv.gz"
     whole = path.read_bytes()
@@ -183,7 +183,7 @@ def test_proteins_from_the_name_to_the_table(ogb_cache, capsys, monkeypatch):
     labels = rng.integers(0, 2, (60, 112))
     meta = saved_by_ogb("ogbn-protein-like", graph, labels, split, metric="rocauc", classes=2)
     data = load_ogb("ogbn-protein-like", meta_dict=meta)  # from now on in the cache
-    monkeypatch.setitem(ogbn.SHAPES, "ogbn-protein-like", (60, 300, 8, 112, 30))
+    monkeypatch.setitem(ogb.SHAPES, "ogbn-protein-like", (60, 300, 8, 112, 30))
     argv = ["train", "ogbn-protein-like", "--ridge", "0.1", "--log-degree", "--quiet"]
     capsys.readouterr()  # ogb's saver talks
     assert main([*argv, "--out", "run", "--json"]) == 0

@@ -1,0 +1,462 @@
+"""The node datasets of the Open Graph Benchmark, from OGB's files or through the `ogb` package.
+
+Where the raw files of ogbn-arxiv, -products or -papers100M lie they are converted, without ogb and
+torch, into plain .npy files that can be memory-mapped.  A conversion holds a few megabytes of
+memory, and it may be killed at any time: arrays that are finished stay, and the one in work begins
+again.  It is written to a `.part`, which gets its name once the source was read to its end and its
+CRC was right.
+
+Other datasets are asked of ogb once; from then on our own copy is read, without torch and without
+pickles.  What ogb has processed before is read, too, although recent versions of torch refuse it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import json
+import math
+import os
+import shutil
+import sys
+import time
+import warnings
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from herta_gpu.datasets.dataset import PARTS, Dataset
+from herta_gpu.datasets.ogb_files import (
+    FROM_FILES,
+    Download,
+    Raw,
+    Stream,
+    find_download,
+    places_text,
+    survey,
+)
+from herta_gpu.datasets.storage import cache_dir, is_cached, read_dataset, write_dataset
+from herta_gpu.graph import Graph
+from herta_gpu.plumbing.files import DataError, check_place, load_npy, lock_path, new_file
+from herta_gpu.plumbing.stages import Stages
+from herta_gpu.plumbing.validation import check_choice
+
+SHAPES = {  # nodes, undirected edges, features, outputs, training nodes
+    "ogbn-arxiv": (169_343, 1_157_799, 128, 40, 90_941),
+    "ogbn-products": (2_449_029, 61_859_140, 100, 47, 196_615),
+    "ogbn-proteins": (132_534, 39_561_252, 8, 112, 86_619),
+    "ogbn-mag": (736_389, 5_416_271, 128, 349, 629_571),
+    "ogbn-papers100M": (111_059_956, 1_615_685_872, 128, 172, 1_207_179),
+}
+FEATURES = ("float32", "float16")
+_METRICS = {"acc": "accuracy", "rocauc": "rocauc"}
+_PAPERS = ("paper", "cites", "paper")
+_ARRAYS = (*PARTS, "node_label", "edge_index", "node_feat")  # in the order of their sizes
+_GRAPH = "graph"
+_VERSION = 1  # of meta.json
+_LARGEST_LABEL = 2**15 - 1
+
+
+def load_ogb(
+    name: str,
+    data_dir: str | os.PathLike[str] | None = None,
+    features: bool = True,
+    meta_dict: dict[str, Any] | None = None,
+    stages: Stages | None = None,
+) -> Dataset:
+    """A dataset of OGB; features=False leaves X on disk and gives None for it.
+
+    Parameters
+    ----------
+    name : str
+        "ogbn-arxiv", "ogbn-products", "ogbn-proteins", "ogbn-mag" (its paper graph) or
+        "ogbn-papers100M".
+    data_dir : path, optional
+        ogb's `root`: where it finds the data or puts it; by default the cache.
+    meta_dict : dict, optional
+        As ogb takes it, for data of one's own in OGB's format.
+    stages : Stages, optional
+        Shows how far a conversion has come, the first time.
+    """
+    folder = cached_folder(name)
+    root = Path(data_dir) if data_dir is not None else _downloads()
+    if name in FROM_FILES and meta_dict is None:
+        if not is_converted(name) and not is_cached(folder):
+            download = find_download(name, [root])
+            if download is not None:
+                convert(name, download, stages=stages)
+        if is_converted(name):
+            return read_converted(name, features)
+    if not is_cached(folder):
+        write_dataset(folder, _ask_ogb(name, root, meta_dict))
+    return read_dataset(folder, features)
+
+
+def convert_ogb(
+    name: str,
+    folders: Sequence[Path],
+    features: str | None = None,
+    stages: Stages | None = None,
+) -> list[Path]:
+    """Convert OGB's files of a dataset, found below one of the folders; the paths written."""
+    if name not in FROM_FILES:
+        raise ValueError(f"OGB's files are converted for {', '.join(FROM_FILES)}, not {name!r}.")
+    download = find_download(name, [*folders, _downloads()])
+    if download is None:
+        places = ", ".join(str(folder) for folder in folders)
+        raise FileNotFoundError(
+            f"There is no {places_text(name)} in {places or 'a data folder: set HERTA_DATA'}."
+        )
+    return convert(name, download, features, stages)
+
+
+def cached_folder(name: str) -> Path:
+    return cache_dir() / "ogb" / name
+
+
+def _downloads() -> Path:
+    """Where ogb puts its files unless it is told otherwise."""
+    return cache_dir() / "ogb" / "download"
+
+
+# ---- conversion ------------------------------------------------------------------------------
+def converted_folder(name: str) -> Path:
+    return cache_dir() / "ogb" / "converted" / name
+
+
+def is_converted(name: str) -> bool:
+    """Whether everything of a dataset is there."""
+    folder = converted_folder(name)
+    finished = _read_ledger(folder)
+    return all(key in finished and (folder / f"{key}.npy").is_file() for key in _ARRAYS)
+
+
+def convert(
+    name: str, download: Download, features: str | None = None, stages: Stages | None = None
+) -> list[Path]:
+    """Write the .npy files of a dataset and return their paths; what is finished is kept.
+
+    `features` is "float32", "float16" (an entry that it cannot hold is an error), or None: what is
+    there, else float32.
+    """
+    check_choice("features", features, (None, *FEATURES))
+    raw, folder, stages = survey(name, download), converted_folder(name), stages or Stages()
+    check_place(folder)
+    new = [at for at in (folder, *folder.parents) if not at.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        with lock_path(folder) as free:
+            if not free and os.name == "posix":
+                raise RuntimeError(f"Another process converts into {folder}: wait for it.")
+            _convert(name, raw, folder, features, stages)
+    except BaseException as error:
+        if isinstance(error, DataError) and not is_converted(name):
+            shutil.rmtree(folder, ignore_errors=True)
+        for part in folder.glob("*.part"):
+            part.unlink()
+        with contextlib.suppress(OSError):  # not empty: there is something to go on with
+            for at in filter(Path.exists, new):
+                at.rmdir()
+        raise
+    return [folder / f"{key}.npy" for key in _ARRAYS]
+
+
+def read_converted(name: str, features: bool = True) -> Dataset:
+    """A converted dataset; X and the edges stay on disk until they are used."""
+    folder = converted_folder(name)
+    arrays = {
+        key: load_npy(folder / f"{key}.npy", f"a whole array: delete {folder} and load again")
+        for key in _ARRAYS
+    }
+    X, place = arrays["node_feat"], folder / _GRAPH
+    # A graph that is there belongs to these edges: a conversion of others deletes it.
+    if place.is_dir():
+        graph = Graph.open(place)
+    else:
+        graph = Graph.from_edges(arrays["edge_index"], X.shape[0], folder=place)
+    split = {part: np.array(arrays[part]) for part in PARTS}
+    metadata = {"metric": "accuracy", "source": "ogb"}
+    y = np.array(arrays["node_label"])
+    return Dataset(name, graph, X if features else None, y, split, metadata)
+
+
+def converted_sizes(name: str) -> tuple[int, int, int, int]:
+    """Nodes, listed edges, features and training nodes, without reading an array."""
+    shapes = {key: about["shape"] for key, about in _read_ledger(converted_folder(name)).items()}
+    n, d = shapes["node_feat"]
+    return n, shapes["edge_index"][1], d, shapes["train"][0]
+
+
+@dataclass(frozen=True)
+class _Goal:
+    """One array that is to be written."""
+
+    key: str
+    stream: Stream
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    cast: Callable[[Any, int], Any]  # (values, place of the first one) -> values to be stored
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """What identifies it in the ledger."""
+        return {"from": self.stream.stamp, "dtype": self.dtype.str, "shape": list(self.shape)}
+
+    @property
+    def nbytes(self) -> int:
+        return 128 + math.prod(self.shape) * self.dtype.itemsize
+
+    def is_made(self, path: Path, finished: dict[str, dict[str, Any]]) -> bool:
+        """Whether the array is there, made from this source."""
+        if finished.get(self.key) != self.about or not path.is_file():
+            return False
+        with contextlib.suppress(DataError):
+            return bool(load_npy(path, "a whole array").shape == self.shape)
+        return False
+
+    def write(self, part: Path, tell: Callable[[int, int], None]) -> None:
+        """The whole array, a run of the source at a time; never is all of it mapped."""
+        at, total = 0, math.prod(self.shape)
+        with open(part, "wb") as file:
+            about = {"descr": self.dtype.str, "fortran_order": False, "shape": self.shape}
+            np.lib.format.write_array_header_1_0(file, about)
+            file.truncate(file.tell() + total * self.dtype.itemsize)
+        for run in self.stream.runs():
+            values, out = self.cast(run, at), np.load(part, "r+")
+            if self.key == "edge_index" and self.stream.columnwise:  # pairs of source and target
+                out[:, at // 2 : (at + run.shape[0]) // 2] = values.reshape(-1, 2).T
+            else:
+                out.reshape(-1)[at : at + run.shape[0]] = values
+            at += run.shape[0]
+            tell(-(-at * self.dtype.itemsize >> 20), -(-self.nbytes >> 20))
+        if at != total:
+            raise DataError(f"{self.stream.name} holds {at:,} values instead of {total:,}.")
+        with open(part, "rb") as file:
+            os.fsync(file.fileno())
+
+
+def _convert(name: str, raw: Raw, folder: Path, features: str | None, stages: Stages) -> None:
+    """Everything that is not there yet, small arrays first: their errors come soon."""
+    finished = _read_ledger(folder)
+    if features is None and "node_feat" in finished:
+        features = np.dtype(finished["node_feat"]["dtype"]).name
+    goals = [
+        goal
+        for goal in _goals(raw, features or "float32")
+        if not goal.is_made(folder / f"{goal.key}.npy", finished)
+    ]
+    if not goals:
+        return
+    need, free = sum(goal.nbytes for goal in goals), shutil.disk_usage(folder).free
+    if need > free:
+        raise RuntimeError(
+            f"Converting {name} writes {need / 2**30:,.1f} GB into {folder}, where "
+            f"{free / 2**30:,.1f} GB are free: make room, or set HERTA_CACHE to a folder on "
+            "another disk."
+        )
+    # Arrays from other files are never taken together with those that are to come.
+    for goal in goals:
+        if finished.get(goal.key, goal.about)["from"] != goal.about["from"]:
+            del finished[goal.key]
+    stages.note(
+        f"{name}: OGB's files in {raw.source} are converted once, into {folder}.", stays=True
+    )
+    for goal in goals:
+        _write_ledger(folder, finished)
+        part, began = folder / f"{goal.key}.npy.part", time.perf_counter()
+        goal.write(part, stages.progress(f"{goal.key:<11}", "MB"))
+        if goal.key == "edge_index":
+            shutil.rmtree(folder / _GRAPH, ignore_errors=True)
+        os.replace(part, folder / f"{goal.key}.npy")
+        finished[goal.key] = goal.about
+        shape = " x ".join(f"{size:,}" for size in goal.shape)
+        stages.note(
+            f"{goal.key:<11} {goal.dtype.name:<8} {shape:<22} {goal.nbytes / 2**20:>10,.1f} MB "
+            f"{time.perf_counter() - began:8.2f} s",
+            stays=True,
+        )
+    _write_ledger(folder, finished)
+
+
+def _read_ledger(folder: Path) -> dict[str, dict[str, Any]]:
+    """meta.json: what is known of the arrays that are finished."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        found = json.loads((folder / "meta.json").read_text())
+        if found["version"] == _VERSION:
+            return dict(found["finished"])
+    return {}
+
+
+def _write_ledger(folder: Path, finished: dict[str, dict[str, Any]]) -> None:
+    with new_file(folder / "meta.json") as temporary:
+        temporary.write_text(json.dumps({"version": _VERSION, "finished": finished}, indent=1))
+
+
+def _goals(raw: Raw, features: str) -> list[_Goal]:
+    """All arrays of a dataset; the parts of the split are in memory already."""
+
+    def node_ids(values: Any, at: int) -> Any:
+        wrong = (values < 0) | (values >= raw.n)
+        if wrong.any():
+            bad = int(np.argmax(wrong))
+            edge = (at + bad) // 2 if raw.edges.columnwise else (at + bad) % raw.m
+            raise DataError(
+                f"{raw.edges.name}: edge {edge:,} names node {int(values[bad])}, but ids must lie "
+                f"in 0..{raw.n - 1}."
+            )
+        return values.astype(ids, copy=False)
+
+    def floats(values: Any, at: int) -> Any:
+        with np.errstate(over="ignore"):
+            found = values.astype(kind, copy=False)
+        lost = np.isinf(found) & np.isfinite(values)
+        if lost.any():
+            bad = int(np.argmax(lost))
+            row, column = divmod(at + bad, raw.features.shape[1])
+            raise DataError(
+                f"{raw.features.name}: row {row:,}, column {column} is {values[bad]:g}, which "
+                f"{kind.name} cannot hold: convert to float32 instead."
+            )
+        return found
+
+    def classes(values: Any, at: int) -> Any:
+        found = np.where(np.isnan(values), -1, values) if values.dtype.kind == "f" else values
+        wrong = (found < -1) | (found > _LARGEST_LABEL) | (found != np.floor(found))
+        if wrong.any():
+            bad = int(np.argmax(wrong))
+            raise DataError(
+                f"{raw.labels.name}: node {at + bad:,} has the label {values[bad]:g}, but classes "
+                f"are whole numbers from 0 to {_LARGEST_LABEL}, and NaN is none."
+            )
+        return found.astype(np.int16)
+
+    ids, kind = np.dtype(np.int32 if raw.n < 2**31 else np.int64), np.dtype(features)
+    return [
+        *(_split_goal(part, raw.split[part]) for part in PARTS),
+        _Goal("node_label", raw.labels, (raw.n,), np.dtype(np.int16), classes),
+        _Goal("edge_index", raw.edges, (2, raw.m), ids, node_ids),
+        _Goal("node_feat", raw.features, raw.features.shape, kind, floats),
+    ]
+
+
+def _split_goal(part: str, ids: Any) -> _Goal:
+    stamp = f"{zlib.crc32(ids):08x}"
+    stream = Stream(part, stamp, ids.shape, ids.dtype, False, lambda: iter([ids]))
+    return _Goal(part, stream, ids.shape, np.dtype(np.int64), lambda values, _: values)
+
+
+# ---- through the package ogb -----------------------------------------------------------------
+def _ask_ogb(name: str, root: Path, meta_dict: dict[str, Any] | None) -> Dataset:
+    try:
+        from ogb.nodeproppred import NodePropPredDataset
+    except ImportError as error:
+        files = f", or put {places_text(name)} into a data folder" if name in FROM_FILES else ""
+        raise ImportError(
+            f'{name} is loaded by the package ogb ({error}): pip install "herta_gpu[ogb]"{files}.'
+        ) from None
+    with _trust_torch(), contextlib.redirect_stdout(sys.stderr):
+        try:
+            source = NodePropPredDataset(name=name, root=str(root), meta_dict=meta_dict)
+            graph, labels = source[0]
+            split = source.get_idx_split()
+        except Exception as error:  # ogb and pandas raise all kinds at a damaged file
+            raise _explain(error, name, root, meta_dict) from error
+        except SystemExit:
+            raise RuntimeError(f"{name} is not on disk and its download was declined.") from None
+    if "edge_index_dict" in graph:
+        graph, labels, split = _paper_graph(graph, labels, split)
+    n = int(graph["num_nodes"])
+    X = graph.get("node_feat")
+    if X is None:
+        X = _mean_edge_features(graph["edge_index"], graph["edge_feat"], n)
+    metadata = {"metric": _METRICS.get(source.eval_metric, "accuracy"), "source": "ogb"}
+    return Dataset(
+        name,
+        Graph.from_edges(graph["edge_index"], n),
+        np.asarray(X),
+        _targets(np.asarray(labels)),
+        {part: np.sort(np.asarray(ids, dtype=np.int64)) for part, ids in split.items()},
+        metadata,
+    )
+
+
+def _explain(
+    error: Exception, name: str, root: Path, meta_dict: dict[str, Any] | None
+) -> Exception:
+    """What went wrong in ogb, in one sentence that names the file if there is one to blame."""
+    folder = root / name.replace("-", "_") if meta_dict is None else Path(meta_dict["dir_path"])
+    damaged = _first_damaged(folder)
+    if damaged is not None:
+        return DataError(f"{damaged} is damaged: delete the folder {folder} and load again.")
+    if isinstance(error, EOFError) and not folder.is_dir():  # nobody there to answer ogb's question
+        return RuntimeError(f"{name} is not on disk and its download was declined.")
+    if isinstance(error, OSError):
+        return RuntimeError(f"ogb could neither read {name} from {root} nor download it ({error}).")
+    return RuntimeError(
+        f"ogb could not read {name} from {root} ({type(error).__name__}: {error}): "
+        "if a file there is damaged, delete the folder and load again."
+    )
+
+
+def _first_damaged(folder: Path) -> str | None:
+    """The first compressed file that cannot be read to its end, with what is wrong."""
+    for path in sorted(folder.rglob("*.gz")):
+        try:
+            with gzip.open(path, "rb") as file:
+                while file.read(1 << 24):
+                    pass
+        except (OSError, EOFError, zlib.error) as error:
+            return f"{path} ({error})"
+    return None
+
+
+@contextlib.contextmanager
+def _trust_torch() -> Iterator[None]:
+    """Since torch 2.6 `torch.load` reads tensors only, and ogb's own files hold NumPy arrays."""
+    switch = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
+    before = os.environ.get(switch)
+    os.environ[switch] = "1"
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=f".*{switch}")
+            yield
+    finally:
+        if before is None:
+            del os.environ[switch]
+        else:
+            os.environ[switch] = before
+
+
+def _paper_graph(graph: Any, labels: Any, split: Any) -> tuple[Any, Any, Any]:
+    """Papers and their citations out of ogbn-mag, the only nodes there with features."""
+    papers = {
+        "edge_index": graph["edge_index_dict"][_PAPERS],
+        "node_feat": graph["node_feat_dict"]["paper"],
+        "num_nodes": graph["num_nodes_dict"]["paper"],
+    }
+    return papers, labels["paper"], {part: ids["paper"] for part, ids in split.items()}
+
+
+def _mean_edge_features(edge_index: Any, edge_feat: Any, n: int) -> Any:
+    """ogbn-proteins has features on edges only: each node gets the mean of those at its edges."""
+    ends = np.asarray(edge_index)
+    count = np.maximum(sum(np.bincount(end, minlength=n) for end in ends), 1)
+    X = np.empty((n, edge_feat.shape[1]), dtype=np.float32)
+    for j in range(edge_feat.shape[1]):
+        column = np.asarray(edge_feat[:, j], dtype=np.float64)
+        X[:, j] = sum(np.bincount(end, weights=column, minlength=n) for end in ends) / count
+    return X
+
+
+def _targets(labels: Any) -> Any:
+    """One column: int classes, -1 where OGB has NaN.  Several: floats, one per task."""
+    if labels.ndim == 2 and labels.shape[1] > 1:
+        return labels.astype(np.float32)
+    column = labels.reshape(labels.shape[0])
+    if column.dtype.kind == "f":
+        column = np.where(np.isnan(column), -1, column)
+    return column.astype(np.int64)
