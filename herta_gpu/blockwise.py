@@ -19,7 +19,7 @@ import numpy as np
 
 from herta_gpu.backends.base import Array
 from herta_gpu.certificate import Certificate, joined
-from herta_gpu.diffusion import Arrays, Recall
+from herta_gpu.diffusion import Arrays, Cache
 from herta_gpu.plumbing.estimator import OneHot
 from herta_gpu.training import Training, loss_at_zero
 from herta_gpu.unfolded import UnfoldedMap
@@ -35,7 +35,7 @@ def trained(
     Y: Any,
     w: Array,
     width: int,
-    recall: Recall,
+    cache: Cache,
     guess: Guess | None = None,
     most: int | None = None,
 ) -> Array:
@@ -62,7 +62,7 @@ def trained(
             made = {"W": found, "told": _packed(run, part)}
             return made if part.intercept is None else {**made, "b": part.intercept}
 
-        made = recall(f"outputs-{phase}-{run.settings.max_iter}", finished, together=True)
+        made = cache(f"outputs-{phase}-{run.settings.max_iter}", finished, together=True)
         W[:, at] = made["W"]
         if "b" in made:
             b[at] = made["b"]

@@ -42,10 +42,10 @@ _CHUNK = 1 << 19  # numbers of a block that the residual is computed for at a ti
 Arrays = dict[str, Array]
 
 
-class Recall(Protocol):
-    """What a name stands for is made, or read if it was made before: a checkpoint's function.
+class Cache(Protocol):
+    """`cache(name, make)` returns the arrays stored under `name`, or makes and stores them.
 
-    `together`: by all processes, instead of by this one alone.
+    `together`: all processes make them at once, instead of this one alone.
     """
 
     def __call__(self, name: str, make: Callable[[], Arrays], together: bool = False) -> Arrays: ...
@@ -109,7 +109,7 @@ class Diffusion:
         """The largest of what is left, relative to the size of its column."""
         return _worst(self.H.backend.xp, self.left, self.basis.sizes)
 
-    def lower(self, goal: float, recall: Recall, name: str) -> None:
+    def lower(self, goal: float, cache: Cache, name: str) -> None:
         """Solve until no column leaves more than `goal` times its size, if rounding allows it."""
         work = Workspace(self.H, self.width, self.dtype)
         on = self._begun and self._kept is not None
@@ -117,7 +117,7 @@ class Diffusion:
 
         def solved(J: slice) -> Arrays:
             with marked("block of Q", first=J.start, columns=J.stop - J.start):
-                block = recall(f"{name}-columns-{J.start}", partial(self._block, J, goal, work, on))
+                block = cache(f"{name}-columns-{J.start}", partial(self._block, J, goal, work, on))
             if self._kept is not None:
                 self._kept[J.start] = block["B"].copy()
             return {what: array for what, array in block.items() if what != "B"}

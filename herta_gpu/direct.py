@@ -261,14 +261,14 @@ class StoredProblem:
     def least_squares(self, tol: float) -> Array:
         """u = P^-1 Q^T Y, refined by gradients of the stored problem where that matters."""
         inner = self.P.inner
-        u, last = inner.half(self.P.w_start), math.inf
+        u, last = inner.to_weights(self.P.w_start), math.inf
         for _ in range(_REFINEMENTS):
             found = self.sweep(u)
-            w = inner.half_T(found.gradient)
+            w = inner.to_gradient(found.gradient)
             size = norm(w)
             if size**2 <= _EXACT * tol * found.loss or not size < 0.5 * last:
                 break
-            u, last = u - inner.half(w), size
+            u, last = u - inner.to_weights(w), size
         return u
 
     def proof(self, u: Array, why_not: Callable[[float], str], at_zero: float = 0.0) -> Proof:
@@ -302,7 +302,7 @@ class StoredProblem:
         choices = []
         slack = P.inner.slack
         if self.loss.quadratic and slack < _SLACK:
-            size = norm(P.inner.half_T(g)) + P.inner.amplified(rows)
+            size = norm(P.inner.to_gradient(g)) + P.inner.amplified(rows)
             rho, top = P.inner.amplified(P.left), math.sqrt(1 + slack)
             choices.append(
                 Terms("residual", size, slope, top, rho, min(Du, rho * self._length(u)), outputs,
@@ -347,7 +347,7 @@ class StoredProblem:
         return lambda error: self.loss.aside(stray, error, reach)
 
     def _length(self, u: Array) -> float:
-        return norm(self.P.inner.unhalf(u))
+        return norm(self.P.inner.from_weights(u))
 
 
 def _moved(

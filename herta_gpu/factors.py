@@ -43,13 +43,13 @@ class Factor(Protocol):
     def slack(self) -> float:
         """A bound of ||C^T (curvature Q^T Q + ridge) C - I||; inf if P is another matrix."""
 
-    def half(self, w: Array) -> Array:
+    def to_weights(self, w: Array) -> Array:
         """C w: from preconditioned weights to W."""
 
-    def half_T(self, g: Array) -> Array:
+    def to_gradient(self, g: Array) -> Array:
         """C^T g: the gradient in preconditioned coordinates."""
 
-    def unhalf(self, W: Array) -> Array:
+    def from_weights(self, W: Array) -> Array:
         """C^-1 W: from W to preconditioned weights."""
 
     def project(self, v: Array) -> Array:
@@ -76,13 +76,13 @@ class Identity:
     def rank(self) -> int:
         return self.d
 
-    def half(self, w: Array) -> Array:
+    def to_weights(self, w: Array) -> Array:
         return w
 
-    def half_T(self, g: Array) -> Array:
+    def to_gradient(self, g: Array) -> Array:
         return g
 
-    def unhalf(self, W: Array) -> Array:
+    def from_weights(self, W: Array) -> Array:
         return W
 
     def project(self, v: Array) -> Array:
@@ -111,13 +111,13 @@ class Cholesky:
     def rank(self) -> int:
         return self.L.shape[0]
 
-    def half(self, w: Array) -> Array:
+    def to_weights(self, w: Array) -> Array:
         return self.backend.solve_triangular(self.L, w, trans=True)
 
-    def half_T(self, g: Array) -> Array:
+    def to_gradient(self, g: Array) -> Array:
         return self.backend.solve_triangular(self.L, g)
 
-    def unhalf(self, W: Array) -> Array:
+    def from_weights(self, W: Array) -> Array:
         return self.backend.matmul(self.L.T, W)
 
     def project(self, v: Array) -> Array:
@@ -148,15 +148,15 @@ class Pivoted:
     def rank(self) -> int:
         return self.J.shape[0]
 
-    def half(self, w: Array) -> Array:
+    def to_weights(self, w: Array) -> Array:
         W = self.backend.xp.zeros((self.d, w.shape[1]))
         W[self.J] = self.backend.solve_triangular(self.L, w, trans=True)
         return W
 
-    def half_T(self, g: Array) -> Array:
+    def to_gradient(self, g: Array) -> Array:
         return self.backend.solve_triangular(self.L, g[self.J])
 
-    def unhalf(self, W: Array) -> Array:
+    def from_weights(self, W: Array) -> Array:
         return self.backend.matmul(self.L.T, W[self.J])
 
     def project(self, v: Array) -> Array:
@@ -184,13 +184,13 @@ class Eigen:
     def rank(self) -> int:
         return self.V.shape[1]
 
-    def half(self, w: Array) -> Array:
+    def to_weights(self, w: Array) -> Array:
         return self.V @ ((self.V.T @ w) / self.values[:, None] ** 0.5)
 
-    def half_T(self, g: Array) -> Array:
-        return self.half(g)  # symmetric
+    def to_gradient(self, g: Array) -> Array:
+        return self.to_weights(g)  # symmetric
 
-    def unhalf(self, W: Array) -> Array:
+    def from_weights(self, W: Array) -> Array:
         return self.V @ ((self.V.T @ W) * self.values[:, None] ** 0.5)
 
     def project(self, v: Array) -> Array:
@@ -219,15 +219,15 @@ class LowRank:
     def rank(self) -> int:
         return self.U.shape[0]
 
-    def half(self, w: Array) -> Array:
+    def to_weights(self, w: Array) -> Array:
         Uw = self.U.T @ w
         keep = (self.values + self.shift) ** -0.5 - self.shift**-0.5
         return w / self.shift**0.5 + self.U @ (keep[:, None] * Uw)
 
-    def half_T(self, g: Array) -> Array:
-        return self.half(g)  # symmetric
+    def to_gradient(self, g: Array) -> Array:
+        return self.to_weights(g)  # symmetric
 
-    def unhalf(self, W: Array) -> Array:
+    def from_weights(self, W: Array) -> Array:
         keep = (self.values + self.shift) ** 0.5 - self.shift**0.5
         return W * self.shift**0.5 + self.U @ (keep[:, None] * (self.U.T @ W))
 
@@ -260,13 +260,13 @@ class RowSpace:
     def rank(self) -> int:
         return self.V.shape[1]
 
-    def half(self, w: Array) -> Array:
+    def to_weights(self, w: Array) -> Array:
         return self.backend.matmul(self.V, self.backend.solve_triangular(self.R.T, w, trans=True))
 
-    def half_T(self, g: Array) -> Array:
+    def to_gradient(self, g: Array) -> Array:
         return self.backend.solve_triangular(self.R.T, self.backend.matmul(self.V.T, g))
 
-    def unhalf(self, W: Array) -> Array:
+    def from_weights(self, W: Array) -> Array:
         return self.backend.matmul(self.R, self.backend.matmul(self.V.T, W))
 
     def project(self, v: Array) -> Array:
@@ -299,11 +299,11 @@ class Spanned(RowSpace):
         slack = gram + 2 * off * norm(AC) + off**2
         return cls(backend, V, R, note, slack, "row space", C)
 
-    def half(self, w: Array) -> Array:
+    def to_weights(self, w: Array) -> Array:
         assert self.C is not None
         return self.backend.matmul(self.C, w)
 
-    def half_T(self, g: Array) -> Array:
+    def to_gradient(self, g: Array) -> Array:
         assert self.C is not None
         return self.backend.matmul(self.C.T, g)
 
@@ -320,9 +320,9 @@ class Spanned(RowSpace):
     def missed(self, u: Array, sizes: Array) -> float:
         """A bound of ||E (u - C w)|| for some w, over all E whose columns have these norms."""
         assert self.C is not None
-        xp, w, r = self.backend.xp, self.unhalf(u), self.rank
+        xp, w, r = self.backend.xp, self.from_weights(u), self.rank
         rounded = (r + 3) * _UNIT * (self.backend.matmul(abs(self.C), abs(w)) + abs(u))
-        left = abs(u - self.half(w)) + rounded
+        left = abs(u - self.to_weights(w)) + rounded
         return float((sizes * xp.sqrt((left * left).sum(axis=1))).sum())  # synchronize!
 
 
@@ -359,15 +359,15 @@ class Scaled(_Around):
         super().__init__(inner)
         self.scale = scale  # (d,)
 
-    def half(self, w: Array) -> Array:
-        return self.scale[:, None] * self.inner.half(w)
+    def to_weights(self, w: Array) -> Array:
+        return self.scale[:, None] * self.inner.to_weights(w)
 
-    def half_T(self, g: Array) -> Array:
-        return self.inner.half_T(self.scale[:, None] * g)
+    def to_gradient(self, g: Array) -> Array:
+        return self.inner.to_gradient(self.scale[:, None] * g)
 
-    def unhalf(self, W: Array) -> Array:
+    def from_weights(self, W: Array) -> Array:
         scale = self.scale[:, None]
-        return self.inner.unhalf(W / (scale + (scale == 0)))
+        return self.inner.from_weights(W / (scale + (scale == 0)))
 
     @property
     def size(self) -> float:
@@ -385,14 +385,14 @@ class Composed(_Around):
         self.backend, self.C0 = backend, C0  # d x r
         self.K = K  # d x r, K^T C0 = I
 
-    def half(self, w: Array) -> Array:
-        return self.backend.matmul(self.C0, self.inner.half(w))
+    def to_weights(self, w: Array) -> Array:
+        return self.backend.matmul(self.C0, self.inner.to_weights(w))
 
-    def half_T(self, g: Array) -> Array:
-        return self.inner.half_T(self.backend.matmul(self.C0.T, g))
+    def to_gradient(self, g: Array) -> Array:
+        return self.inner.to_gradient(self.backend.matmul(self.C0.T, g))
 
-    def unhalf(self, W: Array) -> Array:
-        return self.inner.unhalf(self.backend.matmul(self.K.T, W))
+    def from_weights(self, W: Array) -> Array:
+        return self.inner.from_weights(self.backend.matmul(self.K.T, W))
 
     @property
     def size(self) -> float:

@@ -45,7 +45,7 @@ from herta_gpu.plumbing.validation import (
     check_scale,
     node_rows,
 )
-from herta_gpu.preconditioner import made_anew
+from herta_gpu.preconditioner import no_cache
 from herta_gpu.steps import (
     Made,
     at_zero,
@@ -339,8 +339,8 @@ class HERTA(Model):
         others = stored_rows(graph, beside, backend)
         # Blocks of Q hold the rows of these nodes, too: those made for others are not read.
         made_for = plan.identity + nodes_key(beside)
-        recall = made_anew if checkpoint is None else checkpoint.on(backend, made_for)
-        made = preconditioned(plan, settings, H_tilde, A, Y, others, stages, recall)
+        cache = no_cache if checkpoint is None else checkpoint.on(backend, made_for)
+        made = preconditioned(plan, settings, H_tilde, A, Y, others, stages, cache)
         # for t = 1..T: u <- X P' w - y_hat, two solves, g <- P' X^T u'', w <- w - eta g
         run = Training(
             settings, made.recipe, backend, Y, made.P, made.spectrum,
@@ -349,13 +349,13 @@ class HERTA(Model):
         )  # fmt: skip
         with stages("train"):
             if run.nothing_to_learn:
-                made, W = at_zero(run, plan, made, settings, A, Y, recall)
+                made, W = at_zero(run, plan, made, settings, A, Y, cache)
             elif plan.stored:  # one tight Q instead of two solves per step
-                made, W = on_stored_rows(run, plan, made, settings, A, Y, recall, W_start)
+                made, W = on_stored_rows(run, plan, made, settings, A, Y, cache, W_start)
             else:
                 w, Z = start(run, plan, settings, made.P, A, budget, W_start)
                 # Output: W = P^-1/2 w, not w: the loop ran in preconditioned coordinates.
-                W = run.settle(trained(run, A, Y, w, plan.outputs, recall, Z))
+                W = run.settle(trained(run, A, Y, w, plan.outputs, cache, Z))
 
         self.W_ = backend.same(backend.to_numpy(W), "weights")  # synchronize!
         self.intercept_, self.train_ = run.constants(), targets.nodes

@@ -143,7 +143,7 @@ class ScaledGram:
         self.factor, _ = factor_of(backend, P, ridge)
 
     def inverse(self, g: Array) -> Array:
-        return self.factor.half(self.factor.half_T(g))
+        return self.factor.to_weights(self.factor.to_gradient(g))
 
     @staticmethod
     def cost(n: int, r: int) -> float:
@@ -185,7 +185,7 @@ class ClassBlocks:
     def inverse(self, g: Array) -> Array:
         r, m = self.shape
         x = (g @ self.B).T.reshape(r * m, 1)
-        x = self.factor.half(self.factor.half_T(x))
+        x = self.factor.to_weights(self.factor.to_gradient(x))
         return x.reshape(m, r).T @ self.B.T
 
     @staticmethod
@@ -248,7 +248,7 @@ class RankOnes:
         self.backend, (rows, self.q, rest) = backend, terms
         self.P = ScaledGram(backend, A, rest, ridge, metric)
         # Twice with the factor itself: what it cut or added, the correction must not see otherwise.
-        self.BT = self.P.factor.half_T(backend.xp.ascontiguousarray(A[rows].T))  # r x N
+        self.BT = self.P.factor.to_gradient(backend.xp.ascontiguousarray(A[rows].T))  # r x N
         N = self.q.shape[0]
         K = backend.xp.zeros((N, N))
         backend.add_gram(K, self.BT)
@@ -257,10 +257,10 @@ class RankOnes:
         self.K, _ = factor_of(backend, K, 1.0)
 
     def inverse(self, g: Array) -> Array:
-        y = self.P.factor.half_T(g)
+        y = self.P.factor.to_gradient(g)
         z = (self.backend.matmul(self.BT.T, y) * self.q).sum(axis=1)[:, None]
-        z = self.K.half(self.K.half_T(z))
-        return self.P.factor.half(y - self.backend.matmul(self.BT, z * self.q))
+        z = self.K.to_weights(self.K.to_gradient(z))
+        return self.P.factor.to_weights(y - self.backend.matmul(self.BT, z * self.q))
 
     @staticmethod
     def cost(n: int, r: int, N: int) -> float:
@@ -283,7 +283,7 @@ class Newton:
     ) -> None:
         """`size` is the number of coordinates, which may be more than the rank of C."""
         self.backend, self.loss, self.ridge = backend, loss, ridge
-        C = factor.half(backend.xp.eye(size))
+        C = factor.to_weights(backend.xp.eye(size))
         self.B = backend.matmul(A.astype("float64"), C)
         self.metric = Metric(backend, backend.matmul(C.T, C))
 
@@ -401,7 +401,7 @@ def factor_of(
     found = Cholesky(backend, lifted.L, 0.0, 0.0)
     if measured:
         # Inverse iteration is right to some per cent; half of what it says is below.
-        grown = _growth(xp, lambda v: found.half_T(found.half(v)), r)
+        grown = _growth(xp, lambda v: found.to_gradient(found.to_weights(v)), r)
         found.smallest = 0.5 / (grown or 1.0)
     return Scaled(scale, found), lifted.added == 0
 

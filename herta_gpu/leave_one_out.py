@@ -91,7 +91,7 @@ def spread(problem: StoredProblem, Q: Array, rows: DualRows | None) -> Any:
         part = Q[i : i + _ROWS].astype("float64")
         part = part if problem.mean is None else part - problem.mean
         if rows is None:
-            B = problem.P.inner.half_T(xp.ascontiguousarray(part.T))
+            B = problem.P.inner.to_gradient(xp.ascontiguousarray(part.T))
             found[i : i + _ROWS] = backend.to_numpy((B * B).sum(axis=0))  # synchronize!
         else:
             others = backend.to_numpy(problem.basis.rows(part))  # synchronize!
@@ -170,7 +170,7 @@ def _from_P(problem: StoredProblem, u: Array) -> tuple[Array, Array]:
     free, missed = xp.zeros(count), xp.zeros((count, u.shape[1]))
     for i in range(0, count, _ROWS):
         J = slice(i, min(i + _ROWS, count))
-        B = problem.P.inner.half_T(xp.ascontiguousarray(Q[J].T))
+        B = problem.P.inner.to_gradient(xp.ascontiguousarray(Q[J].T))
         h = (B * B).sum(axis=0)
         if loss.intercept:
             h = h + 1 / loss.total(count)

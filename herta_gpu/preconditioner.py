@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from herta_gpu.backends.base import Array, Backend
-from herta_gpu.diffusion import Arrays, Diffusion, Recall, Workspace, silent
+from herta_gpu.diffusion import Arrays, Cache, Diffusion, Workspace, silent
 from herta_gpu.factors import Factor, Identity, Spanned
 from herta_gpu.features import Features, in_float64
 from herta_gpu.grams import RANK_CUT, DenseGram, Gram, LowRankGram, RowSpaceGram
@@ -38,8 +38,8 @@ _EPS = float(np.finfo(np.float64).eps)
 _GRAM_BYTES = 16 << 20  # float64 copies of rows of Q at a time; P's own size if that is more
 
 
-def made_anew(name: str, make: Callable[[], Arrays], together: bool = False) -> Arrays:
-    """No checkpoint: everything is made anew."""
+def no_cache(name: str, make: Callable[[], Arrays], together: bool = False) -> Arrays:
+    """Nothing is stored: call `make()` each time."""
     return make()
 
 
@@ -94,7 +94,7 @@ class Preconditioner:
         if self.Q_all is None:
             return self.Z_start if self.Z_start is None else self.Z_start[:, at]
         with np.errstate(over="ignore"):
-            u = self.inner.half(self.w_start[:, at]).astype(self.Q_all.dtype)
+            u = self.inner.to_weights(self.w_start[:, at]).astype(self.Q_all.dtype)
         Z = backend.matmul(self.Q_all, u)
         size = backend.total(float(backend.column_dots(Z, Z).sum()))  # synchronize!
         # Weights of extreme units may not fit the working precision: then there is no guess.
@@ -121,7 +121,7 @@ def build(
     A: UnfoldedMap,
     Y: Array,
     ridge: float,
-    recall: Recall = made_anew,
+    cache: Cache = no_cache,
     beside: Array | None = None,
     tell: Tell = silent,
 ) -> Preconditioner:
@@ -129,8 +129,8 @@ def build(
     plain = recipe.by_rows or (ridge > 0 and 2 * Y.shape[0] < A.features)
     basis = _basis(recipe, A.X, ridge, plain)
     if recipe.goal is None or recipe.by_rows:
-        solved = partial(_solved, recipe, H_tilde, A, basis, Y, recall)
-        made = recall(recipe.name, solved, together=True)
+        solved = partial(_solved, recipe, H_tilde, A, basis, Y, cache)
+        made = cache(recipe.name, solved, together=True)
         return _factored(recipe, H_tilde, A, basis, made, Y, ridge)
     beside = A.train[:0] if beside is None else beside
     solved_for = (
@@ -144,7 +144,7 @@ def build(
         extra = None if A.extra is None else (Units.plain if plain else Units.of)(A.extra)
         diffusion = SeveralDiffusions(A.systems, *solved_for, extra)
         basis = diffusion.basis
-    diffusion.lower(recipe.goal, recall, recipe.name)
+    diffusion.lower(recipe.goal, cache, recipe.name)
     made = {"Q": diffusion.rows, "left": diffusion.left + diffusion.lost}
     return replace(_factored(recipe, H_tilde, A, basis, made, Y, ridge), diffusion=diffusion)
 
@@ -155,7 +155,7 @@ def lowered(
     A: UnfoldedMap,
     Y: Array,
     ridge: float,
-    recall: Recall = made_anew,
+    cache: Cache = no_cache,
 ) -> Preconditioner:
     """P again, its residuals lowered to what `recipe` now asks for."""
     diffusion = P.diffusion
@@ -163,9 +163,9 @@ def lowered(
     coordinates = recipe.whiten == isinstance(basis, Whitened)
     if diffusion is None or recipe.goal is None or not coordinates:
         if diffusion is None:
-            return build(recipe, A.H, A, Y, ridge, recall)
-        return build(recipe, A.H, A, Y, ridge, recall, diffusion.beside, diffusion.tell)
-    diffusion.lower(recipe.goal, recall, recipe.name)
+            return build(recipe, A.H, A, Y, ridge, cache)
+        return build(recipe, A.H, A, Y, ridge, cache, diffusion.beside, diffusion.tell)
+    diffusion.lower(recipe.goal, cache, recipe.name)
     made = {"Q": diffusion.rows, "left": diffusion.left + diffusion.lost}
     again = _factored(recipe, A.H, A, diffusion.basis, made, Y, ridge)
     return replace(again, diffusion=diffusion)
@@ -224,7 +224,7 @@ def _factored(
         inner,
         basis,
         QtQ,
-        inner.half_T(QtY),
+        inner.to_gradient(QtY),
         error,
         rounding,
         damped,
@@ -249,19 +249,19 @@ def _solved(
     A: UnfoldedMap,
     basis: Basis,
     Y: Array,
-    recall: Recall,
+    cache: Cache,
 ) -> Arrays:
     """Q on the training rows or on all, or its sketch."""
     H, rows, backend = A.H, A.train, A.H.backend
     if recipe.by_rows:
-        return _adjoint_rows(recipe, H, A.X, rows, recall)
+        return _adjoint_rows(recipe, H, A.X, rows, cache)
     if recipe.sketch_rows is not None:
-        Q_tilde, QtY = _sketched_rows(recipe, H_tilde, basis, Y, A, recall)
+        Q_tilde, QtY = _sketched_rows(recipe, H_tilde, basis, Y, A, cache)
         return {"Q": Q_tilde, "QtY": QtY}
     n_rows = H.n if recipe.all_rows else int(backend.total(rows.shape[0]))
     Q = backend.xp.empty((n_rows, basis.rank), dtype=recipe.dtype(H.dtype))
     at = None if recipe.all_rows else rows
-    for J, Q_J in _solved_columns(recipe, H_tilde, basis, recall, at):
+    for J, Q_J in _solved_columns(recipe, H_tilde, basis, cache, at):
         Q[:, J] = Q_J if recipe.all_rows else backend.gathered(Q_J)
     return {"Q": Q}
 
@@ -270,7 +270,7 @@ def _solved_columns(
     recipe: Recipe,
     H_tilde: RegularizedLaplacian,
     basis: Basis,
-    recall: Recall,
+    cache: Cache,
     at: Array | None,
 ) -> Iterator[tuple[slice, Array]]:
     """Q <- SDDSolver(I + lam L_tilde; X C0), a block of columns J at a time.
@@ -288,7 +288,7 @@ def _solved_columns(
             return {"Q": chebyshev(H_tilde, B, recipe.degree, iterates)}
 
     def wanted(J: slice) -> Arrays:
-        Q_J = recall(f"{recipe.name}-columns-{J.start}", partial(solved, J))["Q"]
+        Q_J = cache(f"{recipe.name}-columns-{J.start}", partial(solved, J))["Q"]
         return {"Q": Q_J if at is None else Q_J[at]}
 
     for J, made in zip(blocks, H_tilde.backend.dealt(blocks, wanted)):
@@ -296,7 +296,7 @@ def _solved_columns(
 
 
 def _adjoint_rows(
-    recipe: Recipe, H: RegularizedLaplacian, X: Features, rows: Array, recall: Recall
+    recipe: Recipe, H: RegularizedLaplacian, X: Features, rows: Array, cache: Cache
 ) -> Arrays:
     """A = (H^-1 M^T)^T X row by row: fewer solves than H^-1 X when n_train < d.
 
@@ -324,7 +324,7 @@ def _adjoint_rows(
 
     def wanted(i: int) -> Arrays:
         with marked("block of Q", first=i, rows=min(k, count - i)):
-            return recall(f"{recipe.name}-rows-{i}", partial(solved, i))
+            return cache(f"{recipe.name}-rows-{i}", partial(solved, i))
 
     for i, block in zip(starts, H.backend.dealt(starts, wanted)):
         A[i : i + k] = block["A"]
@@ -362,14 +362,14 @@ def _sketched_rows(
     basis: Basis,
     Y: Array,
     A: UnfoldedMap,
-    recall: Recall,
+    cache: Cache,
 ) -> tuple[Array, Array]:
     """Q_tilde, s uniform rows of Hadamard(R Q), and Q^T Y; Q itself never exists whole."""
     backend, s = H_tilde.backend, recipe.sketch_rows
     assert s is not None
     Q_tilde = backend.xp.empty((s, basis.rank), dtype=recipe.dtype(H_tilde.dtype))
     QtY = backend.xp.empty((basis.rank, Y.shape[1]))
-    for J, Q_J in _solved_columns(recipe, H_tilde, basis, recall, A.train):
+    for J, Q_J in _solved_columns(recipe, H_tilde, basis, cache, A.train):
         Q_rows = backend.asarray(backend.gathered(Q_J))
         _, QtY[J] = products(backend, Q_rows, Y, with_gram=False, loss=A.loss)
         seen = Q_rows if A.loss.plain else _seen(A.loss, backend, Q_rows).astype(Q_tilde.dtype)

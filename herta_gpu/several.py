@@ -17,7 +17,7 @@ from functools import cached_property
 from typing import Any
 
 from herta_gpu.backends.base import Array
-from herta_gpu.diffusion import Diffusion, Recall
+from herta_gpu.diffusion import Cache, Diffusion
 from herta_gpu.factors import Factor
 from herta_gpu.features import Features
 from herta_gpu.hessians import Metric
@@ -154,14 +154,14 @@ class _Blockwise:
     def slack(self) -> float:
         return self.inner.slack
 
-    def half(self, w: Array) -> Array:
-        return self.basis.weights(self.inner.half(w))
+    def to_weights(self, w: Array) -> Array:
+        return self.basis.weights(self.inner.to_weights(w))
 
-    def half_T(self, g: Array) -> Array:
+    def to_gradient(self, g: Array) -> Array:
         raise NotImplementedError  # the true model has one lam
 
-    def unhalf(self, W: Array) -> Array:
-        return self.inner.unhalf(self.basis.coordinates(W))
+    def from_weights(self, W: Array) -> Array:
+        return self.inner.from_weights(self.basis.coordinates(W))
 
     def project(self, v: Array) -> Array:
         return self.inner.project(v)
@@ -244,11 +244,11 @@ class SeveralDiffusions:
     def products(self) -> int:
         return sum(part.products for part in self.parts)
 
-    def lower(self, goal: float, recall: Recall, name: str) -> None:
+    def lower(self, goal: float, cache: Cache, name: str) -> None:
         """Solve until no column of any block leaves more than `goal` times its size."""
         for part in self.parts:
             if isinstance(part, Diffusion):
-                part.lower(goal, recall, f"{name}-lam-{part.H.lam!r}")
+                part.lower(goal, cache, f"{name}-lam-{part.H.lam!r}")
 
     def _joined(self, name: str) -> Array:
         xp = self.H.backend.xp

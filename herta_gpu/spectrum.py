@@ -133,7 +133,7 @@ def _outside(P: Preconditioner, A: UnfoldedMap) -> float:
     if count > P.Q_all.shape[1] or not backend.whole:
         G = backend.total(gram(backend, P.Q_all, at))
         return _norm_bound(_congruent(P, G), backend, enough)
-    B = P.inner.half_T(P.Q_all[at].astype("float64").T)
+    B = P.inner.to_gradient(P.Q_all[at].astype("float64").T)
     total = float((B * B).sum())  # synchronize!
     if total <= enough:
         return total
@@ -163,7 +163,7 @@ def _gram_outside(Q: Array, A: UnfoldedMap) -> Array:
 
 def _congruent(P: Preconditioner, S: Array) -> Array:
     """P^-1/2 S P^-1/2 for a symmetric S."""
-    return P.inner.half_T(P.inner.half_T(S).T)
+    return P.inner.to_gradient(P.inner.to_gradient(S).T)
 
 
 def _norm_bound(S: Array, backend: Backend, enough: float = 0.0) -> float:
@@ -308,7 +308,7 @@ def _two_runs(
     transposed = P.factor.amplified(X.transpose_rounding())
 
     def multiply(v: Array, at: Sequence[int]) -> tuple[Array, Any]:
-        W = P.factor.half(v)
+        W = P.factor.to_weights(v)
         Z, there = block_cg(H, X.times(W), tol)
         rounded = A.forward_rounding(W, Z)
         if at[0] == 0:  # the run that sees the training rows alone
@@ -326,7 +326,7 @@ def _two_runs(
             back.residuals + A.adjoint_rounding(V),
             np.full(len(at), transposed * A.size(V)),
         )
-        return P.factor.half_T(X.transpose_times(V) + ridge * W), np.stack(off)
+        return P.factor.to_gradient(X.transpose_times(V) + ridge * W), np.stack(off)
 
     return lanczos(H.backend, multiply, start, min(most, P.factor.rank), P.factor.project)
 

@@ -12,7 +12,7 @@ from typing import Any
 from herta_gpu.backends import get_backend
 from herta_gpu.backends.base import Array
 from herta_gpu.blockwise import Guess, trained
-from herta_gpu.diffusion import Recall
+from herta_gpu.diffusion import Cache
 from herta_gpu.direct import Proof, StoredProblem
 from herta_gpu.laplacian import RegularizedLaplacian
 from herta_gpu.leave_one_out import LeftOut, dual_rows, left_out, spread
@@ -82,7 +82,7 @@ def preconditioned(
     Y: Array,
     beside: Array,
     stages: Stages,
-    recall: Recall,
+    cache: Cache,
 ) -> Made:
     """P^-1/2 and bounds of the Hessian it leaves; without any, Q is solved tighter once."""
     recipe = plan.recipe
@@ -93,7 +93,7 @@ def preconditioned(
     while True:
         with stages("preconditioner"):
             tell = stages.progress("Q", "columns")
-            P = build(recipe, H_tilde, A, Y, settings.ridge, recall, beside, tell)
+            P = build(recipe, H_tilde, A, Y, settings.ridge, cache, beside, tell)
         with stages("spectrum"):
             spectrum = _spectrum(plan.certificate, P, A, settings)
         missed = spectrum is not None and spectrum.kind == "estimate"
@@ -123,11 +123,11 @@ def on_stored_rows(
     settings: Settings,
     A: UnfoldedMap,
     Y: Array,
-    recall: Recall,
+    cache: Cache,
     W_start: Array | None = None,
 ) -> tuple[Made, Array]:
     """W from the stored rows of Q, the best of several attempts, and all that belongs to it."""
-    rows = _StoredRows(run, plan, settings, A, Y, recall)
+    rows = _StoredRows(run, plan, settings, A, Y, cache)
     made, found, u = rows.attempts(made, W_start)
     W = run.settle(found)
     if settings.loo and run.kept is None and not run.nothing_to_learn:  # W = 0 was the best
@@ -150,7 +150,7 @@ class _StoredRows:
     settings: Settings
     A: UnfoldedMap
     Y: Array
-    recall: Recall
+    cache: Cache
 
     def __post_init__(self) -> None:
         self.former: list[Made] = []  # what was found in coordinates that were given up
@@ -205,7 +205,7 @@ class _StoredRows:
 
     def _lower(self, made: Made, again: Chosen) -> Made:
         """Q solved for once more, as `again` says."""
-        P = lowered(made.P, again.value, self.A, self.Y, self.settings.ridge, self.recall)
+        P = lowered(made.P, again.value, self.A, self.Y, self.settings.ridge, self.cache)
         return replace(made, P=P, recipe=again.value, changes=[*made.changes, again.decision])
 
     def _lower_from(self, made: Made, again: Chosen, u: Array) -> tuple[Made, Array]:
@@ -221,9 +221,9 @@ class _StoredRows:
 
     def _true_model(self, made: Made, W: Array, most: int | None) -> Array:
         """W after a few steps (or as many as are left) with true gradients, by solves."""
-        run, w = self.run, made.P.factor.unhalf(W)
+        run, w = self.run, made.P.factor.from_weights(W)
         run.P, run.spectrum = made.P, made.spectrum
-        return trained(run, self.A, self.Y, w, self.plan.outputs, self.recall, most=most)
+        return trained(run, self.A, self.Y, w, self.plan.outputs, self.cache, most=most)
 
 
 def at_zero(
@@ -233,11 +233,11 @@ def at_zero(
     settings: Settings,
     A: UnfoldedMap,
     Y: Array,
-    recall: Recall,
+    cache: Cache,
 ) -> tuple[Made, Array]:
     """W = 0 where there is nothing to learn; stored rows are asked for leave-one-out only."""
     if settings.loo:
-        made, _ = on_stored_rows(run, replace(plan, outputs=0), made, settings, A, Y, recall)
+        made, _ = on_stored_rows(run, replace(plan, outputs=0), made, settings, A, Y, cache)
     return made, run.at_zero()
 
 
@@ -281,7 +281,7 @@ def start(
     """Where the loop starts, and what is known of Z there: a cheaper model may go first."""
     warm = LOSSES[settings.loss].quadratic and settings.precondition  # P solves least squares
     if W_start is not None and not warm:
-        return P.factor.unhalf(W_start), None
+        return P.factor.from_weights(W_start), None
     w = P.w_start if warm else A.H.backend.xp.zeros_like(P.w_start)
     if plan.strategy == "direct" and P.rows is not None:
         rows = P.rows if P.basis is None else P.basis.rows(P.rows)

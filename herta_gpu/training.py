@@ -362,7 +362,7 @@ class Training:
         same_plan = saved["plan"] == self.identity
         point = self._measured(problem, saved) if same_plan else None
         if point is None:
-            anew = problem.start(self.P.factor.unhalf(saved["point"]["W"]))
+            anew = problem.start(self.P.factor.from_weights(saved["point"]["W"]))
         if same_plan and point is None:
             warnings.warn(
                 "The stored state contradicts itself: training begins anew from its weights.",
@@ -425,7 +425,7 @@ class Training:
         self.curvature = self.loss.curvature(self.xp, problem.map.rows(point.Z))
         self.P = self.P.rescaled(self.curvature, self.settings.ridge, self.symmetric)
         factor = problem.factor = self.P.factor
-        return replace(point, w=factor.unhalf(point.W), g=factor.half_T(point.gradient))
+        return replace(point, w=factor.from_weights(point.W), g=factor.to_gradient(point.gradient))
 
     def _optimizer(self, A: LinearMap) -> Optimizer:
         asked, rate = self.settings, self.settings.learning_rate

@@ -240,7 +240,7 @@ class Problem:
 
     def point(self, w: Array, Z: Array, V: Array | None = None, spent: int = 0) -> Point:
         """Objective and gradient at w; Z must approximate H^-1 X W and is corrected if needed."""
-        xp, W = self.xp, self.factor.half(w)
+        xp, W = self.xp, self.factor.to_weights(w)
         E = self.loss.residual(xp, self.map.rows(Z), self.Y)
         scale = norm(E)
         there = self.map.correct(W, Z, self.tol * scale)
@@ -251,7 +251,7 @@ class Problem:
 
         Bit by bit what `point` found when it left Z and V as they are.
         """
-        W = self.factor.half(w)
+        W = self.factor.to_weights(w)
         there = self.map.correct(W, Z, math.inf)
         return replace(self._at(w, W, there, math.inf, V, spent), stagnated=stagnated)
 
@@ -285,7 +285,7 @@ class Problem:
             objective=objective,
             objective_error=r1 * r2 + 0.5 * r1**2 + off,
             gradient=gradient,
-            g=self.factor.half_T(gradient),
+            g=self.factor.to_gradient(gradient),
             forward_residual=r1,
             adjoint_residual=r2,
             rounding=rounding,
@@ -310,12 +310,12 @@ class Problem:
         """The first point: from a guess of Z, or from scratch."""
         if Z is not None:
             return self.point(w, Z)
-        found = self.map.forward(self.factor.half(w), self.tol)
+        found = self.map.forward(self.factor.to_weights(w), self.tol)
         return self.point(w, found.value, spent=found.iterations)
 
     def move(self, at: Point, direction: Array, search: bool) -> Point:
         """The next point along `direction`: two block solves, whatever the line search does."""
-        D = self.factor.half(direction)
+        D = self.factor.to_weights(direction)
         ahead = self.map.forward(D, self.tol)
         eta = self.xp.ones(D.shape[1])
         if search:

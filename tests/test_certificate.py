@@ -133,7 +133,7 @@ def test_rounding_at_a_hub_is_paid_for_by_the_interval(captured):
         model = HERTA(lam=1.0, strategy="direct", tol=1e-4).fit(g, X, y, train=train)
         H = sp.eye_array(n) + g.to_csr()
         A = spla.spsolve(sp.csc_array(H), X)[train]
-        C = captured["P"].factor.half(np.eye(4))
+        C = captured["P"].factor.to_weights(np.eye(4))
         values = np.linalg.eigvalsh(C.T @ A.T @ A @ C)
         assert model.spectrum_.a <= values[0]
         assert values[-1] <= model.spectrum_.b
@@ -217,7 +217,7 @@ def test_lanczos_interval_holds_the_spectrum(captured):
         if model.spectrum_.kind == "estimate":
             continue
         A = np.linalg.solve(dense_H(g, 20.0), X)[train]
-        C = captured["P"].factor.half(np.eye(X.shape[1]))
+        C = captured["P"].factor.to_weights(np.eye(X.shape[1]))
         values = np.linalg.eigvalsh(C.T @ A.T @ A @ C)
         assert model.spectrum_.a <= values[0]
         assert values[-1] <= model.spectrum_.b

@@ -15,7 +15,7 @@ from herta_gpu.diffusion import Diffusion, Workspace
 from herta_gpu.features import Features
 from herta_gpu.laplacian import RegularizedLaplacian
 from herta_gpu.planning.plan import Recipe
-from herta_gpu.preconditioner import made_anew
+from herta_gpu.preconditioner import no_cache
 from herta_gpu.whitening import Units, whitened
 from tests.conftest import dense_H, random_graph
 
@@ -86,8 +86,8 @@ class Case:
             Z += scipy.linalg.cho_solve(factor, R.astype(float))
         return Z
 
-    def lower(self, goal: float, name: str = "Q", recall: Any = made_anew) -> Any:
-        self.diffusion.lower(goal, recall, name)
+    def lower(self, goal: float, name: str = "Q", cache: Any = no_cache) -> Any:
+        self.diffusion.lower(goal, cache, name)
         return self.diffusion
 
     def off(self) -> Any:
@@ -199,7 +199,7 @@ def test_the_residual_is_not_of_the_working_precision():
 def test_a_resumed_solve_has_the_same_bits(kept):
     store: dict[str, Any] = {}
 
-    def recall(name: str, make: Any) -> Any:
+    def cache(name: str, make: Any) -> Any:
         if name not in store:
             store[name] = {k: np.array(v) for k, v in make().items()}
         return store[name]
@@ -207,18 +207,18 @@ def test_a_resumed_solve_has_the_same_bits(kept):
     def stops(name: str, make: Any) -> Any:
         if len(store) == 4 and name not in store:
             raise KeyboardInterrupt
-        return recall(name, make)
+        return cache(name, make)
 
-    def run(recall: Any) -> Diffusion:
+    def run(cache: Any) -> Diffusion:
         case = Case(hubs(), 20.0, kept=kept)
-        case.lower(1e-3, "a", recall)
-        return case.lower(1e-9, "b", recall)
+        case.lower(1e-3, "a", cache)
+        return case.lower(1e-9, "b", cache)
 
-    whole = run(made_anew)
+    whole = run(no_cache)
     with pytest.raises(KeyboardInterrupt):
         run(stops)
     assert len(store) == 4  # three blocks of the first call, one of the second
-    again = run(recall)
+    again = run(cache)
     for name in ("rows", "others", "left"):
         assert (getattr(again, name) == getattr(whole, name)).all()
     assert again.products == whole.products

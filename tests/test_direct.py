@@ -264,10 +264,10 @@ def test_least_squares_is_refined(monkeypatch):
     problem = case.problem
     P = problem.P
     inner = replace(P.inner, L=P.inner.L * (1 + 1e-3 * np.tri(*P.inner.L.shape)))
-    rough = replace(P, inner=inner, w_start=inner.half_T(problem.Q.T @ problem.Y))
+    rough = replace(P, inner=inner, w_start=inner.to_gradient(problem.Q.T @ problem.Y))
     again = StoredProblem(
         problem.backend, LOSSES["mse"], rough, problem.Y, problem.ridge, problem.X_norm
     )
     best = np.linalg.lstsq(problem.Q, problem.Y, rcond=None)[0]
     assert abs(again.least_squares(1e-12) - best).max() <= 1e-8 * abs(best).max()
-    assert abs(inner.half(rough.w_start) - best).max() > 1e-4 * abs(best).max()
+    assert abs(inner.to_weights(rough.w_start) - best).max() > 1e-4 * abs(best).max()

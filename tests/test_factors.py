@@ -31,14 +31,14 @@ def test_a_factor_inverts_P_and_bounds_what_errors_of_Q_become(kind):
     Q, gram = _gram(kind, rng)
     factor = gram.factor(2.0, ridge, symmetric=kind == "eigen")
     assert factor.kind == kind
-    C = factor.half(np.eye(factor.rank))
+    C = factor.to_weights(np.eye(factor.rank))
     P = 2.0 * Q.T @ Q + ridge * np.eye(12)
     # C^T P C is the projection on the kept subspace; in w it is the identity, or of lower rank.
     assert np.allclose(C.T @ P @ C, factor.project(np.eye(factor.rank)), atol=1e-7)
     assert factor.rank == (10 if kind == "pivoted cholesky" else 12)
-    assert np.allclose(factor.half_T(np.eye(12)), C.T)
+    assert np.allclose(factor.to_gradient(np.eye(12)), C.T)
     w = factor.project(rng.standard_normal((factor.rank, 3)))
-    assert np.allclose(factor.unhalf(factor.half(w)), w, atol=1e-6)
+    assert np.allclose(factor.from_weights(factor.to_weights(w)), w, atol=1e-6)
     for aim in (np.ones(12), np.linalg.svd(C)[0][:, 0]):  # the second is the worst direction
         E = rng.standard_normal((40, 1)) * aim[None, :]
         bound = factor.amplified(np.linalg.norm(E, axis=0))  # the worst direction reaches the bound
@@ -127,4 +127,4 @@ def test_a_gram_matrix_that_is_not_finite_ends_in_a_sentence(bad):
         DenseGram(CPU, QtQ, np.ones(4), damped=False).factor(1.0, 0.1, False)
     factor, exact = factor_of(CPU, QtQ.copy(), 0.1)
     assert not exact
-    assert np.isfinite(factor.half(np.ones((4, 1)))).all()
+    assert np.isfinite(factor.to_weights(np.ones((4, 1)))).all()

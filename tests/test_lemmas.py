@@ -50,7 +50,7 @@ def test_lemma_srht():
 def preconditioned_hessian(model: HERTA, g: Graph, X, lam: float, train, monkey_factor):
     """Eigenvalues of P^-1/2 T P^-1/2 by dense algebra from the factor that fit used."""
     A = np.linalg.solve(dense_H(g, lam), X)[train]
-    C = monkey_factor.half(np.eye(X.shape[1]))
+    C = monkey_factor.to_weights(np.eye(X.shape[1]))
     return np.linalg.eigvalsh(C.T @ (A.T @ A) @ C)
 
 

@@ -241,8 +241,8 @@ def test_newtons_step_is_the_same_in_all_coordinates() -> None:
     steps = []
     for factor in (problem.factor, Identity(5)):
         problem.factor = factor
-        w = factor.unhalf(W)
-        steps.append(factor.half(newton(factor).direction(w, problem.start(w).g)))
+        w = factor.from_weights(W)
+        steps.append(factor.to_weights(newton(factor).direction(w, problem.start(w).g)))
     np.testing.assert_allclose(steps[0], steps[1], atol=1e-10)
 
 

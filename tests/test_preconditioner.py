@@ -46,7 +46,7 @@ def problem(d: int = 7, n_train: int = 50) -> tuple[UnfoldedMap, Any, Any, Any]:
 
 def inverse(P: Preconditioner) -> Any:
     """C C^T."""
-    C = P.factor.half(np.eye(P.factor.rank))
+    C = P.factor.to_weights(np.eye(P.factor.rank))
     return C @ C.T
 
 
@@ -62,7 +62,7 @@ def test_P_is_the_hessian(ridge: float, curvature: float, symmetric: bool, all_r
     np.testing.assert_allclose(inverse(P) @ expected, np.eye(7), atol=1e-8)
     assert (P.kept, P.features, P.damped, P.note) == (7, 7, False, "")
     # W at the start solves least squares on Q; with the curvature of MSE that is the optimum.
-    start = P.factor.half(P.w_start)
+    start = P.factor.to_weights(P.w_start)
     np.testing.assert_allclose(expected @ start, A.T @ Y, atol=1e-8)
     assert P.factor.kind == ("eigen" if symmetric else "cholesky")
 
@@ -116,7 +116,7 @@ def test_by_rows_P_lives_on_the_span_of_the_rows() -> None:
     map_, A, _, Y = problem(d=30, n_train=9)
     P = build(replace(RECIPE, by_rows=True, keep_rows=True), map_.H, map_, Y, 0.0)
     np.testing.assert_allclose(P.rows, A, atol=1e-8)
-    C = P.factor.half(np.eye(P.factor.rank))
+    C = P.factor.to_weights(np.eye(P.factor.rank))
     assert P.factor.rank == 9
     np.testing.assert_allclose(C.T @ A.T @ A @ C, np.eye(9), atol=1e-7)
     # In units of the columns no weight leaves the span of the rows.
@@ -124,7 +124,7 @@ def test_by_rows_P_lives_on_the_span_of_the_rows() -> None:
     rows = np.linalg.svd(A / units, full_matrices=False)[2]
     W = C * units[:, None]
     np.testing.assert_allclose(rows.T @ (rows @ W), W, atol=1e-7 * np.abs(W).max())
-    np.testing.assert_allclose(A @ P.factor.half(P.w_start), Y, atol=1e-6)  # it interpolates
+    np.testing.assert_allclose(A @ P.factor.to_weights(P.w_start), Y, atol=1e-6)  # it interpolates
     assert P.fragile
     assert not P.damped
 
@@ -176,7 +176,7 @@ def test_for_training_Q_is_dropped_and_its_Z_kept() -> None:
     lean = P.for_training(BACKEND)
     assert P.Q_all is not None
     assert lean.Q_all is None
-    W = P.factor.half(P.w_start)
+    W = P.factor.to_weights(P.w_start)
     Z = np.linalg.solve(dense_H(map_.H.graph, LAM), X @ W)
     np.testing.assert_allclose(lean.Z_start, Z, atol=1e-8)
     assert lean.for_training(BACKEND) is lean

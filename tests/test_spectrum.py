@@ -54,13 +54,13 @@ class Case:
         self.P = build(replace(RECIPE, **recipe), self.H, self.map, Y, ridge)
 
     def eigenvalues(self) -> Any:
-        C = self.P.factor.half(np.eye(self.P.factor.rank))
+        C = self.P.factor.to_weights(np.eye(self.P.factor.rank))
         T = self.A.T @ self.A + self.ridge * np.eye(D)
         return np.linalg.eigvalsh(C.T @ T @ C)
 
     def norm(self) -> float:
         """||H^-1 X P^-1/2||."""
-        return float(np.linalg.norm(self.whole @ self.P.factor.half(np.eye(D)), 2))
+        return float(np.linalg.norm(self.whole @ self.P.factor.to_weights(np.eye(D)), 2))
 
     def holds(self, found: Spectrum) -> bool:
         values = self.eigenvalues()
@@ -272,7 +272,7 @@ def test_the_spectrum_of_graphs_with_few_eigenvalues(graph, seed):
     H = RegularizedLaplacian(graph, 5.0, BACKEND, "float64")
     A = UnfoldedMap(H, Features(X, BACKEND), train, 8)
     P = build(replace(RECIPE, degree=8, all_rows=False), H, A, np.zeros((420, 1)), 0.0)
-    Z = np.linalg.solve(dense_H(graph, 5.0), X) @ P.factor.half(np.eye(d))
+    Z = np.linalg.solve(dense_H(graph, 5.0), X) @ P.factor.to_weights(np.eye(d))
     values = np.linalg.svd(Z[train], compute_uv=False) ** 2
     found = probabilistic_spectrum(P, A, 0.0, seed)
     assert found.kind == "spectral-probabilistic"

@@ -264,10 +264,10 @@ def test_a_factor_seen_from_W_is_that_of_P(kind):
         B = columns(basis, X).astype(float)
         inner = DenseGram(CPU, B.T @ B, basis.ridge, False).factor(1.0, 0.0, False)
         factor = basis.factor(inner)
-        half = factor.half(np.eye(X.shape[1]))
+        C = factor.to_weights(np.eye(X.shape[1]))
         R = np.linalg.qr(X)[1]
-        scaled = R @ half  # orthogonal, as half half^T = R^-1 R^-T
+        scaled = R @ C  # orthogonal, as C C^T = R^-1 R^-T
         assert np.allclose(scaled.T @ scaled, np.eye(X.shape[1]), rtol=0, atol=1e-5)
         W = RNG.standard_normal((X.shape[1], 2)) / np.linalg.norm(X, axis=0)[:, None]
-        back = factor.half(factor.unhalf(W))
+        back = factor.to_weights(factor.from_weights(W))
         assert np.allclose(X @ back, X @ W, rtol=0, atol=1e-5)

@@ -108,7 +108,7 @@ class Checkpoint:
         return any(not path.name.startswith(".") for path in self.folder.glob("*.npz"))
 
     def on(self, backend: Backend, plan: str = "") -> Callable[..., Any]:
-        """A function `recall(name, make)` that reads from disk what `make` made before a crash.
+        """A function `cache(name, make)` that reads from disk what `make` made before a crash.
 
         Where there is nothing to read, it calls `make`.  `plan` names the way in which things are
         made; it depends on free memory, and files that were made in another way are not read.
@@ -117,7 +117,7 @@ class Checkpoint:
         """
         plan += backend.rows_key
 
-        def recall(
+        def cache(
             name: str, make: Callable[[], dict[str, Array]], together: bool = False
         ) -> dict[str, Array]:
             path, made_from = self._place(backend) / f"{name}.npz", self._made_from + plan
@@ -143,7 +143,7 @@ class Checkpoint:
                 part.unlink(missing_ok=True)  # its parts are in the whole
             return made
 
-        return recall
+        return cache
 
     def _place(self, backend: Backend) -> Path:
         """Where this process keeps what it alone has."""
