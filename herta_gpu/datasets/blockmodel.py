@@ -12,21 +12,22 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import numpy as np
 
 from herta_gpu.datasets.dataset import PARTS, Dataset
 from herta_gpu.datasets.runs import Runs, Scratch, in_parallel
-from herta_gpu.datasets.storage import cache_dir
+from herta_gpu.datasets.storage import cache_dir, open_array
 from herta_gpu.graph import Graph
 from herta_gpu.plumbing.building import edge_keys, worth_compiling
 from herta_gpu.plumbing.edge_checks import KEY_BYTES, check_size
-from herta_gpu.plumbing.files import DataError, check_place, load_npy, new_file, new_folder
-from herta_gpu.plumbing.stages import Stages
+from herta_gpu.plumbing.files import check_place, new_file, new_folder
+from herta_gpu.plumbing.stages import Stages, Tell
 
 PRESETS = {  # nodes, edges, features, classes, shares of train, valid and test
     "arxiv": (169_343, 1_157_799, 128, 40, (0.537, 0.176, 0.287)),
@@ -84,36 +85,37 @@ def parse(text: str) -> Spec:
     >>> parse("papers100M@0.01").n, parse("n=1e3,m=5e3").m
     (1110599, 5000)
     """
-    if "=" in text:
-        return _checked(_from_pairs(text), text)
-    name, at, share = text.partition("@")
+    name, _, share = text.partition("@")
     known = {preset.lower(): values for preset, values in PRESETS.items()}
-    if name.lower() not in known:
+    if "=" in text:
+        values = {"d": 64, "c": 10}
+        for pair in text.split(","):
+            key, _, value = (word.strip() for word in pair.partition("="))
+            if key not in ("n", "m", "d", "c"):
+                raise ValueError(f"synthetic: takes n, m, d and c, not {key!r}.")
+            values[key] = int(_number(value, text))
+        if "n" not in values:
+            raise ValueError("synthetic: needs n=..., the number of nodes.")
+        spec = Spec(values["n"], values.get("m", 5 * values["n"]), values["d"], values["c"])
+    elif name.lower() in known:
+        scale = _number(share, text) if share else 1.0
+        if not 0 < scale <= 1:
+            raise ValueError(f"The share in synthetic:{text} must lie between 0 and 1.")
+        n, m, d, c, split = known[name.lower()]
+        spec = Spec(int(scale * n), int(scale * m), d, c, split)
+    else:
         raise ValueError(
             f"There is no synthetic dataset {name!r}: use {', '.join(PRESETS)} (also like "
             "papers100M@0.01) or n=...,m=...,d=...,c=..."
         )
-    n, m, d, c, split = known[name.lower()]
-    spec = Spec(n, m, d, c, split)
-    if at:
-        scale = _number(share, text)
-        if not 0 < scale <= 1:
-            raise ValueError(f"The share in synthetic:{text} must lie between 0 and 1.")
-        spec = replace(spec, n=int(scale * n), m=int(scale * m))
-    return _checked(spec, text)
-
-
-def _from_pairs(text: str) -> Spec:
-    values = {"d": 64, "c": 10}
-    for pair in text.split(","):
-        key, _, value = pair.partition("=")
-        if key.strip() not in ("n", "m", "d", "c"):
-            raise ValueError(f"synthetic: takes n, m, d and c, not {key.strip()!r}.")
-        values[key.strip()] = int(_number(value, text))
-    if "n" not in values:
-        raise ValueError("synthetic: needs n=..., the number of nodes.")
-    values.setdefault("m", 5 * values["n"])
-    return Spec(values["n"], values["m"], values["d"], values["c"])
+    if min(spec.n, spec.d, spec.c) < 1 or spec.m < 0 or spec.c > spec.n:
+        raise ValueError(f"synthetic:{text} needs positive n, d and c, c <= n, and m >= 0.")
+    if spec.m > spec.n * (spec.n - 1) // 8:
+        raise ValueError(
+            f"synthetic:{text} asks for {spec.m:,} edges; {spec.n:,} nodes of a sparse model "
+            f"have at most {spec.n * (spec.n - 1) // 8:,}."
+        )
+    return spec
 
 
 def _number(value: str, text: str) -> float:
@@ -124,17 +126,6 @@ def _number(value: str, text: str) -> float:
     if not math.isfinite(number):
         raise ValueError(f"{value!r} in synthetic:{text} is not a number.")
     return number
-
-
-def _checked(spec: Spec, text: str) -> Spec:
-    if min(spec.n, spec.d, spec.c) < 1 or spec.m < 0 or spec.c > spec.n:
-        raise ValueError(f"synthetic:{text} needs positive n, d and c, c <= n, and m >= 0.")
-    if spec.m > spec.n * (spec.n - 1) // 8:
-        raise ValueError(
-            f"synthetic:{text} asks for {spec.m:,} edges; {spec.n:,} nodes of a sparse model "
-            f"have at most {spec.n * (spec.n - 1) // 8:,}."
-        )
-    return spec
 
 
 def synthetic(text: str, random_state: int = 0, features: bool = True) -> Dataset:
@@ -151,9 +142,12 @@ def synthetic(text: str, random_state: int = 0, features: bool = True) -> Datase
     """
     spec, name = parse(text), f"synthetic:{text}"
     if spec.large:
-        return _cached(spec, random_state, features, name)
+        return _open_large(spec, random_state, features, name)
     data = _without_features(spec, random_state, None, Stages())
-    X = _features_in_memory(spec, random_state, data.y) if features else None
+    X = None
+    if features:
+        X = np.empty((spec.n, spec.d), dtype=np.float32)
+        _make_features(spec, random_state, data.y, X.__setitem__)
     return replace(data, name=name, X=X)
 
 
@@ -170,24 +164,25 @@ def _folder(spec: Spec, seed: int) -> Path:
     return cache_dir() / "synthetic" / key
 
 
-def _cached(spec: Spec, seed: int, features: bool, name: str) -> Dataset:
+def _open_large(spec: Spec, seed: int, features: bool, name: str) -> Dataset:
     """The same from the cache, where it is put first if it is not there."""
-    folder = _folder(spec, seed)
+    folder, stages = _folder(spec, seed), Stages(verbose=True)  # it takes minutes
     known, X_known = folder.is_dir(), (folder / "X.npy").is_file()
     _check_disk(spec, folder, not known, features and not X_known, name)
-    stages = Stages(verbose=True)  # it takes minutes
     if not known:
         with new_folder(folder) as at:
             made = _without_features(spec, seed, at, stages)
             for part, array in {"y": made.y, **made.split}.items():
                 np.save(at / f"{part}.npy", array)
             del made
-    y = _mapped(folder / "y.npy", (spec.n,), spec.y_dtype)
+    y = open_array(folder / "y.npy", shape=(spec.n,), dtype=spec.y_dtype)
     if features and not X_known:
         with stages("features"):
             _write_features(spec, seed, y, folder / "X.npy", stages)
-    X = _mapped(folder / "X.npy", (spec.n, spec.d), spec.X_dtype) if features else None
-    split = {part: _mapped(folder / f"{part}.npy") for part in PARTS}
+    X = None
+    if features:
+        X = open_array(folder / "X.npy", shape=(spec.n, spec.d), dtype=spec.X_dtype)
+    split = {part: open_array(folder / f"{part}.npy") for part in PARTS}
     return Dataset(name, Graph.open(folder / _GRAPH), X, y, split, dict(_METADATA))
 
 
@@ -206,17 +201,6 @@ def _check_disk(spec: Spec, folder: Path, graph: bool, X: bool, name: str) -> No
             f"{name} needs {need / 2**30:,.1f} GB of disk, but {place} has {free / 2**30:,.1f} GB "
             "free: set HERTA_CACHE to a folder with more room."
         )
-
-
-def _mapped(path: Path, shape: tuple[int, ...] | None = None, dtype: Any = None) -> Any:
-    """An array of the cache, which must be what it was."""
-    try:
-        array = load_npy(path, "a whole array")
-    except (DataError, FileNotFoundError) as error:
-        raise DataError(f"{error} Delete {path.parent} and load again.") from None
-    if shape is not None and (array.shape != shape or array.dtype != dtype):
-        raise DataError(f"{path} holds another array: delete {path.parent} and load again.")
-    return array
 
 
 def _without_features(spec: Spec, seed: int, folder: Path | None, stages: Stages) -> Dataset:
@@ -238,14 +222,10 @@ def _without_features(spec: Spec, seed: int, folder: Path | None, stages: Stages
         edges = _edges(spec, seed, stubs, starts, folder, stages)
         del stubs
     with stages("graph"):
-        graph = _graph(edges, spec.n, folder)
+        place = None if folder is None else folder / _GRAPH
+        graph = Graph.from_edges(edges, spec.n, folder=place)
         del edges
     return Dataset("synthetic", graph, None, y, _split(spec, seed), dict(_METADATA))
-
-
-def _graph(edges: Any, n: int, folder: Path | None) -> Graph:
-    """The graph of the sorted list; made in the folder, if there is one, and mapped from it."""
-    return Graph.from_edges(edges, n, folder=None if folder is None else folder / _GRAPH)
 
 
 def _stream(seed: int, part: int, chunk: int = 0) -> np.random.Generator:
@@ -299,12 +279,12 @@ def _edges(
             rng = _stream(seed, 2, first + a // _EDGE_CHUNK)
             runs.add(_pairs(spec, rng, min(_EDGE_CHUNK, drawn - a), stubs, starts))
 
-        in_parallel(fill, chunks, _progress(stages, "edges drawn"))
+        in_parallel(fill, chunks, stages.progress("edges drawn", "chunks"))
         first += len(chunks)
-        counts = runs.count(_progress(stages, "edges sorted"))
+        counts = runs.count(stages.progress("edges sorted", "ranges"))
     gone = _stream(seed, 3).choice(found, found - spec.m, replace=False, shuffle=False)
     gone.sort()
-    return runs.edge_list(counts, gone, Scratch(folder), _progress(stages, "edges listed"))
+    return runs.edge_list(counts, gone, Scratch(folder), stages.progress("edges listed", "ranges"))
 
 
 def _pairs(spec: Spec, rng: np.random.Generator, count: int, stubs: Any, starts: Any) -> Any:
@@ -319,56 +299,38 @@ def _pairs(spec: Spec, rng: np.random.Generator, count: int, stubs: Any, starts:
     return np.where(u == v, -1, edge_keys(u, v, spec.n))
 
 
-def _feature_slabs(spec: Spec, seed: int, y: Any, means: Any, a: int) -> Iterator[tuple[int, Any]]:
-    """(first row, rows) of the chunk of X that begins at row a: noise around the class means."""
-    rng, stop = _stream(seed, 5, a // _ROW_CHUNK), min(a + _ROW_CHUNK, spec.n)
+def _make_features(
+    spec: Spec, seed: int, y: Any, store: Callable[[slice, Any], None], tell: Tell | None = None
+) -> None:
+    """X, noise around the class means, some rows at a time by each thread."""
+    means = _stream(seed, 4).standard_normal((spec.c, spec.d), dtype=np.float32) * _SIGNAL
     step = max(1, _SLAB // (4 * spec.d))
-    for i in range(a, stop, step):
-        j = min(i + step, stop)
-        rows = rng.standard_normal((j - i, spec.d), dtype=np.float32)
-        rows += means[y[i:j]]
-        yield i, rows
-
-
-def _class_means(spec: Spec, seed: int) -> Any:
-    return _stream(seed, 4).standard_normal((spec.c, spec.d), dtype=np.float32) * _SIGNAL
-
-
-def _features_in_memory(spec: Spec, seed: int, y: Any) -> Any:
-    X, means = np.empty((spec.n, spec.d), dtype=np.float32), _class_means(spec, seed)
 
     def fill(a: int) -> None:
-        for i, rows in _feature_slabs(spec, seed, y, means, a):
-            X[i : i + rows.shape[0]] = rows
+        rng, stop = _stream(seed, 5, a // _ROW_CHUNK), min(a + _ROW_CHUNK, spec.n)
+        for i in range(a, stop, step):
+            at = slice(i, min(i + step, stop))
+            rows = rng.standard_normal((at.stop - i, spec.d), dtype=np.float32)
+            rows += means[y[at]]
+            store(at, rows)
 
-    in_parallel(fill, range(0, spec.n, _ROW_CHUNK))
-    return X
+    in_parallel(fill, range(0, spec.n, _ROW_CHUNK), tell)
 
 
 def _write_features(spec: Spec, seed: int, y: Any, path: Path, stages: Stages) -> None:
-    """X into a file, each thread its rows; not through a map, which would count as memory."""
-    means, dtype = _class_means(spec, seed), spec.X_dtype
-    with new_file(path) as temporary:
-        with open(temporary, "wb") as file:
-            header = {"descr": dtype.str, "fortran_order": False, "shape": (spec.n, spec.d)}
-            np.lib.format.write_array_header_1_0(file, header)
-            start = file.tell()
+    """X into a file; not through a map, which would count as memory."""
+    dtype, lock = spec.X_dtype, Lock()
+    with new_file(path) as temporary, open(temporary, "rb+") as file:
+        header = {"descr": dtype.str, "fortran_order": False, "shape": (spec.n, spec.d)}
+        np.lib.format.write_array_header_1_0(file, header)
+        start = file.tell()
 
-        def fill(a: int) -> None:
-            with open(temporary, "rb+") as file:
-                file.seek(start + a * spec.d * dtype.itemsize)
-                for _, rows in _feature_slabs(spec, seed, y, means, a):
-                    file.write(rows.astype(dtype, copy=False).data.cast("B"))
+        def store(at: slice, rows: Any) -> None:
+            with lock:
+                file.seek(start + at.start * spec.d * dtype.itemsize)
+                file.write(rows.astype(dtype, copy=False).data.cast("B"))
 
-        in_parallel(fill, range(0, spec.n, _ROW_CHUNK), _progress(stages, "features"))
-
-
-def _progress(stages: Stages, what: str) -> Callable[[float], None]:
-    def shown(share: float) -> None:
-        if not stages.drawn(what, 100 * share, 100, unit=" %"):
-            stages.note(f"{what} {share:.0%} ...")
-
-    return shown
+        _make_features(spec, seed, y, store, stages.progress("features", "chunks"))
 
 
 def _split(spec: Spec, seed: int) -> dict[str, Any]:

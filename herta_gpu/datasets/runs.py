@@ -19,6 +19,7 @@ import numpy as np
 
 from herta_gpu.plumbing.building import distinct
 from herta_gpu.plumbing.machine import num_threads
+from herta_gpu.plumbing.stages import Tell
 
 _RANGE = 1 << 22  # keys that are sorted at once
 
@@ -81,14 +82,14 @@ class Runs:
         start = self._scratch.append(keys) // keys.itemsize
         self._cuts.append(start + np.append(0, np.searchsorted(keys, self._ends)))
 
-    def count(self, note: Callable[[float], None] | None = None) -> Any:
+    def count(self, tell: Tell | None = None) -> Any:
         """How many different edges each range holds."""
         counts = np.zeros(self.ranges, dtype=np.int64)
 
         def count(i: int) -> None:
             counts[i] = self._range(i).shape[0]
 
-        in_parallel(count, range(self.ranges), note)
+        in_parallel(count, range(self.ranges), tell)
         return counts
 
     def edge_list(
@@ -96,7 +97,7 @@ class Runs:
         counts: Any,
         gone: Any,
         scratch: Scratch,
-        note: Callable[[float], None] | None = None,
+        tell: Tell | None = None,
     ) -> Any:
         """(2, m) node ids, sorted, each edge once; without the places `gone` (sorted) in that list.
 
@@ -115,7 +116,7 @@ class Runs:
             scratch.write(at, lo.astype(kind))
             scratch.write(at + m * kind.itemsize, keys.astype(kind))
 
-        in_parallel(write, range(self.ranges), note)
+        in_parallel(write, range(self.ranges), tell)
         return scratch.array(kind, (2, m))
 
     def _range(self, i: int) -> Any:
@@ -131,11 +132,11 @@ class Runs:
 
 
 def in_parallel(
-    task: Callable[[int], None], given: Iterable[int], note: Callable[[float], None] | None = None
+    task: Callable[[int], None], given: Iterable[int], tell: Tell | None = None
 ) -> None:
-    """The task for each of the numbers, by all threads; `note` hears the share that is done."""
+    """The task for each of the numbers, by all threads; `tell` hears how many are done."""
     given = list(given)
     with ThreadPoolExecutor(num_threads()) as pool:
         for done, _ in enumerate(pool.map(task, given), 1):
-            if note is not None:
-                note(done / len(given))
+            if tell is not None:
+                tell(done, len(given))

@@ -60,7 +60,7 @@ def read_dataset(folder: Path, features: bool = True) -> Dataset:
     meta = _meta(folder)
 
     def opened(name: str) -> Any:
-        array = _opened(folder / f"{name}.npy", meta["bytes"].get(name))
+        array = open_array(folder / f"{name}.npy", meta["bytes"].get(name))
         if name in meta.get("sums", {}) and checksum(array) != meta["sums"][name]:
             raise DataError(
                 f"{folder / name}.npy was altered, for its checksum differs: delete the folder "
@@ -85,7 +85,7 @@ def cached_sizes(folder: Path) -> dict[str, Any]:
     shapes = {}
     for name in ("indptr", "indices", "X", "y", "train"):
         path = folder / f"{name}.npy"
-        shapes[name] = _opened(path, None).shape if path.is_file() else (0, 0)
+        shapes[name] = open_array(path).shape if path.is_file() else (0, 0)
     return shapes
 
 
@@ -105,13 +105,19 @@ def _meta(folder: Path) -> dict[str, Any]:
     return dict(meta)
 
 
-def _opened(path: Path, size: int | None) -> Any:
-    """A memory map, after a check that the file is whole."""
+def open_array(
+    path: Path, size: int | None = None, shape: tuple[int, ...] | None = None, dtype: Any = None
+) -> Any:
+    """An array of the cache, mapped unless it is small, which must be as it was written."""
     found = path.stat().st_size if path.is_file() else None
+    again = f"elete the folder {path.parent} and load again."
     if found is None or (size is not None and found != size):
         what = "is missing" if found is None else f"has {found:,} bytes instead of {size:,}"
-        raise DataError(f"{path} {what}: delete the folder {path.parent} and load again.")
+        raise DataError(f"{path} {what}: d{again}")
     try:
-        return load_npy(path, "a whole array", mmap=path.stat().st_size >= _SMALL)
+        array = load_npy(path, "a whole array", mmap=found >= _SMALL)
     except DataError as error:
-        raise DataError(f"{error} Delete the folder {path.parent} and load again.") from None
+        raise DataError(f"{error} D{again}") from None
+    if shape is not None and (array.shape != shape or array.dtype != dtype):
+        raise DataError(f"{path} holds another array: d{again}")
+    return array

@@ -217,20 +217,14 @@ KILLED = """
 import os
 from herta_gpu.datasets import blockmodel, load
 blockmodel._ON_DISK, blockmodel._ROW_CHUNK = 0, 64
-at, made = {at!r}, getattr(blockmodel, {at!r})
-def dies(*args):
-    for k, value in enumerate(made(*args)):
-        if k == {after}:
-            os._exit(9)
-        yield value
-blockmodel.{at} = dies if {after} >= 0 else lambda *_: os._exit(9)
+blockmodel.{at} = lambda *_, **__: os._exit(9)
 load("synthetic:{text}")
 """
 
 
-@pytest.mark.parametrize(("at", "after"), [("_feature_slabs", 0), ("_graph", -1)])
-def test_after_a_kill_it_is_made_again(in_memory, in_cache, at, after):
-    code = KILLED.format(at=at, after=after, text=TEXT)
+@pytest.mark.parametrize("at", ["_make_features", "Graph.from_edges"])
+def test_after_a_kill_it_is_made_again(in_memory, in_cache, at):
+    code = KILLED.format(at=at, text=TEXT)
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 9
     assert same(load(f"synthetic:{TEXT}"), in_memory)
 
@@ -240,7 +234,7 @@ def test_an_error_leaves_nothing_that_looks_whole(in_memory, in_cache, monkeypat
         raise OSError("No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(blockmodel, "_feature_slabs", full)
+        patch.setattr(blockmodel, "_make_features", full)
         with pytest.raises(OSError, match="No space"):
             load(f"synthetic:{TEXT}")
     (folder,) = in_cache.iterdir()
@@ -276,8 +270,8 @@ def test_a_large_one_tells_what_it_does(in_cache, monkeypatch, capsys):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     load(f"synthetic:{TEXT}")
     said = capsys.readouterr().err
-    assert "edges drawn 100% ..." in said
-    assert "features 100% ..." in said
+    assert "edges drawn  [########################]  1 of 1 chunks" in said
+    assert "features   [########################]  8 of 8 chunks" in said
     load(f"synthetic:{TEXT}")
     assert capsys.readouterr().err == ""
 
