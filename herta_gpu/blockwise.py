@@ -59,17 +59,17 @@ def trained(
         def finished(part: Training = part, at: Any = at) -> Arrays:
             Z = None if guess is None else guess(at)
             found = part.settle(part.loop(A, w[:, at], certified=True, Z=Z, most=most).W)
-            made = {"W": found, "told": _packed(run, part)}
+            made = {"W": found, "told": _journal(run, part)}
             return made if part.intercept is None else {**made, "b": part.intercept}
 
         made = cache(f"outputs-{phase}-{run.settings.max_iter}", finished, together=True)
         W[:, at] = made["W"]
         if "b" in made:
             b[at] = made["b"]
-        _unpack(run, part, run.backend.to_numpy(made["told"]))  # synchronize!
+        _read_journal(run, part, made["told"])
         parts.append(part)
         tell(sum(block.shape[0] for block in blocks[: len(parts)]), c)
-    run.phase, run.saved = first + len(blocks) - 1, None
+    run.phase = first + len(blocks) - 1
     run.intercept = b if run.loss.intercept else None
     _join(run, parts)
     run.keep(W, lambda: run.intercept)
@@ -106,21 +106,18 @@ def _part(run: Training, Y: Array, phase: int, before: list[Certificate]) -> Tra
     part.history, part.proven, part.before = list(run.history), [], before
     part.first_gradient, part.callback, part.phase = math.inf, None, phase - 1
     part.kept, part.changes, part.first = None, [], len(run.history)
-    saved = run.saved or {"phase": None, "plan": None}
-    mine = saved["phase"] == phase and saved["plan"] == run.identity
-    part.saved = run.saved if mine else None
     return part
 
 
-def _packed(run: Training, part: Training) -> Array:
-    """What a finished part has to tell, as an array: a checkpoint stores no others."""
+def _journal(run: Training, part: Training) -> str:
+    """The steps, certificates and status of a finished part, as JSON for a checkpoint."""
     proven = [vars(found) for found in [*part.proven, part.certificate]]
     told = (part.history[len(run.history) :], proven, part.status)
-    return run.xp.asarray(np.frombuffer(json.dumps(told).encode(), dtype=np.uint8))
+    return json.dumps(told)
 
 
-def _unpack(run: Training, part: Training, told: Any) -> None:
-    history, proven, part.status = json.loads(told.tobytes())
+def _read_journal(run: Training, part: Training, told: str) -> None:
+    history, proven, part.status = json.loads(told)
     part.history = [*run.history, *history]
     *part.proven, part.certificate = (Certificate(**found) for found in proven)
 

@@ -39,7 +39,7 @@ _KNOWN = 0.5  # share of a goal that the rounding of a stored residual may take
 _CHUNK = 1 << 19  # numbers of a block that the residual is computed for at a time
 
 
-Arrays = dict[str, Array]
+Arrays = dict[str, Array]  # or text
 
 
 class Cache(Protocol):

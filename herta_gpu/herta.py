@@ -344,8 +344,8 @@ class HERTA(Model):
         # for t = 1..T: u <- X P' w - y_hat, two solves, g <- P' X^T u'', w <- w - eta g
         run = Training(
             settings, made.recipe, backend, Y, made.P, made.spectrum,
-            A.X_norm() if settings.ridge > 0 else math.inf, stages, callback, checkpoint,
-            plan.identity, A.loss, targets.unit,
+            A.X_norm() if settings.ridge > 0 else math.inf, stages, callback, A.loss,
+            targets.unit,
         )  # fmt: skip
         with stages("train"):
             if run.nothing_to_learn:

@@ -26,16 +26,14 @@ from herta_gpu.optimizers import (
 )
 from herta_gpu.planning.plan import Decision, Recipe
 from herta_gpu.planning.settings import NEWTON_SIZE, Settings
-from herta_gpu.plumbing.checkpoint import Checkpoint
 from herta_gpu.plumbing.stages import Stages, marked_steps
 from herta_gpu.preconditioner import Preconditioner
 from herta_gpu.spectrum import Spectrum, ritz_interval
-from herta_gpu.unfolded import LinearMap, Point, Problem, Rounding, UnfoldedMap
+from herta_gpu.unfolded import LinearMap, Point, Problem, UnfoldedMap
 
 _TIGHTENINGS = 6  # how often one outer step may tighten the inner tolerance
 _DIVERGED = 1e6  # growth of the objective over its least value, and over that at W = 0
 _FLATTER = 3.0  # loss of curvature after which P is factored again
-_ROUNDING = 1e-6  # relative, between a stored number and the same one computed again
 _LEAST_INNER = 1e-10  # inner tolerance of a loop that no certificate watches
 _ALIKE, _LEAST_ALIKE = 0.01, 1e-11  # of tol, at least: objectives as good as each other
 _NOTHING = (8 * np.finfo(np.float64).eps) ** 2  # of ||Y||^2: a loss that is rounding
@@ -70,21 +68,16 @@ class Training:
         X_norm: float,
         stages: Stages,
         callback: Callable[[dict[str, Any]], None] | None = None,
-        checkpoint: Checkpoint | None = None,
-        identity: str = "",
         loss: Loss | None = None,
         unit: float = 1.0,
     ) -> None:
-        """`identity` names the plan: a stored state of another one has other coordinates.
-
-        `loss` knows the weights of the rows, divided by `unit`: what is told is multiplied by it.
-        """
+        """`loss` knows the weights of the rows, divided by `unit`: records are multiplied by it."""
         self.unit, self.intercept = unit, None
         self.settings, self.backend, self.xp, self.Y, self.P = settings, backend, backend.xp, Y, P
         self.spectrum, self.stages, self.callback = spectrum, stages, callback
         self.X_norm = X_norm  # of all features together, for a ridge; inf without one
         self.loss = LOSSES[settings.loss] if loss is None else loss
-        self.curvature, self.symmetric, self.identity = recipe.curvature, recipe.symmetric, identity
+        self.curvature, self.symmetric = recipe.curvature, recipe.symmetric
         self.history: list[dict[str, Any]] = []
         self.warm_history: list[dict[str, Any]] = []  # steps on a model that stood in for the true
         self.records = self.history  # the history of the loop that runs
@@ -100,8 +93,7 @@ class Training:
         # One class, say, or equal targets and an intercept: W = 0 is an optimum.
         self.nothing_to_learn = self.loss_at_zero <= _NOTHING * size
         self.first_gradient = math.inf
-        self.checkpoint, self.phase = checkpoint, -1  # phase: which call of `loop`
-        self.saved = None if checkpoint is None else self._possible(checkpoint.last_step(backend))
+        self.phase = -1  # which call of `loop`
 
     def loop(
         self,
@@ -127,14 +119,9 @@ class Training:
         limit = limit if most is None else min(limit, most)
         self.status = "max_iter"
         self.phase += 1
-        resumed = None
-        if self.saved is None or self.saved["phase"] <= self.phase:
-            resumed = self._resumed(problem, optimizer, limit)
-        elif self.saved["point"]["W"].shape[1] == w.shape[1]:
-            return self._stored(self.saved)  # a later loop starts from its own
-        first, point = resumed or (0, problem.start(w, Z))
+        point = problem.start(w, Z)
         self.records = self.history if certified else self.warm_history
-        for step in marked_steps(range(first, limit + 1)):
+        for step in marked_steps(range(limit + 1)):
             if certified:
                 point = self._sharpened(problem, point)
             self.certificate = self._certify(point, certified)
@@ -166,7 +153,6 @@ class Training:
                 # An exact line search that finds no way down: what the solves leave over hides it.
                 problem.tighten(_LEAST_INNER)
             point = ahead
-            self._save(step + 1, problem, point, optimizer)
         self.intercept = self._intercept_at(problem, point)
         return point
 
@@ -317,101 +303,6 @@ class Training:
         assert self.P.rows is not None
         rows = self.P.rows if self.P.basis is None else self.P.basis.rows(self.P.rows)
         return Newton(self.backend, self.loss, rows, factor, size, self.settings.ridge)
-
-    def _save(self, step: int, problem: Problem, point: Point, optimizer: Optimizer) -> None:
-        """Everything that the loop needs to begin with `step`."""
-        if self.checkpoint is None or (self.backend.whole and self.backend.rank > 0):
-            return
-        own = ("history", "warm_history", "curvature", "first_gradient", "phase")
-        state = {name: getattr(self, name) for name in own}
-        state |= {"step": step, "tol": problem.tol, "proven": [vars(c) for c in self.proven]}
-        state["rows"] = {"Z": point.Z, "V": point.V}
-        apart = ("rounding", *state["rows"])
-        state["point"] = {k: v for k, v in vars(point).items() if k not in apart}
-        newton = isinstance(optimizer, Newton)  # it remembers nothing
-        state["optimizer"] = {k: v for k, v in vars(optimizer).items() if k != "xp" and not newton}
-        kept = self.kept
-        state["kept"] = kept and {**vars(kept), "certificate": vars(kept.certificate)}
-        state["plan"] = self.identity
-        self.checkpoint.save_step(state, self.backend)
-
-    def _possible(self, saved: dict[str, Any] | None) -> dict[str, Any] | None:
-        """None instead of a state that no fit of this problem can have left."""
-        if saved is None or not math.isfinite(norm(saved["point"]["W"])):
-            return None
-        if self.loss.quadratic and saved["curvature"] != self.curvature:
-            return None  # the spectrum is that of one P
-        if saved["rows"] is None:
-            saved["plan"] = ""  # of another number of processes, who had other rows
-        if saved["plan"] != self.identity and saved["point"]["W"].shape[1] != self.Y.shape[1]:
-            return None  # some outputs of a fit that had no room for all of them at once
-        if saved["plan"] != self.identity:
-            saved["phase"] = 0  # other loops, other coordinates: its weights are where to start
-        return saved
-
-    def _resumed(
-        self, problem: Problem, optimizer: Optimizer, limit: int
-    ) -> tuple[int, Point] | None:
-        """The step to go on with, and the point, of a checkpoint within this loop.
-
-        Weights and directions come from the checkpoint; what the weights are worth is measured.
-        """
-        saved, self.saved = self.saved, None
-        if saved is None:
-            return None
-        same_plan = saved["plan"] == self.identity
-        point = self._measured(problem, saved) if same_plan else None
-        if point is None:
-            anew = problem.start(self.P.factor.from_weights(saved["point"]["W"]))
-        if same_plan and point is None:
-            warnings.warn(
-                "The stored state contradicts itself: training begins anew from its weights.",
-                stacklevel=4,
-            )
-            return 0, anew
-        self.history, self.warm_history = saved["history"], saved["warm_history"]
-        self.proven = [Certificate(**c) for c in saved["proven"]]
-        self.first_gradient = saved["first_gradient"]
-        kept = saved["kept"]
-        if kept is not None:
-            self.kept = Kept(**{**kept, "certificate": Certificate(**kept["certificate"])})
-        self.started -= (self.history or self.warm_history)[-1]["seconds"]
-        step = min(saved["step"], limit)  # which may be less than it was
-        if point is None:
-            return step, anew
-        vars(optimizer).update(saved["optimizer"])
-        return step, point
-
-    def _stored(self, saved: dict[str, Any]) -> Point:
-        return Point(
-            **saved["point"], **saved["rows"], rounding=Rounding(0.0, 0.0, self.xp.zeros(1))
-        )
-
-    def _measured(self, problem: Problem, saved: dict[str, Any]) -> Point | None:
-        """The stored point with every number computed again; None where they contradict it."""
-        P, kept = self.P, self._stored(saved)
-        if saved["curvature"] != self.curvature:
-            P = P.rescaled(saved["curvature"], self.settings.ridge, self.symmetric)
-        tried = replace(problem, factor=P.factor, tol=saved["tol"])
-        point = tried.measured(kept.w, kept.Z, kept.V, kept.inner_iterations, kept.stagnated)
-        if not self._agree(problem, kept, point):
-            return None
-        self.P, self.curvature = P, saved["curvature"]
-        problem.factor, problem.tol = P.factor, saved["tol"]
-        return point
-
-    def _agree(self, problem: Problem, kept: Point, now: Point) -> bool:
-        """Up to rounding, which another number of threads may change."""
-        unit = math.sqrt(self.loss_at_zero)
-        least = _ROUNDING * self.loss_at_zero
-        near = abs(now.objective - kept.objective) <= _ROUNDING * max(abs(now.objective), least)
-        near = near and norm(now.g - kept.g) <= _ROUNDING * (norm(now.g) + unit)
-        for name in ("forward_residual", "adjoint_residual"):
-            near = near and getattr(now, name) <= 2 * getattr(kept, name) + 1e-9 * unit
-        if now.V is None:  # a stored A: nothing was measured, but Z costs one product
-            apart = norm(problem.map.forward(now.W, problem.tol).value - now.Z)
-            near = near and apart <= _ROUNDING * (norm(now.Z) + unit)
-        return near
 
     def _flatter(self, problem: Problem, point: Point) -> bool:
         """Cross entropy loses curvature as it learns, the ridge does not: P must follow."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -245,15 +245,6 @@ class Problem:
         scale = norm(E)
         there = self.map.correct(W, Z, self.tol * scale)
         return self._at(w, W, there, self.tol, V, spent)
-
-    def measured(self, w: Array, Z: Array, V: Array | None, spent: int, stagnated: bool) -> Point:
-        """The point of a w, Z and V that were stored: nothing is solved, every number is measured.
-
-        Bit by bit what `point` found when it left Z and V as they are.
-        """
-        W = self.factor.to_weights(w)
-        there = self.map.correct(W, Z, math.inf)
-        return replace(self._at(w, W, there, math.inf, V, spent), stagnated=stagnated)
 
     def _at(
         self, w: Array, W: Array, there: Solved, tol: float, V: Array | None, spent: int

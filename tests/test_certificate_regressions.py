@@ -156,7 +156,7 @@ def test_a_killed_run_whose_file_was_replaced_is_not_resumed(part, tmp_path, mon
             "test": others[:20]}  # fmt: skip
     path, folder = tmp_path / "data.npz", tmp_path / "run"
     np.savez(path, **data)
-    monkeypatch.setattr(checks.Checkpoint.__init__, "__defaults__", (0.0, 1.0))  # store all
+    monkeypatch.setattr(checks.Checkpoint.__init__, "__defaults__", (0.0,))  # store all
     record = Run.record
 
     def fatal(self: Run, entry: dict[str, Any]) -> None:

@@ -151,8 +151,8 @@ def test_an_interrupted_fit_goes_on_to_the_same_bits(tmp_path):
         return model.fit(GRAPH, X, Y, TRAIN, **more)
 
     with pytest.raises(Stop):
-        fit(callback=stop, checkpoint=Checkpoint(tmp_path, worth=0.0, share=1.0))
-    resumed, whole = fit(checkpoint=Checkpoint(tmp_path, worth=0.0, share=1.0)), fit()
+        fit(callback=stop, checkpoint=Checkpoint(tmp_path, worth=0.0))
+    resumed, whole = fit(checkpoint=Checkpoint(tmp_path, worth=0.0)), fit()
     np.testing.assert_array_equal(resumed.W_, whole.W_)
     np.testing.assert_array_equal(resumed.intercept_, whole.intercept_)
 

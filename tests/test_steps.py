@@ -140,7 +140,7 @@ def test_a_resume_that_wants_other_outputs_gets_those(later, tmp_path):
         raise Crash
 
     def fit(evaluate: object, callback: object = None) -> object:
-        state = Checkpoint(tmp_path / "state", worth=0.0, share=1.0)
+        state = Checkpoint(tmp_path / "state", worth=0.0)
         return model.fit(graph, X, y, np.arange(100), callback, state, evaluate=evaluate)
 
     with pytest.raises(Crash):

@@ -159,23 +159,13 @@ class Run:
 
     def record(self, step: dict[str, Any]) -> None:
         """Add a line to metrics.jsonl; it is on disk before training goes on."""
-        if self._reopened:
-            self._go_back(step["step"], step["warm"])
+        if self._reopened:  # the loop of a killed run begins again
+            self._reopened = False
+            self.write_text("metrics.jsonl", "")
         with open(self.folder / "metrics.jsonl", "a", encoding="utf-8") as file:
             file.write(_line(step))
             file.flush()
             os.fsync(file.fileno())
-
-    def _go_back(self, step: int, warm: bool) -> None:
-        """Cut the metrics before `step`, with which a killed run goes on."""
-        self._reopened, state = False, self.checkpoint.last_step()
-        steps = []
-        if state is not None:
-            steps = state["warm_history"][: step if warm else None]
-            steps += [] if warm else state["history"][:step]
-        self.write_text(
-            "metrics.jsonl", "".join(json.dumps(to_plain(s, lossy=True)) + "\n" for s in steps)
-        )
 
     def save_model(self, model: HERTA) -> None:
         save_model(model, self.folder / "model.npz")

@@ -1,14 +1,13 @@
 """A fit that survives being killed: what was expensive is on disk, whole or not at all.
 
-Blocks of Q are stored as they are solved, Q once it is complete (its blocks then go), and the
-state of the loop after its outer steps.  A later fit of the same model on the same data with the
-same folder reads instead of computing, and ends with the same bits.  The file `made-from.json` is
-written first and says which data and parameters the state belongs to; every other file holds a
-hash of it.
+Blocks of Q are stored as they are solved, Q once it is complete (its blocks then go), and blocks
+of outputs once they are trained.  A later fit of the same model on the same data with the same
+folder reads them instead of computing, takes the steps of its loop again, and ends with the same
+bits.  The file `made-from.json` is written first and says which data and parameters the state
+belongs to; every other file holds a hash of it.
 
 Where processes have rows of their own, each keeps its arrays in a folder `part-r-of-P`, and what
-one of them cannot read is made again by all.  What they share of a step, the weights and the
-history, is in the folder itself: another number of processes goes on from there.
+one of them cannot read is made again by all.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ from herta_gpu.plumbing.files import Archive, DataError, new_file, write_npz
 from herta_gpu.plumbing.fingerprint import Fingerprint, differences, key
 from herta_gpu.plumbing.interop import Array, Backend
 
-_STEP = "step.npz"
 _MADE_FROM = "made-from.json"
 
 
@@ -42,9 +40,7 @@ class Checkpoint:
         a memory-mapped X is compared by some thousand rows and by its file's size and time of
         change.
     worth : float
-        Seconds of computing below which a block of Q is not stored.
-    share : float
-        Share of the time that may go into storing steps; steps that would exceed it are skipped.
+        Seconds of computing below which a block is not stored.
 
     Examples
     --------
@@ -57,13 +53,12 @@ class Checkpoint:
     >>> W = model.fit(*arguments).W_
     >>> def crash(record):
     ...     assert record["step"] < 9
-    >>> model.fit(*arguments, callback=crash, checkpoint=Checkpoint(folder, share=1.0))
+    >>> model.fit(*arguments, callback=crash, checkpoint=Checkpoint(folder, worth=0.0))
     Traceback (most recent call last):
     AssertionError
-    >>> left = []
-    >>> again = model.fit(*arguments, callback=left.append, checkpoint=Checkpoint(folder))
-    >>> left[0]["step"], bool((again.W_ == W).all())
-    (9, True)
+    >>> again = model.fit(*arguments, checkpoint=Checkpoint(folder))  # Q is read
+    >>> bool((again.W_ == W).all())
+    True
 
     The state of one fit is not believed to be that of another.
 
@@ -78,13 +73,11 @@ class Checkpoint:
         them.
     """
 
-    def __init__(self, folder: str | Path, worth: float = 0.2, share: float = 0.1) -> None:
-        self.folder, self.worth, self.share = Path(folder), worth, share
+    def __init__(self, folder: str | Path, worth: float = 0.2) -> None:
+        self.folder, self.worth = Path(folder), worth
         self.split: dict[str, Any] | None = None
-        self._may_save = 0.0  # no step is stored before the clock shows this time
         self._made_from = ""  # the fingerprint's hash; `begin` sets it before any file is read
         self._fingerprint: Fingerprint = {}
-        self._steps = 0  # so many were stored
 
     def begin(self, made_from: Fingerprint) -> None:
         """Refuse a state that was made from something else, before anything of it is read."""
@@ -127,7 +120,7 @@ class Checkpoint:
             elif together:
                 stored = backend.agreed(stored)
             if stored is not None:
-                return {k: backend.xp.asarray(array) for k, array in stored.items()}
+                return {k: _restored(array, backend) for k, array in stored.items()}
             start = time.perf_counter()
             made = make()
             if together and backend.whole and backend.rank > 0:
@@ -136,8 +129,11 @@ class Checkpoint:
             seconds = time.perf_counter() - start
             seconds = seconds if backend.whole else float(backend.largest(seconds))
             if seconds >= self.worth:
-                arrays = {k: backend.to_numpy(array) for k, array in made.items()}
-                self._store(path, made_from, arrays)
+                arrays = {
+                    k: v if isinstance(v, str) else backend.to_numpy(v) for k, v in made.items()
+                }
+                self.claim()
+                _write(path, made_from, arrays)
             backend.largest(0)  # all have theirs
             for part in path.parent.glob(f"{name}-*.npz"):
                 part.unlink(missing_ok=True)  # its parts are in the whole
@@ -151,56 +147,6 @@ class Checkpoint:
             return self.folder
         return self.folder / f"part-{backend.rank}-of-{backend.ranks}"
 
-    def save_step(self, state: dict[str, Any], backend: Backend) -> None:
-        """Store the state of the loop, unless storing would take more than its share of time.
-
-        The arrays in `state` are those of `backend`, and `state["rows"]` those with a row per node.
-        """
-        start = time.perf_counter()
-        late = start < self._may_save
-        if late if backend.whole else backend.largest(int(late)):
-            return
-        self._steps += 1
-        state = {**state, "number": self._steps}
-        if not backend.whole:
-            # Of two files one stays until all have the other, and the weights that belong to it.
-            rows, state["rows"] = state["rows"], None
-            path, made_from = self._rows_of_step(backend, self._steps)
-            self._pack(path, made_from, rows, backend)
-            backend.largest(0)
-        if backend.whole or backend.rank == 0:
-            self._pack(self.folder / _STEP, self._made_from, state, backend)
-        end = time.perf_counter()
-        self._may_save = end + (end - start) * (1 / self.share - 1)
-
-    def _pack(self, path: Path, made_from: str, state: dict[str, Any], backend: Backend) -> None:
-        arrays: dict[str, Any] = {}
-        about = json.dumps(_packed(state, arrays, backend.to_numpy))
-        self._store(path, made_from, {"about": np.array(about), **arrays})
-
-    def _rows_of_step(self, backend: Backend, number: int) -> tuple[Path, str]:
-        """The file of this process's rows of a step, and what it must have been made from."""
-        name = f"step-{number % 2}.npz"
-        return self._place(backend) / name, f"{self._made_from}{backend.rows_key}-{number}"
-
-    def last_step(self, backend: Backend | None = None) -> dict[str, Any] | None:
-        """The state that `save_step` stored last, or None.
-
-        Its rows are None unless all processes find those that they had.
-        """
-        stored = _read(self.folder / _STEP, self._made_from)
-        stored = stored if backend is None else backend.agreed(stored)
-        if stored is None:
-            return None
-        place = np.asarray if backend is None else backend.xp.asarray
-        unpacked: dict[str, Any] = _unpacked(json.loads(str(stored["about"])), stored, place)
-        if backend is not None and not backend.whole:
-            self._steps = int(unpacked["number"])
-            rows = _read(*self._rows_of_step(backend, self._steps))
-            if not backend.largest(int(rows is None)) and rows is not None:
-                unpacked["rows"] = _unpacked(json.loads(str(rows["about"])), rows, place)
-        return unpacked
-
     def claim(self) -> None:
         """Write into the folder what its state belongs to; called before the long work begins."""
         about = self.folder / _MADE_FROM
@@ -209,13 +155,14 @@ class Checkpoint:
                 text = json.dumps(self._fingerprint, indent=1) + "\n"
                 temporary.write_text(text, encoding="utf-8")
 
-    def _store(self, path: Path, made_from: str, arrays: dict[str, Any]) -> None:
-        self.claim()
-        _write(path, made_from, arrays)
-
     def delete(self) -> None:
         """Remove the folder, which a finished fit does not need."""
         shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _restored(array: Any, backend: Backend) -> Any:
+    """An array on the device, or a text."""
+    return str(array) if array.dtype.kind == "U" else backend.xp.asarray(array)
 
 
 def _write(path: Path, made_from: str, arrays: dict[str, Any]) -> None:
@@ -247,31 +194,3 @@ def _read_json(path: Path) -> dict[str, Any] | None:
     except (FileNotFoundError, ValueError):
         return None
     return found if isinstance(found, dict) else None
-
-
-def _packed(value: Any, arrays: dict[str, Any], to_numpy: Callable[[Any], Any]) -> Any:
-    """`value` as JSON, its arrays replaced by their names in `arrays`; floats keep every bit."""
-    if isinstance(value, dict):
-        return {"dict": {key: _packed(inner, arrays, to_numpy) for key, inner in value.items()}}
-    if isinstance(value, (list, tuple)):
-        return {type(value).__name__: [_packed(inner, arrays, to_numpy) for inner in value]}
-    if isinstance(value, np.generic):
-        return value.item()
-    if hasattr(value, "dtype"):
-        name = f"a{len(arrays)}"
-        arrays[name] = to_numpy(value)  # synchronize!
-        return {"array": name}
-    return value
-
-
-def _unpacked(value: Any, arrays: dict[str, Any], place: Callable[[Any], Any]) -> Any:
-    """The value that `_packed` was given."""
-    if not isinstance(value, dict):
-        return value
-    ((kind, inner),) = value.items()
-    if kind == "array":
-        return place(arrays[inner])
-    if kind == "dict":
-        return {key: _unpacked(v, arrays, place) for key, v in inner.items()}
-    made = [_unpacked(v, arrays, place) for v in inner]
-    return tuple(made) if kind == "tuple" else made

@@ -352,34 +352,6 @@ def _crash(*_, **__):
     raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("strategy", ["direct", "herta"])  # on Q, or on the true model
-@pytest.mark.parametrize("optimizer", ["cg", "gd", "momentum", "adam", "lbfgs"])
-def test_every_optimizer_resumes_within_its_loops(tmp_path, optimizer, strategy):
-    from herta_gpu.plumbing.checkpoint import Checkpoint
-
-    data = load("synthetic:n=400,m=2000,d=12,c=3")
-    arguments = (data.graph, data.X, data.y, data.split["train"])
-    model = HERTA(
-        lam=5.0, loss="ce", ridge=0.1, strategy=strategy, optimizer=optimizer, max_iter=6, tol=1e-9
-    )
-    W = model.fit(*arguments).W_
-    assert len(model.warm_history_ or model.history_) > 5
-    for at in (2, 4):
-
-        def crash(entry: dict, at: int = at) -> None:
-            if entry["step"] == at:
-                raise KeyboardInterrupt
-
-        folder, seen = tmp_path / str(at), []
-        with pytest.raises(KeyboardInterrupt):
-            model.fit(*arguments, callback=crash, checkpoint=Checkpoint(folder, share=1.0))
-        again = model.fit(*arguments, callback=seen.append, checkpoint=Checkpoint(folder))
-        assert (again.W_ == W).all()
-        # Steps on stored rows cost next to nothing and are taken again; the rows are not.
-        anew = strategy == "direct" and optimizer in ("cg", "lbfgs")
-        assert seen[0]["step"] == (0 if anew else at)
-
-
 def test_a_damaged_checkpoint_is_made_again(tmp_path):
     from herta_gpu.plumbing.checkpoint import Checkpoint
 

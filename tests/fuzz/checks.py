@@ -198,10 +198,10 @@ def resume(problem: Problem, found: Outcome) -> HERTA | None:
     assert later is not None
     with tempfile.TemporaryDirectory() as folder:
         with suppress(Crash):
-            fit(problem, callback=crash, checkpoint=Checkpoint(folder, worth=0.0, share=1.0))
+            fit(problem, callback=crash, checkpoint=Checkpoint(folder, worth=0.0))
         harmless = problem.change in ("nothing", "max_iter")
         try:
-            model = fit(later, checkpoint=Checkpoint(folder, worth=0.0, share=1.0))
+            model = fit(later, checkpoint=Checkpoint(folder, worth=0.0))
         except (ValueError, RuntimeError) as error:
             found.status = "refused"
             if harmless:

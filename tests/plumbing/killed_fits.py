@@ -31,12 +31,11 @@ def killed(folder: Path, data: dict, at: int = 3, warm: bool = True, **params) -
 
     with pytest.raises(KeyboardInterrupt):
         fit(folder, data, stop, **params)
-    assert (folder / "step.npz").is_file()
     assert list(folder.glob("Q*.npz"))
 
 
 def fit(folder: Path, data: dict, callback=None, **params) -> HERTA:
-    checkpoint = Checkpoint(folder, worth=0.0, share=1.0)
+    checkpoint = Checkpoint(folder, worth=0.0)
     return HERTA(**{**PARAMS, **params}).fit(**data, callback=callback, checkpoint=checkpoint)
 
 

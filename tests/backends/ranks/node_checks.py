@@ -260,20 +260,17 @@ def check_checkpoints_of_parts() -> None:
     slow = {"strategy": "herta", "loss": "ce", "ridge": 0.1, "precondition": False, "tol": 1e-3}
     for params in ({"lam": 5.0, "memory_budget": "1GB"}, {"lam": 2.0, "max_iter": 40, **slow}):
         folder, model = shared_folder(), HERTA(**params)
-        state = Checkpoint(folder, worth=0.0, share=1.0)
+        state = Checkpoint(folder, worth=0.0)
         given = (part, X[at], y[at], mask[at])
         exact = HERTA(**params).fit(*given)
         with patch.object(Diffusion, "_block", fatal):
             said = raises(OSError, lambda: model.fit(*given, callback=stop, checkpoint=state))  # noqa: B023
         assert "the disk is full" in said
-        told: list[dict[str, Any]] = []
-        model.fit(*given, callback=told.append, checkpoint=Checkpoint(folder))
+        model.fit(*given, checkpoint=Checkpoint(folder))
         assert (model.W_ == exact.W_).all()
         assert model.certificate_ == exact.certificate_
         assert len(model.history_) == len(exact.history_)
         if "loss" in params:
-            # A rank that waited for others when one failed has left the fifth step unwritten.
-            assert told[0]["step"] in (4, 5)
             _other_ranks(folder, params, exact)
         other = HERTA(**{**params, "lam": 3.0})
         assert "lam" in raises(ValueError, lambda: other.fit(*given, checkpoint=state))  # noqa: B023
@@ -286,7 +283,7 @@ def check_checkpoints_of_parts() -> None:
 
 
 def _other_ranks(folder: Path, params: dict[str, Any], exact: HERTA) -> None:
-    """Other ranks with other rows go on from the same weights and history."""
+    """Other ranks with other rows do not read what these have left, and find the same."""
     if SIZE < 3:
         return
     edges, X, y, train = data(100)
@@ -295,12 +292,7 @@ def _other_ranks(folder: Path, params: dict[str, Any], exact: HERTA) -> None:
         share = edges[:, few.rank :: few.size]
         part = Graph.from_edges(share, N, comm=few, split="nodes")
         at, mask = part.nodes, np.isin(np.arange(N), train)
-        told: list[dict[str, Any]] = []
         model = HERTA(**params)
-        model.fit(part, X[at], y[at], mask[at], callback=told.append, checkpoint=Checkpoint(folder))
-        before = told[0]["step"]  # how much was stored depends on the time that it took
-        assert before >= 4
-        kept, whole = ({r["step"]: r["loss"] for r in m.history_} for m in (model, exact))
-        assert all(kept[step] == whole[step] for step in range(before))
+        model.fit(part, X[at], y[at], mask[at], checkpoint=Checkpoint(folder))
         assert np.abs(model.W_ - exact.W_).max() < 0.1 * np.abs(exact.W_).max()
     few.Free()

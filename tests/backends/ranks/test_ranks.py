@@ -91,7 +91,7 @@ def fatal(self, J, *rest):
     return block(self, J, *rest)
 if sys.argv.pop(1) == "kill":
     Diffusion._block = fatal
-runs.Checkpoint = partial(runs.Checkpoint, worth=0.0, share=1.0)
+runs.Checkpoint = partial(runs.Checkpoint, worth=0.0)
 sys.exit(cli.main())
 """
 
