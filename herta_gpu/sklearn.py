@@ -30,8 +30,7 @@ from herta_gpu.plumbing.estimator import Estimator, not_fitted
 from herta_gpu.plumbing.validation import check_choice, node_rows
 from herta_gpu.prediction import check_probabilities
 
-_PARAMETERS = """
-    Parameters
+_PARAMETERS = """Parameters
     ----------
     graph : Graph, optional
         None: no edges.
@@ -55,6 +54,9 @@ class _NodeModel(Estimator):
     loss: str  # parameters are attributes
     class_weight: Any
 
+    def __init_subclass__(cls) -> None:
+        cls.__doc__ = (cls.__doc__ or "").replace("{parameters}", _PARAMETERS)
+
     def __init__(self, graph: Graph | None = None, X: Any = None, **params: Any) -> None:
         self.graph, self.X = graph, X
         unknown = params.keys() - HERTA._defaults().keys()
@@ -64,19 +66,14 @@ class _NodeModel(Estimator):
         for name, value in {**HERTA._defaults(), **params}.items():
             setattr(self, name, value)
 
-    @classmethod
-    def _defaults(cls) -> dict[str, Any]:
-        return {"graph": None, "X": None, **HERTA._defaults()}
-
     def __repr__(self) -> str:
         model = repr(HERTA(**self._model_params())).removeprefix("HERTA(").removesuffix(")")
-        held = [] if self.graph is None else [repr(self.graph)]
-        held += [] if self.X is None else [f"X {' x '.join(map(str, np.shape(self.X)))}"]
-        return f"{type(self).__name__}({', '.join([*held, *([model] if model else [])])})"
+        graph = "" if self.graph is None else repr(self.graph)
+        X = "" if self.X is None else f"X {' x '.join(map(str, np.shape(self.X)))}"
+        return f"{type(self).__name__}({', '.join(filter(None, (graph, X, model)))})"
 
     def __sklearn_clone__(self) -> Self:
-        params = copy.deepcopy(self._model_params())
-        return type(self)(self.graph, self.X, **params)  # neither is copied
+        return type(self)(self.graph, self.X, **copy.deepcopy(self._model_params()))
 
     def __sklearn_is_fitted__(self) -> bool:
         return hasattr(self, "model_")
@@ -84,45 +81,11 @@ class _NodeModel(Estimator):
     def _model_params(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in HERTA._defaults()}
 
-    def _fit(self, samples: Any, y: Any, sample_weight: Any, **changed: Any) -> None:
-        """Train on rows of features, or on nodes, with some parameters `changed`."""
-        model = HERTA(**{**self._model_params(), **changed})
-        graph, X, rows = self._placed(samples)
-        weight = None
-        if sample_weight is not None:
-            from sklearn.utils.validation import _check_sample_weight
-
-            weight = _check_sample_weight(sample_weight, y)
-        y, rows, weight = _each_node_once(y, rows, weight)
-        rows = node_rows(rows, graph.num_nodes, "samples")
-        target = np.full((graph.num_nodes, *y.shape[1:]), -1, dtype=y.dtype)
-        target[rows] = y
-        extra = {}
-        if weight is not None:
-            extra["sample_weight"] = np.zeros(graph.num_nodes)
-            extra["sample_weight"][rows] = weight
-        self.model_ = model.fit(graph, X, target, rows, **extra)
-        self.n_iter_ = max(1, len(self.model_.history_) - 1)
-        if self.X is not None:
-            self.n_features_in_ = self.model_.n_features_in_
-
-    def _checked(self, samples: Any, y: Any, **how: Any) -> tuple[Any, Any]:
+    def _check(self, samples: Any, y: Any, **how: Any) -> tuple[Any, Any]:
         """Samples and targets, by scikit-learn's own checks where samples are rows of features."""
         from sklearn.utils import check_consistent_length
         from sklearn.utils.validation import check_array, validate_data
 
-        self._check_holding()
-        if y is None:
-            name = type(self).__name__
-            raise ValueError(f"{name} requires y to be passed, but the target y is None.")
-        if self.X is None:
-            found = validate_data(self, samples, y, accept_sparse="csr", **how)
-            return found[0], found[1]
-        check_consistent_length(samples, y)
-        return samples, check_array(y, ensure_2d=False, dtype=None, input_name="y")
-
-    def _check_holding(self) -> None:
-        """A graph comes with the features of its nodes."""
         if self.graph is not None:
             check_graph(self.graph)
             if self.X is None:
@@ -130,13 +93,42 @@ class _NodeModel(Estimator):
                     "There is a graph but no X: give the features of all nodes to the constructor, "
                     "and node ids to fit."
                 )
-
-    def _placed(self, samples: Any) -> tuple[Graph, Any, Any]:
-        """(graph, features of its nodes, the nodes that the samples are)."""
+        if y is None:
+            name = type(self).__name__
+            raise ValueError(f"{name} requires y to be passed, but the target y is None.")
         if self.X is None:
-            n = samples.shape[0]
-            return _without_edges(n), samples, np.arange(n)
-        graph = _without_edges(np.shape(self.X)[0]) if self.graph is None else self.graph
+            samples, y = validate_data(self, samples, y, accept_sparse="csr", **how)
+            return samples, y
+        check_consistent_length(samples, y)
+        return samples, check_array(y, ensure_2d=False, dtype=None, input_name="y")
+
+    def _fit(self, samples: Any, y: Any, sample_weight: Any, **changed: Any) -> Self:
+        """Train on rows of features, or on nodes, with some parameters `changed`."""
+        from sklearn.utils.validation import _check_sample_weight
+
+        graph, X, rows = self._locate(samples)
+        n, weight = graph.num_nodes, sample_weight
+        weight = None if weight is None else _check_sample_weight(weight, y)
+        y, rows, weight = _each_node_once(y, rows, weight)
+        rows = node_rows(rows, n, "samples")
+        target = np.full((n, *y.shape[1:]), -1, dtype=y.dtype)
+        target[rows] = y
+        if weight is not None:
+            weight = np.bincount(rows, weight, minlength=n)
+        model = HERTA(**{**self._model_params(), **changed})
+        self.model_ = model.fit(graph, X, target, rows, sample_weight=weight)
+        self.n_iter_ = max(1, len(self.model_.history_) - 1)
+        if self.X is not None:
+            self.n_features_in_ = self.model_.n_features_in_
+        return self
+
+    def _locate(self, samples: Any) -> tuple[Graph, Any, Any]:
+        """(graph, features of its nodes, the nodes that the samples are)."""
+        X = samples if self.X is None else self.X
+        n, no_edges = np.shape(X)[0], np.zeros((2, 0), dtype=np.int64)
+        graph = Graph.from_edges(no_edges, n) if self.graph is None else self.graph
+        if self.X is None:
+            return graph, X, np.arange(n)
         nodes = np.asarray(samples)
         nodes = nodes[:, 0] if nodes.ndim == 2 and nodes.shape[1] == 1 else nodes
         if nodes.ndim != 1 or nodes.dtype.kind not in "iu":
@@ -144,7 +136,7 @@ class _NodeModel(Estimator):
                 "Samples must be node ids, one whole number each, as graph and X were given to "
                 f"the constructor, but they are {nodes.dtype} of shape {nodes.shape}."
             )
-        return graph, self.X, nodes
+        return graph, X, nodes
 
     def _outputs(self, method: str, samples: Any) -> Any:
         if not hasattr(self, "model_"):
@@ -153,10 +145,24 @@ class _NodeModel(Estimator):
             from sklearn.utils.validation import validate_data
 
             samples = validate_data(self, samples, accept_sparse="csr", reset=False)
-        graph, X, nodes = self._placed(samples)
+        graph, X, nodes = self._locate(samples)
         # Each node once: a 0 or 1 for every node would be taken for a mask.
         rows, at = np.unique(nodes, return_inverse=True)
         return getattr(self.model_, method)(graph, X, rows)[at]
+
+    def score(self, X: Any, y: Any, sample_weight: Any = None) -> float:
+        """Accuracy of a classifier; R^2 of a regressor, the mean over the outputs."""
+        from sklearn.metrics import accuracy_score, r2_score
+
+        measure = accuracy_score if hasattr(self, "classes_") else r2_score
+        return float(measure(y, self.predict(X), sample_weight=sample_weight))  # type: ignore[attr-defined]
+
+
+# scikit-learn and people look for the parameters of `HERTA` in the signature.
+_own, _of_model = (inspect.signature(kind).parameters for kind in (_NodeModel.__init__, HERTA))
+_NodeModel.__init__.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+    [_own["self"], _own["graph"], _own["X"], *_of_model.values()]
+)
 
 
 class NodeClassifier(_NodeModel):
@@ -189,7 +195,7 @@ class NodeClassifier(_NodeModel):
         from sklearn.utils.multiclass import check_classification_targets, type_of_target
         from sklearn.utils.validation import column_or_1d
 
-        samples, y = self._checked(X, y)
+        samples, y = self._check(X, y)
         y = column_or_1d(y, warn=True)
         check_classification_targets(y)
         if type_of_target(y) == "continuous":
@@ -198,13 +204,13 @@ class NodeClassifier(_NodeModel):
         by_class = self.class_weight
         if isinstance(by_class, Mapping):  # the model knows classes by their numbers
             by_class = {k: by_class.get(name, 1.0) for k, name in enumerate(self.classes_.tolist())}
-        self._fit(samples, codes.astype(np.int64), sample_weight, class_weight=by_class)
-        return self
+        codes = codes.astype(np.int64)
+        return self._fit(samples, codes, sample_weight, class_weight=by_class)
 
     def predict(self, X: Any) -> Any:
         """The class of each sample."""
-        found = self._outputs("predict", X)
-        return self.classes_[found]
+        codes = self._outputs("predict", X)
+        return self.classes_[codes]
 
     def decision_function(self, X: Any) -> Any:
         """Scores (n_samples, c); of two classes (n_samples,), positive for the second one."""
@@ -222,12 +228,6 @@ class NodeClassifier(_NodeModel):
             return self._outputs("predict_proba", X)
 
         return predict_proba
-
-    def score(self, X: Any, y: Any, sample_weight: Any = None) -> float:
-        """Accuracy."""
-        from sklearn.metrics import accuracy_score
-
-        return float(accuracy_score(y, self.predict(X), sample_weight=sample_weight))
 
 
 class NodeRegressor(_NodeModel):
@@ -253,23 +253,12 @@ class NodeRegressor(_NodeModel):
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Self:
         """Train on the nodes X (or, without a graph, on these rows of features)."""
         check_choice("loss", self.loss, ("mse",))
-        samples, y = self._checked(X, y, multi_output=True, y_numeric=True)
-        self._fit(samples, np.asarray(y, dtype=np.float64), sample_weight)
-        return self
+        samples, y = self._check(X, y, multi_output=True, y_numeric=True)
+        return self._fit(samples, np.asarray(y, dtype=np.float64), sample_weight)
 
     def predict(self, X: Any) -> Any:
         """The output of each sample, shaped as y was."""
         return self._outputs("predict", X)
-
-    def score(self, X: Any, y: Any, sample_weight: Any = None) -> float:
-        """R^2, the mean over the outputs."""
-        from sklearn.metrics import r2_score
-
-        return float(r2_score(y, self.predict(X), sample_weight=sample_weight))
-
-
-def _without_edges(n: int) -> Graph:
-    return Graph.from_edges(np.zeros((2, 0), dtype=np.int64), n)
 
 
 def _each_node_once(y: Any, rows: Any, weight: Any) -> tuple[Any, Any, Any]:
@@ -281,24 +270,3 @@ def _each_node_once(y: Any, rows: Any, weight: Any) -> tuple[Any, Any, Any]:
         raise ValueError("A node is given twice, with different targets: give one of them.")
     total = np.bincount(times, np.ones(rows.shape[0]) if weight is None else weight)
     return y[first], nodes, total
-
-
-def _with_signature(kind: type[_NodeModel]) -> None:
-    """The parameters of `HERTA` in signature and help: scikit-learn and people look for them."""
-    (self, *_), model = _parameters(kind), _parameters(HERTA)[1:]
-    own = [inspect.Parameter(n, self.kind, default=None) for n in ("graph", "X")]
-
-    def __init__(self: Any, graph: Any = None, X: Any = None, **params: Any) -> None:  # noqa: N807
-        _NodeModel.__init__(self, graph, X, **params)
-
-    __init__.__signature__ = inspect.Signature([self, *own, *model])  # type: ignore[attr-defined]
-    kind.__init__ = __init__  # type: ignore[method-assign]
-    kind.__doc__ = (kind.__doc__ or "").replace("{parameters}", _PARAMETERS.strip())
-
-
-def _parameters(kind: type) -> list[inspect.Parameter]:
-    return list(inspect.signature(kind.__init__).parameters.values())  # type: ignore[misc]
-
-
-for _kind in (NodeClassifier, NodeRegressor):
-    _with_signature(_kind)
