@@ -377,11 +377,14 @@ def lanczos(
                 made[at[done]] = j
             if not going:
                 break
-            at, v, after = [at[i] for i in going], v[:, going], after[going]
+            kept = backend.asarray(np.array(going))
+            at, v, after = [at[i] for i in going], v[:, kept], after[kept]
         v = v / after
-        bases[at, j] = v.T
+        for place, i in enumerate(at):  # a GPU's arrays take no list as an index
+            bases[i, j] = v[:, place]
         v, errors = multiply(v, at)
-        images[at, j] = v.T
+        for place, i in enumerate(at):
+            images[i, j] = v[:, place]
         off[:, at] += errors**2
     runs = []
     for i, k in enumerate(made):

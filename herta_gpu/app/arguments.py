@@ -1,10 +1,17 @@
-"""The options of the command line `herta`, and the function that each command runs."""
+"""The options of the command line `herta`, and the function that each command runs.
+
+The options stand here as their help shows them: a flag, what follows it (words in braces are the
+only ones allowed, nothing is a switch), a colon between spaces, and the help.  A parameter of the
+estimator has the same default there and here, which its help tells in place of `{}`.
+"""
 
 from __future__ import annotations
 
 import argparse
+import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 from herta_gpu import __version__
@@ -15,14 +22,9 @@ from herta_gpu.datasets.dataset import NORMALIZATIONS
 from herta_gpu.datasets.ogb import FEATURES
 from herta_gpu.datasets.ogb_files import FROM_FILES
 from herta_gpu.herta import HERTA
-from herta_gpu.losses import LOSSES
-from herta_gpu.planning.settings import DEVICES, LABEL_FOLDS, OPTIMIZER_NAMES
+from herta_gpu.planning.settings import DEVICES, LABEL_FOLDS, LOSS_NAMES, OPTIMIZER_NAMES
 
-_DEFAULTS = HERTA._defaults()
-_NAMES = ("dataset", "run_folder", "out", "to", "resume", "data_dir", "split", "partition",
-          "memory_budget")  # fmt: skip
-
-_POSITIONAL = {"dataset": "DATASET", "run_folder": "RUN"}
+_FREE = ("command", "resume", "json", "quiet", "debug", "run", "check")  # beside --resume
 
 
 class _Parser(argparse.ArgumentParser):
@@ -35,341 +37,23 @@ class _Parser(argparse.ArgumentParser):
             file.write(message)
 
 
-def check_names(args: argparse.Namespace) -> None:
-    """Refuse an empty name, which an unset shell variable gives: it would mean this folder."""
-    for name in _NAMES:
-        if getattr(args, name, None) == "":
-            shown = _POSITIONAL.get(name, "--" + name.replace("_", "-"))
-            raise ValueError(f"{shown} is empty: give a name, or leave it out.")
+class _Split(argparse.Action):
+    """--split is that of the data or, of `train`, what several processes share out."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
+        work = values in SPLITS and hasattr(namespace, "ranks_split")
+        setattr(namespace, "ranks_split" if work else "split", values)
 
 
-def parser() -> argparse.ArgumentParser:
-    """The command line.
+class _Sets(argparse.Action):
+    """--several 0,1,20 adds a set of lam, --several alone the usual ones."""
 
-    What it parses has `run`, the function of the command, and `check`, a further check of the
-    arguments, if there is one.
-    """
-    made = _Parser(
-        prog="herta",
-        description="Train unfolded graph neural networks to a certified optimum.",
-        epilog="Datasets: digits, synthetic:arxiv, synthetic:n=1e5,m=1e6,d=64,c=10, cora, "
-        "citeseer, pubmed, ogbn-arxiv, ..., NAME for a NAME.npz in a data folder, the path of "
-        "a .npz file, or a folder with edges.csv (or .parquet), features and labels. "
-        "`herta info` lists them.",
-    )
-    made.add_argument("--version", action="version", version=f"herta_gpu {__version__}")
-    commands = made.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    _add_train(commands)
-    _add_plan(commands)
-    _add_tune(commands)
-    _add_predict(commands)
-    _add_compare(commands)
-    _add_profile(commands)
-    _add_convert(commands)
-    _add_selftest(commands)
-    _add_info(commands)
-    return made
-
-
-def _add_train(commands: Any) -> None:
-    command = commands.add_parser("train", help="train, certify and evaluate a model")
-    _add_data(command, optional=True)
-    _add_ranks(command)
-    _add_model(command)
-    _add_run(command)
-    command.add_argument("--resume", metavar="RUN", help="go on with a run that was killed")
-    command.set_defaults(run=train.run, check=lambda args: _check_resume(command, args))
-
-
-def _add_plan(commands: Any) -> None:
-    about = "memory, cost and strategy, before anything is loaded"
-    command = commands.add_parser("plan", help=about)
-    command.add_argument("dataset")
-    _add_data_dir(command)
-    _add_model(command)
-    command.add_argument(
-        "--device-memory",
-        metavar="80GB",
-        help="plan for a GPU of this size, which need not be here",
-    )
-    command.add_argument(
-        "--ranks", type=int, default=1, metavar="N", help="and for so many processes under mpirun"
-    )
-    _add_partition(command)
-    _add_output(command)
-    command.set_defaults(run=plan.run)
-
-
-def _add_tune(commands: Any) -> None:
-    about = "choose lam, ridge and loss on the validation nodes, or by leave-one-out"
-    command = commands.add_parser("tune", help=about)
-    _add_data(command)
-    command.add_argument(
-        "--lam", dest="lams", type=_numbers, default=LAMS, metavar="L,L,...",
-        help=f"default {','.join(f'{v:g}' for v in LAMS)}",
-    )  # fmt: skip
-    command.add_argument(
-        "--ridge", dest="ridges", type=_numbers, default=RIDGES, metavar="R,R,...",
-        help=f"default {','.join(f'{v:g}' for v in RIDGES)}",
-    )  # fmt: skip
-    command.add_argument(
-        "--loss", dest="losses", type=_words(tuple(LOSSES)), metavar="mse,ce|bce",
-        help="default both for classes, mse for numbers and by leave-one-out, bce for several "
-        "labels of 0 or 1",
-    )  # fmt: skip
-    command.add_argument(
-        "--by", choices=("valid", "loo"), default="valid",
-        help="the validation nodes, or leave-one-out, which needs none; default valid",
-    )  # fmt: skip
-    command.add_argument(
-        "--several", nargs="?", action=_Sets, default=(), metavar="L,L,...",
-        help="try blocks of several lam, too (0 is X itself), the usual ones or these; may be "
-        "repeated",
-    )  # fmt: skip
-    _add_label_features(command, "try features of labels, too")
-    command.add_argument(
-        "--correct-and-smooth", action="store_true", help="try it after the best of the others"
-    )
-    command.add_argument("--optimizer", choices=OPTIMIZER_NAMES, help="of the final fit")
-    _add_computing(command)
-    _add_run(command)
-    command.set_defaults(run=tune.run)
-
-
-def _add_predict(commands: Any) -> None:
-    command = commands.add_parser("predict", help="apply a trained run to a dataset")
-    command.add_argument("run_folder", metavar="run", help="the folder that --out wrote")
-    command.add_argument("dataset")
-    _add_data_dir(command)
-    command.add_argument("--device", choices=("auto", "cpu", "cuda"))
-    command.add_argument(
-        "--to",
-        metavar="FILE",
-        help=".npz (with all outputs), .npy or .csv; default RUN/predictions.npz",
-    )
-    _add_overwrite(command)
-    _add_output(command)
-    command.set_defaults(run=predict.run)
-
-
-def _add_compare(commands: Any) -> None:
-    command = commands.add_parser("compare", help="do two devices or precisions agree?")
-    _add_data(command)
-    _add_model(command)
-    _add_output(command)
-    command.add_argument(
-        "--devices", type=_words(DEVICES), default=("cpu", "cuda"), metavar="A,B",
-        help="default cpu,cuda; cpu-scipy is the CPU without compiled kernels",
-    )  # fmt: skip
-    command.add_argument("--out", metavar="FILE.png", help="draw the seconds per stage")
-    _add_overwrite(command)
-    command.set_defaults(run=compare.run, check=lambda args: _check_devices(command, args))
-
-
-def _add_profile(commands: Any) -> None:
-    command = commands.add_parser("profile", help="where the time goes, with a trace to open")
-    _add_data(command)
-    _add_model(command)
-    _add_output(command)
-    command.add_argument("--out", metavar="FILE.json", help="default herta-trace.json")
-    _add_overwrite(command)
-    command.set_defaults(run=profile.run)
-
-
-def _add_convert(commands: Any) -> None:
-    about = "make memory-mappable files of what OGB's download holds"
-    command = commands.add_parser("convert", help=about)
-    command.add_argument("dataset", help=", ".join(FROM_FILES))
-    command.add_argument(
-        "--root", "--data-dir", dest="data_dir", metavar="DIR",
-        help="where OGB's folder or zip lies; default $HERTA_DATA",
-    )  # fmt: skip
-    command.add_argument(
-        "--features", choices=FEATURES, help="default float32; float16 halves the largest file"
-    )
-    _add_output(command)
-    command.set_defaults(run=convert.run)
-
-
-def _add_selftest(commands: Any) -> None:
-    about = "check a device against the CPU and time its kernels, for a report"
-    command = commands.add_parser("selftest", help=about)
-    command.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    command.add_argument("--quick", action="store_true", help="fewer checks, a small graph")
-    command.add_argument(
-        "--dataset", metavar="NAME",
-        help=f"what is timed and fitted; default {selftest.FULL.dataset}, "
-        f"or {selftest.QUICK.dataset} with --quick",
-    )  # fmt: skip
-    _add_data_dir(command)
-    command.add_argument("--out", metavar="FILE.json", help="default herta-selftest.json")
-    _add_overwrite(command)
-    _add_output(command)
-    command.set_defaults(run=selftest.run)
-
-
-def _add_info(commands: Any) -> None:
-    command = commands.add_parser("info", help="devices, versions, extras, datasets")
-    _add_data_dir(command)
-    _add_output(command)
-    command.set_defaults(run=info.run)
-
-
-def _check_devices(command: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    if args.device != command.get_default("device"):
-        command.error("compare takes --devices A,B instead of --device")
-
-
-def _check_resume(command: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Refuse other options beside --resume, which takes them from the run, and neither of both."""
-    if args.resume is None:
-        if args.dataset is None:
-            command.error("a DATASET is needed, or --resume RUN")
-        return
-    free = ("command", "resume", "json", "quiet", "debug", "run", "check")
-    flags = {action.dest: max(action.option_strings, default="DATASET", key=len)
-             for action in command._actions}  # fmt: skip
-    flags["ranks_split"] = flags["split"]
-    for name, value in vars(args).items():
-        if name not in free and value != command.get_default(name):
-            command.error(f"--resume takes everything from the run: leave out {flags[name]}")
-
-
-def _add_data(command: argparse.ArgumentParser, optional: bool = False) -> None:
-    group = command.add_argument_group("data")
-    group.add_argument(
-        "dataset",
-        nargs="?" if optional else None,
-        help="a name, the path of a .npz file, or a folder of tables; see herta --help",
-    )
-    _add_data_dir(group)
-    group.add_argument(
-        "--split", action=_Split, metavar="public|random:0.8" + "|auto|columns|nodes" * optional,
-        help="default public if there is" + "; of the work of several processes: see below"
-        * optional,
-    )  # fmt: skip
-    group.add_argument(
-        "--normalize", choices=NORMALIZATIONS, help="default row for bags of words, else none"
-    )
-    group.add_argument("--log-degree", action="store_true", help="as one more feature")
-
-
-def _add_ranks(command: argparse.ArgumentParser) -> None:
-    group = command.add_argument_group(
-        "several processes, under mpirun",
-        "--split auto|columns|nodes, beside that of the data, tells what they share out: columns, "
-        "and each has the graph, or nodes, and each has its own; auto, the default, decides by "
-        "memory and predicted seconds.",
-    )
-    _add_partition(group)
-    command.set_defaults(ranks_split="auto")
-
-
-def _add_partition(command: Any) -> None:
-    command.add_argument(
-        "--partition", default="blocks", metavar="blocks|metis|FILE",
-        help="of the nodes: ranges of ids, few cut edges (pymetis), or a .npy file with the rank "
-        "of each; default blocks",
-    )  # fmt: skip
-
-
-def _add_data_dir(command: Any) -> None:
-    command.add_argument("--data-dir", metavar="DIR", help="where to look; default $HERTA_DATA")
-
-
-def _add_model(command: argparse.ArgumentParser) -> None:
-    group = command.add_argument_group("model")
-    strength = group.add_mutually_exclusive_group()
-    strength.add_argument(
-        "--lam", type=_lam, metavar="L|L,L,...",
-        **_default("lam", "strength of the graph; several make blocks of features, 0 is X itself"),
-    )  # fmt: skip
-    strength.add_argument(
-        "--alpha", type=float, metavar="A", help="APPNP's teleport: lam = 1/alpha - 1"
-    )
-    group.add_argument("--loss", choices=tuple(LOSSES), **_default("loss"))
-    group.add_argument(
-        "--ridge", type=float, metavar="R", **_default("ridge", "adds R/2 ||W||^2 to the loss")
-    )
-    group.add_argument(
-        "--fit-intercept", action="store_true", help="a constant per output, undiffused"
-    )
-    group.add_argument("--class-weight", choices=("balanced",), help="as much of each class")
-    _add_label_features(group, "features of the labels of other folds")
-    group.add_argument(
-        "--correct-and-smooth", nargs="?", type=_two, const=(20.0, 20.0), metavar="L,L",
-        help="both steps after the fit, by the training labels; 0,L smooths only; default 20,20",
-    )  # fmt: skip
-    group.add_argument("--optimizer", choices=OPTIMIZER_NAMES, **_default("optimizer"))
-    group.add_argument(
-        "--learning-rate", type=_rate, metavar="RATE|spectral", help="default by the optimizer"
-    )
-    _add_computing(command)
-
-
-def _add_label_features(command: Any, about: str) -> None:
-    command.add_argument(
-        "--label-features", nargs="?", type=int, const=LABEL_FOLDS, default=0, metavar="FOLDS",
-        help=f"{about}; {LABEL_FOLDS} folds unless told otherwise",
-    )  # fmt: skip
-
-
-def _add_computing(command: argparse.ArgumentParser) -> None:
-    group = command.add_argument_group("computing")
-    group.add_argument(
-        "--tol", type=float, metavar="GAP", **_default("tol", "certified gap to reach")
-    )
-    group.add_argument("--max-iter", type=int, metavar="N", **_default("max_iter", "outer steps"))
-    group.add_argument(
-        "--strategy", choices=("auto", "herta", "direct"), **_default("strategy", "auto: cheapest")
-    )
-    group.add_argument(
-        "--sparsify", type=_wish, default="auto", metavar="auto|degree|mixed|yes|no|COUNT",
-        help="sample edges for the preconditioner",
-    )  # fmt: skip
-    group.add_argument(
-        "--sketch", type=_wish, default="auto", metavar="auto|yes|no|COUNT",
-        help="sample rows for the preconditioner",
-    )  # fmt: skip
-    group.add_argument(
-        "--no-precondition", dest="precondition", action="store_false", help="for comparison: slow"
-    )
-    group.add_argument(
-        "--device", choices=("auto", "cpu", "cuda"), **_default("device", "auto: cuda if usable")
-    )
-    group.add_argument(
-        "--reorder", type=_wish, metavar="auto|yes|no",
-        **_default("reorder", "store the graph by community while fitting"),
-    )  # fmt: skip
-    group.add_argument("--dtype", choices=("float32", "float64"), **_default("dtype"))
-    group.add_argument("--memory-budget", metavar="8GB", help="default 80%% of what is free")
-    group.add_argument(
-        "--seed", dest="random_state", type=int, metavar="N", **_default("random_state")
-    )
-
-
-def _default(name: str, about: str = "") -> dict[str, Any]:
-    """The default of an option, which is that of the estimator, and its help, which tells it."""
-    value = _DEFAULTS[name]
-    shown = f"{value:g}" if isinstance(value, float) else str(value)
-    return {"default": value, "help": f"{about}; default {shown}" if about else f"default {shown}"}
-
-
-def _add_run(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--out", metavar="RUN", help="a folder for the model and its report")
-    command.add_argument("--overwrite", action="store_true", help="replace the run in that folder")
-    _add_output(command)
-
-
-def _add_overwrite(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--overwrite", action="store_true", help="replace the file if it exists")
-
-
-def _add_output(command: argparse.ArgumentParser) -> None:
-    group = command.add_argument_group("output")
-    group.add_argument("--json", action="store_true", help="the result as JSON on standard output")
-    group.add_argument("--quiet", action="store_true", help="no progress on standard error")
-    group.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
+        try:
+            more = SEVERAL if values is None else (_numbers(values),)
+        except argparse.ArgumentTypeError as error:
+            raise argparse.ArgumentError(self, str(error)) from None
+        setattr(namespace, self.dest, (*getattr(namespace, self.dest), *more))
 
 
 def _numbers(text: str) -> tuple[float, ...]:
@@ -389,29 +73,6 @@ def _two(text: str) -> tuple[float, ...]:
     if len(found) != 2:
         raise argparse.ArgumentTypeError(f"{text!r} is not like 20,5: one lam for each step")
     return found
-
-
-class _Split(argparse.Action):
-    """--split is that of the data or, of `train`, what several processes share out."""
-
-    def __call__(
-        self, parser: Any, namespace: Any, values: Any, option_string: str | None = None
-    ) -> None:
-        work = values in SPLITS and hasattr(namespace, "ranks_split")
-        setattr(namespace, "ranks_split" if work else "split", values)
-
-
-class _Sets(argparse.Action):
-    """--several 0,1,20 adds a set of lam, --several alone the usual ones."""
-
-    def __call__(
-        self, parser: Any, namespace: Any, values: Any, option_string: str | None = None
-    ) -> None:
-        try:
-            more = SEVERAL if values is None else (_numbers(values),)
-        except argparse.ArgumentTypeError as error:
-            raise argparse.ArgumentError(self, str(error)) from None
-        setattr(namespace, self.dest, (*getattr(namespace, self.dest), *more))
 
 
 def _words(allowed: tuple[str, ...]) -> Callable[[str], tuple[str, ...]]:
@@ -438,3 +99,286 @@ def _rate(text: str) -> float | str:
         return text if text == "spectral" else float(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f'{text!r} is neither a number nor "spectral"') from None
+
+
+def _listed(numbers: Iterable[float]) -> str:
+    return ",".join(f"{v:g}" for v in numbers)
+
+
+def _one_of(words: Iterable[str]) -> str:
+    return "{" + ",".join(words) + "}"
+
+
+_DATA_DIR = "--data-dir DIR : where to look; default $HERTA_DATA"
+_DATA = f"""
+dataset : a name, the path of a .npz file, or a folder of tables; see herta --help
+{_DATA_DIR}
+--split public|random:0.8 : default public if there is
+--normalize {_one_of(NORMALIZATIONS)} : default row for bags of words, else none
+--log-degree : as one more feature
+"""
+_PARTITION = """
+--partition blocks|metis|FILE : of the nodes: ranges of ids, few cut edges (pymetis), or a .npy file
+    with the rank of each; default blocks
+"""
+_LABEL_FEATURES = f"--label-features FOLDS : %s; {LABEL_FOLDS} folds unless told otherwise"
+_GROUPS = {
+    "data": _DATA,
+    "model": f"""
+--lam L|L,L,... : strength of the graph; several make blocks of features, 0 is X itself; {{}}
+--alpha A : APPNP's teleport: lam = 1/alpha - 1
+--loss {_one_of(LOSS_NAMES)} : {{}}
+--ridge R : adds R/2 ||W||^2 to the loss; {{}}
+--fit-intercept : a constant per output, undiffused
+--class-weight {{balanced}} : as much of each class
+{_LABEL_FEATURES % "features of the labels of other folds"}
+--correct-and-smooth L,L : both steps after the fit, by the training labels; 0,L smooths only;
+    default 20,20
+--optimizer {_one_of(OPTIMIZER_NAMES)} : {{}}
+--learning-rate RATE|spectral : default by the optimizer
+""",
+    "computing": """
+--tol GAP : certified gap to reach; {}
+--max-iter N : outer steps; {}
+--strategy {auto,herta,direct} : auto: cheapest; {}
+--sparsify auto|degree|mixed|yes|no|COUNT : sample edges for the preconditioner
+--sketch auto|yes|no|COUNT : sample rows for the preconditioner
+--no-precondition : for comparison: slow
+--device {auto,cpu,cuda} : auto: cuda if usable; {}
+--reorder auto|yes|no : store the graph by community while fitting; {}
+--dtype {float32,float64} : {}
+--memory-budget 8GB : default 80%% of what is free
+--seed N : {}
+""",
+    "several processes, under mpirun": f"""
+--split auto|columns|nodes, beside that of the data, tells what they share out: columns, and each
+    has the graph, or nodes, and each has its own; auto, the default, decides by memory and
+    predicted seconds.
+{_PARTITION}""",
+    "output": """
+--json : the result as JSON on standard output
+--quiet : no progress on standard error
+--debug : show the traceback of an error
+""",
+}
+_RUN = """
+--out RUN : a folder for the model and its report
+--overwrite : replace the run in that folder
+"""
+_OVERWRITE = "--overwrite : replace the file if it exists"
+# The function of each command, and what it takes after its help: options, or [a group] of them.
+_COMMANDS: dict[str, tuple[Any, str]] = {
+    "train": (
+        train.run,
+        f"""train, certify and evaluate a model
+[data]
+[several processes, under mpirun]
+[model]
+[computing]
+{_RUN}
+--resume RUN : go on with a run that was killed""",
+    ),
+    "plan": (
+        plan.run,
+        f"""memory, cost and strategy, before anything is loaded
+dataset :
+{_DATA_DIR}
+[model]
+[computing]
+--device-memory 80GB : plan for a GPU of this size, which need not be here
+--ranks N : and for so many processes under mpirun
+{_PARTITION}""",
+    ),
+    "tune": (
+        tune.run,
+        f"""choose lam, ridge and loss on the validation nodes, or by leave-one-out
+[data]
+--lam L,L,... : default {_listed(LAMS)}
+--ridge R,R,... : default {_listed(RIDGES)}
+--loss mse,ce|bce : default both for classes, mse for numbers and by leave-one-out, bce for several
+    labels of 0 or 1
+--by {{valid,loo}} : the validation nodes, or leave-one-out, which needs none; default valid
+--several L,L,... : try blocks of several lam, too (0 is X itself), the usual ones or these; may be
+    repeated
+{_LABEL_FEATURES % "try features of labels, too"}
+--correct-and-smooth : try it after the best of the others
+--optimizer {_one_of(OPTIMIZER_NAMES)} : of the final fit
+[computing]
+{_RUN}""",
+    ),
+    "predict": (
+        predict.run,
+        f"""apply a trained run to a dataset
+run_folder : the folder that --out wrote
+dataset :
+{_DATA_DIR}
+--device {{auto,cpu,cuda}} :
+--to FILE : .npz (with all outputs), .npy or .csv; default RUN/predictions.npz
+{_OVERWRITE}""",
+    ),
+    "compare": (
+        compare.run,
+        f"""do two devices or precisions agree?
+[data]
+[model]
+[computing]
+--devices A,B : default cpu,cuda; cpu-scipy is the CPU without compiled kernels
+--out FILE.png : draw the seconds per stage
+{_OVERWRITE}""",
+    ),
+    "profile": (
+        profile.run,
+        f"""where the time goes, with a trace to open
+[data]
+[model]
+[computing]
+--out FILE.json : default herta-trace.json
+{_OVERWRITE}""",
+    ),
+    "convert": (
+        convert.run,
+        f"""make memory-mappable files of what OGB's download holds
+dataset : {", ".join(FROM_FILES)}
+--root --data-dir DIR : where OGB's folder or zip lies; default $HERTA_DATA
+--features {_one_of(FEATURES)} : default float32; float16 halves the largest file""",
+    ),
+    "selftest": (
+        selftest.run,
+        f"""check a device against the CPU and time its kernels, for a report
+--device {{auto,cpu,cuda}} :
+--quick : fewer checks, a small graph
+--dataset NAME : what is timed and fitted; default {selftest.FULL.dataset}, or
+    {selftest.QUICK.dataset} with --quick
+{_DATA_DIR}
+--out FILE.json : default herta-selftest.json
+{_OVERWRITE}""",
+    ),
+    "info": (info.run, f"devices, versions, extras, datasets\n{_DATA_DIR}"),
+}
+# What argparse has to know beyond the text, by flag, or by command and flag.
+_MORE: dict[str, dict[str, Any]] = {
+    "--split": {"action": _Split},
+    "--partition": {"default": "blocks"},
+    "--lam": {"type": _lam},
+    "--alpha": {"type": float},
+    "--label-features": {"nargs": "?", "type": int, "const": LABEL_FOLDS, "default": 0},
+    "--correct-and-smooth": {"nargs": "?", "type": _two, "const": (20.0, 20.0)},
+    "--learning-rate": {"type": _rate},
+    "--sparsify": {"type": _wish, "default": "auto"},
+    "--sketch": {"type": _wish, "default": "auto"},
+    "--reorder": {"type": _wish},
+    "--no-precondition": {"dest": "precondition", "action": "store_false"},
+    "--seed": {"dest": "random_state"},
+    "--ranks": {"type": int, "default": 1},
+    "--devices": {"type": _words(DEVICES), "default": ("cpu", "cuda")},
+    "train dataset": {"nargs": "?"},
+    "train --split": {
+        "action": _Split,
+        "metavar": "public|random:0.8|auto|columns|nodes",
+        "help": "default public if there is; of the work of several processes: see below",
+    },
+    "tune --lam": {"dest": "lams", "type": _numbers, "default": LAMS},
+    "tune --ridge": {"dest": "ridges", "type": _numbers, "default": RIDGES},
+    "tune --loss": {"dest": "losses", "type": _words(LOSS_NAMES)},
+    "tune --by": {"default": "valid"},
+    "tune --several": {"nargs": "?", "action": _Sets, "default": ()},
+    "tune --correct-and-smooth": {"action": "store_true"},
+    "predict run_folder": {"metavar": "run"},
+    "convert --root": {"dest": "data_dir"},
+    "selftest --device": {"default": "auto"},
+}
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line.
+
+    What it parses has `run`, the function of the command, and `check`, a further check of the
+    arguments, if there is one.
+    """
+    made = _Parser(
+        prog="herta",
+        description="Train unfolded graph neural networks to a certified optimum.",
+        epilog="Datasets: digits, synthetic:arxiv, synthetic:n=1e5,m=1e6,d=64,c=10, cora, "
+        "citeseer, pubmed, ogbn-arxiv, ..., NAME for a NAME.npz in a data folder, the path of "
+        "a .npz file, or a folder with edges.csv (or .parquet), features and labels. "
+        "`herta info` lists them.",
+    )
+    made.add_argument("--version", action="version", version=f"herta_gpu {__version__}")
+    commands = made.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, (run, text) in _COMMANDS.items():
+        about, *entries = _entries(text)
+        command = commands.add_parser(name, help=about)
+        for entry in (*entries, "[output]"):
+            if entry.startswith("["):
+                _add_group(command, name, entry[1:-1])
+            else:
+                _add(command, name, entry)
+        command.set_defaults(run=run)
+    of_train, of_compare = commands.choices["train"], commands.choices["compare"]
+    of_train.set_defaults(ranks_split="auto", check=partial(_check_resume, of_train))
+    of_compare.set_defaults(check=partial(_check_devices, of_compare))
+    return made
+
+
+def _entries(text: str) -> list[str]:
+    """The entries of a text; what is indented belongs to the line above it."""
+    return [" ".join(entry.split()) for entry in re.split(r"\n+(?=\S)", text.strip())]
+
+
+def _add_group(command: Any, name: str, title: str) -> None:
+    """Add a group of options; its first entry may be a sentence about all of them."""
+    entries = _entries(_GROUPS[title])
+    about = entries.pop(0) if " : " not in entries[0] else None
+    group = command.add_argument_group(title, about)
+    one_of_two = group.add_mutually_exclusive_group() if title == "model" else group
+    for entry in entries:
+        _add(one_of_two if entry.startswith(("--lam", "--alpha")) else group, name, entry)
+
+
+def _add(place: Any, command: str, entry: str) -> None:
+    """Add the option that an entry describes, to a command or to a group of its options."""
+    left, _, about = entry.partition(" :")
+    words = left.split()
+    flags = [word for word in words if word.startswith("--")] or words[:1]
+    more: dict[str, Any] = {"help": about.strip() or None}
+    if words[-1].startswith("{"):
+        more["choices"] = tuple(words[-1][1:-1].split(","))
+    elif len(words) > len(flags):
+        more["metavar"] = words[-1]
+    elif flags[0].startswith("--"):
+        more["action"] = "store_true"
+    more |= _MORE.get(f"{command} {flags[0]}") or _MORE.get(flags[0], {})
+    if "{}" in about:
+        name = more.setdefault("dest", flags[0][2:].replace("-", "_"))
+        value = more["default"] = HERTA._defaults()[name]
+        shown = f"default {value:g}" if isinstance(value, float) else f"default {value}"
+        more = {"type": type(value), **more, "help": about.strip().format(shown)}
+    place.add_argument(*flags, **more)
+
+
+def check_names(args: argparse.Namespace) -> None:
+    """Refuse an empty name, which an unset shell variable gives: it would mean this folder."""
+    for name in ("dataset", "run_folder", "out", "to", "resume", "data_dir", "split", "partition",
+                 "memory_budget"):  # fmt: skip
+        if getattr(args, name, None) == "":
+            shown = {"dataset": "DATASET", "run_folder": "RUN"}.get(name)
+            shown = shown or "--" + name.replace("_", "-")
+            raise ValueError(f"{shown} is empty: give a name, or leave it out.")
+
+
+def _check_devices(command: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    if args.device != command.get_default("device"):
+        command.error("compare takes --devices A,B instead of --device")
+
+
+def _check_resume(command: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Refuse other options beside --resume, which takes them from the run, and neither of both."""
+    if args.resume is None:
+        if args.dataset is None:
+            command.error("a DATASET is needed, or --resume RUN")
+        return
+    flags = {a.dest: max(a.option_strings, default="DATASET", key=len) for a in command._actions}
+    flags["ranks_split"] = flags["split"]
+    for name, value in vars(args).items():
+        if name not in _FREE and value != command.get_default(name):
+            command.error(f"--resume takes everything from the run: leave out {flags[name]}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,15 +39,46 @@ def make_smoother(args: argparse.Namespace) -> CorrectAndSmooth | None:
     return made
 
 
+@dataclass(frozen=True)
+class Source:
+    """Where the data come from, and how they are prepared for training."""
+
+    dataset: str
+    data_dir: str | None
+    split: str | None
+    normalize: str | None
+    log_degree: bool
+    random_state: int
+
+    @classmethod
+    def of(cls, about: dict[str, Any]) -> Source:
+        """That of the options of a command, or of the configuration of a run."""
+        return cls(**{name: about[name] for name in cls.__dataclass_fields__})
+
+    def load(
+        self, stages: Stages | None = None, share: Callable[[Dataset], Dataset] | None = None
+    ) -> Dataset:
+        """The dataset with a split and with the features as they will be used.
+
+        `share` makes of the whole dataset what this process works on.
+        """
+        name, seed = self.dataset, self.random_state
+        data = datasets.load(name, self.data_dir, random_state=seed, stages=stages)
+        if data.y is None:
+            raise ValueError(f"{name} has no labels to train on.")
+        data, normalize = data.with_split(self.split, seed), self.normalize
+        if share is not None and data.X is not None:
+            normalize = data.normalization(normalize)  # the features of all nodes decide
+            data = share(data)
+        return with_features(data, normalize, self.log_degree)
+
+
 def load_for(args: argparse.Namespace, stages: Stages) -> Dataset:
     """The dataset that the options describe, ready to train on."""
     tell_of_compilation(stages)
     with stages("load"):
         datasets.check_budget(args.dataset, args.data_dir, args.memory_budget)
-        return prepared(
-            args.dataset, args.data_dir, args.random_state, args.split, args.normalize,
-            args.log_degree, stages,
-        )  # fmt: skip
+        return Source.of(vars(args)).load(stages)
 
 
 def tell_of_compilation(stages: Stages) -> None:
@@ -55,30 +87,6 @@ def tell_of_compilation(stages: Stages) -> None:
     elsewhere = "NUMBA_CACHE_DIR" in os.environ or not os.access(folder, os.W_OK)
     if backends.compiled_kernels() and not elsewhere and not any(folder.glob("laplacian*.nbi")):
         stages.note("The first run compiles the CPU kernels: up to a minute, once.", stays=True)
-
-
-def prepared(
-    name: str,
-    data_dir: str | None,
-    random_state: int,
-    split: str | None,
-    normalize: str | None,
-    log_degree: bool,
-    stages: Stages | None = None,
-    share: Callable[[Dataset], Dataset] | None = None,
-) -> Dataset:
-    """A dataset with a split and with the features as they will be used.
-
-    `share` makes of the whole dataset what this process works on.
-    """
-    data = datasets.load(name, data_dir, random_state=random_state, stages=stages)
-    if data.y is None:
-        raise ValueError(f"{name} has no labels to train on.")
-    data = data.with_split(split, random_state)
-    if share is not None and data.X is not None:
-        normalize = data.normalization(normalize)  # the features of all nodes decide
-        data = share(data)
-    return with_features(data, normalize, log_degree)
 
 
 def with_features(data: Dataset, normalize: str | None, log_degree: bool) -> Dataset:
@@ -103,11 +111,9 @@ def fit(
 
     A `smoother` corrects and smooths the outputs by the labels of the training nodes.
     """
-    model.fit(
-        data.graph, data.X, data.y, data.split["train"], callback, checkpoint, stages,
-        evaluated(data.split),
-    )  # fmt: skip
+    train, nodes = data.split["train"], evaluated(data.split)
+    model.fit(data.graph, data.X, data.y, train, callback, checkpoint, stages, nodes)
     if smoother is not None:
         with stages("correct, smooth"):
-            smoother.fit(data.graph, model, data.y, data.split["train"], X=data.X)
+            smoother.fit(data.graph, model, data.y, train, X=data.X)
     return FitResult.from_fit(model, data, stages, smoother)

@@ -1,21 +1,45 @@
-"""The report: one page about a fitted model, with a picture of its convergence inside."""
+"""The report: one self-contained HTML page about a fitted model, with its pictures inside."""
 
 from __future__ import annotations
 
+import base64
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from html import escape
+from itertools import cycle
 from pathlib import Path
-from typing import Any
 
-from herta_gpu.app.page import Page
-from herta_gpu.app.pictures import draw_convergence, draw_path
+from herta_gpu.app.pictures import COLOURS, draw_convergence, draw_path
 from herta_gpu.app.results import Candidate, FitResult, candidate_rows
 from herta_gpu.app.runs import check_new_file, environment
 from herta_gpu.app.text import NOTHING, Rows, bytes_text, counted
 from herta_gpu.datasets import Dataset
 from herta_gpu.herta import HERTA
 from herta_gpu.plumbing.files import new_file
+
+_LONG = 20  # rows: a longer table opens on a click
+_STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; color: #222; max-width: 60rem; margin: 2rem auto;
+       padding: 0 1rem; }
+h1 { font-size: 1.6rem; margin-bottom: 0; } h2 { font-size: 1.1rem; margin-top: 2rem; }
+.wide { overflow-x: auto; } table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
+th, td { text-align: left; padding: .2rem 1.2rem .2rem 0; border-bottom: 1px solid #e4e4e4;
+       vertical-align: top; } td:first-child { white-space: nowrap; color: #555; }
+th { color: #555; font-weight: 600; } td.n, th.n { text-align: right; white-space: nowrap; }
+.lead, footer { color: #555; margin-top: .2rem; } img { max-width: 100%; }
+.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(8rem, 1fr)); gap: .8rem;
+       margin-top: 1.2rem; }
+.tile { background: #f4f6f9; border-radius: 6px; padding: .6rem .9rem; }
+.tile b { display: block; font-size: 1.5rem; font-weight: 600; } .tile span { color: #555; }
+.lane { display: flex; height: 1.8rem; width: 100%; border-radius: 4px; overflow: hidden; }
+.lane div { height: 100%; } .key { margin-right: 1.2rem; white-space: nowrap; }
+.key i { display: inline-block; width: .8rem; height: .8rem; margin-right: .35rem; }
+table.ranks { width: 100%; } td.bar { width: 60%; vertical-align: middle; }
+td.bar .lane { height: 1.1rem; }
+.note { background: #fff6dd; padding: .6rem .9rem; border-left: 4px solid #e0b030; }
+summary { cursor: pointer; color: #1f5fa8; } footer { margin-top: 3rem; font-size: .85rem; }
+"""
 
 
 def report(
@@ -84,79 +108,66 @@ def write_report(
     repeat: str = "",
 ) -> None:
     """Write the page, and the picture beside it, over what may be there."""
-    drawn = _convergence(model)
+    history = model.warm_history_ + model.history_
+    drawn = _draw(lambda: draw_convergence(history, model.tol, model.certificate_.gap), told=True)
     if picture is not None and drawn is not None:
-        _write(Path(picture), drawn)
-    path_drawn = None if candidates is None else _path(candidates, result.metric)
-    page = fit_page(model, result, drawn, candidates, repeat, path_drawn)
-    _write(Path(path), page.html().encode("utf-8"))
+        with new_file(Path(picture)) as temporary:
+            temporary.write_bytes(drawn)
+    with new_file(Path(path)) as temporary:
+        temporary.write_text(_page(model, result, drawn, candidates, repeat), encoding="utf-8")
 
 
-def fit_page(
-    model: HERTA,
-    result: FitResult,
-    picture: bytes | None = None,
-    candidates: Sequence[Candidate] | None = None,
-    repeat: str = "",
-    path: bytes | None = None,
-) -> Page:
-    """The page about a fitted model and its result."""
-    history = model.warm_history_ + model.history_
-    memory = [(k, bytes_text(v)) for k, v in model.plan_.memory.items()]
-    sections: list[tuple[str, Rows]] = [
-        ("Result", [("", ""), *result.rows()]),
-        ("Plan", [("", "decision", "why"), *model.plan_.decisions, *model.changes_]),
-        ("Memory planned", [("for", "size"), *memory]),
-        ("Steps", _step_rows(history)),
-        ("Parameters", [("name", "value"), *((k, str(v)) for k, v in model.get_params().items())]),
-    ]
-    if candidates is not None:
-        sections.insert(1, ("Candidates", candidate_rows(candidates, result.metric)))
-    return Page(
-        title=f"HERTA on {result.dataset}",
-        lead=f"{result.size_text}; {result.model_text}",
-        tiles=_tiles(result),
-        seconds=result.seconds,
-        sections=sections,
-        picture=picture,
-        path=path,
-        ranks=result.ranks,
-        note=result.note,
-        foot=_foot(result, repeat),
-    )
-
-
-def _convergence(model: HERTA) -> bytes | None:
-    """The picture, or None with a line on standard error where matplotlib is missing."""
-    history = model.warm_history_ + model.history_
+def _draw(draw: Callable[[], bytes], told: bool = False) -> bytes | None:
+    """A picture, or None where matplotlib is missing, which is told on standard error."""
     try:
-        return draw_convergence(history, model.tol, model.certificate_.gap)
+        return draw()
     except ImportError as error:
-        print(error, file=sys.stderr)
+        if told:
+            print(error, file=sys.stderr)
         return None
 
 
-def _size(c: Candidate) -> tuple[int, float]:
-    """One lam before several, small ones before large ones."""
-    return (len(c.lam), sum(c.lam)) if isinstance(c.lam, tuple) else (1, c.lam)
-
-
-def _path(candidates: Sequence[Candidate], metric: str) -> bytes | None:
-    """What every ridge gave, for each lam and kind of model; None where matplotlib is missing."""
-    curves: dict[str, dict[str, list[tuple[float, float]]]] = {}
-    by_loo = any(c.loo is not None for c in candidates)
-    for c in sorted(candidates, key=_size):
-        if c.smooth is not None:
-            continue  # after the best of the others only: no path
-        panel = c.loss + ", intercept" * c.fit_intercept + ", labels" * (c.label_features > 0)
-        score = c.loo if by_loo else c.valid
-        if score is not None and not math.isnan(score):
-            curves.setdefault(panel, {}).setdefault(c.lam_text, []).append((c.ridge, score))
-    name = f"leave-one-out {metric}" if by_loo else f"valid {metric}"
-    try:
-        return draw_path(curves, name) if curves else None
-    except ImportError:
-        return None  # said once, with the other picture
+def _page(
+    model: HERTA,
+    result: FitResult,
+    picture: bytes | None,
+    candidates: Sequence[Candidate] | None,
+    repeat: str,
+) -> str:
+    """The whole file; every text is escaped."""
+    title, memory = f"HERTA on {result.dataset}", model.plan_.memory.items()
+    parts = [f"<h1>{escape(title)}</h1>"]
+    parts.append(f"<p class=lead>{escape(f'{result.size_text}; {result.model_text}')}</p>")
+    if result.note:
+        parts.append(f"<p class=note>{escape(result.note)}</p>")
+    tiles = (f"<b>{escape(value)}</b><span>{escape(name)}</span>" for name, value in _tiles(result))
+    parts.append(f"<div class=tiles>{''.join(f'<div class=tile>{t}</div>' for t in tiles)}</div>")
+    if picture is not None:
+        parts.append(
+            _image("Convergence", "certified gap and loss against steps and seconds", picture)
+        )
+    path = None if candidates is None else _path(candidates, result.metric)
+    if path is not None:
+        about = "score against ridge, a line for each lam"
+        parts.append(_image("What was chosen from", about, path))
+    parts.append("<h2>Where the time went</h2>" + _timeline(result.seconds))
+    if result.ranks:
+        parts.append("<h2>Time per rank</h2>" + _rank_bars(result.ranks))
+    parts.append(_section("Result", [("", ""), *result.rows()]))
+    if candidates is not None:
+        parts.append(_section("Candidates", candidate_rows(candidates, result.metric)))
+    decisions = (*model.plan_.decisions, *model.changes_)
+    parts.append(_section("Plan", [("", "decision", "why"), *decisions]))
+    sizes = ((name, bytes_text(size)) for name, size in memory)
+    parts.append(_section("Memory planned", [("for", "size"), *sizes]))
+    parts.append(_section("Steps", _step_rows(model)))
+    values = ((name, str(value)) for name, value in model.get_params().items())
+    parts.append(_section("Parameters", [("name", "value"), *values]))
+    parts.append(f"<footer>{escape(f'{_foot(result)} {repeat}'.rstrip())}</footer>")
+    head = "<meta charset=utf-8><meta name=viewport content='width=device-width'>"
+    head += f"<title>{escape(title)}</title><style>{_STYLE}</style>"
+    body = "\n".join(parts)
+    return f"<!doctype html>\n<html lang=en><head>{head}</head>\n<body>{body}</body></html>\n"
 
 
 def _tiles(result: FitResult) -> list[tuple[str, str]]:
@@ -170,28 +181,100 @@ def _tiles(result: FitResult) -> list[tuple[str, str]]:
     ]
 
 
-def _step_rows(history: list[dict[str, Any]]) -> Rows:
-    head = ("step", "loss", "gradient norm", "certified gap", "inner iterations", "seconds")
-    return [head] + [
-        (f"{'warm ' * h['warm']}{h['step']}", f"{h['loss']:.8g}", f"{h['grad_norm']:.2e}",
-         f"{h['certificate']:.2e}" if h["certificate"] < math.inf else NOTHING,
-         str(h["inner_iterations"]), f"{h['seconds']:.3f}")
-        for h in history
-    ]  # fmt: skip
+def _path(candidates: Sequence[Candidate], metric: str) -> bytes | None:
+    """A picture of what every ridge gave, for each lam and kind of model."""
+    curves: dict[str, dict[str, list[tuple[float, float]]]] = {}
+    by_loo = any(c.loo is not None for c in candidates)
+    for c in sorted(candidates, key=lambda c: (len(c.lams), sum(c.lams))):
+        score = c.loo if by_loo else c.valid
+        if c.smooth is None and score is not None and not math.isnan(score):
+            panel = c.loss + ", intercept" * c.fit_intercept + ", labels" * (c.label_features > 0)
+            curves.setdefault(panel, {}).setdefault(c.lam_text, []).append((c.ridge, score))
+    name = f"leave-one-out {metric}" if by_loo else f"valid {metric}"
+    return _draw(lambda: draw_path(curves, name)) if curves else None
 
 
-def _foot(result: FitResult, repeat: str) -> str:
+def _step_rows(model: HERTA) -> Rows:
+    rows = [("step", "loss", "gradient norm", "certified gap", "inner iterations", "seconds")]
+    for h in model.warm_history_ + model.history_:
+        gap = f"{h['certificate']:.2e}" if h["certificate"] < math.inf else NOTHING
+        name, norm = f"{'warm ' * h['warm']}{h['step']}", f"{h['grad_norm']:.2e}"
+        inner, seconds = str(h["inner_iterations"]), f"{h['seconds']:.3f}"
+        rows.append((name, f"{h['loss']:.8g}", norm, gap, inner, seconds))
+    return rows
+
+
+def _foot(result: FitResult) -> str:
     about = environment()
-    made = (
+    ranks = f" on each of {len(result.ranks)} ranks" if result.ranks else ""
+    return (
         f"Made by herta_gpu {about['herta_gpu']} with Python {about['python']}, NumPy "
         f"{about['numpy']} and SciPy {about['scipy']}; {result.dtype} on {result.device}, "
-        f"{counted(int(about['threads']), 'thread')}"
-        + (f" on each of {len(result.ranks)} ranks." if result.ranks else ".")
+        f"{counted(int(about['threads']), 'thread')}{ranks}."
     )
-    return f"{made} {repeat}".rstrip()
 
 
-def _write(path: Path, content: bytes) -> None:
-    """The file appears whole or not at all."""
-    with new_file(path) as temporary:
-        temporary.write_bytes(content)
+# ---- pieces of HTML ---------------------------------------------------------------------------
+def _image(title: str, about: str, png: bytes) -> str:
+    source = f"data:image/png;base64,{base64.b64encode(png).decode('ascii')}"
+    return f'<h2>{title}</h2><img alt="{about}" src="{source}">'
+
+
+def _timeline(stages: dict[str, float]) -> str:
+    """A bar of all stages, each as wide as its share of the time."""
+    total = sum(stages.values()) or 1.0
+    stages = {name: s for name, s in stages.items() if s >= 0.002 * total}
+    colours = dict(zip(stages, cycle(COLOURS)))
+    keys = _keys({name: f"{name} {s:.2f} s" for name, s in stages.items()}, colours)
+    return f"{_lane(stages, total, colours)}<p>{keys}</p>"
+
+
+def _rank_bars(ranks: list[dict[str, float]]) -> str:
+    """A bar for each process: what it worked, waited for others, and spent on messages."""
+    longest = max(max(sum(seconds.values()) for seconds in ranks), 1e-9)
+    colours = dict(zip(ranks[0], (COLOURS[0], COLOURS[-1], COLOURS[1])))
+    rows = "<tr><th></th><th></th>" + "".join(f"<th class=n>{name}</th>" for name in ranks[0])
+    for rank, seconds in enumerate(ranks):
+        rows += f"</tr><tr><td>rank {rank}</td><td class=bar>{_lane(seconds, longest, colours)}"
+        rows += "</td>" + "".join(f"<td class=n>{s:.2f} s</td>" for s in seconds.values())
+    keys = _keys({name: name for name in ranks[0]}, colours)
+    return f"<div class=wide><table class=ranks>{rows}</tr></table></div><p>{keys}</p>"
+
+
+def _lane(seconds: dict[str, float], total: float, colours: dict[str, str]) -> str:
+    """One bar, in which each part is as wide as its share of `total`."""
+    parts = "".join(
+        f"<div style='width:{100 * s / total:.3f}%;background:{colours[name]}' "
+        f"title='{escape(name)} {s:.2f} s'></div>"
+        for name, s in seconds.items()
+    )
+    return f"<div class=lane>{parts}</div>"
+
+
+def _keys(texts: dict[str, str], colours: dict[str, str]) -> str:
+    """What the colours of a bar stand for."""
+    return " ".join(
+        f"<span class=key><i style='background:{colours[name]}'></i>{escape(text)}</span>"
+        for name, text in texts.items()
+    )
+
+
+def _section(title: str, rows: Rows) -> str:
+    """A table with its title; columns of numbers are aligned to the right, long ones fold."""
+    head, *body = rows
+    numeric = [bool(body) and all(_is_number(row[i]) for row in body) for i in range(len(head))]
+
+    def line(cells: Sequence[str], tag: str) -> str:
+        marks = (" class=n" if number else "" for number in numeric)
+        cell = (f"<{tag}{mark}>{escape(c)}</{tag}>" for c, mark in zip(cells, marks))
+        return f"<tr>{''.join(cell)}</tr>"
+
+    top = line(head, "th") if any(head) else ""
+    made = f"<div class=wide><table>{top}{''.join(line(row, 'td') for row in body)}</table></div>"
+    if len(body) > _LONG:
+        made = f"<details><summary>all {len(body):,} rows</summary>{made}</details>"
+    return f"<h2>{title}</h2>{made}"
+
+
+def _is_number(text: str) -> bool:
+    return text == NOTHING or text.replace(",", "").partition(" ")[0].lstrip("-")[:1].isdigit()

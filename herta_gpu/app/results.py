@@ -21,6 +21,7 @@ from herta_gpu.certificate import Certificate
 from herta_gpu.datasets import Dataset
 from herta_gpu.herta import HERTA
 from herta_gpu.more.smoothing import CorrectAndSmooth
+from herta_gpu.planning.settings import LABEL_FOLDS, strengths
 from herta_gpu.plumbing.plain import check_entries, to_plain
 from herta_gpu.plumbing.stages import SHORTEST, Stages
 
@@ -38,7 +39,7 @@ class CommandOutput:
 
     content: dict[str, Any]  # for --json
     text: str  # for people
-    diverged: bool = False  # the fit is useless: the exit code is 1
+    failed: bool = False  # the fit is useless, or a check failed: the exit code is 1
 
 
 @dataclass(frozen=True)
@@ -56,10 +57,12 @@ class Candidate:
     smooth: tuple[float, float] | None = None  # both lam of Correct and Smooth
 
     @property
+    def lams(self) -> tuple[float, ...]:
+        return self.lam if isinstance(self.lam, tuple) else (self.lam,)
+
+    @property
     def lam_text(self) -> str:
-        return ",".join(
-            f"{v:g}" for v in (self.lam if isinstance(self.lam, tuple) else (self.lam,))
-        )
+        return ",".join(f"{lam:g}" for lam in self.lams)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,14 +120,16 @@ class FitResult:
         stages = Stages(seconds=dict(model.stages_)) if stages is None else stages
         metric, more = metric_of(data.metric, model.loss, model.classes_, model._flat), None
         with stages("evaluate"):
-            parts = _outputs_of_parts(model, data)
+            parts = _parts(model, data)
             scores = base = {part: evaluate(metric, *both) for part, both in parts.items()}
             if model.loss == "bce" and not model._flat:
-                more = _label_scores(parts, but=metric)
+                each = {part: label_scores(y, Z) for part, (y, Z, _) in parts.items()}
+                names = ("micro F1", "macro F1", "label accuracy")
+                more = {n: {p: s[n] for p, s in each.items()} for n in names if n != metric}
             if smoother is not None:
-                parts = _outputs_of_parts(model, data, smoother.transform)
+                parts = _parts(model, data, smoother.transform)
                 scores = {part: evaluate(metric, *both) for part, both in parts.items()}
-        lams, team = model._lams(), data.graph.team
+        team, lams = data.graph.team, strengths(model.lam, model.alpha)
         return cls(
             dataset=data.name,
             nodes=data.graph.nodes_of_all,
@@ -151,8 +156,8 @@ class FitResult:
             X_reads=getattr(model, "X_reads_", None),
             ranks=None if team is None else team.seconds(),
             fit_intercept=model.fit_intercept,
-            label_features=model._settings().label_folds,
-            **_smoothing(smoother, base),
+            label_features=LABEL_FOLDS if model.label_features is True else model.label_features,
+            **_about_smoothing(smoother, base),
             note=data.metadata.get("note", ""),
         )
 
@@ -164,13 +169,8 @@ class FitResult:
         check_entries(content, {name: get_origin(hints[name]) or hints[name] for name in needed})
         known = {field.name: content[field.name] for field in fields(cls) if field.name in content}
         known["certificate"] = _certificate_from_json(content["certificate"])
-        known["scores"] = {part: _number(s) for part, s in content["scores"].items()}
-        known["loss"] = _number(content["loss"])
-        if known.get("more_scores"):
-            known["more_scores"] = {
-                name: {part: _number(s) for part, s in parts.items()}
-                for name, parts in known["more_scores"].items()
-            }
+        known |= {name: _numbers(known.get(name)) for name in ("scores", "more_scores")}
+        known["loss"] = math.nan if content["loss"] is None else content["loss"]
         return cls(**known)
 
     def as_json(self) -> dict[str, Any]:
@@ -236,11 +236,9 @@ class FitResult:
     def _smoothing_rows(self) -> list[tuple[str, str]]:
         if self.correct_and_smooth is None or self.base_scores is None:
             return []
+        error, left = self.output_error, counted(self.undecided, "label")
+        proven = f"off by at most {error:.1e}; {left} left open by that"
         before = _parts_text(self.base_scores)
-        proven = (
-            f"off by at most {self.output_error:.1e}; "
-            f"{counted(self.undecided, 'label')} left open by that"
-        )
         return [(f"{self.metric} before smoothing", before), ("smoothed outputs", proven)]
 
     def _ranks_text(self, ranks: list[dict[str, float]]) -> str:
@@ -303,7 +301,7 @@ def _check_has_fit(model: HERTA) -> None:
         )
 
 
-def _outputs_of_parts(
+def _parts(
     model: HERTA, data: Dataset, outputs: Callable[[Any], Any] | None = None
 ) -> dict[str, tuple[Any, Any, Any]]:
     """(targets, outputs or labels, classes) of every part; without a split, of all labelled nodes.
@@ -339,18 +337,11 @@ def _outputs(model: HERTA, data: Dataset, nodes: Any) -> Any:
     return (model.predict if labels else model.transform)(data.graph, data.X, nodes)
 
 
-def _label_scores(parts: dict[str, tuple[Any, Any, Any]], but: str) -> dict[str, dict[str, float]]:
-    """The metrics of several labels on every part, but for one: {metric: {part: score}}."""
-    found = {part: label_scores(y, Z) for part, (y, Z, _) in parts.items()}
-    names = [name for name in next(iter(found.values())) if name != but]
-    return {name: {part: scores[name] for part, scores in found.items()} for name in names}
-
-
 def _parts_text(scores: dict[str, float]) -> str:
     return ", ".join(f"{part} {score:.4f}" for part, score in scores.items())
 
 
-def _smoothing(smoother: CorrectAndSmooth | None, base: dict[str, float]) -> dict[str, Any]:
+def _about_smoothing(smoother: CorrectAndSmooth | None, base: dict[str, float]) -> dict[str, Any]:
     """What there is to say about Correct and Smooth."""
     if smoother is None:
         return {}
@@ -380,9 +371,14 @@ def _read_text(reads: dict[str, float]) -> str:
     return f"{reads['passes']:,.0f}, {rate / 1e9:.1f} GB/s"
 
 
-def _number(value: float | None) -> float:
-    """A number from JSON, where None stands for infinity and for NaN."""
-    return math.nan if value is None else value
+def _numbers(scores: Any) -> Any:
+    """Scores from JSON, where None stands for infinity and for NaN, by part, or metric and part."""
+    if not isinstance(scores, dict):
+        return scores
+    return {
+        name: _numbers(s) if isinstance(s, dict) else math.nan if s is None else s
+        for name, s in scores.items()
+    }
 
 
 def peak_memory() -> int:

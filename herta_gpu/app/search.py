@@ -20,6 +20,7 @@ from herta_gpu.descent import DenseProblem, minimise
 from herta_gpu.grams import RANK_CUT
 from herta_gpu.graph import Graph
 from herta_gpu.laplacian import RegularizedLaplacian
+from herta_gpu.leave_one_out import DualRows
 from herta_gpu.losses import LOSSES
 from herta_gpu.more.sweep import inverse_rows
 from herta_gpu.planning.costs import BLOCK_WIDTH
@@ -104,66 +105,39 @@ class Directions:
     """
 
     def __init__(self, train: Any, valid: Any, Y: Any, intercept: bool) -> None:
-        self.Y, self.intercept = np.asarray(Y), intercept
+        self.rows, self.Y, self.intercept = train, np.asarray(Y), intercept
         self.mean = train.mean(axis=0) if intercept else np.zeros(train.shape[1])
         self.Y_mean = self.Y.mean(axis=0) if intercept else np.zeros(self.Y.shape[1])
         A = train - self.mean
-        self.U = None  # of the dual form, for leave-one-out
-        if A.shape[0] <= A.shape[1]:
-            squares, self.U = self._dual(A @ A.T)
-            self.all_squares = np.maximum(squares, 0.0)
-            keep = squares > RANK_CUT * squares[-1]
-            self.squares = squares[keep]
-            self.V = (A.T @ self.U[:, keep]) / np.sqrt(self.squares)
-        else:
-            squares, V = np.linalg.eigh(A.T @ A)
-            keep = squares > RANK_CUT * squares[-1]
-            self.squares, self.V = squares[keep], V[:, keep]
+        self.few = A.shape[0] <= A.shape[1]
+        squares, V = np.linalg.eigh(A @ A.T if self.few else A.T @ A)
+        keep = squares > RANK_CUT * squares[-1]
+        self.squares, V = squares[keep], V[:, keep]
+        self.V = (A.T @ V) / np.sqrt(self.squares) if self.few else V
         self.train, self.valid = A @ self.V, (valid - self.mean) @ self.V
         self._w: dict[str, Any] = {}  # where the last ridge ended
-
-    def _dual(self, G: Any) -> tuple[Any, Any]:
-        """Squares and directions of the rows; the direction of an intercept is none of them."""
-        if not self.intercept:
-            squares, U = np.linalg.eigh(G)
-            return squares, U
-        n = G.shape[0]
-        squares, U = np.linalg.eigh(G + (2 * np.trace(G) + 1.0) / n)  # 1 is now the last direction
-        return squares[:-1], U[:, :-1]
 
     def fit(self, loss: str, ridge: float, loo: bool = False) -> Outcome:
         """The optimum for one ridge; those of a loss are best asked for from the largest down."""
         if loss == "mse":
             w = (self.train.T @ (self.Y - self.Y_mean)) / (self.squares + ridge)[:, None]
-        else:
-            w = self._cross_entropy(loss, ridge)
-        b, F = self.Y_mean, self.train @ w
-        found = Outcome(F + b, self.valid @ w + b, self.V @ w, b)
-        found.b = b - self.mean @ found.W
-        found.loo = self.leave_one_out(ridge) if loo else None
-        return found
+        else:  # each search starts where the one before it ended
+            problem = DenseProblem(get_backend("cpu"), LOSSES[loss], self.train, self.Y, ridge)
+            w = self._w[loss] = minimise(problem, _GAP, 300, self._w.get(loss)).u
+        W, b = self.V @ w, self.Y_mean
+        left = self.leave_one_out(ridge) if loo else None
+        return Outcome(self.train @ w + b, self.valid @ w + b, W, b - self.mean @ W, left)
 
     def leave_one_out(self, ridge: float) -> Any:
         """n_train x c: row i is the output at node i of the least squares that left it out.
 
-        e_i / (1 - h_i) is what the residual of node i becomes, h_i its leverage.  Where there are
-        fewer rows than features 1 - h_i would lose its digits; there both are ridge times what is
-        left of G^-1 = (A A^T + ridge I)^-1: e = ridge G^-1 Y and 1 - h_i = ridge (G^-1)_ii.
+        e_i / (1 - h_i) is what the residual of node i becomes, h_i its leverage; of fewer rows than
+        features, where 1 - h_i would lose its digits, `DualRows` has it without that difference.
         """
-        Y = self.Y - self.Y_mean
-        if self.U is not None:
-            scaled = self.U / (self.all_squares + ridge)
-            alpha, diagonal = scaled @ (self.U.T @ Y), (scaled * self.U).sum(axis=1)
-            return self.Y - alpha / diagonal[:, None]
-        T = self.train / (self.squares + ridge)
+        if self.few:
+            weights = np.ones(self.rows.shape[0])
+            return self.Y - DualRows(self.rows, weights, ridge, self.intercept).missed(self.Y)[0]
+        T, Y = self.train / (self.squares + ridge), self.Y - self.Y_mean
         h = (T * self.train).sum(axis=1) + self.intercept / self.train.shape[0]
         residual = Y - T @ (self.train.T @ Y)
         return self.Y - residual / np.maximum(1.0 - h, 1e-12)[:, None]
-
-    def _cross_entropy(self, loss: str, ridge: float) -> Any:
-        """Each search starts where the one before it ended."""
-        backend = get_backend("cpu")
-        problem = DenseProblem(backend, LOSSES[loss], self.train, self.Y, ridge)
-        found = minimise(problem, _GAP, 300, self._w.get(loss))
-        self._w[loss] = found.u
-        return found.u

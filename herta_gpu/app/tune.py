@@ -17,13 +17,14 @@ from typing import Any
 
 import numpy as np
 
-from herta_gpu.app.experiment import load_for, make_model
+from herta_gpu.app.crew import Sharing
+from herta_gpu.app.experiment import Source, load_for, make_model
 from herta_gpu.app.metrics import evaluate, metric_of
 from herta_gpu.app.results import Candidate, CommandOutput, candidate_rows
 from herta_gpu.app.runs import check_free
 from herta_gpu.app.search import SOLVE_TOL, Directions, Outcome, rows_for_each
 from herta_gpu.app.text import table
-from herta_gpu.app.train import train
+from herta_gpu.app.train import Job, train
 from herta_gpu.backends import get_backend
 from herta_gpu.datasets import Dataset
 from herta_gpu.laplacian import RegularizedLaplacian
@@ -47,6 +48,7 @@ RIDGES = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0)
 SEVERAL = ((0.0, 1.0, 20.0), (0.0, 1.0, 5.0, 50.0))
 CORRECT_LAMS = (0.0, 1.0, 5.0, 20.0, 100.0)  # 0: smooth only
 SMOOTH_LAMS = (0.25, 1.0, 5.0, 20.0)
+_SHOWN = 12  # candidates that the command prints
 _SMOOTH_TOL = 1e-4  # of those solves; the winner's are tight
 
 Features = Sequence[float]  # lam of each block of X
@@ -59,8 +61,9 @@ def run(args: argparse.Namespace) -> CommandOutput:
     for lam in (*args.lams, *(list(lams) for lams in args.several)):  # before a long load
         for loss in losses:
             make_model(args, lam=lam, loss=loss, optimizer="cg")._checked()
-    _check_grid(args.lams, args.ridges, losses, args.by, args.several, args.label_features,
-                args.correct_and_smooth)  # fmt: skip
+    grid = (args.lams, args.ridges)
+    more = (args.by, args.several, args.label_features, args.correct_and_smooth)
+    _check_grid(*grid, losses, *more)
     check_free(args.out, args.overwrite)
     data = load_for(args, stages)
     losses = args.losses or losses_for(data.y, args.by)
@@ -68,31 +71,22 @@ def run(args: argparse.Namespace) -> CommandOutput:
         check = make_model(args, lam=args.lams[0], loss=loss, optimizer="cg")
         check._checked_data(data.graph, data.X, data.y, data.split["train"], check._checked())
     with stages("tune"):
-        found = tune(
-            data, args.lams, args.ridges, losses, args.device, args.memory_budget, stages.note,
-            args.by, args.several, args.label_features, args.correct_and_smooth, (False, True),
-            args.random_state,
-        )  # fmt: skip
-    best = found[0]
+        place, tell = (args.device, args.memory_budget), stages.note
+        found = tune(data, *grid, losses, *place, tell, *more, (False, True), args.random_state)
+    best, smoother = found[0], None
     optimizer = args.optimizer or ("cg" if best.loss == "mse" else "lbfgs")
-    lam = list(best.lam) if isinstance(best.lam, tuple) else best.lam
-    model = make_model(
-        args, lam=lam, ridge=best.ridge, loss=best.loss, optimizer=optimizer,
-        fit_intercept=best.fit_intercept, label_features=best.label_features,
-    )  # fmt: skip
-    smoother = None
+    params = {name: getattr(best, name) for name in ("ridge", "loss", "label_features")}
+    params |= {"lam": list(best.lam) if isinstance(best.lam, tuple) else best.lam}
+    params |= {"fit_intercept": best.fit_intercept, "optimizer": optimizer}
     if best.smooth is not None:
-        smoother = CorrectAndSmooth(best.smooth[0], best.smooth[1], device=args.device)
-    result = train(args, model, data, stages, found, smoother)
+        smoother = CorrectAndSmooth(*best.smooth, device=args.device)
+    source, alone = Source.of(vars(args)), Sharing(args.crew)
+    job = Job(make_model(args, **params), data, source, stages, smoother, alone, found)
+    result = train(job, args.out, args.overwrite)
     content = {**result.as_json(), "candidates": [asdict(c) for c in found]}
-    text = _text(found, result.metric) + "\n\n" + result.text(args.out)
-    return CommandOutput(content, text, result.diverged)
-
-
-def _text(found: list[Candidate], metric: str, shown: int = 12) -> str:
-    left = len(found) - shown
-    more = f"\n... and {left} more, none better" if left > 0 else ""
-    return table(candidate_rows(found[:shown], metric)) + more
+    shown, left = table(candidate_rows(found[:_SHOWN], result.metric)), len(found) - _SHOWN
+    shown += f"\n... and {left} more, none better" if left > 0 else ""
+    return CommandOutput(content, f"{shown}\n\n{result.text(args.out)}", result.diverged)
 
 
 def tune(
@@ -221,11 +215,10 @@ def _check_grid(
 
 def _rank(c: Candidate, by: str) -> tuple[Any, ...]:
     """Sorts the best first."""
-    blocks = c.lam if isinstance(c.lam, tuple) else (c.lam,)
     score = c.loo if by == "loo" else c.valid
     score = -math.inf if score is None or math.isnan(score) else score
-    plain = (len(blocks), c.label_features, c.smooth is not None, c.fit_intercept)
-    return -score, -c.ridge, plain, blocks, c.loss, c.smooth or ()
+    plain = (len(c.lams), c.label_features, c.smooth is not None, c.fit_intercept)
+    return -score, -c.ridge, plain, c.lams, c.loss, c.smooth or ()
 
 
 class _Search:
@@ -330,7 +323,7 @@ class _Search:
 
     def _everywhere(self, H: RegularizedLaplacian, one: Candidate, out: Outcome) -> Any:
         """The outputs of a candidate on all nodes."""
-        blocks = one.lam if isinstance(one.lam, tuple) else (one.lam,)
+        blocks = one.lams
         X, d, Z = self.data.X, self.data.X.shape[1], np.tile(out.b, (self.data.graph.num_nodes, 1))
         for i, lam in enumerate(blocks):
             B = X @ out.W[i * d : (i + 1) * d]

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,8 @@ import pytest
 
 from herta_gpu import HERTA
 from herta_gpu.app.cli import main
-from herta_gpu.app.page import Page
+from herta_gpu.app.report import report
+from herta_gpu.app.results import FitResult
 from herta_gpu.app.runs import Run, load_model, save_model
 from herta_gpu.datasets import DataError, load
 from herta_gpu.plumbing.plain import to_plain
@@ -207,12 +209,15 @@ def test_the_page_is_drawn_as_it_is_meant(run, tmp_path):
 
 
 @needs_browser
-def test_a_name_cannot_write_into_the_page(tmp_path):
+def test_a_name_cannot_write_into_the_page(tmp_path, monkeypatch):
     hostile = "<img src=x onerror=\"document.title='taken'\">"
-    rows = [("a",), (hostile,)]
-    tiles, stages, sections = [(hostile, "1")], {hostile: 1.0}, [(hostile, rows)]
-    made = Page(hostile, hostile, tiles, stages, sections, note=hostile, foot=hostile)
-    (tmp_path / "page.html").write_text(made.html())
+    data = load("digits")
+    model = HERTA(ridge=0.1).fit(data.graph, data.X, data.y, data.split["train"])
+    result = FitResult.from_fit(model, replace(data, name=hostile))
+    result = replace(result, note=hostile, metric=hostile, seconds={hostile: 1.0})
+    monkeypatch.setattr("herta_gpu.app.report._draw", lambda *args, **more: None)
+    report(model, data, tmp_path / "page.html", result=result, repeat=hostile)
+    assert hostile not in (tmp_path / "page.html").read_text()
     dom = browse(tmp_path / "page.html", tmp_path / "p", "--virtual-time-budget=2000", "--dump-dom")
     assert "<title>taken" not in dom
     assert "<img" not in dom

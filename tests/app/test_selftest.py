@@ -84,15 +84,11 @@ def test_on_the_standin_times_mean_nothing(emulated: None, capsys: Any) -> None:
     assert {"captured steps", "X in pinned memory", "the caller's stream"} <= set(outcomes)
     assert found["about"]["times"] == selftest.EMULATED
     assert selftest.EMULATED in text
-    ways = {"within the device", "from the host", "to the host", "from pinned memory, in parts"}
-    memcpy = {"within the device, memcpy", "from pinned memory, memcpy"}
-    assert set(found["copies"]) == ways | memcpy
-    for k in TINY.columns:  # each product of the library is there, for every width
+    assert found["copy_rate"] > 0
+    for k in TINY.columns:  # the product of the library is there, for every width
         names = {row["kernel"] for row in found["kernels"] if row["columns"] == k}
-        assert {"apply_H", "CuPy", "cuSPARSE ALG2", "cuSPARSE ALG3", "CG step", "SRHT"} <= names
-    passed = [name for name in outcomes if "cuSPARSE by rows" in name]
-    assert len(passed) == 2 * len(TINY.dtypes)
-    assert "| fastest library product / apply_H |" in text
+        assert {"apply_H", "CuPy", "CG step", "SRHT"} <= names
+    assert "| product of the library / apply_H |" in text
 
 
 def test_what_is_run_on_a_gpu() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from herta_gpu import HERTA, datasets
+from herta_gpu import HERTA
 from herta_gpu.app.cli import main
 from herta_gpu.app.metrics import label_scores
 from herta_gpu.app.runs import load_model
@@ -146,23 +146,20 @@ def test_predictions_are_labels_where_labels_were_given(kind, ending, runs, data
         assert set(np.unique(found)) == {0, 1}
 
 
-def test_the_run_keeps_the_names_of_its_labels(data, tmp_path, monkeypatch):
-    """They name the columns of predictions, also for a dataset that has no labels itself."""
-    source, run = str(data / "several labels.npz"), str(tmp_path / "run")
-    real = datasets.load
-
-    def named(*args, **more):
-        found = real(*args, **more)
-        found.metadata["label_names"] = ["red", "green", "dark, or blue"]
-        return found
-
-    with monkeypatch.context() as patch:
-        patch.setattr(datasets, "load", named)
-        argv = ["train", source, "--loss", "bce", "--ridge", "1", "--quiet", "--out", run]
-        assert main(argv) == 0
-    assert main(["predict", run, source, "--to", str(tmp_path / "p.csv"), "--quiet"]) == 0
-    head = next(csv.reader([(tmp_path / "p.csv").read_text().splitlines()[0]]))
-    assert head == ["node", "red", "green", "dark, or blue"]
+def test_the_columns_have_the_names_of_the_labels(tmp_path):
+    """Also for a dataset that has no labels itself: the run keeps their names."""
+    folder, run = tmp_path / "tables", str(tmp_path / "run")
+    folder.mkdir()
+    u, v, _ = GRAPH.edges()
+    np.savetxt(folder / "edges.csv", np.stack([u, v]).T, "%d", ",")
+    np.savetxt(folder / "features.csv", X, delimiter=",")
+    np.savetxt(folder / "labels.csv", LABELS, "%d", ",", header="red,green,blue", comments="")
+    np.savetxt(folder / "train.csv", PARTS["train"], "%d")
+    argv = ["train", f"{folder}/", "--loss", "bce", "--ridge", "1", "--quiet", "--out", run]
+    assert main(argv) == 0
+    (folder / "labels.csv").unlink()
+    assert main(["predict", run, f"{folder}/", "--to", str(tmp_path / "p.csv"), "--quiet"]) == 0
+    assert (tmp_path / "p.csv").read_text().splitlines()[0] == "node,red,green,blue"
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -15,11 +15,11 @@ if compiler() is None:
     pytest.skip("no g++: the kernels cannot be emulated", allow_module_level=True)
 
 import herta_gpu
-from herta_gpu.app import device_checks as checks
 from herta_gpu.backends.cuda import sampling as device_sampling
 from herta_gpu.backends.cuda import sketches as device_sketches
 from herta_gpu.backends.cuda import streaming as device_streaming
 from herta_gpu.backends.cuda import uploads as device_uploads
+from tests.backends.cuda import more_checks
 from tests.backends.cuda.test_cuda import (
     test_a_cg_step_is_three_launches_and_nothing_else as check_ledger,
 )
@@ -169,7 +169,7 @@ def test_mutant_turns_a_check_red(
 
 
 def _face_every_check(ledger: Ledger, backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    checks.check_all(backend)
+    more_checks.check_all(backend)
     check_uploaded(backend)
     check_ledger(ledger, backend, "float32")
     check_capture(ledger, backend, default=True)

@@ -29,6 +29,7 @@ from herta_gpu.backends import get_backend
 from herta_gpu.backends.cuda import device, uploads
 from herta_gpu.backends.cuda.graphs import DeviceGraph, derived
 from tests import cupy_standin
+from tests.backends.cuda import more_checks
 from tests.cupy_standin import installed, pool
 from tests.cupy_standin.device_array import ndarray
 from tests.cupy_standin.ledger import Ledger
@@ -187,7 +188,7 @@ def test_what_a_graph_needs_beside_its_arrays_is_small(ledger: Ledger, backend: 
 
 
 def test_a_large_array_is_uploaded_through_small_buffers(ledger: Ledger, backend: Any) -> None:
-    checks.check_upload(backend)
+    more_checks.check_upload(backend)
     assert max(ledger.pinned) <= 8 * 31  # a row that is longer than a chunk
     X = np.ones((200, 50))
     ledger.clear()
@@ -208,8 +209,8 @@ def test_pinned_memory_is_given_back_after_a_graph(ledger: Ledger, backend: Any)
 def test_a_system_that_pins_no_more(ledger: Ledger, backend: Any) -> None:
     """Copies then make the host wait, and are the same copies."""
     ledger.most_pinned = 2000  # some of the buffers
-    checks.check_upload(backend)
-    checks.check_streaming(backend)
+    more_checks.check_upload(backend)
+    more_checks.check_streaming(backend)
     assert sum(ledger.pinned) > 2000
 
 

@@ -22,6 +22,7 @@ import pytest
 
 from herta_gpu.app import device_checks as checks
 from herta_gpu.backends import get_backend
+from tests.backends.cuda import more_checks
 
 pytestmark = pytest.mark.gpu
 
@@ -38,13 +39,13 @@ def backend() -> Any:
 
 
 def test_primitives(backend: Any) -> None:
-    checks.check_all(backend)
+    more_checks.check_all(backend)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize("name", checks.FITS)
+@pytest.mark.parametrize("name", more_checks.FITS)
 def test_fits(name: str, dtype: str) -> None:
-    checks.check_fit(name, dtype)
+    checks.check_fit(name, dtype, fits=more_checks.FITS)
 
 
 def test_sampled_edges_end_to_end() -> None:
