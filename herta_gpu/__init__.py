@@ -35,7 +35,6 @@ What other libraries' users know it by:
 
     torch            Z = H^-1 F as a layer for PyTorch
     sklearn          NodeClassifier and NodeRegressor, which hold graph and X
-    bundles          fit(data): graph, X, y and masks out of one object of PyG's or ours
 
     planning/        from numbers to a frozen plan: settings (the caller's wishes), costs, memory,
                      plan; forecast (GPUs and processes that are not there)

@@ -18,7 +18,6 @@ from herta_gpu.backends import chosen_backend, shared
 from herta_gpu.backends.base import Array, Backend
 from herta_gpu.backends.cpu.reference import CPUBackend
 from herta_gpu.blockwise import trained
-from herta_gpu.bundles import takes_bundles
 from herta_gpu.features import Features
 from herta_gpu.graph import Graph
 from herta_gpu.laplacian import RegularizedLaplacian
@@ -28,6 +27,7 @@ from herta_gpu.planning.costs import BLOCK_WIDTH
 from herta_gpu.planning.memory import block_width
 from herta_gpu.planning.plan import Decision, make_plan
 from herta_gpu.planning.settings import Settings
+from herta_gpu.plumbing.bundles import takes_bundles
 from herta_gpu.plumbing.checkpoint import Checkpoint
 from herta_gpu.plumbing.estimator import (
     OneHot,

@@ -13,7 +13,6 @@ import numpy as np
 
 from herta_gpu.backends import backend_for, get_backend
 from herta_gpu.backends.base import Array, Backend
-from herta_gpu.bundles import takes_bundles
 from herta_gpu.certificate import Certificate
 from herta_gpu.features import Features, bytes_held
 from herta_gpu.graph import Graph, check_graph
@@ -25,6 +24,7 @@ from herta_gpu.planning.forecast import Card
 from herta_gpu.planning.memory import dealt_width, outputs_at_once
 from herta_gpu.planning.plan import Decision, Plan, make_plan
 from herta_gpu.planning.settings import Settings, strengths
+from herta_gpu.plumbing.bundles import takes_bundles
 from herta_gpu.plumbing.estimator import (
     Estimator,
     accuracy_or_r2,

@@ -15,7 +15,7 @@ PACKAGE = ROOT / "herta_gpu"
 LAYERS = [
     ["", "plumbing", "planning", "conformal"],
     ["graph"],
-    ["bundles"],
+    ["plumbing.bundles"],
     ["backends.base"],
     ["backends.cpu", "backends.cuda", "backends.ranks"],
     ["backends"],

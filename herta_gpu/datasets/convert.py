@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import scipy.sparse as sp
 
-from herta_gpu.bundles import features_of, labels_of, on_host, pyg_graph
 from herta_gpu.datasets.dataset import Dataset
 from herta_gpu.graph import Graph
+from herta_gpu.plumbing.bundles import features_of, labels_of, on_host, pyg_graph
 
 _MASKS = {"train": "train_mask", "valid": "val_mask", "test": "test_mask"}
 
@@ -65,7 +65,7 @@ def from_pyg(data: Any) -> Dataset:
     has twice its weight afterwards.  `HERTA().fit(data)` takes such an object as it is.
     """
     X, masks = features_of(data), {mask: getattr(data, mask, None) for mask in _MASKS.values()}
-    return _assembled("pyg", pyg_graph(data), {"x": X, "y": labels_of(data), **masks})
+    return _make_dataset("pyg", pyg_graph(data), {"x": X, "y": labels_of(data), **masks})
 
 
 def from_dgl(graph: Any) -> Dataset:
@@ -74,7 +74,7 @@ def from_dgl(graph: Any) -> Dataset:
     made = Graph.from_edges(np.stack([on_host(u), on_host(v)]), int(graph.num_nodes()))
     found = {mask: graph.ndata.get(mask) for mask in _MASKS.values()}
     found |= {"x": graph.ndata.get("feat"), "y": graph.ndata.get("label")}
-    return _assembled("dgl", made, found)
+    return _make_dataset("dgl", made, found)
 
 
 def from_cugraph(graph: Any) -> Graph:
@@ -82,7 +82,8 @@ def from_cugraph(graph: Any) -> Graph:
     return Graph.from_cugraph(graph)
 
 
-def _assembled(name: str, graph: Graph, found: dict[str, Any]) -> Dataset:
+def _make_dataset(name: str, graph: Graph, found: dict[str, Any]) -> Dataset:
+    """A dataset of what the attributes x, y and the masks hold."""
     X = found["x"] if found["x"] is None or sp.issparse(found["x"]) else on_host(found["x"])
     y = None if found["y"] is None else on_host(found["y"])
     if y is not None and y.ndim == 2 and y.shape[1] == 1:

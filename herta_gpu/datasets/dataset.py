@@ -220,7 +220,7 @@ def _rows_to_one(X: Any) -> Any:
 
 def _standardized(X: Any, graph: Graph) -> Any:
     """Columns of variance 1 and, unless that would fill a sparse X with numbers, mean 0."""
-    mean, deviation = _of_all(X, graph) if graph.by_nodes else _moments(X)
+    mean, deviation = _moments(X, graph)
     if sp.issparse(X):
         return sp.csr_array(X @ sp.diags_array(1.0 / np.where(deviation > 0, deviation, 1.0)))
     # A constant column is kept: it is the intercept.
@@ -229,24 +229,20 @@ def _standardized(X: Any, graph: Graph) -> Any:
     return ((X - mean) / deviation).astype(_float_of(X))
 
 
-def _moments(X: Any) -> tuple[Any, Any]:
-    """Mean and standard deviation of the columns."""
-    if not sp.issparse(X):
-        return X.mean(axis=0, dtype=np.float64), X.std(axis=0, dtype=np.float64)
-    mean, square = (np.asarray(M.mean(axis=0)).ravel() for M in (X, X.multiply(X)))
-    return mean, np.sqrt(np.maximum(square - mean**2, 0.0))
+def _moments(X: Any, graph: Graph) -> tuple[Any, Any]:
+    """Mean and standard deviation of the columns, over the rows of all processes."""
+    n = graph.nodes_of_all if graph.by_nodes else X.shape[0]
 
+    def total(part: Any) -> Any:
+        own = np.asarray(part).ravel()
+        return graph.team.total(own) if graph.by_nodes and graph.team is not None else own
 
-def _of_all(X: Any, graph: Graph) -> tuple[Any, Any]:
-    """The same of the rows of all processes: each adds up its own."""
-    team, n = graph.team, graph.nodes_of_all
-    assert team is not None
     X = sp.csr_array(X, dtype=np.float64) if sp.issparse(X) else np.asarray(X, dtype=np.float64)
-    mean = team.total(np.asarray(X.sum(axis=0)).ravel()) / n
+    mean = total(X.sum(axis=0)) / n
     if sp.issparse(X):
-        square = team.total(np.asarray(X.multiply(X).sum(axis=0)).ravel()) / n
+        square = total(X.multiply(X).sum(axis=0)) / n
         return mean, np.sqrt(np.maximum(square - mean**2, 0.0))
-    return mean, np.sqrt(team.total(((X - mean) ** 2).sum(axis=0)) / n)
+    return mean, np.sqrt(total(((X - mean) ** 2).sum(axis=0)) / n)
 
 
 def _places(ids: Any, nodes: Any) -> Any:

@@ -140,9 +140,7 @@ def _features(archive: Archive) -> Any:
         X = sp.csr_array((data, indices, indptr), shape=tuple(int(k) for k in shape))
         X.check_format(full_check=True)
     except (ValueError, TypeError, OverflowError) as error:
-        raise DataError(
-            f"{archive.path}: the sparse features do not fit together ({error})."
-        ) from None
+        raise DataError(f"{archive.path}: sparse features do not fit together ({error}).") from None
     return X if X.dtype.kind == "f" else X.astype(np.float32)
 
 
@@ -152,8 +150,6 @@ def _labels(archive: Archive, n: int) -> Any:
         return None
     try:
         y = as_labels("labels", archive["labels"])
-        if y.ndim == 2 and y.shape[1] == 1 and y.dtype.kind in "iu":
-            y = as_labels("labels", y[:, 0])  # one column of classes, as in a table
         if y.ndim == 1 and y.dtype.kind in "iu":
             y = y.astype(np.int64)  # room for -1
         if y.shape[0] != n:

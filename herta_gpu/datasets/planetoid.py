@@ -45,21 +45,23 @@ def find_planetoid(name: str, folders: list[Path]) -> Path | None:
 def load_planetoid(name: str, folder: Path | None = None) -> Dataset:
     """The raw files in `folder`, or downloaded once into the cache."""
     if folder is None:
-        folder = _downloaded(name)
-    x, y, tx, ty, allx, ally, neighbours = (
-        _unpickled(folder / f"ind.{name}.{part}") for part in _PICKLES
-    )
-    test = _test_index(folder / f"ind.{name}.test.index")
+        folder = _download(name)
+    files = [folder / f"ind.{name}.{part}" for part in (*_PICKLES, "test.index")]
+    for path in files:
+        if not path.is_file():
+            raise FileNotFoundError(f"{path} is missing: Planetoid comes in eight files.")
+    x, y, tx, ty, allx, ally, neighbours = map(_unpickle, files[:-1])
+    test = _test_index(files[-1])
     first = allx.shape[0]
     # Citeseer: 15 ids in the range of the test nodes are absent.  They keep their place in the
     # graph, with empty features and no label.
     n = max(first + tx.shape[0], int(test.max()) + 1)
     if test.shape[0] != tx.shape[0] or ty.shape[0] != tx.shape[0]:
         raise DataError(
-            f"{folder / f'ind.{name}.test.index'} names {test.shape[0]:,} nodes but "
+            f"{files[-1]} names {test.shape[0]:,} nodes but "
             f"ind.{name}.tx has {tx.shape[0]:,} rows: the files do not belong together."
         )
-    X = _placed(sp.csr_array(allx), sp.csr_array(tx), test, n)
+    X = _stack_rows(sp.csr_array(allx), sp.csr_array(tx), test, n)
     labels = np.full(n, -1, dtype=np.int64)
     labels[:first] = _codes(ally)
     labels[test] = _codes(ty)
@@ -74,7 +76,7 @@ def load_planetoid(name: str, folder: Path | None = None) -> Dataset:
     return Dataset(name, graph, X, labels, split, metadata)
 
 
-def _placed(allx: Any, tx: Any, test: Any, n: int) -> Any:
+def _stack_rows(allx: Any, tx: Any, test: Any, n: int) -> Any:
     """allx on top, and each row of tx at its node."""
     position = sp.coo_array((np.ones(test.shape[0]), (test, np.arange(test.shape[0]))))
     position.resize((n, test.shape[0]))
@@ -101,8 +103,6 @@ def _edges(neighbours: dict[int, list[int]]) -> Any:
 def _test_index(path: Path) -> Any:
     try:
         return np.array([int(line) for line in path.read_text().split()], dtype=np.int64)
-    except FileNotFoundError:
-        raise FileNotFoundError(f"{path} is missing: Planetoid comes in eight files.") from None
     except ValueError as error:
         raise DataError(f"{path} must hold one node id per line ({error}).") from None
 
@@ -126,17 +126,15 @@ class _Unpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"it asks for {module}.{name}")
 
 
-def _unpickled(path: Path) -> Any:
+def _unpickle(path: Path) -> Any:
     try:
         with open(path, "rb") as file:
             return _Unpickler(file, encoding="latin1").load()
-    except FileNotFoundError:
-        raise FileNotFoundError(f"{path} is missing: Planetoid comes in eight files.") from None
     except (pickle.UnpicklingError, EOFError, ValueError, AttributeError, IndexError) as error:
         raise DataError(f"{path} is not a whole Planetoid file ({error}).") from None
 
 
-def _downloaded(name: str) -> Path:
+def _download(name: str) -> Path:
     folder = cache_dir() / "planetoid"
     base = os.environ.get("HERTA_PLANETOID_URL", _URL)
     for part in (*_PICKLES, "test.index"):

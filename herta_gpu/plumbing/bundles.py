@@ -28,7 +28,7 @@ class Bundle(NamedTuple):
     test: Any
 
 
-def unpacked(
+def unpack(
     data: Any, X: Any = None, y: Any = None, train: bool = True, test: bool = True
 ) -> Bundle:
     """The bundle of an object that holds all of it; an X or y beside it goes first.
@@ -37,9 +37,9 @@ def unpacked(
 
     Examples
     --------
-    >>> from herta_gpu.bundles import unpacked
+    >>> from herta_gpu.plumbing.bundles import unpack
     >>> from herta_gpu.datasets import load
-    >>> bundle = unpacked(load("digits"))
+    >>> bundle = unpack(load("digits"))
     >>> bundle.X.shape, len(bundle.train), len(bundle.test)
     ((1797, 65), 179, 1438)
     """
@@ -73,7 +73,7 @@ def takes_bundles(rows: str | None = None) -> Callable[[Method], Method]:
             given = signature.bind(self, graph, X, *args, **kwargs).arguments
             train = rows == "train" and given.get("train") is None
             test = rows == "idx" and given.get("idx") is None
-            bundle = unpacked(graph, X, given.get("y"), train, test)
+            bundle = unpack(graph, X, given.get("y"), train, test)
             given |= {"graph": bundle.graph, "X": bundle.X}
             if "y" in signature.parameters:
                 given["y"] = bundle.y
@@ -91,7 +91,7 @@ def _check_pyg(data: Any) -> None:
         raise TypeError("Nodes of several types are not one graph: use data.to_homogeneous().")
     if hasattr(data, "__getitem__") and hasattr(data, "get") and hasattr(data, "len"):
         raise TypeError("This is a data set of PyG's: give one of its graphs, dataset[0].")
-    if _held(data, "edge_index") is None and _held(data, "adj_t") is None:
+    if getattr(data, "edge_index", None) is None and getattr(data, "adj_t", None) is None:
         check_graph(data)
 
 
@@ -102,7 +102,7 @@ def pyg_graph(data: Any) -> Graph:
     numbers per edge, or whole ones, which may be types of edges, are none.
     """
     n = int(data.num_nodes)
-    if _held(data, "edge_index") is None:
+    if getattr(data, "edge_index", None) is None:
         edges, weight = _sparse_parts(data.adj_t)
     else:
         edges, weight = on_host(data.edge_index), _edge_weight(data)
@@ -112,21 +112,21 @@ def pyg_graph(data: Any) -> Graph:
 
 def features_of(data: Any) -> Any:
     """x as it is, tensors detached; a sparse one as a SciPy matrix."""
-    x = _held(data, "x")
+    x = getattr(data, "x", None)
     if x is None:
         return None
     if _is_sparse(x):
         at, values = _sparse_parts(x)
-        return sp.csr_array(
-            (np.ones(at.shape[1]) if values is None else values, at), shape=_size(x)
-        )
+        values = np.ones(at.shape[1]) if values is None else values
+        size = x.sizes() if hasattr(x, "sizes") else x.shape
+        return sp.csr_array((values, at), shape=tuple(int(k) for k in size))
     x = x.detach() if hasattr(x, "detach") else x
     return x.float() if str(x.dtype) in ("torch.bfloat16", "torch.float16") else x
 
 
 def labels_of(data: Any) -> Any:
     """y on the host; one column, as OGB has it, is one label per node."""
-    y = _held(data, "y")
+    y = getattr(data, "y", None)
     if y is None:
         return None
     y = on_host(y)
@@ -134,7 +134,7 @@ def labels_of(data: Any) -> Any:
 
 
 def mask_of(data: Any, name: str) -> Any:
-    mask = _held(data, name)
+    mask = getattr(data, name, None)
     if mask is None:
         return None
     mask = on_host(mask)
@@ -150,15 +150,11 @@ def mask_of(data: Any, name: str) -> Any:
     return mask
 
 
-def _held(data: Any, name: str) -> Any:
-    return getattr(data, name, None)
-
-
 def _edge_weight(data: Any) -> Any:
-    given = _held(data, "edge_weight")
+    given = getattr(data, "edge_weight", None)
     if given is not None:
         return on_host(given).reshape(-1)
-    given = _held(data, "edge_attr")
+    given = getattr(data, "edge_attr", None)
     if given is None:
         return None
     given = on_host(given)
@@ -168,10 +164,6 @@ def _edge_weight(data: Any) -> Any:
 
 def _is_sparse(x: Any) -> bool:
     return hasattr(x, "coo") or (hasattr(x, "layout") and "sparse" in str(x.layout))
-
-
-def _size(x: Any) -> tuple[int, ...]:
-    return tuple(int(k) for k in (x.sizes() if hasattr(x, "sizes") else x.shape))
 
 
 def _sparse_parts(A: Any) -> tuple[Any, Any]:
