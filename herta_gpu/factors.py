@@ -7,6 +7,7 @@ conditioned.  `grams` makes them from Q^T Q.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -24,171 +25,137 @@ NOT_FINITE = (
 )
 
 
-class Factor(Protocol):
+class Factor(ABC):
     """C with C C^T = P^-1: the coordinates w, W = C w, that make the problem well conditioned."""
 
-    @property
-    def kind(self) -> str:
-        """Which factor this is."""
+    kind: str  # which factor this is
+    note: str  # what was cut or added, for the user
+    slack: float  # a bound of ||C^T (curvature Q^T Q + ridge) C - I||; inf if P is another matrix
 
     @property
-    def note(self) -> str:
-        """What was cut or added, for the user."""
-
-    @property
+    @abstractmethod
     def rank(self) -> int:
         """Dimension of the kept subspace."""
 
     @property
-    def slack(self) -> float:
-        """A bound of ||C^T (curvature Q^T Q + ridge) C - I||; inf if P is another matrix."""
+    @abstractmethod
+    def size(self) -> float:
+        """A bound of ||C||_2."""
 
-    def to_weights(self, w: Array) -> Array:
+    @abstractmethod
+    def to_weights(self, w: Array, /) -> Array:
         """C w: from preconditioned weights to W."""
 
-    def to_gradient(self, g: Array) -> Array:
+    @abstractmethod
+    def to_gradient(self, g: Array, /) -> Array:
         """C^T g: the gradient in preconditioned coordinates."""
 
-    def from_weights(self, W: Array) -> Array:
+    @abstractmethod
+    def from_weights(self, W: Array, /) -> Array:
         """C^-1 W: from W to preconditioned weights."""
 
     def project(self, v: Array) -> Array:
         """v without what lies outside the kept subspace, in preconditioned coordinates."""
-
-    @property
-    def size(self) -> float:
-        """A bound of ||C||_2."""
+        return v
 
     def amplified(self, sizes: Array) -> float:
         """A bound of ||E C|| over all E whose columns have these norms."""
+        return norm(sizes) * self.size
 
 
 @dataclass
-class Identity:
+class Identity(Factor):
     """No preconditioner: the standard training that the paper compares with."""
 
     d: int
-    kind: str = "none"
-    note: str = ""
-    slack: float = math.inf
+    kind = "none"
+    note = ""
+    slack = math.inf
 
     @property
     def rank(self) -> int:
         return self.d
 
-    def to_weights(self, w: Array) -> Array:
-        return w
-
-    def to_gradient(self, g: Array) -> Array:
-        return g
-
-    def from_weights(self, W: Array) -> Array:
-        return W
-
-    def project(self, v: Array) -> Array:
-        return v
-
     @property
     def size(self) -> float:
         return 1.0
 
-    def amplified(self, sizes: Array) -> float:
-        return norm(sizes)
+    def to_weights(self, w: Array) -> Array:
+        return w
+
+    to_gradient = from_weights = to_weights
 
 
 @dataclass
-class Cholesky:
-    """P = L L^T, C = L^-T: the same iterates as P^-1/2 at a tenth of the cost."""
+class Cholesky(Factor):
+    """P[J, J] = L L^T, C = L^-T: the same iterates as P^-1/2 at a tenth of the cost.
+
+    The columns J span the rest, whose weights are 0.
+    """
 
     backend: Backend
     L: Array
-    smallest: float  # eigenvalue of P; a bound from below
+    smallest: float  # eigenvalue of P[J, J]; a bound from below
     slack: float
     note: str = ""
-    kind: str = "cholesky"
+    J: Array | None = None  # (r,); None: all columns
+    d: int = 0  # number of all columns, where J is only some
+
+    @property
+    def kind(self) -> str:  # type: ignore[override]
+        return "cholesky" if self.J is None else "pivoted cholesky"
 
     @property
     def rank(self) -> int:
         return self.L.shape[0]
 
-    def to_weights(self, w: Array) -> Array:
-        return self.backend.solve_triangular(self.L, w, trans=True)
-
-    def to_gradient(self, g: Array) -> Array:
-        return self.backend.solve_triangular(self.L, g)
-
-    def from_weights(self, W: Array) -> Array:
-        return self.backend.matmul(self.L.T, W)
-
-    def project(self, v: Array) -> Array:
-        return v
-
     @property
     def size(self) -> float:
         return self.smallest**-0.5
 
-    def amplified(self, sizes: Array) -> float:
-        return norm(sizes) * self.size
-
-
-@dataclass
-class Pivoted:
-    """P[J, J] = L L^T on columns J that span the rest; the weights of the rest are 0."""
-
-    backend: Backend
-    L: Array  # r x r
-    J: Array  # (r,)
-    d: int
-    smallest: float  # eigenvalue of P[J, J]; a bound from below
-    slack: float
-    note: str = ""
-    kind: str = "pivoted cholesky"
-
-    @property
-    def rank(self) -> int:
-        return self.J.shape[0]
-
     def to_weights(self, w: Array) -> Array:
+        found = self.backend.solve_triangular(self.L, w, trans=True)
+        if self.J is None:
+            return found
         W = self.backend.xp.zeros((self.d, w.shape[1]))
-        W[self.J] = self.backend.solve_triangular(self.L, w, trans=True)
+        W[self.J] = found
         return W
 
     def to_gradient(self, g: Array) -> Array:
-        return self.backend.solve_triangular(self.L, g[self.J])
+        return self.backend.solve_triangular(self.L, self._kept(g))
 
     def from_weights(self, W: Array) -> Array:
-        return self.backend.matmul(self.L.T, W[self.J])
-
-    def project(self, v: Array) -> Array:
-        return v
-
-    @property
-    def size(self) -> float:
-        return self.smallest**-0.5
+        return self.backend.matmul(self.L.T, self._kept(W))
 
     def amplified(self, sizes: Array) -> float:
-        return norm(sizes[self.J]) * self.size
+        return super().amplified(self._kept(sizes))
+
+    def _kept(self, rows: Array) -> Array:
+        return rows if self.J is None else rows[self.J]
 
 
 @dataclass
-class Eigen:
+class Eigen(Factor):
     """P^-1/2 = V diag(values^-1/2) V^T as the paper prints it, on the kept eigenvectors V."""
 
     V: Array  # d x r
     values: Array  # (r,)
     slack: float
     note: str = ""
-    kind: str = "eigen"
+    kind = "eigen"
 
     @property
     def rank(self) -> int:
         return self.V.shape[1]
 
+    @property
+    def size(self) -> float:
+        return float(self.values.min()) ** -0.5 if self.values.shape[0] else 0.0  # synchronize!
+
     def to_weights(self, w: Array) -> Array:
         return self.V @ ((self.V.T @ w) / self.values[:, None] ** 0.5)
 
-    def to_gradient(self, g: Array) -> Array:
-        return self.to_weights(g)  # symmetric
+    to_gradient = to_weights  # symmetric
 
     def from_weights(self, W: Array) -> Array:
         return self.V @ ((self.V.T @ W) * self.values[:, None] ** 0.5)
@@ -196,16 +163,9 @@ class Eigen:
     def project(self, v: Array) -> Array:
         return self.V @ (self.V.T @ v)
 
-    @property
-    def size(self) -> float:
-        return float(self.values.min()) ** -0.5 if self.values.shape[0] else 0.0  # synchronize!
-
-    def amplified(self, sizes: Array) -> float:
-        return norm(sizes) * self.size
-
 
 @dataclass
-class LowRank:
+class LowRank(Factor):
     """(A^T A + shift I)^-1/2 for A with few rows, from the eigenvectors of A A^T."""
 
     U: Array  # d x r, orthonormal
@@ -213,52 +173,49 @@ class LowRank:
     shift: float
     slack: float
     note: str = ""
-    kind: str = "low rank"
+    kind = "low rank"
 
     @property
     def rank(self) -> int:
         return self.U.shape[0]
 
-    def to_weights(self, w: Array) -> Array:
-        Uw = self.U.T @ w
-        keep = (self.values + self.shift) ** -0.5 - self.shift**-0.5
-        return w / self.shift**0.5 + self.U @ (keep[:, None] * Uw)
+    @property
+    def size(self) -> float:
+        return self.shift**-0.5
 
-    def to_gradient(self, g: Array) -> Array:
-        return self.to_weights(g)  # symmetric
+    def to_weights(self, w: Array) -> Array:
+        keep = (self.values + self.shift) ** -0.5 - self.shift**-0.5
+        return w / self.shift**0.5 + self.U @ (keep[:, None] * (self.U.T @ w))
+
+    to_gradient = to_weights  # symmetric
 
     def from_weights(self, W: Array) -> Array:
         keep = (self.values + self.shift) ** 0.5 - self.shift**0.5
         return W * self.shift**0.5 + self.U @ (keep[:, None] * (self.U.T @ W))
 
-    def project(self, v: Array) -> Array:
-        return v
-
-    @property
-    def size(self) -> float:
-        return self.shift**-0.5
-
-    def amplified(self, sizes: Array) -> float:
-        return norm(sizes) * self.size
-
 
 @dataclass
-class RowSpace:
+class RowSpace(Factor):
     """W = V R^-1 w: the span of the rows of A, in which A W = U w with orthonormal columns U.
 
     Fewer training rows than features leave all other directions without any effect on the loss.
+    Where the rows of the true A span a space that is only nearly this one, `slack` is infinite.
     """
 
     backend: Backend
     V: Array  # d x r, orthonormal
     R: Array  # r x r, upper triangular, (A V)^T (A V) = R^T R
-    note: str = ""
-    slack: float = math.inf  # the rows of the true A span a space that is only nearly this one
-    kind: str = "row space"
+    note: str
+    slack: float
+    kind = "row space"
 
     @property
     def rank(self) -> int:
         return self.V.shape[1]
+
+    @property
+    def size(self) -> float:
+        return math.inf
 
     def to_weights(self, w: Array) -> Array:
         return self.backend.matmul(self.V, self.backend.solve_triangular(self.R.T, w, trans=True))
@@ -269,25 +226,18 @@ class RowSpace:
     def from_weights(self, W: Array) -> Array:
         return self.backend.matmul(self.R, self.backend.matmul(self.V.T, W))
 
-    def project(self, v: Array) -> Array:
-        return v
-
-    @property
-    def size(self) -> float:
-        return math.inf
-
     def amplified(self, sizes: Array) -> float:
         return math.inf
 
 
 @dataclass
 class Spanned(RowSpace):
-    """The same with C = V R^-1 at hand, and what it makes of the stored rows measured.
+    """The row space of stored rows A, with C = V R^-1 itself and ||(A C)^T (A C) - I|| measured.
 
     Of these rows something can be proven: against the optimum over all W = C w.
     """
 
-    C: Array | None = None  # d x r
+    C: Array  # d x r
 
     @classmethod
     def of_rows(cls, backend: Backend, A: Array, V: Array, R: Array, note: str) -> Spanned:
@@ -296,110 +246,102 @@ class Spanned(RowSpace):
         AC = backend.matmul(A, C)
         off = (d + 2) * _UNIT * norm(A) * norm(C)  # ||computed A C - A C||_F
         gram = norm(backend.matmul(AC.T, AC) - xp.eye(r)) + (count + 2) * _UNIT * norm(AC) ** 2
-        slack = gram + 2 * off * norm(AC) + off**2
-        return cls(backend, V, R, note, slack, "row space", C)
-
-    def to_weights(self, w: Array) -> Array:
-        assert self.C is not None
-        return self.backend.matmul(self.C, w)
-
-    def to_gradient(self, g: Array) -> Array:
-        assert self.C is not None
-        return self.backend.matmul(self.C.T, g)
+        return cls(backend, V, R, note, gram + 2 * off * norm(AC) + off**2, C)
 
     @property
     def size(self) -> float:
-        assert self.C is not None
         return norm(self.C)
 
+    def to_weights(self, w: Array) -> Array:
+        return self.backend.matmul(self.C, w)
+
+    def to_gradient(self, g: Array) -> Array:
+        return self.backend.matmul(self.C.T, g)
+
     def amplified(self, sizes: Array) -> float:
-        assert self.C is not None
         by_row = self.backend.xp.sqrt((self.C * self.C).sum(axis=1))
         return min(norm(sizes) * self.size, float((sizes * by_row).sum()))  # synchronize!
 
     def missed(self, u: Array, sizes: Array) -> float:
         """A bound of ||E (u - C w)|| for some w, over all E whose columns have these norms."""
-        assert self.C is not None
         xp, w, r = self.backend.xp, self.from_weights(u), self.rank
         rounded = (r + 3) * _UNIT * (self.backend.matmul(abs(self.C), abs(w)) + abs(u))
         left = abs(u - self.to_weights(w)) + rounded
         return float((sizes * xp.sqrt((left * left).sum(axis=1))).sum())  # synchronize!
 
 
+class Map(Protocol):
+    """Coordinates u of the weights: W = C0 u."""
+
+    @property
+    def stretch(self) -> float:
+        """A bound of ||C0||_2."""
+
+    def weights(self, u: Array) -> Array:
+        """C0 u."""
+
+    def transposed(self, g: Array) -> Array:
+        """C0^T g."""
+
+    def coordinates(self, W: Array) -> Array:
+        """u of W = C0 u."""
+
+    def column_sizes(self, sizes: Array) -> Array:
+        """(r,) bounds of the norms of the columns of E C0, given those of E."""
+
+
 @dataclass
-class _Around:
-    """A factor in other coordinates; what was cut or added is that of the inner one."""
+class Diagonal:
+    """C0 = diag(scale); a scale of 0 leaves its feature out."""
 
-    inner: Factor
-
-    @property
-    def kind(self) -> str:
-        return self.inner.kind
+    scale: Array  # (d,)
 
     @property
-    def note(self) -> str:
-        return self.inner.note
+    def stretch(self) -> float:
+        return float(self.scale.max())  # synchronize!
+
+    def weights(self, u: Array) -> Array:
+        return self.scale[:, None] * u
+
+    transposed = weights
+
+    def coordinates(self, W: Array) -> Array:
+        scale = self.scale[:, None]
+        return W / (scale + (scale == 0))
+
+    def column_sizes(self, sizes: Array) -> Array:
+        return self.scale * sizes
+
+
+class Composed(Factor):
+    """A factor of P for columns X C0, seen from the weights of X: C = C0 C_inner."""
+
+    def __init__(self, C0: Map, inner: Factor) -> None:
+        self.C0, self.inner = C0, inner
+        self.kind, self.note, self.slack = inner.kind, inner.note, inner.slack
 
     @property
     def rank(self) -> int:
         return self.inner.rank
 
     @property
-    def slack(self) -> float:
-        return self.inner.slack
+    def size(self) -> float:
+        return self.C0.stretch * self.inner.size
+
+    def to_weights(self, w: Array) -> Array:
+        return self.C0.weights(self.inner.to_weights(w))
+
+    def to_gradient(self, g: Array) -> Array:
+        return self.inner.to_gradient(self.C0.transposed(g))
+
+    def from_weights(self, W: Array) -> Array:
+        return self.inner.from_weights(self.C0.coordinates(W))
 
     def project(self, v: Array) -> Array:
         return self.inner.project(v)
 
-
-class Scaled(_Around):
-    """A factor of P in scaled coordinates: C = diag(scale) C_inner."""
-
-    def __init__(self, scale: Array, inner: Factor) -> None:
-        super().__init__(inner)
-        self.scale = scale  # (d,)
-
-    def to_weights(self, w: Array) -> Array:
-        return self.scale[:, None] * self.inner.to_weights(w)
-
-    def to_gradient(self, g: Array) -> Array:
-        return self.inner.to_gradient(self.scale[:, None] * g)
-
-    def from_weights(self, W: Array) -> Array:
-        scale = self.scale[:, None]
-        return self.inner.from_weights(W / (scale + (scale == 0)))
-
-    @property
-    def size(self) -> float:
-        return float(self.scale.max()) * self.inner.size  # synchronize!
-
     def amplified(self, sizes: Array) -> float:
-        return self.inner.amplified(self.scale * sizes)
-
-
-class Composed(_Around):
-    """A factor of P for columns X C0: C = C0 C_inner."""
-
-    def __init__(self, backend: Backend, C0: Array, K: Array, inner: Factor) -> None:
-        super().__init__(inner)
-        self.backend, self.C0 = backend, C0  # d x r
-        self.K = K  # d x r, K^T C0 = I
-
-    def to_weights(self, w: Array) -> Array:
-        return self.backend.matmul(self.C0, self.inner.to_weights(w))
-
-    def to_gradient(self, g: Array) -> Array:
-        return self.inner.to_gradient(self.backend.matmul(self.C0.T, g))
-
-    def from_weights(self, W: Array) -> Array:
-        return self.inner.from_weights(self.backend.matmul(self.K.T, W))
-
-    @property
-    def size(self) -> float:
-        return norm(self.C0) * self.inner.size
-
-    def amplified(self, sizes: Array) -> float:
-        return self.inner.amplified(self.backend.matmul(abs(self.C0).T, sizes[:, None])[:, 0])
+        return self.inner.amplified(self.C0.column_sizes(sizes))
 
 
 class Lifted(NamedTuple):
@@ -465,7 +407,7 @@ def smallest_eigenvalue(backend: Backend, P: Array, L: Array) -> float:
     def inverse(v: Array) -> Array:
         return backend.solve_triangular(L, backend.solve_triangular(L, v), trans=True)
 
-    d, size = P.shape[0], growth(backend.xp, inverse, P.shape[0], 6)
+    d, size = P.shape[0], power_iteration(backend.xp, inverse, P.shape[0], 6)
     # float64 finds no factor of a matrix that is indefinite by more than this.
     rounding = (d + 2) * _EPS * float(P.diagonal().sum())  # synchronize!
     bound = 0.5 / size if np.isfinite(size) and size > 0 else 0.0
@@ -479,9 +421,12 @@ def smallest_eigenvalue(backend: Backend, P: Array, L: Array) -> float:
     return _TINY
 
 
-def growth(xp: Any, multiply: Callable[[Array], Array], d: int, steps: int) -> float:
-    """By how much `multiply` stretches a vector after so many steps; the host waits once."""
-    # No structure of P is likely to be orthogonal to these.
+def power_iteration(xp: Any, multiply: Callable[[Array], Array], d: int, steps: int) -> float:
+    """The largest eigenvalue of a symmetric operator, from below; the host waits once.
+
+    It is right to some per cent after a few steps.
+    """
+    # No structure of the operator is likely to be orthogonal to these.
     v = xp.asarray(np.random.default_rng(0).standard_normal((d, 1)))
     v = v / xp.linalg.norm(v)
     for _ in range(steps):

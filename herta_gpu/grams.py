@@ -23,14 +23,14 @@ from herta_gpu.backends.base import Array, Backend
 from herta_gpu.factors import (
     NOT_FINITE,
     Cholesky,
+    Composed,
+    Diagonal,
     Eigen,
     Factor,
     LowRank,
-    Pivoted,
     RowSpace,
-    Scaled,
     Spanned,
-    growth,
+    power_iteration,
     safe_cholesky,
     smallest_eigenvalue,
 )
@@ -80,7 +80,9 @@ class DenseGram:
         scale = 1.0 / xp.sqrt(P.diagonal())
         P *= scale[:, None]
         P *= scale[None, :]
-        return Scaled(scale, self._whole_root(P) if symmetric else self._whole_triangle(P))
+        return Composed(
+            Diagonal(scale), self._whole_root(P) if symmetric else self._whole_triangle(P)
+        )
 
     def _whole_triangle(self, P: Array) -> Factor:
         """A Cholesky factor of P, which has a unit diagonal; what rounding hides is lifted."""
@@ -105,7 +107,8 @@ class DenseGram:
     def _cut(self, P: Array, symmetric: bool) -> Factor:
         """A factor of P without a ridge, cut where it must be, or damped if Q has too few rows."""
         xp, d = self.backend.xp, P.shape[0]
-        top = _largest_eigenvalue(self.backend, P)
+        # A few per cent are enough to scale the damping.
+        top = power_iteration(xp, lambda v: self.backend.matmul(P, v), d, 20) or 1.0
         note = ""
         if self.damped:
             P[xp.arange(d), xp.arange(d)] += DAMPING * top
@@ -133,7 +136,7 @@ class DenseGram:
         kept = P[J[:, None], J[None, :]]
         smallest = smallest_eigenvalue(backend, kept, L) if J.shape[0] else 1.0
         slack = math.inf if self.damped else self._slack(kept, smallest)
-        return Pivoted(backend, L, J, d, smallest, slack, note)
+        return Cholesky(backend, L, smallest, slack, note, J, d)
 
     def _slack(self, P: Array, smallest: float) -> float:
         """What rounding of Q^T Q and of its factor may do, seen from P's smallest eigenvalue.
@@ -209,9 +212,8 @@ class RowSpaceGram:
             root = math.sqrt(curvature)
             rows = self.stored if root == 1 else root * self.stored
             return Spanned.of_rows(self.backend, rows, self.V, root * self.R, note)
-        return Scaled(
-            self.scale, RowSpace(self.backend, self.V, math.sqrt(curvature) * self.R, note)
-        )
+        R = math.sqrt(curvature) * self.R
+        return Composed(Diagonal(self.scale), RowSpace(self.backend, self.V, R, note, math.inf))
 
 
 def _damping_note(share: float) -> str:
@@ -220,8 +222,3 @@ def _damping_note(share: float) -> str:
 
 def _lifted_note(added: float) -> str:
     return f"P lifted by {added:.1g}: features as good as dependent" if added else ""
-
-
-def _largest_eigenvalue(backend: Backend, P: Array) -> float:
-    """Power iteration; a few per cent are enough to scale the damping."""
-    return growth(backend.xp, lambda v: backend.matmul(P, v), P.shape[0], 20) or 1.0

@@ -14,7 +14,15 @@ from typing import Any, Protocol
 import numpy as np
 
 from herta_gpu.backends.base import Array, Backend
-from herta_gpu.factors import Cholesky, Factor, Identity, Scaled, safe_cholesky
+from herta_gpu.factors import (
+    Cholesky,
+    Composed,
+    Diagonal,
+    Factor,
+    Identity,
+    power_iteration,
+    safe_cholesky,
+)
 from herta_gpu.grams import DenseGram
 from herta_gpu.losses import Loss
 
@@ -394,16 +402,18 @@ def factor_of(
     P *= scale[None, :]
     if ridge == 0:
         cut = DenseGram(backend, P, xp.ones(r), damped=False).factor(1.0, 0.0, False)
-        return Scaled(scale, cut), cut.slack < 0.1
+        return Composed(Diagonal(scale), cut), cut.slack < 0.1
     lifted = safe_cholesky(backend, P)
     if lifted is None:
-        return Scaled(scale, Identity(r)), False
+        return Composed(Diagonal(scale), Identity(r)), False
     found = Cholesky(backend, lifted.L, 0.0, 0.0)
     if measured:
         # Inverse iteration is right to some per cent; half of what it says is below.
-        grown = _growth(xp, lambda v: found.to_gradient(found.to_weights(v)), r)
+        grown = power_iteration(
+            xp, lambda v: found.to_gradient(found.to_weights(v)), r, _POWER_STEPS
+        )
         found.smallest = 0.5 / (grown or 1.0)
-    return Scaled(scale, found), lifted.added == 0
+    return Composed(Diagonal(scale), found), lifted.added == 0
 
 
 def spectral_norm(backend: Backend, M: Array) -> float:
@@ -414,15 +424,4 @@ def spectral_norm(backend: Backend, M: Array) -> float:
     def squared(v: Array) -> Array:
         return backend.matmul(M.T, backend.matmul(M, v))
 
-    return 1.1 * _growth(backend.xp, squared, M.shape[1]) ** 0.5
-
-
-def _growth(xp: Any, multiply: Callable[[Array], Array], r: int) -> float:
-    """The largest eigenvalue of a symmetric operator, to some per cent."""
-    v = xp.asarray(np.random.default_rng(0).standard_normal((r, 1)))
-    size = xp.ones(())
-    for _ in range(_POWER_STEPS):
-        v = v / xp.where(size > 0, size, 1.0)
-        v = multiply(v)
-        size = xp.sqrt((v * v).sum())
-    return float(size)  # synchronize!
+    return 1.1 * power_iteration(backend.xp, squared, M.shape[1], _POWER_STEPS) ** 0.5

@@ -18,7 +18,7 @@ from typing import Any
 
 from herta_gpu.backends.base import Array
 from herta_gpu.diffusion import Cache, Diffusion
-from herta_gpu.factors import Factor
+from herta_gpu.factors import Composed, Factor
 from herta_gpu.features import Features
 from herta_gpu.hessians import Metric
 from herta_gpu.laplacian import RegularizedLaplacian
@@ -119,8 +119,20 @@ class Stacked:
     def dual_bound(self, sizes: Array) -> float:
         return math.hypot(*(inner.dual_bound(part) for inner, part in self._parts(sizes)))
 
+    @property
+    def stretch(self) -> float:
+        return max(inner.stretch for inner in self.inners)
+
+    def transposed(self, g: Array) -> Array:
+        cuts = [inner.X.shape[1] for inner in self.inners]
+        return self._joined(inner.transposed(part) for inner, part in self._parts(g, cuts))
+
+    def column_sizes(self, sizes: Array) -> Array:
+        cuts = [inner.X.shape[1] for inner in self.inners]
+        return self._joined(inner.column_sizes(s) for inner, s in self._parts(sizes, cuts))
+
     def factor(self, inner: Factor) -> Factor:
-        return _Blockwise(self, inner)
+        return Composed(self, inner)
 
     def chunks(self, J: slice) -> Iterator[tuple[slice, Array]]:
         raise NotImplementedError  # each block is solved for by itself
@@ -137,41 +149,6 @@ class Stacked:
 
     def _joined(self, parts: Iterator[Array]) -> Array:
         return self.xp.concatenate(list(parts))
-
-
-class _Blockwise:
-    """C0 C: a factor of P seen from the weights of all blocks."""
-
-    def __init__(self, basis: Stacked, inner: Factor) -> None:
-        self.basis, self.inner = basis, inner
-        self.kind, self.note = inner.kind, inner.note
-
-    @property
-    def rank(self) -> int:
-        return self.inner.rank
-
-    @property
-    def slack(self) -> float:
-        return self.inner.slack
-
-    def to_weights(self, w: Array) -> Array:
-        return self.basis.weights(self.inner.to_weights(w))
-
-    def to_gradient(self, g: Array) -> Array:
-        raise NotImplementedError  # the true model has one lam
-
-    def from_weights(self, W: Array) -> Array:
-        return self.inner.from_weights(self.basis.coordinates(W))
-
-    def project(self, v: Array) -> Array:
-        return self.inner.project(v)
-
-    @property
-    def size(self) -> float:
-        return math.inf
-
-    def amplified(self, sizes: Array) -> float:
-        return math.inf
 
 
 class SeveralDiffusions:

@@ -23,7 +23,7 @@ from herta_gpu.factors import (
     NOT_FINITE,
     Composed,
     Factor,
-    Scaled,
+    Map,
     safe_cholesky,
     smallest_eigenvalue,
 )
@@ -36,7 +36,7 @@ _ROWS = 1 << 13  # rows of such columns at a time
 _PLAIN = 1e-7  # eigenvalue of the Gram matrix of unit columns that one round resolves well
 
 
-class Basis(Protocol):
+class Basis(Map, Protocol):
     """C0 (d x r): the columns of X C0 are what is solved for."""
 
     @property
@@ -72,17 +72,11 @@ class Basis(Protocol):
     def fill(self, B: Array, J: slice) -> None:
         """B <- X C0[:, J], rounded once to the precision of B."""
 
-    def weights(self, u: Array) -> Array:
-        """W = C0 u."""
-
     def weights_rounding(self, u: Array) -> float:
         """A bound of ||X (computed C0 u - C0 u)||_F."""
 
     def metric(self) -> Metric:
         """||W||^2 as a function of u."""
-
-    def coordinates(self, W: Array) -> Array:
-        """u of W = C0 u."""
 
     def rows(self, Q: Array) -> Array:
         """Q C0^-1: rows of H^-1 X C0 as rows of H^-1 X."""
@@ -185,8 +179,18 @@ class Units:
     def dual_bound(self, sizes: Array) -> float:
         return norm(sizes / self.scale)
 
+    @property
+    def stretch(self) -> float:
+        return float(self.scale.max())  # synchronize!
+
+    def transposed(self, g: Array) -> Array:
+        return self.weights(g)
+
+    def column_sizes(self, sizes: Array) -> Array:
+        return self.scale * sizes
+
     def factor(self, inner: Factor) -> Factor:
-        return Scaled(self.scale, inner)
+        return Composed(self, inner)
 
 
 @dataclass
@@ -261,8 +265,18 @@ class Whitened:
     def dual_bound(self, sizes: Array) -> float:
         return self.inverse * norm(sizes) if self.C.shape[0] == self.rank else math.inf
 
+    @property
+    def stretch(self) -> float:
+        return norm(self.C)
+
+    def transposed(self, g: Array) -> Array:
+        return self.X.backend.matmul(self.C.T, g)
+
+    def column_sizes(self, sizes: Array) -> Array:
+        return self.X.backend.matmul(abs(self.C).T, sizes[:, None])[:, 0]
+
     def factor(self, inner: Factor) -> Factor:
-        return Composed(self.X.backend, self.C, self.K, inner)
+        return Composed(self, inner)
 
 
 def whitened(X: Features, cut: bool) -> Whitened:

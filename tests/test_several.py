@@ -8,6 +8,7 @@ import scipy.sparse as sp
 
 from herta_gpu import HERTA, Checkpoint, Graph
 from herta_gpu.backends import get_backend
+from herta_gpu.factors import Identity
 from herta_gpu.features import Features
 from herta_gpu.several import Stacked
 from herta_gpu.whitening import Units, whitened
@@ -173,3 +174,8 @@ def test_the_basis_is_block_diagonal(make):
     np.testing.assert_allclose(basis.metric().times(u), whole.T @ whole @ u, atol=1e-12)
     assert basis.dual_norm(u) >= np.linalg.norm(np.linalg.solve(whole.T, u)) * (1 - 1e-12)
     assert basis.norm >= np.linalg.norm(np.hstack([X, X]) @ whole, 2) * (1 - 1e-12)
+    factor, E = basis.factor(Identity(12)), RNG.standard_normal((5, 12))
+    np.testing.assert_allclose(factor.to_gradient(u), whole.T @ u, atol=1e-12)
+    np.testing.assert_allclose(factor.from_weights(factor.to_weights(u)), u, rtol=1e-9)
+    assert factor.size >= np.linalg.norm(whole, 2) * (1 - 1e-12)
+    assert factor.amplified(np.linalg.norm(E, axis=0)) >= np.linalg.norm(E @ whole, 2)
