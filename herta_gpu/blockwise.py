@@ -20,7 +20,7 @@ import numpy as np
 from herta_gpu.backends.base import Array
 from herta_gpu.certificate import Certificate, joined
 from herta_gpu.diffusion import Arrays, Cache
-from herta_gpu.plumbing.estimator import OneHot
+from herta_gpu.plumbing.targets import OneHot
 from herta_gpu.training import Training, loss_at_zero
 from herta_gpu.unfolded import UnfoldedMap
 

@@ -29,7 +29,7 @@ from herta_gpu.laplacian import (
     chebyshev_degree,
     chebyshev_rounding,
 )
-from herta_gpu.plumbing.stages import Tell, marked
+from herta_gpu.plumbing.progress import Tell, marked
 from herta_gpu.whitening import Basis
 
 _MOST_PRODUCTS = 10**5  # with H, for each column

@@ -15,20 +15,23 @@ import numpy as np
 import scipy.sparse as sp
 from numpy.typing import ArrayLike, NDArray
 
-from herta_gpu.plumbing.building import build, of_edges, of_keys, row_sums
-from herta_gpu.plumbing.columns import edges_of_frame, is_frame
-from herta_gpu.plumbing.graph_files import GraphWriter, open_graph
-from herta_gpu.plumbing.interop import on_device
-from herta_gpu.plumbing.ordering import (
+from herta_gpu.plumbing.building import (
     LARGE,
     WORTH,
+    build,
     by_community,
     by_degree,
     components,
+    of_edges,
+    of_keys,
     permuted,
     reverse_cuthill_mckee,
+    row_sums,
 )
-from herta_gpu.plumbing.validation import check_choice
+from herta_gpu.plumbing.checks import check_choice
+from herta_gpu.plumbing.columns import edges_of_frame, is_frame
+from herta_gpu.plumbing.graph_files import GraphWriter, open_graph
+from herta_gpu.plumbing.interop import on_device
 
 if TYPE_CHECKING:
     from herta_gpu.backends.ranks.communicator import Ranks

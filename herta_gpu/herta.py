@@ -28,22 +28,21 @@ from herta_gpu.planning.memory import block_width
 from herta_gpu.planning.plan import Decision, make_plan
 from herta_gpu.planning.settings import Settings
 from herta_gpu.plumbing.bundles import takes_bundles
-from herta_gpu.plumbing.checkpoint import Checkpoint
-from herta_gpu.plumbing.estimator import (
-    OneHot,
-    Targets,
-    joint_targets,
-    make_targets,
-)
-from herta_gpu.plumbing.fingerprint import fingerprint, nodes_key
-from herta_gpu.plumbing.interop import as_matrix, to_host
-from herta_gpu.plumbing.stages import Stages
-from herta_gpu.plumbing.validation import (
+from herta_gpu.plumbing.checkpoint import Checkpoint, fingerprint, nodes_key
+from herta_gpu.plumbing.checks import (
     BudgetError,
     check_choice,
     check_rows,
     check_scale,
     node_rows,
+)
+from herta_gpu.plumbing.interop import as_matrix, to_host
+from herta_gpu.plumbing.progress import Stages
+from herta_gpu.plumbing.targets import (
+    OneHot,
+    Targets,
+    joint_targets,
+    make_targets,
 )
 from herta_gpu.preconditioner import no_cache
 from herta_gpu.steps import (

@@ -17,7 +17,7 @@ import numpy as np
 from herta_gpu.backends.base import Array, Backend, Laplacian
 from herta_gpu.graph import Graph, check_whole
 from herta_gpu.planning.costs import least_degree
-from herta_gpu.plumbing.stages import marked
+from herta_gpu.plumbing.progress import marked
 
 MARGIN = 0.9  # the recurrence aims a little lower than tol, so that the true residual passes
 _LEAST_TOL = 1e-300  # below, tol itself would overflow what is computed from it

@@ -25,22 +25,22 @@ from herta_gpu.planning.memory import dealt_width, outputs_at_once
 from herta_gpu.planning.plan import Decision, Plan, make_plan
 from herta_gpu.planning.settings import Settings, strengths
 from herta_gpu.plumbing.bundles import takes_bundles
-from herta_gpu.plumbing.estimator import (
-    Estimator,
-    accuracy_or_r2,
-    check_scored,
-    label_accuracy,
-    not_fitted,
-)
-from herta_gpu.plumbing.files import check_target
-from herta_gpu.plumbing.interop import as_array, as_matrix, in_kind_of, on_device, to_host
-from herta_gpu.plumbing.models import read_model, write_model
-from herta_gpu.plumbing.validation import (
+from herta_gpu.plumbing.checks import (
     check_count,
     check_rows,
     check_scale,
     node_rows,
     parse_bytes,
+)
+from herta_gpu.plumbing.files import check_target
+from herta_gpu.plumbing.interop import as_array, as_matrix, in_kind_of, on_device, to_host
+from herta_gpu.plumbing.models import read_model, write_model
+from herta_gpu.plumbing.targets import (
+    Estimator,
+    accuracy_or_r2,
+    check_scored,
+    label_accuracy,
+    not_fitted,
 )
 from herta_gpu.prediction import Outputs, check_probabilities, probabilities
 from herta_gpu.spectrum import Spectrum

@@ -29,7 +29,7 @@ from herta_gpu.laplacian import (
 )
 from herta_gpu.losses import LOSSES, Loss
 from herta_gpu.planning.plan import Recipe
-from herta_gpu.plumbing.stages import Tell, marked
+from herta_gpu.plumbing.progress import Tell, marked
 from herta_gpu.several import SeveralDiffusions, Stacked
 from herta_gpu.unfolded import UnfoldedMap
 from herta_gpu.whitening import Basis, Units, Whitened, whitened

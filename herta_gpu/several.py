@@ -22,7 +22,7 @@ from herta_gpu.factors import Composed, Factor
 from herta_gpu.features import Features
 from herta_gpu.hessians import Metric
 from herta_gpu.laplacian import RegularizedLaplacian
-from herta_gpu.plumbing.stages import Tell
+from herta_gpu.plumbing.progress import Tell
 from herta_gpu.whitening import Basis, Units
 
 _WIDTH = 64  # columns of further features at a time

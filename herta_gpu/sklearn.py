@@ -26,8 +26,8 @@ import numpy as np
 
 from herta_gpu.graph import Graph, check_graph
 from herta_gpu.herta import HERTA
-from herta_gpu.plumbing.estimator import Estimator, not_fitted
-from herta_gpu.plumbing.validation import check_choice, node_rows
+from herta_gpu.plumbing.checks import check_choice, node_rows
+from herta_gpu.plumbing.targets import Estimator, not_fitted
 from herta_gpu.prediction import check_probabilities
 
 _PARAMETERS = """Parameters

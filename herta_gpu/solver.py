@@ -38,8 +38,7 @@ from herta_gpu.laplacian import (
     proven_bounds,
 )
 from herta_gpu.planning.memory import block_width, column_bytes
-from herta_gpu.plumbing.interop import as_array, in_kind_of, on_device, take_rows
-from herta_gpu.plumbing.validation import (
+from herta_gpu.plumbing.checks import (
     BudgetError,
     check_choice,
     check_count,
@@ -49,6 +48,7 @@ from herta_gpu.plumbing.validation import (
     check_rows,
     memory_budget,
 )
+from herta_gpu.plumbing.interop import as_array, in_kind_of, on_device, take_rows
 
 
 class SDDSolver:

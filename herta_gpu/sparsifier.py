@@ -19,8 +19,7 @@ from herta_gpu.laplacian import RegularizedLaplacian, block_cg
 from herta_gpu.planning.costs import MOST_DRAWS, sample_size
 from herta_gpu.planning.memory import block_width
 from herta_gpu.plumbing.building import edge_keys
-from herta_gpu.plumbing.estimator import Estimator
-from herta_gpu.plumbing.validation import (
+from herta_gpu.plumbing.checks import (
     MAX_SEED,
     check_choice,
     check_count,
@@ -28,6 +27,7 @@ from herta_gpu.plumbing.validation import (
     check_positive,
     memory_budget,
 )
+from herta_gpu.plumbing.targets import Estimator
 
 # K of k = K ln(m), the rows of a sketch.  A score is then off by more than a factor of 3 with
 # probability at most 2 m^-1.7 (chi-square tails), and any of the m scores with at most 2 m^-0.7.

@@ -28,7 +28,7 @@ from herta_gpu.planning.plan import (
     with_less_left,
 )
 from herta_gpu.planning.settings import Settings
-from herta_gpu.plumbing.stages import Stages
+from herta_gpu.plumbing.progress import Stages
 from herta_gpu.preconditioner import Preconditioner, build, lowered, no_preconditioner
 from herta_gpu.sparsifier import sparsified
 from herta_gpu.spectrum import Spectrum, choose_spectrum

@@ -14,8 +14,8 @@ from herta_gpu.laplacian import RegularizedLaplacian
 from herta_gpu.losses import LOSSES
 from herta_gpu.planning.costs import BLOCK_WIDTH, Sizes, row_copies, worth_reordering
 from herta_gpu.planning.settings import Settings
-from herta_gpu.plumbing.estimator import Targets
 from herta_gpu.plumbing.reading import mapping_of
+from herta_gpu.plumbing.targets import Targets
 from herta_gpu.sparsifier import degree_scores
 
 

@@ -66,8 +66,8 @@ from herta_gpu.laplacian import (
     chebyshev_error,
     chebyshev_rounding,
 )
+from herta_gpu.plumbing.checks import check_choice, check_lam, check_positive
 from herta_gpu.plumbing.interop import take_rows
-from herta_gpu.plumbing.validation import check_choice, check_lam, check_positive
 
 _HALVES = (torch.bfloat16, torch.float16)
 _SOLVED = {torch.float32: "float32", torch.float64: "float64"}

@@ -26,7 +26,7 @@ from herta_gpu.optimizers import (
 )
 from herta_gpu.planning.plan import Decision, Recipe
 from herta_gpu.planning.settings import NEWTON_SIZE, Settings
-from herta_gpu.plumbing.stages import Stages, marked_steps
+from herta_gpu.plumbing.progress import Stages, marked_steps
 from herta_gpu.preconditioner import Preconditioner
 from herta_gpu.spectrum import Spectrum, ritz_interval
 from herta_gpu.unfolded import LinearMap, Point, Problem, UnfoldedMap

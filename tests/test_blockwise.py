@@ -11,7 +11,7 @@ from herta_gpu import HERTA
 from herta_gpu import unfolded as unfolded_module
 from herta_gpu.certificate import Certificate, joined
 from herta_gpu.plumbing.checkpoint import Checkpoint
-from herta_gpu.plumbing.validation import BudgetError
+from herta_gpu.plumbing.checks import BudgetError
 from herta_gpu.training import Training
 from tests.conftest import dense_H, random_graph
 

@@ -166,7 +166,7 @@ def test_communities_are_stored_together(monkeypatch):
     assert near(g) < 0.1  # a random order
     assert near(r) > 0.6  # five of six edges are within a clique; a few cliques are split
     monkeypatch.setattr("herta_gpu.graph.LARGE", 1000)
-    monkeypatch.setattr("herta_gpu.plumbing.ordering.COMMUNITY", 60)
+    monkeypatch.setattr("herta_gpu.plumbing.building.COMMUNITY", 60)
     assert g.in_local_order().order is not None
     # Without communities the order stays; so it does where the caller has chosen one.
     flat = random_graph(1200, 20_000)

@@ -53,7 +53,7 @@ OPTIONAL = {
     ("graph", "backends.cuda.cugraph"),
     ("graph", "backends.ranks.edges"),  # mpi4py
     ("plumbing.building", "backends.cpu.kernels.building"),  # numba
-    ("plumbing.ordering", "backends.cpu.kernels.ordering"),  # numba
+    ("plumbing.building", "backends.cpu.kernels.ordering"),  # numba
     ("backends", "backends.cpu.compiled"),  # numba
     ("backends", "backends.cuda.backend"),  # CuPy
     ("backends", "backends.ranks"),  # mpi4py

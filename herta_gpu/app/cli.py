@@ -13,7 +13,7 @@ import os
 import signal
 import sys
 
-from herta_gpu.plumbing.machine import launched
+from herta_gpu.plumbing.checks import launched
 
 TYPE_CHECKING = False  # type checkers know this name; importing `typing` for it takes time
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ def _carry_out(args: Namespace) -> int:
 def _as_json(content: dict[str, Any]) -> str:
     import json
 
-    from herta_gpu.plumbing.plain import to_plain
+    from herta_gpu.plumbing.models import to_plain
 
     return json.dumps(to_plain(content, lossy=True), indent=1)
 

@@ -23,9 +23,9 @@ from herta_gpu.app.text import bars, table
 from herta_gpu.backends import get_backend
 from herta_gpu.datasets import Dataset
 from herta_gpu.herta import HERTA
+from herta_gpu.plumbing.checks import check_choice
 from herta_gpu.plumbing.files import new_file
-from herta_gpu.plumbing.stages import SHORTEST, Stages
-from herta_gpu.plumbing.validation import check_choice
+from herta_gpu.plumbing.progress import SHORTEST, Stages
 
 _WORTH_REPEATING = 60.0  # seconds: in a longer fit the time of compiling does not show
 

@@ -11,7 +11,7 @@ from herta_gpu.app.results import CommandOutput
 from herta_gpu.app.text import bytes_text, table
 from herta_gpu.datasets.storage import data_dirs
 from herta_gpu.plumbing.files import load_npy
-from herta_gpu.plumbing.stages import Stages
+from herta_gpu.plumbing.progress import Stages
 
 
 def run(args: argparse.Namespace) -> CommandOutput:

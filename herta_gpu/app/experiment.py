@@ -15,8 +15,8 @@ from herta_gpu.datasets import Dataset
 from herta_gpu.herta import HERTA
 from herta_gpu.more.smoothing import CorrectAndSmooth
 from herta_gpu.plumbing.checkpoint import Checkpoint
-from herta_gpu.plumbing.stages import Stages
-from herta_gpu.plumbing.validation import check_rows
+from herta_gpu.plumbing.checks import check_rows
+from herta_gpu.plumbing.progress import Stages
 
 PARAMETERS = tuple(HERTA._defaults())  # each parameter of the estimator is an option
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from herta_gpu.plumbing.estimator import r_squared
-from herta_gpu.plumbing.validation import as_labels, has_label
+from herta_gpu.plumbing.checks import as_labels, has_label
+from herta_gpu.plumbing.targets import r_squared
 
 NAN = float("nan")
 

@@ -20,8 +20,8 @@ from herta_gpu.herta import HERTA
 from herta_gpu.planning.forecast import Card, assumptions, chosen, moved, splits
 from herta_gpu.planning.memory import column_bytes
 from herta_gpu.planning.plan import Plan
+from herta_gpu.plumbing.checks import check_count, memory_budget, parse_bytes
 from herta_gpu.plumbing.partition import checked_partition, rows_moved
-from herta_gpu.plumbing.validation import check_count, memory_budget, parse_bytes
 
 # Bytes of Python with NumPy and SciPy, and of what is loaded where it is installed.
 _INTERPRETER, _COMPILER, _CUPY = 100 << 20, 50 << 20, 25 << 20

@@ -21,9 +21,9 @@ from herta_gpu.app.text import table
 from herta_gpu.datasets import Dataset
 from herta_gpu.herta import HERTA
 from herta_gpu.more.smoothing import CorrectAndSmooth
+from herta_gpu.plumbing.checks import check_choice
 from herta_gpu.plumbing.files import made_folder, new_file, write_npz
-from herta_gpu.plumbing.stages import Stages
-from herta_gpu.plumbing.validation import check_choice
+from herta_gpu.plumbing.progress import Stages
 
 _ROWS = 1 << 16  # of a text file, made at a time
 

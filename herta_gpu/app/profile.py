@@ -15,8 +15,8 @@ from herta_gpu.app.text import NOTHING, bytes_text, table
 from herta_gpu.backends import get_backend
 from herta_gpu.herta import HERTA
 from herta_gpu.plumbing.files import new_file
-from herta_gpu.plumbing.plain import to_plain
-from herta_gpu.plumbing.stages import Stages
+from herta_gpu.plumbing.models import to_plain
+from herta_gpu.plumbing.progress import Stages
 
 _PROFILERS = {
     "nsys": "nsys profile --trace=cuda,nvtx,osrt --capture-range=cudaProfilerApi "

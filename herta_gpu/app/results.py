@@ -22,8 +22,8 @@ from herta_gpu.datasets import Dataset
 from herta_gpu.herta import HERTA
 from herta_gpu.more.smoothing import CorrectAndSmooth
 from herta_gpu.planning.settings import LABEL_FOLDS, strengths
-from herta_gpu.plumbing.plain import check_entries, to_plain
-from herta_gpu.plumbing.stages import SHORTEST, Stages
+from herta_gpu.plumbing.models import check_entries, to_plain
+from herta_gpu.plumbing.progress import SHORTEST, Stages
 
 try:
     import resource

@@ -25,10 +25,9 @@ from herta_gpu.datasets.dataset import NORMALIZATIONS
 from herta_gpu.herta import HERTA
 from herta_gpu.more.smoothing import CorrectAndSmooth
 from herta_gpu.plumbing.checkpoint import Checkpoint
+from herta_gpu.plumbing.checks import BudgetError, check_choice
 from herta_gpu.plumbing.files import DataError, check_place, check_target, new_file
-from herta_gpu.plumbing.models import check_params, without_stop
-from herta_gpu.plumbing.plain import check_entries, to_plain
-from herta_gpu.plumbing.validation import BudgetError, check_choice
+from herta_gpu.plumbing.models import check_entries, check_params, to_plain, without_stop
 
 try:
     import fcntl

@@ -24,7 +24,7 @@ from herta_gpu.leave_one_out import DualRows
 from herta_gpu.losses import LOSSES
 from herta_gpu.more.sweep import inverse_rows
 from herta_gpu.planning.costs import BLOCK_WIDTH
-from herta_gpu.plumbing.validation import memory_budget
+from herta_gpu.plumbing.checks import memory_budget
 
 SOLVE_TOL = 1e-5  # of the rows, relative to the columns of X
 _GAP = 1e-3  # of cross entropy, relative

@@ -30,8 +30,8 @@ from herta_gpu.backends import get_backend
 from herta_gpu.graph import Graph
 from herta_gpu.herta import HERTA
 from herta_gpu.plumbing.files import new_file
-from herta_gpu.plumbing.plain import to_plain
-from herta_gpu.plumbing.stages import Stages
+from herta_gpu.plumbing.models import to_plain
+from herta_gpu.plumbing.progress import Stages
 
 LAM = 1000.0  # CG is far from done after the steps that are timed
 HALF_STEPS = 4  # of Chebyshev with neighbours in float16, which are timed together

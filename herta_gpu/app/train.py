@@ -19,8 +19,8 @@ from herta_gpu.backends import backend_for
 from herta_gpu.datasets import Dataset, check_budget, load, writes_first
 from herta_gpu.herta import HERTA
 from herta_gpu.more.smoothing import CorrectAndSmooth
-from herta_gpu.plumbing.stages import Stages
-from herta_gpu.plumbing.validation import memory_budget
+from herta_gpu.plumbing.checks import memory_budget
+from herta_gpu.plumbing.progress import Stages
 
 _REPEAT = "config.json beside this page holds all that is needed to repeat the run."
 

@@ -33,15 +33,15 @@ from herta_gpu.more.smoothing import CorrectAndSmooth, enlarged, softmax
 from herta_gpu.more.sweep import all_rows
 from herta_gpu.planning.costs import BLOCK_WIDTH
 from herta_gpu.planning.settings import LOSS_NAMES, strengths
-from herta_gpu.plumbing.estimator import Targets, make_targets
-from herta_gpu.plumbing.stages import Stages
-from herta_gpu.plumbing.validation import (
+from herta_gpu.plumbing.checks import (
     check_choice,
     check_lam,
     check_ridge,
     check_rows,
     memory_budget,
 )
+from herta_gpu.plumbing.progress import Stages
+from herta_gpu.plumbing.targets import Targets, make_targets
 
 LAMS = (1.0, 5.0, 10.0, 20.0, 50.0)
 RIDGES = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0)

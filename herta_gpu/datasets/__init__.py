@@ -28,9 +28,9 @@ from herta_gpu.datasets.planetoid import load_planetoid
 from herta_gpu.datasets.storage import cached_sizes, data_dirs, is_cached
 from herta_gpu.datasets.tables import from_tables, load_tables, read_edges, table_folder
 from herta_gpu.graph import Graph
+from herta_gpu.plumbing.checks import as_labels, has_label, parse_bytes, train_rows
 from herta_gpu.plumbing.files import Archive, DataError, in_words
-from herta_gpu.plumbing.stages import Stages
-from herta_gpu.plumbing.validation import as_labels, has_label, parse_bytes, train_rows
+from herta_gpu.plumbing.progress import Stages
 
 __all__ = [
     "DataError",

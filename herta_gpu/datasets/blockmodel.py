@@ -25,9 +25,9 @@ from herta_gpu.datasets.runs import Runs, Scratch, in_parallel
 from herta_gpu.datasets.storage import cache_dir, open_array
 from herta_gpu.graph import Graph
 from herta_gpu.plumbing.building import edge_keys, worth_compiling
-from herta_gpu.plumbing.edge_checks import KEY_BYTES, check_size
+from herta_gpu.plumbing.checks import KEY_BYTES, check_size
 from herta_gpu.plumbing.files import check_place, new_file, new_folder
-from herta_gpu.plumbing.stages import Stages, Tell
+from herta_gpu.plumbing.progress import Stages, Tell
 
 PRESETS = {  # nodes, edges, features, classes, shares of train, valid and test
     "arxiv": (169_343, 1_157_799, 128, 40, (0.537, 0.176, 0.287)),

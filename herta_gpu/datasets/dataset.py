@@ -11,8 +11,8 @@ import numpy as np
 import scipy.sparse as sp
 
 from herta_gpu.graph import Graph
+from herta_gpu.plumbing.checks import as_labels, check_choice, has_label, part_ids
 from herta_gpu.plumbing.files import DataError
-from herta_gpu.plumbing.validation import as_labels, check_choice, has_label, part_ids
 
 PARTS = ("train", "valid", "test")
 NORMALIZATIONS = ("none", "row", "standard")

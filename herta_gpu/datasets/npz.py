@@ -16,8 +16,8 @@ import scipy.sparse as sp
 
 from herta_gpu.datasets.dataset import PARTS, Dataset, checked_split
 from herta_gpu.graph import Graph
+from herta_gpu.plumbing.checks import as_labels, node_rows
 from herta_gpu.plumbing.files import Archive, DataError
-from herta_gpu.plumbing.validation import as_labels, node_rows
 
 _SPARSE = ("feature_data", "feature_indices", "feature_indptr", "feature_shape")
 

@@ -41,9 +41,9 @@ from herta_gpu.datasets.ogb_files import (
 )
 from herta_gpu.datasets.storage import cache_dir, is_cached, read_dataset, write_dataset
 from herta_gpu.graph import Graph
+from herta_gpu.plumbing.checks import check_choice
 from herta_gpu.plumbing.files import DataError, check_place, load_npy, lock_path, new_file
-from herta_gpu.plumbing.stages import Stages
-from herta_gpu.plumbing.validation import check_choice
+from herta_gpu.plumbing.progress import Stages
 
 SHAPES = {  # nodes, undirected edges, features, outputs, training nodes
     "ogbn-arxiv": (169_343, 1_157_799, 128, 40, 90_941),

@@ -20,8 +20,8 @@ from herta_gpu.datasets.dataset import PARTS, Dataset, checked_split
 from herta_gpu.datasets.text import as_number, is_missing, read_text
 from herta_gpu.graph import Graph
 from herta_gpu.plumbing import columns
+from herta_gpu.plumbing.checks import as_labels, has_label
 from herta_gpu.plumbing.files import BROKEN, DataError, load_npy, why
-from herta_gpu.plumbing.validation import as_labels, has_label
 
 _TABLES = (".csv", ".tsv", ".txt", ".csv.gz", ".tsv.gz", ".txt.gz", ".parquet")
 _ARRAYS = (*_TABLES, ".npy", ".npz")

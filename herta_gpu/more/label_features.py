@@ -24,8 +24,8 @@ from herta_gpu.graph import Graph, check_whole
 from herta_gpu.laplacian import RegularizedLaplacian
 from herta_gpu.more.sweep import Series, inverse_rows
 from herta_gpu.planning.settings import LABEL_FOLDS, LABEL_LAMS, LABEL_WIDTH
-from herta_gpu.plumbing.estimator import make_targets
-from herta_gpu.plumbing.validation import check_count, check_dtype, check_lam, check_positive
+from herta_gpu.plumbing.checks import check_count, check_dtype, check_lam, check_positive
+from herta_gpu.plumbing.targets import make_targets
 
 
 @dataclass(frozen=True)

@@ -24,17 +24,16 @@ import scipy.sparse as sp
 from herta_gpu.graph import Graph, check_whole
 from herta_gpu.laplacian import RegularizedLaplacian
 from herta_gpu.planning.settings import strength
-from herta_gpu.plumbing.estimator import (
+from herta_gpu.plumbing.checks import check_dtype, check_lam, check_positive, node_rows
+from herta_gpu.plumbing.files import Archive, DataError, write_npz
+from herta_gpu.plumbing.models import check_params, to_plain, without_stop
+from herta_gpu.plumbing.targets import (
     Estimator,
     OneHot,
     accuracy_or_r2,
     check_scored,
     make_targets,
 )
-from herta_gpu.plumbing.files import Archive, DataError, write_npz
-from herta_gpu.plumbing.models import check_params, without_stop
-from herta_gpu.plumbing.plain import to_plain
-from herta_gpu.plumbing.validation import check_dtype, check_lam, check_positive, node_rows
 from herta_gpu.solver import SDDSolver
 
 _UNIT = 0.5 * float(np.finfo(np.float64).eps)

@@ -24,8 +24,7 @@ import numpy as np
 from herta_gpu.graph import Graph, check_whole
 from herta_gpu.laplacian import RegularizedLaplacian, chebyshev_degree, chebyshev_steps
 from herta_gpu.more.labels import NodeOutputs, carried, degrees, entry_bound, placed
-from herta_gpu.plumbing.estimator import OneHot
-from herta_gpu.plumbing.validation import (
+from herta_gpu.plumbing.checks import (
     as_labels,
     check_choice,
     check_dtype,
@@ -38,6 +37,7 @@ from herta_gpu.plumbing.validation import (
     part_ids,
     train_rows,
 )
+from herta_gpu.plumbing.targets import OneHot
 from herta_gpu.solver import SDDSolver
 
 _MOST = 1000.0  # a node's correction is not enlarged by more than this: it is left as it is then

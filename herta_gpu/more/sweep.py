@@ -22,7 +22,7 @@ import numpy as np
 from herta_gpu.backends.base import Array
 from herta_gpu.laplacian import RegularizedLaplacian
 from herta_gpu.planning.settings import TOGETHER
-from herta_gpu.plumbing.stages import marked
+from herta_gpu.plumbing.progress import marked
 
 
 class Series(NamedTuple):

@@ -9,7 +9,7 @@ import numpy as np
 
 from herta_gpu.planning.costs import BLOCK_WIDTH, Sizes
 from herta_gpu.planning.settings import LABEL_LAMS, LABEL_WIDTH, TOGETHER, Settings
-from herta_gpu.plumbing.validation import BudgetError
+from herta_gpu.plumbing.checks import BudgetError
 
 BETA = 1.0 / 64.0  # Algorithm 1; with K = C = 1 its sample sizes exceed m and n on real graphs
 SKETCH_ROWS_PER_COLUMN = 16  # measured: condition number about 2.7 after preconditioning

@@ -26,7 +26,7 @@ from herta_gpu.planning.costs import (
 )
 from herta_gpu.planning.memory import BETA, DETERMINISTIC, Layout, fitting_layout
 from herta_gpu.planning.settings import NEWTON_SIZE, Settings
-from herta_gpu.plumbing.validation import BudgetError
+from herta_gpu.plumbing.checks import BudgetError
 
 LEAST_LEFT = 1e-14  # residuals relative to their columns: below is rounding, even in float64
 AUTO_EPS = 0.5  # accuracy of a sparsifier that "auto" may use

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from herta_gpu.plumbing.validation import (
+from herta_gpu.plumbing.checks import (
     MAX_SEED,
     check_choice,
     check_count,

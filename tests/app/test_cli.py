@@ -395,7 +395,7 @@ def test_several_tasks_train_with_mse_and_rocauc():
     from dataclasses import replace
 
     from herta_gpu.app.experiment import fit
-    from herta_gpu.plumbing.stages import Stages
+    from herta_gpu.plumbing.progress import Stages
 
     data = load("digits")
     tasks = np.eye(10, dtype=np.float32)[data.y]

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from herta_gpu import HERTA, Graph
-from herta_gpu.plumbing.stages import Stages
+from herta_gpu.plumbing.progress import Stages
 
 
 class Terminal:
@@ -106,7 +106,7 @@ class Clock:
 def test_a_terminal_sees_how_much_is_left(monkeypatch, no_tqdm):
     terminal, clock = Terminal(), Clock()
     monkeypatch.setattr("sys.stderr", terminal)
-    monkeypatch.setattr("herta_gpu.plumbing.stages.time", clock)
+    monkeypatch.setattr("herta_gpu.plumbing.progress.time", clock)
     tell = Stages(verbose=True).progress("Q", "columns")
     clock.now += 50.0  # before the first column anything may happen
     tell(0, 128)
@@ -196,7 +196,7 @@ def test_the_real_tqdm_draws_on_a_terminal(monkeypatch):
 
 def test_a_log_file_gets_a_line_of_progress_now_and_then(monkeypatch, capsys):
     clock = Clock()
-    monkeypatch.setattr("herta_gpu.plumbing.stages.time", clock)
+    monkeypatch.setattr("herta_gpu.plumbing.progress.time", clock)
     tell = Stages(verbose=True).progress("Q", "columns")
     for done in range(101):  # 4 seconds for each column
         tell(done, 100)

@@ -14,7 +14,7 @@ from herta_gpu.app.experiment import fit
 from herta_gpu.app.results import FitResult
 from herta_gpu.app.runs import load_model, save_model
 from herta_gpu.datasets import load
-from herta_gpu.plumbing.stages import Stages
+from herta_gpu.plumbing.progress import Stages
 
 
 @pytest.fixture(scope="module")

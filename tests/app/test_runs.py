@@ -23,7 +23,7 @@ from herta_gpu.app.report import report
 from herta_gpu.app.results import FitResult
 from herta_gpu.app.runs import Run, load_model, save_model
 from herta_gpu.datasets import DataError, load
-from herta_gpu.plumbing.plain import to_plain
+from herta_gpu.plumbing.models import to_plain
 from tests.conftest import users_environment
 from tests.plumbing.killed_fits import killed_command
 

@@ -18,7 +18,7 @@ import pytest
 from herta_gpu.app.cli import main
 from herta_gpu.datasets import DataError, load, ogb, ogb_files, sizes
 from herta_gpu.plumbing.files import lock_path
-from herta_gpu.plumbing.stages import Stages
+from herta_gpu.plumbing.progress import Stages
 
 PAPERS, ARXIV = "ogbn-papers100M", "ogbn-arxiv"
 N, M, D = 300, 2000, 8

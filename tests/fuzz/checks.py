@@ -13,7 +13,7 @@ import numpy as np
 
 from herta_gpu import HERTA, Graph
 from herta_gpu.plumbing.checkpoint import Checkpoint
-from herta_gpu.plumbing.validation import BudgetError
+from herta_gpu.plumbing.checks import BudgetError
 from tests.fuzz.problems import Problem
 from tests.fuzz.reference import Reference
 

@@ -27,7 +27,7 @@ from herta_gpu.planning.costs import (
     worth_whitening,
 )
 from herta_gpu.planning.settings import Settings
-from herta_gpu.plumbing.estimator import make_targets
+from herta_gpu.plumbing.targets import make_targets
 from herta_gpu.task import count_sizes
 from tests.conftest import random_graph
 

@@ -167,5 +167,5 @@ def test_the_budget_that_is_named_is_enough(params):
 
 
 def test_ids_for_labels_are_refused_before_they_fill_the_memory(monkeypatch):
-    monkeypatch.setattr("herta_gpu.plumbing.estimator.host_memory", lambda: 1000)
+    monkeypatch.setattr("herta_gpu.plumbing.targets.host_memory", lambda: 1000)
     refused(ValueError, "give classes, not ids", lambda: fit(y=np.arange(N)))

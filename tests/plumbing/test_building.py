@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from herta_gpu import Graph
-from herta_gpu.plumbing import building, edge_checks, ordering
+from herta_gpu.plumbing import building, checks
 from tests.conftest import random_graph
 
 pytest.importorskip("numba")
@@ -29,8 +29,7 @@ def compiled(always: bool = True, chunk: int = 1 << 22, threads: int = 2, **more
         stack.enter_context(mock.patch.dict(os.environ, {"HERTA_FAST": "1"}))
         for name, value in changed.items():
             stack.enter_context(mock.patch.object(building, name, value))
-        for module in (building, ordering):
-            stack.enter_context(mock.patch.object(module, "num_threads", return_value=threads))
+        stack.enter_context(mock.patch.object(building, "num_threads", return_value=threads))
         yield
 
 
@@ -166,7 +165,7 @@ def test_a_path_in_random_order_is_one_component():
 
 def test_the_size_that_is_checked_is_that_of_the_way_that_is_taken(monkeypatch):
     edges = np.zeros((2, 1000), dtype=np.int64)
-    monkeypatch.setattr(edge_checks, "host_memory", lambda: 8 * 1000 + 32 * 500)
+    monkeypatch.setattr(checks, "host_memory", lambda: 8 * 1000 + 32 * 500)
     with compiled():
         assert Graph.from_edges(edges, 500).num_edges == 0
         with pytest.raises(ValueError, match="a graph of 500 nodes and 1,000 edges needs"):

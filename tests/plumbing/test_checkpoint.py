@@ -211,7 +211,7 @@ def test_a_state_of_unknown_origin_is_refused(tmp_path, left):
 def test_a_state_of_another_version_is_refused(tmp_path, monkeypatch):
     data = given()
     killed(tmp_path, data)
-    monkeypatch.setattr("herta_gpu.plumbing.fingerprint.__version__", "9.9")
+    monkeypatch.setattr("herta_gpu.plumbing.checkpoint.__version__", "9.9")
     with pytest.raises(ValueError, match=r"version of herta_gpu \(0\..* then, 9\.9 now\) changed"):
         fit(tmp_path, data)
 

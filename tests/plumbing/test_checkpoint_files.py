@@ -12,7 +12,7 @@ import pytest
 from herta_gpu import HERTA, Graph
 from herta_gpu.app.cli import main
 from herta_gpu.app.runs import load_model
-from herta_gpu.plumbing.fingerprint import differences, fingerprint
+from herta_gpu.plumbing.checkpoint import differences, fingerprint
 from tests.plumbing.killed_fits import PARAMS, files, fit, given, killed, killed_command
 
 

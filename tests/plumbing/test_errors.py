@@ -7,7 +7,7 @@ import pytest
 import scipy.sparse as sp
 
 from herta_gpu import HERTA, Graph, SDDSolver, Sparsifier
-from herta_gpu.plumbing.validation import parse_bytes
+from herta_gpu.plumbing.checks import parse_bytes
 from tests.conftest import random_graph
 
 G = random_graph(20, 40)

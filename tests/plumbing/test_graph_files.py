@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from herta_gpu import Graph, SDDSolver
-from herta_gpu.plumbing import building, edge_checks, graph_files
+from herta_gpu.plumbing import building, checks, graph_files
 from herta_gpu.plumbing.files import DataError
 from tests.conftest import random_graph
 
@@ -78,7 +78,7 @@ def test_a_folder_is_no_reason_to_need_more_memory(tmp_path, monkeypatch):
     pytest.importorskip("numba")
     edges = np.random.default_rng(0).integers(0, 100, (2, 5000))
     monkeypatch.setattr(building, "COMPILED", 0)
-    monkeypatch.setattr(edge_checks, "host_memory", lambda: 10_000)
+    monkeypatch.setattr(checks, "host_memory", lambda: 10_000)
     with pytest.raises(ValueError, match="are free"):
         Graph.from_edges(edges, 100)
     assert Graph.from_edges(edges, 100, folder=tmp_path / "g").num_nodes == 100

@@ -13,7 +13,7 @@ import pytest
 
 from herta_gpu import HERTA
 from herta_gpu.plumbing.files import DataError, write_npz
-from herta_gpu.plumbing.plain import from_plain, to_plain
+from herta_gpu.plumbing.models import from_plain, to_plain
 from tests.conftest import random_graph
 
 GRAPH = random_graph(120, 500)

@@ -65,8 +65,8 @@ from herta_gpu.backends.cuda.traffic import (
 )
 from herta_gpu.backends.cuda.uploads import empty_pinned, give_back_pinned, is_large, upload
 from herta_gpu.graph import Graph
+from herta_gpu.plumbing.building import by_community
 from herta_gpu.plumbing.interop import on_device
-from herta_gpu.plumbing.ordering import by_community
 
 # The pool cuts memory into pieces that no longer fit together: replayed through a model of it
 # (tests/cupy_standin/pool.py), fits took up to 1.2 times the bytes that they used at once.

@@ -54,7 +54,7 @@ def merged(
 def by_leiden(graph: Graph, worth: float) -> Any | None:
     """Nodes by community; None if less than `worth` of the edges lie within one.
 
-    What `herta_gpu.plumbing.ordering.by_community` does on the host, by cuGraph's Leiden.
+    What `herta_gpu.plumbing.building.by_community` does on the host, by cuGraph's Leiden.
     """
     import cugraph
 

@@ -12,7 +12,7 @@ from herta_gpu.backends.cuda import cugraph as cugraph_adapter
 from herta_gpu.backends.cuda.device import DeviceLaplacian, segment_length
 from herta_gpu.graph import Graph, read_only
 from herta_gpu.plumbing.building import distinct
-from herta_gpu.plumbing.edge_checks import (
+from herta_gpu.plumbing.checks import (
     check_edges,
     check_repeats,
     check_size,

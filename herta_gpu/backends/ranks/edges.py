@@ -10,7 +10,7 @@ from herta_gpu.backends.ranks.communicator import Ranks, ranks_of
 from herta_gpu.backends.ranks.owners import owners
 from herta_gpu.backends.ranks.parts import part_of_edges, part_of_graph
 from herta_gpu.graph import Graph
-from herta_gpu.plumbing.edge_checks import check_edges, check_weights
+from herta_gpu.plumbing.checks import check_edges, check_weights
 
 
 def shared_graph(

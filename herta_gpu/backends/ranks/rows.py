@@ -15,7 +15,7 @@ import numpy as np
 from herta_gpu.backends.base import Array, Backend, Laplacian
 from herta_gpu.backends.ranks.communicator import Ranks
 from herta_gpu.backends.ranks.parts import GraphPart
-from herta_gpu.plumbing.fingerprint import nodes_key
+from herta_gpu.plumbing.checkpoint import nodes_key
 
 
 class Rows(Backend):

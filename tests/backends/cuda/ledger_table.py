@@ -16,7 +16,7 @@ import herta_gpu.herta
 import herta_gpu.planning.memory
 from herta_gpu import HERTA, Graph
 from herta_gpu.backends import get_backend
-from herta_gpu.plumbing.stages import Stages
+from herta_gpu.plumbing.progress import Stages
 from tests.cupy_standin import installed
 from tests.cupy_standin.ledger import Ledger
 

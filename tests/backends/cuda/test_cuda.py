@@ -312,7 +312,7 @@ def test_stages_and_steps_are_nested_ranges(monkeypatch: pytest.MonkeyPatch) -> 
         finally:
             open_.pop()
 
-    monkeypatch.setattr(herta_gpu.plumbing.stages, "nvtx", SimpleNamespace(annotate=annotate))
+    monkeypatch.setattr(herta_gpu.plumbing.progress, "nvtx", SimpleNamespace(annotate=annotate))
     X, y = checks.block(60, 6, "float32"), np.arange(60) % 3
     model = HERTA(device="cpu", loss="ce", ridge=0.1, strategy="herta")
     model.fit(checks.graph("fit"), X, y)
@@ -330,7 +330,7 @@ def test_stages_and_steps_are_nested_ranges(monkeypatch: pytest.MonkeyPatch) -> 
         r"(.*/)?pass over X \(columns 6\)",
     ):
         assert any(re.fullmatch(pattern, s) for s in seen), pattern
-    monkeypatch.setattr(herta_gpu.plumbing.stages, "nvtx", None)
+    monkeypatch.setattr(herta_gpu.plumbing.progress, "nvtx", None)
     HERTA(device="cpu").fit(checks.graph("fit"), X, y)
 
 
@@ -339,8 +339,8 @@ def test_ranges_cost_nothing_without_nvtx(monkeypatch: pytest.MonkeyPatch) -> No
         def __format__(self, spec: str) -> str:
             raise AssertionError("nobody reads this")
 
-    monkeypatch.setattr(herta_gpu.plumbing.stages, "nvtx", None)
-    marked = herta_gpu.plumbing.stages.marked
+    monkeypatch.setattr(herta_gpu.plumbing.progress, "nvtx", None)
+    marked = herta_gpu.plumbing.progress.marked
     assert marked("solve", tol=Untold()) is marked("residual")
 
 

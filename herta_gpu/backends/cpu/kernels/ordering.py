@@ -1,4 +1,4 @@
-"""Compiled loops of plumbing/ordering.py: communities, components, other orders of the rows."""
+"""Compiled loops of plumbing/building.py: communities, components, other orders of the rows."""
 
 import numpy as np
 

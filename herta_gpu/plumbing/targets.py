@@ -12,8 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from herta_gpu.plumbing.machine import host_memory
-from herta_gpu.plumbing.validation import as_labels, check_targets, has_label, train_rows
+from herta_gpu.plumbing.checks import as_labels, check_targets, has_label, host_memory, train_rows
 
 _LEAST_WEIGHT = 1e-30  # of the largest weight: with less no objective adds up
 
@@ -88,7 +87,7 @@ class OneHot:
 
     Examples
     --------
-    >>> from herta_gpu.plumbing.estimator import OneHot
+    >>> from herta_gpu.plumbing.targets import OneHot
     >>> import numpy as np
     >>> Y = OneHot(np.array([2, 0, 1]), 3)
     >>> Y.shape, Y[1:].tolist()

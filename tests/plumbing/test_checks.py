@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from herta_gpu import Graph
-from herta_gpu.plumbing.validation import check_rows
+from herta_gpu.plumbing.checks import check_rows
 
 G = Graph.from_edges([[0], [1]], num_nodes=501)
 KINDS = ("float16", "float32", "float64", ">f4", "longdouble", "int8", "uint8", "bool", "int64")

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from herta_gpu import HERTA
-from herta_gpu.plumbing.estimator import make_targets
+from herta_gpu.plumbing.targets import make_targets
 from tests.conftest import dense_H, random_graph
 
 N = 120

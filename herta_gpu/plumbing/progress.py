@@ -40,7 +40,7 @@ def marked(name: str, **about: object) -> AbstractContextManager[object]:
 
     Examples
     --------
-    >>> from herta_gpu.plumbing.stages import marked
+    >>> from herta_gpu.plumbing.progress import marked
     >>> with marked("solve", columns=64, tol=1e-6):
     ...     pass
     """

@@ -1,11 +1,15 @@
-"""Checks of what a caller gives: one clear sentence each, before any long work starts."""
+"""Checks of what a caller gives: one clear sentence each, before any long work starts.
+
+A memory-mapped list of edges is read a chunk at a time.  At the end: what this machine has.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import scipy.sparse as sp
@@ -324,3 +328,174 @@ def _array(name: str, given: Any) -> Any:
         return np.asarray(given)
     except ValueError:
         raise ValueError(f"{name} is no array: its rows differ in length.") from None
+
+
+# ---- lists of edges ----------------------------------------------------------------------
+CHUNK = 1 << 22  # listed edges that are read at once
+KEY_BYTES = (48, 40)  # held a node and an edge while NumPy makes a graph from keys, at least
+_MOST_NODES = 3_037_000_499  # pairs of them are numbered by int64
+
+
+def check_edges(edge_index: Any, num_nodes: int | None) -> tuple[Any, int, str]:
+    """The (2, m) ids as they are, the number of nodes, and the name of what it came from."""
+    check_plain("edge_index", edge_index)
+    try:
+        edges = np.asarray(edge_index)
+    except ValueError as error:
+        raise ValueError("edge_index must have shape (2, m): its two rows differ.") from error
+    if edges.ndim != 2 or edges.shape[0] != 2:
+        raise ValueError(
+            f"edge_index must have shape (2, m), not {edges.shape}: one column per edge."
+        )
+    if edges.size and edges.dtype.kind not in "iu":
+        raise ValueError(f"edge_index must hold integers, not {edges.dtype}.")
+    # Python's own numbers: the maximum of unsigned ids and -1 would be a float for NumPy.
+    parts = [edges[:, a : a + CHUNK] for a in range(0, edges.shape[1], CHUNK)]
+    found = [(int(part.min()), int(part.max())) for part in parts]
+    least, largest = min((a for a, _ in found), default=0), max((b for _, b in found), default=-1)
+    whole = isinstance(num_nodes, (int, np.integer)) and not isinstance(num_nodes, bool)
+    if num_nodes is not None and (not whole or num_nodes < 0):
+        raise ValueError(f"num_nodes must be a non-negative integer, not {num_nodes!r}.")
+    n = largest + 1 if num_nodes is None else int(num_nodes)
+    if n == 0:
+        raise ValueError("The graph is empty: give num_nodes, or at least one edge.")
+    if least < 0 or largest >= n:
+        bad = least if least < 0 else largest
+        raise ValueError(f"edge_index holds node id {bad}, but ids must lie in 0..{n - 1}.")
+    return edges, n, "edge_index" if num_nodes is None else "num_nodes"
+
+
+def check_size(
+    n: int, m: int, source: str, node: int = KEY_BYTES[0], edge: int = KEY_BYTES[1]
+) -> None:
+    """A graph that cannot fit into memory is refused before the system ends the process.
+
+    `node` and `edge`: the bytes that each of them needs.
+    """
+    need, free = node * n + edge * m, host_memory()
+    if need <= free and n < _MOST_NODES:
+        return
+    of_ids = source == "edge_index"
+    named = f"{source} holds node id {n - 1:,}" if of_ids else f"{source} is {n:,}"
+    relabel = (
+        "ids must be 0..n-1 without gaps, so relabel them, as "
+        "numpy.unique(edge_index, return_inverse=True) does."
+    )
+    raise ValueError(
+        f"{named}, but a graph of {n:,} nodes and {m:,} edges needs {need / 2**30:,.0f} GB and "
+        f"{free / 2**30:,.0f} GB are free: {relabel if of_ids else 'give a smaller one.'}"
+    )
+
+
+def check_weights(edge_weight: Any, m: int) -> Any | None:
+    """The weights as they are, in whatever type of real numbers."""
+    if edge_weight is None:
+        return None
+    check_plain("edge_weight", edge_weight)
+    try:
+        w = np.asarray(edge_weight)
+    except ValueError:
+        raise ValueError(f"edge_weight must have shape ({m},), one per edge.") from None
+    if w.shape != (m,):
+        raise ValueError(f"edge_weight must have shape ({m},), one per edge, not {w.shape}.")
+    if w.dtype.kind not in "fiub":
+        raise ValueError(f"edge_weight must hold real numbers, not {w.dtype}.")
+    least, low, high = 0.0, np.inf, 0.0
+    for a in range(0, m, CHUNK):
+        part = w[a : a + CHUNK].astype(np.float64, copy=False)
+        if not np.isfinite(part).all():
+            raise ValueError("edge_weight holds NaN or infinity: every weight must be finite.")
+        least, high = min(least, float(part.min())), max(high, float(part.max()))
+        low = min(low, float(part.min(initial=np.inf, where=part > 0)))
+    if least < 0:
+        raise ValueError(f"edge_weight holds {least:g}: weights must not be negative.")
+    if high > 1e30 or low < 1e-30:
+        raise ValueError(
+            f"edge_weight ranges from {low:g} to {high:g}: scale it to lie "
+            "within 1e-30 and 1e30, for only ratios of weights (self-loops included) matter."
+        )
+    return w
+
+
+def repeated(a: int, b: int) -> NoReturn:
+    raise ValueError(f"Edge ({a}, {b}) is listed more than once in this direction.")
+
+
+def directions_differ(a: int, b: int, ahead: float, back: float) -> NoReturn:
+    raise ValueError(
+        f"Edge ({a}, {b}) has weight {ahead:g} but ({b}, {a}) has {back:g}: "
+        "an undirected graph needs one weight for both directions."
+    )
+
+
+def check_repeats(xp: Any, u: Any, v: Any, n: int) -> None:
+    """An error that names the first edge, by its ids, that one direction lists twice."""
+    key = xp.sort(u * n + v)
+    again = key[1:] == key[:-1]
+    if bool(again.any()):  # synchronize!
+        repeated(*divmod(int(key[int(xp.argmax(again))]), n))  # synchronize!
+
+
+# ---- what this machine has ---------------------------------------------------------------
+# What launchers of MPI programs tell each process: its rank, how many there are, and how many of
+# them are on its machine (Open MPI, MPICH and Intel MPI, MVAPICH, srun).
+_RANK = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "MV2_COMM_WORLD_RANK", "SLURM_PROCID")
+_SIZE = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
+_LOCAL = (
+    "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "MV2_COMM_WORLD_LOCAL_SIZE",
+    "SLURM_STEP_TASKS_PER_NODE",
+)  # fmt: skip
+
+
+class Launched:
+    """How this process was started: `rank` of `size`, `local` of them on this machine."""
+
+    def __init__(self) -> None:
+        self.size = max(1, _told(_SIZE, 1))
+        self.rank = _told(_RANK, 0) if self.size > 1 else 0
+        self.local = min(self.size, max(1, _told(_LOCAL, 1)))
+
+
+def launched() -> Launched:
+    """How this process was started, as far as its environment tells; by default, alone."""
+    return Launched()
+
+
+def _told(names: tuple[str, ...], default: int) -> int:
+    given = [os.environ[name] for name in names if name in os.environ]
+    # srun writes "4(x2)": 4 on each of two machines.
+    first = given[0].partition("(")[0].partition(",")[0] if given else ""
+    return int(first) if first.isdigit() else default
+
+
+def host_memory() -> int:
+    """Bytes of the host's memory that are free: this process's share of them."""
+    return _free_memory() // launched().local
+
+
+def _free_memory() -> int:
+    try:
+        with open("/proc/meminfo", encoding="ascii") as lines:
+            for line in lines:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass  # not Linux: ask for the physical memory below
+    if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    return 4 << 30
+
+
+def num_threads() -> int:
+    """Threads to use: ``HERTA_NUM_THREADS``, or every core this process may run on.
+
+    Processes that one launcher started share the cores of their machine.
+    """
+    given = os.environ.get("HERTA_NUM_THREADS", "")
+    if given:
+        if not given.isdigit() or int(given) < 1:
+            raise ValueError(f"HERTA_NUM_THREADS must be a positive integer, not {given!r}.")
+        return int(given)
+    cores = os.cpu_count() or 1
+    mine = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else cores
+    return max(1, min(mine, cores // launched().local))
