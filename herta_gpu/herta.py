@@ -6,7 +6,6 @@ weights), the correction stands beside the line it concerns.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import wraps
@@ -18,17 +17,14 @@ from herta_gpu.backends import chosen_backend, shared
 from herta_gpu.backends.base import Array, Backend
 from herta_gpu.backends.cpu.reference import CPUBackend
 from herta_gpu.blockwise import trained
-from herta_gpu.features import Features
 from herta_gpu.graph import Graph
-from herta_gpu.laplacian import RegularizedLaplacian
-from herta_gpu.losses import LOSSES, Loss
-from herta_gpu.model import Model, labels_as_features, on_its_device, stored_rows
+from herta_gpu.model import Model, on_its_device
 from herta_gpu.planning.costs import BLOCK_WIDTH
 from herta_gpu.planning.memory import block_width
-from herta_gpu.planning.plan import Decision, make_plan
+from herta_gpu.planning.plan import Decision
 from herta_gpu.planning.settings import Settings
 from herta_gpu.plumbing.bundles import takes_bundles
-from herta_gpu.plumbing.checkpoint import Checkpoint, fingerprint, nodes_key
+from herta_gpu.plumbing.checkpoint import Checkpoint
 from herta_gpu.plumbing.checks import (
     BudgetError,
     check_choice,
@@ -39,23 +35,18 @@ from herta_gpu.plumbing.checks import (
 from herta_gpu.plumbing.interop import as_matrix, to_host
 from herta_gpu.plumbing.progress import Stages
 from herta_gpu.plumbing.targets import (
-    OneHot,
-    Targets,
     joint_targets,
     make_targets,
 )
-from herta_gpu.preconditioner import no_cache
 from herta_gpu.steps import (
-    Made,
     at_zero,
     on_stored_rows,
     preconditioned,
     sampled,
     start,
 )
-from herta_gpu.task import count_sizes, order_for_work
-from herta_gpu.training import Training
-from herta_gpu.unfolded import UnfoldedMap
+from herta_gpu.task import Context, Task
+from herta_gpu.training import Preconditioned, Training
 
 _WITH_THE_FIT = ("outputs_", "loo_", "leverage_", "variance_")  # no file keeps them
 
@@ -288,90 +279,61 @@ class HERTA(Model):
             already (loss="mse" with the strategy "herta").
         """
         _check_helpers(callback, checkpoint, stages)
-        _check_previous(warm_start, checkpoint)
-        settings, (backend, why) = self._settings(), chosen_backend(self.device, graph, X)
-        backend = shared(backend, graph)
-        if not backend.whole:
-            _check_split_by_nodes(settings, backend)
         check_choice("loo", loo, (False, True))
-        settings = _leaving_out(settings) if loo else settings
-        X, targets = self._checked_data(graph, X, y, train, backend, sample_weight)
-        settings = replace(settings, ridge=settings.ridge / targets.unit)
+        _check_previous(warm_start, checkpoint)
+        backend, why = chosen_backend(self.device, graph, X)
+        backend, stages = shared(backend, graph), Stages(self.verbose) if stages is None else stages
+        run = Context(backend, stages, callback, checkpoint)
+        task = self._pose(backend, graph, X, y, train, sample_weight, evaluate)
+        task = task if not loo else replace(task, settings=_leaving_out(task.settings))
+        task.W_start = _starting_weights(warm_start, task, backend)
         self.device_ = Decision("device", backend.name, why)
-        wanted = node_rows([] if evaluate is None else to_host(evaluate, backend), graph.num_nodes)
-        stages = Stages(self.verbose) if stages is None else stages
-        before, stages.wait = dict(stages.seconds), backend.synchronize
-        if checkpoint is not None:
-            with stages("checkpoint"):
-                data = (graph, X, y, targets.nodes, checkpoint.split, targets.weights)
-                checkpoint.begin(fingerprint(self.get_params(), backend, *data))
-        with stages("order"):
-            given, graph = graph, order_for_work(graph, X, targets.Y.shape[1], settings, backend)
-        H = RegularizedLaplacian(graph, settings.lam, backend, settings.dtype)  # I + lam L_hat
-        with stages("plan"):
-            budget = settings.budget(backend.memory_everywhere())
-            sizes = count_sizes(H, X, targets, settings, budget, wanted.size)
-            width = settings.features(X.shape[1], targets.Y.shape[1])
-            W_start = _starting_weights(warm_start, width, targets, backend)
-            plan = make_plan(sizes, settings, budget, reordered=graph is not given)
-            self.plan_ = plan  # a fit that is interrupted leaves what it was about to do
-            backend.same(plan, "plan")
-        if checkpoint is not None:
-            checkpoint.claim()  # nothing can be refused any more
-        with stages("features"):
-            features = Features(X, backend, graph.order, budget)
-            extra = labels_as_features(H, targets.rows, targets.Y, settings)
-        whole = not plan.stored and plan.outputs >= targets.Y.shape[1]
-        rows, Y = stored_rows(graph, targets.rows, backend), _placed(targets.Y, whole, backend)
+        run.begin(self.get_params(), task, y)
+        # A fit that is interrupted leaves what it was about to do.
+        plan = self.plan_ = task.prepare(run)
+        A, Y = task.place(plan, run)  # A = M H^-1 X, and what A W should be
 
         # L_tilde <- Sparsify(L_hat)
         with stages("sparsify"):
-            H_tilde = sampled(H, plan.n_samples, settings, budget)
+            H_tilde = sampled(task.H, plan.n_samples, task.settings, run.budget)
         # Q <- SDDSolver(I + lam L_tilde; X); Q' <- Hadamard(R Q); Q_tilde <- s rows of Q';
         # P <- Q_tilde^T Q_tilde; P' <- P^-1/2.  Q is cut to the training rows: with a mask, a P
         # from all rows would miss the Hessian.
-        A = UnfoldedMap(
-            H, features, rows, plan.solve_width, _bound(targets, settings, backend),
-            [H.at(lam) for lam in settings.lams] if settings.several else None, extra,
-        )  # fmt: skip
-        beside = wanted[: plan.beside]  # all of them, or none
-        others = stored_rows(graph, beside, backend)
-        # Blocks of Q hold the rows of these nodes, too: those made for others are not read.
-        made_for = plan.identity + nodes_key(beside)
-        cache = no_cache if checkpoint is None else checkpoint.on(backend, made_for)
-        made = preconditioned(plan, settings, H_tilde, A, Y, others, stages, cache)
+        made = preconditioned(plan, task, H_tilde, A, Y, run)
         # for t = 1..T: u <- X P' w - y_hat, two solves, g <- P' X^T u'', w <- w - eta g
-        run = Training(
-            settings, made.recipe, backend, Y, made.P, made.spectrum,
-            A.X_norm() if settings.ridge > 0 else math.inf, stages, callback, A.loss,
-            targets.unit,
-        )  # fmt: skip
+        loop = Training(task, run, made, A, Y)
         with stages("train"):
-            if run.nothing_to_learn:
-                made, W = at_zero(run, plan, made, settings, A, Y, cache)
+            if loop.nothing_to_learn:
+                made, W = at_zero(loop, plan, made, task, A, Y, run)
             elif plan.stored:  # one tight Q instead of two solves per step
-                made, W = on_stored_rows(run, plan, made, settings, A, Y, cache, W_start)
+                made, W = on_stored_rows(loop, plan, made, task, A, Y, run)
             else:
-                w, Z = start(run, plan, settings, made.P, A, budget, W_start)
+                w, Z = start(loop, plan, made.P, task, A, run)
                 # Output: W = P^-1/2 w, not w: the loop ran in preconditioned coordinates.
-                W = run.settle(trained(run, A, Y, w, plan.outputs, cache, Z))
-
-        self.W_ = backend.same(backend.to_numpy(W), "weights")  # synchronize!
-        self.intercept_, self.train_ = run.constants(), targets.nodes
-        self.labels_ = np.asarray(targets.Y) if extra is not None else None
-        self._keep_evaluated(made, W if beside.size > 0 else None, targets.unit)
-        self.classes_, self._flat = targets.classes, targets.flat
-        self.history_, self.certificate_, self.status_ = run.result()
-        self.warm_history_, self.changes_ = run.warm_history, [*made.changes, *run.changes]
-        self.stages_, self.n_features_in_ = stages.since(before), X.shape[1]
-        self.X_reads_ = {} if features.reads is None else features.reads.counts()
-        self.spectrum_ = made.spectrum
+                W = loop.settle(trained(loop, A, Y, w, plan.outputs, run.cache, Z))
+        self._keep(task, run, loop, made, W)
         if backend.total(int(evaluate is not None)) and "outputs_" not in vars(self):
-            del made, run, A  # the solve has the memory of the fit
-            self.outputs_ = to_host(self.transform(given, X, wanted), backend)
+            del made, loop, A, task.features  # the solve has the memory of the fit
+            self.outputs_ = to_host(self.transform(graph, task.X, task.wanted), backend)
         return self
 
-    def _keep_evaluated(self, made: Made, W: Array | None, unit: float) -> None:
+    def _keep(
+        self, task: Task, run: Context, loop: Training, made: Preconditioned, W: Array
+    ) -> None:
+        """What a fit leaves."""
+        backend, targets = run.backend, task.targets
+        self.W_ = backend.same(backend.to_numpy(W), "weights")  # synchronize!
+        self.intercept_, self.train_ = loop.constants(), targets.nodes
+        self.labels_ = np.asarray(targets.Y) if task.extra is not None else None
+        self._keep_evaluated(made, W if task.eval_nodes.size > 0 else None, targets.unit)
+        self.classes_, self._flat = targets.classes, targets.flat
+        self.history_, self.certificate_, self.status_ = loop.result()
+        self.warm_history_, self.changes_ = loop.warm_history, [*made.changes, *loop.changes]
+        self.stages_, self.n_features_in_ = run.stages.since(run.before), task.X.shape[1]
+        reads = task.features.reads
+        self.X_reads_, self.spectrum_ = {} if reads is None else reads.counts(), made.spectrum
+
+    def _keep_evaluated(self, made: Preconditioned, W: Array | None, unit: float) -> None:
         """Outputs of the nodes `evaluate` (if W is given), and what leave-one-out says."""
         for name in _WITH_THE_FIT:
             self.__dict__.pop(name, None)  # those of another fit
@@ -385,10 +347,13 @@ class HERTA(Model):
             noise = unit * made.left_out.noise
             self.variance_ = (1 + made.spread / unit)[:, None] * noise
 
-    def _checked_data(
-        self, graph: Graph, X: Any, y: Any, train: Any, backend: Backend, weight: Any = None
-    ) -> tuple[Any, Targets]:
-        """X as a matrix and the training rows, or a sentence that says what is wrong."""
+    def _pose(
+        self, backend: Backend, graph: Graph, X: Any, y: Any, train: Any, weight: Any, evaluate: Any
+    ) -> Task:
+        """What is to be fitted, or a sentence that says what is wrong."""
+        settings = self._settings()
+        if not backend.whole:
+            _check_split_by_nodes(settings, backend)
         X = as_matrix(X, backend)
         largest = check_rows("X", X, graph)
         if X.shape[1] == 0:
@@ -398,11 +363,14 @@ class HERTA(Model):
         check_scale(float(backend.largest(largest)))
         y, train, weight = (to_host(a, backend) for a in (y, train, weight))
         given = (y, train, graph.num_nodes, self.loss, weight, self.class_weight)
-        if not backend.whole:
-            return X, joint_targets(*given, backend)
-        targets = make_targets(*given)
-        backend.same(targets.rows, "training nodes", always=True)
-        return X, targets
+        if backend.whole:
+            targets = make_targets(*given)
+            backend.same(targets.rows, "training nodes", always=True)
+        else:
+            targets = joint_targets(*given, backend)
+        wanted = node_rows([] if evaluate is None else to_host(evaluate, backend), graph.num_nodes)
+        settings = replace(settings, ridge=settings.ridge / targets.unit)
+        return Task(settings, graph, X, targets, wanted)
 
 
 # ---- the parts of fit ------------------------------------------------------------------------
@@ -465,31 +433,20 @@ def _check_previous(previous: Any, checkpoint: Any) -> None:
         raise ValueError("A checkpoint has weights of its own: leave out warm_start.")
 
 
-def _starting_weights(
-    model: HERTA | None, d: int, targets: Targets, backend: Backend
-) -> Array | None:
+def _starting_weights(model: HERTA | None, task: Task, backend: Backend) -> Array | None:
     """The weights of a fitted model, or a sentence that says why they do not fit."""
     if model is None:
         return None
-    shape, classes = (d, targets.Y.shape[1]), targets.classes
+    targets = task.targets
+    shape = (task.settings.features(task.X.shape[1], targets.Y.shape[1]), targets.Y.shape[1])
     if model.W_.shape != shape:
         raise ValueError(
             f"warm_start has weights of shape {model.W_.shape}, but these data need {shape}."
         )
-    of = [() if names is None else tuple(names.tolist()) for names in (classes, model.classes_)]
+    of = [
+        () if names is None else tuple(names.tolist())
+        for names in (targets.classes, model.classes_)
+    ]
     if of[0] != of[1]:
         raise ValueError("warm_start was fitted to other classes than y has.")
     return backend.asarray(model.W_)
-
-
-def _bound(targets: Targets, settings: Settings, backend: Backend) -> Loss:
-    """The loss of these rows: with their weights, and with or without an intercept."""
-    weights = None if targets.weights is None else backend.asarray(targets.weights)
-    return LOSSES[settings.loss].bound(weights, settings.fit_intercept)
-
-
-def _placed(Y: Any, whole: bool, backend: Backend) -> Any:
-    """Targets on the device; they need not be whole if runs or blocks of them are looked at."""
-    if isinstance(Y, OneHot) and not whole:
-        return Y.on(backend)
-    return backend.asarray(Y)

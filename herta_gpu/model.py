@@ -18,7 +18,6 @@ from herta_gpu.features import Features, bytes_held
 from herta_gpu.graph import Graph, check_graph
 from herta_gpu.laplacian import RegularizedLaplacian
 from herta_gpu.losses import LOSSES
-from herta_gpu.more.label_features import column_error, cross_fitted
 from herta_gpu.planning.costs import Sizes, row_copies
 from herta_gpu.planning.forecast import Card
 from herta_gpu.planning.memory import dealt_width, outputs_at_once
@@ -44,8 +43,7 @@ from herta_gpu.plumbing.targets import (
 )
 from herta_gpu.prediction import Outputs, check_probabilities, probabilities
 from herta_gpu.spectrum import Spectrum
-
-_LABEL_TOL = 1e-12  # relative error of features that labels make, in float64
+from herta_gpu.task import labels_as_features, stored_rows
 
 # What a fit leaves and a file keeps, beside the weights and classes.
 _FITTED: dict[str, Any] = {
@@ -363,25 +361,3 @@ class Model(Estimator):
         if not hasattr(self, "W_"):
             raise not_fitted(self)
         return self
-
-
-def stored_rows(graph: Graph, nodes: Any, backend: Backend) -> Array:
-    """The rows in which the graph stores these nodes of the caller's."""
-    inverse = graph.inverse_order()
-    return backend.asarray(nodes if inverse is None else inverse[nodes])
-
-
-def labels_as_features(
-    H: RegularizedLaplacian, rows: Any, Y: Any, settings: Settings
-) -> Features | None:
-    """Features that the labels Y of the nodes `rows` make, as they are in storage."""
-    if not settings.label_folds:
-        return None
-    Y = np.asarray(Y)
-    Y = np.maximum(Y, 0.0) if settings.loss == "bce" else Y  # -1 there is not known
-    exact = RegularizedLaplacian(H.graph, H.lam, H.backend, "float64")
-    folds = settings.label_folds
-    columns, _ = cross_fitted(exact, rows, Y, folds=folds, tol=_LABEL_TOL, seed=settings.seed)
-    features = Features(columns, H.backend, H.graph.order)
-    features.off = column_error(exact, Y, tol=_LABEL_TOL)  # part of what is proven of the fit
-    return features

@@ -1,13 +1,12 @@
 """Steps of Algorithm 1 that may take more than one try: P, and training on stored rows.
 
-Each carries a plan out.  What turned out otherwise than planned is told in `Made.changes`.
+Each carries a plan out; `Preconditioned.changes` tells what turned out otherwise than planned.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 from herta_gpu.backends import get_backend
 from herta_gpu.backends.base import Array
@@ -28,11 +27,11 @@ from herta_gpu.planning.plan import (
     with_less_left,
 )
 from herta_gpu.planning.settings import Settings
-from herta_gpu.plumbing.progress import Stages
 from herta_gpu.preconditioner import Preconditioner, build, lowered, no_preconditioner
 from herta_gpu.sparsifier import sparsified
 from herta_gpu.spectrum import Spectrum, choose_spectrum
-from herta_gpu.training import Training
+from herta_gpu.task import Context, Task, stored_rows
+from herta_gpu.training import Preconditioned, Training
 from herta_gpu.unfolded import DenseMap, UnfoldedMap
 
 _CHEAP_STEPS = 20  # steps on stored rows, without a solve, that count as one of max_iter
@@ -51,49 +50,20 @@ def sampled(
     return H.on(found.graph)
 
 
-@dataclass(frozen=True)
-class Made:
-    """P, what is known of the Hessian in its coordinates, and how P came about in the end."""
-
-    P: Preconditioner
-    spectrum: Spectrum | None
-    recipe: Recipe
-    changes: list[Decision]  # what turned out otherwise than planned
-    left_out: LeftOut | None = None  # leave-one-out, where that was asked for
-    spread: Any = None  # (len(evaluate),) a^T P^-1 a of the nodes beside
-    known: Any = None  # outputs of the nodes beside, where P is no longer that of the weights ...
-    steps: int = 0  # ... which were found in so many steps
-
-    def outputs(self, W: Array) -> Any:
-        """The outputs of W on the rows of Q that were kept for evaluation, on the host."""
-        diffusion = self.P.diffusion
-        if self.known is not None or diffusion is None:
-            return self.known
-        backend = diffusion.H.backend
-        u = diffusion.basis.coordinates(W).astype(diffusion.others.dtype)
-        return backend.to_numpy(backend.matmul(diffusion.others, u))  # synchronize!
-
-
 def preconditioned(
-    plan: Plan,
-    settings: Settings,
-    H_tilde: RegularizedLaplacian,
-    A: UnfoldedMap,
-    Y: Array,
-    beside: Array,
-    stages: Stages,
-    cache: Cache,
-) -> Made:
+    plan: Plan, task: Task, H_tilde: RegularizedLaplacian, A: UnfoldedMap, Y: Array, run: Context
+) -> Preconditioned:
     """P^-1/2 and bounds of the Hessian it leaves; without any, Q is solved tighter once."""
-    recipe = plan.recipe
+    settings, stages, recipe = task.settings, run.stages, plan.recipe
+    others = stored_rows(task.graph, task.eval_nodes, run.backend)
     changes: list[Decision] = []
     if not settings.precondition:
         none = no_preconditioner(A.H.backend, A.X.shape[1], Y.shape[1])
-        return Made(none, None, recipe, changes)
+        return Preconditioned(none, None, recipe, changes)
     while True:
         with stages("preconditioner"):
             tell = stages.progress("Q", "columns")
-            P = build(recipe, H_tilde, A, Y, settings.ridge, cache, beside, tell)
+            P = build(recipe, H_tilde, A, Y, settings.ridge, run.cache, others, tell)
         with stages("spectrum"):
             spectrum = _spectrum(plan.certificate, P, A, settings)
         missed = spectrum is not None and spectrum.kind == "estimate"
@@ -105,7 +75,7 @@ def preconditioned(
             recipe, why = tighter(recipe, A.H.lambda_max)
         else:
             blocks = plan.outputs < Y.shape[1]
-            return Made(P.for_training(A.H.backend, blocks), spectrum, recipe, changes)
+            return Preconditioned(P.for_training(A.H.backend, blocks), spectrum, recipe, changes)
         changes.append(why)
 
 
@@ -119,16 +89,16 @@ def _spectrum(kind: str, P: Preconditioner, A: UnfoldedMap, settings: Settings) 
 def on_stored_rows(
     run: Training,
     plan: Plan,
-    made: Made,
-    settings: Settings,
+    made: Preconditioned,
+    task: Task,
     A: UnfoldedMap,
     Y: Array,
-    cache: Cache,
-    W_start: Array | None = None,
-) -> tuple[Made, Array]:
+    context: Context,
+) -> tuple[Preconditioned, Array]:
     """W from the stored rows of Q, the best of several attempts, and all that belongs to it."""
-    rows = _StoredRows(run, plan, settings, A, Y, cache)
-    made, found, u = rows.attempts(made, W_start)
+    settings = task.settings
+    rows = _StoredRows(run, plan, settings, A, Y, context.cache)
+    made, found, u = rows.attempts(made, task.W_start)
     W = run.settle(found)
     if settings.loo and run.kept is None and not run.nothing_to_learn:  # W = 0 was the best
         return replace(made, left_out=LeftOut.unknown(*Y.shape)), W
@@ -153,9 +123,9 @@ class _StoredRows:
     cache: Cache
 
     def __post_init__(self) -> None:
-        self.former: list[Made] = []  # what was found in coordinates that were given up
+        self.former: list[Preconditioned] = []  # what was found in coordinates that were given up
 
-    def pose(self, made: Made) -> StoredProblem:
+    def pose(self, made: Preconditioned) -> StoredProblem:
         A, run = self.A, self.run
         ridge = self.settings.ridge
         problem = StoredProblem(A.H.backend, A.loss, made.P, self.Y, ridge, run.X_norm)
@@ -166,7 +136,9 @@ class _StoredRows:
     def coordinates(self, W: Array) -> Array:
         return self.problem.basis.coordinates(W)
 
-    def attempts(self, made: Made, W_start: Array | None) -> tuple[Made, Array, Array]:
+    def attempts(
+        self, made: Preconditioned, W_start: Array | None
+    ) -> tuple[Preconditioned, Array, Array]:
         """(P, W, its coordinates): Q is solved for more tightly while that helps to prove W.
 
         Where it does not, the true model has the last word, if there is memory for it.
@@ -203,12 +175,14 @@ class _StoredRows:
         W = self._true_model(made, W, None)
         return made, W, self.coordinates(W)
 
-    def _lower(self, made: Made, again: Chosen) -> Made:
+    def _lower(self, made: Preconditioned, again: Chosen) -> Preconditioned:
         """Q solved for once more, as `again` says."""
         P = lowered(made.P, again.value, self.A, self.Y, self.settings.ridge, self.cache)
         return replace(made, P=P, recipe=again.value, changes=[*made.changes, again.decision])
 
-    def _lower_from(self, made: Made, again: Chosen, u: Array) -> tuple[Made, Array]:
+    def _lower_from(
+        self, made: Preconditioned, again: Chosen, u: Array
+    ) -> tuple[Preconditioned, Array]:
         """The same, and u in the coordinates of the new Q; what u gave is kept if they differ."""
         basis, lower = self.problem.basis, self._lower(made, again)
         if lower.P.basis is basis or lower.P.basis is None:
@@ -219,7 +193,7 @@ class _StoredRows:
         self.former.append(replace(given_up, **known))
         return lower, lower.P.basis.coordinates(W)
 
-    def _true_model(self, made: Made, W: Array, most: int | None) -> Array:
+    def _true_model(self, made: Preconditioned, W: Array, most: int | None) -> Array:
         """W after a few steps (or as many as are left) with true gradients, by solves."""
         run, w = self.run, made.P.factor.from_weights(W)
         run.P, run.spectrum = made.P, made.spectrum
@@ -229,19 +203,20 @@ class _StoredRows:
 def at_zero(
     run: Training,
     plan: Plan,
-    made: Made,
-    settings: Settings,
+    made: Preconditioned,
+    task: Task,
     A: UnfoldedMap,
     Y: Array,
-    cache: Cache,
-) -> tuple[Made, Array]:
+    context: Context,
+) -> tuple[Preconditioned, Array]:
     """W = 0 where there is nothing to learn; stored rows are asked for leave-one-out only."""
-    if settings.loo:
-        made, _ = on_stored_rows(run, replace(plan, outputs=0), made, settings, A, Y, cache)
+    if task.settings.loo:
+        task = replace(task, W_start=None)
+        made, _ = on_stored_rows(run, replace(plan, outputs=0), made, task, A, Y, context)
     return made, run.at_zero()
 
 
-def _without_each(made: Made, problem: StoredProblem, u: Array) -> Made:
+def _without_each(made: Preconditioned, problem: StoredProblem, u: Array) -> Preconditioned:
     """With leave-one-out, and the spread of the rows outside training, if any are there."""
     others = None if made.P.diffusion is None else made.P.diffusion.others
     rows = dual_rows(problem)
@@ -270,15 +245,10 @@ def _again(
 
 
 def start(
-    run: Training,
-    plan: Plan,
-    settings: Settings,
-    P: Preconditioner,
-    A: UnfoldedMap,
-    budget: int,
-    W_start: Array | None = None,
+    run: Training, plan: Plan, P: Preconditioner, task: Task, A: UnfoldedMap, context: Context
 ) -> tuple[Array, Guess | None]:
     """Where the loop starts, and what is known of Z there: a cheaper model may go first."""
+    settings, W_start = task.settings, task.W_start
     warm = LOSSES[settings.loss].quadratic and settings.precondition  # P solves least squares
     if W_start is not None and not warm:
         return P.factor.from_weights(W_start), None
@@ -287,7 +257,7 @@ def start(
         rows = P.rows if P.basis is None else P.basis.rows(P.rows)
         return run.loop(DenseMap(rows, A.H.backend), w, certified=False).w, None
     if plan.loop_samples is not None:
-        H_loop = sampled(A.H, plan.loop_samples, settings, budget)
+        H_loop = sampled(A.H, plan.loop_samples, settings, context.budget)
         A_loop = UnfoldedMap(H_loop, A.X, A.train, A.width, A.loss)
         return run.loop(A_loop, w, certified=False).w, None
     return w, partial(P.guess, A.H.backend) if warm else None

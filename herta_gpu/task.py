@@ -1,22 +1,126 @@
-"""What is fitted: the data that a fit is given, and the numbers that its plan depends on."""
+"""What is fitted (`Task`), and where and how that is done (`Context`)."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import scipy.sparse as sp
 
-from herta_gpu.backends.base import Backend
-from herta_gpu.features import bytes_held, has_hidden_columns
+from herta_gpu.backends.base import Array, Backend
+from herta_gpu.diffusion import Cache
+from herta_gpu.features import Features, bytes_held, has_hidden_columns
 from herta_gpu.graph import Graph
 from herta_gpu.laplacian import RegularizedLaplacian
 from herta_gpu.losses import LOSSES
+from herta_gpu.more.label_features import column_error, cross_fitted
 from herta_gpu.planning.costs import BLOCK_WIDTH, Sizes, row_copies, worth_reordering
+from herta_gpu.planning.plan import Plan, make_plan
 from herta_gpu.planning.settings import Settings
+from herta_gpu.plumbing.checkpoint import Checkpoint, fingerprint, nodes_key
+from herta_gpu.plumbing.progress import Stages
 from herta_gpu.plumbing.reading import mapping_of
-from herta_gpu.plumbing.targets import Targets
+from herta_gpu.plumbing.targets import OneHot, Targets
+from herta_gpu.preconditioner import no_cache
 from herta_gpu.sparsifier import degree_scores
+from herta_gpu.unfolded import UnfoldedMap
+
+_LABEL_TOL = 1e-12  # relative error of features that labels make, in float64
+
+
+@dataclass
+class Context:
+    """Where a fit runs, what it may use, and who hears of it."""
+
+    backend: Backend
+    stages: Stages
+    callback: Callable[[dict[str, Any]], None] | None = None
+    checkpoint: Checkpoint | None = None
+    budget: int = 0  # bytes; 0 until there is a plan
+    cache: Cache = no_cache  # what was stored before a crash, once there is a plan
+
+    def __post_init__(self) -> None:
+        self.before, self.stages.wait = dict(self.stages.seconds), self.backend.synchronize
+
+    def begin(self, params: dict[str, Any], task: Task, y: Any) -> None:
+        """Refuse a checkpoint of anything else, before any work."""
+        if self.checkpoint is not None:
+            with self.stages("checkpoint"):
+                nodes, weights = task.targets.nodes, task.targets.weights
+                data = (task.given, task.X, y, nodes, self.checkpoint.split, weights)
+                self.checkpoint.begin(fingerprint(params, self.backend, *data))
+
+
+@dataclass
+class Task:
+    """min over W of loss(M H^-1 X W) + ridge/2 ||W||^2, rows in the order in which they are stored.
+
+    `prepare` adds what the plan decides of: the graph in the order in which it is worked on, H,
+    the features on the device.
+    """
+
+    settings: Settings
+    given: Graph  # the caller's
+    X: Any
+    targets: Targets
+    wanted: Any  # nodes whose outputs are asked for beside those of training
+    W_start: Array | None = None  # weights of another model
+
+    def prepare(self, run: Context) -> Plan:
+        """What will be done; H, the budget and what a checkpoint holds are there from now on."""
+        backend, s, c = run.backend, self.settings, self.targets.Y.shape[1]
+        with run.stages("order"):
+            self.graph = order_for_work(self.given, self.X, c, s, backend)
+        self.H = RegularizedLaplacian(self.graph, s.lam, backend, s.dtype)  # I + lam L_hat
+        with run.stages("plan"):
+            run.budget = s.budget(backend.memory_everywhere())
+            sizes = count_sizes(self.H, self.X, self.targets, s, run.budget, self.wanted.size)
+            plan = make_plan(sizes, s, run.budget, reordered=self.graph is not self.given)
+            backend.same(plan, "plan")
+        self.eval_nodes = self.wanted[: plan.beside]  # all of them, or none
+        if run.checkpoint is not None:
+            run.checkpoint.claim()  # nothing can be refused any more
+            # Blocks of Q hold the rows of these nodes, too: those made for others are not read.
+            run.cache = run.checkpoint.on(backend, plan.identity + nodes_key(self.eval_nodes))
+        return plan
+
+    def place(self, plan: Plan, run: Context) -> tuple[UnfoldedMap, Any]:
+        """A = M H^-1 X and Y on the device; Y need not be whole if runs of it are looked at."""
+        s, t, H, backend = self.settings, self.targets, self.H, run.backend
+        with run.stages("features"):
+            self.features = Features(self.X, backend, self.graph.order, run.budget)
+            self.extra = labels_as_features(H, t.rows, t.Y, s)
+        whole = not plan.stored and plan.outputs >= t.Y.shape[1]
+        Y = t.Y.on(backend) if isinstance(t.Y, OneHot) and not whole else backend.asarray(t.Y)
+        weights = None if t.weights is None else backend.asarray(t.weights)
+        loss = LOSSES[s.loss].bound(weights, s.fit_intercept)
+        rows = stored_rows(self.graph, t.rows, backend)
+        systems = [H.at(lam) for lam in s.lams] if s.several else None
+        return UnfoldedMap(H, self.features, rows, plan.solve_width, loss, systems, self.extra), Y
+
+
+def stored_rows(graph: Graph, nodes: Any, backend: Backend) -> Array:
+    """The rows in which the graph stores these nodes of the caller's."""
+    inverse = graph.inverse_order()
+    return backend.asarray(nodes if inverse is None else inverse[nodes])
+
+
+def labels_as_features(
+    H: RegularizedLaplacian, rows: Any, Y: Any, settings: Settings
+) -> Features | None:
+    """Features that the labels Y of the nodes `rows` make, as they are in storage."""
+    if not settings.label_folds:
+        return None
+    Y = np.asarray(Y)
+    Y = np.maximum(Y, 0.0) if settings.loss == "bce" else Y  # -1 there is not known
+    exact = RegularizedLaplacian(H.graph, H.lam, H.backend, "float64")
+    folds = settings.label_folds
+    columns, _ = cross_fitted(exact, rows, Y, folds=folds, tol=_LABEL_TOL, seed=settings.seed)
+    features = Features(columns, H.backend, H.graph.order)
+    features.off = column_error(exact, Y, tol=_LABEL_TOL)  # part of what is proven of the fit
+    return features
 
 
 def order_for_work(graph: Graph, X: Any, c: int, settings: Settings, backend: Backend) -> Graph:

@@ -12,12 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from herta_gpu.backends.base import Array, Backend, norm
+from herta_gpu.backends.base import Array, norm
 from herta_gpu.certificate import Certificate, certify, gradient_error, joined
 from herta_gpu.direct import Proof, StoredProblem
 from herta_gpu.factors import Factor
 from herta_gpu.hessians import Newton
-from herta_gpu.losses import LOSSES, Loss
+from herta_gpu.leave_one_out import LeftOut
+from herta_gpu.losses import Loss
 from herta_gpu.optimizers import (
     GradientDescent,
     Momentum,
@@ -25,10 +26,11 @@ from herta_gpu.optimizers import (
     make_optimizer,
 )
 from herta_gpu.planning.plan import Decision, Recipe
-from herta_gpu.planning.settings import NEWTON_SIZE, Settings
-from herta_gpu.plumbing.progress import Stages, marked_steps
+from herta_gpu.planning.settings import NEWTON_SIZE
+from herta_gpu.plumbing.progress import marked_steps
 from herta_gpu.preconditioner import Preconditioner
 from herta_gpu.spectrum import Spectrum, ritz_interval
+from herta_gpu.task import Context, Task
 from herta_gpu.unfolded import LinearMap, Point, Problem, UnfoldedMap
 
 _TIGHTENINGS = 6  # how often one outer step may tighten the inner tolerance
@@ -38,6 +40,30 @@ _LEAST_INNER = 1e-10  # inner tolerance of a loop that no certificate watches
 _ALIKE, _LEAST_ALIKE = 0.01, 1e-11  # of tol, at least: objectives as good as each other
 _NOTHING = (8 * np.finfo(np.float64).eps) ** 2  # of ||Y||^2: a loss that is rounding
 _CHEAP_STEPS = 20  # steps on a stored A, without a solve, that count as one outer step
+
+
+@dataclass(frozen=True)
+class Preconditioned:
+    """P, the interval that holds the eigenvalues of the preconditioned Hessian, and the recipe that
+    finally worked."""
+
+    P: Preconditioner
+    spectrum: Spectrum | None
+    recipe: Recipe
+    changes: list[Decision]  # what turned out otherwise than planned
+    left_out: LeftOut | None = None  # leave-one-out, where that was asked for
+    spread: Any = None  # (len(evaluate),) a^T P^-1 a of the nodes beside
+    known: Any = None  # outputs of the nodes beside, where P is no longer that of the weights ...
+    steps: int = 0  # ... which were found in so many steps
+
+    def outputs(self, W: Array) -> Any:
+        """The outputs of W on the rows of Q that were kept for evaluation, on the host."""
+        diffusion = self.P.diffusion
+        if self.known is not None or diffusion is None:
+            return self.known
+        backend = diffusion.H.backend
+        u = diffusion.basis.coordinates(W).astype(diffusion.others.dtype)
+        return backend.to_numpy(backend.matmul(diffusion.others, u))  # synchronize!
 
 
 @dataclass(frozen=True)
@@ -58,26 +84,15 @@ class Training:
     """The loop of Algorithm 1, its history and its certificate."""
 
     def __init__(
-        self,
-        settings: Settings,
-        recipe: Recipe,
-        backend: Backend,
-        Y: Array,
-        P: Preconditioner,
-        spectrum: Spectrum | None,
-        X_norm: float,
-        stages: Stages,
-        callback: Callable[[dict[str, Any]], None] | None = None,
-        loss: Loss | None = None,
-        unit: float = 1.0,
+        self, task: Task, run: Context, made: Preconditioned, A: UnfoldedMap, Y: Array
     ) -> None:
-        """`loss` knows the weights of the rows, divided by `unit`: records are multiplied by it."""
-        self.unit, self.intercept = unit, None
-        self.settings, self.backend, self.xp, self.Y, self.P = settings, backend, backend.xp, Y, P
-        self.spectrum, self.stages, self.callback = spectrum, stages, callback
-        self.X_norm = X_norm  # of all features together, for a ridge; inf without one
-        self.loss = LOSSES[settings.loss] if loss is None else loss
-        self.curvature, self.symmetric = recipe.curvature, recipe.symmetric
+        settings, backend = task.settings, run.backend
+        self.settings, self.backend, self.xp, self.Y = settings, backend, backend.xp, Y
+        # The loss has the weights of the rows divided by `unit`: what is told is multiplied by it.
+        self.P, self.loss, self.unit, self.intercept = made.P, A.loss, task.targets.unit, None
+        self.spectrum, self.stages, self.callback = made.spectrum, run.stages, run.callback
+        self.X_norm = A.X_norm() if settings.ridge > 0 else math.inf  # of all features together
+        self.curvature, self.symmetric = made.recipe.curvature, made.recipe.symmetric
         self.history: list[dict[str, Any]] = []
         self.warm_history: list[dict[str, Any]] = []  # steps on a model that stood in for the true
         self.records = self.history  # the history of the loop that runs
