@@ -15,7 +15,8 @@ demo: setup
 	$(BIN)/python -m herta_gpu.app.demo
 
 test: setup
-	$(BIN)/python -m pytest -n 2 --dist worksteal
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not gpu"
+	$(BIN)/python -m tests.cuda_device -n 2 --dist worksteal
 
 lint: setup
 	$(BIN)/ruff check .

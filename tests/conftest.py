@@ -23,6 +23,7 @@ import scipy.sparse.linalg as sla
 from herta_gpu import Graph
 from herta_gpu.app.device_checks import random_graph as random_graph
 from herta_gpu.backends import get_backend
+from tests import cuda_device
 from tests.sharing import compile_kernels_once, exclusive
 
 ROOT = Path(__file__).resolve().parents[1]  # the folder of the repository
@@ -33,6 +34,28 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 # hypothesis draws the same examples in every run: a test that fails, fails for everybody.
 hypothesis.settings.register_profile("fixed", derandomize=True)
 hypothesis.settings.load_profile("fixed")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """``pytest -m gpu`` gets the device of tests/cuda_device where there is no GPU."""
+    if not config.getoption("markexpr").startswith("gpu") or cuda_device.has_gpu():
+        return
+    try:
+        cuda_device.activate()
+    except cuda_device.NotBuiltError as error:
+        missing_device.append(f"there is no GPU, and {error}")
+
+
+missing_device: list[str] = []  # why there is none
+
+
+@pytest.fixture(autouse=True)
+def nothing_refused() -> Iterator[None]:
+    """On the device of tests/cuda_device: what it refuses fails the test that asked for it."""
+    yield
+    device = cuda_device.active()
+    refused = [] if device is None else device.refusals()
+    assert not refused, "the device refused: " + "; ".join(refused)
 
 
 def users_environment() -> dict[str, str]:

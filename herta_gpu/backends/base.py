@@ -535,6 +535,7 @@ class Backend(ABC):
         the residual takes away.  It needs n x k numbers of 16 bits, which `work` may hold as its
         third block, of uint16.  `half_pays` says where it is worth it.
         """
+        B = self.asarray(B)
         Z, Z_prev = self.iterates(B, work)
         halves = None
         if half and B.dtype == np.float32:

@@ -1,8 +1,9 @@
 """Runs the unmodified ``kernels/*.cu`` on the CPU.
 
-g++ compiles a kernel file behind ``cuda_emulator.h``; ``runtime.cpp`` schedules one fiber per CUDA
-thread; this module builds, loads and launches.  A launch checks what CUDA never does: the number
-and the exact types of the arguments.  One launch at a time: the scheduler is not thread-safe.
+g++ compiles a kernel file behind ``language.h`` of tests/cuda_device, whose ``scheduler.cpp`` runs
+one fiber per CUDA thread; this module builds, loads and launches, on arrays of NumPy.  A launch
+checks what CUDA never does: the number and the exact types of the arguments.  One launch at a time:
+the scheduler is not thread-safe.
 
 >>> from tests.cuda_emulator import load
 >>> load("cg.cu").types("cg_direction_f32_v4")[:3]
@@ -25,13 +26,15 @@ from typing import Any
 
 import numpy as np
 
+from tests.cuda_device.build import SOURCES
 from tests.sharing import cache_folder, exclusive
 
 HERE = Path(__file__).parent
 KERNELS = HERE.parents[1] / "kernels"
 ORDERS = ("forward", "reverse", "random")
 
-_COMMON = ["-std=c++17", "-O1", "-g1", "-fPIC", "-fno-strict-aliasing", "-Wall"]
+_PARTS = {"scheduler.cpp": SOURCES, "count.cpp": HERE}
+_COMMON = ["-std=c++17", "-O1", "-g1", "-fPIC", "-fno-strict-aliasing", "-Wall", "-DEMU_STRICT"]
 _COMMON += ["-Wno-unknown-pragmas", "-Wno-unused-function", "-Wno-unused-variable"]
 VARIANTS = {
     "plain": [],
@@ -85,7 +88,8 @@ def kernel_names(text: str) -> list[str]:
 
 def _build(text: str, variant: str) -> Path:
     """The shared library of one kernel file, from the cache when nothing has changed."""
-    own = "".join((HERE / f).read_text() for f in ("cuda_emulator.h", "runtime.cpp", "count.cpp"))
+    own = (SOURCES / "language.h").read_text()
+    own += "".join((folder / name).read_text() for name, folder in _PARTS.items())
     flags = [*_COMMON, *VARIANTS[variant]]
     macros = [flag for flag in flags if flag.startswith("-D")]
 
@@ -93,9 +97,9 @@ def _build(text: str, variant: str) -> Path:
         at = out.parent
         exports = "".join(f"EMU_EXPORT({k})\n" for k in kernel_names(text))
         (at / "kernels.cpp").write_text(f"namespace {{\n{text}\n}}\n{exports}")
-        header = ["-include", str(HERE / "cuda_emulator.h")]
+        header = ["-include", str(SOURCES / "language.h")]
         _compile([*flags, *header], at / "kernels.cpp", at / "kernels.o")
-        parts = ["runtime"] + ["count"] * (variant == "count")
+        parts = ["scheduler"] + ["count"] * (variant == "count")
         objects = [str(_part(f"{part}.cpp", own, macros)) for part in parts]
         link = [] if variant == "count" else VARIANTS[variant]
         _run([_cxx(), "-shared", *link, str(at / "kernels.o"), *objects, "-o", str(out)])
@@ -106,7 +110,8 @@ def _build(text: str, variant: str) -> Path:
 def _part(source: str, own: str, macros: list[str]) -> Path:
     """A part of the emulator itself, compiled once for all kernel files."""
     flags = [*_COMMON, *macros]
-    return _cached(".o", [source, own, *flags], lambda out: _compile(flags, HERE / source, out))
+    file = _PARTS[source] / source
+    return _cached(".o", [source, own, *flags], lambda out: _compile(flags, file, out))
 
 
 def _cached(suffix: str, key: list[str], make: Callable[[Path], None]) -> Path:
@@ -145,8 +150,10 @@ class Module:
     def __init__(self, library: Path) -> None:
         self._library = ctypes.CDLL(str(library))
         self._library.emu_message.restype = ctypes.c_char_p
-        pairs = [number for pair in _shared_arrays(library) for number in pair]
-        self._library.emu_set_shared((ctypes.c_longlong * len(pairs))(*pairs), len(pairs) // 2)
+        base = ctypes.addressof(ctypes.c_char.in_dll(self._library, "emu_index"))
+        pairs = [number for at, size in _shared_arrays(library) for number in (base + at, size)]
+        shared = (ctypes.c_ulonglong * len(pairs))(*pairs)
+        self._library.emu_prepare(shared, len(pairs) // 2, ctypes.c_ulonglong(0), False, False)
 
     @lru_cache  # noqa: B019 - modules live as long as the process
     def types(self, kernel: str) -> list[str]:

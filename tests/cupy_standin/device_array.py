@@ -217,10 +217,15 @@ class ndarray:  # noqa: N801 - CuPy's name
         return self.get().tolist()
 
     def __float__(self) -> float:
-        return float(self.item())
+        return float(self._single())
 
     def __int__(self) -> int:
-        return int(self.item())
+        return int(self._single())
+
+    def _single(self) -> Any:
+        if self.ndim:  # NumPy 2.4, which CuPy asks, takes no array with axes
+            raise TypeError("only 0-dimensional arrays can be converted to Python scalars")
+        return self.item()
 
     def __bool__(self) -> bool:
         return bool(self.item())

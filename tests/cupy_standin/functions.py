@@ -138,7 +138,7 @@ def arange(start: Any, stop: Any = None, step: Any = 1, dtype: Any = None) -> nd
 def ascontiguousarray(a: Any, dtype: Any = None) -> ndarray:
     if not isinstance(a, ndarray):
         raise TypeError(f"Argument 'a' has incorrect type (expected ndarray, got {type(a)})")
-    return asarray(a, dtype=dtype, order="C")
+    return asarray(a if a.ndim else a.reshape(1), dtype=dtype, order="C")  # as CuPy does
 
 
 # ---- working on arrays ------------------------------------------------------------------------

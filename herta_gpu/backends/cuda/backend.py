@@ -192,6 +192,8 @@ class CUDABackend(Backend):
 
         if not C.size or not B.size:  # P of rank 0; cuBLAS takes no empty matrix
             return cupy.empty(B.shape, dtype=C.dtype)
+        if not bool(C.diagonal().all()):  # synchronize!  cuBLAS would divide by it
+            raise np.linalg.LinAlgError("A triangular factor is singular.")
         return solve_triangular(C, B, trans="T" if trans else "N", lower=True)
 
     def _triangle(self, P: Array) -> Array | None:
@@ -234,7 +236,8 @@ class CUDABackend(Backend):
             return
         _follow(self._own, caller)
         try:
-            with self._own:
+            # By default CuPy does not look whether a factorisation went through.
+            with self._own, cupyx.errstate(linalg="raise"):
                 yield
         finally:
             _follow(caller, self._own)
@@ -353,6 +356,7 @@ class CUDABackend(Backend):
 
     # ---- H = I + lam L ---------------------------------------------------------------------
     def apply_H(self, L: Laplacian, lam: float, X: Array, out: Array | None = None) -> Array:
+        X = self.asarray(X)
         Y = cupy.empty_like(X) if out is None else out
         if X.size:
             self._product("apply_H", L, lam, X, X, Y, NULL, NULL, NULL)
@@ -610,4 +614,4 @@ class CUDABackend(Backend):
 
     # ---- SRHT ------------------------------------------------------------------------------
     def srht(self, Q: Array, s: int, seed: int) -> Array:
-        return self.sketches.srht(Q, s, seed)
+        return self.sketches.srht(self.asarray(Q), s, seed)

@@ -116,7 +116,7 @@ class Nccl:
 
     def total(self, x: Array) -> Array:
         """The sum of all ranks' x, added in their order; the same bits on all of them."""
-        x = self.xp.ascontiguousarray(x)
+        x = self.xp.ascontiguousarray(x).reshape(x.shape)  # which it makes (1,) of ()
         if x.size <= FEW:
             return _added(self.of_ranks(x, "total"))
         # Every rank adds up one share, in the order of ranks, and sends it to all.

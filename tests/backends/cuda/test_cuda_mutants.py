@@ -78,7 +78,9 @@ MUTANTS = {
         "cuda", "\"halve\", Z, Z, L.inv", "\"halve\", Z, Z_prev, L.inv"
     ),
     "the wrong random stream": (device_sketches, "U32(STREAM_ROWS)", "U32(3)"),
-    "a failed factorisation unnoticed": ("cuda", 'linalg="raise"', 'linalg="ignore"'),
+    "a failed factorisation unnoticed": (
+        "cuda", '(linalg="raise"):  # synchronize!', '(linalg="ignore"):'
+    ),
     "long rows forgotten": (
         "cuda", "rows = np.flatnonzero(length > segment)", "rows = np.flatnonzero(length < 0)"
     ),

@@ -1,9 +1,9 @@
-// The scheduler of the emulator: one fiber per CUDA thread, one block after another.
+// Runs kernels: one fiber per CUDA thread, one block after another.
 //
-// Compiled without sanitizers and linked to the instrumented kernels, so that a sanitizer sees the
-// kernels and not the scheduler.  TSan learns of the fibers through its fiber interface: switches
-// do not order memory, only __syncthreads and __syncwarp do; a block is ordered after all earlier
-// ones by a mark at its start and one at its end.
+// Part of libcuda.so.1, and of the libraries that tests/cuda_emulator builds.  Compiled without
+// sanitizers, so that a sanitizer sees the kernels and not the scheduler.  TSan learns of the fibers
+// through its fiber interface: switches do not order memory, only __syncthreads and __syncwarp do; a
+// block is ordered after all earlier ones by a mark at its start and one at its end.
 
 #include <sys/mman.h>
 
@@ -14,7 +14,7 @@
 #include <cstring>
 #include <vector>
 
-#include "cuda_emulator.h"
+#include "language.h"
 
 extern "C" {
 void* __tsan_create_fiber(unsigned) __attribute__((weak));
@@ -24,10 +24,12 @@ void* __tsan_get_current_fiber() __attribute__((weak));
 void __tsan_acquire(void*) __attribute__((weak));
 void __tsan_release(void*) __attribute__((weak));
 void __asan_unpoison_memory_region(const volatile void*, size_t) __attribute__((weak));
+void __asan_poison_memory_region(const volatile void*, size_t) __attribute__((weak));
 void emu_new_block() __attribute__((weak));  // count.cpp, where it is linked
 }
 
-EmuIndex emu_index[4];
+#define EMU_API __attribute__((visibility("default")))
+EMU_API EmuIndex emu_index[4];
 
 // ---- fibers ------------------------------------------------------------------------------------
 
@@ -113,7 +115,10 @@ struct Range {
     unsigned long long bytes;
 };
 std::vector<Range> shared;
+char* dynamic_shared;
 bool failed;
+bool lenient;  // CuPy's kernels leave before barriers, and name lanes that a short warp lacks
+bool plain;    // the module holds no collective: its threads need no stacks of their own
 char message[1024];
 
 void to_scheduler() {
@@ -138,6 +143,10 @@ void thread_main() {
     std::abort();  // a finished thread is never resumed
 }
 
+EmuIndex index_of(unsigned t) {
+    return {t % blockDim.x, t / blockDim.x % blockDim.y, t / (blockDim.x * blockDim.y)};
+}
+
 void start_block() {
     finished = waiting_for_block = 0;
     if (emu_new_block) emu_new_block();
@@ -145,7 +154,7 @@ void start_block() {
         Thread& thread = threads[t];
         thread.state = READY;
         thread.warp_turn = thread.block_turn = 0;
-        thread.index = {t % blockDim.x, t / blockDim.x % blockDim.y, t / (blockDim.x * blockDim.y)};
+        thread.index = index_of(t);
         make_context(&thread.context, stacks + t * kStack, kStack, thread_main);
         if (__tsan_create_fiber && !thread.fiber) thread.fiber = __tsan_create_fiber(0);
     }
@@ -189,6 +198,7 @@ void try_warp(int warp, unsigned mask) {
     for (int lane = 0; lane < 32; ++lane) {
         if (!(mask >> lane & 1)) continue;
         const int t = 32 * warp + lane;
+        if (t >= count && lenient) continue;
         if (t >= count)
             return emu_fail("%s at line %d: lane %d is in the mask but not in the block",
                             kOpNames[me.op], me.line, lane);
@@ -204,7 +214,7 @@ void try_warp(int warp, unsigned mask) {
         ballot |= static_cast<unsigned>(threads[t].value != 0) << lane;
     }
     for (int lane = 0; lane < 32; ++lane) {
-        if (!(mask >> lane & 1)) continue;
+        if (!(mask >> lane & 1) || 32 * warp + lane >= count) continue;
         const int t = 32 * warp + lane, source = threads[t].source;
         if (me.op == EMU_SHUFFLE && !(mask >> source & 1))
             return emu_fail("__shfl_sync at line %d: lane %d reads lane %d outside the mask",
@@ -227,10 +237,23 @@ void run_block(int order, unsigned* random) {
             ++ran;
             if (failed) return;
         }
+        if (lenient && finished && waiting_for_block && finished + waiting_for_block == count) {
+            for (int t = 0; t < count; ++t)
+                if (threads[t].state == WAITING) release(t, 0);
+            waiting_for_block = 0;
+            continue;
+        }
         if (finished && waiting_for_block)
             return emu_fail("%d threads left the kernel before the __syncthreads of the others",
                             finished);
         if (!ran) return emu_fail("deadlock: %d of %d threads wait", count - finished, count);
+    }
+}
+
+void run_without_stacks(void (*body)(void**), void** args) {
+    for (current = 0; current < count && !failed; ++current) {
+        threadIdx = index_of(current);
+        body(args);
     }
 }
 
@@ -242,7 +265,7 @@ void poison() {
 
 extern "C" {
 
-int emu_lane() { return current % 32; }
+EMU_API int emu_lane() { return current % 32; }
 int emu_warp() { return current / 32; }
 
 // Neither shared memory, nor a stack, nor the built-in indices: for the byte counter.
@@ -255,13 +278,24 @@ bool emu_is_global(const void* at) {
            });
 }
 
-// Where the shared arrays are: `count` pairs of an offset from emu_index and a size.
-__attribute__((visibility("default"))) void emu_set_shared(const long long* pairs, int count) {
+// What the next launch needs: where its `n` shared arrays are (pairs of an address and a size), how
+// many bytes of shared memory are dynamic, and the two kinds of leniency above.
+EMU_API void emu_prepare(const unsigned long long* pairs, int n, unsigned long long bytes,
+                         bool may_leave, bool has_no_collectives) {
     shared.clear();
-    for (int i = 0; i < count; ++i)
-        shared.push_back({reinterpret_cast<char*>(emu_index) + pairs[2 * i],
-                          static_cast<unsigned long long>(pairs[2 * i + 1])});
+    for (int i = 0; i < n; ++i)
+        shared.push_back({reinterpret_cast<char*>(pairs[2 * i]), pairs[2 * i + 1]});
+    std::free(dynamic_shared);
+    const unsigned long long whole = (bytes + 127) & ~127ull, used = (bytes + 7) & ~7ull;
+    dynamic_shared = bytes ? static_cast<char*>(std::aligned_alloc(128, whole)) : nullptr;
+    if (__asan_poison_memory_region && used < whole)
+        __asan_poison_memory_region(dynamic_shared + used, whole - used);
+    if (dynamic_shared) shared.push_back({dynamic_shared, bytes});
+    lenient = may_leave;
+    plain = has_no_collectives;
 }
+
+EMU_API void* emu_dynamic_shared() { return dynamic_shared; }
 
 void emu_fail(const char* format, ...) {
     va_list rest;
@@ -273,10 +307,10 @@ void emu_fail(const char* format, ...) {
     failed = true;
 }
 
-__attribute__((visibility("default"))) const char* emu_message() { return message; }
+EMU_API const char* emu_message() { return message; }
 
-unsigned long long emu_collective(EmuOp op, unsigned mask, unsigned long long value, int source,
-                                  int line) {
+EMU_API unsigned long long emu_collective(EmuOp op, unsigned mask, unsigned long long value,
+                                          int source, int line) {
     Thread& me = threads[current];
     const int warp = current / 32;
     const bool block = op == EMU_SYNC_BLOCK, orders = block || op == EMU_SYNC_WARP;
@@ -326,6 +360,10 @@ int emu_run(const unsigned* grid, const unsigned* block, int order, unsigned see
                     static_cast<unsigned>(number / grid[0] % grid[1]),
                     static_cast<unsigned>(number / grid[0] / grid[1])};
         poison();
+        if (plain) {
+            run_without_stacks(body, args);
+            continue;
+        }
         start_block();
         run_block(order, &seed);
         end_block();

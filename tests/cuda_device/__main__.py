@@ -1,0 +1,42 @@
+"""The tests marked `gpu`: on a GPU where there is one, else on the device made of g++.
+
+`python -m tests.cuda_device` runs them on an eager and on a lazy device; what follows is handed to
+pytest.  Where the device cannot be built it says why, and that is all.  `python -m
+tests.cuda_device build` only builds it, and says where.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+from tests.cuda_device import NotBuiltError, build, has_gpu
+
+
+def main(options: list[str]) -> int:
+    modes = ["eager", "lazy"]
+    if has_gpu():
+        modes = ["real"]
+    else:
+        try:
+            folder = build()
+        except NotBuiltError as error:
+            print(f"tests marked gpu are not run: there is no GPU, and {error}")
+            return int(options == ["build"])
+        if options == ["build"]:
+            print(folder)
+            return 0
+    worst = 0
+    for mode in modes:
+        print(f"tests marked gpu, on {'a GPU' if mode == 'real' else f'the {mode} device'}:")
+        sys.stdout.flush()
+        chosen = "gpu and not once" if mode == "lazy" else "gpu"
+        command = [sys.executable, "-m", "pytest", "-m", chosen, "tests/backends", *options]
+        done = subprocess.run(command, env={**os.environ, "CUDA_DEVICE": mode})
+        worst = max(worst, done.returncode)
+    return worst
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
