@@ -119,6 +119,9 @@ def _index(key: Any, reading: bool) -> Any:
         if key.dtype == bool and reading:
             LEDGER.add("syncs")  # the size of the result must be known
         return key._data
+    if isinstance(key, list):  # CuPy makes an array of it on the device
+        LEDGER.uploaded(8 * len(key))
+        return key
     if key is None or key is Ellipsis or isinstance(key, (slice, int, np.integer)):
         return key
     raise TypeError(f"Unsupported index {type(key)}: index with device arrays.")
@@ -233,7 +236,7 @@ class ndarray:  # noqa: N801 - CuPy's name
     # ---- indexing -----------------------------------------------------------------------
     def __getitem__(self, key: Any) -> ndarray:
         keys = key if isinstance(key, tuple) else (key,)
-        if any(isinstance(k, ndarray) for k in keys):
+        if any(isinstance(k, (ndarray, list)) for k in keys):
             LEDGER.add("calls")  # a gather; basic slices are views and cost nothing
             return wrap(self._data[_index(keys, reading=True)])
         if Ellipsis not in keys:
