@@ -19,7 +19,6 @@ from herta_gpu import HERTA, SDDSolver
 from herta_gpu.app import device_checks as checks
 from herta_gpu.backends import get_backend
 from herta_gpu.laplacian import RegularizedLaplacian, block_cg
-from herta_gpu.planning import memory
 from herta_gpu.planning.memory import column_bytes
 from tests.backends.cuda import ledger_table
 from tests.backends.cuda.test_cuda_device import device as device
@@ -162,7 +161,7 @@ def test_out_of_memory_names_what_would_fit(device: Any, backend: Any) -> None:
 def test_a_streamed_product_waits_for_nothing(
     device: Any, backend: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory, "CHUNK_BYTES", 8 * 6 * 25)
+    monkeypatch.setattr(herta_gpu.features, "chunk_bytes", lambda *_: 8 * 6 * 25)
     monkeypatch.setattr(herta_gpu.features, "fits", lambda *_: False)
     X, order = checks.block(60, 6, "float32"), np.random.default_rng(0).permutation(60)
     features = herta_gpu.features.Features(X, backend, order, budget=1 << 20)

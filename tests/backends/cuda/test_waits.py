@@ -19,6 +19,7 @@ import pytest
 
 import herta_gpu
 from herta_gpu.app import device_checks as checks
+from tests.backends.cuda import more_checks
 from tests.backends.cuda.test_cuda_device import device as device
 from tests.conftest import random_graph
 
@@ -97,7 +98,7 @@ def _handed_over(backend: Any) -> None:
 
 
 def _streamed(backend: Any) -> None:
-    checks.check_streaming(backend)
+    more_checks.check_streaming(backend)
     backend.synchronize()
 
 
