@@ -17,7 +17,7 @@ import numpy as np
 import scipy.sparse as sp
 
 from herta_gpu.datasets.dataset import PARTS, Dataset, checked_split
-from herta_gpu.datasets.text import as_number, is_missing, read_text
+from herta_gpu.datasets.text import as_number, is_missing, is_numeric, read_text
 from herta_gpu.graph import Graph
 from herta_gpu.plumbing import columns
 from herta_gpu.plumbing.checks import as_labels, has_label
@@ -180,6 +180,17 @@ class Table:
             found[i, j] = number
         return found
 
+    def node_columns(self, find: Callable[..., columns.NodeColumns]) -> columns.NodeColumns:
+        """Which columns are what; one called like paper_id that names each node once is the id."""
+        at: columns.NodeColumns = _named(self, find, self.names, self.values.shape[1])
+        names, nodes = self.names or [], np.arange(len(self.values))
+        for j in at.values + at.unused if at.id is None else []:
+            named = bool(names) and names[j].lower().endswith("id") and len(nodes) > 1
+            cells = [as_number(cell) for cell in self.values[:, j]] if named else []
+            if None not in cells and np.array_equal(np.sort(np.array(cells, float)), nodes):
+                return find([*names[:j], "id", *names[j + 1 :]], len(names))
+        return at
+
     def by_node(self, at: columns.NodeColumns, n: int | None) -> Any:
         """The node of each row, or None where the rows are in the order of the nodes."""
         if at.id is not None:
@@ -219,7 +230,7 @@ def _features(source: Any, notes: list[str]) -> Any:
     if not columns.is_frame(source) and Path(source).suffix == ".npz":
         return _sparse(Path(source))
     table = _read(source)
-    at = _named(table, columns.find_features, table.names, table.values.shape[1])
+    at = table.node_columns(columns.find_features)
     answers = [j for j in at.values if table.name(j).lower() in ("label", "labels")]
     if answers:
         raise DataError(
@@ -243,7 +254,7 @@ def _features(source: Any, notes: list[str]) -> Any:
 
 def _labels(table: Table, n: int | None, notes: list[str]) -> tuple[Any, list[str] | None]:
     """One column of whole numbers or of text is classes, all else targets; names of several."""
-    at = _named(table, columns.find_labels, table.names, table.values.shape[1])
+    at = table.node_columns(columns.find_labels)
     y = _text_labels(table, at, n)
     y = _number_labels(table, at) if y is None else y
     nothing = {"U": "", "f": np.nan}.get(y.dtype.kind, -1)
@@ -286,7 +297,7 @@ def _text_labels(table: Table, at: columns.NodeColumns, n: int | None) -> Any:
         return None
     cells = ["" if is_missing(v) or v == "-1" else str(v) for v in table.values[:, at.values[0]]]
     # A slip in a column of numbers must not make a class of its own of every number.
-    if not any(cells) or any(as_number(cell) is not None for cell in cells if cell):
+    if not any(cells) or any(is_numeric(cell) for cell in cells if cell):
         return None
     head = table.name(at.values[0])
     if table.is_text and table.names == [head] and not columns.is_label_name(head):

@@ -28,11 +28,18 @@ def as_number(cell: Any) -> float | None:
     """A cell as a number, NaN where it is missing, None where it is text."""
     if is_missing(cell):
         return float("nan")
-    text = str(cell).strip()
+    text = str(cell).strip().lower()
+    if text in ("true", "false"):
+        return float(text == "true")
     try:
         return None if "_" in text else float(text)  # Python reads 1_2 as 12
     except ValueError:
         return None
+
+
+def is_numeric(cell: str) -> bool:
+    """Whether a cell is a number or was meant as one, like 1,234 or 1.234,5."""
+    return as_number(cell) is not None or re.fullmatch(r"[-+]?[\d.,' ]+", cell) is not None
 
 
 def read_text(path: Path) -> tuple[list[str] | None, Any]:
@@ -75,6 +82,11 @@ def _first_row(path: Path, head: list[str]) -> tuple[int, str]:
     for skip, line in enumerate(head):
         if told := _MARK.fullmatch(line):
             mark = told[1]
+        elif line.startswith("%%MatrixMarket"):
+            raise DataError(
+                f"{path} is in the format Matrix Market: read it by scipy.io.mmread and use "
+                "from_scipy."
+            )
         elif line.strip() and line[0] not in "#%":
             second = next((other for other in head[skip + 1 :] if other.strip()), line).strip()
             return skip, mark or _delimiter(line, second)
@@ -93,7 +105,7 @@ def _delimiter(first: str, second: str) -> str:
 def _names(path: Path, cells: list[str], mark: str, before: str) -> list[str] | None:
     """The names of the columns: the first row, or the comment before it, or none."""
     filled = [cell for cell in cells if not is_missing(cell)]
-    text = [cell for cell in filled if as_number(_with_point(cell, mark)) is None]
+    text = [cell for cell in filled if not is_numeric(cell)]
     if filled and (len(text) == len(filled) or has_known_name(text)):
         return cells
     if is_index(cells) and is_numbered(cells[1:]):  # as pandas writes columns without names
@@ -145,6 +157,7 @@ def _cells(path: Path, mark: str, skip: int, names: list[str] | None) -> tuple[A
 
 
 def _with_point(cell: str, mark: str) -> str:
-    """A number with a decimal comma, where commas part no columns, with a point."""
-    decimal = mark != "," and re.fullmatch(r"\s*[-+]?\d*,\d+([eE][-+]?\d+)?\s*", cell)
-    return cell.replace(",", ".") if decimal else cell
+    """A number with a decimal comma with a point; 1,234 may be that, or be a thousand and more."""
+    decimal = re.fullmatch(r"\s*[-+]?\d*,(\d+)([eE][-+]?\d+)?\s*", cell)
+    sure = decimal is not None and (mark != "," or len(decimal[1]) != 3)
+    return cell.replace(",", ".") if sure else cell

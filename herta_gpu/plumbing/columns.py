@@ -19,7 +19,7 @@ _EDGES = {
     "weight": "weight weights w edgeweight edgeweights",
 }
 _NODES = {
-    "id": "id ids node nodes nodeid nodeids vertex vertexid",
+    "id": "id ids node nodes nodeid nodeids nid idx index nodeidx nodeindex vertex vertexid",
     "label": "label labels y class classes target targets prediction predictions",
 }
 _INDEX = re.compile(r"(Unnamed: \d+|__index_level_\d+__)?")  # how pandas and R call the row names
@@ -51,7 +51,7 @@ class NodeColumns(NamedTuple):
 def role(name: str, roles: dict[str, str]) -> str | None:
     """What a column is for, by its name; case, spaces and a final "node" or "id" do not count."""
     word = re.sub(r"[^a-z0-9]", "", name.lower())
-    stem = re.sub(r"(node|vertex)?(id)?$", "", word)
+    stem = re.sub(r"(node|vertex)?(id|idx|index)?$", "", word)
     for candidate in (word, stem):
         for found, words in roles.items():
             if candidate in words.split():
@@ -91,8 +91,9 @@ def find_edges(names: Sequence[str] | None, count: int) -> EdgeColumns:
         return EdgeColumns(first, first + 1, first + 2 if held == 3 else None, [0] * first)
     at = _by_role(names, _EDGES)
     others = [j for j in range(count) if j not in at.values()]
-    if not at and count - first == 2:
-        return EdgeColumns(first, first + 1, None, [0] * first)
+    if not {"source", "target"} & set(at) and len(others[first:]) == 2:
+        source, target = others[first:]
+        return EdgeColumns(source, target, at.get("weight"), [0] * first)
     if "source" not in at or "target" not in at:
         raise ValueError(
             f"has the columns {', '.join(names)}, and must have two columns of node ids: name them "

@@ -186,15 +186,6 @@ def outer_zip(tmp_path, folder, method):
     shutil.rmtree(tmp_path / "made")
 
 
-def test_a_large_archive_that_is_compressed_twice_is_to_be_unzipped(tmp_path, monkeypatch):
-    monkeypatch.setattr(ogb_files, "_IN_MEMORY", 10)
-    write_papers(tmp_path / "made", contents())
-    outer_zip(tmp_path, "papers100M-bin", zipfile.ZIP_DEFLATED)
-    with pytest.raises(DataError, match=r"raw/data\.npz compressed once more.*unzip it first"):
-        load(PAPERS, tmp_path)
-    assert nothing_left(tmp_path)
-
-
 # ---- float16 ---------------------------------------------------------------------------------
 
 
@@ -286,18 +277,6 @@ def test_killed_anywhere_and_resumed_gives_the_same_bytes(tmp_path, monkeypatch,
     assert not list((tmp_path / "cache").rglob("*.part"))
 
 
-def test_other_files_are_not_mixed_with_what_a_kill_left(tmp_path, monkeypatch):
-    write_papers(tmp_path, contents(0))
-    with monkeypatch.context() as patch:
-        stopped_after(patch, 28)
-        with pytest.raises(Killed):
-            convert(tmp_path)
-    shutil.rmtree(tmp_path / "papers100M-bin")
-    write_papers(tmp_path, contents(1))
-    convert(tmp_path)
-    check(converted(), contents(1))
-
-
 def test_a_kill_between_two_sources_leaves_no_mixture(tmp_path, monkeypatch):
     write_papers(tmp_path, contents(0))
     convert(tmp_path)
@@ -351,46 +330,6 @@ def test_two_at_once_do_not_write_the_same_files(tmp_path):
 # ---- bad input -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("share", [0.0, 0.001, 0.1, 0.5, 0.9, 0.999])
-@pytest.mark.parametrize("file", ["data.npz", "node-label.npz"])
-def test_a_truncated_archive_is_told_and_leaves_nothing(tmp_path, file, share):
-    at = write_papers(tmp_path, contents())
-    path = at / "raw" / file
-    raw = path.read_bytes()
-    path.write_bytes(raw[: int(share * len(raw))])
-    with pytest.raises(DataError, match=rf"{file} is damaged \(.*\): download it again\.$"):
-        load(PAPERS, tmp_path)
-    assert nothing_left(tmp_path)
-
-
-@pytest.mark.parametrize("share", [0.2, 0.7])
-def test_a_truncated_zip_of_the_download(tmp_path, share):
-    write_papers(tmp_path / "made", contents())
-    outer_zip(tmp_path, "papers100M-bin", zipfile.ZIP_STORED)
-    path = tmp_path / "papers100M-bin.zip"
-    path.write_bytes(path.read_bytes()[: int(share * path.stat().st_size)])
-    with pytest.raises(DataError, match=r"papers100M-bin\.zip is damaged"):
-        load(PAPERS, tmp_path)
-    assert nothing_left(tmp_path)
-
-
-@pytest.mark.parametrize("method", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
-@pytest.mark.parametrize("chunk", [1000, 4096, 1 << 22])
-@pytest.mark.parametrize("key", ["edge_index", "node_feat"])
-def test_the_checksum_is_compared_whatever_the_chunks(tmp_path, monkeypatch, method, chunk, key):
-    """zipfile compares it at the end of a member only, which the last chunk has to reach."""
-    monkeypatch.setattr(ogb_files, "_CHUNK", chunk)
-    path = write_papers(tmp_path, contents(), method=method) / "raw" / "data.npz"
-    with zipfile.ZipFile(path) as archive:
-        stored = archive.getinfo(f"{key}.npy").CRC.to_bytes(4, "little")
-    raw = path.read_bytes()
-    assert raw.count(stored) >= 1
-    path.write_bytes(raw.replace(stored, bytes([stored[0] ^ 1]) + stored[1:]))
-    with pytest.raises(DataError, match=r"data\.npz is damaged \(Bad CRC-32"):
-        load(PAPERS, tmp_path)
-    assert nothing_left(tmp_path)
-
-
 BAD = {
     "no features": (lambda a: a.pop("node_feat"), r"has no entry node_feat but .*not OGB's file"),
     "no edges": (lambda a: a.pop("edge_index"), r"has no entry edge_index but"),
@@ -413,48 +352,94 @@ BAD = {
     "node -1": (lambda a: a["edge_index"].__setitem__((0, 1999), -1), "edge 1,999 names node -1"),
     "split 300": (lambda a: a["test"].__setitem__(0, N), r"split/time: test .*300"),
     "overlap": (lambda a: a["test"].__setitem__(0, a["train"][3]), "train and test overlap"),
+    "a pair of node 300": (lambda a: a.update(edge_index=(a["edge_index"].T + N).T),
+                           "edge 0 names node"),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", BAD)
+def change_arrays(change):
+    def damage(at):
+        arrays = contents()
+        change(arrays)
+        shutil.rmtree(at)
+        write_papers(at.parent, arrays)
+
+    return damage
+
+
+def cut(file, share):
+    def damage(at):
+        raw = (at / file).read_bytes()
+        (at / file).write_bytes(raw[: int(share * len(raw))])
+
+    return damage
+
+
+def wrong_checksum(key):
+    def damage(at):
+        path = at / "raw" / "data.npz"
+        with zipfile.ZipFile(path) as archive:
+            stored = archive.getinfo(f"{key}.npy").CRC.to_bytes(4, "little")
+        path.write_bytes(path.read_bytes().replace(stored, bytes([stored[0] ^ 1]) + stored[1:]))
+
+    return damage
+
+
+def unknown_version(at):
+    with zipfile.ZipFile(at / "raw" / "data.npz", "w") as archive:
+        archive.writestr("num_nodes_list.npy", b"\x93NUMPY\x09\x00" + bytes(200))
+
+
+def foreign(at):
+    np.savez(at / "raw" / "data.npz", a=np.arange(3), b=np.arange(4))
+
+
+DAMAGE = {case: (change_arrays(change), words) for case, (change, words) in BAD.items()}
+for file in ("raw/data.npz", "raw/node-label.npz"):
+    for share in (0.0, 0.001, 0.5, 0.999):
+        DAMAGE[f"{file} cut at {share}"] = (
+            cut(file, share), rf"{file} is damaged \(.*\): download it again\.$",
+        )  # fmt: skip
+for key in ("edge_index", "node_feat"):
+    DAMAGE[f"checksum of {key}"] = (wrong_checksum(key), r"data\.npz is damaged \(Bad CRC-32")
+for file in ("raw/node-label.npz", "split/time/valid.csv.gz"):
+    DAMAGE[f"no {file}"] = (lambda at, file=file: (at / file).unlink(), f"{file} is missing")
+DAMAGE["foreign"] = (foreign, r"has no entry num_nodes_list but a, b: it is not OGB's")
+DAMAGE["unknown version"] = (unknown_version, r"is of version \(9, 0\) of \.npy")
+DAMAGE["a web page"] = (
+    lambda at: (at / "raw" / "data.npz").write_bytes(b"<!DOCTYPE html>" + bytes(1000)),
+    r"data\.npz is damaged \(File is not a zip file\)",
+)
+
+
+@pytest.mark.parametrize("case", DAMAGE)
 def test_bad_input_is_one_sentence_and_leaves_nothing(tmp_path, case):
-    change, sentence = BAD[case]
-    arrays = contents()
-    change(arrays)
-    write_papers(tmp_path, arrays)
+    damage, sentence = DAMAGE[case]
+    damage(write_papers(tmp_path, contents()))
     with pytest.raises(DataError, match=sentence) as told:
         load(PAPERS, tmp_path)
     assert "\n" not in str(told.value)
     assert nothing_left(tmp_path)
 
 
-def test_an_edge_in_pairs_is_numbered_alike(tmp_path):
-    arrays = contents()
-    arrays["edge_index"][1, 1234] = N
-    write_papers(tmp_path, fortran(arrays))
-    with pytest.raises(DataError, match="edge 1,234 names node 300"):
+@pytest.mark.parametrize("method", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
+@pytest.mark.parametrize("chunk", [1000, 4096, 1 << 22])
+def test_the_checksum_is_compared_whatever_the_chunks(tmp_path, monkeypatch, method, chunk):
+    """zipfile compares it at the end of a member only, which the last chunk has to reach."""
+    monkeypatch.setattr(ogb_files, "_CHUNK", chunk)
+    wrong_checksum("node_feat")(write_papers(tmp_path, contents(), method=method))
+    with pytest.raises(DataError, match=r"data\.npz is damaged \(Bad CRC-32"):
         load(PAPERS, tmp_path)
 
 
-@pytest.mark.parametrize("file", ["raw/node-label.npz", "split/time/valid.csv.gz"])
-def test_a_missing_file_is_named(tmp_path, file):
-    (write_papers(tmp_path, contents()) / file).unlink()
-    with pytest.raises(DataError, match=f"{file} is missing"):
-        load(PAPERS, tmp_path)
-
-
-def test_a_foreign_archive_and_an_unknown_version(tmp_path):
-    at = write_papers(tmp_path, contents())
-    path = at / "raw" / "data.npz"
-    np.savez(path, a=np.arange(3), b=np.arange(4))
-    with pytest.raises(DataError, match=r"has no entry num_nodes_list but a, b: it is not OGB's"):
-        load(PAPERS, tmp_path)
-    with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr("num_nodes_list.npy", b"\x93NUMPY\x09\x00" + bytes(200))
-    with pytest.raises(DataError, match=r"is of version \(9, 0\) of \.npy"):
-        load(PAPERS, tmp_path)
-    path.write_bytes(b"<!DOCTYPE html>" + bytes(1000))
-    with pytest.raises(DataError, match=r"data\.npz is damaged \(File is not a zip file\)"):
+@pytest.mark.parametrize("share", [0.2, 0.7, 1.0])
+def test_a_bad_zip_of_the_download(tmp_path, monkeypatch, share):
+    monkeypatch.setattr(ogb_files, "_IN_MEMORY", 10)
+    write_papers(tmp_path / "made", contents())
+    outer_zip(tmp_path, "papers100M-bin", zipfile.ZIP_DEFLATED)
+    cut("papers100M-bin.zip", share)(tmp_path)
+    twice = r"raw/data\.npz compressed once more.*unzip it first"
+    with pytest.raises(DataError, match=twice if share == 1 else "papers100M-bin.zip is damaged"):
         load(PAPERS, tmp_path)
     assert nothing_left(tmp_path)
 
@@ -535,31 +520,24 @@ LINES = {
     "large id": ("raw/edge", 4, b"99999999999999999999,1", r"line 4 is '99999999999999999999"),
     "beside one": ("raw/edge", 1, b"1,2,3\n4", r"line 1 is '1,2,3' instead of 2 integers"),
     "more lines": ("raw/edge", 1, b"1,2\n1,2", r"edge.csv.gz has more than the 2,000 lines"),
+    "fewer lines": ("raw/edge", 1, None, r"edge.csv.gz has fewer than the 2,000 lines"),
+    "cut": ("raw/node-feat", None, None, r"node-feat.csv.gz is damaged \(.*\): download it again"),
+    "cut count": ("raw/num-node-list", None, None, r"num-node-list.csv.gz is damaged \("),
 }
 
 
 @pytest.mark.parametrize("case", LINES)
 def test_a_bad_line_is_named(tmp_path, case):
     file, number, bad, sentence = LINES[case]
-    at = write_arxiv(tmp_path, contents())
+    path = write_arxiv(tmp_path, contents()) / f"{file}.csv.gz"
 
     def change(text):
         lines = text.split(b"\n")
-        lines[number - 1] = bad
+        lines[number - 1 : number] = [] if bad is None else [bad]
         return b"\n".join(lines)
 
-    retell(at / f"{file}.csv.gz", change)
+    retell(path, change) if number else path.write_bytes(path.read_bytes()[:-9])
     with pytest.raises(DataError, match=sentence):
-        load(ARXIV, tmp_path)
-    assert nothing_left(tmp_path)
-
-
-@pytest.mark.parametrize("file", ["edge", "node-feat", "node-label", "num-node-list"])
-def test_a_truncated_table_is_told_and_leaves_nothing(tmp_path, file):
-    at = write_arxiv(tmp_path, contents())
-    path = at / "raw" / f"{file}.csv.gz"
-    path.write_bytes(path.read_bytes()[:-9])
-    with pytest.raises(DataError, match=rf"{file}\.csv\.gz is damaged \(.*\): download it again"):
         load(ARXIV, tmp_path)
     assert nothing_left(tmp_path)
 

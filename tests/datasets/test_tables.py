@@ -59,6 +59,7 @@ EDGES = [
     ("trailing delimiters", "0,1,\n1,2,\n2,3,\n", "columns 1, 2"),
     ("trailing in the header, too", "src,dst,\n0,1,\n1,2,\n2,3,\n", "columns src, dst"),
     ("trailing, not in the header", "src,dst\n0,1,\n1,2,\n2,3,\n", "columns src, dst"),
+    ("an index by name", "index,src,dst\n0,0,1\n1,1,2\n2,2,3\n", "not used: index"),
     ("a fourth column", "src,dst,time\n0,1,9\n1,2,9\n2,3,8\n", "not used: time"),
     ("one of text", "src,dst,kind\n0,1,x\n1,2,y\n2,3,x\n", "not used: kind"),
     ("Excel's hint", "sep=;\nsrc;dst\n0;1\n1;2\n2;3\n", "columns src, dst"),
@@ -84,6 +85,8 @@ WEIGHTS = [
     ("decimal commas", "src;dst;weight\n0;1;0,5\n1;2;2\n2;3;1,25\n"),
     ("decimal commas by position", "0;1;0,5\n1;2;2\n2;3;1,25\n"),
     ("decimal commas and tabs", "0\t1\t0,5\n1\t2\t2\n2\t3\t1,25\n"),
+    ("unknown ends", "head,weight,tail\n0,0.5,1\n1,2,2\n2,1.25,3\n"),
+    ("quoted decimal commas", '"0","1","0,5"\n"1","2","2"\n"2","3","1,25"\n'),
     ("a pandas index", ",src,dst,weight\n0,0,1,0.5\n1,1,2,2.0\n2,2,3,1.25\n"),
 ]
 
@@ -115,6 +118,8 @@ REFUSED_EDGES = [
     ("a short row", "0,1,2\n1,2\n", "row 2 has 2 columns, not 3"),
     ("a weight without a name", "src,dst,\n0,1,5\n", "row 1 has 3 columns, not 2"),
     ("ragged", "0,1\n1,2,3,4\n", "row 2 has 4 columns, not 2"),
+    ("a thousand or one", '0,1,"1,234"\n', "'1,234' in column 3"),
+    ("Matrix Market", "%%MatrixMarket\n3 3 1\n1 2 5\n", "scipy.io.mmread"),
     ("no weight", "src,dst,weight\n0,1,2\n1,2,\n", "edge_weight holds NaN"),
     ("UTF-16", "0,1\n1,2\n".encode("utf-16"), "UTF-16: save it as CSV in UTF-8"),
     ("latin-1", "src,größe\n0,1\n".encode("latin-1"), "is not a table"),
@@ -137,6 +142,9 @@ FEATURES = [
     ("coordinates", "x,y\n0.5,2\n-1.5,0\n3,1\n2.5,7\n", "columns x, y"),
     ("ids", "node_id,f0,f1\n0,0.5,2\n1,-1.5,0\n2,3,1\n3,2.5,7\n", "f0, f1, rows by node_id"),
     ("ids in another order", "f0,Node,f1\n3,2,1\n0.5,0,2\n2.5,3,7\n-1.5,1,0\n", "rows by Node"),
+    ("ids by another name", "paper_id,f0,f1\n2,3,1\n0,0.5,2\n3,2.5,7\n1,-1.5,0\n",
+     "rows by paper_id"),
+    ("an index by name", "index,f0,f1\n2,3,1\n0,0.5,2\n3,2.5,7\n1,-1.5,0\n", "rows by index"),
     ("a pandas index", ",f0,f1\n0,0.5,2\n1,-1.5,0\n2,3,1\n3,2.5,7\n", "not used: an index"),
     ("a pandas index, no names", ",0,1\n0,0.5,2\n1,-1.5,0\n2,3,1\n3,2.5,7\n", ""),
     ("R counts from 1", '"","a","b"\n"1",0.5,2\n"2",-1.5,0\n"3",3,1\n"4",2.5,7\n', "a, b"),
@@ -202,6 +210,8 @@ LABELS = [
     ("one float", "0.5\n1\n2\n3\n", [0.5, 1, 2, 3], ""),
     ("one float by ids", "id,y\n3,0.5\n0,1.5\n1,2\n2,\n", [1.5, 2, NAN, 0.5], "targets"),
     ("one float, decimal comma", "y\n0,5\n1\n2\n3\n", [0.5, 1, 2, 3], "targets"),
+    ("True and False", "y\nFalse\nTrue\n-1\nTrue\n", Y, "2 classes"),
+    ("quoted decimal commas", '"0,5"\n"1,0"\n"2,0"\n"3,0"\n', [0.5, 1, 2, 3], ""),
     ("several floats", "a,b\n0.5,1\n1,2\n2,3\n3,4\n", [[0.5, 1], [1, 2], [2, 3], [3, 4]], "a, b"),
     ("predicted targets", "node,target_0,target_1\n1,2,3\n0,0.5,1\n2,4,5\n3,6,7\n",
      [[0.5, 1], [2, 3], [4, 5], [6, 7]], "target_0, target_1, rows by node"),
@@ -251,7 +261,8 @@ def test_labels_that_are_refused(tmp_path, text, words):
 # ---- folders ----------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", ["valid", "val", "validation", "Valid"])
 def test_a_split(tmp_path, name):
-    split = {"train": "node_id\n0\n1\n", name: ",node\n0,2\n", "test": "0\n0\n0\n1\n"}
+    mask = "test\nFalse\nFalse\nFalse\nTrue\n"
+    split = {"train": "node_id\n0\n1\n", name: ",node\n0,2\n", "test": mask}
     data = load_tables(write(tmp_path, **split))
     found = {part: ids.tolist() for part, ids in data.split.items()}
     assert found == {"train": [0, 1], "valid": [2], "test": [3]}
