@@ -17,7 +17,7 @@ The ground floor is the paper; every other concern has a room with a name.
 
 The strategy "direct", which needs no array of n x d or n x c numbers, in the order of its work:
 
-    whitening        coordinates in which the columns of X are orthonormal
+    coordinates      those in which the columns of X are orthonormal, or of norm 1
     diffusion        the training rows of Q in these, with a proven bound of their error
     descent          the optimum of cross entropy on stored rows; `hessians` the second derivatives
                      that lead to it

@@ -17,17 +17,17 @@ from typing import Any
 import numpy as np
 
 from herta_gpu.backends.base import Array, Backend, norm
+from herta_gpu.coordinates import Metric
+from herta_gpu.factors import spectral_norm
 from herta_gpu.grams import ROW_CUT
 from herta_gpu.hessians import (
     ClassBlocks,
     ColumnBlocks,
     Hessian,
-    Metric,
     RankOnes,
     ScaledGram,
     active_rows,
     rank_ones,
-    spectral_norm,
 )
 from herta_gpu.losses import Loss
 from herta_gpu.optimizers import LBFGS, LBFGS_MEMORY

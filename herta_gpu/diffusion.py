@@ -23,6 +23,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from herta_gpu.backends.base import Array, Backend
+from herta_gpu.coordinates import Columns
 from herta_gpu.laplacian import (
     RegularizedLaplacian,
     chebyshev,
@@ -30,7 +31,6 @@ from herta_gpu.laplacian import (
     chebyshev_rounding,
 )
 from herta_gpu.plumbing.progress import Tell, marked
-from herta_gpu.whitening import Basis
 
 _MOST_PRODUCTS = 10**5  # with H, for each column
 _MARGIN = 0.9  # a pass aims a little lower, so that the last one is not missed by rounding
@@ -85,7 +85,7 @@ class Diffusion:
     def __init__(
         self,
         H: RegularizedLaplacian,
-        basis: Basis,
+        basis: Columns,
         at: Array,
         beside: Array,
         blocks: Sequence[slice],

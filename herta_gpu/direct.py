@@ -1,6 +1,6 @@
 """The strategy "direct": train on the stored rows of Q, and prove it from Q alone.
 
-With D = A - Q, A = M H^-1 X and Q the stored rows (both in the coordinates u of `whitening`), and
+With D = A - Q, A = M H^-1 X and Q the stored rows (both in coordinates u, W = C0 u), and
 with bounds of the norms of D's columns, the true gradient at u is known up to
 
     ||C^T g|| <= ||C^T g_Q|| + rho ||E_Q|| + (1 + rho) ||D u||,      rho >= ||D C||,

@@ -434,3 +434,14 @@ def power_iteration(xp: Any, multiply: Callable[[Array], Array], d: int, steps: 
         size = xp.linalg.norm(v)
         v = v / xp.where(size > 0, size, 1.0)
     return float(size)  # synchronize!
+
+
+def spectral_norm(backend: Backend, M: Array) -> float:
+    """||M||, to some per cent and rather above."""
+    if M.size == 0:
+        return 0.0
+
+    def squared(v: Array) -> Array:
+        return backend.matmul(M.T, backend.matmul(M, v))
+
+    return 1.1 * power_iteration(backend.xp, squared, M.shape[1], 8) ** 0.5

@@ -8,12 +8,12 @@ have any curvature, and most of those in one direction only.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Protocol
 
 import numpy as np
 
 from herta_gpu.backends.base import Array, Backend
+from herta_gpu.coordinates import Metric
 from herta_gpu.factors import (
     Cholesky,
     Composed,
@@ -32,91 +32,6 @@ _UNIT = 0.5 * float(np.finfo(np.float64).eps)  # what one operation rounds
 _POWER_STEPS = 8
 _TINY = 1e-100  # a probability that is none: its square must not vanish
 _SHARE = 0.999  # of all curvature, that the rows in a Hessian hold
-
-
-class Metric:
-    """The ridge term in coordinates u: ||W||^2 = u^T G u, with W = C0 u and G = C0^T C0.
-
-    Parameters
-    ----------
-    backend : Backend
-    G, K : None, (r,) or (r, r) arrays
-        G and a K with K K^T = G^-1; one-dimensional ones are diagonals, None is the identity.
-        ||K^T g|| is the norm of the gradient with respect to W, and u = K t makes ||W|| = ||t||.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from herta_gpu.backends import get_backend
-    >>> C0 = np.array([[2.0, 1.0], [0.0, 1.0], [1.0, 0.0]])
-    >>> metric = Metric.of_map(get_backend("cpu"), C0)
-    >>> u = np.array([[1.0], [-1.0]])
-    >>> float((u * metric.times(u)).sum()), float(((C0 @ u) ** 2).sum())
-    (3.0, 3.0)
-    """
-
-    def __init__(self, backend: Backend, G: Array | None = None, K: Array | None = None) -> None:
-        self.backend, self.G, self.K = backend, G, K
-
-    def on(self, backend: Backend, there: Callable[[Array], Array]) -> Metric:
-        """The same metric on another device; `there` moves an array to it."""
-        G, K = (None if M is None else there(M) for M in (self.G, self.K))
-        return Metric(backend, G, K)
-
-    @classmethod
-    def diagonal(cls, backend: Backend, G: Array) -> Metric:
-        """The metric of a diagonal G, given as a vector."""
-        return cls(backend, G, G**-0.5)
-
-    @classmethod
-    def of_map(cls, backend: Backend, C0: Array) -> Metric:
-        """The metric of a d x r matrix C0 of full rank."""
-        R = backend.xp.linalg.qr(C0, mode="r")
-        K = backend.solve_triangular(R.T, _identity(backend, R.shape[0]), trans=True)
-        return cls(backend, backend.matmul(C0.T, C0), K)
-
-    def times(self, u: Array) -> Array:
-        """G u."""
-        return self._by(self.G, u)
-
-    def outer(self, g: Array) -> Array:
-        """K^T g: the gradient with respect to W, up to a rotation."""
-        return self._by(None if self.K is None else self.K.T, g)
-
-    def lift(self, t: Array) -> Array:
-        """K t: the u of coordinates t in which the metric is the identity."""
-        return self._by(self.K, t)
-
-    def lower(self, u: Array) -> Array:
-        """K^-1 u."""
-        return self.outer(self.times(u))
-
-    def rows(self, A: Array) -> Array:
-        """A K: the rows of A in the coordinates t."""
-        if self.K is None:
-            return A
-        return A * self.K if self.K.ndim == 1 else self.backend.matmul(A, self.K)
-
-    def add_to(self, P: Array, ridge: float) -> None:
-        """P += ridge G."""
-        if self.G is not None and self.G.ndim == 2:
-            P += ridge * self.G
-        else:
-            diagonal = self.backend.xp.arange(P.shape[0])
-            P[diagonal, diagonal] += ridge * (1.0 if self.G is None else self.G)
-
-    def stretch(self) -> float:
-        """||K||, to some per cent."""
-        if self.K is None:
-            return 1.0
-        if self.K.ndim == 1:
-            return float(self.K.max())  # synchronize!
-        return spectral_norm(self.backend, self.K)
-
-    def _by(self, M: Array | None, u: Array) -> Array:
-        if M is None:
-            return u
-        return M[:, None] * u if M.ndim == 1 else self.backend.matmul(M, u)
 
 
 class Hessian(Protocol):
@@ -361,10 +276,6 @@ def _most_of(xp: Any, weights: Array, most: int) -> int | None:
     return N if most >= N else None
 
 
-def _identity(backend: Backend, r: int) -> Array:
-    return backend.xp.diag(backend.xp.ones(r))
-
-
 def class_basis(c: int) -> Any:
     """c x (c - 1): an orthonormal basis of the vectors whose sum is 0."""
     B = np.zeros((c, c - 1))
@@ -414,14 +325,3 @@ def factor_of(
         )
         found.smallest = 0.5 / (grown or 1.0)
     return Composed(Diagonal(scale), found), lifted.added == 0
-
-
-def spectral_norm(backend: Backend, M: Array) -> float:
-    """||M||, to some per cent and rather above."""
-    if M.size == 0:
-        return 0.0
-
-    def squared(v: Array) -> Array:
-        return backend.matmul(M.T, backend.matmul(M, v))
-
-    return 1.1 * power_iteration(backend.xp, squared, M.shape[1], _POWER_STEPS) ** 0.5

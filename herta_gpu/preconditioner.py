@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from herta_gpu.backends.base import Array, Backend
+from herta_gpu.coordinates import Blocks, Columns, Coordinates, Units, Whitened, whitened
 from herta_gpu.diffusion import Arrays, Cache, Diffusion, Workspace, silent
 from herta_gpu.factors import Factor, Identity, Spanned
 from herta_gpu.features import Features, in_float64
@@ -30,9 +31,8 @@ from herta_gpu.laplacian import (
 from herta_gpu.losses import LOSSES, Loss
 from herta_gpu.planning.plan import Recipe
 from herta_gpu.plumbing.progress import Tell, marked
-from herta_gpu.several import SeveralDiffusions, Stacked
+from herta_gpu.several import SeveralDiffusions
 from herta_gpu.unfolded import UnfoldedMap
-from herta_gpu.whitening import Basis, Units, Whitened, whitened
 
 _EPS = float(np.finfo(np.float64).eps)
 _GRAM_BYTES = 16 << 20  # float64 copies of rows of Q at a time; P's own size if that is more
@@ -49,7 +49,7 @@ class Preconditioner:
 
     factor: Factor  # in the coordinates of W
     inner: Factor  # the same in those of Q: W = C0 u
-    basis: Basis | None  # C0; None without a preconditioner, or where Q has those of W
+    basis: Coordinates | None  # C0; None without a preconditioner, or where Q has those of W
     gram: Gram | None  # Q^T Q; None without a preconditioner
     w_start: Array  # P^-1/2 Q^T Y, so that W = P^-1 Q^T Y: least squares on Q, the warm start
     Q_error: float  # proven ||p(H) x - H^-1 x|| <= Q_error ||H^-1 x||; inf on L_tilde or a sketch
@@ -143,10 +143,10 @@ def build(
     else:
         extra = None if A.extra is None else (Units.plain if plain else Units.of)(A.extra)
         diffusion = SeveralDiffusions(A.systems, *solved_for, extra)
-        basis = diffusion.basis
     diffusion.lower(recipe.goal, cache, recipe.name)
     made = {"Q": diffusion.rows, "left": diffusion.left + diffusion.lost}
-    return replace(_factored(recipe, H_tilde, A, basis, made, Y, ridge), diffusion=diffusion)
+    found = _factored(recipe, H_tilde, A, diffusion.basis, made, Y, ridge)
+    return replace(found, diffusion=diffusion)
 
 
 def lowered(
@@ -159,7 +159,7 @@ def lowered(
 ) -> Preconditioner:
     """P again, its residuals lowered to what `recipe` now asks for."""
     diffusion = P.diffusion
-    basis = P.basis.inners[0] if isinstance(P.basis, Stacked) else P.basis
+    basis = P.basis.inners[0] if isinstance(P.basis, Blocks) else P.basis
     coordinates = recipe.whiten == isinstance(basis, Whitened)
     if diffusion is None or recipe.goal is None or not coordinates:
         if diffusion is None:
@@ -175,7 +175,7 @@ def _factored(
     recipe: Recipe,
     H_tilde: RegularizedLaplacian,
     A: UnfoldedMap,
-    basis: Basis,
+    basis: Coordinates,
     made: Arrays,
     Y: Array,
     ridge: float,
@@ -236,7 +236,7 @@ def _factored(
     )
 
 
-def _basis(recipe: Recipe, X: Features, ridge: float, plain: bool) -> Basis:
+def _basis(recipe: Recipe, X: Features, ridge: float, plain: bool) -> Columns:
     """The coordinates in which Q is solved for."""
     if plain:
         return Units.plain(X)  # factors of few rows find their own
@@ -247,7 +247,7 @@ def _solved(
     recipe: Recipe,
     H_tilde: RegularizedLaplacian,
     A: UnfoldedMap,
-    basis: Basis,
+    basis: Columns,
     Y: Array,
     cache: Cache,
 ) -> Arrays:
@@ -269,7 +269,7 @@ def _solved(
 def _solved_columns(
     recipe: Recipe,
     H_tilde: RegularizedLaplacian,
-    basis: Basis,
+    basis: Columns,
     cache: Cache,
     at: Array | None,
 ) -> Iterator[tuple[slice, Array]]:
@@ -359,7 +359,7 @@ def rows_of_inverse(
 def _sketched_rows(
     recipe: Recipe,
     H_tilde: RegularizedLaplacian,
-    basis: Basis,
+    basis: Columns,
     Y: Array,
     A: UnfoldedMap,
     cache: Cache,
@@ -377,7 +377,7 @@ def _sketched_rows(
     return Q_tilde, QtY
 
 
-def residual_norms(H: RegularizedLaplacian, basis: Basis, Q: Array, width: int) -> Array:
+def residual_norms(H: RegularizedLaplacian, basis: Columns, Q: Array, width: int) -> Array:
     """(r,) bounds of the norms of the columns of X C0 - H Q, rounding included."""
     xp, left = H.backend.xp, basis.rounding
     sizes = xp.sqrt(H.backend.total(H.backend.column_dots(Q, Q)))

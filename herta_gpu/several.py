@@ -10,145 +10,15 @@ Further features may stand beside these blocks as they are, such as those that l
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
+from collections.abc import Sequence
 
 from herta_gpu.backends.base import Array
+from herta_gpu.coordinates import Blocks, Columns, Units
 from herta_gpu.diffusion import Cache, Diffusion
-from herta_gpu.factors import Composed, Factor
-from herta_gpu.features import Features
-from herta_gpu.hessians import Metric
 from herta_gpu.laplacian import RegularizedLaplacian
 from herta_gpu.plumbing.progress import Tell
-from herta_gpu.whitening import Basis, Units
 
 _WIDTH = 64  # columns of further features at a time
-
-
-@dataclass
-class Stacked:
-    """The bases of several blocks of features side by side: C0 is block diagonal."""
-
-    inners: Sequence[Basis]
-
-    @property
-    def X(self) -> Features:
-        return self.inners[0].X
-
-    @property
-    def xp(self) -> Any:
-        return self.X.backend.xp
-
-    @cached_property
-    def ranks(self) -> list[int]:
-        return [inner.rank for inner in self.inners]
-
-    @property
-    def rank(self) -> int:
-        return sum(self.ranks)
-
-    @cached_property
-    def sizes(self) -> Array:
-        return self.xp.concatenate([inner.sizes for inner in self.inners])
-
-    @property
-    def norm(self) -> float:
-        return math.hypot(*(inner.norm for inner in self.inners))
-
-    @property
-    def rounding(self) -> Array:
-        return self.xp.concatenate([inner.rounding for inner in self.inners])
-
-    @cached_property
-    def ridge(self) -> Array:
-        parts = [inner.ridge for inner in self.inners]
-        if all(G.ndim == 1 for G in parts):
-            return self.xp.concatenate(parts)
-        return self._diagonal(parts)
-
-    def _diagonal(self, parts: list[Array]) -> Array:
-        """These matrices (or their diagonals) along the diagonal of one."""
-        parts = [self.xp.diag(G) if G.ndim == 1 else G for G in parts]
-        rows, columns = (sum(G.shape[axis] for G in parts) for axis in (0, 1))
-        whole, i, j = self.xp.zeros((rows, columns)), 0, 0
-        for G in parts:
-            whole[i : i + G.shape[0], j : j + G.shape[1]] = G
-            i, j = i + G.shape[0], j + G.shape[1]
-        return whole
-
-    def ridge_size(self, sizes: Array) -> Array:
-        return self._joined(inner.ridge_size(s) for inner, s in self._parts(sizes))
-
-    def weights(self, u: Array) -> Array:
-        return self._joined(inner.weights(part) for inner, part in self._parts(u))
-
-    def weights_rounding(self, u: Array) -> float:
-        return sum(inner.weights_rounding(part) for inner, part in self._parts(u))
-
-    def metric(self) -> Metric:
-        inners = [inner.metric() for inner in self.inners]
-        if all(m.G is not None and m.K is not None and m.G.ndim == 2 for m in inners):
-            G, K = ([getattr(m, name) for m in inners] for name in "GK")
-            return Metric(inners[0].backend, self._diagonal(G), self._diagonal(K))
-        if self.ridge.ndim == 1:
-            return Metric.diagonal(inners[0].backend, self.ridge)
-        return Metric.of_map(inners[0].backend, self._map())
-
-    def _map(self) -> Array:
-        """C0 itself."""
-        eye = (self.xp.eye(rank) for rank in self.ranks)
-        return self._diagonal([inner.weights(one) for inner, one in zip(self.inners, eye)])
-
-    def coordinates(self, W: Array) -> Array:
-        cuts = [inner.X.shape[1] for inner in self.inners]
-        return self._joined(inner.coordinates(part) for inner, part in self._parts(W, cuts))
-
-    def rows(self, Q: Array) -> Array:
-        parts = [inner.rows(self.xp.ascontiguousarray(q.T)) for inner, q in self._parts(Q.T)]
-        return self.xp.concatenate(parts, axis=1)
-
-    def gradient(self, g: Array) -> Array:
-        return self._joined(inner.gradient(part) for inner, part in self._parts(g))
-
-    def dual_norm(self, g: Array) -> float:
-        return math.hypot(*(inner.dual_norm(part) for inner, part in self._parts(g)))
-
-    def dual_bound(self, sizes: Array) -> float:
-        return math.hypot(*(inner.dual_bound(part) for inner, part in self._parts(sizes)))
-
-    @property
-    def stretch(self) -> float:
-        return max(inner.stretch for inner in self.inners)
-
-    def transposed(self, g: Array) -> Array:
-        cuts = [inner.X.shape[1] for inner in self.inners]
-        return self._joined(inner.transposed(part) for inner, part in self._parts(g, cuts))
-
-    def column_sizes(self, sizes: Array) -> Array:
-        cuts = [inner.X.shape[1] for inner in self.inners]
-        return self._joined(inner.column_sizes(s) for inner, s in self._parts(sizes, cuts))
-
-    def factor(self, inner: Factor) -> Factor:
-        return Composed(self, inner)
-
-    def chunks(self, J: slice) -> Iterator[tuple[slice, Array]]:
-        raise NotImplementedError  # each block is solved for by itself
-
-    def fill(self, B: Array, J: slice) -> None:
-        raise NotImplementedError
-
-    def _parts(self, rows: Array, cuts: list[int] | None = None) -> Iterator[tuple[Basis, Array]]:
-        """Each block's basis and its share of the rows; by ranks unless told otherwise."""
-        start = 0
-        for inner, count in zip(self.inners, self.ranks if cuts is None else cuts, strict=True):
-            yield inner, rows[start : start + count]
-            start += count
-
-    def _joined(self, parts: Iterator[Array]) -> Array:
-        return self.xp.concatenate(list(parts))
 
 
 class SeveralDiffusions:
@@ -157,7 +27,7 @@ class SeveralDiffusions:
     def __init__(
         self,
         systems: Sequence[RegularizedLaplacian],
-        basis: Basis,
+        basis: Columns,
         at: Array,
         beside: Array,
         blocks: Sequence[slice],
@@ -169,7 +39,7 @@ class SeveralDiffusions:
     ) -> None:
         """`extra` is the basis of further features: their rows as they are, and their error."""
         inners = [basis] * len(systems)
-        self.basis = Stacked(inners if extra is None else [*inners, extra])
+        self.basis = Blocks(inners if extra is None else [*inners, extra])
         self.at, self.beside, self.tell = at, beside, tell
         self.H, self.dtype, self.done = systems[0], dtype, 0
         self.parts: list[Diffusion | _Itself] = []
@@ -240,7 +110,7 @@ class _Itself:
     def __init__(
         self,
         H: RegularizedLaplacian,
-        basis: Basis,
+        basis: Columns,
         at: Array,
         beside: Array,
         blocks: Sequence[slice],

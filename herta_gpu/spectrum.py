@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from herta_gpu.backends.base import Array, Backend, norm
+from herta_gpu.coordinates import Units, Whitened
 from herta_gpu.laplacian import block_cg
 from herta_gpu.preconditioner import Preconditioner, gram, residual_norms
 from herta_gpu.unfolded import UnfoldedMap
@@ -58,7 +59,7 @@ def choose_spectrum(
     """Bounds of the preconditioned Hessian: the cheapest of those planned that holds."""
     found = None
     if P.factor.rank > 0 and P.inner.slack < _SLACK and _in_range(P):
-        if P.Q_all is not None and P.basis is not None:
+        if P.Q_all is not None and isinstance(P.basis, (Units, Whitened)):
             outside = _outside(P, A)
             found = proven_spectrum(P, A, outside)
             if found is None and kind == "spectral-deterministic":

@@ -11,8 +11,9 @@ import scipy.special
 
 from herta_gpu import descent
 from herta_gpu.backends.cpu.reference import CPUBackend
+from herta_gpu.coordinates import Metric
 from herta_gpu.descent import DenseProblem, row_space
-from herta_gpu.hessians import ClassBlocks, Metric, RankOnes, rank_ones
+from herta_gpu.hessians import ClassBlocks, RankOnes, rank_ones
 from herta_gpu.losses import LOSSES
 
 CPU = CPUBackend()

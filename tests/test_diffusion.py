@@ -11,12 +11,12 @@ import scipy.sparse as sp
 
 from herta_gpu import Graph
 from herta_gpu.backends import get_backend
+from herta_gpu.coordinates import Units, whitened
 from herta_gpu.diffusion import Diffusion, Workspace
 from herta_gpu.features import Features
 from herta_gpu.laplacian import RegularizedLaplacian
 from herta_gpu.planning.plan import Recipe
 from herta_gpu.preconditioner import no_cache
-from herta_gpu.whitening import Units, whitened
 from tests.conftest import dense_H, random_graph
 
 LD = np.longdouble

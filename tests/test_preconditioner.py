@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from herta_gpu.backends import get_backend
+from herta_gpu.coordinates import Units, whitened
 from herta_gpu.features import Features
 from herta_gpu.laplacian import RegularizedLaplacian, chebyshev, chebyshev_degree
 from herta_gpu.planning.plan import Recipe
@@ -22,7 +23,6 @@ from herta_gpu.preconditioner import (
     rows_of_inverse,
 )
 from herta_gpu.unfolded import UnfoldedMap
-from herta_gpu.whitening import Units, whitened
 from tests.conftest import dense_H, random_graph
 
 LAM, N = 5.0, 80

@@ -7,11 +7,6 @@ import pytest
 import scipy.sparse as sp
 
 from herta_gpu import HERTA, Checkpoint, Graph
-from herta_gpu.backends import get_backend
-from herta_gpu.factors import Identity
-from herta_gpu.features import Features
-from herta_gpu.several import Stacked
-from herta_gpu.whitening import Units, whitened
 from tests.conftest import dense_H, least_squares, minimum, random_graph
 
 N, LAMS = 160, [0, 1.0, 20.0]
@@ -156,26 +151,3 @@ def test_an_interrupted_fit_goes_on_to_the_same_bits(tmp_path):
     resumed, whole = fit(checkpoint=Checkpoint(tmp_path, worth=0.0)), fit()
     np.testing.assert_array_equal(resumed.W_, whole.W_)
     np.testing.assert_array_equal(resumed.intercept_, whole.intercept_)
-
-
-@pytest.mark.parametrize("make", [Units.of, lambda X: whitened(X, cut=False)])
-def test_the_basis_is_block_diagonal(make):
-    inner = make(Features(X, get_backend("cpu")))
-    basis, eye = Stacked([inner, inner]), np.eye(6)
-    C0 = inner.weights(eye)
-    whole = np.block([[C0, 0 * C0], [0 * C0, C0]])
-    u = RNG.standard_normal((12, 3))
-    np.testing.assert_allclose(basis.weights(u), whole @ u, rtol=1e-12)
-    np.testing.assert_allclose(basis.coordinates(whole @ u), u, rtol=1e-9)
-    np.testing.assert_allclose(basis.rows(u.T @ whole.T), u.T @ whole.T @ np.linalg.inv(whole))
-    np.testing.assert_allclose(basis.gradient(u), np.linalg.solve(whole.T, u), rtol=1e-9)
-    G = basis.ridge if basis.ridge.ndim == 2 else np.diag(basis.ridge)
-    np.testing.assert_allclose(G, whole.T @ whole, atol=1e-12)
-    np.testing.assert_allclose(basis.metric().times(u), whole.T @ whole @ u, atol=1e-12)
-    assert basis.dual_norm(u) >= np.linalg.norm(np.linalg.solve(whole.T, u)) * (1 - 1e-12)
-    assert basis.norm >= np.linalg.norm(np.hstack([X, X]) @ whole, 2) * (1 - 1e-12)
-    factor, E = basis.factor(Identity(12)), RNG.standard_normal((5, 12))
-    np.testing.assert_allclose(factor.to_gradient(u), whole.T @ u, atol=1e-12)
-    np.testing.assert_allclose(factor.from_weights(factor.to_weights(u)), u, rtol=1e-9)
-    assert factor.size >= np.linalg.norm(whole, 2) * (1 - 1e-12)
-    assert factor.amplified(np.linalg.norm(E, axis=0)) >= np.linalg.norm(E @ whole, 2)

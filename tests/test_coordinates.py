@@ -10,9 +10,10 @@ import pytest
 import scipy.sparse as sp
 
 from herta_gpu.backends import get_backend
+from herta_gpu.coordinates import DEPENDENT, Blocks, Units, Whitened, whitened
+from herta_gpu.factors import Identity
 from herta_gpu.features import Features
 from herta_gpu.grams import DenseGram
-from herta_gpu.whitening import DEPENDENT, Units, Whitened, whitened
 
 LD = np.longdouble
 CPU = get_backend("cpu")
@@ -271,3 +272,27 @@ def test_a_factor_seen_from_W_is_that_of_P(kind):
         W = RNG.standard_normal((X.shape[1], 2)) / np.linalg.norm(X, axis=0)[:, None]
         back = factor.to_weights(factor.from_weights(W))
         assert np.allclose(X @ back, X @ W, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("make", [Units.of, lambda X: whitened(X, cut=False)])
+def test_blocks_of_features_have_a_block_diagonal_map(make):
+    X = gaussian(160, 6) + 0.5
+    inner = make(features(X))
+    basis, eye = Blocks([inner, inner]), np.eye(6)
+    C0 = inner.weights(eye)
+    whole = np.block([[C0, 0 * C0], [0 * C0, C0]])
+    u = RNG.standard_normal((12, 3))
+    np.testing.assert_allclose(basis.weights(u), whole @ u, rtol=1e-12)
+    np.testing.assert_allclose(basis.coordinates(whole @ u), u, rtol=1e-9)
+    np.testing.assert_allclose(basis.rows(u.T @ whole.T), u.T @ whole.T @ np.linalg.inv(whole))
+    np.testing.assert_allclose(basis.gradient(u), np.linalg.solve(whole.T, u), rtol=1e-9)
+    G = basis.ridge if basis.ridge.ndim == 2 else np.diag(basis.ridge)
+    np.testing.assert_allclose(G, whole.T @ whole, atol=1e-12)
+    np.testing.assert_allclose(basis.metric().times(u), whole.T @ whole @ u, atol=1e-12)
+    assert basis.dual_norm(u) >= np.linalg.norm(np.linalg.solve(whole.T, u)) * (1 - 1e-12)
+    assert basis.norm >= np.linalg.norm(np.hstack([X, X]) @ whole, 2) * (1 - 1e-12)
+    factor, E = basis.factor(Identity(12)), RNG.standard_normal((5, 12))
+    np.testing.assert_allclose(factor.to_gradient(u), whole.T @ u, atol=1e-12)
+    np.testing.assert_allclose(factor.from_weights(factor.to_weights(u)), u, rtol=1e-9)
+    assert factor.size >= np.linalg.norm(whole, 2) * (1 - 1e-12)
+    assert factor.amplified(np.linalg.norm(E, axis=0)) >= np.linalg.norm(E @ whole, 2)
