@@ -151,7 +151,9 @@ class UnfoldedLayer(nn.Module):
         return self._error("backward")
 
     def _error(self, which: str) -> float | None:
-        return float(self._errors[which]) if which in self._errors else None  # synchronize!
+        error = self._errors.get(which)
+        found = None if error is None else float(error)  # synchronize!
+        return math.inf if found is not None and math.isnan(found) else found
 
     @torch.compiler.disable
     def forward(self, F: Tensor) -> Tensor:
@@ -251,20 +253,17 @@ class _Inverse:
 
     def times(self, F: Tensor, lam: float) -> tuple[Tensor, Any]:
         """(H^-1 F in the precision of F, proven relative error of every column)."""
-        size = torch.maximum(F.amax(dim=0), -F.amin(dim=0))
-        usual = (size == 0) | ((size > 1 / _RANGE) & (size < _RANGE))
-        if bool(usual.all()):  # synchronize!
-            Z, error = self.solve(F, lam)
-            if Z.dtype == F.dtype:
-                return Z, error
-            Z, moved = _rounded(Z, F.dtype)
-            return Z, _together(error, moved)
-        # In units of a power of two nothing is rounded, and H^-1 is linear.
-        finite = size.isfinite()
-        power = torch.where(finite & ~usual, torch.frexp(size).exponent, 0)
-        Z, error = self.solve(_times_power(F, -power), lam)
+        size, power = torch.maximum(F.amax(dim=0), -F.amin(dim=0)), None
+        odd = (size != 0) & ~((size > 1 / _RANGE) & (size < _RANGE))
+        if bool(odd.any()):  # synchronize!
+            # In units of a power of two nothing is rounded, and H^-1 is linear.
+            power = torch.where(odd & size.isfinite(), torch.frexp(size).exponent, 0)
+            F = _times_power(F, -power)
+        Z, error = self.solve(F, lam)
+        if power is None and Z.dtype == F.dtype:
+            return Z, error
         Z, moved = _rounded(Z, F.dtype, power)
-        return Z, _together(error, moved) if bool(finite.all()) else math.inf
+        return Z, _together(error, moved)
 
     def solve(self, F: Tensor, lam: float) -> tuple[Tensor, float]:
         """The same in float32 or float64, whichever was needed, for columns in usual units."""

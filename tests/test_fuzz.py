@@ -20,7 +20,7 @@ from tests.fuzz.__main__ import main
 from tests.fuzz.problems import KINDS, Problem, draw
 from tests.fuzz.reference import LD, Reference, pivoted_qr, system
 
-SEED, PARTS, CASES = 13, 8, 30
+SEED, PARTS, CASES = 13, 8, 20
 
 
 @pytest.mark.parametrize("part", range(PARTS))
@@ -159,6 +159,64 @@ def test_it_finds_a_result_that_is_wrong_in_another_way(wrong, monkeypatch):
         "reduced": "certified-reduced, but kept",
     }  # fmt: skip
     assert any(words[wrong] in fault for fault in checks.run(easy()).faults)
+
+
+def test_it_finds_a_fit_that_is_worse_than_none(monkeypatch):
+    real = checks.fit
+
+    def spoiled(problem: Problem, **more: Any) -> Any:
+        model = real(problem, **more)
+        model.W_, model.status_ = 10 * model.W_, "stagnated"
+        return model
+
+    monkeypatch.setattr(checks, "fit", spoiled)
+    assert any("without W" in fault for fault in checks.run(easy()).faults)
+
+
+@pytest.mark.parametrize("few", [False, True])
+@pytest.mark.parametrize("wrong", ["loo_", "leverage_", ""])
+def test_it_finds_a_wrong_leave_one_out(wrong, few, monkeypatch):
+    real = checks.fit
+
+    def spoiled(problem: Problem, **more: Any) -> Any:
+        model = real(problem, **more)
+        if wrong:
+            setattr(model, wrong, (1 + 1e-4) * getattr(model, wrong))
+        return model
+
+    monkeypatch.setattr(checks, "fit", spoiled)
+    settings = {"strategy": "direct", "optimizer": "cg", "learning_rate": None, "tol": 1e-10}
+    problem = replace(easy(ridge=0.5, **settings), kind="leave one out", y=easy().X[:, 0])
+    problem = replace(problem, train=problem.train[:4]) if few else problem
+    words = {"loo_": "an output without its row", "leverage_": "a leverage is", "": ""}[wrong]
+    faults = checks.run(problem).faults
+    assert any(words in fault for fault in faults) if wrong else faults == []
+
+
+def test_it_finds_sets_that_cover_too_little(monkeypatch):
+    class Narrow(checks.SplitConformal):
+        def calibrate(self, *args: Any) -> Any:
+            super().calibrate(*args)
+            self.threshold_ -= 10.0
+            return self
+
+    problem = replace(easy(), kind="conformal", train=np.arange(30))
+    assert checks.run(problem).faults == []
+    monkeypatch.setattr(checks, "RARE", 1e-3)  # of so few nodes
+    monkeypatch.setattr(checks, "SplitConformal", Narrow)
+    assert any("covered" in fault for fault in checks.run(problem).faults)
+
+
+def test_it_finds_a_layer_that_forgets_what_it_rounds(monkeypatch):
+    layer = pytest.importorskip("herta_gpu.torch")
+    real, params = layer._rounded, {"lam": 2.0, "tol": 1e-6, "method": "cg", "dtype": "bfloat16"}
+    rng = np.random.default_rng(0)
+    F, G = rng.standard_normal((2, 80, 3))
+    problem = replace(easy(), kind="layer", X=F, y=G, params=params)
+    assert checks.run(problem).faults == []
+    monkeypatch.setattr(layer, "_rounded", lambda *args: (real(*args)[0], 0.0))
+    words = [fault.split(" is ")[0] for fault in checks.run(problem).faults]
+    assert words == ["Z", "dF", "dG"]
 
 
 @pytest.mark.parametrize(

@@ -10,16 +10,20 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+import scipy.stats
 
 from herta_gpu import HERTA, Graph
+from herta_gpu.conformal import SplitConformal
 from herta_gpu.plumbing.checkpoint import Checkpoint
 from herta_gpu.plumbing.checks import BudgetError
 from tests.fuzz.problems import Problem
-from tests.fuzz.reference import Reference
+from tests.fuzz.reference import LD, Reference, System, system
 
 WORDS = ("certified", "certified-reduced", "converged", "max_iter", "stagnated", "diverged")
 SLACK = 1e-12  # of the objective: the package adds up its own objectives in float64
 REPEATS = 3  # fits with other random starts before a bound that may fail by chance is called false
+RIGHT = 1e-9  # relative gap from which a fit without a certificate counts as a lost one
+RARE = 1e-9  # probability below which sets that miss too often are called false
 
 
 class Crash(Exception):  # noqa: N818
@@ -37,6 +41,8 @@ class Outcome:
     unlucky: bool = False  # it did, and others for the same problem did not
     claimed: float = math.inf
     true_gap: float = math.nan  # a lower bound of it
+    noise: float = math.inf  # what the reference may be off by, in the same unit
+    lost: bool = False  # right, but not certified
 
 
 def run(problem: Problem) -> Outcome:
@@ -45,27 +51,28 @@ def run(problem: Problem) -> Outcome:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            model = resume(problem, found) if problem.later else fit(problem)
+            CHECKS.get(problem.kind, check_fit)(problem, found)
     except (ValueError, TypeError, BudgetError) as error:
         found.status = "refused"
         if not one_sentence(error):
             found.faults.append(f"no sentence: {type(error).__name__}: {str(error)[:200]!r}")
-        return found
     except Exception as error:  # whatever it is, a user would see a traceback
         found.status = "exception"
         found.faults.append(f"{type(error).__name__}: {str(error)[:200]!r}")
-        return found
-    if model is not None:
-        judge(problem.later or problem, model, found)
     return found
 
 
+def graph_of(problem: Problem) -> Graph:
+    return Graph.from_edges(problem.edges, problem.n, problem.weights)
+
+
 def fit(problem: Problem, **more: Any) -> HERTA:
-    graph = Graph.from_edges(problem.edges, problem.n, problem.weights)
-    weight = problem.sample_weight
-    if weight is not None:
-        more["sample_weight"] = weight
-    return HERTA(**problem.params).fit(graph, problem.X, problem.y, problem.train, **more)
+    if problem.sample_weight is not None:
+        more["sample_weight"] = problem.sample_weight
+    if problem.before is not None:
+        more["warm_start"] = fit(problem.before)
+    model = HERTA(**problem.params)
+    return model.fit(graph_of(problem), problem.X, problem.y, problem.train, **more)
 
 
 def one_sentence(error: Exception) -> bool:
@@ -77,10 +84,16 @@ def one_sentence(error: Exception) -> bool:
 
 
 # ---- certificates --------------------------------------------------------------------------
+def check_fit(problem: Problem, found: Outcome) -> None:
+    model = resume(problem, found) if problem.later else fit(problem)
+    if model is not None:
+        judge(problem.later or problem, model, found)
+
+
 def judge(problem: Problem, model: HERTA, found: Outcome) -> None:
     found.status, certificate = model.status_, model.certificate_
     found.faults += form_faults(model)
-    if not np.isfinite(model.W_).all() or not claims(model):
+    if not np.isfinite(model.W_).all():
         return
     reference = problem.reference
     faults = bound_faults(model, reference, found)
@@ -98,24 +111,14 @@ def other_start(problem: Problem, reference: Reference, i: int) -> list[str]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = fit(replace(problem, params=params))
-    return bound_faults(model, reference) if claims(model) else []
+    return bound_faults(model, reference)
 
 
 def reduced(model: HERTA) -> bool:
     """Whether its certificate speaks of some of the features only, and the status says so."""
-    if model.status_ == "certified":
-        return False  # that word is for the problem as given
-    kept = getattr(model.certificate_, "kept", None)
-    features = getattr(model.certificate_, "features", None)
-    fewer = kept is not None and features is not None and kept < features
-    return model.status_ != "certified" and (fewer or "optimum over" in model.certificate_.note)
-
-
-def claims(model: HERTA) -> bool:
-    """Whether anything is claimed about the full problem."""
-    finite = math.isfinite(model.certificate_.value) or math.isfinite(model.certificate_.gap)
-    steps = any(math.isfinite(h["certificate"]) for h in model.history_)
-    return (finite or steps) and not reduced(model)
+    fewer = model.certificate_.kept < model.certificate_.features
+    word = fewer or "optimum over" in model.certificate_.note
+    return model.status_ != "certified" and word  # that word is for the problem as given
 
 
 def form_faults(model: HERTA) -> list[str]:
@@ -132,23 +135,30 @@ def form_faults(model: HERTA) -> list[str]:
     if model.status_.startswith("certified") and not c.value <= model.tol:
         faults.append(f"{model.status_} at {c.value:.1e}, above tol {model.tol:.1e}")
     if model.status_ == "certified-reduced":
-        kept, features = getattr(c, "kept", None), getattr(c, "features", None)
-        if not (isinstance(kept, int) and isinstance(features, int) and 0 <= kept < features):
-            faults.append(f"certified-reduced, but kept {kept!r} of {features!r} features")
+        if not (isinstance(c.kept, int) and 0 <= c.kept < c.features):
+            faults.append(f"certified-reduced, but kept {c.kept!r} of {c.features!r} features")
         if not c.note:
             faults.append("certified-reduced without a note")
     return faults
 
 
 def bound_faults(model: HERTA, reference: Reference, found: Outcome | None = None) -> list[str]:
-    """Bounds that lie below what is certainly the truth."""
+    """Bounds that lie below what is certainly the truth, and a fit worse than none."""
     W = np.vstack([model.W_, model.intercept_]) if model.fit_intercept else model.W_
     here, best, c = reference.objective(W), reference.best, model.certificate_
     slack = SLACK * here.value + floor(reference)
     gap = here.low - best.high  # at most the true one
     if found is not None and best.high > 0:
         found.true_gap = float(max(gap, 0) / best.high)
+        found.noise = float((here.error + best.error) / best.high)
+        wrong = (here.high - best.value) / best.high  # at least the true one, if best is the best
+        found.lost = model.status_ != "certified" and bool(wrong <= min(RIGHT, model.tol))
     faults = []
+    nothing = reference.objective(np.zeros_like(W))
+    if here.low - slack > nothing.high:
+        faults.append(f"objective {float(here.value):.6g}, {float(nothing.value):.6g} without W")
+    if reduced(model):
+        return faults
     # The optimum is at most best.high, and (objective - optimum) / optimum falls with it.
     if exceeds(gap - slack, c.value, best.high):
         faults.append(
@@ -160,10 +170,8 @@ def bound_faults(model: HERTA, reference: Reference, found: Outcome | None = Non
     # Steps are judged by the package's own objective, which says how far it may be off.  Weights
     # that cancel make it inexact: how much so is known where W_ is known, at the last step.
     off, last = abs(model.history_[-1]["loss"] - here.value), model.history_[-1]
-    stated = last.get("loss_error", 0.0)
-    if off > max(stated, 1e-6 * here.value) + here.error + min(c.gap, here.value) + floor(
-        reference
-    ):
+    stated = max(last.get("loss_error", 0.0), 1e-6 * here.value) + here.error
+    if off > stated + min(c.gap, here.value) + floor(reference):
         faults.append(f"loss {last['loss']:.8g}, but it is {float(here.value):.8g}")
         off = 0.0
     for h in model.history_:
@@ -181,13 +189,12 @@ def exceeds(gap: Any, claimed: float, optimum: Any) -> bool:
 
 def floor(reference: Reference) -> Any:
     """What float64 leaves of an optimum of 0: residuals of Y's size times its rounding."""
-    return 1e-30 * (reference.Y * reference.Y).sum()
+    return 1e-30 * (reference.w * reference.Y * reference.Y).sum()
 
 
 # ---- resume --------------------------------------------------------------------------------
 def resume(problem: Problem, found: Outcome) -> HERTA | None:
     """Interrupt a fit, change what is to be changed, fit again with the same folder."""
-
     stop = problem.stop if problem.stop >= 0 else len(fit(problem).history_) - 1
 
     def crash(record: dict[str, Any]) -> None:
@@ -199,16 +206,12 @@ def resume(problem: Problem, found: Outcome) -> HERTA | None:
     with tempfile.TemporaryDirectory() as folder:
         with suppress(Crash):
             fit(problem, callback=crash, checkpoint=Checkpoint(folder, worth=0.0))
-        harmless = problem.change in ("nothing", "max_iter")
         try:
             model = fit(later, checkpoint=Checkpoint(folder, worth=0.0))
         except (ValueError, RuntimeError) as error:
-            found.status = "refused"
-            if harmless:
+            if problem.change in ("nothing", "max_iter"):
                 found.faults.append(f"a resume with the same data is refused: {str(error)[:200]}")
-            elif not one_sentence(error):
-                found.faults.append(f"no sentence: {type(error).__name__}: {str(error)[:200]!r}")
-            return None
+            raise ValueError(str(error)) from error
     if problem.change == "nothing":
         found.faults += bit_faults(model, fit(problem))
     return model
@@ -220,3 +223,109 @@ def bit_faults(resumed: HERTA, whole: HERTA) -> list[str]:
         return ["resumed with the same data, but W_ has other bits"]
     steps = [[{**h, "seconds": 0} for h in m.history_] for m in (resumed, whole)]
     return [] if steps[0] == steps[1] else ["resumed with the same data, but another history_"]
+
+
+# ---- leave-one-out -------------------------------------------------------------------------
+def check_left_out(problem: Problem, found: Outcome) -> None:
+    """Leverages, and outputs without a row against a refit without it."""
+    model = fit(problem, loo=True)
+    judge(problem, model, found)
+    if found.status != "certified":
+        return  # weights that nothing decides have no leverages either
+    reference = problem.reference
+    some = np.random.default_rng(problem.n).permutation(len(model.loo_))[:8]
+    truth, leverage = reference.left_out(some)
+    off = abs(model.leverage_ - leverage).max()
+    if not off <= 1e-6:
+        found.faults.append(f"a leverage is {float(off):.1e} off")
+    loo, free = model.loo_[some], (1 - leverage)[some]
+    alone, said = free < 1e-8, np.isfinite(loo).all(axis=1)  # alone: no other row decides a weight
+    if not (said | alone).all():
+        found.faults.append("a row has no model without it, although others decide all weights")
+    # Residuals follow from W, which is known up to the gap; each of them is divided by 1 - h.
+    moved = np.sqrt(2 * model.certificate_.gap / reference.w[some, 0])
+    moved /= np.where(alone, np.inf, free)
+    size = abs(reference.Y).max() + abs(truth)
+    allowed = np.where(alone, 1e-3, 1e-6)[:, None] * size + moved[:, None]
+    worst = float((abs(loo - truth) / allowed)[said].max(initial=0))
+    if worst > 1:
+        found.faults.append(f"an output without its row is off by {worst:.1e} times what it may")
+
+
+# ---- conformal sets ------------------------------------------------------------------------
+def check_sets(problem: Problem, found: Outcome) -> None:
+    """They miss the truth no more often than stated; what is no output or label is refused."""
+    rng = np.random.default_rng(problem.n)
+    model = fit(problem)
+    found.status, Z = model.status_, model.transform(graph_of(problem), problem.X)
+    others = rng.permutation(np.setdiff1d(np.arange(problem.n), problem.train))
+    cut, coverage = len(others) // 2, float(rng.uniform(0.5, 0.95))
+    known, asked, y = others[:cut], others[cut:], problem.y
+    sets = SplitConformal(coverage).calibrate(Z[known], y[known], model.classes_)
+    if model.classes_ is None:
+        low, high = sets.intervals(Z[asked])
+        Y = y[asked].reshape(len(asked), -1)
+        hits = ((low <= Y) & (high >= Y)).sum(axis=0).min()
+    else:
+        hits = (sets.sets(Z[asked]) & (y[asked][:, None] == model.classes_)).sum()
+    rank = math.ceil((cut + 1) * coverage - 1e-9)
+    if rank <= cut:
+        chance = scipy.stats.betabinom.cdf(hits, len(asked), rank, cut + 1 - rank) * Z.shape[1]
+        if chance < RARE:
+            found.faults.append(f"{hits} of {len(asked)} covered, coverage {coverage:.2f}")
+    holes, wide = np.where(np.arange(problem.n)[:, None] == known[0], np.nan, Z), np.hstack([Z, Z])
+    none = np.where(np.arange(problem.n) == known[0], -1, y) if y.ndim == 1 else y
+    calls = {
+        "NaN": lambda: SplitConformal().calibrate(holes[known], y[known], model.classes_),
+        "NaN to ask for": lambda: ask(sets, holes[known]),
+        "width": lambda: ask(sets, wide),
+        "label": lambda: SplitConformal().calibrate(Z[known], none[known], model.classes_),
+    }
+    for what in list(calls)[: 3 if model.classes_ is None else 4]:
+        try:
+            calls[what]()
+            found.faults.append(f"conformal sets accept a wrong {what}")
+        except ValueError as error:
+            found.faults += [] if one_sentence(error) else [f"no sentence: {error}"]
+
+
+def ask(sets: SplitConformal, Z: Any) -> Any:
+    return sets.intervals(Z) if sets.classes_ is None else sets.sets(Z)
+
+
+# ---- the layer -----------------------------------------------------------------------------
+def check_layer(problem: Problem, found: Outcome) -> None:
+    """Both bounds of both passes, and of the gradient of the gradient."""
+    import torch
+
+    from herta_gpu.torch import UnfoldedLayer
+
+    params = {k: v for k, v in problem.params.items() if k != "dtype"}
+    layer = UnfoldedLayer(graph_of(problem), **params)
+    dtype = getattr(torch, problem.params["dtype"])
+    F, G = (torch.from_numpy(A).to(dtype).requires_grad_() for A in (problem.X, problem.y))
+    Z = layer(F)
+    claims = [layer.error_]
+    (dF,) = torch.autograd.grad(Z, F, G, create_graph=True)
+    claims.append(layer.backward_error_)
+    (dG,) = torch.autograd.grad(dF, G, F)
+    claims.append(layer.backward_error_)
+    H = System(system(problem.n, problem.edges, problem.weights, problem.params["lam"]))
+    pairs = [(F, Z), (G, dF), (F, dG)]
+    true = [relative_error(H, *(A.detach().double().numpy() for A in pair)) for pair in pairs]
+    within = max(claims) <= problem.params["tol"] + torch.finfo(dtype).eps
+    found.status = "certified" if within else "said"
+    found.claimed, found.true_gap, found.noise = claims[0], true[0], 1e-16
+    for claim, one, what in zip(claims, true, ("Z", "dF", "dG"), strict=True):
+        if one > claim * (1 + 1e-9) + 1e-16:
+            found.faults.append(f"{what} is off by {one:.2e}, {claim:.2e} claimed")
+
+
+def relative_error(H: System, B: Any, Z: Any) -> float:
+    """The largest of a column of Z = H^-1 B, where the exact one is not 0."""
+    exact = H.solve(B.astype(LD))[0]
+    size, off = (np.sqrt((A * A).sum(axis=0)) for A in (exact, Z.astype(LD) - exact))
+    return float(np.max(off[size > 0] / size[size > 0], initial=0.0))
+
+
+CHECKS = {"leave one out": check_left_out, "conformal": check_sets, "layer": check_layer}

@@ -50,7 +50,7 @@ def system(n: int, edges: Any, weights: Any, lam: float) -> Any:
     return np.eye(n, dtype=LD) + LD(lam) * (s[:, None] * (np.diag(off) - A) * s[None, :])
 
 
-class _System:
+class System:
     """H, and solves with it: float64 factors, refined in extended precision."""
 
     def __init__(self, H: Any) -> None:
@@ -61,7 +61,8 @@ class _System:
         """H^-1 B and the residual that is left."""
         Z, R = np.zeros_like(B), B
         for _ in range(4):
-            Z = Z + scipy.linalg.cho_solve(self.factor, R.astype(float)).astype(LD)
+            unit = np.exp2(np.floor(np.log2(abs(R).max(axis=0) + LD(2) ** -16000)))  # for float64
+            Z = Z + unit * scipy.linalg.cho_solve(self.factor, (R / unit).astype(float))
             R = B - self.H @ Z
         return Z, R
 
@@ -84,7 +85,7 @@ class Reference:
         weights: Any = None,
         intercept: bool = False,
     ) -> None:
-        self.systems = [_System(one) for one in (H if isinstance(H, list) else [H])]
+        self.systems = [System(one) for one in (H if isinstance(H, list) else [H])]
         X = X.toarray() if sp.issparse(X) else np.asarray(X)
         self.X, self.Y, self.train = X.astype(LD), Y.astype(LD), train
         self.loss, self.ridge, self.intercept = loss, LD(ridge), intercept
@@ -135,26 +136,61 @@ class Reference:
         return terms.sum(), _size(self.w * self.slope(F)), rounding
 
     def terms(self, F: Any) -> Any:
-        """The loss of each row, or of each label, weights apart."""
+        """The loss of each row, or of each label, weights apart; without cancellation."""
         if self.loss == "bce":
-            known = np.where(self.Y >= 0, self.Y, 0)
-            each = np.log1p(np.exp(-abs(F))) + np.maximum(F, 0) - F * known
-            return np.where(self.Y >= 0, each, 0)
-        return (_softmax(F)[1] - (F * self.Y).sum(axis=1))[:, None]
+            wrong = np.maximum(np.where(self.Y > 0, -F, F), 0)
+            return np.where(self.Y >= 0, wrong + np.log1p(np.exp(-abs(F))), 0)
+        over = F - (F * self.Y).sum(axis=1, keepdims=True)  # logits above that of the label
+        top = np.maximum(over.max(axis=1, keepdims=True), 0)
+        S = np.where(self.Y > 0, 0, np.exp(over - top))  # the others', and the label's apart
+        return top + np.log1p(S.sum(axis=1, keepdims=True) + np.expm1(-top))
 
     def slope(self, F: Any) -> Any:
-        """Its gradient in F."""
+        """Its gradient in F; the label's entry is -(the others' probabilities)."""
         if self.loss == "bce":
-            return np.where(self.Y >= 0, _sigmoid(F) - self.Y, 0)
-        return _softmax(F)[0] - self.Y
+            return np.where(self.Y >= 0, np.where(self.Y > 0, -_sigmoid(-F), _sigmoid(F)), 0)
+        S = np.where(self.Y > 0, 0, _softmax(F))
+        return S - self.Y * S.sum(axis=1, keepdims=True)
 
     def bend(self, F: Any, a: int, b: int) -> Any:
         """The second derivatives of each row with respect to the outputs a and b."""
         if self.loss == "bce":
-            S = _sigmoid(F[:, a])
-            return np.where(self.Y[:, a] >= 0, S * (1 - S), 0) * (a == b)
-        S = _softmax(F)[0]
-        return S[:, a] * ((a == b) - S[:, b])
+            both = _sigmoid(F[:, a]) * _sigmoid(-F[:, a])
+            return np.where(self.Y[:, a] >= 0, both, 0) * (a == b)
+        S = _softmax(F)
+        return S[:, a] * (np.delete(S, a, axis=1).sum(axis=1) if a == b else -S[:, b])
+
+    # ---- leave-one-out ---------------------------------------------------------------------
+    def left_out(self, some: Any) -> tuple[Any, Any]:
+        """(outputs of `some` rows by models refitted without each, leverages of all rows); MSE."""
+        A = np.hstack([system.solve(self.X)[0] for system in self.systems])[self.train]
+        rows, outputs = np.arange(len(A)), []
+        for i in some:
+            W, constant, _ = self._refit(A, np.delete(rows, i))
+            outputs.append(A[i] @ W + constant)
+        return np.array(outputs), self._refit(A, rows)[2]
+
+    def _refit(self, A: Any, rows: Any) -> tuple[Any, Any, Any]:
+        """(W, constants, leverages) from some rows; of many W the smallest in units of X."""
+        w, A, Y = self.w[rows], A[rows], self.Y[rows]
+        means = [(w * B).sum(axis=0) / w.sum() * self.intercept for B in (A, Y)]
+        M, T = (np.sqrt(w) * (B - mean) for B, mean in zip((A, Y), means, strict=True))
+        units = np.tile(np.sqrt((self.X * self.X).sum(axis=0)), len(self.systems))
+        if self.ridge > 0:
+            M = np.vstack([M, np.sqrt(self.ridge) * np.eye(M.shape[1], dtype=LD)])
+            T = np.vstack([T, np.zeros((A.shape[1], T.shape[1]), dtype=LD)])
+            units = np.sqrt((M * M).sum(axis=0))
+        units[units == 0] = 1
+        Q, R, order = pivoted_qr(M / units, 1e-14)
+        Q2, R2, order2 = pivoted_qr(R.T, 0.0)
+        V = (Q.T @ T)[order2]
+        for k in range(len(V)):
+            V[k] = (V[k] - R2[:k, k] @ V[:k]) / R2[k, k]
+        W = np.zeros((A.shape[1], T.shape[1]), dtype=LD)
+        W[order] = Q2 @ V
+        W /= units[:, None]
+        leverage = (Q[: len(rows)] ** 2).sum(axis=1) + self.intercept * w[:, 0] / w.sum()
+        return W, means[1] - means[0] @ W, leverage
 
     # ---- the search ------------------------------------------------------------------------
     @cached_property
@@ -224,11 +260,11 @@ class Basis:
         return found[1:]
 
     def _newton(self, steps: int = 80) -> list[Any]:
-        """Damped Newton; gradients in extended precision, the Hessian's factor in float64."""
+        """Damped Newton, all of it in extended precision."""
         p, n = self.problem, self.problem.train.shape[0]
-        B, C = self.Q[:n] / np.sqrt(p.w), self.Q[n:]
-        r, c = self.Q.shape[1], p.Y.shape[1]
-        V = np.zeros((r, c), dtype=LD)
+        root, C = np.sqrt(p.w), self.Q[n:]
+        B = self.Q[:n] / root
+        V = np.zeros((self.Q.shape[1], p.Y.shape[1]), dtype=LD)
 
         def value(V: Any) -> Any:
             F, CV = B @ V, C @ V
@@ -237,39 +273,46 @@ class Basis:
         now = value(V)
         for _ in range(steps):
             F = B @ V
-            g = B.T @ (p.w * p.slope(F)) + C.T @ (C @ V)
-            try:
-                D = self._newton_step(B.astype(float), C.astype(float), F, g)
-            except np.linalg.LinAlgError:
-                break  # whatever was found is an upper bound of the optimum all the same
+            g = self.Q[:n].T @ (root * p.slope(F)) + C.T @ (C @ V)
+            D = self._newton_step(C.T @ C, F, g)
             slope, eta = (g * D).sum(), LD(1)
             while eta > 1e-9 and not (ahead := value(V + eta * D)) <= now + eta * slope / 10:
                 eta /= 2
             if eta <= 1e-9 or not np.isfinite(ahead):
-                break
+                break  # whatever was found is an upper bound of the optimum all the same
             V, now = V + eta * D, ahead
             if -slope <= 1e-18 * abs(now):
                 break
         return [self.weights(V)]
 
-    def _newton_step(self, B: Any, C: Any, F: Any, g: Any) -> Any:
-        p, (r, c) = self.problem, g.shape
-        H = np.kron(np.eye(c), C.T @ C)
-        for a in range(c):
-            for b in range(c):
-                weight = (p.w[:, 0] * p.bend(F, a, b)).astype(float)
-                H[a * r : (a + 1) * r, b * r : (b + 1) * r] += B.T @ (weight[:, None] * B)
-        # Logits may move together for nothing: a trace of I keeps the factor alive.
-        H[np.diag_indices(r * c)] += 1e-15 * max(H.diagonal().max(), 1e-300)
-        step = np.linalg.lstsq(H, -g.astype(float).T.ravel(), rcond=None)[0]
-        return step.reshape(c, r).T.astype(LD)
+    def _newton_step(self, CC: Any, F: Any, g: Any) -> Any:
+        """The rows of Q hold the roots of the weights already."""
+        p, (r, c), rows = self.problem, g.shape, self.Q[: F.shape[0]]
+        H = np.kron(np.eye(c), CC)
+        for a, b in zip(*np.tril_indices(c), strict=True):
+            if a == b or p.loss == "ce":
+                block = rows.T @ (p.bend(F, a, b)[:, None] * rows)
+                H[a * r : (a + 1) * r, b * r : (b + 1) * r] += block
+        return _solved_by_cholesky(H, -g.T.ravel()).reshape(c, r).T
 
 
-def _softmax(F: Any) -> tuple[Any, Any]:
-    top = F.max(axis=1, keepdims=True)
-    S = np.exp(F - top)
-    total = S.sum(axis=1, keepdims=True)
-    return S / total, (np.log(total) + top)[:, 0]
+def _solved_by_cholesky(H: Any, b: Any) -> Any:
+    """H^-1 b from the lower triangle; a trace of I keeps the factor alive where H is singular."""
+    n = H.shape[0]
+    L, trace = np.zeros_like(H), LD(1e-17) * max(H.diagonal().max(), LD(2) ** -16000)
+    for k in range(n):
+        column = H[k:, k] - L[k:, :k] @ L[k, :k]
+        L[k:, k] = column / np.sqrt(np.maximum(column[0] + trace, trace))
+        L[k, k] = np.sqrt(np.maximum(column[0] + trace, trace))
+    x = b.copy()
+    for k in range(n):
+        x[k] = (x[k] - L[k, :k] @ x[:k]) / L[k, k]
+    return _back_substituted(L.T, x[:, None])[:, 0]
+
+
+def _softmax(F: Any) -> Any:
+    S = np.exp(F - F.max(axis=1, keepdims=True))
+    return S / S.sum(axis=1, keepdims=True)
 
 
 def pivoted_qr(A: Any, cut: float) -> tuple[Any, Any, Any]:
