@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from herta_gpu.app.experiment import fit, load_for, make_model, make_smoother
 from herta_gpu.app.pictures import draw_bars, pyplot
 from herta_gpu.app.results import CommandOutput, FitResult
 from herta_gpu.app.runs import check_new_file
-from herta_gpu.app.text import bars, table
+from herta_gpu.app.text import Rows, bars, table
 from herta_gpu.backends import get_backend
 from herta_gpu.datasets import Dataset
 from herta_gpu.herta import HERTA
@@ -29,25 +28,7 @@ from herta_gpu.plumbing.progress import SHORTEST, Stages
 
 _WORTH_REPEATING = 60.0  # seconds: in a longer fit the time of compiling does not show
 
-
-@dataclass(frozen=True)
-class Variant:
-    """A device, by a name that `get_backend` knows, and a precision to compute in."""
-
-    device: str
-    dtype: str
-
-    def __str__(self) -> str:
-        return f"{self.device} {self.dtype}"
-
-
-@dataclass(frozen=True)
-class Fitted:
-    """The fit of one variant."""
-
-    model: HERTA
-    result: FitResult
-    Z: Any  # the output of the model on all nodes, in float64
+Variant = tuple[str, str]  # a device and a precision
 
 
 def run(args: argparse.Namespace) -> CommandOutput:
@@ -61,22 +42,19 @@ def run(args: argparse.Namespace) -> CommandOutput:
         pyplot()  # an error, before the long work, where matplotlib is missing
     stages = Stages(args.verbose)
     data = load_for(args, stages)
-    found = {str(variant): _fitted(args, variant, data, stages) for variant in variants}
-    results = {name: one.result for name, one in found.items()}
-    agreement = agreement_of(*found.values())
-    text = _text(results, agreement)
+    found = [_fit(args, variant, data, stages) for variant in variants]
+    results = {" ".join(v): result for v, (_, result, _) in zip(variants, found)}
+    agreement = compare(*((model, Z) for model, _, Z in found))
+    tables = [_result_rows(results), _speed_rows(results), _agreement_rows(agreement)]
+    parts = [*([why] if why else []), *map(table, tables)]
+    parts.append(bars({name: result.total_seconds for name, result in results.items()}))
     if args.out is not None:
         with new_file(Path(args.out)) as temporary:
             temporary.write_bytes(draw_bars({name: r.seconds for name, r in results.items()}))
-        text += f"\n\nbar chart: {args.out}"
-    content = {
-        "dataset": data.name,
-        "note": why,
-        "agreement": agreement,
-        "runs": {name: result.as_json() for name, result in results.items()},
-    }
-    diverged = any(result.diverged for result in results.values())
-    return CommandOutput(content, f"{why}\n\n{text}" if why else text, diverged)
+        parts.append(f"bar chart: {args.out}")
+    content: dict[str, Any] = {"dataset": data.name, "note": why, "agreement": agreement}
+    content["runs"] = {name: result.as_json() for name, result in results.items()}
+    return CommandOutput(content, "\n\n".join(parts), any(r.diverged for r in results.values()))
 
 
 def choose_variants(devices: Sequence[str], dtype: str) -> tuple[list[Variant], str]:
@@ -88,56 +66,55 @@ def choose_variants(devices: Sequence[str], dtype: str) -> tuple[list[Variant], 
             'The compiled CPU kernels need numba: pip install "herta_gpu[fast]". Without it '
             "cpu and cpu-scipy are the same."
         )
-    reasons = {device: _missing(device) for device in devices}
-    usable = [device for device, reason in reasons.items() if reason is None]
+    usable, missing = [], ""
+    for device in devices:
+        try:
+            get_backend(device)
+            usable.append(device)
+        except (RuntimeError, ImportError) as error:
+            missing = f"There is no {device} here ({str(error).rstrip('.')}): {missing}"
     if len(usable) == 2:
-        return [Variant(device, dtype) for device in usable], ""
+        return [(device, dtype) for device in usable], ""
     only = usable[0] if usable else "cpu"
-    why = f"{only} float32 is compared with {only} float64."
-    for device, reason in reasons.items():
-        if reason is not None:
-            why = f"There is no {device} here ({reason.rstrip('.')}): {why}"
-    return [Variant(only, kind) for kind in ("float32", "float64")], why
+    why = f"{missing}{only} float32 is compared with {only} float64."
+    return [(only, kind) for kind in ("float32", "float64")], why
 
 
-def _missing(device: str) -> str | None:
-    """The reason why a device cannot be used, or None."""
-    try:
-        get_backend(device)
-    except (RuntimeError, ImportError) as error:
-        return str(error)
-    return None
+def _fit(
+    args: argparse.Namespace, variant: Variant, data: Dataset, stages: Stages
+) -> tuple[HERTA, FitResult, Any]:
+    """The model, its result and its outputs on all nodes.
 
-
-def _fitted(args: argparse.Namespace, variant: Variant, data: Dataset, stages: Stages) -> Fitted:
-    """Fit twice, unless that takes long: the first fit may compile, the second is measured."""
-    stages.note(f"-- {variant}")
+    It is fitted twice, unless that takes long: the first fit may compile, the second is measured.
+    """
+    stages.note(f"-- {' '.join(variant)}")
+    how = dict(zip(("device", "dtype"), variant))
     for last in (False, True):
-        model = make_model(args, device=variant.device, dtype=variant.dtype, verbose=False)
-        smoother = make_smoother(args)
+        model, smoother = make_model(args, **how, verbose=False), make_smoother(args)
         if smoother is not None:
-            smoother.set_params(device=variant.device, dtype=variant.dtype)
+            smoother.set_params(**how)
         result = fit(model, data, Stages(), smoother=smoother)
         if last or result.total_seconds > _WORTH_REPEATING:
             stages.note(f"   {result.status} in {result.total_seconds:.2f} s")
             break
         stages.note(f"   {result.total_seconds:.2f} s to warm up")
     Z = model.transform(data.graph, data.X) if smoother is None else smoother.Z_
-    return Fitted(model, result, Z.astype(np.float64))
+    return model, result, Z.astype(np.float64)
 
 
-def agreement_of(a: Fitted, b: Fitted) -> dict[str, float]:
-    """Differences of the first variant relative to the second."""
-    losses = [one.model.history_[-1]["loss"] for one in (a, b)]
+def compare(first: tuple[HERTA, Any], second: tuple[HERTA, Any]) -> dict[str, float]:
+    """Differences of the first model and its outputs, relative to the second."""
+    (model, Z), (other, expected) = first, second
+    losses = [one.history_[-1]["loss"] for one in (model, other)]
     found = {
-        "W_relative_difference": _relative(a.model.W_, b.model.W_),
-        "output_relative_difference": _relative(a.Z, b.Z),
+        "W_relative_difference": _relative(model.W_, other.W_),
+        "output_relative_difference": _relative(Z, expected),
         "loss_relative_difference": abs(losses[0] - losses[1]) / max(abs(losses[1]), 1e-300),
     }
-    if a.model.classes_ is not None:
-        found["same_predictions"] = float(np.mean(a.Z.argmax(axis=1) == b.Z.argmax(axis=1)))
-    elif a.model.loss == "bce":
-        found["same_predictions"] = float(np.mean((a.Z > 0) == (b.Z > 0)))
+    if model.classes_ is not None:
+        found["same_predictions"] = float(np.mean(Z.argmax(axis=1) == expected.argmax(axis=1)))
+    elif model.loss == "bce":
+        found["same_predictions"] = float(np.mean((Z > 0) == (expected > 0)))
     return found
 
 
@@ -145,52 +122,31 @@ def _relative(a: Any, b: Any) -> float:
     return float(np.linalg.norm(a - b) / max(float(np.linalg.norm(b)), 1e-300))
 
 
-def _text(results: dict[str, FitResult], agreement: dict[str, float]) -> str:
-    """Results, seconds and agreement as tables, and the totals as bars."""
-    totals = {name: result.total_seconds for name, result in results.items()}
-    parts = [_result_table(results), _speed_table(results), _agreement_table(agreement)]
-    return "\n\n".join([*parts, bars(totals)])
-
-
-def _result_table(results: dict[str, FitResult]) -> str:
+def _result_rows(results: dict[str, FitResult]) -> Rows:
     found = list(results.values())
-    part = "test" if "test" in found[0].scores else "train"
-    rows = [
-        ("", *results),
-        ("status", *(r.status for r in found)),
-        ("loss", *(f"{r.loss:.10g}" for r in found)),
-        ("certified gap", *(_gap(r.certificate.value) for r in found)),
-    ]
-    certificates = [r.certificate for r in found]
-    if found[0].correct_and_smooth is not None:
+    certificates, first = [r.certificate for r in found], found[0]
+    part = "test" if "test" in first.scores else "train"
+    gaps = ("none" if c.value == float("inf") else f"{c.value:.2e}" for c in certificates)
+    rows = [("", *results), ("status", *(r.status for r in found))]
+    rows += [("loss", *(f"{r.loss:.10g}" for r in found)), ("certified gap", *gaps)]
+    if first.correct_and_smooth is not None:
         rows.append(("outputs proven to", *(f"{r.output_error:.2e}" for r in found)))
     if any(c.reduced for c in certificates):
         rows.append(("over features", *(f"{c.kept:,} of {c.features:,}" for c in certificates)))
-    rows.append((f"{part} {found[0].metric}", *(f"{r.scores[part]:.4f}" for r in found)))
-    return table(rows)
+    return [*rows, (f"{part} {first.metric}", *(f"{r.scores[part]:.4f}" for r in found))]
 
 
-def _speed_table(results: dict[str, FitResult]) -> str:
+def _speed_rows(results: dict[str, FitResult]) -> Rows:
     first, second = (result.seconds for result in results.values())
-    rows = [("seconds", *results, "first / second")]
-    for stage in first:
-        if max(first[stage], second[stage]) >= SHORTEST:
-            rows.append(_speeds(stage, first[stage], second[stage]))
-    rows.append(_speeds("all", sum(first.values()), sum(second.values())))
-    return table(rows)
+    pairs = {name: (first[name], second[name]) for name in first}
+    pairs = {name: both for name, both in pairs.items() if max(both) >= SHORTEST}
+    pairs["all"] = (sum(first.values()), sum(second.values()))
+    rows = ((k, f"{a:.3f}", f"{b:.3f}", f"{a / max(b, 1e-9):.2f}") for k, (a, b) in pairs.items())
+    return [("seconds", *results, "first / second"), *rows]
 
 
-def _speeds(name: str, first: float, second: float) -> tuple[str, ...]:
-    return name, f"{first:.3f}", f"{second:.3f}", f"{first / max(second, 1e-9):.2f}"
-
-
-def _agreement_table(agreement: dict[str, float]) -> str:
-    rows = [("agreement", "")]
-    for key, value in agreement.items():
-        shown = f"{value:.4%}" if key == "same_predictions" else f"{value:.2e}"
-        rows.append((key.replace("_", " "), shown))
-    return table(rows)
-
-
-def _gap(value: float) -> str:
-    return "none" if value == float("inf") else f"{value:.2e}"
+def _agreement_rows(agreement: dict[str, float]) -> Rows:
+    shown = {key: f"{value:.2e}" for key, value in agreement.items()}
+    if "same_predictions" in agreement:
+        shown["same_predictions"] = f"{agreement['same_predictions']:.4%}"
+    return [("agreement", ""), *((key.replace("_", " "), text) for key, text in shown.items())]

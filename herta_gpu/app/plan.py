@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import asdict
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -28,72 +28,98 @@ _INTERPRETER, _COMPILER, _CUPY = 100 << 20, 50 << 20, 25 << 20
 _METIS_EDGES = 5_000_000  # up to which METIS takes seconds
 
 
+class _Verdict(NamedTuple):
+    """What a plan means for the memory that there is."""
+
+    memory: dict[str, int]
+    text: str  # whether it fits
+    work: str  # what it costs, as a table
+    seconds: float
+    more: dict[str, Any]  # for --json
+
+
 def run(args: argparse.Namespace) -> CommandOutput:
     """herta plan DATASET"""
-    model = make_model(args)
+    model, name = make_model(args), args.dataset
     check_count("--ranks", args.ranks)
     checked_partition(args.partition)
-    sizes = datasets.sizes(args.dataset, args.data_dir)
+    sizes = datasets.sizes(name, args.data_dir)
     if sizes.d == 0:
-        raise ValueError(f"{args.dataset} has no features: HERTA needs some to train on.")
-    if args.device_memory is not None:
-        return _on_card(args, model, sizes)
-    model._checked()
-    backend = get_backend(args.device)
-    free = backend.memory_available()
+        raise ValueError(f"{name} has no features: HERTA needs some to train on.")
+    card = None if args.device_memory is None else Card(parse_bytes(args.device_memory))
+    free = model._checked().memory_available() if card is None else card.memory
     budget = memory_budget(args.memory_budget or None, free)
-    made, fits = cheapest(model, sizes, budget)
+    made, fits = cheapest(model, sizes, budget, card)
+    if card is None:
+        found = _in_memory(args, sizes, made, budget, free)
+    else:
+        found = _on_card(model, sizes, made, budget, card)
+    memory = found.memory
+    content = {"dataset": name, **asdict(sizes), "strategy": made.strategy, "fits": fits}
+    content |= {"budget_bytes": budget, "memory_bytes": memory, **found.more}
+    content |= {"total_bytes": sum(memory.values()), "predicted_seconds": made.cost}
+    content["decisions"] = made.decisions
+    rows = [(what, bytes_text(size)) for what, size in memory.items()]
+    rows.append(("all of it (not all at once)", bytes_text(sum(memory.values()))))
+    parts = [
+        f"{name}: {sizes.n:,} nodes, {sizes.m:,} edges, {sizes.d:,} features, "
+        f"{sizes.c:,} outputs, {sizes.n_train:,} training nodes",
+        table([("", "decision", "why"), *(d for d in made.decisions if d[0] != "memory")]),
+        table([("memory", "bytes"), *rows]),
+        found.work,
+        f"{'fits' if fits else 'does NOT fit'} {found.text}",
+    ]
+    if args.ranks > 1:
+        more, shown = _on_ranks(args, sizes, made, found.seconds, budget)
+        content |= more
+        parts.append(shown)
+    return CommandOutput(content, "\n\n".join(parts))
+
+
+def _in_memory(
+    args: argparse.Namespace, sizes: DataSizes, made: Plan, budget: int, free: int
+) -> _Verdict:
+    """The plan for the memory that is free here."""
     x_bytes = 12 * sizes.X_nonzeros if sizes.X_nonzeros else 4 * sizes.n * sizes.d
     # A dense X that is large beside the memory stays in its file, and pages come and go.
     held = x_bytes if sizes.X_nonzeros or x_bytes <= budget // 2 else 0
-    memory = {"X itself (can stay on disk when dense)": x_bytes, **made.memory}
     peak = _expected_peak(made, sizes, held, args.dtype)
-    verdict = (
-        f"{'fits' if fits else 'does NOT fit'} in memory: a process will hold about "
-        f"{bytes_text(peak)} at once, Python included; the budget is {bytes_text(budget)} of "
-        f"{bytes_text(free)} free on {backend.name}" + "; X stays on disk" * (held == 0)
+    text = (
+        f"in memory: a process will hold about {bytes_text(peak)} at once, Python included; the "
+        f"budget is {bytes_text(budget)} of {bytes_text(free)} free on "
+        f"{get_backend(args.device).name}" + "; X stays on disk" * (held == 0)
     )
-    result = _result(args, sizes, made, fits, budget, memory)
-    result["expected_peak_bytes"] = peak
-    text = _text(args.dataset, sizes, made, memory, verdict)
-    return _with_ranks(
-        args, sizes, made, made.cost[made.strategy], budget, CommandOutput(result, text)
-    )
+    memory = {"X itself (can stay on disk when dense)": x_bytes, **made.memory}
+    more = {"expected_peak_bytes": peak}
+    return _Verdict(memory, text, _cost(made), made.cost[made.strategy], more)
 
 
-def _on_card(args: argparse.Namespace, model: HERTA, sizes: DataSizes) -> CommandOutput:
+def _cost(made: Plan) -> str:
+    head = ("strategy", "predicted cost (seconds of a nominal 2-core machine)")
+    return table([head, *((k, f"{v:,.3g}") for k, v in made.cost.items())])
+
+
+def _on_card(model: HERTA, sizes: DataSizes, made: Plan, budget: int, card: Card) -> _Verdict:
     """The plan for a GPU that need not be here."""
-    card = Card(parse_bytes(args.device_memory))
-    budget = memory_budget(args.memory_budget or None, card.memory)
-    made, fits = cheapest(model, sizes, budget, card)
     outlined, _ = model._outlined(*_numbers(sizes), sizes.X_nonzeros, card.memory)
     work = moved(made, outlined, card, X_itemsize=4) if made.stored else []
     where = "the host or disk" if outlined.X_bytes < 4 * sizes.n * sizes.d else "the card"
-    verdict = (
-        f"{'fits' if fits else 'does NOT fit'} on a card of {bytes_text(card.memory)}: "
-        f"{bytes_text(sum(made.memory.values()))} of a budget of {bytes_text(budget)}; graph, "
-        f"blocks and stored rows live on the card, X on {where}"
+    text = (
+        f"on a card of {bytes_text(card.memory)}: {bytes_text(sum(made.memory.values()))} of a "
+        f"budget of {bytes_text(budget)}; graph, blocks and stored rows live on the card, X on "
+        f"{where}"
     )
     rows = [(m.what, m.times, bytes_text(m.moved), f"{m.seconds:,.3g}") for m in work]
     shown = table([("work", "how often", "moved", "seconds"), *rows]) + f"\n{card.assumptions}"
-    result = _result(args, sizes, made, fits, budget, made.memory)
-    result |= {"work": [m._asdict() for m in work], "assumptions": card.assumptions}
-    text = _text(args.dataset, sizes, made, made.memory, verdict, shown if work else "")
     seconds = sum(m.seconds for m in work) or made.cost[made.strategy]
-    return _with_ranks(args, sizes, made, seconds, budget, CommandOutput(result, text))
+    more = {"work": [m._asdict() for m in work], "assumptions": card.assumptions}
+    return _Verdict(made.memory, text, shown if work else _cost(made), seconds, more)
 
 
-def _with_ranks(
-    args: argparse.Namespace,
-    sizes: DataSizes,
-    made: Plan,
-    seconds: float,
-    budget: int,
-    alone: CommandOutput,
-) -> CommandOutput:
-    """What each of several processes would hold, send and take, if there are to be several."""
-    if args.ranks == 1:
-        return alone
+def _on_ranks(
+    args: argparse.Namespace, sizes: DataSizes, made: Plan, seconds: float, budget: int
+) -> tuple[dict[str, Any], str]:
+    """What each of several processes would hold, send and take: for --json, and as text."""
     word, partition = np.dtype(args.dtype).itemsize, args.partition
     graph = datasets.graph_at_hand(args.dataset, args.data_dir)
     cut = None if graph is None else cut_of(graph, args.ranks, partition)
@@ -103,10 +129,10 @@ def _with_ranks(
     ]
     head = (f"{args.ranks} ranks, split by", "memory a rank", "received a rank", "seconds")
     choice, told = chosen(found, budget), assumptions(cut, partition)
+    content = {"ranks": args.ranks, "splits": [s._asdict() for s in found], "cut": cut}
+    content |= {"split": choice.choice, "why": choice.why}
     shown = f"{table([head, *rows])}\nchosen: {choice.choice} ({choice.why})\n{told}"
-    content = {**alone.content, "ranks": args.ranks, "splits": [s._asdict() for s in found]}
-    content |= {"split": choice.choice, "why": choice.why, "cut": cut}
-    return CommandOutput(content, f"{alone.text}\n\n{shown}")
+    return content, shown
 
 
 def cut_of(graph: Graph, ranks: int, partition: str) -> float | None:
@@ -116,50 +142,8 @@ def cut_of(graph: Graph, ranks: int, partition: str) -> float | None:
     return rows_moved(graph, ranks, partition)
 
 
-def _result(
-    args: argparse.Namespace,
-    sizes: DataSizes,
-    made: Plan,
-    fits: bool,
-    budget: int,
-    memory: dict[str, int],
-) -> dict[str, Any]:
-    return {
-        "dataset": args.dataset, **asdict(sizes), "strategy": made.strategy, "fits": fits,
-        "budget_bytes": budget, "memory_bytes": memory, "total_bytes": sum(memory.values()),
-        "predicted_seconds": made.cost, "decisions": made.decisions,
-    }  # fmt: skip
-
-
 def _numbers(sizes: DataSizes) -> tuple[int, int, int, int, int]:
     return sizes.n, sizes.m, sizes.d, max(sizes.c, 1), sizes.n_train
-
-
-def _text(
-    name: str, sizes: DataSizes, made: Plan, memory: dict[str, int], verdict: str, work: str = ""
-) -> str:
-    """The plan for people: sizes, decisions, memory, cost, and whether it fits."""
-    decisions = [d for d in made.decisions if d[0] != "memory"]
-    cost = table(
-        [("strategy", "predicted cost (seconds of a nominal 2-core machine)")]
-        + [(k, f"{v:,.3g}") for k, v in made.cost.items()]
-    )
-    return "\n\n".join(
-        [
-            f"{name}: {sizes.n:,} nodes, {sizes.m:,} edges, {sizes.d:,} features, "
-            f"{sizes.c:,} outputs, {sizes.n_train:,} training nodes",
-            table([("", "decision", "why"), *decisions]),
-            table(
-                [
-                    ("memory", "bytes"),
-                    *((k, bytes_text(v)) for k, v in memory.items()),
-                    ("all of it (not all at once)", bytes_text(sum(memory.values()))),
-                ]
-            ),
-            work or cost,
-            verdict,
-        ]
-    )
 
 
 def _expected_peak(made: Plan, sizes: DataSizes, x_bytes: int, dtype: str) -> int:

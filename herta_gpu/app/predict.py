@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 import csv
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from herta_gpu import datasets
 from herta_gpu.app.experiment import with_features
 from herta_gpu.app.metrics import evaluate, metric_of
 from herta_gpu.app.results import CommandOutput
-from herta_gpu.app.runs import check_new_file, load_model, read_config, smoother_of
+from herta_gpu.app.runs import check_new_file, read_config, smoother_of
 from herta_gpu.app.text import table
 from herta_gpu.datasets import Dataset
 from herta_gpu.herta import HERTA
@@ -30,65 +30,53 @@ _ROWS = 1 << 16  # of a text file, made at a time
 
 def run(args: argparse.Namespace) -> CommandOutput:
     """herta predict RUN DATASET"""
-    folder = Path(args.run_folder)
-    path = Path(args.to) if args.to else folder / "predictions.npz"
+    path = Path(args.to) if args.to else Path(args.run_folder) / "predictions.npz"
     check_choice("The ending of --to", path.suffix, (".npz", ".npy", ".csv"))
     check_new_file(path, args.overwrite)
-    model, data, smoother, names = _model_and_data(args)
-    metric = metric_of(data.metric, model.loss, model.classes_, model._flat)
+    config = read_config(args.run_folder)
+    model, data = _load(args, config)
     n = data.graph.num_nodes
     result = {"dataset": data.name, "run": args.run_folder, "nodes": n, "file": str(path)}
     rows = [("dataset", f"{data.name}: {n:,} nodes"), ("predictions", str(path))]
-    with _written(model, data, path, smoother, names) as found:
+    with _predict(model, data, smoother_of(config), path) as (found, Z):
+        _write(path, found, Z, _column_names(model, found, config.get("label_names")))
         if model.classes_ is not None:
             result["undecided"] = model.undecided_
         if model.classes_ is not None and model.undecided_:
             rows.append(("too close to call", f"{model.undecided_:,} nodes"))
-        if data.y is not None and _comparable(data.y, found, model.classes_):
-            score = evaluate(metric, data.y, found, None)
+        outputs = found if model.classes_ is not None else Z
+        if data.y is not None and _comparable(data.y, outputs, model.classes_):
+            metric = metric_of(data.metric, model.loss, model.classes_, model._flat)
+            score = evaluate(metric, data.y, outputs, None)
             result |= {"metric": metric, "score": score}
             rows.append((f"{metric} of all labelled nodes", f"{score:.4f}"))
     return CommandOutput(result, table(rows, header=False))
 
 
 @contextmanager
-def _written(
-    model: HERTA,
-    data: Dataset,
-    path: Path,
-    smoother: CorrectAndSmooth | None,
-    names: list[str] | None = None,
-) -> Iterator[Any]:
-    """The labels of all nodes, or their outputs as a map, once predictions are in the file `path`.
+def _predict(
+    model: HERTA, data: Dataset, smoother: CorrectAndSmooth | None, path: Path
+) -> Iterator[tuple[Any, Any]]:
+    """Predictions of all nodes, and the outputs behind them where they were computed.
 
     Labels of classes alone need no outputs but the best so far.  Other outputs wait in a file
     beside `path`, and no array of n x c exists in memory.
     """
     if smoother is not None:
-        found, Z = _smoothed(model, data, smoother)
-        _write(path, found, Z)
-        yield found
+        yield _smooth(model, data, smoother)
     elif model.classes_ is not None and path.suffix != ".npz":
-        found = model.predict(data.graph, data.X)
-        _write(path, found)
-        yield found
+        yield model.predict(data.graph, data.X), None
     else:
-        with made_folder(path.parent), _room_beside(path) as beside:
-            file = f"{beside}/outputs.npy"
+        beside = {"prefix": f".{path.name}.", "dir": path.parent}
+        with made_folder(path.parent), TemporaryDirectory(**beside) as folder:
+            file = f"{folder}/outputs.npy"
             if model.classes_ is not None:
-                found = model.predict(data.graph, data.X, out=file)
-                Z = np.load(file, mmap_mode="r")
-            else:
-                Z = model.transform(data.graph, data.X, out=file)
-                found = _zeros_and_ones(Z, f"{beside}/labels.npy") if model.loss == "bce" else Z
-            columns = _column_names(model, Z.shape[1], names)
-            found = found[:, 0] if model.classes_ is None and model._flat else found
-            _write(path, found, Z, columns)
-            yield found if model.classes_ is not None else Z
-
-
-def _room_beside(path: Path) -> tempfile.TemporaryDirectory[str]:
-    return tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent)
+                labels = model.predict(data.graph, data.X, out=file)
+                yield labels, np.load(file, mmap_mode="r")
+                return
+            Z = model.transform(data.graph, data.X, out=file)
+            found = _zeros_and_ones(Z, f"{folder}/labels.npy") if model.loss == "bce" else Z
+            yield found[:, 0] if model._flat else found, Z
 
 
 def _zeros_and_ones(Z: Any, path: str) -> Any:
@@ -99,15 +87,16 @@ def _zeros_and_ones(Z: Any, path: str) -> Any:
     return labels
 
 
-def _column_names(model: HERTA, count: int, names: list[str] | None) -> list[str]:
+def _column_names(model: HERTA, found: Any, names: list[str] | None) -> list[str]:
     """Those of the labels or targets, as the run knows them, else numbers; of one, "prediction"."""
+    count = 1 if found.ndim == 1 else found.shape[1]
     if names is not None and len(names) == count > 1:
         return names
     kind = "label" if model.loss == "bce" else "target"
     return [f"{kind}_{j}" for j in range(count)] if count > 1 else ["prediction"]
 
 
-def _smoothed(model: HERTA, data: Dataset, smoother: CorrectAndSmooth) -> tuple[Any, Any]:
+def _smooth(model: HERTA, data: Dataset, smoother: CorrectAndSmooth) -> tuple[Any, Any]:
     """Labels and outputs, corrected and smoothed by the training labels, as the run did it."""
     if data.y is None:
         raise ValueError(
@@ -119,29 +108,24 @@ def _smoothed(model: HERTA, data: Dataset, smoother: CorrectAndSmooth) -> tuple[
     return smoother.predict(), smoother.Z_
 
 
-def _model_and_data(
-    args: argparse.Namespace,
-) -> tuple[HERTA, Dataset, CorrectAndSmooth | None, list[str] | None]:
-    """The model of the run, the dataset with features made as those the run trained on, and what
-    else the run knows: Correct and Smooth, and the names of its labels."""
-    config, stored = read_config(args.run_folder), Path(args.run_folder) / "model.npz"
+def _load(args: argparse.Namespace, config: dict[str, Any]) -> tuple[HERTA, Dataset]:
+    """The model of the run, and the dataset with features made as those the run trained on."""
+    stored = Path(args.run_folder) / "model.npz"
     if not stored.is_file():
         raise FileNotFoundError(
             f"{args.run_folder} is not finished: herta train --resume {args.run_folder} goes on "
             "with it."
         )
-    model = load_model(stored)
+    model = HERTA.load(stored)
     if args.device is not None:
         model.set_params(device=args.device)
-    data_dir = args.data_dir or config.get("data_dir")
     seed = config["params"].get("random_state", model.random_state)
-    stages = Stages(args.verbose)
-    data = datasets.load(args.dataset, data_dir, random_state=seed, stages=stages)
-    data = with_features(data, config["normalize"], config["log_degree"])
-    return model, data, smoother_of(config), config.get("label_names")
+    place, stages = args.data_dir or config.get("data_dir"), Stages(args.verbose)
+    data = datasets.load(args.dataset, place, random_state=seed, stages=stages)
+    return model, with_features(data, config["normalize"], config["log_degree"])
 
 
-def _write(path: Path, found: Any, Z: Any = None, columns: Sequence[str] = ("prediction",)) -> None:
+def _write(path: Path, found: Any, Z: Any, columns: Sequence[str]) -> None:
     """Predictions in the format that the ending names; a .npz file has the outputs, too."""
     if path.suffix == ".npz":
         names = {"columns": np.array(columns)} if found.ndim == 2 else {}
@@ -158,7 +142,7 @@ def _write_csv(path: Path, labels: Any, names: Sequence[str]) -> None:
     columns = labels[:, None] if labels.ndim == 1 else labels
     with new_file(path) as temporary, open(temporary, "w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(["node", *(names if labels.ndim == 2 else ["prediction"])])
+        writer.writerow(["node", *names])
         if columns.dtype.kind == "U":
             writer.writerows(enumerate(columns[:, 0].tolist()))
             return

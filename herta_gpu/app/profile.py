@@ -41,62 +41,48 @@ def run(args: argparse.Namespace) -> CommandOutput:
         temporary.write_text(json.dumps(to_plain(trace(model, result.seconds), lossy=True)))
     again = f"python -m herta_gpu {shlex.join(args.argv)}"
     commands = {name: f"{command} {again}" for name, command in _PROFILERS.items()}
-    text = "\n\n".join(
-        [
-            _stage_table(result),
-            *([_kernel_table(traffic)] if traffic is not None else []),
-            f"trace: {path} (open it in ui.perfetto.dev or chrome://tracing)",
-            f"with Nsight Systems on a machine with a GPU:\n  {commands['nsys']}",
-            f"with Nsight Compute, kernel by kernel:\n  {commands['ncu']}",
-        ]
-    )
-    content = {**result.as_json(), "trace": str(path), **commands, "kernels": _kernels(traffic)}
-    return CommandOutput(content, text, result.diverged)
+    kernels = _kernels(traffic)
+    parts = [_stage_table(result)]
+    parts += [] if traffic is None else [_kernel_table(kernels, traffic.copy_rate)]
+    parts.append(f"trace: {path} (open it in ui.perfetto.dev or chrome://tracing)")
+    parts.append(f"with Nsight Systems on a machine with a GPU:\n  {commands['nsys']}")
+    parts.append(f"with Nsight Compute, kernel by kernel:\n  {commands['ncu']}")
+    content = {**result.as_json(), "trace": str(path), **commands, "kernels": kernels}
+    return CommandOutput(content, "\n\n".join(parts), result.diverged)
 
 
 def _kernels(traffic: Any) -> dict[str, dict[str, Any]]:
     """Launches of each kernel, the bytes that it must move, and how fast; none on the CPU."""
     if traffic is None:
         return {}
-    names = sorted(traffic.moved, key=traffic.moved.__getitem__, reverse=True)
-    return {
-        name: {
-            "launches": traffic.launches[name],
-            "bytes": traffic.moved[name],
-            "rate": traffic.rates.get(name),
-            "of_a_copy": traffic.rates[name] / traffic.copy_rate if name in traffic.rates else None,
-        }
-        for name in names
-    }
+    found = {}
+    for name in sorted(traffic.moved, key=traffic.moved.__getitem__, reverse=True):
+        rate = traffic.rates.get(name)
+        share = None if rate is None else rate / traffic.copy_rate
+        found[name] = {"launches": traffic.launches[name], "bytes": traffic.moved[name]}
+        found[name] |= {"rate": rate, "of_a_copy": share}
+    return found
 
 
-def _kernel_table(traffic: Any) -> str:
-    found = _kernels(traffic)
-    total = max(1, sum(row["bytes"] for row in found.values()))
+def _kernel_table(kernels: dict[str, dict[str, Any]], copy_rate: float) -> str:
+    total = max(1, sum(row["bytes"] for row in kernels.values()))
     rows = [("kernel", "launches", "must move", "share", "of a copy's rate")]
-    rows += [
-        (
-            name,
-            f"{row['launches']:,}",
-            bytes_text(row["bytes"]),
-            f"{row['bytes'] / total:.0%}",
-            NOTHING if row["of_a_copy"] is None else f"{row['of_a_copy']:.0%}",
-        )
-        for name, row in found.items()
-    ]
+    for name, row in kernels.items():
+        size, share = row["bytes"], row["of_a_copy"]
+        of_copy = NOTHING if share is None else f"{share:.0%}"
+        launches = f"{row['launches']:,}"
+        rows.append((name, launches, bytes_text(size), f"{size / total:.0%}", of_copy))
     return (
         f"{table(rows)}\ngathers of neighbours come on top, as far as the caches miss; a copy "
-        f"moves {traffic.copy_rate / 1e9:.0f} GB/s; steps that were captured are not timed"
+        f"moves {copy_rate / 1e9:.0f} GB/s; steps that were captured are not timed"
     )
 
 
 def _stage_table(result: FitResult) -> str:
-    total = result.total_seconds
-    rows = [("stage", "seconds", "share", "")]
-    rows += [
-        (k, f"{v:.3f}", f"{v / total:.0%}", "#" * round(40 * v / total))
-        for k, v in result.seconds.items()
-    ]
+    total, rows = result.total_seconds, [("stage", "seconds", "share", "")]
+    for name, spent in result.seconds.items():
+        share = spent / total
+        rows.append((name, f"{spent:.3f}", f"{share:.0%}", "#" * round(40 * share)))
     return table(rows)
 
 
@@ -106,22 +92,18 @@ def trace(model: HERTA, seconds: dict[str, float]) -> dict[str, Any]:
         {"name": "thread_name", "ph": "M", "pid": 1, "tid": tid, "args": {"name": name}}
         for tid, name in ((1, "stages"), (2, "outer steps"))
     ]
-    start, train_start = 0.0, 0.0
+
+    def add(name: str, track: int, start: float, stop: float, about: dict[str, Any]) -> None:
+        times = {"ts": round(1e6 * start, 1), "dur": round(1e6 * (stop - start), 1)}
+        events.append({"name": name, "ph": "X", "pid": 1, "tid": track, **times, "args": about})
+
+    now = began = 0.0
     for name, spent in seconds.items():
-        if name == "train":
-            train_start = start
-        events.append(_event(name, 1, start, spent, {}))
-        start += spent
+        began = now if name == "train" else began
+        add(name, 1, now, now + spent, {})
+        now += spent
     before = 0.0
     for record in model.history_:
-        until = record["seconds"]
-        events.append(
-            _event(f"step {record['step']}", 2, train_start + before, until - before, record)
-        )
-        before = until
+        add(f"step {record['step']}", 2, began + before, began + record["seconds"], record)
+        before = record["seconds"]
     return {"traceEvents": events, "displayTimeUnit": "ms"}
-
-
-def _event(name: str, track: int, start: float, spent: float, about: dict[str, Any]) -> Any:
-    times = {"ts": round(1e6 * start, 1), "dur": round(1e6 * spent, 1)}
-    return {"name": name, "ph": "X", "pid": 1, "tid": track, **times, "args": about}

@@ -91,7 +91,7 @@ def test_what_cannot_be_compared():
         with pytest.raises(ValueError, match="two different devices"):
             choose_variants(wrong, "float32")
     variants, why = choose_variants(("cpu",), "float32")
-    assert [str(variant) for variant in variants] == ["cpu float32", "cpu float64"]
+    assert [" ".join(variant) for variant in variants] == ["cpu float32", "cpu float64"]
     assert why == "cpu float32 is compared with cpu float64."
 
 

@@ -62,8 +62,9 @@ def test_numbers_in_every_format(ending, narrow, tmp_path):
     graph, X, y = random_graph(n, 300), rng.standard_normal((n, 4)), rng.standard_normal((n, 7))
     model = HERTA(lam=2.0).fit(graph, X, y)
     data, target = Dataset("numbers", graph, X, y, {}), tmp_path / f"p.{ending}"
-    with predict._written(model, data, target, None) as found:
-        score = evaluate("r2", data.y, found, None)
+    with predict._predict(model, data, None, target) as (found, outputs):
+        predict._write(target, found, outputs, list("abcdefg"))
+        score = evaluate("r2", data.y, outputs, None)
     Z = np.linalg.solve(np.eye(n) + 2.0 * graph.to_csr().toarray(), X @ model.W_)
     if ending == "csv":
         written = np.loadtxt(target, delimiter=",", skiprows=1)[:, 1:]
