@@ -17,7 +17,7 @@ import scipy.sparse.linalg as sla
 
 from herta_gpu import HERTA, Graph
 from herta_gpu.app.cli import main
-from herta_gpu.app.runs import Run, load_model
+from herta_gpu.app.runs import Run
 from tests.fuzz import checks
 from tests.fuzz.problems import Problem
 
@@ -190,7 +190,7 @@ def test_a_killed_run_whose_file_was_replaced_is_not_resumed(part, tmp_path, mon
         ridge=0.1,
     )
     reference = problem.reference
-    true = reference.objective(load_model(folder / "model.npz").W_)
+    true = reference.objective(HERTA.load(folder / "model.npz").W_)
     assert true.low <= reference.best.high * (1 + result["certificate"]["value"]) * (1 + 1e-12)
     assert result["loss"] == pytest.approx(float(true.value), rel=1e-5)
 

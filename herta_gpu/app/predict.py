@@ -67,8 +67,8 @@ def _predict(
     elif model.classes_ is not None and path.suffix != ".npz":
         yield model.predict(data.graph, data.X), None
     else:
-        beside = {"prefix": f".{path.name}.", "dir": path.parent}
-        with made_folder(path.parent), TemporaryDirectory(**beside) as folder:
+        place = path.parent
+        with made_folder(place), TemporaryDirectory(prefix=f".{path.name}.", dir=place) as folder:
             file = f"{folder}/outputs.npy"
             if model.classes_ is not None:
                 labels = model.predict(data.graph, data.X, out=file)

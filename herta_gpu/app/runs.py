@@ -166,9 +166,6 @@ class Run:
             file.flush()
             os.fsync(file.fileno())
 
-    def save_model(self, model: HERTA) -> None:
-        save_model(model, self.folder / "model.npz")
-
 
 class Onlooker(Run):
     """The run folder of another process: nothing is written, but for blocks of the checkpoint."""
@@ -261,18 +258,6 @@ def environment(ranks: int = 1) -> dict[str, Any]:
         "ranks": ranks,
         "command": sys.argv,
     }
-
-
-def save_model(model: HERTA, path: str | Path) -> None:
-    """Write a fitted model into a file, as `HERTA.save` does."""
-    if not isinstance(model, HERTA):
-        raise TypeError(f"save_model takes a fitted HERTA, not {type(model).__name__}.")
-    model.save(path)
-
-
-def load_model(path: str | Path) -> HERTA:
-    """The fitted model that `save_model` wrote."""
-    return HERTA.load(path)
 
 
 def read_config(folder: str | Path) -> dict[str, Any]:

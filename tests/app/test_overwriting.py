@@ -10,7 +10,6 @@ import pytest
 from herta_gpu import HERTA
 from herta_gpu.app.cli import main
 from herta_gpu.app.report import report
-from herta_gpu.app.runs import load_model
 from herta_gpu.datasets import load_npz
 from tests.plumbing.bad_input import a_run, check_text, listing
 
@@ -101,16 +100,16 @@ def test_predictions_of_a_run_are_asked_for_twice(place, capsys):
     assert main(argv) == 2
     check_text(capsys.readouterr().err, EXISTS)
     assert main([*argv, "--overwrite"]) == 0
-    assert load_model("run/model.npz").classes_.tolist() == [0, 1, 2]
+    assert HERTA.load("run/model.npz").classes_.tolist() == [0, 1, 2]
 
 
 def test_overwrite_replaces_a_run_and_nothing_else_in_its_folder(place):
     (place / "run" / "notes.txt").write_text("mine")
-    before = load_model("run/model.npz").W_
+    before = HERTA.load("run/model.npz").W_
     argv = ["train", "./data.npz", "--ridge", "2", "--quiet", "--out", "run", "--overwrite"]
     assert main(argv) == 0
     assert (place / "run" / "notes.txt").read_text() == "mine"
-    assert (before != load_model("run/model.npz").W_).any()
+    assert (before != HERTA.load("run/model.npz").W_).any()
 
 
 def test_an_old_run_that_was_moved_away_by_a_killed_one_comes_back(place, capsys):

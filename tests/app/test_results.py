@@ -12,7 +12,6 @@ import pytest
 from herta_gpu import HERTA, Certificate
 from herta_gpu.app.experiment import fit
 from herta_gpu.app.results import FitResult
-from herta_gpu.app.runs import load_model, save_model
 from herta_gpu.datasets import load
 from herta_gpu.plumbing.progress import Stages
 
@@ -131,8 +130,8 @@ def test_a_model_that_cannot_be_reported_says_why(fitted, tmp_path):
         FitResult.from_fit(HERTA(), data)
     with pytest.raises(ValueError, match="no labels to score against"):
         FitResult.from_fit(model, replace(data, y=None))
-    save_model(model, tmp_path / "model.npz")
-    stored = load_model(tmp_path / "model.npz")
+    model.save(tmp_path / "model.npz")
+    stored = HERTA.load(tmp_path / "model.npz")
     if not hasattr(stored, "plan_"):
         with pytest.raises(RuntimeError, match="has no plan_"):
             FitResult.from_fit(stored, data)

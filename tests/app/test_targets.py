@@ -13,7 +13,6 @@ import pytest
 from herta_gpu import HERTA
 from herta_gpu.app.cli import main
 from herta_gpu.app.metrics import label_scores
-from herta_gpu.app.runs import load_model
 from tests.conftest import dense_H, random_graph
 
 N, D, LAM = 160, 5, 2.0
@@ -66,7 +65,7 @@ def runs(data, tmp_path_factory) -> Path:
 
 
 def outputs(run: Path) -> np.ndarray:
-    model = load_model(run / "model.npz")
+    model = HERTA.load(run / "model.npz")
     return np.linalg.solve(dense_H(GRAPH, LAM), X @ model.W_) + model.intercept_
 
 
@@ -116,10 +115,18 @@ def test_train_and_its_page_tell_the_metric_of_the_targets(kind, runs):
             assert f"<td>{name}</td>" in page
 
 
+@pytest.fixture
+def narrow(monkeypatch):
+    """Two outputs at a time, and never all of them in an array of the host."""
+    monkeypatch.setattr("herta_gpu.model.outputs_at_once", lambda *sizes: 2)
+    monkeypatch.setattr("herta_gpu.prediction.Outputs.of", None)
+
+
 @pytest.mark.parametrize("ending", ["npz", "npy", "csv"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_predictions_are_labels_where_labels_were_given(kind, ending, runs, data, tmp_path, capsys):
-    target = tmp_path / f"p.{ending}"
+def test_predictions_in_every_format(kind, ending, runs, data, narrow, tmp_path, capsys):
+    """Labels where labels were given, numbers where numbers were; nothing is left beside them."""
+    target = tmp_path / "new" / f"p.{ending}"
     source = str(data / f"{kind}.npz")
     assert main(["predict", str(runs / kind), source, "--to", str(target), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
@@ -144,6 +151,8 @@ def test_predictions_are_labels_where_labels_were_given(kind, ending, runs, data
     assert np.abs(found - wanted).max() < 1e-4
     if "label" in kind:
         assert set(np.unique(found)) == {0, 1}
+    assert [path.name for path in target.parent.iterdir()] == [target.name]
+    assert told.get("undecided") == (0 if kind == "classes" else None)
 
 
 def test_the_columns_have_the_names_of_the_labels(tmp_path):

@@ -21,7 +21,6 @@ import scipy.sparse as sp
 
 from herta_gpu import HERTA, Graph
 from herta_gpu.app.cli import main
-from herta_gpu.app.runs import save_model
 
 N, D = 30, 4
 RNG = np.random.default_rng(0)
@@ -111,7 +110,7 @@ def with_config(run: Path, **change: Any) -> Path:
 def model_file(folder: Path, drop: tuple[str, ...] = (), about: Any = None, **change: Any) -> Path:
     """A stored model without sums, some entries changed; `about`: text, or entries of it."""
     path = folder / "model.npz"
-    save_model(trained(), path)
+    trained().save(path)
     with np.load(path) as stored:
         arrays = dict(stored)
     del arrays["format"]

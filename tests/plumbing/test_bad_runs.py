@@ -14,7 +14,7 @@ import pytest
 
 from herta_gpu import HERTA
 from herta_gpu.app.cli import main
-from herta_gpu.app.runs import Run, load_model, read_config, save_model
+from herta_gpu.app.runs import Run, read_config
 from herta_gpu.datasets import DataError
 from tests.plumbing.bad_input import (
     HTML,
@@ -79,7 +79,7 @@ def test_models(make, words, tmp_path, capsys, finished):
     shutil.copytree(finished, run)
     shutil.copy(path, run / "model.npz")
     before = listing(tmp_path)
-    refused(DataError, words, lambda: load_model(path))
+    refused(DataError, words, lambda: HERTA.load(path))
     assert main(["predict", str(run), str(finished.parent / "data.npz"), "--quiet"]) == 1
     check_text(capsys.readouterr().err, words)
     assert listing(tmp_path) == before
@@ -140,30 +140,29 @@ def test_a_damaged_result(content, tmp_path, capsys, finished):
 @pytest.mark.parametrize("name", ["model", "model.npz", "model.bin", "deep/er/model", ".hidden"])
 def test_a_model_is_written_where_it_was_asked_for(name, tmp_path):
     path = tmp_path / name
-    save_model(trained(), path)
+    trained().save(path)
     assert [p for p in tmp_path.rglob("*") if p.is_file()] == [path]
-    assert (load_model(path).predict(G, X) == trained().predict(G, X)).all()
-    save_model(trained(), str(path))  # again, over itself
+    assert (HERTA.load(path).predict(G, X) == trained().predict(G, X)).all()
+    trained().save(str(path))  # again, over itself
     assert [p for p in tmp_path.rglob("*") if p.is_file()] == [path]
 
 
 @pytest.mark.parametrize("dtype", [np.float64, np.dtype("float64"), float, "float64", np.float32])
 def test_any_way_to_name_a_precision_is_stored(dtype, tmp_path):
     model = HERTA(dtype=dtype, ridge=0.1).fit(G, X, Y)
-    save_model(model, tmp_path / "m")
-    again = load_model(tmp_path / "m")
+    model.save(tmp_path / "m")
+    again = HERTA.load(tmp_path / "m")
     assert again.dtype == np.dtype(dtype).name
     assert (again.transform(G, X) == model.transform(G, X)).all()
 
 
 SAVES: list[tuple[str, Callable[[Path], Any], type[Exception], str]] = [
-    ("not fitted", lambda f: save_model(HERTA(), f / "m"), RuntimeError, "not fitted yet"),
-    ("no model", lambda f: save_model({}, f / "m"), TypeError, "save_model takes a fitted HERTA"),
-    ("a folder", lambda f: save_model(trained(), f), ValueError, "is a folder"),
-    ("below a file", lambda f: save_model(trained(), f / "file" / "m"), ValueError, "is a file"),
-    ("empty", lambda f: save_model(trained(), ""), ValueError, "is a folder"),
-    ("load nothing", lambda f: load_model(f / "none"), FileNotFoundError, "no trained model"),
-    ("load a folder", lambda f: load_model(f), FileNotFoundError, "no trained model"),
+    ("not fitted", lambda f: HERTA().save(f / "m"), RuntimeError, "not fitted yet"),
+    ("a folder", lambda f: trained().save(f), ValueError, "is a folder"),
+    ("below a file", lambda f: trained().save(f / "file" / "m"), ValueError, "is a file"),
+    ("empty", lambda f: trained().save(""), ValueError, "is a folder"),
+    ("load nothing", lambda f: HERTA.load(f / "none"), FileNotFoundError, "no trained model"),
+    ("load a folder", lambda f: HERTA.load(f), FileNotFoundError, "no trained model"),
 ]  # fmt: skip
 
 

@@ -11,7 +11,6 @@ import pytest
 
 from herta_gpu import HERTA, Graph
 from herta_gpu.app.cli import main
-from herta_gpu.app.runs import load_model
 from herta_gpu.plumbing.checkpoint import differences, fingerprint
 from tests.plumbing.killed_fits import PARAMS, files, fit, given, killed, killed_command
 
@@ -114,10 +113,10 @@ def test_resume_after_the_file_was_replaced(tmp_path, capsys, at):
     assert main(["train", "--resume", str(run), "--quiet"]) == 0
     steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").open()]
     assert steps == list(range(len(steps)))
-    W = load_model(run / "model.npz").W_
+    W = HERTA.load(run / "model.npz").W_
     store(npz, data, data["X"] * 2)
     capsys.readouterr()
     assert main(["train", "--resume", str(run), "--json"]) == 0  # a finished run: its result
     assert json.loads(capsys.readouterr().out) == json.loads((run / "result.json").read_text())
     assert main([*command, "--quiet", "--out", str(run), "--overwrite"]) == 0
-    assert not np.array_equal(load_model(run / "model.npz").W_, W)
+    assert not np.array_equal(HERTA.load(run / "model.npz").W_, W)

@@ -9,7 +9,6 @@ import pytest
 
 from herta_gpu import HERTA
 from herta_gpu.app.cli import main
-from herta_gpu.app.runs import load_model, save_model
 from herta_gpu.datasets import DataError, Dataset, load, load_npz
 from herta_gpu.datasets.dataset import checked_split
 from tests.plumbing.bad_input import NAMES, D, G, N, X, Y, fit, npz, refused, tables, trained
@@ -69,8 +68,8 @@ def test_text_labels_in_python(labels, tmp_path):
     predicted = model.predict(G, X)
     assert (predicted == np.array(["red", "green", "blue"])[trained().predict(G, X)]).all()
     assert model.score(G, X, labels) == trained().score(G, X, Y)
-    save_model(model, tmp_path / "m")
-    assert (load_model(tmp_path / "m").predict(G, X) == predicted).all()
+    model.save(tmp_path / "m")
+    assert (HERTA.load(tmp_path / "m").predict(G, X) == predicted).all()
 
 
 @pytest.mark.parametrize("nothing", ["", None, float("nan"), "-1", "  "])
