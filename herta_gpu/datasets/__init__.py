@@ -19,7 +19,7 @@ from herta_gpu.datasets.convert import (
     from_pyg,
     from_scipy,
 )
-from herta_gpu.datasets.dataset import Dataset, num_outputs, trained_split
+from herta_gpu.datasets.dataset import Dataset, check_training_split, num_outputs
 from herta_gpu.datasets.embedded import digits
 from herta_gpu.datasets.npz import load_npz, outline
 from herta_gpu.datasets.ogb import convert_ogb, converted_sizes, is_converted, load_ogb
@@ -128,10 +128,9 @@ def load(
 def check_budget(name: str | os.PathLike[str], data_dir: _Folder, budget: Any) -> None:
     """An error, before anything is unpacked, if a compressed file holds more than the budget."""
     name = _text(name)
-    path = Path(name) if name.endswith(".npz") else None
     if budget is None or name == "digits" or name.startswith("synthetic:"):
         return
-    path = path or _npz_of(name, data_dirs(data_dir))
+    path = Path(name) if name.endswith(".npz") else _npz_of(name, data_dirs(data_dir))
     size = 0 if path is None else Archive(path, "a whole .npz archive").unpacked
     if size > parse_bytes(budget):
         raise DataError(
@@ -143,7 +142,11 @@ def check_budget(name: str | os.PathLike[str], data_dir: _Folder, budget: Any) -
 
 def names(data_dir: _Folder = None) -> list[str]:
     """What `load` knows by name, with the .npz files of the data folders."""
-    found = {path.stem for folder in data_dirs(data_dir) for path in folder.glob("*.npz")}
+    return _names_in(data_dirs(data_dir))
+
+
+def _names_in(folders: list[Path]) -> list[str]:
+    found = {path.stem for folder in folders for path in folder.glob("*.npz")}
     made = {f"synthetic:{preset}" for preset in PRESETS}
     return sorted({"digits", *planetoid.NAMES, *ogb.SHAPES, *made, *found})
 
@@ -228,7 +231,7 @@ def _n_train(source: Any, split: dict[str, Any], n: int, y: Any) -> int:
     """Training nodes of the split, or of the random one that would be drawn."""
     if not split:
         return max(1, int(0.8 * n))
-    train = trained_split(source, split, n)["train"]
+    train = check_training_split(source, split, n)["train"]
     return len(train if y is None else train_rows(train, has_label(as_labels("y", y)), n))
 
 
@@ -245,9 +248,9 @@ def _ogb_sizes(name: str) -> DataSizes:
 
 
 def _unknown(name: str, folders: list[Path]) -> str:
-    known = names(None) if not folders else sorted({*names(None), *_stems(folders)})
-    lowered = {k.lower(): k for k in known}
-    close = [lowered[k] for k in difflib.get_close_matches(name.lower(), lowered, n=4, cutoff=0.5)]
+    known = _names_in([*data_dirs(None), *folders])
+    small = {k.lower(): k for k in known}
+    close = [small[k] for k in difflib.get_close_matches(name.lower(), small, n=4, cutoff=0.5)]
     places = ", ".join(str(f) for f in folders) or "none: set HERTA_DATA or give --data-dir"
     if close:
         return f"There is no dataset {name!r}: did you mean {' or '.join(close)}?"
@@ -255,7 +258,3 @@ def _unknown(name: str, folders: list[Path]) -> str:
         f"There is no dataset {name!r}: there are {', '.join(known)} and .npz files in the data "
         f"folders ({places})."
     )
-
-
-def _stems(folders: list[Path]) -> set[str]:
-    return {path.stem for folder in folders for path in folder.glob("*.npz")}

@@ -104,7 +104,9 @@ class Dataset:
         if wish is None or wish == "public":
             if not self.split:
                 raise ValueError(f'{self.name} has no public split: use "random:0.8".')
-            return replace(self, split=trained_split(self.name, self.split, self.graph.num_nodes))
+            return replace(
+                self, split=check_training_split(self.name, self.split, self.graph.num_nodes)
+            )
         kind, _, share = str(wish).partition(":")
         try:
             if kind != "random":
@@ -152,7 +154,7 @@ class Dataset:
         metadata = {**self.metadata, "normalize": how}
         if how == "none":
             return replace(self, metadata=metadata)
-        X = _rows_to_one(self.X) if how == "row" else _standardized(self.X, self.graph)
+        X = _scale_rows(self.X) if how == "row" else _standardize(self.X, self.graph)
         return replace(self, X=X, metadata=metadata)
 
 
@@ -166,7 +168,7 @@ def num_outputs(y: Any) -> int:
     return 1 if y.dtype.kind == "f" else int(y.max(initial=-1)) + 1
 
 
-def checked_split(source: Any, split: dict[str, Any], n: int) -> dict[str, Any]:
+def check_split(source: Any, split: dict[str, Any], n: int) -> dict[str, Any]:
     """Node ids of the parts, from ids or masks; no node may be in two of them."""
     found: dict[str, Any] = {}
     for part, given in split.items():
@@ -184,14 +186,14 @@ def checked_split(source: Any, split: dict[str, Any], n: int) -> dict[str, Any]:
     return found
 
 
-def trained_split(source: Any, split: dict[str, Any], n: int) -> dict[str, Any]:
+def check_training_split(source: Any, split: dict[str, Any], n: int) -> dict[str, Any]:
     """The same, of a split that is to be trained on."""
     if split.get("train") is None:
         raise DataError(
             f"{source} has {' and '.join(split)} but no train: add the ids of the training nodes, "
             "or use --split random:0.8."
         )
-    found = checked_split(source, split, n)
+    found = check_split(source, split, n)
     if found["train"].size == 0:
         raise DataError(f"{source}: train is empty, so there is no training node.")
     return found
@@ -209,7 +211,7 @@ def _whole(given: Any) -> Any:
     return np.clip(given, -(2.0**53), 2.0**53).astype(np.int64)
 
 
-def _rows_to_one(X: Any) -> Any:
+def _scale_rows(X: Any) -> Any:
     """Rows divided by the sum of their absolute values; empty rows stay zero."""
     if sp.issparse(X):
         total = np.asarray(abs(X).sum(axis=1)).ravel()
@@ -218,7 +220,7 @@ def _rows_to_one(X: Any) -> Any:
     return (X / np.where(total > 0, total, 1.0)).astype(_float_of(X))
 
 
-def _standardized(X: Any, graph: Graph) -> Any:
+def _standardize(X: Any, graph: Graph) -> Any:
     """Columns of variance 1 and, unless that would fill a sparse X with numbers, mean 0."""
     mean, deviation = _moments(X, graph)
     if sp.issparse(X):

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import scipy.sparse as sp
 
-from herta_gpu.datasets.dataset import PARTS, Dataset, checked_split
+from herta_gpu.datasets.dataset import PARTS, Dataset, check_split
 from herta_gpu.graph import Graph
 from herta_gpu.plumbing.checks import as_labels, node_rows
 from herta_gpu.plumbing.files import Archive, DataError
@@ -79,7 +79,7 @@ def outline(archive: Archive) -> Outline:
     if rows is not None and rows != n:
         raise DataError(f"{path}: features has {rows:,} rows but there are {n:,} nodes.")
     split = {part: archive[part] for part in PARTS if part in archive}
-    return Outline(n, shape[1], d, nonzeros, _labels(archive, n), checked_split(path, split, n))
+    return Outline(n, shape[1], d, nonzeros, _labels(archive, n), check_split(path, split, n))
 
 
 def _num_nodes(archive: Archive, rows: int | None) -> int:

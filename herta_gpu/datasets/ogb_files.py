@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from herta_gpu.datasets.dataset import PARTS, checked_split
+from herta_gpu.datasets.dataset import PARTS, check_split
 from herta_gpu.plumbing.files import BROKEN, DataError, why
 
 _DOWNLOADS = {  # the folder in OGB's zip, and the split that OGB uses
@@ -182,7 +182,7 @@ def survey(name: str, download: Download) -> Raw:
             raise DataError(f"{stream.name} must hold {what}, not {stream.dtype}.")
     folder = f"split/{_DOWNLOADS[name][1]}"
     ids = {part: _column(download, f"{folder}/{part}.csv.gz") for part in PARTS}
-    split = checked_split(download.name(folder), ids, n)
+    split = check_split(download.name(folder), ids, n)
     split = {part: np.sort(ids) for part, ids in split.items()}
     return Raw(str(download.path), n, m, edges, features, labels, split)
 

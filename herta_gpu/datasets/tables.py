@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import scipy.sparse as sp
 
-from herta_gpu.datasets.dataset import PARTS, Dataset, checked_split
+from herta_gpu.datasets.dataset import PARTS, Dataset, check_split
 from herta_gpu.datasets.text import as_number, is_missing, is_numeric, read_text
 from herta_gpu.graph import Graph
 from herta_gpu.plumbing import columns
@@ -87,7 +87,7 @@ def from_tables(
     notes.insert(0, used)
     found = {part: _ids(_read(file), graph.num_nodes) for part, file in (split or {}).items()}
     is_frame = columns.is_frame(edges)
-    ids = checked_split("split" if is_frame else Path(edges).parent, found, graph.num_nodes)
+    ids = check_split("split" if is_frame else Path(edges).parent, found, graph.num_nodes)
     source = "tables" if is_frame else Path(edges).name
     metadata: dict[str, Any] = {"metric": "accuracy", "source": source, "note": "\n".join(notes)}
     metadata |= {} if label_names is None else {"label_names": label_names}

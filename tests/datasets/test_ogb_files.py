@@ -330,6 +330,13 @@ def test_two_at_once_do_not_write_the_same_files(tmp_path):
 # ---- bad input -------------------------------------------------------------------------------
 
 
+def in_pairs(arrays, wrong):
+    """Edges in Fortran order, of which one has a wrong end."""
+    edges = np.asfortranarray(arrays["edge_index"])
+    edges[1, wrong] = N
+    return edges
+
+
 BAD = {
     "no features": (lambda a: a.pop("node_feat"), r"has no entry node_feat but .*not OGB's file"),
     "no edges": (lambda a: a.pop("edge_index"), r"has no entry edge_index but"),
@@ -352,8 +359,7 @@ BAD = {
     "node -1": (lambda a: a["edge_index"].__setitem__((0, 1999), -1), "edge 1,999 names node -1"),
     "split 300": (lambda a: a["test"].__setitem__(0, N), r"split/time: test .*300"),
     "overlap": (lambda a: a["test"].__setitem__(0, a["train"][3]), "train and test overlap"),
-    "a pair of node 300": (lambda a: a.update(edge_index=(a["edge_index"].T + N).T),
-                           "edge 0 names node"),
+    "a pair": (lambda a: a.update(edge_index=in_pairs(a, 1234)), "edge 1,234 names node 300"),
 }  # fmt: skip
 
 

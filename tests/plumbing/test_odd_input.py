@@ -10,7 +10,7 @@ import pytest
 from herta_gpu import HERTA
 from herta_gpu.app.cli import main
 from herta_gpu.datasets import DataError, Dataset, load, load_npz
-from herta_gpu.datasets.dataset import checked_split
+from herta_gpu.datasets.dataset import check_split
 from tests.plumbing.bad_input import NAMES, D, G, N, X, Y, fit, npz, refused, tables, trained
 
 MASK = np.arange(N) < 15
@@ -30,9 +30,9 @@ def test_masks_are_splits(mask, tmp_path, capsys):
 
 
 def test_a_mask_is_told_from_ids_where_it_can_be():
-    assert checked_split("two", {"train": [0, 1]}, 2)["train"].tolist() == [0, 1]
-    assert checked_split("two", {"train": [1, 0]}, 3)["train"].tolist() == [1, 0]
-    assert checked_split("three", {"train": [1, 0, 0]}, 3)["train"].tolist() == [0]
+    assert check_split("two", {"train": [0, 1]}, 2)["train"].tolist() == [0, 1]
+    assert check_split("two", {"train": [1, 0]}, 3)["train"].tolist() == [1, 0]
+    assert check_split("three", {"train": [1, 0, 0]}, 3)["train"].tolist() == [0]
 
 
 def test_a_split_of_ones_own_may_not_overlap():
