@@ -56,8 +56,8 @@ OPTIONAL = {
     ("backends", "backends.cpu.compiled"),  # numba
     ("backends", "backends.cuda.backend"),  # CuPy
     ("backends", "backends.ranks"),  # mpi4py
-    ("backends.ranks", "backends.ranks.nodes"),  # numba
-    ("backends.ranks", "backends.cuda.nodes"),  # CuPy
+    ("backends.cpu.compiled", "backends.ranks.nodes"),  # mpi4py
+    ("backends.cuda.backend", "backends.cuda.nodes"),
     ("app.crew", "backends.ranks"),
 }
 # The command line answers Ctrl-C before the rest of the package is imported.

@@ -49,7 +49,7 @@ class Crew:
 
     def agree(self, x: Any) -> Any:
         """What the first process has; the others need not even make it."""
-        return x if self.team is None else self.team.agreed(x)
+        return x if self.team is None else self.team.agree(x)
 
     def least(self, x: int) -> int:
         """The smallest of what the processes have."""

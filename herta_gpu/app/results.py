@@ -320,7 +320,7 @@ def _parts(
     for part, ids in split.items():
         there, wanted = Z[start : start + len(ids)], y[ids]
         if graph.by_nodes and graph.team is not None:
-            there, wanted = (graph.team.gathered(rows)[0] for rows in (there, wanted))
+            there, wanted = (graph.team.gather(rows)[0] for rows in (there, wanted))
         found[part] = (wanted, there, classes)
         start += len(ids)
     return found

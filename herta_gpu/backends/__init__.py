@@ -111,7 +111,7 @@ def chosen_backend(device: str, *data: Any) -> tuple[Backend, str]:
         return _cpu(compiled=False), "as asked"
     if device == "auto":
         few = stays_on_the_cpu(*data)
-        few = few if team is None else team.agreed(few)  # of rows that each process has, say
+        few = few if team is None else team.agree(few)  # of rows that each process has, say
         if few is not None:  # small data do not even try the device out
             return _cpu(compiled_kernels()), few
         if _cuda_is_usable(team):

@@ -15,6 +15,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
+from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -42,6 +43,15 @@ def norm(x: Array) -> float:
     NumPy's own wakes the threads of its BLAS, which then spin beside whatever comes next.
     """
     return float((x * x).sum()) ** 0.5  # synchronize!
+
+
+def unit_roundoff(dtype: Any = np.float64) -> float:
+    """The largest relative error of one operation that is rounded to the nearest number.
+
+    >>> unit_roundoff() == 2.0**-53, unit_roundoff("float32") == 2.0**-24
+    (True, True)
+    """
+    return 0.5 * float(np.finfo(dtype).eps)
 
 
 def keep_probabilities(
@@ -199,23 +209,18 @@ class Blocks:
         return self.X[rows if self.order is None else self.order[rows], columns]
 
 
-class Backend(ABC):
-    """What a device must be able to do."""
+class Team:
+    """The processes that share a fit, as this one sees them; here it is alone.
 
-    name: str
-    xp: Any
-    # Columns that a fit multiplies with H, from which a local order of the nodes pays.
-    order_columns = float("inf")
-    communities: Callable[[Graph, float], Any] | None = None  # how to find it, if not by the host
-    at_once = 1 << 18  # numbers of a block that array operations take at a time
-    rank, ranks = 0, 1  # this process, of so many that share a fit
+    With several, either each has all rows, and columns are dealt out, or each has some of the rows
+    (`backends.ranks`).  What is asked of a team, all processes ask in the same order.
+    """
+
+    rank, size = 0, 1  # this process, of so many
     whole = True  # whether each of them has all rows
     first_row = 0  # where not: rows that the processes before this one have
     rows_key = ""  # ... and a hash of which ones this one has
-    samples = True  # whether Algorithm 2 works here
-    check_every = 1  # CG steps between two looks at the mask of converged columns
 
-    # ---- several processes: `backends.ranks` says more ------------------------------------
     def total(self, x: Any) -> Any:
         """The sum of all processes' x, in their order; x itself where each has all rows."""
         return x
@@ -224,7 +229,11 @@ class Backend(ABC):
         """The largest of all processes' x; x itself where each has all rows."""
         return x
 
-    def agreed(self, x: Any) -> Any:
+    def least(self, x: int) -> int:
+        """The smallest of all processes' x, whatever rows they have."""
+        return x
+
+    def agree(self, x: Any) -> Any:
         """What the first process has: a number, an array, or any object that can be pickled."""
         return x
 
@@ -237,17 +246,67 @@ class Backend(ABC):
         """The ids of all training nodes, rising; `rows` are those of this process, rising, too."""
         return rows
 
-    def gathered(self, x: Array) -> Array:
+    def gather(self, x: Array) -> Array:
         """The training rows of all processes, in the order of the ids that `train_on` gave."""
         return x
 
     def own(self, x: Array) -> Array:
-        """This process's rows of what `gathered` put together."""
+        """This process's rows of what `gather` put together."""
         return x
 
-    def joined(self, x: Array) -> Array:
+    def join(self, x: Array) -> Array:
         """Any rows of all processes, one process after the other."""
         return x
+
+    def deal(
+        self, items: Sequence[Any], work: Callable[[Any], dict[str, Array]]
+    ) -> Iterator[dict[str, Array]]:
+        """work(item) of each item in turn; processes may share the items out."""
+        for item in items:
+            yield work(item)
+
+
+def _of_team(name: str) -> Any:
+    """What the team of a backend has by this name."""
+    return property(lambda backend: getattr(backend.team, name))
+
+
+class Backend(ABC):
+    """What a device must be able to do."""
+
+    name: str
+    xp: Any
+    # Columns that a fit multiplies with H, from which a local order of the nodes pays.
+    order_columns = float("inf")
+    communities: Callable[[Graph, float], Any] | None = None  # how to find it, if not by the host
+    at_once = 1 << 18  # numbers of a block that array operations take at a time
+    samples = True  # whether Algorithm 2 works here
+    check_every = 1  # CG steps between two looks at the mask of converged columns
+
+    # ---- several processes ----------------------------------------------------------------
+    team = Team()
+    total, largest, agreed, same = map(_of_team, ("total", "largest", "agree", "same"))
+    train_on, gathered, own = map(_of_team, ("train_on", "gather", "own"))
+    joined, dealt = map(_of_team, ("join", "deal"))
+    rank, ranks, whole = map(_of_team, ("rank", "size", "whole"))
+    first_row, rows_key = map(_of_team, ("first_row", "rows_key"))
+
+    def with_team(self, team: Team) -> Backend:
+        """The same backend, working with other processes."""
+        found = copy(self)
+        found.team = team
+        return found
+
+    def on_part(self, graph: Any) -> Backend:
+        """The backend for the part of a graph that this process has, in place of this one."""
+        raise ValueError(
+            'split="nodes" works on GPUs and on the compiled CPU backend: install numba and use '
+            'device="cpu".'
+        )
+
+    def memory_everywhere(self) -> int:
+        """Bytes that can still be allocated on the device of every process."""
+        return self.team.least(self.memory_available())
 
     def with_neighbours(self, L: Laplacian, Z: Array) -> Array:
         """Z for `residual_rows`: with the rows of neighbours that other processes have, behind."""
@@ -256,17 +315,6 @@ class Backend(ABC):
     def block_rows(self, L: Laplacian) -> int:
         """Rows of the blocks that `chebyshev` works in: those of such neighbours may be behind."""
         return L.n
-
-    def dealt(
-        self, items: Sequence[Any], work: Callable[[Any], dict[str, Array]]
-    ) -> Iterator[dict[str, Array]]:
-        """work(item) of each item in turn; processes may share the items out."""
-        for item in items:
-            yield work(item)
-
-    def memory_everywhere(self) -> int:
-        """Bytes that can still be allocated on the device of every process."""
-        return self.memory_available()
 
     # ---- arrays -------------------------------------------------------------------------
     @abstractmethod

@@ -21,7 +21,6 @@ from herta_gpu.backends.cpu.kernels import (
     hadamard,
     laplacian,
     products,
-    residual,
     sampling,
     sketch,
 )
@@ -31,7 +30,7 @@ from herta_gpu.backends.cpu.reference import (
     CPUBackend,
     _integer_scores,
     _pool,
-    unrounded,
+    fields,
 )
 from herta_gpu.graph import read_only
 from herta_gpu.plumbing.checks import num_threads
@@ -86,22 +85,16 @@ class CompiledBackend(CPUBackend):
     def zeros(self, shape: tuple[int, ...], dtype: str) -> Array:
         return _aligned(np.zeros, shape, dtype)
 
+    def on_part(self, graph: Any) -> CompiledBackend:
+        from herta_gpu.backends.ranks.nodes import NodesBackend
+
+        return NodesBackend(graph)
+
     def laplacian(self, graph: Any, dtype: str) -> CompiledLaplacian:  # type: ignore[override]
         work = graph.indptr + 4 * np.arange(graph.num_nodes + 1)
         inner = np.searchsorted(work, np.arange(_CHUNK_WORK, work[-1], _CHUNK_WORK))
-        return CompiledLaplacian(
-            n=graph.num_nodes,
-            indptr=graph.indptr,
-            indices=graph.indices,
-            # Read-only as the graph's own are: numba compiles for either kind anew.
-            weights=None if graph.weights is None else read_only(graph.weights.astype(dtype)),
-            inv_sqrt_degree=(1.0 / np.sqrt(graph.degree)).astype(dtype),
-            diagonal=(graph.loopless_degree / graph.degree).astype(dtype),
-            lambda_max=graph.lambda_max_bound,
-            order=graph.order,
-            unrounded=partial(unrounded, graph),
-            cuts=np.unique(np.concatenate([[0], inner, [graph.num_nodes]])),
-        )
+        cuts = np.unique(np.concatenate([[0], inner, [graph.num_nodes]]))
+        return CompiledLaplacian(**fields(graph, dtype), cuts=cuts)
 
     def matmul(self, A: Array, B: Array) -> Array:
         fit = A.shape[1] == B.shape[0] and A.dtype == B.dtype == np.float64
@@ -197,7 +190,8 @@ class CompiledBackend(CPUBackend):
     ) -> None:
         if halves is not None:
             rows, s = _flat_rows(Z.shape[1]), L.inv_sqrt_degree
-            _run(partial(laplacian.halve, Z, s, halves.up, halves.G, rows), Z.size)
+            scaling = (Z, s, Z.dtype.type(1), halves.up, halves.G, False, rows)
+            _run(partial(laplacian.scale_rows, *scaling), Z.size)
         _apply(L, lam, Z, Z_prev, B=B, c1=c1, c2=c2, halves=halves)
 
     def chebyshev(
@@ -234,9 +228,9 @@ class CompiledBackend(CPUBackend):
     def half_pays(self, L: Laplacian, k: int) -> bool:
         # Measured in random order, 7e7 non-zeros: 0.91 of a step's time at 64 columns, 0.93 to 1.02
         # at 32 and 48; a random read costs more than its bytes here.  Nothing is sure to be saved
-        # where the caches hold most of the block.
+        # where the caches hold most of the block; rows of other processes are sent as they are.
         assert isinstance(L, CompiledLaplacian)
-        return HALF and L.far and k >= _HALF_COLUMNS
+        return HALF and L.far and L.halo is None and k >= _HALF_COLUMNS
 
     # ---- Algorithm 2 ---------------------------------------------------------------------
     def sketch_incidence(self, L: Laplacian, k: int, seed: int) -> Array:
@@ -386,15 +380,15 @@ def _apply(
 def _residual(
     L: Laplacian, lam: float, Z: Array, B: Array, R: Array, start: int, up: Array | None = None
 ) -> Array | None:
-    """`residual.residual` on all threads; with `up`, the column dots of the chunks added up."""
+    """`laplacian.residual` on all threads; with `up`, the column dots of the chunks added up."""
     assert isinstance(L, CompiledLaplacian)
     (b, k), (s, diagonal, weights) = B.shape, L.exact
     first, last = np.searchsorted(L.cuts, (start + 1, start + b))
     cuts = np.concatenate([[start], L.cuts[first:last], [start + b]])
     work = (int(L.indptr[start + b] - L.indptr[start]) + 4 * b) * k
-    kernel = residual.residual_column if k == 1 else residual.residual
+    kernel = laplacian.residual_column if k == 1 else laplacian.residual
     dots = None if up is None else np.zeros((cuts.shape[0] - 1, 2, k))
-    arrays = (L.indptr, L.indices, weights, s, diagonal)
+    arrays = (L.indptr, L.indices, weights, s, s, None, diagonal)
     _run(partial(kernel, Z, B, R, start, up, dots, arrays, float(lam), cuts), work)
     return None if dots is None else dots.sum(axis=0)
 
@@ -407,7 +401,7 @@ def _scaled(X: Array, s: Array, f: float, out: Array | None = None, inverse: boo
         out *= f
         return out
     rows = _flat_rows(X.shape[1])
-    _run(partial(laplacian.scale_rows, X, s, f, out, inverse, rows), X.size)
+    _run(partial(laplacian.scale_rows, X, s, f, None, out, inverse, rows), X.size)
     return out
 
 

@@ -34,6 +34,7 @@ from herta_gpu.backends.base import (
     score_exponent,
 )
 from herta_gpu.backends.cpu import lapack, philox
+from herta_gpu.graph import read_only
 from herta_gpu.plumbing.checks import host_memory, num_threads
 
 _CHUNK_WORK = 1 << 16  # non-zeros plus four per row: a block of 64 columns stays in the L2 cache
@@ -65,9 +66,26 @@ class CPULaplacian(Laplacian):
     chunks: list[tuple[slice, Any]] = field(default_factory=list)
 
 
-def unrounded(graph: Any) -> Exact:
+def _exact(graph: Any) -> Exact:
     """`Laplacian.exact` from the graph's own arrays."""
     return 1.0 / np.sqrt(graph.degree), graph.loopless_degree / graph.degree, graph.weights
+
+
+def fields(graph: Any, dtype: str) -> dict[str, Any]:
+    """The fields of a graph's `Laplacian` on the host."""
+    s, diagonal, weights = _exact(graph)
+    return {
+        "n": graph.num_nodes,
+        "indptr": graph.indptr,
+        "indices": graph.indices,
+        # Read-only as the graph's own are: numba compiles for either kind anew.
+        "weights": None if weights is None else read_only(weights.astype(dtype)),
+        "inv_sqrt_degree": s.astype(dtype),
+        "diagonal": diagonal.astype(dtype),
+        "lambda_max": graph.lambda_max_bound,
+        "order": graph.order,
+        "unrounded": partial(_exact, graph),
+    }
 
 
 def _row_chunks(indptr: Array, indices: Array, weights: Array | None, dtype: str) -> list[Any]:
@@ -110,44 +128,21 @@ class CPUBackend(Backend):
     def to_numpy(self, x: Array) -> Any:
         return np.asarray(x)
 
-    def matmul(self, A: Array, B: Array) -> Array:
-        return lapack.matmul(A, B)
-
-    def add_gram(self, G: Array, A: Array) -> None:
-        lapack.add_gram(G, A)
-
-    def solve_triangular(self, C: Array, B: Array, trans: bool = False) -> Array:
-        return lapack.solve_triangular(C, B, trans)
-
-    def _triangle(self, P: Array) -> Array | None:
-        return lapack.cholesky(P)
-
-    def pivoted_cholesky(self, P: Array, cut: float) -> tuple[Array, Array]:
-        return lapack.pivoted_cholesky(P, cut)
-
-    def thin_svd(self, Q: Array) -> tuple[Array, Array]:
-        return lapack.thin_svd(Q)
-
-    def row_space(self, A: Array, cut: float) -> tuple[Array, Array]:
-        return lapack.row_space(A, cut)
+    matmul = staticmethod(lapack.matmul)
+    add_gram = staticmethod(lapack.add_gram)
+    solve_triangular = staticmethod(lapack.solve_triangular)
+    cholesky = staticmethod(lapack.cholesky)
+    pivoted_cholesky = staticmethod(lapack.pivoted_cholesky)
+    thin_svd = staticmethod(lapack.thin_svd)
+    row_space = staticmethod(lapack.row_space)
 
     def memory_available(self) -> int:
         return host_memory()
 
     def laplacian(self, graph: Any, dtype: str) -> CPULaplacian:
-        weights = None if graph.weights is None else graph.weights.astype(dtype)
-        return CPULaplacian(
-            n=graph.num_nodes,
-            indptr=graph.indptr,
-            indices=graph.indices,
-            weights=weights,
-            inv_sqrt_degree=(1.0 / np.sqrt(graph.degree)).astype(dtype),
-            diagonal=(graph.loopless_degree / graph.degree).astype(dtype),
-            lambda_max=graph.lambda_max_bound,
-            order=graph.order,
-            unrounded=partial(unrounded, graph),
-            chunks=_row_chunks(graph.indptr, graph.indices, weights, dtype),
-        )
+        known = fields(graph, dtype)
+        chunks = _row_chunks(graph.indptr, graph.indices, known["weights"], dtype)
+        return CPULaplacian(**known, chunks=chunks)
 
     # ---- H = I + lam L -------------------------------------------------------------------
     def apply_H(self, L: Laplacian, lam: float, X: Array, out: Array | None = None) -> Array:

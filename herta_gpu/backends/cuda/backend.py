@@ -17,7 +17,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache, cached_property, partial
+from functools import cache, cached_property
 from importlib.util import find_spec
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -27,8 +27,9 @@ import cupyx
 import cupyx.scipy.sparse
 import numpy as np
 
-from herta_gpu.backends.base import Array, Backend, CGState, Halves, Laplacian
+from herta_gpu.backends.base import Array, CGState, Halves, Laplacian
 from herta_gpu.backends.cuda import cugraph
+from herta_gpu.backends.cuda.algorithm2 import Algorithm2
 from herta_gpu.backends.cuda.device import (
     MAX_BLOCKS,
     NULL,
@@ -47,23 +48,18 @@ from herta_gpu.backends.cuda.device import (
     segment_length,
     segments,
     suffix,
-    told_if_long,
+    tell_if_long,
     vector_width,
 )
 from herta_gpu.backends.cuda.graphs import DeviceGraph, derived, entries, from_device_edges
-from herta_gpu.backends.cuda.sampling import EdgeSampler
-from herta_gpu.backends.cuda.sketches import Sketches
-from herta_gpu.backends.cuda.streaming import StreamedBlocks
 from herta_gpu.backends.cuda.traffic import (
     Traffic,
-    begun,
     copy_rate,
-    counted,
-    ended,
-    note,
+    count_traffic,
     note_again,
+    watch_launch,
 )
-from herta_gpu.backends.cuda.uploads import empty_pinned, give_back_pinned, is_large, upload
+from herta_gpu.backends.cuda.transfer import StreamedBlocks, give_back_pinned, is_large, upload
 from herta_gpu.graph import Graph
 from herta_gpu.plumbing.building import by_community
 from herta_gpu.plumbing.interop import on_device
@@ -79,7 +75,7 @@ I32, I64, U32, U64 = np.int32, np.int64, np.uint32, np.uint64
 
 @cache
 def _kernel(file: str, name: str) -> Any:
-    with told_if_long(
+    with tell_if_long(
         f"compiling {file} for this GPU, once: the next run finds it in CuPy's cache"
     ):
         return _module(file).get_function(name)
@@ -95,22 +91,16 @@ def _module(file: str) -> Any:
 
 
 def _launch(
-    file: str,
-    name: str,
-    *,
-    grid: tuple[int, ...],
-    block: tuple[int, ...],
-    args: tuple[Any, ...],
+    file: str, name: str, *, grid: tuple[int, ...], block: tuple[int, ...], args: tuple[Any, ...]
 ) -> None:
     """Run a kernel of one of our files; what it reads is checked first."""
     for i, a in enumerate(args):
         # A pointer knows nothing of strides, and CuPy sends any Python number as 64 bits.
         contiguous = isinstance(a, cupy.ndarray) and a.flags.c_contiguous
         assert contiguous or isinstance(a, np.generic), f"{name}, argument {i}: {type(a)}"
-    kernel, before = _kernel(file, name), begun(cupy)
-    note(file, name, args)
-    kernel(grid, block, args)
-    ended(cupy, before, file, name, args)
+    kernel = _kernel(file, name)
+    with watch_launch(cupy, file, name, args):
+        kernel(grid, block, args)
 
 
 def _follow(later: Any, earlier: Any) -> None:
@@ -132,26 +122,31 @@ class CUDACGState(CGState):
     moved: Traffic | None = None  # ... and what they move
 
 
-class CUDABackend(Backend):
+class CUDABackend(Algorithm2):
     """CuPy and the kernels of this package on the current device."""
 
     name = "cuda"
     xp = cupy
+    launch = staticmethod(_launch)
     check_every = 8  # a look waits for the device, and steps beyond the last cost nearly nothing
     at_once = 1 << 23
     # bench/l2.py: ordering by community takes the host some 70 ns for each non-zero, and saves 2.2
     # bytes of DRAM for each non-zero and column at best, which is a picosecond.
     order_columns = 65_000
 
-    def __init__(self) -> None:
+    def __init__(self, like: CUDABackend | None = None) -> None:
+        # One that is `like` another has its stream, and the graphs that it has sent.
         # The steps of CG between two looks at the mask can be captured once per solve and replayed
         # as one launch: always with HERTA_CUDA_GRAPHS=1, never with 0, else where they are short.
         self.capture = {"1": True, "0": False}.get(os.environ.get("HERTA_CUDA_GRAPHS", ""))
         self.look()
-        self.sampler, self.sketches = EdgeSampler(cupy, _launch), Sketches(cupy, _launch)
-        self._graphs: WeakKeyDictionary[Graph, dict[str, Any]] = WeakKeyDictionary()
+        self._graphs: WeakKeyDictionary[Graph, dict[str, Any]] = (
+            WeakKeyDictionary() if like is None else like._graphs
+        )
         self._scratch: dict[tuple[int, int], tuple[Array, Array]] = {}
         self._replayed_on: int | None = None  # the stream that steps are being captured for
+        if like is not None:
+            self._own = like._own
 
     @staticmethod
     def look() -> None:
@@ -185,7 +180,7 @@ class CUDABackend(Backend):
         return cupyx.scipy.sparse.csr_matrix(parts, shape=M.shape)
 
     def host_blocks(self, X: Any, order: Any = None) -> StreamedBlocks:
-        return StreamedBlocks(cupy, partial(empty_pinned, cupy), X, order)
+        return StreamedBlocks(cupy, X, order)
 
     def solve_triangular(self, C: Array, B: Array, trans: bool = False) -> Array:
         from cupyx.scipy.linalg import solve_triangular  # needs cuBLAS, which a probe may lack
@@ -211,7 +206,7 @@ class CUDABackend(Backend):
     def profiled(self) -> Iterator[Traffic]:
         cupy.cuda.profiler.start()  # tells nsys and ncu alike; without either it does nothing
         try:
-            with counted() as traffic:
+            with count_traffic() as traffic:
                 yield traffic
             self.synchronize()
             traffic.settle(cupy)
@@ -259,6 +254,11 @@ class CUDABackend(Backend):
         limit = pool.get_limit()
         free = min(free, limit - pool.used_bytes()) if limit else free
         return max(0, int(free / _FRAGMENTS))
+
+    def on_part(self, graph: Any) -> CUDABackend:
+        from herta_gpu.backends.cuda.nodes import CUDANodesBackend
+
+        return CUDANodesBackend(self, graph)
 
     # ---- graphs ---------------------------------------------------------------------------
     def laplacian(self, graph: Graph, dtype: str) -> DeviceLaplacian:
@@ -332,7 +332,7 @@ class CUDABackend(Backend):
     def sampled_graph(self, graph: Graph, factors: Array) -> Graph:
         """L_tilde is put together on the device; the host reads it when somebody asks."""
         L = self.laplacian(graph, "float64")
-        indptr, indices, weights, sums = self.sampler.filtered(L, factors)
+        indptr, indices, weights, sums = self.filter_edges(L, factors)
         held = {"indptr": indptr, "indices": indices, "weights": weights}
         held |= derived(self, held, sums, L.inv_sqrt_degree)
         return self.adopt(held, graph.num_nodes, graph.order, degree=graph.degree)
@@ -383,24 +383,18 @@ class CUDABackend(Backend):
             self._residual(L, lam, Z, B, 0, 1.0 / unit, R, partials, dots)
         return R, dots
 
-    def _residual(
-        self,
-        L: Laplacian,
-        lam: float,
-        Z: Array,
-        B: Array,
-        start: int,
-        scale: Any,
-        R: Array,
-        *tail: Any,
-    ) -> None:
-        """The rows of R from `start` on; long rows are summed in a launch before."""
+    def _residual(self, L: Laplacian, lam: float, Z: Array, B: Array, start: int, *to: Any) -> None:
+        """The rows from `start` on, as `to` says: unit, R, partial and whole dots.
+
+        Long rows are summed in a launch before.
+        """
         assert isinstance(L, DeviceLaplacian)
         scales, at = (*L.exact, np.float64(lam)), slice(start, start + B.shape[0])
         first, last = L.cut_segments(at)
         if first < last:
             self._rows("hub_sums", L, scales, Z, at, (Z,), short=False)
-        rest = (*by_precision(B), I64(at.start), I64(at.stop), scale, *by_precision(R), *tail)
+        unit, R, *dots = to
+        rest = (*by_precision(B), I64(at.start), I64(at.stop), unit, *by_precision(R), *dots)
         self._rows("residual", L, scales, Z, at, (Z, *rest), long=False)
 
     def roundings(self, neighbours: float, columns: int, rows: bool = False) -> float:
@@ -498,21 +492,9 @@ class CUDABackend(Backend):
             return
         partials = self._product_scratch(L, k)[2]
         self._product("apply_H", L, lam, s.P, s.P, s.HP, s.active, partials, s.pHp)
-        self._columns(
-            *(
-                "cg.cu",
-                "cg_residual",
-                s.R,
-                s.HP,
-                s.R,
-                s.pHp,
-                s.rho,
-                s.energy,
-                np.float64(s.tol),
-                s.floor,
-            ),
-            *(s.active, s.iterations, s.alpha, s.beta, *self._column_scratch(k)),
-        )
+        numbers = (s.pHp, s.rho, s.energy, np.float64(s.tol), s.floor)
+        ends = (s.active, s.iterations, s.alpha, s.beta, *self._column_scratch(k))
+        self._columns("cg.cu", "cg_residual", s.R, s.HP, s.R, *numbers, *ends)
         self._columns("cg.cu", "cg_direction", s.R, s.R, s.P, s.Z, s.alpha, s.beta)
 
     def cg_steps(self, L: Laplacian, lam: float, state: CGState, count: int) -> None:
@@ -523,7 +505,7 @@ class CUDABackend(Backend):
             state.steps, state.graph = count, None
             return
         if state.graph is None:
-            with counted() as state.moved:
+            with count_traffic() as state.moved:
                 state.graph = self._captured(L, lam, state, count)
         elif state.moved is not None:
             note_again(state.moved)
@@ -594,24 +576,3 @@ class CUDABackend(Backend):
     def _l2_bytes(self) -> int:
         runtime = cupy.cuda.runtime
         return int(runtime.getDeviceProperties(runtime.getDevice())["l2CacheSize"])
-
-    # ---- Algorithm 2 -----------------------------------------------------------------------
-    def sketch_incidence(self, L: Laplacian, k: int, seed: int) -> Array:
-        assert isinstance(L, DeviceLaplacian)
-        return self.sketches.incidence(L, k, seed)
-
-    def sketch_identity(self, L: Laplacian, k: int, seed: int) -> Array:
-        return self.sketches.identity(L, k, seed)
-
-    def edge_scores(self, L: Laplacian, B_S: Array, Pi_S: Array, lam: float) -> Array:
-        assert isinstance(L, DeviceLaplacian)
-        dtype = str(L.inv_sqrt_degree.dtype)  # a solve that was refined comes in float64
-        return self.sampler.scores(L, self.asarray(B_S, dtype), self.asarray(Pi_S, dtype), lam)
-
-    def sample_edges(self, scores: Array, s: int, seed: int, replace: bool) -> Array:
-        draw = self.sampler.with_replacement if replace else self.sampler.bernoulli
-        return draw(self.asarray(scores, "float64"), s, seed)
-
-    # ---- SRHT ------------------------------------------------------------------------------
-    def srht(self, Q: Array, s: int, seed: int) -> Array:
-        return self.sketches.srht(self.asarray(Q), s, seed)

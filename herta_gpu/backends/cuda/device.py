@@ -208,7 +208,7 @@ def pivoted_cholesky(xp: Any, P: Array, cut: float) -> tuple[Array, Array]:
 
 
 @contextmanager
-def told_if_long(what: str, seconds: float = 1.0) -> Iterator[None]:
+def tell_if_long(what: str, seconds: float = 1.0) -> Iterator[None]:
     """Tell people at a terminal what goes on in the block, if it takes longer than that."""
 
     def tell() -> None:

@@ -171,7 +171,7 @@ def _row_sums(backend: CUDABackend, held: dict[str, Any]) -> Array:
     unit, m = xp.ones(n), held["indices"].shape[0] // 2
     arrays = (held["indptr"], held["indices"], held["weights"], unit, unit)
     L = DeviceLaplacian(n, *arrays, 0.0, none, none, none)
-    return backend.sampler.filtered(L, xp.ones(m))[3]
+    return backend.filter_edges(L, xp.ones(m))[3]
 
 
 def derived(
@@ -184,7 +184,7 @@ def derived(
     rows, host = xp.flatnonzero(length > segment), backend.to_numpy  # synchronize!  few rows ...
     # The bound of `Graph.lambda_max_bound`, by a kernel: as array operations it would take four
     # arrays of an 8-byte number for every entry, more than the graph itself.
-    pairs = backend.sampler.pair_bounds(indptr, indices, ratio)
+    pairs = backend.pair_bounds(indptr, indices, ratio)
     return {
         "inv_sqrt_degree": inv_sqrt_degree,
         "diagonal": ratio,

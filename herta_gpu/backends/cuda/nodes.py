@@ -14,19 +14,20 @@ else to do meanwhile, and waits.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import numpy as np
 
 from herta_gpu.backends.base import Array, CGState, Laplacian
-from herta_gpu.backends.cuda.backend import CUDABackend, CUDACGState, _launch
-from herta_gpu.backends.cuda.device import THREADS, DeviceLaplacian, blocks
-from herta_gpu.backends.ranks.nccl import Nccl, nccl_of
+from herta_gpu.backends.cuda.backend import CUDABackend, CUDACGState
+from herta_gpu.backends.cuda.device import DeviceLaplacian
+from herta_gpu.backends.ranks.nccl import Nccl
 from herta_gpu.backends.ranks.parts import GraphPart, Halo
-from herta_gpu.backends.ranks.rows import Rows
+from herta_gpu.backends.ranks.teams import Rows
 
 
 class DeviceHalo:
@@ -59,8 +60,8 @@ class DeviceHalo:
         out = self.backend.xp.empty((self._rows.shape[0], X.shape[1]), dtype=X.dtype)
         if out.size:
             self.backend._columns("ranks.cu", "pack_rows", out, X, self._rows, out)
-        ours, theirs = ([a[i:j] for i, j in pairwise(ends)] for a, ends in
-                        ((out, self._out), (into, self._into)))  # fmt: skip
+        ours = [out[i:j] for i, j in pairwise(self._out)]
+        theirs = [into[i:j] for i, j in pairwise(self._into)]
         self.backend.nccl.start(ours, theirs, "rows of neighbours")
 
 
@@ -73,40 +74,20 @@ class PartCGState(CUDACGState):
     dots: Array = None  # (k,) ||R||^2 of the rows that are here
 
 
-class CUDANodesBackend(Rows, CUDABackend):
-    """The CUDA backend on a `GraphPart`."""
+class CUDANodesBackend(CUDABackend):
+    """The CUDA backend on a `GraphPart`: the same device, streams and kernels as `backend`."""
 
-    nccl: Nccl
     samples = False
 
-    # ---- what ranks say to each other -----------------------------------------------------
-    def total(self, x: Any) -> Any:
-        return self.nccl.total(x) if self._there(x) else super().total(x)
+    def __init__(self, backend: Any, graph: GraphPart) -> None:
+        super().__init__(backend)
+        team = Rows(graph, backend)
+        self.team, self.graph, self.nccl = team, graph, cast(Nccl, team.nccl)
 
-    def largest(self, x: Any) -> Any:
-        if self._there(x):
-            return self.asarray(super().largest(self.to_numpy(x)))  # synchronize!
-        return super().largest(x)
-
-    def agreed(self, x: Any) -> Any:
-        if self._there(x):
-            return self.asarray(super().agreed(self.to_numpy(x)))  # synchronize!
-        return super().agreed(x)
-
-    def same(self, x: Any, what: str, always: bool = False) -> Any:
-        if always or self.team.debug:
-            super().same(self.to_numpy(x) if self._there(x) else x, what, always)  # synchronize!
-        return x
-
-    def joined(self, x: Array) -> Array:
-        return self.nccl.gathered(x)[0] if self._there(x) else super().joined(x)
-
-    def _taken(self, x: Array, rows: Any) -> Array:
-        there = self._there(x) and not isinstance(rows, slice)
-        return x[self.asarray(rows)] if there else x[rows]
-
-    def _there(self, x: Any) -> bool:
-        return isinstance(x, self.xp.ndarray)
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        with self.graph.halo.team.together(), super().working():
+            yield
 
     # ---- the part and its halo ------------------------------------------------------------
     def _uploaded(self, graph: Any, dtype: str, held: dict[str, Any]) -> DeviceLaplacian:
@@ -166,10 +147,8 @@ class CUDANodesBackend(Rows, CUDABackend):
         dots = self.nccl.of_ranks(s.dots, "rho")
         L.halo.start(s.R, s.halo_R)  # behind that sum: NCCL does one thing after the other
         step = (s.rho, s.energy, np.float64(s.tol), s.floor, s.active, s.iterations)
-        _launch(
-            *("cg.cu", "cg_turn"), grid=(blocks(k, THREADS),), block=(THREADS,),
-            args=(np.int64(k), ranks, pHp, dots, *step, s.alpha, s.beta),
-        )  # fmt: skip
+        scalars = (np.int64(k), ranks, pHp, dots, *step, s.alpha, s.beta)
+        self._flat("cg_turn", k, *scalars, file="cg.cu")
         if L.n:
             self._columns("cg.cu", "cg_direction", s.R, s.R, s.P, s.Z, s.alpha, s.beta)
         self.nccl.finish()
@@ -177,6 +156,9 @@ class CUDANodesBackend(Rows, CUDABackend):
             # Nobody needs Z of the halo, nor its R any more: the one is written over the other.
             R = s.halo_R
             self._columns("cg.cu", "cg_direction", R, R, s.G[L.n :], R, s.alpha, s.beta)
+
+    def half_pays(self, L: Laplacian, k: int) -> bool:
+        return False  # rows of neighbours are sent as they are
 
     def _captures(self, L: Laplacian, state: CGState) -> bool:
         return False  # a captured step would have to be one on all ranks
@@ -212,11 +194,3 @@ class CUDANodesBackend(Rows, CUDABackend):
         )
 
     sketch_incidence = sketch_identity = edge_scores = sample_edges = sampled_graph = _not_here
-
-
-def cuda_nodes_backend(backend: Any, graph: GraphPart) -> CUDANodesBackend:
-    """The CUDA backend of a part of a graph: the same device, streams and kernels."""
-    made = object.__new__(CUDANodesBackend)
-    made.join(graph)
-    vars(made).update(vars(backend), _own=backend._own, nccl=nccl_of(made.team, backend.xp))
-    return made

@@ -10,6 +10,7 @@ kernel really moves is for a profiler to say.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -34,35 +35,27 @@ _TYPES = re.compile(r"_[fiu](32|64).*$")
 class Traffic:
     """Launches and bytes by kernel, without the types in its name."""
 
-    launches: dict[str, int] = field(default_factory=dict)
-    moved: dict[str, int] = field(default_factory=dict)
-    rates: dict[str, float] = field(
-        default_factory=dict
-    )  # bytes a second, once `settle` was called
+    launches: Counter[str] = field(default_factory=Counter)
+    moved: Counter[str] = field(default_factory=Counter)
+    rates: dict[str, float] = field(default_factory=dict)  # bytes a second, after `settle`
     copy_rate: float = 0.0  # that of a plain copy, read and written
     timed: list[tuple[str, int, Any, Any]] = field(default_factory=list)  # name, bytes, two events
 
     def settle(self, xp: Any) -> None:
         """Make rates of the events, whose work must be over."""
-        moved: dict[str, int] = {}
-        seconds: dict[str, float] = {}
+        moved, seconds = Counter[str](), Counter[str]()
         for name, size, begun, ended in self.timed:
-            moved[name] = moved.get(name, 0) + size
-            seconds[name] = seconds.get(name, 0.0) + xp.cuda.get_elapsed_time(begun, ended) / 1e3
+            moved[name] += size
+            seconds[name] += xp.cuda.get_elapsed_time(begun, ended) / 1e3
         self.rates = {name: moved[name] / s for name, s in seconds.items() if s > 0}
         self.timed.clear()
-
-    def add(self, file: str, kernel: str, args: tuple[Any, ...]) -> None:
-        name = _TYPES.sub("", kernel)
-        self.launches[name] = self.launches.get(name, 0) + 1
-        self.moved[name] = self.moved.get(name, 0) + must_move(file, name, args)
 
 
 _counting: list[Traffic] = []
 
 
 @contextmanager
-def counted() -> Iterator[Traffic]:
+def count_traffic() -> Iterator[Traffic]:
     """Count all launches within the block."""
     _counting.append(Traffic())
     try:
@@ -71,29 +64,24 @@ def counted() -> Iterator[Traffic]:
         _counting.pop()
 
 
-def note(file: str, kernel: str, args: tuple[Any, ...]) -> None:
-    """Called at every launch; it does nothing unless somebody counts."""
-    for traffic in _counting:
-        traffic.add(file, kernel, args)
-
-
-def begun(xp: Any) -> Any | None:
-    """An event before a launch that is to be timed."""
-    if not _counting or xp.cuda.get_current_stream().is_capturing():
-        return None
-    event = xp.cuda.Event()
-    event.record(xp.cuda.get_current_stream())
-    return event
-
-
-def ended(xp: Any, before: Any | None, file: str, kernel: str, args: tuple[Any, ...]) -> None:
-    """And after it."""
-    if before is None:
+@contextmanager
+def watch_launch(xp: Any, file: str, kernel: str, args: tuple[Any, ...]) -> Iterator[None]:
+    """Around every launch; it does nothing unless somebody counts."""
+    if not _counting:
+        yield
         return
-    after, name = xp.cuda.Event(), _TYPES.sub("", kernel)
-    after.record(xp.cuda.get_current_stream())
+    stream, name = xp.cuda.get_current_stream(), _TYPES.sub("", kernel)
+    size, timed = must_move(file, name, args), not stream.is_capturing()
+    events = [xp.cuda.Event() for _ in range(2)] if timed else []
+    for event in events[:1]:
+        event.record(stream)
+    yield
+    for event in events[1:]:
+        event.record(stream)
     for traffic in _counting:
-        traffic.timed.append((name, must_move(file, name, args), before, after))
+        traffic.launches[name] += 1
+        traffic.moved[name] += size
+        traffic.timed += [(name, size, *events)] if timed else []
 
 
 def copy_rate(xp: Any, size: int) -> float:
@@ -112,9 +100,8 @@ def copy_rate(xp: Any, size: int) -> float:
 def note_again(traffic: Traffic) -> None:
     """The launches of `traffic` once more: a captured graph is replayed."""
     for other in _counting:
-        for total, more in ((other.launches, traffic.launches), (other.moved, traffic.moved)):
-            for name, count in more.items():
-                total[name] = total.get(name, 0) + count
+        other.launches.update(traffic.launches)
+        other.moved.update(traffic.moved)
 
 
 def must_move(file: str, name: str, args: tuple[Any, ...]) -> int:

@@ -17,22 +17,17 @@ from __future__ import annotations
 from typing import Any
 
 from herta_gpu.backends.base import Backend
-from herta_gpu.backends.ranks.columns import columns_backend
 from herta_gpu.backends.ranks.communicator import Ranks, ranks_of
 from herta_gpu.backends.ranks.nccl import take_gpu
 from herta_gpu.backends.ranks.parts import GraphPart
+from herta_gpu.backends.ranks.teams import Columns
 
 __all__ = ["GraphPart", "Ranks", "on_ranks", "ranks_of", "take_gpu"]
 
 
 def on_ranks(backend: Backend, graph: Any) -> Backend:
     """The same backend, working with the other processes of `graph`."""
-    if isinstance(graph, GraphPart) and backend.name == "cuda":
-        from herta_gpu.backends.cuda.nodes import cuda_nodes_backend
-
-        return cuda_nodes_backend(backend, graph)
     if isinstance(graph, GraphPart):
-        from herta_gpu.backends.ranks.nodes import nodes_backend
-
-        return nodes_backend(backend, graph)
-    return columns_backend(backend, graph.team)
+        return backend.on_part(graph)
+    several = graph.team.size > 1
+    return backend.with_team(Columns(graph.team, backend)) if several else backend

@@ -1,7 +1,7 @@
 """What ranks say to each other: sums in a fixed order, and arrays to all.
 
 Every exchange is a message from each rank to each other one, which starts without blocking and is
-waited for in one place, `finished`.  There a rank notices that another one has failed, or does not
+waited for in one place, `wait_for`.  There a rank notices that another one has failed, or does not
 come (`faults`).  A rank that waits gives its core away.  MPI's own collective calls are not used:
 one that a rank has begun can neither be left nor taken back, and the order in which they add is not
 known.
@@ -13,7 +13,7 @@ import hashlib
 import os
 import pickle
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
@@ -65,16 +65,7 @@ class Ranks(Faults):
     def total(self, x: Any) -> Any:
         """The sum of all ranks' x, added in their order; the same bits on all of them."""
         mine = np.ascontiguousarray(x).reshape(np.shape(x))
-        if mine.size <= FEW:
-            return _like(x, _added(self._each(mine, "total")))
-        # Every rank adds up one share, in the order of ranks, and sends it to all.
-        share = -(-mine.size // self.size)
-        padded = np.zeros((self.size, share), dtype=mine.dtype)
-        padded.reshape(-1)[: mine.size] = mine.reshape(-1)
-        parts = np.empty_like(padded)
-        self._exchange(padded, parts, "total", mine.shape)
-        sums = self._each(_added(parts), "sums")
-        return sums.reshape(-1)[: mine.size].reshape(mine.shape)
+        return _like(x, add_up(np, self.size, mine, self._each, self._exchange))
 
     def largest(self, x: Any) -> Any:
         """The largest of all ranks' x, entry by entry."""
@@ -89,7 +80,7 @@ class Ranks(Faults):
         self._exchange([mine] * self.size, parts, "each", ())
         return [pickle.loads(part.tobytes()) for part in parts]
 
-    def agreed(self, x: Any) -> Any:
+    def agree(self, x: Any) -> Any:
         """What rank 0 has."""
         found = self.each(x if self.rank == 0 else None)
         return x if self.rank == 0 else found[0]
@@ -120,7 +111,7 @@ class Ranks(Faults):
         return self.each(first)
 
     # ---- arrays -------------------------------------------------------------------------
-    def gathered(self, x: Any) -> tuple[Any, slice]:
+    def gather(self, x: Any) -> tuple[Any, slice]:
         """The rows of all ranks one after the other, and where those of this rank are."""
         if x.dtype.kind == "U":  # text is as wide as the longest that a rank has
             x = x.astype(f"U{self.largest(max(1, x.dtype.itemsize // 4))}")
@@ -131,7 +122,7 @@ class Ranks(Faults):
         self._exchange([np.ascontiguousarray(x)] * self.size, parts, "gathered", ())
         return whole, slice(ends[self.rank], ends[self.rank + 1])
 
-    def shared(self, made: dict[Any, Any]) -> list[dict[Any, Any]]:
+    def share(self, made: dict[Any, Any]) -> list[dict[Any, Any]]:
         """The arrays that each rank has made, by name, on all ranks."""
         about = {name: (a.shape, a.dtype.str) for name, a in made.items()}
         theirs = self.each(about)  # whoever is late is waited for here
@@ -143,7 +134,7 @@ class Ranks(Faults):
         self._exchange([out] * self.size, [list(f.values()) for f in found], "shared", ())
         return found
 
-    def exchanged(self, parts: Sequence[Any]) -> list[Any]:
+    def exchange_rows(self, parts: Sequence[Any]) -> list[Any]:
         """Rows for each rank (`parts`, one array per rank) for what they have for this one."""
         counts = np.array([[part.shape[0]] for part in parts], dtype=np.int64)
         theirs = np.empty_like(counts)
@@ -155,10 +146,10 @@ class Ranks(Faults):
     def neighbours(self, out: Sequence[Any], into: Sequence[Any]) -> None:
         """Rows of a block that other ranks need, for those that this one needs of theirs."""
         self.mark("rows of neighbours", ())
-        self.finished(self.started(out, into), "rows of neighbours")
+        self.wait_for(self.send(out, into), "rows of neighbours")
 
-    def started(self, out: Sequence[Any], into: Sequence[Any]) -> list[MPI.Request]:
-        """Messages under way: out[r] to rank r, into[r] from there; `finished` waits for them."""
+    def send(self, out: Sequence[Any], into: Sequence[Any]) -> list[MPI.Request]:
+        """Messages under way: out[r] to rank r, into[r] from there; `wait_for` waits for them."""
         requests = []
         for step in range(1, self.size):
             to, by = (self.rank + step) % self.size, (self.rank - step) % self.size
@@ -166,7 +157,7 @@ class Ranks(Faults):
             requests += [self._data.Isend(piece, to) for piece in _pieces(out[to])]
         return requests
 
-    def finished(self, requests: list[MPI.Request], what: str) -> None:
+    def wait_for(self, requests: list[MPI.Request], what: str) -> None:
         """Until these messages have come and gone, unless another rank has failed."""
         start = now = time.perf_counter()
         while not MPI.Request.Testall(requests):
@@ -185,7 +176,7 @@ class Ranks(Faults):
         self.mark(what, shape)
         for piece, own in zip(_pieces(into[self.rank]), _pieces(out[self.rank])):
             piece[...] = own
-        self.finished(self.started(out, into), what)
+        self.wait_for(self.send(out, into), what)
 
     def _each(self, mine: Any, what: str) -> Any:
         """(size, ...) the arrays of all ranks, which have the same shape and type."""
@@ -205,7 +196,7 @@ class Ranks(Faults):
         mine = np.frombuffer(text.ljust(_MARK), np.uint8)
         seen = np.empty((self.size, _MARK), dtype=np.uint8)
         seen[self.rank] = mine
-        self.finished(self.started([mine] * self.size, list(seen)), what)
+        self.wait_for(self.send([mine] * self.size, list(seen)), what)
         said = [bytes(row).decode().strip() for row in seen]
         other = next((r for r, found in enumerate(said) if found != said[0]), None)
         if other is not None:
@@ -242,11 +233,30 @@ def ranks_of(comm: Any) -> Ranks:
     return found
 
 
-def _added(parts: Any) -> Any:
-    """The sum over the first axis, in its order: NumPy's own may pair them otherwise."""
+def add_up(
+    xp: Any, size: int, x: Any, each: Callable[..., Any], exchange: Callable[..., Any]
+) -> Any:
+    """The sum of the arrays x of all ranks, added in their order; the same bits on all of them.
+
+    `each` gathers an array of all ranks, `exchange` sends a row to each of them.  Of more than a
+    few numbers every rank adds up one share, and sends it to all.
+    """
+    if x.size <= FEW:
+        return _sum_in_order(each(x, "total"))
+    share = -(-x.size // size)
+    padded = xp.zeros((size, share), dtype=x.dtype)
+    padded.reshape(-1)[: x.size] = x.reshape(-1)
+    parts = xp.empty_like(padded)
+    exchange(padded, parts, "total", x.shape)
+    sums = each(_sum_in_order(parts), "sums")
+    return sums.reshape(-1)[: x.size].reshape(x.shape)
+
+
+def _sum_in_order(parts: Any) -> Any:
+    """The sum over the first axis: NumPy's own may pair them otherwise."""
     total = parts[0].copy()
-    for part in parts[1:]:
-        total += part
+    for r in range(1, parts.shape[0]):
+        total += parts[r]
     return total
 
 

@@ -40,17 +40,17 @@ def shared_graph(
             listed = np.ascontiguousarray(edges, dtype=np.int64)
             held = owners(team, n, partition, lambda: _collected(team, listed, n))
             return part_of_edges(team, held, listed, n, weights, duplicates)
-        ends = team.gathered(np.ascontiguousarray(edges.T, dtype=np.int64))[0].T
+        ends = team.gather(np.ascontiguousarray(edges.T, dtype=np.int64))[0].T
         if False in plain:
             own = np.zeros(0) if weights is None else weights
-            weights = team.gathered(np.ascontiguousarray(own, dtype=np.float64))[0]
+            weights = team.gather(np.ascontiguousarray(own, dtype=np.float64))[0]
         return Graph.from_edges(ends, n, weights, duplicates, folder).with_team(team)
 
 
 def _collected(team: Ranks, edges: Any, n: int) -> Graph | None:
     """The whole graph, without weights, on rank 0 alone."""
     none = np.zeros((0, 2), dtype=np.int64)
-    parts = team.exchanged([edges.T if r == 0 else none for r in range(team.size)])
+    parts = team.exchange_rows([edges.T if r == 0 else none for r in range(team.size)])
     return Graph.from_edges(np.concatenate(parts).T, n) if team.rank == 0 else None
 
 

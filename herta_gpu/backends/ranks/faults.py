@@ -75,7 +75,7 @@ class Faults:
         self._clear()
         first = errors[failed[0]]
         alike = len(failed) == self.size and len({str(e) for e in errors}) == 1
-        alike = alike or getattr(first, "of_all", False)
+        alike = alike or getattr(first, "common", False)
         raised_here: Any = first if alike else _of_rank(failed[0], first)
         raised_here.on_all_ranks = True
         raise raised_here from error
@@ -187,9 +187,9 @@ class Faults:
             self.timeout = before
 
 
-def of_all(error: ValueError) -> ValueError:
-    """An error that every rank comes to: no rank's name belongs to it."""
-    error.of_all = True  # type: ignore[attr-defined]
+def mark_common(error: ValueError) -> ValueError:
+    """Mark an error that every rank raises alike: its message then names no rank."""
+    error.common = True  # type: ignore[attr-defined]
     return error
 
 

@@ -32,8 +32,8 @@ import numpy as np
 
 from herta_gpu.backends.base import Array
 from herta_gpu.backends.cuda.device import named_stream
-from herta_gpu.backends.ranks.communicator import FEW, Ranks
-from herta_gpu.backends.ranks.faults import of_all
+from herta_gpu.backends.ranks.communicator import Ranks, add_up
+from herta_gpu.backends.ranks.faults import mark_common
 
 GROUP = 2048  # calls that NCCL takes in a group
 _POLL = 0.1  # seconds between two looks of the thread
@@ -58,11 +58,12 @@ def take_gpu(team: Ranks, xp: Any, used: bool = False) -> None:
     if twice is not None:
         host = hosts[twice]
         gpus = len({bus for where, bus in taken if where == host})
-        raise of_all(ValueError(
+        text = (
             f"{hosts.count(host)} ranks are on the machine of rank {host}, which has {gpus} "
             f"{'GPU' if gpus == 1 else 'GPUs'} for them: start one rank per GPU "
             '(mpirun -n), or use device="cpu".'
-        ))  # fmt: skip
+        )
+        raise mark_common(ValueError(text))
     if used and device != runtime.getDevice():
         raise ValueError(
             f"This process has worked on GPU {runtime.getDevice()} before, but its own one is "
@@ -76,7 +77,7 @@ def nccl_of(team: Ranks, xp: Any) -> Nccl:
     if team.nccl is None or team.nccl.xp is not xp:
         library = import_module(f"{xp.__name__}.cuda.nccl")  # CuPy does not do so by itself
         if team.largest(int(not library.available)):
-            raise of_all(ValueError(_NO_NCCL))
+            raise mark_common(ValueError(_NO_NCCL))
         team.nccl = Nccl(team, xp, library)
     return team.nccl
 
@@ -117,21 +118,15 @@ class Nccl:
     def total(self, x: Array) -> Array:
         """The sum of all ranks' x, added in their order; the same bits on all of them."""
         x = self.xp.ascontiguousarray(x).reshape(x.shape)  # which it makes (1,) of ()
-        if x.size <= FEW:
-            return _added(self.of_ranks(x, "total"))
-        # Every rank adds up one share, in the order of ranks, and sends it to all.
-        size, xp = self.team.size, self.xp
-        share = -(-x.size // size)
-        padded = xp.zeros((size, share), dtype=x.dtype)
-        padded.reshape(-1)[: x.size] = x.reshape(-1)
-        parts = xp.empty((size, share), dtype=x.dtype)
-        parts[self.team.rank] = padded[self.team.rank]
-        self.start([padded[r] for r in range(size)], [parts[r] for r in range(size)], "total")
-        self.finish()
-        sums = self.of_ranks(_added(parts), "sums")
-        return sums.reshape(-1)[: x.size].reshape(x.shape)
+        return add_up(self.xp, self.team.size, x, self.of_ranks, self._exchange)
 
-    def gathered(self, x: Array) -> tuple[Array, slice]:
+    def _exchange(self, out: Array, into: Array, what: str, shape: tuple[int, ...]) -> None:
+        """Row r of `out` to rank r, and its row of this rank into row r of `into`."""
+        into[self.team.rank] = out[self.team.rank]
+        self.start(out, into, what)
+        self.finish()
+
+    def gather(self, x: Array) -> tuple[Array, slice]:
         """The rows of all ranks one after the other, and where those of this rank are."""
         ends = np.cumsum([0, *self.team.each(int(x.shape[0]))]).tolist()
         mine = slice(ends[self.team.rank], ends[self.team.rank + 1])
@@ -142,7 +137,7 @@ class Nccl:
         self.finish()
         return whole, mine
 
-    def shared(self, made: dict[str, Array]) -> list[dict[str, Array]]:
+    def share(self, made: dict[str, Array]) -> list[dict[str, Array]]:
         """The arrays that each rank has made, by name, on all ranks."""
         theirs = self.team.each({name: (a.shape, a.dtype.str) for name, a in made.items()})
         found = [
@@ -195,7 +190,7 @@ class Nccl:
             self.team.leave()
         if self._comm is None:
             made = self.library.get_unique_id() if self.team.rank == 0 else None
-            key = self.team.agreed(made)
+            key = self.team.agree(made)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._look, daemon=True)
                 self._thread.start()
@@ -238,11 +233,3 @@ class Nccl:
                     comm.abort()
             if time.monotonic() - now[1] > self.team.timeout:
                 self.team.give_up(f"{now[0]} (NCCL)")
-
-
-def _added(parts: Array) -> Array:
-    """The sum over the first axis, in its order."""
-    total = parts[0].copy()
-    for r in range(1, parts.shape[0]):
-        total += parts[r]
-    return total

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -10,14 +11,17 @@ import numpy as np
 from herta_gpu.backends.base import Array, Laplacian
 from herta_gpu.backends.cpu.compiled import CompiledBackend, CompiledLaplacian
 from herta_gpu.backends.ranks.parts import LINE, GraphPart, rooms
-from herta_gpu.backends.ranks.rows import Rows
+from herta_gpu.backends.ranks.teams import Rows
 
 
-class NodesBackend(Rows, CompiledBackend):
+class NodesBackend(CompiledBackend):
     """The compiled CPU backend on a `GraphPart`."""
 
     def __init__(self, graph: GraphPart) -> None:
-        self.join(graph)
+        self.graph, self.team = graph, Rows(graph, self)
+
+    def working(self) -> AbstractContextManager[Any]:
+        return self.graph.halo.team.together()
 
     def empty(self, shape: tuple[int, ...], dtype: str) -> Array:
         """Blocks with a row for each node have room behind them for those of other ranks.
@@ -46,12 +50,5 @@ class NodesBackend(Rows, CompiledBackend):
         assert isinstance(L, CompiledLaplacian)
         return L.halo.extended(self.asarray(Z))
 
-
-def nodes_backend(backend: Any, graph: GraphPart) -> NodesBackend:
-    """The backend of a part of a graph, in place of the one that was asked for."""
-    if type(backend) is not CompiledBackend:
-        raise ValueError(
-            'split="nodes" works on GPUs and on the compiled CPU backend: install numba and use '
-            'device="cpu".'
-        )
-    return NodesBackend(graph)
+    def sums_up_to(self, q: Array) -> tuple[Array, int]:
+        return self.graph.sums_before(q) + q, int(self.team.total(int(q.sum())))

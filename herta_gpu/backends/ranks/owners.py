@@ -81,15 +81,15 @@ def _listed(team: Ranks, n: int, table: Any) -> Owners:
     """Owners from this rank's slice of their list."""
     ends = starts(n, team.size)
     first = int(ends[team.rank])
-    mine = team.exchanged([first + np.flatnonzero(table == r) for r in range(team.size)])
+    mine = team.exchange_rows([first + np.flatnonzero(table == r) for r in range(team.size)])
 
     def of(ids: Any) -> Any:
         keeper = range_of(ends, ids)
         order = np.argsort(keeper, kind="stable")
         cuts = np.cumsum(np.bincount(keeper, minlength=team.size))[:-1]
-        asked = team.exchanged(np.split(ids[order].astype(np.int64), cuts))
+        asked = team.exchange_rows(np.split(ids[order].astype(np.int64), cuts))
         found = np.empty(ids.shape[0], dtype=table.dtype)
-        found[order] = np.concatenate(team.exchanged([table[part - first] for part in asked]))
+        found[order] = np.concatenate(team.exchange_rows([table[part - first] for part in asked]))
         return found
 
     ids = np.concatenate(mine)  # slices come in the order of their ids
@@ -104,4 +104,4 @@ def _by_metis(team: Ranks, n: int, whole: Callable[[], Graph | None]) -> Any:
         if team.rank == 0:
             assert graph is not None
             found = metis(graph, team.size)
-        return team.exchanged([found[a:b] for a, b in pairwise(ends)])[0]
+        return team.exchange_rows([found[a:b] for a, b in pairwise(ends)])[0]

@@ -50,7 +50,7 @@ class Halo:
         seen = np.unique(columns[columns >= self.n])
         cuts = np.searchsorted(seen, self.ends)
         wanted = [seen[a:b] - start for start, (a, b) in zip(self.ends, pairwise(cuts))]
-        sent = self.team.exchanged(wanted)
+        sent = self.team.exchange_rows(wanted)
         send = [rows[at] for rows, at in zip(self.send, sent, strict=True)]
         number = np.where(columns < self.n, columns, self.n + np.searchsorted(seen, columns))
         counts = [part.shape[0] for part in wanted]
@@ -70,10 +70,10 @@ class Halo:
                 G[: self.n] = X
             else:
                 fill(G[: self.n])
-        out = [self._again(("sent", r), (rows.shape[0], X.shape[1]), X.dtype)
-               for r, rows in enumerate(self.send)]  # fmt: skip
-        for rows, packed in zip(self.send, out, strict=True):
-            np.take(G, rows, axis=0, out=packed, mode="clip")  # without a copy, as none is outside
+        out = []
+        for r, rows in enumerate(self.send):
+            out.append(self._again(("sent", r), (rows.shape[0], X.shape[1]), X.dtype))
+            np.take(G, rows, axis=0, out=out[r], mode="clip")  # without a copy, as none is outside
         self.team.neighbours(out, [G[a:b] for a, b in pairwise(self.ends)])
         return G
 
@@ -100,18 +100,29 @@ class Halo:
 class GraphPart(Graph):
     """The rows of a graph that one rank has; see `Graph.from_edges` with split="nodes"."""
 
-    def __init__(self, **known: Any) -> None:
-        # The dataclass is frozen: its fields go in by the back door.
-        self.__dict__.update({"order": None, "given_degree": None, "weights": None, **known})
-        self.__dict__["ids"] = read_only(self.ids)
-        self.__post_init__()
-
     halo: Halo
     held: Any  # this rank's ids
     ids: Any  # the same as an array, and those of the halo behind them
     sizes: tuple[int, int]  # nodes and edges of the whole graph
     first_row: int  # rows of the ranks before this one
     own_loopless: Any
+
+    def __init__(self, rows: Any, degrees: Any, **known: Any) -> None:
+        """`rows`: indptr, indices and weights; `degrees`: with and without self-loops."""
+        known |= dict(zip(("indptr", "indices", "weights"), rows, strict=True))
+        known |= dict(zip(("given_degree", "own_loopless"), degrees, strict=True))
+        # The dataclass is frozen: its fields go in by the back door.
+        self.__dict__.update(known, order=None, team=known["halo"].team)
+        self.__dict__["ids"] = read_only(self.ids)
+        self.__post_init__()
+        self.__dict__["lambda_max_bound"] = self._bound_lambda_max()
+
+    def _bound_lambda_max(self) -> float:
+        """`Graph.lambda_max_bound` of the whole graph."""
+        ratio = self.halo.extended((self.own_loopless / self.degree)[:, None])[:, 0]
+        row = np.repeat(np.arange(self.num_nodes), np.diff(self.indptr))
+        most = float((ratio[row] + ratio[self.indices]).max(initial=0.0))
+        return float(self.halo.team.largest(most)) * (1 + 1e-12)
 
     @property
     def nodes(self) -> Any:
@@ -147,7 +158,7 @@ class GraphPart(Graph):
                 raise ValueError(
                     f"rows has shape {rows.shape}, but there are {self.num_nodes:,} nodes here."
                 )
-            found, ids = (team.gathered(x)[0] for x in (rows, self.ids[: self.num_nodes]))
+            found, ids = (team.gather(x)[0] for x in (rows, self.ids[: self.num_nodes]))
         whole = np.empty_like(found)
         whole[ids] = found
         return whole
@@ -161,8 +172,8 @@ class GraphPart(Graph):
         """`Graph.connected_to` of the training rows of all ranks."""
         n, size = self.num_nodes, self.ids.shape[0]
         ends = np.concatenate([self.indptr, np.full(size - n, self.indptr[-1])])
-        here = sp.csr_array((np.ones(self.indices.shape[0], dtype=bool), self.indices, ends),
-                            shape=(size, size))  # fmt: skip
+        ones = np.ones(self.indices.shape[0], dtype=bool)
+        here = sp.csr_array((ones, self.indices, ends), shape=(size, size))
         label = csgraph.connected_components(here, directed=False)[1]
         hit, reached = np.zeros((size, 1), dtype=bool), np.zeros(label.max(initial=-1) + 1, bool)
         hit[rows] = True
@@ -198,14 +209,14 @@ class GraphPart(Graph):
         # Ranges of ids have a rank each, which adds up the rows of that range.
         at = (mine * team.size) // max(self.nodes_of_all, 1)
         cuts = np.searchsorted(at, np.arange(team.size + 1))
-        came = team.exchanged([np.column_stack([mine, sums])[a:b] for a, b in pairwise(cuts)])
+        came = team.exchange_rows([np.column_stack([mine, sums])[a:b] for a, b in pairwise(cuts)])
         ids, values = np.concatenate(came).T
         sort = np.argsort(ids)
         before = np.empty_like(values)
         before[sort] = np.cumsum(values[sort]) - values[sort]
         before += sum(team.each(int(values.sum()))[: team.rank])
         back = np.split(before, np.cumsum([part.shape[0] for part in came])[:-1])
-        rows = np.concatenate(team.exchanged(back))
+        rows = np.concatenate(team.exchange_rows(back))
         return within[:-1] + np.repeat(rows - within[ends[:-1]], np.diff(ends))
 
     def with_edges(self, keep: Any, factor: Any) -> GraphPart:
@@ -219,7 +230,7 @@ class GraphPart(Graph):
         owner[self.indices < n] = team.rank
         # Between two ranks both know the edges: in the order of their ends nothing has to be named.
         told = [factors[self.upper & (owner == r)] for r in range(team.size)]
-        for r, found in enumerate(team.exchanged(told)):
+        for r, found in enumerate(team.exchange_rows(told)):
             at = np.flatnonzero(~self.upper & (owner == r))
             factors[at[np.lexsort((mine[at], theirs[at]))]] = found
         kept = np.flatnonzero(factors)
@@ -227,14 +238,10 @@ class GraphPart(Graph):
         halo, columns, still = self.halo.cut(self.indices[kept])
         count = int(team.total(int(np.count_nonzero(self.upper[kept]))))
         indptr, loopless = _by_row(row[kept], weights, n)
-        part = GraphPart(
-            indptr=indptr, indices=columns, team=self.team, halo=halo, weights=weights,
-            given_degree=self.degree, own_loopless=loopless, held=self.held,
-            ids=np.concatenate([self.ids[:n], self.ids[n:][still]]),
-            sizes=(self.nodes_of_all, count), first_row=self.first_row,
-        )  # fmt: skip
-        vars(part)["lambda_max_bound"] = _lambda_max_bound(team, part)
-        return part
+        ids, sizes = np.concatenate([self.ids[:n], self.ids[n:][still]]), (self.sizes[0], count)
+        rows, degrees = (indptr, columns, weights), (self.degree, loopless)
+        known = {"held": self.held, "ids": ids, "sizes": sizes, "first_row": self.first_row}
+        return GraphPart(rows, degrees, halo=halo, **known)
 
     def in_local_order(self, find: Any = None) -> Graph:
         return self
@@ -263,8 +270,8 @@ def part_of_edges(
     # Each edge is with the owner of its smaller end; the other end's owner needs it, too.
     ranks = held.of(hi)
     there = [np.flatnonzero(ranks == r) for r in range(team.size)]
-    ends = team.exchanged([np.column_stack([hi[at], lo[at]]) for at in there])
-    more = team.exchanged([w[at] for at in there])
+    ends = team.exchange_rows([np.column_stack([hi[at], lo[at]]) for at in there])
+    more = team.exchange_rows([w[at] for at in there])
     row = held.at(np.concatenate([lo, *(e[:, 0] for e in ends)]))
     column, value = np.concatenate([hi, *(e[:, 1] for e in ends)]), np.concatenate([w, *more])
     count = held.mine.shape[0]
@@ -314,15 +321,11 @@ def _part(
 ) -> GraphPart:
     """A part from its rows, whose columns are the caller's ids and rise within each row."""
     local, halo, ids = _columns(team, held, column)
-    count = held.mine.shape[0]
-    part = GraphPart(
-        indptr=indptr.astype(np.int64), indices=local.astype(np.int32), team=team, halo=halo,
-        weights=None if value is None else np.array(value), given_degree=degrees[0],
-        own_loopless=degrees[1], held=held.nodes, ids=ids, sizes=sizes,
-        first_row=int(sum(team.each(count)[: team.rank])),
-    )  # fmt: skip
-    vars(part)["lambda_max_bound"] = _lambda_max_bound(team, part)
-    return part
+    value = None if value is None else np.array(value)
+    rows = (indptr.astype(np.int64), local.astype(np.int32), value)
+    first = int(sum(team.each(held.mine.shape[0])[: team.rank]))
+    known = {"held": held.nodes, "ids": ids, "sizes": sizes, "first_row": first}
+    return GraphPart(rows, degrees, halo=halo, **known)
 
 
 def _by_row(row: Any, value: Any, count: int) -> tuple[Any, Any]:
@@ -338,11 +341,11 @@ def _merged(
     """(lo, hi, weight) of each edge once, with the owner of lo, and the self-loops given there."""
     ranks = held.of(edges.min(axis=0))
     there = [np.flatnonzero(ranks == r) for r in range(team.size)]
-    came = np.concatenate(team.exchanged([edges[:, at].T for at in there]))
+    came = np.concatenate(team.exchange_rows([edges[:, at].T for at in there]))
     given = None
     if team.largest(int(weights is not None)):
         w = np.zeros(0) if weights is None else np.asarray(weights, dtype=np.float64)
-        given = np.concatenate(team.exchanged([w[at] for at in there]))
+        given = np.concatenate(team.exchange_rows([w[at] for at in there]))
     names, ends = np.arange(n), came
     if n > _FEW_NODES:  # no table of all nodes: the messages of errors then name others
         names, ends = np.unique(came, return_inverse=True)
@@ -374,14 +377,6 @@ def _columns(team: Ranks, held: Owners, column: Any) -> tuple[Any, Halo, Any]:
             local[at] = start + found
         wanted.append(ids.astype(np.int64))
         start += ids.shape[0]
-    send = [held.at(ids) for ids in team.exchanged(wanted)]
+    send = [held.at(ids) for ids in team.exchange_rows(wanted)]
     halo = Halo(team, send, [ids.shape[0] for ids in wanted], n)
     return local, halo, np.concatenate([held.mine, *wanted])
-
-
-def _lambda_max_bound(team: Ranks, part: GraphPart) -> float:
-    """`Graph.lambda_max_bound` of the whole graph."""
-    ratio = part.halo.extended((part.own_loopless / part.degree)[:, None])[:, 0]
-    row = np.repeat(np.arange(part.num_nodes), np.diff(part.indptr))
-    most = float((ratio[row] + ratio[part.indices]).max(initial=0.0))
-    return float(team.largest(most)) * (1 + 1e-12)

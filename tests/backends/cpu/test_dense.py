@@ -66,17 +66,6 @@ def test_tall_times_narrow(d, c, extra):
     assert backend.matmul(A.T, E).flags.c_contiguous
 
 
-def test_products_do_not_depend_on_threads(monkeypatch):
-    rng = np.random.default_rng(0)
-    A, E = rng.standard_normal((4000, 80)), rng.standard_normal((4000, 3))
-    found = []
-    for threads in ("1", "3"):
-        monkeypatch.setenv("HERTA_NUM_THREADS", threads)
-        found.append((BACKENDS[1].matmul(A, A[:80, :3]), BACKENDS[1].matmul(A.T, E)))
-    for one, three in zip(*found):
-        assert np.array_equal(one, three)
-
-
 @pytest.mark.parametrize("d", [1, 7, 511, 512, 513, 1100])
 def test_add_gram_adds_a_symmetric_matrix(d):
     rng = np.random.default_rng(d)

@@ -1,4 +1,4 @@
-"""What the tests ask of a device beyond `herta selftest`: odd blocks, uploads, and more fits."""
+"""What the tests ask of a device beyond `herta selftest`: odd blocks, transfer, and more fits."""
 
 from __future__ import annotations
 
@@ -105,8 +105,8 @@ def check_upload(backend: Any, chunk: int = 100) -> None:
     """In chunks: whole, of any layout, as another type, and from a file."""
     if backend.xp is np:
         return  # nothing is uploaded here
-    X, uploads = checks.block(31, 6, "float64"), sys.modules["herta_gpu.backends.cuda.uploads"]
-    with TemporaryDirectory() as folder, mock.patch.object(uploads, "CHUNK_BYTES", chunk):
+    X, transfer = checks.block(31, 6, "float64"), sys.modules["herta_gpu.backends.cuda.transfer"]
+    with TemporaryDirectory() as folder, mock.patch.object(transfer, "CHUNK_BYTES", chunk):
         path = Path(folder) / "X"
         X.tofile(path)
         for x in (X, X[:, ::2], X.T, X[3], np.memmap(path, "float64", "r", shape=X.shape)):

@@ -15,10 +15,7 @@ if compiler() is None:
     pytest.skip("no g++: the kernels cannot be emulated", allow_module_level=True)
 
 import herta_gpu
-from herta_gpu.backends.cuda import sampling as device_sampling
-from herta_gpu.backends.cuda import sketches as device_sketches
-from herta_gpu.backends.cuda import streaming as device_streaming
-from herta_gpu.backends.cuda import uploads as device_uploads
+from herta_gpu.backends.cuda import algorithm2, transfer
 from tests.backends.cuda import more_checks
 from tests.backends.cuda.test_cuda import (
     test_a_cg_step_is_three_launches_and_nothing_else as check_ledger,
@@ -39,11 +36,11 @@ from tests.cupy_standin.ledger import Ledger
 
 MUTANTS = {
     "a host array passed to a kernel": (
-        device_sampling, "scores = self.xp.zeros(m)", "scores = np.zeros(m)"
+        algorithm2, "scores = self.xp.zeros(m)", "scores = np.zeros(m)"
     ),
     "a Python number as a scalar": ("cuda", "X.dtype.type(lam)", "float(lam)"),
     "a scalar of the wrong type": ("cuda", "X.dtype.type(lam)", "np.float64(lam)"),
-    "a size of 32 bits": (device_sampling, "(I64(m), I64(k), lo", "(I32(m), I64(k), lo"),
+    "a size of 32 bits": (algorithm2, "(I64(m), I64(k), lo", "(I32(m), I64(k), lo"),
     "forgotten contiguity": ("cuda", 'cupy.asarray(x, dtype=dtype, order="C")',
                              "cupy.asarray(x, dtype=dtype)"),
     "memory of the caller that is not aligned": (
@@ -77,7 +74,7 @@ MUTANTS = {
     "float16 of the iterate before": (
         "cuda", "\"halve\", Z, Z, L.inv", "\"halve\", Z, Z_prev, L.inv"
     ),
-    "the wrong random stream": (device_sketches, "U32(STREAM_ROWS)", "U32(3)"),
+    "the wrong random stream": (algorithm2, "U32(STREAM_ROWS)", "U32(3)"),
     "a failed factorisation unnoticed": (
         "cuda", '(linalg="raise"):  # synchronize!', '(linalg="ignore"):'
     ),
@@ -91,10 +88,10 @@ MUTANTS = {
         "cuda", "I32(L.segment), I32(b - a)", "I32(512), I32(b - a)"
     ),
     "rows gathered in the order of the file": (
-        device_streaming, "self.order[rows])", "np.arange(rows.start, rows.stop))"
+        transfer, "self.order[rows])", "np.arange(rows.start, rows.stop))"
     ),
     "columns cut from the first on": (
-        device_streaming, "part[:, cut]", "part[:, : len(range(*cut.indices(part.shape[1])))]"
+        transfer, "part[:, cut]", "part[:, : len(range(*cut.indices(part.shape[1])))]"
     ),
     "captured steps with the scratch of another stream": (
         "cuda", "self._replayed_on = cupy.cuda.get_current_stream().ptr", "pass"
@@ -113,35 +110,35 @@ MUTANTS = {
     "a residual in another unit": ("cuda", "B, 0, 1.0 / unit, R", "B, 0, unit, R"),
     "replays that nobody counts": ("cuda", "note_again(state.moved)", "pass"),
     "a part used before it is there": (
-        device_streaming, "            stream.wait_event(buffer.copied)\n", ""
+        transfer, "            stream.wait_event(buffer.copied)\n", ""
     ),
     "a copy into a buffer that is still in use": (
-        device_streaming, "        self._copies.wait_event(buffer.used)\n", ""
+        transfer, "        self._copies.wait_event(buffer.used)\n", ""
     ),
     "a buffer given back before it was used": (
-        device_streaming,
+        transfer,
         "            try:\n                yield rows, part\n            finally:",
         "            buffer.used.record(stream)\n            yield rows, part\n            if 0:",
     ),
     "fresh memory overwritten while its last owner reads it": (
-        device_streaming, "        made.used.record(stream)", "        pass"
+        transfer, "        made.used.record(stream)", "        pass"
     ),
     "a pinned buffer refilled while it is being read": (
-        device_streaming, "        buffer.copied.synchronize()", "        pass"
+        transfer, "        buffer.copied.synchronize()", "        pass"
     ),
     "a buffer of the ring refilled while it is being read": (
-        device_streaming, "self._buffers[part % 2].copied.synchronize()", "pass"
+        transfer, "self._buffers[part % 2].copied.synchronize()", "pass"
     ),
     "a ring refilled while the pass before is being read": (
-        device_streaming, "self._copies.synchronize()  # synchronize!  those", "# those"
+        transfer, "self._copies.synchronize()  # synchronize!  those", "# those"
     ),
     "a chunk refilled while it is being uploaded": (
-        device_uploads, "        copied[i % 2].synchronize()", "        pass"
+        transfer, "        copied[i % 2].synchronize()", "        pass"
     ),
     "a buffer for the next chunk, too": (
-        device_uploads, "chunk = buffers[i % 2]", "chunk = buffers[0]"
+        transfer, "chunk = buffers[i % 2]", "chunk = buffers[0]"
     ),
-    "one buffer for two parts": (device_streaming, "buffers[(i + 1) % 2]", "buffers[i % 2]"),
+    "one buffer for two parts": (transfer, "buffers[(i + 1) % 2]", "buffers[i % 2]"),
 }  # fmt: skip
 
 

@@ -155,7 +155,7 @@ def test_a_graph_that_is_kept_may_be_used_on_another_stream(backend: Any, made_t
         if made_there:
             g = backend.sampled_graph(g, backend.xp.ones(g.num_edges))
         for dtype in ("float64", "float32"):
-            backend.sampler.edges(backend.laplacian(g, dtype))
+            backend.list_edges(backend.laplacian(g, dtype))
     with stream(non_blocking=True):
         for dtype in ("float64", "float32"):
             L, X = backend.laplacian(g, dtype), backend.asarray(checks.block(60, 4, dtype))

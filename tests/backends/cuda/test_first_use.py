@@ -26,7 +26,7 @@ if compiler() is None:
 from herta_gpu import HERTA
 from herta_gpu.app import device_checks as checks
 from herta_gpu.backends import get_backend
-from herta_gpu.backends.cuda import device, uploads
+from herta_gpu.backends.cuda import device, transfer
 from herta_gpu.backends.cuda.graphs import DeviceGraph, derived
 from tests import cupy_standin
 from tests.backends.cuda import more_checks
@@ -112,12 +112,12 @@ def test_a_long_compilation_is_told_to_those_who_watch(
     told, terminal = threading.Event(), io.StringIO()
     monkeypatch.setattr(terminal, "isatty", lambda: told.set() or watched)
     monkeypatch.setattr(sys, "stderr", terminal)
-    with device.told_if_long("compiling cg.cu", seconds=0.0):
+    with device.tell_if_long("compiling cg.cu", seconds=0.0):
         assert told.wait(30)
         while watched and "\n" not in terminal.getvalue():
             told.wait(0.001)
     assert terminal.getvalue() == ("herta_gpu: compiling cg.cu\n" if watched else "")
-    with device.told_if_long("nothing", seconds=1000.0):
+    with device.tell_if_long("nothing", seconds=1000.0):
         pass  # the timer ends with the block
 
 
@@ -192,7 +192,7 @@ def test_a_large_array_is_uploaded_through_small_buffers(ledger: Ledger, backend
     assert max(ledger.pinned) <= 8 * 31  # a row that is longer than a chunk
     X = np.ones((200, 50))
     ledger.clear()
-    with mock.patch.object(uploads, "CHUNK_BYTES", 1000):
+    with mock.patch.object(transfer, "CHUNK_BYTES", 1000):
         backend.asarray(X)
     assert ledger.staged == 0
     assert ledger.pinned == [1000, 1000]

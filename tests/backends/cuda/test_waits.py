@@ -71,8 +71,8 @@ def device_of(backend: Any) -> Any:
 
 
 def _uploaded(backend: Any) -> None:
-    X, uploads = checks.block(31, 6, "float64"), sys.modules["herta_gpu.backends.cuda.uploads"]
-    with mock.patch.object(uploads, "CHUNK_BYTES", 100):
+    X, transfer = checks.block(31, 6, "float64"), sys.modules["herta_gpu.backends.cuda.transfer"]
+    with mock.patch.object(transfer, "CHUNK_BYTES", 100):
         assert np.array_equal(backend.to_numpy(backend.asarray(X)), X)
 
 
@@ -131,7 +131,7 @@ def _timed(backend: Any) -> None:
 def test_the_waits_are_found() -> None:
     files = [file for file, _ in WAITS]
     assert len(WAITS) >= 24
-    assert {*files} >= {"backend", "streaming", "uploads", "traffic", "sampling"}
+    assert {*files} >= {"backend", "streaming", "transfer", "traffic", "sampling"}
 
 
 def test_all_checks_pass_as_it_is(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ import pickle
 import shutil
 import tempfile
 import traceback
+from functools import reduce
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -65,15 +66,18 @@ def dense_rows(edges: Any, X: Any, lam: float) -> Any:
     return np.linalg.solve(np.eye(N) + lam * L, X)
 
 
+def of_ranks(count: int) -> tuple[list[Any], Any]:
+    """Numbers of each rank in units of its own, and their sum in the order of the ranks."""
+    rngs = map(np.random.default_rng, range(SIZE))
+    parts = [rng.standard_normal(count) * 10.0 ** (3 * r) for r, rng in enumerate(rngs)]
+    return parts, reduce(np.add, parts)
+
+
 # ---- what ranks say to each other ------------------------------------------------------------
 def check_totals_are_added_in_the_order_of_ranks() -> None:
     team = ranks_of(COMM)
     for count in (1, 7, FEW, FEW + 1, 3 * FEW + 5):
-        parts = [np.random.default_rng(r).standard_normal(count) * 10.0 ** (3 * r)
-                 for r in range(SIZE)]  # fmt: skip
-        wanted = parts[0].copy()
-        for part in parts[1:]:
-            wanted += part
+        parts, wanted = of_ranks(count)
         assert (team.total(parts[RANK]) == wanted).all()
     assert team.total(0.1 * RANK) == sum(0.1 * r for r in range(SIZE))
     assert team.total(np.ones((0, 3))).shape == (0, 3)
@@ -84,16 +88,16 @@ def check_largest_agreed_and_rows() -> None:
     team = ranks_of(COMM)
     assert team.largest(float(RANK)) == SIZE - 1
     assert (team.largest(np.array([RANK, -RANK])) == [SIZE - 1, 0]).all()
-    assert team.agreed({"rank": RANK, "x": np.arange(3)})["rank"] == 0
-    whole, at = team.gathered(np.full((RANK, 2), RANK))
+    assert team.agree({"rank": RANK, "x": np.arange(3)})["rank"] == 0
+    whole, at = team.gather(np.full((RANK, 2), RANK))
     assert whole.tolist() == [[r, r] for r in range(SIZE) for _ in range(r)]
     assert (whole[at] == RANK).all()
     assert at.stop - at.start == RANK
-    got = team.exchanged([np.full((r + RANK, 1), 10 * RANK + r) for r in range(SIZE)])
+    got = team.exchange_rows([np.full((r + RANK, 1), 10 * RANK + r) for r in range(SIZE)])
     for r, part in enumerate(got):
         assert part.shape == (r + RANK, 1)
         assert (part == 10 * r + RANK).all()
-    made = team.shared({"x": np.arange(RANK)} if RANK else {})
+    made = team.share({"x": np.arange(RANK)} if RANK else {})
     assert [sorted(found) for found in made] == [[]] + [["x"]] * (SIZE - 1)
     assert all((made[r]["x"] == np.arange(r)).all() for r in range(1, SIZE))
 
@@ -152,31 +156,6 @@ def check_the_same_blocks_give_the_bits_of_one_process() -> None:
         assert (one.predict(alone, X) == all_.predict(shared, X)).mean() > 0.995, params
 
 
-def check_least_squares_is_that_of_dense_algebra() -> None:
-    for d, ridge in ((7, 0.0), (30, 0.5), (1, 0.0)):
-        edges, X, y, train = data(d)
-        graph = Graph.from_edges(share(edges), N, comm=COMM)
-        model = HERTA(lam=3.0, ridge=ridge, dtype="float64", tol=1e-10).fit(graph, X, y, train)
-        A = dense_rows(edges, X, 3.0)
-        Y = np.eye(C)[y[train]]
-        W = np.linalg.solve(A[train].T @ A[train] + ridge * np.eye(d), A[train].T @ Y)
-        assert np.abs(model.W_ - W).max() <= 1e-7 * np.abs(W).max()
-        Z = model.transform(graph, X)
-        assert np.abs(Z - A @ W).max() <= 1e-5 * np.abs(A @ W).max()
-        assert model.score(graph, X, y) == np.mean((A @ W).argmax(axis=1) == y)
-
-
-def check_fewer_rows_than_features() -> None:
-    edges, X, y, _ = data(150)
-    train = np.arange(0, N, 5)
-    graph = Graph.from_edges(share(edges), N, comm=COMM)
-    for ridge in (0.0, 0.1):
-        model = HERTA(lam=1.0, ridge=ridge).fit(graph, X, y, train)
-        one = HERTA(lam=1.0, ridge=ridge).fit(Graph.from_edges(edges, N), X, y, train)
-        assert model.status_ == one.status_
-        assert np.abs(model.W_ - one.W_).max() <= 1e-4 * np.abs(one.W_).max()
-
-
 def check_two_fits_have_the_same_bits_on_all_ranks() -> None:
     edges, X, y, train = data(30)
     graph, team = Graph.from_edges(share(edges), N, comm=COMM), ranks_of(COMM)
@@ -205,6 +184,41 @@ def weighted_edges() -> tuple[Any, Any]:
     return edges, np.random.default_rng(2).random(edges.shape[1]) + 0.5
 
 
+def both_splits(edges: Any) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
+    """A graph that the ranks have by columns and by nodes, with the nodes that this one has."""
+    part = parts(edges)
+    return (Graph.from_edges(share(edges), N, comm=COMM), slice(None)), (part, part.nodes)
+
+
+def check_least_squares_is_that_of_dense_algebra() -> None:
+    for d, ridge, text in ((7, 0.0, False), (30, 0.5, True), (1, 0.0, False)):
+        edges, X, y, train = data(d)
+        mask = np.isin(np.arange(N), train[: N // 4])  # the last ranks have no training node
+        labels = np.array(["a", "bb", "ccc"])[y] if text else y
+        A = dense_rows(edges, X, 3.0)
+        P, Y = A[mask].T @ A[mask] + ridge * np.eye(d), np.eye(C)[y[mask]]
+        W = np.linalg.solve(P, A[mask].T @ Y)
+        right = np.mean((A @ W).argmax(axis=1) == y)
+        for graph, at in both_splits(edges):
+            model = HERTA(lam=3.0, ridge=ridge, dtype="float64", tol=1e-10)
+            model.fit(graph, sp.csr_array(X[at]) if text else X[at], labels[at], mask[at])
+            assert np.abs(model.W_ - W).max() <= 1e-7 * np.abs(W).max()
+            off = np.abs(model.transform(graph, X[at]) - (A @ W)[at]).max(initial=0)
+            assert off <= 1e-5 * np.abs(A @ W).max()
+            assert model.score(graph, X[at], labels[at]) == right
+
+
+def check_fewer_rows_than_features() -> None:
+    edges, X, y, _ = data(150)
+    mask = np.arange(N) % 5 == 0
+    for ridge in (0.0, 0.1):
+        one = HERTA(lam=1.0, ridge=ridge).fit(Graph.from_edges(edges, N), X, y, mask)
+        for graph, at in both_splits(edges):
+            model = HERTA(lam=1.0, ridge=ridge).fit(graph, X[at], y[at], mask[at])
+            assert model.status_ == one.status_
+            assert np.abs(model.W_ - one.W_).max() <= 1e-4 * np.abs(one.W_).max()
+
+
 def check_products_and_solves_of_parts() -> None:
     rng = np.random.default_rng(3)
     edges, weight = weighted_edges()
@@ -214,9 +228,7 @@ def check_products_and_solves_of_parts() -> None:
         assert abs(part.lambda_max_bound - whole.lambda_max_bound) < 1e-14
         dense = np.eye(N) + 5.0 * whole.to_csr().toarray()
         kinds = [("float64", 1e-12, 5)]
-        if (
-            w is None and isinstance(partition, str) and partition == "blocks"
-        ):  # each kind takes some seconds to compile
+        if w is None and str(partition) == "blocks":  # each kind takes some seconds to compile
             kinds += [("float32", 2e-5, 17), ("float64", 1e-12, 1)]
         for dtype, tol, k in kinds:
             H = RegularizedLaplacian(part, 5.0, backend_for("cpu", part, None), dtype)
@@ -240,8 +252,8 @@ def check_fits_of_parts_are_those_of_the_whole() -> None:
     mask = np.zeros(N, dtype=bool)
     mask[train] = True
     whole = Graph.from_edges(edges, N)
-    fits = [*_FITS[:3], {"lam": 5.0, "strategy": "herta", "ridge": 0.1},
-            {"lam": 2.0, "loss": "ce", "ridge": 0.1, "strategy": "herta"}]  # fmt: skip
+    more = ({"lam": 5.0, "ridge": 0.1}, {"lam": 2.0, "loss": "ce", "ridge": 0.1})
+    fits = [*_FITS[:3], *({"strategy": "herta", **params} for params in more)]
     for params, partition in itertools.product(fits, partitions()):
         part = parts(edges, None, partition)
         at = part.nodes
@@ -254,37 +266,6 @@ def check_fits_of_parts_are_those_of_the_whole() -> None:
         assert wrong <= 0.01 * N, params
         assert abs(model.score(part, X[at], y[at]) - one.score(whole, X, y)) < 0.01
         assert all((W == model.W_).all() for W in ranks_of(COMM).each(model.W_))
-
-
-def check_least_squares_of_parts_is_that_of_dense_algebra() -> None:
-    for d, ridge, text in ((7, 0.0, False), (30, 0.5, True)):
-        edges, X, y, train = data(d)
-        mask = np.zeros(N, dtype=bool)
-        mask[train[: N // 4]] = True  # the last ranks have no training node
-        part = parts(edges)
-        at = part.nodes
-        labels = np.array(["a", "bb", "ccc"])[y] if text else y
-        model = HERTA(lam=3.0, ridge=ridge, dtype="float64", tol=1e-10)
-        model.fit(part, sp.csr_array(X[at]) if text else X[at], labels[at], mask[at])
-        A = dense_rows(edges, X, 3.0)
-        Y = np.eye(C)[y[mask]]
-        W = np.linalg.solve(A[mask].T @ A[mask] + ridge * np.eye(d), A[mask].T @ Y)
-        assert np.abs(model.W_ - W).max() <= 1e-7 * np.abs(W).max()
-        right = np.mean((A @ W).argmax(axis=1) == y)
-        assert model.score(part, X[at], labels[at]) == right
-
-
-def check_fewer_rows_than_features_of_parts() -> None:
-    edges, X, y, _ = data(150)
-    mask = np.zeros(N, dtype=bool)
-    mask[::5] = True
-    part, whole = parts(edges), Graph.from_edges(edges, N)
-    for ridge in (0.0, 0.1):
-        model = HERTA(lam=1.0, ridge=ridge).fit(part, X[part.nodes], y[part.nodes],
-                                                mask[part.nodes])  # fmt: skip
-        one = HERTA(lam=1.0, ridge=ridge).fit(whole, X, y, mask)
-        assert model.status_ == one.status_
-        assert np.abs(model.W_ - one.W_).max() <= 1e-4 * np.abs(one.W_).max()
 
 
 def check_what_parts_cannot_do_is_said() -> None:
@@ -328,7 +309,7 @@ def check_parts_of_a_graph_that_all_have() -> None:
 def check_rows_of_a_dataset() -> None:
     """Each rank's rows, from memory or from files, with the columns of all ranks made standard."""
     edges, X, y, train = data(7)
-    folder = Path(ranks_of(COMM).agreed(tempfile.mkdtemp() if RANK == 0 else None))
+    folder = Path(ranks_of(COMM).agree(tempfile.mkdtemp() if RANK == 0 else None))
     if RANK == 0:
         np.save(folder / "X.npy", X)
         Graph.from_edges(edges, N).save(folder / "graph")
@@ -356,7 +337,7 @@ def check_a_wrong_partition_is_one_sentence() -> None:
     if SIZE == 1:
         return
     team, edges = ranks_of(COMM), data(5)[0]
-    folder = Path(team.agreed(tempfile.mkdtemp() if RANK == 0 else None))
+    folder = Path(team.agree(tempfile.mkdtemp() if RANK == 0 else None))
     good, path = np.arange(N) * 7 % SIZE, folder / "owners.npy"
     wrong = {
         "must name the rank of each of the 400 nodes": np.zeros(N - 1, dtype=int),

@@ -19,7 +19,7 @@ from herta_gpu.backends.ranks.communicator import FEW
 from herta_gpu.backends.ranks.nccl import GROUP, Nccl, nccl_of
 from herta_gpu.laplacian import RegularizedLaplacian, block_cg, chebyshev
 from tests import cupy_standin
-from tests.backends.ranks.checks import COMM, RANK, SIZE, main, raises
+from tests.backends.ranks.checks import COMM, RANK, SIZE, main, of_ranks, raises
 from tests.cuda_emulator import EmulatorError
 from tests.cupy_standin import nccl as standin
 from tests.cupy_standin.ledger import LEDGER
@@ -119,11 +119,7 @@ def check_totals_are_added_in_the_order_of_ranks() -> None:
         return
     xp = backend.xp
     for count in (1, 7, FEW, 2 * FEW + 5):
-        parts = [np.random.default_rng(r).standard_normal(count) * 10.0 ** (3 * r)
-                 for r in range(SIZE)]  # fmt: skip
-        wanted = parts[0].copy()
-        for part in parts[1:]:
-            wanted += part
+        parts, wanted = of_ranks(count)
         assert (backend.total(xp.asarray(parts[RANK])).get() == wanted).all()
     again = backend.total(xp.asarray(parts[RANK]))  # the same bits in every run
     assert (again.get() == wanted).all()
@@ -135,7 +131,7 @@ def check_totals_are_added_in_the_order_of_ranks() -> None:
     assert whole.get().tolist() == [[r, r] for r in range(SIZE) for _ in range(r)]
     assert (backend.own(whole).get() == RANK).all()
     made = {"x": xp.asarray(np.arange(RANK)), "y": xp.asarray(np.eye(2))}
-    found = backend.nccl.shared(made if RANK else {})
+    found = backend.nccl.share(made if RANK else {})
     assert [sorted(f) for f in found] == [[], *[["x", "y"]] * (SIZE - 1)]
     assert all((found[r]["x"].get() == np.arange(r)).all() for r in range(1, SIZE))
 
@@ -356,7 +352,7 @@ def check_the_stand_in_refuses_what_nccl_punishes() -> None:
         assert (into.get() == 1).all()
         touch(out, into)
     Device(0).use()
-    key = team.agreed(standin.get_unique_id())
+    key = team.agree(standin.get_unique_id())
     raises(standin.NcclError, lambda: standin.NcclCommunicator(SIZE, key, RANK))
     Device(RANK).use()
     wire.close()

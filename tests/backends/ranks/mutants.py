@@ -18,6 +18,7 @@ from herta_gpu.backends import backend_for
 from herta_gpu.backends.ranks import GraphPart, Ranks, ranks_of
 from herta_gpu.backends.ranks.nodes import NodesBackend
 from herta_gpu.backends.ranks.parts import Halo
+from herta_gpu.backends.ranks.teams import Rows
 from herta_gpu.laplacian import RegularizedLaplacian, block_cg
 from herta_gpu.unfolded import UnfoldedMap
 from tests.backends.ranks.checks import COMM, RANK, N, data, parts
@@ -108,16 +109,16 @@ def stale_halo(self: Halo, X: Any, fill: Any = None, to: str = "") -> Any:
 
 def local(which: int) -> Any:
     """A step of CG that does not add up its first (pHp) or second (rho) sum over the ranks."""
-    step, total = NodesBackend.cg_step, NodesBackend.total
+    step, total = NodesBackend.cg_step, Rows.total
 
     def mutant(self: NodesBackend, *args: Any) -> None:
         calls: list[Any] = []
 
         def counted(x: Any) -> Any:
             calls.append(x)
-            return x if len(calls) == which else total(self, x)
+            return x if len(calls) == which else total(self.team, x)
 
-        with patch.object(self, "total", counted):
+        with patch.object(self.team, "total", counted):
             step(self, *args)
 
     return mutant
@@ -134,13 +135,13 @@ _with_edges = GraphPart.with_edges
 
 def one_end_alone(self: GraphPart, keep: Any, factor: Any) -> Any:
     """Edges between ranks lose their weight at the end that did not draw them."""
-    exchanged = Ranks.exchanged
+    exchange_rows = Ranks.exchange_rows
 
     def silent(team: Ranks, told: Any) -> Any:
-        found = exchanged(team, told)
+        found = exchange_rows(team, told)
         return [x if r == team.rank else x * 0 for r, x in enumerate(found)]
 
-    with patch.object(Ranks, "exchanged", silent):
+    with patch.object(Ranks, "exchange_rows", silent):
         return _with_edges(self, keep, factor)
 
 
@@ -149,13 +150,13 @@ def own_numbers(self: GraphPart, x: Any) -> Any:
     return np.cumsum(x) - x
 
 
-def in_order_of_ranks(self: NodesBackend, rows: Any) -> Any:
+def in_order_of_ranks(self: Rows, rows: Any) -> Any:
     """Training rows one rank after the other, whatever their ids."""
-    ids, self._mine = self.team.gathered(self.graph.ids[rows])
+    ids, self._mine = self.ranks.gather(self.graph.ids[rows])
     return ids
 
 
-def alone_from_disk(self: NodesBackend, x: Any) -> Any:
+def alone_from_disk(self: Rows, x: Any) -> Any:
     """A rank that has a stored block does not ask the others whether they do."""
     return x
 
@@ -163,8 +164,8 @@ def alone_from_disk(self: NodesBackend, x: Any) -> Any:
 MUTANTS = {
     "the other end is not told": (samples, (GraphPart, "with_edges", one_end_alone)),
     "edges numbered by each rank": (samples, (GraphPart, "sums_before", own_numbers)),
-    "rows in the order of ranks": (left_out, (NodesBackend, "train_on", in_order_of_ranks)),
-    "a block read alone": (resumed, (NodesBackend, "largest", alone_from_disk)),
+    "rows in the order of ranks": (left_out, (Rows, "train_on", in_order_of_ranks)),
+    "a block read alone": (resumed, (Rows, "largest", alone_from_disk)),
     "no halo": (solves, (Halo, "extended", no_halo)),
     "stale halo": (solves, (Halo, "extended", stale_halo)),
     "local pHp": (solves, (NodesBackend, "cg_step", local(1))),

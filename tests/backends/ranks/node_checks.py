@@ -42,7 +42,7 @@ def everywhere(x: Any) -> Any:
 
 def shared_folder() -> Path:
     team = ranks_of(COMM)
-    return Path(team.agreed(tempfile.mkdtemp() if RANK == 0 else None))
+    return Path(team.agree(tempfile.mkdtemp() if RANK == 0 else None))
 
 
 # ---- Algorithm 2 -----------------------------------------------------------------------------

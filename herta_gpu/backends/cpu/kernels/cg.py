@@ -3,62 +3,63 @@
 from numba import float64
 
 from herta_gpu.backends.cpu.kernels.simd import (
-    VECTOR_BYTES,
     add_product,
     count,
     fma,
     inline,
     kernel,
+    lanes,
     load,
     mul,
     store,
     sub,
+    vector,
 )
 
 
 @inline
-def _residual_part(R, HP, alpha, dots, at, j, into, n):  # type: ignore[no-untyped-def]
-    r = sub(load(R, at, n), mul(load(alpha, j, n), load(HP, at, n)))
+def _residual_part(zero, R, HP, alpha, dots, at, j, into, n):  # type: ignore[no-untyped-def]
+    r = sub(load(R, at, n, zero), mul(load(alpha, j, n, zero), load(HP, at, n, zero)))
     store(R, at, n, r)
     add_product(dots, into, n, r, r)
 
 
 @inline
-def _direction_part(Z, P, R, alpha, beta, at, j, n):  # type: ignore[no-untyped-def]
-    p = load(P, at, n)
-    store(Z, at, n, fma(load(alpha, j, n), p, load(Z, at, n)))
-    store(P, at, n, fma(load(beta, j, n), p, load(R, at, n)))
+def _direction_part(zero, Z, P, R, alpha, beta, at, j, n):  # type: ignore[no-untyped-def]
+    p = load(P, at, n, zero)
+    store(Z, at, n, fma(load(alpha, j, n, zero), p, load(Z, at, n, zero)))
+    store(P, at, n, fma(load(beta, j, n, zero), p, load(R, at, n, zero)))
 
 
 @kernel
 def cg_residual(R, HP, alpha, dots, rows, counter):  # type: ignore[no-untyped-def]
     """R -= alpha HP, and the squared column norms of R by chunk of `rows` rows."""
-    n, k = R.shape
-    lanes = VECTOR_BYTES // R.itemsize
+    (n, k), zero = R.shape, vector(R)
+    size = lanes(zero)
     chunk = count(counter, 0)
     while chunk < dots.shape[0]:
         for i in range(chunk * rows, min(n, (chunk + 1) * rows)):
-            for j in range(0, k - lanes + 1, lanes):
-                _residual_part(R, HP, alpha, dots, i * k + j, j, chunk * k + j, None)
-            j = k // lanes * lanes
+            for j in range(0, k - size + 1, size):
+                _residual_part(zero, R, HP, alpha, dots, i * k + j, j, chunk * k + j, None)
+            j = k // size * size
             if j < k:
-                _residual_part(R, HP, alpha, dots, i * k + j, j, chunk * k + j, k - j)
+                _residual_part(zero, R, HP, alpha, dots, i * k + j, j, chunk * k + j, k - j)
         chunk = count(counter, 0)
 
 
 @kernel
 def cg_direction(Z, P, R, alpha, beta, rows, counter):  # type: ignore[no-untyped-def]
     """Z += alpha P; P = R + beta P: P is read once for both."""
-    n, k = P.shape
-    lanes = VECTOR_BYTES // P.itemsize
+    (n, k), zero = P.shape, vector(P)
+    size = lanes(zero)
     chunk = count(counter, 0)
     while chunk * rows < n:
         for i in range(chunk * rows, min(n, (chunk + 1) * rows)):
-            for j in range(0, k - lanes + 1, lanes):
-                _direction_part(Z, P, R, alpha, beta, i * k + j, j, None)
-            j = k // lanes * lanes
+            for j in range(0, k - size + 1, size):
+                _direction_part(zero, Z, P, R, alpha, beta, i * k + j, j, None)
+            j = k // size * size
             if j < k:
-                _direction_part(Z, P, R, alpha, beta, i * k + j, j, k - j)
+                _direction_part(zero, Z, P, R, alpha, beta, i * k + j, j, k - j)
         chunk = count(counter, 0)
 
 

@@ -3,14 +3,15 @@
 import numpy as np
 
 from herta_gpu.backends.cpu.kernels.simd import (
-    REGISTER_BYTES,
     add,
     count,
     inline,
     kernel,
-    load_register,
+    lanes,
+    load,
     mul,
-    splat_register,
+    register,
+    splat,
     store,
     sub,
 )
@@ -22,25 +23,22 @@ HADAMARD_BITS = 9  # ... and log2 of its rows: 256 KB, which an L2 cache holds
 @inline
 def _butterfly(radix, src, at, step, dst, into, stride, n, scale):  # type: ignore[no-untyped-def]
     """The transform of 2, 4 or 8 vectors `step` apart, in registers; `radix` is a constant."""
-    a, b = load_register(src, at, n), load_register(src, at + step, n)
+    a, b = load(src, at, n, scale), load(src, at + step, n, scale)
     a, b = add(a, b), sub(a, b)
     if radix > 2:
-        c, d = load_register(src, at + 2 * step, n), load_register(src, at + 3 * step, n)
+        c, d = load(src, at + 2 * step, n, scale), load(src, at + 3 * step, n, scale)
         c, d = add(c, d), sub(c, d)
         a, b, c, d = add(a, c), add(b, d), sub(a, c), sub(b, d)
         if radix > 4:
-            e, f = load_register(src, at + 4 * step, n), load_register(src, at + 5 * step, n)
-            g, h = load_register(src, at + 6 * step, n), load_register(src, at + 7 * step, n)
+            e, f = load(src, at + 4 * step, n, scale), load(src, at + 5 * step, n, scale)
+            g, h = load(src, at + 6 * step, n, scale), load(src, at + 7 * step, n, scale)
             e, f, g, h = add(e, f), sub(e, f), add(g, h), sub(g, h)
             e, f, g, h = add(e, g), add(f, h), sub(e, g), sub(f, h)
-            a, b, c, d, e, f, g, h = (
-                add(a, e), add(b, f), add(c, g), add(d, h),
-                sub(a, e), sub(b, f), sub(c, g), sub(d, h),
-            )  # fmt: skip
-            store(dst, into + 4 * stride, n, mul(e, scale))
-            store(dst, into + 5 * stride, n, mul(f, scale))
-            store(dst, into + 6 * stride, n, mul(g, scale))
-            store(dst, into + 7 * stride, n, mul(h, scale))
+            store(dst, into + 4 * stride, n, mul(sub(a, e), scale))
+            store(dst, into + 5 * stride, n, mul(sub(b, f), scale))
+            store(dst, into + 6 * stride, n, mul(sub(c, g), scale))
+            store(dst, into + 7 * stride, n, mul(sub(d, h), scale))
+            a, b, c, d = add(a, e), add(b, f), add(c, g), add(d, h)
         store(dst, into + 2 * stride, n, mul(c, scale))
         store(dst, into + 3 * stride, n, mul(d, scale))
     store(dst, into, n, mul(a, scale))
@@ -50,17 +48,16 @@ def _butterfly(radix, src, at, step, dst, into, stride, n, scale):  # type: igno
 @inline
 def _stage(radix, span, size, src, base, row, dst, base2, row2, width, scale):  # type: ignore[no-untyped-def]
     """One radix-2, -4 or -8 stage over `size` rows of `width` columns."""
-    lanes = REGISTER_BYTES // src.itemsize
-    f = splat_register(src, scale)
+    f = splat(scale, register(src))
+    wide, step, stride = lanes(f), span * row, span * row2
     for block in range(0, size, span * radix):
         for i in range(block, block + span):
-            for c in range(0, width - lanes + 1, lanes):
-                _butterfly(radix, src, base + i * row + c, span * row,
-                           dst, base2 + i * row2 + c, span * row2, None, f)  # fmt: skip
-            c = width // lanes * lanes
+            at, into = base + i * row, base2 + i * row2
+            for c in range(0, width - wide + 1, wide):
+                _butterfly(radix, src, at + c, step, dst, into + c, stride, None, f)
+            c = width // wide * wide
             if c < width:
-                _butterfly(radix, src, base + i * row + c, span * row,
-                           dst, base2 + i * row2 + c, span * row2, width - c, f)  # fmt: skip
+                _butterfly(radix, src, at + c, step, dst, into + c, stride, width - c, f)
 
 
 @kernel

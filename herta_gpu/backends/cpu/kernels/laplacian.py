@@ -1,43 +1,48 @@
-"""The product with H = I + lam L, as in laplacian.cu.
+"""The product with H = I + lam L, and B - H Z in float64, as in laplacian.cu.
 
-A row is cut into at most `TILE` vectors, the last one masked: a few variants of each loop serve
-every number of columns, none of them with a scalar remainder.  Threads share a counter of chunks.
-A chunk is always computed whole, by one thread, in one order, and leaves its own partial sums:
-results do not depend on how many threads there are.
+A row is cut into at most four vectors, the last one masked: a few variants of one loop serve every
+number of columns, none of them with a scalar remainder.  A row of at most half a vector is one or
+two quarters instead: short reads win there.  Threads share a counter of chunks.  A chunk is always
+computed whole, by one thread, in one order, and leaves its own partial sums: results do not depend
+on how many threads there are.
+
+B - H Z is computed in float64, whatever Z, B and the result are stored in: a vector of Z is widened
+when it is read, and its sum then fills two registers where Z is float32.  The result is rounded
+once, when it is stored; its column dots are those of what was not rounded yet.
 """
 
 from numba import float64
 
 from herta_gpu.backends.cpu.kernels.simd import (
-    VECTOR_BYTES,
+    REGISTER_BYTES,
     add,
     add_product,
     count,
     fma,
     inline,
     kernel,
+    lanes,
     load,
-    load_as,
-    load_as_quarter,
-    load_quarter,
     mul,
     peek,
     prefetch,
+    quarter,
     splat,
-    splat_quarter,
     store,
-    store_half,
     sub,
+    vector,
+    wide,
 )
 
-TILE = 4  # vectors of a row held in registers at once
+TILE = 4  # vectors of a row held in registers at once ...
+WIDE_TILE = 4 * REGISTER_BYTES // 64  # ... and of a row that is widened
 AHEAD = 40  # neighbours between the prefetch of a row and its use: a few rows of a graph
 FAR = 8 << 20  # bytes from which on a random read is waited for
 RUN = 32  # neighbours summed before the sum joins those before it: a hub then rounds far less
 
 
 @inline
-def scale(s, weights, v, e):  # type: ignore[no-untyped-def]
+def _scale(s, weights, v, e):  # type: ignore[no-untyped-def]
     """s_v w_e; what is None is 1, and costs nothing."""
     if s is None:
         return 1.0 if weights is None else peek(weights, e)
@@ -45,124 +50,131 @@ def scale(s, weights, v, e):  # type: ignore[no-untyped-def]
 
 
 @inline
-def _post(post, own, i):  # type: ignore[no-untyped-def]
-    return peek(post, i) if own is None else peek(post, i) * peek(own, i)
+def _product(x, factors, i):  # type: ignore[no-untyped-def]
+    return x if factors is None else x * peek(factors, i)
 
 
 @inline
-def _row_sum(G, X, k, j, vectors, tail, indices, weights, s, first, last, end):  # type: ignore[no-untyped-def]
-    """sum over neighbours e of w_e s_e G[e, j:] in `vectors` registers."""
-    lanes = VECTOR_BYTES // X.itemsize
-    n0, n1 = tail if vectors < 2 else lanes, tail if vectors == 2 else lanes
-    n2 = tail if vectors == 3 else lanes
-    whole = G.itemsize == X.itemsize  # a vector of float16 is half a cache line
-    zero = splat(X, 0.0)
+def _ask_for(s, v):  # type: ignore[no-untyped-def]
+    if s is not None:
+        prefetch(s, v)
+
+
+@inline
+def _row_sum(zero, vectors, short, runs, far, G, s, weights, k, j, tail, indices, first, last, end):  # type: ignore[no-untyped-def]
+    """sum over neighbours e of w_e s_e G[e, j:] in `vectors` vectors like `zero`.
+
+    Constants of each call: `vectors`; `short`, for quarters; `runs`, whether neighbours are summed
+    in runs.  What is `far` is asked for before it is used.
+    """
+    size = lanes(zero)
+    n0, n1 = tail if vectors < 2 else size, tail if vectors == 2 else size
+    n2 = tail if vectors == 3 else size
+    lines = G.itemsize * size == 64  # a vector of float16 is half a cache line
     t0, t1, t2, t3 = zero, zero, zero, zero
-    for run in range(first, last, RUN):
+    while first < last:
+        stop = min(first + RUN, last) if runs else last
         a0, a1, a2, a3 = zero, zero, zero, zero
-        for e in range(run, min(run + RUN, last)):
+        for e in range(first, stop):
             v = peek(indices, e)
-            f, at = splat(X, scale(s, weights, v, e)), v * k + j
-            # Rows are random reads: ask early, also for the line that a row's end may touch.
-            soon = peek(indices, min(e + AHEAD, end)) * k + j
-            prefetch(G, soon)
-            prefetch(G, soon + (vectors - 1) * lanes + tail - 1)
-            a0 = fma(load_as(G, at, n0, X), f, a0)
+            f, at = splat(_scale(s, weights, v, e), zero), v * k + j
+            if far or not short:
+                ahead = peek(indices, min(e + AHEAD, end))
+                soon = ahead * k + j
+                if far:
+                    _ask_for(s, ahead)
+                prefetch(G, soon)
+                if not short:  # the line that a row's end may touch
+                    prefetch(G, soon + (vectors - 1) * size + tail - 1)
+                    if vectors > 1 and lines:
+                        prefetch(G, soon + size)
+                    if vectors > 2:
+                        prefetch(G, soon + 2 * size)
+                    if vectors > 3 and lines:
+                        prefetch(G, soon + 3 * size)
+            a0 = fma(load(G, at, n0, zero), f, a0)
             if vectors > 1:
-                if whole:
-                    prefetch(G, soon + lanes)
-                a1 = fma(load_as(G, at + lanes, n1, X), f, a1)
+                a1 = fma(load(G, at + size, n1, zero), f, a1)
             if vectors > 2:
-                prefetch(G, soon + 2 * lanes)
-                a2 = fma(load_as(G, at + 2 * lanes, n2, X), f, a2)
+                a2 = fma(load(G, at + 2 * size, n2, zero), f, a2)
             if vectors > 3:
-                if whole:
-                    prefetch(G, soon + 3 * lanes)
-                a3 = fma(load_as(G, at + 3 * lanes, tail, X), f, a3)
+                a3 = fma(load(G, at + 3 * size, tail, zero), f, a3)
         t0, t1, t2, t3 = add(t0, a0), add(t1, a1), add(t2, a2), add(t3, a3)
+        first = stop
     return t0, t1, t2, t3
 
 
 @inline
-def _narrow_rows(vectors, G, X, Y, B, dots, k, L, lam, c1, c2, a, b, into):  # type: ignore[no-untyped-def]
-    """Rows a..b of a block of one or two quarter vectors, not of float16: short reads win."""
+def _rows(finish, zero, vectors, short, runs, far, G, X, L, lam, out, j, tail, a, b):  # type: ignore[no-untyped-def]
+    """Rows a..b, columns j.. of a tile of `vectors` vectors; `finish` is what is made of H X."""
     indptr, indices, weights, s, post, own, diagonal = L
-    lanes = VECTOR_BYTES // X.itemsize // 4
-    n0, n1 = min(k, lanes), k - lanes
-    f1, f2 = splat_quarter(X, c1), splat_quarter(X, c2)
-    far, end = G.size * G.itemsize > FAR, indptr[-1] - 1
+    k, size, end = X.shape[1], lanes(zero), indptr[-1] - 1
     for i in range(a, b):
-        t0 = splat_quarter(X, 0.0)
-        t1 = t0
-        for e in range(peek(indptr, i), peek(indptr, i + 1)):
-            v = peek(indices, e)
-            if far:
-                prefetch(G, peek(indices, min(e + AHEAD, end)) * k)
-            f = splat_quarter(X, scale(s, weights, v, e))
-            t0 = fma(load_as_quarter(G, v * k, n0, X), f, t0)
-            if vectors > 1:
-                t1 = fma(load_as_quarter(G, v * k + lanes, n1, X), f, t1)
-        h = splat_quarter(X, 1.0 + lam * peek(diagonal, i))
-        c, at = splat_quarter(X, -lam * _post(post, own, i)), i * k
-        f = splat_quarter(X, scale(own, None, i, 0))
-        x = load_quarter(X, at, n0)
-        y = fma(t0, c, mul(x, h))
-        if dots is not None:
-            add_product(dots, into, n0, x, y)
-        if B is not None:
-            z = sub(x, load_quarter(Y, at, n0))
-            y = fma(sub(mul(load_quarter(B, at, n0), f), y), f2, fma(z, f1, x))
-        store(Y, at, n0, y)
+        first, last = peek(indptr, i), peek(indptr, i + 1)
+        t0, t1, t2, t3 = _row_sum(
+            zero, vectors, short, runs, far, G, s, weights, k, j, tail, indices, first, last, end
+        )
+        d, p, f = peek(diagonal, i), _product(peek(post, i), own, i), _scale(own, None, i, 0)
+        n = tail if vectors < 2 else size
+        finish(zero, X, i, k, j, n, t0, lam, d, p, f, *out)
         if vectors > 1:
-            at += lanes
-            x = load_quarter(X, at, n1)
-            y = fma(t1, c, mul(x, h))
-            if dots is not None:
-                add_product(dots, into + lanes, n1, x, y)
-            if B is not None:
-                z = sub(x, load_quarter(Y, at, n1))
-                y = fma(sub(mul(load_quarter(B, at, n1), f), y), f2, fma(z, f1, x))
-            store(Y, at, n1, y)
+            n = tail if vectors == 2 else size
+            finish(zero, X, i, k, j + size, n, t1, lam, d, p, f, *out)
+        if vectors > 2:
+            n = tail if vectors == 3 else size
+            finish(zero, X, i, k, j + 2 * size, n, t2, lam, d, p, f, *out)
+        if vectors > 3:
+            finish(zero, X, i, k, j + 3 * size, tail, t3, lam, d, p, f, *out)
 
 
 @inline
-def _finish(X, Y, B, dots, unit, row, j, into, n, total, h, c, f, c1, c2):  # type: ignore[no-untyped-def]
-    """Columns j.. of a row: H X from the neighbours' sum, and what is fused with it."""
-    at = row + j
-    x = load(X, at, n)
+def _chunk(finish, zero, small, most, runs, far, G, X, L, lam, out, a, b):  # type: ignore[no-untyped-def]
+    """Rows a..b in tiles of at most `most` vectors like `zero`, or in one or two like `small`."""
+    k, size, part = X.shape[1], lanes(zero), lanes(small)
+    far_G = G.size * G.itemsize > FAR
+    for j in range(0, k, most * size):
+        vectors = min(most, (k - j + size - 1) // size)
+        tail = min(size, k - j - (vectors - 1) * size)
+        if k <= part:
+            _rows(finish, small, 1, True, False, far_G, G, X, L, lam, out, 0, k, a, b)
+        elif k <= 2 * part:
+            _rows(finish, small, 2, True, False, far_G, G, X, L, lam, out, 0, k - part, a, b)
+        elif vectors == 1:
+            _rows(finish, zero, 1, False, runs, far, G, X, L, lam, out, j, tail, a, b)
+        elif vectors == 2:
+            _rows(finish, zero, 2, False, runs, far, G, X, L, lam, out, j, tail, a, b)
+        elif vectors == 3:
+            _rows(finish, zero, 3, False, runs, far, G, X, L, lam, out, j, tail, a, b)
+        else:
+            _rows(finish, zero, 4, False, runs, far, G, X, L, lam, out, j, tail, a, b)
+
+
+@inline
+def _step(zero, X, i, k, j, n, total, lam, d, p, own, Y, B, dots, unit, c1, c2, into):  # type: ignore[no-untyped-def]
+    """Columns j.. of row i of H X, from the sum of its neighbours, and what is fused with it."""
+    at = i * k + j
+    x = load(X, at, n, zero)
     if unit is not None:
-        total = mul(total, load(unit, j, n))
-    y = fma(total, c, mul(x, h))
+        total = mul(total, load(unit, j, n, zero))
+    y = fma(total, splat(-lam * p, zero), mul(x, splat(1.0 + lam * d, zero)))
     if dots is not None:
         add_product(dots, into + j, n, x, y)
     if B is not None:
-        b = mul(load(B, at, n), f)
-        y = fma(sub(b, y), c2, fma(sub(x, load(Y, at, n)), c1, x))
+        b, z = mul(load(B, at, n, zero), splat(own, zero)), sub(x, load(Y, at, n, zero))
+        y = fma(sub(b, y), splat(c2, zero), fma(z, splat(c1, zero), x))
     store(Y, at, n, y)
 
 
 @inline
-def _rows(vectors, G, unit, X, Y, B, dots, k, j, tail, L, lam, c1, c2, a, b, into):  # type: ignore[no-untyped-def]
-    """Rows a..b, columns j.. of a tile of `vectors` vectors, a constant of each call."""
-    indptr, indices, weights, s, post, own, diagonal = L
-    lanes = VECTOR_BYTES // X.itemsize
-    end = indptr[-1] - 1
-    f1, f2 = splat(X, c1), splat(X, c2)
-    for i in range(a, b):
-        first, last, at = peek(indptr, i), peek(indptr, i + 1), i * k
-        t0, t1, t2, t3 = _row_sum(G, X, k, j, vectors, tail, indices, weights, s, first, last, end)
-        h = splat(X, 1.0 + lam * peek(diagonal, i))
-        c, f = splat(X, -lam * _post(post, own, i)), splat(X, scale(own, None, i, 0))
-        n = tail if vectors < 2 else lanes
-        _finish(X, Y, B, dots, unit, at, j, into, n, t0, h, c, f, f1, f2)
-        if vectors > 1:
-            n = tail if vectors == 2 else lanes
-            _finish(X, Y, B, dots, unit, at, j + lanes, into, n, t1, h, c, f, f1, f2)
-        if vectors > 2:
-            n = tail if vectors == 3 else lanes
-            _finish(X, Y, B, dots, unit, at, j + 2 * lanes, into, n, t2, h, c, f, f1, f2)
-        if vectors > 3:
-            _finish(X, Y, B, dots, unit, at, j + 3 * lanes, into, tail, t3, h, c, f, f1, f2)
+def _subtract(zero, Z, i, k, j, n, total, lam, d, p, own, B, R, up, dots, start, into):  # type: ignore[no-untyped-def]
+    """Columns j.. of row i of B - H Z, and their shares of the column dots."""
+    at = (i - start) * k + j
+    z, b = load(Z, i * k + j, n, zero), load(B, at, n, zero)
+    r = fma(total, splat(lam * p, zero), fma(z, splat(-1.0 - lam * d, zero), b))
+    if dots is not None:
+        add_product(dots, into + j, n, r, r)
+        add_product(dots, into + k + j, n, add(b, r), z)
+    store(R, at, n, r if up is None else mul(r, load(up, j, n, zero)))
 
 
 @kernel
@@ -175,33 +187,31 @@ def apply(G, unit, X, Y, B, dots, L, lam, c1, c2, cuts, counter):  # type: ignor
     compiled away; of w, s and own it stands for ones.  G may be float16 (its bits as uint16), each
     column in its own `unit`.
     """
-    k = X.shape[1]
-    lanes = VECTOR_BYTES // X.itemsize
+    zero, small = vector(X), quarter(X)
     chunk = count(counter, 0)
     while chunk < cuts.shape[0] - 1:
         a, b = cuts[chunk], cuts[chunk + 1]
-        for j in range(0, k, TILE * lanes):
-            vectors = min(TILE, (k - j + lanes - 1) // lanes)
-            tail = min(lanes, k - j - (vectors - 1) * lanes)
-            into = chunk * k
-            if k <= lanes // 4:
-                _narrow_rows(1, G, X, Y, B, dots, k, L, lam, c1, c2, a, b, into)
-            elif k <= lanes // 2:
-                _narrow_rows(2, G, X, Y, B, dots, k, L, lam, c1, c2, a, b, into)
-            elif vectors == 1:
-                _rows(1, G, unit, X, Y, B, dots, k, j, tail, L, lam, c1, c2, a, b, into)
-            elif vectors == 2:
-                _rows(2, G, unit, X, Y, B, dots, k, j, tail, L, lam, c1, c2, a, b, into)
-            elif vectors == 3:
-                _rows(3, G, unit, X, Y, B, dots, k, j, tail, L, lam, c1, c2, a, b, into)
-            else:
-                _rows(4, G, unit, X, Y, B, dots, k, j, tail, L, lam, c1, c2, a, b, into)
+        out = (Y, B, dots, unit, c1, c2, chunk * X.shape[1])
+        _chunk(_step, zero, small, TILE, True, False, G, X, L, lam, out, a, b)
         chunk = count(counter, 0)
 
 
-@inline
-def _product(x, weights, e):  # type: ignore[no-untyped-def]
-    return x if weights is None else x * peek(weights, e)
+@kernel
+def residual(Z, B, R, start, up, dots, L, lam, cuts, counter):  # type: ignore[no-untyped-def]
+    """R <- (B - H Z) diag(up), B and R being the rows from `start` on; R may be B.
+
+    L is that of `apply`, its numbers in float64.  `dots` of each chunk are ||r||^2 and <b + r, z>
+    by column.  With them, which certificates are made of, neighbours are summed in runs, so that
+    hubs round less; without, one by one.
+    """
+    zero, small = wide(vector(Z)), wide(quarter(Z))
+    far, runs = L[3].size * L[3].itemsize > FAR, dots is not None
+    chunk = count(counter, 0)
+    while chunk < cuts.shape[0] - 1:
+        a, b = cuts[chunk], cuts[chunk + 1]
+        out = (B, R, up, dots, start, 2 * chunk * Z.shape[1])
+        _chunk(_subtract, zero, small, WIDE_TILE, runs, far, Z, Z, L, lam, out, a, b)
+        chunk = count(counter, 0)
 
 
 @kernel
@@ -216,7 +226,7 @@ def apply_column(G, X, Y, B, dots, L, lam, c1, c2, cuts, counter):  # type: igno
             for e in range(first, last):
                 total += _product(peek(G, peek(indices, e)), weights, e)
             x = peek(X, i)
-            y = x + lam * (peek(diagonal, i) * x - _post(post, own, i) * total)
+            y = x + lam * (peek(diagonal, i) * x - _product(peek(post, i), own, i) * total)
             if dots is not None:
                 dots[chunk, 0] += float64(x) * float64(y)
             if B is not None:
@@ -226,21 +236,50 @@ def apply_column(G, X, Y, B, dots, L, lam, c1, c2, cuts, counter):  # type: igno
 
 
 @kernel
-def scale_rows(X, s, f, Y, inverse, rows, counter):  # type: ignore[no-untyped-def]
-    """Y <- diag(f s) X, or diag(f / s) X if `inverse`, in chunks of `rows` rows; Y may be X."""
+def residual_column(Z, B, R, start, up, dots, L, lam, cuts, counter):  # type: ignore[no-untyped-def]
+    """`residual` for one column."""
+    indptr, indices, weights, s, _, _, diagonal = L
+    chunk = count(counter, 0)
+    while chunk < cuts.shape[0] - 1:
+        for i in range(cuts[chunk], cuts[chunk + 1]):
+            total = 0.0
+            for e in range(peek(indptr, i), peek(indptr, i + 1)):
+                v = peek(indices, e)
+                total += _scale(s, weights, v, e) * float64(peek(Z, v))
+            z, b = float64(peek(Z, i)), float64(B[i - start, 0])
+            r = b - ((1.0 + lam * peek(diagonal, i)) * z - lam * peek(s, i) * total)
+            if dots is not None:
+                dots[chunk, 0, 0] += r * r
+                dots[chunk, 1, 0] += (b + r) * z
+            R[i - start, 0] = r if up is None else r * up[0]
+        chunk = count(counter, 0)
+
+
+@inline
+def _scale_part(X, at, n, own, up, j, Y, zero):  # type: ignore[no-untyped-def]
+    x = mul(load(X, at + j, n, zero), splat(own, zero))
+    store(Y, at + j, n, x if up is None else mul(x, load(up, j, n, zero)))
+
+
+@kernel
+def scale_rows(X, s, f, up, Y, inverse, rows, counter):  # type: ignore[no-untyped-def]
+    """Y <- diag(f s) X diag(up), or diag(f / s) X if `inverse`, in chunks of `rows` rows.
+
+    Y may be X, or hold the bits of float16; an `up` of None is all ones.
+    """
     n, k = X.shape
-    lanes = VECTOR_BYTES // X.itemsize
-    quarter, whole = lanes // 4, k // lanes * lanes
+    zero, small = vector(X), quarter(X)
+    size, part = lanes(zero), lanes(small)
     chunk = count(counter, 0)
     while chunk * rows < n:
         for i in range(chunk * rows, min(n, (chunk + 1) * rows)):
             own = f / peek(s, i) if inverse else f * peek(s, i)
-            for j in range(i * k, i * k + whole, lanes):
-                store(Y, j, None, mul(load(X, j, None), splat(X, own)))
-            for j in range(i * k + whole, (i + 1) * k - quarter + 1, quarter):
-                store(Y, j, None, mul(load_quarter(X, j, None), splat_quarter(X, own)))
-            for j in range(i * k + k // quarter * quarter, (i + 1) * k):
-                store(Y, j, 1, mul(load_quarter(X, j, 1), splat_quarter(X, own)))
+            for j in range(0, k - size + 1, size):
+                _scale_part(X, i * k, None, own, up, j, Y, zero)
+            for j in range(k // size * size, k - part + 1, part):
+                _scale_part(X, i * k, None, own, up, j, Y, small)
+            for j in range(k // part * part, k):
+                _scale_part(X, i * k, 1, own, up, j, Y, small)
         chunk = count(counter, 0)
 
 
@@ -255,26 +294,4 @@ def largest_entries(X, s, largest, rows, counter):  # type: ignore[no-untyped-de
             own = peek(s, i)
             for j in range(k):
                 top[j] = max(top[j], abs(X[i, j]) * own)
-        chunk = count(counter, 0)
-
-
-@kernel
-def halve(Z, s, up, G, rows, counter):  # type: ignore[no-untyped-def]
-    """G <- diag(s) Z diag(up) in float16, in chunks of `rows` rows."""
-    n, k = Z.shape
-    lanes = VECTOR_BYTES // Z.itemsize
-    quarter, whole = lanes // 4, k // lanes * lanes
-    chunk = count(counter, 0)
-    while chunk * rows < n:
-        for i in range(chunk * rows, min(n, (chunk + 1) * rows)):
-            f, q, at = splat(Z, peek(s, i)), splat_quarter(Z, peek(s, i)), i * k
-            for j in range(0, whole, lanes):
-                x = mul(load(Z, at + j, None), f)
-                store_half(G, at + j, None, mul(x, load(up, j, None)))
-            for j in range(whole, k - quarter + 1, quarter):
-                x = mul(load_quarter(Z, at + j, None), q)
-                store_half(G, at + j, None, mul(x, load_quarter(up, j, None)))
-            for j in range(k // quarter * quarter, k):
-                x = mul(load_quarter(Z, at + j, 1), q)
-                store_half(G, at + j, 1, mul(x, load_quarter(up, j, 1)))
         chunk = count(counter, 0)

@@ -8,14 +8,15 @@ computed whole, by one thread, in one order: results do not depend on how many t
 import numpy as np
 
 from herta_gpu.backends.cpu.kernels.simd import (
-    VECTOR_BYTES,
     count,
     fma,
     inline,
     kernel,
+    lanes,
     load,
     splat,
     store,
+    vector,
 )
 
 NARROW = 10  # columns up to which these beat BLAS ...
@@ -26,13 +27,13 @@ CHUNKS = 64  # that A is cut into, at most; each leaves its own sums of A^T E
 @inline
 def _dot(A, at, Wt, of, d, sums):  # type: ignore[no-untyped-def]
     """sum_j A.flat[at + j] Wt.flat[of + j], by the lanes of a vector."""
-    lanes = VECTOR_BYTES // A.itemsize
-    total = splat(A, 0.0)
-    for j in range(0, d - lanes + 1, lanes):
-        total = fma(load(A, at + j, None), load(Wt, of + j, None), total)
-    j = d // lanes * lanes
+    zero = vector(A)
+    size, total = lanes(zero), zero
+    for j in range(0, d - size + 1, size):
+        total = fma(load(A, at + j, None, zero), load(Wt, of + j, None, zero), total)
+    j = d // size * size
     if j < d:
-        total = fma(load(A, at + j, d - j), load(Wt, of + j, d - j), total)
+        total = fma(load(A, at + j, d - j, zero), load(Wt, of + j, d - j, zero), total)
     store(sums, 0, None, total)
     return sums.sum()
 
@@ -41,26 +42,33 @@ def _dot(A, at, Wt, of, d, sums):  # type: ignore[no-untyped-def]
 def times(A, Wt, F, rows, counter):  # type: ignore[no-untyped-def]
     """F = A W, from Wt = W^T; `rows` of A in a chunk."""
     (n, d), c = A.shape, Wt.shape[0]
-    lanes = VECTOR_BYTES // A.itemsize
-    sums = np.empty(lanes, A.dtype)
+    zero = vector(A)
+    size = lanes(zero)
+    sums = np.empty(size, A.dtype)
     chunk = count(counter, 0)
     while chunk * rows < n:
         last = min(n, (chunk + 1) * rows)
         i = chunk * rows
         while i + 4 <= last:
             for k in range(c):
-                s, t, u, v = splat(A, 0.0), splat(A, 0.0), splat(A, 0.0), splat(A, 0.0)
-                for j in range(0, d - lanes + 1, lanes):
-                    w, at = load(Wt, k * d + j, None), i * d + j
-                    s, t = fma(load(A, at, None), w, s), fma(load(A, at + d, None), w, t)
-                    u = fma(load(A, at + 2 * d, None), w, u)
-                    v = fma(load(A, at + 3 * d, None), w, v)
-                j = d // lanes * lanes
+                s, t, u, v = zero, zero, zero, zero
+                for j in range(0, d - size + 1, size):
+                    w, at = load(Wt, k * d + j, None, zero), i * d + j
+                    s, t = (
+                        fma(load(A, at, None, zero), w, s),
+                        fma(load(A, at + d, None, zero), w, t),
+                    )
+                    u = fma(load(A, at + 2 * d, None, zero), w, u)
+                    v = fma(load(A, at + 3 * d, None, zero), w, v)
+                j = d // size * size
                 if j < d:
-                    w, at, rest = load(Wt, k * d + j, d - j), i * d + j, d - j
-                    s, t = fma(load(A, at, rest), w, s), fma(load(A, at + d, rest), w, t)
-                    u = fma(load(A, at + 2 * d, rest), w, u)
-                    v = fma(load(A, at + 3 * d, rest), w, v)
+                    w, at, rest = load(Wt, k * d + j, d - j, zero), i * d + j, d - j
+                    s, t = (
+                        fma(load(A, at, rest, zero), w, s),
+                        fma(load(A, at + d, rest, zero), w, t),
+                    )
+                    u = fma(load(A, at + 2 * d, rest, zero), w, u)
+                    v = fma(load(A, at + 3 * d, rest, zero), w, v)
                 store(sums, 0, None, s)
                 F[i, k] = sums.sum()
                 store(sums, 0, None, t)
@@ -80,22 +88,21 @@ def times(A, Wt, F, rows, counter):  # type: ignore[no-untyped-def]
 @inline
 def _add_rows(A, at, E, i, k, taken, G, into, n):  # type: ignore[no-untyped-def]
     """G.flat[into:] += the sum of E[i', k] times row i' of A, over `taken` rows from i on."""
-    d = A.shape[1]
-    total = load(G, into, n)
+    d, zero = A.shape[1], vector(A)
+    total = load(G, into, n, zero)
     for r in range(taken):
-        total = fma(load(A, at + r * d, n), splat(A, E[i + r, k]), total)
+        total = fma(load(A, at + r * d, n, zero), splat(E[i + r, k], zero), total)
     store(G, into, n, total)
 
 
 @inline
 def _add_block(A, E, i, taken, G):  # type: ignore[no-untyped-def]
     """G += (A^T E)^T over `taken` rows from i on; `taken` is a constant."""
-    d, c = A.shape[1], E.shape[1]
-    lanes = VECTOR_BYTES // A.itemsize
+    d, c, size = A.shape[1], E.shape[1], lanes(vector(A))
     for k in range(c):
-        for j in range(0, d - lanes + 1, lanes):
+        for j in range(0, d - size + 1, size):
             _add_rows(A, i * d + j, E, i, k, taken, G, k * d + j, None)
-        j = d // lanes * lanes
+        j = d // size * size
         if j < d:
             _add_rows(A, i * d + j, E, i, k, taken, G, k * d + j, d - j)
 

@@ -31,11 +31,11 @@ inline = numba.njit(forceinline=True)  # constant arguments become constants of 
 
 
 class Vec(types.Type):
-    """`VECTOR_BYTES` (or a part) of one scalar type, held in a register."""
+    """So many numbers of one scalar type, held in registers."""
 
-    def __init__(self, scalar: Any, parts: float = 1) -> None:
-        self.scalar, self.lanes = scalar, int(VECTOR_BYTES * 8 // scalar.bitwidth / parts)
-        super().__init__(name=f"Vec({scalar} x {self.lanes})")
+    def __init__(self, scalar: Any, lanes: int) -> None:
+        self.scalar, self.lanes = scalar, lanes
+        super().__init__(name=f"Vec({scalar} x {lanes})")
 
 
 @register_model(Vec)
@@ -45,7 +45,9 @@ class _VecModel(models.PrimitiveModel):
 
 
 def _llvm(scalar: Any, lanes: int) -> Any:
-    return ir.VectorType(ir.FloatType() if scalar.bitwidth == 32 else ir.DoubleType(), lanes)
+    """The vector as LLVM knows it; arrays of uint16 hold the bits of float16."""
+    kind = {16: ir.IntType(16), 32: ir.FloatType(), 64: ir.DoubleType()}[scalar.bitwidth]
+    return ir.VectorType(kind, lanes)
 
 
 def _address(context: Any, builder: Any, array_type: Any, array: Any, offset: Any) -> Any:
@@ -116,116 +118,87 @@ def _lanes_wanted(n: Any, value: Any) -> Any:
     return None if isinstance(n, types.NoneType) else value
 
 
-def _load(array: Any, n: Any, parts: int) -> Any:
-    vec = Vec(array.dtype, parts)
-
+def _zeros(given: Any, vec: Vec) -> Any:
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        pointer = _address(context, builder, array, args[0], args[1])
-        return _read(builder, pointer, _llvm(vec.scalar, vec.lanes), _lanes_wanted(n, args[2]))
+        return ir.Constant(_llvm(vec.scalar, vec.lanes), None)
 
-    return vec(array, types.int64, n), codegen
+    return vec(given), codegen
+
+
+def _zeros_of_bytes(array: Any, size: int) -> Any:
+    return _zeros(array, Vec(array.dtype, size * 8 // array.dtype.bitwidth))
 
 
 @intrinsic
-def load(typing_context, array, offset, n):  # type: ignore[no-untyped-def]
-    """The first n lanes from array.flat[offset:], zeros behind them; all of them if n is None."""
-    return _load(array, n, 1)
+def vector(typing_context, array):  # type: ignore[no-untyped-def]
+    """A vector of zeros, `VECTOR_BYTES` of the type of `array`."""
+    return _zeros_of_bytes(array, VECTOR_BYTES)
 
 
 @intrinsic
-def load_quarter(typing_context, array, offset, n):  # type: ignore[no-untyped-def]
-    """As `load`, a quarter as long: a read that rarely straddles two cache lines."""
-    return _load(array, n, 4)
+def quarter(typing_context, array):  # type: ignore[no-untyped-def]
+    """One a quarter as long: its reads rarely straddle two cache lines."""
+    return _zeros_of_bytes(array, VECTOR_BYTES // 4)
 
 
-def _load_as(array: Any, n: Any, like: Any, parts: int) -> Any:
-    vec, half = Vec(like.dtype, parts), array.dtype == types.uint16
+@intrinsic
+def register(typing_context, array):  # type: ignore[no-untyped-def]
+    """One register of this machine: for what needs many of them at once."""
+    return _zeros_of_bytes(array, REGISTER_BYTES)
+
+
+@intrinsic
+def wide(typing_context, like):  # type: ignore[no-untyped-def]
+    """As many zeros as the vector `like` has, in float64: several registers of it."""
+    return _zeros(like, Vec(types.float64, like.lanes))
+
+
+@intrinsic
+def lanes(typing_context, like):  # type: ignore[no-untyped-def]
+    """How many numbers a vector has, a constant."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return ir.IntType(64)(like.lanes)
+
+    return types.int64(like), codegen
+
+
+@intrinsic
+def load(typing_context, array, offset, n, like):  # type: ignore[no-untyped-def]
+    """A vector like `like`: its first n lanes from array.flat[offset:], zeros behind them.
+
+    All lanes if n is None.  Numbers of a narrower type are widened.
+    """
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         pointer = _address(context, builder, array, args[0], args[1])
-        stored = ir.VectorType(ir.IntType(16), vec.lanes) if half else _llvm(vec.scalar, vec.lanes)
+        stored = _llvm(array.dtype, like.lanes)
         value = _read(builder, pointer, stored, _lanes_wanted(n, args[2]))
-        if not half:
-            return value
-        value = builder.bitcast(value, ir.VectorType(ir.HalfType(), vec.lanes))
-        return builder.fpext(value, _llvm(vec.scalar, vec.lanes))
+        if array.dtype == types.uint16:
+            value = builder.bitcast(value, ir.VectorType(ir.HalfType(), like.lanes))
+        narrow = array.dtype.bitwidth < like.scalar.bitwidth
+        return builder.fpext(value, _llvm(like.scalar, like.lanes)) if narrow else value
 
-    return vec(array, types.int64, n, like), codegen
-
-
-@intrinsic
-def load_as(typing_context, array, offset, n, like):  # type: ignore[no-untyped-def]
-    """As `load`, a vector of the array `like`, from an array of its type or the bits of float16."""
-    return _load_as(array, n, like, 1)
-
-
-@intrinsic
-def load_as_quarter(typing_context, array, offset, n, like):  # type: ignore[no-untyped-def]
-    return _load_as(array, n, like, 4)
-
-
-@intrinsic
-def store_half(typing_context, array, offset, n, value):  # type: ignore[no-untyped-def]
-    """As `store`, in float16; what is too large becomes the largest there is, a NaN stays one."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        pointer, x = _address(context, builder, array, args[0], args[1]), args[3]
-        for sign, beyond in ((65504.0, ">"), (-65504.0, "<")):
-            most = ir.Constant(x.type, [sign] * value.lanes)
-            x = builder.select(builder.fcmp_ordered(beyond, x, most), most, x)
-        half = builder.fptrunc(x, ir.VectorType(ir.HalfType(), value.lanes))
-        bits = builder.bitcast(half, ir.VectorType(ir.IntType(16), value.lanes))
-        _write(builder, bits, pointer, _lanes_wanted(n, args[2]))
-        return context.get_dummy_value()
-
-    return types.void(array, types.int64, n, value), codegen
-
-
-def _wide(like: Any, parts: int) -> Any:
-    """As many lanes as a vector of `like` has (or a part), in float64: several registers of it."""
-    return Vec(types.float64, parts * like.dtype.bitwidth / 64)
-
-
-def _load_wide(array: Any, n: Any, like: Any, parts: int) -> Any:
-    vec = _wide(like, parts)
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        pointer = _address(context, builder, array, args[0], args[1])
-        stored = _llvm(array.dtype, vec.lanes)
-        value = _read(builder, pointer, stored, _lanes_wanted(n, args[2]))
-        narrow = array.dtype.bitwidth == 32
-        return builder.fpext(value, _llvm(vec.scalar, vec.lanes)) if narrow else value
-
-    return vec(array, types.int64, n, like), codegen
-
-
-@intrinsic
-def load_wide(typing_context, array, offset, n, like):  # type: ignore[no-untyped-def]
-    """As `load`, as many lanes as a vector of the array `like` has, widened to float64."""
-    return _load_wide(array, n, like, 1)
-
-
-@intrinsic
-def load_wide_quarter(typing_context, array, offset, n, like):  # type: ignore[no-untyped-def]
-    return _load_wide(array, n, like, 4)
-
-
-@intrinsic
-def load_register(typing_context, array, offset, n):  # type: ignore[no-untyped-def]
-    """As `load`, one register of this machine: what needs many of them at once."""
-    return _load(array, n, VECTOR_BYTES // REGISTER_BYTES)
+    return like(array, types.int64, n, like), codegen
 
 
 @intrinsic
 def store(typing_context, array, offset, n, value):  # type: ignore[no-untyped-def]
     """array.flat[offset : offset + n] = the first n lanes; all of them if n is None.
 
-    What is wider than the array's numbers is rounded to them.
+    What is wider than the array's numbers is rounded to them.  In float16 what is too large becomes
+    the largest there is, and a NaN stays one.
     """
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         pointer, x = _address(context, builder, array, args[0], args[1]), args[3]
-        if array.dtype.bitwidth < value.scalar.bitwidth:
+        if array.dtype == types.uint16:
+            for sign, beyond in ((65504.0, ">"), (-65504.0, "<")):
+                most = ir.Constant(x.type, [sign] * value.lanes)
+                x = builder.select(builder.fcmp_ordered(beyond, x, most), most, x)
+            half = builder.fptrunc(x, ir.VectorType(ir.HalfType(), value.lanes))
+            x = builder.bitcast(half, _llvm(array.dtype, value.lanes))
+        elif array.dtype.bitwidth < value.scalar.bitwidth:
             x = builder.fptrunc(x, _llvm(array.dtype, value.lanes))
         _write(builder, x, pointer, _lanes_wanted(n, args[2]))
         return context.get_dummy_value()
@@ -233,50 +206,14 @@ def store(typing_context, array, offset, n, value):  # type: ignore[no-untyped-d
     return types.void(array, types.int64, n, value), codegen
 
 
-def _splat_of(array: Any, number: Any, parts: int) -> Any:
-    vec = Vec(array.dtype, parts)
+@intrinsic
+def splat(typing_context, number, like):  # type: ignore[no-untyped-def]
+    """A vector like `like` of one number."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        number_ = context.cast(builder, args[1], number, vec.scalar)
-        return _splat(builder, number_, vec.lanes)
+        return _splat(builder, context.cast(builder, args[0], number, like.scalar), like.lanes)
 
-    return vec(array, number), codegen
-
-
-@intrinsic
-def splat(typing_context, array, number):  # type: ignore[no-untyped-def]
-    """A vector of one number, of the type of `array`."""
-    return _splat_of(array, number, 1)
-
-
-@intrinsic
-def splat_quarter(typing_context, array, number):  # type: ignore[no-untyped-def]
-    return _splat_of(array, number, 4)
-
-
-@intrinsic
-def splat_register(typing_context, array, number):  # type: ignore[no-untyped-def]
-    return _splat_of(array, number, VECTOR_BYTES // REGISTER_BYTES)
-
-
-def _splat_wide(number: Any, like: Any, parts: int) -> Any:
-    vec = _wide(like, parts)
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return _splat(builder, context.cast(builder, args[0], number, vec.scalar), vec.lanes)
-
-    return vec(number, like), codegen
-
-
-@intrinsic
-def splat_wide(typing_context, number, like):  # type: ignore[no-untyped-def]
-    """A float64 vector of one number, as long as one of the array `like`."""
-    return _splat_wide(number, like, 1)
-
-
-@intrinsic
-def splat_wide_quarter(typing_context, number, like):  # type: ignore[no-untyped-def]
-    return _splat_wide(number, like, 4)
+    return like(number, like), codegen
 
 
 @intrinsic

@@ -2,44 +2,19 @@
 
 from __future__ import annotations
 
-import tracemalloc
-from collections.abc import Callable
 from itertools import product
 from typing import Any
 
 import numpy as np
 import pytest
 
-from herta_gpu import Graph
 from herta_gpu.backends.base import Backend
 from herta_gpu.backends.cpu import reference
-from herta_gpu.backends.cpu.reference import CPUBackend
+from tests.backends.cpu.conftest import hub, memory_of, sparse_graph
 from tests.conftest import dense_H, random_graph
 
 LAM = 20.0
 STEPS = [(0.3, 0.05), (0.4, 0.06), (0.1, 0.02)]
-
-
-def _compiled() -> Backend:
-    pytest.importorskip("numba", reason="the compiled backend needs numba")
-    from herta_gpu.backends.cpu.compiled import CompiledBackend
-
-    return CompiledBackend()
-
-
-@pytest.fixture(params=[CPUBackend, _compiled], ids=["reference", "compiled"])
-def backend(request: pytest.FixtureRequest) -> Backend:
-    make: Callable[[], Backend] = request.param
-    return make()
-
-
-def hub(weighted: bool = False) -> Graph:
-    """Node 0 knows all of 700 others but the last three, which know nobody."""
-    rng = np.random.default_rng(2)
-    spokes = np.arange(1, 698)
-    edges = np.concatenate([[spokes * 0, spokes], rng.integers(1, 698, (2, 900))], axis=1)
-    edges = np.unique(np.sort(edges[:, edges[0] != edges[1]], axis=0), axis=1)
-    return Graph.from_edges(edges, 701, 0.1 + rng.random(edges.shape[1]) if weighted else None)
 
 
 def chunks(backend: Backend, L: Any, Z: Any, B: Any, rows: int) -> Any:
@@ -123,12 +98,8 @@ def test_residual_takes_any_layout(backend: Backend) -> None:
 
 
 @pytest.mark.parametrize("k", [1, 3, 40])
-@pytest.mark.parametrize("far", [False, True], ids=["near", "far"])
-def test_chebyshev_in_the_callers_blocks(
-    backend: Backend, k: int, far: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if far and type(backend) is not CPUBackend:
-        monkeypatch.setattr("herta_gpu.backends.cpu.kernels.laplacian.FAR", 0)
+@pytest.mark.usefixtures("distance")
+def test_chebyshev_in_the_callers_blocks(backend: Backend, k: int) -> None:
     g = random_graph(60, 200)
     L, B = backend.laplacian(g, "float32"), np.random.default_rng(0).standard_normal((60, k))
     B = B.astype("float32")
@@ -144,19 +115,11 @@ def test_chebyshev_in_the_callers_blocks(
 
 
 @pytest.mark.parametrize("k", [1, 32])
-@pytest.mark.parametrize("far", [False, True], ids=["near", "far"])
-def test_no_other_block_is_made(
-    backend: Backend, k: int, far: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Beside the caller's blocks, passes and residuals take little memory; a block would show."""
-    if far and type(backend) is not CPUBackend:
-        monkeypatch.setattr("herta_gpu.backends.cpu.kernels.laplacian.FAR", 0)
-    monkeypatch.setenv("HERTA_NUM_THREADS", "1")
-    for name, size in (("_CHUNK_WORK", 1 << 12), ("_ENTRY_CHUNK", 1 << 10), ("_ROWS", 256)):
-        monkeypatch.setattr(reference, name, size)
+@pytest.mark.usefixtures("distance", "small_pieces")
+def test_no_other_block_is_made(backend: Backend, k: int) -> None:
+    """Beside the caller's blocks, passes and residuals take little memory."""
     n, rows = 40_000, 512
-    g = Graph.from_edges(np.random.default_rng(0).integers(0, n, (2, 2 * n)), n)
-    L, B = backend.laplacian(g, "float32"), np.ones((n, k), dtype="float32")
+    L, B = backend.laplacian(sparse_graph(n), "float32"), np.ones((n, k), dtype="float32")
     work, R = (np.empty_like(B), np.empty_like(B)), np.ones((rows, k))
 
     def everything() -> None:
@@ -164,10 +127,5 @@ def test_no_other_block_is_made(
         for start in range(0, 4 * rows, rows):
             backend.residual_rows(L, LAM, Z, R, start, out=R)
 
-    everything()  # compiles, and makes the float64 scales, which stay
-    tracemalloc.start()
-    everything()
-    _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert peak < B.nbytes / 4 + 100_000
+    assert memory_of(everything)[1] < B.nbytes / 4 + 100_000
     assert sum(a.nbytes for a in L.exact if a is not None) == 16 * n

@@ -1,7 +1,13 @@
-"""A matrix too large for the device: it stays in pinned host memory and passes through in parts.
+"""Arrays of the host on their way to the device, through pinned memory.
 
-There are two buffers on the device.  While the caller's stream works on one, a stream that does
-nothing but copy fills the other:
+An array that shall be on the device (`upload`): CuPy would stage all of it in pinned memory,
+rounded up to a power of two, and keep that for good; 12.9 GB of X would hold 16 GB of the host.
+Here it passes through two pinned buffers of a fixed size; while one is being copied, threads of the
+host fill the other.
+
+A matrix too large for the device (`StreamedBlocks`) stays in pinned host memory and passes through
+in parts.  There are two buffers on the device.  While the caller's stream works on one, a stream
+that does nothing but copy fills the other:
 
     copies    | part 0 | part 1 |  (wait)  | part 2 | part 3 | ...
     caller's  | (wait) | use part 0        | use part 1      | ...
@@ -11,16 +17,15 @@ copy until it has been `used`.  The host waits for neither, unless it has to gat
 
 A part that is some of the columns comes as whole rows, which the host need not touch, and is cut on
 the device.  Only where fewer than one column in eight is wanted, threads of the host gather them:
-whole rows would be little but waste.
-
-A matrix in a file comes through a ring of pinned buffers that threads fill ahead of the copies
-(`herta_gpu.plumbing.reading`).
+whole rows would be little but waste.  A matrix in a file comes through a ring of pinned buffers
+that threads fill ahead of the copies (`herta_gpu.plumbing.reading`).
 """
 
 from __future__ import annotations
 
+import math
 import weakref
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
@@ -31,8 +36,52 @@ from herta_gpu.backends.base import Array, Blocks, Part
 from herta_gpu.backends.cuda.device import named_stream
 from herta_gpu.plumbing.reading import MappedRows, fill
 
+CHUNK_BYTES = 64 << 20  # of a buffer; what is smaller goes CuPy's way
 _FEW = 8  # times as many columns as are wanted: then they are gathered on the host
 _RING = 4  # parts in pinned memory: two that the copies may still read, two that are being read
+
+
+def empty_pinned(xp: Any, shape: tuple[int, ...], dtype: Any) -> Any:
+    """Pinned host memory, beside CuPy's pool; ordinary memory where the system pins no more.
+
+    A copy from ordinary memory makes the host wait, and is right all the same.
+    """
+    try:
+        memory = xp.cuda.PinnedMemory(math.prod(shape) * np.dtype(dtype).itemsize)
+    except xp.cuda.runtime.CUDARuntimeError:
+        return np.empty(shape, dtype)
+    return np.ndarray(shape, dtype, buffer=xp.cuda.PinnedMemoryPointer(memory, 0))
+
+
+def is_large(x: Any) -> bool:
+    """Whether an array of the host is worth the two buffers."""
+    return x.nbytes > CHUNK_BYTES
+
+
+def upload(xp: Any, x: Any, dtype: Any = None) -> Array:
+    """`x` in C order on the device, as `dtype`, chunk by chunk on the current stream."""
+    dtype = np.dtype(x.dtype if dtype is None else dtype)
+    out, stream = xp.empty(x.shape, dtype=dtype), xp.cuda.get_current_stream()
+    source, target = (x.reshape(-1), out.reshape(-1)) if x.flags.c_contiguous else (x, out)
+    size = max(1, CHUNK_BYTES // (dtype.itemsize * math.prod(source.shape[1:])))
+    size = min(size, source.shape[0])
+    buffers = [empty_pinned(xp, (size, *source.shape[1:]), dtype) for _ in range(2)]
+    copied = [xp.cuda.Event(disable_timing=True) for _ in buffers]
+    for i, start in enumerate(range(0, source.shape[0], size)):
+        part = source[start : start + size]
+        copied[i % 2].synchronize()  # synchronize!  the copy before the last may still read it
+        chunk = buffers[i % 2][: part.shape[0]]
+        fill(chunk, part)
+        target[start : start + size].set(chunk, stream=stream)
+        copied[i % 2].record(stream)
+    stream.synchronize()  # synchronize!  the buffers are given back now
+    return out
+
+
+def give_back_pinned(xp: Any) -> None:
+    """Wait for the current stream, then free what CuPy's own uploads have pinned."""
+    xp.cuda.get_current_stream().synchronize()  # synchronize!
+    xp.get_default_pinned_memory_pool().free_all_blocks()
 
 
 @dataclass
@@ -53,17 +102,14 @@ class StreamedBlocks(Blocks):
     own size, as is a part that cuts rows.
     """
 
-    def __init__(
-        self, xp: Any, empty_pinned: Callable[..., Any], X: Any, order: Any = None
-    ) -> None:
+    def __init__(self, xp: Any, X: Any, order: Any = None) -> None:
         self._in_file = isinstance(X, np.memmap)
         if not self._in_file:
-            pinned = empty_pinned(X.shape, X.dtype)
+            pinned = empty_pinned(xp, X.shape, X.dtype)
             fill(pinned, X, order)
             X, order = pinned, None
         super().__init__(X, order)
-        self._xp, self._empty_pinned = xp, empty_pinned
-        self._copies = named_stream(xp, "herta: copies of X")
+        self._xp, self._copies = xp, named_stream(xp, "herta: copies of X")
         self._buffers: list[Buffer] = []
         self._ring: list[Any] = []  # flat, pinned, for what is read from a file
         # Pinned memory and buffers must outlive the copies, which the host does not wait for.
@@ -117,7 +163,7 @@ class StreamedBlocks(Blocks):
         size = self._buffers[0].device.size
         self._copies.synchronize()  # synchronize!  those of the pass before may still be reading
         if not self._ring or self._ring[0].size < size:
-            self._ring = [self._empty_pinned((size,), self.X.dtype) for _ in range(_RING)]
+            self._ring = [empty_pinned(self._xp, (size,), self.X.dtype) for _ in range(_RING)]
 
         def before_reuse(part: int) -> None:
             # Part - 4 was there.  Part - 2 has not been sent, so the event is still that one's.
@@ -136,7 +182,7 @@ class StreamedBlocks(Blocks):
 
     def _gathered(self, rows: slice, columns: slice, buffer: Buffer) -> Any:
         if buffer.pinned is None:
-            buffer.pinned = self._empty_pinned(buffer.device.shape, self.X.dtype)
+            buffer.pinned = empty_pinned(self._xp, buffer.device.shape, self.X.dtype)
         buffer.copied.synchronize()  # synchronize!  the last copy may still be reading
         shape = self.X[rows, columns].shape
         gathered = buffer.pinned[: shape[0] * shape[1]].reshape(shape)
@@ -153,9 +199,8 @@ class StreamedBlocks(Blocks):
         return self._buffers
 
     def _new_buffer(self, size: int, stream: Any) -> Buffer:
-        event = self._xp.cuda.Event
-        device = self._xp.empty(size, dtype=self.X.dtype)
-        made = Buffer(device, event(disable_timing=True), event(disable_timing=True))
+        events = (self._xp.cuda.Event(disable_timing=True) for _ in range(2))
+        made = Buffer(self._xp.empty(size, dtype=self.X.dtype), *events)
         made.used.record(stream)  # the pool may hand out memory that this stream still reads
         return made
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tracemalloc
 from typing import Any
 
 import numpy as np
@@ -10,12 +9,9 @@ import pytest
 
 from herta_gpu import Graph
 from herta_gpu.backends.base import Backend
-from herta_gpu.backends.cpu import reference
 from herta_gpu.backends.cpu.reference import CPUBackend
-from tests.backends.test_residual import backend, hub
+from tests.backends.cpu.conftest import hub, memory_of, sparse_graph
 from tests.conftest import dense_H, random_graph
-
-__all__ = ["backend"]  # the fixture
 
 
 def coefficients(L: Any, lam: float, degree: int) -> tuple[float, list[tuple[float, float]]]:
@@ -118,40 +114,21 @@ def test_float64_is_never_halved(backend: Backend) -> None:
     )
 
 
-def test_threads_change_no_bit(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
-    g = random_graph(600, 60_000)
-    L, B = backend.laplacian(g, "float32"), whitened(600, 40)
-    first, steps = coefficients(L, 5.0, 6)
-    found = []
-    for threads in ("1", "3"):
-        monkeypatch.setenv("HERTA_NUM_THREADS", threads)
-        found.append(backend.chebyshev(L, 5.0, B, first, steps, half=True))
-    np.testing.assert_array_equal(*found)
-
-
-def test_the_third_block_is_all_that_it_needs(
-    backend: Backend, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HERTA_NUM_THREADS", "1")
-    for name, size in (("_CHUNK_WORK", 1 << 12), ("_ENTRY_CHUNK", 1 << 10)):
-        monkeypatch.setattr(reference, name, size)
-    monkeypatch.setattr(type(backend), "at_once", 1 << 12)
-    monkeypatch.setattr(reference, "_FLAT", 1 << 12)
-    n, k = 40_000, 32
-    g = Graph.from_edges(np.random.default_rng(0).integers(0, n, (2, 2 * n)), n)
-    L, B = backend.laplacian(g, "float32"), np.ones((n, k), dtype="float32")
+@pytest.mark.usefixtures("small_pieces")
+def test_the_third_block_is_all_that_it_needs(backend: Backend) -> None:
+    n, k, steps = 40_000, 32, [(0.3, 0.05)] * 3
+    L, B = backend.laplacian(sparse_graph(n), "float32"), np.ones((n, k), dtype="float32")
     work = (np.empty_like(B), np.empty_like(B), np.empty(B.shape, "uint16"))
-    steps = [(0.3, 0.05)] * 3
-    backend.chebyshev(L, 5.0, B, 0.1, steps, work, half=True)  # compiles
-    tracemalloc.start()
-    found = backend.chebyshev(L, 5.0, B, 0.1, steps, work, half=True)
-    _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
+
+    def solve(*given: Any) -> Any:
+        return backend.chebyshev(L, 5.0, B, 0.1, steps, *given, half=True)
+
+    found, peak = memory_of(lambda: solve(work))
     assert found is work[1]
     assert peak < B.nbytes / 8
-    np.testing.assert_array_equal(found, backend.chebyshev(L, 5.0, B, 0.1, steps, half=True))
+    np.testing.assert_array_equal(found, solve())
     with pytest.raises(ValueError, match="third one of uint16"):
-        backend.chebyshev(L, 5.0, B, 0.1, steps, (work[0], work[1], work[0]), half=True)
+        solve((work[0], work[1], work[0]))
 
 
 def test_narrow_blocks_and_small_graphs_are_not_halved(backend: Backend) -> None:
