@@ -3,8 +3,10 @@
 `Units` scales each column of X to norm 1: it costs nothing, and no unit of measurement decides
 anything.  `Whitened` makes the columns of X C0 orthonormal up to rounding, by Cholesky's factor of
 X^T X in float64 (and of a second Gram matrix where X is ill-conditioned): errors of a solve then
-count alike in every direction, however much the features resemble each other.  `Blocks` are those
-of several blocks of features side by side, one for each lam.
+count alike in every direction, however much the features resemble each other.  With a ridge it is
+the columns of [X; sqrt(ridge) I] C0 that are orthonormal: a direction of which the ridge says more
+than X, such as a column in a tiny unit, is no longer than the ridge makes it.  `Blocks` are those of
+several blocks of features side by side, one for each lam.
 
 All leave the problem as it is: C0 is invertible on what it keeps, and a ridge on W becomes
 ridge * C0^T C0 on u, which is what a `Metric` multiplies by.
@@ -266,13 +268,14 @@ class Units(Diagonal, Columns):
 
 @dataclass
 class Whitened(Columns):
-    """C0 with X C0 orthonormal up to rounding."""
+    """C0 with [X; sqrt(penalty) I] C0 orthonormal up to rounding."""
 
     X: Features
     C: Array  # d x r
     K: Array  # d x r, C0^-T: K^T C0 = I
-    error: float  # ||(X C0)^T X C0 - I|| <= error, but for directions that were lifted
+    error: float  # of (X C0)^T X C0 + penalty C0^T C0 = I, but for directions that were lifted
     lifted: bool  # some directions are shorter than 1: X says less of them than of C0
+    penalty: float = 0.0  # the ridge
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -284,14 +287,16 @@ class Whitened(Columns):
 
     @property
     def inverse(self) -> float:
-        """A bound of ||C0^-1|| = ||X C0 C0^-1|| / (the smallest singular value of X C0)."""
-        known = not self.lifted and self.error < 1
-        return self.X.norm_bound / (1 - self.error) ** 0.5 if known else math.inf
+        """A bound of ||C0^-1|| = ||B C0 C0^-1|| / (the smallest singular value of B C0), for
+        B = [X; sqrt(penalty) I]."""
+        if self.lifted or self.error >= 1:
+            return math.inf
+        return math.hypot(self.X.norm_bound, self.penalty**0.5) / (1 - self.error) ** 0.5
 
     @cached_property
     def spread(self) -> Array:
         """(r,) sum over features of |x_j| |C_jk|: what rounding is relative to."""
-        return _spread(self.X, self.C)
+        return self.X.backend.matmul(abs(self.C).T, self.X.column_norms[:, None])[:, 0]
 
     @property
     def sizes(self) -> Array:
@@ -356,8 +361,8 @@ class Whitened(Columns):
         return self.inverse * norm(sizes) if self.C.shape[0] == self.rank else math.inf
 
 
-def whitened(X: Features, cut: bool) -> Whitened:
-    """Shifted Cholesky QR (Fukaya and others, 2020) of X with its columns scaled to norm 1.
+def whitened(X: Features, cut: bool, penalty: float = 0.0) -> Whitened:
+    """Shifted Cholesky QR (Fukaya and others, 2020) of [X; sqrt(penalty) I], columns of norm 1.
 
     One round suffices where the Gram matrix is well conditioned.  Otherwise a little is added to
     its diagonal, and the Gram matrix of the columns found so far shows what that hid.  `cut`:
@@ -365,9 +370,12 @@ def whitened(X: Features, cut: bool) -> Whitened:
     """
     backend, d = X.backend, X.shape[1]
     xp, at, G = backend.xp, backend.xp.arange(d), X.gram()
-    scale = Units.of(X).scale
-    G *= scale[:, None] * scale  # each entry keeps its digits, whatever the units
-    G[at, at] = xp.where(X.column_norms > 0, G[at, at], 1.0)  # an empty column is no direction
+    size = xp.hypot(X.column_norms, penalty**0.5)
+    scale = 1.0 / xp.where(size > 0, size, 1.0)
+    G *= scale[:, None]  # each entry keeps its digits, whatever the units
+    G *= scale
+    # An empty column is no direction, but one of the ridge.
+    G[at, at] = xp.where(X.column_norms > 0, G[at, at] + penalty * scale**2, 1.0)
     L = backend.cholesky(G)
     smallest, shift = 0.0 if L is None else smallest_eigenvalue(backend, G, L), 0.0
     if not smallest > _PLAIN:
@@ -377,30 +385,26 @@ def whitened(X: Features, cut: bool) -> Whitened:
         L, shift, _ = found
     C, K = scale[:, None] * backend.solve_triangular(L, xp.eye(d), trans=True), L / scale[:, None]
     # What the Gram matrix and its factor have lost to rounding, seen from the smallest eigenvalue.
-    lost = X.sum_rounding + (d + 6) * _EPS
+    lost = X.sum_rounding + (2 * d + 8) * _EPS
     if shift:
-        return _second_round(X, C, K, shift, cut, lost)
-    return Whitened(X, C, K, lost * d / smallest, False)
+        return _second_round(Whitened(X, C, K, 0.0, False, penalty), shift, cut, lost)
+    return Whitened(X, C, K, lost * d / smallest, False, penalty)
 
 
-def _second_round(
-    X: Features, C: Array, K: Array, shift: float, cut: bool, lost: float
-) -> Whitened:
-    """The columns X C, nearly orthonormal but for what the shift hid, made orthonormal."""
+def _second_round(first: Whitened, shift: float, cut: bool, lost: float) -> Whitened:
+    """Columns that are nearly orthonormal but for what the shift hid, made orthonormal."""
+    X, C, K, penalty = first.X, first.C, first.K, first.penalty
     backend, xp = X.backend, X.backend.xp
-    values, V = xp.linalg.eigh(X.gram(C))
+    values, V = xp.linalg.eigh(X.gram(C) + penalty * first.ridge)
     least = DEPENDENT**2 / shift  # sigma^2 / (sigma^2 + shift) of a direction of size sigma
     keep = values > least if cut else xp.ones(values.shape[0], dtype=bool)
     values = xp.maximum(values, least)[keep]
-    off = 0.5 * (X.shape[1] + 2) * _EPS * norm(_spread(X, C))  # ||computed X C - X C||_F
+    off = 0.5 * (X.shape[1] + 2) * _EPS * norm(first.spread)  # ||computed X C - X C||_F
     V, roots = xp.ascontiguousarray(V[:, keep]), xp.sqrt(values)
     C, K = backend.matmul(C, V / roots), backend.matmul(K, V * roots)
     error = lost * X.shape[1] / least + 2 * off / least**0.5 + off**2 / least
-    return Whitened(X, C, K, error, bool((values <= least).any()))  # synchronize!
-
-
-def _spread(X: Features, C: Array) -> Array:
-    return X.backend.matmul(abs(C).T, X.column_norms[:, None])[:, 0]
+    short = bool((values <= least).any())  # synchronize!
+    return Whitened(X, C, K, error, short, penalty)
 
 
 @dataclass

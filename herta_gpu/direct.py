@@ -61,6 +61,7 @@ class Terms:
     other: float  # errors of the outputs that are rounding
     convexity: float  # strong convexity at D = 0, as a root
     bend: float = math.inf  # the largest curvature of the loss, where it need not be quadratic
+    slip: float = 0.0  # what E is off by, beside being that of outputs which are off
     aside: Callable[[float], float] | None = None  # what is added to the gap, from such an error
 
     def gap(self, share: float = 1.0) -> float:
@@ -73,7 +74,7 @@ class Terms:
         gap = size**2 / (2 * root**2)
         if self.bend < math.inf:
             # Rounding of E itself is seen through X.
-            size = self.gradient + D * self.E + (self.through / self.bend + D) * self.other
+            size = self.gradient + D * self.E + (self.through / self.bend + D) * self.slip
             gap = min(gap, size**2 / (2 * root**2) + 0.5 * self.bend * error**2)
         return math.inf if math.isnan(gap) else gap + aside
 
@@ -314,7 +315,7 @@ class StoredProblem:
             through = self.loss.steepest * self.X_norm
             choices.append(
                 Terms("duality", size, slope, through, D, Du, outputs, math.sqrt(self.ridge),
-                      self.loss.steepest, aside)
+                      self.loss.steepest, self.loss.slip(found.E, self.Y), aside)
             )  # fmt: skip
         note = P.note if choices else why_not(objective)
         grad_norm = norm(self.basis.gradient(g))

@@ -135,6 +135,11 @@ class Loss:
         # Logarithms and outputs of the size of F, whose difference may be far smaller.
         return 16 * _UNIT * math.sqrt(F.size) * norm(F)
 
+    def slip(self, E: float, Y: Any) -> float:
+        """What rounding does to a gradient of norm E, beside what outputs a little off would do."""
+        # Probabilities, each from a sum over its row, of which labels are subtracted.
+        return (2 * Y.shape[1] + 16) * _UNIT * math.sqrt(Y.shape[0] * Y.shape[1])
+
     def start_curvature(self, c: int) -> float:
         """The curvature at W = 0, where training starts, for c outputs."""
         return 1.0
@@ -254,6 +259,9 @@ class MSE(Loss):
 
     def rounding(self, F: Array) -> float:
         return 0.0
+
+    def slip(self, E: float, Y: Any) -> float:
+        return 4 * _UNIT * E
 
     def curvature(self, xp: Any, F: Array) -> float:
         return 1.0

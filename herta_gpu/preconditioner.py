@@ -240,7 +240,7 @@ def _basis(recipe: Recipe, X: Features, ridge: float, plain: bool) -> Columns:
     """The coordinates in which Q is solved for."""
     if plain:
         return Units.plain(X)  # factors of few rows find their own
-    return whitened(X, cut=ridge == 0) if recipe.whiten else Units.of(X)
+    return whitened(X, ridge == 0, ridge) if recipe.whiten else Units.of(X)
 
 
 def _solved(

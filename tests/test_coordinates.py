@@ -296,3 +296,31 @@ def test_blocks_of_features_have_a_block_diagonal_map(make):
     np.testing.assert_allclose(factor.from_weights(factor.to_weights(u)), u, rtol=1e-9)
     assert factor.size >= np.linalg.norm(whole, 2) * (1 - 1e-12)
     assert factor.amplified(np.linalg.norm(E, axis=0)) >= np.linalg.norm(E @ whole, 2)
+
+
+# ---- with a ridge ---------------------------------------------------------------------------
+def tiny_unit() -> Any:
+    """A column in a tiny unit, beside others that are alike."""
+    X = gaussian() + 1e6
+    X[:, 0] = 1e-20 * gaussian()[:, 0]
+    return X
+
+
+@pytest.mark.parametrize("ridge", [1e-12, 1.0, 1e12])
+@pytest.mark.parametrize("kind", [*FULL, *SHORT, "tiny unit"])
+def test_a_ridge_belongs_to_the_columns_that_are_orthonormal(kind, ridge):
+    X = tiny_unit() if kind == "tiny unit" else spoiled(kind)
+    basis = whitened(features(X), False, ridge)
+    C = basis.C.astype(LD)
+    G = columns(basis, X).T @ columns(basis, X) + LD(ridge) * (C.T @ C)
+    off = two_norm(G - np.eye(basis.rank))
+    assert two_norm(columns(basis, X)) <= basis.norm * (1 + 1e-15)
+    if basis.inverse < math.inf:
+        assert off <= basis.norm**2 - 1 + 1e-15
+        scale = np.sqrt((C * C).sum(axis=1)).astype(float)
+        inverse = np.linalg.inv(basis.C / scale[:, None]) / scale
+        assert two_norm(inverse) <= basis.inverse < 40 * two_norm(inverse)
+    if kind == "tiny unit" and ridge == 1:
+        assert basis.inverse < math.inf
+    # No weight of norm 1 in u is larger than the ridge lets it be.
+    assert two_norm(C) <= 1.1 / math.sqrt(ridge) or basis.inverse == math.inf

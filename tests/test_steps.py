@@ -305,7 +305,11 @@ def test_a_fit_that_diverges_returns_its_best_point(intercept: bool) -> None:
 
 @pytest.mark.parametrize(("seed", "lams"), [(1, [0.4, 1.8]), (4, [1.0]), (7, [0.4, 1.8])])
 def test_a_column_in_a_tiny_unit_beside_alike_ones_does_no_harm(seed: int, lams: Any) -> None:
-    """Orthonormal columns gave it weights of 10^9 and more: the ridge term was up to 3e22."""
+    """Orthonormal columns gave it weights of 10^9 and more: the ridge term was up to 3e22.
+
+    They belong to X and the ridge together now, and what outputs are off by counts in the gap, not
+    in the gradient through X: 0.02 to 0.24 was all that could be proven.
+    """
     n, rng = 20, np.random.default_rng(seed)
     edges = np.stack([rng.integers(0, n, 50), rng.integers(0, n, 50)])
     graph = Graph.from_edges(np.unique(edges[:, edges[0] < edges[1]], axis=1), n)
@@ -316,5 +320,6 @@ def test_a_column_in_a_tiny_unit_beside_alike_ones_does_no_harm(seed: int, lams:
     A = np.hstack([np.linalg.solve(dense_H(graph, lam), X) for lam in lams])
     found = _objective(A @ model.W_, model.W_, y, 1.0)
     assert found <= n * np.log(3)
+    assert model.status_ == "certified"
     last = model.history_[-1]
     assert abs(found - last["loss"]) <= last["loss_error"] + 1e-6 * found
