@@ -8,7 +8,8 @@ never assumed exact: H >= I, so a solution with true residual r is off by at mos
 with r1, r2 the measured residuals of the forward and the adjoint solve, and [a, b] an interval
 that holds the eigenvalues of P^-1/2 T P^-1/2 (T: the Hessian).
 
-* ridge > 0: strong convexity gives G = ||g||^2 / (2 ridge), the duality gap at the natural point.
+* ridge > 0: strong convexity gives G = ||g||^2 / (2 ridge), the duality gap at the natural point;
+  or, of g without what r1 does to it, that and steepest/2 ||r1||^2 (see `direct`).
 * MSE: G = ||P^-1/2 g||^2 / (2 a), with a > 0 proven from the error of the polynomial behind Q,
   computed from R = X - H Q (deterministic), or from Lanczos with a random start (probabilistic).
 * otherwise there is no relative bound, and none is printed.
@@ -110,11 +111,14 @@ def certify(
     """
     choices, rounding = [], point.rounding
     if ridge > 0:
-        error = X_norm * (steepest * point.forward_residual + point.adjoint_residual)
-        error += X_norm * (steepest * rounding.forward + rounding.adjoint)
-        error += norm(rounding.transposed)
-        size = norm(point.gradient) + error
-        choices.append((size**2 / (2 * ridge), "duality", 0.0, "", P.features))
+        outputs = point.forward_residual + rounding.forward
+        size = norm(point.gradient) + norm(rounding.transposed)
+        size += X_norm * (point.adjoint_residual + rounding.adjoint)
+        # E is a gradient of the loss itself, at outputs that are off: a difference that the
+        # gradient sees through X, or that costs no more than the loss bends.
+        gap = (size + X_norm * steepest * outputs) ** 2 / (2 * ridge)
+        gap = min(gap, size**2 / (2 * ridge) + 0.5 * steepest * outputs**2)
+        choices.append((gap, "duality", 0.0, "", P.features))
     if spectrum is not None and spectrum.kind != "estimate":
         error = gradient_error(point, spectrum)
         error += math.sqrt(spectrum.b) * rounding.forward + spectrum.norm * rounding.adjoint

@@ -5,8 +5,8 @@ anything.  `Whitened` makes the columns of X C0 orthonormal up to rounding, by C
 X^T X in float64 (and of a second Gram matrix where X is ill-conditioned): errors of a solve then
 count alike in every direction, however much the features resemble each other.  With a ridge it is
 the columns of [X; sqrt(ridge) I] C0 that are orthonormal: a direction of which the ridge says more
-than X, such as a column in a tiny unit, is no longer than the ridge makes it.  `Blocks` are those of
-several blocks of features side by side, one for each lam.
+than X, such as a column in a tiny unit, is no longer than the ridge makes it.  `Blocks` are those
+of several blocks of features side by side, one for each lam.
 
 All leave the problem as it is: C0 is invertible on what it keeps, and a ridge on W becomes
 ridge * C0^T C0 on u, which is what a `Metric` multiplies by.

@@ -28,6 +28,7 @@ from herta_gpu.plumbing.checkpoint import Checkpoint
 from herta_gpu.plumbing.checks import (
     BudgetError,
     check_choice,
+    check_columns,
     check_rows,
     check_scale,
     node_rows,
@@ -355,12 +356,13 @@ class HERTA(Model):
         if not backend.whole:
             _check_split_by_nodes(settings, backend)
         X = as_matrix(X, backend)
-        largest = check_rows("X", X, graph)
+        extent = check_rows("X", X, graph)
         if X.shape[1] == 0:
             raise ValueError("X has no columns: give at least one feature.")
         backend.same(self.get_params(), "parameters", always=True)
         backend.same(X.shape[not backend.whole :], "shape of X", always=True)
-        check_scale(float(backend.largest(largest)))
+        check_scale(float(backend.largest(extent.largest)))
+        check_columns(X, extent.least, backend)
         y, train, weight = (to_host(a, backend) for a in (y, train, weight))
         given = (y, train, graph.num_nodes, self.loss, weight, self.class_weight)
         if backend.whole:

@@ -254,7 +254,7 @@ class Model(Estimator):
         self._fitted()
         backend, settings = self._device(graph, X), self._settings()
         X = as_matrix(X, backend)
-        largest = check_rows("X", X, graph)
+        largest = check_rows("X", X, graph).largest
         if X.shape[1] != self.n_features_in_:
             raise ValueError(
                 f"X has {X.shape[1]:,} features but the model was fitted with "

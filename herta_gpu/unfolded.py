@@ -262,7 +262,8 @@ class Problem:
         # E is a difference of these; what it rounds is as large as what outputs so far off do.
         rounding.forward += 4 * _UNIT * (norm(F) + norm(self.Y)) / self.loss.steepest
         stray = self.loss.stray(xp, E)
-        rounding.adjoint += stray  # a mean row times 1^T E, which a centred P does not see
+        # A mean row times 1^T E, which a centred P does not see, and what E itself has lost.
+        rounding.adjoint += stray + self.loss.slip(norm(E), self.Y)
         off = norm(E) * rounding.forward + self.loss.rounding(F) + 8 * _UNIT * objective
         if there.block is not None and back.block is not None:
             # Z is off by H^-1 R, and <E, M H^-1 R> = <V, R> with V = H^-1 M^T E at hand: what is

@@ -9,7 +9,7 @@ import contextlib
 import os
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import scipy.sparse as sp
@@ -19,6 +19,7 @@ from herta_gpu.plumbing.interop import on_device
 
 MAX_LAM = 1e6
 _LARGEST, _SMALLEST = 1e15, 1e-15  # of the largest entry of X: products stay in float32
+_LEAST_COLUMN = 1e-100  # of the largest entry of a column: squares do not vanish
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 MAX_SEED = 2**32 - 1
 MAX_RIDGE = 1e30
@@ -122,8 +123,15 @@ def memory_budget(wish: int | str | None, available: int) -> int:
     return int(0.8 * available) if wish is None else parse_bytes(wish)
 
 
-def check_rows(name: str, X: Any, graph: Any) -> float:
-    """The largest entry of a dense or sparse block that has one finite row per node, or an error.
+class Extent(NamedTuple):
+    """What the entries of a matrix lie between, signs apart."""
+
+    largest: float
+    least: float  # that is not 0; infinity where the type of the numbers has no tiny ones
+
+
+def check_rows(name: str, X: Any, graph: Any) -> Extent:
+    """The extent of a dense or sparse block that has one finite row per node, or an error.
 
     X is gone through once: a large one lies on disk.
     """
@@ -141,37 +149,44 @@ def check_rows(name: str, X: Any, graph: Any) -> float:
         )
     if X.dtype.kind not in "fiub":
         raise ValueError(f"{name} must hold real numbers, not {X.dtype}.")
-    largest = _largest_entry(X.data if sp.issparse(X) else X)
-    if not np.isfinite(largest):
+    extent = _extent(X.data if sp.issparse(X) else X)
+    if not np.isfinite(extent.largest):
         raise ValueError(f"{name} holds NaN or infinity: clean or impute it first.")
-    return largest
+    return extent
 
 
-def _largest_entry(values: Any) -> float:
-    """The largest |entry|; not finite if one of them is not.
+def _extent(values: Any) -> Extent:
+    """The extent of numbers, `largest` not finite if one of them is not.
 
     Without its sign, a float compares like the whole number that its bits spell, NaN above
     infinity.  NumPy does that at the speed of memory, and takes float16 one by one otherwise.
     """
     plain = isinstance(values, np.ndarray) and values.dtype.kind == "f" and values.dtype.isnative
     if not plain or values.dtype.itemsize > 8:
-        return _largest_number(values)
-    bits = f"uint{8 * values.dtype.itemsize}"
+        return _extent_of_numbers(values)
+    wide, bits = values.dtype.itemsize == 8, f"uint{8 * values.dtype.itemsize}"
     unsigned, top = np.array(np.iinfo(bits).max >> 1, bits), np.zeros(1, bits)
+    least = np.array([np.inf]).view("uint64") - 1
     for part in _pieces(np.asarray(values).view(bits)):
-        top = np.maximum(top, (part & unsigned).max())
-    return float(top.view(values.dtype)[0])
+        part = part & unsigned
+        top = np.maximum(top, part.max())
+        if wide:
+            least = np.minimum(least, (part - np.uint64(1)).min())  # 0 becomes the largest
+    return Extent(float(top.view(values.dtype)[0]), float((least + 1).view("float64")[0]))
 
 
-def _largest_number(values: Any) -> float:
+def _extent_of_numbers(values: Any) -> Extent:
     """The same for whole numbers, and for arrays of a GPU."""
-    largest = 0.0
+    largest, least = 0.0, float("inf")
+    wide = values.dtype.kind == "f" and values.dtype.itemsize >= 8
     for part in _pieces(values):
         ends = (float(part.max()), -float(part.min()))
         if any(np.isnan(end) for end in ends):
-            return float("nan")
+            return Extent(float("nan"), least)
         largest = max(largest, *ends)
-    return largest
+        if wide:
+            least = min(least, float((abs(part) + (part == 0)).min()))  # 0 counts as 1
+    return Extent(largest, least)
 
 
 def _pieces(values: Any) -> Iterator[Any]:
@@ -196,6 +211,28 @@ def check_scale(largest: float, fitted: bool = False) -> None:
         raise ValueError(
             f"The largest entry of X is {largest:.3g}: multiply X so that it is about 1, which "
             "changes W by the same factor and nothing else."
+        )
+
+
+def check_columns(X: Any, least: float, backend: Any) -> None:
+    """Refuse a column of X whose squares would vanish: it would be taken for an empty one."""
+    if not backend.largest(float(least < _LEAST_COLUMN)):
+        return
+    if sp.issparse(X):
+        largest = abs(sp.csc_array(X)).max(axis=0).toarray().ravel()
+    else:
+        xp = backend.xp if on_device(X) else np
+        largest = xp.zeros(X.shape[1])
+        for part in _pieces(X):
+            largest = xp.maximum(largest, abs(part).max(axis=0))
+        largest = backend.to_numpy(largest) if on_device(X) else largest  # synchronize!
+    largest = np.asarray(backend.largest(largest))
+    tiny = np.flatnonzero((largest > 0) & (largest < _LEAST_COLUMN))
+    if tiny.size:
+        raise ValueError(
+            f"Column {tiny[0]} of X has no entry above {largest[tiny[0]]:.3g}, whose square "
+            "float64 cannot hold: multiply it so that it is about 1 (its weights are divided), "
+            "or leave it out."
         )
 
 
