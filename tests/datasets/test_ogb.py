@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import os
 import subprocess
@@ -13,7 +12,8 @@ import numpy as np
 import pytest
 import scipy.sparse as sp
 
-from herta_gpu.datasets import DataError, load, ogb, sizes
+from herta_gpu.datasets import DataError, load, load_ogb, ogb, sizes
+from tests.datasets.test_ogb_files import contents, write_arxiv
 
 
 @pytest.fixture
@@ -50,8 +50,6 @@ def arrays(n=30, d=4, m=90, seed=0):
 
 
 def test_ogb_through_its_own_saver_then_without_torch(ogb_cache):
-    from herta_gpu.datasets import load_ogb
-
     rng, edges, X, split = arrays()
     labels = rng.integers(0, 3, (30, 1)).astype(float)
     labels[7] = np.nan
@@ -79,8 +77,6 @@ def test_ogb_data_that_ogb_processed_before(ogb_cache):
 
     from ogb.nodeproppred import NodePropPredDataset
 
-    from herta_gpu.datasets import load_ogb
-
     rng, edges, X, split = arrays()
     graph = {"edge_index": edges, "node_feat": X, "num_nodes": 30}
     meta = saved_by_ogb("ogbn-tiny", graph, rng.integers(0, 3, (30, 1)), split)
@@ -91,8 +87,6 @@ def test_ogb_data_that_ogb_processed_before(ogb_cache):
 
 
 def test_proteins_takes_the_mean_of_edge_features(ogb_cache):
-    from herta_gpu.datasets import load_ogb
-
     rng, edges, _, split = arrays()
     features = rng.random((90, 8))
     labels = rng.integers(0, 2, (30, 5))
@@ -108,8 +102,6 @@ def test_proteins_takes_the_mean_of_edge_features(ogb_cache):
 
 
 def test_mag_is_its_paper_graph(ogb_cache):
-    from herta_gpu.datasets import load_ogb
-
     rng, edges, X, split = arrays()
     graph = {
         "edge_index_dict": {
@@ -128,39 +120,26 @@ def test_mag_is_its_paper_graph(ogb_cache):
     assert (data.y == labels[:, 0]).all()
 
 
-def write_arxiv(root: Path):
-    """The layout of the real download of ogbn-arxiv."""
-    rng, edges, X, split = arrays()
-    files = {
-        "raw/edge": edges.T, "raw/node-feat": X, "raw/node-label": rng.integers(0, 3, (30, 1)),
-        "raw/num-node-list": [[30]], "raw/num-edge-list": [[90]],
-        "raw/node_year": np.full((30, 1), 2017),
-    }  # fmt: skip
-    files |= {f"split/time/{part}": ids[:, None] for part, ids in split.items()}
-    for name, table in files.items():
-        path = root / f"{name}.csv.gz"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with gzip.open(path, "wt") as file:
-            np.savetxt(file, table, delimiter=",", fmt="%.10g")
-    (root / "processed").mkdir()
-    (root / "RELEASE_v1.txt").write_text("")
-    return X
-
-
 def test_arxiv_by_name_through_ogb(ogb_cache, monkeypatch):
     """Read by the real package under the real name, as after a download."""
     monkeypatch.setattr(ogb, "FROM_FILES", ())
-    X = write_arxiv(ogb_cache / "ogbn_arxiv")
+    arrays = contents()
+    X, at = arrays["node_feat"], write_arxiv(ogb_cache, arrays)
+    (at / "RELEASE_v1.txt").write_text("")
+    (at / "processed").mkdir()
     assert np.allclose(load("ogbn-arxiv", ogb_cache).X, X, atol=1e-6)
     # The size of what is in the cache, not of the real thing.
-    assert sizes("ogbn-arxiv", ogb_cache).n == 30
+    assert sizes("ogbn-arxiv", ogb_cache).n == X.shape[0]
     assert load("ogbn-arxiv", ogb_cache, features=False).X is None
 
 
 def test_a_truncated_download_is_named_and_leaves_no_cache(ogb_cache, monkeypatch):
     monkeypatch.setattr(ogb, "FROM_FILES", ())
-    X = write_arxiv(ogb_cache / "ogbn_arxiv")
-    path = ogb_cache / "ogbn_arxiv" / "raw" / "node-feat.csv.gz"
+    arrays = contents()
+    X, at = arrays["node_feat"], write_arxiv(ogb_cache, arrays)
+    (at / "RELEASE_v1.txt").write_text("")
+    (at / "processed").mkdir()
+    path = at / "raw" / "node-feat.csv.gz"
     whole = path.read_bytes()
     path.write_bytes(whole[: len(whole) // 2])
     with pytest.raises(DataError, match=r"node-feat\.csv\.gz .*is damaged: delete the folder"):
@@ -175,7 +154,6 @@ def test_proteins_from_the_name_to_the_table(ogb_cache, capsys, monkeypatch):
     from ogb.nodeproppred import Evaluator
 
     from herta_gpu.app.cli import main
-    from herta_gpu.datasets import load_ogb
 
     rng, edges, _, split = arrays(n=60, m=300)
     split = {"train": np.arange(30), "valid": np.arange(30, 45), "test": np.arange(45, 60)}

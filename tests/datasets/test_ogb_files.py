@@ -87,6 +87,7 @@ def write_arxiv(root, arrays, folder="ogbn_arxiv"):
     write_table(at / "raw" / "node-label.csv.gz", np.arange(N)[:, None] % 5, "%d")
     write_table(at / "raw" / "num-node-list.csv.gz", [[N]], "%d")
     write_table(at / "raw" / "num-edge-list.csv.gz", [[M]], "%d")
+    write_table(at / "raw" / "node_year.csv.gz", arrays["node_year"], "%d")
     write_split(at / "split" / "time", arrays)
     return at
 

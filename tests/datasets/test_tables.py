@@ -98,43 +98,6 @@ def test_weights(tmp_path, text):
     assert graph.adjacency().toarray().tolist() == truth
 
 
-REFUSED_EDGES = [
-    ("outside", "0,9\n", "names node 9 but there are 4 nodes"),
-    ("one column", "0\n1\n", "must have two columns"),
-    ("nothing", "", "edges.csv is empty"),
-    ("nothing but lines", "\n\n", "edges.csv is empty"),
-    ("four columns without names", "0,1,2,3\n", "name them in a first line, source,target,weight"),
-    ("three unknown names", "a,b,c\n0,1,2\n", "has the columns a, b, c"),
-    ("one known name", "src,b\n0,1\n", "name them source and target"),
-    ("two weights", "src,dst,weight,w\n0,1,1,2\n", "two columns for one thing, 'weight' and 'w'"),
-    ("text ids", "src,dst\nann,bob\n", "'ann' in column src; node ids are whole numbers"),
-    ("text ids without a header", "ann,bob\nbob,eve\n", "'bob' in column ann"),
-    ("half an id", "0,1.5\n", "integer node ids from 0 on in columns 1, 2"),
-    ("no id", "src,dst\n0,1\n1,\n", "integer node ids from 0 on in columns src, dst"),
-    ("NA in the first row", "0,NA\n1,2\n", "integer node ids"),
-    ("a slip", "0,1\n1,2x\n", "row 2 has '2x' in column 2"),
-    ("a slip in the first row", "0,1x\n1,2\n", "both '1x' and numbers"),
-    ("an underscore", "0,1\n1,2_0\n", "'2_0'"),
-    ("a short row", "0,1,2\n1,2\n", "row 2 has 2 columns, not 3"),
-    ("a weight without a name", "src,dst,\n0,1,5\n", "row 1 has 3 columns, not 2"),
-    ("ragged", "0,1\n1,2,3,4\n", "row 2 has 4 columns, not 2"),
-    ("a thousand or one", '0,1,"1,234"\n', "'1,234' in column 3"),
-    ("Matrix Market", "%%MatrixMarket\n3 3 1\n1 2 5\n", "scipy.io.mmread"),
-    ("no weight", "src,dst,weight\n0,1,2\n1,2,\n", "edge_weight holds NaN"),
-    ("UTF-16", "0,1\n1,2\n".encode("utf-16"), "UTF-16: save it as CSV in UTF-8"),
-    ("latin-1", "src,größe\n0,1\n".encode("latin-1"), "is not a table"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("text", "words"), [row[1:] for row in REFUSED_EDGES], ids=[row[0] for row in REFUSED_EDGES]
-)
-def test_edges_that_are_refused(tmp_path, text, words):
-    with pytest.raises(DataError, match=r"edges\.csv") as caught:
-        load_tables(write(tmp_path, edges=text))
-    assert words in str(caught.value)
-
-
 # ---- features ---------------------------------------------------------------------------------
 FEATURES = [
     ("a byte-order mark", "\ufeff0.5,2\n-1.5,0\n3,1\n2.5,7\n", ""),
@@ -161,31 +124,6 @@ def test_features(tmp_path, text, words):
     data = load_tables(write(tmp_path, features=text))
     assert data.X.tolist() == X
     assert words in note(data)
-
-
-REFUSED_FEATURES = [
-    ("text", "1\n2\nthree\n4\n", "features.csv is not a table of numbers (row 3 has 'three'"),
-    ("a name twice", "node_id,f\n0,1\n0,2\n1,3\n2,4\n", "names node 0 more than once"),
-    ("a node missing", "node_id,f\n0,1\n1,2\n2,3\n4,4\n", "there is no row for node 3"),
-    ("ids from 1 on", "id,f\n1,1\n2,2\n3,3\n4,4\n", "count from 0, in the edges, too"),
-    ("ids of text", "id,f\na,1\nb,2\nc,3\nd,4\n", "'a' in column id; node ids are whole"),
-    ("two ids", "id,node_id,f\n0,0,1\n", "two columns for one thing"),
-    ("an index in another order", ",f\n2,1\n0,2\n1,3\n3,4\n", "call it node_id"),
-    ("nothing there", "f,g\n1,2\n3,\n5,6\n7,8\n", "row 2 has no number in column g"),
-    ("nothing there, by R", "f,g\n1,2\n3,NA\n5,6\n7,8\n", "row 2 has no number in column g"),
-    ("the answer", "f,label\n1,0\n3,1\n5,0\n7,1\n", "label is no feature"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [row[1:] for row in REFUSED_FEATURES],
-    ids=[row[0] for row in REFUSED_FEATURES],
-)
-def test_features_that_are_refused(tmp_path, text, words):
-    with pytest.raises(DataError, match=r"features\.csv") as caught:
-        load_tables(write(tmp_path, features=text))
-    assert words in str(caught.value)
 
 
 # ---- labels -----------------------------------------------------------------------------------
@@ -237,24 +175,58 @@ def test_labels(tmp_path, text, truth, words):
     assert data.metadata.get("label_names") == several
 
 
-REFUSED_LABELS = [
-    ("short", "0\n1\n", "each needs one row per node"),
-    ("below -1", "0\n1\n-3\n1\n", "classes from 0 on"),
-    ("infinite", "y\n0\n1\ninf\n1\n", "classes from 0 on"),
-    ("a slip", "0\n1\n1x\n1\n", "row 3 has '1x'"),
-    ("a name twice", "node,label\n0,1\n0,1\n1,0\n2,0\n", "names node 0 more than once"),
-    ("an unknown node", "node,label\n0,1\n4,1\n1,0\n2,0\n", "names node 4 of 4 nodes"),
-    ("an index in another order", ",label\n3,0\n0,1\n1,1\n2,0\n", "call it node_id"),
-    ("two texts", "a,b\nx,y\nx,y\nx,y\nx,y\n", "'x' in column a"),
-]
+# ---- what is refused --------------------------------------------------------------------------
+REFUSED = [
+    ("edges: outside", "0,9\n", "names node 9 but there are 4 nodes"),
+    ("edges: one column", "0\n1\n", "must have two columns"),
+    ("edges: nothing", "", "edges.csv is empty"),
+    ("edges: nothing but lines", "\n\n", "edges.csv is empty"),
+    ("edges: four columns without names", "0,1,2,3\n", "name them in a first line"),
+    ("edges: three unknown names", "a,b,c\n0,1,2\n", "has the columns a, b, c"),
+    ("edges: one known name", "src,b\n0,1\n", "name them source and target"),
+    ("edges: two weights", "src,dst,weight,w\n0,1,1,2\n", "one thing, 'weight' and 'w'"),
+    ("edges: text ids", "src,dst\nann,bob\n", "'ann' in column src; node ids are whole numbers"),
+    ("edges: text ids without a header", "ann,bob\nbob,eve\n", "'bob' in column ann"),
+    ("edges: half an id", "0,1.5\n", "integer node ids from 0 on in columns 1, 2"),
+    ("edges: no id", "src,dst\n0,1\n1,\n", "integer node ids from 0 on in columns src, dst"),
+    ("edges: NA in the first row", "0,NA\n1,2\n", "integer node ids"),
+    ("edges: a slip", "0,1\n1,2x\n", "row 2 has '2x' in column 2"),
+    ("edges: a slip in the first row", "0,1x\n1,2\n", "both '1x' and numbers"),
+    ("edges: an underscore", "0,1\n1,2_0\n", "'2_0'"),
+    ("edges: a short row", "0,1,2\n1,2\n", "row 2 has 2 columns, not 3"),
+    ("edges: a weight without a name", "src,dst,\n0,1,5\n", "row 1 has 3 columns, not 2"),
+    ("edges: ragged", "0,1\n1,2,3,4\n", "row 2 has 4 columns, not 2"),
+    ("edges: a thousand or one", '0,1,"1,234"\n', "'1,234' in column 3"),
+    ("edges: Matrix Market", "%%MatrixMarket\n3 3 1\n1 2 5\n", "scipy.io.mmread"),
+    ("edges: no weight", "src,dst,weight\n0,1,2\n1,2,\n", "edge_weight holds NaN"),
+    ("edges: UTF-16", "0,1\n1,2\n".encode("utf-16"), "UTF-16: save it as CSV in UTF-8"),
+    ("edges: latin-1", "src,größe\n0,1\n".encode("latin-1"), "is not a table"),
+    ("features: text", "1\n2\nthree\n4\n", "not a table of numbers (row 3 has 'three'"),
+    ("features: a name twice", "node_id,f\n0,1\n0,2\n1,3\n2,4\n", "names node 0 more than once"),
+    ("features: a node missing", "node_id,f\n0,1\n1,2\n2,3\n4,4\n", "there is no row for node 3"),
+    ("features: ids from 1 on", "id,f\n1,1\n2,2\n3,3\n4,4\n", "count from 0, in the edges, too"),
+    ("features: ids of text", "id,f\na,1\nb,2\nc,3\nd,4\n", "'a' in column id; node ids are whole"),
+    ("features: two ids", "id,node_id,f\n0,0,1\n", "two columns for one thing"),
+    ("features: an index in another order", ",f\n2,1\n0,2\n1,3\n3,4\n", "call it node_id"),
+    ("features: nothing there", "f,g\n1,2\n3,\n5,6\n7,8\n", "row 2 has no number"),
+    ("features: nothing there, by R", "f,g\n1,2\n3,NA\n5,6\n7,8\n", "row 2 has no number"),
+    ("features: the answer", "f,label\n1,0\n3,1\n5,0\n7,1\n", "label is no feature"),
+    ("labels: short", "0\n1\n", "each needs one row per node"),
+    ("labels: below -1", "0\n1\n-3\n1\n", "classes from 0 on"),
+    ("labels: infinite", "y\n0\n1\ninf\n1\n", "classes from 0 on"),
+    ("labels: a slip", "0\n1\n1x\n1\n", "row 3 has '1x'"),
+    ("labels: a name twice", "node,label\n0,1\n0,1\n1,0\n2,0\n", "names node 0 more than once"),
+    ("labels: an unknown node", "node,label\n0,1\n4,1\n1,0\n2,0\n", "names node 4 of 4 nodes"),
+    ("labels: an index in another order", ",label\n3,0\n0,1\n1,1\n2,0\n", "call it node_id"),
+    ("labels: two texts", "a,b\nx,y\nx,y\nx,y\nx,y\n", "'x' in column a"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("text", "words"), [row[1:] for row in REFUSED_LABELS], ids=[row[0] for row in REFUSED_LABELS]
-)
-def test_labels_that_are_refused(tmp_path, text, words):
-    with pytest.raises(DataError, match=r"labels\.csv") as caught:
-        load_tables(write(tmp_path, labels=text))
+@pytest.mark.parametrize(("case", "text", "words"), REFUSED, ids=[row[0] for row in REFUSED])
+def test_a_table_that_is_refused(tmp_path, case, text, words):
+    file = case.partition(":")[0]
+    with pytest.raises(DataError, match=rf"{file}\.csv") as caught:
+        load_tables(write(tmp_path, **{file: text}))
     assert words in str(caught.value)
 
 
