@@ -72,7 +72,7 @@ def from_tables(
     (4, 2, [0, 1, 1, -1])
     >>> print(data.metadata["note"])
     e.csv: 2 edges from columns source, target, weight
-    y.csv: 2 classes from column label, rows by node_id
+    y.csv: 2 classes from column label, rows by node_id, 1 of 4 nodes without
     """
     notes: list[str] = []
     X = None if features is None else _features(features, notes)
