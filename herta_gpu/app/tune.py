@@ -69,7 +69,8 @@ def run(args: argparse.Namespace) -> CommandOutput:
     losses = args.losses or losses_for(data.y, args.by)
     for loss in losses:  # before the search, which takes long
         check = make_model(args, lam=args.lams[0], loss=loss, optimizer="cg")
-        check._checked_data(data.graph, data.X, data.y, data.split["train"], check._checked())
+        nodes = data.split["train"]
+        check._pose(check._checked(), data.graph, data.X, data.y, nodes, None, None)
     with stages("tune"):
         place, tell = (args.device, args.memory_budget), stages.note
         found = tune(data, *grid, losses, *place, tell, *more, (False, True), args.random_state)
