@@ -26,7 +26,7 @@ from common import QUICK, Results
 
 from herta_gpu import HERTA, Graph
 from herta_gpu.datasets import Dataset, load
-from herta_gpu.diffusion import Diffusion
+from herta_gpu.diffusion import Rows
 
 NAME, EVERY = "synthetic:papers100M", 0.05
 BUDGETS = {"0.1": "8GB", "0.01": "800MB"}  # of a share; any other has that of 0.01
@@ -58,13 +58,13 @@ def one(share: str, budget: str, folder: str) -> dict[str, Any]:
     data = mapped(share, folder)
     _compile()
     products = []
-    lower = Diffusion.lower
+    tighten = Rows.tighten
 
-    def counted(self: Diffusion, *rest: Any) -> None:
-        lower(self, *rest)
+    def counted(self: Rows, *rest: Any) -> None:
+        tighten(self, *rest)
         products.append(self.products)
 
-    Diffusion.lower = counted  # type: ignore[method-assign]
+    Rows.tighten = counted  # type: ignore[method-assign]
     nodes = np.concatenate(list(data.split.values()))
     print(f"fit {time.clock_gettime(time.CLOCK_MONOTONIC)}", flush=True)
     model = HERTA(lam=LAM, memory_budget=budget)

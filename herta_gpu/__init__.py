@@ -7,7 +7,8 @@ The ground floor is the paper; every other concern has a room with a name.
                      says before its fit and after it
     sparsifier       Algorithm 2: scores, sampling, L_tilde
     solver           SDDSolver; `laplacian` has H = I + lam L, block CG and Chebyshev
-    preconditioner   Q, its sketch and P; `grams` factors it, `factors` has the forms of P^-1/2
+    preconditioner   P from Q, which `diffusion` solves for or sketches; `grams` makes its factor,
+                     `factors` has the forms of P^-1/2
     unfolded         Z*(W) and its gradient through two solves; `prediction` has the outputs of a
                      fitted model, a block of columns at a time
     losses           a new loss goes here; `optimizers` and `training` the loop, `blockwise` the
@@ -18,10 +19,10 @@ The ground floor is the paper; every other concern has a room with a name.
 The strategy "direct", which needs no array of n x d or n x c numbers, in the order of its work:
 
     coordinates      those in which the columns of X are orthonormal, or of norm 1
-    diffusion        the training rows of Q in these, with a proven bound of their error
+    diffusion        the training rows of Q in these, with a proven bound of their error; blocks
+                     of columns for several lam
     descent          the optimum of cross entropy on stored rows; `hessians` the second derivatives
                      that lead to it
-    several          blocks of features for several lam
     direct           what the stored rows prove of the true problem; `leave_one_out` what they say
                      of models without a row
 

@@ -6,31 +6,47 @@ right-hand side B, and the two iterates of Chebyshev.  A block takes a few passe
     Z = p(H) B;   rows of Q += rows of Z;   B <- B - H Z
 
 The residual is computed in float64, the first time against X C0 itself: B in float32 is not X C0,
-and what its rounding hides would never be seen.  H >= I, so Q is off by no more than what is left:
+and what its rounding hides would never be seen.  H >= I, so Q is off by no more than the residual:
 
     ||H^-1 X C0 v - Q v|| <= ||R v||,   R = X C0 - H Q.
 
-`left` holds the norms of R's columns, with all that rounding may have added to them.
+`Rows.residual_bound` holds the norms of R's columns, with all that rounding may have added to them.
+
+Several lam make blocks of columns [H_1^-1 X C0, H_2^-1 X C0, ...], each solved for with its own H,
+in passes of its own.  (All lam from one Chebyshev sequence would share the first pass only: what
+that leaves differs.)  Columns of X C0 themselves may stand beside them: those of lam = 0, and
+features that are not diffused, such as those that labels make.
+
+Where P need only be rough, `approximate_rows` makes Q without measuring anything: by one Chebyshev
+polynomial, by rows of the inverse where there are few of them, or as a sketch (lines 3 to 5 of
+Algorithm 1).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from itertools import accumulate
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from herta_gpu.backends.base import Array, Backend
-from herta_gpu.coordinates import Columns
+from herta_gpu.coordinates import Blocks, Columns, Coordinates
+from herta_gpu.features import Features
+from herta_gpu.grams import products, weigh_rows
 from herta_gpu.laplacian import (
     RegularizedLaplacian,
+    block_cg,
     chebyshev,
     chebyshev_degree,
     chebyshev_rounding,
 )
+from herta_gpu.planning.plan import Recipe
 from herta_gpu.plumbing.progress import Tell, marked
+from herta_gpu.unfolded import UnfoldedMap
 
 _MOST_PRODUCTS = 10**5  # with H, for each column
 _MARGIN = 0.9  # a pass aims a little lower, so that the last one is not missed by rounding
@@ -55,6 +71,11 @@ def silent(done: int, of: int) -> None:
     """Nobody hears how many columns are done."""
 
 
+def no_cache(name: str, make: Callable[[], Arrays], together: bool = False) -> Arrays:
+    """Nothing is stored: call `make()` each time."""
+    return make()
+
+
 class Workspace:
     """Three blocks of k columns for every k up to `width`, allocated once.
 
@@ -74,113 +95,203 @@ class Workspace:
         return B, tuple(work)
 
 
-class Diffusion:
-    """The rows `at` of Q, those `beside` in the working precision, and what is left.
+@dataclass(frozen=True)
+class Wanted:
+    """Which rows of Q are wanted, and how they are solved for."""
 
-    In float32 the rows `at` have `lost` something that their residual does not show.
+    train: Array
+    evaluate: Array
+    blocks: Callable[[int], Sequence[slice]]  # of so many columns
+    dtype: str  # the precision of the solves, and of the rows for evaluation
+    stored: str = "float64"  # the precision of the training rows
+    keep_residual: bool = False  # n x r numbers, from which a later `tighten` goes on
+    tell: Tell = silent
 
-    Where n x r numbers may be `kept`, a later call of `lower` goes on from the residual.
+
+class _Part(NamedTuple):
+    """Columns of Q that are solved for with one H."""
+
+    H: RegularizedLaplacian | None  # None: they are the columns of X C0 themselves
+    columns: Columns
+    first: int  # where they stand among all columns
+
+    def among_all(self, J: slice) -> slice:
+        return slice(self.first + J.start, self.first + J.stop)
+
+
+class Rows:
+    """Rows of Q on the training nodes and on those for evaluation.
+
+    Parameters
+    ----------
+    backend : Backend
+    systems : sequence of RegularizedLaplacian or None
+        The H of each block of columns; None where the columns of X C0 are taken as they are.
+    columns : sequence of Columns
+        X C0 of each block.
+    wanted : Wanted
+
+    Attributes
+    ----------
+    basis : Coordinates
+        C0 of all blocks.
+    train_rows, eval_rows : arrays with r columns
+        The first in float64 unless `wanted` says otherwise, the others in the working precision.
+    residual_bound : (r,) array
+        residual_bound[j] >= ||X c_j - H q_j||, which bounds ||H^-1 X c_j - q_j||.
+    storage_error : (r,) array
+        What rounding `train_rows` to float32 added to that.
     """
 
     def __init__(
         self,
-        H: RegularizedLaplacian,
-        basis: Columns,
-        at: Array,
-        beside: Array,
-        blocks: Sequence[slice],
-        dtype: str,
-        kept: bool,
-        tell: Tell = silent,
-        stored: str = "float64",
+        backend: Backend,
+        systems: Sequence[RegularizedLaplacian | None],
+        columns: Sequence[Columns],
+        wanted: Wanted,
     ) -> None:
-        xp, r, count = H.backend.xp, basis.rank, int(H.backend.total(at.shape[0]))
-        self.H, self.basis, self.at, self.beside, self.dtype = H, basis, at, beside, dtype
-        self.cuts, self.width = blocks, max(J.stop - J.start for J in blocks)
-        self.rows, self.lost = xp.zeros((count, r), dtype=stored), xp.zeros(r)
-        self.others = xp.zeros((beside.shape[0], r), dtype=dtype)
-        self.left = basis.sizes  # bounds of the norms of the columns of X C0 - H Q, Q still 0
-        self.products = 0  # with H, for each column, at most
-        self._kept: dict[int, Array] | None = {} if kept else None  # by the first of its columns
-        self._begun, self.tell = False, tell
+        firsts = accumulate((one.rank for one in columns), initial=0)
+        self.parts = [_Part(*part) for part in zip(systems, columns, firsts)]
+        self.basis: Coordinates = columns[0] if len(columns) == 1 else Blocks(columns)
+        self.backend, self.wanted, xp, r = backend, wanted, backend.xp, self.basis.rank
+        count, copied = int(backend.total(wanted.train.shape[0])), any(H is None for H in systems)
+        self.train_rows = xp.zeros((count, r), dtype="float64" if copied else wanted.stored)
+        self.eval_rows = xp.zeros((wanted.evaluate.shape[0], r), dtype=wanted.dtype)
+        self.residual_bound, self.storage_error = self.basis.sizes.copy(), xp.zeros(r)  # Q is 0
+        # Of a part or a block, by the first of its columns.
+        self._products: dict[int, int] = {}
+        self._residuals: dict[int, Array] | None = {} if wanted.keep_residual else None
+        self._begun = False
+        for part in self.parts:
+            if part.H is None:
+                self._copy(part.columns, part.among_all(slice(0, part.columns.rank)))
+
+    @property
+    def error(self) -> Array:
+        """(r,) bounds of ||H^-1 X c_j - q_j|| for the training rows as they are stored."""
+        return self.residual_bound + self.storage_error
 
     @property
     def worst(self) -> float:
-        """The largest of what is left, relative to the size of its column."""
-        return _worst(self.H.backend.xp, self.left, self.basis.sizes)
+        """The largest residual of a column that is solved for, relative to the column's size."""
+        found = [0.0]
+        for H, columns, first in self.parts:
+            if H is not None:
+                left = self.residual_bound[first : first + columns.rank]
+                found.append(_worst(self.backend.xp, left, columns.sizes))
+        return max(found)
 
-    def lower(self, goal: float, cache: Cache, name: str) -> None:
+    @property
+    def products(self) -> int:
+        """Products with H that the columns have taken, at most."""
+        return sum(self._products.values())
+
+    def _copy(self, columns: Columns, J: slice) -> None:
+        """Take the columns of X C0 as they are."""
+        xp, wanted = self.backend.xp, self.wanted
+        train = xp.zeros((wanted.train.shape[0], columns.rank))
+        places = ((wanted.train, train), (wanted.evaluate, self.eval_rows[:, J]))
+        for block in wanted.blocks(columns.rank):
+            for rows, part in columns.chunks(block):
+                for nodes, kept in places:
+                    here = xp.flatnonzero((nodes >= rows.start) & (nodes < rows.stop))
+                    kept[here, block] = part[nodes[here] - rows.start]
+        self.train_rows[:, J] = self.backend.gathered(train)
+        off = xp.full(columns.shape[0], columns.X.off)  # what features that we made may be off by
+        self.residual_bound[J] = columns.rounding + columns.column_sizes(off)
+
+    def tighten(self, goal: float, cache: Cache, name: str) -> None:
         """Solve until no column leaves more than `goal` times its size, if rounding allows it."""
-        work = Workspace(self.H, self.width, self.dtype)
-        on = self._begun and self._kept is not None
-        left, gathered = self.left.copy(), self.H.backend.gathered
+        for part in self.parts:
+            if part.H is not None:
+                own = name if len(self.parts) == 1 else f"{name}-lam-{part.H.lam!r}"
+                self._tighten(part, part.H, goal, cache, own)
+        self._begun = True
+
+    def _tighten(
+        self, part: _Part, H: RegularizedLaplacian, goal: float, cache: Cache, name: str
+    ) -> None:
+        blocks, backend = self.wanted.blocks(part.columns.rank), self.backend
+        work = Workspace(H, max(J.stop - J.start for J in blocks), self.wanted.dtype)
 
         def solved(J: slice) -> Arrays:
+            make = partial(self._block, J, part, H, goal, work)
             with marked("block of Q", first=J.start, columns=J.stop - J.start):
-                block = cache(f"{name}-columns-{J.start}", partial(self._block, J, goal, work, on))
-            if self._kept is not None:
-                self._kept[J.start] = block["B"].copy()
+                block = cache(f"{name}-columns-{J.start}", make)
+            if self._residuals is not None:
+                self._residuals[part.first + J.start] = block["B"].copy()
             return {what: array for what, array in block.items() if what != "B"}
 
-        self.tell(0, left.shape[0])
-        for J, block in zip(self.cuts, self.H.backend.dealt(self.cuts, solved)):
-            self.rows[:, J], self.others[:, J] = gathered(block["rows"]), block["others"]
-            left[J], self.lost[J] = block["left"], block["lost"]
-            self.products = max(self.products, int(block["products"][0]))  # synchronize!
-            self.tell(J.stop, left.shape[0])
-        self.left, self._begun = left, True
+        self.wanted.tell(part.first, self.basis.rank)
+        for J, block in zip(blocks, backend.dealt(blocks, solved)):
+            at = part.among_all(J)
+            self.train_rows[:, at] = backend.gathered(block["rows"])
+            self.eval_rows[:, at] = block["others"]
+            self.residual_bound[at], self.storage_error[at] = block["left"], block["lost"]
+            products = int(block["products"][0])  # synchronize!
+            self._products[part.first] = max(self._products.get(part.first, 0), products)
+            self.wanted.tell(at.stop, self.basis.rank)
 
-    def _block(self, J: slice, goal: float, work: Workspace, on: bool) -> Arrays:
+    def _block(
+        self, J: slice, part: _Part, H: RegularizedLaplacian, goal: float, work: Workspace
+    ) -> Arrays:
         """One block of columns: from X C0, or on from what was left of it."""
-        H, basis, k = self.H, self.basis, J.stop - J.start
+        columns, at, wanted, k = part.columns, part.among_all(J), self.wanted, J.stop - J.start
         xp, (B, iterates) = H.backend.xp, work.blocks(k)
-        sizes, unit = basis.sizes[J], 0.5 * float(np.finfo(self.dtype).eps)
+        sizes, unit = columns.sizes[J], 0.5 * float(np.finfo(wanted.dtype).eps)
+        on = self._begun and self._residuals is not None
         if on:
-            assert self._kept is not None
-            B[...] = self._kept[J.start]
-            norms, left = xp.sqrt(H.backend.total(H.backend.column_dots(B, B))), self.left[J]
+            assert self._residuals is not None
+            B[...] = self._residuals[at.start]
+            norms, left = column_norms(H.backend, B), self.residual_bound[at]
             rounded = xp.maximum(left - norms, 0.0) + unit * norms
             # A residual that was large when it was stored has too few digits for a small one.
-            anew = basis.rounding[J] + 2 * H.rounding(k, rows=True) * sizes
+            anew = columns.rounding[J] + 2 * H.rounding(k, rows=True) * sizes
             on = _worst(xp, rounded - anew, sizes) <= _KNOWN * goal
         if on:
-            rows = H.backend.own(self.rows[:, J]).astype("float64")
-            others, lost = self.others[:, J].copy(), self.lost[J]
+            rows = H.backend.own(self.train_rows[:, at]).astype("float64")
+            others, lost = self.eval_rows[:, at].copy(), self.storage_error[at]
         else:
-            basis.fill(B, J)
-            rows = xp.zeros((self.at.shape[0], k))
-            others = xp.zeros((self.beside.shape[0], k), dtype=self.dtype)
-            norms, rounded, lost = sizes, basis.rounding[J], xp.zeros(k)
+            columns.fill(B, J)
+            rows = xp.zeros((wanted.train.shape[0], k))
+            others = xp.zeros((wanted.evaluate.shape[0], k), dtype=wanted.dtype)
+            norms, rounded, lost = sizes, columns.rounding[J], xp.zeros(k)
         worst, last, products = _worst(xp, norms, sizes), math.inf, 0
         while worst > goal and worst < 0.5 * last and products < _MOST_PRODUCTS:
-            degree = self._degree(goal / worst, k)
+            degree = _degree(H, wanted.dtype, goal / worst, k)
             Z = chebyshev(H, B, degree, iterates, work.half)
-            rows += Z[self.at]
-            others += Z[self.beside]
+            rows += Z[wanted.train]
+            others += Z[wanted.evaluate]
             fresh = products == 0 and not on
-            source = basis.chunks(J) if fresh else _chunks(H.backend, B)
+            source = columns.chunks(J) if fresh else _chunks(H.backend, B)
             before, norms = norms, _new_residual(H, source, Z, B)
             # ||Z|| <= ||H Z|| <= ||B|| + ||B - H Z||, and the new B is stored rounded.
             rounded = rounded + H.rounding(k, rows=True) * (before + norms) + unit * norms
             products, last, worst = products + degree, worst, _worst(xp, norms, sizes)
-        if self.rows.dtype != rows.dtype:
+        if self.train_rows.dtype != rows.dtype:
             # Half a unit of each number, or of the smallest there is.
-            size = xp.sqrt(H.backend.total(H.backend.column_dots(rows, rows)))
-            count, kind = self.rows.shape[0], np.finfo(np.float32)
-            lost = lost + 0.5 * (float(kind.eps) * size + float(kind.tiny) * count**0.5)
+            count, kind = self.train_rows.shape[0], np.finfo(np.float32)
+            size = float(kind.eps) * column_norms(H.backend, rows)
+            lost = lost + 0.5 * (size + float(kind.tiny) * count**0.5)
         made = {"rows": rows, "others": others, "left": norms + rounded, "lost": lost}
         made["products"] = xp.asarray([products])
-        return made if self._kept is None else {**made, "B": B}
+        return made if self._residuals is None else {**made, "B": B}
 
-    def _degree(self, factor: float, columns: int) -> int:
-        """The degree of the next of the passes, all alike, that lower a residual by `factor`.
 
-        One pass cannot do more than rounding lets it.
-        """
-        worst_case = chebyshev_rounding(self.H, self.dtype, columns)
-        least = max(8 * float(np.finfo(self.dtype).eps), _TYPICAL * worst_case)
-        count = max(1, math.ceil(math.log(factor) / math.log(min(least, 0.1)) - 1e-9))
-        return chebyshev_degree(self.H, _MARGIN * factor ** (1 / count))
+def _degree(H: RegularizedLaplacian, dtype: str, factor: float, columns: int) -> int:
+    """The degree of the next of the passes, all alike, that lower a residual by `factor`.
+
+    One pass cannot do more than rounding lets it.
+    """
+    worst_case = chebyshev_rounding(H, dtype, columns)
+    least = max(8 * float(np.finfo(dtype).eps), _TYPICAL * worst_case)
+    count = max(1, math.ceil(math.log(factor) / math.log(min(least, 0.1)) - 1e-9))
+    return chebyshev_degree(H, _MARGIN * factor ** (1 / count))
+
+
+def column_norms(backend: Backend, B: Array) -> Array:
+    """(k,) the norms of the columns of B, over all processes."""
+    return backend.xp.sqrt(backend.total(backend.column_dots(B, B)))
 
 
 def _worst(xp: Any, norms: Array, sizes: Array) -> float:
@@ -205,3 +316,156 @@ def _new_residual(
             B[rows] = R
             squares = squares + H.backend.column_dots(R, R)
     return H.backend.xp.sqrt(H.backend.total(squares))
+
+
+def approximate_rows(
+    recipe: Recipe,
+    H_tilde: RegularizedLaplacian,
+    A: UnfoldedMap,
+    basis: Columns,
+    Y: Array,
+    cache: Cache,
+) -> Arrays:
+    """Q on the training rows or on all, or its sketch."""
+    H, rows, backend = A.H, A.train, A.H.backend
+    if recipe.by_rows:
+        return _rows_of_inverse(recipe, H, A.X, rows, cache)
+    if recipe.sketch_rows is not None:
+        Q_tilde, QtY = _sketch(recipe, H_tilde, basis, Y, A, cache)
+        return {"Q": Q_tilde, "QtY": QtY}
+    n_rows = H.n if recipe.all_rows else int(backend.total(rows.shape[0]))
+    Q = backend.xp.empty((n_rows, basis.rank), dtype=recipe.dtype(H.dtype))
+    at = None if recipe.all_rows else rows
+    for J, Q_J in _solve_columns(recipe, H_tilde, basis, cache, at):
+        Q[:, J] = Q_J if recipe.all_rows else backend.gathered(Q_J)
+    return {"Q": Q}
+
+
+def _solve_columns(
+    recipe: Recipe,
+    H_tilde: RegularizedLaplacian,
+    basis: Columns,
+    cache: Cache,
+    at: Array | None,
+) -> Iterator[tuple[slice, Array]]:
+    """Q <- SDDSolver(I + lam L_tilde; X C0), a block of columns J at a time.
+
+    Of each block the rows `at`; None: all.
+    """
+    blocks = recipe.blocks(basis.rank)
+    width = max(J.stop - J.start for J in blocks)
+    work = Workspace(H_tilde, width, recipe.dtype(H_tilde.dtype))
+
+    def solved(J: slice) -> Arrays:
+        with marked("block of Q", first=J.start, columns=J.stop - J.start):
+            B, iterates = work.blocks(J.stop - J.start)
+            basis.fill(B, J)
+            return {"Q": chebyshev(H_tilde, B, recipe.degree, iterates)}
+
+    def wanted(J: slice) -> Arrays:
+        Q_J = cache(f"{recipe.name}-columns-{J.start}", partial(solved, J))["Q"]
+        return {"Q": Q_J if at is None else Q_J[at]}
+
+    for J, made in zip(blocks, H_tilde.backend.dealt(blocks, wanted)):
+        yield J, made["Q"]
+
+
+def _rows_of_inverse(
+    recipe: Recipe, H: RegularizedLaplacian, X: Features, rows: Array, cache: Cache
+) -> Arrays:
+    """A = (H^-1 M^T)^T X row by row: fewer solves than H^-1 X when n_train < d.
+
+    With V the solutions and R = M^T - H V, column j of A is off by (H^-1 R)^T x_j: by no more than
+    ||R|| ||x_j||, and by what the residuals and X^T V were rounded.
+    """
+    xp, k = H.backend.xp, recipe.width
+    count = int(H.backend.total(rows.shape[0]))
+    mine = H.backend.own(np.arange(count))  # which of all training rows are here
+    A, squares = xp.empty((count, X.shape[1]), dtype="float64"), 0.0
+    starts = range(0, count, k)
+
+    def solved(first: int) -> Arrays:
+        left, (a, b) = [], np.searchsorted(mine, (first, first + k))
+
+        def solve(unit: Array) -> Array:
+            V, info = block_cg(H, unit, recipe.row_tol)
+            rounding = H.rounding(V.shape[1]) * column_norms(H.backend, V)
+            left.append(xp.asarray(info.residuals) + rounding)
+            return V
+
+        columns, at = min(k, count - first), H.backend.asarray(mine[a:b] - first)
+        made = rows_of_inverse(xp, solve, X.transpose_times, rows[a:b], H.n, H.dtype, (columns, at))
+        return {"A": made, "left": left[0]}
+
+    def wanted(i: int) -> Arrays:
+        with marked("block of Q", first=i, rows=min(k, count - i)):
+            return cache(f"{recipe.name}-rows-{i}", partial(solved, i))
+
+    for i, block in zip(starts, H.backend.dealt(starts, wanted)):
+        A[i : i + k] = block["A"]
+        squares = squares + (block["left"] ** 2).sum()
+    # H >= I, so no solution is longer than its right-hand side plus what it leaves.
+    longest = math.sqrt(count) + float(squares) ** 0.5  # synchronize!
+    rounding = X.transpose_rounding() * longest
+    return {"Q": A, "left": xp.sqrt(squares) * X.column_norms + rounding}
+
+
+def rows_of_inverse(
+    xp: Any,
+    solve: Callable[[Array], Array],
+    transpose_times: Callable[[Array], Array],
+    rows: Array,
+    n: int,
+    dtype: str,
+    among: tuple[int, Array] | None = None,
+) -> Array:
+    """The rows `rows` of H^-1 X by one solve per row, since H is symmetric.
+
+    `solve` gives H^-1 of n x k columns and `transpose_times` X^T of them; both compute in the array
+    package `xp`.  Where other processes have more of the rows, `among` holds the number of all and
+    the places of these.
+    """
+    count, at = (rows.shape[0], xp.arange(rows.shape[0])) if among is None else among
+    unit = xp.zeros((n, count), dtype=dtype)
+    unit[rows, at] = 1
+    return transpose_times(solve(unit)).T
+
+
+def _sketch(
+    recipe: Recipe,
+    H_tilde: RegularizedLaplacian,
+    basis: Columns,
+    Y: Array,
+    A: UnfoldedMap,
+    cache: Cache,
+) -> tuple[Array, Array]:
+    """Q_tilde, s uniform rows of Hadamard(R Q), and Q^T Y; Q itself never exists whole."""
+    backend, s = H_tilde.backend, recipe.sketch_rows
+    assert s is not None
+    Q_tilde = backend.xp.empty((s, basis.rank), dtype=recipe.dtype(H_tilde.dtype))
+    QtY = backend.xp.empty((basis.rank, Y.shape[1]))
+    for J, Q_J in _solve_columns(recipe, H_tilde, basis, cache, A.train):
+        Q_rows = backend.asarray(backend.gathered(Q_J))
+        _, QtY[J] = products(backend, Q_rows, Y, with_gram=False, loss=A.loss)
+        seen = Q_rows if A.loss.plain else weigh_rows(A.loss, backend, Q_rows).astype(Q_tilde.dtype)
+        Q_tilde[:, J] = backend.srht(seen, s, recipe.seed)
+    return Q_tilde, QtY
+
+
+def residual_norms(H: RegularizedLaplacian, basis: Columns, Q: Array, width: int) -> Array:
+    """(r,) bounds of the norms of the columns of X C0 - H Q, rounding included."""
+    xp, left = H.backend.xp, basis.rounding
+    sizes = column_norms(H.backend, Q)
+
+    def squares(j: int) -> Arrays:
+        J = slice(j, min(j + width, Q.shape[1]))
+        Z, found = H.with_neighbours(H.backend.asarray(Q[:, J])), xp.zeros(J.stop - J.start)
+        for rows, part in basis.chunks(J):
+            found = found + (H.residual_rows(part, Z, rows.start) ** 2).sum(axis=0)
+        return {"squares": H.backend.total(found)}
+
+    starts = range(0, Q.shape[1], width)
+    for j, found in zip(starts, H.backend.dealt(starts, squares)):
+        J = slice(j, min(j + width, Q.shape[1]))
+        left[J] += xp.sqrt(found["squares"]) + H.rounding(J.stop - J.start, rows=True) * sizes[J]
+    return left

@@ -296,22 +296,22 @@ class StoredProblem:
             # C0^T C0, its product with u and W itself are sums of r terms, if C0 is not diagonal.
             terms = 8 if self.basis.ridge.ndim == 1 else 3 * r + 8
             rows = rows + terms * _UNIT * self.ridge * self.basis.ridge_size(by_row)
-        Du = float((P.left * by_row).sum())  # synchronize!
+        Du = float((P.column_error * by_row).sum())  # synchronize!
         if isinstance(P.inner, Spanned):
-            missed = P.inner.missed(u, self.sizes + P.left)
+            missed = P.inner.missed(u, self.sizes + P.column_error)
             outputs, aside = outputs + missed, _moved(missed, slope, aside)
         choices = []
         slack = P.inner.slack
         if self.loss.quadratic and slack < _SLACK:
             size = norm(P.inner.to_gradient(g)) + P.inner.amplified(rows)
-            rho, top = P.inner.amplified(P.left), math.sqrt(1 + slack)
+            rho, top = P.inner.amplified(P.column_error), math.sqrt(1 + slack)
             choices.append(
                 Terms("residual", size, slope, top, rho, min(Du, rho * self._length(u)), outputs,
                       math.sqrt(1 - slack), aside=aside)
             )  # fmt: skip
         if self.ridge > 0:
             size = self.basis.dual_norm(g) + self.basis.dual_bound(rows)
-            D = self.basis.dual_bound(P.left)
+            D = self.basis.dual_bound(P.column_error)
             through = self.loss.steepest * self.X_norm
             choices.append(
                 Terms("duality", size, slope, through, D, Du, outputs, math.sqrt(self.ridge),

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -34,12 +34,15 @@ from herta_gpu.factors import (
     safe_cholesky,
     smallest_eigenvalue,
 )
+from herta_gpu.features import in_float64
+from herta_gpu.losses import LOSSES, Loss
 
 RANK_CUT = 1e-12  # eigenvalues of P below this share of the largest are rounding, not data
 ROW_CUT = 1e-9  # singular values of A below this share of the largest are left over by the solves
 DAMPING = 1e-7  # share of the largest eigenvalue added when Q has too few rows to span the features
 _EPS = float(np.finfo(np.float64).eps)
 _PLAIN_RIDGE = 1e-6  # share of the largest eigenvalue from which on Q Q^T is exact enough
+_GRAM_BYTES = 16 << 20  # float64 copies of rows of Q at a time; P's own size if that is more
 _LEAST_RIDGE = 1e-20  # share of the largest eigenvalue below which a ridge drowns in rounding
 
 
@@ -222,3 +225,69 @@ def _damping_note(share: float) -> str:
 
 def _lifted_note(added: float) -> str:
     return f"P lifted by {added:.1g}: features as good as dependent" if added else ""
+
+
+def gram(backend: Backend, Q: Array, at: Array | None = None) -> Array:
+    """Q^T Q over the rows `at` (None: all) in float64."""
+    return products(backend, Q, None, at)[0]
+
+
+def products(
+    backend: Backend,
+    Q: Array,
+    Y: Array | None,
+    at: Array | None = None,
+    with_gram: bool = True,
+    loss: Loss = LOSSES["mse"],
+) -> tuple[Array, Array]:
+    """(Q^T Q, Q^T Y) over the rows `at` of Q, which are converted to float64 once for both.
+
+    Rows are taken as the loss sees them: with their weights, and less their mean.
+    """
+    xp, d, count = backend.xp, Q.shape[1], Q.shape[0] if at is None else at.shape[0]
+    QtQ = xp.zeros((d, d) if with_gram else (0, 0))
+    QtY = xp.zeros((d, 0 if Y is None else Y.shape[1]))
+    step, wide = _gram_step(d), in_float64(xp)
+    mean = _mean_row(loss, backend, Q, at, step) if loss.intercept else None
+    for a in range(0, count, step):
+        rows = slice(a, min(a + step, count))
+        part = wide(Q[rows] if at is None else Q[at[rows]])
+        if not loss.plain:
+            part = loss.seen(xp, part, rows, mean)
+        if with_gram:
+            backend.add_gram(QtQ, part)
+        if Y is not None:
+            y = Y[rows] if loss.plain else loss.seen(xp, Y[rows], rows, None)
+            QtY += backend.matmul(part.T, y)
+    return QtQ, QtY
+
+
+def _mean_row(loss: Loss, backend: Backend, Q: Array, at: Array | None, step: int) -> Array:
+    """(d,) the weighted mean of the rows `at` of Q (None: all)."""
+    xp, count = backend.xp, Q.shape[0] if at is None else at.shape[0]
+    total: Any = 0.0
+    for a in range(0, count, step):
+        rows = slice(a, min(a + step, count))
+        part = (Q[rows] if at is None else Q[at[rows]]).astype("float64")
+        total = total + loss.of_rows(rows).weighted(part).sum(axis=0)
+    return xp.asarray(total) / loss.total(count)
+
+
+def weigh_rows(loss: Loss, backend: Backend, Q: Array) -> Array:
+    """All rows of Q as the loss sees them, in float64: with their weights, and less their mean."""
+    if loss.plain:
+        return Q
+    Q, whole = Q.astype("float64"), slice(None)
+    mean = loss.mean(backend.xp, Q) if loss.intercept else None
+    return loss.seen(backend.xp, Q, whole, mean)
+
+
+def _gram_step(d: int) -> int:
+    """Rows of Q that a Gram matrix takes at a time."""
+    return max(1, d, _GRAM_BYTES // (8 * max(d, 1)))
+
+
+def gram_rounding(count: int, d: int) -> float:
+    """|error of entry i, j| <= this |q_i| |q_j|: sums over chunks of sums over rows."""
+    step = _gram_step(d)
+    return (min(count, step) + -(-count // step) + 2) * 0.5 * _EPS

@@ -15,8 +15,10 @@ import numpy as np
 
 from herta_gpu.backends.base import Array, Backend, norm
 from herta_gpu.coordinates import Units, Whitened
+from herta_gpu.diffusion import residual_norms
+from herta_gpu.grams import gram
 from herta_gpu.laplacian import block_cg
-from herta_gpu.preconditioner import Preconditioner, gram, residual_norms
+from herta_gpu.preconditioner import Preconditioner
 from herta_gpu.unfolded import UnfoldedMap
 
 LANCZOS_STEPS = 20
@@ -64,8 +66,8 @@ def choose_spectrum(
             found = proven_spectrum(P, A, outside)
             if found is None and kind == "spectral-deterministic":
                 found = measured_spectrum(P, residual_norms(A.H, P.basis, P.Q_all, A.width))
-        elif P.left is not None:
-            found = measured_spectrum(P, P.left)
+        elif P.column_error is not None:
+            found = measured_spectrum(P, P.column_error)
     if found is None and kind.startswith("spectral"):
         found = probabilistic_spectrum(P, A, ridge, seed)
     return found

@@ -27,7 +27,7 @@ from herta_gpu.planning.plan import (
     with_less_left,
 )
 from herta_gpu.planning.settings import Settings
-from herta_gpu.preconditioner import Preconditioner, build, lowered, no_preconditioner
+from herta_gpu.preconditioner import Preconditioner, build, no_preconditioner, tighten
 from herta_gpu.sparsifier import sparsified
 from herta_gpu.spectrum import Spectrum, choose_spectrum
 from herta_gpu.task import Context, Task, stored_rows
@@ -177,7 +177,7 @@ class _StoredRows:
 
     def _lower(self, made: Preconditioned, again: Chosen) -> Preconditioned:
         """Q solved for once more, as `again` says."""
-        P = lowered(made.P, again.value, self.A, self.Y, self.settings.ridge, self.cache)
+        P = tighten(made.P, again.value, self.A, self.Y, self.settings.ridge, self.cache)
         return replace(made, P=P, recipe=again.value, changes=[*made.changes, again.decision])
 
     def _lower_from(
@@ -218,7 +218,7 @@ def at_zero(
 
 def _without_each(made: Preconditioned, problem: StoredProblem, u: Array) -> Preconditioned:
     """With leave-one-out, and the spread of the rows outside training, if any are there."""
-    others = None if made.P.diffusion is None else made.P.diffusion.others
+    others = None if made.P.stored is None else made.P.stored.eval_rows
     rows = dual_rows(problem)
     made = replace(made, left_out=left_out(problem, u, rows))
     if others is None:
@@ -237,7 +237,7 @@ def _again(
     unknown = run.certificate.kind == "none" and proof.near_zero(settings.tol)
     if run.status == "max_iter" or (run.status == "converged" and not unknown):
         return None
-    worst = None if P.diffusion is None else P.diffusion.worst
+    worst = None if P.stored is None else P.stored.worst
     again = with_less_left(recipe, worst, proof.wanted(0.7 * settings.tol))
     if again is not None or certified or recipe.whiten or worst is None or P.fragile or unknown:
         return again

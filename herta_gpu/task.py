@@ -10,7 +10,7 @@ import numpy as np
 import scipy.sparse as sp
 
 from herta_gpu.backends.base import Array, Backend
-from herta_gpu.diffusion import Cache
+from herta_gpu.diffusion import Cache, no_cache
 from herta_gpu.features import Features, bytes_held, has_hidden_columns
 from herta_gpu.graph import Graph
 from herta_gpu.laplacian import RegularizedLaplacian
@@ -23,7 +23,6 @@ from herta_gpu.plumbing.checkpoint import Checkpoint, fingerprint, nodes_key
 from herta_gpu.plumbing.progress import Stages
 from herta_gpu.plumbing.reading import mapping_of
 from herta_gpu.plumbing.targets import OneHot, Targets
-from herta_gpu.preconditioner import no_cache
 from herta_gpu.sparsifier import degree_scores
 from herta_gpu.unfolded import UnfoldedMap
 

@@ -58,12 +58,12 @@ class Preconditioned:
 
     def outputs(self, W: Array) -> Any:
         """The outputs of W on the rows of Q that were kept for evaluation, on the host."""
-        diffusion = self.P.diffusion
-        if self.known is not None or diffusion is None:
+        stored = self.P.stored
+        if self.known is not None or stored is None:
             return self.known
-        backend = diffusion.H.backend
-        u = diffusion.basis.coordinates(W).astype(diffusion.others.dtype)
-        return backend.to_numpy(backend.matmul(diffusion.others, u))  # synchronize!
+        backend, rows = stored.backend, stored.eval_rows
+        u = stored.basis.coordinates(W).astype(rows.dtype)
+        return backend.to_numpy(backend.matmul(rows, u))  # synchronize!
 
 
 @dataclass(frozen=True)

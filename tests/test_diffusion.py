@@ -12,11 +12,10 @@ import scipy.sparse as sp
 from herta_gpu import Graph
 from herta_gpu.backends import get_backend
 from herta_gpu.coordinates import Units, whitened
-from herta_gpu.diffusion import Diffusion, Workspace
+from herta_gpu.diffusion import Rows, Wanted, Workspace, no_cache
 from herta_gpu.features import Features
 from herta_gpu.laplacian import RegularizedLaplacian
 from herta_gpu.planning.plan import Recipe
-from herta_gpu.preconditioner import no_cache
 from tests.conftest import dense_H, random_graph
 
 LD = np.longdouble
@@ -54,7 +53,7 @@ def features(kind: str = "plain") -> Any:
 
 
 class Case:
-    """A diffusion, and the same in extended precision."""
+    """Rows of Q, and the same in extended precision."""
 
     def __init__(
         self, graph: Graph, lam: float, dtype: str = "float32", X: Any = None, whiten: bool = True,
@@ -64,11 +63,12 @@ class Case:
         self.H = RegularizedLaplacian(graph, lam, backend, dtype)
         self.X, F = X, Features(X, backend)
         self.basis = whitened(F, cut=True) if whiten else Units.of(F)
-        step = range(0, self.basis.rank, width)
-        blocks = [slice(j, min(j + width, self.basis.rank)) for j in step]
-        self.diffusion = Diffusion(
-            self.H, self.basis, at, BESIDE, blocks, dtype, kept, stored=stored
-        )
+
+        def blocks(r: int) -> list[slice]:
+            return [slice(j, min(j + width, r)) for j in range(0, r, width)]
+
+        wanted = Wanted(at, BESIDE, blocks, dtype, stored, kept)
+        self.rows = Rows(backend, [self.H], [self.basis], wanted)
         self.dense = dense_H(graph, lam)
 
     def columns(self) -> Any:
@@ -86,13 +86,13 @@ class Case:
             Z += scipy.linalg.cho_solve(factor, R.astype(float))
         return Z
 
-    def lower(self, goal: float, name: str = "Q", cache: Any = no_cache) -> Any:
-        self.diffusion.lower(goal, cache, name)
-        return self.diffusion
+    def tighten(self, goal: float, name: str = "Q", cache: Any = no_cache) -> Any:
+        self.rows.tighten(goal, cache, name)
+        return self.rows
 
     def off(self) -> Any:
         """Norms of what the columns of the stored rows are off by."""
-        off = self.diffusion.rows.astype(LD) - self.exact()[self.diffusion.at]
+        off = self.rows.train_rows.astype(LD) - self.exact()[self.rows.wanted.train]
         return np.sqrt((off * off).sum(axis=0))
 
 
@@ -106,11 +106,11 @@ SLOP = 4e-15
 def test_no_row_is_off_by_more_than_what_is_left(graph, lam, dtype):
     case = Case(GRAPHS[graph](), lam, dtype)
     for goal in (1e-2, 1e-6, 1e-10):
-        found = case.lower(goal, f"Q-{goal}")
-        assert (case.off() <= found.left * (1 + 1e-12) + lam * SLOP).all()
+        found = case.tighten(goal, f"Q-{goal}")
+        assert (case.off() <= found.residual_bound * (1 + 1e-12) + lam * SLOP).all()
         assert found.worst <= 2 * goal + lam * 1e-13
-        near = found.others.astype(float) - case.exact()[BESIDE].astype(float)
-        assert abs(near).max() <= found.left.max() + 4 * float(np.finfo(dtype).eps)
+        near = found.eval_rows.astype(float) - case.exact()[BESIDE].astype(float)
+        assert abs(near).max() <= found.residual_bound.max() + 4 * float(np.finfo(dtype).eps)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
@@ -122,13 +122,13 @@ def test_what_is_left_bounds_the_true_residual(kind, whiten, dtype):
     everything = np.arange(N)
     for goal in (1e-1, 1e-5, 1e-9, 1e-13):
         case = Case(graph, 10.0, dtype, X, whiten, at=everything)
-        found = case.lower(goal)
-        R = case.columns() - case.dense.astype(LD) @ found.rows.astype(LD)
+        found = case.tighten(goal)
+        R = case.columns() - case.dense.astype(LD) @ found.train_rows.astype(LD)
         true = np.sqrt((R * R).sum(axis=0)).astype(float)
-        assert (true <= found.left + 10 * SLOP).all()
+        assert (true <= found.residual_bound + 10 * SLOP).all()
         # The bound is of use: no more than rounding above the truth.
         rounding = 4e-12 * case.basis.norm + 2 * case.basis.rounding
-        assert (found.left <= true * (1 + float(np.finfo(dtype).eps)) + rounding).all()
+        assert (found.residual_bound <= true * (1 + float(np.finfo(dtype).eps)) + rounding).all()
 
 
 @pytest.mark.parametrize("kept", [True, False])
@@ -137,24 +137,24 @@ def test_what_float32_rows_have_lost_is_counted(graph, kept):
     """The residual is that of rows before they were rounded, and goes on from there."""
     case = Case(GRAPHS[graph](), 5.0, kept=kept, stored="float32")
     for goal in (1e-3, 1e-6, 1e-10):
-        found = case.lower(goal, f"Q-{goal}")
-        assert found.rows.dtype == np.float32
+        found = case.tighten(goal, f"Q-{goal}")
+        assert found.train_rows.dtype == np.float32
         assert found.worst <= 2 * goal
-        assert (case.off() <= found.left + found.lost).all()
-        sizes = np.sqrt((found.rows.astype(float) ** 2).sum(axis=0))
-        assert (found.lost <= 4 * 2.0**-24 * sizes).all()  # once for each goal
-    assert (case.off() > found.left).any()  # without `lost` it would be false
+        assert (case.off() <= found.residual_bound + found.storage_error).all()
+        sizes = np.sqrt((found.train_rows.astype(float) ** 2).sum(axis=0))
+        assert (found.storage_error <= 4 * 2.0**-24 * sizes).all()  # once for each goal
+    assert (case.off() > found.residual_bound).any()  # without that it would be false
 
 
 def test_it_goes_on_from_the_residual_that_was_kept():
     calls = []
     for kept in (True, False):
         case = Case(random_graph(N, 400), 20.0, kept=kept)
-        first = case.lower(1e-3, "a").products
-        case.lower(1e-9, "b")
-        calls.append((first, case.diffusion.products))
-        assert case.diffusion.worst <= 1e-9
-        assert (case.off() <= case.diffusion.left).all()
+        first = case.tighten(1e-3, "a").products
+        case.tighten(1e-9, "b")
+        calls.append((first, case.rows.products))
+        assert case.rows.worst <= 1e-9
+        assert (case.off() <= case.rows.residual_bound).all()
     (_, on), (first, anew) = calls
     assert on < anew  # those that the first call made are not made again
     assert anew > first
@@ -164,34 +164,34 @@ def test_it_goes_on_from_the_residual_that_was_kept():
 def test_a_rough_start_is_no_obstacle_to_a_tight_end(kept):
     """A residual of 1e-2 that was stored in float32 is known to 1e-9 only: too little for 1e-11."""
     case = Case(random_graph(N, 400), 5.0, "float32", kept=kept)
-    case.lower(1e-2, "a")
-    assert case.lower(1e-11, "b").worst <= 4e-11
-    assert (case.off() <= case.diffusion.left).all()
+    case.tighten(1e-2, "a")
+    assert case.tighten(1e-11, "b").worst <= 4e-11
+    assert (case.off() <= case.rows.residual_bound).all()
 
 
 def test_nothing_is_done_where_the_goal_is_met():
     case = Case(random_graph(N, 400), 3.0)
-    case.lower(1e-8, "a")
-    rows, left = case.diffusion.rows.copy(), case.diffusion.left.copy()
-    case.lower(1e-5, "b")
-    assert (case.diffusion.rows == rows).all()
-    assert (case.diffusion.left <= left * (1 + 1e-6) + 1e-15).all()
-    assert (case.off() <= case.diffusion.left).all()
+    case.tighten(1e-8, "a")
+    rows, left = case.rows.train_rows.copy(), case.rows.residual_bound.copy()
+    case.tighten(1e-5, "b")
+    assert (case.rows.train_rows == rows).all()
+    assert (case.rows.residual_bound <= left * (1 + 1e-6) + 1e-15).all()
+    assert (case.off() <= case.rows.residual_bound).all()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_blocks_of_any_width_lead_to_the_same_rows(dtype):
-    found = [Case(hubs(), 20.0, dtype, width=w).lower(1e-8) for w in (1, 2, 3, 5, 7)]
+    found = [Case(hubs(), 20.0, dtype, width=w).tighten(1e-8) for w in (1, 2, 3, 5, 7)]
     for one in found:
-        assert abs(one.rows - found[0].rows).max() <= 1.1e-8
+        assert abs(one.train_rows - found[0].train_rows).max() <= 1.1e-8
         assert one.worst <= 1.1e-8
 
 
 def test_the_residual_is_not_of_the_working_precision():
     """Columns so alike that X C0 rounded to float32 is another problem."""
     case = Case(random_graph(N, 400), 1.0, "float32", features("offset"))
-    assert case.lower(1e-11).worst < 1e-7
-    assert (case.off() <= case.diffusion.left).all()
+    assert case.tighten(1e-11).worst < 1e-7
+    assert (case.off() <= case.rows.residual_bound).all()
     assert case.off().max() < 1e-9
 
 
@@ -209,32 +209,32 @@ def test_a_resumed_solve_has_the_same_bits(kept):
             raise KeyboardInterrupt
         return cache(name, make)
 
-    def run(cache: Any) -> Diffusion:
+    def run(cache: Any) -> Rows:
         case = Case(hubs(), 20.0, kept=kept)
-        case.lower(1e-3, "a", cache)
-        return case.lower(1e-9, "b", cache)
+        case.tighten(1e-3, "a", cache)
+        return case.tighten(1e-9, "b", cache)
 
     whole = run(no_cache)
     with pytest.raises(KeyboardInterrupt):
         run(stops)
     assert len(store) == 4  # three blocks of the first call, one of the second
     again = run(cache)
-    for name in ("rows", "others", "left"):
+    for name in ("train_rows", "eval_rows", "residual_bound"):
         assert (getattr(again, name) == getattr(whole, name)).all()
     assert again.products == whole.products
 
 
 def test_without_edges_one_product_is_enough():
     case = Case(GRAPHS["no edges"](), 20.0)
-    assert case.lower(1e-6).products == 1
-    assert case.diffusion.worst <= 1e-12 or case.lower(1e-12, "b").worst <= 1e-12
+    assert case.tighten(1e-6).products == 1
+    assert case.rows.worst <= 1e-12 or case.tighten(1e-12, "b").worst <= 1e-12
 
 
 def test_rounding_ends_it_where_no_pass_helps():
     case = Case(hubs(), 1e4, "float32")
-    found = case.lower(1e-30)
+    found = case.tighten(1e-30)
     assert found.products < 10**5
-    assert (case.off() <= found.left + 1e4 * SLOP).all()
+    assert (case.off() <= found.residual_bound + 1e4 * SLOP).all()
     assert found.worst < 1e-8
 
 

@@ -110,14 +110,14 @@ def test_it_finds_a_proof_from_stored_rows_that_was_made_smaller(params, monkeyp
 
 def test_it_finds_rows_of_Q_that_are_not_what_is_said(monkeypatch):
     """Q of another graph's solves: what is left of each column is stated as a millionth of it."""
-    real = herta_gpu.diffusion.Diffusion.lower
+    real = herta_gpu.diffusion.Rows.tighten
 
     def careless(self: Any, *args: Any) -> None:
         real(self, *args)
-        self.left = 1e-6 * self.left
+        self.residual_bound = 1e-6 * self.residual_bound
 
     monkeypatch.setattr(herta_gpu.planning.plan, "Q_goal", lambda *_: 0.01)
-    monkeypatch.setattr(herta_gpu.diffusion.Diffusion, "lower", careless)
+    monkeypatch.setattr(herta_gpu.diffusion.Rows, "tighten", careless)
     problem = easy(strategy="direct", optimizer="cg", learning_rate=None)
     assert any("the gap is" in fault for fault in checks.run(problem).faults)
 

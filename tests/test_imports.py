@@ -27,7 +27,6 @@ LAYERS = [
     ["hessians"],
     ["descent"],
     ["diffusion"],
-    ["several"],
     ["preconditioner"],
     ["spectrum"],
     ["certificate"],

@@ -10,18 +10,12 @@ import pytest
 
 from herta_gpu.backends import get_backend
 from herta_gpu.coordinates import Units, whitened
+from herta_gpu.diffusion import residual_norms, rows_of_inverse
 from herta_gpu.features import Features
+from herta_gpu.grams import gram, products
 from herta_gpu.laplacian import RegularizedLaplacian, chebyshev, chebyshev_degree
 from herta_gpu.planning.plan import Recipe
-from herta_gpu.preconditioner import (
-    Preconditioner,
-    build,
-    gram,
-    no_preconditioner,
-    products,
-    residual_norms,
-    rows_of_inverse,
-)
+from herta_gpu.preconditioner import Preconditioner, build, no_preconditioner
 from herta_gpu.unfolded import UnfoldedMap
 from tests.conftest import dense_H, random_graph
 
@@ -186,7 +180,7 @@ def test_for_training_Q_is_dropped_and_its_Z_kept() -> None:
 
 
 def test_products_are_summed_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("herta_gpu.preconditioner._GRAM_BYTES", 8 * 5 * 7)  # seven rows of five
+    monkeypatch.setattr("herta_gpu.grams._GRAM_BYTES", 8 * 5 * 7)  # seven rows of five
     rng = np.random.default_rng(2)
     Q, Y, at = rng.standard_normal((40, 5)), rng.standard_normal((23, 2)), rng.permutation(40)[:23]
     QtQ, QtY = products(BACKEND, Q.astype(np.float32), Y, at)

@@ -93,7 +93,7 @@ def test_what_the_polynomial_proves(kind, ridge, lam, eps):
 def test_what_residuals_prove(whiten, ridge, goal, dtype):
     made = {"all_rows": False, "keep_rows": True, "goal": goal, "whiten": whiten}
     case = Case(5.0, ridge, dtype=dtype, **made)
-    found = measured_spectrum(case.P, case.P.left)
+    found = measured_spectrum(case.P, case.P.column_error)
     if found is not None:
         assert case.holds(found)
         assert found.kind == "spectral-deterministic"

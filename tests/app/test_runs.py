@@ -270,7 +270,7 @@ def test_kill_9_at_random_moments_loses_nothing(tmp_path):
 
 
 def test_resume_reads_blocks_of_Q_instead_of_solving(tmp_path, monkeypatch):
-    from herta_gpu import preconditioner
+    from herta_gpu import diffusion
     from herta_gpu.plumbing.checkpoint import Checkpoint
 
     data = load("synthetic:n=600,m=3000,d=200,c=3")
@@ -278,7 +278,7 @@ def test_resume_reads_blocks_of_Q_instead_of_solving(tmp_path, monkeypatch):
     model = HERTA(lam=5.0, ridge=0.1, strategy="herta")
     W = model.fit(*arguments).W_
     solves = []
-    original = preconditioner.chebyshev
+    original = diffusion.chebyshev
 
     def counted(H, B, degree, *more):
         solves.append(B.shape[1])
@@ -286,7 +286,7 @@ def test_resume_reads_blocks_of_Q_instead_of_solving(tmp_path, monkeypatch):
             raise KeyboardInterrupt
         return original(H, B, degree, *more)
 
-    monkeypatch.setattr(preconditioner, "chebyshev", counted)
+    monkeypatch.setattr(diffusion, "chebyshev", counted)
     with pytest.raises(KeyboardInterrupt):
         model.fit(*arguments, checkpoint=Checkpoint(tmp_path, worth=0.0))
     assert len(list(tmp_path.glob("*-columns-*.npz"))) == 2

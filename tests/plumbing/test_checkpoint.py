@@ -10,7 +10,7 @@ import scipy.sparse as sp
 
 from herta_gpu import HERTA, Graph
 from herta_gpu.datasets import load
-from herta_gpu.diffusion import Diffusion
+from herta_gpu.diffusion import Rows
 from herta_gpu.plumbing.checkpoint import Checkpoint
 from tests.plumbing.killed_fits import PARAMS, WAY_OUT, files, fit, given, killed
 
@@ -135,7 +135,7 @@ def test_a_fit_from_the_stored_Q_has_the_same_bits(tmp_path, optimizer, strategy
     params = {"optimizer": optimizer, "strategy": strategy, "max_iter": 6}
     whole = HERTA(**{**PARAMS, **params}).fit(**data)
     killed(tmp_path, data, **params)
-    monkeypatch.setattr(Diffusion, "_block", lambda *args: pytest.fail("Q is solved for again"))
+    monkeypatch.setattr(Rows, "_block", lambda *args: pytest.fail("Q is solved for again"))
     again = fit(tmp_path, data, **params)
     assert (again.W_ == whole.W_).all()
     steps = (model.warm_history_ + model.history_ for model in (again, whole))

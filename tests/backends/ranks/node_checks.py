@@ -11,7 +11,7 @@ import numpy as np
 
 from herta_gpu import HERTA, Checkpoint, Graph, SDDSolver, Sparsifier
 from herta_gpu.backends.ranks import ranks_of
-from herta_gpu.diffusion import Diffusion
+from herta_gpu.diffusion import Rows
 from tests.backends.ranks.checks import (
     COMM,
     RANK,
@@ -246,7 +246,7 @@ def check_checkpoints_of_parts() -> None:
     edges, X, y, train = data(100)
     mask = np.isin(np.arange(N), train)
     part = parts(edges, None, _SCATTERED)
-    at, block = part.nodes, Diffusion._block
+    at, block = part.nodes, Rows._block
 
     def fatal(self: Any, J: slice, *rest: Any) -> Any:
         if J.start > 0 and RANK == SIZE - 1:
@@ -263,7 +263,7 @@ def check_checkpoints_of_parts() -> None:
         state = Checkpoint(folder, worth=0.0)
         given = (part, X[at], y[at], mask[at])
         exact = HERTA(**params).fit(*given)
-        with patch.object(Diffusion, "_block", fatal):
+        with patch.object(Rows, "_block", fatal):
             said = raises(OSError, lambda: model.fit(*given, callback=stop, checkpoint=state))  # noqa: B023
         assert "the disk is full" in said
         model.fit(*given, checkpoint=Checkpoint(folder))
