@@ -26,8 +26,8 @@ from herta_gpu.herta import HERTA
 from herta_gpu.more.smoothing import CorrectAndSmooth
 from herta_gpu.plumbing.checkpoint import Checkpoint
 from herta_gpu.plumbing.checks import BudgetError, check_choice
-from herta_gpu.plumbing.files import DataError, check_place, check_target, new_file
-from herta_gpu.plumbing.models import check_entries, check_params, to_plain, without_stop
+from herta_gpu.plumbing.files import DataError, check_place, check_target, new_file, why
+from herta_gpu.plumbing.models import check_entries, check_params, to_plain
 
 try:
     import fcntl
@@ -286,7 +286,7 @@ def _read_json(path: Path, read: Callable[[Any], T]) -> T:
     try:
         return read(json.loads(path.read_text(encoding="utf-8")))
     except (ValueError, TypeError, RecursionError) as error:
-        raise DataError(f"{path} is damaged ({without_stop(error)}).") from None
+        raise DataError(f"{path} is damaged ({why(error)}).") from None
 
 
 def _checked_config(content: Any) -> dict[str, Any]:

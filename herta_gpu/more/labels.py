@@ -25,8 +25,8 @@ from herta_gpu.graph import Graph, check_whole
 from herta_gpu.laplacian import RegularizedLaplacian
 from herta_gpu.planning.settings import strength
 from herta_gpu.plumbing.checks import check_dtype, check_lam, check_positive, node_rows
-from herta_gpu.plumbing.files import Archive, DataError, write_npz
-from herta_gpu.plumbing.models import check_params, to_plain, without_stop
+from herta_gpu.plumbing.files import Archive, DataError, why, write_npz
+from herta_gpu.plumbing.models import check_params, to_plain
 from herta_gpu.plumbing.targets import (
     Estimator,
     OneHot,
@@ -179,7 +179,7 @@ class NodeOutputs(Estimator, ABC):
         except DataError:
             raise
         except (ValueError, TypeError, KeyError, RecursionError) as error:
-            reason = without_stop(error)
+            reason = why(error)
             raise DataError(f"{path} is not a whole file of a {cls.__name__} ({reason}).") from None
         return made
 

@@ -90,8 +90,7 @@ class Checkpoint:
             self._refuse("does not say what it was made from (it is older, or damaged)")
         changed = [] if then is None else differences(then, made_from)
         if changed:
-            what = " and ".join(filter(None, [", ".join(changed[:-1]), changed[-1]]))
-            self._refuse(f"was made from something else: {what} changed")
+            self._refuse(f"was made from something else: {_listed(changed)} changed")
         self._fingerprint, self._made_from = made_from, key(made_from)
 
     def _refuse(self, why: str) -> NoReturn:
@@ -124,7 +123,7 @@ class Checkpoint:
             elif together:
                 stored = backend.agreed(stored)
             if stored is not None:
-                return {k: _restored(array, backend) for k, array in stored.items()}
+                return {k: _on_device(v, backend) for k, v in stored.items()}
             start = time.perf_counter()
             made = make()
             if together and backend.whole and backend.rank > 0:
@@ -133,11 +132,8 @@ class Checkpoint:
             seconds = time.perf_counter() - start
             seconds = seconds if backend.whole else float(backend.largest(seconds))
             if seconds >= self.worth:
-                arrays = {
-                    k: v if isinstance(v, str) else backend.to_numpy(v) for k, v in made.items()
-                }
                 self.claim()
-                _write(path, made_from, arrays)
+                _write(path, made_from, {k: _on_host(v, backend) for k, v in made.items()})
             backend.largest(0)  # all have theirs
             for part in path.parent.glob(f"{name}-*.npz"):
                 part.unlink(missing_ok=True)  # its parts are in the whole
@@ -164,9 +160,12 @@ class Checkpoint:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def _restored(array: Any, backend: Backend) -> Any:
-    """An array on the device, or a text."""
-    return str(array) if array.dtype.kind == "U" else backend.xp.asarray(array)
+def _on_host(value: Any, backend: Backend) -> Any:
+    return value if isinstance(value, str) else backend.to_numpy(value)  # synchronize!
+
+
+def _on_device(stored: Any, backend: Backend) -> Any:
+    return str(stored) if stored.dtype.kind == "U" else backend.xp.asarray(stored)
 
 
 def _write(path: Path, made_from: str, arrays: dict[str, Any]) -> None:
@@ -178,8 +177,6 @@ def _read(path: Path, made_from: str) -> dict[str, Any] | None:
 
     What is None is computed again.
     """
-    if not path.is_file():
-        return None
     try:
         stored = Archive(path, "a whole file of a checkpoint")
         stored.check_format("checkpoint", ())
@@ -187,7 +184,7 @@ def _read(path: Path, made_from: str) -> dict[str, Any] | None:
             return None
         names = [name for name in stored.keys if name not in ("made_from", "format")]
         return {name: stored[name] for name in names}
-    except DataError:
+    except (DataError, OSError):
         return None
 
 

@@ -126,8 +126,8 @@ def open_graph(
             raise _damaged(folder, f"{name} is {array.dtype} of shape {array.shape}")
     if found["indptr"][0] != 0 or found["indptr"][-1] != entries:
         raise _damaged(folder, f"indptr does not end with {entries:,}")
-    for name, expected in meta.get("sums", {}).items() if check else ():
-        check_sum(folder / f"{name}.npy", found[name], expected)
+    if check:
+        _check_values(folder, found, meta.get("sums"), n)
     indptr, indices, *rest = map(found.get, lengths)
     return indptr, indices, *rest  # type: ignore[return-value]
 
@@ -170,10 +170,20 @@ def _opened(path: Path, size: Any) -> Any:
         raise _damaged(path.parent, str(error).rstrip(".")) from None
 
 
-def check_sum(path: Path, array: Any, expected: str) -> None:
-    """An error unless an array of a folder has the checksum that it was written with."""
-    if checksum(array) != expected:
-        raise _damaged(path.parent, f"{path.name} was altered, for its checksum differs")
+def _check_values(folder: Path, found: dict[str, Any], sums: Any, n: int) -> None:
+    """An error unless the arrays have the checksums that they were written with.
+
+    In a folder of the first version, which has none, ids must at least lie within the graph.
+    """
+    for name, expected in (sums or {}).items():
+        if checksum(found[name]) != expected:
+            raise _damaged(folder, f"{name}.npy was altered, for its checksum differs")
+    indptr, indices = found["indptr"], found["indices"]
+    if sums is None and indices.size:
+        if not 0 <= int(indices.min()) <= int(indices.max()) < n:
+            raise _damaged(folder, f"indices.npy names nodes outside of 0..{n - 1}")
+        if (indptr[1:] < indptr[:-1]).any():
+            raise _damaged(folder, "indptr.npy does not rise")
 
 
 def _damaged(folder: Path, what: str) -> DataError:

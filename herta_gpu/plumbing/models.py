@@ -18,7 +18,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 import numpy as np
 
 from herta_gpu.plumbing.checks import as_labels, check_dtype
-from herta_gpu.plumbing.files import Archive, DataError, write_npz
+from herta_gpu.plumbing.files import Archive, DataError, why, write_npz
 from herta_gpu.plumbing.targets import Estimator
 
 Model = TypeVar("Model", bound=Estimator)
@@ -64,7 +64,7 @@ def read_model(made: type[Model], path: str | Path, fitted: dict[str, Any]) -> M
     except DataError:
         raise
     except (ValueError, TypeError, RecursionError) as error:
-        raise DataError(f"{path} is not a whole model file ({without_stop(error)}).") from None
+        raise DataError(f"{path} is not a whole model file ({why(error)}).") from None
     model.W_, model.classes_, model.n_features_in_ = W, classes, d
     result: Model = model
     return result
@@ -95,11 +95,6 @@ def _constants(stored: Archive, c: int) -> tuple[Any, Any]:
     if train.ndim != 1 or train.dtype.kind not in "iu":
         raise ValueError("its training nodes are no ids")
     return b, train
-
-
-def without_stop(error: BaseException) -> str:
-    """The words of an error without the full stop, to stand within a sentence."""
-    return str(error).rstrip(".") or type(error).__name__
 
 
 def _entry(name: str) -> str:

@@ -105,7 +105,7 @@ class Stages:
         """
         shown = f"certified gap {gap:.1e}" if gap < inf else "not certified yet    "
         name, share = "warm" if warm else "step", _closeness(gap, goal)
-        if self.drawn(name, 100 * share, 100, told=f"{step:4d}  {shown}  loss {loss:.6g}"):
+        if self._draw(name, 100 * share, 100, told=f"{step:4d}  {shown}  loss {loss:.6g}"):
             return
         text = f"{name} {step:4d}  [{_line(share)}]  {shown}  loss {loss:.6g}"
         often = step <= 10 or step % 10 == 0
@@ -126,7 +126,7 @@ class Stages:
             now = time.perf_counter()
             pace, fresh = (now - since) / max(1, done - before), done > before
             before, since = done, now
-            if self.drawn(name, done, of, unit=f" {what}"):
+            if self._draw(name, done, of, unit=f" {what}"):
                 return
             if not fresh or not (sys.stderr.isatty() or (done < of and now - shown >= EVERY)):
                 return
@@ -137,8 +137,8 @@ class Stages:
 
         return tell
 
-    def drawn(self, name: str, done: float, of: float, unit: str = "", told: str = "") -> bool:
-        """Draw a bar by tqdm where it is installed and somebody watches; else there is none: False.
+    def _draw(self, name: str, done: float, of: float, unit: str = "", told: str = "") -> bool:
+        """Draw tqdm's bar where that is installed and somebody watches; else give False.
 
         A `unit` makes it tell the pace and the time that is left, and the end close it.
         """
@@ -149,7 +149,7 @@ class Stages:
             self._close()
             form = None if unit else "{desc}|{bar}| {postfix}"
             self._bar = tqdm(
-                total=of, desc=name, initial=done, unit=unit, unit_scale=unit == "B", leave=False,
+                total=of, desc=name, initial=done, unit=unit, leave=False,
                 file=sys.stderr, bar_format=form, dynamic_ncols=True,
             )  # fmt: skip
         self._bar.n = done

@@ -43,6 +43,7 @@ def broken() -> Any:
 OBJECTS = np.array([["a", 1]] * N, dtype=object)
 LOST = np.where(np.arange(N) == 3, 1e-40, 1.0)
 HUGE = np.full((N, D), 2**60)
+NAN = np.where(np.arange(N * D).reshape(N, D) == 3, np.nan, X)
 ARRAYS: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
     ("X masked", lambda: fit(X=masked(X)), ValueError, "X is a masked array"),
     ("X complex", lambda: fit(X=X + 0j), ValueError, "real numbers, not complex"),
@@ -55,6 +56,26 @@ ARRAYS: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
     ("X None", lambda: fit(X=None), ValueError, "X is None"),
     ("X ragged", lambda: fit(X=[[1.0], [1.0, 2.0]]), ValueError, "differ in length"),
     ("X without columns", lambda: fit(X=X[:, :0]), ValueError, "X has no columns"),
+    ("X NaN", lambda: fit(X=NAN), ValueError, "X holds NaN or infinity"),
+    ("X sparse NaN", lambda: fit(X=sp.csr_array(NAN)), ValueError, "X holds NaN or infinity"),
+    ("X short", lambda: fit(X=X[:10]), ValueError, "X has 10 rows but the graph has 30 nodes"),
+    ("X large", lambda: fit(X=X * 1e39), ValueError, "multiply X so that it is about 1"),
+    ("X small", lambda: fit(X=X * 1e-50), ValueError, "multiply X so that it is about 1"),
+    ("no graph", lambda: fit(graph=np.eye(N)), TypeError, "Graph.from_edges"),
+    ("y without columns", lambda: fit(y=np.zeros((N, 0))), ValueError, "y has no columns"),
+    ("y short", lambda: fit(y=Y[:5]), ValueError, "y has shape"),
+    ("y NaN", lambda: fit(y=np.where(Y > 0, Y, np.nan)), ValueError, "infinity in a training row"),
+    ("y of ce", lambda: fit(y=Y / 2, params={"loss": "ce"}), ValueError, "one integer class label"),
+    ("y without labels", lambda: fit(y=Y * 0 - 1), ValueError, "no training node"),
+    ("train empty", lambda: fit(train=[]), ValueError, "no training node"),
+    ("train outside", lambda: fit(train=[1, 99]), ValueError, "node id 99, but ids must lie"),
+    ("train twice", lambda: fit(train=[1, 1]), ValueError, "more than once"),
+    ("train unlabelled", lambda: fit(y=Y - 1, train=[3, 4]), ValueError, "which has no label"),
+    ("no GPU", lambda: fit(params={"device": "cuda"}), RuntimeError, "cuda"),
+    ("lam text", lambda: fit(params={"lam": "1"}), TypeError, "lam must be a number"),
+    ("little memory", lambda: fit(params={"memory_budget": 1000}), MemoryError, "needs at least"),
+    ("not fitted", lambda: HERTA().predict(G, X), RuntimeError, "not fitted yet"),
+    ("predict width", lambda: trained().predict(G, X[:, :2]), ValueError, "X has 2 features but"),
     ("y masked", lambda: fit(y=masked(Y)), ValueError, "y is a masked array"),
     ("y None", lambda: fit(y=None), ValueError, "y is None"),
     ("y 0-d", lambda: fit(y=np.array(1)), ValueError, "one row per node"),
@@ -110,6 +131,11 @@ ARRAYS: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
     ("B masked", lambda: SDDSolver(G).solve(masked(X)), ValueError, "B is a masked array"),
     ("B complex", lambda: SDDSolver(G).solve(X + 0j), ValueError, "B must hold real numbers"),
     ("B None", lambda: SDDSolver(G).solve(None), ValueError, "B is None"),
+    ("B short", lambda: SDDSolver(G).solve(np.ones(3)), ValueError, "B has 3 rows"),
+    ("B NaN", lambda: SDDSolver(G).solve(NAN), ValueError, "B holds NaN"),
+    ("method", lambda: SDDSolver(G, method="lu"), ValueError, "method must be one of"),
+    ("scores", lambda: Sparsifier(scores="exact").fit(G), ValueError, "scores must be one of"),
+    ("n_samples", lambda: Sparsifier(n_samples=0).fit(G), ValueError, "n_samples"),
     ("solver dtype", lambda: SDDSolver(G, dtype=None), ValueError, "dtype must be one of"),
     ("sparsifier dtype", lambda: Sparsifier(dtype=None).fit(G), ValueError, "dtype must be one of"),
 ]  # fmt: skip
@@ -119,6 +145,35 @@ ARRAYS: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
                          ids=[row[0] for row in ARRAYS])  # fmt: skip
 def test_arrays(call, kind, words):
     refused(kind, words, call)
+
+
+PARAMETERS: list[tuple[dict[str, Any], str]] = [
+    ({"lam": 0.0}, "lam must be a positive number"),
+    ({"lam": -1}, "lam must be a positive number"),
+    ({"lam": np.nan}, "lam must be a positive number"),
+    ({"lam": 1e20}, "lam must be at most"),
+    ({"alpha": 1.5}, "alpha must lie between 0 and 1"),
+    ({"loss": "hinge"}, 'loss must be one of "mse", "ce"'),
+    ({"optimizer": "sgd"}, "optimizer must be one of"),
+    ({"strategy": "fast"}, "strategy must be one of"),
+    ({"ridge": -0.1}, "ridge must not be negative"),
+    ({"tol": 0}, "tol must be a positive number"),
+    ({"max_iter": 0}, "max_iter must be an integer of at least 1"),
+    ({"sparsify": "yes"}, "sparsify must be"),
+    ({"sketch": -5}, "sketch must be"),
+    ({"dtype": "float16"}, "dtype must be one of"),
+    ({"device": "tpu"}, "device must be"),
+    ({"memory_budget": "lots"}, "memory_budget must be bytes or like"),
+    ({"memory_budget": "1.2.3GB"}, "memory_budget must be bytes or like"),
+    ({"memory_budget": "0"}, "memory_budget must be a positive number"),
+    ({"random_state": -1}, "random_state"),
+    ({"learning_rate": -1.0}, "learning_rate"),
+]
+
+
+@pytest.mark.parametrize(("params", "words"), PARAMETERS)
+def test_parameters(params, words):
+    refused(ValueError, words, lambda: fit(params=params))
 
 
 def edges(edge_index: Any, **options: Any) -> Any:
@@ -138,6 +193,20 @@ GRAPHS: list[tuple[str, Callable[[], Any], str]] = [
     ("complex weights", edges(EDGES, edge_weight=np.ones(N) + 0j), "real numbers"),
     ("objects", edges(EDGES.astype(object)), "must hold integers, not object"),
     ("None", edges(None), "shape (2, m)"),
+    ("one row", edges([[0, 1]]), "shape (2, m)"),
+    ("floats", edges([[0.5], [1.0]]), "integers"),
+    ("negative", edges([[0], [-1]]), "node id -1, but ids must lie in 0..0"),
+    ("outside", edges([[0], [7]], num_nodes=5), "node id 7, but ids must lie in 0..4"),
+    ("nothing", edges([[], []]), "graph is empty"),
+    ("no nodes", edges([[], []], num_nodes=0), "graph is empty"),
+    ("num_nodes -3", edges([[0], [1]], num_nodes=-3), "num_nodes"),
+    ("num_nodes text", edges([[0], [1]], num_nodes="a"), "num_nodes"),
+    ("ragged", edges([[0, 1], [1]]), "its two rows differ"),
+    ("text weights", edges([[0], [1]], edge_weight=["x"]), "real numbers"),
+    ("large weights", edges([[0], [1]], edge_weight=[1e39]), "only ratios of weights"),
+    ("negative weights", edges([[0], [1]], edge_weight=[-2.0]), "must not be negative"),
+    ("NaN weights", edges([[0], [1]], edge_weight=[np.nan]), "NaN or infinity"),
+    ("more weights", edges([[0], [1]], edge_weight=[1.0, 2.0]), "shape (1,)"),
     ("3-d", edges(np.zeros((2, 3, 4), int)), "shape (2, m)"),
     ("bool", edges(EDGES > 3), "must hold integers, not bool"),
 ]  # fmt: skip
@@ -169,3 +238,15 @@ def test_the_budget_that_is_named_is_enough(params):
 def test_ids_for_labels_are_refused_before_they_fill_the_memory(monkeypatch):
     monkeypatch.setattr("herta_gpu.plumbing.targets.host_memory", lambda: 1000)
     refused(ValueError, "give classes, not ids", lambda: fit(y=np.arange(N)))
+
+
+def test_one_label_besides_unlabelled_warns():
+    with pytest.warns(UserWarning, match="for two classes use 0 and 1"):
+        fit(y=2 * (Y % 2) - 1)
+
+
+def test_a_failed_fit_loses_nothing():
+    model = HERTA(ridge=0.1).fit(G, X, Y)
+    before = model.W_.copy()
+    refused(ValueError, "NaN", lambda: model.fit(G, NAN, Y))
+    np.testing.assert_array_equal(model.W_, before)

@@ -219,7 +219,7 @@ def test_a_state_of_another_version_is_refused(tmp_path, monkeypatch):
 # ---- what is written, and when ---------------------------------------------------------------
 def test_the_fingerprint_is_there_before_anything_else(tmp_path, monkeypatch):
     """Without a checkpoint none is computed: hashing takes time."""
-    from herta_gpu import herta
+    from herta_gpu import task
     from herta_gpu.plumbing import checkpoint
 
     written, write = [], checkpoint._write
@@ -229,7 +229,7 @@ def test_the_fingerprint_is_there_before_anything_else(tmp_path, monkeypatch):
     fit(tmp_path, given())
     assert list(written[0]) == ["made-from.json"]
     assert len(written) > 1
-    monkeypatch.setattr(herta, "fingerprint", None)
+    monkeypatch.setattr(task, "fingerprint", None)
     HERTA(**PARAMS).fit(**given())
 
 

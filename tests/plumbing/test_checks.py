@@ -7,7 +7,7 @@ import pytest
 import scipy.sparse as sp
 
 from herta_gpu import HERTA, Graph
-from herta_gpu.plumbing.checks import check_rows
+from herta_gpu.plumbing.checks import check_rows, num_threads, parse_bytes
 
 G = Graph.from_edges([[0], [1]], num_nodes=501)
 KINDS = ("float16", "float32", "float64", ">f4", "longdouble", "int8", "uint8", "bool", "int64")
@@ -65,3 +65,16 @@ def test_a_column_whose_squares_vanish_is_named(make, ridge: float) -> None:
     model.fit(G, make(X), y)
     assert model.status_ == "certified"
     assert model.W_[2, 0] != 0
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("8GB", 8 * 2**30), ("512 MB", 2**29), ("1.5k", 1536), (77, 77), ("9", 9)]
+)
+def test_memory_budgets(text, value):
+    assert parse_bytes(text) == value
+
+
+def test_bad_thread_counts(monkeypatch):
+    monkeypatch.setenv("HERTA_NUM_THREADS", "many")
+    with pytest.raises(ValueError, match="HERTA_NUM_THREADS"):
+        num_threads()
