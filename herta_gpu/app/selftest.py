@@ -1,9 +1,9 @@
 """`herta selftest`: is a device right, and how fast is each kernel on it?
 
-It checks the device against the plain CPU backend, times the kernels against a copy and against the
-product of the sparse library that is there (CuPy, SciPy on the CPU), and fits a generated graph, on
-a GPU one of the size of ogbn-products.  All of it goes into one JSON file; what is printed can be
-pasted into a report.  `bench/device_race.py` races more products and more ways of copying.
+It checks the device against the plain CPU backend, times the kernels and the product of the sparse
+library that is there (CuPy, SciPy on the CPU), and fits a generated graph, on a GPU one of the size
+of ogbn-products.  All of it goes into one JSON file; what is printed can be pasted into a report.
+`bench/device_race.py` races more products, and ways of copying.
 """
 
 from __future__ import annotations
@@ -53,7 +53,6 @@ class Size:
     dtypes: tuple[str, ...] = ("float32", "float64")
     seconds: float = 0.1  # that a measurement takes at least
     repeats: int = 5  # measurements, of which the median counts
-    copied: int = 1 << 28  # bytes: more than any cache holds
 
 
 FULL = Size("synthetic:n=1e6,m=1e7,d=100,c=47")
@@ -63,7 +62,6 @@ QUICK = Size(
     fits=("mse cg herta", "ce lbfgs direct", "Algorithms 1 and 2 as printed"),
     seconds=0.02,
     repeats=3,
-    copied=1 << 26,
 )
 
 
@@ -84,7 +82,7 @@ def run(args: argparse.Namespace) -> CommandOutput:
     with stages("checks"):
         found = [_checked(*check) for check in _checks(backend, size)]
     with stages("kernels"):
-        kernels, copy_rate = _kernels(backend, data.graph, size), _copy_rate(backend, size)
+        kernels = _kernels(backend, data.graph, size)
     model = HERTA(lam=10.0, ridge=0.01, device=backend.name, verbose=args.verbose)
     model.fit(data.graph, data.X, data.y, data.split.get("train"))
     content = {
@@ -92,7 +90,6 @@ def run(args: argparse.Namespace) -> CommandOutput:
         "graph": {"name": name, "nodes": data.graph.num_nodes, "edges": data.graph.num_edges},
         "checks": found,
         "kernels": kernels,
-        "copy_rate": copy_rate,
         "fit": {
             "status": model.status_,
             "certificate": str(model.certificate_),
@@ -114,15 +111,11 @@ def _about(backend: Any) -> dict[str, Any]:
     about |= {"free_bytes": backend.memory_available(), "times": "measured"}
     if backend.name == "cuda":
         runtime = backend.xp.cuda.runtime
-        properties = runtime.getDeviceProperties(runtime.getDevice())
-        about["model"] = properties["name"].decode()
-        about["cupy"] = getattr(backend.xp, "__version__", "none")
-        about["cuda_runtime"], about["cuda_driver"] = (
-            runtime.runtimeGetVersion(),
-            runtime.driverGetVersion(),
-        )
-        if about["model"] == "emulator":
-            about["times"] = EMULATED
+        model = runtime.getDeviceProperties(runtime.getDevice())["name"].decode()
+        about |= {"model": model, "cupy": getattr(backend.xp, "__version__", "none")}
+        about["cuda_runtime"] = runtime.runtimeGetVersion()
+        about["cuda_driver"] = runtime.driverGetVersion()
+        about["times"] = EMULATED if model == "emulator" else "measured"
     return about
 
 
@@ -190,31 +183,16 @@ def timed(backend: Any, action: Callable[[], Any], size: Size) -> float:
 
 
 def _kernels(backend: Any, graph: Graph, size: Size) -> list[dict[str, Any]]:
-    """Seconds of each kernel for each number of columns, and the bytes that it must move."""
+    """Seconds of each kernel for each number of columns."""
     L, M = backend.laplacian(graph, "float32"), _library_matrix(backend, graph)
     found = []
     for k in size.columns:
         if COLUMN_BYTES * L.n * k > backend.memory_available():
             continue
         for name, action, calls in _actions(backend, L, M, k):
-            row: dict[str, Any] = {"kernel": name, "columns": k}
-            row["seconds"] = timed(backend, action, size) / calls
-            bytes_ = _must_move(name, L, M, k)
-            if bytes_:
-                row |= {"bytes": bytes_, "rate": bytes_ / row["seconds"]}
-            found.append(row)
+            seconds = timed(backend, action, size) / calls
+            found.append({"kernel": name, "columns": k, "seconds": seconds})
     return found
-
-
-def _must_move(name: str, L: Any, M: Any, k: int) -> int:
-    """Bytes of one call: the graph, its scales, and every block once a way; 0 if it is no pass."""
-    n, blocks = L.n, {"apply_H": 2, "Chebyshev step": 4, "CG step": 10}
-    graph = 8 * (n + 1) + L.nnz * (L.indices.itemsize + (0 if L.weights is None else 4))
-    if name == "residual":  # Z in float32, B and the result in float64, scales in float64
-        return graph + 20 * n * k + 16 * n
-    if name in LIBRARY:  # a value for every entry, the diagonal included
-        return M.indptr.nbytes + M.nnz * (M.indices.itemsize + 4) + 8 * n * k
-    return graph + 8 * n + 4 * n * k * blocks[name] if name in blocks else 0
 
 
 def _library_matrix(backend: Any, graph: Graph) -> Any:
@@ -247,17 +225,6 @@ def _actions(backend: Any, L: Any, M: Any, k: int) -> Iterator[tuple[str, Callab
     yield "SRHT", partial(backend.srht, X, max(1, L.n // 8), 1), 1
 
 
-def _copy_rate(backend: Any, size: Size) -> float:
-    """Bytes that a copy within the device reads and writes in a second."""
-    X = backend.asarray(np.ones((size.copied // 256, 64), np.float32))
-    Y = backend.xp.zeros_like(X)
-
-    def copy() -> None:
-        Y[...] = X
-
-    return 2 * X.nbytes / timed(backend, copy, size)
-
-
 # ---- the report -------------------------------------------------------------------------------
 
 
@@ -278,9 +245,8 @@ def _text(content: dict[str, Any], size: Size) -> str:
               if c["outcome"] != "passed"),
             *meaningless,
             f"{graph['name']}: {graph['nodes']:,} nodes, {graph['edges']:,} edges, float32; "
-            "milliseconds, and the share of a copy's rate that the bytes a kernel must move reach",
-            _markdown(_kernel_rows(content["kernels"], content["copy_rate"])),
-            f"a copy within the device: {content['copy_rate'] / 1e9:.1f} GB/s",
+            "milliseconds",
+            _markdown(_kernel_rows(content["kernels"])),
             f"fit: {fit['status']} after {fit['steps']} steps, {fit['certificate']}; "
             f"seconds: {spent}",
             f"all of it: {content['file']}",
@@ -288,19 +254,14 @@ def _text(content: dict[str, Any], size: Size) -> str:
     )  # fmt: skip
 
 
-def _kernel_rows(kernels: list[dict[str, Any]], copy_rate: float) -> Rows:
+def _kernel_rows(kernels: list[dict[str, Any]]) -> Rows:
     """A row for each kernel, a column for each number of columns."""
     widths = sorted({row["columns"] for row in kernels})
     names = list(dict.fromkeys(row["kernel"] for row in kernels))
     at = {(row["kernel"], row["columns"]): row for row in kernels}
 
     def cell(name: str, k: int) -> str:
-        row = at.get((name, k))
-        if row is None:
-            return NOTHING
-        shown = f"{1e3 * row['seconds']:.3g}"
-        share = row.get("rate", 0.0) / copy_rate
-        return f"{shown} ({share:.0%})" if share else shown
+        return f"{1e3 * at[name, k]['seconds']:.3g}" if (name, k) in at else NOTHING
 
     def ahead(k: int) -> str:
         library = next(name for name in LIBRARY if (name, k) in at)

@@ -7,7 +7,6 @@ import subprocess
 import sys
 from typing import Any
 
-import numpy as np
 import pytest
 
 from herta_gpu.app import device_checks as checks
@@ -24,7 +23,6 @@ TINY = selftest.Size(
     dtypes=("float32",),
     seconds=0.0,
     repeats=1,
-    copied=1 << 12,
 )
 
 
@@ -53,20 +51,6 @@ def test_on_the_cpu(capsys: Any) -> None:
     assert lines[0] == "| kernel | k = 1 | k = 8 | k = 47 |"
 
 
-def test_bytes_that_must_move_are_those_of_the_arrays(capsys: Any) -> None:
-    """Against the sizes of the arrays themselves, added up by hand."""
-    found, _ = report(capsys, "cpu")
-    data = selftest.datasets.load(TINY.dataset)
-    L = get_backend("cpu").laplacian(data.graph, "float32")
-    of_graph = data.graph.indptr.nbytes + data.graph.indices.nbytes
-    X, Z = np.zeros((L.n, 47), "float32"), np.zeros((L.n, 47))
-    at = {row["kernel"]: row for row in found["kernels"] if row["columns"] == 47}
-    assert at["apply_H"]["bytes"] == of_graph + 2 * 4 * L.n + 2 * X.nbytes
-    assert at["CG step"]["bytes"] == of_graph + 2 * 4 * L.n + 10 * X.nbytes
-    assert at["residual"]["bytes"] == of_graph + 2 * 8 * L.n + X.nbytes + 2 * Z.nbytes
-
-
-@pytest.mark.gpu
 def test_on_a_gpu_or_on_the_device_where_times_mean_nothing(capsys: Any) -> None:
     try:
         get_backend("cuda")
@@ -80,7 +64,6 @@ def test_on_a_gpu_or_on_the_device_where_times_mean_nothing(capsys: Any) -> None
     emulated = cuda_device.active() is not None
     assert (found["about"]["times"] == selftest.EMULATED) == emulated
     assert (selftest.EMULATED in text) == emulated
-    assert found["copy_rate"] > 0
     for k in TINY.columns:  # the product of the library is there, for every width
         names = {row["kernel"] for row in found["kernels"] if row["columns"] == k}
         assert {"apply_H", "CuPy", "CG step", "SRHT"} <= names
