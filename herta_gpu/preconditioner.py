@@ -43,6 +43,7 @@ from herta_gpu.laplacian import (
     chebyshev_rounding,
 )
 from herta_gpu.losses import LOSSES
+from herta_gpu.planning.costs import Case
 from herta_gpu.planning.plan import Recipe
 from herta_gpu.plumbing.progress import Tell
 from herta_gpu.unfolded import UnfoldedMap
@@ -200,28 +201,24 @@ def _factored(
         error = chebyshev_error(H_tilde, recipe.degree)
         narrowest = min(J.stop - J.start for J in recipe.blocks(basis.rank))
         rounding = chebyshev_rounding(H_tilde, recipe.dtype(H_tilde.dtype), narrowest)
-    # Rows of A itself, or measured ones to train on: no other is missing.
-    whole_rows = (recipe.by_rows or recipe.goal is not None) and ridge == 0 and Y.shape[0] < d
-    damped = ridge == 0 and Y.shape[0] < d and not whole_rows
-    few = min(Y.shape[0], Q.shape[0])  # a sketch may have fewer
-    low_rank = (damped or ridge > 0) and 2 * few < d
+    case = recipe.case(Y.shape[0], d, ridge)
     sketched = "QtY" in made  # made with the sketch, from Q itself
-    with_gram = not (low_rank or whole_rows)
+    with_gram = not (case.low_rank or case is Case.ROW_SPACE)
     loss = LOSSES["mse"] if sketched else A.loss  # a sketch is one of rows as the loss sees them
     dense, QtY = products(backend, Q, None if sketched else Y, at, with_gram, loss)
     QtY = made["QtY"] if sketched else QtY
     QtQ: Gram
-    if whole_rows and not recipe.by_rows:
+    if case is Case.ROW_SPACE and not recipe.by_rows:
         QtQ = RowSpaceGram.of_stored(backend, weigh_rows(loss, backend, Q))
-    elif whole_rows:
+    elif case is Case.ROW_SPACE:
         QtQ = RowSpaceGram.of_rows(backend, weigh_rows(loss, backend, Q), X.column_norms)
-    elif low_rank:
+    elif case.low_rank:
         few_rows = Q if at is None else Q[at]
         QtQ = LowRankGram.of_rows(backend, weigh_rows(loss, backend, few_rows), ridge)
     else:
         count = Q.shape[0] if at is None else rows.shape[0]
         rounded = gram_rounding(count, d) + (0.0 if loss.plain else 8 * _EPS)
-        QtQ = DenseGram(backend, dense, basis.ridge, damped, rounded)
+        QtQ = DenseGram(backend, dense, basis.ridge, case.damped, rounded)
     inner = QtQ.factor(recipe.curvature, ridge, recipe.symmetric)
     if isinstance(QtQ, DenseGram) and inner.rank < d:
         kept = d - max(0, A.distinct_columns(H.graph) - inner.rank)
@@ -235,7 +232,7 @@ def _factored(
         inner.to_gradient(QtY),
         error,
         rounding,
-        damped,
+        case.damped,
         d,
         kept,
         rows=Q if recipe.keep_rows and recipe.sketch_rows is None else None,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import Enum
 
 import numpy as np
 
@@ -47,6 +48,38 @@ _ROUNDED, _SINGLE = 0.3, np.finfo(np.float32)  # share of a goal that float32 ro
 _CE_GOAL = 1e-4  # cross entropy: times sqrt(tol ridge)
 _OUTER_STEPS = 1  # steps of CG from the warm start, as on nearly every real graph tried
 _CE_EVALUATIONS = 40  # cross entropy and its gradient, so many times
+
+
+class Case(Enum):
+    """How P is made from Q: by how many rows there are, and whether there is a ridge."""
+
+    DENSE = "dense"  # Q^T Q as a matrix
+    FEW_ROWS = "few rows"  # a ridge and fewer than half as many rows as features: from Q Q^T
+    ROW_SPACE = "row space"  # no ridge and too few rows, all known: only what they span
+    DAMPED = "damped"  # no ridge and too few rows, not all known: a multiple of I is added ...
+    DAMPED_FEW_ROWS = "damped few rows"  # ... to a P that is made from Q Q^T
+
+    @property
+    def damped(self) -> bool:
+        """Whether P carries a large multiple of I that the Hessian does not have."""
+        return self in (Case.DAMPED, Case.DAMPED_FEW_ROWS)
+
+    @property
+    def low_rank(self) -> bool:
+        """Whether P is made from Q Q^T."""
+        return self in (Case.FEW_ROWS, Case.DAMPED_FEW_ROWS)
+
+
+def case_of(n_train: int, d: int, ridge: float, known: bool, rows: int | None = None) -> Case:
+    """The case of P; `known`: rows of A itself, or measured ones; `rows`: of a sketch."""
+    few = 2 * min(n_train, n_train if rows is None else rows) < d
+    if ridge > 0:
+        return Case.FEW_ROWS if few else Case.DENSE
+    if n_train >= d:
+        return Case.DENSE
+    if known:
+        return Case.ROW_SPACE
+    return Case.DAMPED_FEW_ROWS if few else Case.DAMPED
 
 
 @dataclass(frozen=True)

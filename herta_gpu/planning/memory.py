@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from herta_gpu.planning.costs import BLOCK_WIDTH, Sizes
+from herta_gpu.planning.costs import BLOCK_WIDTH, Case, Sizes, case_of
 from herta_gpu.planning.settings import LABEL_LAMS, LABEL_WIDTH, TOGETHER, Settings
 from herta_gpu.plumbing.checks import BudgetError
 
@@ -331,7 +331,7 @@ def _factor_bytes(sizes: Sizes, settings: Settings, stored: bool) -> int:
     n_train, d = max(sizes.n_train, 1), sizes.d
     if not stored or n_train >= d:
         return 3 * min(d, n_train) * d * 8
-    if settings.ridge == 0 or 2 * n_train < d:
+    if case_of(n_train, d, settings.ridge, known=True) is not Case.DENSE:
         return 5 * n_train * d * 8  # rows, their span, and copies for LAPACK
     return 4 * d * d * 8
 

@@ -10,9 +10,11 @@ from herta_gpu.planning.costs import (
     BLOCK_WIDTH,
     EXACT_TOL,
     MOST_DRAWS,
+    Case,
     Q_goal,
     Q_tolerance,
     Sizes,
+    case_of,
     certificate_costs,
     direct_costs,
     least_degree,
@@ -75,6 +77,11 @@ class Recipe:
         how = f"{self.row_tol:.6e}" if self.by_rows else how
         kind = f"{'W' if self.whiten else ''}Q{'64' if self.exact else ''}"
         return f"{kind}-{how}-{rows}-{self.width}"
+
+    def case(self, n_train: int, d: int, ridge: float) -> Case:
+        """How P is made from so many training rows and features."""
+        known = self.by_rows or self.goal is not None
+        return case_of(n_train, d, ridge, known, self.sketch_rows)
 
     def dtype(self, working: str) -> str:
         """The precision of Q where the fit works in `working`."""

@@ -14,9 +14,11 @@ from herta_gpu.backends import get_backend
 from herta_gpu.laplacian import RegularizedLaplacian
 from herta_gpu.planning.costs import (
     EXACT_TOL,
+    Case,
     Q_goal,
     Q_tolerance,
     Sizes,
+    case_of,
     certificate_costs,
     direct_costs,
     least_degree,
@@ -178,3 +180,22 @@ def test_sizes_are_those_of_the_data():
     seen = count_sizes(laplacian, X[:, :2], targets, settings(), 10**9)
     assert not seen.hidden
     assert seen.nonzeros is None
+
+
+@pytest.mark.parametrize(
+    ("n_train", "ridge", "known", "rows", "case"),
+    [
+        (10, 0.0, False, None, Case.DENSE),
+        (10, 0.0, True, 4, Case.DENSE),
+        (5, 0.1, True, None, Case.DENSE),
+        (4, 0.1, False, None, Case.FEW_ROWS),
+        (10, 0.1, False, 4, Case.FEW_ROWS),
+        (9, 0.0, True, None, Case.ROW_SPACE),
+        (4, 0.0, True, None, Case.ROW_SPACE),
+        (9, 0.0, False, None, Case.DAMPED),
+        (9, 0.0, False, 4, Case.DAMPED_FEW_ROWS),
+        (4, 0.0, False, None, Case.DAMPED_FEW_ROWS),
+    ],
+)
+def test_how_P_is_made_of_ten_features(n_train, ridge, known, rows, case):
+    assert case_of(n_train, 10, ridge, known, rows) is case
