@@ -14,9 +14,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-import numpy as np
-
-from herta_gpu.backends.base import Array, Backend, norm
+from herta_gpu.backends.base import Array, Backend, norm, unit_roundoff
 from herta_gpu.coordinates import Metric
 from herta_gpu.factors import spectral_norm
 from herta_gpu.grams import ROW_CUT
@@ -32,7 +30,7 @@ from herta_gpu.hessians import (
 from herta_gpu.losses import Loss
 from herta_gpu.optimizers import LBFGS, LBFGS_MEMORY
 
-_UNIT = 0.5 * float(np.finfo(np.float64).eps)  # what one operation rounds
+_UNIT = unit_roundoff()
 _PAIRS = 300  # of L-BFGS; a quarter of the rows where that is less
 _STALE = 2.0  # change of the mean curvature after which P is factored again
 _FLAT = 0.1  # share of the slope at the start of a step that may be left at its end

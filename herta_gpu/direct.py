@@ -27,9 +27,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
-from herta_gpu.backends.base import Array, Backend, norm
+from herta_gpu.backends.base import Array, Backend, norm, unit_roundoff
 from herta_gpu.certificate import Certificate, relative
 from herta_gpu.descent import DenseProblem, minimise
 from herta_gpu.factors import Spanned
@@ -39,7 +37,7 @@ from herta_gpu.preconditioner import Preconditioner
 
 Tell = Callable[[dict[str, Any]], None]
 
-_UNIT = 0.5 * float(np.finfo(np.float64).eps)
+_UNIT = unit_roundoff()
 _SLACK = 0.1  # departure of P from Q^T Q + ridge beyond which nothing is built on that form
 _CHUNK_BYTES = 32 << 20  # outputs at a time
 _LOSS_ERROR = 300.0  # times tol: the bound of what is not known of the objective

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from herta_gpu.backends.base import Array, Backend
+from herta_gpu.backends.base import Array, Backend, unit_roundoff
 from herta_gpu.coordinates import Metric
 from herta_gpu.factors import (
     Cholesky,
@@ -28,7 +28,7 @@ from herta_gpu.losses import Loss
 
 _CHUNK_BYTES = 16 << 20  # rows of A that are weighted at a time
 _ALIKE = 1e-9  # relative difference of weights that are called equal
-_UNIT = 0.5 * float(np.finfo(np.float64).eps)  # what one operation rounds
+_UNIT = unit_roundoff()
 _POWER_STEPS = 8
 _TINY = 1e-100  # a probability that is none: its square must not vanish
 _SHARE = 0.999  # of all curvature, that the rows in a Hessian hold

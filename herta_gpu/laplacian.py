@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from herta_gpu.backends.base import Array, Backend, Laplacian
+from herta_gpu.backends.base import Array, Backend, Laplacian, unit_roundoff
 from herta_gpu.graph import Graph, check_whole
 from herta_gpu.planning.costs import least_degree
 from herta_gpu.plumbing.progress import marked
@@ -78,7 +78,7 @@ class RegularizedLaplacian:
         what is not a term of H Z, b - h_i z, is r plus a part of H Z.
         """
         terms = self.backend.roundings(self.most_neighbours, columns, rows) + 8
-        return 0.5 * float(np.finfo(np.float64).eps) * terms * self.lambda_max
+        return unit_roundoff() * terms * self.lambda_max
 
     def residual_rows(self, B: Array, Z: Array, start: int) -> Array:
         """Rows start, start + 1, ... of B - H Z in float64; B holds those rows, and is lost."""
@@ -266,7 +266,7 @@ def lost_to_rounding(H: RegularizedLaplacian, columns: int) -> tuple[float, floa
     Sums over n terms make ||r|| and the energy: the latter is 2 <b, z> - <z, b - r>, relative to
     S^2, S = ||H^-1 b||_H, with ||b|| <= sqrt(lambda_max) S and ||z|| <= ||z||_H, about S.
     """
-    unit, n = 0.5 * float(np.finfo(np.float64).eps), int(H.backend.total(H.n))
+    unit, n = unit_roundoff(), int(H.backend.total(H.n))
     return H.rounding(columns), 8 * (n + 8) * unit * math.sqrt(H.lambda_max)
 
 
@@ -335,7 +335,7 @@ def chebyshev_rounding(
     sigma = (top + 1) / (top - 1)
     r = 1.0 / (sigma + math.sqrt(sigma**2 - 1))
     hub = 4 * H.lam / (top + 1) * (H.backend.roundings(H.most_neighbours, columns) + 8)
-    unit = 0.5 * float(np.finfo(dtype).eps)
+    unit = unit_roundoff(dtype)
     # The last term: b itself was rounded.
     found = unit * ((96 + 2 * hub) / (1 - r) ** 2 + top)
     if degree is None or found > 0.1:

@@ -17,11 +17,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
-import numpy as np
+from herta_gpu.backends.base import Array, norm, unit_roundoff
 
-from herta_gpu.backends.base import Array, norm
-
-_UNIT = 0.5 * float(np.finfo(np.float64).eps)  # what one operation rounds
+_UNIT = unit_roundoff()
 _NEWTON_STEPS = 40
 _SINKHORN_STEPS = 50
 _TINY = 1e-300

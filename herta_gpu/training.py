@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from herta_gpu.backends.base import Array, norm
+from herta_gpu.backends.base import Array, norm, unit_roundoff
 from herta_gpu.certificate import Certificate, certify, gradient_error, joined
 from herta_gpu.direct import Proof, StoredProblem
 from herta_gpu.factors import Factor
@@ -38,7 +38,7 @@ _DIVERGED = 1e6  # growth of the objective over its least value, and over that a
 _FLATTER = 3.0  # loss of curvature after which P is factored again
 _LEAST_INNER = 1e-10  # inner tolerance of a loop that no certificate watches
 _ALIKE, _LEAST_ALIKE = 0.01, 1e-11  # of tol, at least: objectives as good as each other
-_NOTHING = (8 * np.finfo(np.float64).eps) ** 2  # of ||Y||^2: a loss that is rounding
+_NOTHING = (16 * unit_roundoff()) ** 2  # of ||Y||^2: a loss that is rounding
 _CHEAP_STEPS = 20  # steps on a stored A, without a solve, that count as one outer step
 
 
@@ -226,7 +226,7 @@ class Training:
         end = "stagnated" if self.status.startswith("c") else self.status
         del self.history[self.first :], self.proven[:]
         loss, W = self._zero()
-        error = 4 * self.Y.shape[0] * float(np.finfo(np.float64).eps) * loss
+        error = 8 * self.Y.shape[0] * unit_roundoff() * loss
         d = self.P.features
         self.certificate = Certificate(math.inf, "nonnegative", 0.0, loss + error, why, d, d)
         self.proven.append(self.certificate)

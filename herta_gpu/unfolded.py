@@ -14,14 +14,14 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from herta_gpu.backends.base import Array, Backend, norm
+from herta_gpu.backends.base import Array, Backend, norm, unit_roundoff
 from herta_gpu.factors import Factor
 from herta_gpu.features import Features
 from herta_gpu.graph import Graph
 from herta_gpu.laplacian import RegularizedLaplacian, block_cg
 from herta_gpu.losses import LOSSES, Loss
 
-_UNIT = 0.5 * float(np.finfo(np.float64).eps)  # what one operation rounds
+_UNIT = unit_roundoff()
 _LEAST_TOL = 1e-14  # the tightest solve: below is rounding, even in float64
 
 

@@ -28,8 +28,9 @@ from herta_gpu.app.train import Job, train
 from herta_gpu.backends import get_backend
 from herta_gpu.datasets import Dataset
 from herta_gpu.laplacian import RegularizedLaplacian
+from herta_gpu.losses import softmax
 from herta_gpu.more.label_features import label_features
-from herta_gpu.more.smoothing import CorrectAndSmooth, enlarged, softmax
+from herta_gpu.more.smoothing import CorrectAndSmooth, enlarged
 from herta_gpu.more.sweep import all_rows
 from herta_gpu.planning.costs import BLOCK_WIDTH
 from herta_gpu.planning.settings import LOSS_NAMES, strengths
@@ -314,7 +315,7 @@ class _Search:
         H = RegularizedLaplacian(self.data.graph, 1.0, backend, "float32")
         for one, out in self._best.values():
             B = self._everywhere(H, one, out)
-            B = softmax(B) if one.loss == "ce" else B
+            B = softmax(np, B) if one.loss == "ce" else B
             for smooth, Z in self._corrected(H, B):
                 scores = {
                     "train": self._score(Z[self.targets.rows], self.targets.rows),

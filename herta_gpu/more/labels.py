@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 import scipy.sparse as sp
 
+from herta_gpu.backends.base import unit_roundoff
 from herta_gpu.graph import Graph, check_whole
 from herta_gpu.laplacian import RegularizedLaplacian
 from herta_gpu.planning.settings import strength
@@ -36,7 +37,7 @@ from herta_gpu.plumbing.targets import (
 )
 from herta_gpu.solver import SDDSolver
 
-_UNIT = 0.5 * float(np.finfo(np.float64).eps)
+_UNIT = unit_roundoff()
 _CHUNK = 1 << 19  # numbers of the residual that exist at a time
 
 

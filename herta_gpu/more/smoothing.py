@@ -21,8 +21,10 @@ from typing import Any
 
 import numpy as np
 
+from herta_gpu.backends.base import unit_roundoff
 from herta_gpu.graph import Graph, check_whole
 from herta_gpu.laplacian import RegularizedLaplacian, chebyshev_degree, chebyshev_steps
+from herta_gpu.losses import softmax
 from herta_gpu.more.labels import NodeOutputs, carried, degrees, entry_bound, placed
 from herta_gpu.plumbing.checks import (
     as_labels,
@@ -41,7 +43,7 @@ from herta_gpu.plumbing.targets import OneHot
 from herta_gpu.solver import SDDSolver
 
 _MOST = 1000.0  # a node's correction is not enlarged by more than this: it is left as it is then
-_UNIT = 0.5 * float(np.finfo(np.float64).eps)
+_UNIT = unit_roundoff()
 _SHARPER = 0.01  # the first solve aims lower, since its errors are enlarged with the correction
 
 
@@ -264,7 +266,7 @@ def _scores(graph: Graph, base: Any, X: Any) -> tuple[Any, Any]:
         if classes is None:
             raise ValueError("The base predicts numbers, not classes: there is nothing to correct.")
         base, loss = base.transform(graph, X), getattr(base, "loss", "mse")
-        base = softmax(np.asarray(base, dtype=np.float64)) if loss == "ce" else base
+        base = softmax(np, np.asarray(base, dtype=np.float64)) if loss == "ce" else base
     B = np.array(base, dtype=np.float64)  # a copy, which is written to
     if B.ndim != 2:
         raise ValueError(
@@ -272,12 +274,6 @@ def _scores(graph: Graph, base: Any, X: Any) -> tuple[Any, Any]:
         )
     check_rows("The array of scores", B, graph)
     return B, classes
-
-
-def softmax(F: Any) -> Any:
-    """Rows of outputs as probabilities."""
-    F = np.exp(F - F.max(axis=1, keepdims=True))
-    return F / F.sum(axis=1, keepdims=True)
 
 
 def _known(y: Any, train: Any, valid: Any, classes: Any, B: Any) -> tuple[Any, Any, Any]:
