@@ -29,6 +29,7 @@ from herta_gpu.planning.plan import Decision, Recipe
 from herta_gpu.planning.settings import NEWTON_SIZE
 from herta_gpu.plumbing.progress import marked_steps
 from herta_gpu.preconditioner import Preconditioner
+from herta_gpu.prediction import Outputs
 from herta_gpu.spectrum import Spectrum, ritz_interval
 from herta_gpu.task import Context, Task
 from herta_gpu.unfolded import LinearMap, Point, Problem, UnfoldedMap
@@ -90,6 +91,7 @@ class Training:
         self.settings, self.backend, self.xp, self.Y = settings, backend, backend.xp, Y
         # The loss has the weights of the rows divided by `unit`: what is told is multiplied by it.
         self.P, self.loss, self.unit, self.intercept = made.P, A.loss, task.targets.unit, None
+        self.A = A
         self.spectrum, self.stages, self.callback = made.spectrum, run.stages, run.callback
         self.X_norm = A.X_norm() if settings.ridge > 0 else math.inf  # of all features together
         self.curvature, self.symmetric = made.recipe.curvature, made.recipe.symmetric
@@ -201,7 +203,7 @@ class Training:
         kept = self.kept
         if kept is None or self.nothing_to_learn:
             return W
-        if kept.status != "certified" and not kept.loss <= self.loss_at_zero:
+        if not kept.status.startswith("certified") and not self._beats_zero(kept):
             return self._settle_for_zero()
         behind = len(self.history) - kept.steps
         if behind == 0:
@@ -218,6 +220,21 @@ class Training:
         del self.history[kept.steps :], self.proven[kept.proven :]
         self.intercept, self.certificate = kept.intercept, certificate
         return kept.W
+
+    def _beats_zero(self, kept: Kept) -> bool:
+        """Whether weights are better than none; measured where their loss is not known well."""
+        if kept.most <= self.loss_at_zero or not kept.loss <= self.loss_at_zero:
+            return kept.most <= self.loss_at_zero
+        A, xp = self.A, self.xp
+        systems = [A.H] if A.systems is None else A.systems
+        outputs = Outputs(systems, A.X, kept.W, A.width, kept.intercept, A.extra)
+        try:
+            F = self.backend.gathered(outputs.of(A.train, "float64"))
+        except ValueError:  # they overflow
+            return False
+        loss = self.loss.of_rows(slice(None)).value(xp, F, self.Y[:])
+        loss += 0.5 * self.settings.ridge * float(xp.sum(kept.W * kept.W))  # synchronize!
+        return loss <= self.loss_at_zero
 
     def _settle_for_zero(self) -> Array:
         """W = 0 with the best intercept, where every step was worse."""
