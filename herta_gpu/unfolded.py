@@ -110,6 +110,16 @@ class UnfoldedMap:
         """Z = H^-1 X W (n x c), of which the training rows are A W."""
         return self._solve(self.X.times(W), tol, None)
 
+    def outputs(self, W: Array) -> Array:
+        """The training rows of the outputs of W, of all blocks, by solves to the last digit."""
+        d, F = self.X.shape[1], 0.0
+        for i, H in enumerate(self.systems or [self.H]):
+            part = W[i * d : (i + 1) * d]
+            one = UnfoldedMap(H, self.X, self.train, self.width)
+            Z = self.X.times(part) if H.lam == 0 else one.forward(part, _LEAST_TOL).value
+            F = F + self.rows(Z)
+        return F if self.extra is None else F + self.rows(self.extra.times(W[self.blocks * d :]))
+
     def rows(self, Z: Array) -> Array:
         return self.H.backend.gathered(Z[self.train].astype("float64"))
 

@@ -323,3 +323,27 @@ def test_a_column_in_a_tiny_unit_beside_alike_ones_does_no_harm(seed: int, lams:
     assert model.status_ == "certified"
     last = model.history_[-1]
     assert abs(found - last["loss"]) <= last["loss_error"] + 1e-6 * found
+
+
+@pytest.mark.parametrize("seed", [20, 22, 44, 54])
+def test_weights_that_only_stored_rows_call_good_are_no_worse_than_none(seed: int) -> None:
+    """Separable classes, a column in a tiny unit, weights of rows down to 1e-29.
+
+    Weights of 1e35 had a loss of about 0 on stored rows, and one 3e5 to 1e18 times that of W = 0.
+    """
+    n, count, rng = 17, 10, np.random.default_rng(seed)
+    edges = np.stack([rng.integers(0, n, 34), rng.integers(0, n, 34)])
+    edges = np.unique(np.sort(edges, axis=0)[:, edges[0] != edges[1]], axis=1)
+    X, y = 0.02 * rng.standard_normal((n, 2)), rng.integers(0, 2, n)
+    X[:, 0] *= 3e-28
+    weight = 10.0 ** -rng.uniform(0, 29, n)
+    weight[0], y[:2] = 1.0, [0, 1]
+    graph = Graph.from_edges(edges, n)
+    model = HERTA(
+        [0.4, 1.8], loss="ce", fit_intercept=True, dtype="float64", device="cpu-scipy"
+    ).fit(graph, X, y, np.arange(count), sample_weight=weight)
+    A = np.hstack([np.linalg.solve(dense_H(graph, lam), X) for lam in (0.4, 1.8)])
+    F, w, t = (A @ model.W_ + model.intercept_)[:count], weight[:count], y[:count]
+    rows = np.logaddexp.reduce(F, axis=1) - F[np.arange(count), t]
+    share = np.array([w[t == k].sum() for k in (0, 1)]) / w.sum()
+    assert w @ rows <= -(w @ np.log(share[t])) * (1 + 1e-6)
