@@ -141,7 +141,8 @@ class LBFGS:
         v = H_0((g.reshape(-1, 1) - product(Y.T, q)).reshape(g.shape)).reshape(-1, 1)
         if scaled:
             y = Y[-1].reshape(g.shape)
-            v = v * (D[-1] / self.xp.sum(y * H_0(y)))
+            size = self.xp.sum(y * H_0(y))  # 0 where the squares vanish
+            v = v * (D[-1] / self.xp.where(size > 0, size, D[-1]))
         back = product(R_inverse.T, D[:, None] * q - product(Y, v))
         return -(v + product(S.T, back)).reshape(g.shape)
 

@@ -325,6 +325,7 @@ def test_a_column_in_a_tiny_unit_beside_alike_ones_does_no_harm(seed: int, lams:
     assert abs(found - last["loss"]) <= last["loss_error"] + 1e-6 * found
 
 
+@pytest.mark.filterwarnings("error::RuntimeWarning")
 @pytest.mark.parametrize("seed", [20, 22, 44, 54])
 def test_weights_that_only_stored_rows_call_good_are_no_worse_than_none(seed: int) -> None:
     """Separable classes, a column in a tiny unit, weights of rows down to 1e-29.
