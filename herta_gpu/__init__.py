@@ -2,9 +2,9 @@
 
 The ground floor is the paper; every other concern has a room with a name.
 
-    herta            Algorithm 1, in the paper's order: the place to begin reading; `steps` has
-                     those of its steps that may take more than one try, `model` what a model
-                     says before its fit and after it
+    herta            Algorithm 1, in the paper's order: the place to begin reading; `task` has what
+                     is fitted and where, `steps` those steps that may take more than one try,
+                     `model` what a model says before its fit and after it
     sparsifier       Algorithm 2: scores, sampling, L_tilde
     solver           SDDSolver; `laplacian` has H = I + lam L, block CG and Chebyshev
     preconditioner   P from Q, which `diffusion` solves for or sketches; `grams` makes its factor,

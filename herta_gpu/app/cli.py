@@ -13,7 +13,7 @@ import os
 import signal
 import sys
 
-from herta_gpu.plumbing.checks import launched
+from herta_gpu.plumbing.machine import launched
 
 TYPE_CHECKING = False  # type checkers know this name; importing `typing` for it takes time
 if TYPE_CHECKING:

@@ -19,7 +19,8 @@ from herta_gpu.datasets import Dataset, DataSizes
 from herta_gpu.herta import HERTA, works_by_nodes
 from herta_gpu.planning.forecast import assumptions, chosen, splits
 from herta_gpu.planning.plan import Decision
-from herta_gpu.plumbing.checks import launched, memory_budget, train_rows
+from herta_gpu.plumbing.checks import memory_budget, train_rows
+from herta_gpu.plumbing.machine import launched
 from herta_gpu.plumbing.partition import checked_partition, rows_moved
 from herta_gpu.plumbing.progress import Stages
 from herta_gpu.plumbing.reading import mapping_of

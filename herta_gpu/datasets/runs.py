@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from herta_gpu.plumbing.building import distinct
-from herta_gpu.plumbing.checks import num_threads
+from herta_gpu.plumbing.machine import num_threads
 from herta_gpu.plumbing.progress import Tell
 
 _RANGE = 1 << 22  # keys that are sorted at once

@@ -26,11 +26,10 @@ from herta_gpu.plumbing.checks import (
     check_size,
     check_weights,
     directions_differ,
-    host_memory,
-    num_threads,
     repeated,
 )
 from herta_gpu.plumbing.graph_files import GraphWriter
+from herta_gpu.plumbing.machine import host_memory, num_threads
 
 Arrays = tuple[Any, Any, Any, Any]  # indptr, indices, weights and degree as `Graph` takes them
 COMPILED = 1 << 20  # nodes and listed edges from which compiled code pays for its start

@@ -6,7 +6,6 @@ A memory-mapped list of edges is read a chunk at a time.  At the end: what this 
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, NoReturn
@@ -16,6 +15,7 @@ import scipy.sparse as sp
 
 from herta_gpu.plumbing.columns import is_frame, rows_of_frame
 from herta_gpu.plumbing.interop import on_device
+from herta_gpu.plumbing.machine import host_memory
 
 MAX_LAM = 1e6
 _LARGEST, _SMALLEST = 1e15, 1e-15  # of the largest entry of X: products stay in float32
@@ -471,68 +471,3 @@ def check_repeats(xp: Any, u: Any, v: Any, n: int) -> None:
     again = key[1:] == key[:-1]
     if bool(again.any()):  # synchronize!
         repeated(*divmod(int(key[int(xp.argmax(again))]), n))  # synchronize!
-
-
-# ---- what this machine has ---------------------------------------------------------------
-# What launchers of MPI programs tell each process: its rank, how many there are, and how many of
-# them are on its machine (Open MPI, MPICH and Intel MPI, MVAPICH, srun).
-_RANK = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "MV2_COMM_WORLD_RANK", "SLURM_PROCID")
-_SIZE = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
-_LOCAL = (
-    "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "MV2_COMM_WORLD_LOCAL_SIZE",
-    "SLURM_STEP_TASKS_PER_NODE",
-)  # fmt: skip
-
-
-class Launched:
-    """How this process was started: `rank` of `size`, `local` of them on this machine."""
-
-    def __init__(self) -> None:
-        self.size = max(1, _told(_SIZE, 1))
-        self.rank = _told(_RANK, 0) if self.size > 1 else 0
-        self.local = min(self.size, max(1, _told(_LOCAL, 1)))
-
-
-def launched() -> Launched:
-    """How this process was started, as far as its environment tells; by default, alone."""
-    return Launched()
-
-
-def _told(names: tuple[str, ...], default: int) -> int:
-    given = [os.environ[name] for name in names if name in os.environ]
-    # srun writes "4(x2)": 4 on each of two machines.
-    first = given[0].partition("(")[0].partition(",")[0] if given else ""
-    return int(first) if first.isdigit() else default
-
-
-def host_memory() -> int:
-    """Bytes of the host's memory that are free: this process's share of them."""
-    return _free_memory() // launched().local
-
-
-def _free_memory() -> int:
-    try:
-        with open("/proc/meminfo", encoding="ascii") as lines:
-            for line in lines:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
-    except OSError:
-        pass  # not Linux: ask for the physical memory below
-    if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-    return 4 << 30
-
-
-def num_threads() -> int:
-    """Threads to use: ``HERTA_NUM_THREADS``, or every core this process may run on.
-
-    Processes that one launcher started share the cores of their machine.
-    """
-    given = os.environ.get("HERTA_NUM_THREADS", "")
-    if given:
-        if not given.isdigit() or int(given) < 1:
-            raise ValueError(f"HERTA_NUM_THREADS must be a positive integer, not {given!r}.")
-        return int(given)
-    cores = os.cpu_count() or 1
-    mine = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else cores
-    return max(1, min(mine, cores // launched().local))

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from herta_gpu.plumbing.checks import host_memory, num_threads
+from herta_gpu.plumbing.machine import host_memory, num_threads
 
 try:
     import fcntl

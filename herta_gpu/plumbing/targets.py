@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from herta_gpu.plumbing.checks import as_labels, check_targets, has_label, host_memory, train_rows
+from herta_gpu.plumbing.checks import as_labels, check_targets, has_label, train_rows
+from herta_gpu.plumbing.machine import host_memory
 
 _LEAST_WEIGHT = 1e-30  # of the largest weight: with less no objective adds up
 

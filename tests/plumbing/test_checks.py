@@ -7,7 +7,8 @@ import pytest
 import scipy.sparse as sp
 
 from herta_gpu import HERTA, Graph
-from herta_gpu.plumbing.checks import check_rows, num_threads, parse_bytes
+from herta_gpu.plumbing.checks import check_rows, parse_bytes
+from herta_gpu.plumbing.machine import num_threads
 
 G = Graph.from_edges([[0], [1]], num_nodes=501)
 KINDS = ("float16", "float32", "float64", ">f4", "longdouble", "int8", "uint8", "bool", "int64")

@@ -33,7 +33,7 @@ from herta_gpu.backends.cpu.reference import (
     fields,
 )
 from herta_gpu.graph import read_only
-from herta_gpu.plumbing.checks import num_threads
+from herta_gpu.plumbing.machine import num_threads
 
 _CHUNK_WORK = 1 << 15  # non-zeros plus four per row that one thread takes at a time
 _FLAT_CHUNK = 1 << 16  # numbers of a block that one thread takes at a time

@@ -35,7 +35,7 @@ from herta_gpu.backends.base import (
 )
 from herta_gpu.backends.cpu import lapack, philox
 from herta_gpu.graph import read_only
-from herta_gpu.plumbing.checks import host_memory, num_threads
+from herta_gpu.plumbing.machine import host_memory, num_threads
 
 _CHUNK_WORK = 1 << 16  # non-zeros plus four per row: a block of 64 columns stays in the L2 cache
 _FLAT = 1 << 18  # numbers of a block that one thread takes at a time
