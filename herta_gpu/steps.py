@@ -99,7 +99,6 @@ def on_stored_rows(
     settings = task.settings
     rows = _StoredRows(run, plan, settings, A, Y, context.cache)
     made, found, u = rows.attempts(made, task.W_start)
-    run.measure(A.outputs)
     W = run.settle(found)
     if settings.loo and run.kept is None and not run.nothing_to_learn:  # W = 0 was the best
         return replace(made, left_out=LeftOut.unknown(*Y.shape)), W
