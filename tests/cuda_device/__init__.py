@@ -61,6 +61,7 @@ def has_gpu() -> bool:
     return not failed and count.value > 0
 
 
+_OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
 _active: list[Device] = []
 
 
@@ -100,8 +101,8 @@ class Device:
             getattr(self._library, name).restype = ctypes.c_char_p
         self._library.device_set_memory.argtypes = [ctypes.c_size_t]
         pointer, size = ctypes.c_void_p, ctypes.c_size_t
-        self._library.device_allocate.argtypes = [ctypes.POINTER(pointer), size, pointer]
-        self._library.device_free.argtypes = self._library.device_disown.argtypes = [pointer]
+        for name in ("device_begin_array", "device_disown"):
+            getattr(self._library, name).argtypes = [pointer]
         self._library.device_adopt.argtypes = [pointer, size, pointer]
         self._library.device_stream_number.argtypes = [pointer]
         self.is_lazy = os.environ.get("CUDA_DEVICE", "eager") == "lazy"
@@ -139,24 +140,26 @@ class Device:
 
     # ---- memory -------------------------------------------------------------------------
     @cached_property
-    def allocator(self) -> Any:
-        """An allocator for CuPy that gives every array a block with a clock of its own."""
+    def _arrays(self) -> Any:
+        """CuPy's allocator of C functions, with those of the device."""
         import cupy
 
-        # It lives as long as the process: CuPy's arrays call `_free` even while they are collected.
-        return cupy.cuda.PythonFunctionAllocator(self._allocate, self._free).malloc
+        functions = (self._library.device_malloc_array, self._library.device_free_array)
+        addresses = [ctypes.cast(f, ctypes.c_void_p).value for f in functions]
+        return cupy.cuda.CFunctionAllocator(0, *addresses, self)
 
-    def _allocate(self, size: int, number: int) -> int:
+    def allocate(self, size: int) -> Any:
+        """An allocator for CuPy: every array has a block with a clock of its own."""
         import cupy
 
-        found, stream = ctypes.c_void_p(), cupy.cuda.get_current_stream().ptr
-        status = self._library.device_allocate(ctypes.byref(found), size, stream)
+        self._library.device_begin_array(cupy.cuda.get_current_stream().ptr)
+        found = self._arrays.malloc(size)
+        status = self._library.device_status_of_array()
+        if status == _OUT_OF_MEMORY:
+            raise cupy.cuda.memory.OutOfMemoryError(size, self.ledger()["held"])
         if status:
             cupy.cuda.runtime.check_status(status)
-        return found.value or 0
-
-    def _free(self, address: int, number: int) -> None:
-        self._library.device_free(address)
+        return found
 
     @contextmanager
     def foreign(self, array: Any, stream: Any = None) -> Iterator[None]:
@@ -238,7 +241,7 @@ def _hook_modules(cupy: Any) -> None:
     real, cupy.RawModule = cupy.RawModule, RawModule
     device = active()
     if device is not None and device.is_lazy:
-        cupy.cuda.set_allocator(device.allocator)
+        cupy.cuda.set_allocator(device.allocate)
 
 
 def check_arguments(kernel: str, types: list[str], args: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -44,12 +45,17 @@ def lazy(device: Any) -> Iterator[None]:
 
     before, allocator = device.is_lazy, cupy.cuda.get_allocator()
     device.set_lazy(True)
-    cupy.cuda.set_allocator(device.allocator)
+    cupy.cuda.set_allocator(device.allocate)
     try:
         yield
     finally:
+        said = device.refusals()
+        gc.collect()  # what a test left behind goes before all is waited for
+        cupy.cuda.runtime.deviceSynchronize()
+        device.refusals()
         cupy.cuda.set_allocator(allocator)
         device.set_lazy(before)
+    assert not said, said
 
 
 @pytest.fixture

@@ -29,7 +29,7 @@ def alone(backend: Any) -> Any:
     """NCCL between the GPUs of one rank."""
     team = SimpleNamespace(
         size=1, rank=0, nccl=None, timeout=600, failed=lambda: False, debug=False,
-        mark=lambda *_: None, agreed=lambda x: x, each=lambda x: [x], leave=lambda: None,
+        mark=lambda *_: None, agree=lambda x: x, each=lambda x: [x], leave=lambda: None,
     )  # fmt: skip
     library = pytest.importorskip("cupy.cuda.nccl")
     if not library.available:

@@ -103,14 +103,18 @@ def _streamed(backend: Any) -> None:
 
 
 def _left_early(backend: Any) -> None:
-    """A caller that stops while the next part is on its way, then wants larger ones."""
-    X = checks.block(60, 4, "float64")
-    blocks = backend.host_blocks(X)
-    for rows in (10, 30):
-        for _, part in blocks.parts([(slice(a, a + rows), slice(None)) for a in (0, 30)]):
-            assert np.array_equal(backend.to_numpy(part), X[:rows])
-            break
-    del part, blocks
+    """A caller that stops while the next part is on its way, then wants larger ones.
+
+    Of whole rows, and of one column, which is gathered into pinned memory of the buffer's own.
+    """
+    X = checks.block(60, 20, "float64")
+    for columns in (slice(None), slice(6, 7)):
+        blocks = backend.host_blocks(X)
+        for rows in (10, 30):
+            for _, part in blocks.parts([(slice(a, a + rows), columns) for a in (0, 30)]):
+                assert np.array_equal(backend.to_numpy(part), X[:rows, columns])
+                break
+        del part, blocks
 
 
 def _profiled(backend: Any) -> None:

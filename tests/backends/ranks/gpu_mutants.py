@@ -76,7 +76,13 @@ def with_bug(where: str, old: str, new: str) -> None:
         made.__file__ = real.__file__
         sys.modules[name] = made
         exec(compile(text, name, "exec"), made.__dict__)
-    sys.modules["herta_gpu.backends.ranks"].take_gpu = sys.modules[NCCL].take_gpu
+    hand_out(sys.modules[NCCL])
+
+
+def hand_out(module: ModuleType) -> None:
+    """Give those who took functions of nccl.py when they were imported the ones of `module`."""
+    sys.modules["herta_gpu.backends.ranks"].take_gpu = module.take_gpu
+    sys.modules["herta_gpu.backends.ranks.teams"].nccl_of = module.nccl_of
 
 
 def main() -> None:
@@ -101,7 +107,7 @@ def main() -> None:
                 found = f"{type(error).__name__}: {error}"
             finally:
                 sys.modules.update(before)
-                sys.modules["herta_gpu.backends.ranks"].take_gpu = nccl.take_gpu
+                hand_out(nccl)
         if RANK == 0:
             print(json.dumps({"mutant": name, "found": found}), flush=True)
 

@@ -191,6 +191,26 @@ API int device_free(void* address) {
     return release(address);
 }
 
+// The same as CuPy's allocator of C functions calls it: for which stream comes before, how it went
+// after.  Functions of Python would not do, as arrays are freed while they are being collected.
+static thread_local void* stream_of_array;
+static thread_local int status_of_array;
+
+API void device_begin_array(void* stream) {
+    stream_of_array = stream;
+    status_of_array = OK;
+}
+
+API void* device_malloc_array(void*, size_t size, int) {
+    void* address = nullptr;
+    status_of_array = device_allocate(&address, size, stream_of_array);
+    return status_of_array ? nullptr : address;
+}
+
+API void device_free_array(void*, void* address, int) { device_free(address); }
+
+API int device_status_of_array() { return status_of_array; }
+
 // Memory of another library, which calls it memory of the device.
 API int device_adopt(void* address, size_t size, void* stream) {
     Lock lock;

@@ -20,7 +20,7 @@ thread_local int times_held;
 std::deque<Stream> default_streams;  // one for each device
 std::set<Stream*> streams;
 int numbers;
-Clock host;
+Clock host, destroyed;  // what the host knows, and what streams knew that are no more
 uint64_t host_version = 1;
 
 struct Event {
@@ -278,6 +278,7 @@ API cudaError_t cudaStreamDestroy(cudaStream_t handle) {
     Stream* s = stream_of(handle);
     finish(s);
     if (s->waits_for_default) merge(default_stream(s->device)->clock, s->clock);
+    merge(destroyed, s->clock);
     streams.erase(s);  // but not deleted: events may name it
     return CODE(OK);
 }
@@ -321,6 +322,7 @@ API cudaError_t cudaDeviceSynchronize() {
         if (s->capture) return CODE(fail(CAPTURE_UNSUPPORTED));
     for (Stream& s : default_streams) host_waits(&s);
     for (Stream* s : std::set<Stream*>(streams)) host_waits(s);
+    host_learns(destroyed);
     return CODE(fail(broken()));
 }
 
