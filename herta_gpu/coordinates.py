@@ -370,7 +370,7 @@ def whitened(X: Features, cut: bool, penalty: float = 0.0) -> Whitened:
     """
     backend, d = X.backend, X.shape[1]
     xp, at, G = backend.xp, backend.xp.arange(d), X.gram()
-    size = xp.hypot(X.column_norms, penalty**0.5)
+    size = xp.sqrt(X.column_norms**2 + penalty)
     scale = 1.0 / xp.where(size > 0, size, 1.0)
     G *= scale[:, None]  # each entry keeps its digits, whatever the units
     G *= scale

@@ -131,7 +131,7 @@ class CPUBackend(Backend):
     matmul = staticmethod(lapack.matmul)
     add_gram = staticmethod(lapack.add_gram)
     solve_triangular = staticmethod(lapack.solve_triangular)
-    cholesky = staticmethod(lapack.cholesky)
+    _triangle = staticmethod(lapack.cholesky)
     pivoted_cholesky = staticmethod(lapack.pivoted_cholesky)
     thin_svd = staticmethod(lapack.thin_svd)
     row_space = staticmethod(lapack.row_space)

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from herta_gpu.backends import base
-from herta_gpu.backends.cuda import device, sampling
+from herta_gpu.backends.cuda import algorithm2, device
 from herta_gpu.backends.cuda.device import kernel_folder
 from herta_gpu.losses import LOSSES
 from herta_gpu.planning.settings import LOSS_NAMES
@@ -40,7 +40,7 @@ def test_a_constant_is_the_same_on_both_sides(file, name, ours):
 def test_a_tile_of_the_scan_is_what_a_block_takes():
     assert of("sampling.cu", "kTile") == "kThreads * kItems"
     assert int(of("common.cuh", "kThreads")) * int(of("sampling.cu", "kItems")) == (
-        sampling._SCAN_TILE
+        algorithm2._SCAN_TILE
     )
 
 
