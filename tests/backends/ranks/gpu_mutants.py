@@ -22,6 +22,7 @@ from tests.backends.ranks.checks import COMM, RANK, SIZE
 from tests.backends.ranks.gpu_checks import LAM, N, data, dense_H, part_of
 
 NODES, NCCL = "herta_gpu.backends.cuda.nodes", "herta_gpu.backends.ranks.nccl"
+TEAMS = "herta_gpu.backends.ranks.teams"  # between them: it has what it imported from NCCL
 LOCAL = "self.xp.stack([{0}, *[0.0 * {0}] * (self.ranks - 1)])"
 MUTANTS = {
     "no wait for the messages": (
@@ -66,7 +67,7 @@ def solves() -> None:
 
 def with_bug(where: str, old: str, new: str) -> None:
     """Replace a module by one with a bug in it, and what was made with the other."""
-    for name in dict.fromkeys([where, NODES]):
+    for name in dict.fromkeys([where, TEAMS, NODES]):
         real = sys.modules[name]
         text = Path(str(real.__file__)).read_text(encoding="utf-8")
         if name == where:
@@ -97,7 +98,7 @@ def main() -> None:
             team.nccl, team.debug = None, True
             import herta_gpu.backends.cuda.nodes  # noqa: F401
 
-            before = {module: sys.modules[module] for module in (NCCL, NODES)}
+            before = {module: sys.modules[module] for module in (NCCL, TEAMS, NODES)}
             try:
                 with team.together():
                     if bug is not None:
