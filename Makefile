@@ -16,7 +16,7 @@ demo: setup
 
 test: setup
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not gpu"
-	$(BIN)/python -m tests.cuda_device -n 2 --dist worksteal
+	$(BIN)/python -m tests.cuda_device eager -n 2 --dist worksteal
 
 lint: setup
 	$(BIN)/ruff check .

@@ -1,7 +1,7 @@
 """The tests marked `gpu`: on a GPU where there is one, else on the device made of g++.
 
-`python -m tests.cuda_device` runs them on an eager and on a lazy device; what follows is handed to
-pytest.  Where the device cannot be built it says why, and that is all.  `python -m
+`python -m tests.cuda_device` runs them on an eager and on a lazy device (`eager` or `lazy` as the
+first word: on that one alone, as `make test` does); what follows is handed to pytest.  Where the device cannot be built it says why, and that is all.  `python -m
 tests.cuda_device build` only builds it, and says where.
 """
 
@@ -24,6 +24,8 @@ def files_with_tests() -> list[str]:
 
 def main(options: list[str]) -> int:
     modes = ["eager", "lazy"]
+    if options[:1] in (["eager"], ["lazy"]):
+        modes, options = options[:1], options[1:]
     if has_gpu():
         modes = ["real"]
     else:
