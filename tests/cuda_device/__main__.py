@@ -1,8 +1,9 @@
 """The tests marked `gpu`: on a GPU where there is one, else on the device made of g++.
 
 `python -m tests.cuda_device` runs them on an eager and on a lazy device (`eager` or `lazy` as the
-first word: on that one alone, as `make test` does); what follows is handed to pytest.  Where the device cannot be built it says why, and that is all.  `python -m
-tests.cuda_device build` only builds it, and says where.
+first word: on that one alone, as `make test` does); what follows is handed to pytest.  Where the
+device cannot be built it says why, and that is all.  `python -m tests.cuda_device build` only
+builds it, and says where.
 """
 
 from __future__ import annotations
