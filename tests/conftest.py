@@ -35,6 +35,9 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 hypothesis.settings.register_profile("fixed", derandomize=True)
 hypothesis.settings.load_profile("fixed")
 
+# A program of its own: importing it sets the device up, which must come before CuPy.
+collect_ignore = ["backends/ranks/device_program.py"]
+
 
 def pytest_configure(config: pytest.Config) -> None:
     """``pytest -m gpu`` gets the device of tests/cuda_device where there is no GPU."""

@@ -204,7 +204,7 @@ class Archive:
         if len(members) > len(self.keys):
             names = [m.filename.removesuffix(".npy") for m in members]
             twice = next(name for name in names if names.count(name) > 1)
-            raise DataError(f"{path} is not {what}: it has an entry {twice} twice.")
+            raise DataError(f"{path} is not {what}: it has an entry {twice!r} twice.")
 
     def __contains__(self, key: str) -> bool:
         return key in self.keys
@@ -275,7 +275,7 @@ class Archive:
                 raise self._wrong(f"it has no entry {missing[0]}")
         for name in self.keys:
             if name not in listed:
-                raise self._wrong(f"it has an entry {name}, which it does not list")
+                raise self._wrong(f"it has an entry {name!r}, which it does not list")
 
     def _listed_sums(self, kind: str) -> dict[str, str]:
         try:

@@ -89,7 +89,7 @@ ALTERED = [
     ("renamed", lambda a: {**without(a, "intercept"), "Intercept": a["intercept"]},
      "has no entry intercept"),
     ("missing", lambda a: without(a, "train"), "has no entry train"),
-    ("extra", lambda a: {**a, "bias": np.ones(3)}, "has an entry bias, which it does not list"),
+    ("extra", lambda a: {**a, "bias": np.ones(3)}, "has an entry 'bias', which it does not list"),
     ("newer", lambda a: with_format(a, version=2), "update herta_gpu"),
     ("a version that is none", lambda a: with_format(a, version="1"), "version '1'"),
     ("another kind", lambda a: with_format(a, format="herta_gpu checkpoint"), "checkpoint"),

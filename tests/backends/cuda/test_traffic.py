@@ -78,7 +78,7 @@ def test_a_profile_on_the_device_tells_launches_and_bytes_of_each_kernel(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     options = ["--device", "cuda", "--lam", "3", "--strategy", "herta", "--ridge", "0.1"]
-    argv = ["profile", "synthetic:n=120,m=300,d=4,c=3", *options, "--loss", "ce"]
+    argv = ["profile", "synthetic:n=120,m=300,d=4,c=3", *options, "--loss", "ce", "--overwrite"]
     with installed():
         assert main([*argv, "--json"]) == 0
         answer = json.loads(capsys.readouterr().out)
