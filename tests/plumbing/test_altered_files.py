@@ -120,7 +120,7 @@ def test_a_member_that_is_there_twice(tmp_path):
     trained().save(path)
     with zipfile.ZipFile(path, "a") as archive, pytest.warns(UserWarning, match="Duplicate"):
         archive.writestr("W.npy", archive.read("W.npy"))
-    refused(DataError, "W twice", lambda: HERTA.load(path))
+    refused(DataError, "'W' twice", lambda: HERTA.load(path))
 
 
 def test_model_files_of_the_first_format_still_load(tmp_path):
