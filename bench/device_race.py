@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 from common import Results
+from cusparse import ALGORITHMS, RowMajorProduct
 
 from herta_gpu import datasets
 from herta_gpu.app.selftest import FULL_ON_GPU, LAM, timed
 from herta_gpu.backends import get_backend
-from herta_gpu.backends.cuda.cusparse import ALGORITHMS, RowMajorProduct
 
 PART = 32 << 20  # bytes that are sent at a time
 COPIED = 1 << 28  # bytes: more than any cache holds

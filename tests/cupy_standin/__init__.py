@@ -14,14 +14,12 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.machinery import ModuleSpec
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
-from unittest import mock
 
 import numpy as np
 
 from herta_gpu import backends
-from herta_gpu.backends.cuda import cusparse as caller_of_cusparse
 from tests.cuda_emulator import EmulatorError, load
 from tests.cupy_standin import cusparse, functions, nccl, sparse
 from tests.cupy_standin.device_array import ndarray
@@ -256,10 +254,8 @@ def installed(variant: str = "plain") -> Iterator[Ledger]:
     _forget_backends()
     functions.set_allocator()
     LEDGER.clear()
-    loader = SimpleNamespace(**{**vars(caller_of_cusparse.ctypes), "CDLL": cusparse.library})
     try:
-        with mock.patch.object(caller_of_cusparse, "ctypes", loader):
-            yield LEDGER
+        yield LEDGER
     finally:
         RawModule.variant = before
         for name in [*build(), *_ON_CUPY]:
