@@ -7,8 +7,8 @@ The ground floor is the paper; every other concern has a room with a name.
                      `model` what a model says before its fit and after it
     sparsifier       Algorithm 2: scores, sampling, L_tilde
     solver           SDDSolver; `laplacian` has H = I + lam L, block CG and Chebyshev
-    preconditioner   P from Q, which `diffusion` solves for or sketches; `grams` makes its factor,
-                     `factors` has the forms of P^-1/2
+    preconditioner   P from Q, which `diffusion` solves for or sketches; `factors` makes P^-1/2
+                     and cheaper forms of it
     unfolded         Z*(W) and its gradient through two solves; `prediction` has the outputs of a
                      fitted model, a block of columns at a time
     losses           a new loss goes here; `optimizers` and `training` the loop, `blockwise` the

@@ -361,7 +361,7 @@ class Whitened(Columns):
         return self.inverse * norm(sizes) if self.C.shape[0] == self.rank else math.inf
 
 
-def whitened(X: Features, cut: bool, penalty: float = 0.0) -> Whitened:
+def whiten(X: Features, cut: bool, penalty: float = 0.0) -> Whitened:
     """Shifted Cholesky QR (Fukaya and others, 2020) of [X; sqrt(penalty) I], columns of norm 1.
 
     One round suffices where the Gram matrix is well conditioned.  Otherwise a little is added to

@@ -16,8 +16,7 @@ from typing import Any
 
 from herta_gpu.backends.base import Array, Backend, norm, unit_roundoff
 from herta_gpu.coordinates import Metric
-from herta_gpu.factors import spectral_norm
-from herta_gpu.grams import ROW_CUT
+from herta_gpu.factors import ROW_CUT, spectral_norm
 from herta_gpu.hessians import (
     ClassBlocks,
     ColumnBlocks,
@@ -90,7 +89,7 @@ class DenseProblem:
         self.backend, self.xp, self.loss, self.A, self.Y = backend, backend.xp, loss, A, Y
         self.ridge, self.metric, self.passes = ridge, metric or Metric(backend), 0
         mean = loss.mean(self.xp, A) if loss.intercept else None
-        self.seen = loss.seen(self.xp, A, slice(None), mean)  # A, as Hessians see it
+        self.seen = loss.scale_rows(self.xp, A, slice(None), mean)  # A, as Hessians see it
         self.columns = self.xp.sqrt((A * A).sum(axis=0))  # norms
         self.at_zero = loss.value(self.xp, self.xp.zeros_like(Y), Y)
 
@@ -141,7 +140,7 @@ class DenseProblem:
     def _at(self, u: Array, F: Array, rounding: Array, values: tuple[float, Array, Array]) -> Point:
         objective, E, Gu = values
         self.passes += 1
-        g = self.loss.centred(self.xp, self.backend.matmul(self.A.T, E)) + self.ridge * Gu
+        g = self.loss.centre(self.xp, self.backend.matmul(self.A.T, E)) + self.ridge * Gu
         return Point(u, F, Gu, objective, E, g, rounding)
 
     def _product_rounding(self, u: Array) -> Array:

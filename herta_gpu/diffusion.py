@@ -35,8 +35,8 @@ import numpy as np
 
 from herta_gpu.backends.base import Array, Backend
 from herta_gpu.coordinates import Blocks, Columns, Coordinates
+from herta_gpu.factors import products, weigh_rows
 from herta_gpu.features import Features
-from herta_gpu.grams import products, weigh_rows
 from herta_gpu.laplacian import (
     RegularizedLaplacian,
     block_cg,

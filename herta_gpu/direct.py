@@ -30,8 +30,7 @@ from typing import Any
 from herta_gpu.backends.base import Array, Backend, norm, unit_roundoff
 from herta_gpu.certificate import Certificate, relative
 from herta_gpu.descent import DenseProblem, minimise
-from herta_gpu.factors import Spanned
-from herta_gpu.grams import DenseGram
+from herta_gpu.factors import DenseGram, Spanned
 from herta_gpu.losses import Loss
 from herta_gpu.preconditioner import Preconditioner
 
@@ -203,7 +202,7 @@ class StoredProblem:
             found.E = math.hypot(found.E, norm(E))
             found.F = math.hypot(found.F, norm(F))
             found.Y = math.hypot(found.Y, norm(Y))
-        found.gradient = self.loss.centred(xp, total) + found.gradient
+        found.gradient = self.loss.centre(xp, total) + found.gradient
         self._swept = (u, found)
         return found
 
@@ -224,7 +223,7 @@ class StoredProblem:
         """Weighted, over runs of rows: not all of Y need be there at once."""
         total, step = 0.0, 1 << 16
         for i in range(0, self.Y.shape[0], step):
-            total = total + self._rows(i, step).weighted(self.Y[i : i + step]).sum(axis=0)
+            total = total + self._rows(i, step).weigh(self.Y[i : i + step]).sum(axis=0)
         return total / self.loss.total(self.Y.shape[0])
 
     def intercept(self, u: Array) -> Array | None:
@@ -313,7 +312,7 @@ class StoredProblem:
             through = self.loss.steepest * self.X_norm
             choices.append(
                 Terms("duality", size, slope, through, D, Du, outputs, math.sqrt(self.ridge),
-                      self.loss.steepest, self.loss.slip(found.E, self.Y), aside)
+                      self.loss.steepest, self.loss.gradient_rounding(found.E, self.Y), aside)
             )  # fmt: skip
         note = P.note if choices else why_not(objective)
         grad_norm = norm(self.basis.gradient(g))
@@ -342,8 +341,8 @@ class StoredProblem:
         assert found.b is not None
         Y = self.Y[:0] if self.loss.quadratic else self.Y[:]
         known = (objective, self.ridge, self.X_norm)
-        reach = self.loss.reach(self.backend.xp, Y, found.b, *known)
-        return lambda error: self.loss.aside(stray, error, reach)
+        reach = self.loss.intercept_distance(self.backend.xp, Y, found.b, *known)
+        return lambda error: self.loss.intercept_gap(stray, error, reach)
 
     def _length(self, u: Array) -> float:
         return norm(self.P.inner.from_weights(u))

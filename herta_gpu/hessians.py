@@ -17,13 +17,13 @@ from herta_gpu.coordinates import Metric
 from herta_gpu.factors import (
     Cholesky,
     Composed,
+    DenseGram,
     Diagonal,
     Factor,
     Identity,
     power_iteration,
     safe_cholesky,
 )
-from herta_gpu.grams import DenseGram
 from herta_gpu.losses import Loss
 
 _CHUNK_BYTES = 16 << 20  # rows of A that are weighted at a time
@@ -213,16 +213,16 @@ class Newton:
     def direction(self, w: Array, g: Array) -> Array:
         xp = self.backend.xp
         S = self.loss.activation(xp, self.backend.matmul(self.B, w))
-        A = self.loss.seen(xp, self.B, slice(None), None)
+        A = self.loss.scale_rows(xp, self.B, slice(None), None)
         hessian: Hessian
         if self.loss.separable:
             hessian = ColumnBlocks(self.backend, A, S, self.ridge, self.metric)
         else:
             every = xp.arange(A.shape[0])
             hessian = ClassBlocks(self.backend, A, S, self.ridge, self.metric, every)
-        step = self.loss.centred(xp, hessian.inverse(g))
+        step = self.loss.centre(xp, hessian.inverse(g))
         # Rows whose class is beyond doubt have no curvature left.
-        return -step if float(xp.sum(step * g)) > 0 else -self.loss.centred(xp, g)  # synchronize!
+        return -step if float(xp.sum(step * g)) > 0 else -self.loss.centre(xp, g)  # synchronize!
 
 
 def rank_ones(xp: Any, S: Array, most: int) -> tuple[Array, Array, Array] | None:

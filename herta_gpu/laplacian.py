@@ -187,7 +187,7 @@ def _refined(
     status, unit = "stagnated", _unit(xp, xp.sqrt(b2))
     for cycle in range(_MAX_CYCLES):
         R, dots = _residual(H, B, Z, working, unit, b2)
-        norm, energy, bound = measured(H, b2, dots)
+        norm, energy, bound = measure(H, b2, dots)
         open_ = ~(bound <= tol)  # a NaN stays open
         stuck = open_ & ~(bound <= 0.5 * last)
         strange = open_ & ((norm > RANGE * unit) | (RANGE * norm < unit))
@@ -248,7 +248,7 @@ def _unit(xp: Any, norm: Array) -> Array:
     return xp.exp2(xp.floor(xp.log2(xp.where(norm > 0, norm, 1.0))))
 
 
-def measured(H: RegularizedLaplacian, b2: Array, dots: Array) -> tuple[Array, Array, Array]:
+def measure(H: RegularizedLaplacian, b2: Array, dots: Array) -> tuple[Array, Array, Array]:
     """(||r||, 2<b, z> - <z, Hz>, H-norm bound) of each column, from `Backend.residual`.
 
     The second is ||H^-1 b||_H^2 less the squared error, which is what CG adds to it step by step.

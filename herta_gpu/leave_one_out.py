@@ -35,7 +35,7 @@ from scipy.linalg.lapack import dgeqp3, dormqr
 
 from herta_gpu.backends.base import Array
 from herta_gpu.direct import StoredProblem
-from herta_gpu.grams import ROW_CUT
+from herta_gpu.factors import ROW_CUT
 
 _ROWS = 1 << 13  # rows of Q at a time
 _ALONE = 1e-10  # 1 - h below which a row alone decides some direction: no model without it does
@@ -174,7 +174,7 @@ def _from_P(problem: StoredProblem, u: Array) -> tuple[Array, Array]:
         h = (B * B).sum(axis=0)
         if loss.intercept:
             h = h + 1 / loss.total(count)
-        h = loss.of_rows(J).weighted(h[:, None])[:, 0]
+        h = loss.of_rows(J).weigh(h[:, None])[:, 0]
         F = backend.matmul(Q[J], u)
         e = problem.Y[J] - (F if b is None else F + b)
         free[J] = 1 - h

@@ -48,7 +48,7 @@ class Loss:
         """Whether the loss is that of the paper."""
         return self.weights is None and not self.intercept
 
-    def bound(self, weights: Array | None, intercept: bool) -> Self:
+    def bind(self, weights: Array | None, intercept: bool) -> Self:
         """The same loss of rows with these weights, with or without free constants."""
         return replace(self, weights=weights, intercept=intercept)
 
@@ -65,7 +65,7 @@ class Loss:
             return Q.sum(axis=0) / Q.shape[0]
         return (self.weights[:, None] * Q).sum(axis=0) / self.weights.sum()
 
-    def seen(self, xp: Any, Q: Array, rows: slice, mean: Array | None) -> Array:
+    def scale_rows(self, xp: Any, Q: Array, rows: slice, mean: Array | None) -> Array:
         """Rows of Q as a quadratic loss sees them: less their mean, times the root of the weight.
 
         Their Gram matrix is the Hessian of 1/2 ||Q u||^2, weights and intercept included.
@@ -77,15 +77,15 @@ class Loss:
         """The sum of the weights of so many rows."""
         return float(count) if self.weights is None else float(self.weights.sum())  # synchronize!
 
-    def weighted(self, E: Array) -> Array:
+    def weigh(self, E: Array) -> Array:
         """Rows of E times their weights."""
         return E if self.weights is None else self.weights[:, None] * E
 
-    def placed(self, xp: Any, F: Array, Y: Array) -> Array:
+    def add_intercept(self, xp: Any, F: Array, Y: Array) -> Array:
         """F + 1 b^T with the best constants b; F itself without an intercept."""
         return F + self.shift(xp, F, Y) if self.intercept else F
 
-    def stray(self, xp: Any, E: Array) -> float:
+    def imbalance(self, xp: Any, E: Array) -> float:
         """||1^T E|| over the root of all weights, rounding included: 0 at the best constants."""
         if not self.intercept:
             return 0.0
@@ -97,13 +97,13 @@ class Loss:
         """(c,) the best constants."""
         raise TypeError("Loss itself has no values: use one of LOSSES.")
 
-    def reach(
+    def intercept_distance(
         self, xp: Any, Y: Array, b: Array, objective: float, ridge: float, X_norm: float
     ) -> float:
         """How far the constants b are from those of the optimum, times the root of all weights."""
-        return 0.0  # where `aside` needs none
+        return 0.0  # where `intercept_gap` needs none
 
-    def aside(self, stray: float, error: float, reach: float) -> float:
+    def intercept_gap(self, stray: float, error: float, reach: float) -> float:
         """What constants that are not the best for the true outputs may add to the gap.
 
         They are the best for outputs that are off by `error`, but for sums of E that `stray`.
@@ -133,7 +133,7 @@ class Loss:
         # Logarithms and outputs of the size of F, whose difference may be far smaller.
         return 16 * _UNIT * math.sqrt(F.size) * norm(F)
 
-    def slip(self, E: float, Y: Any) -> float:
+    def gradient_rounding(self, E: float, Y: Any) -> float:
         """What rounding does to a gradient of norm E, beside what outputs a little off would do."""
         # Probabilities, each from a sum over its row, of which labels are subtracted.
         return (2 * Y.shape[1] + 16) * _UNIT * math.sqrt(Y.shape[0] * Y.shape[1])
@@ -156,19 +156,19 @@ class Loss:
         return (E if self.weights is None else E / self.weights[:, None]) + Y
 
     def directions(self, c: int) -> int:
-        """Dimension of what `centred` leaves of c outputs."""
+        """Dimension of what `centre` leaves of c outputs."""
         return c
 
     def row_curvature(self, xp: Any, E: Array, Y: Array) -> Array:
-        """(n_train,) mean eigenvalue of each row's Hessian over what `centred` leaves, from E.
+        """(n_train,) mean eigenvalue of each row's Hessian over what `centre` leaves, from E.
 
-        Of `seen` rows: weights are in those.
+        Of `scale_rows` rows: weights are in those.
         """
         # diag(s) - s s^T and diag(s (1 - s)) have the same trace.
         S = self.probabilities(xp, E, Y)
         return _row_sum(xp, S * (1 - S))[:, 0] / self.directions(Y.shape[1])
 
-    def centred(self, xp: Any, G: Array) -> Array:
+    def centre(self, xp: Any, G: Array) -> Array:
         """G without the part that no gradient of this loss has."""
         return G
 
@@ -186,7 +186,7 @@ class Loss:
         Or to where the slope is at most `enough`, up or down.  `ridge` holds the column-wise slope
         and curvature of the ridge term.
         """
-        F, FD = self.placed(xp, F, Y), self._level(xp, FD)
+        F, FD = self.add_intercept(xp, F, Y), self._level(xp, FD)
         slope0, curvature0 = (float(r.sum()) for r in ridge)  # synchronize!
         # Newton's method, kept inside a bracket.
         low, high, eta = 0.0, math.inf, 1.0
@@ -247,18 +247,18 @@ class MSE(Loss):
     def shift(self, xp: Any, F: Array, Y: Array) -> Array:
         return self.mean(xp, Y - F)
 
-    def aside(self, stray: float, error: float, reach: float) -> float:
+    def intercept_gap(self, stray: float, error: float, reach: float) -> float:
         # With weights that add up to s, the loss is s/2 ||b - best||^2 above its least.
         return 0.5 * (error + stray) ** 2 if self.intercept else 0.0
 
     def at(self, xp: Any, F: Array, Y: Array) -> tuple[float, Array]:
-        E = self.placed(xp, F, Y) - Y
-        return 0.5 * float(xp.sum(self.weighted(E**2))), self.weighted(E)  # synchronize!
+        E = self.add_intercept(xp, F, Y) - Y
+        return 0.5 * float(xp.sum(self.weigh(E**2))), self.weigh(E)  # synchronize!
 
     def rounding(self, F: Array) -> float:
         return 0.0
 
-    def slip(self, E: float, Y: Any) -> float:
+    def gradient_rounding(self, E: float, Y: Any) -> float:
         return 4 * _UNIT * E
 
     def curvature(self, xp: Any, F: Array) -> float:
@@ -278,7 +278,7 @@ class MSE(Loss):
     ) -> Array:
         FD = self._level(xp, FD)
         slope = xp.sum(self.residual(xp, F, Y) * FD, axis=0) + ridge[0]
-        curvature = xp.sum(self.weighted(FD * FD), axis=0) + ridge[1]
+        curvature = xp.sum(self.weigh(FD * FD), axis=0) + ridge[1]
         return -slope / xp.where(curvature > 0, curvature, 1.0)
 
 
@@ -291,16 +291,16 @@ class CrossEntropy(Loss):
 
     def shift(self, xp: Any, F: Array, Y: Array) -> Array:
         """By Newton's method: each class gets the share of the softmax that it has of the rows."""
-        goal = self.weighted(Y).sum(axis=0)
+        goal = self.weigh(Y).sum(axis=0)
         share = xp.maximum(goal / xp.maximum(goal.sum(), _TINY), _TINY)
         b, c = xp.log(share), share.shape[0]
 
         def at(b: Array) -> tuple[float, Array, Array]:
             value, E = self._plain_at(xp, F + b, Y)
             S = E + Y
-            WS = self.weighted(S)
+            WS = self.weigh(S)
             hessian = xp.diag(WS.sum(axis=0)) - S.T @ WS
-            return value, self.weighted(E).sum(axis=0), hessian + WS.sum() / c**2
+            return value, self.weigh(E).sum(axis=0), hessian + WS.sum() / c**2
 
         def rescale(b: Array) -> Array:
             logs = F + b
@@ -311,8 +311,8 @@ class CrossEntropy(Loss):
         return _least(xp, at, b - b.sum() / c)
 
     def at(self, xp: Any, F: Array, Y: Array) -> tuple[float, Array]:
-        value, E = self._plain_at(xp, self.placed(xp, F, Y), Y)
-        return value, self.weighted(E)
+        value, E = self._plain_at(xp, self.add_intercept(xp, F, Y), Y)
+        return value, self.weigh(E)
 
     def _plain_at(self, xp: Any, F: Array, Y: Array) -> tuple[float, Array]:
         """The loss, and its gradient but for the weights."""
@@ -322,13 +322,13 @@ class CrossEntropy(Loss):
         total = _row_sum(xp, S)
         # Not log + top - <F, Y>: of a row that is all but certain that would leave rounding only.
         rows = xp.log(total) + _row_sum(xp, below * Y) + top * (1 - _row_sum(xp, Y))
-        value = float(xp.sum(self.weighted(rows)))  # synchronize!
+        value = float(xp.sum(self.weigh(rows)))  # synchronize!
         S /= total
         S -= Y
         return value, S
 
     def residual(self, xp: Any, F: Array, Y: Array) -> Array:
-        return self.weighted(self.activation(xp, self.placed(xp, F, Y)) - Y)
+        return self.weigh(self.activation(xp, self.add_intercept(xp, F, Y)) - Y)
 
     def start_curvature(self, c: int) -> float:
         return 1.0 if c < 2 else (1 - 1 / c) / c  # curvature of the softmax, per class
@@ -339,16 +339,16 @@ class CrossEntropy(Loss):
     def directions(self, c: int) -> int:
         return max(1, c - 1)
 
-    def centred(self, xp: Any, G: Array) -> Array:
+    def centre(self, xp: Any, G: Array) -> Array:
         # Adding one vector to all classes changes no softmax: only a ridge speaks of such a
         # direction, so softly that what solves leave over there would run away with W.
         return G - _row_sum(xp, G) / G.shape[1]
 
-    def reach(
+    def intercept_distance(
         self, xp: Any, Y: Array, b: Array, objective: float, ridge: float, X_norm: float
     ) -> float:
         # Rows of class k: the mean of f_j - f_k is at most objective / (their weight) for each j.
-        sums = self.weighted(Y).sum(axis=0)
+        sums = self.weigh(Y).sum(axis=0)
         known = (objective, ridge, X_norm)
         far = self._distance(xp, b - b.sum() / b.shape[0], sums, math.sqrt(2), known)
         return math.sqrt(self.total(Y.shape[0])) * far
@@ -356,8 +356,8 @@ class CrossEntropy(Loss):
     def _along(self, xp: Any, F: Array, FD: Array, Y: Array) -> list[float]:
         S = softmax(xp, F)
         mean = _row_sum(xp, S * FD)
-        bend = self.weighted(S * (FD - mean) ** 2)
-        both = xp.stack([xp.sum(self.weighted(S - Y) * FD), xp.sum(bend)])
+        bend = self.weigh(S * (FD - mean) ** 2)
+        both = xp.stack([xp.sum(self.weigh(S - Y) * FD), xp.sum(bend)])
         return both.tolist()  # synchronize!
 
 
@@ -378,8 +378,8 @@ class BinaryCrossEntropy(Loss):
 
         def at(b: Array) -> tuple[float, Array, Array]:
             value, E, S = self._plain_at(xp, F + b, Y, known & mixed)
-            bend = self.weighted(xp.where(known & mixed, S * (1 - S), 0.0)).sum(axis=0)
-            return value, self.weighted(E).sum(axis=0), xp.diag(xp.where(mixed, bend, 1.0))
+            bend = self.weigh(xp.where(known & mixed, S * (1 - S), 0.0)).sum(axis=0)
+            return value, self.weigh(E).sum(axis=0), xp.diag(xp.where(mixed, bend, 1.0))
 
         def rescale(b: Array) -> Array:
             one, zero = (
@@ -394,8 +394,8 @@ class BinaryCrossEntropy(Loss):
         return xp.where(mixed, _least(xp, at, b) if b.shape[0] else b, alone)
 
     def at(self, xp: Any, F: Array, Y: Array) -> tuple[float, Array]:
-        value, E, _ = self._plain_at(xp, self.placed(xp, F, Y), Y, self._counted(xp, Y))
-        return value, self.weighted(E)
+        value, E, _ = self._plain_at(xp, self.add_intercept(xp, F, Y), Y, self._counted(xp, Y))
+        return value, self.weigh(E)
 
     def _plain_at(self, xp: Any, F: Array, Y: Array, known: Array) -> tuple[float, Array, Array]:
         """The loss, its gradient but for the weights, and s."""
@@ -403,14 +403,14 @@ class BinaryCrossEntropy(Loss):
         S = xp.where(F >= 0, 1.0, z) / (1 + z)
         # y softplus(-f) + (1 - y) softplus(f): no difference of large numbers.
         terms = xp.log1p(z) + Y * xp.maximum(-F, 0.0) + (1 - Y) * xp.maximum(F, 0.0)
-        value = float(xp.sum(self.weighted(xp.where(known, terms, 0.0))))  # synchronize!
+        value = float(xp.sum(self.weigh(xp.where(known, terms, 0.0))))  # synchronize!
         return value, xp.where(known, S - Y, 0.0), S
 
     def _counts(self, xp: Any, Y: Array) -> tuple[Array, Array, Array]:
         """(which labels are known, weight of the ones of each column, weight of the zeros)."""
         known = Y >= 0
-        ones = self.weighted(xp.where(known, Y, 0.0)).sum(axis=0)
-        zeros = self.weighted(xp.where(known, 1 - Y, 0.0)).sum(axis=0)
+        ones = self.weigh(xp.where(known, Y, 0.0)).sum(axis=0)
+        zeros = self.weigh(xp.where(known, 1 - Y, 0.0)).sum(axis=0)
         return known, ones, zeros
 
     def _counted(self, xp: Any, Y: Array) -> Array:
@@ -433,7 +433,7 @@ class BinaryCrossEntropy(Loss):
         """s, from the gradient; 0 where the label is unknown, so that there is no curvature."""
         return xp.where(self._counted(xp, Y), super().probabilities(xp, E, Y), 0.0)
 
-    def reach(
+    def intercept_distance(
         self, xp: Any, Y: Array, b: Array, objective: float, ridge: float, X_norm: float
     ) -> float:
         # Rows of the label 1: the mean of -f is at most objective / (their weight); so for 0.
@@ -444,8 +444,8 @@ class BinaryCrossEntropy(Loss):
 
     def _along(self, xp: Any, F: Array, FD: Array, Y: Array) -> list[float]:
         S, known = sigmoid(xp, F), self._counted(xp, Y)
-        slope = self.weighted(xp.where(known, (S - Y) * FD, 0.0))
-        bend = self.weighted(xp.where(known, S * (1 - S) * FD * FD, 0.0))
+        slope = self.weigh(xp.where(known, (S - Y) * FD, 0.0))
+        bend = self.weigh(xp.where(known, S * (1 - S) * FD * FD, 0.0))
         return xp.stack([xp.sum(slope), xp.sum(bend)]).tolist()  # synchronize!
 
 

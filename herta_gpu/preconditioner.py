@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from herta_gpu.backends.base import Array, Backend
-from herta_gpu.coordinates import Columns, Coordinates, Units, Whitened, whitened
+from herta_gpu.coordinates import Columns, Coordinates, Units, Whitened, whiten
 from herta_gpu.diffusion import (
     Arrays,
     Cache,
@@ -25,18 +25,20 @@ from herta_gpu.diffusion import (
     no_cache,
     silent,
 )
-from herta_gpu.factors import Factor, Identity, Spanned
-from herta_gpu.features import Features
-from herta_gpu.grams import (
+from herta_gpu.factors import (
     RANK_CUT,
     DenseGram,
+    Factor,
     Gram,
+    Identity,
     LowRankGram,
     RowSpaceGram,
+    Spanned,
     gram_rounding,
     products,
     weigh_rows,
 )
+from herta_gpu.features import Features
 from herta_gpu.laplacian import (
     RegularizedLaplacian,
     chebyshev_error,
@@ -106,7 +108,7 @@ class Preconditioner:
         # Weights of extreme units may not fit the working precision: then there is no guess.
         return Z if math.isfinite(size) else None
 
-    def rescaled(self, curvature: float, ridge: float, symmetric: bool) -> Preconditioner:
+    def rescale(self, curvature: float, ridge: float, symmetric: bool) -> Preconditioner:
         """The same Q with P = curvature Q^T Q + ridge I: the loss has become flatter."""
         if self.gram is None:
             return self
@@ -245,4 +247,4 @@ def _basis(recipe: Recipe, X: Features, ridge: float, plain: bool) -> Columns:
     """The coordinates in which Q is solved for."""
     if plain:
         return Units.plain(X)  # factors of few rows find their own
-    return whitened(X, ridge == 0, ridge) if recipe.whiten else Units.of(X)
+    return whiten(X, ridge == 0, ridge) if recipe.whiten else Units.of(X)

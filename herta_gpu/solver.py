@@ -34,7 +34,7 @@ from herta_gpu.laplacian import (
     chebyshev_error,
     chebyshev_rounding,
     lost_to_rounding,
-    measured,
+    measure,
     proven_bounds,
 )
 from herta_gpu.planning.memory import block_width, column_bytes
@@ -271,7 +271,7 @@ class SDDSolver:
         while True:
             Z, iterations = Z + chebyshev(H, R, degree), iterations + degree
             R, dots = H.residual(B, Z, dtype)
-            norm, _, bound = (backend.to_numpy(a) for a in measured(H, b2, dots))  # synchronize!
+            norm, _, bound = (backend.to_numpy(a) for a in measure(H, b2, dots))  # synchronize!
             bound = np.minimum(proven_bounds(H, Z, norm, bound, self.tol), proven)
             worst = float(bound.max(initial=0.0))
             if worst <= self.tol or not worst < 0.5 * last:

@@ -109,7 +109,7 @@ class Sparsifier(Estimator):
         H = RegularizedLaplacian(graph, self.lam, backend, check_dtype(self.dtype))
         with backend.working():
             budget = memory_budget(self.memory_budget, backend.memory_everywhere())
-            found = sparsified(
+            found = sparsify(
                 H, self.n_samples, self.eps, self.scores, self.replace, self.random_state, budget
             )
         self._scores, self.n_lambda_ = found.scores, found.n_lambda
@@ -132,7 +132,7 @@ class Sample:
     n_samples: int
 
 
-def sparsified(
+def sparsify(
     H: RegularizedLaplacian,
     n_samples: int | None,
     eps: float,

@@ -16,7 +16,7 @@ import numpy as np
 from herta_gpu.backends.base import Array, Backend, norm
 from herta_gpu.coordinates import Units, Whitened
 from herta_gpu.diffusion import residual_norms
-from herta_gpu.grams import gram
+from herta_gpu.factors import gram
 from herta_gpu.laplacian import block_cg
 from herta_gpu.preconditioner import Preconditioner
 from herta_gpu.unfolded import UnfoldedMap
@@ -322,7 +322,7 @@ def _two_runs(
                 seen = seen - A.loss.mean(xp, seen) if A.loss.intercept else seen
                 Z = Z.astype("float64")  # what it rounded away, no residual would tell
                 Z[:, 0] = 0
-                Z[A.train, 0:1] = H.backend.own(A.loss.weighted(seen))
+                Z[A.train, 0:1] = H.backend.own(A.loss.weigh(seen))
         V, back = block_cg(H, Z, tol)
         off = (
             there.residuals + rounded,

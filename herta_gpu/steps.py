@@ -28,7 +28,7 @@ from herta_gpu.planning.plan import (
 )
 from herta_gpu.planning.settings import Settings
 from herta_gpu.preconditioner import Preconditioner, build, no_preconditioner, tighten
-from herta_gpu.sparsifier import sparsified
+from herta_gpu.sparsifier import sparsify
 from herta_gpu.spectrum import Spectrum, choose_spectrum
 from herta_gpu.task import Context, Task, stored_rows
 from herta_gpu.training import Preconditioned, Training
@@ -46,7 +46,7 @@ def sampled(
     if n_samples is None:
         return H
     faithful = settings.scores == "sketch"
-    found = sparsified(H, n_samples, 0.0, settings.scores, faithful, settings.seed, budget)
+    found = sparsify(H, n_samples, 0.0, settings.scores, faithful, settings.seed, budget)
     return H.on(found.graph)
 
 

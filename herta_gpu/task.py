@@ -94,7 +94,7 @@ class Task:
         whole = not plan.stored and plan.outputs >= t.Y.shape[1]
         Y = t.Y.on(backend) if isinstance(t.Y, OneHot) and not whole else backend.asarray(t.Y)
         weights = None if t.weights is None else backend.asarray(t.weights)
-        loss = LOSSES[s.loss].bound(weights, s.fit_intercept)
+        loss = LOSSES[s.loss].bind(weights, s.fit_intercept)
         rows = stored_rows(self.graph, t.rows, backend)
         systems = [H.at(lam) for lam in s.lams] if s.several else None
         return UnfoldedMap(H, self.features, rows, plan.solve_width, loss, systems, self.extra), Y

@@ -344,7 +344,7 @@ class Training:
     def _rescaled(self, problem: Problem, point: Point) -> Point:
         """The same point in the coordinates of a P with the present curvature."""
         self.curvature = self.loss.curvature(self.xp, problem.map.rows(point.Z))
-        self.P = self.P.rescaled(self.curvature, self.settings.ridge, self.symmetric)
+        self.P = self.P.rescale(self.curvature, self.settings.ridge, self.symmetric)
         factor = problem.factor = self.P.factor
         return replace(point, w=factor.from_weights(point.W), g=factor.to_gradient(point.gradient))
 

@@ -261,19 +261,19 @@ class Problem:
     ) -> Point:
         """Objective and gradient at W, where Z is known; V to `tol` from the guess given."""
         xp, rows = self.xp, self.map.rows(there.value)
-        F, loss = self.loss.placed(xp, rows, self.Y), self.loss.of_rows(slice(None))
+        F, loss = self.loss.add_intercept(xp, rows, self.Y), self.loss.of_rows(slice(None))
         E = loss.residual(xp, F, self.Y)
         back = self.map.adjoint(E, tol, V)
-        gradient = self.loss.centred(xp, back.value) + self.ridge * W
+        gradient = self.loss.centre(xp, back.value) + self.ridge * W
         objective = loss.value(xp, F, self.Y)
         objective += 0.5 * self.ridge * float(xp.sum(W * W))  # synchronize!
         r1, r2 = there.residual, back.residual
         rounding = self.map.rounding(W, there.value, back.block)
         # E is a difference of these; what it rounds is as large as what outputs so far off do.
         rounding.forward += 4 * _UNIT * (norm(F) + norm(self.Y)) / self.loss.steepest
-        stray = self.loss.stray(xp, E)
+        stray = self.loss.imbalance(xp, E)
         # A mean row times 1^T E, which a centred P does not see, and what E itself has lost.
-        rounding.adjoint += stray + self.loss.slip(norm(E), self.Y)
+        rounding.adjoint += stray + self.loss.gradient_rounding(norm(E), self.Y)
         off = norm(E) * rounding.forward + self.loss.rounding(F) + 8 * _UNIT * objective
         if there.block is not None and back.block is not None:
             # Z is off by H^-1 R, and <E, M H^-1 R> = <V, R> with V = H^-1 M^T E at hand: what is
@@ -301,8 +301,8 @@ class Problem:
         if not self.loss.intercept:
             return 0.0
         known = (objective + off * (norm(E) + off), self.ridge, self.X_norm)
-        reach = self.loss.reach(self.xp, self.Y, b.sum(axis=0) / b.shape[0], *known)
-        return self.loss.aside(stray, off, reach)
+        reach = self.loss.intercept_distance(self.xp, self.Y, b.sum(axis=0) / b.shape[0], *known)
+        return self.loss.intercept_gap(stray, off, reach)
 
     def tighten(self, least: float) -> None:
         """Solve ten times tighter from now on, but no tighter than `least` on this account."""

@@ -10,10 +10,9 @@ import pytest
 import scipy.sparse as sp
 
 from herta_gpu.backends import get_backend
-from herta_gpu.coordinates import DEPENDENT, Blocks, Units, Whitened, whitened
-from herta_gpu.factors import Identity
+from herta_gpu.coordinates import DEPENDENT, Blocks, Units, Whitened, whiten
+from herta_gpu.factors import DenseGram, Identity
 from herta_gpu.features import Features
-from herta_gpu.grams import DenseGram
 
 LD = np.longdouble
 CPU = get_backend("cpu")
@@ -68,7 +67,7 @@ def columns(basis: Any, X: Any) -> Any:
 
 def bases(kind: str) -> list[tuple[Any, Any]]:
     X = spoiled(kind)
-    made = [whitened(features(X), cut) for cut in (False, True)]
+    made = [whiten(features(X), cut) for cut in (False, True)]
     return [(X, basis) for basis in (Units.of(features(X)), Units.plain(features(X)), *made)]
 
 
@@ -81,7 +80,7 @@ def two_norm(A: Any) -> float:
 @pytest.mark.parametrize("kind", FULL)
 def test_whitened_columns_are_orthonormal(kind, cut):
     X = spoiled(kind)
-    basis = whitened(features(X), cut)
+    basis = whiten(features(X), cut)
     assert basis.rank == X.shape[1]
     G = columns(basis, X).T @ columns(basis, X)
     off = two_norm(G - np.eye(basis.rank))
@@ -92,7 +91,7 @@ def test_whitened_columns_are_orthonormal(kind, cut):
 @pytest.mark.parametrize("kind", SHORT)
 def test_a_cut_leaves_the_directions_that_there_are(kind):
     X = spoiled(kind)
-    basis = whitened(features(X), cut=True)
+    basis = whiten(features(X), cut=True)
     true = np.linalg.matrix_rank(X, tol=1e-9 * np.linalg.norm(X, 2))
     empty = int((abs(X).sum(axis=0) == 0).sum())  # a direction of size 0: it costs nothing
     assert basis.rank == true + empty
@@ -108,7 +107,7 @@ def test_a_cut_leaves_the_directions_that_there_are(kind):
 @pytest.mark.parametrize("kind", SHORT)
 def test_without_a_cut_no_direction_of_W_is_lost(kind):
     X = spoiled(kind)
-    basis = whitened(features(X), cut=False)
+    basis = whiten(features(X), cut=False)
     assert basis.C.shape == (X.shape[1], X.shape[1])
     assert np.linalg.matrix_rank(basis.C * Units.of(features(X)).scale[:, None] ** -1) == 9
     assert two_norm(columns(basis, X)) <= basis.norm
@@ -123,7 +122,7 @@ def test_how_little_counts_as_a_direction():
     for size, kept in ((30 * DEPENDENT, 5), (0.03 * DEPENDENT, 4)):
         Y = X.copy()
         Y[:, 4] = X[:, 0] + size * X[:, 4]
-        assert whitened(features(Y), cut=True).rank == kept
+        assert whiten(features(Y), cut=True).rank == kept
 
 
 # ---- bounds ---------------------------------------------------------------------------------
@@ -155,7 +154,7 @@ def spread(basis: Any, X: Any) -> Any:
 def test_chunks_cover_all_rows_in_turn():
     X = gaussian(1000, 4)
     small = Features(X, CPU, None, 16 * 4 * 8 * 70)  # 70 rows at a time
-    basis = whitened(small, cut=True)
+    basis = whiten(small, cut=True)
     seen = [(rows.start, rows.stop) for rows, _ in basis.chunks(slice(0, 4))]
     assert len(seen) > 10
     assert [a for a, _ in seen] == [0, *(b for _, b in seen[:-1])]
@@ -192,7 +191,7 @@ def off_weights(basis: Any, X: Any, u: Any, W: Any) -> float:
 @pytest.mark.parametrize("kind", ["plain", "units", "correlated", "sparse", "one column"])
 def test_the_inverse_is_a_bound(kind):
     X = spoiled(kind)
-    basis = whitened(features(X), cut=False)
+    basis = whiten(features(X), cut=False)
     scale = Units.of(features(X)).scale
     inverse = np.linalg.inv(basis.C / scale[:, None]) / scale
     assert two_norm(inverse) <= basis.inverse < 40 * two_norm(inverse)
@@ -253,7 +252,7 @@ def inverse_times(A: Any, B: Any) -> Any:
 
 
 def test_a_basis_with_fewer_columns_says_nothing_of_a_ridge():
-    basis = whitened(features(spoiled("dependent")), cut=True)
+    basis = whiten(features(spoiled("dependent")), cut=True)
     assert basis.dual_norm(np.ones((basis.rank, 1))) == math.inf
     assert basis.dual_bound(np.ones(basis.rank)) == math.inf
 
@@ -274,7 +273,7 @@ def test_a_factor_seen_from_W_is_that_of_P(kind):
         assert np.allclose(X @ back, X @ W, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("make", [Units.of, lambda X: whitened(X, cut=False)])
+@pytest.mark.parametrize("make", [Units.of, lambda X: whiten(X, cut=False)])
 def test_blocks_of_features_have_a_block_diagonal_map(make):
     X = gaussian(160, 6) + 0.5
     inner = make(features(X))
@@ -310,7 +309,7 @@ def tiny_unit() -> Any:
 @pytest.mark.parametrize("kind", [*FULL, *SHORT, "tiny unit"])
 def test_a_ridge_belongs_to_the_columns_that_are_orthonormal(kind, ridge):
     X = tiny_unit() if kind == "tiny unit" else spoiled(kind)
-    basis = whitened(features(X), False, ridge)
+    basis = whiten(features(X), False, ridge)
     C = basis.C.astype(LD)
     G = columns(basis, X).T @ columns(basis, X) + LD(ridge) * (C.T @ C)
     off = two_norm(G - np.eye(basis.rank))

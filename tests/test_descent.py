@@ -199,7 +199,7 @@ def test_the_whole_hessian_is_the_hessian(kind: Any) -> None:
     H = ridge * np.kron(C0.T @ C0, np.eye(4))
     for a, p in zip(A, S, strict=True):
         H += np.kron(np.outer(a, a), np.diag(p) - np.outer(p, p))
-    g = LOSSES["ce"].centred(np, np.random.default_rng(7).standard_normal((5, 4)))
+    g = LOSSES["ce"].centre(np, np.random.default_rng(7).standard_normal((5, 4)))
     expected = np.linalg.solve(H, g.ravel()).reshape(5, 4)
     if kind is ClassBlocks:
         hessian = ClassBlocks(CPU, A, S, ridge, metric, np.arange(60))

@@ -11,7 +11,7 @@ import scipy.sparse as sp
 
 from herta_gpu import Graph
 from herta_gpu.backends import get_backend
-from herta_gpu.coordinates import Units, whitened
+from herta_gpu.coordinates import Units, whiten
 from herta_gpu.diffusion import Rows, Wanted, Workspace, no_cache
 from herta_gpu.features import Features
 from herta_gpu.laplacian import RegularizedLaplacian
@@ -56,13 +56,13 @@ class Case:
     """Rows of Q, and the same in extended precision."""
 
     def __init__(
-        self, graph: Graph, lam: float, dtype: str = "float32", X: Any = None, whiten: bool = True,
+        self, graph: Graph, lam: float, dtype: str = "float32", X: Any = None, white: bool = True,
         width: int = 3, kept: bool = True, at: Any = AT, stored: str = "float64",
     ) -> None:  # fmt: skip
         backend, X = get_backend("cpu"), features() if X is None else X
         self.H = RegularizedLaplacian(graph, lam, backend, dtype)
         self.X, F = X, Features(X, backend)
-        self.basis = whitened(F, cut=True) if whiten else Units.of(F)
+        self.basis = whiten(F, cut=True) if white else Units.of(F)
 
         def blocks(r: int) -> list[slice]:
             return [slice(j, min(j + width, r)) for j in range(0, r, width)]
@@ -115,13 +115,13 @@ def test_no_row_is_off_by_more_than_what_is_left(graph, lam, dtype):
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("kind", ["plain", "offset", "alike", "zero column", "sparse"])
-@pytest.mark.parametrize("whiten", [True, False])
-def test_what_is_left_bounds_the_true_residual(kind, whiten, dtype):
+@pytest.mark.parametrize("white", [True, False])
+def test_what_is_left_bounds_the_true_residual(kind, white, dtype):
     """All rows are asked for, so that X C0 - H Q is known to every digit."""
     graph, X = random_graph(N, 400), features(kind)
     everything = np.arange(N)
     for goal in (1e-1, 1e-5, 1e-9, 1e-13):
-        case = Case(graph, 10.0, dtype, X, whiten, at=everything)
+        case = Case(graph, 10.0, dtype, X, white, at=everything)
         found = case.tighten(goal)
         R = case.columns() - case.dense.astype(LD) @ found.train_rows.astype(LD)
         true = np.sqrt((R * R).sum(axis=0)).astype(float)

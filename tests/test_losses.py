@@ -97,9 +97,9 @@ def test_centred_keeps_every_gradient_and_is_a_projection(name: str) -> None:
     F, D, Y = data()
     loss = LOSSES[name]
     residual = loss.residual(np, F, Y)
-    np.testing.assert_allclose(loss.centred(np, residual), residual, atol=1e-15)
-    once = loss.centred(np, D)
-    np.testing.assert_allclose(loss.centred(np, once), once, atol=1e-15)
+    np.testing.assert_allclose(loss.centre(np, residual), residual, atol=1e-15)
+    once = loss.centre(np, D)
+    np.testing.assert_allclose(loss.centre(np, once), once, atol=1e-15)
     # The part that `centred` removes changes no value.
     assert loss.value(np, F + D - once, Y) == pytest.approx(loss.value(np, F, Y), rel=1e-13)
 
@@ -245,7 +245,7 @@ def reference(name: str, F, Y, w) -> float:
 @pytest.mark.parametrize("name", NAMES)
 def test_weights_count_rows(name: str) -> None:
     F, D, Y = data()
-    loss = LOSSES[name].bound(WEIGHTS, False)
+    loss = LOSSES[name].bind(WEIGHTS, False)
     assert loss.value(np, F, Y) == pytest.approx(reference(name, F, Y, WEIGHTS), rel=1e-13)
     value, E = loss.at(np, F, Y)
     assert value == pytest.approx(loss.value(np, F, Y))
@@ -267,7 +267,7 @@ def test_an_intercept_is_the_best_constant(name: str, weighted: bool) -> None:
     F, _, _ = data()
     Y = np.eye(4)[[0, 1, 2, 3, 0, 1, 2]]  # each class, and each column has zeros and ones
     w = WEIGHTS if weighted else np.ones(7)
-    loss = LOSSES[name].bound(WEIGHTS if weighted else None, True)
+    loss = LOSSES[name].bind(WEIGHTS if weighted else None, True)
     found = scipy.optimize.minimize(
         lambda b: reference(name, F + b, Y, w), np.zeros(4), method="BFGS", options={"gtol": 1e-9}
     )
@@ -275,7 +275,7 @@ def test_an_intercept_is_the_best_constant(name: str, weighted: bool) -> None:
     assert loss.value(np, F, Y) <= found.fun * (1 + 1e-13)
     E = loss.residual(np, F, Y)
     np.testing.assert_allclose(E.sum(axis=0), 0, atol=1e-12)
-    assert loss.stray(np, E) <= 1e-12
+    assert loss.imbalance(np, E) <= 1e-12
     np.testing.assert_allclose(loss.residual(np, F + np.arange(4), Y), E, atol=1e-11)
     # The gradient is that of the smallest value, by differences.
     h = 1e-6
@@ -299,9 +299,9 @@ def test_constants_of_the_optimum_are_within_reach(name: str) -> None:
         return reference(name, A @ W + b, Y, w) + ridge / 2 * (W**2).sum()
 
     found = scipy.optimize.minimize(value, np.zeros(12), method="BFGS")
-    loss, b = LOSSES[name].bound(w, True), rng.standard_normal(3)
+    loss, b = LOSSES[name].bind(w, True), rng.standard_normal(3)
     X_norm = float(np.linalg.norm(A, 2))
-    reach = loss.reach(np, Y, b, value(np.append(np.zeros(9), b)), ridge, X_norm)
+    reach = loss.intercept_distance(np, Y, b, value(np.append(np.zeros(9), b)), ridge, X_norm)
     apart = found.x[9:] - found.x[9:].mean() * (name == "ce") - (b - b.mean() * (name == "ce"))
     assert np.sqrt(w.sum()) * np.linalg.norm(apart) <= reach < 1e4
 
@@ -313,7 +313,7 @@ def test_unknown_labels_and_columns_of_one_kind() -> None:
     expected = (np.logaddexp(0, F) - F * Y)[known].sum()
     assert loss.value(np, F, Y) == pytest.approx(expected, rel=1e-13)
     assert (loss.residual(np, F, Y)[~known] == 0).all()
-    free = loss.bound(None, True)  # columns 0 and 1 have one kind of label: no loss is left
+    free = loss.bind(None, True)  # columns 0 and 1 have one kind of label: no loss is left
     rest = free.value(np, F[:, 2:3], Y[:, 2:3])
     assert free.value(np, F, Y) == pytest.approx(rest, rel=1e-13)
     b = free.shift(np, F, Y)
@@ -329,7 +329,7 @@ def test_constants_are_found_wherever_the_outputs_are(name: str, far: float) -> 
     """
     rng = np.random.default_rng(2)
     F, Y = 4 * rng.standard_normal((40, 3)), np.eye(3)[rng.integers(0, 3, 40)]
-    loss = LOSSES[name].bound(rng.uniform(0.2, 1.0, 40), True)
+    loss = LOSSES[name].bind(rng.uniform(0.2, 1.0, 40), True)
     moved = F + far * np.array([1.0, -2.0, 0.5])
     assert loss.value(np, moved, Y) == pytest.approx(loss.value(np, F, Y), rel=1e-9)
     E = loss.residual(np, moved, Y)
@@ -342,7 +342,7 @@ def test_the_best_constants_of_outputs_that_are_far_apart(name: str) -> None:
     rng = np.random.default_rng(3)
     for size in (10.0, 100.0, 300.0):
         F, Y = size * rng.standard_normal((30, 2)), np.eye(2)[rng.integers(0, 2, 30)]
-        plain, loss = LOSSES[name], LOSSES[name].bound(None, True)
+        plain, loss = LOSSES[name], LOSSES[name].bind(None, True)
         found = loss.value(np, F, Y)
         if name == "bce":  # columns are problems of their own, in one number each
             best = 0.0

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from herta_gpu.backends.cpu.reference import CPUBackend
-from herta_gpu.factors import Factor, Identity
-from herta_gpu.grams import DenseGram
+from herta_gpu.factors import DenseGram, Factor, Identity
 from herta_gpu.hessians import Newton
 from herta_gpu.losses import LOSSES
 from herta_gpu.optimizers import (
@@ -232,12 +231,12 @@ def test_newtons_direction_solves_with_the_hessian_by_finite_differences() -> No
 
     direction, h = optimizer.direction(w, gradient(w)), 1e-5
     change = (gradient(w + h * direction) - gradient(w - h * direction)) / (2 * h)
-    np.testing.assert_allclose(problem.loss.centred(np, change + gradient(w)), 0, atol=1e-6)
+    np.testing.assert_allclose(problem.loss.centre(np, change + gradient(w)), 0, atol=1e-6)
 
 
 def test_newtons_step_is_the_same_in_all_coordinates() -> None:
     problem, newton = logistic(0.5)
-    W = problem.loss.centred(np, np.random.default_rng(7).standard_normal((5, 3)))
+    W = problem.loss.centre(np, np.random.default_rng(7).standard_normal((5, 3)))
     steps = []
     for factor in (problem.factor, Identity(5)):
         problem.factor = factor

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from herta_gpu.backends import get_backend
-from herta_gpu.coordinates import Units, whitened
+from herta_gpu.coordinates import Units, whiten
 from herta_gpu.diffusion import residual_norms, rows_of_inverse
+from herta_gpu.factors import gram, products
 from herta_gpu.features import Features
-from herta_gpu.grams import gram, products
 from herta_gpu.laplacian import RegularizedLaplacian, chebyshev, chebyshev_degree
 from herta_gpu.planning.plan import Recipe
 from herta_gpu.preconditioner import Preconditioner, build, no_preconditioner
@@ -155,12 +155,12 @@ def test_kept_counts_repeated_columns_and_not_dependent_ones() -> None:
 
 def test_rescaling_changes_the_curvature_only() -> None:
     map_, A, _, Y = problem()
-    P = build(RECIPE, map_.H, map_, Y, 0.3).rescaled(0.05, 0.3, False)
+    P = build(RECIPE, map_.H, map_, Y, 0.3).rescale(0.05, 0.3, False)
     np.testing.assert_allclose(
         inverse(P) @ (0.05 * A.T @ A + 0.3 * np.eye(7)), np.eye(7), atol=1e-8
     )
     none = no_preconditioner(BACKEND, 7, 2)
-    assert none.rescaled(0.05, 0.3, False) is none
+    assert none.rescale(0.05, 0.3, False) is none
     assert not none.w_start.any()
 
 
@@ -180,7 +180,7 @@ def test_for_training_Q_is_dropped_and_its_Z_kept() -> None:
 
 
 def test_products_are_summed_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("herta_gpu.grams._GRAM_BYTES", 8 * 5 * 7)  # seven rows of five
+    monkeypatch.setattr("herta_gpu.factors._GRAM_BYTES", 8 * 5 * 7)  # seven rows of five
     rng = np.random.default_rng(2)
     Q, Y, at = rng.standard_normal((40, 5)), rng.standard_normal((23, 2)), rng.permutation(40)[:23]
     QtQ, QtY = products(BACKEND, Q.astype(np.float32), Y, at)
@@ -191,7 +191,7 @@ def test_products_are_summed_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     np.testing.assert_allclose(gram(BACKEND, Q), Q.T @ Q, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("basis", [Units.of, Units.plain, lambda X: whitened(X, cut=True)])
+@pytest.mark.parametrize("basis", [Units.of, Units.plain, lambda X: whiten(X, cut=True)])
 def test_the_residual_of_Q_is_measured_against_X(basis: Any) -> None:
     map_, _, X, _ = problem()
     C0 = basis(map_.X).weights(np.eye(7))

@@ -12,7 +12,7 @@ from herta_gpu.backends.cpu.reference import CPUBackend
 from herta_gpu.laplacian import RegularizedLaplacian
 from herta_gpu.planning.costs import sample_size
 from herta_gpu.planning.memory import column_bytes
-from herta_gpu.sparsifier import degree_scores, sketched_scores, sparsified
+from herta_gpu.sparsifier import degree_scores, sketched_scores, sparsify
 from tests.conftest import dense_H, random_graph
 
 
@@ -170,7 +170,7 @@ def test_samples_have_the_expectation_of_the_graph():
     H = RegularizedLaplacian(g, 1.0, get_backend("cpu"), "float64")
     for replace in (True, False):
         drawn = [
-            sparsified(H, 30, 0.5, "degree", replace, seed, 1 << 30).graph.to_csr().toarray()
+            sparsify(H, 30, 0.5, "degree", replace, seed, 1 << 30).graph.to_csr().toarray()
             for seed in range(400)
         ]
         error = np.std(drawn, axis=0) / np.sqrt(len(drawn))

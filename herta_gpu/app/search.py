@@ -17,7 +17,7 @@ import scipy.sparse as sp
 
 from herta_gpu.backends import get_backend
 from herta_gpu.descent import DenseProblem, minimise
-from herta_gpu.grams import RANK_CUT
+from herta_gpu.factors import RANK_CUT
 from herta_gpu.graph import Graph
 from herta_gpu.laplacian import RegularizedLaplacian
 from herta_gpu.leave_one_out import DualRows
