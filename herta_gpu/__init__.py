@@ -9,11 +9,11 @@ The ground floor is the paper; every other concern has a room with a name.
     solver           SDDSolver; `laplacian` has H = I + lam L, block CG and Chebyshev
     preconditioner   P from Q, which `diffusion` solves for or sketches; `factors` makes P^-1/2
                      and cheaper forms of it
-    unfolded         Z*(W) and its gradient through two solves; `prediction` has the outputs of a
+    problem          Z*(W) and its gradient through two solves; `prediction` has the outputs of a
                      fitted model, a block of columns at a time
     losses           a new loss goes here; `optimizers` and `training` the loop, `blockwise` the
                      loop over some outputs after the others
-    spectrum         what is known of the Hessian; `certificate` says what is proven of a fit
+    certificate      what is known of the Hessian, and what is proven of a fit
     graph, features  from an edge list to a Graph; X behind three products
 
 The strategy "direct", which needs no array of n x d or n x c numbers, in the order of its work:
@@ -21,9 +21,8 @@ The strategy "direct", which needs no array of n x d or n x c numbers, in the or
     coordinates      those in which the columns of X are orthonormal, or of norm 1
     diffusion        the training rows of Q in these, with a proven bound of their error; blocks
                      of columns for several lam
-    descent          the optimum of cross entropy on stored rows; `hessians` the second derivatives
-                     that lead to it
-    direct           what the stored rows prove of the true problem; `leave_one_out` what they say
+    optimizers       the optimum of cross entropy on stored rows, and second derivatives on the way
+    certificate      what the stored rows prove of the true problem; `leave_one_out` what they say
                      of models without a row
 
 More from the same solver, each in a module of its own:

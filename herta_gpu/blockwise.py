@@ -21,8 +21,8 @@ from herta_gpu.backends.base import Array
 from herta_gpu.certificate import Certificate, joined
 from herta_gpu.diffusion import Arrays, Cache
 from herta_gpu.plumbing.targets import OneHot
+from herta_gpu.problem import UnfoldedMap
 from herta_gpu.training import Training, loss_at_zero
-from herta_gpu.unfolded import UnfoldedMap
 
 Guess = Callable[[Any], Array | None]
 

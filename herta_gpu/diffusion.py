@@ -46,7 +46,7 @@ from herta_gpu.laplacian import (
 )
 from herta_gpu.planning.plan import Recipe
 from herta_gpu.plumbing.progress import Tell, marked
-from herta_gpu.unfolded import UnfoldedMap
+from herta_gpu.problem import UnfoldedMap
 
 _MOST_PRODUCTS = 10**5  # with H, for each column
 _MARGIN = 0.9  # a pass aims a little lower, so that the last one is not missed by rounding

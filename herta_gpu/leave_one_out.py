@@ -34,7 +34,7 @@ from scipy.linalg import solve_triangular
 from scipy.linalg.lapack import dgeqp3, dormqr
 
 from herta_gpu.backends.base import Array
-from herta_gpu.direct import StoredProblem
+from herta_gpu.certificate import StoredProblem
 from herta_gpu.factors import ROW_CUT
 
 _ROWS = 1 << 13  # rows of Q at a time

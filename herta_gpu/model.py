@@ -13,7 +13,7 @@ import numpy as np
 
 from herta_gpu.backends import backend_for, get_backend
 from herta_gpu.backends.base import Array, Backend
-from herta_gpu.certificate import Certificate
+from herta_gpu.certificate import Certificate, Spectrum
 from herta_gpu.features import Features, bytes_held
 from herta_gpu.graph import Graph, check_graph
 from herta_gpu.laplacian import RegularizedLaplacian
@@ -42,7 +42,6 @@ from herta_gpu.plumbing.targets import (
     not_fitted,
 )
 from herta_gpu.prediction import Outputs, check_probabilities, probabilities
-from herta_gpu.spectrum import Spectrum
 from herta_gpu.task import labels_as_features, stored_rows
 
 # What a fit leaves and a file keeps, beside the weights and classes.

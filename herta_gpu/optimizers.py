@@ -1,19 +1,56 @@
-"""Optimizers on preconditioned weights w, W = P^-1/2 w.
+"""Optimizers on preconditioned weights w, W = P^-1/2 w, and on stored rows.
 
 An optimizer turns the gradient at w into a direction; how far to go along it is decided exactly
 by the loss (`searches` is True) or by the optimizer itself (the direction is the whole step).
 Where the columns of W are independent problems (MSE) the scalars below are one per column.
+
+`minimise` trains cross entropy on stored rows A, without a solve.  L-BFGS takes the steps; its
+first guess of the inverse Hessian is P^-1, P = A^T A + ridge G with each row of A weighted by its
+curvature (`ScaledGram`), and improves when it must.  The others are the Hessian itself but for rows
+that add next to nothing: `ClassBlocks` as a matrix of r (c - 1) rows, `RankOnes` as P and a
+correction by Woodbury's formula, for classes that are nearly separable: then few rows of A still
+have any curvature, and most of those in one direction only.
 """
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from herta_gpu.backends.base import Array
+import numpy as np
+
+from herta_gpu.backends.base import Array, Backend, unit_roundoff
+from herta_gpu.coordinates import Metric
+from herta_gpu.factors import (
+    ROW_CUT,
+    Cholesky,
+    Composed,
+    DenseGram,
+    Diagonal,
+    Factor,
+    Identity,
+    power_iteration,
+    safe_cholesky,
+)
+from herta_gpu.losses import Loss
+from herta_gpu.problem import Callback, DensePoint, DenseProblem, History
 
 LBFGS_MEMORY = 20
+_CHUNK_BYTES = 16 << 20  # rows of A that are weighted at a time
+_ALIKE = 1e-9  # relative difference of weights that are called equal
+_UNIT = unit_roundoff()
+_POWER_STEPS = 8
+_TINY = 1e-100  # a probability that is none: its square must not vanish
+_SHARE = 0.999  # of all curvature, that the rows in a Hessian hold
+_PAIRS = 300  # of L-BFGS; a quarter of the rows where that is less
+_STALE = 2.0  # change of the mean curvature after which P is factored again
+_WHOLE_SIZE = 8000  # numbers in u up to which the whole Hessian of cross entropy is worth having
+_WATCHED = 10  # steps after which their progress says something
+_STUCK = 50  # steps without progress that are the end
+_NOISE = 1e-12  # relative, of objectives that are taken for equal
 
 
 class Optimizer(Protocol):
@@ -195,3 +232,590 @@ def make_optimizer(name: str, learning_rate: float | None, xp: Any, by_column: b
     if name == "adam":
         return Adam(learning_rate or 0.01, xp)
     return Momentum(learning_rate or 0.5, 0.9)
+
+
+class Hessian(Protocol):
+    """A guess of the Hessian that can be solved with."""
+
+    exact: bool  # the Hessian itself, but for rows that add next to nothing
+
+    def inverse(self, g: Array) -> Array: ...
+
+
+class ScaledGram:
+    """P = A^T diag(weights) A + ridge G, the same for every class."""
+
+    exact = False
+
+    def __init__(
+        self,
+        backend: Backend,
+        A: Array,
+        weights: Array,
+        ridge: float,
+        metric: Metric,
+        gram: Array | None = None,
+    ) -> None:
+        """`gram` is A^T A, if that is known: it will do while all weights are alike."""
+        one = weights[0]
+        if gram is None or float(abs(weights - one).max()) > _ALIKE * float(one):  # synchronize!
+            P = weighted_gram(backend, A, weights)
+        else:
+            P = one * gram
+        metric.add_to(P, ridge)
+        self.factor, _ = factor_of(backend, P, ridge)
+
+    def inverse(self, g: Array) -> Array:
+        return self.factor.to_weights(self.factor.to_gradient(g))
+
+    @staticmethod
+    def cost(n: int, r: int) -> float:
+        """Flops of making one."""
+        return n * r**2 + r**3 / 3
+
+
+class ClassBlocks:
+    """The whole Hessian of cross entropy, over the c - 1 directions that classes differ in.
+
+    With B an orthonormal basis (c x (c - 1)) of what is not common to all classes, and p the
+    softmax of a row, block a, b is A^T diag(B_a^T (diag(p) - p p^T) B_b) A + delta_ab ridge G.
+    """
+
+    exact = True
+
+    def __init__(
+        self, backend: Backend, A: Array, S: Array, ridge: float, metric: Metric, active: Array
+    ) -> None:
+        xp, r, m = backend.xp, A.shape[1], S.shape[1] - 1
+        self.backend, self.shape = backend, (r, m)
+        self.B = xp.asarray(class_basis(m + 1))
+        A, S = A[active], S[active]
+        mean = S @ self.B
+        H = xp.zeros((r * m, r * m))
+        for a in range(m):
+            rows = slice(a * r, (a + 1) * r)
+            for b in range(a):
+                columns = slice(b * r, (b + 1) * r)
+                weights = S @ (self.B[:, a] * self.B[:, b]) - mean[:, a] * mean[:, b]
+                H[rows, columns] = backend.matmul(A.T, weights[:, None] * A)
+                H[columns, rows] = H[rows, columns].T
+            weights = S @ self.B[:, a] ** 2 - mean[:, a] ** 2
+            block = weighted_gram(backend, A, xp.maximum(weights, 0.0))
+            metric.add_to(block, ridge)
+            H[rows, rows] = block
+        self.factor, _ = factor_of(backend, H, ridge)
+
+    def inverse(self, g: Array) -> Array:
+        r, m = self.shape
+        x = (g @ self.B).T.reshape(r * m, 1)
+        x = self.factor.to_weights(self.factor.to_gradient(x))
+        return x.reshape(m, r).T @ self.B.T
+
+    @staticmethod
+    def cost(rows: int, r: int, m: int) -> float:
+        """Flops of making one with so many active rows."""
+        return m**2 * rows * r**2 + (r * m) ** 3 / 3
+
+    @staticmethod
+    def memory(rows: int, r: int, m: int) -> int:
+        """Bytes that it needs."""
+        return 8 * (2 * (r * m) ** 2 + 2 * rows * r)
+
+
+class ColumnBlocks:
+    """The whole Hessian of a loss whose outputs are independent: one block for each of them."""
+
+    exact = True
+
+    def __init__(self, backend: Backend, A: Array, S: Array, ridge: float, metric: Metric) -> None:
+        bend = backend.xp.maximum(S * (1 - S), 0.0)
+        self.columns = [
+            ScaledGram(backend, A, bend[:, j], ridge, metric) for j in range(S.shape[1])
+        ]
+        self.xp = backend.xp
+
+    def inverse(self, g: Array) -> Array:
+        found = [P.inverse(self.xp.ascontiguousarray(g[:, j : j + 1]))
+                 for j, P in enumerate(self.columns)]  # fmt: skip
+        return self.xp.concatenate(found, axis=1)
+
+    @staticmethod
+    def cost(n: int, r: int, c: int) -> float:
+        """Flops of making one."""
+        return c * ScaledGram.cost(n, r)
+
+    @staticmethod
+    def memory(n: int, r: int, c: int) -> int:
+        """Bytes that it needs."""
+        return 8 * (c * r**2 + n * c)
+
+
+class RankOnes:
+    """P of what is left, and the weightiest rank-one terms of the Hessian as they are.
+
+    Row i of A with the softmax p adds sum_k (a_i x q_k) (a_i x q_k)^T, the q_k those of
+    `rank_ones`.  With C C^T = P^-1 and B the rows a_i C of the terms, the correction needs the
+    N x N matrix I + (B B^T) o (q q^T) only.
+    """
+
+    exact = True
+
+    def __init__(
+        self,
+        backend: Backend,
+        A: Array,
+        terms: tuple[Array, Array, Array],
+        ridge: float,
+        metric: Metric,
+    ) -> None:
+        self.backend, (rows, self.q, rest) = backend, terms
+        self.P = ScaledGram(backend, A, rest, ridge, metric)
+        # Twice with the factor itself: what it cut or added, the correction must not see otherwise.
+        self.BT = self.P.factor.to_gradient(backend.xp.ascontiguousarray(A[rows].T))  # r x N
+        N = self.q.shape[0]
+        K = backend.xp.zeros((N, N))
+        backend.add_gram(K, self.BT)
+        K *= backend.matmul(self.q, self.q.T)
+        K[backend.xp.arange(N), backend.xp.arange(N)] += 1
+        self.K, _ = factor_of(backend, K, 1.0)
+
+    def inverse(self, g: Array) -> Array:
+        y = self.P.factor.to_gradient(g)
+        z = (self.backend.matmul(self.BT.T, y) * self.q).sum(axis=1)[:, None]
+        z = self.K.to_weights(self.K.to_gradient(z))
+        return self.P.factor.to_weights(y - self.backend.matmul(self.BT, z * self.q))
+
+    @staticmethod
+    def cost(n: int, r: int, N: int) -> float:
+        """Flops of making one with N terms."""
+        return ScaledGram.cost(n, r) + N * r**2 + N**2 * r + N**3 / 3
+
+    @staticmethod
+    def memory(r: int, N: int) -> int:
+        """Bytes that it needs."""
+        return 8 * (3 * N**2 + 2 * N * r)
+
+
+class Newton:
+    """Newton's method on the rows of a stored A, in the coordinates w = C^-1 W of a factor C."""
+
+    searches = True
+
+    def __init__(
+        self, backend: Backend, loss: Loss, A: Array, factor: Factor, size: int, ridge: float
+    ) -> None:
+        """`size` is the number of coordinates, which may be more than the rank of C."""
+        self.backend, self.loss, self.ridge = backend, loss, ridge
+        C = factor.to_weights(backend.xp.eye(size))
+        self.B = backend.matmul(A.astype("float64"), C)
+        self.metric = Metric(backend, backend.matmul(C.T, C))
+
+    def direction(self, w: Array, g: Array) -> Array:
+        xp = self.backend.xp
+        S = self.loss.activation(xp, self.backend.matmul(self.B, w))
+        A = self.loss.scale_rows(xp, self.B, slice(None), None)
+        hessian: Hessian
+        if self.loss.separable:
+            hessian = ColumnBlocks(self.backend, A, S, self.ridge, self.metric)
+        else:
+            every = xp.arange(A.shape[0])
+            hessian = ClassBlocks(self.backend, A, S, self.ridge, self.metric, every)
+        step = self.loss.centre(xp, hessian.inverse(g))
+        # Rows whose class is beyond doubt have no curvature left.
+        return -step if float(xp.sum(step * g)) > 0 else -self.loss.centre(xp, g)  # synchronize!
+
+
+def rank_ones(xp: Any, S: Array, most: int) -> tuple[Array, Array, Array] | None:
+    """(rows, q, rest): the weightiest terms q q^T of diag(p) - p p^T for all rows p of S.
+
+    They hold `_SHARE` of all; None if more than `most` would be needed.  With the classes of a row
+    in falling order, R_k the probability of all after the k-th, and rho_k theirs over R_k,
+
+        diag(p) - p p^T = sum_k  p_k R_k / (p_k + R_k)  (e_k - rho_k) (e_k - rho_k)^T,
+
+    so that the first term, the top class against the others, is nearly all of a nearly certain
+    row.  `rest` is the mean curvature of each row that the terms leave.
+    """
+    n, c = S.shape
+    at = xp.arange(n)[:, None]
+    order = xp.argsort(-S, axis=1)
+    p = S[at, order]
+    R, squares = xp.zeros((n, c)), xp.zeros((n, c))  # of the classes after the k-th
+    for k in range(c - 2, -1, -1):
+        R[:, k] = R[:, k + 1] + p[:, k + 1]
+        squares[:, k] = squares[:, k + 1] + p[:, k + 1] ** 2
+    seen = R > _TINY
+    over = 1 / xp.where(seen, R, 1.0)
+    weight = xp.where(seen, p * R / xp.where(seen, p + R, 1.0), 0.0)[:, :-1]
+    trace = weight * (1 + squares[:, :-1] * over[:, :-1] ** 2)
+    N = _most_of(xp, trace.reshape(-1), most)
+    if N is None:
+        return None
+    chosen = xp.argsort(-trace.reshape(-1))[:N]
+    rows, k = chosen // (c - 1), chosen % (c - 1)
+    behind = xp.arange(c)[None, :] > k[:, None]
+    q = xp.where(behind, -p[rows] * over[rows, k][:, None], 0.0)
+    q[xp.arange(N), k] = 1.0
+    q *= xp.sqrt(weight[rows, k])[:, None]
+    by_class = xp.zeros((N, c))
+    by_class[xp.arange(N)[:, None], order[rows]] = q
+    trace[rows, k] = 0.0
+    return rows, by_class, trace.sum(axis=1) / (c - 1)
+
+
+def active_rows(xp: Any, weights: Array) -> Array:
+    """The rows that hold `_SHARE` of all weights, in their order."""
+    N = _most_of(xp, weights, weights.shape[0])
+    return xp.sort(xp.argsort(-weights)[:N])
+
+
+def _most_of(xp: Any, weights: Array, most: int) -> int | None:
+    """How many of the largest weights hold `_SHARE` of all; None if more than `most`."""
+    sums = xp.cumsum(-xp.sort(-weights))
+    N = 1 + int((sums < _SHARE * sums[-1]).sum())  # synchronize!
+    return N if most >= N else None
+
+
+def class_basis(c: int) -> Any:
+    """c x (c - 1): an orthonormal basis of the vectors whose sum is 0."""
+    B = np.zeros((c, c - 1))
+    for k in range(1, c):
+        B[:k, k - 1], B[k, k - 1] = 1, -k
+        B[:, k - 1] /= (k * (k + 1)) ** 0.5
+    return B
+
+
+def weighted_gram(backend: Backend, A: Array, weights: Array | None = None) -> Array:
+    """A^T diag(weights) A (None: all 1)."""
+    xp, (n, r) = backend.xp, A.shape
+    G, step = xp.zeros((r, r)), max(1, r, _CHUNK_BYTES // (8 * max(r, 1)))
+    roots = None if weights is None else xp.sqrt(weights)[:, None]
+    for i in range(0, n, step):
+        rows = slice(i, i + step)
+        backend.add_gram(G, A[rows] if roots is None else A[rows] * roots[rows])
+    return G
+
+
+def factor_of(
+    backend: Backend, P: Array, ridge: float, measured: bool = False
+) -> tuple[Factor, bool]:
+    """(C with C C^T = P^-1, whether nothing had to be added to P); P is overwritten.
+
+    Without a ridge, directions that P does not see are cut.  `amplified` is of use only where the
+    factor was `measured`.
+    """
+    xp, r = backend.xp, P.shape[0]
+    size = xp.sqrt(P.diagonal())
+    if r == 0:
+        return Identity(0), True
+    scale = 1 / xp.where(size > 0, size, 1.0)
+    P *= scale[:, None]
+    P *= scale[None, :]
+    if ridge == 0:
+        cut = DenseGram(backend, P, xp.ones(r), damped=False).factor(1.0, 0.0, False)
+        return Composed(Diagonal(scale), cut), cut.slack < 0.1
+    lifted = safe_cholesky(backend, P)
+    if lifted is None:
+        return Composed(Diagonal(scale), Identity(r)), False
+    found = Cholesky(backend, lifted.L, 0.0, 0.0)
+    if measured:
+        # Inverse iteration is right to some per cent; half of what it says is below.
+        grown = power_iteration(
+            xp, lambda v: found.to_gradient(found.to_weights(v)), r, _POWER_STEPS
+        )
+        found.smallest = 0.5 / (grown or 1.0)
+    return Composed(Diagonal(scale), found), lifted.added == 0
+
+
+@dataclass(frozen=True)
+class DenseFit:
+    """What training on stored rows found."""
+
+    u: Array  # r x c
+    objective: float  # loss + ridge/2 <u, G u>
+    objective_error: float  # what rounding may have done to it
+    gradient: Array  # r x c, with respect to u, in float64
+    gap: float  # bound of objective - optimum, rounding included; without a ridge often no better
+    #              than the objective, since none is below 0
+    steps: int
+    passes: int  # products with A or A^T
+    status: str  # "certified" (gap <= goal * objective), "converged", "stagnated" or "max_iter"
+    history: History  # step, objective, gap, passes
+
+
+def minimise(
+    problem: DenseProblem,
+    goal: float = 1e-7,
+    max_steps: int = 2000,
+    start: Array | None = None,
+    memory_limit: int | None = None,
+    callback: Callback | None = None,
+) -> DenseFit:
+    """Minimise loss(A u) + ridge/2 <u, G u> over u, for a loss that is not quadratic.
+
+    Parameters
+    ----------
+    problem : DenseProblem
+    goal : float
+        Stop once the gap is proven to be at most goal * objective.
+    max_steps : int
+    start : (r, c) array
+        Where to begin; 0 if None.
+    memory_limit : int
+        Bytes that may be allocated beside A; None asks the backend.
+    callback : function
+        Called with each record of the history.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from herta_gpu.backends import get_backend
+    >>> from herta_gpu.losses import LOSSES
+    >>> rng = np.random.default_rng(0)
+    >>> A, Y = rng.standard_normal((50, 4)), np.eye(3)[rng.integers(0, 3, 50)]
+    >>> fit = minimise(DenseProblem(get_backend("cpu"), LOSSES["ce"], A, Y, ridge=0.1))
+    >>> fit.status, bool(fit.gap <= 1e-7 * fit.objective)
+    ('certified', True)
+    """
+    if problem.A.shape[0] < problem.A.shape[1]:
+        return _in_row_space(problem, goal, max_steps, start, memory_limit, callback)
+    limit = problem.backend.memory_available() if memory_limit is None else memory_limit
+    return Descent(problem, goal, max_steps, limit, callback).run(problem.start(start))
+
+
+def row_space(
+    backend: Backend, A: Array, ridge: float, metric: Metric
+) -> tuple[Array, Callable[[Array], Array], Callable[[Array], Array]]:
+    """(T, lift, lower): the same problem in as few coordinates as A has rows.
+
+    loss(A u) + ridge/2 <u, G u> is smallest at some u = lift(t), where it is
+    loss(T t) + ridge/2 ||t||^2; lower(u) is the nearest t.  With G = K^-T K^-1 and u = K v the
+    problem has the rows A K and the ridge of the identity; directions of v that no row has would
+    only add to the ridge term.  Without a ridge they have no effect at all, and neither has G.
+    """
+    plain = metric if ridge > 0 else Metric(backend)
+    B = plain.rows(A)
+    if ridge > 0:
+        V, R = backend.xp.linalg.qr(B.T)
+        T = backend.xp.ascontiguousarray(R.T)
+    else:
+        V, _ = backend.row_space(B, ROW_CUT)
+        T = backend.matmul(B, V)
+
+    def lift(t: Array) -> Array:
+        return plain.lift(backend.matmul(V, t))
+
+    def lower(u: Array) -> Array:
+        return backend.matmul(V.T, plain.lower(u))
+
+    return T, lift, lower
+
+
+def _in_row_space(
+    whole: DenseProblem,
+    goal: float,
+    max_steps: int,
+    start: Array | None,
+    memory_limit: int | None,
+    callback: Callback | None,
+) -> DenseFit:
+    """Fewer rows than columns: train where the rows are, measure in the whole space."""
+    backend, ridge = whole.backend, whole.ridge
+    T, lift, lower = row_space(backend, whole.A, ridge, whole.metric)
+    inner = DenseProblem(backend, whole.loss, T, whole.Y, ridge)
+    start = None if start is None else lower(start)
+    # Half of the goal is for what rounding adds on the way back.
+    fit = minimise(inner, 0.5 * goal, max_steps, start, memory_limit, callback)
+    point = whole.start(lift(fit.u))
+    gap = whole.gap(point) if ridge > 0 else fit.gap
+    missed = fit.status == "certified" and not gap <= goal * point.objective
+    return replace(
+        fit,
+        u=point.u,
+        objective=point.objective,
+        objective_error=whole.objective_error(point),
+        gradient=point.g,
+        gap=gap,
+        passes=fit.passes + whole.passes,
+        status="stagnated" if missed else fit.status,
+    )
+
+
+class Descent:
+    """L-BFGS for cross entropy, from a guess of the Hessian that becomes better when it must."""
+
+    def __init__(
+        self,
+        problem: DenseProblem,
+        goal: float,
+        max_steps: int,
+        memory_limit: int,
+        callback: Callback | None,
+    ) -> None:
+        self.problem, self.goal, self.max_steps, self.callback = problem, goal, max_steps, callback
+        self.backend, self.xp, self.loss = problem.backend, problem.xp, problem.loss
+        self.memory_limit, rows = memory_limit, problem.A.shape[0]
+        self.lbfgs = LBFGS(self.xp, max(LBFGS_MEMORY, min(_PAIRS, rows // 4)))
+        self.history: History = []
+        self.curvature = -1.0  # of all rows when P was factored
+        self.hessian: Hessian = _Nothing()
+        self.least: list[float] = []  # the smallest gap so far, at each step with this Hessian
+
+    def run(self, point: DensePoint) -> DenseFit:
+        problem, status = self.problem, "max_iter"
+        for step in range(self.max_steps + 1):
+            self._follow(point)
+            point, gap, found = self._arrived(point)
+            problem.record(self.history, point, gap, self.callback)
+            if found or step == self.max_steps:
+                status = found or status
+                break
+            ahead = self._step(point)
+            if self._not_above(ahead, point):
+                point = ahead
+            elif self.lbfgs.pairs:
+                self.lbfgs.forget()
+                point = problem.start(point.u)
+            else:
+                status = "stagnated"
+                break
+        return DenseFit(
+            u=point.u,
+            objective=point.objective,
+            objective_error=problem.objective_error(point),
+            gradient=point.g,
+            gap=problem.gap(point),
+            steps=self.history[-1]["step"],
+            passes=problem.passes,
+            status=status,
+            history=self.history,
+        )
+
+    def _arrived(self, point: DensePoint) -> tuple[DensePoint, float, str]:
+        """(the point, its gap, the word for having arrived or nothing)."""
+        problem, gap = self.problem, self.problem.gap(point, rounding=False)
+        if not self._status(point, gap):
+            return point, gap, ""
+        gap = problem.gap(point)
+        found = self._status(point, gap)
+        if found:
+            return point, gap, found
+        point = problem.start(point.u)  # steps add to F, and rounding to rounding
+        bare, gap = problem.gap(point, rounding=False), problem.gap(point)
+        hidden = bare <= 0.1 * self.goal * point.objective  # what is left is rounding
+        return point, gap, self._status(point, gap) or ("stagnated" if hidden else "")
+
+    def _step(self, point: DensePoint) -> DensePoint:
+        scaled = not self.hessian.exact
+        arguments = (point.u, point.g, self.hessian.inverse, self.backend.matmul, scaled)
+        D = self.lbfgs.direction(*arguments)
+        if not float(self.xp.sum(D * point.g)) < 0:  # synchronize!
+            self.lbfgs.forget()
+            D = self.lbfgs.direction(*arguments)
+        return self.problem.move(point, D)
+
+    def _not_above(self, ahead: DensePoint, point: DensePoint) -> bool:
+        """Whether a step went down, as far as rounding can tell."""
+        rise = ahead.objective - point.objective
+        return rise <= _NOISE * abs(point.objective) or rise <= self.loss.rounding(point.F)
+
+    def _size(self, point: DensePoint) -> float:
+        """||H^-1/2 gradient|| with the present guess H of the Hessian."""
+        square = float(self.xp.sum(point.g * self.hessian.inverse(point.g)))  # synchronize!
+        return max(0.0, square) ** 0.5
+
+    def _status(self, point: DensePoint, gap: float) -> str:
+        """The word for having arrived, or nothing."""
+        if gap <= self.goal * point.objective:
+            return "certified"
+        if point.objective <= self.goal * (self.goal if self.problem.ridge else 1) * (
+            self.problem.at_zero
+        ):
+            return "converged"  # an optimum of about 0 has no relative gap
+        losses = [h["objective"] for h in self.history]
+        if self.problem.ridge > 0:
+            gaps = [h["gap"] for h in self.history]
+            idle = len(gaps) > _STUCK and min(gaps[-_STUCK:]) >= min(gaps[:-_STUCK])
+            idle = idle and losses[-_STUCK] - losses[-1] <= 100 * _NOISE * abs(losses[-1])
+            return "stagnated" if idle else ""
+        settled = len(losses) > 3 and losses[-4] - point.objective <= 0.3 * self.goal * losses[-4]
+        near = settled and self._size(point) ** 2 <= self.goal * point.objective
+        return "converged" if near else ""
+
+    def _follow(self, point: DensePoint) -> None:
+        """Make P anew once the rows' curvature has changed, the whole Hessian once that pays."""
+        problem = self.problem
+        weights = self.loss.row_curvature(self.xp, point.E, problem.Y)
+        left = self._steps_left(point)
+        whole = self._whole(point, weights, min(len(self.least), 0.5 * left)) if left else None
+        if whole is not None:
+            self.hessian, self.least = whole, []
+            self.lbfgs.forget()  # it knows better than any pair
+            return
+        now = float(weights.sum())  # synchronize!
+        near = self.curvature / _STALE <= now <= self.curvature * _STALE
+        if not (near or self.hessian.exact):
+            self.curvature = now
+            known = (problem.ridge, problem.metric, problem.gram)
+            self.hessian = ScaledGram(self.backend, problem.seen, weights, *known)
+
+    def _steps_left(self, point: DensePoint) -> float:
+        """How many more steps like the last ones there would be; 0 where that is not asked."""
+        gap = self.problem.gap(point, rounding=False)
+        if self.problem.ridge == 0:
+            gap = self._size(point) ** 2
+        self.least.append(min([gap, *self.least[-1:]]))
+        taken, goal, now = len(self.least), self.goal * point.objective, self.least[-1]
+        if taken < _WATCHED or taken % 5 or not now > goal > 0:
+            return 0.0
+        window = taken // 2
+        rate = math.log(self.least[-window - 1] / now) / window
+        return math.log(now / goal) / rate if rate > 0 else math.inf
+
+    def _whole(self, point: DensePoint, weights: Array, steps: float) -> Hessian | None:
+        """The Hessian itself, where it costs less than so many steps and fits the memory."""
+        problem, (n, c), r = self.problem, self.problem.Y.shape, self.problem.A.shape[1]
+        # A product with few columns runs at about a quarter of the speed of a Gram matrix.
+        a_step = 16.0 * n * r * c + 32.0 * self.lbfgs.pairs * r * c + 400.0 * n * c + 2e7
+        budget = steps * a_step
+        if (c == 1 and not self.loss.separable) or ScaledGram.cost(n, r) > budget:
+            return None
+        active = active_rows(self.xp, weights)
+        blocks = ClassBlocks.cost(active.shape[0], r, c - 1)
+        memory = ClassBlocks.memory(active.shape[0], r, c - 1)
+        if r * c > _WHOLE_SIZE or memory > self.memory_limit:
+            blocks = math.inf
+        arguments = (problem.ridge, problem.metric)
+        S = self.loss.probabilities(self.xp, point.E, problem.Y)
+        if self.loss.separable:
+            cost = ColumnBlocks.cost(n, r, c)
+            if cost > budget or ColumnBlocks.memory(n, r, c) > self.memory_limit:
+                return None
+            return ColumnBlocks(self.backend, problem.seen, S, *arguments)
+        if problem.ridge > 0:
+            most = _most_terms(n, r, min(budget, blocks), self.memory_limit)
+            terms = rank_ones(self.xp, S, most) if most else None
+            if terms is not None:
+                return RankOnes(self.backend, problem.seen, terms, *arguments)
+        if blocks > budget:
+            return None
+        return ClassBlocks(self.backend, problem.seen, S, *arguments, active)
+
+
+class _Nothing:
+    """No guess of the Hessian yet."""
+
+    exact = False
+
+    def inverse(self, g: Array) -> Array:
+        return g
+
+
+def _most_terms(n: int, r: int, cost: float, memory: int) -> int:
+    """How many terms a `RankOnes` may have, in hundreds."""
+    N = 0
+    while N < _WHOLE_SIZE:
+        if RankOnes.cost(n, r, N + 100) > cost or RankOnes.memory(r, N + 100) > memory:
+            break
+        N += 100
+    return N

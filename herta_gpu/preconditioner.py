@@ -48,7 +48,7 @@ from herta_gpu.losses import LOSSES
 from herta_gpu.planning.costs import Case
 from herta_gpu.planning.plan import Recipe
 from herta_gpu.plumbing.progress import Tell
-from herta_gpu.unfolded import UnfoldedMap
+from herta_gpu.problem import UnfoldedMap
 
 _EPS = float(np.finfo(np.float64).eps)
 

@@ -11,8 +11,8 @@ from functools import partial
 from herta_gpu.backends import get_backend
 from herta_gpu.backends.base import Array
 from herta_gpu.blockwise import Guess, trained
+from herta_gpu.certificate import Proof, Spectrum, StoredProblem, choose_spectrum
 from herta_gpu.diffusion import Cache
-from herta_gpu.direct import Proof, StoredProblem
 from herta_gpu.laplacian import RegularizedLaplacian
 from herta_gpu.leave_one_out import LeftOut, dual_rows, left_out, spread
 from herta_gpu.losses import LOSSES
@@ -28,11 +28,10 @@ from herta_gpu.planning.plan import (
 )
 from herta_gpu.planning.settings import Settings
 from herta_gpu.preconditioner import Preconditioner, build, no_preconditioner, tighten
+from herta_gpu.problem import DenseMap, UnfoldedMap
 from herta_gpu.sparsifier import sparsify
-from herta_gpu.spectrum import Spectrum, choose_spectrum
 from herta_gpu.task import Context, Task, stored_rows
 from herta_gpu.training import Preconditioned, Training
-from herta_gpu.unfolded import DenseMap, UnfoldedMap
 
 _CHEAP_STEPS = 20  # steps on stored rows, without a solve, that count as one of max_iter
 _FEW = 2  # steps with true gradients after which a tighter Q is the better way

@@ -23,8 +23,8 @@ from herta_gpu.plumbing.checkpoint import Checkpoint, fingerprint, nodes_key
 from herta_gpu.plumbing.progress import Stages
 from herta_gpu.plumbing.reading import mapping_of
 from herta_gpu.plumbing.targets import OneHot, Targets
+from herta_gpu.problem import UnfoldedMap
 from herta_gpu.sparsifier import degree_scores
-from herta_gpu.unfolded import UnfoldedMap
 
 _LABEL_TOL = 1e-12  # relative error of features that labels make, in float64
 

@@ -13,15 +13,23 @@ from typing import Any
 import numpy as np
 
 from herta_gpu.backends.base import Array, norm, unit_roundoff
-from herta_gpu.certificate import Certificate, certify, gradient_error, joined
-from herta_gpu.direct import Proof, StoredProblem
+from herta_gpu.certificate import (
+    Certificate,
+    Proof,
+    Spectrum,
+    StoredProblem,
+    certify,
+    gradient_error,
+    joined,
+    ritz_interval,
+)
 from herta_gpu.factors import Factor
-from herta_gpu.hessians import Newton
 from herta_gpu.leave_one_out import LeftOut
 from herta_gpu.losses import Loss
 from herta_gpu.optimizers import (
     GradientDescent,
     Momentum,
+    Newton,
     Optimizer,
     make_optimizer,
 )
@@ -29,9 +37,8 @@ from herta_gpu.planning.plan import Decision, Recipe
 from herta_gpu.planning.settings import NEWTON_SIZE
 from herta_gpu.plumbing.progress import marked_steps
 from herta_gpu.preconditioner import Preconditioner
-from herta_gpu.spectrum import Spectrum, ritz_interval
+from herta_gpu.problem import LinearMap, Point, Problem, UnfoldedMap
 from herta_gpu.task import Context, Task
-from herta_gpu.unfolded import LinearMap, Point, Problem, UnfoldedMap
 
 _TIGHTENINGS = 6  # how often one outer step may tighten the inner tolerance
 _DIVERGED = 1e6  # growth of the objective over its least value, and over that at W = 0

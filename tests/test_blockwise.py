@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from herta_gpu import HERTA
-from herta_gpu import unfolded as unfolded_module
+from herta_gpu import problem as problem_module
 from herta_gpu.certificate import Certificate, joined
 from herta_gpu.plumbing.checkpoint import Checkpoint
 from herta_gpu.plumbing.checks import BudgetError
@@ -54,13 +54,13 @@ def optimum(y: np.ndarray, ridge: float):
 @pytest.mark.parametrize("kind", ["labels", "numbers", "awkward"])
 @pytest.mark.parametrize("ridge", [0.0, 0.3])
 def test_blocks_reach_the_optimum_of_all_outputs(kind, ridge, monkeypatch):
-    solved, widest = unfolded_module.block_cg, []
+    solved, widest = problem_module.block_cg, []
 
     def watched(H, B, *rest, **more):
         widest.append(B.shape[1])
         return solved(H, B, *rest, **more)
 
-    monkeypatch.setattr(unfolded_module, "block_cg", watched)
+    monkeypatch.setattr(problem_module, "block_cg", watched)
     y = targets(kind)
     model = HERTA(lam=LAM, ridge=ridge, strategy="herta", memory_budget=TIGHT)
     model.fit(graph(), features(), y, TRAIN)

@@ -12,8 +12,8 @@ import scipy.sparse.linalg as spla
 
 from herta_gpu import HERTA, Certificate, Graph
 from herta_gpu.backends.cpu.reference import CPUBackend
+from herta_gpu.certificate import _norm_bound
 from herta_gpu.preconditioner import Preconditioner
-from herta_gpu.spectrum import _norm_bound
 from tests.conftest import dense_H, least_squares, minimum, random_graph
 
 
@@ -80,7 +80,7 @@ def test_weights_beyond_the_working_precision_give_no_guess():
 def test_it_bounds_the_true_gap_at_every_step(kind, optimizer, lam, monkeypatch):
     options, kind = dict(KINDS[kind]), kind.split(",")[0]
     if options.pop("measured", False):
-        monkeypatch.setattr("herta_gpu.spectrum._PROVEN", 2.0)  # nothing is good enough
+        monkeypatch.setattr("herta_gpu.certificate._PROVEN", 2.0)  # nothing is good enough
     g, X, y, train = problem()
     if options.pop("all_rows", False):
         train = np.arange(g.num_nodes)
@@ -109,7 +109,7 @@ def test_it_is_within_ten_times_of_the_true_gap(kind, monkeypatch):
     if kind == "spectral-proven":
         train = np.arange(g.num_nodes)
     if kind == "spectral-deterministic":
-        monkeypatch.setattr("herta_gpu.spectrum._PROVEN", 2.0)
+        monkeypatch.setattr("herta_gpu.certificate._PROVEN", 2.0)
     model = HERTA(
         lam=5.0, optimizer="gd", learning_rate=0.3, strategy="herta", tol=1e-7, dtype="float64"
     ).fit(g, X, y, train=train)

@@ -9,12 +9,12 @@ import pytest
 import scipy.optimize
 import scipy.special
 
-from herta_gpu import descent
+from herta_gpu import optimizers
 from herta_gpu.backends.cpu.reference import CPUBackend
 from herta_gpu.coordinates import Metric
-from herta_gpu.descent import DenseProblem, row_space
-from herta_gpu.hessians import ClassBlocks, RankOnes, rank_ones
 from herta_gpu.losses import LOSSES
+from herta_gpu.optimizers import ClassBlocks, RankOnes, rank_ones, row_space
+from herta_gpu.problem import DenseProblem
 
 CPU = CPUBackend()
 
@@ -30,7 +30,7 @@ def rows(n: int, r: int, c: int, seed: int = 0) -> tuple[Any, Any, Any]:
 def minimise(
     backend: Any, loss: Any, A: Any, Y: Any, ridge: float, metric: Any = None, **options: Any
 ) -> Any:
-    return descent.minimise(DenseProblem(backend, loss, A, Y, ridge, metric), **options)
+    return optimizers.minimise(DenseProblem(backend, loss, A, Y, ridge, metric), **options)
 
 
 def objective(A: Any, Y: Any, ridge: float, G: Any) -> Any:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from herta_gpu import HERTA, Graph
-from herta_gpu.direct import Proof, StoredProblem, Terms
+from herta_gpu.certificate import Proof, StoredProblem, Terms
 from herta_gpu.losses import LOSSES
 from herta_gpu.steps import _again
 from tests.conftest import random_graph
@@ -244,7 +244,7 @@ def large() -> tuple[Graph, Any, Any]:
 
 def test_runs_of_rows_give_what_all_rows_give(monkeypatch):
     """Loss and gradient are added up over runs of rows."""
-    import herta_gpu.direct as module
+    import herta_gpu.certificate as module
 
     graph, X, y = large()
     found = []

@@ -6,7 +6,7 @@ import pytest
 from herta_gpu.backends import get_backend
 from herta_gpu.backends.cpu.reference import CPUBackend
 from herta_gpu.factors import DenseGram, LowRankGram, safe_cholesky, smallest_eigenvalue
-from herta_gpu.hessians import factor_of
+from herta_gpu.optimizers import factor_of
 from tests.cupy_standin import installed
 
 CPU = CPUBackend()

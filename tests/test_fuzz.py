@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+import herta_gpu.certificate
 import herta_gpu.diffusion
-import herta_gpu.direct
 import herta_gpu.planning.plan
 import herta_gpu.steps
 import herta_gpu.training
@@ -99,7 +99,7 @@ def test_it_finds_a_certificate_that_was_made_smaller(params, monkeypatch):
 @pytest.mark.parametrize("params", [{}, {"ridge": 0.5}, {"loss": "ce", "ridge": 0.1}])
 def test_it_finds_a_proof_from_stored_rows_that_was_made_smaller(params, monkeypatch):
     """Rows of Q that are a hundredth off, and a bound of that which is a millionth of it."""
-    real = herta_gpu.direct.Proof.certificate
+    real = herta_gpu.certificate.Proof.certificate
 
     def smaller(*args: Any, **kwargs: Any) -> Any:
         c = real(*args, **kwargs)
@@ -108,8 +108,8 @@ def test_it_finds_a_proof_from_stored_rows_that_was_made_smaller(params, monkeyp
     problem = easy(strategy="direct", optimizer="cg", learning_rate=None, **params)
     monkeypatch.setattr(herta_gpu.planning.plan, "Q_goal", lambda *_: 0.01)
     assert checks.run(problem).faults == []  # a goal that is too loose is found out ...
-    monkeypatch.setattr(herta_gpu.direct.Proof, "certificate", smaller)
-    monkeypatch.setattr(herta_gpu.direct.Proof, "enough", lambda *_: True)
+    monkeypatch.setattr(herta_gpu.certificate.Proof, "certificate", smaller)
+    monkeypatch.setattr(herta_gpu.certificate.Proof, "enough", lambda *_: True)
     assert any("the gap is" in fault for fault in checks.run(problem).faults)  # ... or not
 
 

@@ -11,7 +11,6 @@ import pytest
 
 from herta_gpu.backends.cpu.reference import CPUBackend
 from herta_gpu.factors import DenseGram, Factor, Identity
-from herta_gpu.hessians import Newton
 from herta_gpu.losses import LOSSES
 from herta_gpu.optimizers import (
     LBFGS,
@@ -20,10 +19,11 @@ from herta_gpu.optimizers import (
     ConjugateGradients,
     GradientDescent,
     Momentum,
+    Newton,
     make_optimizer,
 )
 from herta_gpu.planning.settings import OPTIMIZER_NAMES
-from herta_gpu.unfolded import DenseMap, Problem
+from herta_gpu.problem import DenseMap, Problem
 
 CPU = CPUBackend()
 

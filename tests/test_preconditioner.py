@@ -16,7 +16,7 @@ from herta_gpu.features import Features
 from herta_gpu.laplacian import RegularizedLaplacian, chebyshev, chebyshev_degree
 from herta_gpu.planning.plan import Recipe
 from herta_gpu.preconditioner import Preconditioner, build, no_preconditioner
-from herta_gpu.unfolded import UnfoldedMap
+from herta_gpu.problem import UnfoldedMap
 from tests.conftest import dense_H, random_graph
 
 LAM, N = 5.0, 80

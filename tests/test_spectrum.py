@@ -11,11 +11,7 @@ import pytest
 
 from herta_gpu import HERTA, Graph
 from herta_gpu.backends import get_backend
-from herta_gpu.features import Features
-from herta_gpu.laplacian import RegularizedLaplacian, chebyshev_degree
-from herta_gpu.planning.plan import Recipe
-from herta_gpu.preconditioner import Preconditioner, build, no_preconditioner
-from herta_gpu.spectrum import (
+from herta_gpu.certificate import (
     Missed,
     Spectrum,
     _norm_bound,
@@ -25,7 +21,11 @@ from herta_gpu.spectrum import (
     probabilistic_spectrum,
     ritz_interval,
 )
-from herta_gpu.unfolded import UnfoldedMap
+from herta_gpu.features import Features
+from herta_gpu.laplacian import RegularizedLaplacian, chebyshev_degree
+from herta_gpu.planning.plan import Recipe
+from herta_gpu.preconditioner import Preconditioner, build, no_preconditioner
+from herta_gpu.problem import UnfoldedMap
 from tests.conftest import dense_H, random_graph
 
 N, D = 90, 6

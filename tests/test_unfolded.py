@@ -12,7 +12,7 @@ from herta_gpu.factors import Identity
 from herta_gpu.features import Features
 from herta_gpu.laplacian import RegularizedLaplacian
 from herta_gpu.losses import LOSSES
-from herta_gpu.unfolded import DenseMap, Problem, UnfoldedMap
+from herta_gpu.problem import DenseMap, Problem, UnfoldedMap
 from tests.conftest import dense_H, random_graph
 
 N, D, C, LAM = 70, 5, 3, 4.0

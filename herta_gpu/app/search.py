@@ -16,15 +16,16 @@ import numpy as np
 import scipy.sparse as sp
 
 from herta_gpu.backends import get_backend
-from herta_gpu.descent import DenseProblem, minimise
 from herta_gpu.factors import RANK_CUT
 from herta_gpu.graph import Graph
 from herta_gpu.laplacian import RegularizedLaplacian
 from herta_gpu.leave_one_out import DualRows
 from herta_gpu.losses import LOSSES
 from herta_gpu.more.sweep import inverse_rows
+from herta_gpu.optimizers import minimise
 from herta_gpu.planning.costs import BLOCK_WIDTH
 from herta_gpu.plumbing.checks import memory_budget
+from herta_gpu.problem import DenseProblem
 
 SOLVE_TOL = 1e-5  # of the rows, relative to the columns of X
 _GAP = 1e-3  # of cross entropy, relative

@@ -20,7 +20,7 @@ from herta_gpu.backends.ranks.nodes import NodesBackend
 from herta_gpu.backends.ranks.parts import Halo
 from herta_gpu.backends.ranks.teams import Rows
 from herta_gpu.laplacian import RegularizedLaplacian, block_cg
-from herta_gpu.unfolded import UnfoldedMap
+from herta_gpu.problem import UnfoldedMap
 from tests.backends.ranks.checks import COMM, RANK, N, data, parts
 from tests.backends.ranks.node_checks import shared_folder
 

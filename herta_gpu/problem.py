@@ -2,20 +2,24 @@
 
 Z*(W) = H^-1 X W is linear in W, so training needs two products only: A W and A^T E with
 A = M H^-1 X (M picks the training rows).  `UnfoldedMap` computes them by two block solves with the
-full graph, as the loop of Algorithm 1 does; `DenseMap` multiplies with a stored A.
+full graph, as the loop of Algorithm 1 does; `DenseMap` multiplies with a stored A.  `DenseProblem`
+is min over u of loss(A u) + ridge/2 ||C0 u||^2 for a stored A, in coordinates u with W = C0 u; a
+"pass" is a product with A or A^T.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
 
 from herta_gpu.backends.base import Array, Backend, norm, unit_roundoff
-from herta_gpu.factors import Factor
+from herta_gpu.coordinates import Metric
+from herta_gpu.factors import Factor, spectral_norm
 from herta_gpu.features import Features
 from herta_gpu.graph import Graph
 from herta_gpu.laplacian import RegularizedLaplacian, block_cg
@@ -23,6 +27,10 @@ from herta_gpu.losses import LOSSES, Loss
 
 _UNIT = unit_roundoff()
 _LEAST_TOL = 1e-14  # the tightest solve: below is rounding, even in float64
+_FLAT = 0.1  # share of the slope at the start of a step that may be left at its end
+
+History = list[dict[str, Any]]
+Callback = Callable[[dict[str, Any]], None]
 
 
 @dataclass
@@ -329,3 +337,135 @@ class Problem:
             eta = self.loss.step(self.xp, self.map.rows(at.Z), FD, self.Y, ridge)
         Z = at.Z + ahead.value * eta.astype(ahead.value.dtype)
         return self.point(at.w + eta * direction, Z, at.V, spent=ahead.iterations)
+
+
+@dataclass
+class DensePoint:
+    """Everything known at one u."""
+
+    u: Array
+    F: Array  # A u
+    Gu: Array  # G u
+    objective: float
+    E: Array  # the gradient of the loss with respect to F
+    g: Array  # the gradient of the objective with respect to u
+    rounding: Array  # a bound of what float64 may have done to F, a number on the device
+
+
+class DenseProblem:
+    """Objective, gradient, exact steps and the bound of the gap, with passes counted."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        loss: Loss,
+        A: Array,
+        Y: Array,
+        ridge: float,
+        metric: Metric | None = None,
+        gram: Array | None = None,
+    ) -> None:
+        """`metric` is G (None: the identity); `gram` is A^T A as Hessians see A, if known."""
+        self.gram = gram
+        self.backend, self.xp, self.loss, self.A, self.Y = backend, backend.xp, loss, A, Y
+        self.ridge, self.metric, self.passes = ridge, metric or Metric(backend), 0
+        mean = loss.mean(self.xp, A) if loss.intercept else None
+        self.seen = loss.scale_rows(self.xp, A, slice(None), mean)  # A, as Hessians see it
+        self.columns = self.xp.sqrt((A * A).sum(axis=0))  # norms
+        self.at_zero = loss.value(self.xp, self.xp.zeros_like(Y), Y)
+
+    @cached_property
+    def amplification(self) -> float:
+        """By how much an error of the gradient may grow on the way to that with respect to W."""
+        return self.metric.stretch() if self.ridge > 0 else math.inf
+
+    @cached_property
+    def A_norm(self) -> float:
+        if self.gram is None or not self.loss.plain:
+            return spectral_norm(self.backend, self.A)
+        return (1.1 * spectral_norm(self.backend, self.gram)) ** 0.5  # as far above as the other
+
+    def start(self, u: Array | None) -> DensePoint:
+        """The point of u (None: 0)."""
+        F, rounding = self.xp.zeros_like(self.Y), self.xp.zeros(())
+        if u is None:
+            u = self.xp.zeros((self.A.shape[1], self.Y.shape[1]))
+        else:
+            self.passes += 1
+            F, rounding = self.backend.matmul(self.A, u), self._product_rounding(u)
+        return self._at(u, F, rounding, self._values(u, F))
+
+    def move(self, at: DensePoint, D: Array) -> DensePoint:
+        """The minimiser along D, or a point near it that is lower than the start, too."""
+        FD, GD = self.backend.matmul(self.A, D), self.metric.times(D)
+        self.passes += 1
+        slope = self.ridge * self.xp.sum(at.Gu * D, axis=0)
+        curvature = self.ridge * self.xp.sum(GD * D, axis=0)
+        enough = _FLAT * abs(float(self.xp.sum(at.g * D)))  # synchronize!
+        for flat in (enough, 0.0):
+            eta = self.loss.step(self.xp, at.F, FD, self.Y, (slope, curvature), flat)
+            u, F = at.u + eta * D, at.F + eta * FD
+            values = self._values(u, F)
+            if values[0] <= at.objective:
+                break  # a slight slope may go on for long behind a narrow valley: not otherwise
+        added = self._product_rounding(eta * D) + 2 * _UNIT * self.xp.sqrt((F * F).sum())
+        return self._at(u, F, at.rounding + added, values)
+
+    def _values(self, u: Array, F: Array) -> tuple[float, Array, Array]:
+        """(objective, gradient of the loss with respect to F, G u)."""
+        Gu, (value, E) = self.metric.times(u), self.loss.at(self.xp, F, self.Y)
+        if self.ridge > 0:
+            value += 0.5 * self.ridge * float(self.xp.sum(u * Gu))  # synchronize!
+        return value, E, Gu
+
+    def _at(
+        self, u: Array, F: Array, rounding: Array, values: tuple[float, Array, Array]
+    ) -> DensePoint:
+        objective, E, Gu = values
+        self.passes += 1
+        g = self.loss.centre(self.xp, self.backend.matmul(self.A.T, E)) + self.ridge * Gu
+        return DensePoint(u, F, Gu, objective, E, g, rounding)
+
+    def _product_rounding(self, u: Array) -> Array:
+        """A bound of what float64 may have done to A u."""
+        xp, rows = self.xp, self.xp.sqrt((u * u).sum(axis=1))
+        whole = xp.sqrt((self.columns**2).sum() * (rows**2).sum())
+        return (self.A.shape[1] + 2) * _UNIT * xp.minimum(whole, (self.columns * rows).sum())
+
+    def gap(self, point: DensePoint, rounding: bool = True) -> float:
+        """A bound of objective - optimum, by strong convexity or because nothing is below 0."""
+        if self.ridge == 0:
+            return point.objective + (self.objective_error(point) if rounding else 0.0)
+        size = norm(self.metric.outer(point.g))
+        if not rounding:
+            return size**2 / (2 * self.ridge)
+        least = (size + self._rounding(point)) ** 2 / (2 * self.ridge)
+        return min(least, point.objective + self.objective_error(point))
+
+    def forward_rounding(self, point: DensePoint) -> float:
+        """A bound of what float64 may have done to F and E."""
+        own = 4 * _UNIT * (norm(point.F) + norm(self.Y))
+        return float(point.rounding) + own  # synchronize!
+
+    def objective_error(self, point: DensePoint) -> float:
+        """A bound of what float64 may have done to the objective."""
+        off = norm(point.E) * self.forward_rounding(point) + self.loss.rounding(point.F)
+        return off + 8 * _UNIT * abs(point.objective)
+
+    def _rounding(self, point: DensePoint) -> float:
+        """The same for the gradient with respect to W."""
+        forward = self.A_norm * self.forward_rounding(point)
+        adjoint = (self.A.shape[0] + 2) * _UNIT * norm(point.E) * norm(self.columns)
+        G_terms = 1 if self.metric.G is None or self.metric.G.ndim == 1 else self.A.shape[1]
+        ridge = (G_terms + 2) * _UNIT * self.ridge * norm(point.Gu)
+        return self.amplification * (forward + adjoint + ridge)
+
+    def record(
+        self, history: History, point: DensePoint, gap: float, callback: Callback | None
+    ) -> None:
+        """One line of the history, told to the callback."""
+        found = {"objective": point.objective, "gap": gap, "passes": self.passes}
+        found["grad_norm"] = norm(self.metric.outer(point.g))
+        history.append({"step": len(history), **found})
+        if callback is not None:
+            callback(history[-1])
