@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import scipy.sparse as sp
 
-from herta_gpu.app.plan import cheapest
+from herta_gpu.app.plan import cheapest, ranks_sizes
 from herta_gpu.backends import backend_for, get_backend
 from herta_gpu.datasets import Dataset, DataSizes
 from herta_gpu.herta import HERTA, works_by_nodes
-from herta_gpu.planning.forecast import assumptions, chosen, splits
+from herta_gpu.planning.forecast import assumptions, choose_split, splits
 from herta_gpu.planning.plan import Decision
 from herta_gpu.plumbing.checks import memory_budget, train_rows
 from herta_gpu.plumbing.machine import launched
@@ -158,15 +158,20 @@ class Sharing:
         reason = works_by_nodes(model, backend)
         if smoothed or reason is not None:
             return Decision("split", "columns", reason or "Correct and Smooth needs all nodes")
-        sizes, size = _sizes(data), self.crew.size
+        graph, X = data.graph, data.X
+        train = train_rows(data.split["train"], np.ones(graph.num_nodes, bool), len(data.y))
+        mapped, count = mapping_of(graph.indices) is not None, len(train)
+        nonzeros = X.nnz if sp.issparse(X) else None
+        sizes = DataSizes(
+            graph.num_nodes, graph.num_edges, X.shape[1], data.num_classes, count, nonzeros, mapped
+        )
         made, _ = cheapest(HERTA(**model.get_params()), sizes, budget)
-        word, seconds = np.dtype(model.dtype).itemsize, made.cost[made.strategy]
+        held = 12 * X.nnz if sp.issparse(X) else 0 if mapping_of(X) is not None else X.nbytes
+        ranks = ranks_sizes(sizes, model.dtype, self.crew.size, int(held))
         # METIS itself takes as long as a short fit: what it would find is not looked for twice.
-        cut = None if self.partition == "metis" else rows_moved(data.graph, size, self.partition)
-        held = 12 * data.X.nnz if sp.issparse(data.X) else data.X.nbytes
-        held = 0 if mapping_of(data.X) is not None else int(held)
-        numbers = (sizes.n, sizes.d, sizes.n_train, word, size, seconds, cut, held)
-        found = chosen(splits(made, *numbers), budget)
+        metis = self.partition == "metis"
+        cut = None if metis else rows_moved(graph, self.crew.size, self.partition)
+        found = choose_split(splits(made, ranks, made.cost[made.strategy], cut), budget)
         return found._replace(why=f"{found.why} ({assumptions(cut, self.partition)})")
 
     def share(self, data: Dataset) -> Dataset:
@@ -175,11 +180,3 @@ class Sharing:
             return data
         graph = data.graph.on_ranks(self.crew.comm, self.split, self.partition)
         return data.rows_of(graph) if self.split == "nodes" else replace(data, graph=graph)
-
-
-def _sizes(data: Dataset) -> DataSizes:
-    graph, X = data.graph, data.X
-    train = train_rows(data.split["train"], np.ones(graph.num_nodes, bool), len(data.y))
-    nonzeros, mapped = X.nnz if sp.issparse(X) else None, mapping_of(graph.indices) is not None
-    sizes = (graph.num_nodes, graph.num_edges, X.shape[1], data.num_classes, len(train))
-    return DataSizes(*sizes, nonzeros, mapped)

@@ -17,7 +17,8 @@ from herta_gpu.backends import get_backend
 from herta_gpu.datasets import DataSizes
 from herta_gpu.graph import Graph
 from herta_gpu.herta import HERTA
-from herta_gpu.planning.forecast import Card, assumptions, chosen, moved, splits
+from herta_gpu.planning.costs import Sizes
+from herta_gpu.planning.forecast import Card, assumptions, choose_split, moved, splits
 from herta_gpu.planning.memory import column_bytes
 from herta_gpu.planning.plan import Plan
 from herta_gpu.plumbing.checks import check_count, memory_budget, parse_bytes
@@ -120,19 +121,25 @@ def _on_ranks(
     args: argparse.Namespace, sizes: DataSizes, made: Plan, seconds: float, budget: int
 ) -> tuple[dict[str, Any], str]:
     """What each of several processes would hold, send and take: for --json, and as text."""
-    word, partition = np.dtype(args.dtype).itemsize, args.partition
+    partition = args.partition
     graph = datasets.graph_at_hand(args.dataset, args.data_dir)
     cut = None if graph is None else cut_of(graph, args.ranks, partition)
-    found = splits(made, sizes.n, sizes.d, sizes.n_train, word, args.ranks, seconds, cut)
+    found = splits(made, ranks_sizes(sizes, args.dtype, args.ranks), seconds, cut)
     rows = [
         (s.split, bytes_text(s.memory), bytes_text(s.moved), f"{s.seconds:,.3g}") for s in found
     ]
     head = (f"{args.ranks} ranks, split by", "memory a rank", "received a rank", "seconds")
-    choice, told = chosen(found, budget), assumptions(cut, partition)
+    choice, told = choose_split(found, budget), assumptions(cut, partition)
     content = {"ranks": args.ranks, "splits": [s._asdict() for s in found], "cut": cut}
     content |= {"split": choice.choice, "why": choice.why}
     shown = f"{table([head, *rows])}\nchosen: {choice.choice} ({choice.why})\n{told}"
     return content, shown
+
+
+def ranks_sizes(sizes: DataSizes, dtype: str, ranks: int, X_bytes: int = 0) -> Sizes:
+    """The sizes of a fit that several processes share; X_bytes are in memory."""
+    word = np.dtype(dtype).itemsize
+    return Sizes(sizes.n, sizes.m, sizes.d, sizes.c, sizes.n_train, word, X_bytes, ranks=ranks)
 
 
 def cut_of(graph: Graph, ranks: int, partition: str) -> float | None:

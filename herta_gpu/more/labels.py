@@ -24,8 +24,8 @@ import scipy.sparse as sp
 from herta_gpu.backends.base import unit_roundoff
 from herta_gpu.graph import Graph, check_whole
 from herta_gpu.laplacian import RegularizedLaplacian
-from herta_gpu.planning.settings import strength
-from herta_gpu.plumbing.checks import check_dtype, check_lam, check_positive, node_rows
+from herta_gpu.planning.settings import strengths
+from herta_gpu.plumbing.checks import check_dtype, check_number, check_positive, node_rows
 from herta_gpu.plumbing.files import Archive, DataError, why, write_npz
 from herta_gpu.plumbing.models import check_params, to_plain
 from herta_gpu.plumbing.targets import (
@@ -282,8 +282,9 @@ class LabelPropagation(NodeOutputs):
         return labels
 
     def _checked(self) -> float:
-        lam = strength(self.lam, self.alpha)
-        check_lam(lam)
+        if self.alpha is None:
+            check_number("lam", self.lam)  # one, not several
+        (lam,) = strengths(self.lam, self.alpha)
         check_positive("tol", self.tol)
         check_dtype(self.dtype)
         return lam

@@ -98,10 +98,7 @@ class Sizes:
     half: bool = False  # neighbours are gathered in half precision
     card: bool = False  # memory is that of a GPU; the host has its own
     weighted: bool = False  # edges have weights: in float64, and in the working precision
-    mapped: bool = False  # the graph lies in files, and its neighbours may stay there ...
-    paged: bool = False  # ... and do: each product reads them again
-    may_narrow: bool = False  # training rows of Q may be float32 ...
-    narrow: bool = False  # ... and are
+    mapped: bool = False  # the graph lies in files, and its neighbours may stay there
     nonzeros: int | None = None  # entries of a sparse X
     X_bytes_at: Callable[[int], int] | None = None  # X_bytes with another budget
     ranks: int = 1  # processes that blocks of columns are dealt out to
@@ -155,12 +152,12 @@ def row_copies(settings: Settings, weighted: bool) -> int:
     return int(settings.fit_intercept) + int(seen and not settings.quadratic)
 
 
-def Q_tolerance(sizes: Sizes, settings: Settings, strategy: str) -> float:
+def Q_tolerance(sizes: Sizes, settings: Settings, direct: bool) -> float:
     """How well Q must approximate H^-1 X."""
     top = sizes.top
     if sizes.hidden and sizes.n_train >= sizes.d:
         return EXACT_TOL
-    if strategy == "direct":  # and the true model is looked at afterwards
+    if direct:  # and the true model is looked at afterwards
         # What Q is off by counts squared in the loss.  Tight enough that the first look at the true
         # model is nearly always the last; a duality gap asks for more.
         share = 0.5 if settings.quadratic else 0.1
@@ -246,7 +243,7 @@ def strategy_costs(sizes: Sizes, settings: Settings) -> dict[str, float]:
     small = min(sizes.n_train, sizes.d)
     dense = sizes.n_train * sizes.d * small * _GEMM_FLOP + small**3 / 3 * _FACTOR_FLOP
     evaluations = 1 + (_OUTER_STEPS if settings.quadratic else _CE_EVALUATIONS)
-    rough = sizes.degree(Q_tolerance(sizes, settings, "herta"))
+    rough = sizes.degree(Q_tolerance(sizes, settings, direct=False))
     herta = _columns(sizes, rough) + evaluations * _evaluation(sizes)
     return {"herta": herta + dense, "direct": dense + min(direct_costs(sizes, settings))}
 
@@ -267,7 +264,7 @@ def direct_costs(sizes: Sizes, settings: Settings) -> tuple[float, float]:
     alone = _columns(sizes, tight) + (_whitening(sizes) if whiten else 0.0) + training
     if settings.quadratic:
         return alone, math.inf
-    degree = sizes.degree(Q_tolerance(sizes, settings, "direct"))
+    degree = sizes.degree(Q_tolerance(sizes, settings, direct=True))
     return alone, _columns(sizes, degree) + training + _evaluation(sizes)
 
 
@@ -301,7 +298,7 @@ def worth_reordering(settings: Settings, d: int, c: int, least: float) -> bool:
 
 def sampling_pays(sizes: Sizes, settings: Settings, s: int) -> bool:
     """Whether s samples save more solves for Q than a rougher P costs."""
-    m, degree = sizes.m, sizes.degree(Q_tolerance(sizes, settings, "herta"))
+    m, degree = sizes.m, sizes.degree(Q_tolerance(sizes, settings, direct=False))
     saved = sizes.d * degree * 2 * (m - s) * _CHEBYSHEV_STEP
     # About three more outer steps, and Lanczos for the certificate.
     columns = 3 * 2 * sizes.c + 40 * _NARROW_AND_DENSE

@@ -106,72 +106,63 @@ def assumptions(cut: float | None, partition: str) -> str:
 
 
 def splits(
-    plan: Plan,
-    n: int,
-    d: int,
-    n_train: int,
-    word: int,
-    ranks: int,
-    seconds: float,
-    cut: float | None = None,
-    X_bytes: int = 0,
+    plan: Plan, sizes: Sizes, seconds: float, cut: float | None = None
 ) -> tuple[Split, Split]:
-    """By columns and by nodes, of a plan that takes so many seconds in one process.
+    """By columns and by nodes of `sizes.ranks`, of a plan that takes so long in one process.
 
     `cut` are the rows that go from rank to rank in a product, in shares of all rows, where they
-    were counted.  `X_bytes` are those of X, where it is in memory.
+    were counted.  `sizes.X_bytes` are those of X, where it is in memory.
 
     Examples
     --------
     >>> from herta_gpu import HERTA
+    >>> from herta_gpu.planning.costs import Sizes
     >>> from herta_gpu.planning.forecast import splits
+    >>> sizes = Sizes(10**6, 10**7, 128, 40, 5 * 10**5, word=4, X_bytes=0, ranks=8)
     >>> plan = HERTA(lam=20.0, memory_budget="64GB").plan(10**6, 10**7, 128, 40, 5 * 10**5)
-    >>> columns, nodes = splits(plan, 10**6, 128, 5 * 10**5, 4, 8, seconds=80.0)
+    >>> columns, nodes = splits(plan, sizes, seconds=80.0)
     >>> columns.memory > nodes.memory, columns.moved < nodes.moved
     (True, True)
     """
+    d, ranks, X_bytes = sizes.d, sizes.ranks, sizes.X_bytes
     whole = sum(plan.memory.values())
     same = sum(plan.memory.get(name, 0) for name in _REPLICATED)
-    rows_of_Q = n_train * d * 8 * (ranks - 1) // ranks
+    rows_of_Q = sizes.n_train * d * 8 * (ranks - 1) // ranks
     blocks = plan.recipe.blocks(d)
     # As many rounds as the rank with most blocks has; narrower ones where there are too few.
     share = max(1 / ranks, math.ceil(len(blocks) / ranks) / max(len(blocks), ranks))
     columns = Split("columns", whole + X_bytes, rows_of_Q, seconds * share + rows_of_Q / _NETWORK)
-    halo = (assumed_cut(ranks) if cut is None else cut) * n / ranks  # rows that each rank receives
-    products = d * (plan.recipe.degree + 2)  # columns of products with H
-    moved = int(halo * products * word) + rows_of_Q
+    cut = assumed_cut(ranks) if cut is None else cut
+    halo = cut * sizes.n / ranks * sizes.word  # bytes that a rank receives of a column
+    moved = int(halo * d * (plan.recipe.degree + 2)) + rows_of_Q
     width = max(J.stop - J.start for J in blocks)
-    memory = same + (whole - same + X_bytes) // ranks + int(halo * width * word)
+    memory = same + (whole - same + X_bytes) // ranks + int(halo * width)
     return columns, Split("nodes", memory, moved, seconds / ranks + moved / _NETWORK)
 
 
-def chosen(found: tuple[Split, Split], budget: int) -> Decision:
+def choose_split(found: tuple[Split, Split], budget: int) -> Decision:
     """What fits into `budget` bytes of each rank; of two that do, the faster one.
 
     Examples
     --------
-    >>> from herta_gpu.planning.forecast import Split, chosen
+    >>> from herta_gpu.planning.forecast import Split, choose_split
     >>> both = Split("columns", 9 << 30, 0, 3.0), Split("nodes", 2 << 30, 10**9, 4.0)
-    >>> chosen(both, 4 << 30)[1:]
+    >>> choose_split(both, 4 << 30)[1:]
     ('nodes', 'columns needs 9.0 GB a rank, of which 4.0 GB may be used; nodes 2.0 GB')
-    >>> chosen(both, 16 << 30)[1:]
+    >>> choose_split(both, 16 << 30)[1:]
     ('columns', 'both fit into 16.0 GB a rank; predicted 3 s, and nodes 4 s')
     """
     first, other = sorted(found, key=lambda s: (s.memory > budget, s.seconds))
     if first.memory > budget:  # neither: the fit says what is missing
         first, other = sorted(found, key=lambda s: s.memory)
+    needed, fewer, allowed = (
+        f"{size / 2**30:,.1f} GB" for size in (other.memory, first.memory, budget)
+    )
+    why = (
+        f"both fit into {allowed} a rank; predicted {first.seconds:.3g} s, and "
+        f"{other.split} {other.seconds:.3g} s"
+    )
     if other.memory > budget:
-        why = (
-            f"{other.split} needs {_gigabytes(other.memory)} a rank, of which "
-            f"{_gigabytes(budget)} may be used; {first.split} {_gigabytes(first.memory)}"
-        )
-    else:
-        why = (
-            f"both fit into {_gigabytes(budget)} a rank; predicted {first.seconds:.3g} s, and "
-            f"{other.split} {other.seconds:.3g} s"
-        )
+        why = f"{other.split} needs {needed} a rank, of which {allowed} may be used; "
+        why += f"{first.split} {fewer}"
     return Decision("split", first.split, why)
-
-
-def _gigabytes(size: int) -> str:
-    return f"{size / 2**30:,.1f} GB"

@@ -30,124 +30,187 @@ DETERMINISTIC = ("spectral-proven", "spectral-deterministic")  # they need Q on 
 class Layout:
     """What is held, and how many columns are worked on together."""
 
-    sketch_rows: int | None
-    sketch_why: str
-    certificate: str
+    way: Way
     width: int  # columns of a solve
     Q_width: int  # columns of Q while it is made
     memory: dict[str, int]  # stage to bytes
+    outputs: int  # worked on together by solves over the outputs; 0: no memory for one
     keep_residual: bool = False  # n x d numbers from which a later pass over Q goes on
-    outputs: int = 0  # worked on together by solves over the outputs; 0: no memory for one
     beside: int = 0  # rows of Q outside training that are kept for evaluation
     on_host: bool = False  # stored rows of a GPU are trained on by the CPU
-    paged: bool = False  # neighbours stay in the graph's file
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to fit, and the bytes that it takes."""
+
+    sizes: Sizes
+    settings: Settings
+    certificate: str  # the kind that is tried first
+    stored: bool  # proven from training rows of Q: nothing else of it is held, nor n x c numbers
+    by_rows: bool  # H^-1 M^T is solved for
+    sketch_rows: int | None = None
     narrow: bool = False  # training rows of Q are float32
+    paged: bool = False  # neighbours stay in the graph's file
+
+    @property
+    def Q_column(self) -> int:
+        """Bytes of a column of Q while it is made: Chebyshev holds three, CG and a sketch more."""
+        if self.by_rows or self.sketch_rows is not None:
+            return self.solved_column
+        return self.sizes.n * (3 * (8 if self.sizes.hidden else self.sizes.word) + 8)
+
+    @property
+    def solved_column(self) -> int:
+        """Bytes of a column while CG solves for it."""
+        return self.sizes.n * column_bytes(self.sizes.dtype)
+
+    def memory(self, budget: int) -> dict[str, int]:
+        """Bytes per stage that stay allocated, blocks of columns and of outputs apart."""
+        sizes, settings = self.sizes, self.settings
+        n, d, word = sizes.n, sizes.d, sizes.word
+        # Scale, diagonal and weights in the working precision, and those of nodes in float64, too.
+        graph = 24 * n + 2 * sizes.m * word * sizes.weighted
+        if not self.paged:  # neighbours, their weights, where rows begin; degrees on the way
+            graph += 2 * sizes.m * (12 if sizes.weighted else 4) + (8 if sizes.card else 16) * n
+        chunks = 4 * min(chunk_bytes(budget), 8 * n * d)
+        memory = {"graph": graph, "X (copies)": sizes.X_bytes, "chunks of X": chunks}
+        if self.stored:  # MSE looks at runs of rows, cross entropy at all outputs
+            outputs = sizes.n_train * sizes.c * 8
+            outputs = min(_SWEEP, 4 * outputs) if settings.quadratic else 8 * outputs
+            memory["outputs on training nodes"] = outputs
+        if settings.label_folds:
+            memory["label features"] = 8 * n * len(LABEL_LAMS) * sizes.c
+        if settings.loo:
+            memory["leave-one-out"] = _left_out(sizes)
+        all_rows = self.certificate in DETERMINISTIC
+        if settings.precondition:
+            rows = n if all_rows else self.sketch_rows or sizes.n_train
+            wide = sizes.hidden or (self.stored and not self.narrow)
+            memory["Q"] = rows * d * (8 if wide else word) + sizes.copies * sizes.n_train * d * 8
+            memory["P and its factor"] = self._factor()
+        if all_rows:  # B and its Gram matrix, for as many rows outside training as columns at most
+            outside = min(n - sizes.n_train, d)
+            memory["rows of Q outside training"] = 8 * outside * (d + 3 * outside)
+        return memory
+
+    def _factor(self) -> int:
+        """P, its factor, and what is needed on the way from one to the other."""
+        n_train, d = max(self.sizes.n_train, 1), self.sizes.d
+        if not self.stored or n_train >= d:
+            return 3 * min(d, n_train) * d * 8
+        if case_of(n_train, d, self.settings.ridge, known=True) is not Case.DENSE:
+            return 5 * n_train * d * 8  # rows, their span, and copies for LAPACK
+        return 4 * d * d * 8
+
+    def outputs(self, left: int) -> int:
+        """Outputs that the loop with the true model can work on together; 0: none.
+
+        Those of cross entropy are one problem: all of them, or none.
+        """
+        c, column, separable = self.sizes.c, self.solved_column, self.settings.quadratic
+        # Solves of a block that is all there are as wide as it is, if there is a choice.
+        wide = min(c, _FEW) if separable else 1
+        if self.output_bytes(c) + wide * column <= left:
+            return c
+        if not separable:
+            return 0
+        one = self.output_bytes(2) - self.output_bytes(1)
+        return max(0, min(c - 1, (left - self.output_bytes(0)) // (one + column), BLOCK_WIDTH))
+
+    def output_bytes(self, outputs: int) -> int:
+        """What the loop with the true model holds of so many outputs, beside its solves."""
+        sizes = self.sizes
+        targets = 0 if outputs == sizes.c else sizes.n_train * sizes.c  # those of all, meanwhile
+        return 8 * (_OUTPUTS * sizes.n * outputs + targets)
+
+    def refuse(self, budget: int, column: int) -> BudgetError:
+        """The error that names the least budget: what it takes grows with the budget, but slower.
+
+        `column`: bytes beside `memory` without which nothing can be done.
+        """
+        allowed, need, sizes = 0, 1, self.sizes
+        while need > allowed << 20:
+            allowed = -(-need >> 20)
+            held = sizes.X_bytes if sizes.X_bytes_at is None else sizes.X_bytes_at(allowed << 20)
+            there = replace(self, sizes=replace(sizes, X_bytes=held))
+            need = sum(there.memory(allowed << 20).values()) + column
+        return _too_little(allowed, budget, self.settings)
 
 
-def fitting_layout(
-    sizes: Sizes, settings: Settings, budget: int, by_rows: bool, certificate: str, stored: bool
-) -> Layout:
+def fitting_layout(way: Way, budget: int, may_narrow: bool = False) -> Layout:
     """The best layout within the budget.
 
-    `stored`: the fit is proven from the training rows of Q, so nothing else of it is held, and no
-    array of n x c.  Otherwise first the rows of Q outside training go, then Q for its sketch.
+    First the rows of Q outside training go, then Q for its sketch; of rows that prove the fit
+    themselves, which are all that is held, float64 goes if they `may_narrow`.
     """
-    budget = _pooled(sizes, budget)
-    if stored and not by_rows:
-        return _roomy_layout(sizes, settings, budget, certificate)
-    rows, why = _sketch(sizes, settings, by_rows)
-    ways = [(rows, why, certificate)]
-    if certificate in DETERMINISTIC:
-        ways.append((rows, why, "spectral-probabilistic"))
-    can = settings.sketch.when == "auto" and not by_rows and settings.precondition
-    fewer = SKETCH_ROWS_PER_COLUMN * sizes.d
-    if can and fewer < sizes.n_train:
-        ways.append((fewer, "Q does not fit the memory budget", ways[-1][2]))
+    sizes, settings = way.sizes, way.settings
+    # Processes with rows of their own have this together, beside what each of them holds whole.
+    whole = 8 * (sizes.n_train * (sizes.d + 4 * sizes.c) + 3 * sizes.d**2)
+    budget = sizes.parts * budget - (sizes.parts - 1) * whole
+    if way.stored and not way.by_rows:
+        return _roomy_layout(way, budget, may_narrow)
+    ways = [replace(way, sketch_rows=sketch(sizes, settings, way.by_rows)[0])]
+    if way.certificate in DETERMINISTIC:
+        ways.append(replace(ways[0], certificate="spectral-probabilistic"))
+    can = settings.sketch.when == "auto" and not way.by_rows and settings.precondition
+    if can and SKETCH_ROWS_PER_COLUMN * sizes.d < sizes.n_train:
+        ways.append(replace(ways[-1], sketch_rows=SKETCH_ROWS_PER_COLUMN * sizes.d))
     # Rather narrower blocks of outputs than a rougher P, down to a few.
     for fewest in (min(sizes.c, _FEW), 1):
-        for rows, why, certificate in ways:
-            memory = _memory(sizes, settings, budget, rows, certificate, stored)
+        for one in ways:
+            memory = one.memory(budget)
             left = budget - sum(memory.values())
-            outputs = _outputs(sizes, settings, left)
-            if not stored:
-                memory["outputs"] = _output_bytes(sizes, outputs)
+            outputs = one.outputs(left)
+            if not one.stored:
+                memory["outputs"] = one.output_bytes(outputs)
                 left -= memory["outputs"]
             width = block_width(sizes.n, max(sizes.d, sizes.c), sizes.dtype, left)
-            if width >= 1 and (stored or outputs >= fewest):
-                column = _Q_column(sizes, by_rows, rows)
-                solved = min(sizes.n_train, sizes.d) if by_rows else sizes.d
-                Q_width = min(sizes.d, BLOCK_WIDTH, left // column)
+            if width >= 1 and (one.stored or outputs >= fewest):
+                solved = min(sizes.n_train, sizes.d) if one.by_rows else sizes.d
+                Q_width = min(sizes.d, BLOCK_WIDTH, left // one.Q_column)
                 Q_width = dealt_width(solved, Q_width, sizes.ranks)
                 width = dealt_width(outputs or sizes.c, width, sizes.ranks)
-                block = max(Q_width * column, min(width, outputs) * _solved_column(sizes))
+                block = max(Q_width * one.Q_column, min(width, outputs) * one.solved_column)
                 memory["one block of columns"] = block
-                return Layout(rows, why, certificate, width, Q_width, memory, outputs=outputs)
-    column = _solved_column(sizes)
-    if not stored:
-        column += _output_bytes(sizes, 1 if settings.quadratic else sizes.c)
-    least = _least_budget(sizes, settings, rows, certificate, stored, column)
-    raise _too_little(least, budget, settings)
+                return Layout(one, width, Q_width, memory, outputs)
+    column = way.solved_column
+    if not way.stored:
+        column += way.output_bytes(1 if settings.quadratic else sizes.c)
+    raise ways[-1].refuse(budget, column)
 
 
-def _pooled(sizes: Sizes, budget: int) -> int:
-    """Bytes that processes with rows of their own have together, beside what each holds whole."""
-    whole = 8 * (sizes.n_train * (sizes.d + 4 * sizes.c) + 3 * sizes.d**2)
-    return sizes.parts * budget - (sizes.parts - 1) * whole
-
-
-def _outputs(sizes: Sizes, settings: Settings, left: int) -> int:
-    """Outputs that the loop with the true model can work on together; 0: none.
-
-    Those of cross entropy are one problem: all of them, or none.
-    """
-    column, separable = _solved_column(sizes), settings.quadratic
-    # Solves of a block that is all there are as wide as it is, if there is a choice.
-    wide = min(sizes.c, _FEW) if separable else 1
-    if _output_bytes(sizes, sizes.c) + wide * column <= left:
-        return sizes.c
-    if not separable:
-        return 0
-    one = _output_bytes(sizes, 2) - _output_bytes(sizes, 1)
-    left -= _output_bytes(sizes, 0)
-    return max(0, min(sizes.c - 1, left // (one + column), BLOCK_WIDTH))
-
-
-def _output_bytes(sizes: Sizes, outputs: int) -> int:
-    """What the loop with the true model holds of so many outputs, beside its solves."""
-    targets = 0 if outputs == sizes.c else sizes.n_train * sizes.c  # those of all, meanwhile
-    return 8 * (_OUTPUTS * sizes.n * outputs + targets)
-
-
-def _roomy_layout(sizes: Sizes, settings: Settings, budget: int, certificate: str) -> Layout:
+def _roomy_layout(way: Way, budget: int, may_narrow: bool) -> Layout:
     """The first way that leaves room for enough columns at once, or the one with most of them.
 
     A product gathers whole cache lines and takes as long for two columns as for sixteen.  Training
     rows of Q in float32 cost a little of what is proven; neighbours of a mapped graph that stay in
     its file are read again for each product.
     """
-    ways, found = [sizes], []
-    if sizes.may_narrow:
-        ways.append(replace(sizes, narrow=True))
-    if sizes.mapped:
-        ways += [replace(way, paged=True) for way in ways]
-    for way in ways:
+    ways, found = [way], []
+    if may_narrow:
+        ways.append(replace(way, narrow=True))
+    if way.sizes.mapped:
+        ways += [replace(one, paged=True) for one in ways]
+    for one in ways:
         try:
-            found.append(_stored_layout(way, settings, budget, certificate))
+            found.append(_stored_layout(one, budget))
         except BudgetError:
-            if way is ways[-1] and not found:
+            if one is ways[-1] and not found:
                 raise
             continue
-        if found[-1].width >= min(_LINE, sizes.d):
+        if found[-1].width >= min(_LINE, way.sizes.d):
             return found[-1]
     return max(found, key=lambda layout: layout.width)
 
 
-def _stored_layout(sizes: Sizes, settings: Settings, budget: int, certificate: str) -> Layout:
+def _stored_layout(way: Way, budget: int) -> Layout:
     """Three blocks of columns beside the training rows of Q, and its residual if there is room."""
+    sizes, settings = way.sizes, way.settings
     # Three blocks (and half of one for gathers), and the rows of one on their way into Q.
     column = (3 * sizes.word + 2 * sizes.half) * sizes.n + 3 * sizes.n_train * 8
     column += 8 * sizes.n * (sizes.nonzeros is not None)  # of a sparse X, made dense
-    memory = _memory(sizes, settings, budget, None, certificate, stored=True)
+    memory = way.memory(budget)
     on_host = sizes.card and sum(memory.values()) + column > budget
     if on_host:
         memory["outputs on training nodes"] = min(_SWEEP, memory["outputs on training nodes"])
@@ -162,8 +225,7 @@ def _stored_layout(sizes: Sizes, settings: Settings, budget: int, certificate: s
     wide = min(BLOCK_WIDTH, max(_ENOUGH, _BLOCKS // column))
     width = dealt_width(sizes.d, min(sizes.d, wide, left // column), sizes.ranks)
     if width < 1:
-        least = _least_budget(sizes, settings, None, certificate, True, column)
-        raise _too_little(least, budget, settings)
+        raise way.refuse(budget, column)
     keep = residual <= _RESIDUAL and left - residual >= width * column
     memory["one block of columns"] = width * column
     if keep:
@@ -175,11 +237,9 @@ def _stored_layout(sizes: Sizes, settings: Settings, budget: int, certificate: s
         memory["making label features"] = short
         if sum(memory.values()) > budget:
             raise _too_little(-(-sum(memory.values()) >> 20), budget, settings)
-    outputs = _outputs(sizes, settings, left - residual * keep)
-    return Layout(
-        None, "Q itself is never stored", certificate, width, width, memory, keep, outputs,
-        sizes.beside if beside else 0, on_host, sizes.paged, sizes.narrow,
-    )  # fmt: skip
+    outputs = way.outputs(left - residual * keep)
+    beside = sizes.beside if beside else 0
+    return Layout(way, width, width, memory, outputs, keep, beside, on_host)
 
 
 def dealt_width(columns: int, width: int, ranks: int) -> int:
@@ -237,7 +297,7 @@ def _too_little(least: int, budget: int, settings: Settings) -> BudgetError:
     )
 
 
-def _sketch(sizes: Sizes, settings: Settings, by_rows: bool) -> tuple[int | None, str]:
+def sketch(sizes: Sizes, settings: Settings, by_rows: bool) -> tuple[int | None, str]:
     """(rows of the SRHT, why)."""
     if by_rows or not settings.precondition:
         return None, "no Q to sketch"
@@ -252,88 +312,6 @@ def _sketch(sizes: Sizes, settings: Settings, by_rows: bool) -> tuple[int | None
         return s, "as asked" if s == wish.count else f"as asked, {capped}"
     s = math.ceil(sizes.d * math.log(max(sizes.n, 2)) / BETA**2)
     return min(s, padded), f"Algorithm 1 wants {s:.2g}, {capped}" if s > padded else "Algorithm 1"
-
-
-def _least_budget(
-    sizes: Sizes,
-    settings: Settings,
-    rows: int | None,
-    certificate: str,
-    stored: bool,
-    column: int,
-) -> int:
-    """MB with which the thriftiest plan works: what it takes grows with the budget, but slower."""
-    budget, need = 0, 1
-    while need > budget << 20:
-        budget = -(-need >> 20)
-        held = sizes.X_bytes if sizes.X_bytes_at is None else sizes.X_bytes_at(budget << 20)
-        there = replace(sizes, X_bytes=held)
-        memory = _memory(there, settings, budget << 20, rows, certificate, stored)
-        need = sum(memory.values()) + column
-    return budget
-
-
-def _Q_column(sizes: Sizes, by_rows: bool, sketch_rows: int | None) -> int:
-    """Bytes of a column of Q while it is made: Chebyshev holds three, CG and a sketch more."""
-    if by_rows or sketch_rows is not None:
-        return _solved_column(sizes)
-    return sizes.n * (3 * (8 if sizes.hidden else sizes.word) + 8)
-
-
-def _solved_column(sizes: Sizes) -> int:
-    """Bytes of a column while CG solves for it."""
-    return sizes.n * column_bytes(sizes.dtype)
-
-
-def _memory(
-    sizes: Sizes,
-    settings: Settings,
-    budget: int,
-    rows: int | None,
-    certificate: str,
-    stored: bool,
-) -> dict[str, int]:
-    """Bytes per stage that stay allocated, blocks of columns and of outputs apart."""
-    n, d, word = sizes.n, sizes.d, sizes.word
-    # Scale, diagonal and weights in the working precision, and those of nodes in float64 as well.
-    graph = 24 * n + 2 * sizes.m * word * sizes.weighted
-    if not sizes.paged:  # neighbours, their weights, where rows begin; degrees on the way
-        graph += 2 * sizes.m * (12 if sizes.weighted else 4) + (8 if sizes.card else 16) * n
-    chunks = 4 * min(chunk_bytes(budget), 8 * n * d)
-    memory = {"graph": graph, "X (copies)": sizes.X_bytes, "chunks of X": chunks}
-    if stored:
-        # MSE looks at runs of rows, cross entropy at all outputs.
-        outputs_there = sizes.n_train * sizes.c * 8
-        quadratic = settings.quadratic
-        memory["outputs on training nodes"] = (
-            min(_SWEEP, 4 * outputs_there) if quadratic else 8 * outputs_there
-        )
-    if settings.label_folds:
-        memory["label features"] = 8 * sizes.n * len(LABEL_LAMS) * sizes.c
-    if settings.loo:
-        memory["leave-one-out"] = _left_out(sizes)
-    if settings.precondition:
-        q_rows = sizes.n_train if rows is None else rows
-        if certificate in DETERMINISTIC:
-            q_rows = n
-        wide = sizes.hidden or (stored and not sizes.narrow)
-        memory["Q"] = q_rows * d * (8 if wide else word) + sizes.copies * sizes.n_train * d * 8
-        memory["P and its factor"] = _factor_bytes(sizes, settings, stored)
-    if certificate in DETERMINISTIC:
-        # B and its Gram matrix, for as many rows outside training as columns at most.
-        outside = min(n - sizes.n_train, d)
-        memory["rows of Q outside training"] = 8 * outside * (d + 3 * outside)
-    return memory
-
-
-def _factor_bytes(sizes: Sizes, settings: Settings, stored: bool) -> int:
-    """P, its factor, and what is needed on the way from one to the other."""
-    n_train, d = max(sizes.n_train, 1), sizes.d
-    if not stored or n_train >= d:
-        return 3 * min(d, n_train) * d * 8
-    if case_of(n_train, d, settings.ridge, known=True) is not Case.DENSE:
-        return 5 * n_train * d * 8  # rows, their span, and copies for LAPACK
-    return 4 * d * d * 8
 
 
 def _making_label_features(sizes: Sizes, settings: Settings) -> int:

@@ -26,7 +26,7 @@ from herta_gpu.planning.costs import (
     strategy_costs,
     worth_whitening,
 )
-from herta_gpu.planning.memory import BETA, DETERMINISTIC, Layout, fitting_layout
+from herta_gpu.planning.memory import BETA, DETERMINISTIC, Layout, Way, fitting_layout, sketch
 from herta_gpu.planning.settings import NEWTON_SIZE, Settings
 from herta_gpu.plumbing.checks import BudgetError
 
@@ -172,49 +172,49 @@ def make_plan(sizes: Sizes, settings: Settings, budget: int, reordered: bool = F
     cost = strategy_costs(sizes, settings)
     strategies = _strategies(settings, cost)
     for strategy in strategies:
-        samples = _samples(sizes, settings, strategy.value)
-        loop = _loop_samples(sizes, settings)
-        by_rows = _by_rows(sizes, settings, strategy.value, samples.value)
-        stored = _stored(sizes, settings, strategy.value, by_rows)
+        direct = strategy.value == "direct"
+        samples = _samples(sizes, settings, direct)
+        by_rows = _by_rows(sizes, settings, direct, samples.value)
+        stored = direct and _stored(sizes, settings, by_rows)
         wanted = _certificate(sizes, settings, by_rows, samples.value, stored)
         narrow = stored and rows_may_be_narrow(sizes, settings)
-        sizes = replace(sizes, may_narrow=narrow)
         try:
-            layout = fitting_layout(sizes, settings, budget, by_rows, wanted, stored)
-            look = _look(sizes, settings, stored, by_rows) and layout.outputs > 0
+            layout = fitting_layout(Way(sizes, settings, wanted, stored, by_rows), budget, narrow)
             break
         except BudgetError:
             if strategy is strategies[-1]:
                 raise
-    recipe = _recipe(sizes, settings, strategy.value, by_rows, layout, stored, look)
+    way, look = layout.way, layout.outputs > 0 and _look(sizes, settings, stored, by_rows)
+    recipe, loop = _recipe(layout, direct, look), _loop_samples(sizes, settings)
+    total = sum(layout.memory.values())
     told = [
         strategy.decision,
         samples.decision,
-        *_layout_decisions(layout, sizes, stored),
+        *_layout_decisions(layout),
         _Q_decision(recipe),
-        Decision("certificate", layout.certificate, _CERTIFICATE_WHY[layout.certificate]),
-        _memory_decision(layout, budget),
+        Decision("certificate", way.certificate, _CERTIFICATE_WHY[way.certificate]),
+        Decision("memory", f"{total / 2**20:,.1f} MB", f"budget {budget / 2**20:,.0f} MB"),
     ]
     if loop is not None:
         told.append(loop.decision)
     if reordered:
         told.append(Decision("order", "by community", "neighbours close in memory"))
     return Plan(
-        strategy.value,
-        samples.value,
-        layout.sketch_rows,
-        layout.certificate,
-        recipe,
-        layout.width,
-        stored,
-        0 if settings.several else layout.outputs,
-        look,
-        layout.beside,
-        layout.on_host,
-        None if loop is None else loop.value,
-        layout.memory,
-        cost,
-        tuple(told),
+        strategy=strategy.value,
+        n_samples=samples.value,
+        sketch_rows=way.sketch_rows,
+        certificate=way.certificate,
+        recipe=recipe,
+        solve_width=layout.width,
+        stored=stored,
+        outputs=0 if settings.several else layout.outputs,
+        look=look,
+        beside=layout.beside,
+        on_host=layout.on_host,
+        loop_samples=None if loop is None else loop.value,
+        memory=layout.memory,
+        cost=cost,
+        decisions=tuple(told),
     )
 
 
@@ -228,33 +228,28 @@ _CERTIFICATE_WHY = {
 }
 
 
-def _recipe(
-    sizes: Sizes,
-    settings: Settings,
-    strategy: str,
-    by_rows: bool,
-    layout: Layout,
-    stored: bool,
-    look: bool,
-) -> Recipe:
-    whiten = stored and worth_whitening(sizes, settings)
+def _recipe(layout: Layout, direct: bool, look: bool) -> Recipe:
+    way, sizes, settings = layout.way, layout.way.sizes, layout.way.settings
+    whiten = way.stored and worth_whitening(sizes, settings)
     # The true model measures what Q leaves, if it is looked at anyway.
-    goal = Q_goal(sizes, settings, whiten) if stored and not by_rows and not look else None
+    measure = way.stored and not way.by_rows and not look
+    goal = Q_goal(sizes, settings, whiten) if measure else None
     # Steps on stored rows cost no solve, and Newton's method needs them for its Hessian.
-    useful = strategy == "direct" or sizes.d * sizes.c <= NEWTON_SIZE
+    useful = direct or sizes.d * sizes.c <= NEWTON_SIZE
+    keep = (way.stored or not settings.quadratic) and useful and way.sketch_rows is None
     return Recipe(
-        degree=sizes.degree(goal or Q_tolerance(sizes, settings, strategy)),
+        degree=sizes.degree(goal or Q_tolerance(sizes, settings, direct)),
         width=layout.Q_width,
         exact=sizes.hidden and sizes.n_train >= sizes.d and goal is None,
-        sketch_rows=layout.sketch_rows,
-        by_rows=by_rows,
+        sketch_rows=way.sketch_rows,
+        by_rows=way.by_rows,
         row_tol=row_tolerance(settings, look),
-        all_rows=layout.certificate in DETERMINISTIC,
-        keep_rows=(stored or not settings.quadratic) and useful and layout.sketch_rows is None,
+        all_rows=way.certificate in DETERMINISTIC,
+        keep_rows=keep,
         whiten=whiten,
         goal=goal,
         keep_residual=layout.keep_residual,
-        narrow=layout.narrow,
+        narrow=way.narrow,
         curvature=sizes.curvature,
         symmetric=settings.optimizer == "adam",
         seed=settings.seed,
@@ -300,22 +295,27 @@ def orthonormal(recipe: Recipe) -> Chosen:
     return Chosen(replace(recipe, whiten=True), again)
 
 
-def _layout_decisions(layout: Layout, sizes: Sizes, stored: bool) -> list[Decision]:
-    rows, width = layout.sketch_rows, layout.width
+def _layout_decisions(layout: Layout) -> list[Decision]:
+    way, sizes, width = layout.way, layout.way.sizes, layout.width
+    rows, why = sketch(sizes, way.settings, way.by_rows)
+    if way.stored and not way.by_rows:
+        rows, why = None, "Q itself is never stored"
+    elif way.sketch_rows != rows:
+        rows, why = way.sketch_rows, "Q does not fit the memory budget"
     shown = f"{width}" if width >= layout.Q_width else f"{width}, of Q {layout.Q_width}"
     told = [
-        Decision("sketch", "no" if rows is None else f"{rows:,} rows", layout.sketch_why),
+        Decision("sketch", "no" if rows is None else f"{rows:,} rows", why),
         Decision("columns at once", shown, f"at most {BLOCK_WIDTH}, as they fit"),
     ]
-    if not stored and layout.outputs < sizes.c:
+    if not way.stored and layout.outputs < sizes.c:
         shown = f"{layout.outputs} of {sizes.c:,}"
         told.append(Decision("outputs at once", shown, "each block is finished before the next"))
-    if layout.narrow:
+    if way.narrow:
         told.append(Decision("rows of Q", "float32", "memory is short; what they round is counted"))
-    if layout.paged:
+    if way.paged:
         why = "not in memory, where more columns at once save more"
         told.append(Decision("neighbours", "read again for each product", why))
-    if stored and layout.on_host:
+    if way.stored and layout.on_host:
         told.append(Decision("training", "on the host", "outputs do not fit beside the graph"))
     return told
 
@@ -328,11 +328,6 @@ def _Q_decision(recipe: Recipe) -> Decision:
         how = f"residuals to {recipe.goal:.1e}, about {recipe.degree} products"
         return Decision("Q", how, f"passes of Chebyshev over {columns}")
     return Decision("Q", f"Chebyshev degree {recipe.degree}", "solves with one polynomial")
-
-
-def _memory_decision(layout: Layout, budget: int) -> Decision:
-    total = sum(layout.memory.values())
-    return Decision("memory", f"{total / 2**20:,.1f} MB", f"budget {budget / 2**20:,.0f} MB")
 
 
 def _strategies(settings: Settings, cost: dict[str, float]) -> list[Chosen]:
@@ -354,12 +349,10 @@ def _strategies(settings: Settings, cost: dict[str, float]) -> list[Chosen]:
     return [chosen(best, why), chosen(other, f"{best} does not fit the memory budget")]
 
 
-def _stored(sizes: Sizes, settings: Settings, strategy: str, by_rows: bool) -> bool:
-    """Whether training happens on stored rows, which then prove the fit as well if they can."""
-    if strategy != "direct" or settings.custom_P:
-        return False
-    if settings.optimizer not in ("cg", "lbfgs") and not settings.quadratic:
-        return False  # its own steps are asked for, with the true gradient
+def _stored(sizes: Sizes, settings: Settings, by_rows: bool) -> bool:
+    """Whether "direct" trains on stored rows, which then prove the fit as well if they can."""
+    if settings.custom_P or (settings.optimizer not in ("cg", "lbfgs") and not settings.quadratic):
+        return False  # an optimizer's own steps are asked for, with the true gradient
     if settings.several or (settings.loo and not by_rows):
         return True
     return settings.ridge > 0 if by_rows else sizes.n_train >= sizes.d
@@ -370,40 +363,37 @@ def _look(sizes: Sizes, settings: Settings, stored: bool, by_rows: bool) -> bool
 
     Cross entropy, and fewer rows than features, ask for a very tight one.
     """
-    if not stored or (settings.quadratic and not by_rows):
-        return False
-    if settings.several or settings.loo:
+    if not stored or settings.several or settings.loo or (settings.quadratic and not by_rows):
         return False
     alone, looked = direct_costs(sizes, settings)
     return looked < alone
 
 
-def _samples(sizes: Sizes, settings: Settings, strategy: str) -> Chosen:
+def _samples(sizes: Sizes, settings: Settings, direct: bool) -> Chosen:
     """How many edges to sample for L_tilde; None: the full graph."""
 
     def chosen(value: int | None, why: str) -> Chosen:
-        return Chosen(
-            value, Decision("sparsify", "no" if value is None else f"{value:,} samples", why)
-        )
+        told = "no" if value is None else f"{value:,} samples"
+        return Chosen(value, Decision("sparsify", told, why))
 
     m, wish = sizes.m, settings.sparsify
     if wish.when == "never":
         return chosen(None, "not asked for")
-    if strategy == "direct" or m == 0 or not settings.precondition:
+    if direct or m == 0 or not settings.precondition:
         return chosen(None, "not useful")
     if not sizes.can_sample:
         return chosen(None, "not on GPUs that share out nodes")
-    if wish.count is not None and wish.count > MOST_DRAWS * m:
+    if wish.count is not None:
+        if wish.count <= MOST_DRAWS * m:
+            return chosen(wish.count, f"as asked, of {m:,} edges")
         why = f"{wish.count:,} samples of {m:,} edges say no more than the edges themselves"
         return chosen(None, why)
-    if wish.count is not None:
-        return chosen(wish.count, f"as asked, of {m:,} edges")
-    n_lambda = sizes.n_lambda()
-    if wish.when == "always" and settings.scores == "sketch":
-        s = sample_size(n_lambda, sizes.n, BETA / (3 * max(settings.lam, 1.0)))
+    faithful = wish.when == "always" and settings.scores == "sketch"
+    eps = BETA / (3 * max(settings.lam, 1.0)) if faithful else AUTO_EPS
+    s = sample_size(sizes.n_lambda(), sizes.n, eps)
+    if faithful:
         capped = f"Algorithm 2 wants {s:.2g}, capped at m" if s > m else "Algorithm 2"
         return chosen(min(s, m), capped)
-    s = sample_size(n_lambda, sizes.n, AUTO_EPS)
     if wish.when == "always":
         capped = f"degree scores want {s:,}, capped at m" if s > m else "by degree scores"
         return chosen(min(s, m), capped)
@@ -412,16 +402,16 @@ def _samples(sizes: Sizes, settings: Settings, strategy: str) -> Chosen:
     return chosen(None, f"{s:,} samples would not save work on {m:,} edges")
 
 
-def _by_rows(sizes: Sizes, settings: Settings, strategy: str, n_samples: int | None) -> bool:
+def _by_rows(sizes: Sizes, settings: Settings, direct: bool, n_samples: int | None) -> bool:
     """Whether to solve for H^-1 M^T, fewer columns than H^-1 X has, and to know A itself."""
     if sizes.n_train >= sizes.d or n_samples is not None or not settings.precondition:
         return False
-    if settings.several or (settings.loo and settings.ridge == 0):
-        return False  # what is proven, and left out, needs stored rows in coordinates of norm 1
-    if settings.loo and sizes.beside:
-        return False  # the variance of other nodes needs their rows, too
+    # What is proven, and left out, needs stored rows in coordinates of norm 1; the variance of
+    # other nodes needs their rows, too.
+    if settings.several or (settings.loo and (settings.ridge == 0 or sizes.beside)):
+        return False
     # Without a ridge the rows of an approximate Q would span another space than those of A.
-    return strategy == "direct" or (settings.ridge == 0 and settings.sketch.when != "always")
+    return direct or (settings.ridge == 0 and settings.sketch.when != "always")
 
 
 def _loop_samples(sizes: Sizes, settings: Settings) -> Chosen | None:
@@ -438,16 +428,8 @@ def _loop_samples(sizes: Sizes, settings: Settings) -> Chosen | None:
     return Chosen(None, Decision("loop", "full graph", why))
 
 
-def _unproven(quadratic: bool) -> str:
-    return "spectral-probabilistic" if quadratic else "none"
-
-
 def _certificate(
-    sizes: Sizes,
-    settings: Settings,
-    by_rows: bool,
-    n_samples: int | None,
-    stored: bool,
+    sizes: Sizes, settings: Settings, by_rows: bool, n_samples: int | None, stored: bool
 ) -> str:
     """The kind of certificate to try first."""
     if stored and settings.quadratic and not by_rows:

@@ -30,6 +30,16 @@ LABEL_WIDTH = 16  # classes at a time: all lam at once need room
 TOGETHER = 16  # products whose rows are added up together, for several lam at once
 NEWTON_SIZE = 2000  # numbers in W up to which the whole Hessian of cross entropy is worth having
 OPTIMIZER_NAMES = ("cg", "gd", "momentum", "adam", "lbfgs")
+# What a parameter may be, where there are only a few choices.
+_WORDS: dict[str, tuple[Any, ...]] = {
+    "loss": LOSS_NAMES,
+    "optimizer": OPTIMIZER_NAMES,
+    "strategy": ("auto", "herta", "direct"),
+    "reorder": ("auto", True, False),
+    "precondition": (True, False),
+    "device": DEVICES,
+    "fit_intercept": (True, False),
+}
 
 
 @dataclass(frozen=True)
@@ -71,42 +81,42 @@ class Settings:
     @classmethod
     def of(cls, params: Mapping[str, Any]) -> Settings:
         """Settings from the estimator's parameters, or a sentence that says what is wrong."""
-        lams = strengths(params["lam"], params["alpha"])
-        check_choice("loss", params["loss"], LOSS_NAMES)
-        check_choice("optimizer", params["optimizer"], OPTIMIZER_NAMES)
-        check_choice("strategy", params["strategy"], ("auto", "herta", "direct"))
+        for name, words in _WORDS.items():
+            check_choice(name, params[name], words)
+        lams, sparsify = strengths(params["lam"], params["alpha"]), params["sparsify"]
         check_ridge(params["ridge"])
         check_positive("tol", params["tol"])
         check_count("max_iter", params["max_iter"])
         check_count("random_state", params["random_state"], least=0, most=MAX_SEED)
-        check_choice("reorder", params["reorder"], ("auto", True, False))
-        check_choice("precondition", params["precondition"], (True, False))
-        check_choice("device", params["device"], DEVICES)
-        check_choice("fit_intercept", params["fit_intercept"], (True, False))
         check_class_weight(params["class_weight"])
-        budget, sparsify = params["memory_budget"], params["sparsify"]
+        budget, rate = params["memory_budget"], params["learning_rate"]
+        if isinstance(rate, str):
+            check_choice("learning_rate", rate, ("spectral",))
+        elif rate is not None:
+            check_positive("learning_rate", rate)
+            rate = float(rate)
+        as_they_are: dict[str, Any] = {
+            name: bool(params[name]) if _WORDS[name] == (True, False) else params[name]
+            for name in _WORDS
+            if name != "reorder"
+        }
         made = cls(
+            **as_they_are,
             lam=max(lams),
             lams=lams,
-            loss=params["loss"],
-            optimizer=params["optimizer"],
             ridge=float(params["ridge"]),
             tol=float(params["tol"]),
             max_iter=int(params["max_iter"]),
-            strategy=params["strategy"],
             sparsify=_wish("sparsify", sparsify, {"degree": "always", "mixed": "auto"}),
             # A word asks for what is cheap, a count or True for Algorithm 2.
             scores="degree" if isinstance(sparsify, str) else "sketch",
             mixed=isinstance(sparsify, str) and sparsify == "mixed",
             sketch=_wish("sketch", params["sketch"]),
-            precondition=bool(params["precondition"]),
-            device=params["device"],
             dtype=check_dtype(params["dtype"]),
             memory_budget=None if budget is None else parse_bytes(budget),
             seed=int(params["random_state"]),
-            learning_rate=_rate(params["learning_rate"]),
+            learning_rate=rate,
             reorder=_wish("reorder", params["reorder"]),
-            fit_intercept=bool(params["fit_intercept"]),
             label_folds=_folds(params["label_features"]),
             weighted=params["class_weight"] is not None,
         )
@@ -174,9 +184,14 @@ def strengths(lam: Any, alpha: Any) -> tuple[float, ...]:
     if isinstance(lam, np.ndarray) and lam.ndim == 1:
         lam = lam.tolist()
     if not isinstance(lam, (list, tuple)):
-        one = strength(lam, alpha)
-        check_lam(one)
-        return (one,)
+        if alpha is None:
+            check_lam(check_number("lam", lam))
+            return (float(lam),)
+        check_positive("alpha", alpha)
+        if alpha >= 1:
+            raise ValueError(f"alpha must lie between 0 and 1, not {alpha!r}.")
+        check_lam(1.0 / float(alpha) - 1.0)
+        return (1.0 / float(alpha) - 1.0,)
     if alpha is not None:
         raise ValueError("alpha stands for one lam: leave it out, or give one lam.")
     if not lam:
@@ -199,16 +214,6 @@ def check_class_weight(given: Any) -> None:
         check_not_negative(f"class_weight of {label!r}", weight)
 
 
-def strength(lam: Any, alpha: Any) -> float:
-    """lam, or APPNP's alpha in place of it."""
-    if alpha is None:
-        return check_number("lam", lam)
-    check_positive("alpha", alpha)
-    if alpha >= 1:
-        raise ValueError(f"alpha must lie between 0 and 1, not {alpha!r}.")
-    return 1.0 / float(alpha) - 1.0
-
-
 def _wish(name: str, value: Any, words: Mapping[str, str] | None = None) -> Wish:
     words = {"auto": "auto", **(words or {})}
     if isinstance(value, (bool, np.bool_)):
@@ -229,13 +234,3 @@ def _folds(value: Any) -> int:
     if value == 1:
         raise ValueError("label_features counts folds: at least 2, or 0 for no such features.")
     return int(value)
-
-
-def _rate(value: Any) -> float | str | None:
-    if isinstance(value, str):
-        check_choice("learning_rate", value, ("spectral",))
-        return value
-    if value is None:
-        return None
-    check_positive("learning_rate", value)
-    return float(value)

@@ -13,7 +13,7 @@ from herta_gpu.planning.forecast import (
     Split,
     assumed_cut,
     assumptions,
-    chosen,
+    choose_split,
     moved,
     splits,
     step_bytes,
@@ -99,7 +99,7 @@ def plan():
 
 
 def test_a_counted_cut_takes_the_place_of_the_assumed_one(plan):
-    given = (plan, N, D, TRAIN, 4, RANKS, 80.0)
+    given = (plan, Sizes(N, M, D, C, TRAIN, word=4, X_bytes=0, ranks=RANKS), 80.0)
     columns, assumed = splits(*given)
     same, counted = splits(*given, cut=assumed_cut(RANKS))
     assert (columns, assumed) == (same, counted)
@@ -115,8 +115,10 @@ def test_a_counted_cut_takes_the_place_of_the_assumed_one(plan):
 
 
 def test_X_in_memory_is_whole_on_each_rank_only_by_columns(plan):
-    given = (plan, N, D, TRAIN, 4, RANKS, 80.0, None)
-    (columns, nodes), (more, share) = splits(*given), splits(*given, X_bytes=8 << 30)
+    sizes = Sizes(N, M, D, C, TRAIN, word=4, X_bytes=0, ranks=RANKS)
+    (columns, nodes), (more, share) = (
+        splits(plan, replace(sizes, X_bytes=held), 80.0) for held in (0, 8 << 30)
+    )
     assert more.memory - columns.memory == 8 << 30
     assert share.memory - nodes.memory == pytest.approx((8 << 30) / RANKS, abs=RANKS)
 
@@ -136,7 +138,7 @@ def test_what_fits_is_taken_and_then_what_is_faster(memory, seconds, choice, wor
         Split(name, size << 30, 0, s)
         for name, size, s in zip(("columns", "nodes"), memory, seconds, strict=True)
     )
-    decision = chosen(found, 4 << 30)
+    decision = choose_split(found, 4 << 30)
     assert decision.choice == choice
     assert words in decision.why
 

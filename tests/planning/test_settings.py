@@ -10,7 +10,7 @@ import pytest
 
 from herta_gpu import HERTA
 from herta_gpu.losses import LOSSES
-from herta_gpu.planning.settings import LOSS_NAMES, Settings, Wish, strength
+from herta_gpu.planning.settings import LOSS_NAMES, Settings, Wish
 
 
 def settings(**wishes: Any) -> Settings:
@@ -88,7 +88,7 @@ def test_numbers_have_plain_types() -> None:
 
 
 def test_alpha_stands_for_lam() -> None:
-    assert strength(7.0, None) == 7.0
+    assert settings(lam=7.0).lams == (7.0,)
     assert settings(lam=3.0, alpha=0.1).lam == pytest.approx(9.0)
 
 
