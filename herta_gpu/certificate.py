@@ -52,7 +52,7 @@ import numpy as np
 from herta_gpu.backends.base import Array, Backend, norm, unit_roundoff
 from herta_gpu.coordinates import Units, Whitened
 from herta_gpu.diffusion import residual_norms
-from herta_gpu.factors import DenseGram, Spanned, gram
+from herta_gpu.factors import DenseGram, RowSpace, gram
 from herta_gpu.laplacian import block_cg
 from herta_gpu.losses import Loss
 from herta_gpu.optimizers import minimise
@@ -825,7 +825,7 @@ class StoredProblem:
             terms = 8 if self.basis.ridge.ndim == 1 else 3 * r + 8
             rows = rows + terms * _UNIT * self.ridge * self.basis.ridge_size(by_row)
         Du = float((P.column_error * by_row).sum())  # synchronize!
-        if isinstance(P.inner, Spanned):
+        if isinstance(P.inner, RowSpace):
             missed = P.inner.missed(u, self.sizes + P.column_error)
             outputs, aside = outputs + missed, _moved(missed, slope, aside)
         choices = []

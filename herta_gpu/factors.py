@@ -27,7 +27,6 @@ from herta_gpu.features import in_float64
 from herta_gpu.losses import LOSSES, Loss
 
 _UNIT = unit_roundoff()
-_EPS = 2 * _UNIT
 RANK_CUT = 1e-12  # eigenvalues of P below this share of the largest are rounding, not data
 ROW_CUT = 1e-9  # singular values of A below this share of the largest are left over by the solves
 DAMPING = 1e-7  # share of the largest eigenvalue added when Q has too few rows to span the features
@@ -44,19 +43,11 @@ NOT_FINITE = (
 class Factor(ABC):
     """C with C C^T = P^-1: the coordinates w, W = C w, that make the problem well conditioned."""
 
-    kind: str  # which factor this is
+    kind: Any  # which factor this is
     note: str  # what was cut or added, for the user
     slack: float  # a bound of ||C^T (curvature Q^T Q + ridge) C - I||; inf if P is another matrix
-
-    @property
-    @abstractmethod
-    def rank(self) -> int:
-        """Dimension of the kept subspace."""
-
-    @property
-    @abstractmethod
-    def size(self) -> float:
-        """A bound of ||C||_2."""
+    rank: Any  # dimension of the kept subspace
+    size: Any  # a bound of ||C||_2
 
     @abstractmethod
     def to_weights(self, w: Array, /) -> Array:
@@ -79,22 +70,13 @@ class Factor(ABC):
         return norm(sizes) * self.size
 
 
-@dataclass
 class Identity(Factor):
     """No preconditioner: the standard training that the paper compares with."""
 
-    d: int
-    kind = "none"
-    note = ""
-    slack = math.inf
+    kind, note, slack, size = "none", "", math.inf, 1.0
 
-    @property
-    def rank(self) -> int:
-        return self.d
-
-    @property
-    def size(self) -> float:
-        return 1.0
+    def __init__(self, d: int) -> None:
+        self.rank = d
 
     def to_weights(self, w: Array) -> Array:
         return w
@@ -117,13 +99,9 @@ class Cholesky(Factor):
     J: Array | None = None  # (r,); None: all columns
     d: int = 0  # number of all columns, where J is only some
 
-    @property
-    def kind(self) -> str:  # type: ignore[override]
-        return "cholesky" if self.J is None else "pivoted cholesky"
-
-    @property
-    def rank(self) -> int:
-        return self.L.shape[0]
+    def __post_init__(self) -> None:
+        self.kind = "cholesky" if self.J is None else "pivoted cholesky"
+        self.rank = self.L.shape[0]
 
     @property
     def size(self) -> float:
@@ -152,121 +130,81 @@ class Cholesky(Factor):
 
 @dataclass
 class Eigen(Factor):
-    """P^-1/2 = V diag(values^-1/2) V^T as the paper prints it, on the kept eigenvectors V."""
+    """P^-1/2 itself, as the paper prints it: P = V diag(values) V^T + shift I.
 
-    V: Array  # d x r
+    Without a shift what V does not span is cut.
+    """
+
+    V: Array  # d x r, orthonormal
     values: Array  # (r,)
     slack: float
-    note: str = ""
-    kind = "eigen"
+    note: str
+    shift: float = 0.0
 
-    @property
-    def rank(self) -> int:
-        return self.V.shape[1]
+    def __post_init__(self) -> None:
+        self.kind = "low rank" if self.shift else "eigen"
+        self.rank = self.V.shape[0 if self.shift else 1]
 
     @property
     def size(self) -> float:
-        return float(self.values.min()) ** -0.5 if self.values.shape[0] else 0.0  # synchronize!
+        if self.shift:
+            return self.shift**-0.5
+        return float(self.values.min()) ** -0.5 if self.rank else 0.0  # synchronize!
 
     def to_weights(self, w: Array) -> Array:
-        return self.V @ ((self.V.T @ w) / self.values[:, None] ** 0.5)
+        return self._power(-0.5, w)
 
     to_gradient = to_weights  # symmetric
 
     def from_weights(self, W: Array) -> Array:
-        return self.V @ ((self.V.T @ W) * self.values[:, None] ** 0.5)
+        return self._power(0.5, W)
 
     def project(self, v: Array) -> Array:
-        return self.V @ (self.V.T @ v)
+        return v if self.shift else self.V @ (self.V.T @ v)
 
-
-@dataclass
-class LowRank(Factor):
-    """(A^T A + shift I)^-1/2 for A with few rows, from the eigenvectors of A A^T."""
-
-    U: Array  # d x r, orthonormal
-    values: Array  # (r,) eigenvalues of A A^T
-    shift: float
-    slack: float
-    note: str = ""
-    kind = "low rank"
-
-    @property
-    def rank(self) -> int:
-        return self.U.shape[0]
-
-    @property
-    def size(self) -> float:
-        return self.shift**-0.5
-
-    def to_weights(self, w: Array) -> Array:
-        keep = (self.values + self.shift) ** -0.5 - self.shift**-0.5
-        return w / self.shift**0.5 + self.U @ (keep[:, None] * (self.U.T @ w))
-
-    to_gradient = to_weights  # symmetric
-
-    def from_weights(self, W: Array) -> Array:
-        keep = (self.values + self.shift) ** 0.5 - self.shift**0.5
-        return W * self.shift**0.5 + self.U @ (keep[:, None] * (self.U.T @ W))
+    def _power(self, exponent: float, v: Array) -> Array:
+        """P^exponent v."""
+        outside = self.shift**exponent if self.shift else 0.0
+        inside = (self.values + self.shift) ** exponent - outside
+        found = self.V @ (inside[:, None] * (self.V.T @ v))
+        return found + outside * v if outside else found
 
 
 @dataclass
 class RowSpace(Factor):
-    """W = V R^-1 w: the span of the rows of A, in which A W = U w with orthonormal columns U.
+    """W = C w, C = V R^-1: the span of the rows of A, in which A W = U w with orthonormal columns.
 
     Fewer training rows than features leave all other directions without any effect on the loss.
-    Where the rows of the true A span a space that is only nearly this one, `slack` is infinite.
+    Something can be proven of rows that are stored, against the optimum over all W = C w.  Other
+    rows span a space that is only nearly that of the true A: then `slack` is infinite.
     """
 
     backend: Backend
     V: Array  # d x r, orthonormal
     R: Array  # r x r, upper triangular, (A V)^T (A V) = R^T R
-    note: str
+    C: Array  # d x r
     slack: float
+    note: str
     kind = "row space"
 
-    @property
-    def rank(self) -> int:
-        return self.V.shape[1]
-
-    @property
-    def size(self) -> float:
-        return math.inf
-
-    def to_weights(self, w: Array) -> Array:
-        return self.backend.matmul(self.V, self.backend.solve_triangular(self.R.T, w, trans=True))
-
-    def to_gradient(self, g: Array) -> Array:
-        return self.backend.solve_triangular(self.R.T, self.backend.matmul(self.V.T, g))
-
-    def from_weights(self, W: Array) -> Array:
-        return self.backend.matmul(self.R, self.backend.matmul(self.V.T, W))
-
-    def amplified(self, sizes: Array) -> float:
-        return math.inf
-
-
-@dataclass
-class Spanned(RowSpace):
-    """The row space of stored rows A, with C = V R^-1 itself and ||(A C)^T (A C) - I|| measured.
-
-    Of these rows something can be proven: against the optimum over all W = C w.
-    """
-
-    C: Array  # d x r
-
     @classmethod
-    def of_rows(cls, backend: Backend, A: Array, V: Array, R: Array, note: str) -> Spanned:
-        xp, (count, d), r = backend.xp, A.shape, V.shape[1]
+    def of(
+        cls, backend: Backend, V: Array, R: Array, note: str, A: Array | None = None
+    ) -> RowSpace:
+        """For the rows A, if they are stored: ||(A C)^T A C - I|| is measured then."""
+        xp, r, slack = backend.xp, V.shape[1], math.inf
         C = backend.matmul(V, backend.solve_triangular(R.T, xp.eye(r), trans=True))
-        AC = backend.matmul(A, C)
-        off = (d + 2) * _UNIT * norm(A) * norm(C)  # ||computed A C - A C||_F
-        gram = norm(backend.matmul(AC.T, AC) - xp.eye(r)) + (count + 2) * _UNIT * norm(AC) ** 2
-        return cls(backend, V, R, note, gram + 2 * off * norm(AC) + off**2, C)
+        if A is not None:
+            AC = backend.matmul(A, C)
+            off = (A.shape[1] + 2) * _UNIT * norm(A) * norm(C)  # ||computed A C - A C||_F
+            rounding = (A.shape[0] + 2) * _UNIT * norm(AC) ** 2
+            slack = norm(backend.matmul(AC.T, AC) - xp.eye(r)) + rounding
+            slack = slack + 2 * off * norm(AC) + off**2
+        return cls(backend, V, R, C, slack, note)
 
-    @property
-    def size(self) -> float:
-        return norm(self.C)
+    def __post_init__(self) -> None:
+        self.rank = self.V.shape[1]
+        self.size = math.inf if self.slack == math.inf else norm(self.C)
 
     def to_weights(self, w: Array) -> Array:
         return self.backend.matmul(self.C, w)
@@ -274,7 +212,12 @@ class Spanned(RowSpace):
     def to_gradient(self, g: Array) -> Array:
         return self.backend.matmul(self.C.T, g)
 
+    def from_weights(self, W: Array) -> Array:
+        return self.backend.matmul(self.R, self.backend.matmul(self.V.T, W))
+
     def amplified(self, sizes: Array) -> float:
+        if self.slack == math.inf:
+            return math.inf
         by_row = self.backend.xp.sqrt((self.C * self.C).sum(axis=1))
         return min(norm(sizes) * self.size, float((sizes * by_row).sum()))  # synchronize!
 
@@ -286,59 +229,61 @@ class Spanned(RowSpace):
         return float((sizes * xp.sqrt((left * left).sum(axis=1))).sum())  # synchronize!
 
 
-class Map(Protocol):
-    """Coordinates u of the weights: W = C0 u."""
+def multiply(backend: Backend, M: Array, u: Array) -> Array:
+    """M u; a diagonal M is given as a vector."""
+    return M[:, None] * u if M.ndim == 1 else backend.matmul(M, u)
+
+
+class Map:
+    """Coordinates u of the weights: W = C0 u.
+
+    C0 and K = C0^-T (K^T C0 = I) are d x r matrices, or (d,) diagonals; a 0 on C0's diagonal leaves
+    a feature out.
+    """
+
+    shape: tuple[int, int]
+
+    def __init__(self, backend: Backend, C: Array, K: Array | None = None) -> None:
+        self.backend, self.C = backend, C
+        self.K = 1.0 / (C + (C == 0)) if K is None else K
+        self.shape = C.shape[0], C.shape[-1]
 
     @property
     def stretch(self) -> float:
         """A bound of ||C0||_2."""
+        return float(self.C.max()) if self.C.ndim == 1 else norm(self.C)  # synchronize!
 
     def weights(self, u: Array) -> Array:
         """C0 u."""
+        return multiply(self.backend, self.C, u)
 
     def transposed(self, g: Array) -> Array:
         """C0^T g."""
+        return multiply(self.backend, self.C.T, g)
 
     def coordinates(self, W: Array) -> Array:
         """u of W = C0 u."""
+        return multiply(self.backend, self.K.T, W)
+
+    def gradient(self, g: Array) -> Array:
+        """C0^-T g: a gradient in u as W sees it."""
+        return multiply(self.backend, self.K, g)
+
+    def rows(self, Q: Array) -> Array:
+        """Q C0^-1: rows of H^-1 X C0 as rows of H^-1 X."""
+        return Q * self.K if self.K.ndim == 1 else self.backend.matmul(Q, self.K.T)
 
     def column_sizes(self, sizes: Array) -> Array:
         """(r,) bounds of the norms of the columns of E C0, given those of E."""
-
-
-@dataclass
-class Diagonal:
-    """C0 = diag(scale); a scale of 0 leaves its feature out."""
-
-    scale: Array  # (d,)
-
-    @property
-    def stretch(self) -> float:
-        return float(self.scale.max())  # synchronize!
-
-    def weights(self, u: Array) -> Array:
-        return self.scale[:, None] * u
-
-    transposed = weights
-
-    def coordinates(self, W: Array) -> Array:
-        scale = self.scale[:, None]
-        return W / (scale + (scale == 0))
-
-    def column_sizes(self, sizes: Array) -> Array:
-        return self.scale * sizes
+        return multiply(self.backend, abs(self.C).T, sizes[:, None])[:, 0]
 
 
 class Composed(Factor):
     """A factor of P for columns X C0, seen from the weights of X: C = C0 C_inner."""
 
     def __init__(self, C0: Map, inner: Factor) -> None:
-        self.C0, self.inner = C0, inner
+        self.C0, self.inner, self.rank = C0, inner, inner.rank
         self.kind, self.note, self.slack = inner.kind, inner.note, inner.slack
-
-    @property
-    def rank(self) -> int:
-        return self.inner.rank
 
     @property
     def size(self) -> float:
@@ -360,6 +305,7 @@ class Composed(Factor):
         return self.inner.amplified(self.C0.column_sizes(sizes))
 
 
+# ---- numbers that are proven of a matrix -------------------------------------------------------
 class Lifted(NamedTuple):
     """L L^T = P + added I."""
 
@@ -373,20 +319,10 @@ def safe_cholesky(
 ) -> Lifted | None:
     """A Cholesky factor of P, which is overwritten by P + added I where rounding hides it.
 
-    Parameters
-    ----------
-    backend : Backend
-    P : (d, d) array
-        Symmetric, without a negative eigenvalue but for rounding.
-    first : float
-        What is added before the first try.
-    proven : bool
-        Whether a bound of the smallest eigenvalue is wanted, too: more is added until there is one.
-
-    Returns
-    -------
-    Lifted, or None where P is not finite or no such matrix: then more than its trace would be
-    needed, and it has no factor at all.
+    P is symmetric, without a negative eigenvalue but for rounding.  `first` is added before the
+    first try; where a bound of the smallest eigenvalue is wanted, too (`proven`), more is added
+    until there is one.  None where P is not finite or no such matrix: then more than its trace
+    would be needed, and it has no factor at all.
 
     Examples
     --------
@@ -400,7 +336,7 @@ def safe_cholesky(
     d, trace = P.shape[0], float(P.diagonal().sum())  # synchronize!
     if not 0 < trace < math.inf:
         return None
-    diagonal, added, more = backend.xp.arange(d), first, 4 * (d + 2) * _EPS * trace
+    diagonal, added, more = backend.xp.arange(d), first, 8 * (d + 2) * _UNIT * trace
     if first:
         P[diagonal, diagonal] += first
     while added <= trace + first:
@@ -425,7 +361,7 @@ def smallest_eigenvalue(backend: Backend, P: Array, L: Array) -> float:
 
     d, size = P.shape[0], power_iteration(backend.xp, inverse, P.shape[0], 6)
     # float64 finds no factor of a matrix that is indefinite by more than this.
-    rounding = (d + 2) * _EPS * float(P.diagonal().sum())  # synchronize!
+    rounding = 2 * (d + 2) * _UNIT * float(P.diagonal().sum())  # synchronize!
     bound = 0.5 / size if np.isfinite(size) and size > 0 else 0.0
     diagonal = backend.xp.arange(d)
     while bound > rounding:
@@ -437,7 +373,7 @@ def smallest_eigenvalue(backend: Backend, P: Array, L: Array) -> float:
     return _TINY
 
 
-def power_iteration(xp: Any, multiply: Callable[[Array], Array], d: int, steps: int) -> float:
+def power_iteration(xp: Any, apply: Callable[[Array], Array], d: int, steps: int) -> float:
     """The largest eigenvalue of a symmetric operator, from below; the host waits once.
 
     It is right to some per cent after a few steps.
@@ -446,7 +382,7 @@ def power_iteration(xp: Any, multiply: Callable[[Array], Array], d: int, steps: 
     v = xp.asarray(np.random.default_rng(0).standard_normal((d, 1)))
     v = v / xp.linalg.norm(v)
     for _ in range(steps):
-        v = multiply(v)
+        v = apply(v)
         size = xp.linalg.norm(v)
         v = v / xp.where(size > 0, size, 1.0)
     return float(size)  # synchronize!
@@ -463,6 +399,7 @@ def spectral_norm(backend: Backend, M: Array) -> float:
     return 1.1 * power_iteration(backend.xp, squared, M.shape[1], 8) ** 0.5
 
 
+# ---- from Q^T Q to a factor -------------------------------------------------------------------
 class Gram(Protocol):
     """Q^T Q, from which P and its factor are made for any curvature and ridge."""
 
@@ -483,88 +420,70 @@ class DenseGram:
     rounding: float = 0.0  # |error| <= rounding |q_i| |q_j| of each entry of Q^T Q
 
     def factor(self, curvature: float, ridge: float, symmetric: bool) -> Factor:
-        xp, d = self.backend.xp, self.QtQ.shape[0]
-        P = curvature * self.QtQ
+        xp, P = self.backend.xp, curvature * self.QtQ
         if not math.isfinite(float(P.diagonal().sum())):  # synchronize!
             raise ValueError(NOT_FINITE)
         if ridge == 0:
             # Columns of X C0 have norm 1: what is small is barely seen by the training rows.
             return self._cut(P, symmetric)
-        if self.penalty.ndim == 1:
-            diagonal = xp.arange(d)
-            P[diagonal, diagonal] += ridge * self.penalty
-        else:
-            P += ridge * self.penalty
+        add_ridge(xp, P, ridge * self.penalty)
         # With a ridge every feature counts, and the unit diagonal makes P as well conditioned as
         # scaling can.
         scale = 1.0 / xp.sqrt(P.diagonal())
         P *= scale[:, None]
         P *= scale[None, :]
-        return Composed(
-            Diagonal(scale), self._whole_root(P) if symmetric else self._whole_triangle(P)
-        )
+        return Composed(Map(self.backend, scale), self._whole(P, symmetric))
 
-    def _whole_triangle(self, P: Array) -> Factor:
-        """A Cholesky factor of P, which has a unit diagonal; what rounding hides is lifted."""
-        lifted = safe_cholesky(self.backend, P, proven=True)
-        if lifted is None:
-            raise ValueError(NOT_FINITE)
-        L, added, smallest = lifted
-        slack = math.inf if added else self._slack(P, smallest)
-        return Cholesky(self.backend, L, smallest, slack, _lifted_note(added))
-
-    def _whole_root(self, P: Array) -> Factor:
-        """The symmetric root of P, which has a unit diagonal; no eigenvalue is cut here either."""
-        xp, d = self.backend.xp, P.shape[0]
-        values, V = xp.linalg.eigh(P)
-        least, added = 4 * (d + 2) * d * _EPS, 0.0
-        if float(values[0]) < least:  # synchronize!
-            added = least + max(0.0, -float(values[0]))
-            values = values + added
-        slack = math.inf if added else self._slack(P, float(values[0]))
-        return Eigen(V, values, slack, _lifted_note(added))
+    def _whole(self, P: Array, symmetric: bool) -> Factor:
+        """A factor of P, which has a unit diagonal; what rounding hides is lifted, none is cut."""
+        if not symmetric:
+            lifted = safe_cholesky(self.backend, P, proven=True)
+            if lifted is None:
+                raise ValueError(NOT_FINITE)
+            L, added, smallest = lifted
+            slack = self._slack(P, smallest, added > 0)
+            return Cholesky(self.backend, L, smallest, slack, _lifted_note(added))
+        d, (values, V) = P.shape[0], self.backend.xp.linalg.eigh(P)
+        least, smallest = 8 * (d + 2) * d * _UNIT, float(values[0])  # synchronize!
+        added = least + max(0.0, -smallest) if smallest < least else 0.0
+        slack = self._slack(P, smallest, added > 0)
+        return Eigen(V, values + added, slack, _lifted_note(added))
 
     def _cut(self, P: Array, symmetric: bool) -> Factor:
         """A factor of P without a ridge, cut where it must be, or damped if Q has too few rows."""
-        xp, d = self.backend.xp, P.shape[0]
+        backend, xp, d, note = self.backend, self.backend.xp, P.shape[0], ""
         # A few per cent are enough to scale the damping.
-        top = power_iteration(xp, lambda v: self.backend.matmul(P, v), d, 20) or 1.0
-        note = ""
+        top = power_iteration(xp, lambda v: backend.matmul(P, v), d, 20) or 1.0
         if self.damped:
             P[xp.arange(d), xp.arange(d)] += DAMPING * top
-            note = _damping_note(DAMPING)
-        if not symmetric:
-            return self._cut_triangle(P, top, note)
-        values, V = xp.linalg.eigh(P)
-        keep = values > RANK_CUT * xp.maximum(values[-1], 1e-300)
-        smallest = float(xp.where(keep, values, xp.inf).min())  # synchronize!
-        slack = math.inf if self.damped else self._slack(P, smallest)
-        return Eigen(xp.ascontiguousarray(V[:, keep]), values[keep], slack, note)
-
-    def _cut_triangle(self, P: Array, top: float, note: str) -> Factor:
-        """A Cholesky factor; of well-separated columns only where P is close to singular."""
-        backend, d = self.backend, P.shape[0]
+            note = _DAMPED
+        if symmetric:
+            values, V = xp.linalg.eigh(P)
+            keep = values > RANK_CUT * xp.maximum(values[-1], 1e-300)
+            smallest = float(xp.where(keep, values, xp.inf).min())  # synchronize!
+            V = xp.ascontiguousarray(V[:, keep])
+            return Eigen(V, values[keep], self._slack(P, smallest), note)
         L = backend.cholesky(P)
         # The smallest eigenvalue is at most the least square of L's diagonal: a glance at that
         # often settles that columns must go.
         if L is not None and float(L.diagonal().min()) ** 2 > 10 * RANK_CUT * top:  # synchronize!
             smallest = smallest_eigenvalue(backend, P, L)
             if smallest > 10 * RANK_CUT * top:
-                slack = math.inf if self.damped else self._slack(P, smallest)
-                return Cholesky(backend, L, smallest, slack, note)
+                return Cholesky(backend, L, smallest, self._slack(P, smallest), note)
         L, J = backend.pivoted_cholesky(P, RANK_CUT * top)
         kept = P[J[:, None], J[None, :]]
         smallest = smallest_eigenvalue(backend, kept, L) if J.shape[0] else 1.0
-        slack = math.inf if self.damped else self._slack(kept, smallest)
-        return Cholesky(backend, L, smallest, slack, note, J, d)
+        return Cholesky(backend, L, smallest, self._slack(kept, smallest), note, J, d)
 
-    def _slack(self, P: Array, smallest: float) -> float:
+    def _slack(self, P: Array, smallest: float, lifted: bool = False) -> float:
         """What rounding of Q^T Q and of its factor may do, seen from P's smallest eigenvalue.
 
         |error of P_ij| <= rounding sqrt(P_ii P_jj), a matrix of norm rounding * trace(P).
         """
+        if self.damped or lifted:
+            return math.inf
         trace = float(P.diagonal().sum())  # synchronize!
-        return (self.rounding + (P.shape[0] + 6) * _EPS) * trace / smallest
+        return (self.rounding + 2 * (P.shape[0] + 6) * _UNIT) * trace / smallest
 
 
 @dataclass
@@ -593,13 +512,12 @@ class LowRankGram:
         r = values.shape[0]
         top = float(values[0]) if r else 0.0  # synchronize!
         if ridge == 0:
-            shift = DAMPING * (top or 1.0)
-            return LowRank(self.U, values, shift, math.inf, _damping_note(DAMPING))
+            return Eigen(self.U, values, math.inf, _DAMPED, DAMPING * (top or 1.0))
         shift = max(ridge, _LEAST_RIDGE * top)
         # U is orthonormal and its values are right to within rounding of the largest.
-        slack = 64 * (r + 2) * _EPS * math.sqrt(max(top / shift, 1.0))
+        slack = 128 * (r + 2) * _UNIT * math.sqrt(max(top / shift, 1.0))
         slack = slack if shift == ridge else math.inf
-        return LowRank(self.U, values, shift, slack, _lifted_note(shift - ridge))
+        return Eigen(self.U, values, slack, _lifted_note(shift - ridge), shift)
 
 
 @dataclass
@@ -607,43 +525,47 @@ class RowSpaceGram:
     """Fewer training rows than features and no ridge: the rows of A are all that the loss sees."""
 
     backend: Backend
-    scale: Array  # (d,) columns of X have norm 1 after this: a unit decides nothing
+    A: Array | None  # None: nothing is to be proven of these rows
+    scale: Array | None  # (d,) columns of X have norm 1 after this: a unit decides nothing
     V: Array  # d x r, orthonormal: the span of the rows
     R: Array  # r x r, upper triangular, (A V)^T (A V) = R^T R
-    stored: Array | None = None  # A, where something is to be proven of it: then all scales are 1
 
     @classmethod
-    def of_rows(cls, backend: Backend, A: Array, units: Array) -> RowSpaceGram:
+    def of_rows(cls, backend: Backend, A: Array, units: Array | None = None) -> RowSpaceGram:
+        """Without `units` the rows are stored, and something is to be proven of them."""
+        A = A.astype("float64", copy=False)
+        if units is None:
+            return cls(backend, A, None, *backend.row_space(A, ROW_CUT))
         xp, filled = backend.xp, units > 0
         scale = xp.where(filled, 1.0 / xp.where(filled, units, 1.0), 0.0)
-        V, R = backend.row_space(A.astype("float64") * scale, ROW_CUT)
-        return cls(backend, scale, V, R)
-
-    @classmethod
-    def of_stored(cls, backend: Backend, Q: Array) -> RowSpaceGram:
-        """For rows whose units play no part, and of which something is to be proven."""
-        Q = Q.astype("float64", copy=False)
-        return cls(backend, backend.xp.ones(Q.shape[1]), *backend.row_space(Q, ROW_CUT), Q)
+        return cls(backend, None, scale, *backend.row_space(A * scale, ROW_CUT))
 
     def factor(self, curvature: float, ridge: float, symmetric: bool) -> Factor:
-        r = self.V.shape[1]
-        note = f"fewer train rows than features: optimum over the {r:,} directions that they see"
-        if self.stored is not None:
-            root = math.sqrt(curvature)
-            rows = self.stored if root == 1 else root * self.stored
-            return Spanned.of_rows(self.backend, rows, self.V, root * self.R, note)
-        R = math.sqrt(curvature) * self.R
-        return Composed(Diagonal(self.scale), RowSpace(self.backend, self.V, R, note, math.inf))
+        root = math.sqrt(curvature)
+        directions = f"optimum over the {self.V.shape[1]:,} directions that they see"
+        note = f"fewer train rows than features: {directions}"
+        A = None if self.A is None else root * self.A
+        found = RowSpace.of(self.backend, self.V, root * self.R, note, A)
+        return found if self.scale is None else Composed(Map(self.backend, self.scale), found)
 
 
-def _damping_note(share: float) -> str:
-    return f"damped by {share:g} of its largest eigenvalue: fewer train rows than features"
+_DAMPED = f"damped by {DAMPING:g} of its largest eigenvalue: fewer train rows than features"
 
 
 def _lifted_note(added: float) -> str:
     return f"P lifted by {added:.1g}: features as good as dependent" if added else ""
 
 
+def add_ridge(xp: Any, P: Array, ridge: Array | float) -> None:
+    """P += ridge: a number, a (d,) diagonal, or a matrix."""
+    if getattr(ridge, "ndim", 0) == 2:
+        P += ridge
+    else:
+        diagonal = xp.arange(P.shape[0])
+        P[diagonal, diagonal] += ridge
+
+
+# ---- sums over rows of Q -----------------------------------------------------------------------
 def gram(backend: Backend, Q: Array, at: Array | None = None) -> Array:
     """Q^T Q over the rows `at` (None: all) in float64."""
     return products(backend, Q, None, at)[0]
@@ -707,4 +629,4 @@ def _gram_step(d: int) -> int:
 def gram_rounding(count: int, d: int) -> float:
     """|error of entry i, j| <= this |q_i| |q_j|: sums over chunks of sums over rows."""
     step = _gram_step(d)
-    return (min(count, step) + -(-count // step) + 2) * 0.5 * _EPS
+    return (min(count, step) + -(-count // step) + 2) * _UNIT

@@ -29,9 +29,9 @@ from herta_gpu.factors import (
     Cholesky,
     Composed,
     DenseGram,
-    Diagonal,
     Factor,
     Identity,
+    Map,
     power_iteration,
     safe_cholesky,
 )
@@ -513,10 +513,10 @@ def factor_of(
     P *= scale[None, :]
     if ridge == 0:
         cut = DenseGram(backend, P, xp.ones(r), damped=False).factor(1.0, 0.0, False)
-        return Composed(Diagonal(scale), cut), cut.slack < 0.1
+        return Composed(Map(backend, scale), cut), cut.slack < 0.1
     lifted = safe_cholesky(backend, P)
     if lifted is None:
-        return Composed(Diagonal(scale), Identity(r)), False
+        return Composed(Map(backend, scale), Identity(r)), False
     found = Cholesky(backend, lifted.L, 0.0, 0.0)
     if measured:
         # Inverse iteration is right to some per cent; half of what it says is below.
@@ -524,7 +524,7 @@ def factor_of(
             xp, lambda v: found.to_gradient(found.to_weights(v)), r, _POWER_STEPS
         )
         found.smallest = 0.5 / (grown or 1.0)
-    return Composed(Diagonal(scale), found), lifted.added == 0
+    return Composed(Map(backend, scale), found), lifted.added == 0
 
 
 @dataclass(frozen=True)

@@ -32,8 +32,8 @@ from herta_gpu.factors import (
     Gram,
     Identity,
     LowRankGram,
+    RowSpace,
     RowSpaceGram,
-    Spanned,
     gram_rounding,
     products,
     weigh_rows,
@@ -81,7 +81,7 @@ class Preconditioner:
     @property
     def note(self) -> str:
         """What was cut or added on the way to P, for the user."""
-        if self.kept == self.features or isinstance(self.inner, Spanned):
+        if self.kept == self.features or isinstance(self.inner, RowSpace):
             return self.factor.note
         return (
             f"on the training rows {self.features - self.kept:,} features add less than "
@@ -210,10 +210,9 @@ def _factored(
     dense, QtY = products(backend, Q, None if sketched else Y, at, with_gram, loss)
     QtY = made["QtY"] if sketched else QtY
     QtQ: Gram
-    if case is Case.ROW_SPACE and not recipe.by_rows:
-        QtQ = RowSpaceGram.of_stored(backend, weigh_rows(loss, backend, Q))
-    elif case is Case.ROW_SPACE:
-        QtQ = RowSpaceGram.of_rows(backend, weigh_rows(loss, backend, Q), X.column_norms)
+    if case is Case.ROW_SPACE:
+        units = X.column_norms if recipe.by_rows else None
+        QtQ = RowSpaceGram.of_rows(backend, weigh_rows(loss, backend, Q), units)
     elif case.low_rank:
         few_rows = Q if at is None else Q[at]
         QtQ = LowRankGram.of_rows(backend, weigh_rows(loss, backend, few_rows), ridge)
@@ -225,7 +224,7 @@ def _factored(
     if isinstance(QtQ, DenseGram) and inner.rank < d:
         kept = d - max(0, A.distinct_columns(H.graph) - inner.rank)
     else:
-        kept = inner.rank if isinstance(inner, Spanned) else d
+        kept = inner.rank if isinstance(inner, RowSpace) else d
     return Preconditioner(
         basis.factor(inner),
         inner,

@@ -73,7 +73,7 @@ class Case:
 
     def columns(self) -> Any:
         """X C0 in extended precision."""
-        C = self.basis.C if hasattr(self.basis, "C") else np.diag(self.basis.scale)
+        C = self.basis.C if self.basis.C.ndim == 2 else np.diag(self.basis.C)
         X = self.X.toarray() if sp.issparse(self.X) else self.X
         return X.astype(LD) @ C.astype(LD)
 
