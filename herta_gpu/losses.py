@@ -13,12 +13,14 @@ F as well, no steeper than the loss itself, so nothing else has to know of b:
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
 from herta_gpu.backends.base import Array, norm, unit_roundoff
 
+Slopes = tuple[Array, Array]
 _UNIT = unit_roundoff()
 _NEWTON_STEPS = 40
 _SINKHORN_STEPS = 50
@@ -28,11 +30,11 @@ _NO_LOSS = 1e-15  # ... of a billion labels
 
 
 @dataclass(frozen=True)
-class Loss:
+class Loss(ABC):
     """What training needs of a loss; here what all of them share, weights and intercept.
 
-    A new loss must be convex in F.  It defines the three constants and the methods below that
-    raise nothing but are overridden by `MSE`, `CrossEntropy` and `BinaryCrossEntropy`.
+    A new loss must be convex in F.  It defines the three constants, `_parts`, `_bend`, `shift`, and
+    those methods below that are not true of it; see `MSE`, `CrossEntropy` and `BinaryCrossEntropy`.
     """
 
     weights: Array | None = None  # (n_train,) positive, at most 1; None: all 1
@@ -41,6 +43,18 @@ class Loss:
     separable: ClassVar[bool]  # columns of W are independent problems
     quadratic: ClassVar[bool]  # the Hessian is the same everywhere: its spectrum certifies a fit
     steepest: ClassVar[float]  # the largest eigenvalue that the Hessian with respect to F can have
+
+    @abstractmethod
+    def _parts(self, xp: Any, F: Array, Y: Array) -> tuple[Array, Array]:
+        """(what the loss is the weighted sum of, the activation) for outputs F."""
+
+    @abstractmethod
+    def _bend(self, xp: Any, S: Array, FD: Array) -> Array:
+        """What the second derivative along FD is the weighted sum of, S the activation."""
+
+    @abstractmethod
+    def shift(self, xp: Any, F: Array, Y: Array) -> Array:
+        """(c,) the best constants."""
 
     # ---- rows, weights, intercept --------------------------------------------------------------
     @property
@@ -56,14 +70,13 @@ class Loss:
         """The loss of some of the rows, whose constants are part of F."""
         if self.plain:
             return self
-        weights = None if self.weights is None else self.weights[rows]
-        return replace(self, weights=weights, intercept=False)
+        return self.bind(None if self.weights is None else self.weights[rows], False)
 
     def mean(self, xp: Any, Q: Array) -> Array:
         """(r,) weighted means of the columns of Q."""
         if self.weights is None:
             return Q.sum(axis=0) / Q.shape[0]
-        return (self.weights[:, None] * Q).sum(axis=0) / self.weights.sum()
+        return self.weigh(Q).sum(axis=0) / self.weights.sum()
 
     def scale_rows(self, xp: Any, Q: Array, rows: slice, mean: Array | None) -> Array:
         """Rows of Q as a quadratic loss sees them: less their mean, times the root of the weight.
@@ -93,33 +106,60 @@ class Loss:
         rounded = (count + 2) * _UNIT * math.sqrt(count) * norm(E)
         return (norm(E.sum(axis=0)) + rounded) / math.sqrt(self.total(count))
 
-    def shift(self, xp: Any, F: Array, Y: Array) -> Array:
-        """(c,) the best constants."""
-        raise TypeError("Loss itself has no values: use one of LOSSES.")
+    def intercept_gap(self, imbalance: float, output_error: float, distance: float) -> float:
+        """How much the objective could still fall by changing the intercept alone, at most.
+
+        The constants are the best for outputs that are off by `output_error`, but for an
+        `imbalance` of the gradient, and no farther than `distance` from those of the optimum.
+        """
+        # With E the gradient at outputs F that are off by that error, convexity gives for all W, b
+        #   loss(A W + b) >= loss(F) + <E, A W + b - F>,   and   loss <= that + steepest/2 error^2
+        # at the outputs themselves.  The imbalance of E counts along the constants only.
+        if not self.intercept:
+            return 0.0
+        astray = imbalance * distance if imbalance > 0 else 0.0
+        return 0.5 * self.steepest * output_error**2 + astray + _NO_LOSS
 
     def intercept_distance(
         self, xp: Any, Y: Array, b: Array, objective: float, ridge: float, X_norm: float
     ) -> float:
-        """How far the constants b are from those of the optimum, times the root of all weights."""
-        return 0.0  # where `intercept_gap` needs none
+        """How far the constants b are from those of the optimum, times the root of all weights.
 
-    def intercept_gap(self, stray: float, error: float, reach: float) -> float:
-        """What constants that are not the best for the true outputs may add to the gap.
-
-        They are the best for outputs that are off by `error`, but for sums of E that `stray`.
+        The loss of the optimum is at most that of any W, so no mean of -f over rows that want f to
+        be large exceeds objective / (their weight); and ||W||^2 <= 2 objective / ridge there.
         """
-        # With E the gradient at outputs F that are off by `error`, convexity gives for all W, b
-        #   loss(A W + b) >= loss(F) + <E, A W + b - F>,   and   loss <= that + steepest/2 error^2
-        # at the outputs themselves.  What E strays by counts along the constants only.
-        if not self.intercept:
-            return 0.0
-        astray = stray * reach if stray > 0 else 0.0
-        return 0.5 * self.steepest * error**2 + astray + _NO_LOSS
+        sums, slope = self._pull(xp, Y)
+        if ridge == 0:
+            return math.inf
+        b = self.centre(xp, b[None])
+        least = float(xp.where(sums > 0, sums, xp.inf).min())  # synchronize!
+        far = objective / least + slope * X_norm * math.sqrt(2 * objective / ridge)
+        return math.sqrt(self.total(Y.shape[0])) * (norm(b) + math.sqrt(b.shape[1]) * far)
+
+    def _pull(self, xp: Any, Y: Array) -> tuple[Array, float]:
+        """((c,) weight of the rows that hold a constant back, slope of a difference of outputs)."""
+        return xp.zeros(Y.shape[1]), 0.0  # nothing of a loss whose `intercept_gap` needs none
+
+    def _counted(self, xp: Any, Y: Array) -> Array | None:
+        """Which labels count; None: all."""
+        return None
 
     # ---- values and derivatives ----------------------------------------------------------------
     def at(self, xp: Any, F: Array, Y: Array) -> tuple[float, Array]:
         """Value and gradient together, for less than one after the other."""
-        raise TypeError("Loss itself has no values: use one of LOSSES.")
+        F = self.add_intercept(xp, F, Y)
+        value, E, _ = self._plain(xp, F, Y, self._counted(xp, Y))
+        return value, self.weigh(E)
+
+    def _plain(
+        self, xp: Any, F: Array, Y: Array, counted: Array | None = None
+    ) -> tuple[float, Array, Array]:
+        """The loss whose constants are part of F, its gradient but for the weights, activation."""
+        terms, S = self._parts(xp, F, Y)
+        E = S - Y
+        if counted is not None:
+            terms, E = xp.where(counted, terms, 0.0), xp.where(counted, E, 0.0)
+        return float(xp.sum(self.weigh(terms))), E, S  # synchronize!
 
     def value(self, xp: Any, F: Array, Y: Array) -> float:
         return self.at(xp, F, Y)[0]
@@ -152,8 +192,10 @@ class Loss:
         return float(xp.mean(S * (1 - S)))  # synchronize!
 
     def probabilities(self, xp: Any, E: Array, Y: Array) -> Array:
-        """The activation, from the gradient E."""
-        return (E if self.weights is None else E / self.weights[:, None]) + Y
+        """The activation, from the gradient E; 0, without curvature, for labels that count not."""
+        S = (E if self.weights is None else E / self.weights[:, None]) + Y
+        counted = self._counted(xp, Y)
+        return S if counted is None else xp.where(counted, S, 0.0)
 
     def directions(self, c: int) -> int:
         """Dimension of what `centre` leaves of c outputs."""
@@ -162,7 +204,7 @@ class Loss:
     def row_curvature(self, xp: Any, E: Array, Y: Array) -> Array:
         """(n_train,) mean eigenvalue of each row's Hessian over what `centre` leaves, from E.
 
-        Of `scale_rows` rows: weights are in those.
+        Of rows after `scale_rows`: weights are in those.
         """
         # diag(s) - s s^T and diag(s (1 - s)) have the same trace.
         S = self.probabilities(xp, E, Y)
@@ -173,13 +215,7 @@ class Loss:
         return G
 
     def step(
-        self,
-        xp: Any,
-        F: Array,
-        FD: Array,
-        Y: Array,
-        ridge: tuple[Array, Array],
-        enough: float = 0.0,
+        self, xp: Any, F: Array, FD: Array, Y: Array, ridge: Slopes, enough: float = 0.0
     ) -> Array:
         """(c,) how far to go along each column of the direction FD: to the least objective.
 
@@ -188,10 +224,16 @@ class Loss:
         """
         F, FD = self.add_intercept(xp, F, Y), self._level(xp, FD)
         slope0, curvature0 = (float(r.sum()) for r in ridge)  # synchronize!
+        counted = self._counted(xp, Y)
         # Newton's method, kept inside a bracket.
         low, high, eta = 0.0, math.inf, 1.0
         for _ in range(_NEWTON_STEPS):
-            slope, curvature = self._along(xp, F + eta * FD, FD, Y)
+            S = self.activation(xp, F + eta * FD)
+            E, bend = (S - Y) * FD, self._bend(xp, S, FD)
+            if counted is not None:
+                E, bend = xp.where(counted, E, 0.0), xp.where(counted, bend, 0.0)
+            both = xp.stack([xp.sum(self.weigh(E)), xp.sum(self.weigh(bend))])
+            slope, curvature = both.tolist()  # synchronize!
             slope, curvature = slope + slope0 + eta * curvature0, curvature + curvature0
             if abs(slope) <= enough:
                 break
@@ -205,26 +247,9 @@ class Loss:
                 break
         return xp.full(FD.shape[1], eta)
 
-    def _along(self, xp: Any, F: Array, FD: Array, Y: Array) -> list[float]:
-        """[slope, curvature] of the loss at F along FD."""
-        raise TypeError("Loss itself has no values: use one of LOSSES.")
-
     def _level(self, xp: Any, FD: Array) -> Array:
         """A direction that constants follow: FD less the means of its columns."""
         return FD - self.mean(xp, FD) if self.intercept else FD
-
-    def _distance(self, xp: Any, b: Array, sums: Array, slope: float, known: Any) -> float:
-        """How far b may be from the optimal constants, where each column has the weight `sums`.
-
-        The loss of the optimum is at most that of any W, so no mean of -f over rows that want f to
-        be large exceeds objective / (their weight); and ||W||^2 <= 2 objective / ridge there.
-        """
-        objective, ridge, X_norm = known
-        if ridge == 0:
-            return math.inf
-        least = float(xp.where(sums > 0, sums, xp.inf).min())  # synchronize!
-        far = objective / least + slope * X_norm * math.sqrt(2 * objective / ridge)
-        return norm(b) + math.sqrt(b.shape[0]) * far
 
     def _log_totals(self, xp: Any, logs: Array) -> Array:
         """(c,) logarithms of the weighted sums over the rows of numbers that are given by theirs.
@@ -244,16 +269,18 @@ class MSE(Loss):
     quadratic = True
     steepest = 1.0
 
+    def _parts(self, xp: Any, F: Array, Y: Array) -> tuple[Array, Array]:
+        return 0.5 * (F - Y) ** 2, F
+
+    def _bend(self, xp: Any, S: Array, FD: Array) -> Array:
+        return FD * FD
+
     def shift(self, xp: Any, F: Array, Y: Array) -> Array:
         return self.mean(xp, Y - F)
 
-    def intercept_gap(self, stray: float, error: float, reach: float) -> float:
+    def intercept_gap(self, imbalance: float, output_error: float, distance: float) -> float:
         # With weights that add up to s, the loss is s/2 ||b - best||^2 above its least.
-        return 0.5 * (error + stray) ** 2 if self.intercept else 0.0
-
-    def at(self, xp: Any, F: Array, Y: Array) -> tuple[float, Array]:
-        E = self.add_intercept(xp, F, Y) - Y
-        return 0.5 * float(xp.sum(self.weigh(E**2))), self.weigh(E)  # synchronize!
+        return 0.5 * (output_error + imbalance) ** 2 if self.intercept else 0.0
 
     def rounding(self, F: Array) -> float:
         return 0.0
@@ -268,13 +295,7 @@ class MSE(Loss):
         return xp.ones(E.shape[0])
 
     def step(
-        self,
-        xp: Any,
-        F: Array,
-        FD: Array,
-        Y: Array,
-        ridge: tuple[Array, Array],
-        enough: float = 0.0,
+        self, xp: Any, F: Array, FD: Array, Y: Array, ridge: Slopes, enough: float = 0.0
     ) -> Array:
         FD = self._level(xp, FD)
         slope = xp.sum(self.residual(xp, F, Y) * FD, axis=0) + ridge[0]
@@ -289,6 +310,19 @@ class CrossEntropy(Loss):
     quadratic = False
     steepest = 0.5
 
+    def _parts(self, xp: Any, F: Array, Y: Array) -> tuple[Array, Array]:
+        top = _row_max(xp, F)
+        below = top - F
+        S = xp.exp(-below)
+        total = _row_sum(xp, S)
+        # Not log + top - <F, Y>: of a row that is all but certain that would leave rounding only.
+        terms = xp.log(total) + _row_sum(xp, below * Y) + top * (1 - _row_sum(xp, Y))
+        S /= total
+        return terms, S
+
+    def _bend(self, xp: Any, S: Array, FD: Array) -> Array:
+        return S * (FD - _row_sum(xp, S * FD)) ** 2
+
     def shift(self, xp: Any, F: Array, Y: Array) -> Array:
         """By Newton's method: each class gets the share of the softmax that it has of the rows."""
         goal = self.weigh(Y).sum(axis=0)
@@ -296,8 +330,7 @@ class CrossEntropy(Loss):
         b, c = xp.log(share), share.shape[0]
 
         def at(b: Array) -> tuple[float, Array, Array]:
-            value, E = self._plain_at(xp, F + b, Y)
-            S = E + Y
+            value, E, S = self._plain(xp, F + b, Y)
             WS = self.weigh(S)
             hessian = xp.diag(WS.sum(axis=0)) - S.T @ WS
             return value, self.weigh(E).sum(axis=0), hessian + WS.sum() / c**2
@@ -309,26 +342,6 @@ class CrossEntropy(Loss):
 
         b = _near(rescale, b - b.sum() / c)
         return _least(xp, at, b - b.sum() / c)
-
-    def at(self, xp: Any, F: Array, Y: Array) -> tuple[float, Array]:
-        value, E = self._plain_at(xp, self.add_intercept(xp, F, Y), Y)
-        return value, self.weigh(E)
-
-    def _plain_at(self, xp: Any, F: Array, Y: Array) -> tuple[float, Array]:
-        """The loss, and its gradient but for the weights."""
-        top = _row_max(xp, F)
-        below = top - F
-        S = xp.exp(-below)
-        total = _row_sum(xp, S)
-        # Not log + top - <F, Y>: of a row that is all but certain that would leave rounding only.
-        rows = xp.log(total) + _row_sum(xp, below * Y) + top * (1 - _row_sum(xp, Y))
-        value = float(xp.sum(self.weigh(rows)))  # synchronize!
-        S /= total
-        S -= Y
-        return value, S
-
-    def residual(self, xp: Any, F: Array, Y: Array) -> Array:
-        return self.weigh(self.activation(xp, self.add_intercept(xp, F, Y)) - Y)
 
     def start_curvature(self, c: int) -> float:
         return 1.0 if c < 2 else (1 - 1 / c) / c  # curvature of the softmax, per class
@@ -344,21 +357,9 @@ class CrossEntropy(Loss):
         # direction, so softly that what solves leave over there would run away with W.
         return G - _row_sum(xp, G) / G.shape[1]
 
-    def intercept_distance(
-        self, xp: Any, Y: Array, b: Array, objective: float, ridge: float, X_norm: float
-    ) -> float:
+    def _pull(self, xp: Any, Y: Array) -> tuple[Array, float]:
         # Rows of class k: the mean of f_j - f_k is at most objective / (their weight) for each j.
-        sums = self.weigh(Y).sum(axis=0)
-        known = (objective, ridge, X_norm)
-        far = self._distance(xp, b - b.sum() / b.shape[0], sums, math.sqrt(2), known)
-        return math.sqrt(self.total(Y.shape[0])) * far
-
-    def _along(self, xp: Any, F: Array, FD: Array, Y: Array) -> list[float]:
-        S = softmax(xp, F)
-        mean = _row_sum(xp, S * FD)
-        bend = self.weigh(S * (FD - mean) ** 2)
-        both = xp.stack([xp.sum(self.weigh(S - Y) * FD), xp.sum(bend)])
-        return both.tolist()  # synchronize!
+        return self.weigh(Y).sum(axis=0), math.sqrt(2)
 
 
 class BinaryCrossEntropy(Loss):
@@ -371,13 +372,22 @@ class BinaryCrossEntropy(Loss):
     quadratic = False
     steepest = 0.25
 
+    def _parts(self, xp: Any, F: Array, Y: Array) -> tuple[Array, Array]:
+        z = xp.exp(-abs(F))
+        # y softplus(-f) + (1 - y) softplus(f): no difference of large numbers.
+        terms = xp.log1p(z) + Y * xp.maximum(-F, 0.0) + (1 - Y) * xp.maximum(F, 0.0)
+        return terms, self.activation(xp, F)
+
+    def _bend(self, xp: Any, S: Array, FD: Array) -> Array:
+        return S * (1 - S) * FD * FD
+
     def shift(self, xp: Any, F: Array, Y: Array) -> Array:
         known, ones, zeros = self._counts(xp, Y)
         mixed = (ones > 0) & (zeros > 0)
         odds = xp.log(xp.where(mixed, ones, 1.0)) - xp.log(xp.where(mixed, zeros, 1.0))
 
         def at(b: Array) -> tuple[float, Array, Array]:
-            value, E, S = self._plain_at(xp, F + b, Y, known & mixed)
+            value, E, S = self._plain(xp, F + b, Y, known & mixed)
             bend = self.weigh(xp.where(known & mixed, S * (1 - S), 0.0)).sum(axis=0)
             return value, self.weigh(E).sum(axis=0), xp.diag(xp.where(mixed, bend, 1.0))
 
@@ -393,19 +403,6 @@ class BinaryCrossEntropy(Loss):
         alone = xp.where(ones > 0, _LARGEST_SHIFT, -_LARGEST_SHIFT) * (ones + zeros > 0)
         return xp.where(mixed, _least(xp, at, b) if b.shape[0] else b, alone)
 
-    def at(self, xp: Any, F: Array, Y: Array) -> tuple[float, Array]:
-        value, E, _ = self._plain_at(xp, self.add_intercept(xp, F, Y), Y, self._counted(xp, Y))
-        return value, self.weigh(E)
-
-    def _plain_at(self, xp: Any, F: Array, Y: Array, known: Array) -> tuple[float, Array, Array]:
-        """The loss, its gradient but for the weights, and s."""
-        z = xp.exp(-abs(F))
-        S = xp.where(F >= 0, 1.0, z) / (1 + z)
-        # y softplus(-f) + (1 - y) softplus(f): no difference of large numbers.
-        terms = xp.log1p(z) + Y * xp.maximum(-F, 0.0) + (1 - Y) * xp.maximum(F, 0.0)
-        value = float(xp.sum(self.weigh(xp.where(known, terms, 0.0))))  # synchronize!
-        return value, xp.where(known, S - Y, 0.0), S
-
     def _counts(self, xp: Any, Y: Array) -> tuple[Array, Array, Array]:
         """(which labels are known, weight of the ones of each column, weight of the zeros)."""
         known = Y >= 0
@@ -414,7 +411,7 @@ class BinaryCrossEntropy(Loss):
         return known, ones, zeros
 
     def _counted(self, xp: Any, Y: Array) -> Array:
-        """Which labels count: with an intercept, a column of equal ones has no loss at all."""
+        # With an intercept, a column of equal ones has no loss at all.
         if not self.intercept:
             return Y >= 0
         known, ones, zeros = self._counts(xp, Y)
@@ -427,26 +424,13 @@ class BinaryCrossEntropy(Loss):
         return 0.25
 
     def activation(self, xp: Any, F: Array) -> Array:
-        return sigmoid(xp, F)
+        z = xp.exp(-abs(F))
+        return xp.where(F >= 0, 1.0, z) / (1 + z)
 
-    def probabilities(self, xp: Any, E: Array, Y: Array) -> Array:
-        """s, from the gradient; 0 where the label is unknown, so that there is no curvature."""
-        return xp.where(self._counted(xp, Y), super().probabilities(xp, E, Y), 0.0)
-
-    def intercept_distance(
-        self, xp: Any, Y: Array, b: Array, objective: float, ridge: float, X_norm: float
-    ) -> float:
+    def _pull(self, xp: Any, Y: Array) -> tuple[Array, float]:
         # Rows of the label 1: the mean of -f is at most objective / (their weight); so for 0.
         _, ones, zeros = self._counts(xp, Y)
-        known = (objective, ridge, X_norm)
-        far = self._distance(xp, b, xp.minimum(ones, zeros), 1.0, known)
-        return math.sqrt(self.total(Y.shape[0])) * far
-
-    def _along(self, xp: Any, F: Array, FD: Array, Y: Array) -> list[float]:
-        S, known = sigmoid(xp, F), self._counted(xp, Y)
-        slope = self.weigh(xp.where(known, (S - Y) * FD, 0.0))
-        bend = self.weigh(xp.where(known, S * (1 - S) * FD * FD, 0.0))
-        return xp.stack([xp.sum(slope), xp.sum(bend)]).tolist()  # synchronize!
+        return xp.minimum(ones, zeros), 1.0
 
 
 LOSSES: dict[str, Loss] = {"mse": MSE(), "ce": CrossEntropy(), "bce": BinaryCrossEntropy()}
@@ -501,12 +485,6 @@ def softmax(xp: Any, F: Array) -> Array:
     S = xp.exp(F - _row_max(xp, F))
     S /= _row_sum(xp, S)
     return S
-
-
-def sigmoid(xp: Any, F: Array) -> Array:
-    """1 / (1 + exp(-f)) of each number, without overflow."""
-    z = xp.exp(-abs(F))
-    return xp.where(F >= 0, 1.0, z) / (1 + z)
 
 
 def _log_sigmoid(xp: Any, F: Array) -> Array:
