@@ -23,8 +23,7 @@ import scipy.sparse as sp
 
 from herta_gpu import Graph
 from herta_gpu.datasets import load
-from herta_gpu.graph import graph_of_keys
-from herta_gpu.plumbing.building import edge_keys
+from herta_gpu.plumbing.building import edge_keys, of_keys
 
 ROOT = Path(__file__).parent.parent
 QUICK = "--quick" in sys.argv
@@ -182,4 +181,4 @@ def random_power_law(n: int, m: int, seed: int = 0) -> Graph:
         # Expected degrees fall like rank^-1/2, whose cumulated sum is a square root.
         u, v = (name[np.int64(n * rng.random(min(1 << 22, m - start)) ** 2)] for _ in range(2))
         parts.append(edge_keys(u, v, n)[u != v])
-    return graph_of_keys(np.concatenate(parts), n)
+    return Graph(*of_keys(np.concatenate(parts), n))

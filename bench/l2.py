@@ -24,8 +24,7 @@ from numba import njit
 
 from herta_gpu import Graph
 from herta_gpu.datasets import load
-from herta_gpu.graph import graph_of_keys
-from herta_gpu.plumbing.building import edge_keys
+from herta_gpu.plumbing.building import edge_keys, of_keys
 
 LINE, SECTOR, WAYS = 128, 32, 16
 PROCESSORS, THREADS = 108, 1024  # multiprocessors, and threads on each at an occupancy of 50%
@@ -133,7 +132,7 @@ def communities(n: int, m: int, size: int = 2000, inside: float = 0.6) -> Graph:
         near = np.minimum(u // size * size + away % size, n - 1)
         v = np.where(rng.random(count) < inside, near, away)
         parts.append(edge_keys(name[u], name[v], n)[u != v])
-    return graph_of_keys(np.concatenate(parts), n)
+    return Graph(*of_keys(np.concatenate(parts), n))
 
 
 def graphs() -> Iterator[tuple[str, Graph]]:

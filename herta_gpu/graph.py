@@ -23,7 +23,6 @@ from herta_gpu.plumbing.building import (
     by_degree,
     components,
     of_edges,
-    of_keys,
     permuted,
     reverse_cuthill_mckee,
     row_sums,
@@ -37,7 +36,6 @@ if TYPE_CHECKING:
     from herta_gpu.backends.ranks.communicator import Ranks
 
 _GATHERED = 1 << 20  # neighbours looked at together
-_TOP = 1 << 12  # nodes that usually settle the bound of lambda_max
 _QUICK = 10**6  # edges up to which `repr` looks for components
 Edges = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64] | None]
 
@@ -310,13 +308,17 @@ class Graph:
 
     def edges(self) -> Edges:
         """(u, v, weight) of each edge once, without self-loops; weight is None if all are 1."""
-        row = np.repeat(np.arange(self.num_nodes), np.diff(self.indptr))
-        upper = self.indices > row
-        lo, hi = row[upper], self.indices[upper].astype(np.int64)
-        weight = None if self.weights is None else self.weights[upper]
+        lo, hi, weight = self._upper()
         if self.order is None:
             return lo, hi, weight
         return self.order[lo], self.order[hi], weight
+
+    def _upper(self) -> Edges:
+        """`edges` by the rows that hold their nodes."""
+        row = np.repeat(np.arange(self.num_nodes), np.diff(self.indptr))
+        upper = self.indices > row
+        weight = None if self.weights is None else self.weights[upper]
+        return row[upper], self.indices[upper].astype(np.int64), weight
 
     def to_csr(self) -> Any:
         """L_hat (of a sampled graph L_tilde) as a CSR matrix, float64, in the caller's order.
@@ -340,35 +342,14 @@ class Graph:
         It is the largest row sum of |W^1/2 B D^-1 B^T W^1/2| up to a similarity, dt the degrees
         without self-loops; below 2 for L_hat, and valid for L_tilde, whose diagonal is not 1.
         """
-        if self.num_edges == 0:
-            return 0.0
-        ratio = self.loopless_degree / self.degree
-        if self.num_nodes > 2 * _TOP:
-            top = np.argpartition(ratio, self.num_nodes - _TOP)[-_TOP:]
-            most = self._largest_sum(ratio, np.sort(top))
-            if most >= 2 * ratio[top].min():  # no edge between other nodes can have more
-                return most * (1 + 1e-12)
-        most = 0.0
-        for a in range(0, self.num_nodes, _GATHERED):
-            rows = np.arange(a, min(a + _GATHERED, self.num_nodes))
-            most = max(most, self._largest_sum(ratio, rows))
+        ratio, most = self.loopless_degree / self.degree, 0.0
+        parts = np.arange(0, self.indices.shape[0] + _GATHERED, _GATHERED)
+        cuts = np.unique(np.searchsorted(self.indptr, parts)).clip(max=self.num_nodes)
+        for a, b in pairwise(cuts.tolist()):
+            row = np.repeat(ratio[a:b], np.diff(self.indptr[a : b + 1]))
+            others = ratio[self.indices[self.indptr[a] : self.indptr[b]]]
+            most = max(most, float((row + others).max(initial=0.0)))
         return most * (1 + 1e-12)
-
-    def _largest_sum(self, x: NDArray[np.float64], rows: NDArray[np.int64]) -> float:
-        """The largest x_u + x_v over the edges of these rows."""
-        starts, lengths = self.indptr[rows], self.indptr[rows + 1] - self.indptr[rows]
-        rows, starts, lengths = (a[lengths > 0] for a in (rows, starts, lengths))
-        if not rows.size:
-            return 0.0
-        ends = np.cumsum(lengths)
-        cuts = np.unique(np.searchsorted(ends, np.arange(0, ends[-1], _GATHERED))).tolist()
-        most = 0.0
-        for a, b in pairwise([*cuts, rows.shape[0]]):
-            firsts = ends[a:b] - lengths[a:b]
-            at = np.arange(firsts[0], ends[b - 1]) + np.repeat(starts[a:b] - firsts, lengths[a:b])
-            largest = np.maximum.reduceat(x[self.indices[at]], firsts - firsts[0])
-            most = max(most, float((x[rows[a:b]] + largest).max()))
-        return most
 
     def reordered(self, method: str = "rcm") -> Graph:
         """The same graph, stored in an order that keeps neighbours close in memory.
@@ -381,15 +362,9 @@ class Graph:
             Reverse Cuthill-McKee, nodes by falling degree, or by community (needs numba; the
             fastest to find, and the best on large real graphs).
         """
-        if method == "rcm":
-            p = reverse_cuthill_mckee(self)
-        elif method == "degree":
-            p = by_degree(self)
-        elif method == "communities":
-            p = by_community(self)
-        else:
-            raise ValueError(f'method must be "rcm", "degree" or "communities", not {method!r}.')
-        return self._permuted(p)
+        orders = {"rcm": reverse_cuthill_mckee, "degree": by_degree, "communities": by_community}
+        check_choice("method", method, tuple(orders))
+        return self._permuted(orders[method](self))
 
     def _permuted(self, p: NDArray[np.int64]) -> Graph:
         """The same graph with node p[i] in row i."""
@@ -410,11 +385,10 @@ class Graph:
 
     def with_edges(self, keep: NDArray[np.bool_], factor: NDArray[np.float64]) -> Graph:
         """The edges `keep` of `edges`, weights times `factor`, with this graph's degrees kept."""
-        row = np.repeat(np.arange(self.num_nodes), np.diff(self.indptr))
-        upper = self.indices > row
-        lo, hi = row[upper][keep], self.indices[upper][keep].astype(np.int64)
-        weight = factor[keep] if self.weights is None else self.weights[upper][keep] * factor[keep]
-        return Graph(*of_edges(lo, hi, weight, self.num_nodes), self.degree, self.order)
+        lo, hi, weight = self._upper()
+        weight = factor[keep] if weight is None else weight[keep] * factor[keep]
+        arrays = of_edges(lo[keep], hi[keep], weight, self.num_nodes)
+        return Graph(*arrays, self.degree, self.order)
 
     def rows_of(self, nodes: Any) -> Any:
         """Those of these nodes (ids, rising) that are here, as `fit` takes them."""
@@ -442,11 +416,8 @@ class Graph:
         return M
 
     def __repr__(self) -> str:
-        parts = [
-            f"{self.num_nodes:,} nodes",
-            f"{self.num_edges:,} edges",
-            "unweighted" if self.weights is None else "weighted",
-        ]
+        kind = "unweighted" if self.weights is None else "weighted"
+        parts = [f"{self.num_nodes:,} nodes", f"{self.num_edges:,} edges", kind]
         if self.num_isolated:
             parts.append(f"{self.num_isolated:,} isolated node" + "s" * (self.num_isolated > 1))
         if self.num_edges <= _QUICK and self.num_components > 1:
@@ -477,8 +448,3 @@ def check_whole(graph: Any, name: str) -> None:
             f"{name} does not work on a graph that is split by nodes, as HERTA, SDDSolver and "
             'Sparsifier do: use split="columns".'
         )
-
-
-def graph_of_keys(keys: Any, n: int) -> Graph:
-    """The unweighted graph of `edge_keys`, which are sorted in place; none may be a self-loop."""
-    return Graph(*of_keys(keys, n))
