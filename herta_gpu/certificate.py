@@ -179,7 +179,7 @@ def certify(
     if not choices:
         return Certificate(math.inf, "none", note=why_not, kept=P.features, features=P.features)
     gap, kind, probability, note, kept = min(choices)
-    gap += point.aside
+    gap += point.intercept_gap
     below = point.objective - point.objective_error - gap
     return Certificate(relative(gap, below), kind, probability, gap, note, kept, P.features)
 

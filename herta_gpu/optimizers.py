@@ -17,12 +17,12 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from herta_gpu.backends.base import Array, Backend, unit_roundoff
+from herta_gpu.backends.base import Array, Backend
 from herta_gpu.coordinates import Metric
 from herta_gpu.factors import (
     ROW_CUT,
@@ -32,7 +32,6 @@ from herta_gpu.factors import (
     Factor,
     Identity,
     Map,
-    power_iteration,
     safe_cholesky,
 )
 from herta_gpu.losses import Loss
@@ -41,8 +40,6 @@ from herta_gpu.problem import Callback, DensePoint, DenseProblem, History
 LBFGS_MEMORY = 20
 _CHUNK_BYTES = 16 << 20  # rows of A that are weighted at a time
 _ALIKE = 1e-9  # relative difference of weights that are called equal
-_UNIT = unit_roundoff()
-_POWER_STEPS = 8
 _TINY = 1e-100  # a probability that is none: its square must not vanish
 _SHARE = 0.999  # of all curvature, that the rows in a Hessian hold
 _PAIRS = 300  # of L-BFGS; a quarter of the rows where that is less
@@ -263,15 +260,10 @@ class ScaledGram:
         else:
             P = one * gram
         metric.add_to(P, ridge)
-        self.factor, _ = factor_of(backend, P, ridge)
+        self.factor = factor_of(backend, P, ridge)
 
     def inverse(self, g: Array) -> Array:
         return self.factor.to_weights(self.factor.to_gradient(g))
-
-    @staticmethod
-    def cost(n: int, r: int) -> float:
-        """Flops of making one."""
-        return n * r**2 + r**3 / 3
 
 
 class ClassBlocks:
@@ -283,13 +275,10 @@ class ClassBlocks:
 
     exact = True
 
-    def __init__(
-        self, backend: Backend, A: Array, S: Array, ridge: float, metric: Metric, active: Array
-    ) -> None:
+    def __init__(self, backend: Backend, A: Array, S: Array, ridge: float, metric: Metric) -> None:
         xp, r, m = backend.xp, A.shape[1], S.shape[1] - 1
         self.backend, self.shape = backend, (r, m)
         self.B = xp.asarray(class_basis(m + 1))
-        A, S = A[active], S[active]
         mean = S @ self.B
         H = xp.zeros((r * m, r * m))
         for a in range(m):
@@ -300,26 +289,15 @@ class ClassBlocks:
                 H[rows, columns] = backend.matmul(A.T, weights[:, None] * A)
                 H[columns, rows] = H[rows, columns].T
             weights = S @ self.B[:, a] ** 2 - mean[:, a] ** 2
-            block = weighted_gram(backend, A, xp.maximum(weights, 0.0))
-            metric.add_to(block, ridge)
-            H[rows, rows] = block
-        self.factor, _ = factor_of(backend, H, ridge)
+            H[rows, rows] = weighted_gram(backend, A, xp.maximum(weights, 0.0))
+            metric.add_to(H[rows, rows], ridge)
+        self.factor = factor_of(backend, H, ridge)
 
     def inverse(self, g: Array) -> Array:
         r, m = self.shape
         x = (g @ self.B).T.reshape(r * m, 1)
         x = self.factor.to_weights(self.factor.to_gradient(x))
         return x.reshape(m, r).T @ self.B.T
-
-    @staticmethod
-    def cost(rows: int, r: int, m: int) -> float:
-        """Flops of making one with so many active rows."""
-        return m**2 * rows * r**2 + (r * m) ** 3 / 3
-
-    @staticmethod
-    def memory(rows: int, r: int, m: int) -> int:
-        """Bytes that it needs."""
-        return 8 * (2 * (r * m) ** 2 + 2 * rows * r)
 
 
 class ColumnBlocks:
@@ -328,26 +306,13 @@ class ColumnBlocks:
     exact = True
 
     def __init__(self, backend: Backend, A: Array, S: Array, ridge: float, metric: Metric) -> None:
-        bend = backend.xp.maximum(S * (1 - S), 0.0)
-        self.columns = [
-            ScaledGram(backend, A, bend[:, j], ridge, metric) for j in range(S.shape[1])
-        ]
-        self.xp = backend.xp
+        bend, self.xp = backend.xp.maximum(S * (1 - S), 0.0), backend.xp
+        self.columns = [ScaledGram(backend, A, column, ridge, metric) for column in bend.T]
 
     def inverse(self, g: Array) -> Array:
-        found = [P.inverse(self.xp.ascontiguousarray(g[:, j : j + 1]))
-                 for j, P in enumerate(self.columns)]  # fmt: skip
+        parts = [self.xp.ascontiguousarray(g[:, j : j + 1]) for j in range(g.shape[1])]
+        found = [P.inverse(part) for P, part in zip(self.columns, parts, strict=True)]
         return self.xp.concatenate(found, axis=1)
-
-    @staticmethod
-    def cost(n: int, r: int, c: int) -> float:
-        """Flops of making one."""
-        return c * ScaledGram.cost(n, r)
-
-    @staticmethod
-    def memory(n: int, r: int, c: int) -> int:
-        """Bytes that it needs."""
-        return 8 * (c * r**2 + n * c)
 
 
 class RankOnes:
@@ -361,23 +326,19 @@ class RankOnes:
     exact = True
 
     def __init__(
-        self,
-        backend: Backend,
-        A: Array,
-        terms: tuple[Array, Array, Array],
-        ridge: float,
-        metric: Metric,
+        self, backend: Backend, A: Array, terms: RankOneTerms, ridge: float, metric: Metric
     ) -> None:
-        self.backend, (rows, self.q, rest) = backend, terms
-        self.P = ScaledGram(backend, A, rest, ridge, metric)
+        self.backend, self.q = backend, terms.q
+        self.P = ScaledGram(backend, A, terms.rest, ridge, metric)
         # Twice with the factor itself: what it cut or added, the correction must not see otherwise.
-        self.BT = self.P.factor.to_gradient(backend.xp.ascontiguousarray(A[rows].T))  # r x N
+        rows = backend.xp.ascontiguousarray(A[terms.rows].T)
+        self.BT = self.P.factor.to_gradient(rows)  # r x N
         N = self.q.shape[0]
         K = backend.xp.zeros((N, N))
         backend.add_gram(K, self.BT)
         K *= backend.matmul(self.q, self.q.T)
         K[backend.xp.arange(N), backend.xp.arange(N)] += 1
-        self.K, _ = factor_of(backend, K, 1.0)
+        self.K = factor_of(backend, K, 1.0)
 
     def inverse(self, g: Array) -> Array:
         y = self.P.factor.to_gradient(g)
@@ -385,15 +346,13 @@ class RankOnes:
         z = self.K.to_weights(self.K.to_gradient(z))
         return self.P.factor.to_weights(y - self.backend.matmul(self.BT, z * self.q))
 
-    @staticmethod
-    def cost(n: int, r: int, N: int) -> float:
-        """Flops of making one with N terms."""
-        return ScaledGram.cost(n, r) + N * r**2 + N**2 * r + N**3 / 3
 
-    @staticmethod
-    def memory(r: int, N: int) -> int:
-        """Bytes that it needs."""
-        return 8 * (3 * N**2 + 2 * N * r)
+class RankOneTerms(NamedTuple):
+    """Terms q q^T of the Hessians of rows, with respect to their outputs."""
+
+    rows: Array  # (N,) the row that each belongs to
+    q: Array  # (N, c)
+    rest: Array  # the mean curvature of each row that the terms leave
 
 
 class Newton:
@@ -414,19 +373,15 @@ class Newton:
         xp = self.backend.xp
         S = self.loss.activation(xp, self.backend.matmul(self.B, w))
         A = self.loss.scale_rows(xp, self.B, slice(None), None)
-        hessian: Hessian
-        if self.loss.separable:
-            hessian = ColumnBlocks(self.backend, A, S, self.ridge, self.metric)
-        else:
-            every = xp.arange(A.shape[0])
-            hessian = ClassBlocks(self.backend, A, S, self.ridge, self.metric, every)
+        kind = ColumnBlocks if self.loss.separable else ClassBlocks
+        hessian: Hessian = kind(self.backend, A, S, self.ridge, self.metric)
         step = self.loss.centre(xp, hessian.inverse(g))
         # Rows whose class is beyond doubt have no curvature left.
         return -step if float(xp.sum(step * g)) > 0 else -self.loss.centre(xp, g)  # synchronize!
 
 
-def rank_ones(xp: Any, S: Array, most: int) -> tuple[Array, Array, Array] | None:
-    """(rows, q, rest): the weightiest terms q q^T of diag(p) - p p^T for all rows p of S.
+def rank_ones(xp: Any, S: Array, most: int) -> RankOneTerms | None:
+    """The weightiest terms q q^T of diag(p) - p p^T for all rows p of S.
 
     They hold `_SHARE` of all; None if more than `most` would be needed.  With the classes of a row
     in falling order, R_k the probability of all after the k-th, and rho_k theirs over R_k,
@@ -434,7 +389,7 @@ def rank_ones(xp: Any, S: Array, most: int) -> tuple[Array, Array, Array] | None
         diag(p) - p p^T = sum_k  p_k R_k / (p_k + R_k)  (e_k - rho_k) (e_k - rho_k)^T,
 
     so that the first term, the top class against the others, is nearly all of a nearly certain
-    row.  `rest` is the mean curvature of each row that the terms leave.
+    row.
     """
     n, c = S.shape
     at = xp.arange(n)[:, None]
@@ -460,7 +415,7 @@ def rank_ones(xp: Any, S: Array, most: int) -> tuple[Array, Array, Array] | None
     by_class = xp.zeros((N, c))
     by_class[xp.arange(N)[:, None], order[rows]] = q
     trace[rows, k] = 0.0
-    return rows, by_class, trace.sum(axis=1) / (c - 1)
+    return RankOneTerms(rows, by_class, trace.sum(axis=1) / (c - 1))
 
 
 def active_rows(xp: Any, weights: Array) -> Array:
@@ -485,62 +440,60 @@ def class_basis(c: int) -> Any:
     return B
 
 
-def weighted_gram(backend: Backend, A: Array, weights: Array | None = None) -> Array:
-    """A^T diag(weights) A (None: all 1)."""
+def weighted_gram(backend: Backend, A: Array, weights: Array) -> Array:
+    """A^T diag(weights) A."""
     xp, (n, r) = backend.xp, A.shape
     G, step = xp.zeros((r, r)), max(1, r, _CHUNK_BYTES // (8 * max(r, 1)))
-    roots = None if weights is None else xp.sqrt(weights)[:, None]
+    roots = xp.sqrt(weights)[:, None]
     for i in range(0, n, step):
-        rows = slice(i, i + step)
-        backend.add_gram(G, A[rows] if roots is None else A[rows] * roots[rows])
+        backend.add_gram(G, A[i : i + step] * roots[i : i + step])
     return G
 
 
-def factor_of(
-    backend: Backend, P: Array, ridge: float, measured: bool = False
-) -> tuple[Factor, bool]:
-    """(C with C C^T = P^-1, whether nothing had to be added to P); P is overwritten.
+def factor_of(backend: Backend, P: Array, ridge: float) -> Factor:
+    """C with C C^T = P^-1, about: a guess needs no bound.  P is overwritten.
 
-    Without a ridge, directions that P does not see are cut.  `amplified` is of use only where the
-    factor was `measured`.
+    Without a ridge, directions that P does not see are cut.
     """
     xp, r = backend.xp, P.shape[0]
     size = xp.sqrt(P.diagonal())
     if r == 0:
-        return Identity(0), True
+        return Identity(0)
     scale = 1 / xp.where(size > 0, size, 1.0)
     P *= scale[:, None]
     P *= scale[None, :]
     if ridge == 0:
         cut = DenseGram(backend, P, xp.ones(r), damped=False).factor(1.0, 0.0, False)
-        return Composed(Map(backend, scale), cut), cut.slack < 0.1
+        return Composed(Map(backend, scale), cut)
     lifted = safe_cholesky(backend, P)
-    if lifted is None:
-        return Composed(Map(backend, scale), Identity(r)), False
-    found = Cholesky(backend, lifted.L, 0.0, 0.0)
-    if measured:
-        # Inverse iteration is right to some per cent; half of what it says is below.
-        grown = power_iteration(
-            xp, lambda v: found.to_gradient(found.to_weights(v)), r, _POWER_STEPS
-        )
-        found.smallest = 0.5 / (grown or 1.0)
-    return Composed(Map(backend, scale), found), lifted.added == 0
+    inner = Identity(r) if lifted is None else Cholesky(backend, lifted.L, 0.0, 0.0)
+    return Composed(Map(backend, scale), inner)
 
 
 @dataclass(frozen=True)
 class DenseFit:
     """What training on stored rows found."""
 
-    u: Array  # r x c
-    objective: float  # loss + ridge/2 <u, G u>
-    objective_error: float  # what rounding may have done to it
-    gradient: Array  # r x c, with respect to u, in float64
+    point: DensePoint
     gap: float  # bound of objective - optimum, rounding included; without a ridge often no better
     #              than the objective, since none is below 0
-    steps: int
     passes: int  # products with A or A^T
     status: str  # "certified" (gap <= goal * objective), "converged", "stagnated" or "max_iter"
     history: History  # step, objective, gap, passes
+
+    @property
+    def u(self) -> Array:
+        """(r, c) the weights."""
+        return self.point.u
+
+    @property
+    def objective(self) -> float:
+        """loss + ridge/2 <u, G u>."""
+        return self.point.objective
+
+    @property
+    def steps(self) -> int:
+        return len(self.history) - 1
 
 
 def minimise(
@@ -577,10 +530,21 @@ def minimise(
     >>> fit.status, bool(fit.gap <= 1e-7 * fit.objective)
     ('certified', True)
     """
-    if problem.A.shape[0] < problem.A.shape[1]:
-        return _in_row_space(problem, goal, max_steps, start, memory_limit, callback)
-    limit = problem.backend.memory_available() if memory_limit is None else memory_limit
-    return Descent(problem, goal, max_steps, limit, callback).run(problem.start(start))
+    backend, ridge = problem.backend, problem.ridge
+    limit = backend.memory_available() if memory_limit is None else memory_limit
+    if problem.A.shape[0] >= problem.A.shape[1]:
+        return Descent(problem, goal, max_steps, limit, callback).run(start)
+    # Fewer rows than columns: train where the rows are, measure in the whole space.
+    T, lift, lower = row_space(backend, problem.A, ridge, problem.metric)
+    inner = DenseProblem(backend, problem.loss, T, problem.Y, ridge)
+    # Half of the goal is for what rounding adds on the way back.
+    descent = Descent(inner, 0.5 * goal, max_steps, limit, callback)
+    fit = descent.run(None if start is None else lower(start))
+    point = problem.start(lift(fit.u))
+    gap = problem.gap(point) if ridge > 0 else fit.gap
+    missed = fit.status == "certified" and not gap <= goal * point.objective
+    status = "stagnated" if missed else fit.status
+    return DenseFit(point, gap, fit.passes + problem.passes, status, fit.history)
 
 
 def row_space(
@@ -611,36 +575,6 @@ def row_space(
     return T, lift, lower
 
 
-def _in_row_space(
-    whole: DenseProblem,
-    goal: float,
-    max_steps: int,
-    start: Array | None,
-    memory_limit: int | None,
-    callback: Callback | None,
-) -> DenseFit:
-    """Fewer rows than columns: train where the rows are, measure in the whole space."""
-    backend, ridge = whole.backend, whole.ridge
-    T, lift, lower = row_space(backend, whole.A, ridge, whole.metric)
-    inner = DenseProblem(backend, whole.loss, T, whole.Y, ridge)
-    start = None if start is None else lower(start)
-    # Half of the goal is for what rounding adds on the way back.
-    fit = minimise(inner, 0.5 * goal, max_steps, start, memory_limit, callback)
-    point = whole.start(lift(fit.u))
-    gap = whole.gap(point) if ridge > 0 else fit.gap
-    missed = fit.status == "certified" and not gap <= goal * point.objective
-    return replace(
-        fit,
-        u=point.u,
-        objective=point.objective,
-        objective_error=whole.objective_error(point),
-        gradient=point.g,
-        gap=gap,
-        passes=fit.passes + whole.passes,
-        status="stagnated" if missed else fit.status,
-    )
-
-
 class Descent:
     """L-BFGS for cross entropy, from a guess of the Hessian that becomes better when it must."""
 
@@ -658,40 +592,33 @@ class Descent:
         self.lbfgs = LBFGS(self.xp, max(LBFGS_MEMORY, min(_PAIRS, rows // 4)))
         self.history: History = []
         self.curvature = -1.0  # of all rows when P was factored
-        self.hessian: Hessian = _Nothing()
+        self.hessian: Hessian | None = None
         self.least: list[float] = []  # the smallest gap so far, at each step with this Hessian
 
-    def run(self, point: DensePoint) -> DenseFit:
+    def run(self, start: Array | None) -> DenseFit:
+        """From `start` to the optimum, or as far as rounding and `max_steps` allow."""
         problem, status = self.problem, "max_iter"
+        point = problem.start(start)
         for step in range(self.max_steps + 1):
-            self._follow(point)
-            point, gap, found = self._arrived(point)
+            self._update_hessian(point)
+            point, gap, found = self._look(point)
             problem.record(self.history, point, gap, self.callback)
             if found or step == self.max_steps:
                 status = found or status
                 break
             ahead = self._step(point)
-            if self._not_above(ahead, point):
-                point = ahead
+            rise = ahead.objective - point.objective
+            if rise <= _NOISE * abs(point.objective) or rise <= self.loss.rounding(point.F):
+                point = ahead  # it went down, as far as rounding can tell
             elif self.lbfgs.pairs:
                 self.lbfgs.forget()
                 point = problem.start(point.u)
             else:
                 status = "stagnated"
                 break
-        return DenseFit(
-            u=point.u,
-            objective=point.objective,
-            objective_error=problem.objective_error(point),
-            gradient=point.g,
-            gap=problem.gap(point),
-            steps=self.history[-1]["step"],
-            passes=problem.passes,
-            status=status,
-            history=self.history,
-        )
+        return DenseFit(point, problem.gap(point), problem.passes, status, self.history)
 
-    def _arrived(self, point: DensePoint) -> tuple[DensePoint, float, str]:
+    def _look(self, point: DensePoint) -> tuple[DensePoint, float, str]:
         """(the point, its gap, the word for having arrived or nothing)."""
         problem, gap = self.problem, self.problem.gap(point, rounding=False)
         if not self._status(point, gap):
@@ -706,6 +633,7 @@ class Descent:
         return point, gap, self._status(point, gap) or ("stagnated" if hidden else "")
 
     def _step(self, point: DensePoint) -> DensePoint:
+        assert self.hessian is not None
         scaled = not self.hessian.exact
         arguments = (point.u, point.g, self.hessian.inverse, self.backend.matmul, scaled)
         D = self.lbfgs.direction(*arguments)
@@ -714,35 +642,28 @@ class Descent:
             D = self.lbfgs.direction(*arguments)
         return self.problem.move(point, D)
 
-    def _not_above(self, ahead: DensePoint, point: DensePoint) -> bool:
-        """Whether a step went down, as far as rounding can tell."""
-        rise = ahead.objective - point.objective
-        return rise <= _NOISE * abs(point.objective) or rise <= self.loss.rounding(point.F)
-
-    def _size(self, point: DensePoint) -> float:
-        """||H^-1/2 gradient|| with the present guess H of the Hessian."""
-        square = float(self.xp.sum(point.g * self.hessian.inverse(point.g)))  # synchronize!
-        return max(0.0, square) ** 0.5
+    def _decrement(self, point: DensePoint) -> float:
+        """||H^-1/2 gradient||^2 with the present guess H of the Hessian."""
+        g = point.g if self.hessian is None else self.hessian.inverse(point.g)
+        return max(0.0, float(self.xp.sum(point.g * g)))  # synchronize!
 
     def _status(self, point: DensePoint, gap: float) -> str:
         """The word for having arrived, or nothing."""
         if gap <= self.goal * point.objective:
             return "certified"
-        if point.objective <= self.goal * (self.goal if self.problem.ridge else 1) * (
-            self.problem.at_zero
-        ):
+        ridge, losses = self.problem.ridge, [h["objective"] for h in self.history]
+        if point.objective <= self.goal * (self.goal if ridge else 1) * self.problem.at_zero:
             return "converged"  # an optimum of about 0 has no relative gap
-        losses = [h["objective"] for h in self.history]
-        if self.problem.ridge > 0:
+        if ridge > 0:
             gaps = [h["gap"] for h in self.history]
             idle = len(gaps) > _STUCK and min(gaps[-_STUCK:]) >= min(gaps[:-_STUCK])
             idle = idle and losses[-_STUCK] - losses[-1] <= 100 * _NOISE * abs(losses[-1])
             return "stagnated" if idle else ""
         settled = len(losses) > 3 and losses[-4] - point.objective <= 0.3 * self.goal * losses[-4]
-        near = settled and self._size(point) ** 2 <= self.goal * point.objective
+        near = settled and self._decrement(point) <= self.goal * point.objective
         return "converged" if near else ""
 
-    def _follow(self, point: DensePoint) -> None:
+    def _update_hessian(self, point: DensePoint) -> None:
         """Make P anew once the rows' curvature has changed, the whole Hessian once that pays."""
         problem = self.problem
         weights = self.loss.row_curvature(self.xp, point.E, problem.Y)
@@ -754,16 +675,15 @@ class Descent:
             return
         now = float(weights.sum())  # synchronize!
         near = self.curvature / _STALE <= now <= self.curvature * _STALE
-        if not (near or self.hessian.exact):
+        if self.hessian is None or not (near or self.hessian.exact):
             self.curvature = now
             known = (problem.ridge, problem.metric, problem.gram)
             self.hessian = ScaledGram(self.backend, problem.seen, weights, *known)
 
     def _steps_left(self, point: DensePoint) -> float:
         """How many more steps like the last ones there would be; 0 where that is not asked."""
-        gap = self.problem.gap(point, rounding=False)
-        if self.problem.ridge == 0:
-            gap = self._size(point) ** 2
+        ridge = self.problem.ridge
+        gap = self.problem.gap(point, rounding=False) if ridge else self._decrement(point)
         self.least.append(min([gap, *self.least[-1:]]))
         taken, goal, now = len(self.least), self.goal * point.objective, self.least[-1]
         if taken < _WATCHED or taken % 5 or not now > goal > 0:
@@ -777,45 +697,33 @@ class Descent:
         problem, (n, c), r = self.problem, self.problem.Y.shape, self.problem.A.shape[1]
         # A product with few columns runs at about a quarter of the speed of a Gram matrix.
         a_step = 16.0 * n * r * c + 32.0 * self.lbfgs.pairs * r * c + 400.0 * n * c + 2e7
-        budget = steps * a_step
-        if (c == 1 and not self.loss.separable) or ScaledGram.cost(n, r) > budget:
+        budget, a_gram = steps * a_step, n * r**2 + r**3 / 3  # flops
+        if (c == 1 and not self.loss.separable) or a_gram > budget:
             return None
-        active = active_rows(self.xp, weights)
-        blocks = ClassBlocks.cost(active.shape[0], r, c - 1)
-        memory = ClassBlocks.memory(active.shape[0], r, c - 1)
-        if r * c > _WHOLE_SIZE or memory > self.memory_limit:
-            blocks = math.inf
-        arguments = (problem.ridge, problem.metric)
-        S = self.loss.probabilities(self.xp, point.E, problem.Y)
+        S, known = (
+            self.loss.probabilities(self.xp, point.E, problem.Y),
+            (problem.ridge, problem.metric),
+        )
         if self.loss.separable:
-            cost = ColumnBlocks.cost(n, r, c)
-            if cost > budget or ColumnBlocks.memory(n, r, c) > self.memory_limit:
+            if c * a_gram > budget or 8 * (c * r**2 + n * c) > self.memory_limit:
                 return None
-            return ColumnBlocks(self.backend, problem.seen, S, *arguments)
+            return ColumnBlocks(self.backend, problem.seen, S, *known)
+        active, size = active_rows(self.xp, weights), r * (c - 1)
+        blocks = (c - 1) ** 2 * active.shape[0] * r**2 + size**3 / 3
+        if r * c > _WHOLE_SIZE or 8 * (2 * size**2 + 2 * active.shape[0] * r) > self.memory_limit:
+            blocks = math.inf
         if problem.ridge > 0:
-            most = _most_terms(n, r, min(budget, blocks), self.memory_limit)
-            terms = rank_ones(self.xp, S, most) if most else None
+            # As many terms, in hundreds, as cost less and fit the memory.
+            N, left = 0, min(budget, blocks) - a_gram
+            while N < _WHOLE_SIZE:
+                M = N + 100
+                flops = M * r**2 + M**2 * r + M**3 / 3
+                if flops > left or 8 * (3 * M**2 + 2 * M * r) > self.memory_limit:
+                    break
+                N = M
+            terms = rank_ones(self.xp, S, N) if N else None
             if terms is not None:
-                return RankOnes(self.backend, problem.seen, terms, *arguments)
+                return RankOnes(self.backend, problem.seen, terms, *known)
         if blocks > budget:
             return None
-        return ClassBlocks(self.backend, problem.seen, S, *arguments, active)
-
-
-class _Nothing:
-    """No guess of the Hessian yet."""
-
-    exact = False
-
-    def inverse(self, g: Array) -> Array:
-        return g
-
-
-def _most_terms(n: int, r: int, cost: float, memory: int) -> int:
-    """How many terms a `RankOnes` may have, in hundreds."""
-    N = 0
-    while N < _WHOLE_SIZE:
-        if RankOnes.cost(n, r, N + 100) > cost or RankOnes.memory(r, N + 100) > memory:
-            break
-        N += 100
-    return N
+        return ClassBlocks(self.backend, problem.seen[active], S[active], *known)

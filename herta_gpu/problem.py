@@ -1,10 +1,9 @@
-"""The model as a linear map, and the training problem through it.
+"""The training problem through the model, which is a linear map.
 
 Z*(W) = H^-1 X W is linear in W, so training needs two products only: A W and A^T E with
 A = M H^-1 X (M picks the training rows).  `UnfoldedMap` computes them by two block solves with the
-full graph, as the loop of Algorithm 1 does; `DenseMap` multiplies with a stored A.  `DenseProblem`
-is min over u of loss(A u) + ridge/2 ||C0 u||^2 for a stored A, in coordinates u with W = C0 u; a
-"pass" is a product with A or A^T.
+full graph, as the loop of Algorithm 1 does.  `DenseProblem` is min over u of
+loss(A u) + ridge/2 ||C0 u||^2 for a stored A, in coordinates u with W = C0 u.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -38,7 +37,7 @@ class Solved:
     """A product with A or A^T, with what its solve left over."""
 
     value: Array
-    block: Array | None  # the n x c solution behind it (of `correct`: the residual)
+    block: Array  # the n x c solution behind it (of `correct`: the residual)
     residual: float  # ||true residual||_F, measured
     iterations: int
     stagnated: bool
@@ -51,17 +50,6 @@ class Rounding:
     forward: float  # error of the residual X W - H Z, and of E
     adjoint: float  # error of the residual M^T E - H V
     transposed: Array  # (d,) row norms of what X^T V is off by
-
-
-class LinearMap(Protocol):
-    """A = M H^-1 X."""
-
-    def forward(self, W: Array, tol: float) -> Solved: ...
-    def rows(self, Z: Array) -> Array: ...
-    def correct(self, W: Array, Z: Array, limit: float) -> Solved: ...
-    def adjoint(self, E: Array, tol: float, guess: Array | None) -> Solved: ...
-    def rounding(self, W: Array, Z: Array, V: Array | None) -> Rounding: ...
-    def inner(self, V: Array, R: Array) -> float: ...
 
 
 class UnfoldedMap:
@@ -151,8 +139,7 @@ class UnfoldedMap:
             self.X.transpose_times(V.value), V.value, V.residual, V.iterations, V.stagnated
         )
 
-    def rounding(self, W: Array, Z: Array, V: Array | None) -> Rounding:
-        assert V is not None
+    def rounding(self, W: Array, Z: Array, V: Array) -> Rounding:
         transposed = self.X.transpose_rounding() * self.size(V)
         return Rounding(self.forward_rounding(W, Z), self.adjoint_rounding(V), transposed)
 
@@ -198,39 +185,14 @@ class UnfoldedMap:
         return Solved(Z, Z, residual, most, bool(about[:, 2].any()))
 
 
-class DenseMap:
-    """A stored: what the strategy "direct" trains on before the true model is checked."""
-
-    def __init__(self, A: Array, backend: Backend) -> None:
-        self.A, self.backend = A.astype("float64"), backend
-
-    def forward(self, W: Array, tol: float) -> Solved:
-        return Solved(self.backend.matmul(self.A, W), None, 0.0, 0, False)
-
-    def rows(self, Z: Array) -> Array:
-        return Z
-
-    def correct(self, W: Array, Z: Array, limit: float) -> Solved:
-        return Solved(Z, None, 0.0, 0, False)
-
-    def adjoint(self, E: Array, tol: float, guess: Array | None) -> Solved:
-        return Solved(self.backend.matmul(self.A.T, E), None, 0.0, 0, False)
-
-    def rounding(self, W: Array, Z: Array, V: Array | None) -> Rounding:
-        return Rounding(0.0, 0.0, self.backend.xp.zeros(1))  # nothing is proven of this model
-
-    def inner(self, V: Array, R: Array) -> float:
-        return float(self.backend.xp.sum(V * R))  # synchronize!
-
-
 @dataclass
 class Point:
     """Everything known at one iterate."""
 
     w: Array  # preconditioned weights
     W: Array  # d x c, W = P^-1/2 w
-    Z: Array  # H^-1 X W on all rows (or on the training rows of a DenseMap)
-    V: Array | None  # H^-1 M^T E, E the gradient of the loss with respect to M Z
+    Z: Array  # H^-1 X W on all rows
+    V: Array  # H^-1 M^T E, E the gradient of the loss with respect to M Z
     objective: float  # loss + ridge/2 ||W||^2 at W
     objective_error: float  # it is right up to this much
     gradient: Array  # d x c, of the objective
@@ -240,14 +202,14 @@ class Point:
     rounding: Rounding
     inner_iterations: int
     stagnated: bool  # a solve did not reach what was asked of it
-    aside: float = 0.0  # what the constants of an intercept may add to the gap
+    intercept_gap: float = 0.0  # what the constants of an intercept may add to the gap
 
 
 @dataclass
 class Problem:
     """min over W of loss(A W) + ridge/2 ||W||^2, in preconditioned coordinates."""
 
-    map: LinearMap
+    map: UnfoldedMap
     loss: Loss
     Y: Array
     ridge: float
@@ -257,36 +219,37 @@ class Problem:
     X_norm: float = math.inf
 
     def point(self, w: Array, Z: Array, V: Array | None = None, spent: int = 0) -> Point:
-        """Objective and gradient at w; Z must approximate H^-1 X W and is corrected if needed."""
-        xp, W = self.xp, self.factor.to_weights(w)
-        E = self.loss.residual(xp, self.map.rows(Z), self.Y)
-        scale = norm(E)
-        there = self.map.correct(W, Z, self.tol * scale)
-        return self._at(w, W, there, self.tol, V, spent)
+        """Objective and gradient at w, after `spent` iterations.
 
-    def _at(
-        self, w: Array, W: Array, there: Solved, tol: float, V: Array | None, spent: int
-    ) -> Point:
-        """Objective and gradient at W, where Z is known; V to `tol` from the guess given."""
-        xp, rows = self.xp, self.map.rows(there.value)
-        F, loss = self.loss.add_intercept(xp, rows, self.Y), self.loss.of_rows(slice(None))
-        E = loss.residual(xp, F, self.Y)
-        back = self.map.adjoint(E, tol, V)
+        Z must approximate H^-1 X W and is corrected if needed; V is a guess of its adjoint.
+        """
+        xp, Y, W = self.xp, self.Y, self.factor.to_weights(w)
+        E = self.loss.residual(xp, self.map.rows(Z), Y)
+        there = self.map.correct(W, Z, self.tol * norm(E))
+        rows = self.map.rows(there.value)
+        F, loss = self.loss.add_intercept(xp, rows, Y), self.loss.of_rows(slice(None))
+        E = loss.residual(xp, F, Y)
+        back = self.map.adjoint(E, self.tol, V)
         gradient = self.loss.centre(xp, back.value) + self.ridge * W
-        objective = loss.value(xp, F, self.Y)
+        objective = loss.value(xp, F, Y)
         objective += 0.5 * self.ridge * float(xp.sum(W * W))  # synchronize!
-        r1, r2 = there.residual, back.residual
+        r1, r2, size = there.residual, back.residual, norm(E)
         rounding = self.map.rounding(W, there.value, back.block)
         # E is a difference of these; what it rounds is as large as what outputs so far off do.
-        rounding.forward += 4 * _UNIT * (norm(F) + norm(self.Y)) / self.loss.steepest
-        stray = self.loss.imbalance(xp, E)
+        rounding.forward += 4 * _UNIT * (norm(F) + norm(Y)) / self.loss.steepest
+        imbalance = self.loss.imbalance(xp, E)
         # A mean row times 1^T E, which a centred P does not see, and what E itself has lost.
-        rounding.adjoint += stray + self.loss.gradient_rounding(norm(E), self.Y)
-        off = norm(E) * rounding.forward + self.loss.rounding(F) + 8 * _UNIT * objective
-        if there.block is not None and back.block is not None:
-            # Z is off by H^-1 R, and <E, M H^-1 R> = <V, R> with V = H^-1 M^T E at hand: what is
-            # left is of second order, ||r1|| ||r2|| + ||r1||^2 / 2.
-            objective += self.map.inner(back.block, there.block)
+        rounding.adjoint += imbalance + self.loss.gradient_rounding(size, Y)
+        off = size * rounding.forward + self.loss.rounding(F) + 8 * _UNIT * objective
+        # Z is off by H^-1 R, and <E, M H^-1 R> = <V, R> with V = H^-1 M^T E at hand: what is left
+        # is of second order, ||r1|| ||r2|| + ||r1||^2 / 2.
+        objective += self.map.inner(back.block, there.block)
+        intercept_gap = 0.0
+        if self.loss.intercept:
+            b, missed = (F - rows).sum(axis=0) / F.shape[0], r1 + rounding.forward
+            known = (objective + missed * (size + missed), self.ridge, self.X_norm)
+            distance = self.loss.intercept_distance(xp, Y, b, *known)
+            intercept_gap = self.loss.intercept_gap(imbalance, missed, distance)
         return Point(
             w=w,
             W=W,
@@ -301,16 +264,8 @@ class Problem:
             rounding=rounding,
             inner_iterations=spent + there.iterations + back.iterations,
             stagnated=there.stagnated or back.stagnated,
-            aside=self._aside(F - rows, E, objective, stray, r1 + rounding.forward),
+            intercept_gap=intercept_gap,
         )
-
-    def _aside(self, b: Array, E: Array, objective: float, stray: float, off: float) -> float:
-        """What constants b that are the best for outputs that are off by so much may cost."""
-        if not self.loss.intercept:
-            return 0.0
-        known = (objective + off * (norm(E) + off), self.ridge, self.X_norm)
-        reach = self.loss.intercept_distance(self.xp, self.Y, b.sum(axis=0) / b.shape[0], *known)
-        return self.loss.intercept_gap(stray, off, reach)
 
     def tighten(self, least: float) -> None:
         """Solve ten times tighter from now on, but no tighter than `least` on this account."""
@@ -366,34 +321,33 @@ class DenseProblem:
         gram: Array | None = None,
     ) -> None:
         """`metric` is G (None: the identity); `gram` is A^T A as Hessians see A, if known."""
-        self.gram = gram
         self.backend, self.xp, self.loss, self.A, self.Y = backend, backend.xp, loss, A, Y
-        self.ridge, self.metric, self.passes = ridge, metric or Metric(backend), 0
+        self.ridge, self.metric, self.gram = ridge, metric or Metric(backend), gram
+        self.passes = 0  # products with A or A^T
         mean = loss.mean(self.xp, A) if loss.intercept else None
         self.seen = loss.scale_rows(self.xp, A, slice(None), mean)  # A, as Hessians see it
         self.columns = self.xp.sqrt((A * A).sum(axis=0))  # norms
         self.at_zero = loss.value(self.xp, self.xp.zeros_like(Y), Y)
 
     @cached_property
-    def amplification(self) -> float:
-        """By how much an error of the gradient may grow on the way to that with respect to W."""
-        return self.metric.stretch() if self.ridge > 0 else math.inf
-
-    @cached_property
     def A_norm(self) -> float:
+        """||A||, to some per cent and rather above."""
         if self.gram is None or not self.loss.plain:
             return spectral_norm(self.backend, self.A)
         return (1.1 * spectral_norm(self.backend, self.gram)) ** 0.5  # as far above as the other
 
+    @cached_property
+    def stretch(self) -> float:
+        """By how much an error of the gradient may grow on the way to that with respect to W."""
+        return self.metric.stretch()
+
     def start(self, u: Array | None) -> DensePoint:
         """The point of u (None: 0)."""
-        F, rounding = self.xp.zeros_like(self.Y), self.xp.zeros(())
         if u is None:
-            u = self.xp.zeros((self.A.shape[1], self.Y.shape[1]))
-        else:
-            self.passes += 1
-            F, rounding = self.backend.matmul(self.A, u), self._product_rounding(u)
-        return self._at(u, F, rounding, self._values(u, F))
+            zero = self.xp.zeros((self.A.shape[1], self.Y.shape[1]))
+            return self._at(zero, self.xp.zeros_like(self.Y), self.xp.zeros(()))
+        self.passes += 1
+        return self._at(u, self.backend.matmul(self.A, u), self._product_rounding(u))
 
     def move(self, at: DensePoint, D: Array) -> DensePoint:
         """The minimiser along D, or a point near it that is lower than the start, too."""
@@ -404,27 +358,21 @@ class DenseProblem:
         enough = _FLAT * abs(float(self.xp.sum(at.g * D)))  # synchronize!
         for flat in (enough, 0.0):
             eta = self.loss.step(self.xp, at.F, FD, self.Y, (slope, curvature), flat)
-            u, F = at.u + eta * D, at.F + eta * FD
-            values = self._values(u, F)
-            if values[0] <= at.objective:
+            F = at.F + eta * FD
+            added = self._product_rounding(eta * D) + 2 * _UNIT * self.xp.sqrt((F * F).sum())
+            ahead = self._at(at.u + eta * D, F, at.rounding + added)
+            if ahead.objective <= at.objective:
                 break  # a slight slope may go on for long behind a narrow valley: not otherwise
-        added = self._product_rounding(eta * D) + 2 * _UNIT * self.xp.sqrt((F * F).sum())
-        return self._at(u, F, at.rounding + added, values)
+        return ahead
 
-    def _values(self, u: Array, F: Array) -> tuple[float, Array, Array]:
-        """(objective, gradient of the loss with respect to F, G u)."""
+    def _at(self, u: Array, F: Array, rounding: Array) -> DensePoint:
+        """The point of u with F = A u, up to `rounding`."""
         Gu, (value, E) = self.metric.times(u), self.loss.at(self.xp, F, self.Y)
         if self.ridge > 0:
             value += 0.5 * self.ridge * float(self.xp.sum(u * Gu))  # synchronize!
-        return value, E, Gu
-
-    def _at(
-        self, u: Array, F: Array, rounding: Array, values: tuple[float, Array, Array]
-    ) -> DensePoint:
-        objective, E, Gu = values
         self.passes += 1
         g = self.loss.centre(self.xp, self.backend.matmul(self.A.T, E)) + self.ridge * Gu
-        return DensePoint(u, F, Gu, objective, E, g, rounding)
+        return DensePoint(u, F, Gu, value, E, g, rounding)
 
     def _product_rounding(self, u: Array) -> Array:
         """A bound of what float64 may have done to A u."""
@@ -434,31 +382,21 @@ class DenseProblem:
 
     def gap(self, point: DensePoint, rounding: bool = True) -> float:
         """A bound of objective - optimum, by strong convexity or because nothing is below 0."""
-        if self.ridge == 0:
-            return point.objective + (self.objective_error(point) if rounding else 0.0)
-        size = norm(self.metric.outer(point.g))
         if not rounding:
-            return size**2 / (2 * self.ridge)
-        least = (size + self._rounding(point)) ** 2 / (2 * self.ridge)
-        return min(least, point.objective + self.objective_error(point))
-
-    def forward_rounding(self, point: DensePoint) -> float:
-        """A bound of what float64 may have done to F and E."""
-        own = 4 * _UNIT * (norm(point.F) + norm(self.Y))
-        return float(point.rounding) + own  # synchronize!
-
-    def objective_error(self, point: DensePoint) -> float:
-        """A bound of what float64 may have done to the objective."""
-        off = norm(point.E) * self.forward_rounding(point) + self.loss.rounding(point.F)
-        return off + 8 * _UNIT * abs(point.objective)
-
-    def _rounding(self, point: DensePoint) -> float:
-        """The same for the gradient with respect to W."""
-        forward = self.A_norm * self.forward_rounding(point)
+            size = norm(self.metric.outer(point.g))
+            return size**2 / (2 * self.ridge) if self.ridge > 0 else point.objective
+        # What float64 may have done to F and E, to the objective, and to the gradient.
+        forward = float(point.rounding) + 4 * _UNIT * (norm(point.F) + norm(self.Y))  # synchronize!
+        error = norm(point.E) * forward + self.loss.rounding(point.F)
+        nothing_below_0 = point.objective + error + 8 * _UNIT * abs(point.objective)
+        if self.ridge == 0:
+            return nothing_below_0
         adjoint = (self.A.shape[0] + 2) * _UNIT * norm(point.E) * norm(self.columns)
-        G_terms = 1 if self.metric.G is None or self.metric.G.ndim == 1 else self.A.shape[1]
-        ridge = (G_terms + 2) * _UNIT * self.ridge * norm(point.Gu)
-        return self.amplification * (forward + adjoint + ridge)
+        terms = 1 if self.metric.G is None or self.metric.G.ndim == 1 else self.A.shape[1]
+        of_ridge = (terms + 2) * _UNIT * self.ridge * norm(point.Gu)
+        size = norm(self.metric.outer(point.g))
+        size += self.stretch * (self.A_norm * forward + adjoint + of_ridge)
+        return min(size**2 / (2 * self.ridge), nothing_below_0)
 
     def record(
         self, history: History, point: DensePoint, gap: float, callback: Callback | None

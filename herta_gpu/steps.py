@@ -28,7 +28,7 @@ from herta_gpu.planning.plan import (
 )
 from herta_gpu.planning.settings import Settings
 from herta_gpu.preconditioner import Preconditioner, build, no_preconditioner, tighten
-from herta_gpu.problem import DenseMap, UnfoldedMap
+from herta_gpu.problem import UnfoldedMap
 from herta_gpu.sparsifier import sparsify
 from herta_gpu.task import Context, Task, stored_rows
 from herta_gpu.training import Preconditioned, Training
@@ -253,8 +253,10 @@ def start(
         return P.factor.from_weights(W_start), None
     w = P.w_start if warm else A.H.backend.xp.zeros_like(P.w_start)
     if plan.strategy == "direct" and P.rows is not None:
-        rows = P.rows if P.basis is None else P.basis.rows(P.rows)
-        return run.loop(DenseMap(rows, A.H.backend), w, certified=False).w, None
+        problem = StoredProblem(A.H.backend, A.loss, P, run.Y, settings.ridge, run.X_norm)
+        steps = _CHEAP_STEPS * settings.max_iter
+        u = problem.minimised(settings.tol, None, steps, run.warm)
+        return P.factor.from_weights(problem.basis.weights(u)), None
     if plan.loop_samples is not None:
         H_loop = sampled(A.H, plan.loop_samples, settings, context.budget)
         A_loop = UnfoldedMap(H_loop, A.X, A.train, A.width, A.loss)

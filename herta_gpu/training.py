@@ -37,7 +37,7 @@ from herta_gpu.planning.plan import Decision, Recipe
 from herta_gpu.planning.settings import NEWTON_SIZE
 from herta_gpu.plumbing.progress import marked_steps
 from herta_gpu.preconditioner import Preconditioner
-from herta_gpu.problem import LinearMap, Point, Problem, UnfoldedMap
+from herta_gpu.problem import Point, Problem, UnfoldedMap
 from herta_gpu.task import Context, Task
 
 _TIGHTENINGS = 6  # how often one outer step may tighten the inner tolerance
@@ -46,7 +46,6 @@ _FLATTER = 3.0  # loss of curvature after which P is factored again
 _LEAST_INNER = 1e-10  # inner tolerance of a loop that no certificate watches
 _ALIKE, _LEAST_ALIKE = 0.01, 1e-11  # of tol, at least: objectives as good as each other
 _NOTHING = (16 * unit_roundoff()) ** 2  # of ||Y||^2: a loss that is rounding
-_CHEAP_STEPS = 20  # steps on a stored A, without a solve, that count as one outer step
 
 
 @dataclass(frozen=True)
@@ -120,7 +119,7 @@ class Training:
 
     def loop(
         self,
-        A: LinearMap,
+        A: UnfoldedMap,
         w: Array,
         certified: bool,
         Z: Array | None = None,
@@ -137,8 +136,7 @@ class Training:
             A, self.loss, self.Y, self.settings.ridge, self.P.factor, self.xp, inner, self.X_norm
         )
         optimizer = self._optimizer(A)
-        limit = self.settings.max_iter * (1 if isinstance(A, UnfoldedMap) else _CHEAP_STEPS)
-        limit -= len(self.history)  # where stored rows went first
+        limit = self.settings.max_iter - len(self.history)  # where stored rows went first
         limit = limit if most is None else min(limit, most)
         self.status = "max_iter"
         self.phase += 1
@@ -355,10 +353,10 @@ class Training:
         factor = problem.factor = self.P.factor
         return replace(point, w=factor.from_weights(point.W), g=factor.to_gradient(point.gradient))
 
-    def _optimizer(self, A: LinearMap) -> Optimizer:
+    def _optimizer(self, A: UnfoldedMap) -> Optimizer:
         asked, rate = self.settings, self.settings.learning_rate
         spectral = rate == "spectral" or (asked.optimizer == "momentum" and rate is None)
-        if spectral and isinstance(A, UnfoldedMap):
+        if spectral:
             a, b = ritz_interval(self.P, A, asked.ridge, asked.seed)
             if asked.optimizer == "momentum":
                 return Momentum.for_spectrum(a, b)
