@@ -9,8 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from herta_gpu import Graph
 from herta_gpu.backends.cpu.reference import CPUBackend
 from herta_gpu.factors import DenseGram, Factor, Identity
+from herta_gpu.features import Features
+from herta_gpu.laplacian import RegularizedLaplacian
 from herta_gpu.losses import LOSSES
 from herta_gpu.optimizers import (
     LBFGS,
@@ -23,7 +26,7 @@ from herta_gpu.optimizers import (
     make_optimizer,
 )
 from herta_gpu.planning.settings import OPTIMIZER_NAMES
-from herta_gpu.problem import DenseMap, Problem
+from herta_gpu.problem import Problem, UnfoldedMap
 
 CPU = CPUBackend()
 
@@ -207,7 +210,10 @@ def logistic(ridge: float) -> tuple[Problem, Callable[[Factor], Newton]]:
         0.2, ridge, False
     )
     loss = LOSSES["ce"]
-    problem = Problem(DenseMap(A, CPU), loss, Y, ridge, factor, np, 1e-10)
+    nobody = Graph.from_edges(np.zeros((2, 0), dtype=int), num_nodes=60)  # H = I: A is X
+    H = RegularizedLaplacian(nobody, 1.0, CPU, "float64")
+    map_ = UnfoldedMap(H, Features(A, CPU), np.arange(60), 8)
+    problem = Problem(map_, loss, Y, ridge, factor, np, 1e-10)
     return problem, lambda factor: Newton(CPU, loss, A, factor, 5, ridge)
 
 

@@ -12,7 +12,7 @@ from herta_gpu.factors import Identity
 from herta_gpu.features import Features
 from herta_gpu.laplacian import RegularizedLaplacian
 from herta_gpu.losses import LOSSES
-from herta_gpu.problem import DenseMap, Problem, UnfoldedMap
+from herta_gpu.problem import Problem, UnfoldedMap
 from tests.conftest import dense_H, random_graph
 
 N, D, C, LAM = 70, 5, 3, 4.0
@@ -72,11 +72,9 @@ def test_rounding_is_bounded_for_solutions_of_any_size():
 
 @pytest.mark.parametrize("loss", ["mse", "ce"])
 @pytest.mark.parametrize("ridge", [0.0, 0.5])
-@pytest.mark.parametrize("stored", [True, False])
-def test_objective_and_gradient(loss, ridge, stored):
+def test_objective_and_gradient(loss, ridge):
     A, Q, W, Y = case()
-    map_ = DenseMap(Q[TRAIN], BACKEND) if stored else A
-    problem = Problem(map_, LOSSES[loss], Y, ridge, Identity(D), np, 1e-10)
+    problem = Problem(A, LOSSES[loss], Y, ridge, Identity(D), np, 1e-10)
     point = problem.start(W)
 
     def value(W: Any) -> float:
