@@ -17,7 +17,7 @@ in passes of its own.  (All lam from one Chebyshev sequence would share the firs
 that leaves differs.)  Columns of X C0 themselves may stand beside them: those of lam = 0, and
 features that are not diffused, such as those that labels make.
 
-Where P need only be rough, `approximate_rows` makes Q without measuring anything: by one Chebyshev
+Where P need only be rough, `Approximation` makes Q without measuring anything: by one Chebyshev
 polynomial, by rows of the inverse where there are few of them, or as a sketch (lines 3 to 5 of
 Algorithm 1).
 """
@@ -33,10 +33,9 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from herta_gpu.backends.base import Array, Backend
+from herta_gpu.backends.base import Array, Backend, unit_roundoff
 from herta_gpu.coordinates import Blocks, Columns, Coordinates
 from herta_gpu.factors import products, weigh_rows
-from herta_gpu.features import Features
 from herta_gpu.laplacian import (
     RegularizedLaplacian,
     block_cg,
@@ -214,7 +213,7 @@ class Rows:
         blocks, backend = self.wanted.blocks(part.columns.rank), self.backend
         work = Workspace(H, max(J.stop - J.start for J in blocks), self.wanted.dtype)
 
-        def solved(J: slice) -> Arrays:
+        def solve(J: slice) -> Arrays:
             make = partial(self._block, J, part, H, goal, work)
             with marked("block of Q", first=J.start, columns=J.stop - J.start):
                 block = cache(f"{name}-columns-{J.start}", make)
@@ -223,7 +222,7 @@ class Rows:
             return {what: array for what, array in block.items() if what != "B"}
 
         self.wanted.tell(part.first, self.basis.rank)
-        for J, block in zip(blocks, backend.dealt(blocks, solved)):
+        for J, block in zip(blocks, backend.dealt(blocks, solve)):
             at = part.among_all(J)
             self.train_rows[:, at] = backend.gathered(block["rows"])
             self.eval_rows[:, at] = block["others"]
@@ -238,7 +237,7 @@ class Rows:
         """One block of columns: from X C0, or on from what was left of it."""
         columns, at, wanted, k = part.columns, part.among_all(J), self.wanted, J.stop - J.start
         xp, (B, iterates) = H.backend.xp, work.blocks(k)
-        sizes, unit = columns.sizes[J], 0.5 * float(np.finfo(wanted.dtype).eps)
+        sizes, unit = columns.sizes[J], unit_roundoff(wanted.dtype)
         on = self._begun and self._residuals is not None
         if on:
             assert self._residuals is not None
@@ -264,15 +263,15 @@ class Rows:
             others += Z[wanted.evaluate]
             fresh = products == 0 and not on
             source = columns.chunks(J) if fresh else _chunks(H.backend, B)
-            before, norms = norms, _new_residual(H, source, Z, B)
+            before, norms = norms, _residual(H, source, Z, B)
             # ||Z|| <= ||H Z|| <= ||B|| + ||B - H Z||, and the new B is stored rounded.
             rounded = rounded + H.rounding(k, rows=True) * (before + norms) + unit * norms
             products, last, worst = products + degree, worst, _worst(xp, norms, sizes)
         if self.train_rows.dtype != rows.dtype:
             # Half a unit of each number, or of the smallest there is.
-            count, kind = self.train_rows.shape[0], np.finfo(np.float32)
-            size = float(kind.eps) * column_norms(H.backend, rows)
-            lost = lost + 0.5 * (size + float(kind.tiny) * count**0.5)
+            size = unit_roundoff("float32") * column_norms(H.backend, rows)
+            tiny = 0.5 * float(np.finfo(np.float32).tiny)
+            lost = lost + (size + tiny * self.train_rows.shape[0] ** 0.5)
         made = {"rows": rows, "others": others, "left": norms + rounded, "lost": lost}
         made["products"] = xp.asarray([products])
         return made if self._residuals is None else {**made, "B": B}
@@ -284,7 +283,7 @@ def _degree(H: RegularizedLaplacian, dtype: str, factor: float, columns: int) ->
     One pass cannot do more than rounding lets it.
     """
     worst_case = chebyshev_rounding(H, dtype, columns)
-    least = max(8 * float(np.finfo(dtype).eps), _TYPICAL * worst_case)
+    least = max(16 * unit_roundoff(dtype), _TYPICAL * worst_case)
     count = max(1, math.ceil(math.log(factor) / math.log(min(least, 0.1)) - 1e-9))
     return chebyshev_degree(H, _MARGIN * factor ** (1 / count))
 
@@ -305,167 +304,122 @@ def _chunks(backend: Backend, B: Array) -> Iterator[tuple[slice, Array]]:
         yield rows, B[rows].astype("float64")
 
 
-def _new_residual(
-    H: RegularizedLaplacian, source: Iterator[tuple[slice, Array]], Z: Array, B: Array
+def _residual(
+    H: RegularizedLaplacian,
+    source: Iterator[tuple[slice, Array]],
+    Z: Array,
+    B: Array | None = None,
 ) -> Array:
-    """B <- source - H Z; the norms of its columns, before they are stored."""
-    squares, Z = H.backend.xp.zeros(B.shape[1]), H.with_neighbours(Z)
-    with marked("residual", columns=B.shape[1]):
+    """The norms of the columns of source - H Z, before they are stored in B."""
+    squares, Z = H.backend.xp.zeros(Z.shape[1]), H.with_neighbours(Z)
+    with marked("residual", columns=Z.shape[1]):
         for rows, part in source:
             R = H.residual_rows(part, Z, rows.start)
-            B[rows] = R
+            if B is not None:
+                B[rows] = R
             squares = squares + H.backend.column_dots(R, R)
     return H.backend.xp.sqrt(H.backend.total(squares))
 
 
-def approximate_rows(
-    recipe: Recipe,
-    H_tilde: RegularizedLaplacian,
-    A: UnfoldedMap,
-    basis: Columns,
-    Y: Array,
-    cache: Cache,
-) -> Arrays:
-    """Q on the training rows or on all, or its sketch."""
-    H, rows, backend = A.H, A.train, A.H.backend
-    if recipe.by_rows:
-        return _rows_of_inverse(recipe, H, A.X, rows, cache)
-    if recipe.sketch_rows is not None:
-        Q_tilde, QtY = _sketch(recipe, H_tilde, basis, Y, A, cache)
-        return {"Q": Q_tilde, "QtY": QtY}
-    n_rows = H.n if recipe.all_rows else int(backend.total(rows.shape[0]))
-    Q = backend.xp.empty((n_rows, basis.rank), dtype=recipe.dtype(H.dtype))
-    at = None if recipe.all_rows else rows
-    for J, Q_J in _solve_columns(recipe, H_tilde, basis, cache, at):
-        Q[:, J] = Q_J if recipe.all_rows else backend.gathered(Q_J)
-    return {"Q": Q}
-
-
-def _solve_columns(
-    recipe: Recipe,
-    H_tilde: RegularizedLaplacian,
-    basis: Columns,
-    cache: Cache,
-    at: Array | None,
-) -> Iterator[tuple[slice, Array]]:
-    """Q <- SDDSolver(I + lam L_tilde; X C0), a block of columns J at a time.
-
-    Of each block the rows `at`; None: all.
-    """
-    blocks = recipe.blocks(basis.rank)
-    width = max(J.stop - J.start for J in blocks)
-    work = Workspace(H_tilde, width, recipe.dtype(H_tilde.dtype))
-
-    def solved(J: slice) -> Arrays:
-        with marked("block of Q", first=J.start, columns=J.stop - J.start):
-            B, iterates = work.blocks(J.stop - J.start)
-            basis.fill(B, J)
-            return {"Q": chebyshev(H_tilde, B, recipe.degree, iterates)}
-
-    def wanted(J: slice) -> Arrays:
-        Q_J = cache(f"{recipe.name}-columns-{J.start}", partial(solved, J))["Q"]
-        return {"Q": Q_J if at is None else Q_J[at]}
-
-    for J, made in zip(blocks, H_tilde.backend.dealt(blocks, wanted)):
-        yield J, made["Q"]
-
-
-def _rows_of_inverse(
-    recipe: Recipe, H: RegularizedLaplacian, X: Features, rows: Array, cache: Cache
-) -> Arrays:
-    """A = (H^-1 M^T)^T X row by row: fewer solves than H^-1 X when n_train < d.
-
-    With V the solutions and R = M^T - H V, column j of A is off by (H^-1 R)^T x_j: by no more than
-    ||R|| ||x_j||, and by what the residuals and X^T V were rounded.
-    """
-    xp, k = H.backend.xp, recipe.width
-    count = int(H.backend.total(rows.shape[0]))
-    mine = H.backend.own(np.arange(count))  # which of all training rows are here
-    A, squares = xp.empty((count, X.shape[1]), dtype="float64"), 0.0
-    starts = range(0, count, k)
-
-    def solved(first: int) -> Arrays:
-        left, (a, b) = [], np.searchsorted(mine, (first, first + k))
-
-        def solve(unit: Array) -> Array:
-            V, info = block_cg(H, unit, recipe.row_tol)
-            rounding = H.rounding(V.shape[1]) * column_norms(H.backend, V)
-            left.append(xp.asarray(info.residuals) + rounding)
-            return V
-
-        columns, at = min(k, count - first), H.backend.asarray(mine[a:b] - first)
-        made = rows_of_inverse(xp, solve, X.transpose_times, rows[a:b], H.n, H.dtype, (columns, at))
-        return {"A": made, "left": left[0]}
-
-    def wanted(i: int) -> Arrays:
-        with marked("block of Q", first=i, rows=min(k, count - i)):
-            return cache(f"{recipe.name}-rows-{i}", partial(solved, i))
-
-    for i, block in zip(starts, H.backend.dealt(starts, wanted)):
-        A[i : i + k] = block["A"]
-        squares = squares + (block["left"] ** 2).sum()
-    # H >= I, so no solution is longer than its right-hand side plus what it leaves.
-    longest = math.sqrt(count) + float(squares) ** 0.5  # synchronize!
-    rounding = X.transpose_rounding() * longest
-    return {"Q": A, "left": xp.sqrt(squares) * X.column_norms + rounding}
-
-
-def rows_of_inverse(
-    xp: Any,
-    solve: Callable[[Array], Array],
-    transpose_times: Callable[[Array], Array],
-    rows: Array,
-    n: int,
-    dtype: str,
-    among: tuple[int, Array] | None = None,
-) -> Array:
-    """The rows `rows` of H^-1 X by one solve per row, since H is symmetric.
-
-    `solve` gives H^-1 of n x k columns and `transpose_times` X^T of them; both compute in the array
-    package `xp`.  Where other processes have more of the rows, `among` holds the number of all and
-    the places of these.
-    """
-    count, at = (rows.shape[0], xp.arange(rows.shape[0])) if among is None else among
-    unit = xp.zeros((n, count), dtype=dtype)
-    unit[rows, at] = 1
-    return transpose_times(solve(unit)).T
-
-
-def _sketch(
-    recipe: Recipe,
-    H_tilde: RegularizedLaplacian,
-    basis: Columns,
-    Y: Array,
-    A: UnfoldedMap,
-    cache: Cache,
-) -> tuple[Array, Array]:
-    """Q_tilde, s uniform rows of Hadamard(R Q), and Q^T Y; Q itself never exists whole."""
-    backend, s = H_tilde.backend, recipe.sketch_rows
-    assert s is not None
-    Q_tilde = backend.xp.empty((s, basis.rank), dtype=recipe.dtype(H_tilde.dtype))
-    QtY = backend.xp.empty((basis.rank, Y.shape[1]))
-    for J, Q_J in _solve_columns(recipe, H_tilde, basis, cache, A.train):
-        Q_rows = backend.asarray(backend.gathered(Q_J))
-        _, QtY[J] = products(backend, Q_rows, Y, with_gram=False, loss=A.loss)
-        seen = Q_rows if A.loss.plain else weigh_rows(A.loss, backend, Q_rows).astype(Q_tilde.dtype)
-        Q_tilde[:, J] = backend.srht(seen, s, recipe.seed)
-    return Q_tilde, QtY
-
-
 def residual_norms(H: RegularizedLaplacian, basis: Columns, Q: Array, width: int) -> Array:
     """(r,) bounds of the norms of the columns of X C0 - H Q, rounding included."""
-    xp, left = H.backend.xp, basis.rounding
-    sizes = column_norms(H.backend, Q)
+    found, sizes = basis.rounding, column_norms(H.backend, Q)
+    blocks = [slice(j, min(j + width, Q.shape[1])) for j in range(0, Q.shape[1], width)]
 
-    def squares(j: int) -> Arrays:
-        J = slice(j, min(j + width, Q.shape[1]))
-        Z, found = H.with_neighbours(H.backend.asarray(Q[:, J])), xp.zeros(J.stop - J.start)
-        for rows, part in basis.chunks(J):
-            found = found + (H.residual_rows(part, Z, rows.start) ** 2).sum(axis=0)
-        return {"squares": H.backend.total(found)}
+    def measure(J: slice) -> Arrays:
+        return {"norms": _residual(H, basis.chunks(J), H.backend.asarray(Q[:, J]))}
 
-    starts = range(0, Q.shape[1], width)
-    for j, found in zip(starts, H.backend.dealt(starts, squares)):
-        J = slice(j, min(j + width, Q.shape[1]))
-        left[J] += xp.sqrt(found["squares"]) + H.rounding(J.stop - J.start, rows=True) * sizes[J]
-    return left
+    for J, made in zip(blocks, H.backend.dealt(blocks, measure)):
+        found[J] += made["norms"] + H.rounding(J.stop - J.start, rows=True) * sizes[J]
+    return found
+
+
+@dataclass(frozen=True)
+class Approximation:
+    """Q where P need only be rough: without measuring anything."""
+
+    recipe: Recipe
+    H_tilde: RegularizedLaplacian
+    A: UnfoldedMap
+    basis: Columns
+    cache: Cache
+
+    def make(self, Y: Array) -> Arrays:
+        """Q on the training rows or on all, or its sketch."""
+        recipe, backend, train = self.recipe, self.A.H.backend, self.A.train
+        if recipe.by_rows:
+            return self._rows_of_inverse()
+        if recipe.sketch_rows is not None:
+            return self._sketch(recipe.sketch_rows, Y)
+        n_rows = self.A.H.n if recipe.all_rows else int(backend.total(train.shape[0]))
+        Q = backend.xp.empty((n_rows, self.basis.rank), dtype=recipe.dtype(self.A.H.dtype))
+        for J, Q_J in self._solve_columns(None if recipe.all_rows else train):
+            Q[:, J] = Q_J if recipe.all_rows else backend.gathered(Q_J)
+        return {"Q": Q}
+
+    def _solve_columns(self, at: Array | None) -> Iterator[tuple[slice, Array]]:
+        """Q <- SDDSolver(I + lam L_tilde; X C0), a block of columns J at a time.
+
+        Of each block the rows `at`; None: all.
+        """
+        recipe, H, basis = self.recipe, self.H_tilde, self.basis
+        blocks = recipe.blocks(basis.rank)
+        work = Workspace(H, max(J.stop - J.start for J in blocks), recipe.dtype(H.dtype))
+
+        def solve(J: slice) -> Arrays:
+            with marked("block of Q", first=J.start, columns=J.stop - J.start):
+                B, iterates = work.blocks(J.stop - J.start)
+                basis.fill(B, J)
+                return {"Q": chebyshev(H, B, recipe.degree, iterates)}
+
+        def wanted(J: slice) -> Arrays:
+            Q_J = self.cache(f"{recipe.name}-columns-{J.start}", partial(solve, J))["Q"]
+            return {"Q": Q_J if at is None else Q_J[at]}
+
+        for J, made in zip(blocks, H.backend.dealt(blocks, wanted)):
+            yield J, made["Q"]
+
+    def _sketch(self, s: int, Y: Array) -> Arrays:
+        """Q_tilde, s uniform rows of Hadamard(R Q), and Q^T Y; Q itself never exists whole."""
+        recipe, loss, backend = self.recipe, self.A.loss, self.H_tilde.backend
+        Q_tilde = backend.xp.empty((s, self.basis.rank), dtype=recipe.dtype(self.H_tilde.dtype))
+        QtY = backend.xp.empty((self.basis.rank, Y.shape[1]))
+        for J, Q_J in self._solve_columns(self.A.train):
+            Q_rows = backend.asarray(backend.gathered(Q_J))
+            _, QtY[J] = products(backend, Q_rows, Y, with_gram=False, loss=loss)
+            seen = weigh_rows(loss, backend, Q_rows).astype(Q_tilde.dtype, copy=False)
+            Q_tilde[:, J] = backend.srht(seen, s, recipe.seed)
+        return {"Q": Q_tilde, "QtY": QtY}
+
+    def _rows_of_inverse(self) -> Arrays:
+        """A = (H^-1 M^T)^T X row by row: fewer solves than H^-1 X when n_train < d.
+
+        With V the solutions and R = M^T - H V, column j of A is off by (H^-1 R)^T x_j: by no more
+        than ||R|| ||x_j||, and by what the residuals and X^T V were rounded.
+        """
+        recipe, H, X, rows = self.recipe, self.A.H, self.A.X, self.A.train
+        xp, k = H.backend.xp, recipe.width
+        count = int(H.backend.total(rows.shape[0]))
+        mine = H.backend.own(np.arange(count))  # which of all training rows are here
+        A, squares = xp.empty((count, X.shape[1]), dtype="float64"), 0.0
+        starts = range(0, count, k)
+
+        def solve(first: int) -> Arrays:
+            a, b = np.searchsorted(mine, (first, first + k))
+            unit = xp.zeros((H.n, min(k, count - first)), dtype=H.dtype)
+            unit[rows[a:b], H.backend.asarray(mine[a:b] - first)] = 1
+            V, info = block_cg(H, unit, recipe.row_tol)
+            rounding = H.rounding(V.shape[1]) * column_norms(H.backend, V)
+            return {"A": X.transpose_times(V).T, "left": xp.asarray(info.residuals) + rounding}
+
+        def wanted(first: int) -> Arrays:
+            with marked("block of Q", first=first, rows=min(k, count - first)):
+                return self.cache(f"{recipe.name}-rows-{first}", partial(solve, first))
+
+        for i, block in zip(starts, H.backend.dealt(starts, wanted)):
+            A[i : i + k] = block["A"]
+            squares = squares + (block["left"] ** 2).sum()
+        # H >= I, so no solution is longer than its right-hand side plus what it leaves.
+        longest = math.sqrt(count) + float(squares) ** 0.5  # synchronize!
+        rounding = X.transpose_rounding() * longest
+        return {"Q": A, "left": xp.sqrt(squares) * X.column_norms + rounding}

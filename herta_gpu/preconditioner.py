@@ -14,17 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from herta_gpu.backends.base import Array, Backend
+from herta_gpu.backends.base import Array, Backend, unit_roundoff
 from herta_gpu.coordinates import Columns, Coordinates, Units, Whitened, whiten
-from herta_gpu.diffusion import (
-    Arrays,
-    Cache,
-    Rows,
-    Wanted,
-    approximate_rows,
-    no_cache,
-    silent,
-)
+from herta_gpu.diffusion import Approximation, Arrays, Cache, Rows, Wanted, no_cache, silent
 from herta_gpu.factors import (
     RANK_CUT,
     DenseGram,
@@ -38,19 +30,12 @@ from herta_gpu.factors import (
     products,
     weigh_rows,
 )
-from herta_gpu.features import Features
-from herta_gpu.laplacian import (
-    RegularizedLaplacian,
-    chebyshev_error,
-    chebyshev_rounding,
-)
+from herta_gpu.laplacian import RegularizedLaplacian, chebyshev_error, chebyshev_rounding
 from herta_gpu.losses import LOSSES
 from herta_gpu.planning.costs import Case
 from herta_gpu.planning.plan import Recipe
 from herta_gpu.plumbing.progress import Tell
 from herta_gpu.problem import UnfoldedMap
-
-_EPS = float(np.finfo(np.float64).eps)
 
 
 @dataclass
@@ -134,24 +119,24 @@ def build(
     tell: Tell = silent,
 ) -> Preconditioner:
     """Lines 3 to 8 of Algorithm 1 on the training rows, and rows to `evaluate` where measured."""
+    # Factors of few rows find coordinates of their own.
     plain = recipe.by_rows or (ridge > 0 and 2 * Y.shape[0] < A.features)
-    basis = _basis(recipe, A.X, ridge, plain)
+    units = Units.plain if plain else Units.of
+    white = recipe.whiten and not plain
+    basis: Columns = whiten(A.X, ridge == 0, ridge) if white else units(A.X)
     if recipe.goal is None or recipe.by_rows:
-        solved = partial(approximate_rows, recipe, H_tilde, A, basis, Y, cache)
-        made = cache(recipe.name, solved, together=True)
+        make = partial(Approximation(recipe, H_tilde, A, basis, cache).make, Y)
+        made = cache(recipe.name, make, together=True)
         return _factored(recipe, H_tilde, A, basis, made, Y, ridge)
-    wanted = Wanted(
-        A.train, A.train[:0] if evaluate is None else evaluate, recipe.blocks,
-        recipe.dtype(A.H.dtype), "float32" if recipe.narrow else "float64", recipe.keep_residual,
-        tell,
-    )  # fmt: skip
+    beside = A.train[:0] if evaluate is None else evaluate
+    dtype, stored = recipe.dtype(A.H.dtype), "float32" if recipe.narrow else "float64"
+    wanted = Wanted(A.train, beside, recipe.blocks, dtype, stored, recipe.keep_residual, tell)
     systems: list[RegularizedLaplacian | None] = [A.H]
     if A.systems is not None:
         systems = [None if H.lam == 0 else H for H in A.systems]
     columns = [basis] * len(systems)
     if A.extra is not None:
-        systems.append(None)
-        columns.append((Units.plain if plain else Units.of)(A.extra))
+        systems, columns = [*systems, None], [*columns, units(A.extra)]
     return _from_rows(Rows(A.H.backend, systems, columns, wanted), recipe, A, Y, ridge, cache)
 
 
@@ -192,58 +177,49 @@ def _factored(
     ridge: float,
 ) -> Preconditioner:
     """P = Q^T Q + ridge C0^T C0 and its factor, from Q or its sketch."""
-    H, X, rows, sampled = A.H, A.X, A.train, H_tilde is not A.H
-    backend, d = H.backend, A.features
-    Q, at = made["Q"], rows if recipe.all_rows else None
+    backend, d = A.H.backend, A.features
+    Q, at = made["Q"], A.train if recipe.all_rows else None
     Q_all = Q if recipe.all_rows else None
     if at is not None and not backend.whole:
         Q, at = backend.gathered(Q[at]), None  # training rows are everywhere
     error = rounding = math.inf
-    if not (sampled or recipe.by_rows or recipe.sketch_rows is not None):
+    sketched = "QtY" in made  # made with the sketch, from Q itself
+    if H_tilde is A.H and not (recipe.by_rows or sketched):
         error = chebyshev_error(H_tilde, recipe.degree)
         narrowest = min(J.stop - J.start for J in recipe.blocks(basis.rank))
         rounding = chebyshev_rounding(H_tilde, recipe.dtype(H_tilde.dtype), narrowest)
     case = recipe.case(Y.shape[0], d, ridge)
-    sketched = "QtY" in made  # made with the sketch, from Q itself
-    with_gram = not (case.low_rank or case is Case.ROW_SPACE)
+    dense = not (case.low_rank or case is Case.ROW_SPACE)
     loss = LOSSES["mse"] if sketched else A.loss  # a sketch is one of rows as the loss sees them
-    dense, QtY = products(backend, Q, None if sketched else Y, at, with_gram, loss)
-    QtY = made["QtY"] if sketched else QtY
+    G, QtY = products(backend, Q, None if sketched else Y, at, dense, loss)
     QtQ: Gram
-    if case is Case.ROW_SPACE:
-        units = X.column_norms if recipe.by_rows else None
-        QtQ = RowSpaceGram.of_rows(backend, weigh_rows(loss, backend, Q), units)
-    elif case.low_rank:
-        few_rows = Q if at is None else Q[at]
-        QtQ = LowRankGram.of_rows(backend, weigh_rows(loss, backend, few_rows), ridge)
+    if dense:
+        count = Q.shape[0] if at is None else at.shape[0]
+        rounded = gram_rounding(count, d) + (0.0 if loss.plain else 16 * unit_roundoff())
+        QtQ = DenseGram(backend, G, basis.ridge, case.damped, rounded)
     else:
-        count = Q.shape[0] if at is None else rows.shape[0]
-        rounded = gram_rounding(count, d) + (0.0 if loss.plain else 8 * _EPS)
-        QtQ = DenseGram(backend, dense, basis.ridge, case.damped, rounded)
+        seen = weigh_rows(loss, backend, Q if at is None else Q[at])
+        if case.low_rank:
+            QtQ = LowRankGram.of_rows(backend, seen, ridge)
+        else:
+            units = A.X.column_norms if recipe.by_rows else None
+            QtQ = RowSpaceGram.of_rows(backend, seen, units)
     inner = QtQ.factor(recipe.curvature, ridge, recipe.symmetric)
-    if isinstance(QtQ, DenseGram) and inner.rank < d:
-        kept = d - max(0, A.distinct_columns(H.graph) - inner.rank)
-    else:
-        kept = inner.rank if isinstance(inner, RowSpace) else d
+    kept = inner.rank if isinstance(inner, RowSpace) else d
+    if dense and inner.rank < d:
+        kept = d - max(0, A.distinct_columns(A.H.graph) - inner.rank)
     return Preconditioner(
-        basis.factor(inner),
-        inner,
-        basis,
-        QtQ,
-        inner.to_gradient(QtY),
-        error,
-        rounding,
-        case.damped,
-        d,
-        kept,
-        rows=Q if recipe.keep_rows and recipe.sketch_rows is None else None,
+        factor=basis.factor(inner),
+        inner=inner,
+        basis=basis,
+        gram=QtQ,
+        w_start=inner.to_gradient(made["QtY"] if sketched else QtY),
+        Q_error=error,
+        Q_rounding=rounding,
+        damped=case.damped,
+        features=d,
+        kept=kept,
+        rows=Q if recipe.keep_rows and not sketched else None,
         column_error=made.get("left"),
         Q_all=Q_all,
     )
-
-
-def _basis(recipe: Recipe, X: Features, ridge: float, plain: bool) -> Columns:
-    """The coordinates in which Q is solved for."""
-    if plain:
-        return Units.plain(X)  # factors of few rows find their own
-    return whiten(X, ridge == 0, ridge) if recipe.whiten else Units.of(X)

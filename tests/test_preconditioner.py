@@ -10,7 +10,7 @@ import pytest
 
 from herta_gpu.backends import get_backend
 from herta_gpu.coordinates import Units, whiten
-from herta_gpu.diffusion import residual_norms, rows_of_inverse
+from herta_gpu.diffusion import residual_norms
 from herta_gpu.factors import gram, products
 from herta_gpu.features import Features
 from herta_gpu.laplacian import RegularizedLaplacian, chebyshev, chebyshev_degree
@@ -200,12 +200,3 @@ def test_the_residual_of_Q_is_measured_against_X(basis: Any) -> None:
     found = residual_norms(map_.H, basis(map_.X), Q, 3)
     np.testing.assert_allclose(found, np.linalg.norm(R, axis=0), rtol=1e-10)
     assert (found >= np.linalg.norm(R, axis=0)).all()
-
-
-def test_rows_of_the_inverse() -> None:
-    map_, A, X, _ = problem()
-    H = dense_H(map_.H.graph, LAM)
-    found = rows_of_inverse(
-        np, lambda B: np.linalg.solve(H, B), lambda V: X.T @ V, map_.train, N, "float64"
-    )
-    np.testing.assert_allclose(found, A, atol=1e-12)
