@@ -64,34 +64,39 @@ class SplitConformal:
         """
         outputs = _outputs(outputs)
         classes = None if classes is None else np.asarray(classes)
-        y = _targets(y, outputs, classes)
+        y, m = _targets(y, outputs, classes), outputs.shape[0]
         self.classes_, self._width = classes, outputs.shape[1]
         if classes is None:
-            self.threshold_: Any = _quantile(np.abs(y - outputs), self.coverage)
-            return self
-        code, missed = _codes(y, classes)
-        # A label that the model does not know is in no set: it counts as missed by any threshold.
-        scores = np.where(missed, np.inf, -outputs[np.arange(y.shape[0]), code])
-        self.threshold_ = float(_quantile(scores[:, None], self.coverage)[0])
+            scores = np.abs(y - outputs)
+        else:
+            order = np.argsort(classes)
+            at = np.minimum(np.searchsorted(classes, y, sorter=order), order.size - 1)
+            scores = -outputs[np.arange(m), order[at]][:, None]
+            # A label that the model does not know is in no set: any threshold misses it.
+            scores[classes[order[at]] != y] = np.inf
+        k = math.ceil((m + 1) * self.coverage - 1e-9)
+        found = np.full(scores.shape[1:], np.inf) if k > m else np.sort(scores, axis=0)[k - 1]
+        self.threshold_: Any = found if classes is None else float(found[0])
         return self
 
     def sets(self, outputs: Any) -> Any:
         """(k, c) booleans: which classes are in the set of each node."""
-        if self._calibrated().classes_ is None:
-            raise ValueError("y held numbers: use intervals.")
-        return -_outputs(outputs, self._width) <= self.threshold_
+        return -self._of_the_same(outputs, labels=True) <= self.threshold_
 
     def intervals(self, outputs: Any) -> tuple[Any, Any]:
         """(lower, upper) ends of the intervals, each of the shape (k, c)."""
-        if self._calibrated().classes_ is not None:
-            raise ValueError("y held labels: use sets.")
-        outputs = _outputs(outputs, self._width)
+        outputs = self._of_the_same(outputs, labels=False)
         return outputs - self.threshold_, outputs + self.threshold_
 
-    def _calibrated(self) -> SplitConformal:
+    def _of_the_same(self, outputs: Any, labels: bool) -> Any:
+        """(k, c) outputs of the model that was calibrated, on labels or on numbers."""
         if not hasattr(self, "threshold_"):
             raise RuntimeError("Nothing is calibrated yet: call calibrate first.")
-        return self
+        if labels != (self.classes_ is not None):
+            raise ValueError(
+                f"y held {'numbers: use intervals' if labels else 'labels: use sets'}."
+            )
+        return _outputs(outputs, self._width)
 
 
 def _outputs(outputs: Any, width: int | None = None) -> Any:
@@ -139,24 +144,8 @@ def _check_all_known(missing: Any, what: str) -> None:
         raise ValueError(f"{missing.sum():,} of {missing.shape[0]:,} nodes have {what}.")
 
 
-def _codes(y: Any, classes: Any) -> tuple[Any, Any]:
-    """(the column of each label, which labels have none)."""
-    order = np.argsort(classes)
-    at = np.minimum(np.searchsorted(classes, y, sorter=order), order.size - 1)
-    return order[at], classes[order[at]] != y
-
-
 def _columns(outputs: Any) -> Any:
     outputs = np.asarray(outputs, dtype=np.float64)
     if outputs.ndim not in (1, 2):
         raise ValueError(f"Give one row per node, not an array of shape {outputs.shape}.")
     return outputs[:, None] if outputs.ndim == 1 else outputs
-
-
-def _quantile(scores: Any, coverage: float) -> Any:
-    """The ceil((m + 1) coverage)-th smallest along the first axis; infinite if m is too small."""
-    m = scores.shape[0]
-    k = math.ceil((m + 1) * coverage - 1e-9)
-    if k > m:
-        return np.full(scores.shape[1:], np.inf)
-    return np.sort(scores, axis=0)[k - 1]

@@ -26,8 +26,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code."""
     restore, started = _stop_at_once(), launched()
     _open_streams(silent=started.rank > 0)
-    if started.local > 1:
-        _share_cores(started.local)
+    if started.local > 1:  # BLAS reads its share of the cores when it is loaded
+        share = str(max(1, (os.cpu_count() or 1) // started.local))
+        for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+            os.environ.setdefault(name, share)
     import herta_gpu.app.arguments  # noqa: F401 - late, as the docstring above says
 
     restore()
@@ -36,13 +38,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:  # it came before or after the command itself
         _say(sys.stderr, "herta: Interrupted.")
         return 130
-
-
-def _share_cores(processes: int) -> None:
-    """Give BLAS, which reads this when it is loaded, its share of the cores."""
-    share = str(max(1, (os.cpu_count() or 1) // processes))
-    for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"):
-        os.environ.setdefault(name, share)
 
 
 def _stop_at_once() -> Callable[[], object]:
@@ -75,7 +70,14 @@ def _run(argv: Sequence[str] | None) -> int:
             args.check(args)
     except SystemExit as ended:  # argparse has printed the help, or what is wrong
         Crew().part()
-        return _end(ended)
+        for stream in (sys.stderr, sys.stdout):
+            try:
+                stream.flush()
+            except OSError as error:
+                _give_up(stream)
+                if stream is sys.stdout:
+                    return _fail_to_write(error)
+        raise ended from None
     except OSError as error:
         return _fail_to_write(error)
     args.verbose = not (args.json or args.quiet)
@@ -167,19 +169,6 @@ def _give_up(stream: Any) -> None:
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, at)
     os.close(nowhere)
-
-
-def _end(ended: SystemExit) -> int:
-    """Write all that argparse printed, then end as it did."""
-    try:
-        sys.stderr.flush()
-    except OSError:
-        _give_up(sys.stderr)
-    try:
-        sys.stdout.flush()
-    except OSError as error:
-        return _fail_to_write(error)
-    raise ended
 
 
 def _fail_to_write(error: OSError) -> int:

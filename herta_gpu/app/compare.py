@@ -45,7 +45,9 @@ def run(args: argparse.Namespace) -> CommandOutput:
     found = [_fit(args, variant, data, stages) for variant in variants]
     results = {" ".join(v): result for v, (_, result, _) in zip(variants, found)}
     agreement = compare(*((model, Z) for model, _, Z in found))
-    tables = [_result_rows(results), _speed_rows(results), _agreement_rows(agreement)]
+    shown = {name: format(x, ".4%" if "same" in name else ".2e") for name, x in agreement.items()}
+    agreed = [("agreement", ""), *((name.replace("_", " "), text) for name, text in shown.items())]
+    tables = [_result_rows(results), _speed_rows(results), agreed]
     parts = [*([why] if why else []), *map(table, tables)]
     parts.append(bars({name: result.total_seconds for name, result in results.items()}))
     if args.out is not None:
@@ -91,8 +93,7 @@ def _fit(
     how = dict(zip(("device", "dtype"), variant))
     for last in (False, True):
         model, smoother = make_model(args, **how, verbose=False), make_smoother(args)
-        if smoother is not None:
-            smoother.set_params(**how)
+        smoother = smoother and smoother.set_params(**how)
         result = fit(model, data, Stages(), smoother=smoother)
         if last or result.total_seconds > _WORTH_REPEATING:
             stages.note(f"   {result.status} in {result.total_seconds:.2f} s")
@@ -105,21 +106,19 @@ def _fit(
 def compare(first: tuple[HERTA, Any], second: tuple[HERTA, Any]) -> dict[str, float]:
     """Differences of the first model and its outputs, relative to the second."""
     (model, Z), (other, expected) = first, second
-    losses = [one.history_[-1]["loss"] for one in (model, other)]
+    losses = [np.array([one.history_[-1]["loss"]]) for one in (model, other)]
+    pairs = {"W": (model.W_, other.W_), "output": (Z, expected), "loss": losses}
     found = {
-        "W_relative_difference": _relative(model.W_, other.W_),
-        "output_relative_difference": _relative(Z, expected),
-        "loss_relative_difference": abs(losses[0] - losses[1]) / max(abs(losses[1]), 1e-300),
+        f"{name}_relative_difference": float(
+            np.linalg.norm(a - b) / max(float(np.linalg.norm(b)), 1e-300)
+        )
+        for name, (a, b) in pairs.items()
     }
     if model.classes_ is not None:
         found["same_predictions"] = float(np.mean(Z.argmax(axis=1) == expected.argmax(axis=1)))
     elif model.loss == "bce":
         found["same_predictions"] = float(np.mean((Z > 0) == (expected > 0)))
     return found
-
-
-def _relative(a: Any, b: Any) -> float:
-    return float(np.linalg.norm(a - b) / max(float(np.linalg.norm(b)), 1e-300))
 
 
 def _result_rows(results: dict[str, FitResult]) -> Rows:
@@ -143,10 +142,3 @@ def _speed_rows(results: dict[str, FitResult]) -> Rows:
     pairs["all"] = (sum(first.values()), sum(second.values()))
     rows = ((k, f"{a:.3f}", f"{b:.3f}", f"{a / max(b, 1e-9):.2f}") for k, (a, b) in pairs.items())
     return [("seconds", *results, "first / second"), *rows]
-
-
-def _agreement_rows(agreement: dict[str, float]) -> Rows:
-    shown = {key: f"{value:.2e}" for key, value in agreement.items()}
-    if "same_predictions" in agreement:
-        shown["same_predictions"] = f"{agreement['same_predictions']:.4%}"
-    return [("agreement", ""), *((key.replace("_", " "), text) for key, text in shown.items())]

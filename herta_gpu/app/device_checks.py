@@ -246,10 +246,9 @@ def check_kernels(backend: Any) -> None:
 def _inputs(kind: str) -> tuple[Graph, Any, Any]:
     rng = np.random.default_rng(0)
     g = graph("hub" if "hub" in kind else "fit", weighted="weighted" in kind)
-    if "reordered" in kind:
-        g = g.reordered("degree")
+    g = g.reordered("degree") if "reordered" in kind else g
     n = g.num_nodes
-    X = rng.standard_normal((n, 6))
+    X: Any = rng.standard_normal((n, 6))
     if "dependent" in kind:
         X = np.hstack([X, X[:, :2] - X[:, 2:4]])
     if "sparse" in kind:

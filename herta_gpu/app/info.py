@@ -26,18 +26,22 @@ _EXTRAS = {
 
 def run(args: argparse.Namespace) -> CommandOutput:
     """herta info"""
-    about, devices, extras = environment(), _devices(), _extras()
+    about = environment()
     versions = {k: about[k] for k in ("herta_gpu", "python", "numpy", "scipy")}
     folders, names = os.environ.get("HERTA_DATA", ""), datasets.names(args.data_dir)
-    result = {
-        "versions": versions,
-        "platform": platform.platform(),
-        "devices": devices,
-        "extras": extras,
-        "data_folders": folders,
-        "cache": str(cache_dir()),
-        "datasets": names,
-    }
+    devices, extras = {}, {}
+    for device, cores in (("cpu", f"{os.cpu_count()} cores, "), ("cuda", "")):
+        try:
+            free = bytes_text(get_backend(device).memory_available())
+            devices[device] = f"{cores}{free} free"
+        except (RuntimeError, ImportError) as error:
+            devices[device] = f"no ({error})"
+    for extra, packages in _EXTRAS.items():
+        missing = any(find_spec(package) is None for package in packages)
+        extras[extra] = f'no: pip install "herta_gpu[{extra}]"' if missing else "yes"
+    result = {"versions": versions, "platform": platform.platform(), "devices": devices}
+    result |= {"extras": extras, "data_folders": folders, "cache": str(cache_dir())}
+    result["datasets"] = names
     rows = [
         *versions.items(),
         *((f"device {k}", v) for k, v in devices.items()),
@@ -47,26 +51,3 @@ def run(args: argparse.Namespace) -> CommandOutput:
         ("datasets", ", ".join(names)),
     ]
     return CommandOutput(result, table(rows, header=False))
-
-
-def _devices() -> dict[str, str]:
-    """What there is of each device, or why it cannot be used."""
-    found = {"cpu": f"{os.cpu_count()} cores, {_free('cpu')}"}
-    try:
-        found["cuda"] = _free("cuda")
-    except (RuntimeError, ImportError) as error:
-        found["cuda"] = f"no ({error})"
-    return found
-
-
-def _free(device: str) -> str:
-    return f"{bytes_text(get_backend(device).memory_available())} free"
-
-
-def _extras() -> dict[str, str]:
-    """Whether each group of optional packages is installed."""
-    found = {}
-    for extra, packages in _EXTRAS.items():
-        missing = [p for p in packages if find_spec(p) is None]
-        found[extra] = f'no: pip install "herta_gpu[{extra}]"' if missing else "yes"
-    return found

@@ -49,15 +49,11 @@ def rocauc(y: Any, scores: Any) -> float:
         p, q = int(positive.sum()), int((~positive).sum())
         if p == 0 or q == 0:
             continue
-        ranks = _ranks(score[known])
+        # Ranks from 1 on; equal scores share the mean of their ranks (as scipy.stats.rankdata).
+        _, place, count = np.unique(score[known], return_inverse=True, return_counts=True)
+        ranks = (np.cumsum(count) - (count - 1) / 2)[place]
         areas.append((ranks[positive].sum() - p * (p + 1) / 2) / (p * q))
     return float(np.mean(areas)) if areas else NAN
-
-
-def _ranks(values: Any) -> Any:
-    """Ranks from 1 on; equal values share the mean of their ranks (as scipy.stats.rankdata)."""
-    _, place, count = np.unique(values, return_inverse=True, return_counts=True)
-    return (np.cumsum(count) - (count - 1) / 2)[place]
 
 
 def _is_label(y: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from io import BytesIO
 from typing import Any
 
@@ -33,21 +34,20 @@ def draw_convergence(history: list[dict[str, Any]], tol: float, gap: float = mat
     `gap` bounds the last loss minus the optimum: with it, the loss of every step is drawn against
     a proven lower bound, also for steps that had no certificate while they ran.
     """
-    plt = pyplot()
-    figure, axes = plt.subplots(2, 2, figsize=(9.5, 6), sharey="row", sharex="col")
-    losses = [h["loss"] for h in history]
-    gaps = [h["certificate"] for h in history]
+    figure, axes = pyplot().subplots(2, 2, figsize=(9.5, 6), sharey="row", sharex="col")
+    losses, gaps = ([h[name] for h in history] for name in ("loss", "certificate"))
     bound = losses[-1] - gap
     above = [(loss - bound) / bound if bound > 0 else math.inf for loss in losses]
-    for column, name in enumerate(("step", "seconds")):
+    for (top, bottom), name in zip(axes.T, ("step", "seconds")):
         # Steps on a cheaper model come first; those of the fit are numbered after them.
         values = list(range(len(history))) if name == "step" else [h[name] for h in history]
-        top, bottom = axes[0, column], axes[1, column]
-        drawn = _finite(top, values, above, "-", "#9db7d5", "loss above the proven bound")
-        drawn |= _finite(top, values, gaps, "o-", "#1f5fa8", "certificate of the step")
+        drawn = _finite(
+            top, values, above, "-", color="#9db7d5", label="loss above the proven bound"
+        )
+        drawn |= _finite(top, values, gaps, "o-", color="#1f5fa8", label="certificate of the step")
         if len(history) == 1:  # no step was needed: a point with its numbers beside it
-            _beside(top, values[0], gaps[0], f"{gaps[0]:.1e}")
-            _beside(bottom, values[0], losses[0], f"{losses[0]:.6g}")
+            for axis, y, text in ((top, gaps[0], ".1e"), (bottom, losses[0], ".6g")):
+                _note(axis, values[0], y, format(y, text))
         if drawn:
             top.set_yscale("log")
             top.axhline(tol, color="#888888", linestyle="--", linewidth=1, label="tol")
@@ -55,7 +55,8 @@ def draw_convergence(history: list[dict[str, Any]], tol: float, gap: float = mat
         else:
             top.text(0.5, 0.5, "no certificate", transform=top.transAxes, ha="center")
             top.set_yticks([])
-        bottom.plot(values, losses, _line(losses), color="#b3541e", markersize=4)
+        style = "o-" if len(losses) <= 30 else "-"  # points that can be told apart
+        bottom.plot(values, losses, style, color="#b3541e", markersize=4)
         bottom.set_xlabel(name)
         for axis in (top, bottom):
             axis.grid(alpha=0.3)
@@ -64,25 +65,21 @@ def draw_convergence(history: list[dict[str, Any]], tol: float, gap: float = mat
     axes[0, 0].set_ylabel("relative gap")
     axes[1, 0].set_ylabel("loss")
     axes[0, 0].xaxis.get_major_locator().set_params(integer=True)
-    return _png(plt, figure)
+    return _png(figure)
 
 
-def _line(values: list[Any]) -> str:
-    """The style of a line, with points where they are few enough to be told apart."""
-    return "o-" if len(values) <= 30 else "-"
-
-
-def _beside(axis: Any, x: float, y: float, text: str) -> None:
+def _note(axis: Any, x: float, y: float, text: str) -> None:
+    """A text beside the only point of an axis."""
     if math.isfinite(y):
         axis.annotate(text, (x, y), xytext=(8, 0), textcoords="offset points", va="center")
         axis.set_xlim(0 if x > 0 else -0.1, 2 * x if x > 0 else 1)
 
 
-def _finite(axis: Any, x: list[Any], y: list[Any], line: str, colour: str, label: str) -> bool:
+def _finite(axis: Any, x: Sequence[Any], y: Sequence[Any], line: str, **how: Any) -> bool:
     """Draw the points that a logarithmic axis can show; True if there were any."""
     kept = [(a, b) for a, b in zip(x, y) if b is not None and 0 < b < math.inf]
     if kept:
-        axis.plot(*zip(*kept), line, color=colour, markersize=4, label=label)
+        axis.plot(*zip(*kept), line, markersize=4, **how)
     return bool(kept)
 
 
@@ -91,17 +88,13 @@ def draw_path(curves: dict[str, dict[str, list[tuple[float, float]]]], score: st
 
     {panel: {lam: [(ridge, score), ...]}}
     """
-    plt = pyplot()
-    count = len(curves)
-    figure, axes = plt.subplots(
-        1, count, figsize=(max(5.0, 3.6 * count), 3.8), sharey=True, squeeze=False
-    )
+    plt, size = pyplot(), (max(5.0, 3.6 * len(curves)), 3.8)
+    figure, axes = plt.subplots(1, len(curves), figsize=size, sharey=True, squeeze=False)
     for axis, (panel, lines) in zip(axes[0], curves.items()):
-        colours = plt.get_cmap("viridis")
         for i, (lam, points) in enumerate(lines.items()):
             x, y = zip(*sorted(points))
             shown = [max(v, 1e-12) for v in x]  # a ridge of 0 has no place on a logarithmic axis
-            colour = colours(0.9 * i / max(1, len(lines) - 1))
+            colour = plt.get_cmap("viridis")(0.9 * i / max(1, len(lines) - 1))
             axis.plot(shown, y, "o-", color=colour, markersize=3, linewidth=1.2, label=f"lam {lam}")
         axis.set_xscale("log")
         axis.set_xlabel("ridge")
@@ -109,23 +102,20 @@ def draw_path(curves: dict[str, dict[str, list[tuple[float, float]]]], score: st
         axis.grid(alpha=0.3)
     axes[0, 0].set_ylabel(score)
     axes[0, -1].legend(fontsize=7, loc="best")
-    return _png(plt, figure)
+    return _png(figure)
 
 
 def draw_bars(groups: dict[str, dict[str, float]]) -> bytes:
     """Seconds per stage, one bar per candidate: {candidate: {stage: seconds}}."""
-    plt = pyplot()
-    figure, axis = plt.subplots(figsize=(8, 4))
-    longest = max(max(seconds.values()) for seconds in groups.values())
-    stages = [
-        stage
-        for stage in next(iter(groups.values()))
-        if any(seconds.get(stage, 0.0) > 0.005 * longest for seconds in groups.values())
-    ]
-    height = 0.8 / len(groups)
+    figure, axis = pyplot().subplots(figsize=(8, 4))
+    least = 0.005 * max(max(seconds.values()) for seconds in groups.values())
+    first, height = next(iter(groups.values())), 0.8 / len(groups)
+    stages = [s for s in first if any(spent.get(s, 0.0) > least for spent in groups.values())]
     for i, (name, seconds) in enumerate(groups.items()):
-        at = [j + i * height for j in range(len(stages))]
-        values = [seconds.get(s, 0.0) for s in stages]
+        at, values = (
+            [j + i * height for j in range(len(stages))],
+            [seconds.get(s, 0.0) for s in stages],
+        )
         drawn = axis.barh(at, values, height=height, label=name, color=COLOURS[i % len(COLOURS)])
         axis.bar_label(drawn, [f"{v:.3g} s" for v in values], padding=3, fontsize=8)
     axis.set_yticks([j + 0.4 - height / 2 for j in range(len(stages))], stages)
@@ -134,13 +124,13 @@ def draw_bars(groups: dict[str, dict[str, float]]) -> bytes:
     axis.margins(x=0.12)
     axis.spines[["top", "right"]].set_visible(False)
     axis.legend(loc="best")
-    return _png(plt, figure)
+    return _png(figure)
 
 
-def _png(plt: Any, figure: Any) -> bytes:
+def _png(figure: Any) -> bytes:
     """The figure as a PNG file; it is closed, so that pyplot forgets it."""
     figure.tight_layout()
     file = BytesIO()
     figure.savefig(file, dpi=120, format="png")
-    plt.close(figure)
+    pyplot().close(figure)
     return file.getvalue()

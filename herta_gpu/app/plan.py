@@ -15,7 +15,6 @@ from herta_gpu.app.results import CommandOutput
 from herta_gpu.app.text import bytes_text, table
 from herta_gpu.backends import get_backend
 from herta_gpu.datasets import DataSizes
-from herta_gpu.graph import Graph
 from herta_gpu.herta import HERTA
 from herta_gpu.planning.costs import Sizes
 from herta_gpu.planning.forecast import Card, assumptions, choose_split, moved, splits
@@ -123,11 +122,12 @@ def _on_ranks(
     """What each of several processes would hold, send and take: for --json, and as text."""
     partition = args.partition
     graph = datasets.graph_at_hand(args.dataset, args.data_dir)
-    cut = None if graph is None else cut_of(graph, args.ranks, partition)
+    few = graph is not None and graph.num_edges <= _METIS_EDGES and find_spec("pymetis") is not None
+    known = graph is not None and (partition != "metis" or few)
+    cut = rows_moved(graph, args.ranks, partition) if known else None  # else it takes too long
     found = splits(made, ranks_sizes(sizes, args.dtype, args.ranks), seconds, cut)
-    rows = [
-        (s.split, bytes_text(s.memory), bytes_text(s.moved), f"{s.seconds:,.3g}") for s in found
-    ]
+    sent = [(bytes_text(s.memory), bytes_text(s.moved)) for s in found]
+    rows = [(s.split, *both, f"{s.seconds:,.3g}") for s, both in zip(found, sent)]
     head = (f"{args.ranks} ranks, split by", "memory a rank", "received a rank", "seconds")
     choice, told = choose_split(found, budget), assumptions(cut, partition)
     content = {"ranks": args.ranks, "splits": [s._asdict() for s in found], "cut": cut}
@@ -140,13 +140,6 @@ def ranks_sizes(sizes: DataSizes, dtype: str, ranks: int, X_bytes: int = 0) -> S
     """The sizes of a fit that several processes share; X_bytes are in memory."""
     word = np.dtype(dtype).itemsize
     return Sizes(sizes.n, sizes.m, sizes.d, sizes.c, sizes.n_train, word, X_bytes, ranks=ranks)
-
-
-def cut_of(graph: Graph, ranks: int, partition: str) -> float | None:
-    """Rows that go from rank to rank in a product, in shares of all; None: too long to find."""
-    if partition == "metis" and (graph.num_edges > _METIS_EDGES or find_spec("pymetis") is None):
-        return None
-    return rows_moved(graph, ranks, partition)
 
 
 def _numbers(sizes: DataSizes) -> tuple[int, int, int, int, int]:

@@ -62,8 +62,15 @@ def _predict(
     Labels of classes alone need no outputs but the best so far.  Other outputs wait in a file
     beside `path`, and no array of n x c exists in memory.
     """
-    if smoother is not None:
-        yield _smooth(model, data, smoother)
+    if smoother is not None:  # by the training labels, as the run did it
+        if data.y is None:
+            raise ValueError(
+                "The run corrects and smooths by the labels of its training nodes, but "
+                f"{data.name} has none."
+            )
+        smoother.fit(data.graph, model, data.y, model.train_, X=data.X)
+        model.undecided_ = smoother.undecided_
+        yield smoother.predict(), smoother.Z_
     elif model.classes_ is not None and path.suffix != ".npz":
         yield model.predict(data.graph, data.X), None
     else:
@@ -75,16 +82,12 @@ def _predict(
                 yield labels, np.load(file, mmap_mode="r")
                 return
             Z = model.transform(data.graph, data.X, out=file)
-            found = _zeros_and_ones(Z, f"{folder}/labels.npy") if model.loss == "bce" else Z
+            found = Z
+            if model.loss == "bce":  # zeros and ones, in a file as well
+                found = np.lib.format.open_memmap(f"{folder}/y.npy", "w+", np.int8, Z.shape)
+                for a in range(0, len(Z), _ROWS):
+                    found[a : a + _ROWS] = Z[a : a + _ROWS] > 0
             yield found[:, 0] if model._flat else found, Z
-
-
-def _zeros_and_ones(Z: Any, path: str) -> Any:
-    """The labels that outputs of the loss bce predict, as a map of a file."""
-    labels = np.lib.format.open_memmap(path, "w+", np.int8, Z.shape)
-    for a in range(0, len(Z), _ROWS):
-        labels[a : a + _ROWS] = Z[a : a + _ROWS] > 0
-    return labels
 
 
 def _column_names(model: HERTA, found: Any, names: list[str] | None) -> list[str]:
@@ -94,18 +97,6 @@ def _column_names(model: HERTA, found: Any, names: list[str] | None) -> list[str
         return names
     kind = "label" if model.loss == "bce" else "target"
     return [f"{kind}_{j}" for j in range(count)] if count > 1 else ["prediction"]
-
-
-def _smooth(model: HERTA, data: Dataset, smoother: CorrectAndSmooth) -> tuple[Any, Any]:
-    """Labels and outputs, corrected and smoothed by the training labels, as the run did it."""
-    if data.y is None:
-        raise ValueError(
-            f"The run corrects and smooths by the labels of its training nodes, but {data.name} "
-            "has none."
-        )
-    smoother.fit(data.graph, model, data.y, model.train_, X=data.X)
-    model.undecided_ = smoother.undecided_
-    return smoother.predict(), smoother.Z_
 
 
 def _load(args: argparse.Namespace, config: dict[str, Any]) -> tuple[HERTA, Dataset]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from herta_gpu.app.experiment import fit, load_for, make_model, make_smoother
-from herta_gpu.app.results import CommandOutput, FitResult
+from herta_gpu.app.results import CommandOutput
 from herta_gpu.app.runs import check_new_file
 from herta_gpu.app.text import NOTHING, bytes_text, table
 from herta_gpu.backends import get_backend
@@ -42,7 +42,11 @@ def run(args: argparse.Namespace) -> CommandOutput:
     again = f"python -m herta_gpu {shlex.join(args.argv)}"
     commands = {name: f"{command} {again}" for name, command in _PROFILERS.items()}
     kernels = _kernels(traffic)
-    parts = [_stage_table(result)]
+    total, rows = result.total_seconds, [("stage", "seconds", "share", "")]
+    for name, spent in result.seconds.items():
+        share = spent / total
+        rows.append((name, f"{spent:.3f}", f"{share:.0%}", "#" * round(40 * share)))
+    parts = [table(rows)]
     parts += [] if traffic is None else [_kernel_table(kernels, traffic.copy_rate)]
     parts.append(f"trace: {path} (open it in ui.perfetto.dev or chrome://tracing)")
     parts.append(f"with Nsight Systems on a machine with a GPU:\n  {commands['nsys']}")
@@ -53,13 +57,11 @@ def run(args: argparse.Namespace) -> CommandOutput:
 
 def _kernels(traffic: Any) -> dict[str, dict[str, Any]]:
     """Launches of each kernel, the bytes that it must move, and how fast; none on the CPU."""
-    if traffic is None:
-        return {}
     found = {}
-    for name in sorted(traffic.moved, key=traffic.moved.__getitem__, reverse=True):
+    for name, size in sorted(traffic.moved.items(), key=lambda item: -item[1]) if traffic else ():
         rate = traffic.rates.get(name)
         share = None if rate is None else rate / traffic.copy_rate
-        found[name] = {"launches": traffic.launches[name], "bytes": traffic.moved[name]}
+        found[name] = {"launches": traffic.launches[name], "bytes": size}
         found[name] |= {"rate": rate, "of_a_copy": share}
     return found
 
@@ -69,21 +71,13 @@ def _kernel_table(kernels: dict[str, dict[str, Any]], copy_rate: float) -> str:
     rows = [("kernel", "launches", "must move", "share", "of a copy's rate")]
     for name, row in kernels.items():
         size, share = row["bytes"], row["of_a_copy"]
+        moved = (bytes_text(size), f"{size / total:.0%}")
         of_copy = NOTHING if share is None else f"{share:.0%}"
-        launches = f"{row['launches']:,}"
-        rows.append((name, launches, bytes_text(size), f"{size / total:.0%}", of_copy))
+        rows.append((name, f"{row['launches']:,}", *moved, of_copy))
     return (
         f"{table(rows)}\ngathers of neighbours come on top, as far as the caches miss; a copy "
         f"moves {copy_rate / 1e9:.0f} GB/s; steps that were captured are not timed"
     )
-
-
-def _stage_table(result: FitResult) -> str:
-    total, rows = result.total_seconds, [("stage", "seconds", "share", "")]
-    for name, spent in result.seconds.items():
-        share = spent / total
-        rows.append((name, f"{spent:.3f}", f"{share:.0%}", "#" * round(40 * share)))
-    return table(rows)
 
 
 def trace(model: HERTA, seconds: dict[str, float]) -> dict[str, Any]:
@@ -97,12 +91,11 @@ def trace(model: HERTA, seconds: dict[str, float]) -> dict[str, Any]:
         times = {"ts": round(1e6 * start, 1), "dur": round(1e6 * (stop - start), 1)}
         events.append({"name": name, "ph": "X", "pid": 1, "tid": track, **times, "args": about})
 
-    now = began = 0.0
+    now = began = before = 0.0
     for name, spent in seconds.items():
         began = now if name == "train" else began
         add(name, 1, now, now + spent, {})
         now += spent
-    before = 0.0
     for record in model.history_:
         add(f"step {record['step']}", 2, began + before, began + record["seconds"], record)
         before = record["seconds"]

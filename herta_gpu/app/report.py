@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from html import escape
 from itertools import cycle
 from pathlib import Path
@@ -92,9 +92,10 @@ def report(
     >>> "HERTA on digits" in open(path).read()
     True
     """
-    for target in (path, picture) if picture is not None else (path,):
-        check_new_file(target, overwrite)
-    result = FitResult.from_fit(model, data) if result is None else result
+    for target in (path, picture):
+        if target is not None:
+            check_new_file(target, overwrite)
+    result = result or FitResult.from_fit(model, data)
     write_report(model, result, path, candidates, picture, repeat)
     return result
 
@@ -108,65 +109,58 @@ def write_report(
     repeat: str = "",
 ) -> None:
     """Write the page, and the picture beside it, over what may be there."""
-    history = model.warm_history_ + model.history_
-    drawn = _draw(lambda: draw_convergence(history, model.tol, model.certificate_.gap), told=True)
-    if picture is not None and drawn is not None:
-        with new_file(Path(picture)) as temporary:
-            temporary.write_bytes(drawn)
-    with new_file(Path(path)) as temporary:
-        temporary.write_text(_page(model, result, drawn, candidates, repeat), encoding="utf-8")
-
-
-def _draw(draw: Callable[[], bytes], told: bool = False) -> bytes | None:
-    """A picture, or None where matplotlib is missing, which is told on standard error."""
+    history, gap = model.warm_history_ + model.history_, model.certificate_.gap
+    drawn: dict[str, bytes | None] = {"convergence": None, "path": None}
     try:
-        return draw()
+        drawn["convergence"] = draw_convergence(history, model.tol, gap)
+        drawn["path"] = _path(candidates or (), result.metric)
     except ImportError as error:
-        if told:
-            print(error, file=sys.stderr)
-        return None
+        print(error, file=sys.stderr)
+    if picture is not None and drawn["convergence"] is not None:
+        with new_file(Path(picture)) as temporary:
+            temporary.write_bytes(drawn["convergence"])
+    page = _page(model, result, drawn, candidates, repeat)
+    with new_file(Path(path)) as temporary:
+        temporary.write_text(page, encoding="utf-8")
 
 
 def _page(
     model: HERTA,
     result: FitResult,
-    picture: bytes | None,
+    drawn: dict[str, bytes | None],
     candidates: Sequence[Candidate] | None,
     repeat: str,
 ) -> str:
     """The whole file; every text is escaped."""
-    title, memory = f"HERTA on {result.dataset}", model.plan_.memory.items()
-    parts = [f"<h1>{escape(title)}</h1>"]
+    title, plan = escape(f"HERTA on {result.dataset}"), model.plan_
+    parts = [f"<h1>{title}</h1>"]
     parts.append(f"<p class=lead>{escape(f'{result.size_text}; {result.model_text}')}</p>")
     if result.note:
         parts.append(f"<p class=note>{escape(result.note)}</p>")
     tiles = (f"<b>{escape(value)}</b><span>{escape(name)}</span>" for name, value in _tiles(result))
     parts.append(f"<div class=tiles>{''.join(f'<div class=tile>{t}</div>' for t in tiles)}</div>")
-    if picture is not None:
-        parts.append(
-            _image("Convergence", "certified gap and loss against steps and seconds", picture)
-        )
-    path = None if candidates is None else _path(candidates, result.metric)
-    if path is not None:
-        about = "score against ridge, a line for each lam"
-        parts.append(_image("What was chosen from", about, path))
+    about = "certified gap and loss against steps and seconds"
+    parts.append(_image("Convergence", about, drawn["convergence"]))
+    about = "score against ridge, a line for each lam"
+    parts.append(_image("What was chosen from", about, drawn["path"]))
     parts.append("<h2>Where the time went</h2>" + _timeline(result.seconds))
     if result.ranks:
         parts.append("<h2>Time per rank</h2>" + _rank_bars(result.ranks))
-    parts.append(_section("Result", [("", ""), *result.rows()]))
-    if candidates is not None:
-        parts.append(_section("Candidates", candidate_rows(candidates, result.metric)))
-    decisions = (*model.plan_.decisions, *model.changes_)
-    parts.append(_section("Plan", [("", "decision", "why"), *decisions]))
-    sizes = ((name, bytes_text(size)) for name, size in memory)
-    parts.append(_section("Memory planned", [("for", "size"), *sizes]))
-    parts.append(_section("Steps", _step_rows(model)))
+    sizes = ((name, bytes_text(size)) for name, size in plan.memory.items())
     values = ((name, str(value)) for name, value in model.get_params().items())
-    parts.append(_section("Parameters", [("name", "value"), *values]))
+    tables: dict[str, Rows | None] = {
+        "Result": [("", ""), *result.rows()],
+        "Candidates": None if candidates is None else candidate_rows(candidates, result.metric),
+        "Plan": [("", "decision", "why"), *plan.decisions, *model.changes_],
+        "Memory planned": [("for", "size"), *sizes],
+        "Steps": _step_rows(model),
+        "Parameters": [("name", "value"), *values],
+    }
+    parts += [_section(name, rows) for name, rows in tables.items() if rows is not None]
     parts.append(f"<footer>{escape(f'{_foot(result)} {repeat}'.rstrip())}</footer>")
     head = "<meta charset=utf-8><meta name=viewport content='width=device-width'>"
-    head += f"<title>{escape(title)}</title><style>{_STYLE}</style>"
-    body = "\n".join(parts)
+    head += f"<title>{title}</title><style>{_STYLE}</style>"
+    body = "\n".join(filter(None, parts))
     return f"<!doctype html>\n<html lang=en><head>{head}</head>\n<body>{body}</body></html>\n"
 
 
@@ -191,16 +185,16 @@ def _path(candidates: Sequence[Candidate], metric: str) -> bytes | None:
             panel = c.loss + ", intercept" * c.fit_intercept + ", labels" * (c.label_features > 0)
             curves.setdefault(panel, {}).setdefault(c.lam_text, []).append((c.ridge, score))
     name = f"leave-one-out {metric}" if by_loo else f"valid {metric}"
-    return _draw(lambda: draw_path(curves, name)) if curves else None
+    return draw_path(curves, name) if curves else None
 
 
 def _step_rows(model: HERTA) -> Rows:
     rows = [("step", "loss", "gradient norm", "certified gap", "inner iterations", "seconds")]
     for h in model.warm_history_ + model.history_:
         gap = f"{h['certificate']:.2e}" if h["certificate"] < math.inf else NOTHING
-        name, norm = f"{'warm ' * h['warm']}{h['step']}", f"{h['grad_norm']:.2e}"
-        inner, seconds = str(h["inner_iterations"]), f"{h['seconds']:.3f}"
-        rows.append((name, f"{h['loss']:.8g}", norm, gap, inner, seconds))
+        name, loss = f"{'warm ' * h['warm']}{h['step']}", f"{h['loss']:.8g}"
+        work = (str(h["inner_iterations"]), f"{h['seconds']:.3f}")
+        rows.append((name, loss, f"{h['grad_norm']:.2e}", gap, *work))
     return rows
 
 
@@ -215,7 +209,9 @@ def _foot(result: FitResult) -> str:
 
 
 # ---- pieces of HTML ---------------------------------------------------------------------------
-def _image(title: str, about: str, png: bytes) -> str:
+def _image(title: str, about: str, png: bytes | None) -> str:
+    if png is None:
+        return ""
     source = f"data:image/png;base64,{base64.b64encode(png).decode('ascii')}"
     return f'<h2>{title}</h2><img alt="{about}" src="{source}">'
 

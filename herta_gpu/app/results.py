@@ -116,28 +116,42 @@ class FitResult:
         `stages` is the timer that the fit had; by default the seconds are those of the model.
         A fitted `smoother` has the last word; what the model itself says is kept beside it.
         """
-        _check_has_fit(model)
+        model._fitted()
+        missing = [name for name in _FROM_FIT if not hasattr(model, name)]
+        if missing:
+            raise RuntimeError(
+                f"This HERTA has no {', '.join(missing)}: it was read from a file that holds the "
+                "weights alone. Fit it again."
+            )
         stages = Stages(seconds=dict(model.stages_)) if stages is None else stages
         metric, more = metric_of(data.metric, model.loss, model.classes_, model._flat), None
+        smoothing: dict[str, Any] = {}
         with stages("evaluate"):
             parts = _parts(model, data)
-            scores = base = {part: evaluate(metric, *both) for part, both in parts.items()}
+            scores = {part: evaluate(metric, *both) for part, both in parts.items()}
             if model.loss == "bce" and not model._flat:
                 each = {part: label_scores(y, Z) for part, (y, Z, _) in parts.items()}
                 names = ("micro F1", "macro F1", "label accuracy")
                 more = {n: {p: s[n] for p, s in each.items()} for n in names if n != metric}
             if smoother is not None:
+                smoothing = {
+                    "correct_and_smooth": list(smoother._checked()),
+                    "base_scores": scores,
+                    "output_error": float(smoother.error_.max()),
+                    "undecided": smoother.undecided_,
+                }
                 parts = _parts(model, data, smoother.transform)
                 scores = {part: evaluate(metric, *both) for part, both in parts.items()}
         team, lams = data.graph.team, strengths(model.lam, model.alpha)
         return cls(
+            **{name: getattr(model, name) for name in ("ridge", "dtype", "fit_intercept")},
+            **smoothing,
             dataset=data.name,
             nodes=data.graph.nodes_of_all,
             edges=data.graph.num_edges,
             features=data.X.shape[1],
             outputs=model.W_.shape[1],
             lam=lams[0] if len(lams) == 1 else list(lams),
-            ridge=model.ridge,
             loss_function=model.loss,
             status=model.status_,
             steps=len(model.history_) - 1,
@@ -150,14 +164,11 @@ class FitResult:
             seconds=dict(stages.seconds),
             peak_memory_bytes=peak_memory() if team is None else int(team.largest(peak_memory())),
             strategy=model.plan_.strategy,
-            dtype=model.dtype,
             device=model.device_.choice,
             normalize=data.metadata.get("normalize"),
             X_reads=getattr(model, "X_reads_", None),
             ranks=None if team is None else team.seconds(),
-            fit_intercept=model.fit_intercept,
             label_features=LABEL_FOLDS if model.label_features is True else model.label_features,
-            **_about_smoothing(smoother, base),
             note=data.metadata.get("note", ""),
         )
 
@@ -168,7 +179,11 @@ class FitResult:
         needed = [field.name for field in fields(cls) if field.default is MISSING]
         check_entries(content, {name: get_origin(hints[name]) or hints[name] for name in needed})
         known = {field.name: content[field.name] for field in fields(cls) if field.name in content}
-        known["certificate"] = _certificate_from_json(content["certificate"])
+        certificate = content["certificate"]
+        check_entries(certificate, {"value": float, "kind": str})
+        found = {f.name: certificate[f.name] for f in fields(Certificate) if f.name in certificate}
+        lost = {name: math.inf for name in ("value", "gap") if found.get(name, math.inf) is None}
+        known["certificate"] = Certificate(**{**found, **lost})
         known |= {name: _numbers(known.get(name)) for name in ("scores", "more_scores")}
         known["loss"] = math.nan if content["loss"] is None else content["loss"]
         return cls(**known)
@@ -217,48 +232,38 @@ class FitResult:
         """What was found and what it took, as (name, value)."""
         shown = {stage: s for stage, s in self.seconds.items() if s >= SHORTEST}
         spent = ", ".join(f"{stage} {s:.2f}" for stage, s in shown.items())
-        reads = self.X_reads or {}
-        # Pages of mapped files are the system's to take back, but it counts them as ours.
-        pages = ", pages of mapped files included" if reads.get("bytes_read") else ""
-        return [
+        rows = [
             ("status", self.status_text),
             ("loss", f"{self.loss:.8g}"),
             ("certificate", str(self.certificate)),
             *((f"{part} {self.metric}", f"{score:.4f}") for part, score in self.scores.items()),
             *((name, _parts_text(parts)) for name, parts in (self.more_scores or {}).items()),
-            *self._smoothing_rows(),
-            ("seconds", f"{self.total_seconds:.2f} ({spent})"),
-            *([("ranks", self._ranks_text(self.ranks))] if self.ranks else []),
-            *([("passes over X", _read_text(reads))] if reads.get("bytes_read") else []),
-            ("peak memory", bytes_text(self.peak_memory_bytes) + pages),
         ]
-
-    def _smoothing_rows(self) -> list[tuple[str, str]]:
-        if self.correct_and_smooth is None or self.base_scores is None:
-            return []
-        error, left = self.output_error, counted(self.undecided, "label")
-        proven = f"off by at most {error:.1e}; {left} left open by that"
-        before = _parts_text(self.base_scores)
-        return [(f"{self.metric} before smoothing", before), ("smoothed outputs", proven)]
-
-    def _ranks_text(self, ranks: list[dict[str, float]]) -> str:
-        """ "4 by columns: work 1.2 to 1.4 s, waiting 0.1 to 0.3 s, messages 0.1 to 0.1 s"."""
-        shown = [
-            f"{what} {min(r[what] for r in ranks):.2f} to {max(r[what] for r in ranks):.2f} s"
-            for what in ranks[0]
-        ]
-        by = "" if self.ranks_split is None else f" by {self.ranks_split}"
-        by += "" if self.partition is None else f" ({self.partition})"
-        return f"{len(ranks)}{by}: {', '.join(shown)}"
+        if self.correct_and_smooth is not None and self.base_scores is not None:
+            left = counted(self.undecided, "label")
+            proven = f"off by at most {self.output_error:.1e}; {left} left open by that"
+            rows.append((f"{self.metric} before smoothing", _parts_text(self.base_scores)))
+            rows.append(("smoothed outputs", proven))
+        rows.append(("seconds", f"{self.total_seconds:.2f} ({spent})"))
+        if self.ranks:
+            times = {what: [seconds[what] for seconds in self.ranks] for what in self.ranks[0]}
+            told = (f"{what} {min(s):.2f} to {max(s):.2f} s" for what, s in times.items())
+            by = "" if self.ranks_split is None else f" by {self.ranks_split}"
+            by += "" if self.partition is None else f" ({self.partition})"
+            rows.append(("ranks", f"{len(self.ranks)}{by}: {', '.join(told)}"))
+        reads, pages = self.X_reads or {}, ""
+        if reads.get("bytes_read"):  # how often X was read from its file, and how fast
+            rate = reads["bytes_read"] / max(reads["seconds"], 1e-9)
+            rows.append(("passes over X", f"{reads['passes']:,.0f}, {rate / 1e9:.1f} GB/s"))
+            # Pages of mapped files are the system's to take back, but it counts them as ours.
+            pages = ", pages of mapped files included"
+        return [*rows, ("peak memory", bytes_text(self.peak_memory_bytes) + pages)]
 
     def text(self, folder: str | None = None) -> str:
         """The table that `herta train` prints; `folder` is that of the run, if there is one."""
         computed = f"strategy {self.strategy}, {self.dtype} on {self.device}"
-        rows = [
-            ("dataset", f"{self.dataset}: {self.size_text}"),
-            ("model", f"{self.model_text}, {computed}"),
-            *self.rows(),
-        ]
+        rows = [("dataset", f"{self.dataset}: {self.size_text}")]
+        rows += [("model", f"{self.model_text}, {computed}"), *self.rows()]
         rows += [("note", line) for line in self.note.splitlines()]
         if folder is not None:
             rows.append(("run", f"{folder} (report.html, model.npz, metrics.jsonl, config.json)"))
@@ -267,38 +272,27 @@ class FitResult:
 
 def candidate_rows(candidates: Sequence[Candidate], metric: str) -> Rows:
     """A table of candidates, with its head; columns in which nothing differs are left out."""
-    columns: dict[str, list[str]] = {
-        "lam": [c.lam_text for c in candidates],
-        "ridge": [f"{c.ridge:g}" for c in candidates],
-        "loss": [c.loss for c in candidates],
+    by_loo = any(c.loo is not None for c in candidates)
+    score = (lambda c: c.loo) if by_loo else (lambda c: c.valid)
+    columns: dict[str, tuple[bool, Callable[[Candidate], str]]] = {
+        "lam": (True, lambda c: c.lam_text),
+        "ridge": (True, lambda c: f"{c.ridge:g}"),
+        "loss": (True, lambda c: c.loss),
+        "intercept": (
+            any(c.fit_intercept for c in candidates),
+            lambda c: "yes" if c.fit_intercept else "no",
+        ),
+        "label folds": (any(c.label_features for c in candidates), lambda c: f"{c.label_features}"),
+        "correct, smooth": (any(c.smooth for c in candidates), lambda c: smooth_text(c.smooth)),
+        f"train {metric}": (True, lambda c: f"{c.train:.4f}"),
+        f"{'leave-one-out' if by_loo else 'valid'} {metric}": (True, lambda c: f"{score(c):.4f}"),
     }
-    if any(c.fit_intercept for c in candidates):
-        columns["intercept"] = ["yes" if c.fit_intercept else "no" for c in candidates]
-    if any(c.label_features for c in candidates):
-        columns["label folds"] = [str(c.label_features) for c in candidates]
-    if any(c.smooth for c in candidates):
-        columns["correct, smooth"] = [smooth_text(c.smooth) for c in candidates]
-    columns[f"train {metric}"] = [f"{c.train:.4f}" for c in candidates]
-    if any(c.loo is not None for c in candidates):
-        columns[f"leave-one-out {metric}"] = [f"{c.loo:.4f}" for c in candidates]
-    else:
-        columns[f"valid {metric}"] = [f"{c.valid:.4f}" for c in candidates]
-    return [tuple(columns), *zip(*columns.values())]
+    shown = {name: text for name, (differs, text) in columns.items() if differs}
+    return [tuple(shown), *(tuple(text(c) for text in shown.values()) for c in candidates)]
 
 
 def smooth_text(lams: Sequence[float] | None) -> str:
     return "none" if lams is None else ", ".join(f"{lam:g}" for lam in lams)
-
-
-def _check_has_fit(model: HERTA) -> None:
-    """An error unless the model knows how it was fitted."""
-    model._fitted()
-    missing = [name for name in _FROM_FIT if not hasattr(model, name)]
-    if missing:
-        raise RuntimeError(
-            f"This HERTA has no {', '.join(missing)}: it was read from a file that holds the "
-            "weights alone. Fit it again."
-        )
 
 
 def _parts(
@@ -312,63 +306,32 @@ def _parts(
     if data.y is None:
         raise ValueError(f"The dataset {data.name} has no labels to score against.")
     split, graph, classes = data.split or {"all": data.labelled()}, data.graph, model.classes_
-    nodes, y = evaluated(split), np.asarray(data.y)
-    Z = _outputs(model, data, nodes) if outputs is None else outputs(nodes)
-    if graph.by_nodes and Z.ndim == 2 and classes is not None:
+    nodes, y, team = evaluated(split), np.asarray(data.y), graph.team if graph.by_nodes else None
+    Z: Any = getattr(model, "outputs_", None) if outputs is None else outputs(nodes)
+    known = Z is not None and len(Z) == len(nodes)
+    if not (known if team is None else all(team.each(known))):
+        # Labels take the best output so far; no metric of classes asks for all outputs.
+        labels = classes is not None
+        Z = (model.predict if labels else model.transform)(graph, data.X, nodes)
+    if team is not None and Z.ndim == 2 and classes is not None:
         Z = classes[Z.argmax(axis=1)]  # labels are less to send
     found, start = {}, 0
     for part, ids in split.items():
         there, wanted = Z[start : start + len(ids)], y[ids]
-        if graph.by_nodes and graph.team is not None:
-            there, wanted = (graph.team.gather(rows)[0] for rows in (there, wanted))
+        if team is not None:
+            there, wanted = (team.gather(rows)[0] for rows in (there, wanted))
         found[part] = (wanted, there, classes)
         start += len(ids)
     return found
-
-
-def _outputs(model: HERTA, data: Dataset, nodes: Any) -> Any:
-    """Outputs of these nodes, those of the fit if it kept them; or labels, which are fewer."""
-    Z = getattr(model, "outputs_", None)
-    known = Z is not None and len(Z) == len(nodes)
-    if all(data.graph.team.each(known)) if data.graph.by_nodes and data.graph.team else known:
-        return Z
-    # Labels take the best output so far; no metric of classes asks for all outputs.
-    labels = model.classes_ is not None
-    return (model.predict if labels else model.transform)(data.graph, data.X, nodes)
 
 
 def _parts_text(scores: dict[str, float]) -> str:
     return ", ".join(f"{part} {score:.4f}" for part, score in scores.items())
 
 
-def _about_smoothing(smoother: CorrectAndSmooth | None, base: dict[str, float]) -> dict[str, Any]:
-    """What there is to say about Correct and Smooth."""
-    if smoother is None:
-        return {}
-    return {
-        "correct_and_smooth": list(smoother._checked()),
-        "base_scores": base,
-        "output_error": float(smoother.error_.max()),
-        "undecided": smoother.undecided_,
-    }
-
-
 def evaluated(split: dict[str, Any]) -> Any:
     """The nodes that a result speaks of, part after part."""
     return np.concatenate([np.asarray(ids) for ids in split.values()])
-
-
-def _certificate_from_json(content: Any) -> Certificate:
-    check_entries(content, {"value": float, "kind": str})
-    known = {f.name: content[f.name] for f in fields(Certificate) if f.name in content}
-    lost = {name: math.inf for name in ("value", "gap") if known.get(name, math.inf) is None}
-    return Certificate(**{**known, **lost})
-
-
-def _read_text(reads: dict[str, float]) -> str:
-    """ "9, 1.2 GB/s": how often X was read from its file, and how fast."""
-    rate = reads["bytes_read"] / max(reads["seconds"], 1e-9)
-    return f"{reads['passes']:,.0f}, {rate / 1e9:.1f} GB/s"
 
 
 def _numbers(scores: Any) -> Any:

@@ -39,19 +39,16 @@ _FILES = ("config.json", "metrics.jsonl", "model.npz", "result.json", "report.ht
 _OWN = (*_FILES, *_EXTRAS, "checkpoint")  # all that a run may hold
 T = TypeVar("T")
 _REPLACED = ".replaced"  # where --overwrite keeps the old run until the new one has begun
-_OPTIONAL_TEXT = (str, type(None))
-_CONFIG: dict[str, Any] = {
-    "dataset": str, "split": _OPTIONAL_TEXT, "normalize": _OPTIONAL_TEXT, "log_degree": bool,
-    "data_dir": _OPTIONAL_TEXT, "params": dict, "environment": dict,
-}  # fmt: skip
+_CONFIG: dict[str, Any] = {"dataset": str, "log_degree": bool, "params": dict, "environment": dict}
+_CONFIG |= dict.fromkeys(("split", "normalize", "data_dir"), (str, type(None)))
 
 
 class Run:
     """A run folder that this process owns; use `Run.create`."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.checkpoint = folder, Checkpoint(folder / "checkpoint")
-        self._reopened = False
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        self.checkpoint, self._reopened = Checkpoint(self.folder / "checkpoint"), False
 
     @classmethod
     @contextlib.contextmanager
@@ -70,19 +67,20 @@ class Run:
             with _locked(path):
                 run._remove_unfinished()
                 if not (path / "config.json").exists():
-                    run._take_back()  # a process was killed before its run had begun
+                    _move(path / _REPLACED, path)  # a process was killed before its run had begun
                 check_free(path, overwrite)  # again, now that nobody else can write
-                run._set_aside()
+                _move(path, path / _REPLACED)
                 try:
                     yield run
                 except BaseException as error:
-                    if run._begun(error):
-                        shutil.rmtree(path / _REPLACED, ignore_errors=True)
-                    else:
-                        run._remove()
-                        run._take_back()
+                    if not run._begun(error):
+                        for name in (*_FILES, *_EXTRAS):
+                            (path / name).unlink(missing_ok=True)
+                        run.checkpoint.delete()
+                        _move(path / _REPLACED, path)
                     raise
-                shutil.rmtree(path / _REPLACED, ignore_errors=True)
+                finally:
+                    shutil.rmtree(path / _REPLACED, ignore_errors=True)
         except BaseException:
             if new and not any(name != ".lock" for name in os.listdir(path)):
                 (path / ".lock").unlink(missing_ok=True)
@@ -97,16 +95,6 @@ class Run:
             for left in self.folder.glob(f".{name}.*"):
                 left.unlink()
 
-    def _set_aside(self) -> None:
-        """Move the old run out of the way."""
-        old = self.folder / _REPLACED
-        held = [name for name in _OWN if (self.folder / name).exists()]
-        if held:
-            shutil.rmtree(old, ignore_errors=True)
-            old.mkdir()
-        for name in held:
-            os.replace(self.folder / name, old / name)
-
     def _begun(self, error: BaseException) -> bool:
         """Whether the run has come far enough to be resumed."""
         if not (self.folder / "config.json").exists():
@@ -114,19 +102,6 @@ class Run:
         refused = isinstance(error, (ValueError, TypeError, BudgetError))
         held = (self.folder / "metrics.jsonl", self.checkpoint.folder)
         return not refused or any(place.exists() for place in held)
-
-    def _remove(self) -> None:
-        """Remove what this process has written of a run that could not begin."""
-        for name in (*_FILES, *_EXTRAS):
-            (self.folder / name).unlink(missing_ok=True)
-        self.checkpoint.delete()
-
-    def _take_back(self) -> None:
-        """Bring back the old run, if one was moved out of the way."""
-        old = self.folder / _REPLACED
-        for held in old.iterdir() if old.is_dir() else ():
-            os.replace(held, self.folder / held.name)
-        shutil.rmtree(old, ignore_errors=True)
 
     @classmethod
     @contextlib.contextmanager
@@ -162,16 +137,13 @@ class Run:
             self._reopened = False
             self.write_text("metrics.jsonl", "")
         with open(self.folder / "metrics.jsonl", "a", encoding="utf-8") as file:
-            file.write(_line(step))
+            file.write(json.dumps(to_plain(step, lossy=True)) + "\n")
             file.flush()
             os.fsync(file.fileno())
 
 
 class Onlooker(Run):
     """The run folder of another process: nothing is written, but for blocks of the checkpoint."""
-
-    def __init__(self, folder: str | Path) -> None:
-        super().__init__(Path(folder))
 
     def write_text(self, name: str, text: str) -> None:
         pass
@@ -227,6 +199,18 @@ def check_new_file(path: str | Path, overwrite: bool = False) -> None:
         raise ValueError(f"{path} exists already: name another file, or give --overwrite.")
 
 
+def _move(source: Path, target: Path) -> None:
+    """Move all that a run may hold from one folder to another: out of the way, or back."""
+    held = [name for name in _OWN if (source / name).exists()]
+    if held and target.name == _REPLACED:
+        shutil.rmtree(target, ignore_errors=True)
+        target.mkdir()
+    for name in held:
+        os.replace(source / name, target / name)
+    if source.name == _REPLACED:
+        shutil.rmtree(source, ignore_errors=True)
+
+
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
     """Lock a folder; the operating system frees it when the process ends, however it ends."""
@@ -239,11 +223,6 @@ def _locked(folder: Path) -> Iterator[None]:
                 f"Another process is writing a run into {folder}: choose another folder."
             ) from None
         yield
-
-
-def _line(step: dict[str, Any]) -> str:
-    """One line of metrics.jsonl."""
-    return json.dumps(to_plain(step, lossy=True)) + "\n"
 
 
 def environment(ranks: int = 1) -> dict[str, Any]:

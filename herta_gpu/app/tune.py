@@ -57,13 +57,12 @@ Features = Sequence[float]  # lam of each block of X
 
 def run(args: argparse.Namespace) -> CommandOutput:
     """herta tune DATASET"""
-    stages = Stages(args.verbose)
+    stages, grid = Stages(args.verbose), (args.lams, args.ridges)
+    more = (args.by, args.several, args.label_features, args.correct_and_smooth)
     losses = args.losses or ("mse",)  # those that follow the targets are right anyway
     for lam in (*args.lams, *(list(lams) for lams in args.several)):  # before a long load
         for loss in losses:
             make_model(args, lam=lam, loss=loss, optimizer="cg")._checked()
-    grid = (args.lams, args.ridges)
-    more = (args.by, args.several, args.label_features, args.correct_and_smooth)
     _check_grid(*grid, losses, *more)
     check_free(args.out, args.overwrite)
     data = load_for(args, stages)
@@ -75,19 +74,18 @@ def run(args: argparse.Namespace) -> CommandOutput:
     with stages("tune"):
         place, tell = (args.device, args.memory_budget), stages.note
         found = tune(data, *grid, losses, *place, tell, *more, (False, True), args.random_state)
-    best, smoother = found[0], None
-    optimizer = args.optimizer or ("cg" if best.loss == "mse" else "lbfgs")
-    params = {name: getattr(best, name) for name in ("ridge", "loss", "label_features")}
-    params |= {"lam": list(best.lam) if isinstance(best.lam, tuple) else best.lam}
-    params |= {"fit_intercept": best.fit_intercept, "optimizer": optimizer}
-    if best.smooth is not None:
-        smoother = CorrectAndSmooth(*best.smooth, device=args.device)
+    best = found[0]
+    names = ("ridge", "loss", "label_features", "fit_intercept")
+    params = {name: getattr(best, name) for name in names}
+    params["lam"] = list(best.lam) if isinstance(best.lam, tuple) else best.lam
+    params["optimizer"] = args.optimizer or ("cg" if best.loss == "mse" else "lbfgs")
+    smoother = best.smooth and CorrectAndSmooth(*best.smooth, device=args.device)
     source, alone = Source.of(vars(args)), Sharing(args.crew)
     job = Job(make_model(args, **params), data, source, stages, smoother, alone, found)
     result = train(job, args.out, args.overwrite)
     content = {**result.as_json(), "candidates": [asdict(c) for c in found]}
     shown, left = table(candidate_rows(found[:_SHOWN], result.metric)), len(found) - _SHOWN
-    shown += f"\n... and {left} more, none better" if left > 0 else ""
+    shown += f"\n... and {left} more, none better" * (left > 0)
     return CommandOutput(content, f"{shown}\n\n{result.text(args.out)}", result.diverged)
 
 
@@ -142,7 +140,11 @@ def tune(
     >>> tune(load("digits"), lams=[1.0, 20.0], ridges=[1.0], losses=["mse"], by="loo")[0].loo > 0.9
     True
     """
-    lams, ridges, several = list(lams), list(ridges), [_as_set(lam) for lam in several]
+    lams, ridges, several = (
+        list(lams),
+        list(ridges),
+        [tuple(np.atleast_1d(lam).tolist()) for lam in several],
+    )
     losses = list(losses_for(data.y, by) if losses is None else losses)
     _check_grid(lams, ridges, losses, by, several, label_folds, smooth)
     check_rows("X", data.X, data.graph)
@@ -152,7 +154,9 @@ def tune(
         raise ValueError(
             f"{data.name} has no validation nodes to choose on: use --split, or --by loo."
         )
-    search = _Search(data, losses, by, device, memory_budget, label_folds, random_state)
+    search = _Search(data, losses, by, device, memory_budget)
+    if label_folds:
+        search.make_label_features(label_folds, random_state)
     sets = list(dict.fromkeys([(lam,) for lam in lams] + several))
     for blocks, Q in search.features(sets, report):
         for folds in {0, label_folds}:
@@ -169,10 +173,6 @@ def losses_for(y: Any, by: str = "valid") -> tuple[str, ...]:
     if by == "loo" or y.dtype.kind == "f":
         return ("mse",)
     return ("bce",) if y.ndim == 2 else ("mse", "ce")
-
-
-def _as_set(lam: Any) -> tuple[float, ...]:
-    return tuple(np.atleast_1d(lam).tolist())
 
 
 def _check_grid(
@@ -201,7 +201,7 @@ def _check_grid(
     for lam in lams:
         check_lam(lam)
     for blocks in several:
-        strengths(list(_as_set(blocks)), None)
+        strengths(list(blocks), None)
     if by == "valid":
         return
     if several or label_folds or smooth:
@@ -227,51 +227,44 @@ class _Search:
     """The data of a search, and the candidates found so far."""
 
     def __init__(
-        self,
-        data: Dataset,
-        losses: list[str],
-        by: str,
-        device: str,
-        budget: int | str | None,
-        label_folds: int,
-        seed: int,
+        self, data: Dataset, losses: list[str], by: str, device: str, budget: int | str | None
     ) -> None:
         self.data, self.losses, self.by, self.device, self.budget = data, losses, by, device, budget
-        n, y = data.graph.num_nodes, data.y
-        self.targets: Targets = make_targets(y, data.split["train"], n, losses[-1])
+        n = data.graph.num_nodes
+        self.targets: Targets = make_targets(data.y, data.split["train"], n, losses[-1])
         self.metric = metric_of(data.metric, losses[-1], self.targets.classes, self.targets.flat)
         valid = np.asarray(data.split["valid"] if by == "valid" else [], dtype=np.int64)
         self.cut, self.valid = self.targets.rows.shape[0], valid
         self.rows = np.concatenate([self.targets.rows, valid])
         self.found: list[Candidate] = []
         self._best: dict[Any, tuple[Candidate, Outcome]] = {}  # of each kind of features
-        self.labels: Any = None
-        if label_folds:
-            if losses == ["bce"]:  # as the estimator does it: what is not known counts as 0
-                y = np.zeros((n, self.targets.Y.shape[1]))
-                y[self.targets.rows] = np.maximum(self.targets.Y, 0.0)
-            self.labels = label_features(
-                data.graph, y, self.targets.rows, folds=label_folds, random_state=seed,
-                device=device,
-            ).columns  # fmt: skip
+
+    def make_label_features(self, folds: int, seed: int) -> None:
+        """The columns that labels make, on all nodes."""
+        graph, y, targets = self.data.graph, self.data.y, self.targets
+        if self.losses == ["bce"]:  # as the estimator does it: what is not known counts as 0
+            y = np.zeros((graph.num_nodes, targets.Y.shape[1]))
+            y[targets.rows] = np.maximum(targets.Y, 0.0)
+        how: dict[str, Any] = {"folds": folds, "random_state": seed, "device": self.device}
+        self.labels = label_features(graph, y, targets.rows, **how).columns
 
     def features(
         self, sets: list[Features], report: Callable[[str], None]
     ) -> Iterator[tuple[Features, Any]]:
         """(set, its rows of the features): all from one sequence of products if memory allows."""
-        lams = sorted({lam for blocks in sets for lam in blocks})
+        data, lams = self.data, sorted({lam for blocks in sets for lam in blocks})
         free = get_backend("cpu").memory_available()
-        size = 4 * len(lams) * self.rows.shape[0] * self.data.X.shape[1]
+        size = 4 * len(lams) * self.rows.shape[0] * data.X.shape[1]
+
+        def solved(lams: Sequence[float]) -> Any:
+            return rows_for_each(data.graph, data.X, self.rows, lams, self.device, self.budget)
+
         together = size <= memory_budget(self.budget, free) // 2
         report(f"solving for {self.rows.shape[0]:,} nodes, {len(lams)} lam")
-        whole = dict(zip(lams, self._solved(lams))) if together else {}
+        whole = dict(zip(lams, solved(lams))) if together else {}
         for blocks in sets:
-            parts = [whole[lam] for lam in blocks] if together else list(self._solved(blocks))
+            parts = [whole[lam] for lam in blocks] if together else list(solved(blocks))
             yield blocks, np.concatenate(parts, axis=1).astype(np.float64)
-
-    def _solved(self, lams: Sequence[float]) -> Any:
-        data = self.data
-        return rows_for_each(data.graph, data.X, self.rows, lams, self.device, self.budget)
 
     def along_ridges(
         self, blocks: Features, Q: Any, folds: int, ridges: list[float], intercepts: Sequence[bool]
@@ -285,42 +278,35 @@ class _Search:
             for loss in self.losses if not intercept else set(self.losses) & {"mse"}:
                 for ridge in ridges:
                     out = made.fit(loss, ridge, loo=self.by == "loo")
-                    scores = {
-                        "train": self._score(out.train, self.targets.rows),
-                        "valid": self._score(out.valid, self.valid),
-                        "loo": self._score(out.loo, self.targets.rows),
-                    }
-                    one = Candidate(
-                        lam, ridge, loss, **scores, fit_intercept=intercept, label_features=folds
-                    )
-                    self._add(one, out)
+                    scores = self._scores(out.train, out.valid)
+                    loo = None if out.loo is None else self._scores(out.loo, out.valid)["train"]
+                    one = Candidate(lam, ridge, loss, **scores, loo=loo)
+                    one = replace(one, fit_intercept=intercept, label_features=folds)
+                    self.found.append(one)
+                    key = (isinstance(lam, tuple), folds > 0)
+                    best = self._best.get(key)
+                    if best is None or _rank(one, self.by) < _rank(best[0], self.by):
+                        self._best[key] = (one, out)
 
-    def _add(self, one: Candidate, out: Outcome) -> None:
-        self.found.append(one)
-        key = (isinstance(one.lam, tuple), one.label_features > 0)
-        if key not in self._best or _rank(one, self.by) < _rank(self._best[key][0], self.by):
-            self._best[key] = (one, out)
-
-    def _score(self, Z: Any, nodes: Any) -> Any:
-        if Z is None:
-            return None
-        return evaluate(self.metric, self.data.y[nodes], Z, self.targets.classes)
+    def _scores(self, train: Any, valid: Any) -> dict[str, Any]:
+        """The metric of outputs on the training and on the validation nodes."""
+        parts = {"train": (self.targets.rows, train), "valid": (self.valid, valid)}
+        y, classes = self.data.y, self.targets.classes
+        return {
+            part: evaluate(self.metric, y[nodes], Z, classes) for part, (nodes, Z) in parts.items()
+        }
 
     # ---- Correct and Smooth ------------------------------------------------------------------
     def smoothed(self) -> None:
         """Candidates that correct and smooth the best one of each kind of features."""
         if self.targets.classes is None:
             raise ValueError("Correct and Smooth is for classes, not for numbers to be predicted.")
-        backend = get_backend(self.device)
-        H = RegularizedLaplacian(self.data.graph, 1.0, backend, "float32")
+        H = RegularizedLaplacian(self.data.graph, 1.0, get_backend(self.device), "float32")
         for one, out in self._best.values():
             B = self._everywhere(H, one, out)
             B = softmax(np, B) if one.loss == "ce" else B
             for smooth, Z in self._corrected(H, B):
-                scores = {
-                    "train": self._score(Z[self.targets.rows], self.targets.rows),
-                    "valid": self._score(Z[self.valid], self.valid),
-                }
+                scores = self._scores(Z[self.targets.rows], Z[self.valid])
                 self.found.append(replace(one, **scores, smooth=smooth))
 
     def _everywhere(self, H: RegularizedLaplacian, one: Candidate, out: Outcome) -> Any:

@@ -116,8 +116,15 @@ class NodeOutputs(Estimator, ABC):
     Z_: Any
     error_: Any
     classes_: Any
+    device: Any
+    dtype: Any
+    memory_budget: Any
     _flat: bool
     _KEPT: tuple[str, ...] = ("undecided_", "_flat")  # what a file holds beside the arrays
+
+    def _solver(self, graph: Graph, lam: float, tol: float) -> SDDSolver:
+        how = {"device": self.device, "dtype": self.dtype, "memory_budget": self.memory_budget}
+        return SDDSolver(graph, lam, tol=tol, **how)
 
     def _keep(self, Z: Any, error: Any, classes: Any, flat: bool) -> None:
         self.Z_, self.error_, self.classes_, self._flat = Z, error, classes, flat
@@ -165,26 +172,22 @@ class NodeOutputs(Estimator, ABC):
             check_params(cls, about["params"])
             made = cls(**about["params"])
             made._checked()
-            made.Z_, made.error_ = stored["Z"], stored["error"]
-            made.classes_ = None
+            made.Z_, made.error_ = Z, error = stored["Z"], stored["error"]
+            made.classes_ = classes = None
             if "classes" in stored:
-                made.classes_ = stored["classes"]
-            if made.Z_.ndim != 2 or made.error_.shape != made.Z_.shape[:1]:
-                raise ValueError(f"Z has shape {made.Z_.shape}, error {made.error_.shape}")
-            if made.classes_ is not None and made.classes_.shape != made.Z_.shape[1:]:
-                raise ValueError(
-                    f"Z has {made.Z_.shape[1]} columns for {made.classes_.size} classes"
-                )
+                made.classes_ = classes = stored["classes"]
+            if Z.ndim != 2 or error.shape != Z.shape[:1]:
+                raise ValueError(f"Z has shape {Z.shape}, error {error.shape}")
+            if classes is not None and classes.shape != Z.shape[1:]:
+                raise ValueError(f"Z has {Z.shape[1]} columns for {classes.size} classes")
             for name in cls._KEPT:
                 setattr(made, name, about[name])
         except DataError:
             raise
-        except (ValueError, TypeError, KeyError, RecursionError) as error:
-            reason = why(error)
+        except (ValueError, TypeError, KeyError, RecursionError) as wrong:
+            reason = why(wrong)
             raise DataError(f"{path} is not a whole file of a {cls.__name__} ({reason}).") from None
         return made
-
-    dtype: Any
 
     @abstractmethod
     def _checked(self) -> Any:
@@ -259,10 +262,7 @@ class LabelPropagation(NodeOutputs):
         lam = self._checked()
         check_whole(graph, "LabelPropagation")
         targets = make_targets(y, train, graph.num_nodes, "mse")
-        solver = SDDSolver(
-            graph, lam, tol=self.tol, device=self.device, dtype=self.dtype,
-            memory_budget=self.memory_budget,
-        )  # fmt: skip
+        solver = self._solver(graph, lam, self.tol)
         F, tau, self.iterations_ = carried(solver, placed(targets.Y, targets.rows, graph.num_nodes))
         self._keep(F, np.sqrt(degrees(graph)) * tau.max(), targets.classes, targets.flat)
         self.unreached_, self._common = 0, 0

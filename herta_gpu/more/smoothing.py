@@ -40,7 +40,6 @@ from herta_gpu.plumbing.checks import (
     train_rows,
 )
 from herta_gpu.plumbing.targets import OneHot
-from herta_gpu.solver import SDDSolver
 
 _MOST = 1000.0  # a node's correction is not enlarged by more than this: it is left as it is then
 _UNIT = unit_roundoff()
@@ -116,13 +115,7 @@ class CorrectAndSmooth(NodeOutputs):
         self.device, self.dtype, self.memory_budget = device, dtype, memory_budget
 
     def fit(
-        self,
-        graph: Graph,
-        base: Any,
-        y: Any,
-        train: Any = None,
-        valid: Any = None,
-        X: Any = None,
+        self, graph: Graph, base: Any, y: Any, train: Any = None, valid: Any = None, X: Any = None
     ) -> CorrectAndSmooth:
         """Correct and smooth the scores of `base` by the labels of the nodes `train`.
 
@@ -150,10 +143,9 @@ class CorrectAndSmooth(NodeOutputs):
         Y = OneHot(codes, scores.shape[1])
         B, off, self.on_the_edge_ = self._corrected(graph, lams[0], scores, rows, Y)
         B[rows], off[rows] = Y[:], 0.0
-        Z, tau, _ = carried(self._solver(graph, lams[1], self.tol), B.astype(self.dtype))
-        root = np.sqrt(degrees(graph))
-        # B was stored in the working precision, which is one more change of the right-hand side.
-        off += np.abs(B - B.astype(self.dtype)).max(axis=1)
+        stored, root = B.astype(self.dtype), np.sqrt(degrees(graph))
+        Z, tau, _ = carried(self._solver(graph, lams[1], self.tol), stored)
+        off += np.abs(B - stored).max(axis=1)  # one more change of the right-hand side
         self._keep(Z, root * (tau.max() + (off / root).max()), classes, True)
         return self
 
@@ -164,16 +156,15 @@ class CorrectAndSmooth(NodeOutputs):
         if lam == 0:
             return B, np.zeros(graph.num_nodes), 0
         E = Y[:] - B[rows]
+        root = np.sqrt(degrees(graph))
         if self.correct == "fixed":
             carried_E, tau = self._clamped(graph, lam, rows, E)
-            off = self.scale * tau.max() * np.sqrt(degrees(graph))
-            return B + self.scale * carried_E, off, 0
+            return B + self.scale * carried_E, self.scale * tau.max() * root, 0
         solver = self._solver(graph, lam, _SHARPER * self.tol)
         E_hat, tau, _ = carried(solver, placed(E, rows, graph.num_nodes))
         sizes = np.abs(E_hat).sum(axis=1, dtype=np.float64)
         sigma = np.abs(E).sum() / rows.shape[0]
         factors = enlarged(E_hat, sigma)
-        root = np.sqrt(degrees(graph))
         tau = tau + _UNIT * np.abs(E).max() / root.min()  # E itself is rounded
         # With v the true row of E_hat and v' = v + delta: every entry of sigma v / |v| - sigma
         # v' / |v'| is at most (|delta_j| + sum |delta|) sigma / |v'|.
@@ -193,12 +184,6 @@ class CorrectAndSmooth(NodeOutputs):
         free = np.ones(graph.num_nodes, dtype=bool)
         free[rows] = False
         return Z, entry_bound(H, np.zeros_like(Z), Z, free)
-
-    def _solver(self, graph: Graph, lam: float, tol: float) -> SDDSolver:
-        return SDDSolver(
-            graph, lam, tol=tol, device=self.device, dtype=self.dtype,
-            memory_budget=self.memory_budget,
-        )  # fmt: skip
 
     def _checked(self) -> tuple[float, float]:
         """Both lam, the first 0 for no correction; a sentence says what is wrong with them."""

@@ -60,15 +60,6 @@ def test_scipy_against_the_compiled_kernels(capsys, monkeypatch):
     assert 0 < apart < 1e-4  # two programs do not give the same bits
 
 
-def test_cpu_scipy_is_the_backend_without_compiled_kernels(monkeypatch):
-    pytest.importorskip("numba", reason="without numba there is only the SciPy path")
-    monkeypatch.delenv("HERTA_FAST", raising=False)
-    assert type(get_backend("cpu-scipy")).__name__ == "CPUBackend"
-    assert type(get_backend("cpu")).__name__ == "CompiledBackend"
-    monkeypatch.setenv("HERTA_FAST", "1")
-    assert type(get_backend("cpu-scipy")).__name__ == "CPUBackend"
-
-
 def test_the_estimator_takes_cpu_scipy_as_compare_does(capsys, monkeypatch):
     data, W = load("digits"), []
     for device, fast in (("cpu-scipy", "1"), ("cpu", "0")):

@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-import html
 import json
 import multiprocessing
 import os
-import shutil
 import signal
 import subprocess
 import sys
 import time
 from dataclasses import replace
+from html.parser import HTMLParser
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from herta_gpu import HERTA
+from herta_gpu import HERTA, diffusion, herta
 from herta_gpu.app.cli import main
 from herta_gpu.app.report import report
 from herta_gpu.app.results import FitResult
 from herta_gpu.app.runs import Run
 from herta_gpu.datasets import load
+from herta_gpu.plumbing.checkpoint import Checkpoint
 from herta_gpu.plumbing.models import to_plain
 from tests.conftest import users_environment
 from tests.plumbing.killed_fits import killed_command
@@ -124,68 +124,19 @@ def test_the_picture_and_the_page(run):
     assert "https://" not in page  # nothing to load
 
 
-BROWSER = next(
-    (b for b in ("chromium", "chromium-browser", "google-chrome") if shutil.which(b)), ""
-)
-needs_browser = pytest.mark.skipif(not BROWSER, reason="no chromium to open the page with")
-
-
-def browse(page: Path, profile: Path, *what: str) -> str:
-    """The text that a real browser, without a window or a network, makes of a page."""
-    flags = [
-        "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
-        "--disable-background-networking", "--disable-component-update", "--disable-sync",
-        f"--user-data-dir={profile}",
-    ]  # fmt: skip
-    return subprocess.run(
-        [BROWSER, *flags, *what, page.as_uri()], capture_output=True, text=True, timeout=120
-    ).stdout
-
-
-@needs_browser
-@needs_browser
-def test_the_page_is_drawn_as_it_is_meant(run, tmp_path):
-    """The browser measures that the picture is there, nothing sticks out, and colours differ."""
-    probe = """<script>addEventListener("load", () => {
-      const picture = document.querySelector("img");
-      const lane = [...document.querySelectorAll(".lane div")];
-      document.body.dataset.seen = JSON.stringify({
-        picture: [picture.complete, picture.naturalWidth],
-        page: [document.documentElement.scrollWidth, innerWidth],
-        lane: lane.reduce((sum, part) => sum + part.getBoundingClientRect().width, 0)
-              / document.querySelector(".lane").getBoundingClientRect().width,
-        colours: [lane.length, new Set(lane.map(part => part.style.background)).size],
-        tiles: document.querySelectorAll(".tile").length,
-      });
-    });</script>"""
-    pytest.importorskip("matplotlib")
-    page = tmp_path / "page.html"
-    page.write_text((run / "report.html").read_text().replace("</body>", f"{probe}</body>"))
-    for width in (1200, 500):
-        size = f"--window-size={width},900"
-        dom = browse(page, tmp_path / str(width), size, "--virtual-time-budget=2000", "--dump-dom")
-        seen = json.loads(html.unescape(dom.split('data-seen="')[1].split('"')[0]))
-        assert seen["picture"][0]
-        assert seen["picture"][1] > 600
-        assert seen["page"][0] <= seen["page"][1]
-        assert seen["lane"] > 0.97
-        assert seen["colours"][0] == seen["colours"][1] >= 2
-        assert seen["tiles"] == 6
-
-
-@needs_browser
-def test_a_name_cannot_write_into_the_page(tmp_path, monkeypatch):
-    hostile = "<img src=x onerror=\"document.title='taken'\">"
-    data = load("digits")
+def test_a_name_cannot_write_into_the_page(tmp_path):
+    """A parser of HTML sees the same tags as in the page of a harmless name."""
+    data, tags = load("digits"), []
     model = HERTA(ridge=0.1).fit(data.graph, data.X, data.y, data.split["train"])
-    result = FitResult.from_fit(model, replace(data, name=hostile))
-    result = replace(result, note=hostile, metric=hostile, seconds={hostile: 1.0})
-    monkeypatch.setattr("herta_gpu.app.report._draw", lambda *args, **more: None)
-    report(model, data, tmp_path / "page.html", result=result, repeat=hostile)
-    assert hostile not in (tmp_path / "page.html").read_text()
-    dom = browse(tmp_path / "page.html", tmp_path / "p", "--virtual-time-budget=2000", "--dump-dom")
-    assert "<title>taken" not in dom
-    assert "<img" not in dom
+    for name in ("harmless", "<img src=x onerror=\"document.title='taken'\"> & </title>"):
+        result = FitResult.from_fit(model, replace(data, name=name))
+        result = replace(result, note=name, metric=name, seconds={name: 1.0})
+        report(model, data, tmp_path / "page.html", result=result, repeat=name, overwrite=True)
+        parser, seen = HTMLParser(), []
+        parser.handle_starttag = lambda tag, attrs, seen=seen: seen.append((tag, len(attrs)))
+        parser.feed((tmp_path / "page.html").read_text())
+        tags.append(seen)
+    assert tags[0] == tags[1]
 
 
 def test_a_run_without_matplotlib_still_has_its_page(tmp_path):
@@ -270,9 +221,6 @@ def test_kill_9_at_random_moments_loses_nothing(tmp_path):
 
 
 def test_resume_reads_blocks_of_Q_instead_of_solving(tmp_path, monkeypatch):
-    from herta_gpu import diffusion
-    from herta_gpu.plumbing.checkpoint import Checkpoint
-
     data = load("synthetic:n=600,m=3000,d=200,c=3")
     arguments = (data.graph, data.X, data.y, data.split["train"])
     model = HERTA(lam=5.0, ridge=0.1, strategy="herta")
@@ -298,9 +246,6 @@ def test_resume_reads_blocks_of_Q_instead_of_solving(tmp_path, monkeypatch):
 
 def test_resume_with_less_memory_than_before(tmp_path, monkeypatch):
     """With less memory the blocks of Q are others, and the kept rows may be others as well."""
-    from herta_gpu import herta
-    from herta_gpu.plumbing.checkpoint import Checkpoint
-
     data = load("synthetic:n=600,m=3000,d=100,c=3")
     arguments = (data.graph, data.X, data.y, data.split["train"])
     W = HERTA(lam=5.0, strategy="herta").fit(*arguments).W_
@@ -323,8 +268,6 @@ def _crash(*_, **__):
 
 
 def test_a_damaged_checkpoint_is_made_again(tmp_path):
-    from herta_gpu.plumbing.checkpoint import Checkpoint
-
     data = load("digits")
     arguments = (data.graph, data.X, data.y, data.split["train"])
     model = HERTA(lam=5.0, ridge=0.1, strategy="herta")
