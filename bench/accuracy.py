@@ -26,7 +26,7 @@ from common import RESULTS, Results, read
 from herta_gpu import HERTA, CorrectAndSmooth
 from herta_gpu.app.metrics import evaluate
 from herta_gpu.app.results import Candidate
-from herta_gpu.app.tune import tune
+from herta_gpu.app.tune import Grid, tune
 from herta_gpu.datasets import Dataset, load
 from herta_gpu.more.label_features import label_features
 
@@ -83,7 +83,7 @@ def main() -> None:
 def by_leave_one_out(data: Dataset) -> dict[str, Any]:
     """The public split: its training nodes choose and train, its validation nodes do nothing."""
     data = data.normalized("row")
-    found = tune(data, PUBLIC_LAMS, RIDGES, ["mse"], by="loo", intercepts=(False, True))
+    found = tune(data, Grid(PUBLIC_LAMS, RIDGES, ["mse"], by="loo", intercepts=(False, True)))
     return trained(data, found[0])
 
 
@@ -93,12 +93,10 @@ def random_split(results: Results, data: Dataset, seed: int, ways: list[str]) ->
         return
     data = data.normalized("row").random_split(0.6, seed)
     wanted = [WAYS[way] for way in ways]
-    grid = {key: next((w[key] for w in wanted if w.get(key)), ()) for key in ("lams", "several")}
+    sets = {key: next((w[key] for w in wanted if w.get(key)), ()) for key in ("lams", "several")}
     folds, smooth = (any(w.get(key) for w in wanted) for key in ("label_folds", "smooth"))
-    found = tune(
-        data, grid["lams"], RIDGES, ["mse"], several=grid["several"], label_folds=5 * folds,
-        smooth=smooth, random_state=seed,
-    )  # fmt: skip
+    grid = Grid(**sets, ridges=RIDGES, losses=["mse"], label_folds=5 * folds, smooth=smooth)
+    found = tune(data, grid, random_state=seed)
     for way in ways:
         best = next(c for c in found if of_kind(c, way))
         results.add(data=data.name, way=way, seed=seed, **trained(data, best))

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -55,25 +55,78 @@ _SMOOTH_TOL = 1e-4  # of those solves; the winner's are tight
 Features = Sequence[float]  # lam of each block of X
 
 
+@dataclass(frozen=True)
+class Grid:
+    """What `tune` chooses from, and by what."""
+
+    lams: Sequence[float] = LAMS
+    ridges: Sequence[float] = RIDGES
+    losses: Sequence[str] | None = None  # None: those that fit the targets (`losses_for`)
+    by: str = "valid"  # the metric on validation nodes, or "loo": leave-one-out, which needs none
+    several: Sequence[Features] = ()  # more features: a block for each lam of a set, 0 is X itself
+    label_folds: int = 0  # of features of labels, tried with each set of features; 0: none
+    smooth: bool = False  # Correct and Smooth after the best of each kind
+    intercepts: Sequence[bool] = (False,)  # with which `fit_intercept` to try MSE
+
+    def for_targets(self, y: Any) -> Grid:
+        """The grid with all of its losses."""
+        return self if self.losses is not None else replace(self, losses=losses_for(y, self.by))
+
+    def check(self) -> None:
+        """Refuse what cannot be tried; losses that follow the targets are right anyway."""
+        losses, plain = self.losses or ("mse",), (self.lams or self.several) and self.ridges
+        check_choice("by", self.by, ("valid", "loo"))
+        if not plain or (self.losses is not None and not self.losses):
+            raise ValueError("The grid is empty: give at least one lam, one ridge and one loss.")
+        for ridge in self.ridges:
+            check_ridge(ridge)
+        for loss in losses:
+            check_choice("loss", loss, LOSS_NAMES)
+        if "bce" in losses and len(losses) > 1:
+            raise ValueError(
+                "The loss bce stands alone: its labels are zeros and ones, and no scores of other "
+                "losses can be compared with its own."
+            )
+        if "bce" in losses and self.smooth:
+            raise ValueError("Correct and Smooth is for one class per node, not for loss bce.")
+        for lam in self.lams:
+            check_lam(lam)
+        for blocks in self.several:
+            strengths(list(blocks), None)
+        if self.by == "valid":
+            return
+        if self.several or self.label_folds or self.smooth:
+            raise ValueError(
+                "Leave-one-out is for one lam: several lam, label features and Correct and Smooth "
+                'are chosen on validation nodes (by="valid").'
+            )
+        if tuple(losses) != ("mse",):
+            raise ValueError(
+                'Leave-one-out has a closed form for "mse" alone: leave out the others.'
+            )
+        if min(self.ridges) == 0:
+            raise ValueError("Leave-one-out needs ridges above 0.")
+
+
 def run(args: argparse.Namespace) -> CommandOutput:
     """herta tune DATASET"""
-    stages, grid = Stages(args.verbose), (args.lams, args.ridges)
-    more = (args.by, args.several, args.label_features, args.correct_and_smooth)
-    losses = args.losses or ("mse",)  # those that follow the targets are right anyway
+    stages, folds = Stages(args.verbose), args.label_features
+    more = (args.by, args.several, folds, args.correct_and_smooth, (False, True))
+    grid = Grid(args.lams, args.ridges, args.losses, *more)
     for lam in (*args.lams, *(list(lams) for lams in args.several)):  # before a long load
-        for loss in losses:
+        for loss in grid.losses or ("mse",):
             make_model(args, lam=lam, loss=loss, optimizer="cg")._checked()
-    _check_grid(*grid, losses, *more)
+    grid.check()
     check_free(args.out, args.overwrite)
     data = load_for(args, stages)
-    losses = args.losses or losses_for(data.y, args.by)
-    for loss in losses:  # before the search, which takes long
+    grid = grid.for_targets(data.y)
+    for loss in grid.losses or ():  # before the search, which takes long
         check = make_model(args, lam=args.lams[0], loss=loss, optimizer="cg")
         nodes = data.split["train"]
         check._pose(check._checked(), data.graph, data.X, data.y, nodes, None, None)
     with stages("tune"):
-        place, tell = (args.device, args.memory_budget), stages.note
-        found = tune(data, *grid, losses, *place, tell, *more, (False, True), args.random_state)
+        place = (args.device, args.memory_budget)
+        found = tune(data, grid, *place, stages.note, args.random_state)
     best = found[0]
     names = ("ridge", "loss", "label_features", "fit_intercept")
     params = {name: getattr(best, name) for name in names}
@@ -91,17 +144,10 @@ def run(args: argparse.Namespace) -> CommandOutput:
 
 def tune(
     data: Dataset,
-    lams: Iterable[float] = LAMS,
-    ridges: Iterable[float] = RIDGES,
-    losses: Iterable[str] | None = None,
+    grid: Grid = Grid(),
     device: str = "auto",
     memory_budget: int | str | None = None,
     report: Callable[[str], None] = lambda text: None,
-    by: str = "valid",
-    several: Iterable[Features] = (),
-    label_folds: int = 0,
-    smooth: bool = False,
-    intercepts: Sequence[bool] = (False,),
     random_state: int = 0,
 ) -> list[Candidate]:
     """Every candidate, best first; ties go to the larger ridge, then to the simpler model.
@@ -109,62 +155,46 @@ def tune(
     Parameters
     ----------
     data : Dataset
-    lams, ridges, losses
-        The grid; by default the losses that fit the targets (`losses_for`).
+    grid : Grid
+        What to choose from, and by what.
     device, memory_budget
         As in `HERTA`.
     report : function of one text, optional
         Hears what is being done.
-    by : {"valid", "loo"}
-        The metric on the validation nodes, or that of leave-one-out, in closed form for MSE: no
-        validation node is looked at then.
-    several : sets of lam, optional
-        More features: a block for each lam of a set, 0 for X itself.
-    label_folds : int
-        Folds of features of labels, to be tried with each set of features; 0: none.
-    smooth : bool
-        Try Correct and Smooth after the best of each kind: one lam or several, with features of
-        labels or without.
-    intercepts : sequence of bool
-        With which `fit_intercept` to try MSE.
     random_state : int
-        Of the folds.
+        Of the folds of features of labels.
 
     Examples
     --------
     >>> from herta_gpu.datasets import load
-    >>> from herta_gpu.app.tune import tune
-    >>> found = tune(load("digits"), lams=[1.0, 20.0], ridges=[0.01, 1.0], losses=["mse"])
+    >>> from herta_gpu.app.tune import Grid, tune
+    >>> found = tune(load("digits"), Grid(lams=[1.0, 20.0], ridges=[0.01, 1.0], losses=["mse"]))
     >>> len(found), found[0].lam, found[0].valid > 0.9
     (4, 20.0, True)
-    >>> tune(load("digits"), lams=[1.0, 20.0], ridges=[1.0], losses=["mse"], by="loo")[0].loo > 0.9
+    >>> by_loo = Grid(lams=[1.0, 20.0], ridges=[1.0], losses=["mse"], by="loo")
+    >>> tune(load("digits"), by_loo)[0].loo > 0.9
     True
     """
-    lams, ridges, several = (
-        list(lams),
-        list(ridges),
-        [tuple(np.atleast_1d(lam).tolist()) for lam in several],
-    )
-    losses = list(losses_for(data.y, by) if losses is None else losses)
-    _check_grid(lams, ridges, losses, by, several, label_folds, smooth)
+    several = [tuple(np.atleast_1d(lam).tolist()) for lam in grid.several]
+    grid = replace(grid, several=several).for_targets(data.y)
+    grid.check()
     check_rows("X", data.X, data.graph)
     data = data.with_split("public")  # masks become ids
     valid = data.split.get("valid")
-    if by == "valid" and (valid is None or len(valid) == 0):
+    if grid.by == "valid" and (valid is None or len(valid) == 0):
         raise ValueError(
             f"{data.name} has no validation nodes to choose on: use --split, or --by loo."
         )
-    search = _Search(data, losses, by, device, memory_budget)
-    if label_folds:
-        search.make_label_features(label_folds, random_state)
-    sets = list(dict.fromkeys([(lam,) for lam in lams] + several))
-    for blocks, Q in search.features(sets, report):
-        for folds in {0, label_folds}:
-            search.along_ridges(blocks, Q, folds, sorted(ridges, reverse=True), intercepts)
-    if smooth:
+    search = _Search(data, grid, device, memory_budget)
+    if grid.label_folds:
+        search.make_label_features(random_state)
+    for blocks, Q in search.features(list(dict.fromkeys([*zip(grid.lams), *several])), report):
+        for folds in {0, grid.label_folds}:
+            search.along_ridges(blocks, Q, folds)
+    if grid.smooth:
         report("Correct and Smooth after the best of them")
         search.smoothed()
-    return sorted(search.found, key=lambda c: _rank(c, by))
+    return sorted(search.found, key=lambda c: _rank(c, grid.by))
 
 
 def losses_for(y: Any, by: str = "valid") -> tuple[str, ...]:
@@ -173,46 +203,6 @@ def losses_for(y: Any, by: str = "valid") -> tuple[str, ...]:
     if by == "loo" or y.dtype.kind == "f":
         return ("mse",)
     return ("bce",) if y.ndim == 2 else ("mse", "ce")
-
-
-def _check_grid(
-    lams: Sequence[float],
-    ridges: Sequence[float],
-    losses: Sequence[str],
-    by: str,
-    several: Sequence[Features],
-    label_folds: int,
-    smooth: bool,
-) -> None:
-    check_choice("by", by, ("valid", "loo"))
-    if not ((lams or several) and ridges and losses):
-        raise ValueError("The grid is empty: give at least one lam, one ridge and one loss.")
-    for ridge in ridges:
-        check_ridge(ridge)
-    for loss in losses:
-        check_choice("loss", loss, LOSS_NAMES)
-    if "bce" in losses and len(losses) > 1:
-        raise ValueError(
-            "The loss bce stands alone: its labels are zeros and ones, and no scores of other "
-            "losses can be compared with its own."
-        )
-    if "bce" in losses and smooth:
-        raise ValueError("Correct and Smooth is for one class per node, not for loss bce.")
-    for lam in lams:
-        check_lam(lam)
-    for blocks in several:
-        strengths(list(blocks), None)
-    if by == "valid":
-        return
-    if several or label_folds or smooth:
-        raise ValueError(
-            "Leave-one-out is for one lam: several lam, label features and Correct and Smooth are "
-            'chosen on validation nodes (by="valid").'
-        )
-    if tuple(losses) != ("mse",):
-        raise ValueError('Leave-one-out has a closed form for "mse" alone: leave out the others.')
-    if min(ridges) == 0:
-        raise ValueError("Leave-one-out needs ridges above 0.")
 
 
 def _rank(c: Candidate, by: str) -> tuple[Any, ...]:
@@ -226,23 +216,22 @@ def _rank(c: Candidate, by: str) -> tuple[Any, ...]:
 class _Search:
     """The data of a search, and the candidates found so far."""
 
-    def __init__(
-        self, data: Dataset, losses: list[str], by: str, device: str, budget: int | str | None
-    ) -> None:
-        self.data, self.losses, self.by, self.device, self.budget = data, losses, by, device, budget
-        n = data.graph.num_nodes
-        self.targets: Targets = make_targets(data.y, data.split["train"], n, losses[-1])
-        self.metric = metric_of(data.metric, losses[-1], self.targets.classes, self.targets.flat)
-        valid = np.asarray(data.split["valid"] if by == "valid" else [], dtype=np.int64)
-        self.cut, self.valid = self.targets.rows.shape[0], valid
-        self.rows = np.concatenate([self.targets.rows, valid])
+    def __init__(self, data: Dataset, grid: Grid, device: str, budget: int | str | None) -> None:
+        self.data, self.grid, self.device, self.budget = data, grid, device, budget
+        self.losses: Sequence[str] = grid.losses or ()
+        loss, n = self.losses[-1], data.graph.num_nodes
+        self.targets: Targets = make_targets(data.y, data.split["train"], n, loss)
+        self.metric = metric_of(data.metric, loss, self.targets.classes, self.targets.flat)
+        valid = data.split["valid"] if grid.by == "valid" else []
+        self.cut, self.valid = self.targets.rows.shape[0], np.asarray(valid, dtype=np.int64)
+        self.rows = np.concatenate([self.targets.rows, self.valid])
         self.found: list[Candidate] = []
         self._best: dict[Any, tuple[Candidate, Outcome]] = {}  # of each kind of features
 
-    def make_label_features(self, folds: int, seed: int) -> None:
+    def make_label_features(self, seed: int) -> None:
         """The columns that labels make, on all nodes."""
-        graph, y, targets = self.data.graph, self.data.y, self.targets
-        if self.losses == ["bce"]:  # as the estimator does it: what is not known counts as 0
+        graph, y, targets, folds = self.data.graph, self.data.y, self.targets, self.grid.label_folds
+        if "bce" in self.losses:  # as the estimator does it: what is not known counts as 0
             y = np.zeros((graph.num_nodes, targets.Y.shape[1]))
             y[targets.rows] = np.maximum(targets.Y, 0.0)
         how: dict[str, Any] = {"folds": folds, "random_state": seed, "device": self.device}
@@ -266,18 +255,17 @@ class _Search:
             parts = [whole[lam] for lam in blocks] if together else list(solved(blocks))
             yield blocks, np.concatenate(parts, axis=1).astype(np.float64)
 
-    def along_ridges(
-        self, blocks: Features, Q: Any, folds: int, ridges: list[float], intercepts: Sequence[bool]
-    ) -> None:
+    def along_ridges(self, blocks: Features, Q: Any, folds: int) -> None:
         """A candidate per ridge, loss and intercept, the largest ridge first: the easiest one."""
         if folds:
             Q = np.hstack([Q, self.labels[self.rows]])
         lam = blocks[0] if len(blocks) == 1 and blocks[0] > 0 else tuple(blocks)
-        for intercept in intercepts:
+        by = self.grid.by
+        for intercept in self.grid.intercepts:
             made = Directions(Q[: self.cut], Q[self.cut :], self.targets.Y, intercept)
             for loss in self.losses if not intercept else set(self.losses) & {"mse"}:
-                for ridge in ridges:
-                    out = made.fit(loss, ridge, loo=self.by == "loo")
+                for ridge in sorted(self.grid.ridges, reverse=True):
+                    out = made.fit(loss, ridge, loo=by == "loo")
                     scores = self._scores(out.train, out.valid)
                     loo = None if out.loo is None else self._scores(out.loo, out.valid)["train"]
                     one = Candidate(lam, ridge, loss, **scores, loo=loo)
@@ -285,7 +273,7 @@ class _Search:
                     self.found.append(one)
                     key = (isinstance(lam, tuple), folds > 0)
                     best = self._best.get(key)
-                    if best is None or _rank(one, self.by) < _rank(best[0], self.by):
+                    if best is None or _rank(one, by) < _rank(best[0], by):
                         self._best[key] = (one, out)
 
     def _scores(self, train: Any, valid: Any) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import pytest
 from herta_gpu import HERTA, CorrectAndSmooth
 from herta_gpu.app.cli import main
 from herta_gpu.app.search import Directions, rows_for_each
-from herta_gpu.app.tune import tune
+from herta_gpu.app.tune import Grid, tune
 from herta_gpu.backends import get_backend
 from herta_gpu.datasets import Dataset, load
 from herta_gpu.more.sweep import Series
@@ -32,9 +32,7 @@ def small(n=240, seed=0):
 
 def test_candidates_agree_with_a_fit():
     data = load("digits")
-    found = tune(
-        data, lams=[5.0], ridges=[0.01, 1.0], losses=["mse", "ce"], intercepts=(False, True)
-    )
+    found = tune(data, Grid([5.0], [0.01, 1.0], ["mse", "ce"], intercepts=(False, True)))
     assert len(found) == 6  # cross entropy has no candidates with an intercept
     for c in found:
         model = HERTA(
@@ -51,7 +49,8 @@ def test_candidates_agree_with_a_fit():
 def test_candidates_of_more_features_agree_with_a_fit(several, folds, smooth):
     data = small()
     lams = [] if several else [3.0]
-    found = tune(data, lams, [0.1, 1.0], ["mse"], several=several, label_folds=folds, smooth=smooth)
+    more = {"several": several, "label_folds": folds, "smooth": smooth}
+    found = tune(data, Grid(lams, [0.1, 1.0], ["mse"], **more))
     c = next(c for c in found if bool(c.smooth) == smooth and c.label_features == folds)
     lam = list(c.lam) if isinstance(c.lam, tuple) else c.lam
     train, valid = data.split["train"], data.split["valid"]
@@ -87,7 +86,7 @@ def test_one_sequence_of_products_serves_all_lam(monkeypatch):
         type(backend), "chebyshev_step", lambda *a, **k: steps.append(1) or real(*a, **k)
     )
     data = load("digits")
-    tune(data, lams=[1.0, 5.0, 20.0], ridges=[1e-2, 1.0], losses=["mse", "ce"])
+    tune(data, Grid([1.0, 5.0, 20.0], [1e-2, 1.0], ["mse", "ce"]))
     longest = Series.of(20.0, data.graph.lambda_max_bound, 1e-5).degree
     assert len(steps) == longest * -(-data.X.shape[1] // 64)
 
@@ -115,7 +114,7 @@ def test_leave_one_out_is_that_of_refits(n, p, intercept, ridge):
 
 def test_leave_one_out_is_that_of_the_estimator():
     data = small()
-    c = tune(data, [3.0], [0.1], ["mse"], by="loo", intercepts=(True,))[0]
+    c = tune(data, Grid([3.0], [0.1], ["mse"], by="loo", intercepts=(True,)))[0]
     model = HERTA(lam=3.0, ridge=0.1, fit_intercept=True)
     model.fit(data.graph, data.X, data.y, data.split["train"], loo=True)
     right = model.classes_[model.loo_.argmax(axis=1)] == data.y[model.train_]
@@ -128,9 +127,9 @@ def test_leave_one_out_looks_at_no_validation_node():
     for part in ("valid", "test"):
         other[data.split[part]] = 0
     split = {"train": data.split["train"]}
-    grid = {"lams": [1.0, 5.0], "ridges": [0.01, 1.0], "losses": ["mse"], "by": "loo"}
-    first = tune(data, **grid)
-    second = tune(Dataset("other", data.graph, data.X, other, split), **grid)
+    grid = Grid([1.0, 5.0], [0.01, 1.0], ["mse"], by="loo")
+    first = tune(data, grid)
+    second = tune(Dataset("other", data.graph, data.X, other, split), grid)
     assert [(c.lam, c.ridge, c.loo) for c in first] == [(c.lam, c.ridge, c.loo) for c in second]
     assert all(np.isnan(c.valid) for c in first)
     assert [c.loo for c in first] == sorted((c.loo for c in first), reverse=True)
@@ -140,8 +139,8 @@ def test_test_labels_change_no_candidate():
     data, other = small(), small()
     test = data.split["test"]
     other.y[test] = np.random.default_rng(3).permutation(data.y[test])
-    grid = {"several": [(0.0, 2.0)], "label_folds": 4, "smooth": True, "losses": ["mse"]}
-    assert tune(data, [2.0], [0.1], **grid) == tune(other, [2.0], [0.1], **grid)
+    grid = Grid([2.0], [0.1], ["mse"], several=[(0.0, 2.0)], label_folds=4, smooth=True)
+    assert tune(data, grid) == tune(other, grid)
 
 
 @pytest.mark.parametrize(
@@ -158,7 +157,7 @@ def test_test_labels_change_no_candidate():
 )
 def test_what_cannot_be_chosen_by_is_one_sentence(wish, words):
     with pytest.raises(ValueError, match=words):
-        tune(small(), **wish)
+        tune(small(), Grid(**wish))
 
 
 def test_without_validation_nodes_leave_one_out_is_the_advice():
@@ -242,10 +241,10 @@ def test_train_smooths_and_compares(tmp_path, capsys):
 def test_a_graph_of_its_own_order_is_tuned_on_alike():
     g = random_graph(120, 300, 2)
     data = small(120)
-    grid = {"lams": [2.0], "ridges": [0.1], "losses": ["mse"], "label_folds": 3, "smooth": True}
+    grid = Grid([2.0], [0.1], ["mse"], label_folds=3, smooth=True)
     found = []
     for graph in (g, g.reordered()):
-        made = tune(Dataset("own", graph, data.X, data.y, data.split), **grid)
+        made = tune(Dataset("own", graph, data.X, data.y, data.split), grid)
         found.append(sorted((c.label_features, c.smooth or (), c.valid) for c in made))
     assert np.abs(np.array([a[2] - b[2] for a, b in zip(*found)])).max() <= 1.01 / 30
 
@@ -254,7 +253,7 @@ def test_a_graph_of_its_own_order_is_tuned_on_alike():
 def test_every_candidate_can_be_fitted(several):
     """A block of X itself, a set of one lam, a set that is in the grid as well."""
     data = small(120)
-    found = tune(data, [3.0], [0.1], ["mse"], several=several)
+    found = tune(data, Grid([3.0], [0.1], ["mse"], several=several))
     assert len({(c.lam if isinstance(c.lam, tuple) else (c.lam,)) for c in found}) == len(found)
     for c in found:
         model = HERTA(lam=c.lam, ridge=c.ridge, loss=c.loss)
