@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -64,8 +64,8 @@ def _numbers(text: str) -> tuple[float, ...]:
 
 
 def _lam(text: str) -> float | list[float]:
-    found = _numbers(text)
-    return found[0] if len(found) == 1 else list(found)
+    one, *more = _numbers(text)
+    return [one, *more] if more else one
 
 
 def _two(text: str) -> tuple[float, ...]:
@@ -75,23 +75,17 @@ def _two(text: str) -> tuple[float, ...]:
     return found
 
 
-def _words(allowed: tuple[str, ...]) -> Callable[[str], tuple[str, ...]]:
-    def parse(text: str) -> tuple[str, ...]:
-        words = tuple(text.split(","))
-        wrong = [word for word in words if word not in allowed]
-        if wrong:
-            raise argparse.ArgumentTypeError(f"{wrong[0]!r} is none of {', '.join(allowed)}")
-        return words
-
-    return parse
+def _words(allowed: tuple[str, ...], text: str) -> tuple[str, ...]:
+    for word in text.split(","):
+        if word not in allowed:
+            raise argparse.ArgumentTypeError(f"{word!r} is none of {', '.join(allowed)}")
+    return tuple(text.split(","))
 
 
 def _wish(text: str) -> bool | int | str:
     """The value of --sparsify, --sketch or --reorder: a word, yes or no, or a count."""
-    simple: dict[str, bool] = {"yes": True, "true": True, "no": False, "false": False}
-    if text.lower() in simple:
-        return simple[text.lower()]
-    return int(text) if text.isdigit() else text
+    known = {"yes": True, "true": True, "no": False, "false": False}
+    return known.get(text.lower(), int(text) if text.isdigit() else text)
 
 
 def _rate(text: str) -> float | str:
@@ -270,7 +264,7 @@ _MORE: dict[str, dict[str, Any]] = {
     "--no-precondition": {"dest": "precondition", "action": "store_false"},
     "--seed": {"dest": "random_state"},
     "--ranks": {"type": int, "default": 1},
-    "--devices": {"type": _words(DEVICES), "default": ("cpu", "cuda")},
+    "--devices": {"type": partial(_words, DEVICES), "default": ("cpu", "cuda")},
     "train dataset": {"nargs": "?"},
     "train --split": {
         "action": _Split,
@@ -279,7 +273,7 @@ _MORE: dict[str, dict[str, Any]] = {
     },
     "tune --lam": {"dest": "lams", "type": _numbers, "default": LAMS},
     "tune --ridge": {"dest": "ridges", "type": _numbers, "default": RIDGES},
-    "tune --loss": {"dest": "losses", "type": _words(LOSS_NAMES)},
+    "tune --loss": {"dest": "losses", "type": partial(_words, LOSS_NAMES)},
     "tune --by": {"default": "valid"},
     "tune --several": {"nargs": "?", "action": _Sets, "default": ()},
     "tune --correct-and-smooth": {"action": "store_true"},
@@ -358,12 +352,12 @@ def _add(place: Any, command: str, entry: str) -> None:
 
 def check_names(args: argparse.Namespace) -> None:
     """Refuse an empty name, which an unset shell variable gives: it would mean this folder."""
-    for name in ("dataset", "run_folder", "out", "to", "resume", "data_dir", "split", "partition",
-                 "memory_budget"):  # fmt: skip
+    shown = {"dataset": "DATASET", "run_folder": "RUN"}
+    files = ("out", "to", "resume", "data_dir", "split", "partition", "memory_budget")
+    for name in (*shown, *files):
         if getattr(args, name, None) == "":
-            shown = {"dataset": "DATASET", "run_folder": "RUN"}.get(name)
-            shown = shown or "--" + name.replace("_", "-")
-            raise ValueError(f"{shown} is empty: give a name, or leave it out.")
+            flag = shown.get(name, "--" + name.replace("_", "-"))
+            raise ValueError(f"{flag} is empty: give a name, or leave it out.")
 
 
 def _check_devices(command: argparse.ArgumentParser, args: argparse.Namespace) -> None:

@@ -40,7 +40,6 @@ LIBRARY = ("CuPy", "SciPy")
 EMULATED = "times mean nothing here: this is an emulator, not a GPU"
 
 Check = tuple[str, Callable[[], Any]]
-Rows = list[tuple[str, ...]]
 
 
 @dataclass(frozen=True)
@@ -85,19 +84,11 @@ def run(args: argparse.Namespace) -> CommandOutput:
         kernels = _kernels(backend, data.graph, size)
     model = HERTA(lam=10.0, ridge=0.01, device=backend.name, verbose=args.verbose)
     model.fit(data.graph, data.X, data.y, data.split.get("train"))
-    content = {
-        "about": about,
-        "graph": {"name": name, "nodes": data.graph.num_nodes, "edges": data.graph.num_edges},
-        "checks": found,
-        "kernels": kernels,
-        "fit": {
-            "status": model.status_,
-            "certificate": str(model.certificate_),
-            "steps": len(model.history_) - 1,
-            "seconds": model.stages_,
-        },
-        "file": str(path),
-    }
+    graph = {"name": name, "nodes": data.graph.num_nodes, "edges": data.graph.num_edges}
+    fit: dict[str, Any] = {"status": model.status_, "certificate": str(model.certificate_)}
+    fit |= {"steps": len(model.history_) - 1, "seconds": model.stages_}
+    content = {"about": about, "graph": graph, "checks": found, "kernels": kernels, "fit": fit}
+    content["file"] = str(path)
     with new_file(path) as temporary:
         temporary.write_text(json.dumps(to_plain(content, lossy=True), indent=1))
     failed = any(check["outcome"] == "failed" for check in found)
@@ -133,11 +124,11 @@ def _checks(backend: Any, size: Size) -> Iterator[Check]:
     yield "sampled edges", partial(checks.check_sampled_edges_end_to_end, devices)
     if not cuda:
         return
-    for weighted in (False, True):
-        kind = "weighted" if weighted else "unweighted"
+    for weighted, kind in ((False, "unweighted"), (True, "weighted")):
         for dtype in size.dtypes:
-            hub = checks.graph("hub", weighted)
-            reference = partial(checks.check_reference, backend, hub, dtype)
+            reference = partial(
+                checks.check_reference, backend, checks.graph("hub", weighted), dtype
+            )
             yield f"product is that of CuPy: {kind}, {dtype}", reference
         on_device = partial(checks.check_edges_on_the_device, backend, weighted)
         yield f"edges on the device: {kind}", on_device
@@ -184,8 +175,10 @@ def timed(backend: Any, action: Callable[[], Any], size: Size) -> float:
 
 def _kernels(backend: Any, graph: Graph, size: Size) -> list[dict[str, Any]]:
     """Seconds of each kernel for each number of columns."""
-    L, M = backend.laplacian(graph, "float32"), _library_matrix(backend, graph)
-    found = []
+    L, found = backend.laplacian(graph, "float32"), []
+    # L as a matrix of the library that the device comes with.
+    there = backend.name == "cuda"
+    M = backend.laplacian_csr(L) if there else graph.to_csr().astype(np.float32)
     for k in size.columns:
         if COLUMN_BYTES * L.n * k > backend.memory_available():
             continue
@@ -193,13 +186,6 @@ def _kernels(backend: Any, graph: Graph, size: Size) -> list[dict[str, Any]]:
             seconds = timed(backend, action, size) / calls
             found.append({"kernel": name, "columns": k, "seconds": seconds})
     return found
-
-
-def _library_matrix(backend: Any, graph: Graph) -> Any:
-    """L as a float32 CSR matrix of the library that the device comes with."""
-    if backend.name == "cuda":
-        return backend.laplacian_csr(backend.laplacian(graph, "float32"))
-    return graph.to_csr().astype(np.float32)
 
 
 def _actions(backend: Any, L: Any, M: Any, k: int) -> Iterator[tuple[str, Callable[[], Any], int]]:
@@ -246,7 +232,7 @@ def _text(content: dict[str, Any], size: Size) -> str:
             *meaningless,
             f"{graph['name']}: {graph['nodes']:,} nodes, {graph['edges']:,} edges, float32; "
             "milliseconds",
-            _markdown(_kernel_rows(content["kernels"])),
+            _kernel_table(content["kernels"]),
             f"fit: {fit['status']} after {fit['steps']} steps, {fit['certificate']}; "
             f"seconds: {spent}",
             f"all of it: {content['file']}",
@@ -254,27 +240,15 @@ def _text(content: dict[str, Any], size: Size) -> str:
     )  # fmt: skip
 
 
-def _kernel_rows(kernels: list[dict[str, Any]]) -> Rows:
-    """A row for each kernel, a column for each number of columns."""
+def _kernel_table(kernels: list[dict[str, Any]]) -> str:
+    """A row for each kernel, a column for each number of columns, as forums and issues show it."""
     widths = sorted({row["columns"] for row in kernels})
-    names = list(dict.fromkeys(row["kernel"] for row in kernels))
-    at = {(row["kernel"], row["columns"]): row for row in kernels}
-
-    def cell(name: str, k: int) -> str:
-        return f"{1e3 * at[name, k]['seconds']:.3g}" if (name, k) in at else NOTHING
-
-    def ahead(k: int) -> str:
-        library = next(name for name in LIBRARY if (name, k) in at)
-        return f"{at[library, k]['seconds'] / at['apply_H', k]['seconds']:.2f}"
-
-    return [
-        ("kernel", *(f"k = {k}" for k in widths)),
-        *((name, *(cell(name, k) for k in widths)) for name in names),
-        ("product of the library / apply_H", *map(ahead, widths)),
-    ]
-
-
-def _markdown(rows: Rows) -> str:
-    """A table that a forum or an issue shows as one."""
-    lines = ["| " + " | ".join(row) + " |" for row in rows]
-    return "\n".join([lines[0], "|---" + "|---:" * (len(rows[0]) - 1) + "|", *lines[1:]])
+    at = {(row["kernel"], row["columns"]): row["seconds"] for row in kernels}
+    lines = [["kernel", *(f"k = {k}" for k in widths)], ["---", *("---:" for _ in widths)]]
+    for name in dict.fromkeys(row["kernel"] for row in kernels):
+        times = (at.get((name, k)) for k in widths)
+        lines.append([name, *(NOTHING if s is None else f"{1e3 * s:.3g}" for s in times)])
+    library = next((name for name in LIBRARY if any((name, k) in at for k in widths)), None)
+    ahead = (f"{at[library, k] / at['apply_H', k]:.2f}" for k in widths)
+    lines.append(["product of the library / apply_H", *ahead])
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
