@@ -45,6 +45,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -52,7 +53,7 @@ import numpy as np
 from herta_gpu.backends.base import Array, Backend, norm, unit_roundoff
 from herta_gpu.coordinates import Units, Whitened
 from herta_gpu.diffusion import residual_norms
-from herta_gpu.factors import DenseGram, RowSpace, gram
+from herta_gpu.factors import DenseGram, RowSpace
 from herta_gpu.laplacian import block_cg
 from herta_gpu.losses import Loss
 from herta_gpu.optimizers import minimise
@@ -142,6 +143,57 @@ class Certificate:
         return f"relative gap <= {self.value:.2e}{self.over} ({self.kind}{chance}{note})"
 
 
+@dataclass(frozen=True)
+class Terms:
+    """What a bound of the gap is made of; `share` scales what the solves for Q left, D."""
+
+    kind: str
+    gradient: float  # at the outputs at hand, errors included that are not due to theirs
+    E: float = 0.0  # ||E_Q||
+    through: float = 0.0  # how an error of the outputs reaches the gradient
+    D: float = 0.0  # ||D|| as the gradient sees it
+    Du: float = 0.0  # ||D u||
+    other: float = 0.0  # further errors of the outputs
+    convexity: float = 0.0  # strong convexity at D = 0, as a root
+    bend: float = math.inf  # the largest curvature of the loss, where it need not be quadratic
+    slip: float = 0.0  # what E is off by, beside being that of outputs which are off
+    extra: Callable[[float], float] | None = None  # more gap, from an error of the outputs
+    probability: float = 0.0  # that the bound fails
+
+    def gap(self, share: float = 1.0) -> float:
+        D, error = share * self.D, share * self.Du + self.other
+        extra = 0.0 if self.extra is None else self.extra(error)
+        size = self.gradient + D * self.E + (self.through + D) * error
+        root = self.convexity - D if self.kind == "residual" else self.convexity
+        if root <= 0:
+            return math.inf
+        gap = size**2 / (2 * root**2)
+        if self.bend < math.inf:
+            # E is a gradient of the loss itself, at outputs that are off: a difference that the
+            # gradient sees through X, or that costs no more than the loss bends.  Rounding of E
+            # itself is seen through X.
+            size = self.gradient + D * self.E + (self.through / self.bend + D) * self.slip
+            gap = min(gap, size**2 / (2 * root**2) + 0.5 * self.bend * error**2)
+        return math.inf if math.isnan(gap) else gap + extra
+
+
+def best_certificate(
+    choices: Sequence[Terms],
+    below: Callable[[Terms], float],
+    known: tuple[int, int, str],
+    share: float = 1.0,
+) -> Certificate:
+    """The best of several bounds; `below` bounds the objective, `known`: (kept, features, note)."""
+    kept, features, note = known
+    if not choices:
+        return Certificate(math.inf, "none", note=note, kept=features, features=features)
+    gap, best = min(((terms.gap(share), terms) for terms in choices), key=lambda c: c[0])
+    value = relative(gap, below(best) - gap)
+    if best.kind == "duality":  # over all features
+        kept, note = features, ""
+    return Certificate(value, best.kind, best.probability, gap, note, kept, features)
+
+
 def gradient_error(point: Point, spectrum: Spectrum) -> float:
     """How far the solves can have moved the preconditioned gradient; rounding apart."""
     return math.sqrt(spectrum.b) * point.forward_residual + spectrum.norm * point.adjoint_residual
@@ -161,27 +213,25 @@ def certify(
     With the outputs off by r1, E is off by no more than steepest ||r1||.
     """
     choices, rounding = [], point.rounding
+    outputs = point.forward_residual + rounding.forward
+    adjoint = point.adjoint_residual + rounding.adjoint
+    off: dict[str, Any] = {"other": outputs, "extra": lambda _: point.intercept_gap}
     if ridge > 0:
-        outputs = point.forward_residual + rounding.forward
-        size = norm(point.gradient) + norm(rounding.transposed)
-        size += X_norm * (point.adjoint_residual + rounding.adjoint)
-        # E is a gradient of the loss itself, at outputs that are off: a difference that the
-        # gradient sees through X, or that costs no more than the loss bends.
-        gap = (size + X_norm * steepest * outputs) ** 2 / (2 * ridge)
-        gap = min(gap, size**2 / (2 * ridge) + 0.5 * steepest * outputs**2)
-        choices.append((gap, "duality", 0.0, "", P.features))
+        size = norm(point.gradient) + norm(rounding.transposed) + X_norm * adjoint
+        choices.append(
+            Terms("duality", size, through=X_norm * steepest, convexity=math.sqrt(ridge),
+                  bend=steepest, **off)
+        )  # fmt: skip
     if spectrum is not None and spectrum.kind != "estimate":
-        error = gradient_error(point, spectrum)
-        error += math.sqrt(spectrum.b) * rounding.forward + spectrum.norm * rounding.adjoint
-        size = norm(point.g) + error + P.factor.amplified(rounding.transposed)
-        gap = size**2 / (2 * spectrum.a)
-        choices.append((gap, spectrum.kind, spectrum.probability, P.note, P.kept))
-    if not choices:
-        return Certificate(math.inf, "none", note=why_not, kept=P.features, features=P.features)
-    gap, kind, probability, note, kept = min(choices)
-    gap += point.intercept_gap
-    below = point.objective - point.objective_error - gap
-    return Certificate(relative(gap, below), kind, probability, gap, note, kept, P.features)
+        size = norm(point.g) + spectrum.norm * adjoint + P.factor.amplified(rounding.transposed)
+        roots: dict[str, Any] = {
+            "through": math.sqrt(spectrum.b),
+            "convexity": math.sqrt(spectrum.a),
+        }
+        choices.append(Terms(spectrum.kind, size, probability=spectrum.probability, **roots, **off))
+    below = point.objective - point.objective_error
+    note = P.note if choices else why_not
+    return best_certificate(choices, lambda _: below, (P.kept, P.features, note))
 
 
 def relative(gap: float, optimum: float) -> float:
@@ -189,6 +239,13 @@ def relative(gap: float, optimum: float) -> float:
     if gap == 0:
         return 0.0  # even of an optimum of exactly 0
     return gap / optimum if optimum > 0 else math.inf
+
+
+def judge(found: Certificate, tol: float, otherwise: str = "max_iter") -> str:
+    """The status of weights with this certificate; `otherwise` where it proves too little."""
+    if not found.value <= tol:
+        return otherwise
+    return "certified-reduced" if found.reduced else "certified"
 
 
 def joined(parts: Sequence[Certificate]) -> Certificate:
@@ -264,7 +321,7 @@ def proven_spectrum(P: Preconditioner, A: UnfoldedMap, outside: float) -> Spectr
     sizes = xp.sqrt(norms2) * (relative / (1 - eps - relative))
     rounding = P.inner.amplified(sizes)
     rho = eps / (1 - eps) * (math.sqrt(1 + outside) + rounding) + rounding
-    return _around_one(rho, outside, P.inner.slack, "spectral-proven", least=_PROVEN)
+    return _around_one(P, rho, outside, "spectral-proven", least=_PROVEN)
 
 
 def measured_spectrum(P: Preconditioner, left: Array) -> Spectrum | None:
@@ -273,84 +330,67 @@ def measured_spectrum(P: Preconditioner, left: Array) -> Spectrum | None:
     # ||H^-1 X C0 C|| <= ||X C0|| ||C||, whichever rows are outside training.
     outside = max(0.0, (P.basis.norm * P.inner.size) ** 2 - 1)
     rho = P.inner.amplified(left)
-    return _around_one(rho, outside, P.inner.slack, "spectral-deterministic", least=_USEFUL)
+    return _around_one(P, rho, outside, "spectral-deterministic", least=_USEFUL)
+
+
+def _singular_values(P: Preconditioner) -> tuple[float, float]:
+    """Bounds of the singular values of the rows behind P (and of the ridge's) times P^-1/2."""
+    return math.sqrt(1 - P.inner.slack), math.sqrt(1 + P.inner.slack)
 
 
 def _around_one(
-    rho: float, outside: float, slack: float, kind: str, least: float
+    P: Preconditioner, rho: float, outside: float, kind: str, least: float
 ) -> Spectrum | None:
     """[(1 - rho)^2, (1 + rho)^2], widened by how far P may be from Q^T Q + ridge."""
-    low, high = math.sqrt(1 - slack) - rho, math.sqrt(1 + slack) + rho
+    low, high = _singular_values(P)
+    low, high = low - rho, high + rho
     if not low > 0 or low**2 < least:
         return None
     # P = Q^T Q over the training rows (+ ridge), so ||Q P^-1/2||^2 <= 1 + the rows outside.
-    norm = math.sqrt(1 + slack + outside) + rho
+    norm = math.sqrt(1 + P.inner.slack + outside) + rho
     return Spectrum(low**2, high**2, norm, kind)
 
 
 def _outside(P: Preconditioner, A: UnfoldedMap) -> float:
-    """A bound of ||Q P^-1/2||^2 over the rows of Q outside training."""
-    assert P.Q_all is not None
-    backend, xp = A.H.backend, A.H.backend.xp
-    if not A.loss.plain:
-        return _norm_bound(_congruent(P, _gram_outside(P.Q_all, A)), backend)
-    mask = xp.ones(A.H.n, dtype=bool)
-    mask[A.train] = False
-    at = xp.flatnonzero(mask)
-    count = int(backend.total(at.shape[0]))
-    if count == 0:
-        return 0.0
-    enough = (_ENOUGH / max(P.Q_error, 1e-16)) ** 2
-    if count > P.Q_all.shape[1] or not backend.whole:
-        G = backend.total(gram(backend, P.Q_all, at))
-        return _norm_bound(_congruent(P, G), backend, enough)
-    B = P.inner.to_gradient(P.Q_all[at].astype("float64").T)
-    total = float((B * B).sum())  # synchronize!
-    if total <= enough:
-        return total
-    return _norm_bound(backend.matmul(B.T, B), backend, enough)
+    """A bound of ||Q P^-1/2||^2 over what P does not have of the rows of Q.
 
-
-def _gram_outside(Q: Array, A: UnfoldedMap) -> Array:
-    """Q^T Q less the part of it that P has, where rows have weights or are centred.
-
-    ||Q v||^2 is that of the rows as the loss sees them, of what their weights w leave (1 - w, and
-    1 outside training), and of the mean row as often as it was taken away.
+    That are the rows outside training; of those in it what their weights w leave, 1 - w, and the
+    mean row as often as it was taken away.
     """
-    backend, xp, loss = A.H.backend, A.H.backend.xp, A.loss
+    assert P.Q_all is not None
+    backend, xp, loss, Q = A.H.backend, A.H.backend.xp, A.loss, P.Q_all
     left = xp.ones(A.H.n)
     left[A.train] = 0.0 if loss.weights is None else backend.own(1 - loss.weights)
+    at = xp.flatnonzero(left)
+    if loss.plain and int(backend.total(at.shape[0])) == 0:
+        return 0.0
     G = xp.zeros((Q.shape[1], Q.shape[1]))
-    for a in range(0, A.H.n, _ROWS):
-        rows = slice(a, a + _ROWS)
+    for a in range(0, at.shape[0], _ROWS):
+        rows = at[a : a + _ROWS]
         backend.add_gram(G, Q[rows].astype("float64") * xp.sqrt(left[rows])[:, None])
     G = backend.total(G)
     if loss.intercept:
-        rows = A.rows(Q)
-        mean = loss.mean(xp, rows)
-        G = G + loss.total(rows.shape[0]) * mean[:, None] * mean[None, :]
-    return G
-
-
-def _congruent(P: Preconditioner, S: Array) -> Array:
-    """P^-1/2 S P^-1/2 for a symmetric S."""
-    return P.inner.to_gradient(P.inner.to_gradient(S).T)
+        trained = A.rows(Q)
+        mean = loss.mean(xp, trained)
+        G = G + loss.total(trained.shape[0]) * mean[:, None] * mean[None, :]
+    # P^-1/2 G P^-1/2
+    G = P.inner.to_gradient(P.inner.to_gradient(G).T)
+    return _norm_bound(G, backend, (_ENOUGH / max(P.Q_error, 1e-16)) ** 2 if loss.plain else 0.0)
 
 
 def _norm_bound(S: Array, backend: Backend, enough: float = 0.0) -> float:
     """An upper bound of the largest eigenvalue of S >= 0: at most `enough`, or within d^(1/16)."""
-    bound, power = math.inf, S
-    scale = 1.0
+    bound, scale = math.inf, 1.0
     for doubling in range(4):
-        size = norm(power)
+        size = norm(S)
         if size == 0:
             return 0.0
         scale *= size ** (0.5**doubling)
         bound = scale * (1 + 1e-6)
         if bound <= enough or doubling == 3:
             break
-        power = power / size
-        power = backend.matmul(power, power)
+        S = S / size
+        S = backend.matmul(S, S)
     return bound
 
 
@@ -458,14 +498,11 @@ def ritz_interval(
     P: Preconditioner, A: UnfoldedMap, ridge: float, seed: int
 ) -> tuple[float, float]:
     """An estimate, not a bound, of the spectrum of the preconditioned Hessian."""
-    if P.factor.rank == 0:
-        return 1.0, 1.0
-    runs = _two_runs(P, A, ridge, seed, _LANCZOS_TOL, LANCZOS_STEPS)
+    runs = _two_runs(P, A, ridge, seed, _LANCZOS_TOL, LANCZOS_STEPS) if P.factor.rank else None
     if runs is None:
         return 1.0, 1.0
-    values = runs[0].ritz
-    top = max(float(values[-1]), 1e-300)
-    return max(float(values[0]), 1e-6 * top), top
+    top = max(float(runs[0].ritz[-1]), 1e-300)
+    return max(float(runs[0].ritz[0]), 1e-6 * top), top
 
 
 def _two_runs(
@@ -577,37 +614,6 @@ def _orthogonalise(v: Array, bases: list[Array], j: int) -> None:
 
 
 @dataclass(frozen=True)
-class Terms:
-    """What a bound of the gap is made of; `share` scales what the solves left, D."""
-
-    kind: str
-    gradient: float  # of the stored problem, rounding included
-    E: float  # ||E_Q||
-    through: float  # how an error of the outputs reaches the gradient
-    D: float  # ||D|| as the gradient sees it
-    Du: float  # ||D u||
-    other: float  # errors of the outputs that are rounding
-    convexity: float  # strong convexity at D = 0, as a root
-    bend: float = math.inf  # the largest curvature of the loss, where it need not be quadratic
-    slip: float = 0.0  # what E is off by, beside being that of outputs which are off
-    aside: Callable[[float], float] | None = None  # what is added to the gap, from such an error
-
-    def gap(self, share: float = 1.0) -> float:
-        D, error = share * self.D, share * self.Du + self.other
-        aside = 0.0 if self.aside is None else self.aside(error)
-        size = self.gradient + D * self.E + (self.through + D) * error
-        root = self.convexity - D if self.kind == "residual" else self.convexity
-        if root <= 0:
-            return math.inf
-        gap = size**2 / (2 * root**2)
-        if self.bend < math.inf:
-            # Rounding of E itself is seen through X.
-            size = self.gradient + D * self.E + (self.through / self.bend + D) * self.slip
-            gap = min(gap, size**2 / (2 * root**2) + 0.5 * self.bend * error**2)
-        return math.inf if math.isnan(gap) else gap + aside
-
-
-@dataclass(frozen=True)
 class Proof:
     """What is known at one u."""
 
@@ -624,17 +630,11 @@ class Proof:
     unit: float = 0.0  # the loss of W = 0, where the optimum may be 0: a ridge forbids that
 
     def certificate(self, share: float = 1.0) -> Certificate:
-        if not self.choices:
-            return Certificate(
-                math.inf, "none", note=self.note, kept=self.features, features=self.features
-            )
-        gap, best = min(((terms.gap(share), terms) for terms in self.choices), key=lambda c: c[0])
-        error = share * best.Du + best.other
-        below = self.objective - self.rounding - error * (self.slope + 0.5 * error) - gap
-        spectral = best.kind == "residual"
-        kept, note = (self.kept, self.note) if spectral else (self.features, "")
-        value = relative(gap, below)
-        return Certificate(value, best.kind, 0.0, gap, note, kept, self.features)
+        def below(best: Terms) -> float:
+            return self.objective - self._error(share * best.Du + best.other)
+
+        known = (self.kept, self.features, self.note)
+        return best_certificate(self.choices, below, known, share)
 
     def nonnegative(self) -> Certificate:
         """What the objective itself says: none is below 0."""
@@ -643,8 +643,12 @@ class Proof:
 
     def error(self, share: float = 1.0) -> float:
         """The objective is right up to this much."""
-        off = min([share * self.Du, *(share * terms.Du for terms in self.choices)]) + self.other
-        return self.rounding + off * (self.slope + 0.5 * off)
+        Du = min([share * self.Du, *(share * terms.Du for terms in self.choices)])
+        return self._error(Du + self.other)
+
+    def _error(self, outputs: float) -> float:
+        """What the objective may be off by where outputs are."""
+        return self.rounding + outputs * (self.slope + 0.5 * outputs)
 
     def about_zero(self, tol: float, share: float = 1.0) -> bool:
         """Whether the optimum is about 0, which has no relative gap, and that is known."""
@@ -703,7 +707,6 @@ class StoredProblem:
         if self.mean is not None:
             self.Q = self.Q - self.mean  # nothing but constants: the loss has its own
         self._swept: tuple[Array, Sweep] | None = None  # the last look, at this very u
-        self._Y_mean: Array | None = None
         self.settled = True  # whether the optimum of the stored problem was found
         self.host: Backend | None = None  # where cross entropy is trained, if not on the device
         self.sizes = backend.xp.sqrt(backend.column_dots(self.Q, self.Q))
@@ -712,8 +715,9 @@ class StoredProblem:
         """Loss and gradient at u, over runs of rows: no other array of n_train x c is made."""
         if self._swept is not None and self._swept[0] is u:
             return self._swept[1]
-        xp, matmul = self.backend.xp, self.backend.matmul
-        found = Sweep(0.0, self.ridge * self._penalty(u), 0.0, 0.0, 0.0, 0.0)
+        xp, matmul, G = self.backend.xp, self.backend.matmul, self.basis.ridge
+        penalty = G[:, None] * u if G.ndim == 1 else matmul(G, u)
+        found = Sweep(0.0, self.ridge * penalty, 0.0, 0.0, 0.0, 0.0)
         # Rows in float32 are widened on the way.
         numbers = u.shape[1] + (u.shape[0] if self.Q.dtype != u.dtype else 0)
         step, total = max(1, _CHUNK_BYTES // (8 * numbers)), 0.0
@@ -721,7 +725,7 @@ class StoredProblem:
             found.b, found.sums = self._constants(u), xp.zeros(u.shape[1])
         for i in range(0, self.Y.shape[0], step):
             Q, Y = self.Q[i : i + step].astype("float64", copy=False), self.Y[i : i + step]
-            loss = self._rows(i, step)
+            loss = self.loss.of_rows(slice(i, i + step))
             F = matmul(Q, u)
             F = F if found.b is None else F + found.b
             E = loss.residual(xp, F, Y)
@@ -737,34 +741,27 @@ class StoredProblem:
         self._swept = (u, found)
         return found
 
-    def _rows(self, start: int, count: int) -> Loss:
-        return self.loss.of_rows(slice(start, start + count))
-
     def _constants(self, u: Array) -> Array:
         """The best constants of an intercept at u."""
         xp = self.backend.xp
         if not self.loss.quadratic:
             return self.loss.shift(xp, self.backend.matmul(self.Q, u), self.Y[:])
-        if self._Y_mean is None:
-            self._Y_mean = self._mean_of_Y()
         # Rows of Q are centred but for rounding.
         return self._Y_mean - self.loss.mean(xp, self.Q) @ u
 
-    def _mean_of_Y(self) -> Array:
+    @cached_property
+    def _Y_mean(self) -> Array:
         """Weighted, over runs of rows: not all of Y need be there at once."""
         total, step = 0.0, 1 << 16
         for i in range(0, self.Y.shape[0], step):
-            total = total + self._rows(i, step).weigh(self.Y[i : i + step]).sum(axis=0)
+            rows = slice(i, i + step)
+            total = total + self.loss.of_rows(rows).weigh(self.Y[rows]).sum(axis=0)
         return total / self.loss.total(self.Y.shape[0])
 
     def intercept(self, u: Array) -> Array | None:
         """(c,) the constants that belong to W = C0 u; None where there are none."""
         b = self.sweep(u).b
         return None if b is None or self.mean is None else b - self.mean @ u
-
-    def _penalty(self, u: Array) -> Array:
-        G = self.basis.ridge
-        return G[:, None] * u if G.ndim == 1 else self.backend.matmul(G, u)
 
     def minimised(self, tol: float, start: Array | None, steps: int, tell: Tell) -> Array:
         """u at the optimum of the stored problem, or ten times closer to it than `tol`."""
@@ -778,10 +775,10 @@ class StoredProblem:
             return x if self.host is None else self.backend.to_numpy(x)  # synchronize!
 
         gram = there(self.P.gram.QtQ) if isinstance(self.P.gram, DenseGram) else None
+        rows = (there(self.Q), there(self.Y[:]), self.ridge)
         problem = DenseProblem(
-            backend, self.loss, there(self.Q), there(self.Y[:]), self.ridge,
-            self.basis.metric().on(backend, there), gram,
-        )  # fmt: skip
+            backend, self.loss, *rows, self.basis.metric().on(backend, there), gram
+        )
         begin = None if start is None else there(start)
         fitted = minimise(problem, 0.1 * tol, steps, begin, memory, tell)
         self.settled = fitted.status != "max_iter"
@@ -802,93 +799,71 @@ class StoredProblem:
 
     def proof(self, u: Array, why_not: Callable[[float], str], at_zero: float = 0.0) -> Proof:
         """Everything that is known of the true problem at W = C0 u; the loss of W = 0 is given."""
-        xp, P = self.backend.xp, self.P
-        found, W = self.sweep(u), self.basis.weights(u)
+        xp, P, inner, basis = self.backend.xp, self.P, self.P.inner, self.basis
+        found, W = self.sweep(u), basis.weights(u)
         g, slope = found.gradient, found.E
         by_row = xp.sqrt((u * u).sum(axis=1))
         objective = found.loss + 0.5 * self.ridge * float(xp.sum(W * W))  # synchronize!
         # Rounding: of Q u and of E, of Q^T E and the ridge's part, and of W itself.
         r, count = u.shape[0], self.Y.shape[0]
-        outputs = (r + 2) * _UNIT * float((self.sizes * by_row).sum())  # synchronize!
+        size_of_terms = float((self.sizes * by_row).sum())  # synchronize!
+        outputs = (r + 2) * _UNIT * size_of_terms + basis.weights_rounding(u)
         outputs += 4 * _UNIT * (found.F + found.Y) / self.loss.steepest
-        outputs += self.basis.weights_rounding(u)
         rows = (count + 4) * _UNIT * slope * self.sizes
         rows = rows + (r + 2) * _UNIT * xp.sqrt((g * g).sum(axis=1))  # of C^T g
-        aside: Callable[[float], float] | None = None
+        extra: Callable[[float], float] | None = None
         if found.b is not None:
-            stray, shifted = self._stray(found), self._shift_rounding(u, by_row, found.b)
-            outputs, slope = outputs + shifted, slope + stray
-            rows = rows + count * _UNIT * stray * self.sizes  # Q is centred up to rounding only
-            aside = self._aside(found, stray, objective + outputs * (slope + outputs))
+            assert found.sums is not None
+            assert self.mean is not None
+            # ||1^T E|| over the root of all weights, rounding included.
+            rounded = (count + 4) * _UNIT * math.sqrt(count) * (found.E + 4 * _UNIT * found.F)
+            imbalance = (norm(found.sums) + rounded) / math.sqrt(self.loss.total(count))
+            # Rounding of the constants, and of the rows less their mean.
+            terms = float((abs(self.mean) * by_row).sum()) + norm(found.b)  # synchronize!
+            outputs += (r + 4) * _UNIT * math.sqrt(count) * terms + _UNIT * size_of_terms
+            slope += imbalance
+            rows = rows + count * _UNIT * imbalance * self.sizes  # centred up to rounding only
+            known = (objective + outputs * (slope + outputs), self.ridge, self.X_norm)
+            Y = self.Y[:0] if self.loss.quadratic else self.Y[:]
+            distance = self.loss.intercept_distance(xp, Y, found.b, *known)
+            extra = partial(self.loss.intercept_gap, imbalance, distance=distance)
         if self.ridge > 0:
             # C0^T C0, its product with u and W itself are sums of r terms, if C0 is not diagonal.
-            terms = 8 if self.basis.ridge.ndim == 1 else 3 * r + 8
-            rows = rows + terms * _UNIT * self.ridge * self.basis.ridge_size(by_row)
+            terms = 8 if basis.ridge.ndim == 1 else 3 * r + 8
+            rows = rows + terms * _UNIT * self.ridge * basis.ridge_size(by_row)
         Du = float((P.column_error * by_row).sum())  # synchronize!
-        if isinstance(P.inner, RowSpace):
-            missed = P.inner.missed(u, self.sizes + P.column_error)
-            outputs, aside = outputs + missed, _moved(missed, slope, aside)
-        choices = []
-        slack = P.inner.slack
-        if self.loss.quadratic and slack < _SLACK:
-            size = norm(P.inner.to_gradient(g)) + P.inner.amplified(rows)
-            rho, top = P.inner.amplified(P.column_error), math.sqrt(1 + slack)
-            choices.append(
-                Terms("residual", size, slope, top, rho, min(Du, rho * self._length(u)), outputs,
-                      math.sqrt(1 - slack), aside=aside)
-            )  # fmt: skip
+        if isinstance(inner, RowSpace):
+            # Outputs are up to `missed` from those of weights that the proof speaks of.
+            missed, others, steep = inner.missed(u, self.sizes + P.column_error), extra, slope
+            outputs += missed
+
+            def extra(error: float) -> float:
+                before = 0.0 if others is None else others(error)
+                return before + missed * (steep + error + missed)
+
+        choices, off = [], {"Du": Du, "other": outputs, "extra": extra}
+        if self.loss.quadratic and inner.slack < _SLACK:
+            size = norm(inner.to_gradient(g)) + inner.amplified(rows)
+            (low, high), rho = _singular_values(P), inner.amplified(P.column_error)
+            off["Du"] = min(Du, rho * norm(inner.from_weights(u)))
+            choices.append(Terms("residual", size, slope, high, rho, convexity=low, **off))
         if self.ridge > 0:
-            size = self.basis.dual_norm(g) + self.basis.dual_bound(rows)
-            D = self.basis.dual_bound(P.column_error)
-            through = self.loss.steepest * self.X_norm
-            choices.append(
-                Terms("duality", size, slope, through, D, Du, outputs, math.sqrt(self.ridge),
-                      self.loss.steepest, self.loss.gradient_rounding(found.E, self.Y), aside)
-            )  # fmt: skip
+            size = basis.dual_norm(g) + basis.dual_bound(rows)
+            D, bend = basis.dual_bound(P.column_error), self.loss.steepest
+            slip = self.loss.gradient_rounding(found.E, self.Y)
+            off = {**off, "Du": Du, "convexity": math.sqrt(self.ridge), "bend": bend, "slip": slip}
+            choices.append(Terms("duality", size, slope, bend * self.X_norm, D, **off))
         note = P.note if choices else why_not(objective)
-        grad_norm = norm(self.basis.gradient(g))
-        rounding = found.rounding + 8 * _UNIT * objective
         return Proof(
-            objective, rounding, slope, grad_norm, tuple(choices), Du, outputs, note, P.kept,
-            P.features, at_zero if self.ridge == 0 else 0.0,
-        )  # fmt: skip
-
-    def _stray(self, found: Sweep) -> float:
-        """||1^T E|| over the root of all weights, rounding included."""
-        assert found.sums is not None
-        count = self.Y.shape[0]
-        rounded = (count + 4) * _UNIT * math.sqrt(count) * (found.E + 4 * _UNIT * found.F)
-        return (norm(found.sums) + rounded) / math.sqrt(self.loss.total(count))
-
-    def _shift_rounding(self, u: Array, by_row: Array, b: Array) -> float:
-        """What rounding of the constants, and of the rows less their mean, does to the outputs."""
-        assert self.mean is not None
-        terms = float((abs(self.mean) * by_row).sum()) + norm(b)  # synchronize!
-        whole = (u.shape[0] + 4) * _UNIT * math.sqrt(self.Y.shape[0]) * terms
-        return whole + _UNIT * float((self.sizes * by_row).sum())  # synchronize!
-
-    def _aside(self, found: Sweep, stray: float, objective: float) -> Callable[[float], float]:
-        """What the constants may add to the gap, given what the outputs are off by."""
-        assert found.b is not None
-        Y = self.Y[:0] if self.loss.quadratic else self.Y[:]
-        known = (objective, self.ridge, self.X_norm)
-        reach = self.loss.intercept_distance(self.backend.xp, Y, found.b, *known)
-        return lambda error: self.loss.intercept_gap(stray, error, reach)
-
-    def _length(self, u: Array) -> float:
-        return norm(self.P.inner.from_weights(u))
-
-
-def _moved(
-    missed: float, slope: float, aside: Callable[[float], float] | None
-) -> Callable[[float], float]:
-    """What is added to the gap where W is not quite one of the weights that the proof speaks of.
-
-    Its outputs are up to `missed` from those of one of them.
-    """
-
-    def added(error: float) -> float:
-        before = 0.0 if aside is None else aside(error)
-        return before + missed * (slope + error + missed)
-
-    return added
+            objective,
+            found.rounding + 8 * _UNIT * objective,
+            slope,
+            norm(basis.gradient(g)),
+            tuple(choices),
+            Du,
+            outputs,
+            note,
+            P.kept,
+            P.features,
+            at_zero if self.ridge == 0 else 0.0,
+        )
