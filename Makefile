@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: setup demo test lint bench
+.PHONY: setup demo test test-long lint bench
 
 setup: .venv/ready
 
@@ -15,8 +15,14 @@ demo: setup
 	$(BIN)/python -m herta_gpu.app.demo
 
 test: setup
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not gpu"
-	$(BIN)/python -m tests.cuda_device eager -n 2 --dist worksteal
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not gpu and not long"
+	$(BIN)/python -m tests.cuda_device eager lazy -n 2 --dist worksteal
+
+# Half an hour and more: what `make test` leaves out, and the device in all of its modes.
+test-long: setup
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "long and not gpu"
+	$(BIN)/python -m tests.cuda_device long guarded random -n 2 --dist worksteal
+	$(BIN)/python -m tests.cuda_device asan tsan
 
 lint: setup
 	$(BIN)/ruff check .

@@ -35,8 +35,12 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 hypothesis.settings.register_profile("fixed", derandomize=True)
 hypothesis.settings.load_profile("fixed")
 
-# A program of its own: importing it sets the device up, which must come before CuPy.
-collect_ignore = ["backends/ranks/device_program.py"]
+# Programs of their own: importing them sets the device up, which must come before CuPy.
+collect_ignore = [
+    "cuda_device/active.py",
+    "backends/ranks/gpu_checks.py",
+    "backends/ranks/gpu_mutants.py",
+]
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -214,18 +218,26 @@ def shared(name: str) -> Shared:
     return data
 
 
-@pytest.fixture
-def ledger() -> Iterator[Any]:
-    """Puts the stand-in in the place of CuPy, and gives the ledger of what it is asked for."""
-    from tests.cupy_standin import installed
+def on_device(test: Any) -> Any:
+    """Marks a test that needs the fixtures below."""
+    return pytest.mark.gpu(pytest.mark.once(test))
 
-    with installed() as found:
-        get_backend("cuda")  # which tries the device out, and that is not what a test counts
-        found.clear()
+
+@pytest.fixture
+def device() -> Iterator[Any]:
+    """The device of tests/cuda_device, lazy, and with a clock for every array."""
+    found = cuda_device.active()
+    if found is None:
+        pytest.skip(missing_device[0] if missing_device else "a GPU is there, and no emulated one")
+    with cuda_device.clocked(found):
         yield found
 
 
 @pytest.fixture
-def backend(ledger: Any) -> Any:
-    """The CUDA backend on the stand-in."""
-    return get_backend("cuda")
+def backend(device: Any) -> Iterator[Any]:
+    """The CUDA backend on that device."""
+    found = get_backend("cuda")
+    found.synchronize()
+    yield found
+    found.capture = None
+    found.synchronize()

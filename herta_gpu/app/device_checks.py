@@ -1,7 +1,7 @@
 """What must hold of a device: `herta selftest` and the tests of the CUDA backend ask the same.
 
 Every check compares with the plain CPU backend for the same seed, and raises an AssertionError
-where they differ.  The tests run them on a stand-in for CuPy, and on a GPU where there is one.
+where they differ.  The tests run them on a GPU where there is one, else on an emulated device.
 """
 
 from __future__ import annotations

@@ -18,8 +18,13 @@ CUDA_DEVICE_MEMORY=8GB        memory of a device
 CUDA_DEVICE_PINNED=<bytes>    pinned memory that the host has at most
 CUDA_DEVICE_COUNT=1           devices
 CUDA_DEVICE_ORDER=forward     of threads and blocks; or reverse, random
+CUDA_DEVICE_GUARD=1           every array has memory of its own, with a page behind that nobody may
+                              touch
 CUDA_DEVICE_SANITIZE=asan     our kernels under a sanitizer (asan or tsan), whose runtime must be
-                              preloaded
+                              preloaded; every array has memory of its own
+
+`Device` has more that tests use: settings that change while they run, bytes that kernels move,
+and bugs put into kernels.
 
 What it does not show: that NVRTC accepts the sources (tests/backends/cuda/test_nvrtc.py does), its
 arithmetic (no fused multiply-add, no flush to zero here), NVIDIA's libraries themselves, speed, and
@@ -29,6 +34,7 @@ races between blocks, which run one after another.
 from __future__ import annotations
 
 import ctypes
+import gc
 import importlib.machinery
 import importlib.util
 import json
@@ -43,9 +49,9 @@ from typing import Any
 import numpy as np
 
 from tests.cuda_device.build import LIBRARIES, LOADED_BY_NAME, NotBuiltError, build
-from tests.cuda_device.compiler import HEADERS, compile_module, kernel_types
+from tests.cuda_device.compiler import COUNTED, HEADERS, compile_module, kernel_types
 
-__all__ = ["Device", "NotBuiltError", "activate", "active", "has_gpu"]
+__all__ = ["Device", "NotBuiltError", "activate", "active", "clocked", "has_gpu"]
 
 
 @cache
@@ -99,13 +105,13 @@ class Device:
         self._library = loaded[0]
         for name in ("device_ledger", "device_refusals"):
             getattr(self._library, name).restype = ctypes.c_char_p
-        self._library.device_set_memory.argtypes = [ctypes.c_size_t]
+        self._library.device_setting.restype = ctypes.c_longlong
+        self._library.device_setting.argtypes = [ctypes.c_char_p, ctypes.c_longlong, ctypes.c_int]
         pointer, size = ctypes.c_void_p, ctypes.c_size_t
         for name in ("device_begin_array", "device_disown"):
             getattr(self._library, name).argtypes = [pointer]
         self._library.device_adopt.argtypes = [pointer, size, pointer]
         self._library.device_stream_number.argtypes = [pointer]
-        self.is_lazy = os.environ.get("CUDA_DEVICE", "eager") == "lazy"
 
     # ---- what it was asked for ----------------------------------------------------------
     def ledger(self) -> dict[str, Any]:
@@ -123,20 +129,52 @@ class Device:
         """How much work is queued, in all streams."""
         return self._library.device_pending()
 
+    def synchronize(self) -> None:
+        """Do all that is queued."""
+        self._library.cudaDeviceSynchronize()
+
     def stream_number(self, stream: Any) -> int:
         """By which errors name a stream."""
         return self._library.device_stream_number(stream.ptr)
 
     # ---- settings -----------------------------------------------------------------------
-    def set_memory(self, size: int) -> None:
-        self._library.device_set_memory(size)
+    def set(self, **settings: int) -> dict[str, int]:
+        """Change settings by name (device.h lists them); gives what they were before."""
+        return {
+            name: self._library.device_setting(name.encode(), value, 1)
+            for name, value in settings.items()
+        }
 
-    def set_count(self, count: int) -> None:
-        self._library.device_set_count(count)
+    @contextmanager
+    def having(self, **settings: int) -> Iterator[None]:
+        """With other settings for a while."""
+        before = self.set(**settings)
+        try:
+            yield
+        finally:
+            self.set(**before)
 
-    def set_lazy(self, lazy: bool) -> None:
-        self._library.device_set_lazy(int(lazy))
-        self.is_lazy = lazy
+    @property
+    def is_lazy(self) -> bool:
+        return bool(self._library.device_setting(b"lazy", 0, 0))
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Count the bytes that our kernels read and write: `traffic` of the ledger."""
+        RawModule.options = (COUNTED,)
+        try:
+            yield
+        finally:
+            RawModule.options = ()
+
+    @contextmanager
+    def changed(self, old: str, new: str) -> Iterator[None]:
+        """Replace a part of the source that occurs once in our kernels: a bug, on purpose."""
+        RawModule.change = (old, new)
+        try:
+            yield
+        finally:
+            RawModule.change = None
 
     # ---- memory -------------------------------------------------------------------------
     @cached_property
@@ -170,6 +208,25 @@ class Device:
             yield
         finally:
             self._library.device_disown(at)
+
+
+@contextmanager
+def clocked(device: Device) -> Iterator[None]:
+    """A lazy device with a clock for every array, and nothing left over at the end."""
+    import cupy
+
+    before, allocator = device.set(lazy=True), cupy.cuda.get_allocator()
+    cupy.cuda.set_allocator(device.allocate)
+    try:
+        yield
+    finally:
+        said = device.refusals()
+        gc.collect()  # what a test left behind goes before all is waited for
+        cupy.cuda.runtime.deviceSynchronize()
+        device.refusals()
+        cupy.cuda.set_allocator(allocator)
+        device.set(**before)
+    assert not said, said
 
 
 # ---- what is put in the place of parts of CuPy --------------------------------------------------
@@ -220,28 +277,56 @@ def _hook_compiler(compiler: Any) -> None:
 
 def _hook_modules(cupy: Any) -> None:
     """Check launches of `RawModule`; on a lazy device, give every array a clock."""
-
-    class RawModule:
-        """CuPy's, with launches that are checked against the types of the kernel."""
-
-        def __init__(self, code: str, **options: Any) -> None:
-            self.code, self._module = code, real(code=code, **options)
-
-        def get_function(self, name: str) -> Any:
-            kernel = self._module.get_function(name)
-            kernel.attributes  # noqa: B018  compiles it
-            types = kernel_types(self.code, name)
-
-            def launch(grid: Any, block: Any, args: Any, **more: Any) -> None:
-                check_arguments(name, types, args)
-                kernel(grid, block, args, **more)
-
-            return launch
-
-    real, cupy.RawModule = cupy.RawModule, RawModule
-    device = active()
-    if device is not None and device.is_lazy:
+    RawModule.of_cupy, cupy.RawModule = cupy.RawModule, RawModule
+    device, alone = active(), ("CUDA_DEVICE_GUARD", "CUDA_DEVICE_SANITIZE")
+    if device is not None and (device.is_lazy or any(name in os.environ for name in alone)):
         cupy.cuda.set_allocator(device.allocate)
+
+
+class RawModule:
+    """CuPy's, with launches that are checked against the types of the kernel.
+
+    Which variant of a kernel runs is decided at each launch, so that it does not matter who holds
+    the module.
+    """
+
+    of_cupy: Any
+    options: tuple[str, ...] = ()  # of all modules, beside their own
+    change: tuple[str, str] | None = None
+
+    def __init__(self, code: str, options: tuple[str, ...] = (), **more: Any) -> None:
+        self._code, self._options, self._more = code, options, more
+        self._variants: dict[Any, Any] = {}
+
+    def _variant(self) -> tuple[str, Any]:
+        """The source, as it is to be now, and its module."""
+        key, code = (self.change, self.options), self._code
+        if self.change is not None and self.change[0] in code:
+            assert code.count(self.change[0]) == 1, f"{self.change[0]!r} is there more than once"
+            code = code.replace(*self.change)
+        if key not in self._variants:
+            options = (*self._options, *self.options)
+            self._variants[key] = self.of_cupy(code=code, options=options, **self._more)
+        return code, self._variants[key]
+
+    def get_function(self, name: str) -> Any:
+        found: dict[Any, Any] = {}
+
+        def kernel() -> Any:
+            code, module = self._variant()
+            if module not in found:
+                function = module.get_function(name)
+                function.attributes  # noqa: B018  compiles it
+                found[module] = function, kernel_types(code, name)
+            return found[module]
+
+        def launch(grid: Any, block: Any, args: Any, **more: Any) -> None:
+            function, types = kernel()
+            check_arguments(name, types, args)
+            function(grid, block, args, **more)
+
+        kernel()  # whoever asks for it wants to know whether it compiles
+        return launch
 
 
 def check_arguments(kernel: str, types: list[str], args: Any) -> None:

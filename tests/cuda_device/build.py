@@ -37,7 +37,7 @@ PACKAGES = (
     "nvidia-cuda-crt==13.0.88",
     "nvidia-cuda-profiler-api==13.0.85",
 )
-DEVICE = ("streams", "memory", "kernels", "properties", "scheduler")
+DEVICE = ("streams", "memory", "kernels", "properties", "scheduler", "count")
 # Library, its sources, the module of CuPy that calls it.
 LIBRARIES = (
     ("libcublas.so.13", ("cublas",), "cublas"),

@@ -13,7 +13,7 @@ import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tests.cuda_device.build import SOURCES, NotBuiltError, compiler, compiler_version, run
 from tests.sharing import cache_folder, exclusive
@@ -28,14 +28,11 @@ _VARIANTS = {
     "asan": ["-O1", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all",
              "-fno-sanitize=alignment,vptr"],
     "tsan": ["-O1", "-g1", "-fsanitize=thread"],
+    "count": ["-O1", "-g1", "-fsanitize=thread"],  # its hooks, with counters behind them
 }  # fmt: skip
 VARIANT = os.environ.get("CUDA_DEVICE_SANITIZE", "plain")
+COUNTED = "-DEMU_COUNT"  # the option of a module whose bytes are counted
 _OF_CUPY = ("cupy/complex.cuh", "cupy/carray.cuh", "cupy/atomics.cuh", "cupy/math_constants.h")
-# A sanitizer watches our kernels; CuPy's are as always.
-FLAGS = {
-    False: [*_COMMON, *_VARIANTS[VARIANT], "-DEMU_STRICT"],
-    True: [*_COMMON, *_VARIANTS["plain"]],
-}
 
 _KERNEL = re.compile(
     r"__global__\s+(?:__launch_bounds__\s*\([^)]*\)\s*)?void\s+"
@@ -46,6 +43,18 @@ _DYNAMIC = re.compile(
     r"extern\s+__shared__\s+(?:__align__\s*\(\s*\d+\s*\)\s+)?([\w:<>, ]+?)\s+(\w+)\s*\[\s*\]\s*;"
 )
 _kernels: dict[str, dict[str, list[str]]] = {}  # of each source: the argument types by name
+
+
+class Kind(NamedTuple):
+    """How a source is compiled: a sanitizer watches our kernels; CuPy's are as always."""
+
+    of_cupy: bool
+    variant: str
+
+    @property
+    def flags(self) -> list[str]:
+        strict = [] if self.of_cupy else ["-DEMU_STRICT"]
+        return [*_COMMON, *_VARIANTS[self.variant], *strict]
 
 
 class _Entry(ctypes.Structure):
@@ -68,12 +77,13 @@ def compile_module(
 
     of_cupy, labels = source.startswith("#include <cupy/"), sorted(name_expressions or ())
     kept = [option for option in options if option.startswith(("-I", "-D"))]
-    key = _key(source, *kept, *FLAGS[of_cupy], *labels)
+    kind = Kind(of_cupy, "plain" if of_cupy else "count" if COUNTED in kept else VARIANT)
+    key = _key(source, *kept, *kind.flags, *labels)
     image = cache_folder("cuda-device") / f"{key}.image"
     with exclusive(image.with_suffix(".lock")):
         if not image.exists():
             try:
-                _compile(source, kept, labels, of_cupy, image)
+                _compile(source, kept, labels, kind, image)
             except NotBuiltError as error:
                 text = str(error)
                 raise CompileException(text, source, str(image), options, "g++") from None
@@ -106,11 +116,9 @@ def _key(*parts: str) -> str:
     return hashlib.sha256("\0".join([*parts, *own]).encode()).hexdigest()[:24]
 
 
-def _compile(
-    source: str, options: list[str], labels: list[str], of_cupy: bool, image: Path
-) -> None:
+def _compile(source: str, options: list[str], labels: list[str], kind: Kind, image: Path) -> None:
     """A shared library with a table of its kernels, and the text that the device loads it by."""
-    names = [*dict.fromkeys(_names(source, options, of_cupy)), *labels]
+    names = [*dict.fromkeys(find_kernels(source, options, kind.of_cupy)), *labels]
     text = _DYNAMIC.sub(r"\1* const \2 = reinterpret_cast<\1*>(emu_dynamic_shared());", source)
     text = f'#line 1 "kernel.cu"\n{text}\n'
     if "#include" not in source:  # local symbols: AddressSanitizer fences only those
@@ -122,21 +130,26 @@ def _compile(
     )
     cpp, library = image.with_suffix(".cpp"), image.with_suffix(".so")
     cpp.write_text(f"{text}{table}\n")
-    flags = [*FLAGS[of_cupy], *options, *_header(of_cupy, options)]
-    run([compiler() or "g++", *flags, "-shared", str(cpp), "-o", str(library)])
+    compile_ = [compiler() or "g++", *kind.flags, *options, *_header(kind, options)]
+    if kind.variant == "count":  # linked without TSan, or that would be loaded
+        made = image.with_suffix(".o")
+        run([*compile_, "-c", str(cpp), "-o", str(made)])
+        run([compiler() or "g++", "-shared", str(made), "-o", str(library)])
+    else:
+        run([*compile_, "-shared", str(cpp), "-o", str(library)])
     symbols = run(["nm", "-S", str(library)])
     found = re.findall(r"^(\w+) (\w+) [bBdDuV] (\w+)", symbols, re.M)
     base = next(int(at, 16) for at, _, name in found if name == "emu_entries")
     own = re.compile(r"_ZZ(?!.*emu_|.*EmuKernel)")  # the static variables of functions
     shared = [f"{int(at, 16)} {int(size, 16)}" for at, size, name in found if own.match(name)]
-    plain = not re.search(r" U emu_collective\b", symbols) and VARIANT != "tsan"
+    plain = not re.search(r" U emu_collective\b", symbols) and kind.variant not in ("tsan", "count")
     part = image.with_suffix(".part")
-    words = ["cuda_device", str(library), f"{of_cupy:d}", f"{plain:d}", str(base), *shared]
+    words = ["cuda_device", str(library), f"{kind.of_cupy:d}", f"{plain:d}", str(base), *shared]
     part.write_text(" ".join(words))
     part.rename(image)
 
 
-def _names(source: str, options: list[str], of_cupy: bool) -> list[str]:
+def find_kernels(source: str, options: list[str], of_cupy: bool = False) -> list[str]:
     """The kernels of a source, templates aside; in ours macros make some of the names."""
     if not of_cupy and "#" in source:
         source = re.sub(r"(?m)^\s*#\s*include.*$", "", source)
@@ -146,11 +159,11 @@ def _names(source: str, options: list[str], of_cupy: bool) -> list[str]:
     return [m[1] for m in found if not _TEMPLATE.search(source, 0, m.start())]
 
 
-def _header(of_cupy: bool, options: list[str]) -> list[str]:
+def _header(kind: Kind, options: list[str]) -> list[str]:
     """`-include` of language.h, with CuPy's headers for CuPy's kernels, precompiled once."""
     text = f'#include "{SOURCES}/language.h"\n'
-    flags = [*FLAGS[of_cupy], *(o for o in options if of_cupy and o.startswith("-I"))]
-    text += "".join(f"#include <{name}>\n" for name in _OF_CUPY if of_cupy)
+    flags = [*kind.flags, *(o for o in options if kind.of_cupy and o.startswith("-I"))]
+    text += "".join(f"#include <{name}>\n" for name in _OF_CUPY if kind.of_cupy)
     folder = cache_folder("cuda-device") / f"header-{_key(text, *flags)}"
     folder.mkdir(exist_ok=True)
     header = folder / "all.h"

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
 from herta_gpu.backends import get_backend
-from tests import cuda_device
-from tests.conftest import missing_device
 from tests.cuda_device.compiler import compile_module
 
 pytestmark = [pytest.mark.gpu, pytest.mark.once]
@@ -21,41 +17,11 @@ KERNELS = """
 extern "C" __global__ void scale(int n, float factor, const float* x, float* y) {
     for (int i = threadIdx.x; i < n; i += blockDim.x) y[i] = factor * x[i];
 }
-extern "C" __global__ void stuck(float* y) { if (threadIdx.x < 3) __syncthreads(); }
 extern "C" __global__ void dynamic(double* y) {
     extern __shared__ double shared[];
     if (threadIdx.x == 0) y[0] = shared[1];
 }
 """
-
-
-@pytest.fixture
-def device() -> Iterator[Any]:
-    """The device, lazy, and with a clock for every array."""
-    found = cuda_device.active()
-    if found is None:
-        pytest.skip(missing_device[0] if missing_device else "a GPU is there, and no emulated one")
-    with lazy(found):
-        yield found
-
-
-@contextmanager
-def lazy(device: Any) -> Iterator[None]:
-    import cupy
-
-    before, allocator = device.is_lazy, cupy.cuda.get_allocator()
-    device.set_lazy(True)
-    cupy.cuda.set_allocator(device.allocate)
-    try:
-        yield
-    finally:
-        said = device.refusals()
-        gc.collect()  # what a test left behind goes before all is waited for
-        cupy.cuda.runtime.deviceSynchronize()
-        device.refusals()
-        cupy.cuda.set_allocator(allocator)
-        device.set_lazy(before)
-    assert not said, said
 
 
 @pytest.fixture
@@ -243,12 +209,42 @@ def test_shapes_and_pointers_beyond_the_device_are_refused(device: Any, xp: Any)
     assert np.isnan(out.get()[0])  # poison
 
 
-def test_a_kernel_that_breaks_a_rule_is_named(device: Any, xp: Any) -> None:
-    y = xp.zeros(4, dtype="f4")
+BROKEN = {
+    "divergent barrier": "if (threadIdx.x < 3) { __syncthreads(); } else {\n __syncthreads(); }",
+    "threads left the kernel": "if (threadIdx.x == 5) return; __syncthreads();",
+    "has left": "if (threadIdx.x == 5) return; __syncwarp();",
+    "not in the mask": "__syncwarp(0xff);",
+    "outside the mask": "if (threadIdx.x < 8) out[0] = __shfl_sync(0xffu, 1, 9);",
+    "divergent warp": "if (threadIdx.x & 1) { __syncwarp(); } else {\n __ballot_sync(~0u, 1); }",
+}
+
+
+@pytest.mark.parametrize("words", BROKEN)
+def test_a_kernel_that_breaks_a_rule_is_named(device: Any, xp: Any, words: str) -> None:
+    text = f'extern "C" __global__ void broken(int* out) {{ {BROKEN[words]} }}'
+    kernel, out = xp.RawModule(code=text).get_function("broken"), xp.zeros(32, dtype="i4")
     xp.cuda.get_current_stream().synchronize()
-    xp.RawModule(code=KERNELS).get_function("stuck")((1,), (32,), (y,))
-    wait = xp.cuda.get_current_stream().synchronize
-    refused(device, wait, "stuck: block (0, 0, 0): 29 threads left the kernel")
+    for order in range(3):
+        with device.having(order=order):
+            kernel((1,), (32,), (out,))
+            with pytest.raises(xp.cuda.runtime.CUDARuntimeError):
+                xp.cuda.get_current_stream().synchronize()
+            (said,) = device.refusals()
+            assert said.startswith("broken: block (0, 0, 0): ")
+            assert words in said or "deadlock" in said
+
+
+def test_shared_memory_is_poisoned_before_each_block(device: Any, xp: Any) -> None:
+    text = """template <class T> __device__ T peek() {
+        __shared__ T x[7];
+        const T found = x[3];
+        x[3] = 1;
+        return found;
+    }
+    extern "C" __global__ void poison(double* out) { out[blockIdx.x] = peek<double>(); }"""
+    out = xp.zeros(3)
+    xp.RawModule(code=text).get_function("poison")((3,), (1,), (out,))
+    assert np.isnan(out.get()).all()
 
 
 def test_what_the_device_does_not_know_is_refused_by_name(device: Any, xp: Any) -> None:
@@ -260,6 +256,45 @@ def test_nvrtc_is_not_loaded(device: Any) -> None:
     get_backend("cuda")
     with open("/proc/self/maps", encoding="utf-8") as maps:
         assert "libnvrtc" not in maps.read()
+
+
+# ---- variants of kernels -------------------------------------------------------------------------
+
+
+def test_bytes_that_kernels_move_are_counted(device: Any, xp: Any) -> None:
+    """What a warp reads twice counts once, shared memory and what is on the stack not at all."""
+    scale = xp.RawModule(code=KERNELS).get_function("scale")
+    x, y = xp.ones(100, dtype="f4"), xp.zeros(100, dtype="f4")
+    device.clear()
+    scale((1,), (32,), (np.int32(100), np.float32(2), x, y))
+    with device.counting():
+        scale((2,), (32,), (np.int32(100), np.float32(2), x, y))  # both blocks do the same
+    y.get()
+    assert device.ledger()["traffic"] == {"scale": [800, 800]}
+
+
+def test_a_bug_can_be_put_into_a_kernel_and_taken_out_again(device: Any, xp: Any) -> None:
+    scale = xp.RawModule(code=KERNELS).get_function("scale")
+    x, y, found = xp.ones(1, dtype="f4"), xp.zeros(1, dtype="f4"), []
+    for _ in range(2):
+        scale((1,), (1,), (np.int32(1), np.float32(2), x, y))
+        found.append(float(y[0]))
+        with device.changed("factor * x", "3 * factor * x"):
+            scale((1,), (1,), (np.int32(1), np.float32(2), x, y))
+        found.append(float(y[0]))
+    assert found == [2.0, 6.0] * 2
+
+
+def test_the_last_blocks_of_a_grid_can_run_alone(device: Any, xp: Any) -> None:
+    text = """extern "C" __global__ void mark(int* out) {
+        out[blockIdx.x + blockIdx.y * gridDim.x] = 1;
+    }"""
+    mark = xp.RawModule(code=text).get_function("mark")
+    for some, expected in ((1, [4, 9]), (3, [0, 1, 4, 9]), (0, [*range(10)])):
+        out = xp.zeros(10, dtype="i4")
+        with device.having(last_blocks=some):
+            mark((5, 2), (1,), (out,))
+        assert np.flatnonzero(out.get()).tolist() == expected
 
 
 # ---- the ledger ----------------------------------------------------------------------------------
@@ -312,7 +347,7 @@ def test_memory_of_the_card_is_all_there_is(device: Any, xp: Any) -> None:
     """With CuPy's own pool, which gives back what it holds before it gives up."""
     with xp.cuda.using_allocator(xp.cuda.MemoryPool().malloc):
         free, total = xp.cuda.runtime.memGetInfo()
-        device.set_memory(total - free + (1 << 20))
+        device.set(memory=total - free + (1 << 20))
         try:
             x = xp.empty(1 << 19, dtype="i1")
             del x
@@ -321,12 +356,12 @@ def test_memory_of_the_card_is_all_there_is(device: Any, xp: Any) -> None:
                 xp.empty(1024, dtype="i1")
             del y
         finally:
-            device.set_memory(total)
+            device.set(memory=total)
 
 
 def test_memory_of_another_device_is_refused(device: Any, xp: Any) -> None:
     x, runtime = xp.zeros(3), xp.cuda.runtime
-    device.set_count(2)
+    device.set(devices=2)
     try:
         runtime.setDevice(1)
         stream, here = runtime.streamCreateWithFlags(1), runtime.malloc(24)
@@ -340,4 +375,4 @@ def test_memory_of_another_device_is_refused(device: Any, xp: Any) -> None:
         runtime.streamDestroy(stream)
     finally:
         runtime.setDevice(0)
-        device.set_count(1)
+        device.set(devices=1)

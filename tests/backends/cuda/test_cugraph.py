@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import pickle
 import sys
-from collections.abc import Iterator
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
@@ -21,11 +20,9 @@ from herta_gpu.backends import get_backend
 from herta_gpu.backends.cuda import cugraph as adapter
 from herta_gpu.backends.cuda.graphs import DeviceGraph
 from herta_gpu.datasets import from_cugraph
-from tests.conftest import random_graph
-from tests.cuda_emulator import compiler
-from tests.cupy_standin import installed
-from tests.cupy_standin.device_array import ndarray
-from tests.cupy_standin.ledger import LEDGER
+from tests.conftest import on_device, random_graph
+
+uploaded: list[int] = []
 
 
 class Series:
@@ -41,7 +38,10 @@ class Series:
         return self._values
 
     def to_cupy(self) -> Any:
-        return ndarray(self._values)
+        import cupy
+
+        uploaded.append(self._values.nbytes)  # a real one is there already
+        return cupy.asarray(self._values)
 
     def nunique(self, dropna: bool = True) -> int:
         return len(np.unique(self._values))
@@ -70,7 +70,7 @@ class DataFrame:
 
 
 def _values(values: Any) -> Any:
-    return values.get() if isinstance(values, ndarray) else np.array(values)
+    return values.get() if hasattr(values, "get") else np.array(values)
 
 
 class Grouped:
@@ -228,13 +228,8 @@ def _rapids(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def cupy() -> Iterator[Any]:
-    """The stand-in for CuPy: edge lists on the device need an array library there."""
-    if compiler() is None:
-        pytest.skip("no g++: the kernels cannot be emulated")
-    with installed():
-        get_backend("cuda")  # which tries the device out, and that is not what a test counts
-        yield sys.modules["cupy"]
+def cupy(backend: Any) -> Any:
+    return backend.xp
 
 
 @pytest.mark.parametrize("weighted", [False, True])
@@ -318,6 +313,7 @@ def test_graphs_on_several_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> 
         Graph.from_cugraph(filled())
 
 
+@on_device
 def test_edge_lists_that_are_too_long_are_refused(
     cupy: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -352,17 +348,20 @@ def messy_edges(weighted: bool) -> tuple[Any, Any]:
     return edges, np.concatenate([w, w[10:40], w[50:], [1.0, 2.0, 0.5]])
 
 
+@on_device
 @pytest.mark.parametrize("weighted", [False, True])
-def test_edges_on_the_device_stay_there(cupy: Any, weighted: bool) -> None:
+def test_edges_on_the_device_stay_there(device: Any, cupy: Any, weighted: bool) -> None:
     edges, w = messy_edges(weighted)
     expected = Graph.from_edges(edges, 64, w)
     edges_there, w_there = cupy.asarray(edges), cupy.asarray(w)
-    LEDGER.clear()
+    uploaded.clear()
+    device.clear()
     g = Graph.from_edges(edges_there, 64, w_there)
     assert isinstance(g, DeviceGraph)
-    adapter = 2 * 8 * (3 * w.shape[0])  # the stand-in's frames read what they are given
-    assert LEDGER.total("bytes_down") <= adapter + 8 * 64
-    assert LEDGER.total("bytes_up") == 0
+    frames = 2 * 8 * (3 * w.shape[0])  # the stand-in's frames read what they are given
+    found = device.ledger()
+    assert found["bytes_out"] <= frames + 8 * 64
+    assert found["bytes_in"] == sum(uploaded)
     assert (g.num_nodes, g.num_edges) == (64, expected.num_edges)
     assert g.num_components == expected.num_components
     L = g.to_csr()
@@ -377,6 +376,7 @@ def test_edges_on_the_device_stay_there(cupy: Any, weighted: bool) -> None:
     assert repr(again) == repr(g) == repr(expected)
 
 
+@on_device
 def test_unweighted_edges_on_the_device(cupy: Any) -> None:
     edges = np.array([[0, 1, 2, 5], [1, 2, 0, 4]], dtype="int32")
     g, expected = Graph.from_edges(cupy.asarray(edges)), Graph.from_edges(edges)
@@ -387,6 +387,7 @@ def test_unweighted_edges_on_the_device(cupy: Any) -> None:
     assert g.indices.dtype == expected.indices.dtype
 
 
+@on_device
 def test_a_fit_on_a_graph_of_the_device(cupy: Any) -> None:
     edges, w = messy_edges(True)
     rng = np.random.default_rng(1)
@@ -402,6 +403,7 @@ def test_a_fit_on_a_graph_of_the_device(cupy: Any) -> None:
     np.testing.assert_allclose(ours.W_, theirs.W_, rtol=1e-9, atol=1e-11)
 
 
+@on_device
 @pytest.mark.parametrize(
     ("edges", "n", "w", "duplicates"),
     [
@@ -432,6 +434,7 @@ def test_what_is_wrong_on_the_host_is_wrong_on_the_device(
     assert str(found.value) == str(expected.value)
 
 
+@on_device
 @pytest.mark.parametrize("duplicates", [None, "sum"])
 def test_repeated_edges_without_weights_on_the_device(cupy: Any, duplicates: Any) -> None:
     edges = np.array([[0, 0, 1, 1, 2, 2, 3, 3], [1, 1, 0, 0, 1, 3, 3, 3]])
@@ -444,6 +447,7 @@ def test_repeated_edges_without_weights_on_the_device(cupy: Any, duplicates: Any
     assert g.num_components == expected.num_components == 2
 
 
+@on_device
 @pytest.mark.parametrize("missing", ["cudf", "cugraph"])
 def test_without_cugraph_the_host_merges(
     cupy: Any, monkeypatch: pytest.MonkeyPatch, missing: str
@@ -479,6 +483,7 @@ def test_an_order_by_leiden(weighted: bool) -> None:
     assert adapter.by_leiden(random_graph(41, 200), worth=0.9) is None
 
 
+@on_device
 def test_a_large_graph_is_ordered_on_the_device(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """By Leiden where cuGraph is installed, else by the host; nothing where the caches suffice."""
     backend, g = get_backend("cuda"), in_fours(40_001)  # the stand-in's cache has 1 MB

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from functools import reduce
 from itertools import zip_longest
 from typing import Any
@@ -9,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from herta_gpu import Graph
 from herta_gpu.app import device_checks as checks
 from herta_gpu.backends.cuda.device import (
     SEGMENT,
@@ -18,6 +21,7 @@ from herta_gpu.backends.cuda.device import (
     segment_length,
     vector_width,
 )
+from tests.conftest import on_device
 
 
 def test_a_segment_is_no_longer_than_the_rest_of_the_graph_takes() -> None:
@@ -30,6 +34,7 @@ def test_a_segment_is_no_longer_than_the_rest_of_the_graph_takes() -> None:
         assert 0.25e-6 * segment_length(nnz) <= 64e-12 * nnz * 1.01
 
 
+@on_device
 def test_a_hub_of_a_small_graph_is_cut(backend: Any) -> None:
     """600 neighbours among 2,400 non-zeros: eight lanes would be at them long after the others."""
     L = backend.laplacian(checks.graph("hub"), "float32")
@@ -81,3 +86,43 @@ def most_rounded(neighbours: int, segment: int, k: int, dtype: str) -> int:
     full, last = (in_pairs(shared(count, y)) for count in (segment, pieces[-1]))
     sums = [full] * (len(pieces) - 1) + [last]
     return (in_pairs([reduce(add, sums[row::y], None) for row in range(y)]) or 0) + 1
+
+
+def star_sum(backend: Any, m: int, k: int, dtype: str, x: Any) -> Any:
+    """What the kernels make of a sum over m neighbours; `x` (m,) are the terms."""
+    star = Graph.from_edges(np.stack([np.zeros(m, int), np.arange(1, m + 1)]))
+    L, one = backend.laplacian(star, dtype), backend.xp.ones(m + 1)
+    of_block = one.astype(dtype)
+    exact = (one, 0 * one, None)
+    L = replace(L, inv_sqrt_degree=of_block, diagonal=0 * of_block, unrounded=lambda: exact)
+    X = np.zeros((m + 1, k), dtype)
+    X[1:] = x[:, None]
+    X = backend.asarray(X)
+    product = -backend.to_numpy(backend.apply_H(L, 1.0, X))[0].astype("float64")
+    return product, backend.to_numpy(backend.residual_rows(L, 1.0, X, 0.0 * X, 0))[0]
+
+
+@on_device
+@pytest.mark.parametrize("m", [1, 64, 512, 513, 5000])
+@pytest.mark.parametrize("k", [1, 3, 8, 40, 256])
+def test_sums_round_as_often_as_is_said(backend: Any, m: int, k: int) -> None:
+    """Every term behind the first of a thread is lost: half of what the bound allows."""
+    for dtype in ("float32", "float64"):
+        u = float(np.finfo(dtype).eps) / 2
+        x = np.full(m, u / 2, dtype)
+        x[0] = 1.0
+        exact = math.fsum(x.tolist())
+        allowed = roundings(m, k) * exact
+        product, residual = star_sum(backend, m, k, dtype, x)
+        assert (np.abs(product - exact) <= u * allowed).all()
+        assert (np.abs(residual - exact) <= 2.0**-53 * allowed).all()
+        if m == 64 and k == 40:  # one thread has the whole row: the bound cannot be smaller
+            assert np.abs(product - exact).min() >= 0.45 * u * m
+
+
+@on_device
+def test_hubs_round_no_more_than_a_segment(backend: Any) -> None:
+    for m, k in ((513, 64), (10_000, 47), (500_000, 64)):
+        assert 512 / 8 <= backend.roundings(m, k) <= 520
+    assert backend.roundings(100, 64) == 100
+    assert backend.roundings(10**8, 64) < 10**5  # segments are added, too

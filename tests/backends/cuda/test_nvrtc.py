@@ -23,8 +23,9 @@ from typing import Any
 import pytest
 
 from tests.backends.cuda import sass
+from tests.backends.cuda.kernel_sources import KERNELS, kernel_text
 from tests.conftest import ROOT
-from tests.cuda_emulator import KERNELS, compiler, kernel_text
+from tests.cuda_device.build import compiler
 
 TABLE = Path(__file__).parent / "nvrtc_table.json"
 FILES = sorted(path.name for path in KERNELS.glob("*.cu"))
@@ -269,7 +270,7 @@ def test_the_way_of_a_users_first_call(file: str) -> None:
     pytest.importorskip("cupy", reason="CuPy is not installed")
     if nvrtc() is None or compiler() is None:
         pytest.skip("neither without NVRTC nor without g++, which lists the kernels of a file")
-    command = [sys.executable, "-m", "tests.cupy_standin.compiled_by_cupy", file]
+    command = [sys.executable, "-m", "tests.backends.cuda.compiled_by_cupy", file]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.startswith(file)

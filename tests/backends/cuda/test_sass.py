@@ -7,6 +7,7 @@ import json
 import pytest
 
 from tests.backends.cuda import sass
+from tests.backends.cuda.kernel_sources import kernel_text
 from tests.backends.cuda.test_nvrtc import (
     TABLE,
     check_machine_code,
@@ -15,7 +16,6 @@ from tests.backends.cuda.test_nvrtc import (
     nvrtc,
     resources,
 )
-from tests.cuda_emulator import kernel_text
 
 # Two loads at once, then one whose address is the first of them: two latencies a turn, 24 bytes.
 # The loop around it and the trap behind it are none of its kind.

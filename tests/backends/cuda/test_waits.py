@@ -20,7 +20,6 @@ import pytest
 import herta_gpu
 from herta_gpu.app import device_checks as checks
 from tests.backends.cuda import more_checks
-from tests.backends.cuda.test_cuda_device import device as device
 from tests.conftest import random_graph
 
 pytestmark = [pytest.mark.gpu, pytest.mark.once]

@@ -1,4 +1,4 @@
-"""What must hold on ranks with a GPU each, on the stand-ins for CuPy and NCCL.
+"""What must hold on ranks with a GPU each, on the real CuPy and the device of tests/cuda_device.
 
 ``mpirun -n 3 python -m tests.backends.ranks.gpu_checks`` prints a line of JSON for each check.
 """
@@ -16,14 +16,10 @@ from herta_gpu import HERTA, Graph
 from herta_gpu.backends import backend_for
 from herta_gpu.backends.ranks import ranks_of
 from herta_gpu.backends.ranks.communicator import FEW
-from herta_gpu.backends.ranks.nccl import GROUP, Nccl, nccl_of
+from herta_gpu.backends.ranks.nccl import GROUP, Nccl
 from herta_gpu.laplacian import RegularizedLaplacian, block_cg, chebyshev
-from tests import cupy_standin
 from tests.backends.ranks.checks import COMM, RANK, SIZE, main, of_ranks, raises
-from tests.cuda_emulator import EmulatorError
-from tests.cupy_standin import nccl as standin
-from tests.cupy_standin.ledger import LEDGER
-from tests.cupy_standin.streams import Device, RaceError, current_device
+from tests.cuda_device.active import DEVICE, cupy
 
 N, D, C, LAM = 150, 6, 3, 2.0
 
@@ -65,13 +61,14 @@ def gpu(graph: Any) -> Any:
 def check_each_rank_has_a_gpu_of_its_own() -> None:
     part = part_of(data()[0])
     gpu(part)
-    assert current_device() == RANK
+    runtime = cupy.cuda.runtime
+    assert runtime.getDevice() == RANK
     if SIZE == 1:
         return
     try:
-        Device(0).use()
-        _forgotten()
-        cupy_standin.GPUS[0] = SIZE - 1
+        runtime.setDevice(0)
+        forget()
+        DEVICE.set(devices=SIZE - 1)
         said = raises(ValueError, lambda: HERTA(device="cuda").fit(part, *rows(part)))
         gpus = "1 GPU" if SIZE == 2 else f"{SIZE - 1} GPUs"
         assert said == (
@@ -83,28 +80,26 @@ def check_each_rank_has_a_gpu_of_its_own() -> None:
             assert backend_for("auto", part, None).name == "cpu"
         assert "goes on with the CPU" in str(seen[0].message)
         # Each rank sees one GPU, and it is another one: as many clusters deal them out.
-        cupy_standin.GPUS[0] = 1
-        _forgotten()
-        runtime = _cupy().cuda.runtime
+        DEVICE.set(devices=1)
+        forget()
         with patch.object(runtime, "deviceGetPCIBusId", lambda device: f"0000:{RANK:02x}:00.0"):
             assert gpu(part).name == "cuda"
-        assert current_device() == 0
+        assert runtime.getDevice() == 0
     finally:
-        cupy_standin.GPUS[0] = SIZE
-        _forgotten()
+        DEVICE.set(devices=SIZE)
+        forget()
     gpu(part)
-    assert current_device() == RANK
+    assert runtime.getDevice() == RANK
 
 
-def _cupy() -> Any:
-    import cupy
-
-    return cupy
-
-
-def _forgotten() -> None:
+def forget() -> None:
+    """No backend has been made and no GPU taken, as in a new process."""
     ranks_of(COMM).nccl = None
-    cupy_standin._forget_backends()
+    for name, module in [*sys.modules.items()]:
+        if name.startswith("herta_gpu.backends"):
+            for function in [*vars(module).values()]:
+                if hasattr(function, "cache_clear"):
+                    function.cache_clear()
 
 
 def rows(part: Any) -> tuple[Any, Any, Any]:
@@ -148,14 +143,15 @@ def check_a_step_of_cg_keeps_the_halo_and_asks_for_little() -> None:
         R = xp.asarray(np.tile(X, 2)[part.nodes, :k].astype("float32"))
         state = backend.cg_start(L, LAM, R, xp.zeros(k), 1e-6, 1e-7)
         backend.cg_step(L, LAM, state)  # the first one allocates
-        LEDGER.clear()
+        DEVICE.clear()
         backend.cg_step(L, LAM, state)
+        found = DEVICE.ledger()
         sent = sum(map(len, part.halo.send))
         # apply_H, cg_descend, pack_rows, cg_turn, and cg_direction twice; two sums and the halo.
-        assert LEDGER.total("launches") == 6, LEDGER.kernels
-        assert LEDGER.total("nccl") == 3
-        assert [LEDGER.total(c) for c in ("syncs", "to_host", "to_device", "calls")] == [0] * 4
-        assert LEDGER.total("bytes_sent") == 2 * 8 * k * (SIZE - 1) + 4 * k * sent
+        assert found["launches"] == sum(found["kernels"].values()) == 6, found
+        assert found["library_calls"] == 3  # all of NCCL's
+        assert not any(found[name] for name in ("waits", "copies_in", "copies_out", "copies_on"))
+        assert found["bytes_sent"] == 2 * 8 * k * (SIZE - 1) + 4 * k * sent
         for _ in range(3):
             backend.cg_step(L, LAM, state)
         P = state.G.get()
@@ -225,25 +221,25 @@ def check_columns_are_shared_by_nccl_to_the_same_bits() -> None:
     whole, shared = Graph.from_edges(edges, N), Graph.from_edges(edges, N).on_ranks(COMM)
     params = {"lam": 5.0, "ridge": 0.1, "device": "cuda", "memory_budget": "1GB"}
     one = HERTA(**params).fit(whole, X, y, mask)
-    LEDGER.clear()
+    DEVICE.clear()
     model = HERTA(**params).fit(shared, X, y, mask)
     same = one.plan_.recipe.blocks(X.shape[1]) == model.plan_.recipe.blocks(X.shape[1])
     assert (model.W_ == one.W_).all() or not same
     assert np.abs(model.W_ - one.W_).max() <= 1e-3 * np.abs(one.W_).max()
     if SIZE > 1:
-        assert LEDGER.total("nccl") > 0
+        assert DEVICE.ledger()["bytes_sent"] > 0
         _without_nccl(lambda: _columns_by_the_host(model, params, shared))
 
 
 def _columns_by_the_host(model: HERTA, params: Any, shared: Any) -> None:
     _, X, y, mask = data()
     X = np.tile(X, 3) + np.random.default_rng(0).standard_normal((N, 3 * D))
-    LEDGER.clear()
+    DEVICE.clear()
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         again = HERTA(**params).fit(shared, X, y, mask)
     assert (again.W_ == model.W_).all()
-    assert LEDGER.total("nccl") == 0
+    assert DEVICE.ledger()["bytes_sent"] == 0
     said = [str(w.message) for w in seen if "Blocks go through the host" in str(w.message)]
     assert bool(said) == (RANK == 0)
 
@@ -251,7 +247,7 @@ def _columns_by_the_host(model: HERTA, params: Any, shared: Any) -> None:
 def _without_nccl(action: Any) -> None:
     team = ranks_of(COMM)
     before, team.nccl = team.nccl, None
-    with patch.object(sys.modules["cupy.cuda.nccl"], "available", False):
+    with patch.object(cupy.cuda.nccl, "available", False):
         action()
     team.nccl = before
 
@@ -306,11 +302,6 @@ def check_ranks_that_go_other_ways_are_found() -> None:
         assert "a branch was taken" in raises(RuntimeError, lambda: in_together(other, x))
     finally:
         team.debug = False
-    # Without the debug mode, the stand-in notices that the calls do not belong together.
-    out = [backend.xp.zeros(4)] * SIZE
-    meet = (lambda: backend.nccl.start(out, [a.copy() for a in out], "rows")) if RANK else (
-        lambda: backend.nccl.of_ranks(x))  # fmt: skip
-    raises(Exception, lambda: in_together(lambda: (meet(), backend.nccl.finish())))
     assert backend.total(backend.xp.ones(2)).get().tolist() == [SIZE, SIZE]
 
 
@@ -319,45 +310,28 @@ def in_together(action: Any, *args: Any) -> None:
         action(*args)
 
 
-# ---- the stand-in ----------------------------------------------------------------------------
-def check_the_stand_in_refuses_what_nccl_punishes() -> None:
-    backend = gpu(part_of(data()[0]))
+# ---- NCCL ------------------------------------------------------------------------------------
+def check_nccl_refuses_what_it_punishes() -> None:
     if SIZE == 1:
         return
-    xp, team = backend.xp, ranks_of(COMM)
-    wire = nccl_of(team, xp)
-    x = wire.total(xp.ones(4))  # the communicator has begun
-    comm, peer, here = wire._comm, (RANK + 1) % SIZE, xp.cuda.get_current_stream()
-    byte, ptr = standin.NCCL_UINT8, x.data.ptr
-    said = raises(EmulatorError, lambda: comm.send(ptr, x.nbytes, byte, peer, here.ptr))
-    assert said == "send outside of a group"
-    for wrong, words in (
-        (lambda: comm.recv(ptr, x.nbytes + 8, byte, peer, here.ptr), "not those of a live"),
-        (lambda: comm.recv(ptr, 8, byte, peer, 12345), "no stream"),
-        (lambda: comm.recv(ptr, 8, byte, RANK, here.ptr), "with rank"),
-        (lambda: comm.allGather(ptr, ptr, 8, byte, here.ptr), "within a group"),
-        (lambda: [comm.send(ptr, 8, byte, peer, here.ptr) for _ in range(GROUP + 1)], "2048 calls"),
-    ):
-        standin.groupStart()
-        assert words in raises(EmulatorError, wrong)
-        standin._group = None
-    dead = xp.ones(3).data.ptr + (1 << 40)
-    assert "live" in raises(EmulatorError, lambda: comm.allGather(dead, ptr, 8, byte, here.ptr))
-    # A buffer that is under way: neither read what is to come, nor change what is to go.
-    for touch in (lambda out, into: into.get(), lambda out, into: out.fill(0)):
-        out, into = xp.ones(5), xp.ones(5)
-        wire.start([out] * SIZE, [into if r == peer else xp.empty(5) for r in range(SIZE)], "x")
-        raises(RaceError, lambda t=touch, a=out, b=into: t(a, b))
-        wire.finish()
-        assert (into.get() == 1).all()
-        touch(out, into)
-    Device(0).use()
-    key = team.agree(standin.get_unique_id())
-    raises(standin.NcclError, lambda: standin.NcclCommunicator(SIZE, key, RANK))
-    Device(RANK).use()
+    backend, library = gpu(part_of(data()[0])), cupy.cuda.nccl
+    wire, x = backend.nccl, backend.xp.ones(4)
+    wire.total(x)  # the communicator has begun
+    comm, here = wire._comm, backend.xp.cuda.get_current_stream().ptr
+    call = (x.data.ptr, 8, library.NCCL_UINT8, (RANK + 1) % SIZE, here)
+    library.groupStart()
+    for _ in range(GROUP + 1):
+        comm.send(*call)
+    raises(library.NcclError, library.groupEnd)
+    raises(library.NcclError, library.groupEnd)  # of no group
+    cupy.cuda.runtime.setDevice(0)
+    try:
+        key = ranks_of(COMM).agree(library.get_unique_id())
+        raises(library.NcclError, lambda: library.NcclCommunicator(SIZE, key, RANK))
+    finally:
+        cupy.cuda.runtime.setDevice(RANK)
     wire.close()
-    raises(standin.NcclError, lambda: comm.allGather(ptr, ptr, 8, byte, here.ptr))
-    assert wire.total(xp.ones(1)).get() == SIZE
+    assert wire.total(backend.xp.ones(1)).get() == SIZE  # and begins anew
 
 
 def check_a_group_has_no_more_calls_than_nccl_takes() -> None:
@@ -400,6 +374,5 @@ def check_a_group_has_no_more_calls_than_nccl_takes() -> None:
 
 
 if __name__ == "__main__":
-    cupy_standin.GPUS[0] = SIZE
-    with cupy_standin.installed():
-        main(globals())
+    DEVICE.set(devices=SIZE)
+    main(globals())

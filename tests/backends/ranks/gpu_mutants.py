@@ -1,36 +1,36 @@
-"""Bugs put into what GPUs of several ranks do, which must be found on the stand-ins.
+"""Bugs put into what GPUs of several ranks do, and programs that end badly.
 
-``mpirun -n 2 python -m tests.backends.ranks.gpu_mutants`` prints a line of JSON for each: its name,
-and how it was found, or nothing.  It runs in the debug mode, in which ranks that went different
-ways notice it at once.
+``mpirun -n 2 python -m tests.backends.ranks.gpu_mutants bugs`` prints a line of JSON for each bug:
+its name, and how it was found, or nothing.  It runs in the debug mode, in which ranks that went
+different ways notice it at once.  ``waits`` drops each wait of backends/ranks/nccl.py; ``hang`` is
+a rank that does not come, ``lost`` one that sends another message than the other rank expects, and
+``herta`` the command line on so many GPUs as GPUS says.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
+import time
+from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType
 
 import numpy as np
 
+from herta_gpu.app.cli import main as herta
 from herta_gpu.backends import backend_for
 from herta_gpu.backends.ranks import nccl, ranks_of
 from herta_gpu.laplacian import RegularizedLaplacian, block_cg, chebyshev
-from tests import cupy_standin
 from tests.backends.ranks.checks import COMM, RANK, SIZE
-from tests.backends.ranks.gpu_checks import LAM, N, data, dense_H, part_of
+from tests.backends.ranks.gpu_checks import LAM, N, data, dense_H, forget, part_of
+from tests.cuda_device.active import DEVICE
 
 NODES, NCCL = "herta_gpu.backends.cuda.nodes", "herta_gpu.backends.ranks.nccl"
 TEAMS = "herta_gpu.backends.ranks.teams"  # between them: it has what it imported from NCCL
 LOCAL = "self.xp.stack([{0}, *[0.0 * {0}] * (self.ranks - 1)])"
 MUTANTS = {
-    "no wait for the messages": (
-        NCCL, "self.xp.cuda.get_current_stream().wait_event(self._arrived)", "pass"
-    ),
-    "messages that do not wait for what they send": (
-        NCCL, "self.stream.wait_event(self._begun)", "pass"
-    ),
     "send outside of a group": (NCCL, "            nccl.groupStart()\n", ""),
     "a sum over the rows of one rank": (
         NCCL, "return add_up(self.xp, self.team.size, x, self.of_ranks, self._exchange)", "return x"
@@ -49,6 +49,19 @@ MUTANTS = {
         NCCL, "device = hosts[: team.rank].count(hosts[team.rank]) % count", "device = 0"
     ),
 }  # fmt: skip
+KERNELS = {
+    "the last rank left out of a sum": ("r < ranks; ++r", "r < ranks - 1; ++r"),
+    "the sums of one rank only": (
+        "s.turn(c, step, over_ranks(dots, ranks, k, c));", "s.turn(c, step, dots[c]);"
+    ),
+    "rows packed one further": ("store(out + i * k", "store(out + (m - 1 - i) * k"),
+}  # fmt: skip
+WAITS = (
+    "        self._begun.record(self.xp.cuda.get_current_stream())\n",
+    "        self.stream.wait_event(self._begun)\n",
+    "        self.xp.cuda.get_current_stream().wait_event(self._arrived)\n",
+    "        event.record(stream)\n",
+)
 
 
 def solves() -> None:
@@ -86,32 +99,60 @@ def hand_out(module: ModuleType) -> None:
     sys.modules["herta_gpu.backends.ranks.teams"].nccl_of = module.nccl_of
 
 
-def main() -> None:
-    team, asked = ranks_of(COMM), sys.argv[1:]
-    assert (SIZE, N % SIZE) == (2, 0)
-    cupy_standin.GPUS[0] = SIZE
-    for name, bug in [("none", None), *MUTANTS.items()]:
-        if asked and name not in asked:
-            continue
-        found = ""
-        with cupy_standin.installed():
-            team.nccl, team.debug = None, True
-            import herta_gpu.backends.cuda.nodes  # noqa: F401
+def faced(change: tuple[str, str, str] | None, kernel: tuple[str, str] | None = None) -> str:
+    """What the device, NCCL or dense algebra says of the solves with a bug; "": nothing."""
+    team, said = ranks_of(COMM), ""
+    forget()
+    team.debug = True
+    before = {module: sys.modules[module] for module in (NCCL, TEAMS, NODES)}
+    try:
+        with team.together(), DEVICE.changed(*kernel) if kernel else nullcontext():
+            if change is not None:
+                with_bug(*change)
+            solves()
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}"
+    finally:
+        sys.modules.update(before)
+        hand_out(nccl)
+    said = "; ".join([*DEVICE.refusals(), said])
+    return next((s for s in team.each(said) if s), "")
 
-            before = {module: sys.modules[module] for module in (NCCL, TEAMS, NODES)}
-            try:
-                with team.together():
-                    if bug is not None:
-                        with_bug(*bug)
-                    solves()
-            except Exception as error:
-                found = f"{type(error).__name__}: {error}"
-            finally:
-                sys.modules.update(before)
-                hand_out(nccl)
-        if RANK == 0:
-            print(json.dumps({"mutant": name, "found": found}), flush=True)
+
+def tell(name: str, found: str) -> None:
+    if RANK == 0:
+        print(json.dumps({"name": name, "found": found}), flush=True)
+
+
+def leave_the_other_alone(expected: int) -> None:
+    """Rank 0 waits for a sum; rank 1 sleeps, or sends less than is `expected`."""
+    backend = backend_for("cuda", part_of(data()[0]), None)
+    backend.total(backend.xp.ones(3))
+    if RANK == 1 and expected == 3:
+        time.sleep(1000)
+    backend.total(backend.xp.ones(3 if RANK == 0 else expected)).get()
+
+
+def main(what: str, *asked: str) -> None:
+    DEVICE.set(devices=int(os.environ.get("GPUS", SIZE)))
+    import herta_gpu.backends.cuda.nodes  # noqa: F401
+
+    if what == "herta":
+        sys.exit(herta([*asked]))
+    if what in ("hang", "lost"):
+        leave_the_other_alone({"hang": 3, "lost": 2}[what])
+        return
+    assert (SIZE, N % SIZE) == (2, 0)
+    tell("none", faced(None))
+    if what == "waits":
+        for line in WAITS:
+            tell(line.strip(), faced((NCCL, line, "        pass\n")))
+        return
+    for name, bug in MUTANTS.items():
+        tell(name, faced(bug))
+    for name, change in KERNELS.items():
+        tell(name, faced(None, change))
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

@@ -5,6 +5,7 @@
 // what that wait orders.  Written from the public headers of CUDA.
 #pragma once
 
+#include <array>
 #include <cstdarg>
 #include <cstdint>
 #include <deque>
@@ -51,9 +52,18 @@ struct Lock {
 };
 
 int current_device();
-int device_count();
-bool is_lazy();
-size_t total_memory();
+
+// What tests change while they run; the environment says how they begin.
+struct Settings {
+    long long memory, pinned;  // bytes of a device, and of pinned memory of the host
+    long long devices, lazy;
+    long long order;  // of threads and blocks: 0 forward, 1 reverse, 2 random
+    long long guard;  // 1: a page that nobody may touch behind every block of memory
+    // 0: all blocks run; n > 0: of our kernels only the last one of each row of the grid, and the
+    // first n - 1, as when a grid is too large to run.
+    long long last_blocks;
+};
+extern Settings settings;
 
 // ---- clocks ------------------------------------------------------------------------------------
 
@@ -148,9 +158,12 @@ struct Ledger {
     long bytes_in = 0, bytes_out = 0, bytes_on = 0, largest_out = 0;
     long waits = 0, allocations = 0, frees = 0, sets = 0;
     long library_calls = 0, graph_launches = 0;
+    long bytes_sent = 0;  // to other processes
     long held = 0, peak = 0;      // bytes of device memory
     long pinned = 0, recordings = 0;  // bytes of pinned memory; profilers that record
+    long largest_pinned = 0, most_pinned = 0;  // one block of it; all that was given since `clear`
     std::map<std::string, long> kernels;
+    std::map<std::string, std::array<long, 2>> traffic;  // bytes read and written, where counted
 };
 extern Ledger ledger;
 

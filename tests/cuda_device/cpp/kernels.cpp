@@ -5,6 +5,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <set>
 #include <sstream>
 
 #include "device.h"
@@ -14,6 +15,7 @@ extern "C" {
 void emu_prepare(const unsigned long long* pairs, int n, unsigned long long bytes, bool may_leave,
                  bool has_no_collectives);
 const char* emu_message();
+void emu_traffic(unsigned long long* counts);  // of count.cpp
 }
 
 namespace device {
@@ -62,20 +64,33 @@ struct Arguments {
     }
 };
 
-int order_of_threads() {
-    const char* order = std::getenv("CUDA_DEVICE_ORDER");
-    if (!order || !std::strcmp(order, "forward")) return 0;
-    return std::strcmp(order, "reverse") ? 2 : 1;
+// Some blocks of a grid: first <= number < last, counted along x first.
+bool run_blocks(const Function* f, const unsigned* grid, const unsigned* block, long long first,
+                long long last, void** args) {
+    if (!emu_run(grid, block, settings.order, 7, first, last, f->entry->body, args)) return true;
+    refuse(LAUNCH_FAILURE, "%s: %s", f->entry->name, emu_message());
+    break_down(LAUNCH_FAILURE);
+    return false;
 }
 
 void run(const Function* f, const unsigned* grid, const unsigned* block, unsigned shared,
          void** args) {
-    static const int order = order_of_threads();
     const Module* m = f->module;
+    unsigned long long moved[2];
+    emu_traffic(moved);  // begins to count anew
     emu_prepare(m->shared.data(), m->shared.size() / 2, shared, m->is_cupys, m->is_plain);
-    if (!emu_run(grid, block, order, 7, 0, 1ll << 62, f->entry->body, args)) return;
-    refuse(LAUNCH_FAILURE, "%s: %s", f->entry->name, emu_message());
-    break_down(LAUNCH_FAILURE);
+    const long long x = grid[0], all = x * grid[1] * grid[2], some = settings.last_blocks;
+    if (m->is_cupys || !some || all <= some) {
+        run_blocks(f, grid, block, 0, all, args);
+    } else {
+        bool goes_on = run_blocks(f, grid, block, 0, some - 1, args);
+        for (long long end : std::set<long long>{x, all})
+            goes_on = goes_on && run_blocks(f, grid, block, std::max(end - 1, some - 1), end, args);
+    }
+    emu_traffic(moved);
+    if (m->is_cupys || (!moved[0] && !moved[1])) return;
+    auto& total = ledger.traffic[f->entry->name];
+    for (int i = 0; i < 2; ++i) total[i] += moved[i];
 }
 
 // The blocks that the pointers of a launch fall into.  Of our kernels the type of each argument is

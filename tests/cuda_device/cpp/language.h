@@ -1,9 +1,8 @@
 // CUDA C++ for g++: the language, the built-in functions and the vector types that CuPy's kernels
 // and ours use.
 //
-// Force-included before a kernel source, which is compiled unmodified.  Ours (RawModule, and the
-// files that the loader of tests/cuda_emulator builds) are compiled with EMU_STRICT: they may not
-// use float atomics, which make sums depend on chance.
+// Force-included before a kernel source, which is compiled unmodified.  Ours (RawModule) are compiled
+// with EMU_STRICT: they may not use float atomics, which make sums depend on chance.
 #pragma once
 
 #include <assert.h>
@@ -396,12 +395,3 @@ struct EmuEntry {
 #define EMU_ENTRY(label, ...)                                                              \
     {label, &decltype(emu_kernel(__VA_ARGS__))::template body<__VA_ARGS__>,                \
      decltype(emu_kernel(__VA_ARGS__))::sizes(), decltype(emu_kernel(__VA_ARGS__))::types()},
-
-// A kernel as the loader of tests/cuda_emulator finds it: two functions.
-#define EMU_EXPORT(name)                                                                     \
-    extern "C" const char* name##_types() { return decltype(emu_kernel(name))::types(); }    \
-    extern "C" int name##_run(const unsigned* grid, const unsigned* block, int order,        \
-                              unsigned seed, long long first, long long last, void** args) { \
-        return emu_run(grid, block, order, seed, first, last,                                \
-                       &decltype(emu_kernel(name))::template body<name>, args);              \
-    }

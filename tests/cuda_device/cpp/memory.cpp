@@ -1,5 +1,6 @@
 // Memory of the device and pinned memory of the host, and the copies between them.
 #include <cuda_runtime_api.h>
+#include <sys/mman.h>
 
 #include <algorithm>
 #include <cstdlib>
@@ -11,6 +12,8 @@ namespace device {
 
 namespace {
 
+constexpr size_t kHuge = 1ull << 32, kPage = 4096;
+
 std::map<uintptr_t, std::shared_ptr<Block>> blocks;  // the live ones, by address
 std::map<int, size_t> used;                          // bytes of each device
 std::map<void*, std::vector<Block>> left_behind;     // uses of arrays that each stream's pool has
@@ -20,19 +23,36 @@ uintptr_t number(const void* address) { return reinterpret_cast<uintptr_t>(addre
 int allocate(void** address, size_t size, Kind kind) {
     if (broken()) return fail(broken());
     const int here = current_device();
-    if (kind != PINNED && used[here] + size > total_memory()) return fail(OUT_OF_MEMORY);
+    const long long room = kind == PINNED ? settings.pinned - ledger.pinned
+                                          : settings.memory - static_cast<long long>(used[here]);
+    if (static_cast<long long>(size) > room) return fail(OUT_OF_MEMORY);
     void* at = nullptr;
-    if (posix_memalign(&at, 512, std::max<size_t>(size, 1))) return fail(OUT_OF_MEMORY);
-    std::memset(at, 0xff, size);  // NaN: nothing may rely on what fresh memory holds
+    std::function<void()> give_back;
+    if (size > kHuge || settings.guard) {  // of a huge one only what is touched has memory
+        const size_t pages = (size + kPage - 1) / kPage * kPage;
+        void* whole = mmap(nullptr, pages + kPage, PROT_READ | PROT_WRITE,
+                           MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+        if (whole == MAP_FAILED) return fail(OUT_OF_MEMORY);
+        mprotect(static_cast<char*>(whole) + pages, kPage, PROT_NONE);
+        at = static_cast<char*>(whole) + (pages - (size + 15) / 16 * 16);
+        if (size <= kHuge) std::memset(at, 0xff, size);
+        give_back = [whole, pages] { munmap(whole, pages + kPage); };
+    } else {
+        if (posix_memalign(&at, 512, std::max<size_t>(size, 1))) return fail(OUT_OF_MEMORY);
+        std::memset(at, 0xff, size);  // NaN: nothing may rely on what fresh memory holds
+        give_back = [at] { std::free(at); };
+    }
     auto block = std::make_shared<Block>();
     block->at = static_cast<char*>(at);
     block->size = size;
     block->kind = kind;
     block->device = here;
-    block->give_back = [at] { std::free(at); };
+    block->give_back = give_back;
     blocks[number(at)] = block;
     if (kind == PINNED) {
         ledger.pinned += size;
+        ledger.most_pinned = std::max(ledger.most_pinned, ledger.pinned);
+        ledger.largest_pinned = std::max<long>(ledger.largest_pinned, size);
     } else {
         used[here] += size;
         ledger.allocations++;
@@ -124,7 +144,7 @@ int give_copy(Copy copy, Stream* s, bool wait, int kind) {
         Copy rest = copy;
         rest.from = staged->data(), rest.from_pitch = copy.width;
         work.run = [rest, staged] { rest.run(); };
-    } else if (!from && is_lazy() && copy.height == 1) {
+    } else if (!from && settings.lazy && copy.height == 1) {
         const size_t before = hash(copy.from, copy.width);
         work.run = [copy, before] {
             if (hash(copy.from, copy.width) != before)
@@ -242,9 +262,6 @@ API cudaError_t cudaMallocManaged(void** p, size_t n, unsigned) {
 
 API cudaError_t cudaHostAlloc(void** p, size_t n, unsigned) {
     Lock lock;
-    static const char* limit = std::getenv("CUDA_DEVICE_PINNED");
-    if (limit && ledger.pinned + n > std::strtoull(limit, nullptr, 10))
-        return CODE(fail(OUT_OF_MEMORY));
     return CODE(allocate(p, n, PINNED));
 }
 
@@ -278,7 +295,7 @@ API cudaError_t cudaHostUnregister(void* p) { return cudaFreeHost(p); }
 
 API cudaError_t cudaMemGetInfo(size_t* free, size_t* total) {
     Lock lock;
-    *total = total_memory();
+    *total = settings.memory;
     *free = *total - used[current_device()];
     return CODE(OK);
 }

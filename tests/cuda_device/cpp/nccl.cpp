@@ -14,6 +14,7 @@
 #include "library.h"
 
 extern "C" int device_number();
+extern "C" void device_sent(long bytes);
 
 namespace {
 
@@ -104,6 +105,7 @@ int end_group() {
     for (Call& call : group) {
         auto& number = call.sends ? call.by->sent : call.by->received;
         call.number = number[call.peer]++;
+        if (call.sends && call.peer != call.by->rank) device_sent(call.bytes);
         auto*& exchange = by_stream[call.stream];
         if (!exchange) exchange = new Exchange;
         exchange->calls.push_back(call);
@@ -182,7 +184,10 @@ API ncclCommCount(void* c, int* size) { return *size = communicator(c)->size, 0;
 API ncclCommUserRank(void* c, int* rank) { return *rank = communicator(c)->rank, 0; }
 API ncclCommCuDevice(void* c, int* device) { return *device = communicator(c)->device, 0; }
 API ncclGroupStart() { return ++depth, 0; }
-API ncclGroupEnd() { return --depth ? 0 : end_group(); }
+API ncclGroupEnd() {
+    if (!depth) return INVALID_USAGE;
+    return --depth ? 0 : end_group();
+}
 
 API ncclSend(const void* data, size_t n, int type, int peer, void* c, void* stream) {
     auto* at = static_cast<char*>(const_cast<void*>(data));

@@ -40,25 +40,45 @@ const std::map<int, const char*> kNames = {
 };
 
 // "8GB", "500MB" or a number of bytes.
-size_t bytes_of(const char* text) {
+long long bytes_of(const char* name, const char* otherwise) {
+    const char* text = std::getenv(name);
     char* end;
+    if (!text) text = otherwise;
     const double number = std::strtod(text, &end);
     const std::map<std::string, double> units = {
         {"", 1}, {"B", 1}, {"KB", 1 << 10}, {"MB", 1 << 20}, {"GB", 1 << 30}};
     const auto unit = units.find(end);
     if (unit == units.end()) {
-        std::fprintf(stderr, "CUDA_DEVICE_MEMORY=%s is no size, such as 8GB\n", text);
+        std::fprintf(stderr, "%s=%s is no size, such as 8GB\n", name, text);
         std::abort();
     }
-    return static_cast<size_t>(number * unit->second);
+    return static_cast<long long>(number * unit->second);
 }
 
-size_t memory = bytes_of(std::getenv("CUDA_DEVICE_MEMORY") ? std::getenv("CUDA_DEVICE_MEMORY")
-                                                           : "8GB");
-int devices = std::getenv("CUDA_DEVICE_COUNT") ? std::atoi(std::getenv("CUDA_DEVICE_COUNT")) : 1;
-bool lazy = std::getenv("CUDA_DEVICE") && !std::strcmp(std::getenv("CUDA_DEVICE"), "lazy");
+// 0 for the first of the words, 1 for the second, ...
+long long one_of(const char* name, std::initializer_list<const char*> words) {
+    const char* text = std::getenv(name);
+    if (!text) return 0;
+    long long at = 0;
+    for (const char* word : words) {
+        if (!std::strcmp(text, word)) return at;
+        ++at;
+    }
+    std::fprintf(stderr, "%s=%s is not known\n", name, text);
+    std::abort();
+}
 
 }  // namespace
+
+Settings settings = {
+    bytes_of("CUDA_DEVICE_MEMORY", "8GB"),
+    bytes_of("CUDA_DEVICE_PINNED", "1000000GB"),
+    bytes_of("CUDA_DEVICE_COUNT", "1"),
+    one_of("CUDA_DEVICE", {"eager", "lazy"}),
+    one_of("CUDA_DEVICE_ORDER", {"forward", "reverse", "random"}),
+    bytes_of("CUDA_DEVICE_GUARD", "0"),
+    0,
+};
 
 int fail(int code) {
     if (code) last_error = code;
@@ -79,9 +99,6 @@ int refuse(int code, const char* format, ...) {
 int broken() { return broken_with; }
 void break_down(int code) { broken_with = code; }
 int current_device() { return device_here; }
-int device_count() { return devices; }
-bool is_lazy() { return lazy; }
-size_t total_memory() { return memory; }
 
 }  // namespace device
 
@@ -102,24 +119,26 @@ API const char* device_refusals() {
 
 API int device_number() { return current_device(); }
 
+API void device_sent(long bytes) {
+    Lock lock;
+    ledger.bytes_sent += bytes;
+}
+
 API int device_refuse(const char* name) {
     return refuse(NOT_SUPPORTED, "%s: this device does not know it", name);
 }
 
-API void device_set_memory(size_t bytes) {
+API long long device_setting(const char* name, long long value, int is_new) {
     Lock lock;
-    memory = bytes;
-}
-
-API void device_set_count(int count) {
-    Lock lock;
-    devices = count;
-}
-
-API void device_set_lazy(int is) {
-    Lock lock;
-    finish_everything();
-    lazy = is;
+    if (is_new) finish_everything();
+    const std::map<std::string, long long*> all = {
+        {"memory", &settings.memory}, {"pinned", &settings.pinned}, {"devices", &settings.devices},
+        {"lazy", &settings.lazy},     {"order", &settings.order},
+        {"last_blocks", &settings.last_blocks}};
+    long long& setting = *all.at(name);
+    const long long before = setting;
+    if (is_new) setting = value;
+    return before;
 }
 
 // The ledger as JSON.
@@ -135,16 +154,24 @@ API const char* device_ledger() {
     COUNT(bytes_in) COUNT(bytes_out) COUNT(bytes_on) COUNT(largest_out)
     COUNT(waits) COUNT(allocations) COUNT(frees) COUNT(sets)
     COUNT(library_calls) COUNT(graph_launches) COUNT(held) COUNT(peak) COUNT(pinned)
-    COUNT(recordings)
-    text += "\"kernels\": {";
-    const char* comma = "";
-    for (const auto& [name, count] : ledger.kernels) {
-        text += comma + std::string("\"");
-        for (char c : name) text += (c == '"' || c == '\\' ? std::string("\\") : "") + c;
-        text += "\": " + std::to_string(count);
-        comma = ", ";
-    }
-    text += "}}";
+    COUNT(recordings) COUNT(largest_pinned) COUNT(most_pinned) COUNT(bytes_sent)
+    const auto add_map = [](const char* title, const auto& map, auto show) {
+        text += std::string("\"") + title + "\": {";
+        const char* comma = "";
+        for (const auto& [name, value] : map) {
+            text += comma + std::string("\"");
+            for (char c : name) text += (c == '"' || c == '\\' ? std::string("\\") : "") + c;
+            text += "\": " + show(value);
+            comma = ", ";
+        }
+        text += "}";
+    };
+    add_map("kernels", ledger.kernels, [](long count) { return std::to_string(count); });
+    text += ", ";
+    add_map("traffic", ledger.traffic, [](const std::array<long, 2>& moved) {
+        return "[" + std::to_string(moved[0]) + ", " + std::to_string(moved[1]) + "]";
+    });
+    text += "}";
     return text.c_str();
 }
 
@@ -153,7 +180,7 @@ API void device_clear_ledger() {
     Lock lock;
     Ledger anew;
     anew.held = anew.peak = ledger.held;
-    anew.pinned = ledger.pinned;
+    anew.pinned = anew.most_pinned = ledger.pinned;
     anew.recordings = ledger.recordings;
     ledger = anew;
 }
@@ -203,12 +230,12 @@ API cudaError_t cudaRuntimeGetVersion(int* version) { return CODE(cuDriverGetVer
 API cudaError_t cudaGetDevice(int* number) { return CODE(cuCtxGetDevice(number)); }
 
 API cudaError_t cudaSetDevice(int number) {
-    if (number < 0 || number >= devices) return CODE(fail(INVALID_DEVICE));
+    if (number < 0 || number >= settings.devices) return CODE(fail(INVALID_DEVICE));
     device_here = number;
     return CODE(OK);
 }
 
-API cudaError_t cudaGetDeviceCount(int* count) { return *count = devices, CODE(OK); }
+API cudaError_t cudaGetDeviceCount(int* count) { return *count = settings.devices, CODE(OK); }
 
 API cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
     static const std::map<int, int> known = {
@@ -241,7 +268,7 @@ API cudaError_t cudaDeviceGetPCIBusId(char* text, int size, int number) {
 API cudaError_t cudaGetDeviceProperties(cudaDeviceProp* p, int) {
     *p = {};
     std::strcpy(p->name, "emulator");
-    p->totalGlobalMem = memory;
+    p->totalGlobalMem = settings.memory;
     p->sharedMemPerBlock = kShared;
     p->sharedMemPerBlockOptin = p->sharedMemPerMultiprocessor = kMostShared;
     p->regsPerBlock = 65536;

@@ -1,9 +1,9 @@
 // Runs kernels: one fiber per CUDA thread, one block after another.
 //
-// Part of libcuda.so.1, and of the libraries that tests/cuda_emulator builds.  Compiled without
-// sanitizers, so that a sanitizer sees the kernels and not the scheduler.  TSan learns of the fibers
-// through its fiber interface: switches do not order memory, only __syncthreads and __syncwarp do; a
-// block is ordered after all earlier ones by a mark at its start and one at its end.
+// Compiled without sanitizers, so that a sanitizer sees the kernels and not the scheduler.  TSan
+// learns of the fibers through its fiber interface: switches do not order memory, only __syncthreads
+// and __syncwarp do; a block is ordered after all earlier ones by a mark at its start and one at its
+// end.
 
 #include <sys/mman.h>
 
@@ -25,7 +25,7 @@ void __tsan_acquire(void*) __attribute__((weak));
 void __tsan_release(void*) __attribute__((weak));
 void __asan_unpoison_memory_region(const volatile void*, size_t) __attribute__((weak));
 void __asan_poison_memory_region(const volatile void*, size_t) __attribute__((weak));
-void emu_new_block() __attribute__((weak));  // count.cpp, where it is linked
+void emu_new_block();  // of count.cpp
 }
 
 #define EMU_API __attribute__((visibility("default")))
@@ -149,7 +149,7 @@ EmuIndex index_of(unsigned t) {
 
 void start_block() {
     finished = waiting_for_block = 0;
-    if (emu_new_block) emu_new_block();
+    emu_new_block();
     for (int t = 0; t < count; ++t) {
         Thread& thread = threads[t];
         thread.state = READY;

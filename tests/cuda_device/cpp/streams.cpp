@@ -167,7 +167,7 @@ int give(Stream* s, Work work) {
     if (const int error = check_uses(s, work.what, work.touches)) return error;
     s->queue.push_back(std::move(work));
     s->given++;
-    if (!is_lazy()) finish_some(s);
+    if (!settings.lazy) finish_some(s);
     return OK;
 }
 

@@ -1,7 +1,7 @@
 """Compiles kernel files as a user's first call does: by CuPy's own program, options and headers.
 
-Run as a program, so that the real CuPy never meets its stand-in: names of files in, one line each
-out.  Only the question for the architecture is answered here, since it needs a device.
+Run as a program, away from the device of tests/cuda_device: names of files in, one line each out.
+Only the question for the architecture is answered here, since it needs a device.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 from cupy._core import core
 from cupy.cuda import compiler
 
-from tests.cuda_emulator import kernel_names, kernel_text
+from tests.backends.cuda.kernel_sources import kernel_names, kernel_text
 
 ARCH = "80"
 
@@ -24,7 +24,7 @@ def compiled(file: str) -> int:
     headers = (*core._get_cccl_include_options(), f"-I{core._get_header_dir_path()}")
     options = ("-std=c++17", *headers, "-ftz=true")
     cubin, _ = compiler.compile_using_nvrtc(kernel_text(file), options, ARCH, file)
-    missing = [name for name in kernel_names(kernel_text(file)) if name.encode() not in cubin]
+    missing = [name for name in kernel_names(file) if name.encode() not in cubin]
     assert not missing, missing
     return len(cubin)
 

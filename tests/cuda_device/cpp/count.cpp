@@ -1,5 +1,6 @@
 // Counts the bytes that kernels move: the hooks that -fsanitize=thread inserts, without TSan.
 //
+// Kernels of the variant "count" call them; where TSan is loaded, its own come first.
 // Shared memory and the stacks of the threads are not global memory and do not count.  An address
 // counts once per warp of a block: lanes that load the same word share one transaction.  Between
 // warps nothing is shared, as if there were no caches.
@@ -11,12 +12,13 @@
 static unsigned long long moved[2];
 static std::unordered_set<std::uintptr_t> seen;  // (address, warp, kind) in this block
 
+#pragma GCC visibility push(default)
 extern "C" {
 
 bool emu_is_global(const void* at);
 int emu_warp();
 
-__attribute__((visibility("default"))) void emu_traffic(unsigned long long* counts) {
+void emu_traffic(unsigned long long* counts) {
     for (int i = 0; i < 2; ++i) counts[i] = moved[i], moved[i] = 0;
 }
 
@@ -65,3 +67,4 @@ ATOMICS(32, unsigned)
 ATOMICS(64, unsigned long long)
 
 }  // extern "C"
+#pragma GCC visibility pop

@@ -1,0 +1,184 @@
+"""Streams: an X that does not fit passes through the device, and nothing meets in the same memory.
+
+On the device of tests/cuda_device, whose clocks find what nothing orders.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+
+import herta_gpu.features
+from herta_gpu import HERTA, SDDSolver
+from herta_gpu.app import device_checks as checks
+from herta_gpu.backends.cuda import device as cuda_device
+from tests.conftest import random_graph
+
+pytestmark = [pytest.mark.gpu, pytest.mark.once]
+
+
+@contextmanager
+def too_large(columns: int) -> Iterator[None]:
+    """X counts as too large for the device, and comes in parts of 25 rows."""
+    with (
+        mock.patch.object(herta_gpu.features, "fits", return_value=False),
+        mock.patch.object(herta_gpu.features, "chunk_bytes", return_value=8 * columns * 25),
+    ):
+        yield
+
+
+@pytest.mark.parametrize("strategy", ["direct", "herta"])
+def test_X_that_does_not_fit_streams_through(device: Any, backend: Any, strategy: str) -> None:
+    X, y = checks.block(60, 6, "float32"), np.arange(60) % 3
+
+    def fit() -> tuple[Any, int]:
+        g = random_graph(60, 200)  # a new one: graphs stay on the device
+        device.clear()
+        model = HERTA(device="cuda", strategy=strategy, sketch=16).fit(g, X, y)
+        return model.W_, device.ledger()["bytes_in"]
+
+    W, once = fit()
+    with too_large(6):
+        W_streamed, streamed = fit()
+    np.testing.assert_allclose(W_streamed, W, rtol=1e-6)
+    assert streamed >= once + X.nbytes
+
+
+def test_a_budget_below_X_is_kept(device: Any, backend: Any) -> None:
+    g, rng = random_graph(300, 600), np.random.default_rng(0)
+    X, y = rng.standard_normal((300, 64)), rng.integers(0, 2, 300)
+    budget = int(1.9 * X.nbytes)
+    options = {"lam": 0.5, "strategy": "herta", "sketch": 128, "ridge": 10.0, "tol": 0.1}
+    device.clear()
+    before = device.ledger()["held"]
+    model = HERTA(device="cuda", memory_budget=budget, **options).fit(g, X, y)
+    found = device.ledger()
+    assert found["bytes_in"] > 2 * X.nbytes
+    assert found["peak"] - before <= budget
+    Z = HERTA(device="cpu", **options).fit(g, X, y).transform(g, X)
+    assert model.status_ == "certified"
+    assert np.abs(model.transform(g, X) - Z).max() <= 1e-4 * np.abs(Z).max()
+
+
+def test_a_streamed_product_waits_for_nothing(device: Any, backend: Any) -> None:
+    X, order = checks.block(60, 6, "float32"), np.random.default_rng(0).permutation(60)
+    with too_large(6):
+        features = herta_gpu.features.Features(X, backend, order, budget=1 << 20)
+    W = backend.asarray(checks.block(6, 2, "float64"))
+    features.times(W)  # the first product allocates the buffers
+    device.clear()
+    found = features.times(W)
+    counts = device.ledger()
+    assert counts["waits"] == counts["copies_out"] == 0
+    assert (counts["copies_in"], counts["bytes_in"]) == (3, X.nbytes)
+    np.testing.assert_allclose(found.get(), X[order].astype(float) @ W.get(), rtol=1e-14)
+    np.testing.assert_array_equal(features.column_block(2, 5, "float32").get(), X[order][:, 2:5])
+    V = backend.asarray(checks.block(60, 2, "float64"))
+    expected = X[order].astype(float).T @ V.get()
+    np.testing.assert_allclose(features.transpose_times(V).get(), expected, rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("columns", "sent", "waits"), [(slice(2, 5), 20, False), (slice(6, 7), 1, True)]
+)
+def test_columns_are_cut_out_of_whole_rows_on_the_device(
+    device: Any, backend: Any, columns: slice, sent: int, waits: bool
+) -> None:
+    """The host touches nothing, and so waits for nothing, unless very few of them are wanted."""
+    X = checks.block(60, 20, "float32")
+    with too_large(20):
+        features = herta_gpu.features.Features(X, backend, None, budget=1 << 20)
+    for _ in range(2):  # the first pass allocates the buffers
+        device.clear()
+        found = features.column_block(columns.start, columns.stop, "float32")
+    counts = device.ledger()
+    assert (counts["waits"] > 0) == waits
+    assert counts["bytes_in"] == 60 * 4 * sent
+    np.testing.assert_array_equal(found.get(), X[:, columns])
+
+
+def test_streams_have_names(monkeypatch: pytest.MonkeyPatch, backend: Any) -> None:
+    """Told to NVTX, whose library CUDA's packages bring."""
+    named = []
+    library = SimpleNamespace(nvtxNameCudaStreamA=lambda *told: named.append(told))
+    monkeypatch.setattr(cuda_device, "_nvtx", lambda: library)
+    stream = cuda_device.named_stream(backend.xp, "herta: copies")
+    assert [(told[0].value, told[1]) for told in named] == [(stream.ptr, b"herta: copies")]
+    monkeypatch.setattr(cuda_device, "_nvtx", lambda: None)
+    assert cuda_device.named_stream(backend.xp, "no library") is not None
+
+
+def test_the_library_that_names_streams() -> None:
+    """The real one, without a profiler: it takes a name and does nothing."""
+    library = cuda_device._nvtx()
+    if library is None:
+        pytest.skip("NVTX is not installed: pip install nvidia-nvtx")
+    assert library.nvtxNameCudaStreamA(ctypes.c_void_p(1), b"herta") is not None
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_everything_runs_on_the_callers_stream(backend: Any, streamed: bool) -> None:
+    """Work on any other stream would be a race; so would a fit that left some of it unfinished."""
+    g, X, y = random_graph(60, 200), checks.block(60, 6, "float32"), np.arange(60) % 3
+    with mock.patch.object(herta_gpu.features, "fits", return_value=not streamed):
+        with backend.xp.cuda.Stream(non_blocking=True):
+            model = HERTA(device="cuda", sparsify=True, sketch=True).fit(g, X, y)
+        with backend.xp.cuda.Stream(non_blocking=True):
+            Z = model.transform(g, X)
+    np.testing.assert_array_equal(model.transform(g, X), Z)
+
+
+@pytest.mark.parametrize("made_there", [False, True])
+def test_a_graph_that_is_kept_may_be_used_on_another_stream(backend: Any, made_there: bool) -> None:
+    """Uploaded, or made on the device; its list of edges is kept, too."""
+    g, stream = random_graph(60, 200, weighted=True), backend.xp.cuda.Stream
+    with stream(non_blocking=True):
+        if made_there:
+            g = backend.sampled_graph(g, backend.xp.ones(g.num_edges))
+        for dtype in ("float64", "float32"):
+            X = backend.asarray(checks.block(60, 4, dtype))
+            backend.edge_scores(backend.laplacian(g, dtype), X, X, 3.0)
+        backend.synchronize()
+    with stream(non_blocking=True):
+        for dtype in ("float64", "float32"):
+            L, X = backend.laplacian(g, dtype), backend.asarray(checks.block(60, 4, dtype))
+            backend.apply_H(L, 3.0, X)
+            backend.edge_scores(L, X, X, 3.0)
+            backend.sketch_incidence(L, 4, 1)
+
+
+def test_inputs_and_results_of_the_callers_stream(backend: Any) -> None:
+    """Made just before, used just after, on a stream of the caller's, and nobody waits."""
+    cuda, g = backend.xp.cuda, random_graph(60, 200)
+    X, y = checks.block(60, 6, "float32"), np.arange(60) % 3
+    solver = SDDSolver(g, lam=3.0, device="cuda")
+    model = HERTA(device="cuda", strategy="herta").fit(g, X, y)
+    expected, outputs = solver.solve(2 * X), model.transform(g, 2 * X)
+    with cuda.Stream(non_blocking=True):
+        given = backend.xp.asarray(X)
+        found = solver.solve(given + given) * 1.0
+        shown = model.transform(g, given + given) * 1.0
+        given += 1.0  # the solve has read it: the caller's stream comes after
+        np.testing.assert_array_equal(found.get(), expected)
+        np.testing.assert_array_equal(shown.get(), outputs)
+
+
+def test_work_is_on_the_stream_of_the_backend(backend: Any) -> None:
+    cuda = backend.xp.cuda
+    caller = cuda.get_current_stream()
+    with backend.working():
+        own = cuda.get_current_stream()
+        assert own.ptr not in (0, caller.ptr)
+        with backend.working():  # a method that calls another one
+            assert cuda.get_current_stream() is own
+    assert cuda.get_current_stream() is caller
+    with pytest.raises(ZeroDivisionError), backend.working():
+        1 / 0  # noqa: B018
+    assert cuda.get_current_stream() is caller
