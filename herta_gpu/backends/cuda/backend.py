@@ -64,8 +64,8 @@ from herta_gpu.graph import Graph
 from herta_gpu.plumbing.building import by_community
 from herta_gpu.plumbing.interop import on_device
 
-# CuPy's pool cuts memory into pieces that no longer fit together: fits took up to 1.2 times the bytes
-# that they used at once.
+# CuPy's pool cuts memory into pieces that no longer fit together: fits took up to 1.2 times the
+# bytes that they used at once.
 _FRAGMENTS = 1.2
 # Bytes of a step that a device moves (some TB/s) while the host makes its three launches, which is
 # about 30 microseconds: both are figures of data sheets and rules of thumb, not measured here.
