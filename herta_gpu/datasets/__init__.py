@@ -22,10 +22,10 @@ from herta_gpu.datasets.convert import (
 from herta_gpu.datasets.dataset import Dataset, check_training_split, num_outputs
 from herta_gpu.datasets.embedded import digits
 from herta_gpu.datasets.npz import load_npz, outline
-from herta_gpu.datasets.ogb import convert_ogb, converted_sizes, is_converted, load_ogb
+from herta_gpu.datasets.ogb import convert_ogb, converted_shapes, is_converted, load_ogb
 from herta_gpu.datasets.ogb_files import FROM_FILES, find_download
 from herta_gpu.datasets.planetoid import load_planetoid
-from herta_gpu.datasets.storage import cached_sizes, data_dirs, is_cached
+from herta_gpu.datasets.storage import cached_shapes, data_dirs, is_cached
 from herta_gpu.datasets.tables import from_tables, load_tables, read_edges, table_folder
 from herta_gpu.graph import Graph
 from herta_gpu.plumbing.checks import as_labels, has_label, parse_bytes, train_rows
@@ -237,14 +237,15 @@ def _n_train(source: Any, split: dict[str, Any], n: int, y: Any) -> int:
 
 def _ogb_sizes(name: str) -> DataSizes:
     if name in FROM_FILES and is_converted(name):
-        n, m, d, n_train = converted_sizes(name)
-        return DataSizes(n, m, d, ogb.SHAPES[name][3], n_train, None, mapped=True)
+        found = converted_shapes(name)
+        (n, d), m = found["node_feat"], found["edge_index"][1]
+        return DataSizes(n, m, d, ogb.SHAPES[name][3], found["train"][0], None, mapped=True)
     folder = ogb.cached_folder(name)
     if not is_cached(folder):
         return DataSizes(*ogb.SHAPES[name], X_nonzeros=None, mapped=name in FROM_FILES)
-    found: dict[str, Any] = cached_sizes(folder)
-    n, m, d = found["indptr"][0] - 1, found["indices"][0] // 2, found["X"][1]
-    return DataSizes(n, m, d, ogb.SHAPES[name][3], found["train"][0], None, mapped=True)
+    rows, entries, X, train = cached_shapes(folder, ("indptr", "indices", "X", "train"))
+    n, m, c = rows[0] - 1, entries[0] // 2, ogb.SHAPES[name][3]
+    return DataSizes(n, m, X[1], c, train[0], None, mapped=True)
 
 
 def _unknown(name: str, folders: list[Path]) -> str:

@@ -5,14 +5,19 @@ around the mean of the class.  Everything comes from counter-based random number
 chunk: the same seed gives the same graph whatever the number of threads.
 
 A large one is made once, into the cache, and mapped from there: neither the list of its edges nor
-X is ever in memory as a whole.
+X is ever in memory as a whole.  Edges are sorted outside of it: each chunk of them is sorted and
+appended to a file, a run.  All runs are cut at the same keys, so that the n-th piece of every run
+together are a range that memory holds: the ranges, sorted one by one, are the sorted list.
 """
 
 from __future__ import annotations
 
+import io
 import math
 import shutil
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Lock
@@ -21,12 +26,12 @@ from typing import Any
 import numpy as np
 
 from herta_gpu.datasets.dataset import PARTS, Dataset
-from herta_gpu.datasets.runs import Runs, Scratch, in_parallel
-from herta_gpu.datasets.storage import cache_dir, open_array
+from herta_gpu.datasets.storage import again, cache_dir
 from herta_gpu.graph import Graph
-from herta_gpu.plumbing.building import edge_keys, worth_compiling
+from herta_gpu.plumbing.building import distinct, edge_keys, worth_compiling
 from herta_gpu.plumbing.checks import KEY_BYTES, check_size
-from herta_gpu.plumbing.files import check_place, new_file, new_folder
+from herta_gpu.plumbing.files import DataError, check_place, new_file, new_folder, open_array
+from herta_gpu.plumbing.machine import num_threads
 from herta_gpu.plumbing.progress import Stages, Tell
 
 PRESETS = {  # nodes, edges, features, classes, shares of train, valid and test
@@ -40,6 +45,7 @@ _SIGNAL = 0.25  # length of a class mean per feature, against noise of 1
 _STUBS = 4  # entries of the list that ends of edges are drawn from, per node
 _EDGE_CHUNK, _ROW_CHUNK = 1 << 20, 1 << 16  # of one stream of random numbers
 _SLAB = 8 << 20  # bytes of X that a thread makes at once
+_RANGE = 1 << 22  # keys of edges that are sorted at once
 _ON_DISK = 4 << 30  # bytes of X and the edges above which they are kept in the cache
 _HALF = 16 << 30  # bytes of X in float32 above which it is float16
 _FORMAT = 3  # of what lies in the cache
@@ -88,15 +94,17 @@ def parse(text: str) -> Spec:
     name, _, share = text.partition("@")
     known = {preset.lower(): values for preset, values in PRESETS.items()}
     if "=" in text:
-        values = {"d": 64, "c": 10}
+        values = {"d": 64.0, "c": 10.0}
         for pair in text.split(","):
             key, _, value = (word.strip() for word in pair.partition("="))
             if key not in ("n", "m", "d", "c"):
                 raise ValueError(f"synthetic: takes n, m, d and c, not {key!r}.")
-            values[key] = int(_number(value, text))
+            values[key] = _number(value, text)
         if "n" not in values:
             raise ValueError("synthetic: needs n=..., the number of nodes.")
-        spec = Spec(values["n"], values.get("m", 5 * values["n"]), values["d"], values["c"])
+        values = {"m": 5 * values["n"], **values}
+        n, m, d, c = (int(values[key]) for key in "nmdc")
+        spec = Spec(n, m, d, c)
     elif name.lower() in known:
         scale = _number(share, text) if share else 1.0
         if not 0 < scale <= 1:
@@ -110,10 +118,11 @@ def parse(text: str) -> Spec:
         )
     if min(spec.n, spec.d, spec.c) < 1 or spec.m < 0 or spec.c > spec.n:
         raise ValueError(f"synthetic:{text} needs positive n, d and c, c <= n, and m >= 0.")
-    if spec.m > spec.n * (spec.n - 1) // 8:
+    most = spec.n * (spec.n - 1) // 8
+    if spec.m > most:
         raise ValueError(
             f"synthetic:{text} asks for {spec.m:,} edges; {spec.n:,} nodes of a sparse model "
-            f"have at most {spec.n * (spec.n - 1) // 8:,}."
+            f"have at most {most:,}."
         )
     return spec
 
@@ -168,28 +177,29 @@ def _open_large(spec: Spec, seed: int, features: bool, name: str) -> Dataset:
     """The same from the cache, where it is put first if it is not there."""
     folder, stages = _folder(spec, seed), Stages(verbose=True)  # it takes minutes
     known, X_known = folder.is_dir(), (folder / "X.npy").is_file()
-    _check_disk(spec, folder, not known, features and not X_known, name)
+    if not known or (features and not X_known):
+        _check_disk(spec, folder, not known, features and not X_known, name)
     if not known:
         with new_folder(folder) as at:
             made = _without_features(spec, seed, at, stages)
             for part, array in {"y": made.y, **made.split}.items():
                 np.save(at / f"{part}.npy", array)
             del made
-    y = open_array(folder / "y.npy", shape=(spec.n,), dtype=spec.y_dtype)
-    if features and not X_known:
-        with stages("features"):
-            _write_features(spec, seed, y, folder / "X.npy", stages)
-    X = None
+    found = {part: open_array(folder / f"{part}.npy", again(folder)) for part in ("y", *PARTS)}
+    y, X = found.pop("y"), None
     if features:
-        X = open_array(folder / "X.npy", shape=(spec.n, spec.d), dtype=spec.X_dtype)
-    split = {part: open_array(folder / f"{part}.npy") for part in PARTS}
-    return Dataset(name, Graph.open(folder / _GRAPH), X, y, split, dict(_METADATA))
+        path = folder / "X.npy"
+        if not X_known:
+            with stages("features"):
+                _write_features(spec, seed, y, path, stages)
+        X = open_array(path, again(folder))
+        if X.shape != (spec.n, spec.d) or X.dtype != spec.X_dtype:
+            raise DataError(f"{path} holds another array: {again(folder)}.")
+    return Dataset(name, Graph.open(folder / _GRAPH), X, y, found, dict(_METADATA))
 
 
 def _check_disk(spec: Spec, folder: Path, graph: bool, X: bool, name: str) -> None:
     """One sentence, before any work, if what is still to be written has no room."""
-    if not (graph or X):
-        return
     check_place(folder)
     kept = graph * (8 * spec.m + 32 * spec.n) + X * spec.n * spec.d * spec.X_dtype.itemsize
     # For a while: the drawn edges and their sorted list, then the list and the graph.
@@ -254,7 +264,7 @@ def _stubs(spec: Spec, seed: int) -> Any:
         uniform = _stream(seed, 1, a // _EDGE_CHUNK).random(b - a)
         weight[a:b] = np.minimum((1 - uniform) ** (-1 / (_EXPONENT - 1)), cap)
 
-    in_parallel(fill, range(0, spec.n, _EDGE_CHUNK))
+    _in_parallel(fill, range(0, spec.n, _EDGE_CHUNK))
     weight *= _STUBS / float(weight.mean(dtype=np.float64))
     weight += _stream(seed, 7).random(spec.n, dtype=np.float32)  # rounds without a bias
     counts = np.maximum(weight.astype(np.int32), 1)
@@ -268,10 +278,8 @@ def _edges(
 
     A few more than m are drawn, for some are loops or repeats; what is too many then goes.
     """
-    runs = Runs(spec.n, spec.m, Scratch(folder))
-    counts = np.zeros(runs.ranges, dtype=np.int64)
-    first = 0
-    while (found := int(counts.sum())) < spec.m:
+    runs, first, found = _Runs(spec.n, spec.m, folder), 0, 0
+    while found < spec.m:
         drawn = int(1.05 * (spec.m - found)) + 1000
         chunks = range(0, drawn, _EDGE_CHUNK)
 
@@ -279,12 +287,11 @@ def _edges(
             rng = _stream(seed, 2, first + a // _EDGE_CHUNK)
             runs.add(_pairs(spec, rng, min(_EDGE_CHUNK, drawn - a), stubs, starts))
 
-        in_parallel(fill, chunks, stages.progress("edges drawn", "chunks"))
+        _in_parallel(fill, chunks, stages.progress("edges drawn", "chunks"))
         first += len(chunks)
-        counts = runs.count(stages.progress("edges sorted", "ranges"))
+        found = runs.count(stages.progress("edges sorted", "ranges"))
     gone = _stream(seed, 3).choice(found, found - spec.m, replace=False, shuffle=False)
-    gone.sort()
-    return runs.edge_list(counts, gone, Scratch(folder), stages.progress("edges listed", "ranges"))
+    return runs.edge_list(np.sort(gone), stages.progress("edges listed", "ranges"))
 
 
 def _pairs(spec: Spec, rng: np.random.Generator, count: int, stubs: Any, starts: Any) -> Any:
@@ -314,7 +321,7 @@ def _make_features(
             rows += means[y[at]]
             store(at, rows)
 
-    in_parallel(fill, range(0, spec.n, _ROW_CHUNK), tell)
+    _in_parallel(fill, range(0, spec.n, _ROW_CHUNK), tell)
 
 
 def _write_features(spec: Spec, seed: int, y: Any, path: Path, stages: Stages) -> None:
@@ -341,3 +348,113 @@ def _split(spec: Spec, seed: int) -> dict[str, Any]:
         split[part] = np.sort(nodes[start:stop])
         start = stop
     return split
+
+
+# ---- more edges than memory holds --------------------------------------------------------
+class _Scratch:
+    """Bytes that are needed for a while: in memory, or in a file of the folder.
+
+    The file has no name: it is gone with the process, however that ends.
+    """
+
+    def __init__(self, folder: Path | None) -> None:
+        in_memory = folder is None
+        self._file: Any = io.BytesIO() if in_memory else tempfile.TemporaryFile(dir=folder)  # noqa: SIM115
+        self._lock, self._size = Lock(), 0
+
+    def write(self, array: Any, at: int | None = None) -> int:
+        """Write at a place, by default behind all that came before; gives where that was."""
+        with self._lock:
+            if at is None:
+                at, self._size = self._size, self._size + array.nbytes
+            self._file.seek(at)
+            self._file.write(array.data.cast("B") if array.size else b"")
+        return at
+
+    def read(self, at: int, out: Any) -> None:
+        with self._lock:
+            self._file.seek(at)
+            if out.size and self._file.readinto(out.data.cast("B")) != out.nbytes:
+                raise OSError("A working file is shorter than what was written to it.")
+
+    def array(self, dtype: Any, shape: tuple[int, ...]) -> Any:
+        """Everything as one array, mapped if it is a file."""
+        if 0 in shape:
+            return np.empty(shape, dtype)
+        if isinstance(self._file, io.BytesIO):
+            return np.frombuffer(self._file.getbuffer(), dtype).reshape(shape)
+        self._file.flush()
+        return np.memmap(self._file, dtype, "r", shape=shape)
+
+
+class _Runs:
+    """Edges of n nodes, about `expected` of them, that come as keys in any order."""
+
+    def __init__(self, n: int, expected: int, folder: Path | None) -> None:
+        self._n, self._folder, self._keys = n, folder, _Scratch(folder)
+        # Keys begin with the smaller of two nodes: a share x of the nodes holds 1 - (1 - x)^2 of
+        # them, if hubs have no preferred ids.
+        ranges = max(1, -(-expected // _RANGE))
+        share = np.arange(1, ranges + 1) / ranges
+        self._ends = ((1 - np.sqrt(1 - share)) * n).astype(np.int64) * n
+        self._cuts: list[Any] = []  # of each run: where its ranges begin and end, in keys
+        self._counts = np.zeros(ranges, dtype=np.int64)  # different edges in each range
+
+    def add(self, keys: Any) -> None:
+        """One more run, sorted in place; negative keys stand for nothing.  Threads may add."""
+        keys.sort()
+        keys = keys[np.searchsorted(keys, 0) :]
+        start = self._keys.write(keys) // keys.itemsize
+        self._cuts.append(start + np.append(0, np.searchsorted(keys, self._ends)))
+
+    def count(self, tell: Tell | None = None) -> int:
+        """How many different edges there are."""
+
+        def count(i: int) -> None:
+            self._counts[i] = self._range(i).shape[0]
+
+        _in_parallel(count, range(self._counts.shape[0]), tell)
+        return int(self._counts.sum())
+
+    def edge_list(self, gone: Any, tell: Tell | None = None) -> Any:
+        """(2, m) node ids, sorted, each edge once; without the places `gone` (sorted) in that list.
+
+        They were counted before, which says where each range goes.
+        """
+        starts, lists = np.append(0, np.cumsum(self._counts)), _Scratch(self._folder)
+        m = int(starts[-1]) - gone.shape[0]
+        kind = np.dtype(np.int32 if self._n < 2**31 else np.int64)
+
+        def write(i: int) -> None:
+            a, b = np.searchsorted(gone, starts[i : i + 2])
+            keys = np.delete(self._range(i), gone[a:b] - starts[i])
+            lo = keys // self._n
+            keys -= lo * self._n
+            at = int(starts[i] - a) * kind.itemsize
+            lists.write(lo.astype(kind), at)
+            lists.write(keys.astype(kind), at + m * kind.itemsize)
+
+        _in_parallel(write, range(self._counts.shape[0]), tell)
+        return lists.array(kind, (2, m))
+
+    def _range(self, i: int) -> Any:
+        """The keys of a range, sorted, each once."""
+        pieces = [(cuts[i], int(cuts[i + 1] - cuts[i])) for cuts in self._cuts]
+        keys = np.empty(sum(size for _, size in pieces), dtype=np.int64)
+        end = 0
+        for start, size in pieces:
+            self._keys.read(int(start) * keys.itemsize, keys[end : end + size])
+            end += size
+        keys.sort()
+        return distinct(np, keys)
+
+
+def _in_parallel(
+    task: Callable[[int], None], given: Iterable[int], tell: Tell | None = None
+) -> None:
+    """The task for each of the numbers, by all threads; `tell` hears how many are done."""
+    given = list(given)
+    with ThreadPoolExecutor(num_threads()) as pool:
+        for done, _ in enumerate(pool.map(task, given), 1):
+            if tell is not None:
+                tell(done, len(given))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import combinations
 from typing import Any
@@ -55,9 +54,7 @@ class Dataset:
     @property
     def num_classes(self) -> int:
         """Columns of the model's output."""
-        if self.y is None:
-            return 0
-        return num_outputs(self.y)
+        return 0 if self.y is None else num_outputs(self.y)
 
     @property
     def metric(self) -> str:
@@ -68,13 +65,6 @@ class Dataset:
         if self.y is None:
             raise ValueError(f"The dataset {self.name} has no labels to train on.")
         return np.flatnonzero(has_label(as_labels("y", self.y)))
-
-    def feature_rows(self, chunk: int = 1 << 16) -> Iterator[tuple[slice, Any]]:
-        """(rows, X[rows]) a chunk at a time: a memory-mapped X is never read whole."""
-        n = self.X.shape[0]
-        for a in range(0, n, chunk):
-            at = slice(a, min(a + chunk, n))
-            yield at, self.X[at]
 
     def random_split(self, share: float, random_state: int = 0) -> Dataset:
         """A copy that trains on a random share of the labelled nodes; the rest is halved.
@@ -104,18 +94,14 @@ class Dataset:
         if wish is None or wish == "public":
             if not self.split:
                 raise ValueError(f'{self.name} has no public split: use "random:0.8".')
-            return replace(
-                self, split=check_training_split(self.name, self.split, self.graph.num_nodes)
-            )
-        kind, _, share = str(wish).partition(":")
+            checked = check_training_split(self.name, self.split, self.graph.num_nodes)
+            return replace(self, split=checked)
         try:
-            if kind != "random":
-                raise ValueError
-            number = float(share)
+            kind, share = str(wish).split(":")
+            number = float(share if kind == "random" else "none")
         except ValueError:
-            raise ValueError(
-                f'The split must be "public" or like "random:0.8", not {wish!r}.'
-            ) from None
+            sentence = f'The split must be "public" or like "random:0.8", not {wish!r}.'
+            raise ValueError(sentence) from None
         return self.random_split(number, random_state)
 
     def with_log_degree(self) -> Dataset:
@@ -150,12 +136,10 @@ class Dataset:
         None is "row" for bags of words (a sparse X without negative numbers), "none" otherwise.
         Columns are those of all processes, where each has rows of its own.
         """
-        how = self.normalization(how)
-        metadata = {**self.metadata, "normalize": how}
-        if how == "none":
-            return replace(self, metadata=metadata)
-        X = _scale_rows(self.X) if how == "row" else _standardize(self.X, self.graph)
-        return replace(self, X=X, metadata=metadata)
+        how, X = self.normalization(how), self.X
+        if how != "none":
+            X = _scale_rows(X) if how == "row" else _standardize(X, self.graph)
+        return replace(self, X=X, metadata={**self.metadata, "normalize": how})
 
 
 def num_outputs(y: Any) -> int:
@@ -221,30 +205,28 @@ def _scale_rows(X: Any) -> Any:
 
 
 def _standardize(X: Any, graph: Graph) -> Any:
-    """Columns of variance 1 and, unless that would fill a sparse X with numbers, mean 0."""
-    mean, deviation = _moments(X, graph)
+    """Columns of variance 1 and, unless that would fill a sparse X with numbers, mean 0.
+
+    Mean and variance are those over the rows of all processes.
+    """
+    n = graph.nodes_of_all if graph.by_nodes else X.shape[0]
+
+    def mean_of(numbers: Any) -> Any:
+        own = np.asarray(numbers.sum(axis=0)).ravel()
+        return (graph.team.total(own) if graph.by_nodes and graph.team is not None else own) / n
+
     if sp.issparse(X):
+        wide = sp.csr_array(X, dtype=np.float64)
+        variance = mean_of(wide.multiply(wide)) - mean_of(wide) ** 2
+        deviation = np.sqrt(np.maximum(variance, 0.0))
         return sp.csr_array(X @ sp.diags_array(1.0 / np.where(deviation > 0, deviation, 1.0)))
+    wide = np.asarray(X, dtype=np.float64)
+    mean = mean_of(wide)
+    deviation = np.sqrt(mean_of((wide - mean) ** 2))
     # A constant column is kept: it is the intercept.
     constant = deviation <= 1e-12 * np.maximum(np.abs(mean), 1e-300)
     mean, deviation = np.where(constant, 0.0, mean), np.where(constant, 1.0, deviation)
     return ((X - mean) / deviation).astype(_float_of(X))
-
-
-def _moments(X: Any, graph: Graph) -> tuple[Any, Any]:
-    """Mean and standard deviation of the columns, over the rows of all processes."""
-    n = graph.nodes_of_all if graph.by_nodes else X.shape[0]
-
-    def total(part: Any) -> Any:
-        own = np.asarray(part).ravel()
-        return graph.team.total(own) if graph.by_nodes and graph.team is not None else own
-
-    X = sp.csr_array(X, dtype=np.float64) if sp.issparse(X) else np.asarray(X, dtype=np.float64)
-    mean = total(X.sum(axis=0)) / n
-    if sp.issparse(X):
-        square = total(X.multiply(X).sum(axis=0)) / n
-        return mean, np.sqrt(np.maximum(square - mean**2, 0.0))
-    return mean, np.sqrt(total(((X - mean) ** 2).sum(axis=0)) / n)
 
 
 def _places(ids: Any, nodes: Any) -> Any:

@@ -3,8 +3,7 @@
 Where the raw files of ogbn-arxiv, -products or -papers100M lie they are converted, without ogb and
 torch, into plain .npy files that can be memory-mapped.  A conversion holds a few megabytes of
 memory, and it may be killed at any time: arrays that are finished stay, and the one in work begins
-again.  It is written to a `.part`, which gets its name once the source was read to its end and its
-CRC was right.
+again.  It gets its name once the source was read to its end and its CRC was right.
 
 Other datasets are asked of ogb once; from then on our own copy is read, without torch and without
 pickles.  What ogb has processed before is read, too, although recent versions of torch refuse it.
@@ -37,10 +36,17 @@ from herta_gpu.datasets.ogb_files import (
     survey,
 )
 from herta_gpu.datasets.ogb_package import ask_ogb
-from herta_gpu.datasets.storage import cache_dir, is_cached, read_dataset, write_dataset
+from herta_gpu.datasets.storage import again, cache_dir, is_cached, read_dataset, write_dataset
 from herta_gpu.graph import Graph
 from herta_gpu.plumbing.checks import check_choice
-from herta_gpu.plumbing.files import DataError, check_place, load_npy, lock_path, new_file
+from herta_gpu.plumbing.files import (
+    DataError,
+    check_place,
+    load_npy,
+    lock_path,
+    made_folder,
+    new_file,
+)
 from herta_gpu.plumbing.progress import Stages
 
 SHAPES = {  # nodes, undirected edges, features, outputs, training nodes
@@ -140,34 +146,26 @@ def convert(
     there, else float32.
     """
     check_choice("features", features, (None, *FEATURES))
-    raw, folder, stages = survey(name, download), converted_folder(name), stages or Stages()
+    raw, folder = survey(name, download), converted_folder(name)
     check_place(folder)
-    new = [at for at in (folder, *folder.parents) if not at.exists()]
-    folder.mkdir(parents=True, exist_ok=True)
-    try:
-        with lock_path(folder) as free:
-            if not free and os.name == "posix":
-                raise RuntimeError(f"Another process converts into {folder}: wait for it.")
-            _convert(name, raw, folder, features, stages)
-    except BaseException as error:
-        if isinstance(error, DataError) and not is_converted(name):
-            shutil.rmtree(folder, ignore_errors=True)
-        for part in folder.glob("*.part"):
-            part.unlink()
-        with contextlib.suppress(OSError):  # not empty: there is something to go on with
-            for at in filter(Path.exists, new):
-                at.rmdir()
-        raise
+    with made_folder(folder), lock_path(folder) as free:
+        if not free and os.name == "posix":
+            raise RuntimeError(f"Another process converts into {folder}: wait for it.")
+        try:
+            _convert(name, raw, folder, features, stages or Stages())
+        except DataError:
+            if not is_converted(name):  # the arrays that are finished are of a damaged source
+                for path in folder.iterdir():
+                    path.unlink()
+            raise
     return [folder / f"{key}.npy" for key in _ARRAYS]
 
 
 def read_converted(name: str, features: bool = True) -> Dataset:
     """A converted dataset; X and the edges stay on disk until they are used."""
     folder = converted_folder(name)
-    arrays = {
-        key: load_npy(folder / f"{key}.npy", f"a whole array: delete {folder} and load again")
-        for key in _ARRAYS
-    }
+    what = f"a whole array: {again(folder)}"
+    arrays = {key: load_npy(folder / f"{key}.npy", what) for key in _ARRAYS}
     X, place = arrays["node_feat"], folder / _GRAPH
     # A graph that is there belongs to these edges: a conversion of others deletes it.
     if place.is_dir():
@@ -180,11 +178,9 @@ def read_converted(name: str, features: bool = True) -> Dataset:
     return Dataset(name, graph, X if features else None, y, split, metadata)
 
 
-def converted_sizes(name: str) -> tuple[int, int, int, int]:
-    """Nodes, listed edges, features and training nodes, without reading an array."""
-    shapes = {key: about["shape"] for key, about in _read_ledger(converted_folder(name)).items()}
-    n, d = shapes["node_feat"]
-    return n, shapes["edge_index"][1], d, shapes["train"][0]
+def converted_shapes(name: str) -> dict[str, list[int]]:
+    """Shapes of the arrays, without reading one."""
+    return {key: about["shape"] for key, about in _read_ledger(converted_folder(name)).items()}
 
 
 @dataclass(frozen=True)
@@ -231,8 +227,6 @@ class _Goal:
             tell(-(-at * self.dtype.itemsize >> 20), -(-self.nbytes >> 20))
         if at != total:
             raise DataError(f"{self.stream.name} holds {at:,} values instead of {total:,}.")
-        with open(part, "rb") as file:
-            os.fsync(file.fileno())
 
 
 def _convert(name: str, raw: Raw, folder: Path, features: str | None, stages: Stages) -> None:
@@ -263,11 +257,11 @@ def _convert(name: str, raw: Raw, folder: Path, features: str | None, stages: St
     )
     for goal in goals:
         _write_ledger(folder, finished)
-        part, began = folder / f"{goal.key}.npy.part", time.perf_counter()
-        goal.write(part, stages.progress(f"{goal.key:<11}", "MB"))
-        if goal.key == "edge_index":
-            shutil.rmtree(folder / _GRAPH, ignore_errors=True)
-        os.replace(part, folder / f"{goal.key}.npy")
+        began = time.perf_counter()
+        with new_file(folder / f"{goal.key}.npy") as part:
+            goal.write(part, stages.progress(f"{goal.key:<11}", "MB"))
+            if goal.key == "edge_index":
+                shutil.rmtree(folder / _GRAPH, ignore_errors=True)
         finished[goal.key] = goal.about
         shape = " x ".join(f"{size:,}" for size in goal.shape)
         stages.note(
@@ -294,52 +288,53 @@ def _write_ledger(folder: Path, finished: dict[str, dict[str, Any]]) -> None:
 
 def _goals(raw: Raw, features: str) -> list[_Goal]:
     """All arrays of a dataset; the parts of the split are in memory already."""
+    ids, kind = np.dtype(np.int32 if raw.n < 2**31 else np.int64), np.dtype(features)
 
     def node_ids(values: Any, at: int) -> Any:
-        wrong = (values < 0) | (values >= raw.n)
-        if wrong.any():
-            bad = int(np.argmax(wrong))
-            edge = (at + bad) // 2 if raw.edges.columnwise else (at + bad) % raw.m
-            raise DataError(
-                f"{raw.edges.name}: edge {edge:,} names node {int(values[bad])}, but ids must lie "
-                f"in 0..{raw.n - 1}."
-            )
+        def say(i: int, value: Any) -> str:
+            edge = i // 2 if raw.edges.columnwise else i % raw.m
+            return f"edge {edge:,} names node {value}, but ids must lie in 0..{raw.n - 1}"
+
+        _refuse(raw.edges, (values < 0) | (values >= raw.n), values, at, say)
         return values.astype(ids, copy=False)
 
     def floats(values: Any, at: int) -> Any:
+        def say(i: int, value: Any) -> str:
+            row, column = divmod(i, raw.features.shape[1])
+            where = f"row {row:,}, column {column} is {value:g}"
+            return f"{where}, which {kind.name} cannot hold: convert to float32 instead"
+
         with np.errstate(over="ignore"):
             found = values.astype(kind, copy=False)
-        lost = np.isinf(found) & np.isfinite(values)
-        if lost.any():
-            bad = int(np.argmax(lost))
-            row, column = divmod(at + bad, raw.features.shape[1])
-            raise DataError(
-                f"{raw.features.name}: row {row:,}, column {column} is {values[bad]:g}, which "
-                f"{kind.name} cannot hold: convert to float32 instead."
-            )
+        _refuse(raw.features, np.isinf(found) & np.isfinite(values), values, at, say)
         return found
 
     def classes(values: Any, at: int) -> Any:
+        def say(i: int, value: Any) -> str:
+            whole = f"whole numbers from 0 to {_LARGEST_LABEL}, and NaN is none"
+            return f"node {i:,} has the label {value:g}, but classes are {whole}"
+
         found = np.where(np.isnan(values), -1, values) if values.dtype.kind == "f" else values
         wrong = (found < -1) | (found > _LARGEST_LABEL) | (found != np.floor(found))
-        if wrong.any():
-            bad = int(np.argmax(wrong))
-            raise DataError(
-                f"{raw.labels.name}: node {at + bad:,} has the label {values[bad]:g}, but classes "
-                f"are whole numbers from 0 to {_LARGEST_LABEL}, and NaN is none."
-            )
+        _refuse(raw.labels, wrong, values, at, say)
         return found.astype(np.int16)
 
-    ids, kind = np.dtype(np.int32 if raw.n < 2**31 else np.int64), np.dtype(features)
+    def split(part: str) -> _Goal:
+        known = raw.split[part]
+        stamp = f"{zlib.crc32(known):08x}"
+        stream = Stream(part, stamp, known.shape, known.dtype, False, lambda: iter([known]))
+        return _Goal(part, stream, known.shape, np.dtype(np.int64), lambda values, _: values)
+
     return [
-        *(_split_goal(part, raw.split[part]) for part in PARTS),
+        *map(split, PARTS),
         _Goal("node_label", raw.labels, (raw.n,), np.dtype(np.int16), classes),
         _Goal("edge_index", raw.edges, (2, raw.m), ids, node_ids),
         _Goal("node_feat", raw.features, raw.features.shape, kind, floats),
     ]
 
 
-def _split_goal(part: str, ids: Any) -> _Goal:
-    stamp = f"{zlib.crc32(ids):08x}"
-    stream = Stream(part, stamp, ids.shape, ids.dtype, False, lambda: iter([ids]))
-    return _Goal(part, stream, ids.shape, np.dtype(np.int64), lambda values, _: values)
+def _refuse(stream: Stream, wrong: Any, values: Any, at: int, say: Callable[..., str]) -> None:
+    """An error that names the first of the `wrong` values; the first of all is in place `at`."""
+    if wrong.any():
+        bad = int(np.argmax(wrong))
+        raise DataError(f"{stream.name}: {say(at + bad, values[bad])}.")

@@ -16,14 +16,14 @@ import warnings
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from herta_gpu.datasets.dataset import PARTS, check_split
-from herta_gpu.plumbing.files import BROKEN, DataError, why
+from herta_gpu.plumbing.files import DataError, explained, read_header
 
 _DOWNLOADS = {  # the folder in OGB's zip, and the split that OGB uses
     "ogbn-arxiv": ("arxiv", "time"),
@@ -32,7 +32,6 @@ _DOWNLOADS = {  # the folder in OGB's zip, and the split that OGB uses
 }
 FROM_FILES = tuple(_DOWNLOADS)
 _CHUNK = 1 << 22  # bytes read together
-_LONGEST = 1 << 26  # bytes of one line of a table
 _IN_MEMORY = 1 << 28  # bytes of an archive that is unpacked into memory
 _LOCAL_HEADER = 30  # bytes before the name of a member in a zip
 
@@ -73,7 +72,7 @@ class Download:
         """Those of the zip, by their names in the folder that everything lies in."""
         if self.path.is_dir():
             return None
-        with readable(str(self.path)), zipfile.ZipFile(self.path) as archive:
+        with _readable(str(self.path)), zipfile.ZipFile(self.path) as archive:
             return {info.filename.partition("/")[2]: info for info in archive.infolist()}
 
     def has(self, file: str) -> bool:
@@ -157,8 +156,10 @@ def places_text(name: str) -> str:
 
 def survey(name: str, download: Download) -> Raw:
     """Everything small, and the shapes of everything large, checked against each other."""
-    read = _survey_binary if download.has("raw/data.npz") else _survey_tables
-    n, m, edges, features, labels = read(download)
+    read = _members if download.has("raw/data.npz") else _tables
+    found = read(download)
+    n, m = (_one(found[key]) for key in ("nodes", "edges"))
+    edges, features, labels = (found[key] for key in ("edge_index", "node_feat", "node_label"))
     if n < 1:
         raise DataError(f"{download.path}: the number of nodes is {n}.")
     if edges.shape != (2, m):
@@ -187,21 +188,22 @@ def survey(name: str, download: Download) -> Raw:
     return Raw(str(download.path), n, m, edges, features, labels, split)
 
 
-# ---- raw/data.npz ----------------------------------------------------------------------------
-def _survey_binary(download: Download) -> tuple[int, int, Stream, Stream, Stream]:
-    def number(key: str) -> int:
-        """The entry of an array that has one; OGB's lists have as many as there are graphs."""
-        stream = _member(download, "raw/data.npz", key)
-        if math.prod(stream.shape) != 1 or stream.dtype.kind not in "iu":
-            raise DataError(
-                f"{stream.name} must be one integer, for one graph, not {stream.dtype} of shape "
-                f"{stream.shape}."
-            )
-        return int(next(stream.runs())[0])
+def _one(stream: Stream) -> int:
+    """The integer of an array that has one; OGB's lists have as many as there are graphs."""
+    if math.prod(stream.shape) != 1 or stream.dtype.kind not in "iu":
+        raise DataError(
+            f"{stream.name} must be one integer, for one graph, not {stream.dtype} of shape "
+            f"{stream.shape}."
+        )
+    return int(next(stream.runs())[0])
 
-    n, m = number("num_nodes_list"), number("num_edges_list")
-    edges, features = (_member(download, "raw/data.npz", k) for k in ("edge_index", "node_feat"))
-    return n, m, edges, features, _member(download, "raw/node-label.npz", "node_label")
+
+# ---- raw/data.npz ----------------------------------------------------------------------------
+def _members(download: Download) -> dict[str, Stream]:
+    keys = {"nodes": "num_nodes_list", "edges": "num_edges_list"}
+    keys |= {key: key for key in ("edge_index", "node_feat")}
+    found = {name: _member(download, "raw/data.npz", key) for name, key in keys.items()}
+    return {**found, "node_label": _member(download, "raw/node-label.npz", "node_label")}
 
 
 def _member(download: Download, file: str, key: str) -> Stream:
@@ -216,11 +218,7 @@ def _member(download: Download, file: str, key: str) -> Stream:
             )
         info = members[key]
         with archive.open(info) as member:
-            version = np.lib.format.read_magic(member)
-            if version not in ((1, 0), (2, 0), (3, 0)):
-                raise DataError(f"{name} is of version {version} of .npy, which is not known.")
-            read = "read_array_header_1_0" if version == (1, 0) else "read_array_header_2_0"
-            shape, columnwise, dtype = getattr(np.lib.format, read)(member)
+            shape, columnwise, dtype = read_header(member)
             start = member.tell()
     if dtype.hasobject:
         raise DataError(f"{name} holds Python objects, which are not read.")
@@ -252,22 +250,19 @@ def _stamp(info: zipfile.ZipInfo) -> str:
 
 
 # ---- raw/*.csv.gz ----------------------------------------------------------------------------
-def _survey_tables(download: Download) -> tuple[int, int, Stream, Stream, Stream]:
-    counts = []
-    for what in ("node", "edge"):
-        file = f"raw/num-{what}-list.csv.gz"
-        found = _column(download, file)
-        if found.shape != (1,):
-            raise DataError(
-                f"{download.name(file)} must hold one integer, for one graph, not {found.shape[0]}."
-            )
-        counts.append(int(found[0]))
-    n, m = counts
+def _tables(download: Download) -> dict[str, Stream]:
+    found = {
+        f"{what}s": _table(download, f"raw/num-{what}-list.csv.gz", 1, 1, np.int64)
+        for what in ("node", "edge")
+    }
+    n, m = map(_one, found.values())
     with _open(download, "raw/node-feat.csv.gz") as text:
-        d = text.readline(_LONGEST).count(b",") + 1
-    edges = _table(download, "raw/edge.csv.gz", m, 2, np.int64)
-    features = _table(download, "raw/node-feat.csv.gz", n, d, np.float64)
-    return n, m, edges, features, _table(download, "raw/node-label.csv.gz", n, 1, np.float64)
+        d = text.readline().count(b",") + 1
+    wanted: Any = {"edge_index": ("edge", m, 2, np.int64), "node_feat": ("node-feat", n, d, float)}
+    wanted |= {"node_label": ("node-label", n, 1, float)}
+    for key, (file, *shape) in wanted.items():
+        found[key] = _table(download, f"raw/{file}.csv.gz", *shape)
+    return found
 
 
 def _table(download: Download, file: str, rows: int, columns: int, kind: type) -> Stream:
@@ -298,73 +293,59 @@ def _column(download: Download, file: str) -> Any:
 
 def _numbers(download: Download, file: str, columns: int, kind: type) -> Iterator[Any]:
     """All numbers of a compressed table without a header, whole lines at a time."""
-    line, rest = 1, b""
+    first = 1
     with _open(download, file) as text:
-        while True:
-            chunk = text.read(_CHUNK)
-            block = rest + chunk if chunk or not rest else rest + b"\n"
-            cut = block.rfind(b"\n") + 1
-            rest = block[cut:]
-            if len(rest) > _LONGEST:
-                raise ValueError("its lines have no end")
-            if cut:
-                run = _parse(block[:cut], columns, kind, download.name(file), line)
-                line += run.shape[0] // columns
-                yield run
-            if not chunk:
-                return
+        while lines := text.readlines(_CHUNK):
+            values = _parse(lines, columns, kind)
+            if values is None:
+                bad = next(
+                    i for i, line in enumerate(lines) if _parse([line], columns, kind) is None
+                )
+                shown = lines[bad].decode("utf-8", "replace").rstrip("\r\n")[:40]
+                what = ("integer" if kind is np.int64 else "number") + "s" * (columns != 1)
+                raise DataError(
+                    f"{download.name(file)}: line {first + bad:,} is {shown!r} instead of "
+                    f"{columns} {what}."
+                )
+            first += len(lines)
+            yield values
 
 
-def _parse(lines: bytes, columns: int, kind: type, name: str, first: int) -> Any:
-    """The numbers in whole lines, of which the first has the number `first` in the file."""
-    lines = lines.replace(b"\r\n", b"\n")
-    if kind is np.float64:
-        lines = lines.replace(b'""', b"nan")  # as pandas writes a column that has no number there
-    values = _load(lines, columns, kind)
-    if values is not None:
-        return values
-    for number, line in enumerate(lines.split(b"\n"), first):
-        if _load(line + b"\n", columns, kind) is None:
-            shown = line.decode("utf-8", "replace")[:40]
-            what = ("integer" if kind is np.int64 else "number") + "s" * (columns != 1)
-            raise DataError(f"{name}: line {number:,} is {shown!r} instead of {columns} {what}.")
-    raise DataError(f"{name} is not a table of numbers.")
-
-
-def _load(lines: bytes, columns: int, kind: type) -> Any:
+def _parse(lines: list[bytes], columns: int, kind: type) -> Any:
+    """The numbers in whole lines; None unless each line holds so many."""
+    if kind is float:  # as pandas writes a column that has no number there
+        lines = [line.replace(b'""', b"nan") for line in lines]
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of an empty line
-            values: Any = np.loadtxt(io.BytesIO(lines), kind, delimiter=",", comments=None, ndmin=2)
+            values: Any = np.loadtxt(lines, kind, delimiter=",", comments=None, ndmin=2)
     except ValueError:
         return None
-    return values.ravel() if values.shape == (lines.count(b"\n"), columns) else None
+    return values.ravel() if values.shape == (len(lines), columns) else None
 
 
 @contextlib.contextmanager
 def _open(download: Download, file: str) -> Iterator[Any]:
     """A file of the download, unpacked: an archive of arrays, or text."""
-    unpack: Any = zipfile.ZipFile if file.endswith(".npz") else _unzip
+    unpack: Any = zipfile.ZipFile if file.endswith(".npz") else partial(gzip.open, mode="rb")
     with (
-        readable(download.name(file)),
+        _readable(download.name(file)),
         contextlib.closing(download.open(file)) as raw,
         unpack(raw) as opened,
     ):
         yield opened
 
 
-def _unzip(raw: Any) -> gzip.GzipFile:
-    return gzip.GzipFile(fileobj=raw)
-
-
 @contextlib.contextmanager
-def readable(name: str) -> Iterator[None]:
+def _readable(name: str) -> Iterator[None]:
     """A DataError for whatever the libraries say of a damaged file, but not for a failing disk."""
-    try:
-        yield
-    except DataError:
-        raise
-    except BROKEN as error:
-        if isinstance(error, OSError) and error.errno is not None:
-            raise
-        raise DataError(f"{name} is damaged ({why(error)}): download it again.") from None
+    failed = None
+    with explained(f"{name} is damaged", ": download it again"):
+        try:
+            yield
+        except OSError as error:
+            if error.errno is None:
+                raise
+            failed = error
+    if failed is not None:
+        raise failed

@@ -44,8 +44,13 @@ def ask_ogb(name: str, root: Path, meta_dict: dict[str, Any] | None) -> Dataset:
             raise _explain(error, name, root, meta_dict) from error
         except SystemExit:
             raise RuntimeError(f"{name} is not on disk and its download was declined.") from None
-    if "edge_index_dict" in graph:
-        graph, labels, split = _paper_graph(graph, labels, split)
+    if "edge_index_dict" in graph:  # ogbn-mag: only its papers have features
+        graph = {
+            "edge_index": graph["edge_index_dict"][_PAPERS],
+            "node_feat": graph["node_feat_dict"]["paper"],
+            "num_nodes": graph["num_nodes_dict"]["paper"],
+        }
+        labels, split = labels["paper"], {part: ids["paper"] for part, ids in split.items()}
     n = int(graph["num_nodes"])
     X = graph.get("node_feat")
     if X is None:
@@ -66,9 +71,15 @@ def _explain(
 ) -> Exception:
     """What went wrong in ogb, in one sentence that names the file if there is one to blame."""
     folder = root / name.replace("-", "_") if meta_dict is None else Path(meta_dict["dir_path"])
-    damaged = _first_damaged(folder)
-    if damaged is not None:
-        return DataError(f"{damaged} is damaged: delete the folder {folder} and load again.")
+    for path in sorted(folder.rglob("*.gz")):
+        try:
+            with gzip.open(path, "rb") as file:
+                while file.read(1 << 24):
+                    pass
+        except (OSError, EOFError, zlib.error) as reason:
+            return DataError(
+                f"{path} ({reason}) is damaged: delete the folder {folder} and load again."
+            )
     if isinstance(error, EOFError) and not folder.is_dir():  # nobody there to answer ogb's question
         return RuntimeError(f"{name} is not on disk and its download was declined.")
     if isinstance(error, OSError):
@@ -77,18 +88,6 @@ def _explain(
         f"ogb could not read {name} from {root} ({type(error).__name__}: {error}): "
         "if a file there is damaged, delete the folder and load again."
     )
-
-
-def _first_damaged(folder: Path) -> str | None:
-    """The first compressed file that cannot be read to its end, with what is wrong."""
-    for path in sorted(folder.rglob("*.gz")):
-        try:
-            with gzip.open(path, "rb") as file:
-                while file.read(1 << 24):
-                    pass
-        except (OSError, EOFError, zlib.error) as error:
-            return f"{path} ({error})"
-    return None
 
 
 @contextlib.contextmanager
@@ -102,20 +101,8 @@ def _trust_torch() -> Iterator[None]:
             warnings.filterwarnings("ignore", message=f".*{switch}")
             yield
     finally:
-        if before is None:
-            del os.environ[switch]
-        else:
-            os.environ[switch] = before
-
-
-def _paper_graph(graph: Any, labels: Any, split: Any) -> tuple[Any, Any, Any]:
-    """Papers and their citations out of ogbn-mag, the only nodes there with features."""
-    papers = {
-        "edge_index": graph["edge_index_dict"][_PAPERS],
-        "node_feat": graph["node_feat_dict"]["paper"],
-        "num_nodes": graph["num_nodes_dict"]["paper"],
-    }
-    return papers, labels["paper"], {part: ids["paper"] for part, ids in split.items()}
+        del os.environ[switch]
+        os.environ |= {} if before is None else {switch: before}
 
 
 def _mean_edge_features(edge_index: Any, edge_feat: Any, n: int) -> Any:

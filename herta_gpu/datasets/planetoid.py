@@ -6,7 +6,6 @@ dictionaries and refuses everything else, so that a file from anywhere cannot ru
 
 from __future__ import annotations
 
-import collections
 import os
 import pickle
 import urllib.error
@@ -20,7 +19,7 @@ import scipy.sparse as sp
 from herta_gpu.datasets.dataset import Dataset
 from herta_gpu.datasets.storage import cache_dir
 from herta_gpu.graph import Graph
-from herta_gpu.plumbing.files import DataError, new_file
+from herta_gpu.plumbing.files import DataError, explained, new_file
 
 NAMES = ("cora", "citeseer", "pubmed")
 SHAPES = {  # nodes, edges, features, classes, training nodes
@@ -28,6 +27,8 @@ SHAPES = {  # nodes, edges, features, classes, training nodes
     "citeseer": (3327, 4552, 3703, 6, 120),
     "pubmed": (19717, 44324, 500, 3, 60),
 }
+# How defaultdicts are made again, and how protocol 2 writes bytes.
+_PLAIN = (("collections", "defaultdict"), ("copyreg", "_reconstructor"), ("_codecs", "encode"))
 _PICKLES = ("x", "y", "tx", "ty", "allx", "ally", "graph")
 _URL = "https://raw.githubusercontent.com/kimiyoung/planetoid/master/data"
 _VALID = 500  # nodes after the training ones, by convention
@@ -51,7 +52,10 @@ def load_planetoid(name: str, folder: Path | None = None) -> Dataset:
         if not path.is_file():
             raise FileNotFoundError(f"{path} is missing: Planetoid comes in eight files.")
     x, y, tx, ty, allx, ally, neighbours = map(_unpickle, files[:-1])
-    test = _test_index(files[-1])
+    try:
+        test = np.array([int(line) for line in files[-1].read_text().split()], dtype=np.int64)
+    except ValueError as error:
+        raise DataError(f"{files[-1]} must hold one node id per line ({error}).") from None
     first = allx.shape[0]
     # Citeseer: 15 ids in the range of the test nodes are absent.  They keep their place in the
     # graph, with empty features and no label.
@@ -65,10 +69,11 @@ def load_planetoid(name: str, folder: Path | None = None) -> Dataset:
     labels = np.full(n, -1, dtype=np.int64)
     labels[:first] = _codes(ally)
     labels[test] = _codes(ty)
-    graph = Graph.from_edges(_edges(neighbours), num_nodes=n)
-    train = x.shape[0]
-    split = {"train": np.arange(train), "valid": np.arange(train, train + _VALID)}
-    split["valid"] = split["valid"][split["valid"] < first]
+    # The lists name both directions, and some edges twice.
+    source = np.repeat(list(neighbours), [len(ids) for ids in neighbours.values()])
+    target = np.concatenate([np.asarray(ids, dtype=np.int64) for ids in neighbours.values()])
+    graph, train = Graph.from_edges(np.stack([source, target]), num_nodes=n), x.shape[0]
+    split = {"train": np.arange(train), "valid": np.arange(train, min(train + _VALID, first))}
     split["test"] = np.sort(test)
     if y.shape[0] != train:
         raise DataError(f"ind.{name}.x and ind.{name}.y in {folder} differ in length.")
@@ -90,23 +95,6 @@ def _codes(one_hot: Any) -> Any:
     return np.where(one_hot.any(axis=1), one_hot.argmax(axis=1), -1)
 
 
-def _edges(neighbours: dict[int, list[int]]) -> Any:
-    """The lists name both directions, and some edges twice."""
-    source = np.repeat(
-        np.fromiter(neighbours.keys(), np.int64, len(neighbours)),
-        [len(ids) for ids in neighbours.values()],
-    )
-    target = np.concatenate([np.asarray(ids, dtype=np.int64) for ids in neighbours.values()])
-    return np.stack([source, target])
-
-
-def _test_index(path: Path) -> Any:
-    try:
-        return np.array([int(line) for line in path.read_text().split()], dtype=np.int64)
-    except ValueError as error:
-        raise DataError(f"{path} must hold one node id per line ({error}).") from None
-
-
 class _Unpickler(pickle.Unpickler):
     """Only the classes these files are made of."""
 
@@ -115,23 +103,20 @@ class _Unpickler(pickle.Unpickler):
             return sp.csr_matrix
         if module.startswith("numpy") and name in ("ndarray", "dtype", "_reconstruct"):
             return np.empty(0).__reduce__()[0] if name == "_reconstruct" else getattr(np, name)
-        if (module, name) == ("collections", "defaultdict"):
-            return collections.defaultdict
         if name in ("list", "int", "object"):
             return {"list": list, "int": int, "object": object}[name]
-        if (module, name) in (("copy_reg", "_reconstructor"), ("copyreg", "_reconstructor")):
-            return super().find_class("copyreg", "_reconstructor")
-        if (module, name) == ("_codecs", "encode"):
-            return super().find_class(module, name)  # how protocol 2 writes bytes
+        module = module.replace("copy_reg", "copyreg")
+        if (module, name) in _PLAIN:
+            return super().find_class(module, name)
         raise pickle.UnpicklingError(f"it asks for {module}.{name}")
 
 
 def _unpickle(path: Path) -> Any:
-    try:
-        with open(path, "rb") as file:
+    with explained(f"{path} is not a whole Planetoid file"), open(path, "rb") as file:
+        try:
             return _Unpickler(file, encoding="latin1").load()
-    except (pickle.UnpicklingError, EOFError, ValueError, AttributeError, IndexError) as error:
-        raise DataError(f"{path} is not a whole Planetoid file ({error}).") from None
+        except (pickle.UnpicklingError, AttributeError, IndexError) as error:
+            raise ValueError(str(error)) from None
 
 
 def _download(name: str) -> Path:

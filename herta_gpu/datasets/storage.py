@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,15 @@ import numpy as np
 
 from herta_gpu.datasets.dataset import PARTS, Dataset
 from herta_gpu.graph import Graph
-from herta_gpu.plumbing.files import DataError, checksum, load_npy, new_folder
+from herta_gpu.plumbing.files import (
+    check_version,
+    explained,
+    new_folder,
+    open_array,
+    save_arrays,
+)
 
 VERSION = 1
-_SMALL = 1 << 12  # bytes: of a file that need not be mapped
 
 
 def data_dirs(data_dir: str | os.PathLike[str] | None) -> list[Path]:
@@ -41,83 +47,45 @@ def cache_dir() -> Path:
 
 def write_dataset(folder: Path, data: Dataset) -> None:
     """Store a dataset with a dense X as memory-mappable files."""
-    arrays: dict[str, Any] = {"indptr": data.graph.indptr, "indices": data.graph.indices}
-    arrays |= {"weights": data.graph.weights, "degree": data.graph.given_degree, "y": data.y}
-    arrays |= {"X": data.X, **data.split}
-    arrays = {name: array for name, array in arrays.items() if array is not None}
+    graph = data.graph
+    arrays: dict[str, Any] = {"indptr": graph.indptr, "indices": graph.indices}
+    arrays |= {"weights": graph.weights, "degree": graph.given_degree, "y": data.y, **data.split}
     with new_folder(folder) as at:
-        for name, array in arrays.items():
-            np.save(at / f"{name}.npy", array, allow_pickle=False)
-        sizes = {name: (at / f"{name}.npy").stat().st_size for name in arrays}
-        meta = {"version": VERSION, "name": data.name, "metadata": data.metadata, "bytes": sizes}
         # X may be far larger than the rest, and a changed number of it is no harm to memory.
-        meta["sums"] = {name: checksum(array) for name, array in arrays.items() if name != "X"}
-        (at / "meta.json").write_text(json.dumps(meta, indent=1))
+        np.save(at / "X.npy", data.X, allow_pickle=False)
+        sums = save_arrays(at, {name: array for name, array in arrays.items() if array is not None})
+        sizes = {path.stem: path.stat().st_size for path in at.glob("*.npy")}
+        meta = {"version": VERSION, "name": data.name, "metadata": data.metadata, "bytes": sizes}
+        (at / "meta.json").write_text(json.dumps({**meta, "sums": sums}, indent=1))
 
 
 def read_dataset(folder: Path, features: bool = True) -> Dataset:
     """Open what `write_dataset` wrote; X and the edges stay on disk until they are used."""
-    meta = _meta(folder)
+    remedy = again(folder)
+    with explained(f"{folder / 'meta.json'} is damaged", f": {remedy}"):
+        meta = json.loads((folder / "meta.json").read_text())
+        check_version(folder, meta["version"], VERSION)
+        name, metadata, sizes = meta["name"], meta["metadata"], meta["bytes"]
+        sums = meta.get("sums", {})  # early ones have none
+    wanted = [key for key in sizes if key != "X" or features]
+    found = {
+        key: open_array(folder / f"{key}.npy", remedy, sizes[key], sums.get(key)) for key in wanted
+    }
+    given = (found.get(key) for key in ("weights", "degree"))
+    graph = Graph(found["indptr"], found["indices"], *given)
+    split = {part: np.asarray(found[part]) for part in PARTS if part in found}
+    return Dataset(name, graph, found.get("X"), np.asarray(found["y"]), split, metadata)
 
-    def opened(name: str) -> Any:
-        array = open_array(folder / f"{name}.npy", meta["bytes"].get(name))
-        if name in meta.get("sums", {}) and checksum(array) != meta["sums"][name]:
-            raise DataError(
-                f"{folder / name}.npy was altered, for its checksum differs: delete the folder "
-                f"{folder} and load again."
-            )
-        return array
 
-    has = meta["bytes"]
-    weights, degree = (opened(name) if name in has else None for name in ("weights", "degree"))
-    graph = Graph(opened("indptr"), opened("indices"), weights, degree)
-    X = opened("X") if features and "X" in has else None
-    split = {part: np.asarray(opened(part)) for part in PARTS if part in has}
-    return Dataset(meta["name"], graph, X, np.asarray(opened("y")), split, meta["metadata"])
+def again(folder: Path) -> str:
+    """What helps where a file of the cache is damaged."""
+    return f"delete the folder {folder} and load again"
 
 
 def is_cached(folder: Path) -> bool:
     return (folder / "meta.json").is_file()
 
 
-def cached_sizes(folder: Path) -> dict[str, Any]:
-    """Shapes from the headers alone."""
-    shapes = {}
-    for name in ("indptr", "indices", "X", "y", "train"):
-        path = folder / f"{name}.npy"
-        shapes[name] = open_array(path).shape if path.is_file() else (0, 0)
-    return shapes
-
-
-def _meta(folder: Path) -> dict[str, Any]:
-    path = folder / "meta.json"
-    try:
-        meta = json.loads(path.read_text())
-        if meta["version"] != VERSION:
-            raise ValueError(f"version {meta['version']}, not {VERSION}")
-        if not {"bytes", "name", "metadata"} <= set(meta):
-            raise ValueError("entries are missing")
-    except (ValueError, KeyError, TypeError) as error:
-        raise DataError(
-            f"{path} is damaged or from another version ({error}): delete the folder {folder} "
-            "and load again."
-        ) from None
-    return dict(meta)
-
-
-def open_array(
-    path: Path, size: int | None = None, shape: tuple[int, ...] | None = None, dtype: Any = None
-) -> Any:
-    """An array of the cache, mapped unless it is small, which must be as it was written."""
-    found = path.stat().st_size if path.is_file() else None
-    again = f"elete the folder {path.parent} and load again."
-    if found is None or (size is not None and found != size):
-        what = "is missing" if found is None else f"has {found:,} bytes instead of {size:,}"
-        raise DataError(f"{path} {what}: d{again}")
-    try:
-        array = load_npy(path, "a whole array", mmap=found >= _SMALL)
-    except DataError as error:
-        raise DataError(f"{error} D{again}") from None
-    if shape is not None and (array.shape != shape or array.dtype != dtype):
-        raise DataError(f"{path} holds another array: d{again}")
-    return array
+def cached_shapes(folder: Path, names: Iterable[str]) -> Any:
+    """Shapes of arrays from their headers alone."""
+    return (open_array(folder / f"{name}.npy", again(folder)).shape for name in names)

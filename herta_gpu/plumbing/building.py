@@ -230,7 +230,7 @@ def _with_numpy(edges: Any, w: Any, n: int, duplicates: str | None) -> Arrays:
     if duplicates == "error":
         check_repeats(np, u, v, n)
     if w is None:
-        return of_keys(edge_keys(u, v, n)[u != v], n)
+        return *of_keys(edge_keys(u, v, n)[u != v], n), None
     w = w.astype(np.float64, copy=False)
     keep = w > 0
     u, v, w = u[keep], v[keep], w[keep]
@@ -250,21 +250,13 @@ def edge_keys(u: Any, v: Any, n: int) -> Any:
     return key
 
 
-def of_keys(keys: Any, n: int) -> Arrays:
+def of_keys(keys: Any, n: int) -> tuple[Any, Any, Any]:
     """The unweighted graph of `edge_keys`, which are sorted in place; none may be a self-loop."""
     keys.sort()
     keys = distinct(np, keys)
-    above = np.zeros(n + 1, dtype=np.int64)
     lo = keys // n
-    np.cumsum(np.bincount(lo, minlength=n), out=above[1:])
-    index_type = np.int32 if n < NARROW else np.int64
     keys -= lo * n
-    hi = keys.astype(index_type)
-    del keys, lo
-    upper = sp.csr_array((np.ones(hi.shape[0], dtype=np.int8), hi, above), shape=(n, n))
-    both = upper + upper.T.tocsr()
-    both.sort_indices()
-    return both.indptr.astype(np.int64), both.indices.astype(index_type, copy=False), None, None
+    return of_edges(lo, keys, None, n)
 
 
 def distinct(xp: Any, keys: Any) -> Any:

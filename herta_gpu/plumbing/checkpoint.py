@@ -19,7 +19,7 @@ import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import scipy.sparse as sp
@@ -85,23 +85,19 @@ class Checkpoint:
 
     def begin(self, made_from: Fingerprint) -> None:
         """Refuse a state that was made from something else, before anything of it is read."""
-        then = _read_json(self.folder / _MADE_FROM)
-        if then is None and self._holds_state():
-            self._refuse("does not say what it was made from (it is older, or damaged)")
+        then, reason = _read_json(self.folder / _MADE_FROM), ""
+        # A killed write leaves hidden files only.
+        if then is None and any(path.name[0] != "." for path in self.folder.glob("*.npz")):
+            reason = "does not say what it was made from (it is older, or damaged)"
         changed = [] if then is None else differences(then, made_from)
         if changed:
-            self._refuse(f"was made from something else: {_listed(changed)} changed")
+            reason = f"was made from something else: {_listed(changed)} changed"
+        if reason:
+            raise ValueError(
+                f"The checkpoint in {self.folder} {reason}; it was left as it is: choose another "
+                "folder, or begin anew with checkpoint.delete() (--overwrite on the command line)."
+            )
         self._fingerprint, self._made_from = made_from, key(made_from)
-
-    def _refuse(self, why: str) -> NoReturn:
-        raise ValueError(
-            f"The checkpoint in {self.folder} {why}; it was left as it is: choose another folder, "
-            "or begin anew with checkpoint.delete() (--overwrite on the command line)."
-        )
-
-    def _holds_state(self) -> bool:
-        """Whether the folder holds a finished file; a killed write leaves hidden ones only."""
-        return any(not path.name.startswith(".") for path in self.folder.glob("*.npz"))
 
     def on(self, backend: Backend, plan: str = "") -> Callable[..., Any]:
         """A function `cache(name, make)` that reads from disk what `make` made before a crash.
@@ -116,14 +112,20 @@ class Checkpoint:
         def cache(
             name: str, make: Callable[[], dict[str, Array]], together: bool = False
         ) -> dict[str, Array]:
-            path, made_from = self._place(backend) / f"{name}.npz", self._made_from + plan
-            stored = _read(path, made_from)
+            place = self.folder
+            if not backend.whole:  # what this process alone has
+                place = place / f"part-{backend.rank}-of-{backend.ranks}"
+            path, made_from = place / f"{name}.npz", self._made_from + plan
+            stored = read(path, made_from)
             if not backend.whole:
                 stored = None if backend.largest(int(stored is None)) else stored
             elif together:
                 stored = backend.agreed(stored)
             if stored is not None:
-                return {k: _on_device(v, backend) for k, v in stored.items()}
+                return {
+                    name: str(array) if array.dtype.kind == "U" else backend.xp.asarray(array)
+                    for name, array in stored.items()
+                }
             start = time.perf_counter()
             made = make()
             if together and backend.whole and backend.rank > 0:
@@ -133,19 +135,17 @@ class Checkpoint:
             seconds = seconds if backend.whole else float(backend.largest(seconds))
             if seconds >= self.worth:
                 self.claim()
-                _write(path, made_from, {k: _on_host(v, backend) for k, v in made.items()})
+                on_host = {
+                    name: array if isinstance(array, str) else backend.to_numpy(array)
+                    for name, array in made.items()
+                }  # synchronize!
+                write(path, made_from, on_host)
             backend.largest(0)  # all have theirs
             for part in path.parent.glob(f"{name}-*.npz"):
                 part.unlink(missing_ok=True)  # its parts are in the whole
             return made
 
         return cache
-
-    def _place(self, backend: Backend) -> Path:
-        """Where this process keeps what it alone has."""
-        if backend.whole:
-            return self.folder
-        return self.folder / f"part-{backend.rank}-of-{backend.ranks}"
 
     def claim(self) -> None:
         """Write into the folder what its state belongs to; called before the long work begins."""
@@ -160,23 +160,13 @@ class Checkpoint:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def _on_host(value: Any, backend: Backend) -> Any:
-    return value if isinstance(value, str) else backend.to_numpy(value)  # synchronize!
-
-
-def _on_device(stored: Any, backend: Backend) -> Any:
-    return str(stored) if stored.dtype.kind == "U" else backend.xp.asarray(stored)
-
-
-def _write(path: Path, made_from: str, arrays: dict[str, Any]) -> None:
+def write(path: Path, made_from: str, arrays: dict[str, Any]) -> None:
+    """Arrays, or text, of the fit that has this fingerprint."""
     write_npz(path, {"made_from": np.array(made_from), **arrays}, "checkpoint")
 
 
-def _read(path: Path, made_from: str) -> dict[str, Any] | None:
-    """The arrays of a file, or None if it is missing, damaged, or from another fit.
-
-    What is None is computed again.
-    """
+def read(path: Path, made_from: str) -> dict[str, Any] | None:
+    """The arrays of a file; None if it is missing, damaged, or from another fit."""
     try:
         stored = Archive(path, "a whole file of a checkpoint")
         stored.check_format("checkpoint", ())
@@ -226,18 +216,8 @@ def fingerprint(
 ) -> Fingerprint:
     """Hashes of the data, the parameters and the backend: all that must be the same.
 
-    Parameters
-    ----------
-    params : dict
-        The parameters of the model.
-    backend, graph, X, y
-        As `HERTA.fit` has them after its checks.
-    rows : array
-        Ids of the training nodes.
-    split : dict of name to ids, optional
-        The nodes of the other parts, whose scores a result holds.
-    weights : array, optional
-        Of the training nodes.
+    The data are as `HERTA.fit` has them after its checks, `rows` and `weights` of the training
+    nodes, and `split` the nodes of the other parts, whose scores a result holds.
 
     Examples
     --------
@@ -257,11 +237,16 @@ def fingerprint(
     data: dict[str, Any]
     if backend.whole:
         parts = (graph.indptr, graph.indices, graph.weights, graph.degree, graph.order)
-        data = {
-            "the graph": _hash(parts, backend),
-            "the features X": _features(X, backend),
-            "the labels y": _hash([np.asarray(y)], backend),
-        }
+        data = {"the graph": _hash(parts, backend)}
+        if sp.issparse(X):
+            arrays = [np.asarray(X.shape), X.indptr, X.indices, X.data]
+            data["the features X"] = _hash(arrays, backend)
+        # Changes of a private map (mode "c") are in memory alone, so its file says nothing of them.
+        elif isinstance(X, np.memmap) and X.filename is not None and X.mode != "c":
+            data["the features X"] = _hash_of_map(X, backend)
+        else:
+            data["the features X"] = _hash([X], backend)
+        data["the labels y"] = _hash([np.asarray(y)], backend)
     else:
         data = _of_all_processes(graph, X, as_labels("y", y), backend)
     data["the training nodes"] = _hash([np.asarray(rows)], backend)
@@ -281,23 +266,23 @@ def _of_all_processes(graph: Any, X: Any, y: Any, backend: Backend) -> dict[str,
     """Hashes of a graph, of X and of y whose rows are shared out."""
     ids = graph.ids[: graph.num_nodes]
     weights = np.ones(graph.indices.shape[0]) if graph.weights is None else graph.weights
-    row = np.repeat(ids, np.diff(graph.indptr))
-    sums = [
-        [_sum(row, graph.ids[graph.indices], weights), _sum(ids, 0, graph.degree)],
-        _sums_of_rows(ids, X), _sums_of_rows(ids, y),
-    ]  # fmt: skip
-    whole = [backend.total(np.array(found, dtype=np.uint64)).tolist() for found in sums]
-    about = [(graph.nodes_of_all, graph.num_edges), (str(X.dtype), X.shape[1:]),
-             (y.dtype.kind, y.shape[1:])]  # fmt: skip
-    names = ("the graph", "the features X", "the labels y")
-    return {name: f"{found} of {what}" for name, found, what in zip(names, whole, about)}
+    edges = _sum(np.repeat(ids, np.diff(graph.indptr)), graph.ids[graph.indices], weights)
+    parts = {  # of each the sums, and what else is compared
+        "the graph": ([edges, _sum(ids, 0, graph.degree)], (graph.nodes_of_all, graph.num_edges)),
+        "the features X": ([_sum_of_rows(ids, X)], (str(X.dtype), X.shape[1:])),
+        "the labels y": ([_sum_of_rows(ids, y)], (y.dtype.kind, y.shape[1:])),
+    }
+    return {
+        name: f"{backend.total(np.array(sums, dtype=np.uint64)).tolist()} of {what}"
+        for name, (sums, what) in parts.items()
+    }
 
 
-def _sums_of_rows(ids: Any, X: Any) -> list[Any]:
+def _sum_of_rows(ids: Any, X: Any) -> Any:
     """The scrambled numbers of a matrix, of one number per node, or of text, added up."""
     if sp.issparse(X):
         X = X.tocoo()
-        return [_sum(ids[X.row], X.col, X.data)]
+        return _sum(ids[X.row], X.col, X.data)
     if X.dtype.kind == "U":  # its letters; ends that are not there are 0, and count nothing
         X = np.ascontiguousarray(X).view(np.uint32).reshape(X.shape[0], -1 if X.size else 1)
     X = X[:, None] if X.ndim == 1 else X
@@ -305,7 +290,7 @@ def _sums_of_rows(ids: Any, X: Any) -> list[Any]:
     for a in range(0, X.shape[0], step):
         part = ids[a : a + step, None]
         total = total + _sum(part, np.arange(X.shape[1]), X[a : a + step])
-    return [total]
+    return total
 
 
 def _sum(row: Any, column: Any, values: Any) -> Any:
@@ -326,8 +311,10 @@ def differences(then: Fingerprint, now: Fingerprint) -> list[str]:
     """The parts that differ, each in words that fit into a sentence."""
     found = []
     for name, old, new in _pairs(then.get("data"), now["data"]):
-        if old != new:
-            found.append(name + _in_a_map(old, new))
+        if old != new and isinstance(old, dict) and isinstance(new, dict):  # of a memory map
+            seen = _listed([sign for sign, a, b in _pairs(old, new) if a != b])
+            name += f" (by {seen}; of a memory map only {_listed(list(new))} are compared)"
+        found += [name] * (old != new)
     for name, old, new in _pairs(then.get("parameters"), now["parameters"]):
         if old != new or isinstance(old, bool) != isinstance(new, bool):  # True is not 1
             found.append(f"{name} ({old} then, {new} now)")
@@ -351,14 +338,6 @@ def _pairs(then: Any, now: dict[str, Any]) -> list[tuple[str, Any, Any]]:
     return [(name, then.get(name), now.get(name)) for name in names]
 
 
-def _in_a_map(old: Any, new: Any) -> str:
-    """The signs by which a memory map differs, and what was compared at all."""
-    if not (isinstance(old, dict) and isinstance(new, dict)):
-        return ""
-    seen = _listed([name for name, a, b in _pairs(old, new) if a != b])
-    return f" (by {seen}; of a memory map only {_listed(list(new))} are compared)"
-
-
 def _listed(names: list[str]) -> str:
     return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
 
@@ -369,16 +348,7 @@ def _plain(value: Any) -> Any:
     return value if isinstance(value, (bool, int, float, str, type(None))) else str(value)
 
 
-def _features(X: Any, backend: Backend) -> str | dict[str, Any]:
-    if sp.issparse(X):
-        shape = np.asarray(X.shape)
-        return _hash([shape, X.indptr, X.indices, X.data], backend)
-    # Changes of a private map (mode "c") are in memory alone, so its file says nothing of them.
-    mapped = isinstance(X, np.memmap) and X.filename is not None and X.mode != "c"
-    return _of_map(X, backend) if mapped else _hash([X], backend)
-
-
-def _of_map(X: np.memmap, backend: Backend) -> dict[str, Any]:
+def _hash_of_map(X: np.memmap, backend: Backend) -> dict[str, Any]:
     """What is compared of a memory map: rows from all over the file, its size and its time."""
     n, row_bytes = X.shape[0], max(1, X.nbytes // max(1, X.shape[0]))
     count = min(n, _SAMPLED_ROWS, max(2, _SAMPLED_BYTES // row_bytes))

@@ -156,30 +156,13 @@ def check_rows(name: str, X: Any, graph: Any) -> Extent:
 
 
 def _extent(values: Any) -> Extent:
-    """The extent of numbers, `largest` not finite if one of them is not.
-
-    Without its sign, a float compares like the whole number that its bits spell, NaN above
-    infinity.  NumPy does that at the speed of memory, and takes float16 one by one otherwise.
-    """
-    plain = isinstance(values, np.ndarray) and values.dtype.kind == "f" and values.dtype.isnative
-    if not plain or values.dtype.itemsize > 8:
-        return _extent_of_numbers(values)
-    wide, bits = values.dtype.itemsize == 8, f"uint{8 * values.dtype.itemsize}"
-    unsigned, top = np.array(np.iinfo(bits).max >> 1, bits), np.zeros(1, bits)
-    least = np.array([np.inf]).view("uint64") - 1
-    for part in _pieces(np.asarray(values).view(bits)):
-        part = part & unsigned
-        top = np.maximum(top, part.max())
-        if wide:
-            least = np.minimum(least, (part - np.uint64(1)).min())  # 0 becomes the largest
-    return Extent(float(top.view(values.dtype)[0]), float((least + 1).view("float64")[0]))
-
-
-def _extent_of_numbers(values: Any) -> Extent:
-    """The same for whole numbers, and for arrays of a GPU."""
+    """The extent of numbers, `largest` not finite if one of them is not."""
     largest, least = 0.0, float("inf")
     wide = values.dtype.kind == "f" and values.dtype.itemsize >= 8
     for part in _pieces(values):
+        if part.dtype == np.float16 and isinstance(part, np.ndarray):
+            # NumPy takes these one by one, but bits at once; without signs they rise like numbers.
+            part = (part.view(np.int16) & 0x7FFF).max(keepdims=True).view(np.float16)
         ends = (float(part.max()), -float(part.min()))
         if any(np.isnan(end) for end in ends):
             return Extent(float("nan"), least)
@@ -245,7 +228,8 @@ def as_labels(name: str, y: Any) -> Any:
     if y is None:
         raise ValueError(f"{name} is None: give one label or target per node.")
     check_plain(name, y)
-    y = _array(name, rows_of_frame(name, y, labels=True) if is_frame(y) else y)
+    y = rows_of_frame(name, y, labels=True) if is_frame(y) else y
+    y = _array(f"{name} is no array: its rows differ in length.", y)
     if y.ndim not in (1, 2):
         raise ValueError(
             f"{name} must have one row per node, but it has {y.ndim} dimensions: give a label, or "
@@ -275,8 +259,18 @@ def as_labels(name: str, y: Any) -> Any:
 
 def _of_objects(name: str, y: Any) -> Any:
     """An object array as text, whole numbers or floats, whichever all of its entries are."""
-    missing = np.array([_is_missing(v) for v in y.ravel()], dtype=bool).reshape(y.shape)
-    kinds = {_kind(v) for v in y[~missing]}
+    missing = np.zeros(y.shape, dtype=bool)
+    kinds = set()
+    for at, value in np.ndenumerate(y):
+        nan = isinstance(value, (float, np.floating)) and value != value
+        missing[at] = value is None or nan or type(value).__name__ in ("NAType", "NaTType")
+        if missing[at]:
+            continue
+        if isinstance(value, (int, np.integer)) and abs(int(value)) < 2**62:
+            kinds.add("whole")
+        else:
+            known: Any = {"text": str, "real": (float, np.floating)}
+            kinds.add(next((k for k, of in known.items() if isinstance(value, of)), "other"))
     if kinds <= {"text"}:
         return np.array(np.where(missing, "", y), dtype=str)
     if kinds == {"whole"}:
@@ -286,20 +280,6 @@ def _of_objects(name: str, y: Any) -> Any:
     raise ValueError(
         f"{name} holds Python objects of several kinds: give whole numbers, text or floats."
     )
-
-
-def _is_missing(value: Any) -> bool:
-    """Whether an entry is None, NaN, or what pandas has for them."""
-    nan = isinstance(value, (float, np.floating)) and value != value
-    return value is None or nan or type(value).__name__ in ("NAType", "NaTType")
-
-
-def _kind(value: Any) -> str:
-    if isinstance(value, str):
-        return "text"
-    if isinstance(value, (int, np.integer)) and abs(int(value)) < 2**62:
-        return "whole"
-    return "real" if isinstance(value, (float, np.floating)) else "other"
 
 
 def has_label(y: Any) -> Any:
@@ -343,7 +323,7 @@ def part_ids(name: str, given: Any, n: int) -> Any:
 
 def _ids(name: str, given: Any, n: int) -> Any:
     check_plain(name, given)
-    given = _array(name, given)
+    given = _array(f"{name} is no array: its rows differ in length.", given)
     if given.dtype == bool:
         if given.shape != (n,):
             raise ValueError(f"The mask {name} must have shape ({n},), not {given.shape}.")
@@ -353,18 +333,23 @@ def _ids(name: str, given: Any, n: int) -> Any:
     # One zero or one per node is a mask: as ids they would name the nodes 0 and 1 many times.
     if given.shape[0] == n > 2 and int(given.min()) >= 0 and int(given.max()) <= 1:
         return np.flatnonzero(given)
-    if given.size and not 0 <= int(given.min()) <= int(given.max()) < n:
-        bad = int(given.min()) if given.min() < 0 else int(given.max())
-        raise ValueError(f"{name} holds node id {bad}, but ids must lie in 0..{n - 1}.")
+    if given.size:
+        _check_within(name, int(given.min()), int(given.max()), n)
     return given.astype(np.int64)
 
 
-def _array(name: str, given: Any) -> Any:
-    """`given` as a NumPy array; rows of different lengths are refused."""
+def _check_within(name: str, least: int, largest: int, n: int) -> None:
+    if least < 0 or largest >= n:
+        bad = least if least < 0 else largest
+        raise ValueError(f"{name} holds node id {bad}, but ids must lie in 0..{n - 1}.")
+
+
+def _array(sentence: str, given: Any) -> Any:
+    """`given` as a NumPy array; the sentence refuses rows of different lengths."""
     try:
         return np.asarray(given)
     except ValueError:
-        raise ValueError(f"{name} is no array: its rows differ in length.") from None
+        raise ValueError(sentence) from None
 
 
 # ---- lists of edges ----------------------------------------------------------------------
@@ -376,10 +361,7 @@ _MOST_NODES = 3_037_000_499  # pairs of them are numbered by int64
 def check_edges(edge_index: Any, num_nodes: int | None) -> tuple[Any, int, str]:
     """The (2, m) ids as they are, the number of nodes, and the name of what it came from."""
     check_plain("edge_index", edge_index)
-    try:
-        edges = np.asarray(edge_index)
-    except ValueError as error:
-        raise ValueError("edge_index must have shape (2, m): its two rows differ.") from error
+    edges = _array("edge_index must have shape (2, m): its two rows differ.", edge_index)
     if edges.ndim != 2 or edges.shape[0] != 2:
         raise ValueError(
             f"edge_index must have shape (2, m), not {edges.shape}: one column per edge."
@@ -388,17 +370,15 @@ def check_edges(edge_index: Any, num_nodes: int | None) -> tuple[Any, int, str]:
         raise ValueError(f"edge_index must hold integers, not {edges.dtype}.")
     # Python's own numbers: the maximum of unsigned ids and -1 would be a float for NumPy.
     parts = [edges[:, a : a + CHUNK] for a in range(0, edges.shape[1], CHUNK)]
-    found = [(int(part.min()), int(part.max())) for part in parts]
-    least, largest = min((a for a, _ in found), default=0), max((b for _, b in found), default=-1)
+    least = min((int(part.min()) for part in parts), default=0)
+    largest = max((int(part.max()) for part in parts), default=-1)
     whole = isinstance(num_nodes, (int, np.integer)) and not isinstance(num_nodes, bool)
     if num_nodes is not None and (not whole or num_nodes < 0):
         raise ValueError(f"num_nodes must be a non-negative integer, not {num_nodes!r}.")
     n = largest + 1 if num_nodes is None else int(num_nodes)
     if n == 0:
         raise ValueError("The graph is empty: give num_nodes, or at least one edge.")
-    if least < 0 or largest >= n:
-        bad = least if least < 0 else largest
-        raise ValueError(f"edge_index holds node id {bad}, but ids must lie in 0..{n - 1}.")
+    _check_within("edge_index", least, largest, n)
     return edges, n, "edge_index" if num_nodes is None else "num_nodes"
 
 
@@ -429,10 +409,7 @@ def check_weights(edge_weight: Any, m: int) -> Any | None:
     if edge_weight is None:
         return None
     check_plain("edge_weight", edge_weight)
-    try:
-        w = np.asarray(edge_weight)
-    except ValueError:
-        raise ValueError(f"edge_weight must have shape ({m},), one per edge.") from None
+    w = _array(f"edge_weight must have shape ({m},), one per edge.", edge_weight)
     if w.shape != (m,):
         raise ValueError(f"edge_weight must have shape ({m},), one per edge, not {w.shape}.")
     if w.dtype.kind not in "fiub":

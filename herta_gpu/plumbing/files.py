@@ -43,10 +43,12 @@ BROKEN = (
     ValueError, TypeError, OSError, EOFError, KeyError, RuntimeError, OverflowError, SyntaxError,
     zipfile.BadZipFile, zlib.error, pickle.UnpicklingError, struct.error, tokenize.TokenError,
 )  # fmt: skip
-_HEADERS = {
-    (1, 0): np.lib.format.read_array_header_1_0,
-    (2, 0): np.lib.format.read_array_header_2_0,
-}
+_SMALL = 1 << 12  # bytes: of an array that need not be mapped
+_LOOKS = (  # how a file begins that is not what it should be, in small letters
+    ((b"<!doctype", b"<html", b"<?xml"), "a web page, perhaps of a download that failed"),
+    ((b"version https://git-lfs",), "a pointer of Git LFS, whose file was not fetched"),
+    ((np.lib.format.MAGIC_PREFIX.lower(),), "a single array"),
+)
 
 
 def check_target(path: str | Path) -> None:
@@ -105,7 +107,7 @@ def made_folder(folder: Path) -> Iterator[None]:
         yield
     except BaseException:
         with contextlib.suppress(OSError):  # not empty: another process has written into it
-            for place in new:
+            for place in filter(Path.exists, new):
                 place.rmdir()
         raise
 
@@ -185,26 +187,22 @@ class Archive:
             raise DataError(f"{path} is a folder, not {what}.")
         if not path.is_file():
             raise FileNotFoundError(f"There is no file {path}.")
-        try:
+        with explained(f"{path} is not {what}"):
             if not zipfile.is_zipfile(path):
-                raise DataError(f"{path} is not {what}: {_looks_like(path)}.")
+                raise self._wrong(_looks_like(path))
             # Open as long as this object lives: all entries are of one file, even if another one
             # takes its name.
             self._zip = zipfile.ZipFile(path)
             members = self._zip.infolist()
-        except DataError:
-            raise
-        except BROKEN as error:
-            raise DataError(f"{path} is not {what} ({why(error)}).") from None
-        self._members = {m.filename.removesuffix(".npy"): m for m in members}
+        names = [m.filename.removesuffix(".npy") for m in members]
+        self._members = dict(zip(names, members))
         self.keys = list(self._members)
         self._sums: dict[str, str] = {}
         if any(m.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED) for m in members):
-            raise DataError(f"{path} is not {what}: it is packed in a way that NumPy does not use.")
-        if len(members) > len(self.keys):
-            names = [m.filename.removesuffix(".npy") for m in members]
+            raise self._wrong("it is packed in a way that NumPy does not use")
+        if len(names) > len(self.keys):
             twice = next(name for name in names if names.count(name) > 1)
-            raise DataError(f"{path} is not {what}: it has an entry {twice!r} twice.")
+            raise self._wrong(f"it has an entry {twice!r} twice")
 
     def __contains__(self, key: str) -> bool:
         return key in self.keys
@@ -212,20 +210,18 @@ class Archive:
     def header(self, key: str) -> tuple[tuple[int, ...], Any]:
         """Shape and type of an entry that can be read: whole, and without Python objects."""
         if key not in self._members:
-            raise DataError(f"{self.path} is not {self._what}: it has no entry {key}.")
+            raise self._wrong(f"it has no entry {key}")
         with self._opened(key) as member:
-            version = np.lib.format.read_magic(member)
-            shape, _, dtype = _HEADERS.get(version, _HEADERS[2, 0])(member)
+            shape, _, dtype = read_header(member)
         if dtype.hasobject:
             raise DataError(
                 f"{self.path}: {key} holds Python objects, which are not read: store it as "
                 "numbers or as text."
             )
-        if min(shape, default=0) < 0:
-            raise self._damaged(key, f"its shape is {shape}")
         size = self._members[key].file_size
-        if math.prod(map(int, shape)) * dtype.itemsize > size:
-            raise self._damaged(key, "it is cut short")
+        if min(shape, default=0) < 0 or math.prod(map(int, shape)) * dtype.itemsize > size:
+            what = "it is cut short" if min(shape, default=0) >= 0 else f"its shape is {shape}"
+            raise DataError(f"{self.path} is damaged: its entry {key} cannot be read ({what}).")
         if size > host_memory():
             raise DataError(
                 f"{self.path}: its entry {key} takes {in_words(size)} unpacked, and "
@@ -247,11 +243,9 @@ class Archive:
 
     @contextlib.contextmanager
     def _opened(self, key: str) -> Iterator[Any]:
-        try:
-            with self._zip.open(self._members[key]) as member:
-                yield member
-        except BROKEN as error:
-            raise self._damaged(key, why(error)) from None
+        what = f"{self.path} is damaged: its entry {key} cannot be read"
+        with explained(what), self._zip.open(self._members[key]) as member:
+            yield member
 
     @property
     def unpacked(self) -> int:
@@ -268,54 +262,91 @@ class Archive:
             raise self._wrong("its entries would unpack to more than the file holds")
         listed = set(known)
         if _FORMAT in self:
-            self._sums = self._listed_sums(f"herta_gpu {kind}")
-            listed = {_FORMAT, *self._sums}
+            with explained(f"{self.path} is not {self._what}: its entry {_FORMAT}"):
+                about = json.loads(str(self[_FORMAT]))
+                found, version, sums = about["format"], about["version"], about["sums"]
+                if found != f"herta_gpu {kind}":
+                    raise ValueError(f"it is a {found}")
+                check_version(self.path, version, _VERSION)
+                self._sums, listed = dict(sums), {_FORMAT, *sums}
             missing = [name for name in self._sums if name not in self]
-            if missing:
-                raise self._wrong(f"it has no entry {missing[0]}")
+            if missing or not self._sums:
+                raise self._wrong(f"it has no entry {', '.join(missing)}")
         for name in self.keys:
             if name not in listed:
                 raise self._wrong(f"it has an entry {name!r}, which it does not list")
 
-    def _listed_sums(self, kind: str) -> dict[str, str]:
-        try:
-            about = json.loads(str(self[_FORMAT]))
-            found, version, sums = about["format"], about["version"], about["sums"]
-            if found != kind:
-                raise ValueError(f"it is a {found}")
-            if type(version) is not int or version < 1:
-                raise ValueError(f"version {version!r}")
-            if version == _VERSION and not (isinstance(sums, dict) and sums):
-                raise ValueError("it lists no entries")
-        except DataError:
-            raise
-        except (ValueError, TypeError, KeyError, RecursionError) as error:
-            raise self._wrong(f"its entry {_FORMAT}: {why(error)}") from None
-        if version > _VERSION:
-            raise DataError(
-                f"{self.path} has format {version}, and this herta_gpu reads {_VERSION} at most: "
-                "update herta_gpu."
-            )
-        return dict(sums)
-
     def _wrong(self, reason: str) -> DataError:
         return DataError(f"{self.path} is not {self._what}: {reason}.")
 
-    def _damaged(self, key: str, reason: str) -> DataError:
-        return DataError(f"{self.path} is damaged: its entry {key} cannot be read ({reason}).")
+
+def check_version(path: Path, version: Any, newest: int) -> None:
+    """An error unless the version of a format is a number that we know."""
+    if type(version) is not int or version < 1:
+        raise ValueError(f"version {version!r}")
+    if version > newest:
+        raise DataError(
+            f"{path} has version {version}, and this herta_gpu reads {newest} at most: update "
+            "herta_gpu."
+        )
 
 
-def load_npy(path: Path, what: str, mmap: bool = True) -> Any:
-    """The array of a .npy file, mapped into memory unless it is empty; pickles are not read."""
+def read_header(file: Any) -> tuple[tuple[int, ...], bool, Any]:
+    """Shape, order (True: Fortran's) and type of the array in an open .npy file."""
+    old = np.lib.format.read_magic(file) == (1, 0)
+    read = np.lib.format.read_array_header_1_0 if old else np.lib.format.read_array_header_2_0
+    found: tuple[tuple[int, ...], bool, Any] = read(file)
+    return found
+
+
+def load_npy(path: Path, what: str, small: int = 0) -> Any:
+    """The array of a .npy file, mapped if it has more than `small` bytes; pickles are not read."""
     try:
         with open(path, "rb") as file:
-            version = np.lib.format.read_magic(file)
-            shape, _, _ = _HEADERS.get(version, _HEADERS[2, 0])(file)
-        # An array without numbers cannot be mapped.
-        return np.load(path, "r" if mmap and 0 not in shape else None, allow_pickle=False)
+            shape, _, dtype = read_header(file)
+        mapped = math.prod(shape) * dtype.itemsize > small  # one without numbers cannot be mapped
+        return np.load(path, "r" if mapped else None, allow_pickle=False)
     except BROKEN as error:
-        reason = _looks_like(path) if _no_numpy(path) else why(error)
+        with open(path, "rb") as file:
+            numpys = file.read(6).startswith(np.lib.format.MAGIC_PREFIX)
+        reason = why(error) if numpys else _looks_like(path)
         raise DataError(f"{path} is not {what} ({reason}).") from None
+
+
+def save_arrays(folder: Path, arrays: dict[str, Any]) -> dict[str, str]:
+    """Write each array into a file of its own; their checksums."""
+    for name, array in arrays.items():
+        np.save(folder / f"{name}.npy", array, allow_pickle=False)
+    return {name: checksum(array) for name, array in arrays.items()}
+
+
+def open_array(path: Path, remedy: str, size: int | None = None, expected: Any = None) -> Any:
+    """An array that `save_arrays` wrote, mapped unless it is small; else an error with a `remedy`.
+
+    Its file must have the `size`, and its numbers the checksum `expected`, as far as they are told.
+    """
+    found = path.stat().st_size if path.is_file() else None
+    if found is None or size not in (None, found):
+        what = "is missing" if found is None else f"has {found:,} bytes instead of {size:,}"
+        raise DataError(f"{path} {what}: {remedy}.")
+    try:
+        array = load_npy(path, "a whole array", _SMALL)
+    except DataError as error:
+        raise DataError(f"{str(error).rstrip('.')}: {remedy}.") from None
+    if expected is not None and checksum(array) != expected:
+        raise DataError(f"{path} was altered, for its checksum differs: {remedy}.")
+    return array
+
+
+@contextlib.contextmanager
+def explained(what: str, remedy: str = "") -> Iterator[None]:
+    """A DataError, "WHAT (REASON).", for all that libraries raise at a damaged file."""
+    try:
+        yield
+    except DataError:
+        raise
+    except (*BROKEN, RecursionError) as error:
+        raise DataError(f"{what} ({why(error)}){remedy}.") from None
 
 
 def in_words(size: int) -> str:
@@ -332,27 +363,15 @@ def why(error: BaseException) -> str:
     return text or type(error).__name__
 
 
-def _no_numpy(path: Path) -> bool:
-    with open(path, "rb") as file:
-        return not file.read(6).startswith(np.lib.format.MAGIC_PREFIX)
-
-
 def _looks_like(path: Path) -> str:
     """The kind of a file, told from its first bytes."""
     with open(path, "rb") as file:
         start = file.read(512)
+    if not start or start.startswith(b"PK"):
+        return "it is cut short" if start else "it is empty"
     text = start.lstrip().lower()
-    if not start:
-        return "it is empty"
-    if text.startswith((b"<!doctype", b"<html", b"<?xml")):
-        return "it is a web page, perhaps of a download that failed"
-    if text.startswith(b"version https://git-lfs"):
-        return "it is a pointer of Git LFS, whose file was not fetched"
-    if start.startswith(b"PK"):
-        return "it is cut short"
-    if start.startswith(np.lib.format.MAGIC_PREFIX):
-        return "it is a single array"
-    return "it is some other kind of file"
+    found = (kind for heads, kind in _LOOKS if text.startswith(heads))
+    return f"it is {next(found, 'some other kind of file')}"
 
 
 @contextlib.contextmanager

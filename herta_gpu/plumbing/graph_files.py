@@ -19,14 +19,23 @@ from herta_gpu.plumbing.files import (
     Checksum,
     DataError,
     check_place,
-    checksum,
-    load_npy,
+    check_version,
+    explained,
     new_folder,
+    open_array,
+    save_arrays,
 )
 
 VERSION = 2  # the first one had no sums
 _FORMAT = "herta_gpu graph"
 _META = "graph.json"
+_KINDS = {  # in the order of the results of `open_graph`
+    "indptr": ("int64",),
+    "indices": ("int32", "int64"),
+    "weights": ("float64",),
+    "degree": ("float64",),
+    "order": ("int64",),
+}
 
 
 class GraphWriter:
@@ -83,10 +92,8 @@ class GraphWriter:
         if not weighted:
             (self.at / "weights.npy").unlink(missing_ok=True)
             sums.pop("weights", None)
-        for name, array in (("indptr", indptr), ("degree", degree), ("order", order)):
-            if array is not None:
-                np.save(self.at / f"{name}.npy", array, allow_pickle=False)
-                sums[name] = checksum(array)
+        rest = {"indptr": indptr, "degree": degree, "order": order}
+        sums |= save_arrays(self.at, {k: array for k, array in rest.items() if array is not None})
         sizes = {path.stem: path.stat().st_size for path in sorted(self.at.glob("*.npy"))}
         meta = {"format": _FORMAT, "version": VERSION, "nodes": indptr.shape[0] - 1}
         meta |= {"edges": self.entries // 2, "bytes": sizes, "sums": sums}
@@ -107,83 +114,51 @@ def _write_header(file: Any, dtype: Any, length: int) -> None:
     np.lib.format.write_array_header_1_0(file, known)
 
 
-def open_graph(
-    folder: str | os.PathLike[str], check: bool = True
-) -> tuple[Any, Any, Any, Any, Any]:
-    """(indptr, indices, weights, degree, order) of a folder, as memory maps.
+def open_graph(folder: str | os.PathLike[str], check: bool = True) -> list[Any]:
+    """[indptr, indices, weights, degree, order] of a folder, as memory maps.
 
-    With `check` they are read once, and compared with their checksums.
+    With `check` they are read once, and compared with their checksums.  In a folder of the first
+    version, which has none, ids must at least lie within the graph.
     """
     folder = Path(folder)
-    meta = _meta(folder)
-    sizes = meta["bytes"]
-    found = {name: _opened(folder / f"{name}.npy", size) for name, size in sizes.items()}
+    meta, remedy = _meta(folder), "delete the folder and save the graph again"
+    sizes, sums = meta["bytes"], (meta.get("sums") or {}) if check else {}
+    found = {
+        name: open_array(folder / f"{name}.npy", remedy, sizes[name], sums.get(name))
+        for name in sizes
+    }
     n, entries = meta["nodes"], 2 * meta["edges"]
-    lengths = {"indptr": n + 1, "indices": entries, "weights": entries, "degree": n, "order": n}
-    kinds = {"indices": ("int32", "int64"), "weights": ("float64",), "degree": ("float64",)}
+    lengths = {"indptr": n + 1, "indices": entries, "weights": entries}
     for name, array in found.items():
-        if array.shape != (lengths[name],) or str(array.dtype) not in kinds.get(name, ("int64",)):
+        if array.shape != (lengths.get(name, n),) or str(array.dtype) not in _KINDS[name]:
             raise _damaged(folder, f"{name} is {array.dtype} of shape {array.shape}")
-    if found["indptr"][0] != 0 or found["indptr"][-1] != entries:
+    indptr, indices = found["indptr"], found["indices"]
+    if indptr[0] != 0 or indptr[-1] != entries:
         raise _damaged(folder, f"indptr does not end with {entries:,}")
-    if check:
-        _check_values(folder, found, meta.get("sums"), n)
-    indptr, indices, *rest = map(found.get, lengths)
-    return indptr, indices, *rest  # type: ignore[return-value]
+    if check and not sums and indices.size:
+        if not 0 <= int(indices.min()) <= int(indices.max()) < n:
+            raise _damaged(folder, f"indices.npy names nodes outside of 0..{n - 1}")
+        if (indptr[1:] < indptr[:-1]).any():
+            raise _damaged(folder, "indptr.npy does not rise")
+    return [found.get(name) for name in _KINDS]
 
 
 def _meta(folder: Path) -> dict[str, Any]:
     path = folder / _META
     if not path.is_file():
         raise DataError(f"{folder} holds no graph: it has no {_META}, as Graph.save writes it.")
-    try:
-        meta = json.loads(path.read_text())
-        if meta["format"] == _FORMAT and type(meta["version"]) is int and meta["version"] > VERSION:
-            raise DataError(
-                f"{folder} holds a graph of version {meta['version']}, and this herta_gpu reads "
-                f"{VERSION} at most: update herta_gpu."
-            )
-        if meta["format"] != _FORMAT or meta["version"] not in (1, VERSION):
+    with explained(f"{folder} is no whole graph: its {_META}"):
+        meta: dict[str, Any] = json.loads(path.read_text())
+        if meta["format"] != _FORMAT:
             raise ValueError(f"it is a {meta['format']} of version {meta['version']}")
-        known = {"indptr", "indices", "weights", "degree", "order"}
-        if not {"indptr", "indices"} <= set(meta["bytes"]) <= known:
+        check_version(folder, meta["version"], VERSION)
+        if not {"indptr", "indices"} <= set(meta["bytes"]) <= set(_KINDS):
             raise ValueError("its list of files is not that of a graph")
         if not all(type(meta[key]) is int and meta[key] >= 0 for key in ("nodes", "edges")):
             raise ValueError("its sizes are no whole numbers")
         if meta["version"] > 1 and set(meta.get("sums", {})) != set(meta["bytes"]):
             raise ValueError("it has no sums of its files")
-    except DataError:
-        raise
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise _damaged(folder, f"{_META}: {error}") from None
-    return dict(meta)
-
-
-def _opened(path: Path, size: Any) -> Any:
-    found = path.stat().st_size if path.is_file() else None
-    if found != size:
-        what = "is missing" if found is None else f"has {found:,} bytes instead of {size:,}"
-        raise _damaged(path.parent, f"{path.name} {what}")
-    try:
-        return load_npy(path, "a whole array")
-    except DataError as error:
-        raise _damaged(path.parent, str(error).rstrip(".")) from None
-
-
-def _check_values(folder: Path, found: dict[str, Any], sums: Any, n: int) -> None:
-    """An error unless the arrays have the checksums that they were written with.
-
-    In a folder of the first version, which has none, ids must at least lie within the graph.
-    """
-    for name, expected in (sums or {}).items():
-        if checksum(found[name]) != expected:
-            raise _damaged(folder, f"{name}.npy was altered, for its checksum differs")
-    indptr, indices = found["indptr"], found["indices"]
-    if sums is None and indices.size:
-        if not 0 <= int(indices.min()) <= int(indices.max()) < n:
-            raise _damaged(folder, f"indices.npy names nodes outside of 0..{n - 1}")
-        if (indptr[1:] < indptr[:-1]).any():
-            raise _damaged(folder, "indptr.npy does not rise")
+    return meta
 
 
 def _damaged(folder: Path, what: str) -> DataError:

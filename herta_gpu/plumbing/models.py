@@ -11,6 +11,7 @@ import json
 import math
 import types
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -18,7 +19,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 import numpy as np
 
 from herta_gpu.plumbing.checks import as_labels, check_dtype
-from herta_gpu.plumbing.files import Archive, DataError, why, write_npz
+from herta_gpu.plumbing.files import Archive, explained, write_npz
 from herta_gpu.plumbing.targets import Estimator
 
 Model = TypeVar("Model", bound=Estimator)
@@ -28,13 +29,11 @@ _MEMBERS = ("W", "about", "intercept", "train", "classes", "labels")
 def write_model(model: Any, path: str | Path, fitted: dict[str, Any]) -> None:
     """Write a fitted model to exactly `path`; `fitted` names its attributes and their types."""
     params = {**model.get_params(), "dtype": check_dtype(model.dtype)}
-    about = {_entry(name): to_plain(getattr(model, name)) for name in fitted}
-    arrays = {"W": model.W_, "about": np.array(json.dumps({"params": to_plain(params), **about}))}
-    arrays |= {"intercept": model.intercept_, "train": model.train_}
-    if model.classes_ is not None:
-        arrays["classes"] = model.classes_
-    if model.labels_ is not None:
-        arrays["labels"] = model.labels_
+    about = {name.strip("_"): to_plain(getattr(model, name)) for name in fitted}
+    text = np.array(json.dumps({"params": to_plain(params), **about}))
+    arrays = {"W": model.W_, "about": text, "intercept": model.intercept_, "train": model.train_}
+    arrays |= {"classes": model.classes_, "labels": model.labels_}
+    arrays = {name: array for name, array in arrays.items() if array is not None}
     write_npz(Path(path), arrays, "model")
 
 
@@ -45,11 +44,16 @@ def read_model(made: type[Model], path: str | Path, fitted: dict[str, Any]) -> M
         raise FileNotFoundError(f"There is no trained model at {path}.")
     stored = Archive(path, "a whole model file")
     stored.check_format("model", _MEMBERS)
-    try:
+    with explained(f"{path} is not a whole model file"):
         about = _about(stored, fitted)
         W, classes = _weights(stored)
-        check_params(made, about["params"])
-        model: Any = made(**_with_labels(about["params"], classes))
+        params = about["params"]
+        check_params(made, params)
+        by_class = params.get("class_weight")
+        if isinstance(by_class, dict) and classes is not None and classes.dtype.kind != "U":
+            # JSON has made text of the labels.
+            params = {**params, "class_weight": {int(k): value for k, value in by_class.items()}}
+        model: Any = made(**params)
         settings = model._settings()
         blocks, of_labels = len(settings.lams), settings.features(0, W.shape[1])
         d, left = divmod(W.shape[0] - of_labels, blocks)
@@ -60,11 +64,8 @@ def read_model(made: type[Model], path: str | Path, fitted: dict[str, Any]) -> M
         if of_labels and model.labels_.shape != (model.train_.shape[0], W.shape[1]):
             raise ValueError(f"its labels have shape {model.labels_.shape}")
         for name, kind in fitted.items():
-            setattr(model, name, from_plain(kind, about[_entry(name)], _entry(name)))
-    except DataError:
-        raise
-    except (ValueError, TypeError, RecursionError) as error:
-        raise DataError(f"{path} is not a whole model file ({why(error)}).") from None
+            entry = name.strip("_")  # that of `status_` is "status"
+            setattr(model, name, from_plain(kind, about[entry], entry))
     model.W_, model.classes_, model.n_features_in_ = W, classes, d
     result: Model = model
     return result
@@ -78,14 +79,6 @@ def check_params(made: type[Estimator], params: dict[str, Any]) -> None:
         raise ValueError(f"there is no parameter {wrong[0]!r}")
 
 
-def _with_labels(params: dict[str, Any], classes: Any) -> dict[str, Any]:
-    """Parameters whose weights by class have the labels that JSON made text of."""
-    given = params.get("class_weight")
-    if not isinstance(given, dict) or classes is None or classes.dtype.kind == "U":
-        return params
-    return {**params, "class_weight": {int(name): value for name, value in given.items()}}
-
-
 def _constants(stored: Archive, c: int) -> tuple[Any, Any]:
     """The intercept and the training nodes; files of earlier versions hold neither."""
     b = stored["intercept"] if "intercept" in stored else np.zeros(c)
@@ -97,25 +90,14 @@ def _constants(stored: Archive, c: int) -> tuple[Any, Any]:
     return b, train
 
 
-def _entry(name: str) -> str:
-    """The entry of an attribute: that of `status_` is "status"."""
-    return name.strip("_")
-
-
 def _about(stored: Archive, fitted: dict[str, Any]) -> dict[str, Any]:
     """What a model file says of the model; all of it must be there."""
     shape, kind = stored.header("about")
     if shape != () or kind.kind != "U":
         raise ValueError("its entry about is no text")
-    about = json.loads(str(stored["about"]))
-    if not isinstance(about, dict):
-        raise ValueError(f"it is a {type(about).__name__}, not an object with entries")
-    missing = [name for name in ("params", *map(_entry, fitted)) if name not in about]
-    if missing:
-        raise ValueError(f"it has no entry {missing[0]}")
-    if not isinstance(about["params"], dict):
-        raise ValueError(f"its entry params is {about['params']!r}")
-    return dict(about)
+    about: dict[str, Any] = json.loads(str(stored["about"]))
+    check_entries(about, {"params": dict, **{name.strip("_"): object for name in fitted}})
+    return about
 
 
 def _weights(stored: Archive) -> tuple[Any, Any]:
@@ -176,30 +158,42 @@ def to_plain(value: Any, lossy: bool = False) -> Any:
 
 def from_plain(kind: Any, value: Any, name: str = "it") -> Any:
     """The value of type `kind` that `to_plain` was given; a ValueError names what does not fit."""
-    if kind is Any:
-        return _any(value)
-    if is_dataclass(kind):
-        return _made(kind, value, name)
     if isinstance(kind, type) and issubclass(kind, tuple) and hasattr(kind, "_fields"):
         hints = tuple(get_type_hints(kind).values())
         return kind(*from_plain(tuple[hints], value, name))  # type: ignore[valid-type]
     origin, inner = get_origin(kind) or kind, get_args(kind)
-    if origin in (Union, types.UnionType):
-        return _one_of(inner, value, name)
-    if origin is Literal:
-        return _checked(value in inner, value, name)
+    if origin in (Union, types.UnionType):  # the first of several types that fits it
+        for of in inner[:-1]:
+            with suppress(ValueError):
+                return from_plain(of, value, name)
+        return from_plain(inner[-1], value, name)
+    if kind is float or kind is Any:
+        value = _numbers_restored(value)
+    if kind is float and type(value) is int:
+        value = float(value)
+    if is_dataclass(kind):
+        fits = isinstance(value, dict)
+    elif origin is Literal:
+        fits = value in inner
+    elif origin in _LISTS:
+        several = origin is tuple and inner and inner[-1] is not Ellipsis
+        fits = isinstance(value, list) and (not several or len(value) == len(inner))
+    elif origin in (dict, Mapping):
+        fits = isinstance(value, dict)
+    else:
+        fits = kind is Any or type(value) is (type(None) if kind is None else kind)
+    if not fits:
+        raise ValueError(f"its entry {name} is {value!r}")
+    if is_dataclass(kind):
+        return _made(kind, value, name)
     if origin in _LISTS:
-        return _several(origin, inner, _checked(isinstance(value, list), value, name), name)
+        kinds = inner if several else (inner[0] if inner else Any,) * len(value)
+        made = [from_plain(of, v, f"{name}[{i}]") for i, (of, v) in enumerate(zip(kinds, value))]
+        return made if origin is list else tuple(made)
     if origin in (dict, Mapping):
-        _checked(isinstance(value, dict), value, name)
         key, of = inner or (str, Any)
         return {key(k): from_plain(of, v, f"{name}.{k}") for k, v in value.items()}
-    if kind is float:
-        number = _any(value)
-        whole = isinstance(number, (int, float)) and not isinstance(number, bool)
-        return float(_checked(whole, number, name))
-    allowed = type(None) if kind is None else kind
-    return _checked(type(value) is allowed, value, name)
+    return value
 
 
 def check_entries(content: Any, types: dict[str, Any]) -> None:
@@ -216,53 +210,24 @@ def check_entries(content: Any, types: dict[str, Any]) -> None:
             raise ValueError(f"its entry {name} is {value!r}")
 
 
-def _any(value: Any) -> Any:
-    """The value of an unknown type: numbers that JSON lacks are restored, at any depth."""
+def _numbers_restored(value: Any) -> Any:
+    """A value of an unknown type with the numbers that JSON lacks, at any depth."""
     if isinstance(value, list):
-        return [_any(inner) for inner in value]
+        return [_numbers_restored(inner) for inner in value]
     if not isinstance(value, dict):
         return value
     if set(value) == {_NUMBER} and value[_NUMBER] in ("inf", "-inf", "nan"):
         return float(value[_NUMBER])
-    return {key: _any(inner) for key, inner in value.items()}
+    return {key: _numbers_restored(inner) for key, inner in value.items()}
 
 
 def _made(kind: Any, value: Any, name: str) -> Any:
     """A dataclass from its fields; those without a default must be there."""
-    _checked(isinstance(value, dict), value, name)
     hints, known = get_type_hints(kind), {field.name: field for field in fields(kind)}
-    unknown = next((key for key in value if key not in known), None)
-    if unknown is not None:
-        raise ValueError(f"{name} has an unknown entry {unknown}")
+    for key in value:
+        if key not in known:
+            raise ValueError(f"{name} has an unknown entry {key}")
     for key, field in known.items():
-        needed = field.default is MISSING and field.default_factory is MISSING
-        if key not in value and needed:
+        if key not in value and field.default is MISSING and field.default_factory is MISSING:
             raise ValueError(f"{name} has no entry {key}")
     return kind(**{key: from_plain(hints[key], v, f"{name}.{key}") for key, v in value.items()})
-
-
-def _one_of(kinds: tuple[Any, ...], value: Any, name: str) -> Any:
-    """The value as the first of several types that fits it."""
-    for kind in kinds:
-        try:
-            return from_plain(kind, value, name)
-        except ValueError as error:
-            last = error
-    raise last
-
-
-def _several(origin: Any, inner: tuple[Any, ...], value: list[Any], name: str) -> Any:
-    """A list or a tuple, of one type for all entries or of one type for each."""
-    if origin is tuple and inner and inner[-1] is not Ellipsis:
-        _checked(len(value) == len(inner), value, name)
-        kinds = inner
-    else:
-        kinds = (inner[0] if inner else Any,) * len(value)
-    made = [from_plain(of, v, f"{name}[{i}]") for i, (of, v) in enumerate(zip(kinds, value))]
-    return made if origin is list else tuple(made)
-
-
-def _checked(fits: bool, value: Any, name: str) -> Any:
-    if not fits:
-        raise ValueError(f"its entry {name} is {value!r}")
-    return value

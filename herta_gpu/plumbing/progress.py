@@ -82,7 +82,9 @@ class Stages:
                 if self.wait is not None:
                     self.wait()
         except BaseException:
-            self._clear()  # a stage that failed has no time to show: the error comes next
+            self._close()  # a stage that failed has no time to show: the error comes next
+            if self.verbose and sys.stderr.isatty():
+                print("\r\033[K", end="", file=sys.stderr, flush=True)
             raise
         spent = time.perf_counter() - start
         self._close()
@@ -104,7 +106,10 @@ class Stages:
         A `warm` step is one on a cheaper model that goes first; nothing of it is certified.
         """
         shown = f"certified gap {gap:.1e}" if gap < inf else "not certified yet    "
-        name, share = "warm" if warm else "step", _closeness(gap, goal)
+        share = 0.0
+        if gap < inf and goal < 1:  # 0 at a gap of 1 and 1 at the goal, on a logarithmic scale
+            share = min(1.0, max(0.0, log10(max(gap, 1e-300)) / log10(goal)))
+        name = "warm" if warm else "step"
         if self._draw(name, 100 * share, 100, told=f"{step:4d}  {shown}  loss {loss:.6g}"):
             return
         text = f"{name} {step:4d}  [{_line(share)}]  {shown}  loss {loss:.6g}"
@@ -142,8 +147,11 @@ class Stages:
 
         A `unit` makes it tell the pace and the time that is left, and the end close it.
         """
-        tqdm = _tqdm() if self.verbose else None
-        if tqdm is None:
+        if not self.verbose or not (sys.stderr.isatty() or "ipykernel" in sys.modules):
+            return False
+        try:
+            from tqdm.auto import tqdm
+        except ImportError:
             return False
         if self._bar is None or self._bar.desc != f"{name}: " or self._bar.total != of:
             self._close()
@@ -179,30 +187,6 @@ class Stages:
                 print(f"\r\033[K{text}", end="" if passing else "\n", file=sys.stderr, flush=True)
             else:
                 print(text, file=sys.stderr, flush=True)
-
-    def _clear(self) -> None:
-        """Take a passing line off a terminal, and a bar."""
-        self._close()
-        if self.verbose and sys.stderr.isatty():
-            print("\r\033[K", end="", file=sys.stderr, flush=True)
-
-
-def _tqdm() -> Any:
-    """tqdm's bar for where this program is watched: a terminal, or a notebook; else None."""
-    if not (sys.stderr.isatty() or "ipykernel" in sys.modules):
-        return None
-    try:
-        from tqdm.auto import tqdm
-    except ImportError:
-        return None
-    return tqdm
-
-
-def _closeness(gap: float, goal: float) -> float:
-    """0 at a gap of 1 and 1 at the goal, on a logarithmic scale."""
-    if gap == inf or goal >= 1:
-        return 0.0
-    return min(1.0, max(0.0, log10(max(gap, 1e-300)) / log10(goal)))
 
 
 def _line(share: float, width: int = 24) -> str:

@@ -168,9 +168,14 @@ class MappedRows:
             Called in the caller's thread before that part goes over an older one.
         """
         count = len(wanted)
+        bounds = [
+            (*rows.indices(self._shape[0])[:2], *columns.indices(self._shape[1])[:2])
+            for rows, columns in wanted
+        ]
         if ring is None:
-            most = max((self._extent(part) for part in wanted), default=0)
+            most = max(((b - a) * (right - left) for a, b, left, right in bounds), default=0)
             ring = [np.empty(most, self._dtype) for _ in range(min(RING, count))]
+        step = max(1, _PIECE // self._stride)  # rows that a thread reads at once
         pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="herta-reads")
         begun: deque[tuple[Any, list[Future[None]]]] = deque()
         started = 0
@@ -179,8 +184,14 @@ class MappedRows:
                 while started < min(count, i + 1 + len(ring) - kept):
                     if before_reuse is not None and started >= len(ring):
                         before_reuse(started)
+                    a, b, left, right = bounds[started]
                     room = ring[started % len(ring)]
-                    begun.append(self._begin(pool, wanted[started], room, reads))
+                    out = room[: (b - a) * (right - left)].reshape(b - a, right - left)
+                    pieces = [
+                        pool.submit(self._piece, a + j, left, right, out[j : j + step], reads)
+                        for j in range(0, b - a, step)
+                    ]
+                    begun.append((out, pieces))
                     started += 1
                 part, pieces = begun.popleft()
                 with reads.waiting():
@@ -191,19 +202,6 @@ class MappedRows:
         finally:  # the caller may stop early
             pool.shutdown(cancel_futures=True)
 
-    def _begin(
-        self, pool: ThreadPoolExecutor, part: Part, room: Any, reads: Reads
-    ) -> tuple[Any, list[Future[None]]]:
-        """Where a part will be, and the pieces that it is read in."""
-        (first, last, _), (left, right, _) = self._bounds(part)
-        out = room[: (last - first) * (right - left)].reshape(last - first, right - left)
-        step = max(1, _PIECE // self._stride)
-        pieces = [
-            pool.submit(self._piece, a, left, right, out[a - first : a - first + step], reads)
-            for a in range(first, last, step)
-        ]
-        return out, pieces
-
     def _piece(self, first: int, left: int, right: int, out: Any, reads: Reads) -> None:
         """Whole rows, from `first` on, and of them the columns left:right."""
         rows, at = out.shape[0], self._start + first * self._stride
@@ -212,17 +210,13 @@ class MappedRows:
             if out.nbytes == size:  # all columns, and nothing between the rows
                 self._read(at, out)
                 return
-            raw = self._raw(size)
+            if getattr(self._own, "raw", None) is None or self._own.raw.size < size:
+                self._own.raw = np.empty(size, np.uint8)
+            raw = self._own.raw[:size]
             self._read(at, raw)
             strides = (self._stride, self._dtype.itemsize)
             whole = np.ndarray((rows, self._shape[1]), self._dtype, raw, strides=strides)
             out[...] = whole[:, left:right]
-
-    def _raw(self, size: int) -> Any:
-        """Bytes of this thread, as many as it takes."""
-        if getattr(self._own, "raw", None) is None or self._own.raw.size < size:
-            self._own.raw = np.empty(size, np.uint8)
-        return self._own.raw[:size]
 
     def _read(self, at: int, out: Any) -> None:
         """Fill `out` with the bytes of the file from `at` on."""
@@ -234,13 +228,6 @@ class MappedRows:
                 if not got:
                     raise _shrunk(self._path, os.fstat(file.fileno()).st_size, at + len(left))
                 at, left = at + got, left[got:]
-
-    def _bounds(self, part: Part) -> Any:
-        return [s.indices(n) for s, n in zip(part, self._shape, strict=True)]
-
-    def _extent(self, part: Part) -> int:
-        (first, last, _), (left, right, _) = self._bounds(part)
-        return (last - first) * (right - left)
 
 
 def fill(out: Any, X: Any, rows: Any = None) -> None:

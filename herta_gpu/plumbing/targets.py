@@ -149,9 +149,16 @@ def make_targets(
     labels = y.ndim == 1 and y.dtype.kind in "iubU" and loss != "bce"
     if class_weight is not None and not labels:
         raise ValueError("class_weight needs one class label per node: use sample_weight instead.")
+    classes: Any = None
+    known = has_label(y) if labels else np.ones(n, dtype=bool)
+    Y = y
+    if loss == "bce":
+        Y = _several_labels(y)
+        known = (Y >= 0).any(axis=1)
+    elif not labels:
+        _check_numbers(y, loss)
+    rows, weight = _weighty(train_rows(train, known, n), weight)
     if labels:
-        known = has_label(y)
-        rows, weight = _weighty(train_rows(train, known, n), weight)
         if class_weight is not None:
             by_class = _class_weights(class_weight, y[known], y[rows])
             weight = by_class if weight is None else by_class * weight
@@ -163,9 +170,21 @@ def make_targets(
                 f"(unlabelled) is {classes[0]}: for two classes use 0 and 1.",
                 stacklevel=4,
             )
-        return Targets(rows, _one_hot(codes, classes.shape[0]), classes, True, *_in_unit(weight))
-    if loss == "bce":
-        return _several_labels(y, train, n, weight)
+        Y = _one_hot(codes, classes.shape[0])
+    else:
+        Y = columns_of(Y[rows].astype(np.float64))
+        check_targets(Y)
+    unit = 1.0
+    if weight is not None and (weight == 1).all():
+        weight = None
+    elif weight is not None:
+        unit = 2.0 ** math.ceil(math.log2(float(weight.max())))
+        weight = weight / unit
+    return Targets(rows, Y, classes, y.ndim == 1, weight, unit)
+
+
+def _check_numbers(y: Any, loss: str) -> None:
+    """A sentence unless y may be targets that are predicted as numbers."""
     if loss == "ce":
         raise ValueError(
             'loss="ce" needs one integer class label per node (or text), not floats or columns.'
@@ -177,11 +196,6 @@ def make_targets(
             f"y holds whole numbers in {y.shape[1]} columns: for several labels per node use "
             'loss="bce"; numbers to be predicted as such must be floats, y.astype(float).'
         )
-    rows, weight = _weighty(train_rows(train, np.ones(n, dtype=bool), n), weight)
-    Y = y[rows].astype(np.float64)
-    check_targets(Y)
-    Y = Y[:, None] if y.ndim == 1 else Y
-    return Targets(rows, Y, None, y.ndim == 1, *_in_unit(weight))
 
 
 def joint_targets(
@@ -197,7 +211,7 @@ def joint_targets(
     backend.same(sample_weight is None, "choice of sample_weight", always=True)
     known = has_label(y) if y.dtype.kind != "f" else np.ones(n, dtype=bool)
     if loss == "bce" and y.dtype.kind != "U":
-        known = _columns(np.isfinite(y) & (y >= 0)).any(axis=1)
+        known = columns_of(np.isfinite(y) & (y >= 0)).any(axis=1)
     rows = train_rows(train, known, n, alone=False)
     backend.train_on(rows)
     taken = backend.gathered(y[rows])
@@ -217,7 +231,7 @@ def joint_targets(
     return replace(found, rows=rows, of_all=backend.train_on(rows))
 
 
-def _columns(x: Any) -> Any:
+def columns_of(x: Any) -> Any:
     """One number per row as one column."""
     return x[:, None] if x.ndim == 1 else x
 
@@ -229,19 +243,18 @@ def _checked_labels(y: Any, n: int) -> Any:
     return y
 
 
-def _several_labels(y: Any, train: Any, n: int, weight: Any) -> Targets:
+def _several_labels(y: Any) -> Any:
     """Zeros and ones, several per node; -1 or NaN is unknown, and becomes -1."""
     if y.dtype.kind == "U" or (y.ndim == 2 and y.shape[1] == 0):
         raise ValueError('loss="bce" needs zeros and ones, (n,) or (n, c), -1 or NaN for unknown.')
-    Y = _columns(np.where(np.isfinite(y), y, -1).astype(np.float64))
-    if not np.isin(Y, (-1.0, 0.0, 1.0)).all() or np.isinf(y).any():
-        bad = Y[~np.isin(Y, (-1.0, 0.0, 1.0))]
-        shown = f"{bad[0]:g}" if bad.size else "infinity"
+    Y = columns_of(np.where(np.isnan(y), -1, y).astype(np.float64))
+    bad = Y[~np.isin(Y, (-1.0, 0.0, 1.0))]
+    if bad.size:
+        shown = f"{bad[0]:g}" if np.isfinite(bad[0]) else "infinity"
         raise ValueError(
             f'loss="bce" needs zeros and ones (-1 or NaN for unknown), but y holds {shown}.'
         )
-    rows, weight = _weighty(train_rows(train, (Y >= 0).any(axis=1), n), weight)
-    return Targets(rows, Y[rows], None, y.ndim == 1, *_in_unit(weight))
+    return Y
 
 
 def _row_weights(given: Any, n: int) -> Any:
@@ -290,14 +303,6 @@ def _class_weights(given: Any, labels: Any, y: Any) -> Any:
     return np.array([float(given.get(name, 1.0)) for name in classes.tolist()])[codes]
 
 
-def _in_unit(weight: Any) -> tuple[Any, float]:
-    """Weights of at most 1, and the power of two by which they were divided."""
-    if weight is None or (weight == 1).all():
-        return None, 1.0
-    unit = 2.0 ** math.ceil(math.log2(float(weight.max())))
-    return weight / unit, unit
-
-
 def check_scored(y: Any, n: int) -> None:
     """Raise an error unless `y` holds labels or targets for n predictions."""
     y = as_labels("y", y)
@@ -337,7 +342,7 @@ def accuracy_or_r2(
         raise ValueError("y holds text but the model predicts numbers.")
     if not np.isfinite(y).all():
         raise ValueError("y holds NaN or infinity in a row to score: leave such rows out by idx.")
-    truth, guess = (_columns(a.astype(np.float64)) for a in (y, predicted))
+    truth, guess = (columns_of(a.astype(np.float64)) for a in (y, predicted))
     if truth.shape != guess.shape:
         raise ValueError(f"y has {truth.shape[1]} columns but the model has {guess.shape[1]}.")
     return r_squared(truth, guess, total)
@@ -352,7 +357,7 @@ def _share_right(right: Any, total: Total) -> float:
 
 def label_accuracy(predicted: Any, y: Any, rows: Any, total: Total = alone) -> float:
     """The share of right labels of 0 or 1, among those of `rows` that are known."""
-    y, predicted = _columns(as_labels("y", y)[rows]), _columns(predicted)
+    y, predicted = columns_of(as_labels("y", y)[rows]), columns_of(predicted)
     if y.shape != predicted.shape:
         raise ValueError(f"y has {y.shape[1]} columns but the model has {predicted.shape[1]}.")
     known = (y == 0) | (y == 1)

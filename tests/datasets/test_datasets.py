@@ -188,18 +188,6 @@ def test_half_precision_features_train_like_the_same_numbers_in_single(tmp_path)
         assert stored.normalized(how).X.dtype == np.float32
 
 
-@pytest.mark.parametrize("on_disk", [False, True])
-def test_features_come_in_chunks(on_disk, tmp_path):
-    data = small()
-    if on_disk:
-        np.save(tmp_path / "X.npy", data.X)
-        data.X = np.load(tmp_path / "X.npy", mmap_mode="r")
-        assert all(isinstance(block, np.memmap) for _, block in data.feature_rows(chunk=16))
-    parts = list(data.feature_rows(chunk=16))
-    assert [rows.stop for rows, _ in parts] == [16, 32, 40]
-    assert (np.concatenate([block for _, block in parts]) == data.X).all()
-
-
 # ---- Planetoid ------------------------------------------------------------------------------
 def write_planetoid(folder: Path, name: str = "cora") -> tuple[np.ndarray, np.ndarray, list]:
     """Twelve nodes in Planetoid's format: 10 is a test id that is absent, as in Citeseer."""

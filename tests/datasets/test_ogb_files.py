@@ -412,7 +412,7 @@ for key in ("edge_index", "node_feat"):
 for file in ("raw/node-label.npz", "split/time/valid.csv.gz"):
     DAMAGE[f"no {file}"] = (lambda at, file=file: (at / file).unlink(), f"{file} is missing")
 DAMAGE["foreign"] = (foreign, r"has no entry num_nodes_list but a, b: it is not OGB's")
-DAMAGE["unknown version"] = (unknown_version, r"is of version \(9, 0\) of \.npy")
+DAMAGE["unknown version"] = (unknown_version, r"data\.npz is damaged \(")
 DAMAGE["a web page"] = (
     lambda at: (at / "raw" / "data.npz").write_bytes(b"<!DOCTYPE html>" + bytes(1000)),
     r"data\.npz is damaged \(File is not a zip file\)",

@@ -19,7 +19,6 @@ from herta_gpu.datasets import (
     blockmodel,
     graph_at_hand,
     load,
-    runs,
     writes_first,
 )
 
@@ -67,7 +66,7 @@ KNOWN = {
 @pytest.mark.parametrize(("text", "seed"), KNOWN)
 def test_a_seed_keeps_its_data(text, seed, ranges, monkeypatch):
     if ranges == "many ranges":
-        monkeypatch.setattr(runs, "_RANGE", 1 << 11)
+        monkeypatch.setattr(blockmodel, "_RANGE", 1 << 11)
         monkeypatch.setattr(blockmodel, "_SLAB", 100)
     data = load(f"synthetic:{text}", random_state=seed)
     graph = digest(data.graph.indptr.astype("<i8"), data.graph.indices.astype("<i4"))
@@ -78,20 +77,19 @@ def test_a_seed_keeps_its_data(text, seed, ranges, monkeypatch):
 
 @pytest.mark.parametrize("on_disk", [False, True])
 def test_runs_are_the_sorted_list_of_different_edges(on_disk, tmp_path, monkeypatch):
-    monkeypatch.setattr(runs, "_RANGE", 64)
+    monkeypatch.setattr(blockmodel, "_RANGE", 64)
     rng, n = np.random.default_rng(0), 50
     pairs = np.sort(rng.integers(0, n, (2, 3000)), axis=0)
     keys = np.where(pairs[0] == pairs[1], -1, pairs[0] * n + pairs[1])
     folder = tmp_path if on_disk else None
-    made = runs.Runs(n, 1000, runs.Scratch(folder))
+    made = blockmodel._Runs(n, 1000, folder)
     for chunk in np.array_split(keys.copy(), 7):
         made.add(chunk)
     different = np.unique(keys[keys >= 0])
-    counts = made.count()
-    assert counts.sum() == different.shape[0]
-    assert np.count_nonzero(counts) > 8
+    assert made.count() == different.shape[0]
+    assert np.count_nonzero(made._counts) > 8
     gone = np.array([0, 5, 6, 7, 300, different.shape[0] - 1])
-    found = made.edge_list(counts, gone, runs.Scratch(folder))
+    found = made.edge_list(gone)
     kept = np.delete(different, gone)
     assert found.dtype == np.int32
     assert isinstance(found, np.memmap) == on_disk

@@ -99,9 +99,9 @@ ALTERED = [
     ("another bit", lambda a: {**a, "W": np.nextafter(a["W"], 9)}, "entry W was altered"),
     ("two swapped", lambda a: {**a, "W": a["W"][::-1]}, "entry W was altered"),
     ("no format, but extra", lambda a: {**without(a, "format"), "bias": np.ones(3)},
-     "has an entry bias"),
+     "has an entry 'bias'"),
     ("no format, renamed", lambda a: {**without(a, "format", "intercept"), "b": a["intercept"]},
-     "has an entry b"),
+     "has an entry 'b'"),
 ]  # fmt: skip
 
 
@@ -294,19 +294,19 @@ def test_predictions_have_no_format(tmp_path):
 
 def test_a_checkpoint_that_was_altered_is_made_again(tmp_path):
     """Bytes of a stored block that changed are not believed, whichever they are."""
-    from herta_gpu.plumbing.checkpoint import _read, _write
+    from herta_gpu.plumbing.checkpoint import read, write
 
     path = tmp_path / "Q.npz"
     arrays = {"Q": np.random.default_rng(0).standard_normal((6, 2)), "left": np.ones(2)}
-    _write(path, "key", arrays)
+    write(path, "key", arrays)
 
     def is_same(found: dict[str, Any] | None) -> bool:
         if found is None:  # it is made again
             return True
         return all(checksum(found[name]) == checksum(a) for name, a in arrays.items())
 
-    assert is_same(_read(path, "key"))
-    assert alter_bytes(path, lambda: _read(path, "key"), is_same) == 0
+    assert is_same(read(path, "key"))
+    assert alter_bytes(path, lambda: read(path, "key"), is_same) == 0
 
 
 def test_files_of_labels_are_checked_alike(tmp_path):

@@ -222,9 +222,9 @@ def test_the_fingerprint_is_there_before_anything_else(tmp_path, monkeypatch):
     from herta_gpu import task
     from herta_gpu.plumbing import checkpoint
 
-    written, write = [], checkpoint._write
+    written, write = [], checkpoint.write
     monkeypatch.setattr(
-        checkpoint, "_write", lambda p, *a: (written.append(files(tmp_path)), write(p, *a))
+        checkpoint, "write", lambda p, *a: (written.append(files(tmp_path)), write(p, *a))
     )
     fit(tmp_path, given())
     assert list(written[0]) == ["made-from.json"]

@@ -137,8 +137,16 @@ def other_array(name: str, array: Any) -> Any:
 DAMAGE = [
     ("no json", lambda f: (f / "graph.json").unlink(), "holds no graph: it has no graph.json"),
     ("no folder", lambda f: f.rename(f.parent / "away"), "holds no graph"),
-    ("text", lambda f: (f / "graph.json").write_text("hello"), "is no whole graph (graph.json"),
-    ("a list", lambda f: (f / "graph.json").write_text("[1]"), "is no whole graph (graph.json"),
+    (
+        "text",
+        lambda f: (f / "graph.json").write_text("hello"),
+        "is no whole graph: its graph.json (",
+    ),
+    (
+        "a list",
+        lambda f: (f / "graph.json").write_text("[1]"),
+        "is no whole graph: its graph.json (",
+    ),
     (
         "version",
         meta(version=99),
@@ -162,13 +170,13 @@ def test_damaged_and_foreign_folders(damage, words, tmp_path):
     random_graph(20, 40).save(tmp_path / "g")
     damage(tmp_path / "g")
     with pytest.raises(DataError) as found:
-        Graph.open(tmp_path / "g")
+        Graph.open(tmp_path / "g", check=False)
     assert words in str(found.value)
     assert str(found.value).count("\n") == 0
 
 
 def test_opening_maps_the_files_and_never_changes_them(tmp_path):
-    g = random_graph(20, 40).save(tmp_path / "g")
+    g = random_graph(200, 2000).save(tmp_path / "g")
     assert isinstance(g.indices, np.memmap)
     assert g.indices.mode == "r"
     with pytest.raises(ValueError, match="read-only"):
