@@ -108,12 +108,10 @@ def load(
         return digits() if features else replace(digits(), X=None)
     if name.startswith("synthetic:"):
         return synthetic(name.removeprefix("synthetic:"), random_state, features)
-    if name.endswith(".npz"):
-        return load_npz(name, features=features)
-    folders = data_dirs(data_dir)
-    stored = _npz_of(name, folders)
+    stored = _npz_of(name, data_dir)
     if stored is not None:
-        return load_npz(stored, name, features)
+        return load_npz(stored, None if name.endswith(".npz") else name, features)
+    folders = data_dirs(data_dir)
     tables = table_folder(name, folders)
     if tables is not None:
         return load_tables(tables, features)
@@ -130,7 +128,7 @@ def check_budget(name: str | os.PathLike[str], data_dir: _Folder, budget: Any) -
     name = _text(name)
     if budget is None or name == "digits" or name.startswith("synthetic:"):
         return
-    path = Path(name) if name.endswith(".npz") else _npz_of(name, data_dirs(data_dir))
+    path = _npz_of(name, data_dir)
     size = 0 if path is None else Archive(path, "a whole .npz archive").unpacked
     if size > parse_bytes(budget):
         raise DataError(
@@ -140,13 +138,9 @@ def check_budget(name: str | os.PathLike[str], data_dir: _Folder, budget: Any) -
         )
 
 
-def names(data_dir: _Folder = None) -> list[str]:
-    """What `load` knows by name, with the .npz files of the data folders."""
-    return _names_in(data_dirs(data_dir))
-
-
-def _names_in(folders: list[Path]) -> list[str]:
-    found = {path.stem for folder in folders for path in folder.glob("*.npz")}
+def names(data_dir: _Folder = None, *more: Path) -> list[str]:
+    """What `load` knows by name, with the .npz files of the data folders and of `more` folders."""
+    found = {path.stem for at in (*data_dirs(data_dir), *more) for path in at.glob("*.npz")}
     made = {f"synthetic:{preset}" for preset in PRESETS}
     return sorted({"digits", *planetoid.NAMES, *ogb.SHAPES, *made, *found})
 
@@ -164,15 +158,16 @@ def sizes(name: str | os.PathLike[str], data_dir: _Folder = None) -> DataSizes:
     if name.startswith("synthetic:"):
         spec = parse(name.removeprefix("synthetic:"))
         return DataSizes(spec.n, spec.m, spec.d, spec.c, spec.n_train, None, spec.large)
-    if name != "digits":
-        folders = data_dirs(data_dir)
-        stored = Path(name) if name.endswith(".npz") else _npz_of(name, folders)
-        if stored is not None:
-            return _npz_sizes(stored)
-        if name in ogb.SHAPES:
-            return _ogb_sizes(name)
-        if name in planetoid.SHAPES:
-            return DataSizes(*planetoid.SHAPES[name], X_nonzeros=20 * planetoid.SHAPES[name][0])
+    stored = None if name == "digits" else _npz_of(name, data_dir)
+    if stored is not None:
+        found = outline(Archive(stored, "a whole .npz archive"))
+        c = 0 if found.y is None else num_outputs(found.y)
+        n_train = _n_train(stored, found.split, found.n, found.y)
+        return DataSizes(found.n, found.m, found.d or 0, c, n_train, found.X_nonzeros)
+    if name in ogb.SHAPES:
+        return _ogb_sizes(name)
+    if name in planetoid.SHAPES:
+        return DataSizes(*planetoid.SHAPES[name], X_nonzeros=20 * planetoid.SHAPES[name][0])
     data = load(name, data_dir)
     n, d = data.graph.num_nodes, 0 if data.X is None else data.X.shape[1]
     n_train = _n_train(name, data.split, n, data.y)
@@ -186,7 +181,7 @@ def writes_first(name: str | os.PathLike[str], data_dir: _Folder = None) -> bool
     if name.startswith("synthetic:"):
         return parse(name.removeprefix("synthetic:")).large
     known = name in ogb.SHAPES or name in planetoid.NAMES
-    return known and _npz_of(name, data_dirs(data_dir)) is None
+    return known and _npz_of(name, data_dir) is None
 
 
 def graph_at_hand(name: str | os.PathLike[str], data_dir: _Folder = None) -> Graph | None:
@@ -194,9 +189,8 @@ def graph_at_hand(name: str | os.PathLike[str], data_dir: _Folder = None) -> Gra
     name = _text(name)
     if name.startswith("synthetic:"):
         return kept_graph(name.removeprefix("synthetic:"))
-    if name in FROM_FILES and is_converted(name):
-        return load(name, data_dir, features=False).graph
-    if writes_first(name, data_dir) and not is_cached(ogb.cached_folder(name)):
+    at_hand = name in FROM_FILES and is_converted(name)
+    if not at_hand and writes_first(name, data_dir) and not is_cached(ogb.cached_folder(name)):
         return None
     return load(name, data_dir, features=False).graph
 
@@ -207,8 +201,12 @@ def _text(name: str | os.PathLike[str]) -> str:
     return os.fspath(name)
 
 
-def _npz_of(name: str, folders: list[Path]) -> Path | None:
-    return next((f / f"{name}.npz" for f in folders if (f / f"{name}.npz").is_file()), None)
+def _npz_of(name: str, data_dir: _Folder) -> Path | None:
+    """The .npz file that a name stands for; one that is given itself need not be there."""
+    if name.endswith(".npz"):
+        return Path(name)
+    paths = (folder / f"{name}.npz" for folder in data_dirs(data_dir))
+    return next((path for path in paths if path.is_file()), None)
 
 
 def _ogb_root(name: str, folders: list[Path], data_dir: _Folder) -> Path | None:
@@ -218,13 +216,6 @@ def _ogb_root(name: str, folders: list[Path], data_dir: _Folder) -> Path | None:
         if raw or (folder / name.replace("-", "_")).is_dir():
             return folder
     return None if data_dir is None else Path(data_dir)
-
-
-def _npz_sizes(path: Path) -> DataSizes:
-    found = outline(Archive(path, "a whole .npz archive"))
-    c = 0 if found.y is None else num_outputs(found.y)
-    n_train = _n_train(path, found.split, found.n, found.y)
-    return DataSizes(found.n, found.m, found.d or 0, c, n_train, found.X_nonzeros)
 
 
 def _n_train(source: Any, split: dict[str, Any], n: int, y: Any) -> int:
@@ -249,7 +240,7 @@ def _ogb_sizes(name: str) -> DataSizes:
 
 
 def _unknown(name: str, folders: list[Path]) -> str:
-    known = _names_in([*data_dirs(None), *folders])
+    known = names(None, *folders)
     small = {k.lower(): k for k in known}
     close = [small[k] for k in difflib.get_close_matches(name.lower(), small, n=4, cutoff=0.5)]
     places = ", ".join(str(f) for f in folders) or "none: set HERTA_DATA or give --data-dir"

@@ -98,38 +98,27 @@ def _num_nodes(archive: Archive, rows: int | None) -> int:
 
 def _feature_shape(archive: Archive) -> tuple[int | None, int | None, int | None]:
     """Rows, columns and non-zeros (None: dense) of the features, from their headers."""
-    path = archive.path
-    sparse = [key in archive for key in _SPARSE]
-    if "features" in archive:
-        shape, kind = archive.header("features")
-        _check_numbers(path, "features", kind)
-        if len(shape) != 2:
-            raise DataError(
-                f"{path}: features must have one row per node and one column per feature, not "
-                f"shape {shape}."
-            )
-        return shape[0], shape[1], None
-    if not any(sparse):
-        return None, None, None
-    if not all(sparse):
-        missing = ", ".join(key for key, there in zip(_SPARSE, sparse) if not there)
-        raise DataError(f"{path}: the sparse features lack {missing}.")
-    for key in _SPARSE:
+    path, dense = archive.path, "features" in archive
+    missing = [key for key in _SPARSE if key not in archive]
+    if not dense and missing:
+        if len(missing) == len(_SPARSE):
+            return None, None, None
+        raise DataError(f"{path}: the sparse features lack {', '.join(missing)}.")
+    for key in ("features",) if dense else _SPARSE:
         shape, kind = archive.header(key)
-        _check_numbers(path, key, kind)
-        if len(shape) != 1:
-            raise DataError(f"{path}: {key} must have one dimension, not {len(shape)}.")
-        if key != "feature_data" and shape[0] and kind.kind not in "iu":
-            raise DataError(f"{path}: {key} must hold integers, not {kind}.")
+        if len(shape) != 1 + dense:
+            what = "one row per node and one column per feature" if dense else "one dimension"
+            raise DataError(f"{path}: {key} must have {what}, not shape {shape}.")
+        whole = key in _SPARSE[1:] and shape[0]
+        if kind.kind not in ("iu" if whole else "fiub"):
+            what = "integers" if whole else "real numbers"
+            raise DataError(f"{path}: {key} must hold {what}, not {kind}.")
+    if dense:
+        return shape[0], shape[1], None
     size = archive["feature_shape"]
     if size.shape != (2,) or size.min() < 0:
         raise DataError(f"{path}: feature_shape must be (nodes, features), not {size.tolist()}.")
     return int(size[0]), int(size[1]), archive.header("feature_data")[0][0]
-
-
-def _check_numbers(path: Path, key: str, kind: Any) -> None:
-    if kind.kind not in "fiub":
-        raise DataError(f"{path}: {key} must hold real numbers, not {kind}.")
 
 
 def _features(archive: Archive) -> Any:

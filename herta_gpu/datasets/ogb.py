@@ -28,7 +28,6 @@ import numpy as np
 from herta_gpu.datasets.dataset import PARTS, Dataset
 from herta_gpu.datasets.ogb_files import (
     FROM_FILES,
-    Download,
     Raw,
     Stream,
     find_download,
@@ -84,13 +83,11 @@ def load_ogb(
     stages : Stages, optional
         Shows how far a conversion has come, the first time.
     """
-    folder = cached_folder(name)
-    root = Path(data_dir) if data_dir is not None else _downloads()
+    folder, download = cached_folder(name), cache_dir() / "ogb" / "download"
+    root = Path(data_dir) if data_dir is not None else download
     if name in FROM_FILES and meta_dict is None:
-        if not is_converted(name) and not is_cached(folder):
-            download = find_download(name, [root])
-            if download is not None:
-                convert(name, download, stages=stages)
+        if not is_converted(name) and not is_cached(folder) and find_download(name, [root]):
+            convert_ogb(name, [root], stages=stages)
         if is_converted(name):
             return read_converted(name, features)
     if not is_cached(folder):
@@ -98,31 +95,8 @@ def load_ogb(
     return read_dataset(folder, features)
 
 
-def convert_ogb(
-    name: str,
-    folders: Sequence[Path],
-    features: str | None = None,
-    stages: Stages | None = None,
-) -> list[Path]:
-    """Convert OGB's files of a dataset, found below one of the folders; the paths written."""
-    if name not in FROM_FILES:
-        raise ValueError(f"OGB's files are converted for {', '.join(FROM_FILES)}, not {name!r}.")
-    download = find_download(name, [*folders, _downloads()])
-    if download is None:
-        places = ", ".join(str(folder) for folder in folders)
-        raise FileNotFoundError(
-            f"There is no {places_text(name)} in {places or 'a data folder: set HERTA_DATA'}."
-        )
-    return convert(name, download, features, stages)
-
-
 def cached_folder(name: str) -> Path:
     return cache_dir() / "ogb" / name
-
-
-def _downloads() -> Path:
-    """Where ogb puts its files unless it is told otherwise."""
-    return cache_dir() / "ogb" / "download"
 
 
 # ---- conversion ------------------------------------------------------------------------------
@@ -137,22 +111,38 @@ def is_converted(name: str) -> bool:
     return all(key in finished and (folder / f"{key}.npy").is_file() for key in _ARRAYS)
 
 
-def convert(
-    name: str, download: Download, features: str | None = None, stages: Stages | None = None
+def convert_ogb(
+    name: str,
+    folders: Sequence[Path],
+    features: str | None = None,
+    stages: Stages | None = None,
 ) -> list[Path]:
-    """Write the .npy files of a dataset and return their paths; what is finished is kept.
+    """Write the .npy files of a dataset, of OGB's files below one of the folders; their paths.
 
-    `features` is "float32", "float16" (an entry that it cannot hold is an error), or None: what is
-    there, else float32.
+    What is finished is kept.  `features` is "float32", "float16" (an entry that it cannot hold is
+    an error), or None: what is there, else float32.
     """
     check_choice("features", features, (None, *FEATURES))
+    if name not in FROM_FILES:
+        raise ValueError(f"OGB's files are converted for {', '.join(FROM_FILES)}, not {name!r}.")
+    download = find_download(name, [*folders, cache_dir() / "ogb" / "download"])
+    if download is None:
+        places = ", ".join(str(folder) for folder in folders)
+        raise FileNotFoundError(
+            f"There is no {places_text(name)} in {places or 'a data folder: set HERTA_DATA'}."
+        )
     raw, folder = survey(name, download), converted_folder(name)
     check_place(folder)
     with made_folder(folder), lock_path(folder) as free:
         if not free and os.name == "posix":
             raise RuntimeError(f"Another process converts into {folder}: wait for it.")
+        finished = _read_ledger(folder)
+        if features is None and "node_feat" in finished:
+            features = np.dtype(finished["node_feat"]["dtype"]).name
+        goals = [goal for goal in _goals(raw, features or "float32") if not goal.is_made(folder)]
+        _check_disk(name, folder, sum(goal.nbytes for goal in goals))
         try:
-            _convert(name, raw, folder, features, stages or Stages())
+            _convert(name, raw, folder, goals, stages or Stages())
         except DataError:
             if not is_converted(name):  # the arrays that are finished are of a damaged source
                 for path in folder.iterdir():
@@ -202,9 +192,10 @@ class _Goal:
     def nbytes(self) -> int:
         return 128 + math.prod(self.shape) * self.dtype.itemsize
 
-    def is_made(self, path: Path, finished: dict[str, dict[str, Any]]) -> bool:
+    def is_made(self, folder: Path) -> bool:
         """Whether the array is there, made from this source."""
-        if finished.get(self.key) != self.about or not path.is_file():
+        path = folder / f"{self.key}.npy"
+        if _read_ledger(folder).get(self.key) != self.about or not path.is_file():
             return False
         with contextlib.suppress(DataError):
             return bool(load_npy(path, "a whole array").shape == self.shape)
@@ -229,47 +220,39 @@ class _Goal:
             raise DataError(f"{self.stream.name} holds {at:,} values instead of {total:,}.")
 
 
-def _convert(name: str, raw: Raw, folder: Path, features: str | None, stages: Stages) -> None:
-    """Everything that is not there yet, small arrays first: their errors come soon."""
-    finished = _read_ledger(folder)
-    if features is None and "node_feat" in finished:
-        features = np.dtype(finished["node_feat"]["dtype"]).name
-    goals = [
-        goal
-        for goal in _goals(raw, features or "float32")
-        if not goal.is_made(folder / f"{goal.key}.npy", finished)
-    ]
-    if not goals:
-        return
-    need, free = sum(goal.nbytes for goal in goals), shutil.disk_usage(folder).free
+def _check_disk(name: str, folder: Path, need: int) -> None:
+    free = shutil.disk_usage(folder).free
     if need > free:
         raise RuntimeError(
             f"Converting {name} writes {need / 2**30:,.1f} GB into {folder}, where "
             f"{free / 2**30:,.1f} GB are free: make room, or set HERTA_CACHE to a folder on "
             "another disk."
         )
+
+
+def _convert(name: str, raw: Raw, folder: Path, goals: list[_Goal], stages: Stages) -> None:
+    """What is not there yet, small arrays first: their errors come soon."""
+    finished = _read_ledger(folder)
     # Arrays from other files are never taken together with those that are to come.
     for goal in goals:
         if finished.get(goal.key, goal.about)["from"] != goal.about["from"]:
             del finished[goal.key]
-    stages.note(
-        f"{name}: OGB's files in {raw.source} are converted once, into {folder}.", stays=True
-    )
-    for goal in goals:
+    if goals:
+        text = f"{name}: OGB's files in {raw.source} are converted once, into {folder}."
+        stages.note(text, stays=True)
         _write_ledger(folder, finished)
+    for goal in goals:
         began = time.perf_counter()
         with new_file(folder / f"{goal.key}.npy") as part:
             goal.write(part, stages.progress(f"{goal.key:<11}", "MB"))
             if goal.key == "edge_index":
                 shutil.rmtree(folder / _GRAPH, ignore_errors=True)
         finished[goal.key] = goal.about
-        shape = " x ".join(f"{size:,}" for size in goal.shape)
-        stages.note(
-            f"{goal.key:<11} {goal.dtype.name:<8} {shape:<22} {goal.nbytes / 2**20:>10,.1f} MB "
-            f"{time.perf_counter() - began:8.2f} s",
-            stays=True,
-        )
-    _write_ledger(folder, finished)
+        _write_ledger(folder, finished)
+        shape, size = " x ".join(f"{n:,}" for n in goal.shape), goal.nbytes / 2**20
+        spent = time.perf_counter() - began
+        text = f"{goal.key:<11} {goal.dtype.name:<8} {shape:<22} {size:>10,.1f} MB {spent:8.2f} s"
+        stages.note(text, stays=True)
 
 
 def _read_ledger(folder: Path) -> dict[str, dict[str, Any]]:

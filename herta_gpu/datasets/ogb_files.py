@@ -182,7 +182,12 @@ def survey(name: str, download: Download) -> Raw:
         if stream.dtype.kind not in kind:
             raise DataError(f"{stream.name} must hold {what}, not {stream.dtype}.")
     folder = f"split/{_DOWNLOADS[name][1]}"
-    ids = {part: _column(download, f"{folder}/{part}.csv.gz") for part in PARTS}
+    ids = {
+        part: np.concatenate(
+            [np.empty(0, np.int64), *_numbers(download, f"{folder}/{part}.csv.gz", 1, np.int64)]
+        )
+        for part in PARTS
+    }
     split = check_split(download.name(folder), ids, n)
     split = {part: np.sort(ids) for part, ids in split.items()}
     return Raw(str(download.path), n, m, edges, features, labels, split)
@@ -284,11 +289,6 @@ def _table(download: Download, file: str, rows: int, columns: int, kind: type) -
         raise DataError(f"{name} is missing: unpack the download again.")
     shape = (columns, rows) if pairs else (rows, columns)
     return Stream(name, download.stamp(file), shape, np.dtype(kind), pairs, runs)
-
-
-def _column(download: Download, file: str) -> Any:
-    """A table of one integer per line, which is small."""
-    return np.concatenate([np.empty(0, np.int64), *_numbers(download, file, 1, np.int64)])
 
 
 def _numbers(download: Download, file: str, columns: int, kind: type) -> Iterator[Any]:

@@ -55,12 +55,18 @@ def ask_ogb(name: str, root: Path, meta_dict: dict[str, Any] | None) -> Dataset:
     X = graph.get("node_feat")
     if X is None:
         X = _mean_edge_features(graph["edge_index"], graph["edge_feat"], n)
+    y = np.asarray(labels)
+    if y.ndim == 2 and y.shape[1] > 1:
+        y = y.astype(np.float32)  # one column per task
+    else:  # classes, for which OGB has NaN where it knows none
+        y = y.reshape(y.shape[0])
+        y = (np.where(np.isnan(y), -1, y) if y.dtype.kind == "f" else y).astype(np.int64)
     metadata = {"metric": _METRICS.get(source.eval_metric, "accuracy"), "source": "ogb"}
     return Dataset(
         name,
         Graph.from_edges(graph["edge_index"], n),
         np.asarray(X),
-        _targets(np.asarray(labels)),
+        y,
         {part: np.sort(np.asarray(ids, dtype=np.int64)) for part, ids in split.items()},
         metadata,
     )
@@ -114,13 +120,3 @@ def _mean_edge_features(edge_index: Any, edge_feat: Any, n: int) -> Any:
         column = np.asarray(edge_feat[:, j], dtype=np.float64)
         X[:, j] = sum(np.bincount(end, weights=column, minlength=n) for end in ends) / count
     return X
-
-
-def _targets(labels: Any) -> Any:
-    """One column: int classes, -1 where OGB has NaN.  Several: floats, one per task."""
-    if labels.ndim == 2 and labels.shape[1] > 1:
-        return labels.astype(np.float32)
-    column = labels.reshape(labels.shape[0])
-    if column.dtype.kind == "f":
-        column = np.where(np.isnan(column), -1, column)
-    return column.astype(np.int64)

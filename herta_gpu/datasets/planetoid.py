@@ -65,7 +65,11 @@ def load_planetoid(name: str, folder: Path | None = None) -> Dataset:
             f"{files[-1]} names {test.shape[0]:,} nodes but "
             f"ind.{name}.tx has {tx.shape[0]:,} rows: the files do not belong together."
         )
-    X = _stack_rows(sp.csr_array(allx), sp.csr_array(tx), test, n)
+    # allx on top, and each row of tx at its node.
+    X, position = sp.csr_array(allx), (test, np.arange(test.shape[0]))
+    X.resize((n, X.shape[1]))
+    at_nodes = sp.csr_array((np.ones(test.shape[0]), position), shape=(n, test.shape[0]))
+    X = sp.csr_array(X + at_nodes @ sp.csr_array(tx)).astype(np.float32)
     labels = np.full(n, -1, dtype=np.int64)
     labels[:first] = _codes(ally)
     labels[test] = _codes(ty)
@@ -79,15 +83,6 @@ def load_planetoid(name: str, folder: Path | None = None) -> Dataset:
         raise DataError(f"ind.{name}.x and ind.{name}.y in {folder} differ in length.")
     metadata = {"metric": "accuracy", "source": "Planetoid raw files"}
     return Dataset(name, graph, X, labels, split, metadata)
-
-
-def _stack_rows(allx: Any, tx: Any, test: Any, n: int) -> Any:
-    """allx on top, and each row of tx at its node."""
-    position = sp.coo_array((np.ones(test.shape[0]), (test, np.arange(test.shape[0]))))
-    position.resize((n, test.shape[0]))
-    top = allx.copy()
-    top.resize((n, allx.shape[1]))
-    return sp.csr_array(top + sp.csr_array(position) @ tx).astype(np.float32)
 
 
 def _codes(one_hot: Any) -> Any:

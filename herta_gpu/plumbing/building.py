@@ -54,12 +54,12 @@ def build(
     writer = None if folder is None else GraphWriter(folder, n, 2 * m, weighted)
     if kernels is None:
         arrays = _with_numpy(edges, w, n, duplicates)
-        if writer is None:
-            return arrays
-        writer.write(*arrays)
-        return None
+        if writer is not None:
+            writer.write(*arrays)
+        return arrays if writer is None else None
     if duplicates == "error":
-        _check_repeats(kernels, edges, n)
+        with ThreadPoolExecutor(num_threads()) as pool:
+            _Rows(pool, kernels, edges, None, n, both=False).check_repeats()
     if writer is None:
         return _with_kernels(kernels, edges, w, n)
     with writer:
@@ -157,6 +157,17 @@ class _Rows:
             at, others = at + end - begin[a], others + other
         return at - before, others
 
+    def check_repeats(self) -> None:
+        """As `checks.check_repeats`, without keys."""
+        n = self.indptr.shape[0] - 1
+        codes, ranges = np.empty(self.total, self.ids), self.cuts(0, n, 8 * self.threads)
+        begin = {row: self.start(row) for row in ranges}
+        self.fill(0, n, codes)
+        first = self.kernels.first_repeat
+        for u, v in self.each(lambda a, b: first(self.indptr, codes, a, b, begin[a]), ranges):
+            if u >= 0:
+                repeated(u, v)
+
 
 def _with_kernels(
     kernels: Any, edges: Any, w: Any, n: int, writer: GraphWriter | None = None
@@ -188,21 +199,6 @@ def _with_kernels(
     if weights is not None:
         weights.resize(length, refcheck=False)
     return rows.indptr, indices, weights if others else None, degree
-
-
-def _check_repeats(kernels: Any, edges: Any, n: int) -> None:
-    """As `check_repeats`, without keys."""
-    with ThreadPoolExecutor(num_threads()) as pool:
-        rows = _Rows(pool, kernels, edges, None, n, both=False)
-        codes, ranges = np.empty(rows.total, rows.ids), rows.cuts(0, n, 8 * rows.threads)
-        begin = {row: rows.start(row) for row in ranges}
-        rows.fill(0, n, codes)
-        found = rows.each(
-            lambda a, b: kernels.first_repeat(rows.indptr, codes, a, b, begin[a]), ranges
-        )
-    for u, v in found:
-        if u >= 0:
-            repeated(u, v)
 
 
 def _add_loops(weights: Any, indptr: Any, degree: Any) -> bool:

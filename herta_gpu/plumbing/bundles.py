@@ -46,7 +46,12 @@ def unpack(
     if all(hasattr(data, name) for name in ("graph", "X", "y", "split")):
         found = Bundle(data.graph, data.X, data.y, *map(data.split.get, ("train", "test")))
     else:
-        _check_pyg(data)
+        if hasattr(data, "to_homogeneous"):
+            raise TypeError("Nodes of several types are not one graph: use data.to_homogeneous().")
+        if hasattr(data, "__getitem__") and hasattr(data, "get") and hasattr(data, "len"):
+            raise TypeError("This is a data set of PyG's: give one of its graphs, dataset[0].")
+        if getattr(data, "edge_index", None) is None and getattr(data, "adj_t", None) is None:
+            check_graph(data)
         wanted = (("train_mask", train), ("test_mask", test))
         masks = (mask_of(data, name) if asked else None for name, asked in wanted)
         found = Bundle(pyg_graph(data), features_of(data), labels_of(data), *masks)
@@ -86,15 +91,6 @@ def takes_bundles(rows: str | None = None) -> Callable[[Method], Method]:
     return decorate
 
 
-def _check_pyg(data: Any) -> None:
-    if hasattr(data, "to_homogeneous"):
-        raise TypeError("Nodes of several types are not one graph: use data.to_homogeneous().")
-    if hasattr(data, "__getitem__") and hasattr(data, "get") and hasattr(data, "len"):
-        raise TypeError("This is a data set of PyG's: give one of its graphs, dataset[0].")
-    if getattr(data, "edge_index", None) is None and getattr(data, "adj_t", None) is None:
-        check_graph(data)
-
-
 def pyg_graph(data: Any) -> Graph:
     """The graph of a PyG `Data`: of edge_index, or of a sparse adj_t.
 
@@ -105,7 +101,13 @@ def pyg_graph(data: Any) -> Graph:
     if getattr(data, "edge_index", None) is None:
         edges, weight = _sparse_parts(data.adj_t)
     else:
-        edges, weight = on_host(data.edge_index), _edge_weight(data)
+        edges, weight = on_host(data.edge_index), getattr(data, "edge_weight", None)
+        if weight is not None:
+            weight = on_host(weight).reshape(-1)
+        elif getattr(data, "edge_attr", None) is not None:
+            given = on_host(data.edge_attr)
+            column = given.ndim == 1 or (given.ndim == 2 and given.shape[1] == 1)
+            weight = given.reshape(-1) if column and given.dtype.kind == "f" else None
     weighted = weight is not None and bool((weight != 1).any())
     return Graph.from_edges(edges, n, weight if weighted else None)
 
@@ -115,7 +117,7 @@ def features_of(data: Any) -> Any:
     x = getattr(data, "x", None)
     if x is None:
         return None
-    if _is_sparse(x):
+    if hasattr(x, "coo") or (hasattr(x, "layout") and "sparse" in str(x.layout)):
         at, values = _sparse_parts(x)
         values = np.ones(at.shape[1]) if values is None else values
         size = x.sizes() if hasattr(x, "sizes") else x.shape
@@ -148,22 +150,6 @@ def mask_of(data: Any, name: str) -> Any:
             + (f", or by {short}=data.{name}[:, 0]." if short == "train" else ".")
         )
     return mask
-
-
-def _edge_weight(data: Any) -> Any:
-    given = getattr(data, "edge_weight", None)
-    if given is not None:
-        return on_host(given).reshape(-1)
-    given = getattr(data, "edge_attr", None)
-    if given is None:
-        return None
-    given = on_host(given)
-    column = given.ndim == 1 or (given.ndim == 2 and given.shape[1] == 1)
-    return given.reshape(-1) if column and given.dtype.kind == "f" else None
-
-
-def _is_sparse(x: Any) -> bool:
-    return hasattr(x, "coo") or (hasattr(x, "layout") and "sparse" in str(x.layout))
 
 
 def _sparse_parts(A: Any) -> tuple[Any, Any]:

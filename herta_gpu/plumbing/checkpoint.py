@@ -255,7 +255,11 @@ def fingerprint(
         data["the validation or test nodes"] = _hash(others, backend)
     if weights is not None:
         data["the weights"] = _hash([np.asarray(weights)], backend)
-    same = {k: _plain(v) for k, v in params.items() if k not in _FREE}
+    same = {}
+    for name, given in params.items():  # as they will be when they were written as JSON
+        value = given.item() if isinstance(given, np.generic) else given
+        plain = isinstance(value, (bool, int, float, str, type(None)))
+        same |= {} if name in _FREE else {name: value if plain else str(value)}
     # Another kind of device rounds otherwise: it gives neither the same bits nor the same bounds.
     same["device"] = f"{backend.name}, {type(backend).__name__}"
     same["dtype"] = check_dtype(params["dtype"])
@@ -340,12 +344,6 @@ def _pairs(then: Any, now: dict[str, Any]) -> list[tuple[str, Any, Any]]:
 
 def _listed(names: list[str]) -> str:
     return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
-
-
-def _plain(value: Any) -> Any:
-    """A parameter as it will be when it has been written as JSON and read again."""
-    value = value.item() if isinstance(value, np.generic) else value
-    return value if isinstance(value, (bool, int, float, str, type(None))) else str(value)
 
 
 def _hash_of_map(X: np.memmap, backend: Backend) -> dict[str, Any]:

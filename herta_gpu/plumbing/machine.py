@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import NamedTuple
 
 # What launchers of MPI programs tell each process: its rank, how many there are, and how many of
 # them are on its machine (Open MPI, MPICH and Intel MPI, MVAPICH, srun).
@@ -14,21 +15,22 @@ _LOCAL = (
 )  # fmt: skip
 
 
-class Launched:
+class Launched(NamedTuple):
     """How this process was started: `rank` of `size`, `local` of them on this machine."""
 
-    def __init__(self) -> None:
-        self.size = max(1, _told(_SIZE, 1))
-        self.rank = _told(_RANK, 0) if self.size > 1 else 0
-        self.local = min(self.size, max(1, _told(_LOCAL, 1)))
+    size: int
+    rank: int
+    local: int
 
 
 def launched() -> Launched:
     """How this process was started, as far as its environment tells; by default, alone."""
-    return Launched()
+    size = max(1, _number_of(_SIZE, 1))
+    rank = _number_of(_RANK, 0) if size > 1 else 0
+    return Launched(size, rank, min(size, max(1, _number_of(_LOCAL, 1))))
 
 
-def _told(names: tuple[str, ...], default: int) -> int:
+def _number_of(names: tuple[str, ...], default: int) -> int:
     given = [os.environ[name] for name in names if name in os.environ]
     # srun writes "4(x2)": 4 on each of two machines.
     first = given[0].partition("(")[0].partition(",")[0] if given else ""
@@ -37,20 +39,14 @@ def _told(names: tuple[str, ...], default: int) -> int:
 
 def host_memory() -> int:
     """Bytes of the host's memory that are free: this process's share of them."""
-    return _free_memory() // launched().local
-
-
-def _free_memory() -> int:
+    free = 4 << 30
     try:
         with open("/proc/meminfo", encoding="ascii") as lines:
-            for line in lines:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
-    except OSError:
-        pass  # not Linux: ask for the physical memory below
-    if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-    return 4 << 30
+            free = next(int(s.split()[1]) << 10 for s in lines if s.startswith("MemAvailable:"))
+    except (OSError, StopIteration):  # not Linux
+        if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
+            free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    return free // launched().local
 
 
 def num_threads() -> int:

@@ -119,9 +119,7 @@ class OneHot:
 class Targets:
     """The training rows and what they should give."""
 
-    rows: (
-        Any  # sorted ids of the training nodes, caller's order (of this process, if rows are split)
-    )
+    rows: Any  # sorted ids of the training nodes (of this process, if rows are split)
     Y: Any  # n_train x c float64, or OneHot
     classes: Any | None  # None for regression
     flat: bool  # y was one-dimensional
@@ -144,7 +142,7 @@ def make_targets(
     class_weight: Any = None,
 ) -> Targets:
     """Labels or float targets of the training rows, checked; rows of weight 0 are none."""
-    y = _checked_labels(y, n)
+    y = _labels_of_nodes(y, n)
     weight = None if sample_weight is None else _row_weights(sample_weight, n)
     labels = y.ndim == 1 and y.dtype.kind in "iubU" and loss != "bce"
     if class_weight is not None and not labels:
@@ -156,7 +154,17 @@ def make_targets(
         Y = _several_labels(y)
         known = (Y >= 0).any(axis=1)
     elif not labels:
-        _check_numbers(y, loss)
+        if loss == "ce":
+            raise ValueError(
+                'loss="ce" needs one integer class label per node (or text), not floats or columns.'
+            )
+        if y.ndim == 2 and y.shape[1] == 0:
+            raise ValueError("y has no columns: give at least one target.")
+        if y.ndim == 2 and y.dtype.kind in "iub":
+            raise ValueError(
+                f"y holds whole numbers in {y.shape[1]} columns: for several labels per node use "
+                'loss="bce"; numbers to be predicted as such must be floats, y.astype(float).'
+            )
     rows, weight = _weighty(train_rows(train, known, n), weight)
     if labels:
         if class_weight is not None:
@@ -170,7 +178,13 @@ def make_targets(
                 f"(unlabelled) is {classes[0]}: for two classes use 0 and 1.",
                 stacklevel=4,
             )
-        Y = _one_hot(codes, classes.shape[0])
+        count = classes.shape[0]
+        if 8 * rows.shape[0] * count > host_memory():  # ids taken for labels
+            raise ValueError(
+                f"y has {count:,} classes on {rows.shape[0]:,} training nodes, more than fit into "
+                "memory: give classes, not ids; numbers to be predicted as such must be floats."
+            )
+        Y = OneHot(codes, count)
     else:
         Y = columns_of(Y[rows].astype(np.float64))
         check_targets(Y)
@@ -183,21 +197,6 @@ def make_targets(
     return Targets(rows, Y, classes, y.ndim == 1, weight, unit)
 
 
-def _check_numbers(y: Any, loss: str) -> None:
-    """A sentence unless y may be targets that are predicted as numbers."""
-    if loss == "ce":
-        raise ValueError(
-            'loss="ce" needs one integer class label per node (or text), not floats or columns.'
-        )
-    if y.ndim == 2 and y.shape[1] == 0:
-        raise ValueError("y has no columns: give at least one target.")
-    if y.ndim == 2 and y.dtype.kind in "iub":
-        raise ValueError(
-            f"y holds whole numbers in {y.shape[1]} columns: for several labels per node use "
-            'loss="bce"; numbers to be predicted as such must be floats, y.astype(float).'
-        )
-
-
 def joint_targets(
     y: Any, train: Any, n: int, loss: str, sample_weight: Any, class_weight: Any, backend: Any
 ) -> Targets:
@@ -205,7 +204,7 @@ def joint_targets(
 
     What they hold is put together, n_train numbers or c times as many, and looked at by everyone.
     """
-    y = _checked_labels(y, n)
+    y = _labels_of_nodes(y, n)
     y = y if y.dtype.kind == "U" else y.astype(np.float64 if y.dtype.kind == "f" else np.int64)
     backend.same((y.shape[1:], y.dtype.kind), "kind of labels", always=True)
     backend.same(sample_weight is None, "choice of sample_weight", always=True)
@@ -216,9 +215,9 @@ def joint_targets(
     backend.train_on(rows)
     taken = backend.gathered(y[rows])
     count = taken.shape[0]
-    weight = None
-    if sample_weight is not None:
-        weight = backend.gathered(_row_weights(sample_weight, n)[rows])
+    weight = sample_weight
+    if weight is not None:
+        weight = backend.gathered(_row_weights(weight, n)[rows])
     if isinstance(class_weight, Mapping) and y.ndim == 1:
         # It may name a label that no training row has.
         others = backend.joined(np.unique(y[known]))
@@ -236,7 +235,7 @@ def columns_of(x: Any) -> Any:
     return x[:, None] if x.ndim == 1 else x
 
 
-def _checked_labels(y: Any, n: int) -> Any:
+def _labels_of_nodes(y: Any, n: int) -> Any:
     y = as_labels("y", y)
     if y.shape[0] != n:
         raise ValueError(f"y has shape {y.shape} but the graph has {n:,} nodes: one row per node.")
@@ -310,21 +309,10 @@ def check_scored(y: Any, n: int) -> None:
         raise ValueError(f"y has shape {y.shape} but there are {n:,} predictions.")
 
 
-def _one_hot(codes: Any, c: int) -> OneHot:
-    """Labels as rows of the identity; as many classes as rows (ids taken for labels) are none."""
-    if 8 * codes.shape[0] * c > host_memory():
-        raise ValueError(
-            f"y has {c:,} classes on {codes.shape[0]:,} training nodes, more than fit into memory: "
-            "give classes, not ids; numbers to be predicted as such must be floats."
-        )
-    return OneHot(codes, c)
-
-
 def accuracy_or_r2(
     predicted: Any, y: Any, rows: Any, classes: Any | None, total: Total = alone
 ) -> float:
-    """Share of right labels among the labelled ones of `rows`, which the predictions are of; or
-    R^2 (mean over the columns).
+    """Share of right labels among the labelled ones of `rows`, which the predictions are of; R^2.
 
     Where other processes have other rows, `total` adds up over all of them.
     """
@@ -342,10 +330,15 @@ def accuracy_or_r2(
         raise ValueError("y holds text but the model predicts numbers.")
     if not np.isfinite(y).all():
         raise ValueError("y holds NaN or infinity in a row to score: leave such rows out by idx.")
-    truth, guess = (columns_of(a.astype(np.float64)) for a in (y, predicted))
-    if truth.shape != guess.shape:
-        raise ValueError(f"y has {truth.shape[1]} columns but the model has {guess.shape[1]}.")
-    return r_squared(truth, guess, total)
+    return r_squared(*_pair(y.astype(np.float64), predicted.astype(np.float64)), total)
+
+
+def _pair(y: Any, predicted: Any) -> tuple[Any, Any]:
+    """Truth and predictions with as many columns each."""
+    y, predicted = columns_of(y), columns_of(predicted)
+    if y.shape != predicted.shape:
+        raise ValueError(f"y has {y.shape[1]} columns but the model has {predicted.shape[1]}.")
+    return y, predicted
 
 
 def _share_right(right: Any, total: Total) -> float:
@@ -357,9 +350,7 @@ def _share_right(right: Any, total: Total) -> float:
 
 def label_accuracy(predicted: Any, y: Any, rows: Any, total: Total = alone) -> float:
     """The share of right labels of 0 or 1, among those of `rows` that are known."""
-    y, predicted = columns_of(as_labels("y", y)[rows]), columns_of(predicted)
-    if y.shape != predicted.shape:
-        raise ValueError(f"y has {y.shape[1]} columns but the model has {predicted.shape[1]}.")
+    y, predicted = _pair(as_labels("y", y)[rows], predicted)
     known = (y == 0) | (y == 1)
     return _share_right(predicted[known] == y[known], total)
 

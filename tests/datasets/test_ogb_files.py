@@ -191,7 +191,7 @@ def outer_zip(tmp_path, folder, method):
 
 
 def convert(tmp_path, features=None):
-    return ogb.convert(PAPERS, ogb_files.find_download(PAPERS, [tmp_path]), features)
+    return ogb.convert_ogb(PAPERS, [tmp_path], features)
 
 
 def test_float16_is_numpys_rounding_and_replaces_the_features_alone(tmp_path):
@@ -309,7 +309,7 @@ def test_a_real_kill(tmp_path):
         "        os.kill(os.getpid(), signal.SIGKILL)\n"
         "    write(goal, part, tell)\n"
         "write, ogb._Goal.write = ogb._Goal.write, killing\n"
-        "ogb.convert(sys.argv[1], ogb_files.find_download(sys.argv[1], [Path(sys.argv[2])]))\n"
+        "ogb.convert_ogb(sys.argv[1], [Path(sys.argv[2])])\n"
     )
     argv = [sys.executable, "-c", code, PAPERS, str(tmp_path)]
     done = subprocess.run(argv, check=False, timeout=120, env=os.environ)
@@ -614,7 +614,7 @@ def test_memory_does_not_grow_with_the_file(tmp_path):
         "from herta_gpu.datasets import ogb, ogb_files\n"
         "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
         "before = peak()\n"
-        "ogb.convert(sys.argv[1], ogb_files.find_download(sys.argv[1], [Path(sys.argv[2])]))\n"
+        "ogb.convert_ogb(sys.argv[1], [Path(sys.argv[2])])\n"
         "print((peak() - before) * (1 if sys.platform == 'darwin' else 1024))\n"
     )
     argv = [sys.executable, "-c", code, PAPERS, str(tmp_path)]
@@ -694,14 +694,13 @@ def test_the_bar_is_for_terminals(tmp_path, monkeypatch):
 
     monkeypatch.setitem(sys.modules, "tqdm.auto", None)  # not installed
     write_papers(tmp_path, contents())
-    place = ogb_files.find_download(PAPERS, [tmp_path])
     stages = Stages(verbose=True)
     monkeypatch.setattr(sys, "stderr", Terminal())
-    ogb.convert(PAPERS, place, stages=stages)
+    ogb.convert_ogb(PAPERS, [tmp_path], stages=stages)
     shown = sys.stderr.getvalue()
     assert "node_feat    [########################]  1 of 1 MB" in shown
     shutil.rmtree(tmp_path / "cache")
     monkeypatch.setattr(sys, "stderr", io.StringIO())
-    ogb.convert(PAPERS, place, stages=stages)
+    ogb.convert_ogb(PAPERS, [tmp_path], stages=stages)
     assert "[" not in sys.stderr.getvalue()
     assert sys.stderr.getvalue().count("\n") == 1 + len(CONVERTED)

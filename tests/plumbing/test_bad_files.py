@@ -46,7 +46,7 @@ FILES: list[tuple[str, Callable[[Path], Path], str]] = [
     ("sparse complex", lambda f: sparse_npz(f, feature_data=SPARSE.data + 0j), "real numbers"),
     ("sparse shape", lambda f: sparse_npz(f, feature_shape=(N,)), "feature_shape must be"),
     ("sparse short", lambda f: sparse_npz(f, feature_shape=(7, D)), "features has 7 rows"),
-    ("sparse 2-d", lambda f: sparse_npz(f, feature_data=X), "one dimension, not 2"),
+    ("sparse 2-d", lambda f: sparse_npz(f, feature_data=X), "must have one dimension, not"),
     ("sparse in part", lambda f: npz(f, drop=("features",), feature_data=X), "features lack"),
     ("labels 0-d", lambda f: npz(f, labels=1), "labels must have one row per node"),
     ("labels 3-d", lambda f: npz(f, labels=np.zeros((N, 1, 1))), "labels must have one row"),
