@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import io
 import math
-import shutil
 import tempfile
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -30,7 +29,14 @@ from herta_gpu.datasets.storage import again, cache_dir
 from herta_gpu.graph import Graph
 from herta_gpu.plumbing.building import distinct, edge_keys, worth_compiling
 from herta_gpu.plumbing.checks import KEY_BYTES, check_size
-from herta_gpu.plumbing.files import DataError, check_place, new_file, new_folder, open_array
+from herta_gpu.plumbing.files import (
+    DataError,
+    check_place,
+    check_room,
+    new_file,
+    new_folder,
+    open_array,
+)
 from herta_gpu.plumbing.machine import num_threads
 from herta_gpu.plumbing.progress import Stages, Tell
 
@@ -204,13 +210,8 @@ def _check_disk(spec: Spec, folder: Path, graph: bool, X: bool, name: str) -> No
     kept = graph * (8 * spec.m + 32 * spec.n) + X * spec.n * spec.d * spec.X_dtype.itemsize
     # For a while: the drawn edges and their sorted list, then the list and the graph.
     need = max(kept, graph * (17 * spec.m + 32 * spec.n))
-    place = next(place for place in folder.parents if place.exists())
-    free = shutil.disk_usage(place).free
-    if need > free:
-        raise ValueError(
-            f"{name} needs {need / 2**30:,.1f} GB of disk, but {place} has {free / 2**30:,.1f} GB "
-            "free: set HERTA_CACHE to a folder with more room."
-        )
+    where = f"{cache_dir()} has {{free}} free: set HERTA_CACHE to a folder with more room."
+    check_room(folder, need, ValueError, f"{name} needs {{need}} of disk, but {where}")
 
 
 def _without_features(spec: Spec, seed: int, folder: Path | None, stages: Stages) -> Dataset:

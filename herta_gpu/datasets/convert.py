@@ -13,7 +13,7 @@ import scipy.sparse as sp
 
 from herta_gpu.datasets.dataset import Dataset
 from herta_gpu.graph import Graph
-from herta_gpu.plumbing.bundles import features_of, labels_of, on_host, pyg_graph
+from herta_gpu.plumbing.bundles import column_of, features_of, on_host, pyg_graph
 
 _MASKS = {"train": "train_mask", "valid": "val_mask", "test": "test_mask"}
 
@@ -64,17 +64,19 @@ def from_pyg(data: Any) -> Dataset:
     `to_undirected` adds up the weights of the two directions, so an edge that was listed in both
     has twice its weight afterwards.  `HERTA().fit(data)` takes such an object as it is.
     """
-    X, masks = features_of(data), {mask: getattr(data, mask, None) for mask in _MASKS.values()}
-    return _make_dataset("pyg", pyg_graph(data), {"x": X, "y": labels_of(data), **masks})
+    masks = {part: getattr(data, mask, None) for part, mask in _MASKS.items()}
+    return _dataset("pyg", pyg_graph(data), features_of(data), getattr(data, "y", None), masks)
 
 
 def from_dgl(graph: Any) -> Dataset:
     """A homogeneous DGL graph with ndata "feat", "label" and the usual masks."""
     u, v = graph.edges()
-    made = Graph.from_edges(np.stack([on_host(u), on_host(v)]), int(graph.num_nodes()))
-    found = {mask: graph.ndata.get(mask) for mask in _MASKS.values()}
-    found |= {"x": graph.ndata.get("feat"), "y": graph.ndata.get("label")}
-    return _make_dataset("dgl", made, found)
+    made, get = (
+        Graph.from_edges(np.stack([on_host(u), on_host(v)]), int(graph.num_nodes())),
+        graph.ndata.get,
+    )
+    masks = {part: get(mask) for part, mask in _MASKS.items()}
+    return _dataset("dgl", made, get("feat"), get("label"), masks)
 
 
 def from_cugraph(graph: Any) -> Graph:
@@ -82,15 +84,9 @@ def from_cugraph(graph: Any) -> Graph:
     return Graph.from_cugraph(graph)
 
 
-def _make_dataset(name: str, graph: Graph, found: dict[str, Any]) -> Dataset:
-    """A dataset of what the attributes x, y and the masks hold."""
-    X = found["x"] if found["x"] is None or sp.issparse(found["x"]) else on_host(found["x"])
-    y = None if found["y"] is None else on_host(found["y"])
-    if y is not None and y.ndim == 2 and y.shape[1] == 1:
-        y = y[:, 0]
-    split = {}
-    for part, mask in _MASKS.items():
-        given = found.get(mask)
-        if given is not None and on_host(given).ndim == 1:
-            split[part] = np.flatnonzero(on_host(given))
-    return Dataset(name, graph, X, y, split, {"source": name})
+def _dataset(name: str, graph: Graph, X: Any, y: Any, masks: dict[str, Any]) -> Dataset:
+    """Tensors become arrays of the host; masks of several splits are left out."""
+    X = X if X is None or sp.issparse(X) else on_host(X)
+    known = {part: on_host(mask) for part, mask in masks.items() if mask is not None}
+    split = {part: np.flatnonzero(mask) for part, mask in known.items() if mask.ndim == 1}
+    return Dataset(name, graph, X, column_of(y), split, {"source": name})

@@ -41,6 +41,7 @@ from herta_gpu.plumbing.checks import check_choice
 from herta_gpu.plumbing.files import (
     DataError,
     check_place,
+    check_room,
     load_npy,
     lock_path,
     made_folder,
@@ -140,7 +141,9 @@ def convert_ogb(
         if features is None and "node_feat" in finished:
             features = np.dtype(finished["node_feat"]["dtype"]).name
         goals = [goal for goal in _goals(raw, features or "float32") if not goal.is_made(folder)]
-        _check_disk(name, folder, sum(goal.nbytes for goal in goals))
+        where = f"into {folder}, where {{free}} are free: make room, or set HERTA_CACHE to a folder"
+        sentence = f"Converting {name} writes {{need}} {where} on another disk."
+        check_room(folder, sum(goal.nbytes for goal in goals), RuntimeError, sentence)
         try:
             _convert(name, raw, folder, goals, stages or Stages())
         except DataError:
@@ -218,16 +221,6 @@ class _Goal:
             tell(-(-at * self.dtype.itemsize >> 20), -(-self.nbytes >> 20))
         if at != total:
             raise DataError(f"{self.stream.name} holds {at:,} values instead of {total:,}.")
-
-
-def _check_disk(name: str, folder: Path, need: int) -> None:
-    free = shutil.disk_usage(folder).free
-    if need > free:
-        raise RuntimeError(
-            f"Converting {name} writes {need / 2**30:,.1f} GB into {folder}, where "
-            f"{free / 2**30:,.1f} GB are free: make room, or set HERTA_CACHE to a folder on "
-            "another disk."
-        )
 
 
 def _convert(name: str, raw: Raw, folder: Path, goals: list[_Goal], stages: Stages) -> None:

@@ -54,7 +54,8 @@ def unpack(
             check_graph(data)
         wanted = (("train_mask", train), ("test_mask", test))
         masks = (mask_of(data, name) if asked else None for name, asked in wanted)
-        found = Bundle(pyg_graph(data), features_of(data), labels_of(data), *masks)
+        y = column_of(getattr(data, "y", None)) if y is None else y
+        found = Bundle(pyg_graph(data), features_of(data), y, *masks)
     X, y = (found.X if X is None else X), (found.y if y is None else y)
     if X is None:
         raise ValueError("The data hold a graph but no features: give X beside them.")
@@ -126,23 +127,17 @@ def features_of(data: Any) -> Any:
     return x.float() if str(x.dtype) in ("torch.bfloat16", "torch.float16") else x
 
 
-def labels_of(data: Any) -> Any:
-    """y on the host; one column, as OGB has it, is one label per node."""
-    y = getattr(data, "y", None)
-    if y is None:
+def column_of(given: Any) -> Any:
+    """An array on the host, or None; one column, as OGB has it, is one number per node."""
+    if given is None:
         return None
-    y = on_host(y)
-    return y[:, 0] if y.ndim == 2 and y.shape[1] == 1 else y
+    given = on_host(given)
+    return given[:, 0] if given.ndim == 2 and given.shape[1] == 1 else given
 
 
 def mask_of(data: Any, name: str) -> Any:
-    mask = getattr(data, name, None)
-    if mask is None:
-        return None
-    mask = on_host(mask)
-    if mask.ndim == 2 and mask.shape[1] == 1:
-        mask = mask[:, 0]
-    if mask.ndim != 1:
+    mask = column_of(getattr(data, name, None))
+    if mask is not None and mask.ndim != 1:
         short, _, _ = name.partition("_")
         raise ValueError(
             f"{name} has {mask.shape[1]} columns, one for each split: choose one of them, as by "

@@ -255,7 +255,7 @@ def fingerprint(
         data["the validation or test nodes"] = _hash(others, backend)
     if weights is not None:
         data["the weights"] = _hash([np.asarray(weights)], backend)
-    same = {}
+    same: dict[str, Any] = {}
     for name, given in params.items():  # as they will be when they were written as JSON
         value = given.item() if isinstance(given, np.generic) else given
         plain = isinstance(value, (bool, int, float, str, type(None)))

@@ -61,13 +61,28 @@ def check_target(path: str | Path) -> None:
 
 def check_place(folder: str | Path) -> None:
     """Raise an error unless the folder is there, or can be made, and may be written into."""
-    found = Path(folder).absolute()
-    while not found.exists() and found != found.parent:
-        found = found.parent
+    found = _that_exists(folder)
     if not found.is_dir():
         raise ValueError(f"{found} is a file: nothing can be written below it.")
     if not os.access(found, os.W_OK | os.X_OK):
         raise PermissionError(f"Nothing may be written into {found}: choose another folder.")
+
+
+def check_room(folder: Path, need: int, kind: type[Exception], sentence: str) -> None:
+    """An error of a kind unless so many bytes have room; its sentence tells {need} and {free}."""
+    free = shutil.disk_usage(_that_exists(folder)).free
+    if need > free:
+        for name, size in (("{need}", need), ("{free}", free)):
+            sentence = sentence.replace(name, f"{size / 2**30:,.1f} GB")
+        raise kind(sentence)
+
+
+def _that_exists(folder: str | Path) -> Path:
+    """The folder, or the first of those around it that is there."""
+    found = Path(folder).absolute()
+    while not found.exists() and found != found.parent:
+        found = found.parent
+    return found
 
 
 @contextlib.contextmanager

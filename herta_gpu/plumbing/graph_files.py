@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from herta_gpu.plumbing.files import (
     Checksum,
     DataError,
     check_place,
+    check_room,
     check_version,
     explained,
     new_folder,
@@ -47,16 +47,9 @@ class GraphWriter:
         if self.folder.exists():
             raise ValueError(f"{self.folder} exists already: name a new folder for the graph.")
         check_place(self.folder.parent)
-        place = self.folder.absolute().parent
-        while not place.exists():
-            place = place.parent
         need = 24 * n + entries * ((4 if n < 2**31 else 8) + (8 if weighted else 0))
-        free = shutil.disk_usage(place).free
-        if need > free:
-            raise OSError(
-                f"The graph may take {need / 2**30:,.1f} GB in {self.folder}, where "
-                f"{free / 2**30:,.1f} GB are free: choose another disk."
-            )
+        where = f"in {self.folder}, where {{free}} are free: choose another disk."
+        check_room(self.folder, need, OSError, "The graph may take {need} " + where)
 
     def __enter__(self) -> GraphWriter:
         self._open = contextlib.ExitStack()

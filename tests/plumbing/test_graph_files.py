@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 from herta_gpu import Graph, SDDSolver
-from herta_gpu.plumbing import building, checks, graph_files
+from herta_gpu.plumbing import building, checks
 from herta_gpu.plumbing.files import DataError
 from tests.conftest import random_graph
 
@@ -103,7 +104,7 @@ def test_nothing_is_written_over(tmp_path):
 
 def test_a_full_disk_is_found_first(tmp_path, monkeypatch):
     full = type("usage", (), {"free": 1000})
-    monkeypatch.setattr(graph_files.shutil, "disk_usage", lambda place: full)
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: full)
     with pytest.raises(OSError, match=r"may take .* where .* are free: choose another disk"):
         random_graph(200, 400).save(tmp_path / "g")
     assert list(tmp_path.iterdir()) == []
