@@ -153,6 +153,10 @@ class Table:
     names: list[str] | None  # None: columns are known by position
     is_text: bool = False  # a text file, in which whole floats and whole numbers look alike
 
+    @property
+    def title(self) -> str:
+        return Path(self.path).name
+
     def name(self, j: int) -> str:
         return f"{j + 1}" if self.names is None else self.names[j] or "without a name"
 
@@ -176,22 +180,9 @@ class Table:
             found[i, j] = number
         return found
 
-    def node_ids(self, at: list[int], n: int | None) -> Any:
-        """Columns of ids of n nodes, as whole numbers; n None: of any number."""
-        ids = self.numbers(at, _NO_IDS)
-        if not columns.is_whole(ids, 0):
-            raise DataError(
-                f"{self.path} must hold integer node ids from 0 on in {self.listed(at)}."
-            )
-        ids = ids.astype(np.int64)
-        highest = int(ids.max(initial=-1))
-        if n is not None and highest >= n:
-            raise DataError(f"{self.path} names node {highest:,} but there are {n:,} nodes.")
-        return ids
-
     def node_columns(self, find: Callable[..., columns.NodeColumns]) -> columns.NodeColumns:
         """Which columns are what; one called like paper_id that names each node once is the id."""
-        at: columns.NodeColumns = self.apply(find, self.names, self.values.shape[1])
+        at: columns.NodeColumns = _named(self, find, self.names, self.values.shape[1])
         names, nodes = self.names or [], np.arange(len(self.values))
         for j in at.values + at.unused if at.id is None else []:
             named = bool(names) and names[j].lower().endswith("id") and len(nodes) > 1
@@ -204,7 +195,7 @@ class Table:
         """The node of each row, or None where the rows are in the order of the nodes."""
         if at.id is not None:
             ids = self.numbers([at.id], _NO_IDS)[:, 0]
-            return self.apply(columns.node_places, ids, self.name(at.id), n)
+            return _named(self, columns.node_places, ids, self.name(at.id), n)
         if at.row_names is None:
             return None
         index, rows = self.numbers([at.row_names], _NO_IDS)[:, 0], np.arange(len(self.values))
@@ -215,33 +206,24 @@ class Table:
             )
         return None
 
-    def apply(self, check: Callable[..., Any], *given: Any) -> Any:
-        """A result of `check`, whose sentences get the name of the table."""
-        try:
-            return check(*given)
-        except ValueError as error:
-            raise DataError(f"{self.path}: {str(error).rstrip('.')}.") from None
-
-    def note(self, what: str, used: list[int], unused: list[int], order: str = "") -> str:
-        """The line that says what was read from which columns."""
-        named = [self.name(j) if self.names and self.names[j] else "an index" for j in unused]
-        left = f" (not used: {_list(named)})" if named else ""
-        return f"{Path(self.path).name}: {what} from {self.listed(used)}{order}{left}"
-
-    def note_of_rows(self, what: str, at: columns.NodeColumns) -> str:
-        """The same where rows belong to nodes."""
-        order = "" if at.id is None else f", rows by {self.name(at.id)}"
-        index = [] if at.row_names is None else [at.row_names]
-        return self.note(what, at.values, at.unused + index, order)
-
 
 def _edges(table: Table, n: int | None) -> tuple[Graph, str]:
     """The graph of an edge list, and the line that says what was read."""
-    at = table.apply(columns.find_edges, table.names, table.values.shape[1])
-    edges = table.node_ids([at.source, at.target], n).T
+    at = _named(table, columns.find_edges, table.names, table.values.shape[1])
+    ends = [at.source, at.target]
+    ids = table.numbers(ends, _NO_IDS)
+    if not columns.is_whole(ids, 0):
+        raise DataError(
+            f"{table.path} must hold integer node ids from 0 on in {table.listed(ends)}."
+        )
+    edges = ids.T.astype(np.int64)
+    highest = int(edges.max(initial=-1))
+    if n is not None and highest >= n:
+        raise DataError(f"{table.path} names node {highest:,} but there are {n:,} nodes.")
     weights = None if at.weight is None else table.numbers([at.weight])[:, 0]
-    graph = table.apply(Graph.from_edges, edges, n, weights)
-    return graph, table.note(f"{graph.num_edges:,} edges", at.used, at.unused)
+    graph = _named(table, Graph.from_edges, edges, n, weights)
+    note = f"{table.title}: {graph.num_edges:,} edges from {table.listed(at.used)}"
+    return graph, note + _unused(table, at.unused)
 
 
 def _features(source: Any, notes: list[str]) -> Any:
@@ -266,7 +248,7 @@ def _features(source: Any, notes: list[str]) -> Any:
         X, rows = np.empty_like(X), X
         X[place] = rows
     if table.names is not None:
-        notes.append(table.note_of_rows(f"{X.shape[1]:,} features", at))
+        notes.append(f"{table.title}: {X.shape[1]:,} features{_from(table, at)}")
     return X
 
 
@@ -285,8 +267,7 @@ def _labels(table: Table, n: int | None, notes: list[str]) -> tuple[Any, list[st
         if y.ndim == 1 and y.dtype.kind != "f":
             what = f"{np.unique(y[y != nothing]).shape[0]:,} classes"
         without = int(np.count_nonzero(~has_label(y)))
-        missing = f", {without:,} of {n or len(y):,} nodes without" if without else ""
-        notes.append(table.note_of_rows(what, at) + missing)
+        notes.append(f"{table.title}: {what}{_from(table, at)}" + _of(without, n or len(y)))
     return y, [table.name(j) for j in at.values] if table.names and y.ndim == 2 else None
 
 
@@ -332,11 +313,39 @@ def _ids(table: Table, n: int) -> Any:
     count = table.values.shape[1] - skip
     if count != 1 and table.values.size:
         raise DataError(f"{table.path} must hold one column of node ids, not {count}.")
-    return table.node_ids([skip], n).ravel()
+    ids = table.numbers([skip], _NO_IDS)
+    if not columns.is_whole(ids, 0):
+        raise DataError(f"{table.path} must hold integer node ids.")
+    if ids.size and ids.max() >= n:
+        raise DataError(f"{table.path} names node {int(ids.max()):,} but there are {n:,} nodes.")
+    return ids.ravel().astype(np.int64)
 
 
 def _called(source: Any) -> str:
     return _FRAME if columns.is_frame(source) else str(source)
+
+
+def _named(table: Table, check: Callable[..., Any], *given: Any) -> Any:
+    """A result of `check`, whose sentences get the name of the table."""
+    try:
+        return check(*given)
+    except ValueError as error:
+        raise DataError(f"{table.path}: {str(error).rstrip('.')}.") from None
+
+
+def _from(table: Table, at: columns.NodeColumns) -> str:
+    order = "" if at.id is None else f", rows by {table.name(at.id)}"
+    index = [] if at.row_names is None else [at.row_names]
+    return f" from {table.listed(at.values)}{order}{_unused(table, at.unused + index)}"
+
+
+def _of(without: int, n: int) -> str:
+    return f", {without:,} of {n:,} nodes without" if without else ""
+
+
+def _unused(table: Table, at: list[int]) -> str:
+    named = [table.name(j) if table.names and table.names[j] else "an index" for j in at]
+    return f" (not used: {_list(named)})" if named else ""
 
 
 def _list(names: list[str]) -> str:
