@@ -97,19 +97,19 @@ def new_file(path: Path) -> Iterator[Path]:
         handle, name = tempfile.mkstemp(
             prefix=f".{path.name}.", suffix=path.suffix, dir=path.parent
         )
+        os.close(handle)
         temporary = Path(name)
         try:
-            _lock(handle)
-            yield temporary
-            with open(temporary, "rb+") as written:
-                os.fsync(written.fileno())
-            # mkstemp makes files private; a finished one gets the permissions of any other.
-            mask = os.umask(0)
-            os.umask(mask)
-            temporary.chmod(0o666 & ~mask)
-            os.replace(temporary, path)
+            with lock_path(temporary):
+                yield temporary
+                with open(temporary, "rb+") as written:
+                    os.fsync(written.fileno())
+                # mkstemp makes files private; a finished one gets the permissions of any other.
+                mask = os.umask(0)
+                os.umask(mask)
+                temporary.chmod(0o666 & ~mask)
+                os.replace(temporary, path)
         finally:
-            os.close(handle)
             temporary.unlink(missing_ok=True)
 
 
@@ -430,18 +430,11 @@ def lock_path(path: Path) -> Iterator[bool]:
     if fcntl is None:
         yield False
         return
-    handle = os.open(path, os.O_RDONLY)
+    handle, free = os.open(path, os.O_RDONLY), False
     try:
-        yield _lock(handle)
+        with contextlib.suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            free = True
+        yield free
     finally:
         os.close(handle)
-
-
-def _lock(handle: int) -> bool:
-    if fcntl is None:
-        return False
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True

@@ -39,6 +39,11 @@ def trained() -> HERTA:
     return HERTA(ridge=0.1).fit(G, X, Y)
 
 
+def rows(table: list[Any]) -> list[Any]:
+    """The rows of a table as parameters; the first entry of each names its test."""
+    return [pytest.param(*row[1:], id=row[0]) for row in table]
+
+
 # ---- small files ----------------------------------------------------------------------------
 def npz(folder: Path, drop: tuple[str, ...] = (), **change: Any) -> Path:
     """A dataset that can be trained on, but for what is changed or dropped."""

@@ -18,7 +18,7 @@ from herta_gpu.datasets import load_npz
 from herta_gpu.plumbing import files
 from herta_gpu.plumbing.files import Archive, DataError, checksum, write_npz
 from tests.conftest import random_graph
-from tests.plumbing.bad_input import EDGES, N, X, Y, check_text, refused, trained
+from tests.plumbing.bad_input import EDGES, N, X, Y, check_text, refused, rows, trained
 
 MEMBERS = ["W", "about", "classes", "format", "intercept", "train"]
 
@@ -105,8 +105,7 @@ ALTERED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("change", "words"), [row[1:] for row in ALTERED],
-                         ids=[row[0] for row in ALTERED])  # fmt: skip
+@pytest.mark.parametrize(("change", "words"), rows(ALTERED))
 def test_altered_members_of_a_model_file(change, words, tmp_path):
     path = tmp_path / "model.npz"
     trained().save(path)

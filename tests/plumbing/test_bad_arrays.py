@@ -24,6 +24,7 @@ from tests.plumbing.bad_input import (
     fit,
     masked,
     refused,
+    rows,
     trained,
 )
 
@@ -141,8 +142,7 @@ ARRAYS: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("call", "kind", "words"), [row[1:] for row in ARRAYS],
-                         ids=[row[0] for row in ARRAYS])  # fmt: skip
+@pytest.mark.parametrize(("call", "kind", "words"), rows(ARRAYS))
 def test_arrays(call, kind, words):
     refused(kind, words, call)
 
@@ -212,8 +212,7 @@ GRAPHS: list[tuple[str, Callable[[], Any], str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("call", "words"), [row[1:] for row in GRAPHS],
-                         ids=[row[0] for row in GRAPHS])  # fmt: skip
+@pytest.mark.parametrize(("call", "words"), rows(GRAPHS))
 def test_graphs(call, words):
     refused(ValueError, words, call)
 

@@ -29,6 +29,7 @@ from tests.plumbing.bad_input import (
     npz,
     raw,
     refused,
+    rows,
     sparse_npz,
     tables,
 )
@@ -96,8 +97,7 @@ FILES: list[tuple[str, Callable[[Path], Path], str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("make", "words"), [row[1:] for row in FILES],
-                         ids=[row[0] for row in FILES])  # fmt: skip
+@pytest.mark.parametrize(("make", "words"), rows(FILES))
 def test_files(make, words, tmp_path, capsys, monkeypatch):
     path = make(tmp_path)
     monkeypatch.setattr(HERTA, "fit", lambda *args, **more: pytest.fail("the fit has begun"))
@@ -130,8 +130,7 @@ ONLY_LOADED = [  # `herta plan` does not see these: it reads neither edges nor f
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("make", "code", "words"), [row[1:] for row in ONLY_LOADED],
-                         ids=[row[0] for row in ONLY_LOADED])  # fmt: skip
+@pytest.mark.parametrize(("make", "code", "words"), rows(ONLY_LOADED))
 def test_a_run_that_is_refused_leaves_the_old_one(make, code, words, tmp_path, capsys, finished):
     shutil.copytree(finished, tmp_path / "old")
     path = make(tmp_path)
@@ -168,8 +167,7 @@ TABLES: list[tuple[str, dict[str, Any], str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("content", "words"), [row[1:] for row in TABLES],
-                         ids=[row[0] for row in TABLES])  # fmt: skip
+@pytest.mark.parametrize(("content", "words"), rows(TABLES))
 def test_tables(content, words, tmp_path, capsys):
     if content.get("edges"):
         content = {**content, "train": None, "test": None}

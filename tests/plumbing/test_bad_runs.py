@@ -29,6 +29,7 @@ from tests.plumbing.bad_input import (
     npz,
     raw,
     refused,
+    rows,
     tables,
     trained,
     with_config,
@@ -70,8 +71,7 @@ MODELS: list[tuple[str, Callable[[Path], Path], str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("make", "words"), [row[1:] for row in MODELS],
-                         ids=[row[0] for row in MODELS])  # fmt: skip
+@pytest.mark.parametrize(("make", "words"), rows(MODELS))
 @pytest.mark.filterwarnings("ignore:divide by zero")
 def test_models(make, words, tmp_path, capsys, finished):
     path = make(tmp_path)
@@ -106,8 +106,7 @@ CONFIGS: list[tuple[str, Any, str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("content", "words"), [row[1:] for row in CONFIGS],
-                         ids=[row[0] for row in CONFIGS])  # fmt: skip
+@pytest.mark.parametrize(("content", "words"), rows(CONFIGS))
 def test_configs(content, words, tmp_path, capsys, finished):
     run = tmp_path / "run"
     shutil.copytree(finished, run)
@@ -166,8 +165,7 @@ SAVES: list[tuple[str, Callable[[Path], Any], type[Exception], str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("call", "kind", "words"), [row[1:] for row in SAVES],
-                         ids=[row[0] for row in SAVES])  # fmt: skip
+@pytest.mark.parametrize(("call", "kind", "words"), rows(SAVES))
 def test_saves(call, kind, words, tmp_path):
     (tmp_path / "file").write_text("mine")
     before = listing(tmp_path)

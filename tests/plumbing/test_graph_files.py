@@ -14,6 +14,7 @@ from herta_gpu import Graph, SDDSolver
 from herta_gpu.plumbing import building, checks
 from herta_gpu.plumbing.files import DataError
 from tests.conftest import random_graph
+from tests.plumbing.bad_input import rows
 
 ARRAYS = ("indptr", "indices", "weights", "given_degree", "order")
 
@@ -165,8 +166,7 @@ DAMAGE = [
 ]
 
 
-@pytest.mark.parametrize(("damage", "words"), [row[1:] for row in DAMAGE],
-                         ids=[row[0] for row in DAMAGE])  # fmt: skip
+@pytest.mark.parametrize(("damage", "words"), rows(DAMAGE))
 def test_damaged_and_foreign_folders(damage, words, tmp_path):
     random_graph(20, 40).save(tmp_path / "g")
     damage(tmp_path / "g")
