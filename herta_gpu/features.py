@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import scipy.sparse as sp
 
-from herta_gpu.backends.base import Array, Backend, Blocks, Part, norm
+from herta_gpu.backends.base import Array, Backend, Blocks, Part, norm, unit_roundoff
 from herta_gpu.planning.memory import chunk_bytes
 from herta_gpu.plumbing.checkpoint import mixed
 from herta_gpu.plumbing.interop import on_device, take_rows
@@ -22,7 +22,7 @@ from herta_gpu.plumbing.progress import marked
 from herta_gpu.plumbing.reading import Reads
 
 _SCHUR_STEPS = 4  # products with |X|^T |X|, each as cheap as one output
-_UNIT = 0.5 * float(np.finfo(np.float64).eps)  # what one operation rounds
+_UNIT = unit_roundoff()
 
 
 class Features:

@@ -8,6 +8,7 @@ sum over rows.
 from __future__ import annotations
 
 import math
+from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -40,10 +41,8 @@ class RegularizedLaplacian:
 
     def at(self, lam: float) -> RegularizedLaplacian:
         """I + lam L of the same graph, which is not stored twice."""
-        other = RegularizedLaplacian(self.graph, lam, self.backend, self.dtype)
-        other._in = self._in
-        if "most_neighbours" in self.__dict__:
-            other.most_neighbours = self.most_neighbours
+        other = copy(self)  # with the same dictionary of arrays
+        other.lam = float(lam)
         return other
 
     def laplacian(self, dtype: str | None = None) -> Laplacian:
@@ -158,15 +157,15 @@ def block_cg(
     wide = backend.padded(k, H.dtype)
     with marked("solve", columns=k, tol=tol):
         B = _block(backend, B, wide)  # a B that nobody else holds is freed
-        Z = None if guess is None else _block(backend, guess, wide, copy=True)
+        Z = None if guess is None else _block(backend, guess, wide, new=True)
         Z, info = _refined(H, B, tol, Z, max_iter)
         return (Z, info) if wide == k else (backend.asarray(Z[:, :k]), info.first(k))
 
 
-def _block(backend: Backend, X: Array, wide: int, copy: bool = False) -> Array:
+def _block(backend: Backend, X: Array, wide: int, new: bool = False) -> Array:
     """X with so many columns in runs of memory; the new ones are 0, and start frozen in CG."""
     n, k = X.shape
-    if wide == k and not copy:
+    if wide == k and not new:
         return backend.xp.ascontiguousarray(X)
     block = backend.empty((n, wide), str(X.dtype))
     block[:, :k] = X
@@ -217,13 +216,15 @@ def _refined(
             step, steps = _cycle(H, R, energy, tol, limit - int(iterations.max(initial=0)))
         iterations += steps
         step *= unit.astype(step.dtype)
-        Z = _added(Z, step)
+        if Z is None:
+            Z = step
+        else:
+            Z += step
         unit = _unit(xp, norm)  # the next residual is smaller, but not by 2^60
     Z = xp.zeros(B.shape, dtype=H.dtype) if Z is None else Z
     norms, bounds = H.backend.to_numpy(xp.stack([norm, bound]))  # synchronize!
-    return Z, SolveInfo(
-        iterations, norms, proven_bounds(H, Z, norms, bounds, tol), status, str(Z.dtype)
-    )
+    bounds = proven_bounds(H, Z, norms, bounds, tol)
+    return Z, SolveInfo(iterations, norms, bounds, status, str(Z.dtype))
 
 
 def _residual(
@@ -234,13 +235,6 @@ def _residual(
         return H.residual(B, Z, dtype, unit)
     xp, R = H.backend.xp, H.backend.empty(B.shape, dtype)
     return xp.multiply(B, 1.0 / unit, out=R), xp.stack([b2, xp.zeros_like(b2)])
-
-
-def _added(Z: Array | None, step: Array) -> Array:
-    if Z is None:
-        return step
-    Z += step
-    return Z
 
 
 def _unit(xp: Any, norm: Array) -> Array:
@@ -291,8 +285,7 @@ def _cycle(
 ) -> tuple[Array, Any]:
     """One run of block CG on normalised residuals; the stopping test stays on the device."""
     L, backend = H.laplacian(str(R.dtype)), H.backend
-    floor = float(np.finfo(R.dtype).eps)
-    state = backend.cg_start(L, H.lam, R, energy, MARGIN * tol, floor)
+    state = backend.cg_start(L, H.lam, R, energy, MARGIN * tol, 2 * unit_roundoff(R.dtype))
     for step in range(0, limit, backend.check_every):
         if backend.cg_active(state) == 0:
             break
@@ -331,7 +324,7 @@ def chebyshev_rounding(
     """
     top = H.lambda_max
     if top <= 1.0:
-        return 4 * float(np.finfo(dtype).eps)
+        return 8 * unit_roundoff(dtype)
     sigma = (top + 1) / (top - 1)
     r = 1.0 / (sigma + math.sqrt(sigma**2 - 1))
     hub = 4 * H.lam / (top + 1) * (H.backend.roundings(H.most_neighbours, columns) + 8)

@@ -155,7 +155,7 @@ class SDDSolver:
         parts = [
             self._solve_block(B[:, J], None if guess is None else guess[:, J], dtype) for J in cuts
         ]
-        self.info_ = _joined([info for _, info in parts])
+        self.info_ = _join([info for _, info in parts])
         if not parts:
             return np.zeros(B.shape, dtype=dtype or self.dtype)
         xp = self.backend.xp if on_device(B) else np
@@ -289,17 +289,13 @@ def _largest(xp: Any, A: Array) -> Array:
     return abs(A).max(axis=0) if A.shape[0] else xp.zeros(A.shape[1], dtype=A.dtype)
 
 
-def _joined(infos: list[SolveInfo]) -> SolveInfo:
-    """One report for all column blocks, with the worst status."""
-    if not infos:
-        none = np.zeros(0)
-        return SolveInfo(none.astype(np.int64), none, none, "converged", "float32")
-    seen = {info.status for info in infos}
-    worst = next(status for status in ("max_iter", "stagnated", "converged") if status in seen)
-    return SolveInfo(
-        np.concatenate([i.iterations for i in infos]),
-        np.concatenate([i.residuals for i in infos]),
-        np.concatenate([i.h_norm_bound for i in infos]),
-        worst,
-        "float64" if "float64" in {i.dtype for i in infos} else infos[0].dtype,
+def _join(infos: list[SolveInfo]) -> SolveInfo:
+    """One report for all column blocks, with the worst status and the wider dtype."""
+    none = np.zeros(0)
+    infos = infos or [SolveInfo(none.astype(np.int64), none, none, "converged", "float32")]
+    iterations, residuals, bounds = (
+        np.concatenate([getattr(info, name) for info in infos])
+        for name in ("iterations", "residuals", "h_norm_bound")
     )
+    status = min((i.status for i in infos), key=("max_iter", "stagnated", "converged").index)
+    return SolveInfo(iterations, residuals, bounds, status, max(info.dtype for info in infos))
