@@ -33,7 +33,7 @@ _NO_LOSS = 1e-15  # ... of a billion labels
 class Loss(ABC):
     """What training needs of a loss; here what all of them share, weights and intercept.
 
-    A new loss must be convex in F.  It defines the three constants, `_parts`, `_bend`, `shift`, and
+    A new loss must be convex in F.  It defines the three constants, `_terms`, `_bend`, `shift`, and
     those methods below that are not true of it; see `MSE`, `CrossEntropy` and `BinaryCrossEntropy`.
     """
 
@@ -45,12 +45,12 @@ class Loss(ABC):
     steepest: ClassVar[float]  # the largest eigenvalue that the Hessian with respect to F can have
 
     @abstractmethod
-    def _parts(self, xp: Any, F: Array, Y: Array) -> tuple[Array, Array]:
-        """(what the loss is the weighted sum of, the activation) for outputs F."""
+    def _terms(self, xp: Any, F: Array, S: Array, Y: Array) -> Array:
+        """What the loss is the weighted sum of, for outputs F and their activation S."""
 
     @abstractmethod
     def _bend(self, xp: Any, S: Array, FD: Array) -> Array:
-        """What the second derivative along FD is the weighted sum of, S the activation."""
+        """What the second derivative along FD is the weighted sum of."""
 
     @abstractmethod
     def shift(self, xp: Any, F: Array, Y: Array) -> Array:
@@ -155,8 +155,8 @@ class Loss(ABC):
         self, xp: Any, F: Array, Y: Array, counted: Array | None = None
     ) -> tuple[float, Array, Array]:
         """The loss whose constants are part of F, its gradient but for the weights, activation."""
-        terms, S = self._parts(xp, F, Y)
-        E = S - Y
+        S = self.activation(xp, F)
+        terms, E = self._terms(xp, F, S, Y), S - Y
         if counted is not None:
             terms, E = xp.where(counted, terms, 0.0), xp.where(counted, E, 0.0)
         return float(xp.sum(self.weigh(terms))), E, S  # synchronize!
@@ -269,8 +269,8 @@ class MSE(Loss):
     quadratic = True
     steepest = 1.0
 
-    def _parts(self, xp: Any, F: Array, Y: Array) -> tuple[Array, Array]:
-        return 0.5 * (F - Y) ** 2, F
+    def _terms(self, xp: Any, F: Array, S: Array, Y: Array) -> Array:
+        return 0.5 * (F - Y) ** 2
 
     def _bend(self, xp: Any, S: Array, FD: Array) -> Array:
         return FD * FD
@@ -310,15 +310,11 @@ class CrossEntropy(Loss):
     quadratic = False
     steepest = 0.5
 
-    def _parts(self, xp: Any, F: Array, Y: Array) -> tuple[Array, Array]:
+    def _terms(self, xp: Any, F: Array, S: Array, Y: Array) -> Array:
         top = _row_max(xp, F)
-        below = top - F
-        S = xp.exp(-below)
-        total = _row_sum(xp, S)
-        # Not log + top - <F, Y>: of a row that is all but certain that would leave rounding only.
-        terms = xp.log(total) + _row_sum(xp, below * Y) + top * (1 - _row_sum(xp, Y))
-        S /= total
-        return terms, S
+        # Not top - <F, Y>: of a row that is all but certain that would leave rounding only.
+        known = _row_sum(xp, (top - F) * Y) + top * (1 - _row_sum(xp, Y))
+        return known - xp.log(_row_max(xp, S))
 
     def _bend(self, xp: Any, S: Array, FD: Array) -> Array:
         return S * (FD - _row_sum(xp, S * FD)) ** 2
@@ -372,11 +368,10 @@ class BinaryCrossEntropy(Loss):
     quadratic = False
     steepest = 0.25
 
-    def _parts(self, xp: Any, F: Array, Y: Array) -> tuple[Array, Array]:
-        z = xp.exp(-abs(F))
+    def _terms(self, xp: Any, F: Array, S: Array, Y: Array) -> Array:
         # y softplus(-f) + (1 - y) softplus(f): no difference of large numbers.
-        terms = xp.log1p(z) + Y * xp.maximum(-F, 0.0) + (1 - Y) * xp.maximum(F, 0.0)
-        return terms, self.activation(xp, F)
+        softplus = xp.log1p(xp.exp(-abs(F)))
+        return softplus + Y * xp.maximum(-F, 0.0) + (1 - Y) * xp.maximum(F, 0.0)
 
     def _bend(self, xp: Any, S: Array, FD: Array) -> Array:
         return S * (1 - S) * FD * FD

@@ -120,7 +120,8 @@ def build(
 ) -> Preconditioner:
     """Lines 3 to 8 of Algorithm 1 on the training rows, and rows to `evaluate` where measured."""
     # Factors of few rows find coordinates of their own.
-    plain = recipe.by_rows or (ridge > 0 and 2 * Y.shape[0] < A.features)
+    few = recipe.case(Y.shape[0], A.features, ridge) is Case.FEW_ROWS
+    plain = recipe.by_rows or few
     units = Units.plain if plain else Units.of
     white = recipe.whiten and not plain
     basis: Columns = whiten(A.X, ridge == 0, ridge) if white else units(A.X)
