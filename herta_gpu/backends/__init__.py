@@ -13,6 +13,7 @@ from herta_gpu.backends.base import Backend
 from herta_gpu.backends.cpu.reference import CPUBackend
 from herta_gpu.backends.cuda.graphs import DeviceGraph
 from herta_gpu.planning.settings import DEVICES
+from herta_gpu.plumbing.checks import check_choice
 from herta_gpu.plumbing.interop import on_device
 
 FEW = 10_000_000  # numbers of a graph and its X: Cora, Citeseer and Pubmed have fewer
@@ -102,23 +103,17 @@ def chosen_backend(device: str, *data: Any) -> tuple[Backend, str]:
     >>> backend.name, why
     ('cpu', '50,000 numbers are few: the CPU is done before a GPU has compiled its kernels')
     """
-    if device == "cpu":
-        return _cpu(compiled_kernels()), "as asked"
+    check_choice("device", device, DEVICES)
+    if device in ("cpu", "cpu-scipy"):
+        return _cpu(device == "cpu" and compiled_kernels()), "as asked"
     team = next((x.team for x in data if getattr(x, "team", None) is not None), None)
     if device == "cuda":
         return _cuda(team), "as asked"
-    if device == "cpu-scipy":
-        return _cpu(compiled=False), "as asked"
-    if device == "auto":
-        few = stays_on_the_cpu(*data)
-        few = few if team is None else team.agree(few)  # of rows that each process has, say
-        if few is not None:  # small data do not even try the device out
-            return _cpu(compiled_kernels()), few
-        if _cuda_is_usable(team):
-            return _cuda(team), "a GPU is there"
-        return _cpu(compiled_kernels()), "there is no usable GPU"
-    known = ", ".join(f'"{name}"' for name in DEVICES)
-    raise ValueError(f"device must be one of {known}, not {device!r}.")
+    few = _few(data)
+    few = few if team is None else team.agree(few)  # of rows that each process has, say
+    if few is None and _cuda_is_usable(team):  # small data do not even try the device out
+        return _cuda(team), "a GPU is there"
+    return _cpu(compiled_kernels()), few or "there is no usable GPU"
 
 
 def backend_for(device: str, graph: Any, X: Any) -> Backend:
@@ -128,11 +123,14 @@ def backend_for(device: str, graph: Any, X: Any) -> Backend:
 
 def shared(backend: Backend, graph: Any) -> Backend:
     """The same backend, working with the other processes of `graph`, if there are any."""
-    if getattr(graph, "team", None) is None:
+    team = getattr(graph, "team", None)
+    if team is not None and graph.by_nodes:
+        return backend.on_part(graph)
+    if team is None or team.size == 1:
         return backend
-    from herta_gpu.backends.ranks import on_ranks
+    from herta_gpu.backends.ranks import Columns
 
-    return on_ranks(backend, graph)
+    return backend.with_team(Columns(team, backend))
 
 
 def backend_of_rows(device: str, graph: Any) -> Backend:
@@ -141,18 +139,8 @@ def backend_of_rows(device: str, graph: Any) -> Backend:
     return shared(backend, graph) if graph.by_nodes else backend
 
 
-def stays_on_the_cpu(*data: Any) -> str | None:
-    """Why ``"auto"`` leaves these graphs and arrays to the CPU; None: it does not.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from herta_gpu.backends import stays_on_the_cpu
-    >>> stays_on_the_cpu(np.zeros((1000, 50)))
-    '50,000 numbers are few: the CPU is done before a GPU has compiled its kernels'
-    >>> stays_on_the_cpu(np.zeros((1, 1)), np.broadcast_to(0.0, (10**6, 100))) is None
-    True
-    """
+def _few(data: tuple[Any, ...]) -> str | None:
+    """Why ``"auto"`` leaves these graphs and arrays to the CPU; None: it does not."""
     if not data or any(on_device(x) or isinstance(x, DeviceGraph) for x in data):
         return None  # what is on the device already is worked on there
     count = sum(map(_numbers, data))

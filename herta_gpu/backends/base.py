@@ -21,7 +21,6 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-from numpy.linalg import LinAlgError
 
 from herta_gpu.graph import Graph
 from herta_gpu.plumbing.reading import MappedRows, Part, Reads, check_not_shrunk, mapping_of
@@ -101,6 +100,9 @@ class Laplacian:
     # (n,) int64, row i is the caller's node order[i], which keys the sketches; None: node i.
     order: Array | None = field(default=None, kw_only=True)
     unrounded: Callable[[], Exact] | None = field(default=None, kw_only=True, repr=False)
+    cuts: Array = field(default=None, kw_only=True)  # of the rows, into chunks of equal work
+    halo: Any = field(default=None, kw_only=True)  # rows of neighbours that other processes have
+    around: Array = field(default=None, kw_only=True)  # D^-1/2, that of the halo behind it
 
     @cached_property
     def exact(self) -> Exact:
@@ -191,7 +193,7 @@ class Blocks:
                     yield rows, part
             return
         for rows, columns in wanted:
-            yield rows, self._taken(rows, columns)
+            yield rows, self.X[rows if self.order is None else self.order[rows], columns]
         self.reads.passes += 1
 
     def whole_rows(self, columns: int) -> bool:
@@ -204,9 +206,6 @@ class Blocks:
             check_not_shrunk(self._mapping)
         file = self._in_rows
         return file if file is not None and file.still_there() else None
-
-    def _taken(self, rows: slice, columns: slice) -> Any:
-        return self.X[rows if self.order is None else self.order[rows], columns]
 
 
 class Team:
@@ -225,37 +224,18 @@ class Team:
         """The sum of all processes' x, in their order; x itself where each has all rows."""
         return x
 
-    def largest(self, x: Any) -> Any:
-        """The largest of all processes' x; x itself where each has all rows."""
-        return x
-
-    def least(self, x: int) -> int:
-        """The smallest of all processes' x, whatever rows they have."""
-        return x
-
-    def agree(self, x: Any) -> Any:
-        """What the first process has: a number, an array, or any object that can be pickled."""
-        return x
+    # Of one process all of these are x itself.
+    largest = total  # the largest of all processes' x; x itself where each has all rows
+    least = total  # the smallest of all processes' x, whatever rows they have
+    agree = total  # what the first process has: a number, an array, or what can be pickled
+    train_on = total  # the ids of all training nodes, rising, from those of this process
+    gather = total  # the training rows of all processes, in the order of those ids
+    own = total  # this process's rows of what `gather` put together
+    join = total  # any rows of all processes, one process after the other
 
     def same(self, x: Any, what: str, always: bool = False) -> Any:
         """x, of which all processes have the same bits: in a debug mode, or `always`, that is made
         sure of."""
-        return x
-
-    def train_on(self, rows: Any) -> Any:
-        """The ids of all training nodes, rising; `rows` are those of this process, rising, too."""
-        return rows
-
-    def gather(self, x: Array) -> Array:
-        """The training rows of all processes, in the order of the ids that `train_on` gave."""
-        return x
-
-    def own(self, x: Array) -> Array:
-        """This process's rows of what `gather` put together."""
-        return x
-
-    def join(self, x: Array) -> Array:
-        """Any rows of all processes, one process after the other."""
         return x
 
     def deal(
@@ -364,12 +344,9 @@ class Backend(ABC):
         finite = L is not None and math.isfinite(float(L.diagonal().sum()))  # synchronize!
         return L if finite else None
 
+    @abstractmethod
     def _triangle(self, P: Array) -> Array | None:
         """L as the library gives it; None where it says that there is none."""
-        try:
-            return self.xp.linalg.cholesky(P)
-        except LinAlgError:
-            return None
 
     @abstractmethod
     def pivoted_cholesky(self, P: Array, cut: float) -> tuple[Array, Array]:
@@ -447,19 +424,6 @@ class Backend(ABC):
         and a term of it is rounded at most (`roundings` + 8) times by 2^-53, beside s and l, which
         are rounded themselves (sqrt(D) and its inverse, A 1 and a quotient).  Neither the number
         of threads nor the way in which rows are cut into chunks changes a bit of it.
-
-        Examples
-        --------
-        >>> import numpy as np
-        >>> from herta_gpu import Graph
-        >>> from herta_gpu.backends import get_backend
-        >>> backend, graph = get_backend("cpu"), Graph.from_edges([[0, 1], [1, 2]])
-        >>> L = backend.laplacian(graph, "float32")
-        >>> Z, B = np.ones((3, 2), "float32"), np.ones((2, 2))  # B: rows 1 and 2
-        >>> R = backend.residual_rows(L, 5.0, Z, B, start=1)
-        >>> H = np.eye(3) + 5.0 * graph.to_csr().toarray()
-        >>> bool(np.abs(R - (B - (H @ Z)[1:])).max() < 1e-14)
-        True
         """
 
     def residual(
@@ -583,29 +547,31 @@ class Backend(ABC):
         the residual takes away.  It needs n x k numbers of 16 bits, which `work` may hold as its
         third block, of uint16.  `half_pays` says where it is worth it.
         """
-        B = self.asarray(B)
-        Z, Z_prev = self.iterates(B, work)
+        B, n = self.asarray(B), B.shape[0]
+        Z, Z_prev = self.iterates(L, B, work)
         halves = None
         if half and B.dtype == np.float32:
             halves = self.halves(L, B, work[2] if work and len(work) > 2 else None)
         Z_prev.fill(0)
-        self.xp.multiply(B, B.dtype.type(first), out=Z)
+        self.xp.multiply(B, B.dtype.type(first), out=Z[:n])
         for c1, c2 in steps:
             self.chebyshev_step(L, lam, Z, Z_prev, B, c1, c2, halves)
             Z, Z_prev = Z_prev, Z
-        return Z
+        return Z if Z.shape[0] == n else Z[:n]
 
-    def iterates(self, B: Array, work: tuple[Array, ...] | None) -> tuple[Array, Array]:
+    def iterates(self, L: Laplacian, B: Array, work: tuple[Array, ...] | None) -> tuple[Array, ...]:
         """The two blocks that `chebyshev` works in: the caller's, or new ones."""
+        shape, dtype = (self.block_rows(L), B.shape[1]), B.dtype
         if work is None:
-            return self.empty(B.shape, str(B.dtype)), self.empty(B.shape, str(B.dtype))
-        for block, dtype in zip(work, (B.dtype, B.dtype, "uint16"), strict=False):
-            if block.shape != B.shape or block.dtype != dtype or not block.flags.c_contiguous:
+            return self.empty(shape, str(dtype)), self.empty(shape, str(dtype))
+        wanted = ((shape, dtype), (shape, dtype), (B.shape, np.uint16))
+        for block, of in zip(work, wanted, strict=False):
+            if (block.shape, block.dtype) != of or not block.flags.c_contiguous:
                 raise ValueError(
-                    f"work must be two C-contiguous blocks of {B.shape}, {B.dtype}, "
+                    f"work must be two C-contiguous blocks of {shape}, {dtype}, "
                     "and perhaps a third one of uint16."
                 )
-        return work[0], work[1]
+        return work[:2]
 
     def halves(self, L: Laplacian, B: Array, G: Array | None = None) -> Halves:
         """What `chebyshev` needs to solve for B with float16 neighbours; G is not filled yet."""

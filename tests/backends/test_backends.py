@@ -66,24 +66,17 @@ def test_only_the_cuda_backend_imports_cupy():
 
 
 @pytest.mark.parametrize(
-    ("counter", "key", "answer"),
+    "words",
     [
-        ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
-        (
-            (0xFFFFFFFF,) * 4,
-            (0xFFFFFFFF,) * 2,
-            (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD),
-        ),
-        (
-            (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
-            (0xA4093822, 0x299F31D0),
-            (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
-        ),
+        "0 0 0 0  0 0  6627e8d5 e169c58d bc57ac4c 9b00dbd8",
+        "ffffffff " * 6 + "408f276d 41c83b0e a20bc7c6 6d5451fd",
+        "243f6a88 85a308d3 13198a2e 03707344 a4093822 299f31d0 d16cfe09 94fdcceb 5001e420 24126ea1",
     ],
 )
-def test_philox_known_answers(counter, key, answer):
-    """The test vectors that were published with Random123."""
-    assert tuple(int(w) for w in philox.philox4x32(counter, key)) == answer
+def test_philox_known_answers(words):
+    """Counter, key and answer, as they were published with Random123."""
+    w = [int(word, 16) for word in words.split()]
+    assert [int(x) for x in philox.philox4x32(w[:4], w[4:6])] == w[6:]
 
 
 def test_gaussians_are_normal_and_keyed_by_row_and_column():
@@ -107,12 +100,12 @@ def test_multiply_high_is_exact():
         assert [int(x) for x in ours] == [(int(x) * b) >> 64 for x in a]
 
 
-@pytest.mark.parametrize("n", [1, 2, 31, 32, 33, 3000])
+@pytest.mark.parametrize("n", [1, 2, 31, 32, 33, 400])
 @pytest.mark.parametrize("k", [1, 3, 8, 64])
 @pytest.mark.parametrize("weighted", [False, True])
 def test_apply_H_is_the_dense_product(n, k, weighted):
     backend, lam = CPUBackend(), 7.0
-    g = random_graph(min(n, 400), 3 * min(n, 400), weighted=weighted)
+    g = random_graph(n, 3 * n, weighted=weighted)
     X = np.random.default_rng(0).standard_normal((g.num_nodes, k))
     exact = dense_H(g, lam) @ X
     for dtype, atol in (("float64", 1e-12), ("float32", 1e-4)):

@@ -9,28 +9,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
 
 from herta_gpu.backends.base import Array, CGState, Halves, Laplacian, keep_probabilities
-from herta_gpu.backends.cpu.kernels import (
-    cg,
-    hadamard,
-    laplacian,
-    products,
-    sampling,
-    sketch,
-)
+from herta_gpu.backends.cpu.kernels import cg, hadamard, laplacian, products, sampling, sketch
 from herta_gpu.backends.cpu.kernels.simd import HALF, VECTOR_BYTES
 from herta_gpu.backends.cpu.philox import seed_key
 from herta_gpu.backends.cpu.reference import (
     CPUBackend,
-    _integer_scores,
     _pool,
+    cut_rows,
+    drawn_factors,
     fields,
+    integer_scores,
 )
 from herta_gpu.graph import read_only
 from herta_gpu.plumbing.machine import num_threads
@@ -39,27 +33,6 @@ _CHUNK_WORK = 1 << 15  # non-zeros plus four per row that one thread takes at a 
 _FLAT_CHUNK = 1 << 16  # numbers of a block that one thread takes at a time
 _HALF_COLUMNS = 64  # from here on float16 was always faster
 _SMALL = 1 << 15  # multiply-adds below which a second thread costs more than it brings
-
-
-@dataclass
-class CompiledLaplacian(Laplacian):
-    """A Laplacian with its rows cut into chunks of equal work."""
-
-    cuts: Array = None
-    halo: Any = None  # where other processes have some of the neighbours: `backends.ranks.parts`
-    around: Array = None  # D^-1/2 of the halo's rows behind that of the own ones
-
-    @property
-    def far(self) -> bool:
-        """D^-1/2 is not in the caches: a neighbour's scale would be a second read from afar."""
-        return self.n * self.inv_sqrt_degree.itemsize > laplacian.FAR
-
-    @property
-    def arrays(self) -> tuple[Array, Array, Array, Array, Array]:
-        """What the kernels take; a single weight stands for all."""
-        one = np.ones(1, dtype=self.inv_sqrt_degree.dtype)
-        weights = read_only(one) if self.weights is None else self.weights
-        return self.indptr, self.indices, weights, self.inv_sqrt_degree, self.diagonal
 
 
 class CompiledBackend(CPUBackend):
@@ -90,11 +63,8 @@ class CompiledBackend(CPUBackend):
 
         return NodesBackend(graph)
 
-    def laplacian(self, graph: Any, dtype: str) -> CompiledLaplacian:  # type: ignore[override]
-        work = graph.indptr + 4 * np.arange(graph.num_nodes + 1)
-        inner = np.searchsorted(work, np.arange(_CHUNK_WORK, work[-1], _CHUNK_WORK))
-        cuts = np.unique(np.concatenate([[0], inner, [graph.num_nodes]]))
-        return CompiledLaplacian(**fields(graph, dtype), cuts=cuts)
+    def laplacian(self, graph: Any, dtype: str) -> Laplacian:
+        return Laplacian(**fields(graph, dtype), cuts=cut_rows(graph.indptr, _CHUNK_WORK))
 
     def matmul(self, A: Array, B: Array) -> Array:
         fit = A.shape[1] == B.shape[0] and A.dtype == B.dtype == np.float64
@@ -102,37 +72,29 @@ class CompiledBackend(CPUBackend):
             return super().matmul(A, B)
         if A.flags.c_contiguous:
             F, Bt = aligned_empty((A.shape[0], B.shape[1]), A.dtype), np.ascontiguousarray(B.T)
-            _run(partial(products.times, A, Bt, F, _tall_chunk(A.shape[0])), A.size)
+            _run(A.size, products.times, A, Bt, F, _tall_chunk(A.shape[0]))
             return F
         if A.T.flags.c_contiguous:
             n, rows = A.shape[1], _tall_chunk(A.shape[1])
             sums = self.zeros((-(-n // rows), B.shape[1], A.shape[0]), "float64")
-            B = np.ascontiguousarray(B)
-            _run(partial(products.transposed_times, A.T, B, sums, rows), A.size)
+            _run(A.size, products.transposed_times, A.T, np.ascontiguousarray(B), sums, rows)
             return np.ascontiguousarray(sums.sum(axis=0).T)
         return super().matmul(A, B)
 
     # ---- H = I + lam L -------------------------------------------------------------------
     def apply_H(self, L: Laplacian, lam: float, X: Array, out: Array | None = None) -> Array:
         X = self.asarray(X, str(L.inv_sqrt_degree.dtype))
-        Y = out if out is not None and _usable(out, X) else aligned_empty(X.shape, X.dtype)
-        _apply(L, lam, X, Y)
-        if out is None or out is Y:
-            return Y
-        out[...] = Y
-        return out
+        overlap = out is not None and np.may_share_memory(out, X)
+        Y = _like(None if overlap else out, X.shape, X.dtype)
+        _apply(L, lam, X, Y, _neighbours(L, X))
+        return _given(Y, out)
 
     def residual_rows(
         self, L: Laplacian, lam: float, Z: Array, B: Array, start: int, out: Array | None = None
     ) -> Array:
-        Z, B = self.asarray(Z), self.asarray(B, "float64")
-        usable = out is not None and out.dtype == np.float64 and out.flags.c_contiguous
-        R = out if usable else aligned_empty(B.shape, "float64")
-        _residual(L, lam, Z, B, R, start)
-        if out is None or out is R:
-            return R
-        out[...] = R
-        return out
+        R = _like(out, B.shape, np.float64)
+        _residual(L, lam, self.asarray(Z), self.asarray(B, "float64"), R, start)
+        return _given(R, out)
 
     def residual(
         self, L: Laplacian, lam: float, Z: Array, B: Array, dtype: str, unit: Array
@@ -153,29 +115,27 @@ class CompiledBackend(CPUBackend):
         total = np.zeros(X.shape[1])
         for (x, y), g in _side_by_side(X, Y):
             rows, dots = _flat(*x.shape)
-            _run(partial(cg.column_dots, x, y, dots, rows), x.size)
+            _run(x.size, cg.column_dots, x, y, dots, rows)
             total += dots.sum(axis=0).reshape(g, -1).sum(axis=0)
         return total
 
     def cg_step(self, L: Laplacian, lam: float, state: CGState) -> None:
-        assert isinstance(L, CompiledLaplacian)
         Z, R, P, HP = state.Z, state.R, state.P, state.HP
         dots = np.zeros((L.cuts.shape[0] - 1, R.shape[1]))
-        if L.far and state.scratch is None:
+        if _far(L) and state.scratch is None:
             state.scratch = self.empty(P.shape, str(P.dtype))
-        _apply(L, lam, P, HP, dots=dots, scratch=state.scratch)
+        _apply(L, lam, P, HP, _neighbours(L, P, state.scratch), dots=dots)
         pHp = self.total(dots.sum(axis=0))
         alpha = state.step_length(pHp)
         rho = np.zeros(R.shape[1])
         for (r, hp), g in _side_by_side(R, HP):
             a, (rows, dots) = np.tile(alpha.astype(R.dtype), g), _flat(*r.shape)
-            _run(partial(cg.cg_residual, r, hp, a, dots, rows), r.size)
+            _run(r.size, cg.cg_residual, r, hp, a, dots, rows)
             rho += dots.sum(axis=0).reshape(g, -1).sum(axis=0)
         beta = state.turn(alpha, self.total(rho))
         for (z, p, r), g in _side_by_side(Z, P, R):
             a, b = (np.tile(c.astype(R.dtype), g) for c in (alpha, beta))
-            rows = _flat_rows(z.shape[1])
-            _run(partial(cg.cg_direction, z, p, r, a, b, rows), 2 * z.size)
+            _run(2 * z.size, cg.cg_direction, z, p, r, a, b, _flat_rows(z.shape[1]))
 
     def chebyshev_step(
         self,
@@ -188,11 +148,12 @@ class CompiledBackend(CPUBackend):
         c2: float,
         halves: Halves | None = None,
     ) -> None:
-        if halves is not None:
-            rows, s = _flat_rows(Z.shape[1]), L.inv_sqrt_degree
-            scaling = (Z, s, Z.dtype.type(1), halves.up, halves.G, False, rows)
-            _run(partial(laplacian.scale_rows, *scaling), Z.size)
-        _apply(L, lam, Z, Z_prev, B=B, c1=c1, c2=c2, halves=halves)
+        if halves is None:
+            _apply(L, lam, Z, Z_prev, _neighbours(L, Z), (B, c1, c2))
+            return
+        s = L.inv_sqrt_degree
+        _scaled(Z, s, 1.0, out=halves.G, up=halves.up)
+        _apply(L, lam, Z, Z_prev, (halves.G, (None, s, None)), (B, c1, c2), unit=halves.down)
 
     def chebyshev(
         self,
@@ -204,86 +165,66 @@ class CompiledBackend(CPUBackend):
         work: tuple[Array, ...] | None = None,
         half: bool = False,
     ) -> Array:
-        assert isinstance(L, CompiledLaplacian)
         # A row shorter than half a cache line is read no faster in float16.
         half = half and HALF and B.shape[1] > VECTOR_BYTES // 8 and B.dtype == np.float32
-        if half or L.halo is not None or (not L.far and B.shape[1] != 1):
+        if half or L.halo is not None or (not _far(L) and B.shape[1] != 1):
             return super().chebyshev(L, lam, B, first, steps, work, half)
         # On D^-1/2 Z throughout: what a step reads from afar is then the iterate itself.
         B, s = self.asarray(B, str(L.inv_sqrt_degree.dtype)), L.inv_sqrt_degree
-        Z, Z_prev = self.iterates(B, work)
+        Z, Z_prev = self.iterates(L, B, work)
         _scaled(B, s, first, out=Z)
         Z_prev.fill(0)
         for c1, c2 in steps:
-            _apply(L, lam, Z, Z_prev, B=B, c1=c1, c2=c2, scaled=True)
+            _apply(L, lam, Z, Z_prev, (Z, (None, s, s)), (B, c1, c2))
             Z, Z_prev = Z_prev, Z
         return _scaled(Z, s, 1.0, out=Z, inverse=True)
-
-    def largest_entries(self, L: Laplacian, B: Array) -> Array:
-        rows = _flat_rows(B.shape[1])
-        largest = np.zeros((-(-B.shape[0] // rows), B.shape[1]), dtype=B.dtype)
-        _run(partial(laplacian.largest_entries, B, L.inv_sqrt_degree, largest, rows), B.size)
-        return largest.max(axis=0)
 
     def half_pays(self, L: Laplacian, k: int) -> bool:
         # Measured in random order, 7e7 non-zeros: 0.91 of a step's time at 64 columns, 0.93 to 1.02
         # at 32 and 48; a random read costs more than its bytes here.  Nothing is sure to be saved
         # where the caches hold most of the block; rows of other processes are sent as they are.
-        assert isinstance(L, CompiledLaplacian)
-        return HALF and L.far and L.halo is None and k >= _HALF_COLUMNS
+        return HALF and _far(L) and L.halo is None and k >= _HALF_COLUMNS
 
     # ---- Algorithm 2 ---------------------------------------------------------------------
     def sketch_incidence(self, L: Laplacian, k: int, seed: int) -> Array:
-        return self._sketch(L, k, seed, incidence=True)
+        return self._sketch(sketch.incidence_rows, L, k, seed, 16 * k * L.nnz)
 
     def sketch_identity(self, L: Laplacian, k: int, seed: int) -> Array:
-        return self._sketch(L, k, seed, incidence=False)
+        return self._sketch(sketch.identity_rows, L, k, seed, 16 * k * L.n)
 
-    def _sketch(self, L: Laplacian, k: int, seed: int, incidence: bool) -> Array:
-        assert isinstance(L, CompiledLaplacian)
+    def _sketch(self, kernel: Any, L: Laplacian, k: int, seed: int, work: int) -> Array:
         out = aligned_empty((L.n, k), L.inv_sqrt_degree.dtype)
-        key = tuple(np.uint64(word) for word in seed_key(seed))
-        kernel = sketch.incidence_rows if incidence else sketch.identity_rows
-        work = 16 * k * (L.nnz if incidence else L.n)
-        _run(partial(kernel, out, L.arrays, L.order, key, L.cuts), work)
+        _run(work, kernel, out, _arrays(L), L.order, _key(seed), L.cuts)
         return out
 
     def edge_scores(self, L: Laplacian, B_S: Array, Pi_S: Array, lam: float) -> Array:
-        assert isinstance(L, CompiledLaplacian)
-        ids, arrays = None, L.arrays
+        ids, arrays = None, _arrays(L)
         if L.halo is not None:  # the other end may be another process's
             B_S, Pi_S = L.halo.extended(self.asarray(B_S)), L.halo.extended(self.asarray(Pi_S))
             ids, s = L.order, L.exact[0].astype(L.inv_sqrt_degree.dtype)
             arrays = (*arrays[:3], s, arrays[4])
         B_S, Pi_S = self.asarray(B_S), self.asarray(Pi_S)
         first = sampling.first_edges(L.indptr, L.indices, ids)
-        scores = np.empty(int(first[-1]))
-        _run(
-            partial(sampling.edge_scores, scores, first, B_S, Pi_S, lam, arrays, ids, L.cuts),
-            L.nnz * (B_S.shape[1] + Pi_S.shape[1]),
-        )
+        scores, work = np.empty(int(first[-1])), L.nnz * (B_S.shape[1] + Pi_S.shape[1])
+        _run(work, sampling.edge_scores, scores, first, B_S, Pi_S, lam, arrays, ids, L.cuts)
         return scores
 
     def sample_edges(self, scores: Array, s: int, seed: int, replace: bool) -> Array:
-        key = tuple(np.uint64(word) for word in seed_key(seed))
         if not replace:
             p = keep_probabilities(np, scores, s, self.total)
             factors, numbers = np.empty(p.shape[0]), None
             if not self.whole:
                 numbers = self.sums_up_to(np.ones(p.shape[0], dtype=np.int64))[0] - 1
-            _run(partial(sampling.bernoulli, p, factors, numbers, key), 20 * p.shape[0])
+            _run(20 * p.shape[0], sampling.bernoulli, p, factors, numbers, _key(seed))
             return factors
         m, most = int(self.total(scores.shape[0])), float(scores.max(initial=0.0))
-        q = _integer_scores(scores, m, float(self.largest(most)))
+        q = integer_scores(scores, m, float(self.largest(most)))
         prefix, total = self.sums_up_to(q)
         counts = np.zeros(scores.shape[0], dtype=np.int64)
         shift = max(0, total.bit_length() - scores.shape[0].bit_length())
         guide = np.searchsorted(prefix, np.arange((total >> shift) + 1) << shift, "right")
-        draws = (q, prefix, total, guide, shift, s, counts, key)
-        _run(partial(sampling.draw, *draws), 40 * s)
-        factors, hit = np.zeros(scores.shape[0]), counts > 0
-        factors[hit] = counts[hit] / (s * (q[hit] / total))
-        return factors
+        _run(40 * s, sampling.draw, q, prefix, total, guide, shift, s, counts, _key(seed))
+        return drawn_factors(counts, s, q, total)
 
     def sums_up_to(self, q: Array) -> tuple[Array, int]:
         """For each edge the sum of q up to it, itself included, and that of all edges.
@@ -297,10 +238,8 @@ class CompiledBackend(CPUBackend):
     def srht(self, Q: Array, s: int, seed: int) -> Array:
         n, k = Q.shape
         padded = 1 << max(0, n - 1).bit_length()
-        key = tuple(np.uint64(word) for word in seed_key(seed))
-        Y = aligned_empty((padded, k), Q.dtype)
-        keys = np.empty(padded, dtype=np.uint64)
-        _run(partial(sampling.signed_rows, self.asarray(Q), Y, keys, key), 2 * Y.size)
+        Y, keys = aligned_empty((padded, k), Q.dtype), np.empty(padded, dtype=np.uint64)
+        _run(2 * Y.size, sampling.signed_rows, self.asarray(Q), Y, keys, _key(seed))
         walsh_hadamard_inplace(Y)
         return Y[_smallest(keys, s)] * Q.dtype.type(np.sqrt(padded / s))
 
@@ -325,19 +264,45 @@ def walsh_hadamard_inplace(Y: Array) -> None:
         passes = -(-left // hadamard.HADAMARD_BITS)
         bits = -(-left // passes)  # equal shares: a pass costs about the same whatever its bits
         scale = 1.0 / math.sqrt(n) if passes == 1 else 1.0
-        _run(partial(hadamard.hadamard_pass, flat, run, bits, scale), Y.size * bits)
+        _run(Y.size * bits, hadamard.hadamard_pass, flat, run, bits, scale)
         run, left = run << bits, left - bits
 
 
-def _run(job: Callable[[Array], None], work: int) -> None:
-    """`job` on all threads, with one counter from which they take their chunks."""
-    counter = np.zeros(8, dtype=np.int64)
+def _run(work: int, kernel: Callable[..., None], *args: Any) -> None:
+    """A kernel on all threads, with one counter from which they take their chunks."""
+    job = partial(kernel, *args, np.zeros(8, dtype=np.int64))
     threads = 1 if work < _SMALL else num_threads()
-    others = [_pool(threads).submit(job, counter) for _ in range(threads - 1)]
-    job(counter)
+    others = [_pool(threads).submit(job) for _ in range(threads - 1)]
+    job()
     for other in others:
         if not other.cancel():  # not even started: the work is done
             other.result()
+
+
+def _far(L: Laplacian) -> bool:
+    """D^-1/2 is not in the caches: a neighbour's scale would be a second read from afar."""
+    return L.n * L.inv_sqrt_degree.itemsize > laplacian.FAR
+
+
+def _arrays(L: Laplacian) -> tuple[Array, Array, Array, Array, Array]:
+    """What the kernels of Algorithm 2 take; a single weight stands for all."""
+    one = np.ones(1, dtype=L.inv_sqrt_degree.dtype)
+    weights = read_only(one) if L.weights is None else L.weights
+    return L.indptr, L.indices, weights, L.inv_sqrt_degree, L.diagonal
+
+
+def _key(seed: int) -> tuple[np.uint64, ...]:
+    return tuple(np.uint64(word) for word in seed_key(seed))
+
+
+def _neighbours(L: Laplacian, X: Array, scratch: Array | None = None) -> tuple[Array, Any]:
+    """The block from which H X reads the rows of neighbours, and (s, post, own) of `_apply`."""
+    s, far = L.inv_sqrt_degree, _far(L) or X.shape[1] == 1
+    if L.halo is None:
+        return (_scaled(X, s, 1.0, scratch), (None, s, None)) if far else (X, (s, s, None))
+    if far:
+        return L.halo.extended(X, partial(_scaled, X, s, 1.0), to="product"), (None, s, None)
+    return L.halo.extended(X, to="product"), (L.around, s, None)
 
 
 def _apply(
@@ -345,43 +310,26 @@ def _apply(
     lam: float,
     X: Array,
     Y: Array,
-    B: Array | None = None,
+    neighbours: tuple[Array, Any],
+    step: tuple[Array | None, float, float] = (None, 0.0, 0.0),
     dots: Array | None = None,
-    c1: float = 0.0,
-    c2: float = 0.0,
-    scaled: bool = False,
-    scratch: Array | None = None,
-    halves: Halves | None = None,
+    unit: Array | None = None,
 ) -> None:
-    """`laplacian.apply`; when `scaled`, X and Y hold D^-1/2 times the iterates of Chebyshev."""
-    assert isinstance(L, CompiledLaplacian)
-    s, number = L.inv_sqrt_degree, X.dtype.type
-    G, factors = X, (s, s, None)
-    if halves is not None:
-        G, factors = halves.G, (None, s, None)
-    elif scaled:
-        factors = (None, s, s)
-    elif L.halo is not None and not L.far and X.shape[1] > 1:
-        G, factors = L.halo.extended(X, to="product"), (L.around, s, None)
-    elif L.halo is not None:
-        G = L.halo.extended(X, partial(_scaled, X, s, 1.0), to="product")
-        factors = (None, s, None)
-    elif L.far or X.shape[1] == 1:
-        G, factors = _scaled(X, s, 1.0, scratch), (None, s, None)
-    unit = None if halves is None else halves.down
-    job = partial(laplacian.apply, G, unit, X)
+    """`laplacian.apply`; `step` are B, c1 and c2 of Chebyshev."""
+    (G, factors), (B, c1, c2), number = neighbours, step, X.dtype.type
+    kernel: Any = laplacian.apply
+    blocks: tuple[Any, ...] = (G, unit, X, Y)
     if X.shape[1] == 1:
-        job = partial(laplacian.apply_column, G, X)
+        kernel, blocks = laplacian.apply_column, (G, X, Y)
     arrays = (L.indptr, L.indices, L.weights, *factors, L.diagonal)
-    rest = (Y, B, dots, arrays, number(lam), number(c1), number(c2), L.cuts)
-    _run(partial(job, *rest), (L.nnz + 4 * L.n) * X.shape[1])
+    numbers, work = (number(lam), number(c1), number(c2)), (L.nnz + 4 * L.n) * X.shape[1]
+    _run(work, kernel, *blocks, B, dots, arrays, *numbers, L.cuts)
 
 
 def _residual(
     L: Laplacian, lam: float, Z: Array, B: Array, R: Array, start: int, up: Array | None = None
 ) -> Array | None:
     """`laplacian.residual` on all threads; with `up`, the column dots of the chunks added up."""
-    assert isinstance(L, CompiledLaplacian)
     (b, k), (s, diagonal, weights) = B.shape, L.exact
     first, last = np.searchsorted(L.cuts, (start + 1, start + b))
     cuts = np.concatenate([[start], L.cuts[first:last], [start + b]])
@@ -389,24 +337,35 @@ def _residual(
     kernel = laplacian.residual_column if k == 1 else laplacian.residual
     dots = None if up is None else np.zeros((cuts.shape[0] - 1, 2, k))
     arrays = (L.indptr, L.indices, weights, s, s, None, diagonal)
-    _run(partial(kernel, Z, B, R, start, up, dots, arrays, float(lam), cuts), work)
+    _run(work, kernel, Z, B, R, start, up, dots, arrays, float(lam), cuts)
     return None if dots is None else dots.sum(axis=0)
 
 
-def _scaled(X: Array, s: Array, f: float, out: Array | None = None, inverse: bool = False) -> Array:
-    """diag(f s) X, or diag(f / s) X if `inverse`."""
+def _scaled(
+    X: Array, s: Array, f: float, out: Any = None, inverse: bool = False, up: Any = None
+) -> Array:
+    """diag(f s) X diag(up), or diag(f / s) X if `inverse`."""
     out, f = aligned_empty(X.shape, X.dtype) if out is None else out, X.dtype.type(f)
     if X.shape[1] == 1:
         (np.divide if inverse else np.multiply)(X[:, 0], s, out=out[:, 0])
         out *= f
-        return out
-    rows = _flat_rows(X.shape[1])
-    _run(partial(laplacian.scale_rows, X, s, f, None, out, inverse, rows), X.size)
+    else:
+        _run(X.size, laplacian.scale_rows, X, s, f, up, out, inverse, _flat_rows(X.shape[1]))
     return out
 
 
-def _usable(out: Array, X: Array) -> bool:
-    return out.dtype == X.dtype and out.flags.c_contiguous and not np.may_share_memory(out, X)
+def _like(out: Array | None, shape: Any, dtype: Any) -> Array:
+    """`out` if a kernel can write there, else a new block."""
+    usable = out is not None and out.dtype == dtype and out.flags.c_contiguous
+    return out if usable else aligned_empty(shape, dtype)
+
+
+def _given(found: Array, out: Array | None) -> Array:
+    """What was found, in `out` if there is one."""
+    if out is None or out is found:
+        return found
+    out[...] = found
+    return out
 
 
 def _side_by_side(*blocks: Array) -> Iterator[tuple[list[Array], int]]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from itertools import pairwise
 from typing import Any
@@ -59,13 +58,6 @@ def _each(function: Callable[[Any], Any], items: list[Any]) -> list[Any]:
     return list(_pool(threads).map(function, items))
 
 
-@dataclass
-class CPULaplacian(Laplacian):
-    """A Laplacian cut into row chunks, each a SciPy CSR matrix over views of the graph's arrays."""
-
-    chunks: list[tuple[slice, Any]] = field(default_factory=list)
-
-
 def _exact(graph: Any) -> Exact:
     """`Laplacian.exact` from the graph's own arrays."""
     return 1.0 / np.sqrt(graph.degree), graph.loopless_degree / graph.degree, graph.weights
@@ -88,22 +80,16 @@ def fields(graph: Any, dtype: str) -> dict[str, Any]:
     }
 
 
-def _row_chunks(indptr: Array, indices: Array, weights: Array | None, dtype: str) -> list[Any]:
+def cut_rows(indptr: Array, size: int) -> Array:
+    """Where chunks of rows begin and end that are work of about `size`."""
     n = indptr.shape[0] - 1
     work = indptr + 4 * np.arange(n + 1)
-    steps = np.arange(_CHUNK_WORK, work[-1], _CHUNK_WORK)
-    cuts = np.unique(np.concatenate([[0], np.searchsorted(work, steps), [n]]))
-    # An unweighted graph stores no weights: all chunks share one short array of ones.
-    longest = int(np.diff(indptr[cuts]).max(initial=0))
-    ones = np.ones(longest if weights is None else 0, dtype=dtype)
-    chunks = []
-    for a, b in zip(cuts[:-1].tolist(), cuts[1:].tolist(), strict=True):
-        first, last = int(indptr[a]), int(indptr[b])
-        data = ones[: last - first] if weights is None else weights[first:last]
-        local = (indptr[a : b + 1] - first).astype(indices.dtype, copy=False)
-        A = sp.csr_array((data, indices[first:last], local), shape=(b - a, n))
-        chunks.append((slice(a, b), A))
-    return chunks
+    inner = np.searchsorted(work, np.arange(size, work[-1], size))
+    return np.unique(np.concatenate([[0], inner, [n]]))
+
+
+def _chunks(L: Laplacian) -> list[slice]:
+    return [slice(a, b) for a, b in pairwise(L.cuts.tolist())]
 
 
 def _flat_chunks(n: int, k: int) -> list[slice]:
@@ -112,8 +98,8 @@ def _flat_chunks(n: int, k: int) -> list[slice]:
     return [slice(a, min(a + rows, n)) for a in range(0, n, rows)] or [slice(0, 0)]
 
 
-def _dots(X: Array, Y: Array) -> Array:
-    return np.einsum("ij,ij->j", X, Y, dtype=np.float64)
+def _edge_chunks(m: int) -> list[slice]:
+    return [slice(a, a + _EDGE_CHUNK) for a in range(0, m, _EDGE_CHUNK)]
 
 
 class CPUBackend(Backend):
@@ -139,21 +125,18 @@ class CPUBackend(Backend):
     def memory_available(self) -> int:
         return host_memory()
 
-    def laplacian(self, graph: Any, dtype: str) -> CPULaplacian:
-        known = fields(graph, dtype)
-        chunks = _row_chunks(graph.indptr, graph.indices, known["weights"], dtype)
-        return CPULaplacian(**known, chunks=chunks)
+    def laplacian(self, graph: Any, dtype: str) -> Laplacian:
+        return Laplacian(**fields(graph, dtype), cuts=cut_rows(graph.indptr, _CHUNK_WORK))
 
     # ---- H = I + lam L -------------------------------------------------------------------
     def apply_H(self, L: Laplacian, lam: float, X: Array, out: Array | None = None) -> Array:
-        assert isinstance(L, CPULaplacian)
         Y = np.empty_like(X) if out is None else out
         X = X.copy() if np.may_share_memory(X, Y) else X
 
-        def rows(chunk: tuple[slice, Any]) -> None:
-            Y[chunk[0]] = _H_rows(L, lam, X, *chunk)
+        def rows(at: slice) -> None:
+            Y[at] = _H_rows(L, lam, X, at)
 
-        _each(rows, L.chunks)
+        _each(rows, _chunks(L))
         return Y
 
     def residual_rows(
@@ -173,28 +156,26 @@ class CPUBackend(Backend):
         return out
 
     def column_dots(self, X: Array, Y: Array) -> Array:
-        parts = _each(lambda at: _dots(X[at], Y[at]), _flat_chunks(*X.shape))
-        return np.sum(parts, axis=0)
+        def dots(at: slice) -> Array:
+            return np.einsum("ij,ij->j", X[at], Y[at], dtype=np.float64)
+
+        return np.sum(_each(dots, _flat_chunks(*X.shape)), axis=0)
 
     def cg_step(self, L: Laplacian, lam: float, state: CGState) -> None:
         Z, R, P = state.Z, state.R, state.P
         HP = self.apply_H(L, lam, P, out=state.HP)
-        pHp = self.total(self.column_dots(P, HP))
-        alpha = state.step_length(pHp)
-        alpha_w = alpha.astype(R.dtype)
-        blocks = _flat_chunks(*R.shape)
+        alpha = state.step_length(self.total(self.column_dots(P, HP)))
+        blocks, a = _flat_chunks(*R.shape), alpha.astype(R.dtype)
 
-        def advance(at: slice) -> Array:
-            Z[at] += alpha_w * P[at]
-            R[at] -= alpha_w * HP[at]
-            return _dots(R[at], R[at])
+        def advance(at: slice) -> None:
+            Z[at] += a * P[at]
+            R[at] -= a * HP[at]
 
-        rho = self.total(np.sum(_each(advance, blocks), axis=0))
-        beta = state.turn(alpha, rho)
-        beta_w = beta.astype(R.dtype)
+        _each(advance, blocks)
+        b = state.turn(alpha, self.total(self.column_dots(R, R))).astype(R.dtype)
 
         def turn(at: slice) -> None:
-            P[at] *= beta_w
+            P[at] *= b
             P[at] += R[at]
 
         _each(turn, blocks)
@@ -213,19 +194,17 @@ class CPUBackend(Backend):
         c2: float,
         halves: Halves | None = None,
     ) -> None:
-        assert isinstance(L, CPULaplacian)
         dtype = Z.dtype.type
 
-        def advance(chunk: tuple[slice, Any]) -> None:
-            at, _ = chunk
-            HZ = _H_rows(L, lam, Z, *chunk) if halves is None else _half_rows(L, lam, Z, at, halves)
+        def advance(at: slice) -> None:
+            HZ = _H_rows(L, lam, Z, at) if halves is None else _half_rows(L, lam, Z, at, halves)
             Z_prev[at] *= dtype(-c1)
             Z_prev[at] += dtype(1 + c1) * Z[at]
             Z_prev[at] += dtype(c2) * (B[at] - HZ)
 
         if halves is not None:
             _each(partial(_halve, L, Z, halves), _flat_chunks(*Z.shape))
-        _each(advance, L.chunks)
+        _each(advance, _chunks(L))
 
     # ---- Algorithm 2 ---------------------------------------------------------------------
     def sketch_incidence(self, L: Laplacian, k: int, seed: int) -> Array:
@@ -237,18 +216,9 @@ class CPUBackend(Backend):
             first, second = L.order[lo], L.order[hi]
         s = L.inv_sqrt_degree.astype(np.float64)
         out = np.zeros((L.n, k))
-        blocks = [slice(a, a + _EDGE_CHUNK) for a in range(0, lo.shape[0], _EDGE_CHUNK)]
-        width = num_threads()
-        for a in range(0, len(blocks), width):  # made in parallel, summed in order
-            for at, G in zip(
-                blocks[a : a + width],
-                _each(
-                    lambda at: philox.gaussians(first[at], second[at], k, seed, STREAM_INCIDENCE),
-                    blocks[a : a + width],
-                ),
-                strict=True,
-            ):
-                out += _incidence(lo[at], hi[at], root_w[at], s, L.n).T @ G
+        for at in _edge_chunks(lo.shape[0]):
+            G = philox.gaussians(first[at], second[at], k, seed, STREAM_INCIDENCE)
+            out += _incidence(lo[at], hi[at], root_w[at], s, L.n).T @ G
         return (out / np.sqrt(k)).astype(L.inv_sqrt_degree.dtype)
 
     def sketch_identity(self, L: Laplacian, k: int, seed: int) -> Array:
@@ -274,11 +244,23 @@ class CPUBackend(Backend):
             from_B, from_Pi = b @ B_S, b @ Pi_S
             scores[at] = (from_B**2).sum(axis=1) + (from_Pi**2).sum(axis=1) / lam
 
-        _each(edges, [slice(a, a + _EDGE_CHUNK) for a in range(0, lo.shape[0], _EDGE_CHUNK)])
+        _each(edges, _edge_chunks(lo.shape[0]))
         return scores
 
     def sample_edges(self, scores: Array, s: int, seed: int, replace: bool) -> Array:
-        return _with_replacement(scores, s, seed) if replace else _bernoulli(scores, s, seed)
+        if not replace:
+            p = keep_probabilities(np, scores, s)
+            words = philox.words64(0, scores.shape[0], seed, STREAM_SAMPLE)
+            uniform = (words >> np.uint64(11)).astype(np.float64) * 2.0**-53
+            return np.where(uniform < p, 1.0 / np.where(p > 0, p, 1.0), 0.0)
+        q = integer_scores(scores, scores.shape[0], float(scores.max()))
+        prefix = np.cumsum(q)
+        counts, total = np.zeros(q.shape[0], dtype=np.int64), int(prefix[-1])
+        for start in range(0, s, _DRAW_CHUNK):
+            words = philox.words64(start, min(start + _DRAW_CHUNK, s), seed, STREAM_SAMPLE)
+            target = philox.multiply_high(words, total).astype(np.int64)
+            np.add.at(counts, np.searchsorted(prefix, target, side="right"), 1)
+        return drawn_factors(counts, s, q, total)
 
     # ---- SRHT ----------------------------------------------------------------------------
     def srht(self, Q: Array, s: int, seed: int) -> Array:
@@ -293,12 +275,21 @@ class CPUBackend(Backend):
         return Y[rows] * Q.dtype.type(np.sqrt(padded / s))
 
 
-def _H_rows(L: Laplacian, lam: float, X: Array, at: slice, A: Any) -> Array:
-    """Rows `at` of H X; A holds those of the adjacency matrix."""
-    s = L.inv_sqrt_degree
-    AS = sp.csr_array((A.data * s[A.indices], A.indices, A.indptr), shape=A.shape)
+def _H_rows(L: Laplacian, lam: float, X: Array, at: slice) -> Array:
+    """Rows `at` of H X."""
+    indptr, s = L.indptr[at.start : at.stop + 1], L.inv_sqrt_degree
+    first, last = int(indptr[0]), int(indptr[-1])
+    nodes = L.indices[first:last]
+    values = s[nodes] if L.weights is None else L.weights[first:last] * s[nodes]
+    local = (indptr - first).astype(nodes.dtype, copy=False)
+    A = sp.csr_array((values, nodes, local), shape=(local.shape[0] - 1, L.n))
+    return _combined(L, lam, X, at, A @ X)
+
+
+def _combined(L: Laplacian, lam: float, X: Array, at: slice, sums: Array) -> Array:
+    """Rows `at` of H X from those of A D^-1/2 X."""
     Y = (1 + lam * L.diagonal[at]).astype(X.dtype)[:, None] * X[at]
-    Y -= (lam * s[at]).astype(X.dtype)[:, None] * (AS @ X)
+    Y -= (lam * L.inv_sqrt_degree[at]).astype(X.dtype)[:, None] * sums
     return Y
 
 
@@ -311,11 +302,8 @@ def _halve(L: Laplacian, Z: Array, halves: Halves, at: slice) -> None:
 def _half_rows(L: Laplacian, lam: float, Z: Array, at: slice, halves: Halves) -> Array:
     """Rows `at` of H Z, the neighbours' from halves.G."""
     s, one = L.inv_sqrt_degree, np.ones(1, dtype=Z.dtype)
-    G = halves.G.view(np.float16)
-    sums = _neighbour_sums(L, G, at, np.broadcast_to(one, s.shape), L.weights)
-    Y = (1 + lam * L.diagonal[at]).astype(Z.dtype)[:, None] * Z[at]
-    Y -= (lam * s[at]).astype(Z.dtype)[:, None] * (sums * halves.down)
-    return Y
+    ones, G = np.broadcast_to(one, s.shape), halves.G.view(np.float16)
+    return _combined(L, lam, Z, at, _neighbour_sums(L, G, at, ones, L.weights) * halves.down)
 
 
 def _neighbour_sums(L: Laplacian, Z: Array, at: slice, s: Array, weights: Array | None) -> Array:
@@ -367,33 +355,14 @@ def _incidence(lo: Array, hi: Array, root_w: Array, s: Array, n: int) -> Any:
     return sp.csr_array((data, columns, np.arange(0, 2 * e + 1, 2)), shape=(e, n))
 
 
-def _integer_scores(scores: Array, m: int, most: float) -> Array:
+def integer_scores(scores: Array, m: int, most: float) -> Array:
     """floor(2^e score), with e from the largest of all m, so that sums are exact in 64 bits."""
     exponent = score_exponent(m, most)
     return np.maximum(np.ldexp(scores, exponent).astype(np.int64), scores > 0)
 
 
-def _with_replacement(scores: Array, s: int, seed: int) -> Array:
-    q = _integer_scores(scores, scores.shape[0], float(scores.max()))
-    prefix = np.cumsum(q)
-    total = int(prefix[-1])
-    counts = np.zeros(scores.shape[0], dtype=np.int64)
-
-    def draw(start: int) -> Array:
-        words = philox.words64(start, min(start + _DRAW_CHUNK, s), seed, STREAM_SAMPLE)
-        target = philox.multiply_high(words, total).astype(np.int64)
-        return np.searchsorted(prefix, target, side="right")
-
-    for drawn in _each(draw, list(range(0, s, _DRAW_CHUNK))):
-        np.add.at(counts, drawn, 1)
-    factors = np.zeros(scores.shape[0])
-    hit = counts > 0
+def drawn_factors(counts: Array, s: int, q: Array, total: int) -> Array:
+    """(times drawn) / (s p_i) of each edge, p_i = q_i / total."""
+    factors, hit = np.zeros(q.shape[0]), counts > 0
     factors[hit] = counts[hit] / (s * (q[hit] / total))
     return factors
-
-
-def _bernoulli(scores: Array, s: int, seed: int) -> Array:
-    p = keep_probabilities(np, scores, s)
-    words = philox.words64(0, scores.shape[0], seed, STREAM_SAMPLE)
-    uniform = (words >> np.uint64(11)).astype(np.float64) * 2.0**-53
-    return np.where(uniform < p, 1.0 / np.where(p > 0, p, 1.0), 0.0)

@@ -46,12 +46,11 @@ from herta_gpu.backends.cuda.device import (
     pointer,
     roundings,
     segment_length,
-    segments,
     suffix,
     tell_if_long,
     vector_width,
 )
-from herta_gpu.backends.cuda.graphs import DeviceGraph, derived, entries, from_device_edges
+from herta_gpu.backends.cuda.graphs import DeviceGraph, derived, from_device_edges
 from herta_gpu.backends.cuda.traffic import (
     Traffic,
     copy_rate,
@@ -286,7 +285,7 @@ class CUDABackend(Algorithm2):
             }
         if graph.order is not None and "order" not in held:
             held["order"] = self.asarray(graph.order, "int64")
-        weights, (rows, segment_row, segment_rank, cut_rows) = held["weights"], held["segments"]
+        weights = held["weights"]
         exact = (held["inv_sqrt_degree"], held["diagonal"], weights)
         return DeviceLaplacian(
             n=graph.num_nodes,
@@ -298,28 +297,26 @@ class CUDABackend(Algorithm2):
             lambda_max=held["lambda_max"],
             order=held.get("order"),
             unrounded=lambda: exact,
-            segment_row=segment_row,
-            segment_rank=segment_rank,
-            long_rows=rows,
-            cut_rows=cut_rows,
+            **held["segments"],
         )
 
     def inverse_roots(self, graph: Graph) -> Any:
         """D^-1/2 of all nodes that a row may have for a neighbour."""
         return 1.0 / np.sqrt(graph.degree)
 
-    def segments(self, rows: Any, length: Any, segment: int) -> tuple[Array, Array, Array, Any]:
+    def segments(self, rows: Any, length: Any, segment: int) -> dict[str, Any]:
         """What the kernels must know of the rows that are too long for one block."""
-        rows, row, rank = segments(rows, length, segment)
-        types = ("int64", "int64", "int32")
-        first, second, third = map(self.asarray, (rows, row, rank), types)
-        return first, second, third, row
+        pieces = -(-length // segment)
+        rank = np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+        row = np.repeat(rows, pieces)
+        return {
+            "segment_row": self.asarray(row, "int64"),
+            "segment_rank": self.asarray(rank, "int32"),
+            "long_rows": self.asarray(rows, "int64"),
+            "cut_rows": row,
+        }
 
-    def graph_from_edges(
-        self, edge_index: Any, num_nodes: int | None, edge_weight: Any, duplicates: str | None
-    ) -> Graph:
-        """`Graph.from_edges` of arrays that are on this device."""
-        return from_device_edges(self, edge_index, num_nodes, edge_weight, duplicates)
+    graph_from_edges = from_device_edges
 
     def communities(self, graph: Graph, worth: float) -> Any | None:
         """An order by community: cuGraph's, else the host's; None where caches absorb gathers."""
@@ -351,7 +348,14 @@ class CUDABackend(Algorithm2):
                 f"{2**31 - 1:,}: take the arrays indptr, indices and weights of the graph, or "
                 "products with H from SDDSolver."
             )
-        values, ends = entries(self, L, order)
+        nodes, s = cupy.arange(L.n), L.inv_sqrt_degree
+        row = cupy.searchsorted(L.indptr, cupy.arange(L.nnz), side="right") - 1
+        values = -s[row] * s[L.indices]
+        values = cupy.concatenate([values if L.weights is None else values * L.weights, L.diagonal])
+        ends = tuple(cupy.concatenate([end, nodes]) for end in (row, L.indices))
+        if order is not None:
+            callers = self.asarray(order)
+            ends = tuple(callers[end] for end in ends)
         return cupyx.scipy.sparse.coo_matrix((values, ends), shape=(L.n, L.n)).tocsr()
 
     # ---- H = I + lam L ---------------------------------------------------------------------
@@ -378,17 +382,15 @@ class CUDABackend(Algorithm2):
         B = B if B.dtype in (np.float32, np.float64) else B.astype("float64")
         R, dots = cupy.empty(Z.shape, dtype=dtype), cupy.zeros((2, Z.shape[1]))
         if R.size:
-            assert isinstance(L, DeviceLaplacian)
             partials = self._product_scratch(L, Z.shape[1])[2]
             self._residual(L, lam, Z, B, 0, 1.0 / unit, R, partials, dots)
         return R, dots
 
-    def _residual(self, L: Laplacian, lam: float, Z: Array, B: Array, start: int, *to: Any) -> None:
+    def _residual(self, L: Any, lam: float, Z: Array, B: Array, start: int, *to: Any) -> None:
         """The rows from `start` on, as `to` says: unit, R, partial and whole dots.
 
         Long rows are summed in a launch before.
         """
-        assert isinstance(L, DeviceLaplacian)
         scales, at = (*L.exact, np.float64(lam)), slice(start, start + B.shape[0])
         first, last = L.cut_segments(at)
         if first < last:
@@ -402,7 +404,6 @@ class CUDABackend(Algorithm2):
 
     def _product(self, kernel: str, L: Laplacian, lam: float, X: Array, *tail: Any) -> None:
         """apply_H or chebyshev on the block X; `tail` is what follows the common arguments."""
-        assert isinstance(L, DeviceLaplacian)
         assert X.dtype == L.inv_sqrt_degree.dtype
         scales = (L.inv_sqrt_degree, L.diagonal, L.weights, X.dtype.type(lam))
         self._rows(kernel, L, scales, X, slice(0, L.n), tail)
@@ -410,7 +411,7 @@ class CUDABackend(Algorithm2):
     def _rows(
         self,
         kernel: str,
-        L: DeviceLaplacian,
+        L: Any,
         scales: Any,
         X: Array,
         at: slice,
@@ -439,7 +440,7 @@ class CUDABackend(Algorithm2):
             args=(*graph, I32(L.segment), I32(b - a), I32(taken), *cut, *tail),
         )
 
-    def _product_scratch(self, L: DeviceLaplacian, k: int) -> tuple[Array, Array, Array]:
+    def _product_scratch(self, L: Any, k: int) -> tuple[Array, Array, Array]:
         """(segment sums, tickets, partial dots) for k columns, made once per width and stream."""
         key = (k, self._stream())
         if key not in L.scratch:
@@ -486,7 +487,6 @@ class CUDABackend(Algorithm2):
 
     def cg_step(self, L: Laplacian, lam: float, state: CGState) -> None:
         assert isinstance(state, CUDACGState)
-        assert isinstance(L, DeviceLaplacian)
         s, k = state, state.R.shape[1]
         if not s.R.size:
             return

@@ -7,7 +7,7 @@ import ctypes
 import math
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import product
@@ -94,13 +94,6 @@ def segment_length(nnz: int) -> int:
     return min(max(fitting, SHORTEST), SEGMENT)
 
 
-def segments(rows: Any, length: Any, segment: int = SEGMENT) -> tuple[Any, Any, Any]:
-    """(long rows, row of each segment, its place within the row), from host arrays."""
-    pieces = -(-length // segment)
-    rank = np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces)
-    return rows, np.repeat(rows, pieces), rank
-
-
 def pointer(x: Array | None) -> Any:
     return NULL if x is None else x
 
@@ -159,7 +152,6 @@ class DeviceLaplacian(Laplacian):
     long_rows: Array
     cut_rows: Any = None  # segment_row on the host
     edges: tuple[Array, Array, Array, Array | None] | None = None  # first edge, lo, hi, weights
-    halo: Any = None  # where other processes have some of the neighbours: `cuda.nodes`
     # (k, stream) -> what a product needs beside its operands; a stream runs one at a time.
     scratch: dict[tuple[int, int], tuple[Array, Array, Array]] = field(default_factory=dict)
 
@@ -211,13 +203,11 @@ def pivoted_cholesky(xp: Any, P: Array, cut: float) -> tuple[Array, Array]:
 def tell_if_long(what: str, seconds: float = 1.0) -> Iterator[None]:
     """Tell people at a terminal what goes on in the block, if it takes longer than that."""
 
-    def tell() -> None:
-        if sys.stderr.isatty():
-            print(f"herta_gpu: {what}", file=sys.stderr, flush=True)
-
-    timer = Timer(seconds, tell)
+    said = {"file": sys.stderr, "flush": True}
+    timer = Timer(seconds, print, [f"herta_gpu: {what}"], said)
     timer.daemon = True
-    timer.start()
+    if sys.stderr.isatty():
+        timer.start()
     try:
         yield
     finally:
@@ -236,13 +226,11 @@ def named_stream(xp: Any, name: str) -> Any:
 def _nvtx() -> Any:
     """NVTX as a library: neither CuPy nor the package nvtx names streams."""
     names = ("libnvtx3interop.so.1", "libnvToolsExt.so.1")  # of CUDA 13, and of CUDA 12
-    roots = [Path(p) / "nvidia" for p in sys.path if p]
-    found = [str(file) for name in names for root in roots for file in root.glob(f"*/lib/{name}")]
+    paths = [(Path(p), name) for name in names for p in sys.path if p]
+    found = [str(file) for p, name in paths for file in p.glob(f"nvidia/*/lib/{name}")]
     for name in (*found, *names):
-        try:
+        with suppress(OSError):
             return ctypes.CDLL(name)
-        except OSError:
-            continue
     return None
 
 

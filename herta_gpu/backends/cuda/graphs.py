@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from herta_gpu.backends.base import Array, Laplacian
+from herta_gpu.backends.base import Array
 from herta_gpu.backends.cuda import cugraph as cugraph_adapter
 from herta_gpu.backends.cuda.device import DeviceLaplacian, segment_length
 from herta_gpu.graph import Graph, read_only
@@ -39,24 +39,17 @@ class DeviceGraph(Graph):
 
     _held: dict[str, Any]
     _backend: CUDABackend
-    _n: int
+    num_nodes = num_edges = 0
 
     def __init__(
         self, backend: CUDABackend, held: dict[str, Any], n: int, order: Any = None, **known: Any
     ) -> None:
         # The dataclass is frozen: its fields go in by the back door, the large ones later.
-        self.__dict__.update(_held=held, _backend=backend, _n=n, order=order, **known)
+        sizes = {"num_nodes": n, "num_edges": held["indices"].shape[0] // 2}
+        self.__dict__.update(sizes, _held=held, _backend=backend, order=order, **known)
 
     def __reduce__(self) -> Any:
         return Graph, (self.indptr, self.indices, self.weights, self.degree, self.order)
-
-    @property
-    def num_nodes(self) -> int:
-        return self._n
-
-    @property
-    def num_edges(self) -> int:
-        return self._held["indices"].shape[0] // 2
 
     indptr = _read_back("indptr")
     indices = _read_back("indices")
@@ -170,7 +163,7 @@ def _row_sums(backend: CUDABackend, held: dict[str, Any]) -> Array:
     n, none = held["indptr"].shape[0] - 1, xp.zeros(0, dtype="int64")
     unit, m = xp.ones(n), held["indices"].shape[0] // 2
     arrays = (held["indptr"], held["indices"], held["weights"], unit, unit)
-    L = DeviceLaplacian(n, *arrays, 0.0, none, none, none)
+    L = DeviceLaplacian(n, *arrays, 0.0, segment_row=none, segment_rank=none, long_rows=none)
     return backend.filter_edges(L, xp.ones(m))[3]
 
 
@@ -191,21 +184,3 @@ def derived(
         "lambda_max": float(pairs.max()) * (1 + 1e-12),  # synchronize!
         "segments": backend.segments(host(rows), host(length[rows]), segment),  # ... are read
     }
-
-
-def entries(backend: CUDABackend, L: Laplacian, order: Any) -> tuple[Array, tuple[Array, Array]]:
-    """(values, (rows, columns)) of L, diagonal included, in the caller's order."""
-    xp = backend.xp
-    nodes, row, s = xp.arange(L.n), _row_of_entries(xp, L.indptr, L.indices), L.inv_sqrt_degree
-    values = -s[row] * s[L.indices]
-    values = values if L.weights is None else values * L.weights
-    rows, columns = (xp.concatenate([end, nodes]) for end in (row, L.indices))
-    if order is not None:
-        callers = backend.asarray(order)
-        rows, columns = callers[rows], callers[columns]
-    return xp.concatenate([values, L.diagonal]), (rows, columns)
-
-
-def _row_of_entries(xp: Any, indptr: Array, indices: Array) -> Array:
-    """(nnz,) the row of each entry of a CSR matrix."""
-    return xp.searchsorted(indptr, xp.arange(indices.shape[0]), side="right") - 1

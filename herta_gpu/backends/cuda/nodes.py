@@ -1,20 +1,17 @@
 """split="nodes" on GPUs: the kernels on a part of a graph, and the rows of others that NCCL brings.
 
 A block that is multiplied with H has the halo, the rows of neighbours that other ranks have, behind
-its own rows.  So the columns of a part are rows of one array, and the kernels need not know of any
-of this: that is simpler than a second pointer, which would be another variant of each of them, and
-one process runs the code that it ran before.  No row is copied for it: P of CG and the iterates of
-Chebyshev are made with that room behind them.
+its own rows: the columns of a part are rows of one array, and the kernels need not know of any of
+this.  No row is copied for it: P of CG and the iterates of Chebyshev are made with that room.
 
-In a step of CG the halo of P is not sent at all.  That of R is, as soon as R is there, and each
-rank turns it into P as its owner does, by the same launch on the same numbers: the messages are
-under way while rho is added up, and while Z and P are updated.  A step of Chebyshev has nothing
-else to do meanwhile, and waits.
+In a step of CG the halo of R is sent as soon as R is there, and each rank turns it into P as its
+owner does, by the same launch on the same numbers.  The messages are under way while rho is added
+up, and while Z and P are updated (kernels/README.md has the table).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -39,13 +36,9 @@ class DeviceHalo:
         self._out = np.cumsum([0, *map(len, halo.send)]).tolist()
         self._into = [end - halo.n for end in halo.ends]
 
-    def block(self, k: int, dtype: Any) -> Array:
-        """A block with room for the halo behind the own rows."""
-        return self.backend.xp.empty((self.n + self.size, k), dtype=dtype)
-
     def extended(self, X: Array) -> Array:
         """X with the halo behind its own rows: a copy."""
-        G = self.block(X.shape[1], X.dtype)
+        G = self.backend.xp.empty((self.n + self.size, X.shape[1]), dtype=X.dtype)
         G[: self.n] = X
         return self.fetched(G)
 
@@ -102,11 +95,9 @@ class CUDANodesBackend(CUDABackend):
         return graph.exact()[0]  # those of the halo, too
 
     def block_rows(self, L: Laplacian) -> int:
-        assert isinstance(L, DeviceLaplacian)
         return L.n + L.halo.size
 
     def with_neighbours(self, L: Laplacian, Z: Array) -> Array:
-        assert isinstance(L, DeviceLaplacian)
         return L.halo.extended(self.asarray(Z))
 
     # ---- H = I + lam L --------------------------------------------------------------------
@@ -121,7 +112,6 @@ class CUDANodesBackend(CUDABackend):
     def cg_start(
         self, L: Laplacian, lam: float, R: Array, energy: Array, tol: float, floor: float
     ) -> PartCGState:
-        assert isinstance(L, DeviceLaplacian)
         state = super().cg_start(L, lam, R, energy, tol, floor)
         state.P = None  # its memory comes first
         k, xp = R.shape[1], self.xp
@@ -133,7 +123,6 @@ class CUDANodesBackend(CUDABackend):
 
     def cg_step(self, L: Laplacian, lam: float, state: CGState) -> None:
         assert isinstance(state, PartCGState)
-        assert isinstance(L, DeviceLaplacian)
         s, k, ranks = state, state.R.shape[1], np.int32(self.ranks)
         if k == 0:
             return
@@ -163,28 +152,9 @@ class CUDANodesBackend(CUDABackend):
     def _captures(self, L: Laplacian, state: CGState) -> bool:
         return False  # a captured step would have to be one on all ranks
 
-    def chebyshev(
-        self,
-        L: Laplacian,
-        lam: float,
-        B: Array,
-        first: float,
-        steps: Iterable[tuple[float, float]],
-        work: tuple[Array, ...] | None = None,
-        half: bool = False,
-    ) -> Array:
-        assert isinstance(L, DeviceLaplacian)
-        shape = (self.block_rows(L), B.shape[1])
-        if work is None or work[0].shape != shape:
-            work = tuple(L.halo.block(B.shape[1], B.dtype) for _ in range(2))
-        Z, Z_prev = work[:2]
-        Z_prev.fill(0)
-        self.xp.multiply(B, B.dtype.type(first), out=Z[: L.n])
-        for c1, c2 in steps:
-            L.halo.fetched(Z)
-            self.chebyshev_step(L, lam, Z[: L.n], Z_prev[: L.n], B, c1, c2)
-            Z, Z_prev = Z_prev, Z
-        return Z[: L.n]
+    def chebyshev_step(self, L: Laplacian, lam: float, Z: Array, *rest: Any) -> None:
+        L.halo.fetched(Z)
+        super().chebyshev_step(L, lam, Z, *rest)
 
     # ---- Algorithm 2 ----------------------------------------------------------------------
     def _not_here(self, *_: Any, **__: Any) -> NoReturn:

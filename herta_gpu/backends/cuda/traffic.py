@@ -19,13 +19,8 @@ from typing import Any
 import numpy as np
 
 # Blocks that are read and written by the same launch: each counts once more.
-_UPDATED = {
-    "chebyshev": 1,
-    "chebyshev_half": 1,
-    "cg_residual": 1,
-    "cg_descend": 1,
-    "cg_direction": 2,
-}
+_UPDATED = dict.fromkeys(("chebyshev", "chebyshev_half", "cg_residual", "cg_descend"), 1)
+_UPDATED["cg_direction"] = 2
 _BY_BLOCKS = ("laplacian.cu", "cg.cu")  # their first arguments are n and k
 _RESIDUAL_ROWS = 18  # where the first of its rows stands among the arguments of residual
 _TYPES = re.compile(r"_[fiu](32|64).*$")

@@ -5,20 +5,8 @@ rounded up to a power of two, and keep that for good; 12.9 GB of X would hold 16
 Here it passes through two pinned buffers of a fixed size; while one is being copied, threads of the
 host fill the other.
 
-A matrix too large for the device (`StreamedBlocks`) stays in pinned host memory and passes through
-in parts.  There are two buffers on the device.  While the caller's stream works on one, a stream
-that does nothing but copy fills the other:
-
-    copies    | part 0 | part 1 |  (wait)  | part 2 | part 3 | ...
-    caller's  | (wait) | use part 0        | use part 1      | ...
-
-Two events per buffer keep them apart: the caller's stream waits until the buffer is `copied`, a
-copy until it has been `used`.  The host waits for neither, unless it has to gather a part first.
-
-A part that is some of the columns comes as whole rows, which the host need not touch, and is cut on
-the device.  Only where fewer than one column in eight is wanted, threads of the host gather them:
-whole rows would be little but waste.  A matrix in a file comes through a ring of pinned buffers
-that threads fill ahead of the copies (`herta_gpu.plumbing.reading`).
+A matrix too large for the device stays in pinned host memory, or in its file, and passes through in
+parts (`StreamedBlocks`; kernels/README.md has a picture of it).
 """
 
 from __future__ import annotations
@@ -97,9 +85,15 @@ class Buffer:
 class StreamedBlocks(Blocks):
     """X in pinned memory, rows already in `order`; its parts come through two buffers.
 
-    A memory-mapped X may be larger than the host's memory: it stays in its file.  Threads read its
-    rows into pinned buffers; rows in another order than the file's are gathered into one of their
-    own size, as is a part that cuts rows.
+    While the caller's stream works on one, a stream that does nothing but copy fills the other.
+    Two events per buffer keep them apart: the caller's stream waits until the buffer is `copied`, a
+    copy until it has been `used`.  The host waits for neither, unless it has to gather a part.
+
+    A part that is some of the columns comes as whole rows and is cut on the device.  Only where
+    fewer than one column in eight is wanted, threads of the host gather them.  A memory-mapped X
+    may be larger than the host's memory: threads read its rows into a ring of pinned buffers ahead
+    of the copies (`herta_gpu.plumbing.reading`); rows in another order than the file's are
+    gathered into a buffer of their own size, as is a part that cuts rows.
     """
 
     def __init__(self, xp: Any, X: Any, order: Any = None) -> None:
@@ -174,23 +168,19 @@ class StreamedBlocks(Blocks):
     def _gathers(self, wanted: Sequence[Part]) -> Generator[Any, None, None]:
         """Parts in pinned memory, gathered where they are not there as they should be."""
         for i, (rows, columns) in enumerate(wanted):
-            host = self.X[rows, columns]
+            host, buffer = self.X[rows, columns], self._buffers[i % 2]
             if self._in_file or not host.flags.c_contiguous:
-                host = self._gathered(rows, columns, self._buffers[i % 2])
+                if buffer.pinned is None:
+                    buffer.pinned = empty_pinned(self._xp, buffer.device.shape, self.X.dtype)
+                buffer.copied.synchronize()  # synchronize!  the last copy may still be reading
+                gathered = buffer.pinned[: host.size].reshape(host.shape)
+                if self.order is None:
+                    fill(gathered, host)
+                else:
+                    fill(gathered, self.X[:, columns], self.order[rows])
+                host = gathered
             yield host
         self.reads.passes += 1
-
-    def _gathered(self, rows: slice, columns: slice, buffer: Buffer) -> Any:
-        if buffer.pinned is None:
-            buffer.pinned = empty_pinned(self._xp, buffer.device.shape, self.X.dtype)
-        buffer.copied.synchronize()  # synchronize!  the last copy may still be reading
-        shape = self.X[rows, columns].shape
-        gathered = buffer.pinned[: shape[0] * shape[1]].reshape(shape)
-        if self.order is None:
-            fill(gathered, self.X[rows, columns])
-        else:
-            fill(gathered, self.X[:, columns], self.order[rows])
-        return gathered
 
     def _two_buffers(self, size: int, stream: Any) -> list[Buffer]:
         if not self._buffers or self._buffers[0].device.size < size:

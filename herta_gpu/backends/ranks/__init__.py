@@ -12,22 +12,9 @@ Either way everything of d x d or d x c numbers is the same on all ranks, bit by
 is taken on anything else: a rank that went another way would be waited for for ever.
 """
 
-from __future__ import annotations
-
-from typing import Any
-
-from herta_gpu.backends.base import Backend
 from herta_gpu.backends.ranks.communicator import Ranks, ranks_of
 from herta_gpu.backends.ranks.nccl import take_gpu
 from herta_gpu.backends.ranks.parts import GraphPart
 from herta_gpu.backends.ranks.teams import Columns
 
-__all__ = ["GraphPart", "Ranks", "on_ranks", "ranks_of", "take_gpu"]
-
-
-def on_ranks(backend: Backend, graph: Any) -> Backend:
-    """The same backend, working with the other processes of `graph`."""
-    if isinstance(graph, GraphPart):
-        return backend.on_part(graph)
-    several = graph.team.size > 1
-    return backend.with_team(Columns(graph.team, backend)) if several else backend
+__all__ = ["Columns", "GraphPart", "Ranks", "ranks_of", "take_gpu"]

@@ -1,10 +1,7 @@
 """One GPU for each rank, and NCCL between them, through CuPy's own communicator.
 
-`cupy.cuda.nccl.NcclCommunicator` has all that is needed here (send, recv, allGather, abort,
-check_async_error) and comes with CuPy; nccl4py would be another package, with a CUDA of its own to
-agree with, around the same library.  MPI stays the way in which ranks agree, fail and send what is
-on the host.  It never reads memory of a device: what goes by MPI is copied to the host before, and
-that copy waits for the device.
+MPI stays the way in which ranks agree, fail and send what is on the host.  It never reads memory of
+a device: what goes by MPI is copied to the host before, and that copy waits for the device.
 
 What NCCL asks of its callers:
 
@@ -32,8 +29,7 @@ import numpy as np
 
 from herta_gpu.backends.base import Array
 from herta_gpu.backends.cuda.device import named_stream
-from herta_gpu.backends.ranks.communicator import Ranks, add_up
-from herta_gpu.backends.ranks.faults import mark_common
+from herta_gpu.backends.ranks.communicator import Ranks, add_up, mark_common
 
 GROUP = 2048  # calls that NCCL takes in a group
 _POLL = 0.1  # seconds between two looks of the thread

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from functools import cached_property
 from itertools import pairwise
 from typing import Any, NoReturn
-from weakref import WeakValueDictionary
 
 import numpy as np
 import scipy.sparse as sp
@@ -24,12 +23,7 @@ from herta_gpu.backends.ranks.communicator import Ranks
 from herta_gpu.backends.ranks.owners import Owners
 from herta_gpu.graph import Edges, Graph, read_only
 
-LINE = 64  # bytes: memory with room is aligned to them
 _FEW_NODES = 1 << 26  # up to here edges are merged under the caller's ids
-
-
-# Memory of blocks that end with room for rows of other ranks (`NodesBackend.empty`), by address.
-rooms: WeakValueDictionary[int, Any] = WeakValueDictionary()
 
 
 class Halo:
@@ -61,15 +55,13 @@ class Halo:
         """X with the halo's rows behind its own; `fill` writes the own ones, by default X.
 
         With a name (`to`) it is looked at only until the next call: the same array is used again
-        and again, or X itself, if there is room behind it.
+        and again.
         """
-        G = self._room(X) if to and fill is None else None
-        if G is None:
-            G = self._again(to, (self.ends[-1], X.shape[1]), X.dtype)
-            if fill is None:
-                G[: self.n] = X
-            else:
-                fill(G[: self.n])
+        G = self._again(to, (self.ends[-1], X.shape[1]), X.dtype)
+        if fill is None:
+            G[: self.n] = X
+        else:
+            fill(G[: self.n])
         out = []
         for r, rows in enumerate(self.send):
             out.append(self._again(("sent", r), (rows.shape[0], X.shape[1]), X.dtype))
@@ -86,31 +78,23 @@ class Halo:
             self._kept[key] = np.empty(shape, dtype=dtype)
         return self._kept[key]
 
-    def _room(self, X: Array) -> Array | None:
-        """X and the rows behind it, if it begins a piece of memory with room for them."""
-        memory = None if X.base is None else rooms.get(id(X.base))
-        if memory is None or X.shape[0] != self.n or not X.flags.c_contiguous:
-            return None
-        start, size = X.ctypes.data - memory.ctypes.data, self.ends[-1] * X.shape[1] * X.itemsize
-        if start >= LINE or start + size > memory.nbytes:
-            return None
-        return memory[start : start + size].view(X.dtype).reshape(self.ends[-1], X.shape[1])
-
 
 class GraphPart(Graph):
     """The rows of a graph that one rank has; see `Graph.from_edges` with split="nodes"."""
 
+    by_nodes = True
     halo: Halo
-    held: Any  # this rank's ids
+    nodes: Any = None  # this rank's ids
     ids: Any  # the same as an array, and those of the halo behind them
-    sizes: tuple[int, int]  # nodes and edges of the whole graph
+    nodes_of_all = num_edges = 0  # of the whole graph
     first_row: int  # rows of the ranks before this one
-    own_loopless: Any
+    loopless_degree: Any = None
 
-    def __init__(self, rows: Any, degrees: Any, **known: Any) -> None:
+    def __init__(self, rows: Any, degrees: Any, sizes: tuple[int, int], **known: Any) -> None:
         """`rows`: indptr, indices and weights; `degrees`: with and without self-loops."""
         known |= dict(zip(("indptr", "indices", "weights"), rows, strict=True))
-        known |= dict(zip(("given_degree", "own_loopless"), degrees, strict=True))
+        known |= dict(zip(("given_degree", "loopless_degree"), degrees, strict=True))
+        known |= dict(zip(("nodes_of_all", "num_edges"), sizes, strict=True))
         # The dataclass is frozen: its fields go in by the back door.
         self.__dict__.update(known, order=None, team=known["halo"].team)
         self.__dict__["ids"] = read_only(self.ids)
@@ -119,26 +103,10 @@ class GraphPart(Graph):
 
     def _bound_lambda_max(self) -> float:
         """`Graph.lambda_max_bound` of the whole graph."""
-        ratio = self.halo.extended((self.own_loopless / self.degree)[:, None])[:, 0]
+        ratio = self.halo.extended((self.loopless_degree / self.degree)[:, None])[:, 0]
         row = np.repeat(np.arange(self.num_nodes), np.diff(self.indptr))
         most = float((ratio[row] + ratio[self.indices]).max(initial=0.0))
         return float(self.halo.team.largest(most)) * (1 + 1e-12)
-
-    @property
-    def nodes(self) -> Any:
-        return self.held
-
-    @property
-    def by_nodes(self) -> bool:
-        return True
-
-    @property
-    def nodes_of_all(self) -> int:
-        return self.sizes[0]
-
-    @property
-    def num_edges(self) -> int:
-        return self.sizes[1]
 
     def rows_of(self, nodes: Any) -> Any:
         return np.flatnonzero(np.isin(self.ids[: self.num_nodes], nodes))
@@ -146,10 +114,6 @@ class GraphPart(Graph):
     @property
     def degree_around(self) -> Any:
         return self.halo.extended(self.degree[:, None])[:, 0]
-
-    @property
-    def loopless_degree(self) -> Any:
-        return self.own_loopless
 
     def gathered(self, rows: Any) -> Any:
         team, rows = self.halo.team, np.asarray(rows)
@@ -166,7 +130,7 @@ class GraphPart(Graph):
     def exact(self) -> Exact:
         """`Laplacian.exact`, D^-1/2 of the halo behind that of the own rows."""
         s = (1.0 / np.sqrt(self.degree))[:, None]
-        return self.halo.extended(s)[:, 0], self.own_loopless / self.degree, self.weights
+        return self.halo.extended(s)[:, 0], self.loopless_degree / self.degree, self.weights
 
     def connected_to(self, rows: Any) -> Any:
         """`Graph.connected_to` of the training rows of all ranks."""
@@ -238,10 +202,10 @@ class GraphPart(Graph):
         halo, columns, still = self.halo.cut(self.indices[kept])
         count = int(team.total(int(np.count_nonzero(self.upper[kept]))))
         indptr, loopless = _by_row(row[kept], weights, n)
-        ids, sizes = np.concatenate([self.ids[:n], self.ids[n:][still]]), (self.sizes[0], count)
+        ids = np.concatenate([self.ids[:n], self.ids[n:][still]])
+        known = {"nodes": self.nodes, "ids": ids, "first_row": self.first_row, "halo": halo}
         rows, degrees = (indptr, columns, weights), (self.degree, loopless)
-        known = {"held": self.held, "ids": ids, "sizes": sizes, "first_row": self.first_row}
-        return GraphPart(rows, degrees, halo=halo, **known)
+        return GraphPart(rows, degrees, (self.nodes_of_all, count), **known)
 
     def in_local_order(self, find: Any = None) -> Graph:
         return self
@@ -281,8 +245,8 @@ def part_of_edges(
     degree = loopless + np.ones(count)
     at = held.at(loops[0])
     degree[at] = loopless[at] + loops[1]
-    given = value[sort] if weighted else None
-    return _part(team, held, indptr, column[sort], given, (degree, loopless), (n, m))
+    rows = (indptr, column[sort], value[sort] if weighted else None)
+    return _part(team, held, rows, (degree, loopless), (n, m))
 
 
 def part_of_graph(team: Ranks, held: Owners, graph: Graph) -> GraphPart:
@@ -307,25 +271,17 @@ def part_of_graph(team: Ranks, held: Owners, graph: Graph) -> GraphPart:
     given = graph.given_degree
     degree = loopless + 1.0 if given is None else np.array(given[held.nodes])
     sizes = (graph.num_nodes, graph.num_edges)
-    return _part(team, held, indptr, column, value, (degree, loopless), sizes)
+    return _part(team, held, (indptr, column, value), (degree, loopless), sizes)
 
 
-def _part(
-    team: Ranks,
-    held: Owners,
-    indptr: Any,
-    column: Any,
-    value: Any,
-    degrees: tuple[Any, Any],
-    sizes: tuple[int, int],
-) -> GraphPart:
+def _part(team: Ranks, held: Owners, rows: Any, degrees: Any, sizes: Any) -> GraphPart:
     """A part from its rows, whose columns are the caller's ids and rise within each row."""
+    indptr, column, value = rows
     local, halo, ids = _columns(team, held, column)
     value = None if value is None else np.array(value)
     rows = (indptr.astype(np.int64), local.astype(np.int32), value)
     first = int(sum(team.each(held.mine.shape[0])[: team.rank]))
-    known = {"held": held.nodes, "ids": ids, "sizes": sizes, "first_row": first}
-    return GraphPart(rows, degrees, halo=halo, **known)
+    return GraphPart(rows, degrees, sizes, nodes=held.nodes, ids=ids, first_row=first, halo=halo)
 
 
 def _by_row(row: Any, value: Any, count: int) -> tuple[Any, Any]:

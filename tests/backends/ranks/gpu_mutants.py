@@ -38,7 +38,7 @@ MUTANTS = {
     "a halo of the step before": (
         NODES, "if L.halo.size:\n            # Nobody", "if 0:\n            # Nobody"
     ),
-    "no halo": (NODES, "            L.halo.fetched(Z)\n", ""),
+    "no halo": (NODES, "        L.halo.fetched(Z)\n", ""),
     "rows of neighbours on their way": (
         NODES, "        self.nccl.finish()\n        if L.halo.size:", "        if L.halo.size:"
     ),

@@ -4,7 +4,7 @@ from numba import float64
 
 from herta_gpu.backends.cpu.kernels.simd import (
     add_product,
-    count,
+    chunks,
     fma,
     inline,
     kernel,
@@ -36,15 +36,13 @@ def cg_residual(R, HP, alpha, dots, rows, counter):  # type: ignore[no-untyped-d
     """R -= alpha HP, and the squared column norms of R by chunk of `rows` rows."""
     (n, k), zero = R.shape, vector(R)
     size = lanes(zero)
-    chunk = count(counter, 0)
-    while chunk < dots.shape[0]:
+    for chunk in chunks(counter, dots.shape[0]):
         for i in range(chunk * rows, min(n, (chunk + 1) * rows)):
             for j in range(0, k - size + 1, size):
                 _residual_part(zero, R, HP, alpha, dots, i * k + j, j, chunk * k + j, None)
             j = k // size * size
             if j < k:
                 _residual_part(zero, R, HP, alpha, dots, i * k + j, j, chunk * k + j, k - j)
-        chunk = count(counter, 0)
 
 
 @kernel
@@ -52,25 +50,21 @@ def cg_direction(Z, P, R, alpha, beta, rows, counter):  # type: ignore[no-untype
     """Z += alpha P; P = R + beta P: P is read once for both."""
     (n, k), zero = P.shape, vector(P)
     size = lanes(zero)
-    chunk = count(counter, 0)
-    while chunk * rows < n:
+    for chunk in chunks(counter, -(-n // rows)):
         for i in range(chunk * rows, min(n, (chunk + 1) * rows)):
             for j in range(0, k - size + 1, size):
                 _direction_part(zero, Z, P, R, alpha, beta, i * k + j, j, None)
             j = k // size * size
             if j < k:
                 _direction_part(zero, Z, P, R, alpha, beta, i * k + j, j, k - j)
-        chunk = count(counter, 0)
 
 
 @kernel
 def column_dots(X, Y, dots, rows, counter):  # type: ignore[no-untyped-def]
     """Column dots of X and Y by chunk of `rows` rows, in float64."""
     n, k = X.shape
-    chunk = count(counter, 0)
-    while chunk < dots.shape[0]:
+    for chunk in chunks(counter, dots.shape[0]):
         sums = dots[chunk]
         for i in range(chunk * rows, min(n, (chunk + 1) * rows)):
             for j in range(k):
                 sums[j] += float64(X[i, j]) * float64(Y[i, j])
-        chunk = count(counter, 0)

@@ -4,7 +4,7 @@ import numpy as np
 
 from herta_gpu.backends.cpu.kernels.simd import (
     add,
-    count,
+    chunks,
     inline,
     kernel,
     lanes,
@@ -69,8 +69,7 @@ def hadamard_pass(Y, run, bits, scale, counter):  # type: ignore[no-untyped-def]
     tile = HADAMARD_BYTES // Y.itemsize
     tiles, size = (run + tile - 1) // tile, 1 << bits
     buffer = np.empty(size * tile, Y.dtype)
-    task = count(counter, 0)
-    while task < Y.size // (run * size) * tiles:
+    for task in chunks(counter, Y.size // (run * size) * tiles):
         base = task // tiles * size * run + task % tiles * tile
         width = min(tile, run - task % tiles * tile)
         done = 0
@@ -87,4 +86,3 @@ def hadamard_pass(Y, run, bits, scale, counter):  # type: ignore[no-untyped-def]
             else:
                 _stage(2, 1 << done, size, src, b1, r1, dst, b2, r2, width, f)
             done += step
-        task = count(counter, 0)

@@ -17,7 +17,7 @@ from herta_gpu.backends.cpu.kernels.simd import (
     REGISTER_BYTES,
     add,
     add_product,
-    count,
+    chunks,
     fma,
     inline,
     kernel,
@@ -188,12 +188,10 @@ def apply(G, unit, X, Y, B, dots, L, lam, c1, c2, cuts, counter):  # type: ignor
     column in its own `unit`.
     """
     zero, small = vector(X), quarter(X)
-    chunk = count(counter, 0)
-    while chunk < cuts.shape[0] - 1:
+    for chunk in chunks(counter, cuts.shape[0] - 1):
         a, b = cuts[chunk], cuts[chunk + 1]
         out = (Y, B, dots, unit, c1, c2, chunk * X.shape[1])
         _chunk(_step, zero, small, TILE, True, False, G, X, L, lam, out, a, b)
-        chunk = count(counter, 0)
 
 
 @kernel
@@ -206,20 +204,17 @@ def residual(Z, B, R, start, up, dots, L, lam, cuts, counter):  # type: ignore[n
     """
     zero, small = wide(vector(Z)), wide(quarter(Z))
     far, runs = L[3].size * L[3].itemsize > FAR, dots is not None
-    chunk = count(counter, 0)
-    while chunk < cuts.shape[0] - 1:
+    for chunk in chunks(counter, cuts.shape[0] - 1):
         a, b = cuts[chunk], cuts[chunk + 1]
         out = (B, R, up, dots, start, 2 * chunk * Z.shape[1])
         _chunk(_subtract, zero, small, WIDE_TILE, runs, far, Z, Z, L, lam, out, a, b)
-        chunk = count(counter, 0)
 
 
 @kernel
 def apply_column(G, X, Y, B, dots, L, lam, c1, c2, cuts, counter):  # type: ignore[no-untyped-def]
     """`apply` for one column and an s of 1."""
     indptr, indices, weights, _, post, own, diagonal = L
-    chunk = count(counter, 0)
-    while chunk < cuts.shape[0] - 1:
+    for chunk in chunks(counter, cuts.shape[0] - 1):
         for i in range(cuts[chunk], cuts[chunk + 1]):
             total = lam - lam  # 0 of the type of X
             first, last = peek(indptr, i), peek(indptr, i + 1)
@@ -232,15 +227,13 @@ def apply_column(G, X, Y, B, dots, L, lam, c1, c2, cuts, counter):  # type: igno
             if B is not None:
                 y = x + c1 * (x - peek(Y, i)) + c2 * (_product(peek(B, i), own, i) - y)
             Y[i, 0] = y
-        chunk = count(counter, 0)
 
 
 @kernel
 def residual_column(Z, B, R, start, up, dots, L, lam, cuts, counter):  # type: ignore[no-untyped-def]
     """`residual` for one column."""
     indptr, indices, weights, s, _, _, diagonal = L
-    chunk = count(counter, 0)
-    while chunk < cuts.shape[0] - 1:
+    for chunk in chunks(counter, cuts.shape[0] - 1):
         for i in range(cuts[chunk], cuts[chunk + 1]):
             total = 0.0
             for e in range(peek(indptr, i), peek(indptr, i + 1)):
@@ -252,7 +245,6 @@ def residual_column(Z, B, R, start, up, dots, L, lam, cuts, counter):  # type: i
                 dots[chunk, 0, 0] += r * r
                 dots[chunk, 1, 0] += (b + r) * z
             R[i - start, 0] = r if up is None else r * up[0]
-        chunk = count(counter, 0)
 
 
 @inline
@@ -270,8 +262,7 @@ def scale_rows(X, s, f, up, Y, inverse, rows, counter):  # type: ignore[no-untyp
     n, k = X.shape
     zero, small = vector(X), quarter(X)
     size, part = lanes(zero), lanes(small)
-    chunk = count(counter, 0)
-    while chunk * rows < n:
+    for chunk in chunks(counter, -(-n // rows)):
         for i in range(chunk * rows, min(n, (chunk + 1) * rows)):
             own = f / peek(s, i) if inverse else f * peek(s, i)
             for j in range(0, k - size + 1, size):
@@ -280,18 +271,3 @@ def scale_rows(X, s, f, up, Y, inverse, rows, counter):  # type: ignore[no-untyp
                 _scale_part(X, i * k, None, own, up, j, Y, small)
             for j in range(k // part * part, k):
                 _scale_part(X, i * k, 1, own, up, j, Y, small)
-        chunk = count(counter, 0)
-
-
-@kernel
-def largest_entries(X, s, largest, rows, counter):  # type: ignore[no-untyped-def]
-    """largest[c] <- the largest entry of |diag(s) X| by column, of chunk c of `rows` rows."""
-    n, k = X.shape
-    chunk = count(counter, 0)
-    while chunk * rows < n:
-        top = largest[chunk]
-        for i in range(chunk * rows, min(n, (chunk + 1) * rows)):
-            own = peek(s, i)
-            for j in range(k):
-                top[j] = max(top[j], abs(X[i, j]) * own)
-        chunk = count(counter, 0)

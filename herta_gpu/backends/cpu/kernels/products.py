@@ -8,7 +8,7 @@ computed whole, by one thread, in one order: results do not depend on how many t
 import numpy as np
 
 from herta_gpu.backends.cpu.kernels.simd import (
-    count,
+    chunks,
     fma,
     inline,
     kernel,
@@ -25,6 +25,12 @@ CHUNKS = 64  # that A is cut into, at most; each leaves its own sums of A^T E
 
 
 @inline
+def _sum(total, sums):  # type: ignore[no-untyped-def]
+    store(sums, 0, None, total)
+    return sums.sum()
+
+
+@inline
 def _dot(A, at, Wt, of, d, sums):  # type: ignore[no-untyped-def]
     """sum_j A.flat[at + j] Wt.flat[of + j], by the lanes of a vector."""
     zero = vector(A)
@@ -34,8 +40,16 @@ def _dot(A, at, Wt, of, d, sums):  # type: ignore[no-untyped-def]
     j = d // size * size
     if j < d:
         total = fma(load(A, at + j, d - j, zero), load(Wt, of + j, d - j, zero), total)
-    store(sums, 0, None, total)
-    return sums.sum()
+    return _sum(total, sums)
+
+
+@inline
+def _add_four(A, at, d, Wt, of, n, zero, sums):  # type: ignore[no-untyped-def]
+    """The sums of four rows of A, with n more products each."""
+    w, (s, t, u, v) = load(Wt, of, n, zero), sums
+    s, t = fma(load(A, at, n, zero), w, s), fma(load(A, at + d, n, zero), w, t)
+    u, v = fma(load(A, at + 2 * d, n, zero), w, u), fma(load(A, at + 3 * d, n, zero), w, v)
+    return s, t, u, v
 
 
 @kernel
@@ -45,44 +59,25 @@ def times(A, Wt, F, rows, counter):  # type: ignore[no-untyped-def]
     zero = vector(A)
     size = lanes(zero)
     sums = np.empty(size, A.dtype)
-    chunk = count(counter, 0)
-    while chunk * rows < n:
+    for chunk in chunks(counter, -(-n // rows)):
         last = min(n, (chunk + 1) * rows)
         i = chunk * rows
         while i + 4 <= last:
             for k in range(c):
-                s, t, u, v = zero, zero, zero, zero
+                four = (zero, zero, zero, zero)
                 for j in range(0, d - size + 1, size):
-                    w, at = load(Wt, k * d + j, None, zero), i * d + j
-                    s, t = (
-                        fma(load(A, at, None, zero), w, s),
-                        fma(load(A, at + d, None, zero), w, t),
-                    )
-                    u = fma(load(A, at + 2 * d, None, zero), w, u)
-                    v = fma(load(A, at + 3 * d, None, zero), w, v)
+                    four = _add_four(A, i * d + j, d, Wt, k * d + j, None, zero, four)
                 j = d // size * size
                 if j < d:
-                    w, at, rest = load(Wt, k * d + j, d - j, zero), i * d + j, d - j
-                    s, t = (
-                        fma(load(A, at, rest, zero), w, s),
-                        fma(load(A, at + d, rest, zero), w, t),
-                    )
-                    u = fma(load(A, at + 2 * d, rest, zero), w, u)
-                    v = fma(load(A, at + 3 * d, rest, zero), w, v)
-                store(sums, 0, None, s)
-                F[i, k] = sums.sum()
-                store(sums, 0, None, t)
-                F[i + 1, k] = sums.sum()
-                store(sums, 0, None, u)
-                F[i + 2, k] = sums.sum()
-                store(sums, 0, None, v)
-                F[i + 3, k] = sums.sum()
+                    four = _add_four(A, i * d + j, d, Wt, k * d + j, d - j, zero, four)
+                s, t, u, v = four
+                F[i, k], F[i + 1, k] = _sum(s, sums), _sum(t, sums)
+                F[i + 2, k], F[i + 3, k] = _sum(u, sums), _sum(v, sums)
             i += 4
         while i < last:
             for k in range(c):
                 F[i, k] = _dot(A, i * d, Wt, k * d, d, sums)
             i += 1
-        chunk = count(counter, 0)
 
 
 @inline
@@ -111,8 +106,7 @@ def _add_block(A, E, i, taken, G):  # type: ignore[no-untyped-def]
 def transposed_times(A, E, sums, rows, counter):  # type: ignore[no-untyped-def]
     """sums[chunk] = (A^T E)^T over the chunk's rows; `sums` comes as zeros, (chunks, c, d)."""
     n = A.shape[0]
-    chunk = count(counter, 0)
-    while chunk * rows < n:
+    for chunk in chunks(counter, -(-n // rows)):
         i, last = chunk * rows, min(n, (chunk + 1) * rows)
         while i + 4 <= last:
             _add_block(A, E, i, 4, sums[chunk])
@@ -120,4 +114,3 @@ def transposed_times(A, E, sums, rows, counter):  # type: ignore[no-untyped-def]
         while i < last:
             _add_block(A, E, i, 1, sums[chunk])
             i += 1
-        chunk = count(counter, 0)

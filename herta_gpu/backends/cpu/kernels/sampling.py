@@ -4,7 +4,7 @@ import numpy as np
 from numba import njit
 
 from herta_gpu.backends.base import STREAM_ROWS, STREAM_SAMPLE, STREAM_SIGNS
-from herta_gpu.backends.cpu.kernels.simd import count, inline, kernel
+from herta_gpu.backends.cpu.kernels.simd import chunks, count, inline, kernel
 from herta_gpu.backends.cpu.kernels.sketch import MASK, named, root_weight, word64
 
 _CHUNK = 1 << 14  # draws that one thread takes at a time
@@ -42,8 +42,7 @@ def _squared(S, u, v, a, b):  # type: ignore[no-untyped-def]
 @kernel
 def edge_scores(scores, first, B_S, Pi_S, lam, L, ids, cuts, counter):  # type: ignore[no-untyped-def]
     indptr, indices, weights, s, _ = L
-    chunk = count(counter, 0)
-    while chunk < cuts.shape[0] - 1:
+    for chunk in chunks(counter, cuts.shape[0] - 1):
         for i in range(cuts[chunk], cuts[chunk + 1]):
             at = first[i]
             for e in range(indptr[i], indptr[i + 1]):
@@ -53,7 +52,6 @@ def edge_scores(scores, first, B_S, Pi_S, lam, L, ids, cuts, counter):  # type: 
                     a, b = f * s[i], f * s[v]
                     scores[at] = _squared(B_S, i, v, a, b) + _squared(Pi_S, i, v, a, b) / lam
                     at += 1
-        chunk = count(counter, 0)
 
 
 @kernel
@@ -65,8 +63,7 @@ def draw(q, prefix, total, guide, shift, s, counts, key, counter):  # type: igno
     """
     total = np.uint64(total)
     b_lo, b_hi = total & MASK, total >> _32
-    chunk = count(counter, 0)
-    while chunk * _CHUNK < s:
+    for chunk in chunks(counter, -(-s // _CHUNK)):
         for i in range(chunk * _CHUNK, min(s, (chunk + 1) * _CHUNK)):
             word = word64(i, key, STREAM_SAMPLE)
             low, high = word & MASK, word >> _32  # floor(word * total / 2^64)
@@ -78,18 +75,15 @@ def draw(q, prefix, total, guide, shift, s, counts, key, counter):  # type: igno
                 edge += 1
             if edge < q.shape[0] and prefix[edge] - q[edge] <= target:
                 count(counts, edge)
-        chunk = count(counter, 0)
 
 
 @kernel
 def bernoulli(p, factors, numbers, key, counter):  # type: ignore[no-untyped-def]
     """Edge i is kept with probability p[i]; its random word is that of its number."""
-    chunk = count(counter, 0)
-    while chunk * _CHUNK < p.shape[0]:
+    for chunk in chunks(counter, -(-p.shape[0] // _CHUNK)):
         for i in range(chunk * _CHUNK, min(p.shape[0], (chunk + 1) * _CHUNK)):
             uniform = np.int64(word64(named(numbers, i), key, STREAM_SAMPLE) >> _11) * 2.0**-53
             factors[i] = 1.0 / p[i] if uniform < p[i] else 0.0
-        chunk = count(counter, 0)
 
 
 @kernel
@@ -97,8 +91,7 @@ def signed_rows(Q, Y, keys, key, counter):  # type: ignore[no-untyped-def]
     """Y <- R Q padded with zeros, and the random keys by which rows are chosen."""
     n, k = Q.shape
     rows = max(1, _CHUNK // max(k, 1))
-    chunk = count(counter, 0)
-    while chunk * rows < Y.shape[0]:
+    for chunk in chunks(counter, -(-Y.shape[0] // rows)):
         for i in range(chunk * rows, min(Y.shape[0], (chunk + 1) * rows)):
             keys[i] = word64(i, key, STREAM_ROWS)
             if i < n:
@@ -108,4 +101,3 @@ def signed_rows(Q, Y, keys, key, counter):  # type: ignore[no-untyped-def]
                     Y[i] = Q[i]
             else:
                 Y[i] = 0
-        chunk = count(counter, 0)

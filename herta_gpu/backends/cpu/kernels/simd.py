@@ -296,3 +296,12 @@ def count(typing_context, counter, i):  # type: ignore[no-untyped-def]
         return builder.atomic_rmw("add", pointer, ir.IntType(64)(1), "monotonic")
 
     return types.int64(counter, types.int64), codegen
+
+
+@numba.njit
+def chunks(counter, total):  # type: ignore[no-untyped-def]
+    """The chunks of 0..total-1 that fall to the thread that asks: each goes to one of them."""
+    chunk = count(counter, 0)
+    while chunk < total:
+        yield chunk
+        chunk = count(counter, 0)

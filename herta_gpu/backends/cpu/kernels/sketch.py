@@ -6,7 +6,7 @@ import numpy as np
 from numba import njit
 
 from herta_gpu.backends.base import STREAM_IDENTITY, STREAM_INCIDENCE
-from herta_gpu.backends.cpu.kernels.simd import count, inline, kernel
+from herta_gpu.backends.cpu.kernels.simd import chunks, inline, kernel
 
 _M0, _M1 = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
 _W0, _W1 = np.uint64(0x9E3779B9), np.uint64(0xBB67AE85)
@@ -88,8 +88,7 @@ def incidence_rows(out, L, order, key, cuts, counter):  # type: ignore[no-untype
     groups = (k + 3) // 4
     u, turn = np.empty(2 * groups), np.empty(2 * groups, np.int64)
     normal, total = np.empty(4 * groups), np.empty(4 * groups)
-    chunk = count(counter, 0)
-    while chunk < cuts.shape[0] - 1:
+    for chunk in chunks(counter, cuts.shape[0] - 1):
         for i in range(cuts[chunk], cuts[chunk + 1]):
             total[:] = 0.0
             node = named(order, i)
@@ -104,7 +103,6 @@ def incidence_rows(out, L, order, key, cuts, counter):  # type: ignore[no-untype
             f = s[i] / math.sqrt(k)
             for j in range(k):
                 out[i, j] = f * total[j]
-        chunk = count(counter, 0)
 
 
 @kernel
@@ -112,11 +110,9 @@ def identity_rows(out, L, order, key, cuts, counter):  # type: ignore[no-untyped
     k = out.shape[1]
     groups = (k + 3) // 4
     u, turn, normal = np.empty(2 * groups), np.empty(2 * groups, np.int64), np.empty(4 * groups)
-    chunk = count(counter, 0)
-    while chunk < cuts.shape[0] - 1:
+    for chunk in chunks(counter, cuts.shape[0] - 1):
         for i in range(cuts[chunk], cuts[chunk + 1]):
             node = np.uint64(named(order, i))
             _normals(node & MASK, node >> _32, groups, key, STREAM_IDENTITY, u, turn, normal)
             for j in range(k):
                 out[i, j] = normal[j] / math.sqrt(k)
-        chunk = count(counter, 0)
