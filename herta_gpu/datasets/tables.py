@@ -28,6 +28,7 @@ _ARRAYS = (*_TABLES, ".npy", ".npz")
 _OTHER_NAMES = {"val": "valid", "validation": "valid"}
 _NO_IDS = "; node ids are whole numbers from 0 on"
 _FRAME = "DataFrame"
+_KEPT = 1e-6  # share of a column's spread by which float32 may move an entry
 _File = str | os.PathLike[str]
 
 
@@ -75,15 +76,18 @@ def from_tables(
     y.csv: 2 classes from column label, rows by node_id, 1 of 4 nodes without
     """
     notes: list[str] = []
-    X = None if features is None else _features(features, notes)
+    links, answers = _read(edges), None if labels is None else _read(labels)
+    X = None if features is None else _features(features, answers, links, notes)
     n = None if X is None else X.shape[0]
-    y, label_names = (None, None) if labels is None else _labels(_read(labels), n, notes)
+    y, label_names = None, None
+    if answers is not None:
+        y, label_names = _labels(_without_count(answers, n), n, links, notes)
     if X is not None and y is not None and y.shape[0] != n:
         raise DataError(
             f"{_called(features)} has {n:,} rows but {_called(labels)} has {y.shape[0]:,} rows: "
             "each needs one row per node."
         )
-    graph, used = _edges(_read(edges), n if y is None else y.shape[0])
+    graph, used = _edges(links, n if y is None else y.shape[0])
     notes.insert(0, used)
     found = {part: _ids(_read(file), graph.num_nodes) for part, file in (split or {}).items()}
     is_frame = columns.is_frame(edges)
@@ -191,6 +195,13 @@ class Table:
                 return find([*names[:j], "id", *names[j + 1 :]], len(names))
         return at
 
+    def counts(self) -> bool:
+        """Whether the first row counts the columns, as pandas names those that have no names."""
+        plain = self.is_text and self.names is None and len(self.values) > 0
+        return plain and [as_number(cell) for cell in self.values[0]] == [
+            float(j) for j in range(self.values.shape[1])
+        ]
+
     def by_node(self, at: columns.NodeColumns, n: int | None) -> Any:
         """The node of each row, or None where the rows are in the order of the nodes."""
         if at.id is not None:
@@ -207,8 +218,14 @@ class Table:
         return None
 
 
-def _edges(table: Table, n: int | None) -> tuple[Graph, str]:
-    """The graph of an edge list, and the line that says what was read."""
+def _without_count(table: Table, n: int | None) -> Table:
+    """A table of n rows without a line before them that counts the columns."""
+    counted = len(table.values) - 1 == n and table.counts()
+    return replace(table, values=table.values[1:]) if counted else table
+
+
+def _ends(table: Table) -> tuple[columns.EdgeColumns, Any]:
+    """Which columns of an edge list are what, and its ids of nodes, (2, m)."""
     at = _named(table, columns.find_edges, table.names, table.values.shape[1])
     ends = [at.source, at.target]
     ids = table.numbers(ends, _NO_IDS)
@@ -216,7 +233,12 @@ def _edges(table: Table, n: int | None) -> tuple[Graph, str]:
         raise DataError(
             f"{table.path} must hold integer node ids from 0 on in {table.listed(ends)}."
         )
-    edges = ids.T.astype(np.int64)
+    return at, ids.T.astype(np.int64)
+
+
+def _edges(table: Table, n: int | None) -> tuple[Graph, str]:
+    """The graph of an edge list, and the line that says what was read."""
+    at, edges = _ends(table)
     highest = int(edges.max(initial=-1))
     if n is not None and highest >= n:
         raise DataError(f"{table.path} names node {highest:,} but there are {n:,} nodes.")
@@ -226,15 +248,17 @@ def _edges(table: Table, n: int | None) -> tuple[Graph, str]:
     return graph, note + _unused(table, at.unused)
 
 
-def _features(source: Any, notes: list[str]) -> Any:
+def _features(source: Any, answers: Table | None, links: Table, notes: list[str]) -> Any:
     if not columns.is_frame(source) and Path(source).suffix == ".npz":
         return _sparse(Path(source))
     table = _read(source)
+    if table.counts():
+        table = _with_names(table, answers, links)
     at = table.node_columns(columns.find_features)
-    answers = [j for j in at.values if table.name(j).lower() in ("label", "labels")]
-    if answers:
+    wrong = [] if table.names is None else columns.find_answers([*table.names], at.values)
+    if wrong:
         raise DataError(
-            f"{table.path}: {table.name(answers[0])} is no feature: put that column into labels."
+            f"{table.path}: {table.name(wrong[0])} is no feature: put that column into labels."
         )
     X = table.numbers(at.values)
     if table.is_text and np.isnan(X).any():
@@ -243,7 +267,7 @@ def _features(source: Any, notes: list[str]) -> Any:
         raise DataError(f"{table.path}: {where}: fill it in, or leave the column out.")
     place = table.by_node(at, None)
     if X.dtype.kind != "f" or not table.path.endswith((".npy", _FRAME)):
-        X = X.astype(np.float32)
+        X = X if X.dtype == np.float32 else _in_float32(X)
     if place is not None:
         X, rows = np.empty_like(X), X
         X[place] = rows
@@ -252,9 +276,44 @@ def _features(source: Any, notes: list[str]) -> Any:
     return X
 
 
-def _labels(table: Table, n: int | None, notes: list[str]) -> tuple[Any, list[str] | None]:
+def _with_names(table: Table, answers: Table | None, links: Table) -> Table:
+    """Features whose first line is 0, 1, 2, ...: names that pandas gave, or those of a node."""
+    count = None if answers is None else len(answers.values)
+    found = _without_count(table, count)
+    names = found is not table
+    unsure = answers is None or (count == len(table.values) and answers.counts())
+    if (names and links.counts()) or (not names and unsure and table.values.shape[1] > 2):
+        raise DataError(
+            f"{links.path if names else table.path}: its first line counts the columns: if these "
+            "are names, write others (source,target,weight or f0,f1,f2); if not, put a line with "
+            "names before it."
+        )
+    return found
+
+
+def _in_float32(X: Any) -> Any:
+    """X in float32; in float64 where that would move whole numbers, or make others alike."""
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        small = X.astype(np.float32)
+        spread = np.ptp(X, axis=0) if X.size else 0.0
+        moved = np.abs(small - X)
+        far = moved > np.where(np.floor(X) == X, 0.0, _KEPT * spread)
+    return X.astype(np.float64) if far.any() else small
+
+
+def _labels(
+    table: Table, n: int | None, links: Table, notes: list[str]
+) -> tuple[Any, list[str] | None]:
     """One column of whole numbers or of text is classes, all else targets; names of several."""
     at = table.node_columns(columns.find_labels)
+    if not at.values:
+        raise DataError(f"{table.path} has no column of labels beside the ids of nodes.")
+    if n is None and at.id is not None:
+        ids = _ends(links)[1]
+        if (ids == 0).any():  # nothing is counted from 1
+            n = max(int(ids.max()) + 1, len(table.values))
+    while len(table.values) > (n or 0) and all(map(is_missing, table.values[-1])):
+        table = replace(table, values=table.values[:-1])  # empty lines at the end
     y = _text_labels(table, at, n)
     y = _number_labels(table, at) if y is None else y
     nothing = {"U": "", "f": np.nan}.get(y.dtype.kind, -1)
@@ -301,9 +360,12 @@ def _text_labels(table: Table, at: columns.NodeColumns, n: int | None) -> Any:
         return None
     head = table.name(at.values[0])
     if table.is_text and table.names == [head] and not columns.is_label_name(head):
+        if n is None and head not in cells:
+            raise DataError(
+                f"{table.path}: its first line, {head}, may be a label or a name: write label "
+                "into a line before it, or in its place."
+            )
         cells = cells if len(cells) == n else [head, *cells]
-    while n is not None and len(cells) > n and not cells[-1]:
-        cells.pop()  # empty lines at the end
     return as_labels("labels", np.array(cells, dtype=str))
 
 

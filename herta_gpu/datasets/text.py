@@ -125,11 +125,17 @@ def _numbers(path: Path, mark: str, skip: int) -> Any:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a header without a row
-            return np.loadtxt(
+            values = np.loadtxt(
                 path, ndmin=2, comments=None, quotechar='"', encoding="utf-8-sig", **how
             )
     except ValueError:
         return None
+    if values.shape[1] == 1:  # where an empty line is a missing number, which NumPy leaves out
+        with _open(path) as file:
+            lines = [line.strip() for line in islice(file, skip, None)]
+        if "" in lines[: len(values)]:
+            return None
+    return values
 
 
 def _cells(path: Path, mark: str, skip: int, names: list[str] | None) -> tuple[Any, Any]:

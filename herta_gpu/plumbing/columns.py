@@ -120,6 +120,12 @@ def find_features(names: Sequence[str] | None, count: int) -> NodeColumns:
     return NodeColumns(id_at, index, [j for j in range(count) if j not in (id_at, index)], [])
 
 
+def find_answers(names: Sequence[str], at: Sequence[int]) -> list[int]:
+    """Which of the columns `at` hold labels by their names; y beside x is a coordinate."""
+    words = [name.strip().lower() for name in names]
+    return [j for j in at if is_label_name(names[j]) and not (words[j] == "y" and "x" in words)]
+
+
 def _by_role(names: Sequence[str], roles: dict[str, str]) -> dict[str, int]:
     found: dict[str, int] = {}
     for j, name in enumerate(names):

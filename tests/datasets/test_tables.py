@@ -210,6 +210,11 @@ REFUSED = [
     ("features: an index in another order", ",f\n2,1\n0,2\n1,3\n3,4\n", "call it node_id"),
     ("features: nothing there", "f,g\n1,2\n3,\n5,6\n7,8\n", "row 2 has no number"),
     ("features: nothing there, by R", "f,g\n1,2\n3,NA\n5,6\n7,8\n", "row 2 has no number"),
+    ("features: answers by another name", "f,Class\n1,0\n3,1\n5,0\n7,1\n", "Class is no feature"),
+    ("features: y without x", "f,y\n1,0\n3,1\n5,0\n7,1\n", "y is no feature"),
+    ("features: an empty line", "1\n\n3\n4\n", "row 2 has no number"),
+    ("features: a count of the columns", "0,1,2\n1,0,0\n3,1,0\n5,0,0\n", "counts the columns"),
+    ("labels: ids and no labels", "node_id\n0\n1\n2\n3\n", "has no column of labels"),
     ("features: the answer", "f,label\n1,0\n3,1\n5,0\n7,1\n", "label is no feature"),
     ("labels: short", "0\n1\n", "each needs one row per node"),
     ("labels: below -1", "0\n1\n-3\n1\n", "classes from 0 on"),
@@ -228,6 +233,58 @@ def test_a_table_that_is_refused(tmp_path, case, text, words):
     with pytest.raises(DataError, match=rf"{file}\.csv") as caught:
         load_tables(write(tmp_path, **{file: text}))
     assert words in str(caught.value)
+
+
+def test_labels_alone(tmp_path):
+    """Where no features say how many nodes there are: ids may leave some out, a name is none."""
+
+    def read(text: str) -> Any:
+        write(tmp_path, labels=text)
+        (tmp_path / "features.csv").unlink()
+        return load_tables(tmp_path).y.tolist()
+
+    assert read("node_id,label\n3,1\n1,0\n") == [-1, 0, -1, 1]
+    assert read("y,node\nred,3\nblue,1\n") == ["", "blue", "", "red"]
+    assert read("y\n0\n\n1\n1\n\n\n") == [0, -1, 1, 1]
+    assert read("red\nblue\nblue\nred\n") == ["red", "blue", "blue", "red"]
+    with pytest.raises(DataError, match="species, may be a label or a name"):
+        read("species\nred\nblue\nblue\nred\n")
+    assert read("id,label\n1,0\n2,1\n3,1\n") == [-1, 0, 1, 1]
+    write(tmp_path, edges="1,2\n2,3\n", labels="id,label\n1,0\n2,1\n3,1\n")
+    (tmp_path / "features.csv").unlink()
+    with pytest.raises(DataError, match="count from 0"):
+        load_tables(tmp_path)
+    with pytest.raises(DataError, match="names node 9 of 4 nodes"):
+        read("id,label\n9,0\n2,1\n3,1\n")
+
+
+def test_names_that_pandas_counts(tmp_path):
+    """A line 0,1,2 before as many rows as there are labels is no node; nor is 0 before those."""
+    features, labels = "0,1,2\n1,2,3\n4,5,6\n7,8,9\n0,0,1\n", "label\n0\n1\n1\n0\n"
+    named = "source,target\n0,1\n1,2\n2,3\n"
+    data = load_tables(write(tmp_path, edges=named, features=features, labels=labels))
+    assert data.X.tolist() == [[1, 2, 3], [4, 5, 6], [7, 8, 9], [0, 0, 1]]
+    data = load_tables(write(tmp_path, labels="0\n2\n1\n1\n2\n"))
+    assert data.y.tolist() == [2, 1, 1, 2]
+    for file, others in (("features", {"edges": named}), ("edges", {})):
+        text = "0\n2\n1\n1\n2\n" if file == "features" else labels
+        with pytest.raises(DataError, match=rf"{file}\.csv: its first line counts the columns"):
+            load_tables(write(tmp_path, features=features, labels=text, **others))
+
+
+@pytest.mark.parametrize(
+    "column",
+    [
+        [1600000000.0, 1600000001, 1600000002, 0.5],
+        [1e39, 0, 0, 1],
+        [1e-50, 2e-50, 0, 0],
+        [1000000.25, 1000000.5, 1e6, 1e6],
+    ],
+)
+def test_features_beyond_float32(tmp_path, column):
+    """Seconds since 1970, or tiny units, keep what tells nodes apart."""
+    write(tmp_path, features="".join(f"{v!r}\n" for v in column))
+    assert load_tables(tmp_path).X.ravel().tolist() == column
 
 
 # ---- folders ----------------------------------------------------------------------------------
