@@ -228,6 +228,7 @@ def as_labels(name: str, y: Any) -> Any:
     if y is None:
         raise ValueError(f"{name} is None: give one label or target per node.")
     check_plain(name, y)
+    y = y.to_frame("label") if hasattr(y, "iloc") and hasattr(y, "to_frame") else y  # a Series
     y = rows_of_frame(name, y, labels=True) if is_frame(y) else y
     y = _array(f"{name} is no array: its rows differ in length.", y)
     if y.ndim not in (1, 2):

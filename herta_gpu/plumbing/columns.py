@@ -194,7 +194,7 @@ def open_frame(x: Any) -> tuple[list[str] | None, list[Any]]:
 def _column(series: Any) -> Any:
     if series.dtype.kind in "fiub" and not series.hasnans:
         return series.to_numpy(dtype=series.dtype.kind + str(min(8, series.dtype.itemsize)))
-    if series.dtype.kind in "fiub":
+    if series.dtype.kind == "f":  # of whole numbers, some may be missing
         return series.to_numpy(dtype=np.float64, na_value=np.nan)
     return series.to_numpy(dtype=object)
 
@@ -221,8 +221,9 @@ def edges_of_frame(frame: Any, weight: Any) -> tuple[Any, Any]:
 def rows_of_frame(name: str, frame: Any, labels: bool = False) -> Any:
     """The numbers of a DataFrame, one row per node; a column of node ids says which."""
     names, columns = open_frame(frame)
-    if is_index(names or ()):  # an order of rows that the caller chose
-        names, columns = (names or [])[1:], columns[1:]
+    index = None
+    if is_index(names or ()):
+        index, names, columns = columns[0], (names or [])[1:], columns[1:]
     try:
         at = (find_labels if labels else find_features)(names, len(columns))
         if at.unused:
@@ -233,6 +234,12 @@ def rows_of_frame(name: str, frame: Any, labels: bool = False) -> Any:
             taken = values[0]
         else:
             taken = np.column_stack(values) if values else np.empty((len(frame), 0))
+        moved = at.id is None and index is not None and index.dtype.kind in "iu"
+        if moved and np.array_equal(np.sort(np.asarray(index)), np.arange(len(frame))):
+            raise ValueError(
+                "its index counts the rows in another order: sort_index() if it says which node "
+                "a row is of, else reset_index(drop=True)"
+            )
         if at.id is None:
             return taken
         assert names is not None

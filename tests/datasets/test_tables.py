@@ -491,6 +491,13 @@ def test_dataframes_of_nodes_by_their_names(fitted):
     assert (plain.W_ == model.W_).all()
     assert (HERTA(ridge=0.1).fit(g, features.set_index("node_id"), labels["label"]).W_
             == model.W_).all()  # fmt: skip
+    missing = pd.Series(np.where(order > 20, -1, y)).astype("Int64").replace(-1, pd.NA)
+    for given in (missing, missing.to_frame(), missing.to_frame("label").assign(node=range(40))):
+        some = HERTA(ridge=0.1).fit(g, X, given)
+        assert (some.W_ == HERTA(ridge=0.1).fit(g, X, np.where(order > 20, -1, y)).W_).all()
+    for wrong in ((features[["a", "b"]].iloc[order], y), (X, labels["label"].iloc[order])):
+        with pytest.raises(ValueError, match="counts the rows in another order: sort_index"):
+            HERTA().fit(g, *wrong)
     with pytest.raises(ValueError, match="y, a DataFrame: has columns beside the labels, age"):
         HERTA().fit(g, X, labels.assign(age=1))
     with pytest.raises(ValueError, match="X, a DataFrame: column node_id names node 0 more than"):
