@@ -776,9 +776,7 @@ class StoredProblem:
 
         gram = there(self.P.gram.QtQ) if isinstance(self.P.gram, DenseGram) else None
         rows = (there(self.Q), there(self.Y[:]), self.ridge)
-        problem = DenseProblem(
-            backend, self.loss, *rows, self.basis.metric().on(backend, there), gram
-        )
+        problem = DenseProblem(backend, self.loss, *rows, self.basis.on(backend, there), gram)
         begin = None if start is None else there(start)
         fitted = minimise(problem, 0.1 * tol, steps, begin, memory, tell)
         self.settled = fitted.status != "max_iter"

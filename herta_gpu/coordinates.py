@@ -9,7 +9,7 @@ than X, such as a column in a tiny unit, is no longer than the ridge makes it.  
 of several blocks of features side by side, one for each lam.
 
 All leave the problem as it is: C0 is invertible on what it keeps, and a ridge on W becomes
-ridge * C0^T C0 on u, which is what a `Metric` multiplies by.
+ridge * C0^T C0 on u.
 """
 
 from __future__ import annotations
@@ -28,11 +28,9 @@ from herta_gpu.factors import (
     Composed,
     Factor,
     Map,
-    add_ridge,
     multiply,
     safe_cholesky,
     smallest_eigenvalue,
-    spectral_norm,
 )
 from herta_gpu.features import Features
 
@@ -42,80 +40,12 @@ _ROWS = 1 << 13  # rows of such columns at a time
 _PLAIN = 1e-7  # eigenvalue of the Gram matrix of unit columns that one round resolves well
 
 
-class Metric:
-    """The ridge term in coordinates u: ||W||^2 = u^T G u, with W = C0 u and G = C0^T C0.
-
-    G, and a K with K K^T = G^-1, are matrices, diagonals as (r,) arrays, or None: the identity.
-    ||K^T g|| is the norm of the gradient with respect to W, and u = K t makes ||W|| = ||t||.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from herta_gpu.backends import get_backend
-    >>> C0 = np.array([[2.0, 1.0], [0.0, 1.0], [1.0, 0.0]])
-    >>> metric = Metric.of_map(get_backend("cpu"), C0)
-    >>> u = np.array([[1.0], [-1.0]])
-    >>> float((u * metric.times(u)).sum()), float(((C0 @ u) ** 2).sum())
-    (3.0, 3.0)
-    """
-
-    def __init__(self, backend: Backend, G: Array | None = None, K: Array | None = None) -> None:
-        self.backend, self.G, self.K = backend, G, K
-
-    def on(self, backend: Backend, there: Callable[[Array], Array]) -> Metric:
-        """The same metric on another device; `there` moves an array to it."""
-        G, K = (None if M is None else there(M) for M in (self.G, self.K))
-        return Metric(backend, G, K)
-
-    @classmethod
-    def of_map(cls, backend: Backend, C0: Array) -> Metric:
-        """The metric of a d x r matrix C0 of full rank."""
-        R = backend.xp.linalg.qr(C0, mode="r")
-        K = backend.solve_triangular(R.T, backend.xp.eye(R.shape[0]), trans=True)
-        return cls(backend, backend.matmul(C0.T, C0), K)
-
-    def times(self, u: Array) -> Array:
-        """G u."""
-        return u if self.G is None else multiply(self.backend, self.G, u)
-
-    def outer(self, g: Array) -> Array:
-        """K^T g: the gradient with respect to W, up to a rotation."""
-        return g if self.K is None else multiply(self.backend, self.K.T, g)
-
-    def lift(self, t: Array) -> Array:
-        """K t: the u of coordinates t in which the metric is the identity."""
-        return t if self.K is None else multiply(self.backend, self.K, t)
-
-    def lower(self, u: Array) -> Array:
-        """K^-1 u."""
-        return self.outer(self.times(u))
-
-    def rows(self, A: Array) -> Array:
-        """A K: the rows of A in the coordinates t."""
-        if self.K is None:
-            return A
-        return A * self.K if self.K.ndim == 1 else self.backend.matmul(A, self.K)
-
-    def add_to(self, P: Array, ridge: float) -> None:
-        """P += ridge G."""
-        add_ridge(self.backend.xp, P, ridge * (1.0 if self.G is None else self.G))
-
-    def stretch(self) -> float:
-        """||K||, to some per cent."""
-        if self.K is None:
-            return 1.0
-        if self.K.ndim == 1:
-            return float(self.K.max())  # synchronize!
-        return spectral_norm(self.backend, self.K)
-
-
 class Coordinates(Map):
     """C0 (d x r), and what is known of the columns of X C0."""
 
     norm: Any  # a bound of ||X C0||_2
     sizes: Any  # (r,) bounds of the norms of the columns of X C0
     rounding: Any  # (r,) bounds of what rounding does to the columns of a computed X C0
-    ridge: Any  # C0^T C0; (r,) where it is diagonal
 
     @property
     def rank(self) -> int:
@@ -129,10 +59,6 @@ class Coordinates(Map):
     @abstractmethod
     def weights_rounding(self, u: Array) -> float:
         """A bound of ||X (computed C0 u - C0 u)||_F."""
-
-    @abstractmethod
-    def metric(self) -> Metric:
-        """||W||^2 as a function of u."""
 
     @abstractmethod
     def dual_norm(self, g: Array) -> float:
@@ -164,10 +90,6 @@ class Columns(Coordinates):
         terms = 1 if self.C.ndim == 1 else self.shape[0]
         return (terms + 2) * _UNIT * self.spread
 
-    @property
-    def ridge(self) -> Array:
-        return self.transposed(self.C) if self.C.ndim == 2 else self.C**2
-
     def ridge_size(self, sizes: Array) -> Array:
         return self.column_sizes(multiply(self.backend, abs(self.C), sizes[:, None])[:, 0])
 
@@ -175,11 +97,6 @@ class Columns(Coordinates):
         terms = 1 if self.C.ndim == 1 else self.rank
         rows = self.backend.xp.sqrt((u * u).sum(axis=1))
         return (terms + 2) * _UNIT * float((self.spread * rows).sum())  # synchronize!
-
-    def metric(self) -> Metric:
-        if self.C.ndim == 1:
-            return Metric(self.backend, self.ridge, self.K)
-        return Metric.of_map(self.backend, self.C)
 
     @abstractmethod
     def chunks(self, J: slice) -> Iterator[tuple[slice, Array]]:
@@ -354,13 +271,12 @@ class Blocks(Coordinates):
     def ridge(self) -> Array:
         return self._diagonal([inner.ridge for inner in self.inners])
 
+    def on(self, backend: Backend, there: Callable[[Array], Array]) -> Map:
+        C, K = (self._diagonal([getattr(one, name) for one in self.inners]) for name in "CK")
+        return Map(backend, there(C), there(K))
+
     def weights_rounding(self, u: Array) -> float:
         return sum(inner.weights_rounding(part) for inner, part in self._parts(u, 1))
-
-    def metric(self) -> Metric:
-        inners = [inner.metric() for inner in self.inners]
-        G, K = ([getattr(metric, name) for metric in inners] for name in "GK")
-        return Metric(self.backend, self._diagonal(G), self._diagonal(K))
 
     def rows(self, Q: Array) -> Array:
         xp = self.backend.xp
@@ -377,11 +293,12 @@ class Blocks(Coordinates):
         """These matrices along the diagonal of one; of vectors alone, one vector."""
         if all(G.ndim == 1 for G in parts):
             return self._join(parts)
-        whole, i = self.backend.xp.zeros((self.rank, self.rank)), 0
+        xp, i, j = self.backend.xp, 0, 0
+        parts = [xp.diag(G) if G.ndim == 1 else G for G in parts]
+        whole = xp.zeros((sum(G.shape[0] for G in parts), sum(G.shape[1] for G in parts)))
         for G in parts:
-            J = slice(i, i + G.shape[0])
-            whole[J, J] = self.backend.xp.diag(G) if G.ndim == 1 else G
-            i = J.stop
+            whole[i : i + G.shape[0], j : j + G.shape[1]] = G
+            i, j = i + G.shape[0], j + G.shape[1]
         return whole
 
     def _parts(self, rows: Array, axis: int) -> Iterator[tuple[Columns, Array]]:

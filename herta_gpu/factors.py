@@ -18,6 +18,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -238,15 +239,37 @@ class Map:
     """Coordinates u of the weights: W = C0 u.
 
     C0 and K = C0^-T (K^T C0 = I) are d x r matrices, or (d,) diagonals; a 0 on C0's diagonal leaves
-    a feature out.
+    a feature out.  A ridge on W is one on u: ||W||^2 = <u, G u>, G = C0^T C0.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from herta_gpu.backends import get_backend
+    >>> C0 = Map(get_backend("cpu"), np.array([[2.0, 1.0], [0.0, 1.0], [1.0, 0.0]]))
+    >>> u = np.array([[1.0], [-1.0]])
+    >>> float((u * C0.times_ridge(u)).sum()), float((C0.weights(u) ** 2).sum())
+    (3.0, 3.0)
     """
 
     shape: tuple[int, int]
 
     def __init__(self, backend: Backend, C: Array, K: Array | None = None) -> None:
         self.backend, self.C = backend, C
-        self.K = 1.0 / (C + (C == 0)) if K is None else K
+        self.K: Any = 1.0 / (C + (C == 0)) if K is None and C.ndim == 1 else K
         self.shape = C.shape[0], C.shape[-1]
+
+    def on(self, backend: Backend, there: Callable[[Array], Array]) -> Map:
+        """The same map on another device; `there` moves an array to it."""
+        return Map(backend, there(self.C), there(self.K))
+
+    @cached_property
+    def ridge(self) -> Array:
+        """G; (r,) where it is diagonal."""
+        return self.C**2 if self.C.ndim == 1 else self.backend.matmul(self.C.T, self.C)
+
+    def times_ridge(self, u: Array) -> Array:
+        """G u."""
+        return multiply(self.backend, self.ridge, u)
 
     @property
     def stretch(self) -> float:
@@ -389,9 +412,11 @@ def power_iteration(xp: Any, apply: Callable[[Array], Array], d: int, steps: int
 
 
 def spectral_norm(backend: Backend, M: Array) -> float:
-    """||M||, to some per cent and rather above."""
+    """||M||, to some per cent and rather above; of a diagonal, which is positive, as it is."""
     if M.size == 0:
         return 0.0
+    if M.ndim == 1:
+        return float(M.max())  # synchronize!
 
     def squared(v: Array) -> Array:
         return backend.matmul(M.T, backend.matmul(M, v))

@@ -23,7 +23,6 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from herta_gpu.backends.base import Array, Backend
-from herta_gpu.coordinates import Metric
 from herta_gpu.factors import (
     ROW_CUT,
     Cholesky,
@@ -32,6 +31,7 @@ from herta_gpu.factors import (
     Factor,
     Identity,
     Map,
+    add_ridge,
     safe_cholesky,
 )
 from herta_gpu.losses import Loss
@@ -250,7 +250,7 @@ class ScaledGram:
         A: Array,
         weights: Array,
         ridge: float,
-        metric: Metric,
+        metric: Map,
         gram: Array | None = None,
     ) -> None:
         """`gram` is A^T A, if that is known: it will do while all weights are alike."""
@@ -259,7 +259,7 @@ class ScaledGram:
             P = weighted_gram(backend, A, weights)
         else:
             P = one * gram
-        metric.add_to(P, ridge)
+        add_ridge(backend.xp, P, ridge * metric.ridge)
         self.factor = factor_of(backend, P, ridge)
 
     def inverse(self, g: Array) -> Array:
@@ -275,7 +275,7 @@ class ClassBlocks:
 
     exact = True
 
-    def __init__(self, backend: Backend, A: Array, S: Array, ridge: float, metric: Metric) -> None:
+    def __init__(self, backend: Backend, A: Array, S: Array, ridge: float, metric: Map) -> None:
         xp, r, m = backend.xp, A.shape[1], S.shape[1] - 1
         self.backend, self.shape = backend, (r, m)
         self.B = xp.asarray(class_basis(m + 1))
@@ -290,7 +290,7 @@ class ClassBlocks:
                 H[columns, rows] = H[rows, columns].T
             weights = S @ self.B[:, a] ** 2 - mean[:, a] ** 2
             H[rows, rows] = weighted_gram(backend, A, xp.maximum(weights, 0.0))
-            metric.add_to(H[rows, rows], ridge)
+            add_ridge(xp, H[rows, rows], ridge * metric.ridge)
         self.factor = factor_of(backend, H, ridge)
 
     def inverse(self, g: Array) -> Array:
@@ -305,7 +305,7 @@ class ColumnBlocks:
 
     exact = True
 
-    def __init__(self, backend: Backend, A: Array, S: Array, ridge: float, metric: Metric) -> None:
+    def __init__(self, backend: Backend, A: Array, S: Array, ridge: float, metric: Map) -> None:
         bend, self.xp = backend.xp.maximum(S * (1 - S), 0.0), backend.xp
         self.columns = [ScaledGram(backend, A, column, ridge, metric) for column in bend.T]
 
@@ -326,7 +326,7 @@ class RankOnes:
     exact = True
 
     def __init__(
-        self, backend: Backend, A: Array, terms: RankOneTerms, ridge: float, metric: Metric
+        self, backend: Backend, A: Array, terms: RankOneTerms, ridge: float, metric: Map
     ) -> None:
         self.backend, self.q = backend, terms.q
         self.P = ScaledGram(backend, A, terms.rest, ridge, metric)
@@ -367,7 +367,7 @@ class Newton:
         self.backend, self.loss, self.ridge = backend, loss, ridge
         C = factor.to_weights(backend.xp.eye(size))
         self.B = backend.matmul(A.astype("float64"), C)
-        self.metric = Metric(backend, backend.matmul(C.T, C))
+        self.metric = Map(backend, C)
 
     def direction(self, w: Array, g: Array) -> Array:
         xp = self.backend.xp
@@ -548,7 +548,7 @@ def minimise(
 
 
 def row_space(
-    backend: Backend, A: Array, ridge: float, metric: Metric
+    backend: Backend, A: Array, ridge: float, metric: Map
 ) -> tuple[Array, Callable[[Array], Array], Callable[[Array], Array]]:
     """(T, lift, lower): the same problem in as few coordinates as A has rows.
 
@@ -557,7 +557,7 @@ def row_space(
     problem has the rows A K and the ridge of the identity; directions of v that no row has would
     only add to the ridge term.  Without a ridge they have no effect at all, and neither has G.
     """
-    plain = metric if ridge > 0 else Metric(backend)
+    plain = metric if ridge > 0 else Map(backend, backend.xp.ones(A.shape[1]))
     B = plain.rows(A)
     if ridge > 0:
         V, R = backend.xp.linalg.qr(B.T)
@@ -567,10 +567,10 @@ def row_space(
         T = backend.matmul(B, V)
 
     def lift(t: Array) -> Array:
-        return plain.lift(backend.matmul(V, t))
+        return plain.coordinates(backend.matmul(V, t))
 
     def lower(u: Array) -> Array:
-        return backend.matmul(V.T, plain.lower(u))
+        return backend.matmul(V.T, plain.weights(u))
 
     return T, lift, lower
 

@@ -17,8 +17,7 @@ from typing import Any
 import numpy as np
 
 from herta_gpu.backends.base import Array, Backend, norm, unit_roundoff
-from herta_gpu.coordinates import Metric
-from herta_gpu.factors import Factor, spectral_norm
+from herta_gpu.factors import Factor, Map, spectral_norm
 from herta_gpu.features import Features
 from herta_gpu.graph import Graph
 from herta_gpu.laplacian import RegularizedLaplacian, block_cg
@@ -317,12 +316,13 @@ class DenseProblem:
         A: Array,
         Y: Array,
         ridge: float,
-        metric: Metric | None = None,
+        metric: Map | None = None,
         gram: Array | None = None,
     ) -> None:
-        """`metric` is G (None: the identity); `gram` is A^T A as Hessians see A, if known."""
+        """`metric` has G (None: the identity); `gram` is A^T A as Hessians see A, if known."""
         self.backend, self.xp, self.loss, self.A, self.Y = backend, backend.xp, loss, A, Y
-        self.ridge, self.metric, self.gram = ridge, metric or Metric(backend), gram
+        self.ridge, self.gram = ridge, gram
+        self.metric = metric or Map(backend, self.xp.ones(A.shape[1]))
         self.passes = 0  # products with A or A^T
         mean = loss.mean(self.xp, A) if loss.intercept else None
         self.seen = loss.scale_rows(self.xp, A, slice(None), mean)  # A, as Hessians see it
@@ -339,7 +339,7 @@ class DenseProblem:
     @cached_property
     def stretch(self) -> float:
         """By how much an error of the gradient may grow on the way to that with respect to W."""
-        return self.metric.stretch()
+        return spectral_norm(self.backend, self.metric.K)
 
     def start(self, u: Array | None) -> DensePoint:
         """The point of u (None: 0)."""
@@ -351,7 +351,7 @@ class DenseProblem:
 
     def move(self, at: DensePoint, D: Array) -> DensePoint:
         """The minimiser along D, or a point near it that is lower than the start, too."""
-        FD, GD = self.backend.matmul(self.A, D), self.metric.times(D)
+        FD, GD = self.backend.matmul(self.A, D), self.metric.times_ridge(D)
         self.passes += 1
         slope = self.ridge * self.xp.sum(at.Gu * D, axis=0)
         curvature = self.ridge * self.xp.sum(GD * D, axis=0)
@@ -367,7 +367,7 @@ class DenseProblem:
 
     def _at(self, u: Array, F: Array, rounding: Array) -> DensePoint:
         """The point of u with F = A u, up to `rounding`."""
-        Gu, (value, E) = self.metric.times(u), self.loss.at(self.xp, F, self.Y)
+        Gu, (value, E) = self.metric.times_ridge(u), self.loss.at(self.xp, F, self.Y)
         if self.ridge > 0:
             value += 0.5 * self.ridge * float(self.xp.sum(u * Gu))  # synchronize!
         self.passes += 1
@@ -383,7 +383,7 @@ class DenseProblem:
     def gap(self, point: DensePoint, rounding: bool = True) -> float:
         """A bound of objective - optimum, by strong convexity or because nothing is below 0."""
         if not rounding:
-            size = norm(self.metric.outer(point.g))
+            size = norm(self.metric.gradient(point.g))
             return size**2 / (2 * self.ridge) if self.ridge > 0 else point.objective
         # What float64 may have done to F and E, to the objective, and to the gradient.
         forward = float(point.rounding) + 4 * _UNIT * (norm(point.F) + norm(self.Y))  # synchronize!
@@ -392,9 +392,9 @@ class DenseProblem:
         if self.ridge == 0:
             return nothing_below_0
         adjoint = (self.A.shape[0] + 2) * _UNIT * norm(point.E) * norm(self.columns)
-        terms = 1 if self.metric.G is None or self.metric.G.ndim == 1 else self.A.shape[1]
+        terms = 1 if self.metric.ridge.ndim == 1 else self.A.shape[1]
         of_ridge = (terms + 2) * _UNIT * self.ridge * norm(point.Gu)
-        size = norm(self.metric.outer(point.g))
+        size = norm(self.metric.gradient(point.g))
         size += self.stretch * (self.A_norm * forward + adjoint + of_ridge)
         return min(size**2 / (2 * self.ridge), nothing_below_0)
 
@@ -403,7 +403,7 @@ class DenseProblem:
     ) -> None:
         """One line of the history, told to the callback."""
         found = {"objective": point.objective, "gap": gap, "passes": self.passes}
-        found["grad_norm"] = norm(self.metric.outer(point.g))
+        found["grad_norm"] = norm(self.metric.gradient(point.g))
         history.append({"step": len(history), **found})
         if callback is not None:
             callback(history[-1])

@@ -177,7 +177,7 @@ def test_a_ridge_in_these_coordinates(kind):
         assert np.allclose(basis.ridge_size(np.linalg.norm(v, axis=1)), size)
         assert (np.linalg.norm(Gv, axis=1) <= size * (1 + 1e-12)).all()
         # The metric is the same quadratic form.
-        assert np.allclose(basis.metric().times(v), Gv, rtol=1e-9, atol=1e-12 * abs(Gv).max())
+        assert np.allclose(basis.times_ridge(v), Gv, rtol=1e-9, atol=1e-12 * abs(Gv).max())
         assert basis.weights_rounding(v) >= off_weights(basis, X, v, W)
 
 
@@ -287,7 +287,7 @@ def test_blocks_of_features_have_a_block_diagonal_map(make):
     np.testing.assert_allclose(basis.gradient(u), np.linalg.solve(whole.T, u), rtol=1e-9)
     G = basis.ridge if basis.ridge.ndim == 2 else np.diag(basis.ridge)
     np.testing.assert_allclose(G, whole.T @ whole, atol=1e-12)
-    np.testing.assert_allclose(basis.metric().times(u), whole.T @ whole @ u, atol=1e-12)
+    np.testing.assert_allclose(basis.times_ridge(u), whole.T @ whole @ u, atol=1e-12)
     assert basis.dual_norm(u) >= np.linalg.norm(np.linalg.solve(whole.T, u)) * (1 - 1e-12)
     assert basis.norm >= np.linalg.norm(np.hstack([X, X]) @ whole, 2) * (1 - 1e-12)
     factor, E = basis.factor(Identity(12)), RNG.standard_normal((5, 12))
