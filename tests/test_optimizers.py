@@ -1,4 +1,4 @@
-"""Optimizers against closed forms: on a quadratic everything about them is known."""
+"""Optimizers against closed forms; training on stored rows against dense algebra and SciPy."""
 
 from __future__ import annotations
 
@@ -8,25 +8,31 @@ from typing import Any
 
 import numpy as np
 import pytest
+import scipy.optimize
+import scipy.special
 
 from herta_gpu import Graph
 from herta_gpu.backends.cpu.reference import CPUBackend
-from herta_gpu.factors import DenseGram, Factor, Identity
+from herta_gpu.factors import DenseGram, Factor, Identity, Map
 from herta_gpu.features import Features
 from herta_gpu.laplacian import RegularizedLaplacian
 from herta_gpu.losses import LOSSES
 from herta_gpu.optimizers import (
     LBFGS,
-    LBFGS_MEMORY,
     Adam,
+    ClassBlocks,
     ConjugateGradients,
     GradientDescent,
     Momentum,
     Newton,
+    RankOnes,
     make_optimizer,
+    minimise,
+    rank_ones,
+    row_space,
 )
 from herta_gpu.planning.settings import OPTIMIZER_NAMES
-from herta_gpu.problem import Problem, UnfoldedMap
+from herta_gpu.problem import DenseProblem, Problem, UnfoldedMap
 
 CPU = CPUBackend()
 
@@ -53,13 +59,6 @@ def descend(optimizer: Any, steps: int, by_column: bool = True, **size: Any) -> 
             eta = -(g * direction).sum(axis=axis) / (direction * (T @ direction)).sum(axis=axis)
         w = w + eta * direction
     return [*path, w]
-
-
-def test_cg_is_exact_after_as_many_steps_as_dimensions() -> None:
-    best = quadratic()[2]
-    path = descend(ConjugateGradients(np, by_column=True), 8)
-    np.testing.assert_allclose(path[8], best, atol=1e-10)
-    assert np.abs(path[7] - best).max() > 1e-4  # and not before
 
 
 def test_cg_minimises_over_the_krylov_space() -> None:
@@ -93,28 +92,15 @@ def test_gradient_descent_contracts_as_kantorovich_says() -> None:
     assert (gaps[1:] <= (9 / 11) ** 2 * gaps[:-1] * (1 + 1e-9)).all()
 
 
-def test_lbfgs_is_exact_after_as_many_steps_as_dimensions() -> None:
-    """With exact steps on a quadratic it makes the steps of CG."""
+def test_lbfgs_and_cg_are_exact_after_as_many_steps_as_dimensions() -> None:
+    """With exact steps on a quadratic L-BFGS makes the steps of CG."""
     best = quadratic(c=1)[2]
     path = descend(LBFGS(np), 8, c=1)
     np.testing.assert_allclose(path[8], best, atol=1e-9)
     cg = descend(ConjugateGradients(np, by_column=True), 8, c=1)
     for ours, theirs in zip(path, cg, strict=True):
         np.testing.assert_allclose(ours, theirs, atol=1e-8)
-
-
-def test_lbfgs_remembers_so_many_pairs_and_meets_the_last_one() -> None:
-    lbfgs, (T, b, _) = LBFGS(np), quadratic(d=40)
-    rng = np.random.default_rng(1)
-    for _ in range(LBFGS_MEMORY + 5):
-        w = rng.standard_normal(b.shape)
-        direction = lbfgs.direction(w, T @ w - b)
-    assert lbfgs.pairs == LBFGS_MEMORY
-    S, Y, _, _ = lbfgs._stored()
-    s, y = S[-1].reshape(b.shape), Y[-1].reshape(b.shape)
-    lbfgs._last = None
-    np.testing.assert_allclose(lbfgs.direction(w, y), -s, atol=1e-10)  # the secant equation
-    assert (direction * (T @ w - b)).sum() < 0
+    assert np.abs(cg[7] - best).max() > 1e-4  # and not before
 
 
 def two_loops(pairs: list[Any], g: Any, H_0: Any) -> Any:
@@ -167,18 +153,6 @@ def test_momentum_for_a_spectrum_has_polyaks_rate() -> None:
     measured = (errors[80] / errors[40]) ** (1 / 40)
     assert measured == pytest.approx(rate, abs=0.03)  # times a factor that grows like the step
     assert measured < (kappa - 1) / (kappa + 1) - 0.1  # gradient descent with its best step
-
-
-def test_momentum_of_one_eigenvalue_is_one_step_of_newton() -> None:
-    momentum = Momentum.for_spectrum(4.0, 4.0)
-    g = np.array([[3.0]])
-    assert momentum.direction(0 * g, g)[0, 0] == pytest.approx(-0.75)
-    assert momentum.momentum == 0
-
-
-def test_adams_first_step_is_the_learning_rate_whatever_the_gradient() -> None:
-    g = np.array([[1e-3, -5.0, 1e4]])
-    np.testing.assert_allclose(Adam(0.1, np).direction(0 * g, g), [[-0.1, 0.1, -0.1]], rtol=1e-4)
 
 
 def test_adams_second_step_is_its_formula() -> None:
@@ -258,3 +232,235 @@ def test_newton_goes_downhill_where_no_curvature_is_left() -> None:
     direction = Newton(CPU, LOSSES["ce"], A, Identity(1), 1, 0.0).direction(w, g)
     assert LOSSES["ce"].value(np, A @ w, Y) == 0.0
     np.testing.assert_allclose(direction, -g)
+
+
+# ---- stored rows -----------------------------------------------------------------------------
+
+
+def rows(n: int, r: int, c: int, seed: int = 0) -> tuple[Any, Any, Any]:
+    """(A, one-hot Y that A says something of, a d x r map C0)."""
+    rng = np.random.default_rng(seed)
+    A, C0 = rng.standard_normal((n, r)), rng.standard_normal((r + 3, r))
+    scores = A @ rng.standard_normal((r, c)) + 2 * rng.standard_normal((n, c))
+    return A, np.eye(c)[scores.argmax(axis=1)], C0
+
+
+def fit_rows(
+    backend: Any, loss: Any, A: Any, Y: Any, ridge: float, metric: Any = None, **options: Any
+) -> Any:
+    return minimise(DenseProblem(backend, loss, A, Y, ridge, metric), **options)
+
+
+def objective(A: Any, Y: Any, ridge: float, G: Any) -> Any:
+    """The function of a flat u and its gradient, without the package's own code."""
+
+    def at(flat: Any) -> tuple[float, Any]:
+        u = flat.reshape(A.shape[1], -1)
+        F = A @ u
+        logs = scipy.special.log_softmax(F, axis=1)
+        value, E = -(Y * logs).sum(), np.exp(logs) - Y
+        return value + 0.5 * ridge * (u * (G @ u)).sum(), (A.T @ E + ridge * G @ u).ravel()
+
+    return at
+
+
+def optimum(A: Any, Y: Any, ridge: float, G: Any) -> float:
+    at = objective(A, Y, ridge, G)
+    start = np.zeros(A.shape[1] * Y.shape[1])
+    options = {"maxiter": 20000, "maxfun": 40000, "ftol": 1e-16, "gtol": 1e-10, "maxcor": 100}
+    found = scipy.optimize.minimize(at, start, jac=True, method="L-BFGS-B", options=options)
+    return float(found.fun)
+
+
+@pytest.mark.parametrize("ridge", [1e-3, 1.0])
+@pytest.mark.parametrize("shape", [(60, 5, 3), (12, 30, 3), (40, 40, 2)])
+def test_the_optimum_is_that_of_scipy(ridge: float, shape: Any) -> None:
+    A, Y, C0 = rows(*shape)
+    best = optimum(A, Y, ridge, C0.T @ C0)
+    fit = fit_rows(CPU, LOSSES["ce"], A, Y, ridge, Map(CPU, C0, np.linalg.pinv(C0).T), goal=1e-9)
+    assert fit.status == "certified"
+    assert fit.gap <= 1e-9 * fit.objective
+    value, gradient = objective(A, Y, ridge, C0.T @ C0)(fit.u.ravel())
+    assert fit.objective == pytest.approx(value, rel=1e-12)
+    np.testing.assert_allclose(fit.point.g.ravel(), gradient, atol=1e-9 * np.abs(A).sum())
+    assert fit.objective - best <= fit.gap + 1e-9 * best
+    assert fit.objective >= best * (1 - 1e-9)
+
+
+@pytest.mark.parametrize("ridge", [0.0, 1e-4, 1.0])
+@pytest.mark.parametrize(
+    "case", ["one row", "one class", "missing class", "two outputs", "one output", "zero columns",
+             "units", "repeated columns", "no columns that matter"]
+)  # fmt: skip
+def test_awkward_rows_end_in_an_optimum(case: str, ridge: float) -> None:
+    A, Y, _ = rows(40, 6, 3)
+    if case == "one row":
+        A, Y = A[:1], Y[:1]
+    elif case == "one class":
+        Y = np.eye(3)[np.zeros(40, dtype=int)]
+    elif case == "missing class":
+        Y = np.eye(4)[Y.argmax(axis=1)]
+    elif case == "two outputs":
+        Y = np.eye(2)[(A @ np.arange(6.0) + np.sin(np.arange(40)) * 9 > 0).astype(int)]
+    elif case == "one output":
+        Y = np.ones((40, 1))
+    elif case == "zero columns":
+        A[:, [0, 3]] = 0
+    elif case == "units":
+        A = A * 10.0 ** np.array([-8, -4, 0, 2, 5, 8])
+    elif case == "repeated columns":
+        A[:, 4:] = A[:, :2]
+    else:
+        A = A[:, :0]
+    with np.errstate(over="ignore"):
+        fit = fit_rows(CPU, LOSSES["ce"], A, Y, ridge, goal=1e-7)
+    assert np.isfinite(fit.u).all()
+    assert fit.u.shape == (A.shape[1], Y.shape[1])
+    scale = 1 / np.maximum(np.linalg.norm(A, axis=0), 1e-300)
+    scale = np.where(np.linalg.norm(A, axis=0) > 0, scale, 1.0)
+    G = np.diag(scale**2)  # the same problem in columns of norm 1, which SciPy can solve
+    best = optimum(A * scale, Y, ridge, G) if A.shape[1] else fit.objective
+    assert fit.objective <= best + 1e-5 * best + 1e-5 * LOSSES["ce"].value(np, 0 * Y, Y)
+    if ridge == 1.0 and case != "units":
+        assert fit.status == "certified"
+    if fit.status == "certified":
+        assert fit.objective - fit.gap <= best * (1 + 1e-9) + 1e-12
+
+
+def test_separable_classes_without_a_ridge_come_to_an_end() -> None:
+    A = np.vstack([np.eye(3) + 0.01 * k for k in range(5)])
+    fit = fit_rows(CPU, LOSSES["ce"], A, np.vstack([np.eye(3)] * 5), 0.0, goal=1e-7)
+    assert fit.status == "converged"
+    assert fit.objective <= 1e-7 * 15 * np.log(3)
+    assert fit.objective <= fit.gap <= 1.001 * fit.objective + 1e-9  # nothing is below 0
+
+
+@pytest.mark.parametrize("ridge", [0.0, 0.1])
+def test_the_row_space_holds_the_optimum(ridge: float) -> None:
+    A, Y, C0 = rows(7, 20, 3)
+    metric = Map(CPU, C0, np.linalg.pinv(C0).T)
+    T, lift, lower = row_space(CPU, A, ridge, metric)
+    t = np.random.default_rng(2).standard_normal((7, 3))
+    np.testing.assert_allclose(A @ lift(t), T @ t, atol=1e-10)
+    if ridge > 0:
+        assert (np.square(C0 @ lift(t))).sum() == pytest.approx((t**2).sum())
+        P = A.T @ A + ridge * C0.T @ C0
+        best = np.linalg.solve(P, A.T @ Y)  # in the whole space
+        inside = np.linalg.solve(T.T @ T + ridge * np.eye(7), T.T @ Y)
+        np.testing.assert_allclose(lift(inside), best, atol=1e-9)
+        np.testing.assert_allclose(lower(best), inside, atol=1e-9)
+    else:
+        np.testing.assert_allclose(lower(lift(t)), t, atol=1e-10)
+
+
+def hard_rows() -> tuple[Any, Any]:
+    """Nearly separable classes in columns of very different sizes."""
+    rng = np.random.default_rng(4)
+    A = rng.standard_normal((400, 20)) * np.geomspace(1, 30, 20)
+    scores = A @ rng.standard_normal((20, 4))
+    scores += 0.05 * rng.standard_normal((400, 4)) * scores.std()
+    return A, np.eye(4)[scores.argmax(axis=1)]
+
+
+@pytest.mark.parametrize("kind", [ClassBlocks, RankOnes])
+def test_the_whole_hessian_is_the_hessian(kind: Any) -> None:
+    A, Y = hard_rows()
+    A, Y, ridge = A[:60, :5], Y[:60], 0.2
+    C0 = np.random.default_rng(5).standard_normal((8, 5))
+    metric = Map(CPU, C0, np.linalg.pinv(C0).T)
+    u = 0.05 * np.random.default_rng(6).standard_normal((5, 4))
+    S = scipy.special.softmax(A @ u, axis=1)
+    H = ridge * np.kron(C0.T @ C0, np.eye(4))
+    for a, p in zip(A, S, strict=True):
+        H += np.kron(np.outer(a, a), np.diag(p) - np.outer(p, p))
+    g = LOSSES["ce"].centre(np, np.random.default_rng(7).standard_normal((5, 4)))
+    expected = np.linalg.solve(H, g.ravel()).reshape(5, 4)
+    if kind is ClassBlocks:
+        hessian = ClassBlocks(CPU, A, S, ridge, metric)
+        tolerance = 1e-10
+    else:
+        terms = rank_ones(np, S, 180)
+        assert terms is not None
+        hessian = RankOnes(CPU, A, terms, ridge, metric)
+        tolerance = 0.02  # what is not among the terms is spread over the classes
+    found = hessian.inverse(g)
+    assert np.linalg.norm(found - expected) <= tolerance * np.linalg.norm(expected)
+
+
+def test_rank_one_terms_add_up_to_the_hessian_of_each_row() -> None:
+    rng = np.random.default_rng(8)
+    S = scipy.special.softmax(rng.standard_normal((30, 5)) * rng.choice([1, 5, 200], (30, 1)), 1)
+    terms = rank_ones(np, S, 120)
+    assert terms is not None
+    at, q, rest = terms
+    left = 0.0
+    for i, p in enumerate(S):
+        H = np.diag(p) - np.outer(p, p)
+        missing = H - q[at == i].T @ q[at == i]
+        left += np.trace(missing)
+        assert np.linalg.eigvalsh(missing).min() >= -1e-12
+        assert rest[i] * 4 == pytest.approx(np.trace(missing), abs=1e-12)
+    assert left <= 0.001 * sum(1 - (p**2).sum() for p in S)
+    assert rank_ones(np, S, at.shape[0] - 1) is None
+    certain = rank_ones(np, np.eye(3), 6)  # no curvature at all, and no division by it
+    assert certain is not None
+    assert np.isfinite(certain[1]).all()
+
+
+def test_a_goal_that_rounding_forbids_is_given_up_soon() -> None:
+    A, Y = hard_rows()
+    fit = fit_rows(CPU, LOSSES["ce"], A, Y, 1e-5, goal=1e-13)
+    assert fit.status == "stagnated"
+    assert 1e-13 * fit.objective < fit.gap < 1e-6 * fit.objective
+    assert fit.steps < 150
+
+
+def test_the_whole_hessian_takes_over_where_steps_are_many(monkeypatch: Any) -> None:
+    A, Y = hard_rows()
+    made = []
+    for kind in (ClassBlocks, RankOnes):
+        real = kind.__init__
+
+        def told(self: Any, *args: Any, real: Any = real, kind: Any = kind) -> None:
+            made.append(kind)
+            real(self, *args)
+
+        monkeypatch.setattr(kind, "__init__", told)
+    fit = fit_rows(CPU, LOSSES["ce"], A, Y, 1e-5)
+    assert made
+    assert fit.status == "certified"
+    made.clear()
+    without = fit_rows(CPU, LOSSES["ce"], A, Y, 1e-5, memory_limit=0)
+    assert not made
+    assert without.status == "certified"
+    assert without.passes > 2 * fit.passes
+    assert without.objective == pytest.approx(fit.objective, rel=2e-7)
+
+
+@pytest.mark.parametrize("shape", [(120, 6, 3), (8, 15, 3)])
+def test_the_same_on_the_stand_in_for_cupy(backend: Any, shape: Any) -> None:
+    A, Y, C0 = rows(*shape)
+    place = backend.asarray
+    for ridge in (0.0, 1e-4):
+        ours = fit_rows(CPU, LOSSES["ce"], A, Y, ridge, Map(CPU, C0, np.linalg.pinv(C0).T))
+        metric = Map(backend, place(C0), place(np.linalg.pinv(C0).T))
+        fit = fit_rows(backend, LOSSES["ce"], place(A), place(Y), ridge, metric)
+        assert fit.status == ours.status
+        assert fit.objective == pytest.approx(ours.objective, rel=1e-6, abs=1e-9)
+
+
+def test_the_history_is_told_and_a_start_near_the_optimum_saves_steps() -> None:
+    A, Y, _ = rows(150, 12, 4)
+    told: list[dict[str, Any]] = []
+    fit = fit_rows(CPU, LOSSES["ce"], A, Y, 1e-3, callback=told.append)
+    assert told == fit.history
+    assert [h["step"] for h in told] == list(range(fit.steps + 1))
+    falling = np.diff([h["objective"] for h in told])
+    assert (falling <= 1e-12 * told[0]["objective"]).all()
+    best = optimum(A, Y, 1e-3, np.eye(12))
+    assert all(h["objective"] - best <= h["gap"] + 1e-9 * best for h in told)
+    assert fit_rows(CPU, LOSSES["ce"], A, Y, 1e-3, max_steps=3).status == "max_iter"
+    for count in (150, 10):
+        first = fit_rows(CPU, LOSSES["ce"], A[:count], Y[:count], 1e-3)
+        known = {"start": first.u, "goal": 3e-7}
+        assert fit_rows(CPU, LOSSES["ce"], A[:count], Y[:count], 1e-3, **known).steps == 0

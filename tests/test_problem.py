@@ -1,4 +1,4 @@
-"""The model as a linear map: products by solves, against dense algebra, with measured residuals."""
+"""The model as a linear map, against dense algebra; the problem through it, and on stored rows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from herta_gpu.factors import Identity
 from herta_gpu.features import Features
 from herta_gpu.laplacian import RegularizedLaplacian
 from herta_gpu.losses import LOSSES
-from herta_gpu.problem import Problem, UnfoldedMap
+from herta_gpu.problem import DenseProblem, Problem, UnfoldedMap
 from tests.conftest import dense_H, random_graph
 
 N, D, C, LAM = 70, 5, 3, 4.0
@@ -105,3 +105,15 @@ def test_a_step_goes_down_and_is_measured():
     # An exact search: the new gradient has nothing left along the direction, column by column.
     along = (ahead.gradient * point.g).sum(axis=0)
     assert (abs(along) <= 1e-5 * (point.g**2).sum(axis=0)).all()
+
+
+def test_a_step_into_a_narrow_valley_does_not_climb_the_slight_slope_behind_it() -> None:
+    """One row pulls hard and is soon satisfied, seventy push back a little, for long."""
+    A = np.array([[1000.0]] + [[1.0]] * 70)
+    Y = np.eye(2)[[0] + [1] * 70]
+    problem = DenseProblem(BACKEND, LOSSES["ce"], A, Y, 0.0, None)
+    start, D = problem.start(None), np.array([[0.15, -0.15]])
+    slopes = [(LOSSES["ce"].residual(np, t * A @ D, Y) * (A @ D)).sum() for t in (0.0, 1.0)]
+    assert 0 < slopes[1] < -0.1 * slopes[0]  # the whole step looks flat enough
+    assert LOSSES["ce"].value(np, A @ D, Y) > start.objective  # but is no good
+    assert problem.move(start, D).objective < start.objective
