@@ -3,16 +3,14 @@
 The ground floor is the paper; every other concern has a room with a name.
 
     herta            Algorithm 1, in the paper's order: the place to begin reading; `task` has what
-                     is fitted and where, `steps` those steps that may take more than one try,
-                     `model` what a model says before its fit and after it
+                     is fitted and where
     sparsifier       Algorithm 2: scores, sampling, L_tilde
     solver           SDDSolver; `laplacian` has H = I + lam L, block CG and Chebyshev
     preconditioner   P from Q, which `diffusion` solves for or sketches; `factors` makes P^-1/2
                      and cheaper forms of it
     problem          Z*(W) and its gradient through two solves; `prediction` has the outputs of a
                      fitted model, a block of columns at a time
-    losses           a new loss goes here; `optimizers` and `training` the loop, `blockwise` the
-                     loop over some outputs after the others
+    losses           a new loss goes here; `optimizers` the steps, `training` the loop
     certificate      what is known of the Hessian, and what is proven of a fit
     graph, features  from an edge list to a Graph; X behind three products
 
@@ -22,8 +20,8 @@ The strategy "direct", which needs no array of n x d or n x c numbers, in the or
     diffusion        the training rows of Q in these, with a proven bound of their error; blocks
                      of columns for several lam
     optimizers       the optimum of cross entropy on stored rows, and second derivatives on the way
-    certificate      what the stored rows prove of the true problem; `leave_one_out` what they say
-                     of models without a row
+    certificate      what the stored rows prove of the true problem; `more.leave_one_out` what
+                     they say of models without a row
 
 More from the same solver, each in a module of its own:
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -17,14 +17,14 @@ from herta_gpu.laplacian import RegularizedLaplacian
 from herta_gpu.losses import LOSSES
 from herta_gpu.more.label_features import column_error, cross_fitted
 from herta_gpu.planning.costs import BLOCK_WIDTH, Sizes, row_copies, worth_reordering
-from herta_gpu.planning.plan import Plan, make_plan
+from herta_gpu.planning.plan import Chosen, Decision, Plan, make_plan
 from herta_gpu.planning.settings import Settings
 from herta_gpu.plumbing.checkpoint import Checkpoint, fingerprint, nodes_key
 from herta_gpu.plumbing.progress import Stages
 from herta_gpu.plumbing.reading import mapping_of
 from herta_gpu.plumbing.targets import OneHot, Targets
 from herta_gpu.problem import UnfoldedMap
-from herta_gpu.sparsifier import degree_scores
+from herta_gpu.sparsifier import degree_scores, sparsify
 
 _LABEL_TOL = 1e-12  # relative error of features that labels make, in float64
 
@@ -39,6 +39,7 @@ class Context:
     checkpoint: Checkpoint | None = None
     budget: int = 0  # bytes; 0 until there is a plan
     cache: Cache = no_cache  # what was stored before a crash, once there is a plan
+    changes: list[Decision] = field(default_factory=list)  # what turned out otherwise than planned
 
     def __post_init__(self) -> None:
         self.before, self.stages.wait = dict(self.stages.seconds), self.backend.synchronize
@@ -50,6 +51,11 @@ class Context:
                 nodes, weights = task.targets.nodes, task.targets.weights
                 data = (task.given, task.X, y, nodes, self.checkpoint.split, weights)
                 self.checkpoint.begin(fingerprint(params, self.backend, *data))
+
+    def change(self, chosen: Chosen) -> Any:
+        """The value chosen, which turned out otherwise than planned."""
+        self.changes.append(chosen.decision)
+        return chosen.value
 
 
 @dataclass
@@ -98,6 +104,14 @@ class Task:
         rows = stored_rows(self.graph, t.rows, backend)
         systems = [H.at(lam) for lam in s.lams] if s.several else None
         return UnfoldedMap(H, self.features, rows, plan.solve_width, loss, systems, self.extra), Y
+
+    def sample(self, n_samples: int | None, budget: int) -> RegularizedLaplacian:
+        """I + lam L_tilde: Algorithm 2 when it was asked for, its cheap relative otherwise."""
+        H, s = self.H, self.settings
+        if n_samples is None:
+            return H
+        faithful = s.scores == "sketch"
+        return H.on(sparsify(H, n_samples, 0.0, s.scores, faithful, s.seed, budget).graph)
 
 
 def stored_rows(graph: Graph, nodes: Any, backend: Backend) -> Array:

@@ -1,17 +1,29 @@
-"""The loop of Algorithm 1: two block solves per gradient, a certificate per step."""
+"""Training: P, the loop of Algorithm 1, and the attempts on stored rows of Q.
+
+A `Loop` takes steps with two block solves per gradient and a certificate each.  Where n x c numbers
+do not fit, it takes a block of outputs after the other: those of MSE are independent problems with
+one Hessian, so each block is finished, its certificate included, before the next begins, and d x c
+and n_train x c numbers stay.  With G_J bounding the gap of the block J and O_J its optimum from
+below,
+
+    (objective - optimum) / optimum <= sum of G_J / sum of O_J.
+
+A `Journal` holds what there is to tell of a fit, and the best weights that it has seen.
+"""
 
 from __future__ import annotations
 
 import math
 import time
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, dataclass, replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 
+from herta_gpu.backends import get_backend
 from herta_gpu.backends.base import Array, norm, unit_roundoff
 from herta_gpu.certificate import (
     Certificate,
@@ -19,26 +31,34 @@ from herta_gpu.certificate import (
     Spectrum,
     StoredProblem,
     certify,
+    choose_spectrum,
     gradient_error,
     joined,
+    judge,
+    relative,
     ritz_interval,
 )
-from herta_gpu.factors import Factor
-from herta_gpu.leave_one_out import LeftOut
+from herta_gpu.diffusion import Arrays
+from herta_gpu.laplacian import RegularizedLaplacian
 from herta_gpu.losses import Loss
-from herta_gpu.optimizers import (
-    GradientDescent,
-    Momentum,
-    Newton,
-    Optimizer,
-    make_optimizer,
+from herta_gpu.more.leave_one_out import LeftOut, dual_rows, left_out, spread
+from herta_gpu.optimizers import GradientDescent, Momentum, Newton, Optimizer, make_optimizer
+from herta_gpu.planning.plan import (
+    Chosen,
+    Decision,
+    Plan,
+    Recipe,
+    measured,
+    orthonormal,
+    tighter,
+    with_less_left,
 )
-from herta_gpu.planning.plan import Decision, Recipe
-from herta_gpu.planning.settings import NEWTON_SIZE
+from herta_gpu.planning.settings import NEWTON_SIZE, Settings
 from herta_gpu.plumbing.progress import marked_steps
-from herta_gpu.preconditioner import Preconditioner
+from herta_gpu.plumbing.targets import OneHot
+from herta_gpu.preconditioner import Preconditioner, build, no_preconditioner, tighten
 from herta_gpu.problem import Point, Problem, UnfoldedMap
-from herta_gpu.task import Context, Task
+from herta_gpu.task import Context, Task, stored_rows
 
 _TIGHTENINGS = 6  # how often one outer step may tighten the inner tolerance
 _DIVERGED = 1e6  # growth of the objective over its least value, and over that at W = 0
@@ -46,8 +66,14 @@ _FLATTER = 3.0  # loss of curvature after which P is factored again
 _LEAST_INNER = 1e-10  # inner tolerance of a loop that no certificate watches
 _ALIKE, _LEAST_ALIKE = 0.01, 1e-11  # of tol, at least: objectives as good as each other
 _NOTHING = (16 * unit_roundoff()) ** 2  # of ||Y||^2: a loss that is rounding
+_CHEAP_STEPS = 20  # steps on stored rows, without a solve, that count as one of max_iter
+_FEW = 2  # steps with true gradients after which a tighter Q is the better way
+_ATTEMPTS = 4  # how often Q is solved for more tightly when a certificate asks for it
+_ROWS = 1 << 16  # rows of Y at a time
+_WORST = ("diverged", "max_iter", "stagnated", "converged")  # what a fit is, from the worst on
 
 
+# ---- lines 3 to 8: P --------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Preconditioned:
     """P, the interval that holds the eigenvalues of the preconditioned Hessian, and the recipe that
@@ -56,270 +82,375 @@ class Preconditioned:
     P: Preconditioner
     spectrum: Spectrum | None
     recipe: Recipe
-    changes: list[Decision]  # what turned out otherwise than planned
-    left_out: LeftOut | None = None  # leave-one-out, where that was asked for
-    spread: Any = None  # (len(evaluate),) a^T P^-1 a of the nodes beside
-    known: Any = None  # outputs of the nodes beside, where P is no longer that of the weights ...
-    steps: int = 0  # ... which were found in so many steps
 
     def outputs(self, W: Array) -> Any:
         """The outputs of W on the rows of Q that were kept for evaluation, on the host."""
         stored = self.P.stored
-        if self.known is not None or stored is None:
-            return self.known
-        backend, rows = stored.backend, stored.eval_rows
-        u = stored.basis.coordinates(W).astype(rows.dtype)
-        return backend.to_numpy(backend.matmul(rows, u))  # synchronize!
+        if stored is None:
+            return None
+        u = stored.basis.coordinates(W).astype(stored.eval_rows.dtype)
+        return stored.backend.to_numpy(stored.backend.matmul(stored.eval_rows, u))  # synchronize!
+
+    def rescale(self, curvature: float, settings: Settings) -> Preconditioned:
+        """The same Q for a loss that has become flatter."""
+        P = self.P.rescale(curvature, settings.ridge, self.recipe.symmetric)
+        return replace(self, P=P, recipe=replace(self.recipe, curvature=curvature))
+
+
+def precondition(
+    plan: Plan, task: Task, H_tilde: RegularizedLaplacian, A: UnfoldedMap, Y: Array, run: Context
+) -> Preconditioned:
+    """P^-1/2 and bounds of the Hessian it leaves; without any, Q is solved tighter once."""
+    settings, stages, recipe = task.settings, run.stages, plan.recipe
+    others = stored_rows(task.graph, task.eval_nodes, run.backend)
+    if not settings.precondition:
+        none = no_preconditioner(run.backend, A.X.shape[1], Y.shape[1])
+        return Preconditioned(none, None, recipe)
+    while True:
+        with stages("preconditioner"):
+            tell = stages.progress("Q", "columns")
+            P = build(recipe, H_tilde, A, Y, settings.ridge, run.cache, others, tell)
+        with stages("spectrum"):
+            spectrum = _bound_hessian(plan.certificate, P, A, settings)
+        missed = spectrum is not None and spectrum.kind == "estimate"
+        rough = H_tilde is not A.H or recipe.sketch_rows is not None  # on purpose
+        if P.kept < P.features and not (recipe.whiten or rough or P.fragile):
+            again = orthonormal(recipe)
+        elif missed and not rough and not recipe.exact:
+            again = tighter(recipe, A.H.lambda_max)
+        else:
+            P = P.for_training(run.backend, blocks=plan.outputs < Y.shape[1])
+            return Preconditioned(P, spectrum, recipe)
+        recipe = run.change(again)
+
+
+def _bound_hessian(
+    kind: str, P: Preconditioner, A: UnfoldedMap, settings: Settings
+) -> Spectrum | None:
+    """Bounds of the Hessian that P leaves; one that is not the same everywhere has none."""
+    return choose_spectrum(kind, P, A, settings.ridge, settings.seed) if A.loss.quadratic else None
+
+
+# ---- what is minimised, and what there is to tell of it -----------------------------------------
+@dataclass(frozen=True)
+class Objective:
+    """loss(A W) + ridge/2 ||W||^2 for the targets Y, of which runs of rows may be all there is."""
+
+    settings: Settings
+    A: UnfoldedMap
+    Y: Any
+    X_norm: float  # of all features together
+    at_zero: float  # the loss of W = 0
+    size: float  # ||Y||^2
+
+    @classmethod
+    def of(cls, settings: Settings, A: UnfoldedMap, Y: Any) -> Objective:
+        X_norm = A.X_norm() if settings.ridge > 0 else math.inf
+        return cls(settings, A, Y, X_norm, *_at_zero(A.loss, A.H.backend.xp, Y))
+
+    def columns(self, at: Any) -> Objective:
+        """That of the outputs `at` alone."""
+        Y = self.Y.columns(at) if isinstance(self.Y, OneHot) else self.Y[:, at]
+        at_zero, size = _at_zero(self.A.loss, self.A.H.backend.xp, Y)
+        return replace(self, Y=Y, at_zero=at_zero, size=size)
+
+    @property
+    def trivial(self) -> bool:
+        """Whether W = 0 is an optimum: of one class, say, or equal targets and an intercept."""
+        return self.at_zero <= _NOTHING * self.size
+
+    def measure(self, W: Array, b: Array | None) -> float:
+        """The objective by solves to the last digit."""
+        A, width, xp = self.A, self.A.width, self.A.H.backend.xp
+        # A few columns at a time: whoever trains on stored rows may have no room for all outputs.
+        F = xp.concatenate(
+            [A.outputs(W[:, j : j + width]) for j in range(0, W.shape[1], width)], axis=1
+        )
+        F = F if b is None else F + b
+        loss = A.loss.of_rows(slice(None)).value(xp, F, self.Y[:])
+        return loss + 0.5 * self.settings.ridge * norm(W) ** 2
+
+    def zero(self) -> tuple[float, Array, Array | None]:
+        """(the loss of W = 0 with the best intercept, these weights, that intercept)."""
+        loss, xp = self.A.loss, self.A.H.backend.xp
+        F, b = xp.zeros_like(self.Y[:]), None
+        if loss.intercept:
+            b = loss.shift(xp, F, self.Y[:])
+            F = F + b
+        W = xp.zeros((self.A.features, self.Y.shape[1]))
+        return loss.of_rows(slice(None)).value(xp, F, self.Y[:]), W, b
+
+    def why_unproven(self, P: Preconditioner, objective: float) -> str:
+        """Why there is no certificate, for the user."""
+        if not self.settings.precondition:
+            return "precondition=False gives no bound on the spectrum"
+        if self.A.loss.quadratic:
+            return f"{P.note or 'P misses too much of the Hessian'}; a ridge would help"
+        if objective < math.log(2):  # every training row has more than half of the softmax
+            return "the training classes are separable, so there is no minimiser; a ridge gives one"
+        return "cross entropy without a ridge is not strongly convex"
+
+
+def _at_zero(loss: Loss, xp: Any, Y: Any) -> tuple[float, float]:
+    """(the loss of W = 0, ||Y||^2), over runs of rows: not all of Y need be there at once."""
+    if loss.intercept:
+        return loss.value(xp, xp.zeros_like(Y[:]), Y[:]), norm(Y[:]) ** 2
+    total = squares = 0.0
+    for i in range(0, Y.shape[0], _ROWS):
+        part = Y[i : i + _ROWS]
+        total += loss.of_rows(slice(i, i + _ROWS)).value(xp, xp.zeros_like(part), part)
+        squares += norm(part) ** 2
+    return total, squares
 
 
 @dataclass(frozen=True)
-class Kept:
-    """The best weights so far: those with the smallest loss + loss_error, or proven ones."""
+class Step:
+    """One entry of a history."""
+
+    loss: float  # the objective
+    loss_error: float  # it is right up to this much
+    grad_norm: float
+    certificate: float  # the relative gap that is proven
+    gap: float  # the gap that is proven
+    inner_iterations: int
+    seconds: float  # since training began
+
+    @property
+    def optimum(self) -> float:
+        """The optimum is at least this."""
+        return self.gap / self.certificate if 0 < self.certificate < math.inf else 0.0
+
+    def entry(self, number: int, unit: float, warm: bool) -> dict[str, Any]:
+        """The same for the user, in the user's units."""
+        told = {"step": number, **vars(self), "warm": warm}
+        del told["gap"]
+        for name in ("loss", "loss_error", "grad_norm"):
+            told[name] *= unit
+        return told
+
+
+@dataclass(frozen=True)
+class Solution:
+    """Weights and what is known of them."""
 
     W: Array
     intercept: Array | None
-    loss: float
-    most: float  # loss + loss_error
     certificate: Certificate
     status: str
-    steps: int  # of the history by then ...
-    proven: int  # ... and of the certificates
+    loss: float
+    most: float  # loss + loss_error
+    steps: int  # of the history by then
 
 
-class Training:
-    """The loop of Algorithm 1, its history and its certificate."""
+class Journal:
+    """The steps of a fit, told as soon as they exist, and the best weights so far."""
+
+    def __init__(self, objective: Objective, run: Context, unit: float) -> None:
+        # The loss has the weights of the rows divided by `unit`: what is told is multiplied by it.
+        self.objective, self.run, self.unit, self.callback = objective, run, unit, run.callback
+        self.steps: list[Step] = []
+        self.warm_steps: list[Step] = []  # on a model that stood in for the true one
+        self.changes: list[Decision] = run.changes
+        self.before: list[Certificate] = []  # those of outputs that were finished before these
+        self.first = 0  # where the history of these outputs begins
+        self.status, self.certificate = "max_iter", Certificate(math.inf, "none")
+        self.intercept: Array | None = None
+        self.best: Solution | None = None  # of the smallest loss + loss_error, or proven
+        self.started = time.perf_counter()
+
+    def of_columns(self, at: Any, before: list[Certificate]) -> Journal:
+        """The journal of some outputs, which goes on from this one and is told with the others."""
+        part = Journal(self.objective.columns(at), self.run, self.unit)
+        part.steps, part.warm_steps, part.first = [*self.steps], self.warm_steps, len(self.steps)
+        part.callback, part.changes, part.before, part.started = None, [], before, self.started
+        return part
+
+    def tell(
+        self,
+        loss: float,
+        error: float,
+        grad_norm: float,
+        certificate: Certificate | None = None,
+        inner: int = 0,
+        seconds: float | None = None,
+    ) -> None:
+        """A step; without a certificate it is one on a model that stands in for the true one."""
+        steps, warm = self.steps, certificate is None
+        if certificate is None:
+            steps, certificate = self.warm_steps, Certificate(math.inf, "none")
+        value, number, run = certificate.value, len(steps), self.run
+        run.backend.same((value, loss, error, grad_norm), f"numbers of step {number}")
+        spent = time.perf_counter() - self.started if seconds is None else seconds
+        steps.append(Step(loss, error, grad_norm, value, certificate.gap, inner, spent))
+        entry = steps[-1].entry(number, self.unit, warm)
+        run.stages.step(number, value, self.objective.settings.tol, entry["loss"], warm=warm)
+        if self.callback is not None:
+            self.callback(entry)
+
+    def hear(self, record: dict[str, Any]) -> None:
+        """A step of training on stored rows, which proves nothing of the true model yet."""
+        self.tell(record["objective"], math.inf, record["grad_norm"])
+
+    def history(self, warm: bool = False) -> list[dict[str, Any]]:
+        """All steps for the user."""
+        steps = self.warm_steps if warm else self.steps
+        return [step.entry(i, self.unit, warm) for i, step in enumerate(steps)]
+
+    def keep(
+        self, W: Array, intercept: Callable[[], Array | None], found: Certificate, status: str
+    ) -> None:
+        """Remember the weights that were just told, if they are better than those before."""
+        self.certificate, self.status = found, status
+        loss, most = self.steps[-1].loss, self.steps[-1].loss + self.steps[-1].loss_error
+        if self.best is None or status == "certified" or self._is_better(most, self.best):
+            self.best = Solution(W, intercept(), found, status, loss, most, len(self.steps))
+
+    def _is_better(self, most: float, best: Solution) -> bool:
+        # Of two that are as good as each other the later one, which is what the status is about.
+        most -= max(_ALIKE * self.objective.settings.tol, _LEAST_ALIKE) * abs(most)
+        return best.status != "certified" and (most < best.most or math.isnan(best.most))
+
+    def settle(self) -> Array:
+        """The weights that a fit returns: the best that it has seen.
+
+        History, certificate, intercept and status are those of the same weights from now on.  Of
+        weights that are worse than none at all, W = 0 is left.
+        """
+        assert self.best is not None
+        best, behind = self.best, len(self.steps) - self.best.steps
+        if not best.status.startswith("certified") and not self._beats_zero(best):
+            return self._settle_for_zero()
+        self.intercept = best.intercept
+        if behind == 0:
+            return best.W
+        why = f"{behind} later steps were no better"
+        self.changes.append(Decision("weights", f"of step {best.steps - 1}", why))
+        certificate = best.certificate
+        if self.status == "converged" and self.certificate.kind == "nonnegative":
+            certificate = replace(self.certificate, gap=best.most)
+        if best.status != "max_iter" and self.status != "diverged":
+            self.status = best.status
+        elif self.status.startswith("certified"):  # over fewer directions than there are
+            self.status = "stagnated"
+        del self.steps[best.steps :]
+        self.certificate = certificate
+        return best.W
+
+    def _beats_zero(self, best: Solution) -> bool:
+        """Whether weights are better than none; measured by solves where a bound leaves it open."""
+        at_zero = self.objective.at_zero
+        if best.most <= at_zero or not best.loss <= at_zero:
+            return best.most <= at_zero
+        return self.objective.measure(best.W, best.intercept) <= at_zero
+
+    def _settle_for_zero(self) -> Array:
+        """W = 0 with the best intercept, where every step was worse."""
+        why = f"the best of {len(self.steps)} steps was worse than W = 0"
+        self.changes.append(Decision("weights", "0", why))
+        del self.steps[self.first :]
+        status = "stagnated" if self.status.startswith("c") else self.status
+        loss, W, b = self.objective.zero()
+        error = 8 * self.objective.Y.shape[0] * unit_roundoff() * loss
+        return self._end_at_zero(W, b, status, (loss, error, math.inf), loss + error, why)
+
+    def stay_at_zero(self) -> Array:
+        """W = 0, where the loss is 0 and so is the ridge term; without a step."""
+        loss, W, b = self.objective.zero()
+        # What is not exactly 0 is rounding, of constants or of a loss that is 0 at infinity only.
+        gap, why = 2 * loss, "the loss of W = 0 is 0: there is nothing to learn"
+        status = "certified" if gap == 0 else "converged"
+        return self._end_at_zero(W, b, status, (loss, gap, 0.0), gap, why)
+
+    def _end_at_zero(
+        self,
+        W: Array,
+        intercept: Array | None,
+        status: str,
+        known: tuple[float, float, float],
+        gap: float,
+        why: str,
+    ) -> Array:
+        d, value = W.shape[0], 0.0 if gap == 0 and status == "certified" else math.inf
+        self.certificate = Certificate(value, "nonnegative", 0.0, gap, why, d, d)
+        self.status, self.intercept, self.best = status, intercept, None
+        self.tell(*known, self.certificate)
+        return W
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """The weights of a fit, and what stored rows say beside them."""
+
+    W: Array
+    spectrum: Spectrum | None
+    outputs: Any = None  # of the nodes that were kept for evaluation
+    left_out: LeftOut | None = None  # leave-one-out, where that was asked for
+    spread: Any = None  # a^T P^-1 a of the nodes kept for evaluation
+
+
+# ---- the loop -------------------------------------------------------------------------------
+class Loop:
+    """The loop of Algorithm 1 in the coordinates of one P, which it may scale anew."""
 
     def __init__(
-        self, task: Task, run: Context, made: Preconditioned, A: UnfoldedMap, Y: Array
+        self, journal: Journal, made: Preconditioned, stand_in: UnfoldedMap | None = None
     ) -> None:
-        settings, backend = task.settings, run.backend
-        self.settings, self.backend, self.xp, self.Y = settings, backend, backend.xp, Y
-        # The loss has the weights of the rows divided by `unit`: what is told is multiplied by it.
-        self.P, self.loss, self.unit, self.intercept = made.P, A.loss, task.targets.unit, None
-        self.A = A
-        self.spectrum, self.stages, self.callback = made.spectrum, run.stages, run.callback
-        self.X_norm = A.X_norm() if settings.ridge > 0 else math.inf  # of all features together
-        self.curvature, self.symmetric = made.recipe.curvature, made.recipe.symmetric
-        self.history: list[dict[str, Any]] = []
-        self.warm_history: list[dict[str, Any]] = []  # steps on a model that stood in for the true
-        self.records = self.history  # the history of the loop that runs
-        self.certificate = Certificate(math.inf, "none")
-        self.proven: list[Certificate] = []  # that of each step with true gradients
-        self.before: list[Certificate] = []  # those of outputs that were finished before these
-        self.status = "max_iter"
-        self.kept: Kept | None = None
-        self.first = 0  # where the history of these outputs begins
-        self.changes: list[Decision] = []  # what turned out otherwise than planned
-        self.started = time.perf_counter()
-        self.loss_at_zero, size = loss_at_zero(self.loss, self.xp, Y)
-        # One class, say, or equal targets and an intercept: W = 0 is an optimum.
-        self.nothing_to_learn = self.loss_at_zero <= _NOTHING * size
-        self.first_gradient = math.inf
-        self.phase = -1  # which call of `loop`
-
-    def loop(
-        self,
-        A: UnfoldedMap,
-        w: Array,
-        certified: bool,
-        Z: Array | None = None,
-        most: int | None = None,
-    ) -> Point:
-        """From w (and a guess of H^-1 X W there) to the optimum of A; `certified`: the true one.
-
-        `most` limits the steps, if max_iter does not.
-        """
+        """`stand_in` is a cheaper model in place of the true one: it proves nothing."""
+        objective = journal.objective
+        settings, loss, backend = objective.settings, objective.A.loss, objective.A.H.backend
+        self.journal, self.objective, self.made, self.settings = journal, objective, made, settings
+        self.loss, self.backend, self.certified = loss, backend, stand_in is None
+        self.map = objective.A if stand_in is None else stand_in
+        self.steps = journal.steps if self.certified else journal.warm_steps
         # These coordinates amplify what the solves leave over, and no certificate watches it.
-        blind = self.P.fragile or not self.settings.precondition
-        inner = min(1e-3, math.sqrt(self.settings.tol) / 10) * (0.1 if blind else 1.0)
-        problem = Problem(
-            A, self.loss, self.Y, self.settings.ridge, self.P.factor, self.xp, inner, self.X_norm
-        )
-        optimizer = self._optimizer(A)
-        limit = self.settings.max_iter - len(self.history)  # where stored rows went first
+        blind = made.P.fragile or not settings.precondition
+        inner = min(1e-3, math.sqrt(settings.tol) / 10) * (0.1 if blind else 1.0)
+        self.problem = Problem(
+            self.map, loss, objective.Y[:], settings.ridge, made.P.factor, backend.xp, inner,
+            objective.X_norm,
+        )  # fmt: skip
+        self.first_gradient = math.inf
+
+    def run(self, w: Array, Z: Array | None = None, most: int | None = None) -> Point:
+        """From w (and a guess of H^-1 X W there) to the optimum; `most` limits the steps, too."""
+        journal, problem, optimizer = self.journal, self.problem, self._optimizer()
+        limit = self.settings.max_iter - len(journal.steps)  # where stored rows went first
         limit = limit if most is None else min(limit, most)
-        self.status = "max_iter"
-        self.phase += 1
         point = problem.start(w, Z)
-        self.records = self.history if certified else self.warm_history
         for step in marked_steps(range(limit + 1)):
-            if certified:
-                point = self._sharpened(problem, point)
-            self.certificate = self._certify(point, certified)
-            self._record(point, certified)
-            done = self._stop(point, certified)
-            if certified:
-                self.keep(point.W, partial(self._intercept_at, problem, point))
-            if done or step == limit:
+            point = self._sharpen(point) if self.certified else point
+            found = self._certify(point)
+            known = (point.objective, point.objective_error, norm(point.gradient))
+            journal.tell(*known, found if self.certified else None, point.inner_iterations)
+            status, found = self._judge(point, found)
+            if self.certified:
+                journal.keep(point.W, partial(self._intercept_at, point), found, status)
+            if status != "max_iter" or step == limit:
                 break
-            if self.P.fragile and len(self.records) > 3 and self._settled(point.objective):
+            if self.made.P.fragile and len(self.steps) > 3 and self._settled(point.objective):
                 # Nothing left to gain but a gradient: what the solves leave over hides the rest.
                 problem.tighten(_LEAST_INNER)
             if self._newton_is_due(point.w):
-                if not isinstance(optimizer, Newton):
-                    optimizer = self._newton(problem.factor, point.w.shape[0])
-            elif self._flatter(problem, point):
-                point, optimizer = self._rescaled(problem, point), self._optimizer(A)
-            direction = optimizer.direction(point.w, point.g)
-            ahead = problem.move(point, direction, optimizer.searches)
-            least = min(h["loss"] for h in self.records)
-            if not ahead.objective <= _DIVERGED * max(self.loss_at_zero, least):
-                warnings.warn(
-                    "Training diverged: lower learning_rate, or use optimizer='cg'.",
-                    stacklevel=3,
-                )
-                self.status = "diverged"
+                optimizer = optimizer if isinstance(optimizer, Newton) else self._newton(point.w)
+            elif self._is_flatter(point):
+                point, optimizer = self._rescale(point), self._optimizer()
+            ahead = problem.move(point, optimizer.direction(point.w, point.g), optimizer.searches)
+            least = min(step.loss for step in self.steps)
+            if not ahead.objective <= _DIVERGED * max(self.objective.at_zero, least):
+                why = "Training diverged: lower learning_rate, or use optimizer='cg'."
+                warnings.warn(why, stacklevel=3)
+                journal.status = "diverged"
                 break
             if optimizer.searches and not ahead.objective < point.objective:
                 # An exact line search that finds no way down: what the solves leave over hides it.
                 problem.tighten(_LEAST_INNER)
             point = ahead
-        self.intercept = self._intercept_at(problem, point)
         return point
 
-    def _intercept_at(self, problem: Problem, point: Point) -> Array | None:
+    def _intercept_at(self, point: Point) -> Array | None:
         if not self.loss.intercept:
             return None
-        return self.loss.shift(self.xp, problem.map.rows(point.Z), self.Y)
-
-    def keep(self, W: Array, intercept: Callable[[], Array | None]) -> None:
-        """Remember the point that was just told, if it is better than those before."""
-        loss, error = self.history[-1]["loss"], self.history[-1]["loss_error"]
-        if self.kept is not None and not (self.status == "certified" or self._lower(loss + error)):
-            return
-        known = (loss, loss + error, self.certificate, self.status)
-        self.kept = Kept(W, intercept(), *known, len(self.history), len(self.proven))
-
-    def _lower(self, most: float) -> bool:
-        assert self.kept is not None
-        # Of two that are as good as each other the later one, which is what the status is about.
-        most -= max(_ALIKE * self.settings.tol, _LEAST_ALIKE) * abs(most)
-        return self.kept.status != "certified" and (
-            most < self.kept.most or math.isnan(self.kept.most)
-        )
-
-    def settle(self, W: Array) -> Array:
-        """The weights that a fit returns, from its last ones W: the best that it has seen.
-
-        History, certificate, intercept and status are those of the same weights from now on.  Of
-        weights that are worse than none at all, W = 0 is left.
-        """
-        kept = self.kept
-        if kept is None or self.nothing_to_learn:
-            return W
-        if not kept.status.startswith("certified") and not self._beats_zero(kept):
-            return self._settle_for_zero()
-        behind = len(self.history) - kept.steps
-        if behind == 0:
-            return W
-        why = f"{behind} later steps were no better"
-        self.changes.append(Decision("weights", f"of step {kept.steps - 1}", why))
-        certificate = kept.certificate
-        if self.status == "converged" and self.certificate.kind == "nonnegative":
-            certificate = replace(self.certificate, gap=kept.most)
-        if kept.status != "max_iter" and self.status != "diverged":
-            self.status = kept.status
-        elif self.status.startswith("certified"):  # over fewer directions than there are
-            self.status = "stagnated"
-        del self.history[kept.steps :], self.proven[kept.proven :]
-        self.intercept, self.certificate = kept.intercept, certificate
-        return kept.W
-
-    def _beats_zero(self, kept: Kept) -> bool:
-        """Whether weights are better than none; measured by solves where a bound leaves it open."""
-        if kept.most <= self.loss_at_zero or not kept.loss <= self.loss_at_zero:
-            return kept.most <= self.loss_at_zero
-        A, W, width = self.A, kept.W, self.A.width
-        # A few columns at a time: whoever trains on stored rows may have no room for all outputs.
-        F = self.xp.concatenate(
-            [A.outputs(W[:, j : j + width]) for j in range(0, W.shape[1], width)], axis=1
-        )
-        F = F if kept.intercept is None else F + kept.intercept
-        loss = self.loss.of_rows(slice(None)).value(self.xp, F, self.Y[:])
-        loss += 0.5 * self.settings.ridge * norm(W) ** 2
-        return loss <= self.loss_at_zero
-
-    def _settle_for_zero(self) -> Array:
-        """W = 0 with the best intercept, where every step was worse."""
-        why = f"the best of {len(self.history)} steps was worse than W = 0"
-        self.changes.append(Decision("weights", "0", why))
-        end = "stagnated" if self.status.startswith("c") else self.status
-        del self.history[self.first :], self.proven[:]
-        loss, W = self._zero()
-        error = 8 * self.Y.shape[0] * unit_roundoff() * loss
-        d = self.P.features
-        self.certificate = Certificate(math.inf, "nonnegative", 0.0, loss + error, why, d, d)
-        self.proven.append(self.certificate)
-        self.status, self.kept, self.records = end, None, self.history
-        self._tell(math.inf, loss, error, math.inf, 0, warm=False)
-        return W
-
-    def _zero(self) -> tuple[float, Array]:
-        """(the loss of W = 0 with the best intercept, which is set, and these weights)."""
-        xp, F = self.xp, self.xp.zeros_like(self.Y[:])
-        if self.loss.intercept:
-            self.intercept = self.loss.shift(xp, F, self.Y[:])
-            F = F + self.intercept
-        loss = self.loss.of_rows(slice(None)).value(xp, F, self.Y[:])
-        return loss, xp.zeros((self.P.features, self.Y.shape[1]))
-
-    def at_zero(self) -> Array:
-        """W = 0, where the loss is 0 and so is the ridge term; without a step."""
-        loss, W = self._zero()
-        note, d = "the loss of W = 0 is 0: there is nothing to learn", self.P.features
-        # What is not exactly 0 is rounding, of constants or of a loss that is 0 at infinity only.
-        gap = 2 * loss
-        value = 0.0 if gap == 0 else math.inf
-        self.certificate = Certificate(value, "nonnegative", 0.0, gap, note, d, d)
-        self.status, self.records = "certified" if gap == 0 else "converged", self.history
-        self._tell(value, loss, gap, 0.0, 0, warm=False)
-        return W
-
-    def constants(self) -> Any:
-        """(c,) the intercept on the host; zeros if there is none."""
-        if self.intercept is None:
-            return np.zeros(self.Y.shape[1])
-        return self.backend.to_numpy(self.intercept)  # synchronize!
-
-    def result(self) -> tuple[list[dict[str, Any]], Certificate, str]:
-        """(history, certificate, status) in the caller's units."""
-        self.history = [self.told(h) for h in self.history]
-        self.warm_history = [self.told(h) for h in self.warm_history]
-        certificate = replace(self.certificate, gap=self.unit * self.certificate.gap)
-        return self.history, certificate, self.status
-
-    def together(self, records: list[dict[str, Any]], value: float) -> None:
-        """A step of outputs that were trained apart, from those of each; `value` is proven."""
-        self.records = self.history
-        loss, error = (sum(r[name] for r in records) for name in ("loss", "loss_error"))
-        size = math.hypot(*(r["grad_norm"] for r in records))
-        inner = max(r["inner_iterations"] for r in records)
-        self._tell(value, loss, error, size, inner, False, max(r["seconds"] for r in records))
-
-    def warm(self, record: dict[str, Any]) -> None:
-        """A step of training on stored rows, which proves nothing of the true model yet."""
-        self.records = self.warm_history
-        known = (record["objective"], math.inf, record["grad_norm"])
-        self._tell(math.inf, *known, 0, warm=True)
-
-    def direct(self, problem: StoredProblem, u: Array) -> Proof:
-        """A step of the strategy "direct": weights from stored rows, and what is proven of them."""
-        proof = problem.proof(u, self._no_proof, self.loss_at_zero)
-        self.intercept = problem.intercept(u)
-        self.certificate, self.records = proof.certificate(), self.history
-        value = self.certificate.value
-        known = (proof.objective, proof.error(), proof.grad_norm)
-        self._tell(value, *known, 0, warm=False)
-        self.status = "stagnated" if problem.settled else "max_iter"
-        tol = self.settings.tol
-        if value <= tol:
-            self.status = "certified-reduced" if self.certificate.reduced else "certified"
-        elif proof.about_zero(tol):
-            self.status, self.certificate = "converged", proof.nonnegative()
-        elif problem.settled and not proof.choices:
-            self.status = "converged"
-        self.keep(problem.basis.weights(u), lambda: self.intercept)
-        return proof
+        return self.loss.shift(self.backend.xp, self.map.rows(point.Z), self.problem.Y)
 
     def _newton_is_due(self, w: Array) -> bool:
         """Whether cross entropy has had as many steps as a few of Newton's would cost.
@@ -328,131 +459,114 @@ class Training:
         Q^T Q has the shape of the Hessian.
         """
         asked_for = self.settings.optimizer in ("cg", "lbfgs")
-        if self.loss.quadratic or self.P.rows is None or not asked_for or w.size > NEWTON_SIZE:
+        if self.loss.quadratic or self.made.P.rows is None or not asked_for or w.size > NEWTON_SIZE:
             return False
         if self.loss.intercept:
             return False  # its Hessian has one more part
-        return max(len(self.warm_history), len(self.records)) > 10 + w.size // 10
+        return max(len(self.journal.warm_steps), len(self.steps)) > 10 + w.size // 10
 
-    def _newton(self, factor: Factor, size: int) -> Newton:
-        assert self.P.rows is not None
-        rows = self.P.rows if self.P.basis is None else self.P.basis.rows(self.P.rows)
-        return Newton(self.backend, self.loss, rows, factor, size, self.settings.ridge)
+    def _newton(self, w: Array) -> Newton:
+        P = self.made.P
+        assert P.rows is not None
+        rows = P.rows if P.basis is None else P.basis.rows(P.rows)
+        factor, ridge = self.problem.factor, self.settings.ridge
+        return Newton(self.backend, self.loss, rows, factor, w.shape[0], ridge)
 
-    def _flatter(self, problem: Problem, point: Point) -> bool:
+    def _is_flatter(self, point: Point) -> bool:
         """Cross entropy loses curvature as it learns, the ridge does not: P must follow."""
         if self.loss.quadratic or self.settings.ridge == 0 or not self.settings.precondition:
             return False
-        now = self.loss.curvature(self.xp, problem.map.rows(point.Z))
-        return now < self.curvature / _FLATTER
+        return self._curvature(point) < self.made.recipe.curvature / _FLATTER
 
-    def _rescaled(self, problem: Problem, point: Point) -> Point:
+    def _curvature(self, point: Point) -> float:
+        return self.loss.curvature(self.backend.xp, self.map.rows(point.Z))
+
+    def _rescale(self, point: Point) -> Point:
         """The same point in the coordinates of a P with the present curvature."""
-        self.curvature = self.loss.curvature(self.xp, problem.map.rows(point.Z))
-        self.P = self.P.rescale(self.curvature, self.settings.ridge, self.symmetric)
-        factor = problem.factor = self.P.factor
+        self.made = self.made.rescale(self._curvature(point), self.settings)
+        factor = self.problem.factor = self.made.P.factor
         return replace(point, w=factor.from_weights(point.W), g=factor.to_gradient(point.gradient))
 
-    def _optimizer(self, A: UnfoldedMap) -> Optimizer:
+    def _optimizer(self) -> Optimizer:
         asked, rate = self.settings, self.settings.learning_rate
         spectral = rate == "spectral" or (asked.optimizer == "momentum" and rate is None)
         if spectral:
-            a, b = ritz_interval(self.P, A, asked.ridge, asked.seed)
+            a, b = ritz_interval(self.made.P, self.map, asked.ridge, asked.seed)
             if asked.optimizer == "momentum":
                 return Momentum.for_spectrum(a, b)
             if asked.optimizer == "gd":
                 return GradientDescent(2.0 / (a + b))
         number = None if isinstance(rate, str) else rate
-        return make_optimizer(asked.optimizer, number, self.xp, self.loss.quadratic)
+        return make_optimizer(asked.optimizer, number, self.backend.xp, self.loss.quadratic)
 
-    def _certify(self, point: Point, certified: bool) -> Certificate:
-        spectrum = self.spectrum if certified else None
-        why_not = self._why_not(point)
-        ridge, steepest = self.settings.ridge, self.loss.steepest
-        return certify(point, spectrum, self.P, ridge, self.X_norm, steepest, why_not)
+    def _certify(self, point: Point) -> Certificate:
+        spectrum, P = self.made.spectrum if self.certified else None, self.made.P
+        why_not = self.objective.why_unproven(P, point.objective)
+        known = (self.settings.ridge, self.objective.X_norm, self.loss.steepest)
+        return certify(point, spectrum, P, *known, why_not)
 
-    def _why_not(self, point: Point) -> str:
-        return self._no_proof(point.objective)
-
-    def _no_proof(self, objective: float) -> str:
-        """Why there is no certificate, for the user."""
-        if not self.settings.precondition:
-            return "precondition=False gives no bound on the spectrum"
-        if self.loss.quadratic:
-            return f"{self.P.note or 'P misses too much of the Hessian'}; a ridge would help"
-        if objective < math.log(2):  # every training row has more than half of the softmax
-            return "the training classes are separable, so there is no minimiser; a ridge gives one"
-        return "cross entropy without a ridge is not strongly convex"
-
-    def _sharpened(self, problem: Problem, point: Point) -> Point:
+    def _sharpen(self, point: Point) -> Point:
         """Solve tighter while the solves' errors, not the gradient, dominate the certificate."""
         for _ in range(_TIGHTENINGS):
             size, error, goal = self._sizes(point)
             if point.stagnated or error <= 0.3 * max(size, goal):
                 break
-            if self._enough(self._certify(point, True), self.settings.tol):
+            if self._is_enough(self._certify(point), self.settings.tol):
                 break  # good enough as it is
-            problem.tol *= max(0.01, 0.2 * max(size, goal) / error)
-            point = problem.point(point.w, point.Z, point.V, point.inner_iterations)
+            self.problem.tol *= max(0.01, 0.2 * max(size, goal) / error)
+            point = self.problem.point(point.w, point.Z, point.V, point.inner_iterations)
         return point
 
     def _sizes(self, point: Point) -> tuple[float, float, float]:
         """(||gradient||, its possible error, the norm that would be good enough)."""
-        goal = 2 * self.settings.tol * max(point.objective, 0.0)
-        if self.spectrum is not None:
-            error = gradient_error(point, self.spectrum)
-            size = norm(point.g)
-            return size, error, math.sqrt(goal * self.spectrum.a)
+        goal, spectrum = 2 * self.settings.tol * max(point.objective, 0.0), self.made.spectrum
+        if spectrum is not None:
+            return norm(point.g), gradient_error(point, spectrum), math.sqrt(goal * spectrum.a)
         if self.settings.ridge > 0:
-            forward = self.loss.steepest * point.forward_residual
-            error = self.X_norm * (forward + point.adjoint_residual)
-            size = norm(point.gradient)
+            error = self.loss.steepest * point.forward_residual + point.adjoint_residual
+            size, error = norm(point.gradient), self.objective.X_norm * error
             return size, error, math.sqrt(goal * self.settings.ridge)
         return 1.0, 0.0, 1.0
 
-    def _stop(self, point: Point, certified: bool) -> bool:
-        tol, size = self.settings.tol, norm(point.g)
-        if self.certificate.kind != "none":
+    def _judge(self, point: Point, found: Certificate) -> tuple[str, Certificate]:
+        """(the status after a step, the certificate): "max_iter" if the loop is to go on."""
+        tol, at_zero, spectrum = self.settings.tol, self.objective.at_zero, self.made.spectrum
+        if found.kind != "none":
             # A model that only stands in for the true one is solved a little further.
-            if self._enough(self.certificate, tol if certified else 0.1 * tol):
-                self.status = "certified-reduced" if self.certificate.reduced else "certified"
-            elif self.settings.ridge == 0 and point.objective <= tol**2 * self.loss_at_zero:
-                self.status = "converged"  # an optimum of about 0 has no relative gap
-            elif point.stagnated and self._sizes(point)[1] > self._sizes(point)[0]:
-                self.status = "stagnated"  # rounding hides the gradient
-            elif self._at_rounding():
-                self.status = "stagnated"
-            return self.status != "max_iter"
-        if point.objective <= tol * self.loss_at_zero:
+            if self._is_enough(found, tol if self.certified else 0.1 * tol):
+                return judge(found, math.inf), found
+            if self.settings.ridge == 0 and point.objective <= tol**2 * at_zero:
+                return "converged", found  # an optimum of about 0 has no relative gap
+            size, error, _ = self._sizes(point)
+            if (point.stagnated and error > size) or self._at_rounding():
+                return "stagnated", found  # rounding hides the gradient
+            return "max_iter", found
+        if point.objective <= tol * at_zero:
             # No objective is below 0, so what is left of this one bounds the gap.
-            self.status, left = "converged", point.objective + point.objective_error
-            self.certificate = replace(self.certificate, kind="nonnegative", gap=left)
-            return True
+            left = point.objective + point.objective_error
+            return "converged", replace(found, kind="nonnegative", gap=left)
+        size = norm(point.g)
         if self.settings.precondition:
-            a = 0.5 if self.spectrum is None else self.spectrum.a
+            a = 0.5 if spectrum is None else spectrum.a
             done = size**2 <= 2 * a * tol * point.objective and self._settled(point.objective)
         else:
-            if len(self.records) == 1:
-                self.first_gradient = size
+            self.first_gradient = size if len(self.steps) == 1 else self.first_gradient
             done = size <= math.sqrt(tol) / 10 * self.first_gradient
-        if done:
-            self.status = "converged"
-        return done
+        return "converged" if done else "max_iter", found
 
-    def _enough(self, found: Certificate, tol: float) -> bool:
+    def _is_enough(self, found: Certificate, tol: float) -> bool:
         """Whether these outputs are proven, alone or together with those finished before them."""
-        if found.value <= tol or not self.before:
-            return found.value <= tol
-        return joined([*self.before, found]).value <= tol
+        before = self.journal.before
+        return found.value <= tol or (before != [] and joined([*before, found]).value <= tol)
 
     def _at_rounding(self) -> bool:
         """Whether more steps cannot help: the gap is at the level of float64, or nothing moves."""
-        gaps = [h["certificate"] for h in self.records]
+        gaps = [step.certificate for step in self.steps]
         if len(gaps) > 5 and min(gaps) < 1e-13 and min(gaps[-5:]) > 0.5 * min(gaps[:-5]):
             return True
         if len(gaps) <= 10 or min(gaps[-10:]) < 0.9 * min(gaps[:-10]):
             return False
-        losses = [h["loss"] for h in self.records[-10:]]
+        losses = [step.loss for step in self.steps[-10:]]
         return max(losses) - min(losses) <= 1e-3 * self.settings.tol * abs(losses[-1])
 
     def _settled(self, objective: float) -> bool:
@@ -461,7 +575,7 @@ class Training:
         Without a certificate a small gradient is not enough: a damped P makes slow directions look
         small, and cross entropy changes its curvature.
         """
-        losses = [h["loss"] for h in self.records[-4:]]
+        losses = [step.loss for step in self.steps[-4:]]
         allowed = self.settings.tol * objective
         if self.loss.quadratic:
             if len(losses) < 3:
@@ -471,58 +585,251 @@ class Training:
             return last * rate / (1 - rate) <= allowed  # the rest of a geometric series
         return len(losses) == 4 and losses[0] - objective <= 0.3 * allowed
 
-    def _record(self, point: Point, certified: bool) -> None:
-        value = self.certificate.value if certified else math.inf
-        if certified:
-            self.proven.append(self.certificate)
-        size = norm(point.gradient)
-        known = (point.objective, point.objective_error, size)
-        self._tell(value, *known, point.inner_iterations, warm=not certified)
 
-    def _tell(
-        self,
-        value: float,
-        objective: float,
-        error: float,
-        grad_norm: float,
-        inner_iterations: int,
-        warm: bool,
-        seconds: float | None = None,
-    ) -> None:
-        step = len(self.records)
-        self.backend.same((value, objective, error, grad_norm), f"numbers of step {step}")
-        self.records.append(
-            {
-                "step": step,
-                "loss": objective,
-                "loss_error": error,
-                "grad_norm": grad_norm,
-                "certificate": value,
-                "inner_iterations": inner_iterations,
-                "seconds": time.perf_counter() - self.started if seconds is None else seconds,
-                "warm": warm,
-            }
+def train_with_solves(journal: Journal, plan: Plan, made: Preconditioned, task: Task) -> Fitted:
+    """Lines 9 to 15: steps with true gradients, from least squares on Q or a cheaper model."""
+    s, P, o, xp = task.settings, made.P, journal.objective, task.H.backend.xp
+    warm = s.quadratic and s.precondition  # P solves least squares
+    w, guess = P.w_start if warm else xp.zeros_like(P.w_start), None
+    if task.W_start is not None and not warm:
+        w = P.factor.from_weights(task.W_start)
+    elif plan.strategy == "direct" and P.rows is not None:
+        problem = StoredProblem(task.H.backend, o.A.loss, P, o.Y, s.ridge, o.X_norm)
+        u = problem.minimised(s.tol, None, _CHEAP_STEPS * s.max_iter, journal.hear)
+        w = P.factor.from_weights(problem.basis.weights(u))
+    elif plan.loop_samples is not None:
+        H = task.sample(plan.loop_samples, journal.run.budget)
+        loop = Loop(journal, made, UnfoldedMap(H, o.A.X, o.A.train, o.A.width, o.A.loss))
+        w, made = loop.run(w).w, loop.made
+    elif warm:
+        guess = partial(P.guess, task.H.backend)
+    train_outputs(journal, made, w, plan.outputs, guess)
+    return Fitted(journal.settle(), made.spectrum)
+
+
+def train_outputs(
+    journal: Journal,
+    made: Preconditioned,
+    w: Array,
+    width: int,
+    guess: Callable[[Any], Array | None] | None = None,
+    most: int | None = None,
+) -> Array:
+    """W from w by true gradients, `width` outputs at a time; `most` limits the steps.
+
+    `guess` gives H^-1 X W at w of some outputs, about.
+    """
+    c, run, settings = w.shape[1], journal.run, journal.objective.settings
+    if width >= c:
+        return Loop(journal, made).run(w, None if guess is None else guess(slice(None)), most).W
+    W, b = (run.backend.xp.empty((rows, c)) for rows in (journal.objective.A.features, 1))
+    parts: list[Journal] = []
+    tell, blocks = run.stages.progress("outputs", "outputs"), _blocks(journal, made.P, width)
+    tell(0, c)
+    for i, at in enumerate(blocks):
+        part = journal.of_columns(at, [p.certificate for p in parts])
+
+        def finish(part: Journal = part, at: Any = at) -> Arrays:
+            Loop(part, made).run(w[:, at], None if guess is None else guess(at), most)
+            return _pack(part, part.settle())
+
+        # Every pass over the outputs adds steps: their number tells one from another.
+        name = f"outputs-{len(journal.steps)}-{i}-{settings.max_iter}"
+        stored = run.cache(name, finish, together=True)
+        _unpack(part, stored)
+        W[:, at], b[:, at] = stored["W"], stored["b"]
+        parts.append(part)
+        tell(sum(block.shape[0] for block in blocks[: len(parts)]), c)
+    _join(journal, parts)
+    intercept = b[0] if journal.objective.A.loss.intercept else None
+    journal.keep(W, lambda: intercept, journal.certificate, journal.status)
+    return W
+
+
+def _blocks(journal: Journal, P: Preconditioner, width: int) -> list[Any]:
+    """Outputs in blocks of about the same size, those first that cannot be fitted well.
+
+    Their optimum leaves room for the gaps of others, whose optimum may be next to nothing.
+    """
+    Y, backend = journal.objective.Y, journal.run.backend
+    c = Y.shape[1]
+    fitted = backend.to_numpy((P.w_start**2).sum(axis=0))  # synchronize!
+    if isinstance(Y, OneHot):
+        squares = np.bincount(backend.to_numpy(Y.codes), minlength=c)  # synchronize!
+    else:
+        squares = backend.to_numpy((Y**2).sum(axis=0))  # synchronize!
+    size = -(-c // -(-c // width))
+    order = np.argsort(fitted - squares, kind="stable")
+    return [order[i : i + size] for i in range(0, c, size)]
+
+
+def _pack(part: Journal, W: Array) -> Arrays:
+    """A finished part as arrays and words: what a checkpoint stores."""
+    xp, found = part.run.backend.xp, part.certificate
+    b = xp.zeros(W.shape[1]) if part.intercept is None else part.intercept
+    steps = xp.asarray(np.array([astuple(step) for step in part.steps[part.first :]]))
+    proof = [found.value, found.probability, found.gap, found.kept, found.features]
+    words = {"status": part.status, "kind": found.kind, "note": found.note}
+    return {"W": W, "b": b, "steps": steps, "proof": xp.asarray(np.array(proof)), **words}
+
+
+def _unpack(part: Journal, stored: Arrays) -> None:
+    """The journal of a finished part, from what a checkpoint stores."""
+    rows, proof = (part.run.backend.to_numpy(stored[name]) for name in ("steps", "proof"))
+    value, probability, gap, kept, features = proof.tolist()
+    known = (stored["note"], int(kept), int(features))
+    part.certificate = Certificate(value, stored["kind"], probability, gap, *known)
+    part.status, part.steps = stored["status"], part.steps[: part.first]
+    part.steps += [replace(Step(*row), inner_iterations=int(row[5])) for row in rows.tolist()]
+
+
+def _join(journal: Journal, parts: Sequence[Journal]) -> None:
+    """History, certificate and status of all outputs.
+
+    A part that took fewer steps than others stays at its last one.
+    """
+    done = [part.steps[part.first :] for part in parts]
+    found = joined([part.certificate for part in parts])
+    for i in range(max(len(steps) for steps in done)):
+        at = [steps[min(i, len(steps) - 1)] for steps in done]
+        gap = sum(step.gap for step in at)
+        value = relative(gap, sum(step.optimum for step in at))
+        journal.tell(
+            sum(step.loss for step in at),
+            sum(step.loss_error for step in at),
+            math.hypot(*(step.grad_norm for step in at)),
+            replace(found, value=value, gap=gap),
+            max(step.inner_iterations for step in at),
+            max(step.seconds for step in at),
         )
-        told = self.told(self.records[-1])
-        self.stages.step(step, value, self.settings.tol, told["loss"], warm=warm)
-        if self.callback is not None:
-            self.callback(told)
-
-    def told(self, record: dict[str, Any]) -> dict[str, Any]:
-        """A record in the caller's units."""
-        if self.unit == 1:
-            return record
-        sizes = {name: self.unit * record[name] for name in ("loss", "loss_error", "grad_norm")}
-        return {**record, **sizes}
+    words = {part.status for part in parts}
+    worst = next((word for word in _WORST if word in words), "stagnated")
+    journal.certificate = found
+    journal.status = judge(found, journal.objective.settings.tol, worst)
 
 
-def loss_at_zero(loss: Loss, xp: Any, Y: Any) -> tuple[float, float]:
-    """(the loss of W = 0, ||Y||^2), over runs of rows: not all of Y need be there at once."""
-    total, squares, step = 0.0, 0.0, 1 << 16
-    if loss.intercept:
-        return loss.value(xp, xp.zeros_like(Y[:]), Y[:]), norm(Y[:]) ** 2
-    for i in range(0, Y.shape[0], step):
-        part = Y[i : i + step]
-        total += loss.of_rows(slice(i, i + step)).value(xp, xp.zeros_like(part), part)
-        squares += norm(part) ** 2
-    return total, squares
+# ---- the strategy "direct": stored rows -----------------------------------------------------
+def train_on_rows(journal: Journal, plan: Plan, made: Preconditioned, task: Task) -> Fitted:
+    """Training on stored rows; Q is solved for more tightly while that helps to prove W.
+
+    Where it does not, the true model has the last word, if there is memory for it.
+    """
+    s, o, run, P = task.settings, journal.objective, journal.run, made.P
+    look, tries, u = plan.look, min(_ATTEMPTS, s.max_iter), None
+    if task.W_start is not None and P.basis is not None and not look:
+        u = P.basis.coordinates(task.W_start)
+    former: list[tuple[int, Fitted]] = []  # found in coordinates that were given up
+    while True:
+        problem = StoredProblem(run.backend, o.A.loss, made.P, o.Y, s.ridge, o.X_norm)
+        problem.host = get_backend("cpu") if plan.on_host else None
+        u = problem.minimised(s.tol, u, _CHEAP_STEPS * s.max_iter, journal.hear)
+        again: Chosen | None
+        if look:
+            u = _look(journal, plan, made, problem, u, _FEW)
+            if journal.status != "max_iter" or len(journal.steps) > s.max_iter:
+                break
+            again = measured(made.recipe, s)
+        else:
+            proof, tries = _prove(journal, problem, u), tries - 1
+            again = _ask_again(journal, proof, made) if tries else None
+            if again is None:
+                if _is_unproven(journal, made) and plan.may_look:
+                    spectrum = _bound_hessian("spectral-deterministic", made.P, o.A, s)
+                    made = replace(made, spectrum=spectrum)
+                    why = "Q alone could not prove the fit"
+                    run.changes.append(Decision("proof", "true gradients", why))
+                    u = _look(journal, plan, made, problem, u, None)
+                break
+        look, recipe = False, run.change(again)
+        P = tighten(made.P, recipe, o.A, o.Y, s.ridge, run.cache)
+        if P.basis is not problem.basis and P.basis is not None:
+            # Rows in other coordinates may not hold these weights: what they say is kept.
+            former.append((len(journal.steps), _evaluate(made, problem, u, s.loo)))
+            u = P.basis.coordinates(problem.basis.weights(u))
+        made = Preconditioned(P, made.spectrum, recipe)
+    if o.trivial:
+        return _evaluate(made, problem, u, s.loo)
+    last, W = len(journal.steps), journal.settle()
+    if journal.best is None:  # W = 0, which is no optimum: leave-one-out is about those
+        unknown = LeftOut.unknown(*o.Y.shape) if s.loo else None
+        return Fitted(W, made.spectrum, made.outputs(W), unknown)
+    for steps, found in former:
+        if journal.best.steps <= steps:
+            return replace(found, W=W, spectrum=made.spectrum)
+    u = u if journal.best.steps == last else problem.basis.coordinates(W)
+    return replace(_evaluate(made, problem, u, s.loo), W=W, outputs=made.outputs(W))
+
+
+def _look(
+    journal: Journal,
+    plan: Plan,
+    made: Preconditioned,
+    problem: StoredProblem,
+    u: Array,
+    most: int | None,
+) -> Array:
+    """u after a few steps (or as many as are left) with true gradients, by solves."""
+    w = made.P.factor.from_weights(problem.basis.weights(u))
+    return problem.basis.coordinates(train_outputs(journal, made, w, plan.outputs, most=most))
+
+
+def _is_unproven(journal: Journal, made: Preconditioned) -> bool:
+    """Whether stored rows prove too little, and there are steps left for the true model."""
+    o, kind = journal.objective, journal.certificate.kind
+    # Rows from which nothing follows for MSE, so alike they are, do not make it unprovable.
+    weak = o.A.loss.quadratic and kind in ("none", "nonnegative") and not made.P.fragile
+    return (journal.status == "stagnated" or weak) and len(journal.steps) <= o.settings.max_iter
+
+
+def _prove(journal: Journal, problem: StoredProblem, u: Array) -> Proof:
+    """Weights from stored rows, and what is proven of them, as one step."""
+    objective, tol = journal.objective, journal.objective.settings.tol
+    why_not = partial(objective.why_unproven, problem.P)
+    proof = problem.proof(u, why_not, objective.at_zero)
+    found, b = proof.certificate(), problem.intercept(u)
+    journal.tell(proof.objective, proof.error(), proof.grad_norm, found)
+    status = "max_iter"
+    if problem.settled:
+        status = "stagnated" if proof.choices else "converged"
+    if not found.value <= tol and proof.about_zero(tol):
+        status, found = "converged", proof.nonnegative()
+    status = judge(found, tol, status)
+    journal.keep(problem.basis.weights(u), lambda: b, found, status)
+    return proof
+
+
+def _ask_again(journal: Journal, proof: Proof, made: Preconditioned) -> Chosen | None:
+    """How to solve for Q again so that stored rows prove more; None if they do, or never will."""
+    P, recipe, tol = made.P, made.recipe, journal.objective.settings.tol
+    certified = journal.status.startswith("certified")
+    if certified and (proof.enough(tol) or not recipe.keep_residual):
+        return None
+    # Of separable classes, too, the objective can be known: it is about 0.
+    unknown = journal.certificate.kind == "none" and proof.near_zero(tol)
+    if journal.status == "max_iter" or (journal.status == "converged" and not unknown):
+        return None
+    worst = None if P.stored is None else P.stored.worst
+    again = with_less_left(recipe, worst, proof.wanted(0.7 * tol))
+    if again is not None or certified or recipe.whiten or worst is None or P.fragile or unknown:
+        return again
+    return orthonormal(recipe)
+
+
+def _evaluate(made: Preconditioned, problem: StoredProblem, u: Array, loo: bool) -> Fitted:
+    """What the stored rows say of other nodes, and with leave-one-out of models without a row."""
+    W = problem.basis.weights(u)
+    found = Fitted(W, made.spectrum, made.outputs(W))
+    if not loo:
+        return found
+    rows, stored = dual_rows(problem), made.P.stored
+    around = None if stored is None else spread(problem, stored.eval_rows, rows)
+    return replace(found, left_out=left_out(problem, u, rows), spread=around)
+
+
+def stay_at_zero(journal: Journal, plan: Plan, made: Preconditioned, task: Task) -> Fitted:
+    """W = 0 where there is nothing to learn; stored rows are asked for leave-one-out only."""
+    found = Fitted(journal.objective.zero()[1], made.spectrum)
+    if task.settings.loo:
+        found = train_on_rows(journal, replace(plan, outputs=0), made, replace(task, W_start=None))
+    W = journal.stay_at_zero()
+    return replace(found, W=W, outputs=made.outputs(W))

@@ -128,7 +128,7 @@ def minimum(A: Any, Y: Any, loss: str, ridge: float) -> float:
 @pytest.fixture
 def captured(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """The preconditioner that the last fit built."""
-    import herta_gpu.steps as module
+    import herta_gpu.training as module
 
     seen: dict[str, Any] = {}
     real = module.build

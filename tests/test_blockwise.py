@@ -12,7 +12,7 @@ from herta_gpu import problem as problem_module
 from herta_gpu.certificate import Certificate, joined
 from herta_gpu.plumbing.checkpoint import Checkpoint
 from herta_gpu.plumbing.checks import BudgetError
-from herta_gpu.training import Training
+from herta_gpu.training import Loop
 from tests.conftest import dense_H, random_graph
 
 LAM, N, TRAIN = 5.0, 1500, np.arange(700)
@@ -110,7 +110,7 @@ def test_steps_of_blocks_are_told_as_steps_of_all_outputs():
 @pytest.mark.parametrize("stop", [0, 1])
 def test_a_fit_in_blocks_goes_on_to_the_same_bits(stop, tmp_path, monkeypatch):
     """The fit ends in the block `stop`; blocks before it are read, those from it on are trained."""
-    y, loop, loops = targets("numbers"), Training.loop, []
+    y, loop, loops = targets("numbers"), Loop.run, []
 
     def interrupted(self, *args, **more):
         loops.append(1)
@@ -123,7 +123,7 @@ def test_a_fit_in_blocks_goes_on_to_the_same_bits(stop, tmp_path, monkeypatch):
         state = Checkpoint(tmp_path / folder, worth=0.0)
         return model.fit(graph(), features(), y, TRAIN, checkpoint=state)
 
-    monkeypatch.setattr(Training, "loop", interrupted)
+    monkeypatch.setattr(Loop, "run", interrupted)
     with pytest.raises(KeyboardInterrupt):
         fit("state")
     again, resumed = fit("state"), len(loops) - stop - 1

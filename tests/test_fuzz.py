@@ -11,7 +11,6 @@ import pytest
 import herta_gpu.certificate
 import herta_gpu.diffusion
 import herta_gpu.planning.plan
-import herta_gpu.steps
 import herta_gpu.training
 from herta_gpu import Graph
 from tests.conftest import dense_H, least_squares, minimum
@@ -129,13 +128,13 @@ def test_it_finds_rows_of_Q_that_are_not_what_is_said(monkeypatch):
 
 def test_it_finds_a_P_that_is_not_what_it_says(monkeypatch):
     """P is a thousandth of the Hessian, and the spectrum still says that it is the Hessian."""
-    real = herta_gpu.steps.choose_spectrum
+    real = herta_gpu.training.choose_spectrum
 
     def believed(*args: Any, **kwargs: Any) -> Any:
         found = real(*args, **kwargs)
         return replace(found, a=1e3 * found.a, b=1e3 * found.b)
 
-    monkeypatch.setattr(herta_gpu.steps, "choose_spectrum", believed)
+    monkeypatch.setattr(herta_gpu.training, "choose_spectrum", believed)
     assert any("the gap is" in fault for fault in checks.run(easy()).faults)
 
 

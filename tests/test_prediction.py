@@ -100,7 +100,7 @@ def test_outputs_that_all_vanish_are_undecided():
 # ---- through the model ----------------------------------------------------------------------
 def narrow(monkeypatch: Any, columns: int) -> None:
     """Make every model work on so many outputs at a time."""
-    import herta_gpu.model as module
+    import herta_gpu.herta as module
 
     monkeypatch.setattr(module, "outputs_at_once", lambda g, X, c, *rest: min(c, columns))
 

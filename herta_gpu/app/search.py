@@ -19,8 +19,8 @@ from herta_gpu.backends import get_backend
 from herta_gpu.factors import RANK_CUT
 from herta_gpu.graph import Graph
 from herta_gpu.laplacian import RegularizedLaplacian
-from herta_gpu.leave_one_out import DualRows
 from herta_gpu.losses import LOSSES
+from herta_gpu.more.leave_one_out import DualRows
 from herta_gpu.more.sweep import inverse_rows
 from herta_gpu.optimizers import minimise
 from herta_gpu.planning.costs import BLOCK_WIDTH

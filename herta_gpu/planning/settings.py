@@ -161,6 +161,11 @@ class Settings:
 
     def with_loo(self) -> Settings:
         """The same where leave-one-out is wanted, or a sentence that says why there is none."""
+        if self.label_folds:
+            raise ValueError(
+                "Leave-one-out is not valid with label features, which hold the label left out: "
+                "choose on validation nodes."
+            )
         if self.loss != "mse":
             raise ValueError(
                 f'Leave-one-out has a closed form for loss="mse" only, not "{self.loss}".'

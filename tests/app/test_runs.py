@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from herta_gpu import HERTA, diffusion, herta
+from herta_gpu import HERTA, diffusion
 from herta_gpu.app.cli import main
 from herta_gpu.app.report import report
 from herta_gpu.app.results import FitResult
@@ -253,7 +253,7 @@ def test_resume_with_less_memory_than_before(tmp_path, monkeypatch):
     for budget in ("1GB", "1.2MB", "0.8MB"):
         model = HERTA(lam=5.0, strategy="herta", memory_budget=budget)
         with monkeypatch.context() as patched:
-            patched.setattr(herta.Training, "loop", _crash)  # Q is complete and stored
+            patched.setattr("herta_gpu.training.Loop.run", _crash)  # Q is complete and stored
             with pytest.raises(KeyboardInterrupt):
                 model.fit(*arguments, checkpoint=Checkpoint(tmp_path, worth=0.0))
         plans.append(model.plan_.recipe)

@@ -118,7 +118,7 @@ def test_train_and_its_page_tell_the_metric_of_the_targets(kind, runs):
 @pytest.fixture
 def narrow(monkeypatch):
     """Two outputs at a time, and never all of them in an array of the host."""
-    monkeypatch.setattr("herta_gpu.model.outputs_at_once", lambda *sizes: 2)
+    monkeypatch.setattr("herta_gpu.herta.outputs_at_once", lambda *sizes: 2)
     monkeypatch.setattr("herta_gpu.prediction.Outputs.of", None)
 
 
