@@ -5,14 +5,13 @@ around the mean of the class.  Everything comes from counter-based random number
 chunk: the same seed gives the same graph whatever the number of threads.
 
 A large one is made once, into the cache, and mapped from there: neither the list of its edges nor
-X is ever in memory as a whole.  Edges are sorted outside of it: each chunk of them is sorted and
-appended to a file, a run.  All runs are cut at the same keys, so that the n-th piece of every run
-together are a range that memory holds: the ranges, sorted one by one, are the sorted list.
+X is ever in memory as a whole.  Edges are sorted outside of it: each chunk of them is sorted, and
+all are cut at the same keys, so that the n-th pieces of all chunks together are a range that memory
+holds: the ranges, sorted one by one, are the sorted list.
 """
 
 from __future__ import annotations
 
-import io
 import math
 import tempfile
 from collections.abc import Callable, Iterable
@@ -279,20 +278,47 @@ def _edges(
 
     A few more than m are drawn, for some are loops or repeats; what is too many then goes.
     """
-    runs, first, found = _Runs(spec.n, spec.m, folder), 0, 0
-    while found < spec.m:
-        drawn = int(1.05 * (spec.m - found)) + 1000
-        chunks = range(0, drawn, _EDGE_CHUNK)
+    # Keys begin with the smaller of two nodes: a share x of the nodes holds 1 - (1 - x)^2 of them,
+    # if hubs have no preferred ids.
+    ranges = max(1, -(-spec.m // _RANGE))
+    share = np.arange(1, ranges + 1) / ranges
+    ends = ((1 - np.sqrt(1 - share)) * spec.n).astype(np.int64) * spec.n
+    runs: list[tuple[Any, Any]] = []  # sorted keys, and where each range begins and ends in them
+    counts, first = np.zeros(ranges, dtype=np.int64), 0
 
-        def fill(a: int, drawn: int = drawn, first: int = first) -> None:
-            rng = _stream(seed, 2, first + a // _EDGE_CHUNK)
-            runs.add(_pairs(spec, rng, min(_EDGE_CHUNK, drawn - a), stubs, starts))
+    def sorted_range(i: int) -> Any:
+        pieces = (keys[cuts[i] : cuts[i + 1]] for keys, cuts in runs)
+        found = np.concatenate([np.empty(0, np.int64), *pieces])
+        found.sort()
+        return distinct(np, found)
+
+    def count(i: int) -> None:
+        counts[i] = sorted_range(i).shape[0]
+
+    while (found := int(counts.sum())) < spec.m:
+        drawn = int(1.05 * (spec.m - found)) + 1000
+        room, chunks = _room(np.int64, (drawn,), folder), range(0, drawn, _EDGE_CHUNK)
+
+        def fill(a: int, room: Any = room, first: int = first) -> None:
+            keys, rng = room[a : a + _EDGE_CHUNK], _stream(seed, 2, first + a // _EDGE_CHUNK)
+            keys[:] = _pairs(spec, rng, keys.shape[0], stubs, starts)
+            keys.sort()
+            runs.append((keys, np.searchsorted(keys, [0, *ends])))
 
         _in_parallel(fill, chunks, stages.progress("edges drawn", "chunks"))
         first += len(chunks)
-        found = runs.count(stages.progress("edges sorted", "ranges"))
-    gone = _stream(seed, 3).choice(found, found - spec.m, replace=False, shuffle=False)
-    return runs.edge_list(np.sort(gone), stages.progress("edges listed", "ranges"))
+        _in_parallel(count, range(ranges), stages.progress("edges sorted", "ranges"))
+    gone = np.sort(_stream(seed, 3).choice(found, found - spec.m, replace=False, shuffle=False))
+    edges = _room(np.int32 if spec.n < 2**31 else np.int64, (2, spec.m), folder)
+    before = np.append(0, np.cumsum(counts))
+
+    def write(i: int) -> None:
+        a, b = np.searchsorted(gone, before[i : i + 2])
+        keys, at = np.delete(sorted_range(i), gone[a:b] - before[i]), before[i] - a
+        edges[:, at : at + keys.shape[0]] = np.divmod(keys, spec.n)
+
+    _in_parallel(write, range(ranges), stages.progress("edges listed", "ranges"))
+    return edges
 
 
 def _pairs(spec: Spec, rng: np.random.Generator, count: int, stubs: Any, starts: Any) -> Any:
@@ -351,103 +377,15 @@ def _split(spec: Spec, seed: int) -> dict[str, Any]:
     return split
 
 
-# ---- more edges than memory holds --------------------------------------------------------
-class _Scratch:
-    """Bytes that are needed for a while: in memory, or in a file of the folder.
+def _room(dtype: Any, shape: tuple[int, ...], folder: Path | None) -> Any:
+    """An array for a while: in memory, or mapped from a file of the folder.
 
     The file has no name: it is gone with the process, however that ends.
     """
-
-    def __init__(self, folder: Path | None) -> None:
-        in_memory = folder is None
-        self._file: Any = io.BytesIO() if in_memory else tempfile.TemporaryFile(dir=folder)  # noqa: SIM115
-        self._lock, self._size = Lock(), 0
-
-    def write(self, array: Any, at: int | None = None) -> int:
-        """Write at a place, by default behind all that came before; gives where that was."""
-        with self._lock:
-            if at is None:
-                at, self._size = self._size, self._size + array.nbytes
-            self._file.seek(at)
-            self._file.write(array.data.cast("B") if array.size else b"")
-        return at
-
-    def read(self, at: int, out: Any) -> None:
-        with self._lock:
-            self._file.seek(at)
-            if out.size and self._file.readinto(out.data.cast("B")) != out.nbytes:
-                raise OSError("A working file is shorter than what was written to it.")
-
-    def array(self, dtype: Any, shape: tuple[int, ...]) -> Any:
-        """Everything as one array, mapped if it is a file."""
-        if 0 in shape:
-            return np.empty(shape, dtype)
-        if isinstance(self._file, io.BytesIO):
-            return np.frombuffer(self._file.getbuffer(), dtype).reshape(shape)
-        self._file.flush()
-        return np.memmap(self._file, dtype, "r", shape=shape)
-
-
-class _Runs:
-    """Edges of n nodes, about `expected` of them, that come as keys in any order."""
-
-    def __init__(self, n: int, expected: int, folder: Path | None) -> None:
-        self._n, self._folder, self._keys = n, folder, _Scratch(folder)
-        # Keys begin with the smaller of two nodes: a share x of the nodes holds 1 - (1 - x)^2 of
-        # them, if hubs have no preferred ids.
-        ranges = max(1, -(-expected // _RANGE))
-        share = np.arange(1, ranges + 1) / ranges
-        self._ends = ((1 - np.sqrt(1 - share)) * n).astype(np.int64) * n
-        self._cuts: list[Any] = []  # of each run: where its ranges begin and end, in keys
-        self._counts = np.zeros(ranges, dtype=np.int64)  # different edges in each range
-
-    def add(self, keys: Any) -> None:
-        """One more run, sorted in place; negative keys stand for nothing.  Threads may add."""
-        keys.sort()
-        keys = keys[np.searchsorted(keys, 0) :]
-        start = self._keys.write(keys) // keys.itemsize
-        self._cuts.append(start + np.append(0, np.searchsorted(keys, self._ends)))
-
-    def count(self, tell: Tell | None = None) -> int:
-        """How many different edges there are."""
-
-        def count(i: int) -> None:
-            self._counts[i] = self._range(i).shape[0]
-
-        _in_parallel(count, range(self._counts.shape[0]), tell)
-        return int(self._counts.sum())
-
-    def edge_list(self, gone: Any, tell: Tell | None = None) -> Any:
-        """(2, m) node ids, sorted, each edge once; without the places `gone` (sorted) in that list.
-
-        They were counted before, which says where each range goes.
-        """
-        starts, lists = np.append(0, np.cumsum(self._counts)), _Scratch(self._folder)
-        m = int(starts[-1]) - gone.shape[0]
-        kind = np.dtype(np.int32 if self._n < 2**31 else np.int64)
-
-        def write(i: int) -> None:
-            a, b = np.searchsorted(gone, starts[i : i + 2])
-            keys = np.delete(self._range(i), gone[a:b] - starts[i])
-            lo = keys // self._n
-            keys -= lo * self._n
-            at = int(starts[i] - a) * kind.itemsize
-            lists.write(lo.astype(kind), at)
-            lists.write(keys.astype(kind), at + m * kind.itemsize)
-
-        _in_parallel(write, range(self._counts.shape[0]), tell)
-        return lists.array(kind, (2, m))
-
-    def _range(self, i: int) -> Any:
-        """The keys of a range, sorted, each once."""
-        pieces = [(cuts[i], int(cuts[i + 1] - cuts[i])) for cuts in self._cuts]
-        keys = np.empty(sum(size for _, size in pieces), dtype=np.int64)
-        end = 0
-        for start, size in pieces:
-            self._keys.read(int(start) * keys.itemsize, keys[end : end + size])
-            end += size
-        keys.sort()
-        return distinct(np, keys)
+    if folder is None or 0 in shape:
+        return np.empty(shape, dtype)
+    with tempfile.TemporaryFile(dir=folder) as file:
+        return np.memmap(file, dtype, "w+", shape=shape)
 
 
 def _in_parallel(

@@ -75,28 +75,6 @@ def test_a_seed_keeps_its_data(text, seed, ranges, monkeypatch):
     assert found == KNOWN[text, seed]
 
 
-@pytest.mark.parametrize("on_disk", [False, True])
-def test_runs_are_the_sorted_list_of_different_edges(on_disk, tmp_path, monkeypatch):
-    monkeypatch.setattr(blockmodel, "_RANGE", 64)
-    rng, n = np.random.default_rng(0), 50
-    pairs = np.sort(rng.integers(0, n, (2, 3000)), axis=0)
-    keys = np.where(pairs[0] == pairs[1], -1, pairs[0] * n + pairs[1])
-    folder = tmp_path if on_disk else None
-    made = blockmodel._Runs(n, 1000, folder)
-    for chunk in np.array_split(keys.copy(), 7):
-        made.add(chunk)
-    different = np.unique(keys[keys >= 0])
-    assert made.count() == different.shape[0]
-    assert np.count_nonzero(made._counts) > 8
-    gone = np.array([0, 5, 6, 7, 300, different.shape[0] - 1])
-    found = made.edge_list(gone)
-    kept = np.delete(different, gone)
-    assert found.dtype == np.int32
-    assert isinstance(found, np.memmap) == on_disk
-    np.testing.assert_array_equal(found, [kept // n, kept % n])
-    assert list(tmp_path.iterdir()) == []  # files without a name
-
-
 def test_synthetic_is_a_power_law_with_classes():
     data = load("synthetic:n=20000,m=100000,d=16,c=5")
     degree = np.diff(data.graph.indptr)
@@ -133,6 +111,7 @@ def in_cache(monkeypatch, tmp_path):
     monkeypatch.setenv("HERTA_CACHE", str(tmp_path))
     monkeypatch.setattr(blockmodel, "_ON_DISK", 0)
     monkeypatch.setattr(blockmodel, "_ROW_CHUNK", 64)
+    monkeypatch.setattr(blockmodel, "_RANGE", 100)
     return tmp_path / "synthetic"
 
 
