@@ -107,7 +107,7 @@ def parse(text: str) -> Spec:
             values[key] = _number(value, text)
         if "n" not in values:
             raise ValueError("synthetic: needs n=..., the number of nodes.")
-        values = {"m": 5 * values["n"], **values}
+        values = {"m": 5 * int(values["n"]), **values}
         n, m, d, c = (int(values[key]) for key in "nmdc")
         spec = Spec(n, m, d, c)
     elif name.lower() in known:
@@ -220,7 +220,10 @@ def _without_features(spec: Spec, seed: int, folder: Path | None, stages: Stages
     held = 0 if in_files else 17 if compiled else KEY_BYTES[1]  # bytes an edge, at most
     check_size(spec.n, spec.m, "The n of synthetic:", KEY_BYTES[0], held)
     # Inside, nodes are sorted by class, so that a class is a range of the stubs.
-    rank, ends = _stream(seed, 0).permutation(spec.n), _class_ends(spec)
+    rank, sizes = _stream(seed, 0).permutation(spec.n), np.linspace(1.5, 0.5, spec.c)
+    # Classes of falling size, the largest about three times the smallest.
+    extra = np.floor(np.cumsum(sizes) / sizes.sum() * (spec.n - spec.c)).astype(np.int64)
+    ends = np.concatenate([[0], extra + np.arange(1, spec.c + 1)])
     y = np.empty(spec.n, dtype=spec.y_dtype)
     y[rank] = np.repeat(np.arange(spec.c, dtype=y.dtype), np.diff(ends))
     with stages("edges"):
@@ -235,19 +238,17 @@ def _without_features(spec: Spec, seed: int, folder: Path | None, stages: Stages
         place = None if folder is None else folder / _GRAPH
         graph = Graph.from_edges(edges, spec.n, folder=place)
         del edges
-    return Dataset("synthetic", graph, None, y, _split(spec, seed), dict(_METADATA))
+    nodes, split, start = _stream(seed, 6).permutation(spec.n), {}, 0
+    for part, share in zip(PARTS, spec.split, strict=True):
+        stop = start + max(1, int(share * spec.n))
+        split[part] = np.sort(nodes[start:stop])
+        start = stop
+    return Dataset("synthetic", graph, None, y, split, dict(_METADATA))
 
 
 def _stream(seed: int, part: int, chunk: int = 0) -> np.random.Generator:
     """An independent stream of random numbers for each chunk of each part."""
     return np.random.Generator(np.random.Philox(key=[seed, (part << 48) + chunk]))
-
-
-def _class_ends(spec: Spec) -> Any:
-    """Classes of falling size, the largest about three times the smallest."""
-    share = np.linspace(1.5, 0.5, spec.c)
-    extra = np.floor(np.cumsum(share) / share.sum() * (spec.n - spec.c)).astype(np.int64)
-    return np.concatenate([[0], extra + np.arange(1, spec.c + 1)])
 
 
 def _stubs(spec: Spec, seed: int) -> Any:
@@ -365,16 +366,6 @@ def _write_features(spec: Spec, seed: int, y: Any, path: Path, stages: Stages) -
                 file.write(rows.astype(dtype, copy=False).data.cast("B"))
 
         _make_features(spec, seed, y, store, stages.progress("features", "chunks"))
-
-
-def _split(spec: Spec, seed: int) -> dict[str, Any]:
-    nodes = _stream(seed, 6).permutation(spec.n)
-    split, start = {}, 0
-    for part, share in zip(PARTS, spec.split, strict=True):
-        stop = start + max(1, int(share * spec.n))
-        split[part] = np.sort(nodes[start:stop])
-        start = stop
-    return split
 
 
 def _room(dtype: Any, shape: tuple[int, ...], folder: Path | None) -> Any:

@@ -6,7 +6,6 @@ renamed at the end, so an interrupted write leaves nothing that looks finished.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 from pathlib import Path
@@ -51,37 +50,37 @@ class GraphWriter:
         where = f"in {self.folder}, where {{free}} are free: choose another disk."
         check_room(self.folder, need, OSError, "The graph may take {need} " + where)
 
+        self._sums = {"indices": Checksum(), "weights": Checksum()}
+        self._kinds: dict[str, Any] = {}  # types of the arrays that come in parts
+        self._entries = 0
+
     def __enter__(self) -> GraphWriter:
-        self._open = contextlib.ExitStack()
-        self.at = self._open.enter_context(new_folder(self.folder))
-        self.files: dict[str, Any] = {}  # of each name the open file and the type
-        self.sums = {"indices": Checksum(), "weights": Checksum()}
-        self.entries = 0
+        self._new = new_folder(self.folder)
+        self.at = self._new.__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self._open.__exit__(*error)
+        self._new.__exit__(*error)
 
     def append(self, indices: Any, weights: Any) -> None:
         """The entries of further rows."""
         for name, part in (("indices", indices), ("weights", weights)):
-            if part is not None and name not in self.files:
-                file = self._open.enter_context((self.at / f"{name}.npy").open("wb"))
-                self.files[name] = file, part.dtype
-                _write_header(file, part.dtype, 0)
             if part is not None:
-                part.tofile(self.files[name][0])
-                self.sums[name].add(part)
-        self.entries += indices.shape[0]
+                with (self.at / f"{name}.npy").open("ab") as file:
+                    if name not in self._kinds:
+                        _write_header(file, part.dtype, 0)
+                    part.tofile(file)
+                self._kinds[name] = part.dtype
+                self._sums[name].add(part)
+        self._entries += indices.shape[0]
 
     def finish(self, indptr: Any, degree: Any, weighted: bool, order: Any = None) -> None:
         """Everything else; weights that all turned out to be 1 are dropped."""
-        for file, dtype in self.files.values():
-            file.seek(0)
-            _write_header(file, dtype, self.entries)
-            file.close()
-        length = (self.entries,)
-        sums = {name: self.sums[name].of(f[1], length) for name, f in self.files.items()}
+        sums = {}
+        for name, dtype in self._kinds.items():
+            with (self.at / f"{name}.npy").open("rb+") as file:
+                _write_header(file, dtype, self._entries)
+            sums[name] = self._sums[name].of(dtype, (self._entries,))
         if not weighted:
             (self.at / "weights.npy").unlink(missing_ok=True)
             sums.pop("weights", None)
@@ -89,7 +88,7 @@ class GraphWriter:
         sums |= save_arrays(self.at, {k: array for k, array in rest.items() if array is not None})
         sizes = {path.stem: path.stat().st_size for path in sorted(self.at.glob("*.npy"))}
         meta = {"format": _FORMAT, "version": VERSION, "nodes": indptr.shape[0] - 1}
-        meta |= {"edges": self.entries // 2, "bytes": sizes, "sums": sums}
+        meta |= {"edges": self._entries // 2, "bytes": sizes, "sums": sums}
         (self.at / _META).write_text(json.dumps(meta, indent=1))
 
     def write(

@@ -142,7 +142,7 @@ def make_targets(
     class_weight: Any = None,
 ) -> Targets:
     """Labels or float targets of the training rows, checked; rows of weight 0 are none."""
-    y = _labels_of_nodes(y, n)
+    y = labels_of(y, n)
     weight = None if sample_weight is None else _row_weights(sample_weight, n)
     labels = y.ndim == 1 and y.dtype.kind in "iubU" and loss != "bce"
     if class_weight is not None and not labels:
@@ -204,7 +204,7 @@ def joint_targets(
 
     What they hold is put together, n_train numbers or c times as many, and looked at by everyone.
     """
-    y = _labels_of_nodes(y, n)
+    y = labels_of(y, n)
     y = y if y.dtype.kind == "U" else y.astype(np.float64 if y.dtype.kind == "f" else np.int64)
     backend.same((y.shape[1:], y.dtype.kind), "kind of labels", always=True)
     backend.same(sample_weight is None, "choice of sample_weight", always=True)
@@ -235,10 +235,11 @@ def columns_of(x: Any) -> Any:
     return x[:, None] if x.ndim == 1 else x
 
 
-def _labels_of_nodes(y: Any, n: int) -> Any:
+def labels_of(y: Any, n: int, what: str = "the graph has {n:,} nodes: one row per node") -> Any:
+    """Labels or targets, one row for each of n; the sentence of an error says of `what`."""
     y = as_labels("y", y)
     if y.shape[0] != n:
-        raise ValueError(f"y has shape {y.shape} but the graph has {n:,} nodes: one row per node.")
+        raise ValueError(f"y has shape {y.shape} but {what.format(n=n)}.")
     return y
 
 
@@ -304,9 +305,7 @@ def _class_weights(given: Any, labels: Any, y: Any) -> Any:
 
 def check_scored(y: Any, n: int) -> None:
     """Raise an error unless `y` holds labels or targets for n predictions."""
-    y = as_labels("y", y)
-    if y.shape[0] != n:
-        raise ValueError(f"y has shape {y.shape} but there are {n:,} predictions.")
+    labels_of(y, n, "there are {n:,} predictions")
 
 
 def accuracy_or_r2(
