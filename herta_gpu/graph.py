@@ -29,7 +29,7 @@ from herta_gpu.plumbing.building import (
 )
 from herta_gpu.plumbing.checks import check_choice
 from herta_gpu.plumbing.columns import edges_of_frame, is_frame
-from herta_gpu.plumbing.graph_files import GraphWriter, open_graph
+from herta_gpu.plumbing.files import GraphWriter, open_graph
 from herta_gpu.plumbing.interop import on_device
 
 if TYPE_CHECKING:

@@ -28,7 +28,7 @@ from herta_gpu.plumbing.checks import (
     directions_differ,
     repeated,
 )
-from herta_gpu.plumbing.graph_files import GraphWriter
+from herta_gpu.plumbing.files import GraphWriter
 from herta_gpu.plumbing.machine import host_memory, num_threads
 
 Arrays = tuple[Any, Any, Any, Any]  # indptr, indices, weights and degree as `Graph` takes them
