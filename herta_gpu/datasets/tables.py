@@ -6,10 +6,14 @@ no such line.  What was understood stands in the note of the dataset, one line f
 
 from __future__ import annotations
 
+import csv
+import gzip
 import os
+import re
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +21,10 @@ import numpy as np
 import scipy.sparse as sp
 
 from herta_gpu.datasets.dataset import PARTS, Dataset, check_split
-from herta_gpu.datasets.text import as_number, is_missing, is_numeric, read_text
 from herta_gpu.graph import Graph
 from herta_gpu.plumbing import columns
 from herta_gpu.plumbing.checks import as_labels, has_label
-from herta_gpu.plumbing.files import BROKEN, DataError, load_npy, why
+from herta_gpu.plumbing.files import DataError, explained, load_npy
 
 _TABLES = (".csv", ".tsv", ".txt", ".csv.gz", ".tsv.gz", ".txt.gz", ".parquet")
 _ARRAYS = (*_TABLES, ".npy", ".npz")
@@ -30,6 +33,9 @@ _NO_IDS = "; node ids are whole numbers from 0 on"
 _FRAME = "DataFrame"
 _KEPT = 1e-6  # share of a column's spread by which float32 may move an entry
 _File = str | os.PathLike[str]
+_MISSING = ("", "na", "nan", "n/a", "#n/a", "null", "none")  # as pandas, R and Excel write it
+_MARK = re.compile(r"sep=(.)\s*")  # a line by which Excel learns the delimiter
+_BEFORE = 1000  # lines of comments before the first row, at most
 
 
 def from_tables(
@@ -157,10 +163,6 @@ class Table:
     names: list[str] | None  # None: columns are known by position
     is_text: bool = False  # a text file, in which whole floats and whole numbers look alike
 
-    @property
-    def title(self) -> str:
-        return Path(self.path).name
-
     def name(self, j: int) -> str:
         return f"{j + 1}" if self.names is None else self.names[j] or "without a name"
 
@@ -184,9 +186,22 @@ class Table:
             found[i, j] = number
         return found
 
+    def node_ids(self, at: list[int], n: int | None) -> Any:
+        """Columns of ids of n nodes, as whole numbers; n None: of any number."""
+        ids = self.numbers(at, _NO_IDS)
+        if not columns.is_whole(ids, 0):
+            raise DataError(
+                f"{self.path} must hold integer node ids from 0 on in {self.listed(at)}."
+            )
+        ids = ids.astype(np.int64)
+        highest = int(ids.max(initial=-1))
+        if n is not None and highest >= n:
+            raise DataError(f"{self.path} names node {highest:,} but there are {n:,} nodes.")
+        return ids
+
     def node_columns(self, find: Callable[..., columns.NodeColumns]) -> columns.NodeColumns:
         """Which columns are what; one called like paper_id that names each node once is the id."""
-        at: columns.NodeColumns = _named(self, find, self.names, self.values.shape[1])
+        at: columns.NodeColumns = self.apply(find, self.names, self.values.shape[1])
         names, nodes = self.names or [], np.arange(len(self.values))
         for j in at.values + at.unused if at.id is None else []:
             named = bool(names) and names[j].lower().endswith("id") and len(nodes) > 1
@@ -206,7 +221,7 @@ class Table:
         """The node of each row, or None where the rows are in the order of the nodes."""
         if at.id is not None:
             ids = self.numbers([at.id], _NO_IDS)[:, 0]
-            return _named(self, columns.node_places, ids, self.name(at.id), n)
+            return self.apply(columns.node_places, ids, self.name(at.id), n)
         if at.row_names is None:
             return None
         index, rows = self.numbers([at.row_names], _NO_IDS)[:, 0], np.arange(len(self.values))
@@ -217,6 +232,25 @@ class Table:
             )
         return None
 
+    def apply(self, check: Callable[..., Any], *given: Any) -> Any:
+        """A result of `check`, whose sentences get the name of the table."""
+        try:
+            return check(*given)
+        except ValueError as error:
+            raise DataError(f"{self.path}: {str(error).rstrip('.')}.") from None
+
+    def note(self, what: str, used: list[int], unused: list[int], order: str = "") -> str:
+        """The line that says what was read from which columns."""
+        named = [self.name(j) if self.names and self.names[j] else "an index" for j in unused]
+        rest = f" (not used: {_list(named)})" if named else ""
+        return f"{Path(self.path).name}: {what} from {self.listed(used)}{order}{rest}"
+
+    def note_of_nodes(self, what: str, at: columns.NodeColumns) -> str:
+        """The same where rows belong to nodes."""
+        order = "" if at.id is None else f", rows by {self.name(at.id)}"
+        index = [] if at.row_names is None else [at.row_names]
+        return self.note(what, at.values, at.unused + index, order)
+
 
 def _without_count(table: Table, n: int | None) -> Table:
     """A table of n rows without a line before them that counts the columns."""
@@ -224,28 +258,13 @@ def _without_count(table: Table, n: int | None) -> Table:
     return replace(table, values=table.values[1:]) if counted else table
 
 
-def _ends(table: Table) -> tuple[columns.EdgeColumns, Any]:
-    """Which columns of an edge list are what, and its ids of nodes, (2, m)."""
-    at = _named(table, columns.find_edges, table.names, table.values.shape[1])
-    ends = [at.source, at.target]
-    ids = table.numbers(ends, _NO_IDS)
-    if not columns.is_whole(ids, 0):
-        raise DataError(
-            f"{table.path} must hold integer node ids from 0 on in {table.listed(ends)}."
-        )
-    return at, ids.T.astype(np.int64)
-
-
 def _edges(table: Table, n: int | None) -> tuple[Graph, str]:
     """The graph of an edge list, and the line that says what was read."""
-    at, edges = _ends(table)
-    highest = int(edges.max(initial=-1))
-    if n is not None and highest >= n:
-        raise DataError(f"{table.path} names node {highest:,} but there are {n:,} nodes.")
+    at = table.apply(columns.find_edges, table.names, table.values.shape[1])
+    edges = table.node_ids([at.source, at.target], n).T
     weights = None if at.weight is None else table.numbers([at.weight])[:, 0]
-    graph = _named(table, Graph.from_edges, edges, n, weights)
-    note = f"{table.title}: {graph.num_edges:,} edges from {table.listed(at.used)}"
-    return graph, note + _unused(table, at.unused)
+    graph = table.apply(Graph.from_edges, edges, n, weights)
+    return graph, table.note(f"{graph.num_edges:,} edges", at.used, at.unused)
 
 
 def _features(source: Any, answers: Table | None, links: Table, notes: list[str]) -> Any:
@@ -272,7 +291,7 @@ def _features(source: Any, answers: Table | None, links: Table, notes: list[str]
         X, rows = np.empty_like(X), X
         X[place] = rows
     if table.names is not None:
-        notes.append(f"{table.title}: {X.shape[1]:,} features{_from(table, at)}")
+        notes.append(table.note_of_nodes(f"{X.shape[1]:,} features", at))
     return X
 
 
@@ -309,7 +328,8 @@ def _labels(
     if not at.values:
         raise DataError(f"{table.path} has no column of labels beside the ids of nodes.")
     if n is None and at.id is not None:
-        ids = _ends(links)[1]
+        ends = links.apply(columns.find_edges, links.names, links.values.shape[1])
+        ids = links.node_ids([ends.source, ends.target], None)
         if (ids == 0).any():  # nothing is counted from 1
             n = max(int(ids.max()) + 1, len(table.values))
     while len(table.values) > (n or 0) and all(map(is_missing, table.values[-1])):
@@ -326,7 +346,8 @@ def _labels(
         if y.ndim == 1 and y.dtype.kind != "f":
             what = f"{np.unique(y[y != nothing]).shape[0]:,} classes"
         without = int(np.count_nonzero(~has_label(y)))
-        notes.append(f"{table.title}: {what}{_from(table, at)}" + _of(without, n or len(y)))
+        missing = f", {without:,} of {n or len(y):,} nodes without" if without else ""
+        notes.append(table.note_of_nodes(what, at) + missing)
     return y, [table.name(j) for j in at.values] if table.names and y.ndim == 2 else None
 
 
@@ -375,39 +396,11 @@ def _ids(table: Table, n: int) -> Any:
     count = table.values.shape[1] - skip
     if count != 1 and table.values.size:
         raise DataError(f"{table.path} must hold one column of node ids, not {count}.")
-    ids = table.numbers([skip], _NO_IDS)
-    if not columns.is_whole(ids, 0):
-        raise DataError(f"{table.path} must hold integer node ids.")
-    if ids.size and ids.max() >= n:
-        raise DataError(f"{table.path} names node {int(ids.max()):,} but there are {n:,} nodes.")
-    return ids.ravel().astype(np.int64)
+    return table.node_ids([skip], n).ravel()
 
 
 def _called(source: Any) -> str:
     return _FRAME if columns.is_frame(source) else str(source)
-
-
-def _named(table: Table, check: Callable[..., Any], *given: Any) -> Any:
-    """A result of `check`, whose sentences get the name of the table."""
-    try:
-        return check(*given)
-    except ValueError as error:
-        raise DataError(f"{table.path}: {str(error).rstrip('.')}.") from None
-
-
-def _from(table: Table, at: columns.NodeColumns) -> str:
-    order = "" if at.id is None else f", rows by {table.name(at.id)}"
-    index = [] if at.row_names is None else [at.row_names]
-    return f" from {table.listed(at.values)}{order}{_unused(table, at.unused + index)}"
-
-
-def _of(without: int, n: int) -> str:
-    return f", {without:,} of {n:,} nodes without" if without else ""
-
-
-def _unused(table: Table, at: list[int]) -> str:
-    named = [table.name(j) if table.names and table.names[j] else "an index" for j in at]
-    return f" (not used: {_list(named)})" if named else ""
 
 
 def _list(names: list[str]) -> str:
@@ -451,11 +444,9 @@ def _array(path: Path) -> Table:
 def _sparse(path: Path) -> Any:
     if not path.is_file():
         raise FileNotFoundError(f"There is no file {path}.")
-    try:
+    with explained(f"{path} is not a whole SciPy sparse matrix"):
         X = sp.csr_array(sp.load_npz(path))
         X.check_format(full_check=True)
-    except BROKEN as error:
-        raise DataError(f"{path} is not a whole SciPy sparse matrix ({why(error)}).") from None
     if X.dtype.kind not in "fiub":
         raise DataError(f"{path} must hold real numbers, not {X.dtype}.")
     return X
@@ -470,7 +461,153 @@ def _parquet(path: Path) -> Any:
             f"Parquet files are read with pandas and pyarrow ({error}): "
             'pip install "herta_gpu[tables]".'
         ) from None
-    try:
+    with explained(f"{path} is not a whole Parquet file"):
         return pandas.read_parquet(path)
-    except BROKEN as error:
-        raise DataError(f"{path} is not a whole Parquet file ({why(error)}).") from None
+
+
+# ---- text: CSV and its relatives, as Excel, R, pandas and people write them --------------
+def is_missing(cell: Any) -> bool:
+    return cell is None or cell != cell or str(cell).strip().lower() in _MISSING
+
+
+def as_number(cell: Any) -> float | None:
+    """A cell as a number, NaN where it is missing, None where it is text."""
+    if is_missing(cell):
+        return float("nan")
+    text = str(cell).strip().lower()
+    if text in ("true", "false"):
+        return float(text == "true")
+    try:
+        return None if "_" in text else float(text)  # Python reads 1_2 as 12
+    except ValueError:
+        return None
+
+
+def is_numeric(cell: str) -> bool:
+    """Whether a cell is a number or was meant as one, like 1,234 or 1.234,5."""
+    return as_number(cell) is not None or re.fullmatch(r"[-+]?[\d.,' ]+", cell) is not None
+
+
+def read_text(path: Path) -> tuple[list[str] | None, Any]:
+    """Names of the columns, if the first line has some, and rows of numbers, or of text (objects).
+
+    Columns end at tabs, semicolons, commas or spaces, whichever comes first in this list.  Where
+    that is no comma, 0,5 is a number.  Comments (#, %) and empty lines are left out.
+    """
+    with explained(f"{path} is not a table"):
+        with _open_text(path) as file:
+            head = list(islice(file, _BEFORE))
+        skip, mark = _first_row(path, head)
+        cells = next(csv.reader([head[skip].strip()], delimiter=mark, skipinitialspace=True))
+        names = _names(path, cells, mark, head[skip - 1] if skip else "")
+        skip += names is cells
+        while names is not None and len(names) > 1 and not names[-1].strip():
+            names = names[:-1]
+        values = _plain_numbers(path, mark, skip)
+        if values is None or values.shape[1] != len(names or cells):
+            names, values = _cells(path, mark, skip, names)
+    names = None if names is None else [name.strip() for name in names]
+    return (None, values) if names is not None and columns.is_numbered(names) else (names, values)
+
+
+def _open_text(path: Path) -> Any:
+    opened: Any = gzip.open if path.suffix == ".gz" else open
+    with opened(path, "rb") as file:
+        if file.read(2) in (b"\xff\xfe", b"\xfe\xff"):
+            raise DataError(f"{path} is text in UTF-16: save it as CSV in UTF-8.")
+    return opened(path, "rt", encoding="utf-8-sig", newline="")
+
+
+def _first_row(path: Path, head: list[str]) -> tuple[int, str]:
+    """How many lines come before the first row, and what parts its columns."""
+    mark = ""
+    for skip, line in enumerate(head):
+        if told := _MARK.fullmatch(line):
+            mark = told[1]
+        elif line.startswith("%%MatrixMarket"):
+            raise DataError(
+                f"{path} is in the format Matrix Market: read it by scipy.io.mmread and use "
+                "from_scipy."
+            )
+        elif line.strip() and line[0] not in "#%":
+            second = next((other for other in head[skip + 1 :] if other.strip()), line).strip()
+            return skip, mark or _delimiter(line, second)
+    raise DataError(f"{path} is empty.")
+
+
+def _delimiter(first: str, second: str) -> str:
+    mark = next((mark for mark in "\t;," if mark in first), None)
+    if mark is not None:
+        return mark
+    # Spaces may be part of a text: they part numbers, and what is quoted.
+    numbers = all(as_number(part.strip('"')) is not None for part in second.split())
+    return " " if " " in second and (numbers or re.search(r'"\s', second)) else ";"
+
+
+def _names(path: Path, cells: list[str], mark: str, before: str) -> list[str] | None:
+    """The names of the columns: the first row, or the comment before it, or none."""
+    filled = [cell for cell in cells if not is_missing(cell)]
+    text = [cell for cell in filled if not is_numeric(cell)]
+    if filled and (len(text) == len(filled) or columns.has_known_name(text)):
+        return cells
+    if columns.is_index(cells) and columns.is_numbered(
+        cells[1:]
+    ):  # as pandas writes columns without names
+        return cells
+    if text:
+        raise DataError(
+            f"{path}: its first line has both {text[0]!r} and numbers, so that it is neither a "
+            "row of numbers nor one of names: name every column."
+        )
+    comment = next(csv.reader([before.lstrip("#% ").strip()], delimiter=mark), [])
+    return comment if len(comment) == len(cells) and columns.has_known_name(comment) else None
+
+
+def _plain_numbers(path: Path, mark: str, skip: int) -> Any:
+    """Rows of numbers by NumPy, which is fast; None where it cannot read them all."""
+    how: dict[str, Any] = {"delimiter": None if mark == " " else mark, "skiprows": skip}
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a header without a row
+            values = np.loadtxt(
+                path, ndmin=2, comments=None, quotechar='"', encoding="utf-8-sig", **how
+            )
+    except ValueError:
+        return None
+    if values.shape[1] == 1:  # where an empty line is a missing number, which NumPy leaves out
+        with _open_text(path) as file:
+            lines = [line.strip() for line in islice(file, skip, None)]
+        if "" in lines[: len(values)]:
+            return None
+    return values
+
+
+def _cells(path: Path, mark: str, skip: int, names: list[str] | None) -> tuple[Any, Any]:
+    """The names and an array of the cells as text."""
+    with _open_text(path) as file:
+        lines = [line.strip(" \r\n") for line in islice(file, skip, None)]
+    rows = list(csv.reader(lines, delimiter=mark, skipinitialspace=mark == " "))
+    if max(map(len, rows), default=0) > 1:  # in one column, nothing is a missing value
+        rows = [row for row in rows if any(cell.strip() for cell in row)]
+    width = len(names or (rows[0] if rows else []))
+    # R's write.table has names for the rows, and no name for those.
+    if names is not None and mark != "," and all(len(row) == width + 1 and row[-1] for row in rows):
+        names, width = ["", *names], width + 1
+    for i, row in enumerate(rows, 1):
+        if 1 < width > len(row) or any(cell.strip() for cell in row[width:]):
+            raise DataError(
+                f"{path} is not a table of numbers (row {i} has {len(row)} columns, not {width})."
+            )
+    cells = np.empty((len(rows), width), dtype=object)
+    for i, row in enumerate(rows):
+        cells[i] = [_with_point(cell.strip(), mark) for cell in (row or [""])[:width]]
+    empty = [j for j in range(width) if not any(cells[:, j]) and not (names and names[j].strip())]
+    kept = [j for j in range(width) if j not in empty or width == 1]
+    return None if names is None else [names[j] for j in kept], cells[:, kept]
+
+
+def _with_point(cell: str, mark: str) -> str:
+    """A number with a decimal comma with a point; 1,234 may be that, or be a thousand and more."""
+    decimal = re.fullmatch(r"\s*[-+]?\d*,(\d+)([eE][-+]?\d+)?\s*", cell)
+    sure = decimal is not None and (mark != "," or len(decimal[1]) != 3)
+    return cell.replace(",", ".") if sure else cell

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import csv
 import glob
 import json
 import math
@@ -42,6 +43,7 @@ _FORMAT, _VERSION = "format", 1  # the entry that describes a file of ours, and 
 BROKEN = (
     ValueError, TypeError, OSError, EOFError, KeyError, RuntimeError, OverflowError, SyntaxError,
     zipfile.BadZipFile, zlib.error, pickle.UnpicklingError, struct.error, tokenize.TokenError,
+    csv.Error,
 )  # fmt: skip
 _SMALL = 1 << 12  # bytes: of an array that need not be mapped
 _LOOKS = (  # how a file begins that is not what it should be, in small letters
