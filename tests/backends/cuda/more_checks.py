@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import ModuleType
 from typing import Any
 from unittest import mock
 
 import numpy as np
 import scipy.sparse as sp
 
+import herta_gpu
 from herta_gpu.app import device_checks as checks
 
 FITS: dict[str, tuple[str, dict[str, Any]]] = (
@@ -38,6 +41,18 @@ FITS: dict[str, tuple[str, dict[str, Any]]] = (
         ),
     }
 )
+
+
+def changed_backend(file: str, change: Callable[[str], str], patch: Any) -> Any:
+    """The CUDA backend with one of its files changed: a bug, on purpose."""
+    folder = Path(herta_gpu.__file__).parent / "backends" / "cuda"
+    for name in dict.fromkeys([file, "backend"]):
+        text = (folder / f"{name}.py").read_text(encoding="utf-8")
+        module = ModuleType(f"herta_gpu.backends.cuda.{name}")
+        patch.setitem(sys.modules, module.__name__, module)
+        text = change(text) if name == file else text
+        exec(compile(text, f"{name}.py", "exec"), module.__dict__)
+    return module.CUDABackend()
 
 
 def check_empty(backend: Any) -> None:
@@ -118,10 +133,16 @@ def check_upload(backend: Any, chunk: int = 100) -> None:
         assert np.array_equal(backend.csr(M).get().toarray(), M.toarray())
 
 
+def check_no_factor(backend: Any) -> None:
+    """Where LAPACK stops half-way and leaves numbers that look like a factor."""
+    assert backend.cholesky(backend.asarray(np.array([[1.0, 2.0], [2.0, 1.0]]))) is None
+
+
 def check_all(backend: Any) -> None:
     """Every primitive, once or twice: what a mutant has to face."""
     checks.check_kernels(backend)
     check_empty(backend)
+    check_no_factor(backend)
     check_unaligned(backend)
     check_streaming(backend)
     check_upload(backend)

@@ -10,13 +10,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import pytest
 
-import herta_gpu
 from tests import cuda_device
 from tests.backends.cuda import kernel_checks, more_checks
 from tests.backends.cuda.offset_checks import check_offsets
@@ -364,17 +361,13 @@ HOST = {
 
 def with_bug(name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The CUDA backend with one bug in it."""
-    changed, old, new = HOST[name]
-    folder = Path(herta_gpu.__file__).parent / "backends" / "cuda"
-    for file in dict.fromkeys([changed, "backend"]):
-        text = (folder / f"{file}.py").read_text(encoding="utf-8")
-        if file == changed:
-            assert text.count(old) == 1, f"the text to change occurs {text.count(old)} times"
-            text = text.replace(old, new)
-        module = ModuleType(f"herta_gpu.backends.cuda.{file}")
-        monkeypatch.setitem(sys.modules, module.__name__, module)
-        exec(compile(text, f"{file}.py", "exec"), module.__dict__)
-    return module.CUDABackend()
+    file, old, new = HOST[name]
+
+    def change(text: str) -> str:
+        assert text.count(old) == 1, f"the text to change occurs {text.count(old)} times"
+        return text.replace(old, new)
+
+    return more_checks.changed_backend(file, change, monkeypatch)
 
 
 @pytest.mark.parametrize("name", some_of(HOST))

@@ -10,7 +10,6 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 from unittest import mock
 
@@ -44,15 +43,14 @@ WAITS = [*waits()]
 
 def without(file: str, line: int, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The CUDA backend without the wait in this line; -1: as it is."""
-    for name in dict.fromkeys([file, "backend"]):
-        lines = (FOLDER / f"{name}.py").read_text(encoding="utf-8").splitlines()
-        if name == file and line >= 0:
-            indent = len(lines[line]) - len(lines[line].lstrip())
-            lines[line] = " " * indent + "pass"
-        module = ModuleType(f"herta_gpu.backends.cuda.{name}")
-        monkeypatch.setitem(sys.modules, module.__name__, module)
-        exec(compile("\n".join(lines), f"{name}.py", "exec"), module.__dict__)
-    return module.CUDABackend()
+
+    def drop(text: str) -> str:
+        lines = text.splitlines()
+        if line >= 0:
+            lines[line] = " " * (len(lines[line]) - len(lines[line].lstrip())) + "pass"
+        return "\n".join(lines)
+
+    return more_checks.changed_backend(file, drop, monkeypatch)
 
 
 def face_the_checks(backend: Any) -> None:
