@@ -72,7 +72,7 @@ def test_hadamard_passes() -> None:
 @pytest.mark.long
 def test_numbers_at_size(backend: Any, k: int, dtype: str) -> None:
     """Thousands of blocks, and several turns of each."""
-    n = 1_000_000 // k if k > 1 else 1_000_000
+    n = 1_000_000 if k == 1 else 100_000
     rng = np.random.default_rng(0)
     u = (n * rng.random(3 * n) ** 2).astype(int)  # some rows are long
     g = Graph.from_edges(np.stack([u, rng.integers(0, n, 3 * n)]), n)

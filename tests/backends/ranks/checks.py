@@ -254,18 +254,19 @@ def check_fits_of_parts_are_those_of_the_whole() -> None:
     whole = Graph.from_edges(edges, N)
     more = ({"lam": 5.0, "ridge": 0.1}, {"lam": 2.0, "loss": "ce", "ridge": 0.1})
     fits = [*_FITS[:3], *({"strategy": "herta", **params} for params in more)]
-    for params, partition in itertools.product(fits, partitions()):
-        part = parts(edges, None, partition)
-        at = part.nodes
+    for i, params in enumerate(fits):
         one = HERTA(**params, sparsify=False).fit(whole, X, y, train)
-        model = HERTA(**params).fit(part, X[at], y[at], mask[at])
-        assert model.status_ == one.status_ == "certified", params
-        loss = abs(model.history_[-1]["loss"] - one.history_[-1]["loss"])
-        assert loss <= 3e-6 * one.history_[-1]["loss"], params
-        wrong = (one.predict(whole, X)[at] != model.predict(part, X[at])).sum()
-        assert wrong <= 0.01 * N, params
-        assert abs(model.score(part, X[at], y[at]) - one.score(whole, X, y)) < 0.01
-        assert all((W == model.W_).all() for W in ranks_of(COMM).each(model.W_))
+        for partition in partitions() if i == 0 else partitions()[i % 3 :][:1]:
+            part = parts(edges, None, partition)
+            at = part.nodes
+            model = HERTA(**params).fit(part, X[at], y[at], mask[at])
+            assert model.status_ == one.status_ == "certified", params
+            loss = abs(model.history_[-1]["loss"] - one.history_[-1]["loss"])
+            assert loss <= 3e-6 * one.history_[-1]["loss"], params
+            wrong = (one.predict(whole, X)[at] != model.predict(part, X[at])).sum()
+            assert wrong <= 0.01 * N, params
+            assert abs(model.score(part, X[at], y[at]) - one.score(whole, X, y)) < 0.01
+            assert all((W == model.W_).all() for W in ranks_of(COMM).each(model.W_))
 
 
 def check_what_parts_cannot_do_is_said() -> None:
