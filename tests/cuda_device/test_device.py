@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +13,7 @@ import numpy as np
 import pytest
 
 from herta_gpu.backends import get_backend
+from tests.conftest import ROOT
 from tests.cuda_device.compiler import compile_module
 
 pytestmark = [pytest.mark.gpu, pytest.mark.once]
@@ -376,3 +381,23 @@ def test_memory_of_another_device_is_refused(device: Any, xp: Any) -> None:
     finally:
         runtime.setDevice(0)
         device.set(devices=1)
+
+
+STRAY = """
+import numpy as np
+from tests.cuda_device.active import DEVICE, cupy
+text = 'extern "C" __global__ void set(int n, float* x) { x[n] = 1; }'
+kernel, x = cupy.RawModule(code=text).get_function("set"), cupy.zeros(4, dtype="f4")
+for n in (3, 4):
+    kernel((1,), (1,), (np.int32(n), x))
+    print(n, float(x[3]), flush=True)
+"""
+
+
+@pytest.mark.long
+def test_a_stray_access_ends_a_guarded_device(device: Any) -> None:
+    settings = {**os.environ, "CUDA_DEVICE_GUARD": "1", "CUDA_DEVICE": "eager"}
+    command = [sys.executable, "-c", STRAY]
+    done = subprocess.run(command, env=settings, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == -signal.SIGSEGV, done.stderr
+    assert done.stdout == "3 1.0\n"
