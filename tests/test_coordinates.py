@@ -59,10 +59,14 @@ def features(X: Any) -> Features:
     return Features(X, CPU)
 
 
+def dense_map(basis: Any) -> Any:
+    """C0 as it is stored."""
+    return basis.C if basis.C.ndim == 2 else np.diag(basis.C)
+
+
 def columns(basis: Any, X: Any) -> Any:
-    """X C0 in extended precision, from C0 as it is stored."""
-    C = basis.C if basis.C.ndim == 2 else np.diag(basis.C)
-    return dense(X) @ C.astype(LD)
+    """X C0 in extended precision."""
+    return dense(X) @ dense_map(basis).astype(LD)
 
 
 def bases(kind: str) -> list[tuple[Any, Any]]:
@@ -86,6 +90,10 @@ def test_whitened_columns_are_orthonormal(kind, cut):
     off = two_norm(G - np.eye(basis.rank))
     assert off <= basis.norm**2 - 1 + 1e-15  # what is said of it ...
     assert off <= 1e-4  # ... and what it is worth
+    scale = Units.of(features(X)).C
+    inverse = np.linalg.inv(basis.C / scale[:, None]) / scale
+    assert two_norm(inverse) <= basis.inverse
+    assert basis.inverse < 40 * two_norm(inverse) or kind in ("offset", "nearly dependent")
 
 
 @pytest.mark.parametrize("kind", SHORT)
@@ -137,8 +145,13 @@ def test_norms_are_bounds(kind):
 @pytest.mark.parametrize("kind", [*FULL, *SHORT])
 def test_rounding_is_a_bound_of_what_chunks_are_off_by(kind):
     for X, basis in bases(kind):
+        basis.X._chunk_bytes = 8 * X.shape[1] * 25  # 25 rows at a time
         for J in (slice(0, basis.rank), slice(basis.rank // 2, basis.rank)):
-            made = np.vstack([part.copy() for _, part in basis.chunks(J)])
+            chunks = [(rows, part.copy()) for rows, part in basis.chunks(J)]
+            ends = [0, *(rows.stop for rows, _ in chunks)]
+            assert [rows.start for rows, _ in chunks] == ends[:-1]
+            assert ends[-1] == X.shape[0]
+            made = np.vstack([part for _, part in chunks])
             off = made.astype(LD) - columns(basis, X)[:, J]
             found = np.sqrt((off * off).sum(axis=0))
             assert (found <= basis.rounding[J]).all()
@@ -147,20 +160,8 @@ def test_rounding_is_a_bound_of_what_chunks_are_off_by(kind):
 
 
 def spread(basis: Any, X: Any) -> Any:
-    C = abs(basis.C if basis.C.ndim == 2 else np.diag(basis.C))
+    C = abs(dense_map(basis))
     return np.sqrt((dense(X) ** 2).sum(axis=0)).astype(float) @ C
-
-
-def test_chunks_cover_all_rows_in_turn():
-    X = gaussian(1000, 4)
-    small = Features(X, CPU, None, 16 * 4 * 8 * 70)  # 70 rows at a time
-    basis = whiten(small, cut=True)
-    seen = [(rows.start, rows.stop) for rows, _ in basis.chunks(slice(0, 4))]
-    assert len(seen) > 10
-    assert [a for a, _ in seen] == [0, *(b for _, b in seen[:-1])]
-    assert seen[-1][1] == 1000
-    whole = np.vstack([part.copy() for _, part in basis.chunks(slice(0, 4))])
-    assert np.allclose(whole, X @ basis.C, rtol=0, atol=1e-14)
 
 
 @pytest.mark.parametrize("kind", [*FULL, *SHORT])
@@ -171,7 +172,7 @@ def test_a_ridge_in_these_coordinates(kind):
         W = basis.weights(v)
         G = basis.ridge
         Gv = G[:, None] * v if G.ndim == 1 else G @ v
-        C = basis.C if basis.C.ndim == 2 else np.diag(basis.C)
+        C = dense_map(basis)
         assert np.allclose(Gv, C.T @ W, rtol=1e-9, atol=1e-12 * abs(C.T @ W).max())
         size = abs(C).T @ (abs(C) @ np.linalg.norm(v, axis=1))
         assert np.allclose(basis.ridge_size(np.linalg.norm(v, axis=1)), size)
@@ -183,18 +184,9 @@ def test_a_ridge_in_these_coordinates(kind):
 
 def off_weights(basis: Any, X: Any, u: Any, W: Any) -> float:
     """||X (computed C0 u - C0 u)||_F in extended precision."""
-    C = basis.C if basis.C.ndim == 2 else np.diag(basis.C)
+    C = dense_map(basis)
     off = dense(X) @ (W.astype(LD) - C.astype(LD) @ u.astype(LD))
     return float(np.sqrt((off * off).sum()))
-
-
-@pytest.mark.parametrize("kind", ["plain", "units", "correlated", "sparse", "one column"])
-def test_the_inverse_is_a_bound(kind):
-    X = spoiled(kind)
-    basis = whiten(features(X), cut=False)
-    scale = Units.of(features(X)).C
-    inverse = np.linalg.inv(basis.C / scale[:, None]) / scale
-    assert two_norm(inverse) <= basis.inverse < 40 * two_norm(inverse)
 
 
 # ---- there and back -------------------------------------------------------------------------
@@ -203,7 +195,7 @@ def test_coordinates_rows_and_gradients_come_back(kind):
     for X, basis in bases(kind):
         r, d = basis.rank, X.shape[1]
         u, Q = RNG.standard_normal((r, 3)), RNG.standard_normal((20, d))
-        C = basis.C if basis.C.ndim == 2 else np.diag(basis.C)
+        C = dense_map(basis)
         tol = 1e-5 if kind == "nearly dependent" else 1e-6
         assert np.allclose(basis.coordinates(basis.weights(u)), u, rtol=0, atol=tol)
         back = basis.rows(Q @ C)  # in the units of each column of X
@@ -218,7 +210,7 @@ def test_dual_norms_are_bounds(kind):
     """||C0^-T g|| of gradients in every direction, the shortest of C0 among them."""
     for _, basis in bases(kind):
         d = basis.rank
-        C = basis.C if basis.C.ndim == 2 else np.diag(basis.C)
+        C = dense_map(basis)
         U = np.linalg.svd(C)[0]
         for g in (RNG.standard_normal((d, 2)), C.T @ U[:, :1], C.T @ U[:, -1:]):
             exact = inverse_times(C.T, g)

@@ -48,7 +48,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_kind_of_X_has_the_same_products(kind: str, ordered: bool, tmp_path: Path) -> None:
     X, rng = values(), np.random.default_rng(1)
     order = rng.permutation(57) if ordered else None
-    F = Features(given(kind, X, tmp_path), CPU, order)
+    F = Features(given(kind, X, tmp_path), get_backend("cpu") if ordered else CPU, order)
     X = X if order is None else X[order]
     W, V = rng.standard_normal((6, 3)), rng.standard_normal((57, 3))
     assert F.shape == (57, 6)
@@ -63,12 +63,6 @@ def test_every_kind_of_X_has_the_same_products(kind: str, ordered: bool, tmp_pat
         block = F.column_block(1, 4, dtype)
         assert block.dtype == dtype
         np.testing.assert_array_equal(block, X[:, 1:4])
-
-
-def test_both_cpu_backends_agree() -> None:
-    X, W = values().astype(np.float32), np.random.default_rng(1).standard_normal((6, 3))
-    found = [Features(X, backend).times(W) for backend in (CPU, get_backend("cpu"))]
-    np.testing.assert_allclose(found[0], found[1], atol=1e-12)
 
 
 @pytest.mark.parametrize("kind", ["float64", "csr"])

@@ -55,34 +55,42 @@ def test_laplacian_is_the_papers_definition(case):
     assert g.lambda_max_bound >= np.linalg.eigvalsh(L_hat)[-1] - 1e-12
 
 
-def test_unweighted_graphs_store_no_values_and_64_bit_offsets():
-    g = random_graph(50, 200)
-    assert g.weights is None
-    assert g.indptr.dtype == np.int64
-    assert g.indices.dtype == np.int32
+@pytest.mark.parametrize(
+    ("edges", "asked", "A"),
+    [
+        # Without weights a pair is one edge however often it is listed, and so is a loop.
+        ([[0, 0, 1], [1, 1, 2]], {}, [[1, 1, 0], [1, 1, 1], [0, 1, 1]]),
+        ([[0, 0, 1, 2], [1, 1, 0, 1]], {}, [[1, 1, 0], [1, 1, 1], [0, 1, 1]]),
+        ([[0, 1, 1, 2], [1, 0, 2, 1]], {}, [[1, 1, 0], [1, 1, 1], [0, 1, 1]]),
+        ([[0, 0, 0], [0, 0, 1]], {}, [[1, 1], [1, 1]]),
+        # With weights, or on request, repeats of one direction add up, but not both directions.
+        ([[0, 0, 1, 2, 2], [1, 1, 2, 2, 2]], {"edge_weight": np.ones(5)}, "summed"),
+        ([[0, 0, 1, 2, 2], [1, 1, 2, 2, 2]], {"duplicates": "sum"}, "summed"),
+        ([[0, 0, 1, 1], [1, 1, 0, 0]], {"duplicates": "sum"}, [[1, 2], [2, 1]]),
+        # Loops keep their weight, missing ones get 1; edges of weight 0 are none.
+        ([[0, 0], [0, 1]], {"edge_weight": [5.0, 1.0]}, [[5, 1], [1, 1]]),
+        ([[0, 1], [1, 2]], {"edge_weight": [0.0, 1.0]}, [[1, 0, 0], [0, 1, 1], [0, 1, 1]]),
+    ],
+)
+def test_what_edges_become(edges, asked, A):
+    g = Graph.from_edges(edges, **asked)
+    A = [[1, 2, 0], [2, 1, 1], [0, 1, 2]] if A == "summed" else A
+    assert g.adjacency().toarray().tolist() == A
+    assert asked or g.weights is None
+    assert (g.indptr.dtype, g.indices.dtype) == (np.int64, np.int32)
 
 
-@pytest.mark.parametrize("edges", [[[0, 0, 1], [1, 1, 2]], [[0, 0, 1, 2], [1, 1, 0, 1]]])
-def test_without_weights_a_pair_is_one_edge_however_often_it_is_listed(edges):
-    g = Graph.from_edges(edges)
-    assert g.num_edges == 2
-    assert g.weights is None
-
-
-def test_a_repeated_self_loop_counts_once_without_weights():
-    g = Graph.from_edges([[0, 0, 0], [0, 0, 1]])
-    assert g.adjacency().toarray().tolist() == [[1, 1], [1, 1]]
-
-
-def test_repeated_edges_of_one_direction_add_up_with_weights_or_on_request():
-    edges = [[0, 0, 1, 2, 2], [1, 1, 2, 2, 2]]
-    expected = [[1, 2, 0], [2, 1, 1], [0, 1, 2]]
-    for asked in ({"edge_weight": np.ones(5)}, {"duplicates": "sum"}):
-        assert Graph.from_edges(edges, **asked).adjacency().toarray().tolist() == expected
-    both = [[0, 0, 1, 1], [1, 1, 0, 0]]
-    assert Graph.from_edges(both, duplicates="sum").edges()[2].tolist() == [2]
-    with pytest.raises(ValueError, match=r"Edge \(0, 1\) has weight 2 but \(1, 0\) has 1"):
-        Graph.from_edges([[0, 0, 1], [1, 1, 0]], duplicates="sum")
+@pytest.mark.parametrize(
+    ("edges", "asked", "u_v"),
+    [
+        ([[0, 0, 1], [1, 1, 0]], {"duplicates": "sum"}, (2, 1)),
+        ([[0, 1], [1, 0]], {"edge_weight": [2.0, 3.0]}, (2, 3)),
+    ],
+)
+def test_conflicting_directions_are_an_error(edges, asked, u_v):
+    message = rf"Edge \(0, 1\) has weight {u_v[0]} but \(1, 0\) has {u_v[1]}"
+    with pytest.raises(ValueError, match=message):
+        Graph.from_edges(edges, **asked)
 
 
 @pytest.mark.parametrize("weight", [None, [1.0, 2.0, 3.0]])
@@ -94,33 +102,12 @@ def test_repeats_of_one_direction_are_an_error_on_request(weight):
         Graph.from_edges([[0], [1]], duplicates="drop")
 
 
-def test_both_directions_are_one_edge():
-    g = Graph.from_edges([[0, 1, 1, 2], [1, 0, 2, 1]])
-    assert g.num_edges == 2
-    assert g.weights is None
-
-
-def test_conflicting_directions_are_an_error():
-    with pytest.raises(ValueError, match=r"Edge \(0, 1\) has weight 2 but \(1, 0\) has 3"):
-        Graph.from_edges([[0, 1], [1, 0]], edge_weight=[2.0, 3.0])
-
-
-def test_self_loops_keep_their_weight_and_missing_ones_get_one():
-    g = Graph.from_edges([[0, 0], [0, 1]], edge_weight=[5.0, 1.0])
-    assert g.adjacency().toarray().tolist() == [[5, 1], [1, 1]]
-
-
 def test_isolated_nodes_and_components():
     g = Graph.from_edges([[0, 2], [1, 3]], num_nodes=7)
     assert g.num_isolated == 3
     assert g.num_components == 5
     assert np.abs(g.to_csr().toarray()[4:]).max() == 0
     assert "3 isolated nodes" in repr(g)
-
-
-def test_edges_of_weight_zero_are_no_edges():
-    g = Graph.from_edges([[0, 1], [1, 2]], edge_weight=[0.0, 1.0])
-    assert g.num_edges == 1
 
 
 @pytest.mark.parametrize("method", ["rcm", "degree", "communities"])
@@ -132,6 +119,10 @@ def test_reordering_is_invisible(method, weighted):
     assert (r.order != np.arange(60)).any()
     np.testing.assert_allclose(r.to_csr().toarray(), g.to_csr().toarray(), atol=1e-15)
     np.testing.assert_allclose(r.adjacency().toarray(), g.adjacency().toarray(), atol=1e-15)
+    data = np.ones(r.indices.size) if r.weights is None else r.weights
+    A = sp.csr_array((data, r.indices, r.indptr), shape=(60, 60))
+    assert A.has_sorted_indices
+    assert (A != A.T).nnz == 0
     ours = {tuple(sorted(e)) for e in np.stack(r.edges()[:2]).T.tolist()}
     assert ours == {tuple(sorted(e)) for e in np.stack(g.edges()[:2]).T.tolist()}
 
@@ -172,20 +163,6 @@ def test_communities_are_stored_together(monkeypatch):
     flat = random_graph(1200, 20_000)
     assert flat.in_local_order() is flat
     assert r.in_local_order() is r
-
-
-@pytest.mark.parametrize("method", ["rcm", "degree", "communities"])
-def test_columns_are_sorted_after_reordering(method):
-    r = random_graph(80, 500, weighted=True).reordered(method)
-    A = sp.csr_array((r.weights, r.indices, r.indptr), shape=(80, 80))
-    assert A.has_sorted_indices
-    assert (A != A.T).nnz == 0
-
-
-def test_columns_are_sorted():
-    g = random_graph(80, 500, weighted=True)
-    A = sp.csr_array((np.ones(g.indices.size), g.indices, g.indptr), shape=(80, 80))
-    assert A.has_sorted_indices
 
 
 def test_sampled_graph_keeps_the_degrees():

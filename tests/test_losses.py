@@ -31,20 +31,6 @@ def gradient_by_differences(loss: Loss, F: Any, Y: Any, h: float = 1e-6) -> Any:
     return G
 
 
-def test_mse_is_half_the_squares() -> None:
-    F, _, Y = data()
-    loss = LOSSES["mse"]
-    assert loss.value(np, F, Y) == pytest.approx(0.5 * np.linalg.norm(F - Y) ** 2)
-    assert loss.value(np, Y, Y) == 0.0
-
-
-def test_cross_entropy_is_minus_the_logarithm_of_the_softmax() -> None:
-    F, _, Y = data()
-    expected = -(Y * scipy.special.log_softmax(F, axis=1)).sum()
-    assert LOSSES["ce"].value(np, F, Y) == pytest.approx(expected, rel=1e-14)
-    assert LOSSES["ce"].value(np, 0 * F, Y) == pytest.approx(7 * np.log(4))
-
-
 def test_cross_entropy_survives_outputs_that_overflow_exp() -> None:
     F, Y = np.array([[1e4, 0.0], [0.0, -1e4]]), np.eye(2)
     loss = LOSSES["ce"]
@@ -85,11 +71,7 @@ def test_the_curvature_at_the_start_is_that_of_outputs_of_zero(name: str, classe
     assert loss.start_curvature(classes) == pytest.approx(
         loss.curvature(np, np.zeros((5, classes)))
     )
-
-
-def test_one_class_has_no_curvature_but_P_needs_some() -> None:
-    assert LOSSES["ce"].curvature(np, np.zeros((5, 1))) == 0.0
-    assert LOSSES["ce"].start_curvature(1) == 1.0
+    assert LOSSES["ce"].start_curvature(1) == 1.0  # one class has none, but P needs some
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -110,6 +92,8 @@ def test_the_step_of_mse_is_optimal_for_every_column(ridge: float) -> None:
     W, V = np.random.default_rng(1).standard_normal((2, 5, 4))
     slope, curvature = ridge * (W * V).sum(axis=0), ridge * (V * V).sum(axis=0)
     eta = LOSSES["mse"].step(np, F, D, Y, (slope, curvature))
+    nothing = LOSSES["mse"].step(np, F, 0 * D, Y, (np.zeros(4), np.zeros(4)))
+    assert not nothing.any()
     for j in range(4):
 
         def along(t: float, j: int = j) -> float:
@@ -117,13 +101,6 @@ def test_the_step_of_mse_is_optimal_for_every_column(ridge: float) -> None:
             return 0.5 * ((F[:, j] + t * D[:, j] - Y[:, j]) ** 2).sum() + 0.5 * ridge * (w @ w)
 
         assert eta[j] == pytest.approx(scipy.optimize.minimize_scalar(along).x, abs=1e-6)
-
-
-def test_a_direction_of_nothing_moves_nothing() -> None:
-    F, D, Y = data()
-    none = (np.zeros(4), np.zeros(4))
-    D[:, 2] = 0
-    assert LOSSES["mse"].step(np, F, D, Y, none)[2] == 0
 
 
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 1e3])
@@ -164,15 +141,6 @@ def test_a_step_may_end_where_the_slope_is_small_enough() -> None:
     rough = loss.step(np, F, D, Y, none, enough)[0]
     assert abs(slope(rough)) <= enough
     assert abs(slope(loss.step(np, F, D, Y, none)[0])) <= 1e-5 * abs(slope(0)) < abs(slope(rough))
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_value_and_residual_come_together(name: str) -> None:
-    F, _, Y = data()
-    loss = LOSSES[name]
-    value, E = loss.at(np, F, Y)
-    assert value == pytest.approx(loss.value(np, F, Y), rel=1e-14)
-    np.testing.assert_allclose(E, loss.residual(np, F, Y), atol=1e-15)
 
 
 def test_cross_entropy_of_shares_that_do_not_add_up_to_one() -> None:
@@ -244,12 +212,11 @@ def reference(name: str, F, Y, w) -> float:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_weights_count_rows(name: str) -> None:
-    F, D, Y = data()
+    F, _, Y = data()
     loss = LOSSES[name].bind(WEIGHTS, False)
-    assert loss.value(np, F, Y) == pytest.approx(reference(name, F, Y, WEIGHTS), rel=1e-13)
-    value, E = loss.at(np, F, Y)
-    assert value == pytest.approx(loss.value(np, F, Y))
-    np.testing.assert_allclose(E, loss.residual(np, F, Y), atol=1e-15)
+    for one, w in ((loss, WEIGHTS), (LOSSES[name], np.ones(7))):
+        assert one.value(np, F, Y) == pytest.approx(reference(name, F, Y, w), rel=1e-13)
+    E = loss.residual(np, F, Y)
     np.testing.assert_allclose(E, WEIGHTS[:, None] * LOSSES[name].residual(np, F, Y), atol=1e-14)
     D = -E
     eta = loss.step(np, F, D, Y, (np.zeros(4), np.zeros(4)))

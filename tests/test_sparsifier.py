@@ -85,28 +85,12 @@ def test_lemma_regularized_spectral_sparsifier(name, lam, scores, replace):
     # Bernoulli keeps s edges on average: five standard deviations.
     limit = sp.n_samples_ if replace else sp.n_samples_ + 5 * np.sqrt(sp.n_samples_)
     assert sp.graph_.num_edges <= limit
-    if sp.n_samples_ < g.num_edges:
-        assert sp.graph_.num_edges < g.num_edges
+    if lam == 1.0 and name != "two cliques":  # a graph that is kept whole tests no lemma
+        assert sp.graph_.num_edges < 0.6 * g.num_edges
     values = scipy.linalg.eigvalsh(dense_H(sp.graph_, lam), dense_H(g, lam))
     assert values[0] >= 1 - eps
     assert values[-1] <= 1 + eps
     np.testing.assert_array_equal(sp.graph_.degree, g.degree)
-
-
-def test_the_sparsifier_samples_in_these_tests():
-    """Dense graphs at lam = 1 must lose edges: a graph that is kept whole tests no lemma."""
-    for name in ("complete", "half dense", "weighted"):
-        sp = Sparsifier(lam=1.0, eps=0.5).fit(GRAPHS[name])
-        assert sp.graph_.num_edges < 0.6 * GRAPHS[name].num_edges
-
-
-def test_scores_of_a_complete_graph_are_all_the_same():
-    """With self-loops every degree of K_n is n, and L_hat has n - 1 eigenvalues 1."""
-    n, lam = 40, 3.0
-    n_lambda = (n - 1) / (1 + 1 / lam)  # by symmetry every edge has the same share of it
-    exact = exact_scores(complete(n), lam)
-    np.testing.assert_allclose(exact, n_lambda / (n * (n - 1) / 2), rtol=1e-12)
-    assert effective_dimension(complete(n), lam) == pytest.approx(n_lambda, rel=0.01)
 
 
 @pytest.mark.parametrize("weighted", [False, True])
@@ -146,6 +130,9 @@ def test_every_edge_is_kept_where_the_theory_asks_for_more_than_there_are():
     sp = Sparsifier(lam=20.0, eps=0.1).fit(g)
     assert sp.n_samples_ == g.num_edges
     assert sp.graph_ is g
+    g = Graph.from_edges(np.zeros((2, 0), int), 5)  # or nothing to sample
+    sp = Sparsifier().fit(g)
+    assert (sp.graph_, sp.n_lambda_, sp.n_samples_, sp.scores_.size) == (g, 0.0, 0, 0)
 
 
 @pytest.mark.parametrize("wish", [10**10, 2**40, 101 * 150])
@@ -175,9 +162,3 @@ def test_samples_have_the_expectation_of_the_graph():
         ]
         error = np.std(drawn, axis=0) / np.sqrt(len(drawn))
         assert (np.abs(np.mean(drawn, axis=0) - g.to_csr().toarray()) <= 5 * error + 1e-12).all()
-
-
-def test_a_graph_without_edges_has_nothing_to_sample():
-    g = Graph.from_edges(np.zeros((2, 0), int), 5)
-    sp = Sparsifier().fit(g)
-    assert (sp.graph_, sp.n_lambda_, sp.n_samples_, sp.scores_.size) == (g, 0.0, 0, 0)
