@@ -15,7 +15,7 @@ that holds the eigenvalues of P^-1/2 T P^-1/2 (T: the Hessian).
   with a stated probability.
 * otherwise there is no relative bound, and none is printed.
 
-Rounding counts like a residual: each point brings bounds of what it may have done (`Rounding`).
+Rounding counts like a residual: each point brings bounds of what it may have done.
 The spectral kinds hold over the features that P kept.  Where those are not all, the certificate
 says so, and the fit is not "certified" but "certified-reduced".
 
@@ -68,7 +68,6 @@ _LANCZOS_TOL = 1e-4
 _LANCZOS_LEAST_TOL = 1e-12
 _ENDED = 1e-12  # share of a product outside the space of a run that is rounding
 _UNIT = unit_roundoff()
-_EPS = 2 * _UNIT
 _BLUR = 0.05  # movement of the Ritz values that makes tighter solves worth it
 _USEFUL = 0.02  # a below this makes the certificate too pessimistic to be worth having
 _PROVEN = 0.1  # below this it is worth measuring what rounding really did
@@ -212,18 +211,18 @@ def certify(
 
     With the outputs off by r1, E is off by no more than steepest ||r1||.
     """
-    choices, rounding = [], point.rounding
-    outputs = point.forward_residual + rounding.forward
-    adjoint = point.adjoint_residual + rounding.adjoint
+    choices = []
+    outputs = point.forward_residual + point.forward_rounding
+    adjoint = point.adjoint_residual + point.adjoint_rounding
     off: dict[str, Any] = {"other": outputs, "extra": lambda _: point.intercept_gap}
     if ridge > 0:
-        size = norm(point.gradient) + norm(rounding.transposed) + X_norm * adjoint
+        size = norm(point.gradient) + norm(point.gradient_rounding) + X_norm * adjoint
         choices.append(
             Terms("duality", size, through=X_norm * steepest, convexity=math.sqrt(ridge),
                   bend=steepest, **off)
         )  # fmt: skip
     if spectrum is not None and spectrum.kind != "estimate":
-        size = norm(point.g) + spectrum.norm * adjoint + P.factor.amplified(rounding.transposed)
+        size = norm(point.g) + spectrum.norm * adjoint + P.factor.amplified(point.gradient_rounding)
         roots: dict[str, Any] = {
             "through": math.sqrt(spectrum.b),
             "convexity": math.sqrt(spectrum.a),
@@ -411,10 +410,10 @@ def probabilistic_spectrum(
         return Spectrum(1.0, 1.0, 0.0, "spectral-deterministic")
     tol, steps, most = _LANCZOS_TOL, LANCZOS_STEPS, min(P.factor.rank, _MOST_STEPS)
     while True:
-        bounds = _ritz_bounds(P, A, ridge, seed, tol, steps)
-        if bounds is None:
+        runs = _two_runs(P, A, ridge, seed, tol, steps)
+        if runs is None:
             return None
-        found, slip = bounds
+        found, slip = _ritz_bounds(runs, P.factor.rank, int(A.H.backend.total(A.H.n)))
         if found.kind != "estimate":
             return found
         if slip >= _BLUR and tol > _LANCZOS_LEAST_TOL:
@@ -427,14 +426,8 @@ def probabilistic_spectrum(
             return found
 
 
-def _ritz_bounds(
-    P: Preconditioner, A: UnfoldedMap, ridge: float, seed: int, tol: float, steps: int
-) -> tuple[Spectrum, float] | None:
+def _ritz_bounds(runs: list[Run], rank: int, n: int) -> tuple[Spectrum, float]:
     """Bounds from Ritz values, and how far inexact products may have moved those."""
-    n, rank = int(A.H.backend.total(A.H.n)), P.factor.rank
-    runs = _two_runs(P, A, ridge, seed, tol, steps)
-    if runs is None:
-        return None
     masked, whole = (Missed.of(run, rank, n) for run in runs)
     low, top, largest = (float(v) for v in (masked.ritz[0], masked.ritz[-1], whole.ritz[-1]))
     estimate = Spectrum(max(low, 1e-6 * top), top, math.sqrt(max(largest, 0.0)), "estimate")
@@ -515,26 +508,22 @@ def _two_runs(
     mask[A.train] = True
     transposed = P.factor.amplified(X.transpose_rounding())
 
-    def multiply(v: Array, at: Sequence[int]) -> tuple[Array, Any]:
+    def multiply(v: Array) -> tuple[Array, Any]:
         W = P.factor.to_weights(v)
         Z, there = block_cg(H, X.times(W), tol)
         rounded = A.forward_rounding(W, Z)
-        if at[0] == 0:  # the run that sees the training rows alone
-            if A.loss.plain:
-                Z[:, 0:1] *= mask
-            else:
-                seen = A.rows(Z[:, 0:1])
-                seen = seen - A.loss.mean(xp, seen) if A.loss.intercept else seen
-                Z = Z.astype("float64")  # what it rounded away, no residual would tell
-                Z[:, 0] = 0
-                Z[A.train, 0:1] = H.backend.own(A.loss.weigh(seen))
+        if A.loss.plain:
+            Z[:, 0:1] *= mask
+        else:
+            seen = A.rows(Z[:, 0:1])
+            seen = seen - A.loss.mean(xp, seen) if A.loss.intercept else seen
+            Z = Z.astype("float64")  # what it rounded away, no residual would tell
+            Z[:, 0] = 0
+            Z[A.train, 0:1] = H.backend.own(A.loss.weigh(seen))
         V, back = block_cg(H, Z, tol)
-        off = (
-            there.residuals + rounded,
-            back.residuals + A.adjoint_rounding(V),
-            np.full(len(at), transposed * A.size(V)),
-        )
-        return P.factor.to_gradient(X.transpose_times(V) + ridge * W), np.stack(off)
+        adjoint = back.residuals + A.adjoint_rounding(V)
+        off = np.stack([there.residuals + rounded, adjoint, np.full(2, transposed * A.size(V))])
+        return P.factor.to_gradient(X.transpose_times(V) + ridge * W), off
 
     return lanczos(H.backend, multiply, start, min(most, P.factor.rank), P.factor.project)
 
@@ -551,7 +540,7 @@ class Run:
 
 def lanczos(
     backend: Backend,
-    multiply: Callable[[Array, Sequence[int]], tuple[Array, Any]],
+    multiply: Callable[[Array], tuple[Array, Any]],
     start: Any,
     steps: int,
     project: Callable[[Array], Array],
@@ -563,54 +552,47 @@ def lanczos(
     Parameters
     ----------
     multiply : function
-        (v, runs) -> the products of the columns of v, each with the matrix of its run, and
-        (3, columns) bounds of what they are off by.
+        v -> the products of its columns, each with the matrix of its run, and (3, columns) bounds
+        of what they are off by.  Columns of runs that ended are 0.
     project : function
         What rounding leaves outside a subspace of the columns is taken away by it.
     """
-    xp, (dim, count) = backend.xp, start.shape
-    v, at = backend.asarray(start), list(range(count))
+    xp, (dim, count), v = backend.xp, start.shape, backend.asarray(start)
     bases, images = (xp.zeros((count, steps, dim)) for _ in range(2))
-    made, off = [steps] * count, np.zeros((3, count))
+    made, off = np.full(count, steps), np.zeros((3, count))
     for j in range(steps):
         before = xp.linalg.norm(v, axis=0)
-        _orthogonalise(v, [bases[i] for i in at], j)
+        _orthogonalise(v, bases, j)
         v = project(v)  # what rounding leaves outside the subspace would grow
-        _orthogonalise(v, [bases[i] for i in at], j)  # twice is enough
+        _orthogonalise(v, bases, j)  # twice is enough
         after = xp.linalg.norm(v, axis=0)
-        ended = backend.to_numpy(after <= _ENDED * before)  # synchronize!
-        if ended.any():
-            going = np.flatnonzero(~ended).tolist()
-            for done in np.flatnonzero(ended).tolist():
-                made[at[done]] = j
-            if not going:
-                break
-            kept = backend.asarray(np.array(going))
-            at, v, after = [at[i] for i in going], v[:, kept], after[kept]
-        v = v / after
-        for place, i in enumerate(at):  # a GPU's arrays take no list as an index
-            bases[i, j] = v[:, place]
-        v, errors = multiply(v, at)
-        for place, i in enumerate(at):
-            images[i, j] = v[:, place]
-        off[:, at] += errors**2
+        ended = after <= _ENDED * before
+        going = ~backend.to_numpy(ended)  # synchronize!
+        made[~going] = np.minimum(made[~going], j)
+        if not going.any():
+            break
+        v = xp.where(ended, 0.0, v / xp.where(ended, 1.0, after))
+        bases[:, j] = v.T
+        v, errors = multiply(v)
+        images[:, j] = v.T
+        off[:, going] += errors[:, going] ** 2
     runs = []
-    for i, k in enumerate(made):
+    for i, k in enumerate(made.tolist()):
         V, Y = (backend.to_numpy(a[i, :k]) for a in (bases, images))  # synchronize!
         T = V @ Y.T
         T = (T + T.T) / 2
         if not np.isfinite(T).all():
             return None
-        rounded = (k + dim + 8) * _EPS * (np.linalg.norm(Y) + np.linalg.norm(T))
+        rounded = (k + dim + 8) * 2 * _UNIT * (np.linalg.norm(Y) + np.linalg.norm(T))
         left = float(np.linalg.norm(Y - T @ V) + rounded)
         forward, adjoint, rest = (float(x) for x in np.sqrt(off[:, i]))
         runs.append(Run(np.linalg.eigvalsh(T), k < steps, left, (forward, adjoint, rest)))
     return runs
 
 
-def _orthogonalise(v: Array, bases: list[Array], j: int) -> None:
-    for i, basis in enumerate(bases):
-        v[:, i] -= basis[:j].T @ (basis[:j] @ v[:, i])
+def _orthogonalise(v: Array, bases: Array, j: int) -> None:
+    for i in range(v.shape[1]):
+        v[:, i] -= bases[i, :j].T @ (bases[i, :j] @ v[:, i])
 
 
 @dataclass(frozen=True)

@@ -477,9 +477,8 @@ class DenseFit:
     point: DensePoint
     gap: float  # bound of objective - optimum, rounding included; without a ridge often no better
     #              than the objective, since none is below 0
-    passes: int  # products with A or A^T
     status: str  # "certified" (gap <= goal * objective), "converged", "stagnated" or "max_iter"
-    history: History  # step, objective, gap, passes
+    history: History  # step, objective, gap, grad_norm
 
     @property
     def u(self) -> Array:
@@ -544,7 +543,7 @@ def minimise(
     gap = problem.gap(point) if ridge > 0 else fit.gap
     missed = fit.status == "certified" and not gap <= goal * point.objective
     status = "stagnated" if missed else fit.status
-    return DenseFit(point, gap, fit.passes + problem.passes, status, fit.history)
+    return DenseFit(point, gap, status, fit.history)
 
 
 def row_space(
@@ -616,7 +615,7 @@ class Descent:
             else:
                 status = "stagnated"
                 break
-        return DenseFit(point, problem.gap(point), problem.passes, status, self.history)
+        return DenseFit(point, problem.gap(point), status, self.history)
 
     def _look(self, point: DensePoint) -> tuple[DensePoint, float, str]:
         """(the point, its gap, the word for having arrived or nothing)."""

@@ -42,15 +42,6 @@ class Solved:
     stagnated: bool
 
 
-@dataclass
-class Rounding:
-    """Bounds of what float64 may have rounded away at a point, beside what was measured."""
-
-    forward: float  # error of the residual X W - H Z, and of E
-    adjoint: float  # error of the residual M^T E - H V
-    transposed: Array  # (d,) row norms of what X^T V is off by
-
-
 class UnfoldedMap:
     """A and A^T by solves with H = I + lam L_hat, on the whole graph."""
 
@@ -138,10 +129,6 @@ class UnfoldedMap:
             self.X.transpose_times(V.value), V.value, V.residual, V.iterations, V.stagnated
         )
 
-    def rounding(self, W: Array, Z: Array, V: Array) -> Rounding:
-        transposed = self.X.transpose_rounding() * self.size(V)
-        return Rounding(self.forward_rounding(W, Z), self.adjoint_rounding(V), transposed)
-
     def forward_rounding(self, W: Array, Z: Array) -> float:
         """How far a measured X W - H Z may be from the true one."""
         return self.X.times_rounding(W) + self.H.rounding(Z.shape[1]) * self.size(Z)
@@ -198,7 +185,10 @@ class Point:
     g: Array  # the same in preconditioned coordinates, P^-1/2 gradient
     forward_residual: float  # ||X W - H Z||_F
     adjoint_residual: float  # ||M^T E - H V||_F
-    rounding: Rounding
+    # Bounds of what float64 may have rounded away, beside what was measured:
+    forward_rounding: float  # of the residual X W - H Z, and of E
+    adjoint_rounding: float  # of the residual M^T E - H V
+    gradient_rounding: Array  # (d,) row norms of what X^T V is off by
     inner_iterations: int
     stagnated: bool  # a solve did not reach what was asked of it
     intercept_gap: float = 0.0  # what the constants of an intercept may add to the gap
@@ -233,19 +223,20 @@ class Problem:
         objective = loss.value(xp, F, Y)
         objective += 0.5 * self.ridge * float(xp.sum(W * W))  # synchronize!
         r1, r2, size = there.residual, back.residual, norm(E)
-        rounding = self.map.rounding(W, there.value, back.block)
         # E is a difference of these; what it rounds is as large as what outputs so far off do.
-        rounding.forward += 4 * _UNIT * (norm(F) + norm(Y)) / self.loss.steepest
+        forward = self.map.forward_rounding(W, there.value)
+        forward += 4 * _UNIT * (norm(F) + norm(Y)) / self.loss.steepest
         imbalance = self.loss.imbalance(xp, E)
         # A mean row times 1^T E, which a centred P does not see, and what E itself has lost.
-        rounding.adjoint += imbalance + self.loss.gradient_rounding(size, Y)
-        off = size * rounding.forward + self.loss.rounding(F) + 8 * _UNIT * objective
+        adjoint = self.map.adjoint_rounding(back.block)
+        adjoint += imbalance + self.loss.gradient_rounding(size, Y)
+        off = size * forward + self.loss.rounding(F) + 8 * _UNIT * objective
         # Z is off by H^-1 R, and <E, M H^-1 R> = <V, R> with V = H^-1 M^T E at hand: what is left
         # is of second order, ||r1|| ||r2|| + ||r1||^2 / 2.
         objective += self.map.inner(back.block, there.block)
         intercept_gap = 0.0
         if self.loss.intercept:
-            b, missed = (F - rows).sum(axis=0) / F.shape[0], r1 + rounding.forward
+            b, missed = (F - rows).sum(axis=0) / F.shape[0], r1 + forward
             known = (objective + missed * (size + missed), self.ridge, self.X_norm)
             distance = self.loss.intercept_distance(xp, Y, b, *known)
             intercept_gap = self.loss.intercept_gap(imbalance, missed, distance)
@@ -260,7 +251,9 @@ class Problem:
             g=self.factor.to_gradient(gradient),
             forward_residual=r1,
             adjoint_residual=r2,
-            rounding=rounding,
+            forward_rounding=forward,
+            adjoint_rounding=adjoint,
+            gradient_rounding=self.map.X.transpose_rounding() * self.map.size(back.block),
             inner_iterations=spent + there.iterations + back.iterations,
             stagnated=there.stagnated or back.stagnated,
             intercept_gap=intercept_gap,
@@ -307,7 +300,7 @@ class DensePoint:
 
 
 class DenseProblem:
-    """Objective, gradient, exact steps and the bound of the gap, with passes counted."""
+    """min over u of loss(A u) + ridge/2 <u, G u>, with exact steps and a bound of the gap."""
 
     def __init__(
         self,
@@ -321,9 +314,8 @@ class DenseProblem:
     ) -> None:
         """`metric` has G (None: the identity); `gram` is A^T A as Hessians see A, if known."""
         self.backend, self.xp, self.loss, self.A, self.Y = backend, backend.xp, loss, A, Y
-        self.ridge, self.gram = ridge, gram
         self.metric = metric or Map(backend, self.xp.ones(A.shape[1]))
-        self.passes = 0  # products with A or A^T
+        self.ridge, self.gram = ridge, gram
         mean = loss.mean(self.xp, A) if loss.intercept else None
         self.seen = loss.scale_rows(self.xp, A, slice(None), mean)  # A, as Hessians see it
         self.columns = self.xp.sqrt((A * A).sum(axis=0))  # norms
@@ -346,13 +338,11 @@ class DenseProblem:
         if u is None:
             zero = self.xp.zeros((self.A.shape[1], self.Y.shape[1]))
             return self._at(zero, self.xp.zeros_like(self.Y), self.xp.zeros(()))
-        self.passes += 1
         return self._at(u, self.backend.matmul(self.A, u), self._product_rounding(u))
 
     def move(self, at: DensePoint, D: Array) -> DensePoint:
         """The minimiser along D, or a point near it that is lower than the start, too."""
         FD, GD = self.backend.matmul(self.A, D), self.metric.times_ridge(D)
-        self.passes += 1
         slope = self.ridge * self.xp.sum(at.Gu * D, axis=0)
         curvature = self.ridge * self.xp.sum(GD * D, axis=0)
         enough = _FLAT * abs(float(self.xp.sum(at.g * D)))  # synchronize!
@@ -370,7 +360,6 @@ class DenseProblem:
         Gu, (value, E) = self.metric.times_ridge(u), self.loss.at(self.xp, F, self.Y)
         if self.ridge > 0:
             value += 0.5 * self.ridge * float(self.xp.sum(u * Gu))  # synchronize!
-        self.passes += 1
         g = self.loss.centre(self.xp, self.backend.matmul(self.A.T, E)) + self.ridge * Gu
         return DensePoint(u, F, Gu, value, E, g, rounding)
 
@@ -402,8 +391,8 @@ class DenseProblem:
         self, history: History, point: DensePoint, gap: float, callback: Callback | None
     ) -> None:
         """One line of the history, told to the callback."""
-        found = {"objective": point.objective, "gap": gap, "passes": self.passes}
-        found["grad_norm"] = norm(self.metric.gradient(point.g))
-        history.append({"step": len(history), **found})
+        size = norm(self.metric.gradient(point.g))
+        known = {"objective": point.objective, "gap": gap, "grad_norm": size}
+        history.append({"step": len(history), **known})
         if callback is not None:
             callback(history[-1])

@@ -414,11 +414,11 @@ def runs_of(maps, steps, seed, noise=0.0):
     """Lanczos with dense matrices, whose products are off by `noise` in a random direction."""
     rng = np.random.default_rng(seed)
 
-    def multiply(v, at):
-        made = np.stack([maps[i] @ v[:, k] for k, i in enumerate(at)], axis=1)
+    def multiply(v):
+        made = np.stack([S @ v[:, i] for i, S in enumerate(maps)], axis=1)
         off = rng.standard_normal(made.shape)
         off *= noise / np.linalg.norm(off, axis=0)
-        return made + off, np.stack([np.zeros(len(at)), np.zeros(len(at)), np.full(len(at), noise)])
+        return made + off, np.stack([np.zeros(len(maps))] * 2 + [np.full(len(maps), noise)])
 
     return lanczos(BACKEND, multiply, rng.standard_normal((R, len(maps))), steps, lambda v: v)
 
@@ -458,7 +458,7 @@ def test_a_run_that_ends_by_rounding_alone_claims_no_more_than_it_saw():
     start = np.ones((R, 1))
     start[-1] = 1e-12
 
-    def multiply(v, at):
+    def multiply(v):
         return S @ v, np.zeros((3, 1))
 
     (run,) = lanczos(BACKEND, multiply, start, 20, lambda v: v)
