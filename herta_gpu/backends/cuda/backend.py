@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, cached_property
 from importlib.util import find_spec
+from types import SimpleNamespace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -34,7 +35,6 @@ from herta_gpu.backends.cuda.device import (
     MAX_BLOCKS,
     NULL,
     DeviceLaplacian,
-    ForeignStream,
     aligned,
     blocks,
     by_precision,
@@ -220,7 +220,9 @@ class CUDABackend(Algorithm2):
                 f"The data are on cuda:{device}, but herta_gpu works on cuda:{here}, the current "
                 "device: move them there, or let CUDA_VISIBLE_DEVICES name one device."
             )
-        return cupy.cuda.Stream.from_external(ForeignStream(stream))
+        # CUDA's stream protocol: its version, and the address.
+        foreign = SimpleNamespace(__cuda_stream__=lambda: (0, stream))
+        return cupy.cuda.Stream.from_external(foreign)
 
     @contextmanager
     def working(self) -> Iterator[None]:
@@ -285,20 +287,12 @@ class CUDABackend(Algorithm2):
             }
         if graph.order is not None and "order" not in held:
             held["order"] = self.asarray(graph.order, "int64")
-        weights = held["weights"]
-        exact = (held["inv_sqrt_degree"], held["diagonal"], weights)
-        return DeviceLaplacian(
-            n=graph.num_nodes,
-            indptr=held["indptr"],
-            indices=held["indices"],
-            weights=None if weights is None else weights.astype(dtype, copy=False),
-            inv_sqrt_degree=held["inv_sqrt_degree"].astype(dtype, copy=False),
-            diagonal=held["diagonal"].astype(dtype, copy=False),
-            lambda_max=held["lambda_max"],
-            order=held.get("order"),
-            unrounded=lambda: exact,
-            **held["segments"],
-        )
+        exact = (held["inv_sqrt_degree"], held["diagonal"], held["weights"])
+        s, diagonal, weights = (x if x is None else x.astype(dtype, copy=False) for x in exact)
+        numbers: dict[str, Any] = {"weights": weights, "inv_sqrt_degree": s, "diagonal": diagonal}
+        numbers |= {name: held.get(name) for name in ("indptr", "indices", "lambda_max", "order")}
+        numbers |= held["segments"]
+        return DeviceLaplacian(graph.num_nodes, **numbers, unrounded=lambda: exact)
 
     def inverse_roots(self, graph: Graph) -> Any:
         """D^-1/2 of all nodes that a row may have for a neighbour."""

@@ -98,16 +98,6 @@ def pointer(x: Array | None) -> Any:
     return NULL if x is None else x
 
 
-class ForeignStream:
-    """A stream of another library's, as CUDA's stream protocol wants it."""
-
-    def __init__(self, address: int) -> None:
-        self.address = address
-
-    def __cuda_stream__(self) -> tuple[int, int]:
-        return 0, self.address  # 0 is the version of the protocol
-
-
 def by_precision(x: Array) -> tuple[Any, Any]:
     """(x, null) in float32, (null, x) in float64: what a kernel takes that knows both."""
     return (x, NULL) if x.dtype == np.float32 else (NULL, x)
