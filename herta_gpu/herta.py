@@ -27,7 +27,7 @@ from herta_gpu.planning.costs import BLOCK_WIDTH, Sizes, row_copies
 from herta_gpu.planning.forecast import Card
 from herta_gpu.planning.memory import block_width, dealt_width, outputs_at_once
 from herta_gpu.planning.plan import Decision, Plan, make_plan
-from herta_gpu.planning.settings import Settings, strengths
+from herta_gpu.planning.settings import Settings
 from herta_gpu.plumbing.bundles import takes_bundles
 from herta_gpu.plumbing.checkpoint import Checkpoint
 from herta_gpu.plumbing.checks import (
@@ -451,11 +451,10 @@ class HERTA(Estimator):
         mapped: bool = False,
     ) -> tuple[Sizes, int]:
         """Sizes of data that are not there, and the bytes that are free for them."""
-        for name, value in (("n", n), ("d", d), ("c", c), ("n_train", n_train)):
-            check_count(name, value)
-        check_count("m", m, least=0)
-        if X_nonzeros is not None:
-            check_count("X_nonzeros", X_nonzeros, least=0)
+        counts = {"n": n, "d": d, "c": c, "n_train": n_train, "m": m, "X_nonzeros": X_nonzeros}
+        for name, value in counts.items():
+            if value is not None or name != "X_nonzeros":
+                check_count(name, value, least=0 if name in ("m", "X_nonzeros") else 1)
         if n_train > n:
             raise ValueError(f"n_train is {n_train:,} but there are {n:,} nodes.")
         settings = self._settings()
@@ -653,9 +652,6 @@ class HERTA(Estimator):
         """The fitted model that `save` wrote; a damaged file is a `DataError` that says so."""
         return read_model(cls, path, _FITTED)
 
-    def _lams(self) -> tuple[float, ...]:
-        return strengths(self.lam, self.alpha)
-
     def _settings(self) -> Settings:
         """The parameters, checked; a sentence says what is wrong with them."""
         return Settings.of(self.get_params())
@@ -684,17 +680,14 @@ class HERTA(Estimator):
 def _check_split_by_nodes(settings: Settings, backend: Backend) -> None:
     """Say what works only where each process has all rows."""
     sampled = settings.sparsify.when == "always" or settings.mixed
-    asked = {
-        "reorder": settings.reorder.when == "always",
-        "sparsify": sampled and backend.name == "cuda",  # on GPUs: Algorithm 2's kernels
-    }
-    for name, wanted in asked.items():
-        if wanted:
-            where = " on GPUs" * (name == "sparsify")
-            raise ValueError(
-                f"{name} does not work{where} on a graph that is split by nodes: use "
-                f'split="columns", or leave {name} out.'
-            )
+    on_gpus = sampled and backend.name == "cuda"  # Algorithm 2's kernels
+    reorder = settings.reorder.when == "always"
+    if reorder or on_gpus:
+        name, where = ("reorder", "") if reorder else ("sparsify", " on GPUs")
+        raise ValueError(
+            f"{name} does not work{where} on a graph that is split by nodes: use "
+            f'split="columns", or leave {name} out.'
+        )
 
 
 def works_by_nodes(model: HERTA, backend: Backend) -> str | None:
@@ -730,16 +723,13 @@ def _starting_weights(model: HERTA | None, task: Task, backend: Backend) -> Arra
     """The weights of a fitted model, or a sentence that says why they do not fit."""
     if model is None:
         return None
-    targets = task.targets
-    shape = (task.settings.features(task.X.shape[1], targets.Y.shape[1]), targets.Y.shape[1])
+    c = task.targets.Y.shape[1]
+    shape = (task.settings.features(task.X.shape[1], c), c)
     if model.W_.shape != shape:
         raise ValueError(
             f"warm_start has weights of shape {model.W_.shape}, but these data need {shape}."
         )
-    of = [
-        () if names is None else tuple(names.tolist())
-        for names in (targets.classes, model.classes_)
-    ]
-    if of[0] != of[1]:
+    then, now = (() if k is None else tuple(k) for k in (model.classes_, task.targets.classes))
+    if then != now:
         raise ValueError("warm_start was fitted to other classes than y has.")
     return backend.asarray(model.W_)

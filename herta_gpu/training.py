@@ -40,7 +40,6 @@ from herta_gpu.certificate import (
 )
 from herta_gpu.diffusion import Arrays
 from herta_gpu.laplacian import RegularizedLaplacian
-from herta_gpu.losses import Loss
 from herta_gpu.more.leave_one_out import LeftOut, dual_rows, left_out, spread
 from herta_gpu.optimizers import GradientDescent, Momentum, Newton, Optimizer, make_optimizer
 from herta_gpu.planning.plan import (
@@ -91,11 +90,6 @@ class Preconditioned:
         u = stored.basis.coordinates(W).astype(stored.eval_rows.dtype)
         return stored.backend.to_numpy(stored.backend.matmul(stored.eval_rows, u))  # synchronize!
 
-    def rescale(self, curvature: float, settings: Settings) -> Preconditioned:
-        """The same Q for a loss that has become flatter."""
-        P = self.P.rescale(curvature, settings.ridge, self.recipe.symmetric)
-        return replace(self, P=P, recipe=replace(self.recipe, curvature=curvature))
-
 
 def precondition(
     plan: Plan, task: Task, H_tilde: RegularizedLaplacian, A: UnfoldedMap, Y: Array, run: Context
@@ -144,15 +138,26 @@ class Objective:
     size: float  # ||Y||^2
 
     @classmethod
-    def of(cls, settings: Settings, A: UnfoldedMap, Y: Any) -> Objective:
-        X_norm = A.X_norm() if settings.ridge > 0 else math.inf
-        return cls(settings, A, Y, X_norm, *_at_zero(A.loss, A.H.backend.xp, Y))
+    def of(
+        cls, settings: Settings, A: UnfoldedMap, Y: Any, X_norm: float | None = None
+    ) -> Objective:
+        """What it is at W = 0 is added up over runs of rows: not all of Y need be there at once."""
+        loss, xp, at_zero, size = A.loss, A.H.backend.xp, 0.0, 0.0
+        if X_norm is None:
+            X_norm = A.X_norm() if settings.ridge > 0 else math.inf
+        if loss.intercept:
+            at_zero, size = loss.value(xp, xp.zeros_like(Y[:]), Y[:]), norm(Y[:]) ** 2
+            return cls(settings, A, Y, X_norm, at_zero, size)
+        for i in range(0, Y.shape[0], _ROWS):
+            part = Y[i : i + _ROWS]
+            at_zero += loss.of_rows(slice(i, i + _ROWS)).value(xp, xp.zeros_like(part), part)
+            size += norm(part) ** 2
+        return cls(settings, A, Y, X_norm, at_zero, size)
 
     def columns(self, at: Any) -> Objective:
         """That of the outputs `at` alone."""
         Y = self.Y.columns(at) if isinstance(self.Y, OneHot) else self.Y[:, at]
-        at_zero, size = _at_zero(self.A.loss, self.A.H.backend.xp, Y)
-        return replace(self, Y=Y, at_zero=at_zero, size=size)
+        return Objective.of(self.settings, self.A, Y, self.X_norm)
 
     @property
     def trivial(self) -> bool:
@@ -189,18 +194,6 @@ class Objective:
         if objective < math.log(2):  # every training row has more than half of the softmax
             return "the training classes are separable, so there is no minimiser; a ridge gives one"
         return "cross entropy without a ridge is not strongly convex"
-
-
-def _at_zero(loss: Loss, xp: Any, Y: Any) -> tuple[float, float]:
-    """(the loss of W = 0, ||Y||^2), over runs of rows: not all of Y need be there at once."""
-    if loss.intercept:
-        return loss.value(xp, xp.zeros_like(Y[:]), Y[:]), norm(Y[:]) ** 2
-    total = squares = 0.0
-    for i in range(0, Y.shape[0], _ROWS):
-        part = Y[i : i + _ROWS]
-        total += loss.of_rows(slice(i, i + _ROWS)).value(xp, xp.zeros_like(part), part)
-        squares += norm(part) ** 2
-    return total, squares
 
 
 @dataclass(frozen=True)
@@ -319,7 +312,7 @@ class Journal:
         assert self.best is not None
         best, behind = self.best, len(self.steps) - self.best.steps
         if not best.status.startswith("certified") and not self._beats_zero(best):
-            return self._settle_for_zero()
+            return self.settle_for_zero(worse=True)
         self.intercept = best.intercept
         if behind == 0:
             return best.W
@@ -343,37 +336,24 @@ class Journal:
             return best.most <= at_zero
         return self.objective.measure(best.W, best.intercept) <= at_zero
 
-    def _settle_for_zero(self) -> Array:
-        """W = 0 with the best intercept, where every step was worse."""
-        why = f"the best of {len(self.steps)} steps was worse than W = 0"
-        self.changes.append(Decision("weights", "0", why))
-        del self.steps[self.first :]
-        status = "stagnated" if self.status.startswith("c") else self.status
-        loss, W, b = self.objective.zero()
-        error = 8 * self.objective.Y.shape[0] * unit_roundoff() * loss
-        return self._end_at_zero(W, b, status, (loss, error, math.inf), loss + error, why)
-
-    def stay_at_zero(self) -> Array:
-        """W = 0, where the loss is 0 and so is the ridge term; without a step."""
-        loss, W, b = self.objective.zero()
-        # What is not exactly 0 is rounding, of constants or of a loss that is 0 at infinity only.
-        gap, why = 2 * loss, "the loss of W = 0 is 0: there is nothing to learn"
-        status = "certified" if gap == 0 else "converged"
-        return self._end_at_zero(W, b, status, (loss, gap, 0.0), gap, why)
-
-    def _end_at_zero(
-        self,
-        W: Array,
-        intercept: Array | None,
-        status: str,
-        known: tuple[float, float, float],
-        gap: float,
-        why: str,
-    ) -> Array:
-        d, value = W.shape[0], 0.0 if gap == 0 and status == "certified" else math.inf
-        self.certificate = Certificate(value, "nonnegative", 0.0, gap, why, d, d)
-        self.status, self.intercept, self.best = status, intercept, None
-        self.tell(*known, self.certificate)
+    def settle_for_zero(self, worse: bool = False) -> Array:
+        """W = 0 with the best intercept: there is nothing to learn, or every step was `worse`."""
+        loss, W, self.intercept = self.objective.zero()
+        d, value, size = W.shape[0], math.inf, math.inf
+        if worse:
+            why = f"the best of {len(self.steps)} steps was worse than W = 0"
+            self.changes.append(Decision("weights", "0", why))
+            self.status = "stagnated" if self.status.startswith("c") else self.status
+            error = 8 * self.objective.Y.shape[0] * unit_roundoff() * loss
+            gap = loss + error
+            del self.steps[self.first :]
+        else:
+            why, size = "the loss of W = 0 is 0: there is nothing to learn", 0.0
+            # What is not exactly 0 is rounding, of constants or of a loss that is 0 at infinity.
+            gap = error = 2 * loss
+            value, self.status = (0.0, "certified") if gap == 0 else (math.inf, "converged")
+        self.certificate, self.best = Certificate(value, "nonnegative", 0.0, gap, why, d, d), None
+        self.tell(loss, error, size, self.certificate)
         return W
 
 
@@ -483,7 +463,9 @@ class Loop:
 
     def _rescale(self, point: Point) -> Point:
         """The same point in the coordinates of a P with the present curvature."""
-        self.made = self.made.rescale(self._curvature(point), self.settings)
+        recipe = replace(self.made.recipe, curvature=self._curvature(point))
+        P = self.made.P.rescale(recipe.curvature, self.settings.ridge, recipe.symmetric)
+        self.made = replace(self.made, P=P, recipe=recipe)
         factor = self.problem.factor = self.made.P.factor
         return replace(point, w=factor.from_weights(point.W), g=factor.to_gradient(point.gradient))
 
@@ -725,20 +707,26 @@ def train_on_rows(journal: Journal, plan: Plan, made: Preconditioned, task: Task
         u = problem.minimised(s.tol, u, _CHEAP_STEPS * s.max_iter, journal.hear)
         again: Chosen | None
         if look:
-            u = _look(journal, plan, made, problem, u, _FEW)
+            w = made.P.factor.from_weights(problem.basis.weights(u))
+            W = train_outputs(journal, made, w, plan.outputs, most=_FEW)
+            u = problem.basis.coordinates(W)
             if journal.status != "max_iter" or len(journal.steps) > s.max_iter:
                 break
             again = measured(made.recipe, s)
         else:
             proof, tries = _prove(journal, problem, u), tries - 1
             again = _ask_again(journal, proof, made) if tries else None
+            # Rows from which nothing follows for MSE, so alike they are, do not make it unprovable.
+            weak = o.A.loss.quadratic and journal.certificate.kind in ("none", "nonnegative")
+            unproven = journal.status == "stagnated" or (weak and not made.P.fragile)
+            if again is None and unproven and plan.may_look and len(journal.steps) <= s.max_iter:
+                why = "Q alone could not prove the fit"
+                run.changes.append(Decision("proof", "true gradients", why))
+                spectrum = _bound_hessian("spectral-deterministic", made.P, o.A, s)
+                made = replace(made, spectrum=spectrum)
+                w = made.P.factor.from_weights(problem.basis.weights(u))
+                u = problem.basis.coordinates(train_outputs(journal, made, w, plan.outputs))
             if again is None:
-                if _is_unproven(journal, made) and plan.may_look:
-                    spectrum = _bound_hessian("spectral-deterministic", made.P, o.A, s)
-                    made = replace(made, spectrum=spectrum)
-                    why = "Q alone could not prove the fit"
-                    run.changes.append(Decision("proof", "true gradients", why))
-                    u = _look(journal, plan, made, problem, u, None)
                 break
         look, recipe = False, run.change(again)
         P = tighten(made.P, recipe, o.A, o.Y, s.ridge, run.cache)
@@ -758,27 +746,6 @@ def train_on_rows(journal: Journal, plan: Plan, made: Preconditioned, task: Task
             return replace(found, W=W, spectrum=made.spectrum)
     u = u if journal.best.steps == last else problem.basis.coordinates(W)
     return replace(_evaluate(made, problem, u, s.loo), W=W, outputs=made.outputs(W))
-
-
-def _look(
-    journal: Journal,
-    plan: Plan,
-    made: Preconditioned,
-    problem: StoredProblem,
-    u: Array,
-    most: int | None,
-) -> Array:
-    """u after a few steps (or as many as are left) with true gradients, by solves."""
-    w = made.P.factor.from_weights(problem.basis.weights(u))
-    return problem.basis.coordinates(train_outputs(journal, made, w, plan.outputs, most=most))
-
-
-def _is_unproven(journal: Journal, made: Preconditioned) -> bool:
-    """Whether stored rows prove too little, and there are steps left for the true model."""
-    o, kind = journal.objective, journal.certificate.kind
-    # Rows from which nothing follows for MSE, so alike they are, do not make it unprovable.
-    weak = o.A.loss.quadratic and kind in ("none", "nonnegative") and not made.P.fragile
-    return (journal.status == "stagnated" or weak) and len(journal.steps) <= o.settings.max_iter
 
 
 def _prove(journal: Journal, problem: StoredProblem, u: Array) -> Proof:
@@ -831,5 +798,5 @@ def stay_at_zero(journal: Journal, plan: Plan, made: Preconditioned, task: Task)
     found = Fitted(journal.objective.zero()[1], made.spectrum)
     if task.settings.loo:
         found = train_on_rows(journal, replace(plan, outputs=0), made, replace(task, W_start=None))
-    W = journal.stay_at_zero()
+    W = journal.settle_for_zero()
     return replace(found, W=W, outputs=made.outputs(W))

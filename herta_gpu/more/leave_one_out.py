@@ -182,20 +182,15 @@ def _from_P(problem: StoredProblem, u: Array) -> tuple[Array, Array]:
     return missed, free
 
 
-def _seen_rows(problem: StoredProblem) -> tuple[Array, Array, Array, Array | None]:
-    """(U, s, V^T, roots of the weights): an SVD of the rows as the loss sees them."""
-    xp, weights = problem.backend.xp, problem.loss.weights
-    root = None if weights is None else xp.sqrt(weights)
-    rows = problem.Q if root is None else root[:, None] * problem.Q
-    U, s, Vt = xp.linalg.svd(rows.astype("float64", copy=False), full_matrices=False)
-    r = int((s > ROW_CUT * s[0]).sum())  # synchronize!
-    return U[:, :r], s[:r], Vt[:r], root
-
-
 def _of_smallest_weights(problem: StoredProblem) -> tuple[Array, Array]:
-    """The same without a ridge, for fewer rows than features."""
+    """The same without a ridge, for fewer rows than features: from an SVD of the rows that the loss
+    sees."""
     backend, xp, loss = problem.backend, problem.backend.xp, problem.loss
-    count, (U, s, _, root) = problem.Q.shape[0], _seen_rows(problem)
+    root = None if loss.weights is None else xp.sqrt(loss.weights)
+    rows = problem.Q if root is None else root[:, None] * problem.Q
+    U, s, _ = xp.linalg.svd(rows.astype("float64", copy=False), full_matrices=False)
+    r = int((s > ROW_CUT * s[0]).sum())  # synchronize!
+    U, s, count = U[:, :r], s[:r], problem.Q.shape[0]
     Y, spanned = problem.Y[:] if root is None else root[:, None] * problem.Y[:], U
     if loss.intercept:
         ones = (xp.ones(count) if root is None else root)[:, None]
