@@ -101,7 +101,8 @@ def _cost(made: Plan) -> str:
 
 def _on_card(model: HERTA, sizes: DataSizes, made: Plan, budget: int, card: Card) -> _Verdict:
     """The plan for a GPU that need not be here."""
-    outlined, _ = model._outlined(*_numbers(sizes), sizes.X_nonzeros, card.memory)
+    how: dict[str, Any] = {"X_nonzeros": sizes.X_nonzeros, "device_memory": card.memory}
+    outlined, _ = model._outlined(**_numbers(sizes), **how)
     work = moved(made, outlined, card, X_itemsize=4) if made.stored else []
     where = "the host or disk" if outlined.X_bytes < 4 * sizes.n * sizes.d else "the card"
     text = (
@@ -142,8 +143,9 @@ def ranks_sizes(sizes: DataSizes, dtype: str, ranks: int, X_bytes: int = 0) -> S
     return Sizes(sizes.n, sizes.m, sizes.d, sizes.c, sizes.n_train, word, X_bytes, ranks=ranks)
 
 
-def _numbers(sizes: DataSizes) -> tuple[int, int, int, int, int]:
-    return sizes.n, sizes.m, sizes.d, max(sizes.c, 1), sizes.n_train
+def _numbers(sizes: DataSizes) -> dict[str, Any]:
+    numbers = {name: getattr(sizes, name) for name in ("n", "m", "d", "n_train")}
+    return {**numbers, "c": max(sizes.c, 1)}
 
 
 def _expected_peak(made: Plan, sizes: DataSizes, x_bytes: int, dtype: str) -> int:
@@ -170,11 +172,12 @@ def cheapest(
     model: HERTA, sizes: DataSizes, budget: int, card: Card | None = None
 ) -> tuple[Plan, bool]:
     """The plan within the budget, and True; if there is none, what needs least beyond it."""
-    there = None if card is None else card.memory
-    numbers = (*_numbers(sizes), sizes.X_nonzeros, there, sizes.mapped)
+    numbers = {**_numbers(sizes), "X_nonzeros": sizes.X_nonzeros, "mapped_graph": sizes.mapped}
+    if card is not None:
+        numbers["device_memory"] = card.memory
     allowed = budget
     while True:
         try:
-            return model.set_params(memory_budget=allowed).plan(*numbers), allowed == budget
+            return model.set_params(memory_budget=allowed).plan(**numbers), allowed == budget
         except MemoryError:
             allowed = int(1.1 * allowed) + 1

@@ -24,7 +24,7 @@ from herta_gpu.graph import Graph, check_whole
 from herta_gpu.laplacian import RegularizedLaplacian
 from herta_gpu.more.sweep import Series, inverse_rows
 from herta_gpu.planning.settings import LABEL_FOLDS, LABEL_LAMS, LABEL_WIDTH
-from herta_gpu.plumbing.checks import check_count, check_dtype, check_lam, check_positive
+from herta_gpu.plumbing.checks import check_count, check_dtype, check_lam
 from herta_gpu.plumbing.targets import make_targets
 
 
@@ -44,7 +44,6 @@ def label_features(
     train: Any = None,
     lams: Sequence[float] = LABEL_LAMS,
     folds: int = LABEL_FOLDS,
-    tol: float = 1e-6,
     random_state: int = 0,
     device: str = "auto",
     dtype: str = "float32",
@@ -60,9 +59,6 @@ def label_features(
         One block of c columns for each.
     folds : int
         At least 2, at most one for each training node.
-    tol : float
-        Bound of the error of a column, relative to that of its labels, in the 2-norm; rounding
-        comes on top of it in `error`.
     random_state : int
         Of the folds.
     device, dtype : str
@@ -79,14 +75,18 @@ def label_features(
     ((1797, 20), np.int64(-1), True)
     """
     check_whole(graph, "label_features (but not that of HERTA)")
-    _check(lams, folds, tol)
+    check_count("folds", folds, least=2)
+    if len(lams) == 0:
+        raise ValueError("lams is empty: give at least one lam for the label features.")
+    for lam in lams:
+        check_lam(lam)
     targets = make_targets(y, train, graph.num_nodes, "mse")
     rows, Y = targets.rows, np.asarray(targets.Y)
     H = RegularizedLaplacian(graph, 1.0, get_backend(device), check_dtype(dtype))
-    columns, fold_of = cross_fitted(H, rows, Y, lams, folds, tol, random_state)
+    columns, fold_of = cross_fitted(H, rows, Y, lams, folds, seed=random_state)
     everyone = np.full(graph.num_nodes, -1)
     everyone[rows] = fold_of
-    return LabelFeatures(columns, everyone, column_error(H, Y, lams, tol), targets.classes)
+    return LabelFeatures(columns, everyone, column_error(H, Y, lams), targets.classes)
 
 
 def cross_fitted(
@@ -105,8 +105,9 @@ def cross_fitted(
     graph, backend, (count, c) = H.graph, H.backend, Y.shape
     if folds > count:
         raise ValueError(f"There are {count} training nodes but {folds} folds: use fewer folds.")
-    n, fold_of = graph.num_nodes, backend.own(_folds(count, folds, seed))
-    Y = backend.own(Y)
+    # Sizes of folds differ by one at most; labels play no part.
+    drawn = np.random.default_rng([seed, 5]).permutation(np.arange(count) % folds)
+    n, fold_of, Y = graph.num_nodes, backend.own(drawn), backend.own(Y)
     inverse: Any = np.arange(n) if graph.order is None else graph.inverse_order()
     out = np.zeros((n, len(lams), c), dtype=H.dtype)
     outside = np.ones(n, dtype=bool)
@@ -123,20 +124,6 @@ def cross_fitted(
                 out[outside, i, J] += F[inverse[outside]] / folds
             del found, F  # as large as all that the next block needs
     return out.reshape(n, len(lams) * c), fold_of
-
-
-def _check(lams: Sequence[float], folds: int, tol: float) -> None:
-    check_count("folds", folds, least=2)
-    check_positive("tol", tol)
-    if len(lams) == 0:
-        raise ValueError("lams is empty: give at least one lam for the label features.")
-    for lam in lams:
-        check_lam(lam)
-
-
-def _folds(count: int, folds: int, seed: int) -> Any:
-    """(count,) the fold of each training node: sizes differ by one at most, labels play no part."""
-    return np.random.default_rng([seed, 5]).permutation(np.arange(count) % folds)
 
 
 def column_error(

@@ -256,8 +256,9 @@ def direct_costs(sizes: Sizes, settings: Settings) -> tuple[float, float]:
     if sizes.n_train < sizes.d:
         work = sizes.n_train * (2 * sizes.m + 4 * sizes.n) * _CG_STEP
         training += 2 * sizes.n * sizes.n_train * sizes.d * _GEMM_FLOP
-        alone, looked = (sizes.degree(row_tolerance(settings, look)) * work + training
-                         for look in (False, True))  # fmt: skip
+        looked, alone = (
+            sizes.degree(row_tolerance(settings, look)) * work + training for look in (True, False)
+        )
         return (alone if settings.ridge > 0 else math.inf), looked + _evaluation(sizes)
     whiten = worth_whitening(sizes, settings)
     tight = sizes.degree(Q_goal(sizes, settings, whiten)) + 2

@@ -64,11 +64,11 @@ def moved(plan: Plan, sizes: Sizes, card: Card, X_itemsize: int) -> list[Moved]:
     X_moved = readings * sizes.n * sizes.d * X_itemsize
     on_card = card.X_bytes(sizes.n, sizes.d, sum(plan.memory.values())) == 4 * sizes.n * sizes.d
     rate = card.bandwidth if on_card else card.link
+    spent = steps * each / (card.reached * card.bandwidth)
     return [
-        Moved("products with H", f"{steps:,} of {k} columns", steps * each,
-              steps * each / (card.reached * card.bandwidth)),
+        Moved("products with H", f"{steps:,} of {k} columns", steps * each, spent),
         Moved("passes over X", f"{readings}", X_moved, X_moved / rate),
-    ]  # fmt: skip
+    ]
 
 
 def step_bytes(sizes: Sizes, k: int) -> int:

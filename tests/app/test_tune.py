@@ -12,9 +12,7 @@ from herta_gpu import HERTA, CorrectAndSmooth
 from herta_gpu.app.cli import main
 from herta_gpu.app.search import Directions, rows_for_each
 from herta_gpu.app.tune import Grid, tune
-from herta_gpu.backends import get_backend
 from herta_gpu.datasets import Dataset, load
-from herta_gpu.more.sweep import Series
 from tests.conftest import dense_H, problem, random_graph
 
 SHARED = os.environ.get("HERTA_DATA", "")
@@ -77,18 +75,6 @@ def test_rows_are_those_of_the_inverse(count, sparse):
         for lam, Q in zip((0.5, 7.0), made):
             truth = np.linalg.solve(dense_H(data.graph, lam), X)
             assert np.abs(Q - truth[rows]).max() < 1e-5 * np.abs(truth).max()
-
-
-def test_one_sequence_of_products_serves_all_lam(monkeypatch):
-    backend, steps = get_backend("cpu"), []
-    real = type(backend).chebyshev_step
-    monkeypatch.setattr(
-        type(backend), "chebyshev_step", lambda *a, **k: steps.append(1) or real(*a, **k)
-    )
-    data = load("digits")
-    tune(data, Grid([1.0, 5.0, 20.0], [1e-2, 1.0], ["mse", "ce"]))
-    longest = Series.of(20.0, data.graph.lambda_max_bound, 1e-5).degree
-    assert len(steps) == longest * -(-data.X.shape[1] // 64)
 
 
 # ---- leave-one-out --------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from herta_gpu.more.label_features import label_features
 from herta_gpu.more.labels import carried
 from herta_gpu.plumbing.files import DataError
 from tests.conftest import dense_H, problem, random_graph, shared
+from tests.more import awkward_graph
 
 
 def one_hot(y, rows, n):
@@ -159,17 +160,10 @@ def test_the_stand_in_of_a_gpu_gives_the_same(ledger):
 
 @pytest.mark.parametrize("first", range(0, 120, 40))
 def test_awkward_graphs_and_labels_are_within_the_bound(first):
-    """Isolated nodes, weights over twelve orders, one label or all; text; against LAPACK."""
+    """One label or all, as numbers or text; against LAPACK."""
     for seed in range(first, first + 40):
-        rng = np.random.default_rng(seed)
-        n, c = int(rng.integers(1, 30)), int(rng.integers(1, 5))
-        edges = rng.integers(0, n, (2, int(rng.integers(0, 3 * n))))
-        edges = np.unique(np.sort(edges, axis=0), axis=1)
-        weights = 10.0 ** rng.uniform(-6, 6, edges.shape[1]) if rng.integers(0, 2) else None
-        graph = Graph.from_edges(edges, n, edge_weight=weights)
-        graph = graph.reordered("rcm") if rng.integers(0, 2) else graph
-        codes, lam = rng.integers(0, c, n), float(10.0 ** rng.uniform(-2, 4))
-        rows = np.sort(rng.permutation(n)[: int(rng.choice([1, n, max(1, n // 2)]))])
+        rng, graph, _, codes, rows = awkward_graph(seed)
+        n, lam = graph.num_nodes, float(10.0 ** rng.uniform(-2, 4))
         seen = np.unique(codes[rows])
         y = np.array([f"class {k}" for k in codes]) if rng.integers(0, 2) else codes
         tol, dtype = 10.0 ** rng.integers(-9, -1), str(rng.choice(["float32", "float64"]))

@@ -10,6 +10,7 @@ from herta_gpu.backends import get_backend
 from herta_gpu.laplacian import RegularizedLaplacian
 from herta_gpu.more.smoothing import dirichlet
 from tests.conftest import dense_H, problem
+from tests.more import awkward_graph
 
 
 def dense(graph, B, y, rows, lam1, lam2, correct="autoscale", scale=1.0):
@@ -66,7 +67,7 @@ def test_a_node_whose_correction_is_tiny_is_left_as_it_is():
     assert np.abs(model.Z_ - expected).max() < 1e-5
 
 
-def test_a_node_on_the_edge_of_being_enlarged_is_within_the_bound_either_way():
+def test_a_node_on_the_edge_of_being_enlarged_is_within_the_bound_either_way(monkeypatch):
     g = Graph.from_edges([[0, 1], [1, 2]])
     H = dense_H(g, 1.0)
     B, y = np.array([[0.5, 0.5], [0.2, 0.8], [0.3, 0.7]]), np.array([0, 0, 0])
@@ -75,14 +76,8 @@ def test_a_node_on_the_edge_of_being_enlarged_is_within_the_bound_either_way():
     size = np.abs(np.linalg.solve(H, E))[2].sum()
     coarse = CorrectAndSmooth(1.0, 1.0, tol=1.0).fit(g, B, y, [0])
     assert coarse.on_the_edge_ == 0  # the ratio is about 10 here, not 1000
-    import herta_gpu.more.smoothing as module
-
-    before = module._MOST
-    module._MOST = 1.0 / size  # sigma is 1: exactly on the edge
-    try:
-        found = CorrectAndSmooth(1.0, 1.0).fit(g, B, y, [0])
-    finally:
-        module._MOST = before
+    monkeypatch.setattr("herta_gpu.more.smoothing._MOST", 1.0 / size)  # sigma is 1: on the edge
+    found = CorrectAndSmooth(1.0, 1.0).fit(g, B, y, [0])
     assert found.on_the_edge_ == 1
     for enlarged in (True, False):
         E_hat = np.linalg.solve(H, E)
@@ -185,17 +180,11 @@ def test_it_is_saved_and_read_again(tmp_path):
 def awkward(seed):
     """(graph, scores, labels, training nodes, validation nodes, parameters), all at random.
 
-    Isolated nodes, weights over twelve orders, a base that is right (no error is left to correct),
-    scores of any size, one training node or all of them, an empty validation set.
+    A base that is right (no error is left to correct), scores of any size, an empty validation set.
     """
-    rng = np.random.default_rng(seed)
-    n, c = int(rng.integers(1, 30)), int(rng.integers(1, 5))
-    edges = np.unique(np.sort(rng.integers(0, n, (2, int(rng.integers(0, 3 * n)))), axis=0), axis=1)
-    weights = 10.0 ** rng.uniform(-6, 6, edges.shape[1]) if rng.integers(0, 2) else None
-    graph = Graph.from_edges(edges, n, edge_weight=weights)
-    graph = graph.reordered("rcm") if rng.integers(0, 2) else graph
-    y, B = rng.integers(0, c, n), rng.random((n, c)) * 10.0 ** rng.integers(-6, 7)
-    rows = np.sort(rng.permutation(n)[: int(rng.choice([1, n, max(1, n // 2)]))])
+    rng, graph, c, y, rows = awkward_graph(seed)
+    n = graph.num_nodes
+    B = rng.random((n, c)) * 10.0 ** rng.integers(-6, 7)
     if rng.integers(0, 4) == 0:
         B[rows] = np.eye(c)[y[rows]]
     valid = [None, [], rng.permutation(n)[:3]][rng.integers(0, 3)]

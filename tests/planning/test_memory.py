@@ -58,16 +58,18 @@ CASES = {
 }
 
 
-@pytest.mark.skipif(
+needs_proc = pytest.mark.skipif(
     not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc to measure memory"
 )
+
+
+@needs_proc
 @pytest.mark.parametrize("case", CASES)
 def test_a_fit_stays_within_its_budget(case: str, tmp_path: Path) -> None:
     budget, options, mapped = CASES[case]
     arguments = [200_000, 800_000, 64, 8, budget, {"lam": 1.0, **options}, mapped, 2, {}]
     found = measured(arguments, tmp_path)
-    assert found["used"] <= budget, found
-    assert found["used"] > 0.2 * budget, found  # it did measure the fit
+    assert 0.2 * budget < found["used"] <= budget, found  # it did measure the fit
     if "max_iter" not in options:
         assert found["status"] == "certified"
     if case == "blocks of outputs":
@@ -82,9 +84,7 @@ NEWER = {
 }
 
 
-@pytest.mark.skipif(
-    not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc to measure memory"
-)
+@needs_proc
 @pytest.mark.parametrize("case", NEWER)
 def test_what_newer_options_allocate_is_planned(case: str, tmp_path: Path) -> None:
     """The plan is an upper bound of the measured peak, and not a wild one."""
@@ -140,9 +140,7 @@ print(json.dumps({
 """
 
 
-@pytest.mark.skipif(
-    not Path("/proc/self/status").exists(), reason="needs Linux's /proc to measure memory"
-)
+@needs_proc
 def test_a_hundredth_of_papers100M_in_800_MB(tmp_path: Path) -> None:
     """No array of n x d or n x c fits: 568 and 764 MB of float32, with a graph of 290 MB."""
     budget = 800 * MB
@@ -151,8 +149,7 @@ def test_a_hundredth_of_papers100M_in_800_MB(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["n"] > 10**6
-    assert found["used"] <= budget, found
-    assert found["used"] > 0.2 * budget, found  # it did measure the fit
+    assert 0.2 * budget < found["used"] <= budget, found  # it did measure the fit
     assert found["used"] < found["features"] + found["outputs"]
     assert found["strategy"] == "direct"
     assert found["status"] == "certified"

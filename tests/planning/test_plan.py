@@ -76,9 +76,7 @@ def test_blocks_of_Q_are_wider_than_those_of_CG_where_memory_is_short():
     assert [i for J in blocks for i in range(d)[J]] == list(range(d))
     sizes = [J.stop - J.start for J in blocks]
     assert max(sizes) <= plan.recipe.width
-    assert max(sizes) - min(sizes) <= 4 * len(
-        sizes
-    )  # multiples of four, the last one takes the rest
+    assert max(sizes) - min(sizes) <= 4 * len(sizes)  # multiples of four, then the rest
 
 
 def test_a_small_memory_budget_narrows_blocks_and_then_sketches():
