@@ -271,7 +271,11 @@ class _Inverse:
             H, B = self._H(backend, _SOLVED[F.dtype], lam), self._stored(F, backend)
             unit = 0.5 * float(np.finfo(H.dtype).eps)
             goal = max(self.tol - 2 * unit, 0.5 * self.tol)  # a float64 result is rounded at last
-            Z, error = (_by_chebyshev if self.method == "chebyshev" else _by_cg)(H, B, goal)
+            if self.method == "cg":
+                Z, error = _by_cg(H, B, goal)
+            else:
+                p = polynomial(H, B.shape[1], goal)
+                Z, error = chebyshev(H, backend.asarray(B, p.dtype), p.degree), p.error
             return self._tensor(Z, F, backend), error
 
     def laplacian_times(self, Z: Tensor) -> Tensor:
@@ -333,33 +337,25 @@ def _within(H: RegularizedLaplacian, columns: int, tol: float, dtype: str) -> Po
     return Polynomial(dtype, degree, chebyshev_error(H, degree) + rounding)
 
 
-def _by_chebyshev(H: RegularizedLaplacian, B: Array, tol: float) -> tuple[Array, float]:
-    p = polynomial(H, B.shape[1], tol)
-    return chebyshev(H, H.backend.asarray(B, p.dtype), p.degree), p.error
-
-
 def _by_cg(H: RegularizedLaplacian, B: Array, tol: float) -> tuple[Array, float]:
     """CG stops by the H-norm; what a column lacks in the 2-norm is made up for from there on."""
     Z: Any = None
-    goal = tol
+    backend, goal = H.backend, tol
     for _ in range(_CG_TRIES):
         Z, info = block_cg(H, B, goal, Z)
-        errors = _measured(H, B, Z, info.residuals)
+        # ||z - H^-1 b|| <= ||r||, relative to ||H^-1 b|| >= ||z|| - ||r||.
+        b, z = (
+            np.sqrt(backend.to_numpy(backend.column_dots(M, M))) for M in (B, Z)
+        )  # synchronize!
+        r, unit = info.residuals + H.rounding(B.shape[1]) * z, np.where(b == 0, 1.0, b)
+        errors = np.where(b == 0, 0.0, r / np.maximum(z - r, unit / H.lambda_max))
         worst = float(errors.max(initial=0.0))
         if worst <= tol or info.status != "converged":
             break
         goal *= 0.5 * tol / worst
     if not np.isfinite(worst):  # F had such numbers, and whoever scales gradients looks for them
-        Z[:, H.backend.asarray(~np.isfinite(errors))] = np.nan
+        Z[:, backend.asarray(~np.isfinite(errors))] = np.nan
     return Z, worst
-
-
-def _measured(H: RegularizedLaplacian, B: Array, Z: Array, residuals: Any) -> Any:
-    """(k,) bounds of ||z - H^-1 b|| <= ||r||, relative to ||H^-1 b|| >= ||z|| - ||r||."""
-    backend = H.backend
-    b, z = (np.sqrt(backend.to_numpy(backend.column_dots(M, M))) for M in (B, Z))  # synchronize!
-    r = residuals + H.rounding(B.shape[1]) * z
-    return np.where(b == 0, 0.0, r / np.maximum(z - r, np.where(b == 0, 1.0, b) / H.lambda_max))
 
 
 # ---- tensors and numbers ---------------------------------------------------------------------
