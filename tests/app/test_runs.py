@@ -244,29 +244,6 @@ def test_resume_reads_blocks_of_Q_instead_of_solving(tmp_path, monkeypatch):
     assert not list(tmp_path.glob("*-columns-*.npz"))  # Q is complete
 
 
-def test_resume_with_less_memory_than_before(tmp_path, monkeypatch):
-    """With less memory the blocks of Q are others, and the kept rows may be others as well."""
-    data = load("synthetic:n=600,m=3000,d=100,c=3")
-    arguments = (data.graph, data.X, data.y, data.split["train"])
-    W = HERTA(lam=5.0, strategy="herta").fit(*arguments).W_
-    plans = []
-    for budget in ("1GB", "1.2MB", "0.8MB"):
-        model = HERTA(lam=5.0, strategy="herta", memory_budget=budget)
-        with monkeypatch.context() as patched:
-            patched.setattr("herta_gpu.training.Loop.run", _crash)  # Q is complete and stored
-            with pytest.raises(KeyboardInterrupt):
-                model.fit(*arguments, checkpoint=Checkpoint(tmp_path, worth=0.0))
-        plans.append(model.plan_.recipe)
-        again = model.fit(*arguments, checkpoint=Checkpoint(tmp_path, worth=0.0))
-        assert again.status_ == "certified"
-        assert np.abs(again.W_ - W).max() <= 1e-2 * np.abs(W).max()
-    assert len({(r.width, r.all_rows, r.sketch_rows) for r in plans}) > 1
-
-
-def _crash(*_, **__):
-    raise KeyboardInterrupt
-
-
 def test_a_damaged_checkpoint_is_made_again(tmp_path):
     data = load("digits")
     arguments = (data.graph, data.X, data.y, data.split["train"])
