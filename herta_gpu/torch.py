@@ -421,7 +421,6 @@ def _check(F: Any, n: int) -> None:
 
 
 def _number(lam: Any) -> float:
-    """lam as a number that H can be made of."""
     if isinstance(lam, Tensor):
         if lam.numel() != 1:
             raise ValueError(

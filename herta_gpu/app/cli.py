@@ -89,7 +89,6 @@ def _run(argv: Sequence[str] | None) -> int:
 
 
 def _carry_out(args: Namespace) -> int:
-    """Run the command, print its result and return the exit code."""
     from herta_gpu.app.arguments import check_names
     from herta_gpu.app.crew import crew
     from herta_gpu.plumbing.files import DataError

@@ -30,6 +30,5 @@ def run(args: argparse.Namespace) -> CommandOutput:
 
 
 def _about(path: Path) -> dict[str, Any]:
-    """What a file holds, by its header."""
     array, size = load_npy(path, "a whole array"), path.stat().st_size
     return {"file": path.name, "dtype": array.dtype.name, "shape": array.shape, "bytes": size}

@@ -79,7 +79,6 @@ def run(args: argparse.Namespace) -> CommandOutput:
 def _in_memory(
     args: argparse.Namespace, sizes: DataSizes, made: Plan, budget: int, free: int
 ) -> _Verdict:
-    """The plan for the memory that is free here."""
     x_bytes = 12 * sizes.X_nonzeros if sizes.X_nonzeros else 4 * sizes.n * sizes.d
     # A dense X that is large beside the memory stays in its file, and pages come and go.
     held = x_bytes if sizes.X_nonzeros or x_bytes <= budget // 2 else 0
@@ -100,7 +99,6 @@ def _cost(made: Plan) -> str:
 
 
 def _on_card(model: HERTA, sizes: DataSizes, made: Plan, budget: int, card: Card) -> _Verdict:
-    """The plan for a GPU that need not be here."""
     how: dict[str, Any] = {"X_nonzeros": sizes.X_nonzeros, "device_memory": card.memory}
     outlined, _ = model._outlined(**_numbers(sizes), **how)
     work = moved(made, outlined, card, X_itemsize=4) if made.stored else []

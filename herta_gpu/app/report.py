@@ -217,7 +217,6 @@ def _image(title: str, about: str, png: bytes | None) -> str:
 
 
 def _timeline(stages: dict[str, float]) -> str:
-    """A bar of all stages, each as wide as its share of the time."""
     total = sum(stages.values()) or 1.0
     stages = {name: s for name, s in stages.items() if s >= 0.002 * total}
     colours = dict(zip(stages, cycle(COLOURS)))

@@ -174,7 +174,6 @@ def timed(backend: Any, action: Callable[[], Any], size: Size) -> float:
 
 
 def _kernels(backend: Any, graph: Graph, size: Size) -> list[dict[str, Any]]:
-    """Seconds of each kernel for each number of columns."""
     L, found = backend.laplacian(graph, "float32"), []
     # L as a matrix of the library that the device comes with.
     there = backend.name == "cuda"

@@ -206,7 +206,6 @@ def losses_for(y: Any, by: str = "valid") -> tuple[str, ...]:
 
 
 def _rank(c: Candidate, by: str) -> tuple[Any, ...]:
-    """Sorts the best first."""
     score = c.loo if by == "loo" else c.valid
     score = -math.inf if score is None or math.isnan(score) else score
     plain = (len(c.lams), c.label_features, c.smooth is not None, c.fit_intercept)

@@ -270,7 +270,6 @@ def direct_costs(sizes: Sizes, settings: Settings) -> tuple[float, float]:
 
 
 def _columns(sizes: Sizes, degree: int) -> float:
-    """Predicted seconds of Q by Chebyshev."""
     work = sizes.d * (2 * sizes.m + 4 * sizes.n) * _CHEBYSHEV_STEP
     return degree * (work + math.ceil(sizes.d / BLOCK_WIDTH) * _CHEBYSHEV_LAUNCH)
 
@@ -283,7 +282,6 @@ def _evaluation(sizes: Sizes) -> float:
 
 
 def _pass(sizes: Sizes) -> float:
-    """Predicted seconds of X W or X^T V."""
     if sizes.nonzeros is not None:
         return sizes.nonzeros * (_SPARSE_PASS + 2 * sizes.c * _GEMM_FLOP)
     return sizes.n * sizes.d * (_DENSE_PASS + 2 * sizes.c * _GEMM_FLOP)

@@ -431,7 +431,6 @@ def _loop_samples(sizes: Sizes, settings: Settings) -> Chosen | None:
 def _certificate(
     sizes: Sizes, settings: Settings, by_rows: bool, n_samples: int | None, stored: bool
 ) -> str:
-    """The kind of certificate to try first."""
     if stored and settings.quadratic and not by_rows:
         return "residual"
     unseen = by_rows or (sizes.n_train < sizes.d and settings.ridge == 0)
