@@ -160,11 +160,11 @@ class UnfoldedLayer(nn.Module):
         """H^-1 F in the precision of F."""
         _check(F, self.graph.num_nodes)
         _number(self.lam)
-        wide = F if F.dtype in _SOLVED else _Converted.apply(F, torch.float32, self._errors, "")
-        Z: Tensor = _Diffused.apply(wide, self.lam, self._inverse, self._errors, "forward")
+        wide = F if F.dtype in _SOLVED else _Convert.apply(F, torch.float32, self._errors, "")
+        Z: Tensor = _Diffuse.apply(wide, self.lam, self._inverse, self._errors, "forward")
         if Z.dtype == F.dtype or torch.is_autocast_enabled(F.device.type):
             return Z
-        narrow: Tensor = _Converted.apply(Z, F.dtype, self._errors, "forward")
+        narrow: Tensor = _Convert.apply(Z, F.dtype, self._errors, "forward")
         return narrow
 
     def extra_repr(self) -> str:
@@ -172,7 +172,7 @@ class UnfoldedLayer(nn.Module):
         return f"{n:,} nodes, lam={lam:g}, tol={self.tol:g}, method={self.method}"
 
 
-class _Diffused(torch.autograd.Function):
+class _Diffuse(torch.autograd.Function):
     """H^-1 F, whose derivatives are products with H^-1 and L again, so that they have their own."""
 
     @staticmethod
@@ -189,14 +189,14 @@ class _Diffused(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dZ: Tensor) -> Any:
         lam, Z = ctx.saved_tensors or (ctx.lam, None)
-        V = _Diffused.apply(dZ, lam, ctx.inverse, ctx.errors, "backward")
+        V = _Diffuse.apply(dZ, lam, ctx.inverse, ctx.errors, "backward")
         if Z is None:
             return V, None, None, None, None
         dlam = -(V * _LaplacianTimes.apply(Z, ctx.inverse)).sum()
         return V, dlam.to(lam).reshape(lam.shape), None, None, None
 
 
-class _Converted(torch.autograd.Function):
+class _Convert(torch.autograd.Function):
     """Z in another precision; what that changes is added to the error of the pass `which`.
 
     The gradient goes back to the precision of Z: in the backward pass of a conversion to float32
@@ -207,8 +207,8 @@ class _Converted(torch.autograd.Function):
     def forward(Z: Tensor, dtype: torch.dtype, errors: dict[str, Any], which: str) -> Any:
         if dtype in _SOLVED:
             return Z.to(dtype)
-        found, moved = _rounded(Z, dtype)
-        errors[which] = _together(errors[which], moved)
+        found, moved = _round(Z, dtype)
+        errors[which] = _add_error(errors[which], moved)
         return found
 
     @staticmethod
@@ -218,7 +218,7 @@ class _Converted(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dZ: Tensor) -> Any:
-        return _Converted.apply(dZ, ctx.dtype, ctx.errors, "backward"), None, None, None
+        return _Convert.apply(dZ, ctx.dtype, ctx.errors, "backward"), None, None, None
 
 
 class _LaplacianTimes(torch.autograd.Function):
@@ -262,8 +262,8 @@ class _Inverse:
         Z, error = self.solve(F, lam)
         if power is None and Z.dtype == F.dtype:
             return Z, error
-        Z, moved = _rounded(Z, F.dtype, power)
-        return Z, _together(error, moved)
+        Z, moved = _round(Z, F.dtype, power)
+        return Z, _add_error(error, moved)
 
     def solve(self, F: Tensor, lam: float) -> tuple[Tensor, float]:
         """The same in float32 or float64, whichever was needed, for columns in usual units."""
@@ -361,7 +361,7 @@ def _by_cg(H: RegularizedLaplacian, B: Array, tol: float) -> tuple[Array, float]
 # ---- tensors and numbers ---------------------------------------------------------------------
 
 
-def _rounded(Z: Tensor, dtype: torch.dtype, power: Any = None) -> tuple[Tensor, Tensor]:
+def _round(Z: Tensor, dtype: torch.dtype, power: Any = None) -> tuple[Tensor, Tensor]:
     """(Z 2^power in `dtype`, the largest relative change of a column by that: it is measured).
 
     So what under- or overflows on the way counts as well.
@@ -380,7 +380,7 @@ def _norms(A: Tensor) -> Tensor:
     return torch.sqrt(squares)
 
 
-def _together(error: Any, moved: Any) -> Any:
+def _add_error(error: Any, moved: Any) -> Any:
     """The relative error after a further change, which is relative to what is off already."""
     return error + moved * (1 + error)
 

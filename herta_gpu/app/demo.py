@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from herta_gpu import HERTA
-from herta_gpu.app.text import counted
+from herta_gpu.app.text import count_text
 from herta_gpu.datasets import digits
 
 
@@ -16,7 +16,7 @@ def main() -> None:
     )
     model.fit(data.graph, data.X, data.y, train=data.split["train"])
     print(f"\n{model.plan_}\n")
-    print(f"status       {model.status_} after {counted(len(model.history_) - 1, 'outer step')}")
+    print(f"status       {model.status_} after {count_text(len(model.history_) - 1, 'outer step')}")
     print(f"certificate  {model.certificate_}")
     print(f"objective    {model.history_[-1]['loss']:.6f}")
     for part, nodes in data.split.items():

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from herta_gpu import backends, datasets
-from herta_gpu.app.results import FitResult, evaluated
+from herta_gpu.app.results import FitResult, nodes_of_split
 from herta_gpu.datasets import Dataset
 from herta_gpu.herta import HERTA
 from herta_gpu.more.smoothing import CorrectAndSmooth
@@ -111,7 +111,7 @@ def fit(
 
     A `smoother` corrects and smooths the outputs by the labels of the training nodes.
     """
-    train, nodes = data.split["train"], evaluated(data.split)
+    train, nodes = data.split["train"], nodes_of_split(data.split)
     model.fit(data.graph, data.X, data.y, train, callback, checkpoint, stages, nodes)
     if smoother is not None:
         with stages("correct, smooth"):

@@ -17,7 +17,7 @@ from herta_gpu.backends import get_backend
 from herta_gpu.datasets import DataSizes
 from herta_gpu.herta import HERTA
 from herta_gpu.planning.costs import Sizes
-from herta_gpu.planning.forecast import Card, assumptions, choose_split, moved, splits
+from herta_gpu.planning.forecast import Card, assumptions, choose_split, list_work, splits
 from herta_gpu.planning.memory import column_bytes
 from herta_gpu.planning.plan import Plan
 from herta_gpu.plumbing.checks import check_count, memory_budget, parse_bytes
@@ -101,7 +101,7 @@ def _cost(made: Plan) -> str:
 def _on_card(model: HERTA, sizes: DataSizes, made: Plan, budget: int, card: Card) -> _Verdict:
     how: dict[str, Any] = {"X_nonzeros": sizes.X_nonzeros, "device_memory": card.memory}
     outlined, _ = model._outlined(**_numbers(sizes), **how)
-    work = moved(made, outlined, card, X_itemsize=4) if made.stored else []
+    work = list_work(made, outlined, card, X_itemsize=4) if made.stored else []
     where = "the host or disk" if outlined.X_bytes < 4 * sizes.n * sizes.d else "the card"
     text = (
         f"on a card of {bytes_text(card.memory)}: {bytes_text(sum(made.memory.values()))} of a "

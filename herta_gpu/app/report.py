@@ -13,7 +13,7 @@ from pathlib import Path
 from herta_gpu.app.pictures import COLOURS, draw_convergence, draw_path
 from herta_gpu.app.results import Candidate, FitResult, candidate_rows
 from herta_gpu.app.runs import check_new_file, environment
-from herta_gpu.app.text import NOTHING, Rows, bytes_text, counted
+from herta_gpu.app.text import NOTHING, Rows, bytes_text, count_text
 from herta_gpu.datasets import Dataset
 from herta_gpu.herta import HERTA
 from herta_gpu.plumbing.files import new_file
@@ -204,7 +204,7 @@ def _foot(result: FitResult) -> str:
     return (
         f"Made by herta_gpu {about['herta_gpu']} with Python {about['python']}, NumPy "
         f"{about['numpy']} and SciPy {about['scipy']}; {result.dtype} on {result.device}, "
-        f"{counted(int(about['threads']), 'thread')}{ranks}."
+        f"{count_text(int(about['threads']), 'thread')}{ranks}."
     )
 
 

@@ -16,7 +16,7 @@ from typing import Any, get_origin, get_type_hints
 import numpy as np
 
 from herta_gpu.app.metrics import evaluate, label_scores, metric_of
-from herta_gpu.app.text import Rows, bytes_text, counted, table
+from herta_gpu.app.text import Rows, bytes_text, count_text, table
 from herta_gpu.certificate import Certificate
 from herta_gpu.datasets import Dataset
 from herta_gpu.herta import HERTA
@@ -225,8 +225,8 @@ class FitResult:
     def status_text(self) -> str:
         found = self.certificate
         reduced = f" ({found.kept:,} of {found.features:,} features)" * found.reduced
-        warm = f" and {counted(self.warm_steps, 'cheap one')}" * (self.warm_steps > 0)
-        return f"{self.status}{reduced} after {counted(self.steps, 'outer step')}{warm}"
+        warm = f" and {count_text(self.warm_steps, 'cheap one')}" * (self.warm_steps > 0)
+        return f"{self.status}{reduced} after {count_text(self.steps, 'outer step')}{warm}"
 
     def rows(self) -> list[tuple[str, str]]:
         """What was found and what it took, as (name, value)."""
@@ -240,7 +240,7 @@ class FitResult:
             *((name, _parts_text(parts)) for name, parts in (self.more_scores or {}).items()),
         ]
         if self.correct_and_smooth is not None and self.base_scores is not None:
-            left = counted(self.undecided, "label")
+            left = count_text(self.undecided, "label")
             proven = f"off by at most {self.output_error:.1e}; {left} left open by that"
             rows.append((f"{self.metric} before smoothing", _parts_text(self.base_scores)))
             rows.append(("smoothed outputs", proven))
@@ -306,7 +306,11 @@ def _parts(
     if data.y is None:
         raise ValueError(f"The dataset {data.name} has no labels to score against.")
     split, graph, classes = data.split or {"all": data.labelled()}, data.graph, model.classes_
-    nodes, y, team = evaluated(split), np.asarray(data.y), graph.team if graph.by_nodes else None
+    nodes, y, team = (
+        nodes_of_split(split),
+        np.asarray(data.y),
+        graph.team if graph.by_nodes else None,
+    )
     Z: Any = getattr(model, "outputs_", None) if outputs is None else outputs(nodes)
     known = Z is not None and len(Z) == len(nodes)
     if not (known if team is None else all(team.each(known))):
@@ -329,7 +333,7 @@ def _parts_text(scores: dict[str, float]) -> str:
     return ", ".join(f"{part} {score:.4f}" for part, score in scores.items())
 
 
-def evaluated(split: dict[str, Any]) -> Any:
+def nodes_of_split(split: dict[str, Any]) -> Any:
     """The nodes that a result speaks of, part after part."""
     return np.concatenate([np.asarray(ids) for ids in split.values()])
 

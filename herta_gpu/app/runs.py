@@ -64,7 +64,7 @@ class Run:
         path.mkdir(parents=True, exist_ok=True)
         run = cls(path)
         try:
-            with _locked(path):
+            with _lock(path):
                 run._remove_unfinished()
                 if not (path / "config.json").exists():
                     _move(path / _REPLACED, path)  # a process was killed before its run had begun
@@ -108,7 +108,7 @@ class Run:
     def reopen(cls, folder: str | Path) -> Iterator[Run]:
         """Own the folder of a killed run; its files stay as they are until the fit goes on."""
         path = Path(folder)
-        with _locked(path):
+        with _lock(path):
             run = cls(path)
             if run.result() is not None:
                 run.checkpoint.delete()
@@ -212,7 +212,7 @@ def _move(source: Path, target: Path) -> None:
 
 
 @contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
+def _lock(folder: Path) -> Iterator[None]:
     """Lock a folder; the operating system frees it when the process ends, however it ends."""
     with open(folder / ".lock", "a+", encoding="utf-8") as file:
         try:

@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> CommandOutput:
         if data.y is None or data.X is None:
             raise ValueError(f"{name} has no features or no labels, which the fit needs.")
     with stages("checks"):
-        found = [_checked(*check) for check in _checks(backend, size)]
+        found = [_outcome(*check) for check in _checks(backend, size)]
     with stages("kernels"):
         kernels = _kernels(backend, data.graph, size)
     model = HERTA(lam=10.0, ridge=0.01, device=backend.name, verbose=args.verbose)
@@ -138,7 +138,7 @@ def _checks(backend: Any, size: Size) -> Iterator[Check]:
     yield "the caller's stream", partial(checks.check_callers_stream, backend)
 
 
-def _checked(name: str, check: Callable[[], Any]) -> dict[str, Any]:
+def _outcome(name: str, check: Callable[[], Any]) -> dict[str, Any]:
     """What came of a check; it says itself why it had to be skipped."""
     start = time.perf_counter()
     try:

@@ -45,6 +45,6 @@ def bars(values: dict[str, float], unit: str = "s", width: int = 40) -> str:
     )
 
 
-def counted(number: int, what: str) -> str:
+def count_text(number: int, what: str) -> str:
     """A number with its noun, which gets an s unless there is exactly one of it."""
     return f"{number:,} {what}{'s' * (number != 1)}"

@@ -30,7 +30,7 @@ from herta_gpu.datasets import Dataset
 from herta_gpu.laplacian import RegularizedLaplacian
 from herta_gpu.losses import softmax
 from herta_gpu.more.label_features import label_features
-from herta_gpu.more.smoothing import CorrectAndSmooth, enlarged
+from herta_gpu.more.smoothing import CorrectAndSmooth, enlargement
 from herta_gpu.more.sweep import all_rows
 from herta_gpu.planning.costs import BLOCK_WIDTH
 from herta_gpu.planning.settings import LOSS_NAMES, strengths
@@ -315,7 +315,7 @@ class _Search:
         sigma = np.abs(E).sum() / rows.shape[0]
         sides = []
         for lam, E_hat in zip(CORRECT_LAMS, all_rows(H, CORRECT_LAMS, E, _SMOOTH_TOL, BLOCK_WIDTH)):
-            G = B + enlarged(E_hat, sigma)[:, None] * E_hat if lam > 0 else B.copy()
+            G = B + enlargement(E_hat, sigma)[:, None] * E_hat if lam > 0 else B.copy()
             G[rows] = Y
             sides.append(G)
         Z = all_rows(H, SMOOTH_LAMS, np.hstack(sides), _SMOOTH_TOL, BLOCK_WIDTH)

@@ -83,13 +83,13 @@ def label_features(
     targets = make_targets(y, train, graph.num_nodes, "mse")
     rows, Y = targets.rows, np.asarray(targets.Y)
     H = RegularizedLaplacian(graph, 1.0, get_backend(device), check_dtype(dtype))
-    columns, fold_of = cross_fitted(H, rows, Y, lams, folds, seed=random_state)
+    columns, fold_of = cross_fit(H, rows, Y, lams, folds, seed=random_state)
     everyone = np.full(graph.num_nodes, -1)
     everyone[rows] = fold_of
     return LabelFeatures(columns, everyone, column_error(H, Y, lams), targets.classes)
 
 
-def cross_fitted(
+def cross_fit(
     H: RegularizedLaplacian,
     rows: Any,
     Y: Any,

@@ -41,7 +41,7 @@ _UNIT = unit_roundoff()
 _CHUNK = 1 << 19  # numbers of the residual that exist at a time
 
 
-class Carried(NamedTuple):
+class Propagated(NamedTuple):
     """Z of H Z = B in the caller's order, and how far off its numbers may be."""
 
     Z: Any  # n x k
@@ -49,12 +49,12 @@ class Carried(NamedTuple):
     iterations: int
 
 
-def carried(solver: SDDSolver, B: Any) -> Carried:
+def propagate(solver: SDDSolver, B: Any) -> Propagated:
     """H^-1 B for an n x k block of the caller's, dense or SciPy sparse, with its bound."""
     Z = solver.solve(B)
     assert solver.info_ is not None
     tau = entry_bound(solver.H, B, Z)
-    return Carried(Z, tau, int(solver.info_.iterations.max(initial=0)))
+    return Propagated(Z, tau, int(solver.info_.iterations.max(initial=0)))
 
 
 def entry_bound(H: RegularizedLaplacian, B: Any, Z: Any, free: Any = None) -> Any:
@@ -89,7 +89,7 @@ def degrees(graph: Graph) -> Any:
     return graph.degree if inverse is None else graph.degree[inverse]
 
 
-def placed(Y: Any, rows: Any, n: int) -> Any:
+def spread_rows(Y: Any, rows: Any, n: int) -> Any:
     """M^T Y as a sparse matrix: the rows of Y at the nodes `rows`, zeros elsewhere."""
     if isinstance(Y, OneHot):
         ones = np.ones(rows.shape[0], dtype=np.float32)  # as exact as in float64
@@ -263,7 +263,9 @@ class LabelPropagation(NodeOutputs):
         check_whole(graph, "LabelPropagation")
         targets = make_targets(y, train, graph.num_nodes, "mse")
         solver = self._solver(graph, lam, self.tol)
-        F, tau, self.iterations_ = carried(solver, placed(targets.Y, targets.rows, graph.num_nodes))
+        F, tau, self.iterations_ = propagate(
+            solver, spread_rows(targets.Y, targets.rows, graph.num_nodes)
+        )
         self._keep(F, np.sqrt(degrees(graph)) * tau.max(), targets.classes, targets.flat)
         self.unreached_, self._common = 0, 0
         if targets.classes is not None:

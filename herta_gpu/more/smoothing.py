@@ -25,7 +25,7 @@ from herta_gpu.backends.base import unit_roundoff
 from herta_gpu.graph import Graph, check_whole
 from herta_gpu.laplacian import RegularizedLaplacian, chebyshev_degree, chebyshev_steps
 from herta_gpu.losses import softmax
-from herta_gpu.more.labels import NodeOutputs, carried, degrees, entry_bound, placed
+from herta_gpu.more.labels import NodeOutputs, degrees, entry_bound, propagate, spread_rows
 from herta_gpu.plumbing.checks import (
     as_labels,
     check_choice,
@@ -144,7 +144,7 @@ class CorrectAndSmooth(NodeOutputs):
         B, off, self.on_the_edge_ = self._corrected(graph, lams[0], scores, rows, Y)
         B[rows], off[rows] = Y[:], 0.0
         stored, root = B.astype(self.dtype), np.sqrt(degrees(graph))
-        Z, tau, _ = carried(self._solver(graph, lams[1], self.tol), stored)
+        Z, tau, _ = propagate(self._solver(graph, lams[1], self.tol), stored)
         off += np.abs(B - stored).max(axis=1)  # one more change of the right-hand side
         self._keep(Z, root * (tau.max() + (off / root).max()), classes, True)
         return self
@@ -161,10 +161,10 @@ class CorrectAndSmooth(NodeOutputs):
             carried_E, tau = self._clamped(graph, lam, rows, E)
             return B + self.scale * carried_E, self.scale * tau.max() * root, 0
         solver = self._solver(graph, lam, _SHARPER * self.tol)
-        E_hat, tau, _ = carried(solver, placed(E, rows, graph.num_nodes))
+        E_hat, tau, _ = propagate(solver, spread_rows(E, rows, graph.num_nodes))
         sizes = np.abs(E_hat).sum(axis=1, dtype=np.float64)
         sigma = np.abs(E).sum() / rows.shape[0]
-        factors = enlarged(E_hat, sigma)
+        factors = enlargement(E_hat, sigma)
         tau = tau + _UNIT * np.abs(E).max() / root.min()  # E itself is rounded
         # With v the true row of E_hat and v' = v + delta: every entry of sigma v / |v| - sigma
         # v' / |v'| is at most (|delta_j| + sum |delta|) sigma / |v'|.
@@ -198,7 +198,7 @@ class CorrectAndSmooth(NodeOutputs):
         return _lam("correct", self.correct_lam, self.correct_alpha), smooth
 
 
-def enlarged(E_hat: Any, sigma: float) -> Any:
+def enlargement(E_hat: Any, sigma: float) -> Any:
     """(n,) what "autoscale" multiplies each row by: that makes it as long as the mean error."""
     sizes = np.abs(E_hat).sum(axis=1, dtype=np.float64)
     factors = sigma / np.where(sizes > 0, sizes, 1.0)

@@ -53,7 +53,7 @@ class Moved(NamedTuple):
     seconds: float
 
 
-def moved(plan: Plan, sizes: Sizes, card: Card, X_itemsize: int) -> list[Moved]:
+def list_work(plan: Plan, sizes: Sizes, card: Card, X_itemsize: int) -> list[Moved]:
     """What a fit with stored rows moves: products with H, and passes over X."""
     blocks = plan.recipe.blocks(sizes.d)
     k, passes = max(J.stop - J.start for J in blocks), 2

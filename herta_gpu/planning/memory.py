@@ -13,12 +13,12 @@ from herta_gpu.plumbing.checks import BudgetError
 
 BETA = 1.0 / 64.0  # Algorithm 1; with K = C = 1 its sample sizes exceed m and n on real graphs
 SKETCH_ROWS_PER_COLUMN = 16  # measured: condition number about 2.7 after preconditioning
-_BLOCKS, _ENOUGH = 1 << 30, 32  # bytes of blocks beyond which so many columns at once will do
+_BLOCKS, _ENOUGH = 1 << 30, 32  # blocks of so many bytes are no wider than so many columns
 _RESIDUAL = 256 << 20  # bytes of a residual that is kept: a larger one is rather made again
 CHUNK_BYTES = 16 << 20  # float64 copies of rows of X at most, and a small part of the budget
 _SWEEP = 128 << 20  # bytes of outputs, residuals and targets of a run of training rows
 _OUTPUTS = 7  # float64 numbers per node and output that the loop with the true model holds
-_FEW = 16  # outputs at once below which rather something else goes
+_FEW = 16  # outputs at once: before they are fewer, rows of Q outside training go
 _BESIDE = 0.25  # share of the memory that rows for evaluation may take
 _LEFT_OUT_ROWS = 1 << 13  # training rows that leave-one-out looks at together
 _NARROWEST = 8  # columns: a narrower block costs about as much

@@ -13,7 +13,7 @@ from sklearn.base import clone
 
 from herta_gpu import HERTA, CorrectAndSmooth, Graph, LabelPropagation, SDDSolver
 from herta_gpu.more.label_features import label_features
-from herta_gpu.more.labels import carried
+from herta_gpu.more.labels import propagate
 from herta_gpu.plumbing.files import DataError
 from tests.conftest import dense_H, problem, random_graph, shared
 from tests.more import awkward_graph
@@ -44,7 +44,7 @@ def test_F_is_the_dense_product_within_the_bound_of_each_number(weighted, order)
 def test_the_bound_holds_for_any_graph_and_tolerance(seed, lam, power):
     g = random_graph(40, 60, seed, weighted=seed % 2 == 0)
     B = np.random.default_rng(seed).standard_normal((40, 3)) * 10.0 ** (seed % 7 - 3)
-    found = carried(SDDSolver(g, lam, tol=10.0**power), B)
+    found = propagate(SDDSolver(g, lam, tol=10.0**power), B)
     off = np.abs(found.Z - np.linalg.solve(dense_H(g, lam), B))
     assert (off <= np.sqrt(g.degree)[:, None] * found.tau * (1 + 1e-6) + 1e-13 * abs(B).max()).all()
 

@@ -14,7 +14,7 @@ from herta_gpu.planning.forecast import (
     assumed_cut,
     assumptions,
     choose_split,
-    moved,
+    list_work,
     splits,
     step_bytes,
 )
@@ -69,7 +69,7 @@ def test_what_a_fit_moves(lam):
     model, card = HERTA(lam=lam), Card(80 * 2**30)
     plan = model.plan(**PAPERS, device_memory="80GB")
     sizes = replace(SIZES, half=True)
-    products, passes = moved(plan, sizes, card, X_itemsize=2)
+    products, passes = list_work(plan, sizes, card, X_itemsize=2)
     blocks = plan.recipe.blocks(128)
     k = max(J.stop - J.start for J in blocks)
     steps = len(blocks) * (plan.recipe.degree + 2)
