@@ -8,7 +8,7 @@ proven to be within _GAP of its optimum.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from herta_gpu.graph import Graph
 from herta_gpu.laplacian import RegularizedLaplacian
 from herta_gpu.losses import LOSSES
 from herta_gpu.more.leave_one_out import DualRows
-from herta_gpu.more.sweep import inverse_rows
+from herta_gpu.more.sweep import all_rows
 from herta_gpu.optimizers import minimise
 from herta_gpu.planning.costs import BLOCK_WIDTH
 from herta_gpu.plumbing.checks import memory_budget
@@ -52,39 +52,24 @@ def rows_for_each(
     (2, 5, 65)
     """
     backend = get_backend(device)
-    H, order = RegularizedLaplacian(graph, 1.0, backend, "float32"), graph.order
-    (n, d), count, inverse = X.shape, rows.shape[0], graph.inverse_order()
-    at = backend.asarray(rows if inverse is None else inverse[rows])
-    out = np.empty((len(lams), count, d), dtype=np.float32)
-    X = sp.csc_array(X) if sp.issparse(X) else X
-    if count > d:
-        width = _width(n, count, len(lams), backend, budget)
-        for J in _cuts(d, width):
-            block = X[:, J].toarray() if sp.issparse(X) else X[:, J]
-            block = np.array(block if order is None else block[order], dtype="float32", order="C")
-            found = inverse_rows(H, lams, backend.asarray(block), at, tol)
-            out[:, :, J] = backend.to_numpy(found)
-        return out
-    stored = X if order is None else sp.csr_array(X)[order] if sp.issparse(X) else X[order]
-    X_T = sp.csr_array(stored.T) if sp.issparse(X) else np.asarray(stored, dtype="float32").T
-    for J in _cuts(count, _width(n, n, len(lams), backend, budget)):
-        unit = np.zeros((n, J.stop - J.start), dtype="float32")
-        unit[backend.to_numpy(at[J]), np.arange(J.stop - J.start)] = 1
-        # H is symmetric: these columns of H^-1 are the rows that are wanted, before X.
-        found = backend.to_numpy(inverse_rows(H, lams, backend.asarray(unit), None, tol))
-        for i in range(len(lams)):
-            out[i, J] = (X_T @ found[i]).T
-    return out
-
-
-def _width(n: int, rows: int, lams: int, backend: Any, budget: int | str | None) -> int:
-    """Columns at once: 16 products wait on these rows, and each lam has its sum of them."""
+    H = RegularizedLaplacian(graph, 1.0, backend, "float32")
+    (n, d), count, sparse = X.shape, rows.shape[0], sp.issparse(X)
+    # 16 products wait on the rows that are added up, and each lam has its sum of them.
     allowed = memory_budget(budget, backend.memory_available()) // 4
-    return int(min(BLOCK_WIDTH, max(1, allowed // (4 * (3 * n + (16 + 2 * lams) * rows)))))
-
-
-def _cuts(count: int, width: int) -> Iterator[slice]:
-    return (slice(a, min(a + width, count)) for a in range(0, count, width))
+    summed = (16 + 2 * len(lams)) * (count if count > d else n)
+    width = int(min(BLOCK_WIDTH, max(1, allowed // (4 * (3 * n + summed)))))
+    if count > d:
+        return all_rows(H, lams, sp.csc_array(X) if sparse else X, tol, width, rows)
+    X_T = sp.csr_array(X.T) if sparse else np.asarray(X, dtype="float32").T
+    out = np.empty((len(lams), count, d), dtype=np.float32)
+    for a in range(0, count, width):
+        part = rows[a : a + width]
+        unit = np.zeros((n, len(part)), dtype="float32")
+        unit[part, np.arange(len(part))] = 1
+        # H is symmetric: these columns of H^-1 are the rows that are wanted, before X.
+        for i, Z in enumerate(all_rows(H, lams, unit, tol, width)):
+            out[i, a : a + width] = (X_T @ Z).T
+    return out
 
 
 @dataclass

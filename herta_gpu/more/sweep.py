@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+import scipy.sparse as sp
 
 from herta_gpu.backends.base import Array
 from herta_gpu.laplacian import RegularizedLaplacian
@@ -130,13 +131,22 @@ def inverse_rows(
     return sums.reshape(len(series), rows, k)
 
 
-def all_rows(H: RegularizedLaplacian, lams: Sequence[float], B: Any, tol: float, width: int) -> Any:
-    """The same of all nodes for a dense B of the host, (len(lams), n, k), caller's order."""
+def all_rows(
+    H: RegularizedLaplacian, lams: Sequence[float], B: Any, tol: float, width: int, rows: Any = None
+) -> Any:
+    """The same of the nodes `rows` (None: all) for a B of the host, dense or sparse.
+
+    (len(lams), len(rows), k) in the caller's order, by `width` columns of B at a time.
+    """
     order, inverse = H.graph.order, H.graph.inverse_order()
-    out = np.empty((len(lams), *B.shape), dtype=H.dtype)
+    at = None
+    if rows is not None:
+        at = H.backend.asarray(rows if inverse is None else inverse[rows])
+    out = np.empty((len(lams), H.n if rows is None else len(rows), B.shape[1]), dtype=H.dtype)
     for a in range(0, B.shape[1], width):
         J = slice(a, min(a + width, B.shape[1]))
-        block = np.array(B[:, J] if order is None else B[order, J], dtype=H.dtype, order="C")
-        Z = H.backend.to_numpy(inverse_rows(H, lams, H.backend.asarray(block), None, tol))
-        out[:, :, J] = Z if inverse is None else Z[:, inverse]
+        block = B[:, J].toarray() if sp.issparse(B) else B[:, J]
+        block = np.array(block if order is None else block[order], dtype=H.dtype, order="C")
+        Z = H.backend.to_numpy(inverse_rows(H, lams, H.backend.asarray(block), at, tol))
+        out[:, :, J] = Z if inverse is None or at is not None else Z[:, inverse]
     return out
