@@ -283,27 +283,21 @@ def choose_spectrum(
     kind: str, P: Preconditioner, A: UnfoldedMap, ridge: float, seed: int
 ) -> Spectrum | None:
     """Bounds of the preconditioned Hessian: the cheapest of those planned that holds."""
-    found = None
-    if P.factor.rank > 0 and P.inner.slack < _SLACK and _in_range(P):
-        if P.Q_all is not None and isinstance(P.basis, (Units, Whitened)):
-            outside = _outside(P, A)
-            found = proven_spectrum(P, A, outside)
-            if found is None and kind == "spectral-deterministic":
-                found = measured_spectrum(P, residual_norms(A.H, P.basis, P.Q_all, A.width))
-        elif P.column_error is not None:
-            found = measured_spectrum(P, P.column_error)
+    found, fine = None, P.factor.rank > 0 and P.inner.slack < _SLACK
+    if fine and P.basis is not None and P.Q_all is not None and P.Q_all.dtype != np.float64:
+        # No column may be so small or large that float32 lost digits of it.
+        size = P.basis.sizes
+        in_range = (size == 0) | ((size > _LEAST_SIZE) & (size < 1 / _LEAST_SIZE))
+        fine = bool(in_range.all())  # synchronize!
+    if fine and P.Q_all is not None and isinstance(P.basis, (Units, Whitened)):
+        found = proven_spectrum(P, A, _outside(P, A))
+        if found is None and kind == "spectral-deterministic":
+            found = measured_spectrum(P, residual_norms(A.H, P.basis, P.Q_all, A.width))
+    elif fine and P.column_error is not None:
+        found = measured_spectrum(P, P.column_error)
     if found is None and kind.startswith("spectral"):
         found = probabilistic_spectrum(P, A, ridge, seed)
     return found
-
-
-def _in_range(P: Preconditioner) -> bool:
-    """Whether no column was so small or large that float32 lost digits of it."""
-    if P.basis is None or P.Q_all is None or P.Q_all.dtype == np.float64:
-        return True
-    sizes = P.basis.sizes
-    fine = (sizes > _LEAST_SIZE) & (sizes < 1 / _LEAST_SIZE)
-    return bool(((sizes == 0) | fine).all())  # synchronize!
 
 
 # Both of the next two start from | ||A v|| - ||M Q v|| | <= ||(H^-1 X - Q) v|| <= rho for

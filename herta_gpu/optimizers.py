@@ -32,13 +32,13 @@ from herta_gpu.factors import (
     Identity,
     Map,
     add_ridge,
+    products,
     safe_cholesky,
 )
-from herta_gpu.losses import Loss
+from herta_gpu.losses import LOSSES, Loss
 from herta_gpu.problem import Callback, DensePoint, DenseProblem, History
 
 LBFGS_MEMORY = 20
-_CHUNK_BYTES = 16 << 20  # rows of A that are weighted at a time
 _ALIKE = 1e-9  # relative difference of weights that are called equal
 _TINY = 1e-100  # a probability that is none: its square must not vanish
 _SHARE = 0.999  # of all curvature, that the rows in a Hessian hold
@@ -442,12 +442,7 @@ def class_basis(c: int) -> Any:
 
 def weighted_gram(backend: Backend, A: Array, weights: Array) -> Array:
     """A^T diag(weights) A."""
-    xp, (n, r) = backend.xp, A.shape
-    G, step = xp.zeros((r, r)), max(1, r, _CHUNK_BYTES // (8 * max(r, 1)))
-    roots = xp.sqrt(weights)[:, None]
-    for i in range(0, n, step):
-        backend.add_gram(G, A[i : i + step] * roots[i : i + step])
-    return G
+    return products(backend, A, None, loss=LOSSES["mse"].bind(weights, False))[0]
 
 
 def factor_of(backend: Backend, P: Array, ridge: float) -> Factor:
