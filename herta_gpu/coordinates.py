@@ -221,9 +221,9 @@ def whiten(X: Features, cut: bool, penalty: float = 0.0) -> Whitened:
         L, shift, _ = found
     C, K = scale[:, None] * backend.solve_triangular(L, xp.eye(d), trans=True), L / scale[:, None]
     # What the Gram matrix and its factor have lost to rounding, seen from the smallest eigenvalue.
-    lost = X.sum_rounding + (4 * d + 16) * _UNIT
+    rounding = X.sum_rounding + (4 * d + 16) * _UNIT
     if not shift:
-        return Whitened(X, C, K, lost * d / smallest, False, penalty)
+        return Whitened(X, C, K, rounding * d / smallest, False, penalty)
     # The columns are nearly orthonormal but for what the shift hid: the second round.
     first = Whitened(X, C, K, 0.0, False, penalty)
     values, V = xp.linalg.eigh(X.gram(C) + penalty * first.ridge)
@@ -232,7 +232,7 @@ def whiten(X: Features, cut: bool, penalty: float = 0.0) -> Whitened:
     values = xp.maximum(values, least)[keep]
     V, roots = xp.ascontiguousarray(V[:, keep]), xp.sqrt(values)
     off = (d + 2) * _UNIT * norm(first.spread)  # ||computed X C - X C||_F
-    error = lost * d / least + 2 * off / least**0.5 + off**2 / least
+    error = rounding * d / least + 2 * off / least**0.5 + off**2 / least
     lifted = bool((values <= least).any())  # synchronize!
     C, K = backend.matmul(C, V / roots), backend.matmul(K, V * roots)
     return Whitened(X, C, K, error, lifted, penalty)

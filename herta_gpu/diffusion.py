@@ -160,7 +160,6 @@ class Rows:
         # Of a part or a block, by the first of its columns.
         self._products: dict[int, int] = {}
         self._residuals: dict[int, Array] | None = {} if wanted.keep_residual else None
-        self._begun = False
         for part in self.parts:
             if part.H is None:
                 self._copy(part.columns, part.among_all(slice(0, part.columns.rank)))
@@ -176,8 +175,8 @@ class Rows:
         found = [0.0]
         for H, columns, first in self.parts:
             if H is not None:
-                left = self.residual_bound[first : first + columns.rank]
-                found.append(_worst(self.backend.xp, left, columns.sizes))
+                bound = self.residual_bound[first : first + columns.rank]
+                found.append(_worst(self.backend.xp, bound, columns.sizes))
         return max(found)
 
     @property
@@ -205,7 +204,6 @@ class Rows:
             if part.H is not None:
                 own = name if len(self.parts) == 1 else f"{name}-lam-{part.H.lam!r}"
                 self._tighten(part, part.H, goal, cache, own)
-        self._begun = True
 
     def _tighten(
         self, part: _Part, H: RegularizedLaplacian, goal: float, cache: Cache, name: str
@@ -234,27 +232,27 @@ class Rows:
     def _block(
         self, J: slice, part: _Part, H: RegularizedLaplacian, goal: float, work: Workspace
     ) -> Arrays:
-        """One block of columns: from X C0, or on from what was left of it."""
+        """One block of columns: from X C0, or on from the residual that was kept."""
         columns, at, wanted, k = part.columns, part.among_all(J), self.wanted, J.stop - J.start
         xp, (B, iterates) = H.backend.xp, work.blocks(k)
         sizes, unit = columns.sizes[J], unit_roundoff(wanted.dtype)
-        on = self._begun and self._residuals is not None
-        if on:
-            assert self._residuals is not None
-            B[...] = self._residuals[at.start]
-            norms, left = column_norms(H.backend, B), self.residual_bound[at]
-            rounded = xp.maximum(left - norms, 0.0) + unit * norms
+        kept = None if self._residuals is None else self._residuals.get(at.start)
+        on = kept is not None
+        if kept is not None:
+            B[...] = kept
+            norms, bound = column_norms(H.backend, B), self.residual_bound[at]
+            rounded = xp.maximum(bound - norms, 0.0) + unit * norms
             # A residual that was large when it was stored has too few digits for a small one.
             anew = columns.rounding[J] + 2 * H.rounding(k, rows=True) * sizes
             on = _worst(xp, rounded - anew, sizes) <= _KNOWN * goal
         if on:
             rows = H.backend.own(self.train_rows[:, at]).astype("float64")
-            others, lost = self.eval_rows[:, at].copy(), self.storage_error[at]
+            others, storage = self.eval_rows[:, at].copy(), self.storage_error[at]
         else:
             columns.fill(B, J)
             rows = xp.zeros((wanted.train.shape[0], k))
             others = xp.zeros((wanted.evaluate.shape[0], k), dtype=wanted.dtype)
-            norms, rounded, lost = sizes, columns.rounding[J], xp.zeros(k)
+            norms, rounded, storage = sizes, columns.rounding[J], xp.zeros(k)
         worst, last, products = _worst(xp, norms, sizes), math.inf, 0
         while worst > goal and worst < 0.5 * last and products < _MOST_PRODUCTS:
             degree = _degree(H, wanted.dtype, goal / worst, k)
@@ -271,8 +269,8 @@ class Rows:
             # Half a unit of each number, or of the smallest there is.
             size = unit_roundoff("float32") * column_norms(H.backend, rows)
             tiny = 0.5 * float(np.finfo(np.float32).tiny)
-            lost = lost + (size + tiny * self.train_rows.shape[0] ** 0.5)
-        made = {"rows": rows, "others": others, "left": norms + rounded, "lost": lost}
+            storage = storage + (size + tiny * self.train_rows.shape[0] ** 0.5)
+        made = {"rows": rows, "others": others, "left": norms + rounded, "lost": storage}
         made["products"] = xp.asarray([products])
         return made if self._residuals is None else {**made, "B": B}
 

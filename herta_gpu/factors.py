@@ -226,8 +226,8 @@ class RowSpace(Factor):
         """A bound of ||E (u - C w)|| for some w, over all E whose columns have these norms."""
         xp, w, r = self.backend.xp, self.from_weights(u), self.rank
         rounded = (r + 3) * _UNIT * (self.backend.matmul(abs(self.C), abs(w)) + abs(u))
-        left = abs(u - self.to_weights(w)) + rounded
-        return float((sizes * xp.sqrt((left * left).sum(axis=1))).sum())  # synchronize!
+        missed = abs(u - self.to_weights(w)) + rounded
+        return float((sizes * xp.sqrt((missed * missed).sum(axis=1))).sum())  # synchronize!
 
 
 def multiply(backend: Backend, M: Array, u: Array) -> Array:

@@ -117,8 +117,8 @@ class Loss(ABC):
         # at the outputs themselves.  The imbalance of E counts along the constants only.
         if not self.intercept:
             return 0.0
-        astray = imbalance * distance if imbalance > 0 else 0.0
-        return 0.5 * self.steepest * output_error**2 + astray + _NO_LOSS
+        tilted = imbalance * distance if imbalance > 0 else 0.0
+        return 0.5 * self.steepest * output_error**2 + tilted + _NO_LOSS
 
     def intercept_distance(
         self, xp: Any, Y: Array, b: Array, objective: float, ridge: float, X_norm: float

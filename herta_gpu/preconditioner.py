@@ -129,9 +129,9 @@ def build(
         make = partial(Approximation(recipe, H_tilde, A, basis, cache).make, Y)
         made = cache(recipe.name, make, together=True)
         return _factored(recipe, H_tilde, A, basis, made, Y, ridge)
-    beside = A.train[:0] if evaluate is None else evaluate
+    others = A.train[:0] if evaluate is None else evaluate
     dtype, stored = recipe.dtype(A.H.dtype), "float32" if recipe.narrow else "float64"
-    wanted = Wanted(A.train, beside, recipe.blocks, dtype, stored, recipe.keep_residual, tell)
+    wanted = Wanted(A.train, others, recipe.blocks, dtype, stored, recipe.keep_residual, tell)
     systems: list[RegularizedLaplacian | None] = [A.H]
     if A.systems is not None:
         systems = [None if H.lam == 0 else H for H in A.systems]

@@ -213,8 +213,8 @@ class SDDSolver:
     def _sane(self, start: Array, B: Array) -> Array:
         """A guess with zeros for columns so large that 0 is closer: ||H^-1 b|| <= ||b||."""
         size, most = (self.backend.largest(_largest(self.backend.xp, A)) for A in (start, B))
-        lost = size.astype("float64") > RANGE * most.astype("float64")
-        return self.backend.xp.where(lost, 0, start)
+        far = size.astype("float64") > RANGE * most.astype("float64")
+        return self.backend.xp.where(far, 0, start)
 
     def _rounded(self, B: Array, Z: Array, scale: Array | None, info: SolveInfo) -> SolveInfo:
         """What a solve has reached once its result, in the caller's unit, is rounded to float32.
