@@ -487,8 +487,7 @@ class Tensor:
             self.__cuda_array_interface__ = data.__cuda_array_interface__
 
 
-@pytest.mark.parametrize("dlpack", [False, True])
-@pytest.mark.parametrize("reordered", [False, True])
+@pytest.mark.parametrize(("reordered", "dlpack"), [(False, False), (True, True)])
 def test_arrays_of_another_library_are_used_where_they_are(
     device: Any, backend: Any, reordered: bool, dlpack: bool
 ) -> None:

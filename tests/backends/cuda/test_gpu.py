@@ -28,7 +28,7 @@ from herta_gpu.backends import get_backend
 from tests.backends.cuda import more_checks
 
 pytestmark = pytest.mark.gpu
-DTYPES = ("float32", "float64")
+DTYPES = ("float32", pytest.param("float64", marks=pytest.mark.once))
 
 
 @pytest.fixture(autouse=True)

@@ -25,7 +25,9 @@ def snippet(xp: Any, text: str, name: str) -> Any:
 
 
 @pytest.mark.parametrize("file", kernel_checks.CHECKS)
-@pytest.mark.parametrize("order", ["forward", "reverse", "random"])
+@pytest.mark.parametrize(
+    "order", [*(pytest.param(o, marks=pytest.mark.long) for o in ("forward", "reverse")), "random"]
+)
 def test_any_order_of_threads_and_blocks(device: Any, backend: Any, file: str, order: str) -> None:
     with device.having(order=["forward", "reverse", "random"].index(order)):
         kernel_checks.check_kernels(backend, file)

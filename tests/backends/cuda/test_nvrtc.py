@@ -176,8 +176,8 @@ needs_nvrtc = pytest.mark.skipif(
 
 
 def in_turn(name: str, arch: int) -> Any:
-    """A file for a card: each file for one of them in every run, laplacian.cu takes a minute."""
-    always = arch == 80 or (arch == 120 and name != "laplacian.cu")
+    """A file for a card: each file for one of them in every run, for all takes minutes."""
+    always = arch == 80 or (arch == 120 and name in ("cg.cu", "ranks.cu"))
     return pytest.param(name, arch, marks=() if always else pytest.mark.long)
 
 
@@ -270,7 +270,7 @@ def write_table() -> None:
 
 
 @pytest.mark.parametrize(
-    "file", [pytest.param(f, marks=pytest.mark.long if "lapl" in f else ()) for f in FILES]
+    "file", [pytest.param(f, marks=() if f == "cg.cu" else pytest.mark.long) for f in FILES]
 )
 def test_the_way_of_a_users_first_call(file: str) -> None:
     """CuPy adds options and headers of its own to what it gives the compiler."""
