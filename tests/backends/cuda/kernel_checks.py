@@ -103,6 +103,17 @@ def check_sampling(backend: Any, g: Graph, k: int, dtype: str) -> None:
         checks.check_sampling(backend, g)
 
 
+def check_pair_bounds(backend: Any, g: Graph, k: int, dtype: str) -> None:
+    """Against the dense matrix, where most ends of the largest pair lie beyond the first 32."""
+    L, ratio = CPU.laplacian(g, dtype), np.random.default_rng(k).random(g.num_nodes) + 0.1
+    A = np.zeros((L.n, L.n), bool)
+    A[np.repeat(np.arange(L.n), np.diff(L.indptr)), L.indices] = True
+    expected = np.where(A, ratio[:, None] + ratio, 0.0).max(axis=1)
+    there = backend.laplacian(g, dtype)
+    found = backend.pair_bounds(there.indptr, there.indices, backend.asarray(ratio))
+    assert np.array_equal(backend.to_numpy(found), expected)
+
+
 def check_scan(backend: Any, g: Graph, k: int, dtype: str) -> None:
     """Three turns of the one block; a graph whose edges need two has four million."""
     totals = np.random.default_rng(k).integers(0, 1 << 38, 5000)
@@ -128,7 +139,7 @@ CHECKS: dict[str, list[Check]] = {
     ],
     "cg.cu": [checks.check_cg, checks.check_products],
     "sketch.cu": [checks.check_sketches],
-    "sampling.cu": [check_scores, check_sampling, check_scan],
+    "sampling.cu": [check_scores, check_sampling, check_scan, check_pair_bounds],
     "hadamard.cu": [check_srht],
 }
 
