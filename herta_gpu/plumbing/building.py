@@ -250,9 +250,7 @@ def of_keys(keys: Any, n: int) -> tuple[Any, Any, Any]:
     """The unweighted graph of `edge_keys`, which are sorted in place; none may be a self-loop."""
     keys.sort()
     keys = distinct(np, keys)
-    lo = keys // n
-    keys -= lo * n
-    return of_edges(lo, keys, None, n)
+    return of_edges(keys // n, keys % n, None, n)
 
 
 def distinct(xp: Any, keys: Any) -> Any:
@@ -290,17 +288,17 @@ def _summed(key: Any, w: Any) -> tuple[Any, Any]:
 
 def of_edges(lo: Any, hi: Any, weight: Any, n: int) -> tuple[Any, Any, Any]:
     """CSR from edges with lo < hi, sorted by (lo, hi); columns come out sorted as well."""
-    counts = np.bincount(lo, minlength=n) + np.bincount(hi, minlength=n)
-    indptr = np.zeros(n + 1, dtype=np.int64)
-    np.cumsum(counts, out=indptr[1:])
+    above = np.zeros(n + 1, dtype=np.int64)
+    np.cumsum(np.bincount(lo, minlength=n), out=above[1:])
+    del lo
     index_type = np.int32 if n < NARROW else np.int64
-    # Entries below the diagonal first: within a row they precede those above it, and a
-    # counting sort by row keeps that order.
-    rows, columns = np.concatenate([hi, lo]), np.concatenate([lo, hi]).astype(index_type)
-    data = np.arange(rows.shape[0]) if weight is not None else np.ones(rows.shape[0], np.int8)
-    csr = sp.coo_array((data, (rows, columns)), shape=(n, n)).tocsr()
-    indices = csr.indices.astype(index_type, copy=False)
-    return indptr, indices, None if weight is None else np.concatenate([weight, weight])[csr.data]
+    data = np.ones(hi.shape[0], dtype=np.int8) if weight is None else weight
+    upper = sp.csr_array((data, hi.astype(index_type), above), shape=(n, n))
+    del hi
+    both = upper + upper.T.tocsr()
+    both.sort_indices()
+    indices = both.indices.astype(index_type, copy=False)
+    return both.indptr.astype(np.int64), indices, None if weight is None else both.data
 
 
 # ---- orders that keep neighbours close in memory -----------------------------------------
