@@ -144,3 +144,22 @@ def test_the_package_itself_imports_nothing_heavy():
         "sys.exit(len(heavy & sys.modules.keys()))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_the_house_stays_small():
+    """20 modules on the ground floor, 8 parameters but for what users call, 40 lines of `fit`."""
+    ground = [
+        p for name, p in MODULES.items() if p.parent == PACKAGE and name not in ("", "__main__")
+    ]
+    assert len(ground) <= 20
+    crowded = set()
+    for name, path in MODULES.items():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef) and "kernels" not in name:
+                count = len([a for a in node.args.args if a.arg not in ("self", "cls")])
+                crowded |= {node.name} if count + len(node.args.kwonlyargs) > 8 else set()
+            if isinstance(node, ast.FunctionDef) and (name, node.name) == ("herta", "fit"):
+                lines = path.read_text(encoding="utf-8").splitlines()
+                body = [line.strip() for line in lines[node.body[0].end_lineno : node.end_lineno]]
+                assert len([line for line in body if line and not line.startswith("#")]) <= 40
+    assert crowded <= {"__init__", "fit", "label_features"}
