@@ -59,7 +59,7 @@ def read_model(made: type[Model], path: str | Path, fitted: dict[str, Any]) -> M
         d, left = divmod(W.shape[0] - of_labels, blocks)
         if left or d < 1:
             raise ValueError(f"W has {W.shape[0]} rows for {blocks} lam")
-        model.intercept_, model.train_ = _constants(stored, W.shape[1])
+        model.intercept_, model.train_ = _constants(stored, W.shape[1], settings.fit_intercept)
         model.labels_ = stored["labels"] if settings.label_folds else None
         if of_labels and model.labels_.shape != (model.train_.shape[0], W.shape[1]):
             raise ValueError(f"its labels have shape {model.labels_.shape}")
@@ -79,8 +79,10 @@ def check_params(made: type[Estimator], params: dict[str, Any]) -> None:
         raise ValueError(f"there is no parameter {wrong[0]!r}")
 
 
-def _constants(stored: Archive, c: int) -> tuple[Any, Any]:
+def _constants(stored: Archive, c: int, constants: bool) -> tuple[Any, Any]:
     """The intercept and the training nodes; files of earlier versions hold neither."""
+    if constants and "intercept" not in stored:
+        raise ValueError("it has no entry intercept")
     b = stored["intercept"] if "intercept" in stored else np.zeros(c)
     train = stored["train"] if "train" in stored else np.zeros(0, dtype=np.int64)
     if b.shape != (c,) or b.dtype.kind != "f" or not np.isfinite(b).all():

@@ -129,6 +129,9 @@ def test_model_files_of_the_first_format_still_load(tmp_path):
     whole = HERTA.load(path)
     np.savez(path, **without(entries(path), "format"))
     assert same(HERTA.load(path), whole)
+    HERTA(ridge=0.1, fit_intercept=True).fit(Graph.from_edges(EDGES, N), X, Y).save(path)
+    np.savez(path, **without(entries(path), "format", "intercept"))
+    refused(DataError, "has no entry intercept", lambda: HERTA.load(path))
 
 
 # ---- graphs ---------------------------------------------------------------------------------
