@@ -213,12 +213,12 @@ def test_it_finds_sets_that_cover_too_little(monkeypatch):
 
 def test_it_finds_a_layer_that_forgets_what_it_rounds(monkeypatch):
     layer = pytest.importorskip("herta_gpu.torch")
-    real, params = layer._rounded, {"lam": 2.0, "tol": 1e-6, "method": "cg", "dtype": "bfloat16"}
+    real, params = layer._round, {"lam": 2.0, "tol": 1e-6, "method": "cg", "dtype": "bfloat16"}
     rng = np.random.default_rng(0)
     F, G = rng.standard_normal((2, 80, 3))
     problem = replace(easy(), kind="layer", X=F, y=G, params=params)
     assert checks.run(problem).faults == []
-    monkeypatch.setattr(layer, "_rounded", lambda *args: (real(*args)[0], 0.0))
+    monkeypatch.setattr(layer, "_round", lambda *args: (real(*args)[0], 0.0))
     words = [fault.split(" is ")[0] for fault in checks.run(problem).faults]
     assert words == ["Z", "dF", "dG"]
 
