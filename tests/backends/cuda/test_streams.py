@@ -51,9 +51,10 @@ def test_X_that_does_not_fit_streams_through(device: Any, backend: Any, strategy
     assert streamed >= once + X.nbytes
 
 
+@pytest.mark.long
 def test_a_budget_below_X_is_kept(device: Any, backend: Any) -> None:
-    g, rng = random_graph(300, 600), np.random.default_rng(0)
-    X, y = rng.standard_normal((300, 64)), rng.integers(0, 2, 300)
+    g, rng = random_graph(600, 1200), np.random.default_rng(0)
+    X, y = rng.standard_normal((600, 64)), rng.integers(0, 2, 600)
     budget = int(1.9 * X.nbytes)
     options = {"lam": 0.5, "strategy": "herta", "sketch": 128, "ridge": 10.0, "tol": 0.1}
     device.clear()
