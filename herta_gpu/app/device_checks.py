@@ -182,7 +182,8 @@ def check_sampling(backend: Any, g: Graph) -> None:
     def run(b: Any) -> Pair:
         found = []
         for replace, s in ((True, m + 3), (False, m // 2)):
-            factors = b.sample_edges(b.asarray(scores), s, SEED, replace) if m else b.zeros((0,), "float64")
+            nothing = b.zeros((0,), "float64")
+            factors = b.sample_edges(b.asarray(scores), s, SEED, replace) if m else nothing
             there = b.sampled_graph(g, factors)
             L = b.laplacian(there, "float64")
             weights = there.weights if b is CPU else L.weights

@@ -24,7 +24,7 @@ from herta_gpu.graph import Graph, check_whole
 from herta_gpu.laplacian import RegularizedLaplacian
 from herta_gpu.more.sweep import Series, inverse_rows
 from herta_gpu.planning.settings import LABEL_FOLDS, LABEL_LAMS, LABEL_WIDTH
-from herta_gpu.plumbing.checks import check_count, check_dtype, check_lam
+from herta_gpu.plumbing.checks import check_count, check_dtype, check_lam, check_positive
 from herta_gpu.plumbing.targets import make_targets
 
 
@@ -44,6 +44,7 @@ def label_features(
     train: Any = None,
     lams: Sequence[float] = LABEL_LAMS,
     folds: int = LABEL_FOLDS,
+    tol: float = 1e-6,
     random_state: int = 0,
     device: str = "auto",
     dtype: str = "float32",
@@ -59,6 +60,9 @@ def label_features(
         One block of c columns for each.
     folds : int
         At least 2, at most one for each training node.
+    tol : float
+        Bound of the error of a column, relative to that of its labels, in the 2-norm; rounding
+        comes on top of it in `error`.
     random_state : int
         Of the folds.
     device, dtype : str
@@ -76,6 +80,7 @@ def label_features(
     """
     check_whole(graph, "label_features (but not that of HERTA)")
     check_count("folds", folds, least=2)
+    check_positive("tol", tol)
     if len(lams) == 0:
         raise ValueError("lams is empty: give at least one lam for the label features.")
     for lam in lams:
@@ -83,10 +88,10 @@ def label_features(
     targets = make_targets(y, train, graph.num_nodes, "mse")
     rows, Y = targets.rows, np.asarray(targets.Y)
     H = RegularizedLaplacian(graph, 1.0, get_backend(device), check_dtype(dtype))
-    columns, fold_of = cross_fit(H, rows, Y, lams, folds, seed=random_state)
+    columns, fold_of = cross_fit(H, rows, Y, lams, folds, tol, random_state)
     everyone = np.full(graph.num_nodes, -1)
     everyone[rows] = fold_of
-    return LabelFeatures(columns, everyone, column_error(H, Y, lams), targets.classes)
+    return LabelFeatures(columns, everyone, column_error(H, Y, lams, tol), targets.classes)
 
 
 def cross_fit(
