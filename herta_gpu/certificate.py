@@ -739,6 +739,10 @@ class StoredProblem:
         b = self.sweep(u).b
         return None if b is None or self.mean is None else b - self.mean @ u
 
+    def objective(self, u: Array) -> float:
+        xp, W = self.backend.xp, self.basis.weights(u)
+        return self.sweep(u).loss + 0.5 * self.ridge * float(xp.sum(W * W))  # synchronize!
+
     def minimised(self, tol: float, start: Array | None, steps: int, tell: Tell) -> Array:
         """u at the optimum of the stored problem, or ten times closer to it than `tol`."""
         if self.loss.quadratic:
@@ -774,10 +778,10 @@ class StoredProblem:
     def proof(self, u: Array, why_not: Callable[[float], str], at_zero: float = 0.0) -> Proof:
         """Everything that is known of the true problem at W = C0 u; the loss of W = 0 is given."""
         xp, P, inner, basis = self.backend.xp, self.P, self.P.inner, self.basis
-        found, W = self.sweep(u), basis.weights(u)
+        found = self.sweep(u)
         g, slope = found.gradient, found.E
         by_row = xp.sqrt((u * u).sum(axis=1))
-        objective = found.loss + 0.5 * self.ridge * float(xp.sum(W * W))  # synchronize!
+        objective = self.objective(u)
         # Rounding: of Q u and of E, of Q^T E and the ridge's part, and of W itself.
         r, count = u.shape[0], self.Y.shape[0]
         size_of_terms = float((self.sizes * by_row).sum())  # synchronize!

@@ -15,6 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from herta_gpu.plumbing.checks import check_number
+
 
 class SplitConformal:
     """Sets or intervals from the outputs of any model, calibrated on nodes that it has not seen.
@@ -45,7 +47,7 @@ class SplitConformal:
     """
 
     def __init__(self, coverage: float = 0.9) -> None:
-        if not 0 < coverage < 1:
+        if not 0 < check_number("coverage", coverage) < 1:
             raise ValueError(f"coverage must lie between 0 and 1, not {coverage!r}.")
         self.coverage = coverage
 

@@ -397,6 +397,8 @@ class Loop:
         limit = self.settings.max_iter - len(journal.steps)  # where stored rows went first
         limit = limit if most is None else min(limit, most)
         point = problem.start(w, Z)
+        if not point.objective <= self.objective.at_zero and w.any():  # no start at all is better
+            point = problem.start(problem.xp.zeros_like(w))
         for step in marked_steps(range(limit + 1)):
             point = self._sharpen(point) if self.certified else point
             found = self._certify(point)
@@ -703,6 +705,8 @@ def train_on_rows(journal: Journal, plan: Plan, made: Preconditioned, task: Task
     former: list[tuple[int, Fitted]] = []  # found in coordinates that were given up
     while True:
         problem = StoredProblem(run.backend, o.A.loss, made.P, o.Y, s.ridge, o.X_norm)
+        if u is not None and not problem.objective(u) <= o.at_zero:
+            u = None  # no start at all is better
         problem.host = get_backend("cpu") if plan.on_host else None
         u = problem.minimised(s.tol, u, _CHEAP_STEPS * s.max_iter, journal.hear)
         again: Chosen | None

@@ -97,10 +97,11 @@ def test_a_label_that_the_model_does_not_know_is_missed():
         (lambda: SplitConformal().calibrate(EVEN, [0, 1], [0, 1]).sets(NONE), "1 of 2 nodes"),
         (lambda: SplitConformal().calibrate(EVEN, EVEN).intervals(np.zeros((3, 1))), "width"),
         (lambda: SplitConformal().calibrate(EVEN, EVEN).intervals(NONE), "1 of 2 nodes"),
+        (lambda: SplitConformal(coverage="a"), "coverage must be a number"),
     ],
 )
 def test_bad_input_is_one_sentence(call, words):
-    with pytest.raises((ValueError, RuntimeError), match=words):
+    with pytest.raises((ValueError, TypeError, RuntimeError), match=words):
         call()
 
 

@@ -12,7 +12,7 @@ import pytest
 from scipy.special import logsumexp
 
 from herta_gpu import HERTA, Checkpoint, Graph
-from tests.conftest import dense_H, minimum, random_graph
+from tests.conftest import dense_H, minimum, problem, random_graph
 from tests.fuzz import checks
 from tests.fuzz.problems import Problem, draw
 from tests.fuzz.reference import Reference
@@ -244,6 +244,23 @@ def test_a_warm_start_that_does_not_fit_is_refused(tmp_path):
     model.save(tmp_path / "model.npz")
     again = HERTA(loss="ce", ridge=0.1).fit(g, X, y, warm_start=HERTA.load(tmp_path / "model.npz"))
     assert again.status_ == "certified"
+
+
+@pytest.mark.parametrize("strategy", ["herta", "direct"])
+@pytest.mark.parametrize(
+    ("loss", "size"), [("ce", 1e6), ("ce", 1e30), ("ce", 1e200), ("bce", 1e30)]
+)
+def test_a_warm_start_that_is_worse_than_none_does_no_harm(strategy, loss, size):
+    g, X, y, train = problem(120, 5)
+    y = np.eye(3)[y].astype(int) if loss == "bce" else y
+    params = {"loss": loss, "ridge": 0.1, "strategy": strategy}
+    model = HERTA(**params).fit(g, X, y, train)
+    huge = pickle.loads(pickle.dumps(model))
+    huge.W_ *= size
+    with np.errstate(all="ignore"):
+        again = HERTA(**params).fit(g, X, y, train, warm_start=huge)
+    assert again.status_ == "certified"
+    assert again.history_[-1]["loss"] == pytest.approx(model.history_[-1]["loss"], rel=3e-6)
 
 
 def _alike(seed: int) -> tuple[Graph, Any, Any, Any, Any]:
