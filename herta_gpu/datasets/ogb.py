@@ -152,8 +152,7 @@ def convert_ogb(
             _convert(name, raw, folder, goals, stages or Stages())
         except DataError:
             if not is_converted(name):  # the arrays that are finished are of a damaged source
-                for path in folder.iterdir():
-                    path.unlink()
+                shutil.rmtree(folder, ignore_errors=True)
             raise
     return [folder / f"{key}.npy" for key in _ARRAYS]
 

@@ -429,6 +429,19 @@ def test_bad_input_is_one_sentence_and_leaves_nothing(tmp_path, case):
     assert nothing_left(tmp_path)
 
 
+def test_damaged_files_of_another_download_leave_nothing_of_the_one_before(tmp_path):
+    first, second = tmp_path / "first", tmp_path / "second"
+    write_papers(first, contents())
+    convert(first)
+    ogb.read_converted(PAPERS)  # which builds the graph
+    arrays = contents(seed=1)
+    arrays["node_label"][0] = 0.5
+    write_papers(second, arrays)
+    with pytest.raises(DataError, match="node 0 has the label 0.5"):
+        convert(second)
+    assert not ogb.converted_folder(PAPERS).exists()
+
+
 @pytest.mark.parametrize("method", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
 @pytest.mark.parametrize("chunk", [1000, 4096, 1 << 22])
 def test_the_checksum_is_compared_whatever_the_chunks(tmp_path, monkeypatch, method, chunk):
