@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import html
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -122,6 +124,38 @@ def test_the_picture_and_the_page(run):
     assert 'src="data:image/png;base64,' in page
     assert "http://" not in page
     assert "https://" not in page  # nothing to load
+
+
+BROWSER = next(
+    (b for b in ("chromium", "chromium-browser", "google-chrome") if shutil.which(b)), ""
+)
+
+
+@pytest.mark.skipif(not BROWSER, reason="no chromium to open the page with")
+def test_the_page_is_drawn_as_it_is_meant_by_a_browser(run, tmp_path):
+    """The picture is there, nothing sticks out of a wide or a narrow page, and colours differ."""
+    pytest.importorskip("matplotlib")
+    probe = """<script>addEventListener("load", () => {
+      const picture = document.querySelector("img"), whole = document.querySelector(".lane");
+      const lane = [...whole.children], wide = part => part.getBoundingClientRect().width;
+      document.body.dataset.seen = JSON.stringify({
+        picture: picture.complete && picture.naturalWidth > 600,
+        inside: document.documentElement.scrollWidth <= innerWidth,
+        full: lane.reduce((sum, part) => sum + wide(part), 0) > 0.97 * wide(whole),
+        colours: lane.length > 1 && new Set(lane.map(p => p.style.background)).size == lane.length,
+        tiles: document.querySelectorAll(".tile").length == 6,
+      });
+    });</script>"""
+    page = tmp_path / "page.html"
+    page.write_text((run / "report.html").read_text().replace("</body>", f"{probe}</body>"))
+    flags = "--headless --no-sandbox --disable-gpu --no-first-run --disable-background-networking "
+    flags += "--disable-component-update --disable-sync --virtual-time-budget=2000 --dump-dom"
+    for width in (1200, 500):
+        own = [f"--user-data-dir={tmp_path / str(width)}", f"--window-size={width},900"]
+        argv = [BROWSER, *flags.split(), *own, page.as_uri()]
+        dom = subprocess.run(argv, capture_output=True, text=True, timeout=120).stdout
+        seen = json.loads(html.unescape(dom.split('data-seen="')[1].split('"')[0]))
+        assert all(seen.values()), (width, seen)
 
 
 def test_a_name_cannot_write_into_the_page(tmp_path):

@@ -437,7 +437,7 @@ def test_damaged_files_of_another_download_leave_nothing_of_the_one_before(tmp_p
     arrays = contents(seed=1)
     arrays["node_label"][0] = 0.5
     write_papers(second, arrays)
-    with pytest.raises(DataError, match="node 0 has the label 0.5"):
+    with pytest.raises(DataError, match=r"node 0 has the label 0\.5"):
         convert(second)
     assert not ogb.converted_folder(PAPERS).exists()
 
