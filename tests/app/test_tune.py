@@ -42,6 +42,12 @@ def test_candidates_agree_with_a_fit():
             assert abs(ours - theirs) <= 2 / len(data.split[part])  # nodes on the border
 
 
+def test_a_grid_of_arrays_is_one_of_lists():
+    lams, ridges = [1.0, 20.0], [0.01, 1.0]
+    of_arrays = tune(load("digits"), Grid(np.array(lams), np.array(ridges), ["mse"]))
+    assert of_arrays == tune(load("digits"), Grid(lams, ridges, ["mse"]))
+
+
 @pytest.mark.parametrize("smooth", [False, True])
 @pytest.mark.parametrize(("several", "folds"), [(((0.0, 2.0),), 0), ((), 3), (((0.0, 2.0),), 3)])
 def test_candidates_of_more_features_agree_with_a_fit(several, folds, smooth):
