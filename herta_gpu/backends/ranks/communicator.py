@@ -288,9 +288,11 @@ class Ranks:
             missing = [r for r in others if r not in found]
             for r in missing:
                 # One that is done may have failed since, in the next block; never the other way.
-                tag = next((tag for tag in tags if self._control.Iprobe(r, tag)), None)
-                if tag is not None:
-                    found[r] = self._control.recv(source=r, tag=tag)
+                # Its end came first, so it is there by the second look if a fault is by the first.
+                failed = self._control.Iprobe(r, tags[1])
+                done = self._control.Iprobe(r, tags[0])
+                if done or failed:
+                    found[r] = self._control.recv(source=r, tag=tags[not done])
             depth = self._failed(self._depth - 1)
             if depth:
                 raise OtherRankFailed(depth)

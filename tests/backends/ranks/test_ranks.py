@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import ast
 import json
+import pickle
 import re
 import shutil
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -41,6 +43,37 @@ def checked(size: int) -> dict[str, str]:
 def test_what_holds_on_any_number_of_ranks(size):
     wrong = {name: text for name, text in checked(size).items() if text}
     assert not wrong, "\n".join(f"{name}\n{text}" for name, text in wrong.items())
+
+
+class _Mail:
+    """Messages of rank 1, which come in between two looks for them: of its end, then of a fault."""
+
+    def __init__(self, depth: int) -> None:
+        self.tags, self.looks = [1000 + depth, 2000 + depth], 0
+
+    def Iprobe(self, source: int = 1, tag: int = 0) -> bool:
+        self.looks += 1
+        return self.looks > 1 and tag in self.tags
+
+    def isend(self, said: bytes, to: int, tag: int) -> _Mail:
+        return self
+
+    def wait(self) -> None:
+        pass
+
+    def recv(self, source: int, tag: int) -> bytes:
+        self.tags.remove(tag)
+        return pickle.dumps(None if tag < 2000 else ValueError("of the next block"))
+
+
+@needs_ranks
+def test_a_fault_of_the_next_block_is_not_taken_for_one_of_this():
+    from herta_gpu.backends.ranks import Ranks
+
+    team: Any = Ranks.__new__(Ranks)
+    team.rank, team.size, team.timeout, team._depth, team._control = 0, 2, 10.0, 1, _Mail(1)
+    assert team._at_the_end(None) == [None, None]
+    assert team._control.tags == [2001]  # which waits for the next block
 
 
 def _program(folder: Path, text: str) -> str:
