@@ -176,8 +176,8 @@ def tune(
     True
     """
     several = [tuple(np.atleast_1d(lam).tolist()) for lam in grid.several]
-    known = {"lams": [*grid.lams], "ridges": [*grid.ridges], "several": several}  # arrays, too
-    grid = replace(grid, **known).for_targets(data.y)
+    grid = replace(grid, lams=[*grid.lams], ridges=[*grid.ridges], several=several)  # or arrays
+    grid = grid.for_targets(data.y)
     grid.check()
     check_rows("X", data.X, data.graph)
     data = data.with_split("public")  # masks become ids
