@@ -138,8 +138,8 @@ def test_real_labels_reach_the_published_level():
     assert model.score(data.y, test) > 0.66
 
 
-def test_the_stand_in_of_a_gpu_gives_the_same(ledger):
-    """The calls on a device, not its arithmetic: no GPU runs this."""
+@pytest.mark.gpu
+def test_the_device_gives_the_same():
     g, X, y, train = problem(n=120)
     B = np.random.default_rng(0).random((120, 3))
 
