@@ -33,6 +33,7 @@ from herta_gpu.optimizers import (
 )
 from herta_gpu.planning.settings import OPTIMIZER_NAMES
 from herta_gpu.problem import DenseProblem, Problem, UnfoldedMap
+from tests.conftest import on_device
 
 CPU = CPUBackend()
 
@@ -437,8 +438,9 @@ def test_the_whole_hessian_takes_over_where_steps_are_many(monkeypatch: Any) -> 
     assert without.objective == pytest.approx(fit.objective, rel=2e-7)
 
 
+@on_device
 @pytest.mark.parametrize("shape", [(120, 6, 3), (8, 15, 3)])
-def test_the_same_on_the_stand_in_for_cupy(backend: Any, shape: Any) -> None:
+def test_the_same_on_the_device(backend: Any, shape: Any) -> None:
     A, Y, C0 = rows(*shape)
     place = backend.asarray
     for ridge in (0.0, 1e-4):

@@ -149,6 +149,7 @@ def tune(
     memory_budget: int | str | None = None,
     report: Callable[[str], None] = lambda text: None,
     random_state: int = 0,
+    **choices: Any,
 ) -> list[Candidate]:
     """Every candidate, best first; ties go to the larger ridge, then to the simpler model.
 
@@ -163,6 +164,8 @@ def tune(
         Hears what is being done.
     random_state : int
         Of the folds of features of labels.
+    **choices
+        Fields of the grid by their names: ``tune(data, lams=[1.0], by="loo")``.
 
     Examples
     --------
@@ -175,6 +178,7 @@ def tune(
     >>> tune(load("digits"), by_loo)[0].loo > 0.9
     True
     """
+    grid = replace(grid, **choices)
     several = [tuple(np.atleast_1d(lam).tolist()) for lam in grid.several]
     grid = replace(grid, lams=[*grid.lams], ridges=[*grid.ridges], several=several)  # or arrays
     grid = grid.for_targets(data.y)

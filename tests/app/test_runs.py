@@ -240,7 +240,8 @@ def test_kill_9_at_random_moments_loses_nothing(tmp_path):
             quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
             with subprocess.Popen([*command, *argv], **quiet, env=env) as process:
                 try:
-                    process.wait(rng.uniform(0.1, 1.1 if kills else 0.8) * whole)
+                    # Longer each time: a machine that has become busy must get to the end, too.
+                    process.wait(rng.uniform(0.1, 1.1 if kills else 0.8) * whole * 1.1**kills)
                 except subprocess.TimeoutExpired:
                     process.kill()
                     kills += 1
