@@ -67,10 +67,8 @@ def far_away(backend: Any) -> tuple[Any, Any]:
     there = replace(L, **places, unrounded=lambda: exact)
     length = np.diff(near_.indptr)
     long_ = np.flatnonzero(length > there.segment)
-    rows, row, rank, cut = backend.segments(long_, length[long_], there.segment)
-    return near_, replace(
-        there, long_rows=rows, segment_row=row, segment_rank=rank, cut_rows=cut, scratch={}
-    )
+    cut = backend.segments(long_, length[long_], there.segment)
+    return near_, replace(there, **cut, scratch={})
 
 
 def block(backend: Any, dtype: str, seed: int) -> Any:
