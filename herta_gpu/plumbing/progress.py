@@ -4,8 +4,7 @@ Stages, outer steps, solves, their cycles and residuals, blocks of Q and passes 
 ranges, of the domain "herta", so that a profiler shows what the device did in each.  Without the
 package nvtx these ranges cost nothing; without a profiler, about a microsecond each.
 
-Bars are tqdm's where that is installed and somebody watches, on a terminal or in a notebook;
-without it, a line that is printed anew; and in a log file, a line now and then.
+A bar is a line that a terminal prints anew, and that a log file gets now and then.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from math import inf, log10
-from typing import Any
 
 try:
     import nvtx
@@ -28,7 +26,6 @@ SHORTEST = 0.005  # seconds: a stage below it shows as 0.00 and is not worth a l
 EVERY = 10.0  # seconds between two lines of progress in a log file
 
 Tell = Callable[[int, int], None]  # hears how much is done, and of how much
-
 
 _NO_RANGE = nullcontext()
 
@@ -70,30 +67,28 @@ class Stages:
     # is charged for what an earlier one has begun.
     wait: Callable[[], object] | None = None
     _held: str = ""  # the line of the last step, if it was not printed
-    _bar: Any = None  # tqdm's, while there is one
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        self._show(f"{name} ...", passing=True)
+        if sys.stderr.isatty():
+            self.note(f"{name} ...")
         start = time.perf_counter()
         try:
             with marked(name):
                 yield
                 if self.wait is not None:
                     self.wait()
-        except BaseException:
-            self._close()  # a stage that failed has no time to show: the error comes next
+        except BaseException:  # a stage that failed has no time to show: the error comes next
             if self.verbose and sys.stderr.isatty():
                 print("\r\033[K", end="", file=sys.stderr, flush=True)
             raise
         spent = time.perf_counter() - start
-        self._close()
         self.seconds[name] = self.seconds.get(name, 0.0) + spent
         if self._held:
-            self._show(self._held)
+            self.note(self._held, stays=True)
             self._held = ""
         if spent >= SHORTEST:
-            self._show(f"{name:<15}{spent:8.2f} s")
+            self.note(f"{name:<15}{spent:8.2f} s", stays=True)
 
     def since(self, before: dict[str, float]) -> dict[str, float]:
         """Seconds per stage that came after `before`, an earlier copy of `seconds`."""
@@ -110,13 +105,11 @@ class Stages:
         if gap < inf and goal < 1:  # 0 at a gap of 1 and 1 at the goal, on a logarithmic scale
             share = min(1.0, max(0.0, log10(max(gap, 1e-300)) / log10(goal)))
         name = "warm" if warm else "step"
-        if self._draw(name, 100 * share, 100, told=f"{step:4d}  {shown}  loss {loss:.6g}"):
-            return
-        text = f"{name} {step:4d}  [{_line(share)}]  {shown}  loss {loss:.6g}"
+        text = f"{name} {step:4d}  [{_bar(share)}]  {shown}  loss {loss:.6g}"
         often = step <= 10 or step % 10 == 0
         self._held = "" if often or sys.stderr.isatty() else text
         if not self._held:
-            self._show(text, passing=True)
+            self.note(text)
 
     def progress(self, name: str, what: str) -> Tell:
         """A function of (done, all) that shows a bar, and the time that the rest will take.
@@ -131,72 +124,32 @@ class Stages:
             now = time.perf_counter()
             pace, fresh = (now - since) / max(1, done - before), done > before
             before, since = done, now
-            if self._draw(name, done, of, unit=f" {what}"):
-                return
-            if not fresh or not (sys.stderr.isatty() or (done < of and now - shown >= EVERY)):
-                return
-            shown = now
-            left = f", about {_duration(pace * (of - done))} left" if done < of else ""
-            text = f"{name:<9}  [{_line(done / of)}]  {done:,} of {of:,} {what}{left}"
-            self._show(text, passing=True)
+            if fresh and (sys.stderr.isatty() or (done < of and now - shown >= EVERY)):
+                shown = now
+                left = f", about {_duration(pace * (of - done))} left" if done < of else ""
+                self.note(f"{name:<9}  [{_bar(done / of)}]  {done:,} of {of:,} {what}{left}")
 
         return tell
 
-    def _draw(self, name: str, done: float, of: float, unit: str = "", told: str = "") -> bool:
-        """Draw tqdm's bar where that is installed and somebody watches; else give False.
-
-        A `unit` makes it tell the pace and the time that is left, and the end close it.
-        """
-        if not self.verbose or not (sys.stderr.isatty() or "ipykernel" in sys.modules):
-            return False
-        try:
-            from tqdm.auto import tqdm
-        except ImportError:
-            return False
-        if self._bar is None or self._bar.desc != f"{name}: " or self._bar.total != of:
-            self._close()
-            form = None if unit else "{desc}|{bar}| {postfix}"
-            self._bar = tqdm(
-                total=of, desc=name, initial=done, unit=unit, leave=False,
-                file=sys.stderr, bar_format=form, dynamic_ncols=True,
-            )  # fmt: skip
-        self._bar.n = done
-        self._bar.set_postfix_str(told, refresh=False)
-        self._bar.refresh()
-        if unit and done >= of:
-            self._close()
-        return True
-
-    def _close(self) -> None:
-        """Take tqdm's bar away."""
-        if self._bar is not None:
-            self._bar.close()
-            self._bar = None
-
     def note(self, text: str, stays: bool = False) -> None:
         """Show what goes on; on a terminal the next line takes its place unless it `stays`."""
-        self._show(text, passing=not stays)
-
-    def _show(self, text: str, passing: bool = False) -> None:
-        """Print a line; on a terminal the next one overwrites it if it is `passing`."""
-        if not self.verbose or (passing and text.endswith("...") and not sys.stderr.isatty()):
+        if not self.verbose:
             return
-        self._close()
         with suppress(OSError):  # a full disk or a closed pipe is no reason to stop a fit
             if sys.stderr.isatty():
-                print(f"\r\033[K{text}", end="" if passing else "\n", file=sys.stderr, flush=True)
+                print(f"\r\033[K{text}", end="\n" if stays else "", file=sys.stderr, flush=True)
             else:
                 print(text, file=sys.stderr, flush=True)
 
 
-def _line(share: float, width: int = 24) -> str:
+def _bar(share: float, width: int = 24) -> str:
     filled = int(width * share)
     return "#" * filled + "." * (width - filled)
 
 
 def _duration(seconds: float) -> str:
     """A time as one says it: 90 s, 25 min, 3.5 h."""
+    minutes = seconds / 60
     if seconds < 100:
         return f"{seconds:.0f} s"
-    minutes = seconds / 60
     return f"{minutes:.0f} min" if minutes < 100 else f"{minutes / 60:.1f} h"

@@ -705,7 +705,6 @@ def test_the_bar_is_for_terminals(tmp_path, monkeypatch):
         def isatty(self):
             return True
 
-    monkeypatch.setitem(sys.modules, "tqdm.auto", None)  # not installed
     write_papers(tmp_path, contents())
     stages = Stages(verbose=True)
     monkeypatch.setattr(sys, "stderr", Terminal())

@@ -243,7 +243,6 @@ def test_a_damaged_X_is_one_sentence(in_cache, damage):
 
 
 def test_a_large_one_tells_what_it_does(in_cache, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "tqdm.auto", None)  # not installed
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     load(f"synthetic:{TEXT}")
     said = capsys.readouterr().err

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 import time
-import types
 from math import inf
 
 import numpy as np
@@ -31,12 +29,6 @@ class Terminal:
 
     def seen(self) -> list[str]:
         return [line.rsplit("\r\033[K", 1)[-1] for line in self.text.split("\n")]
-
-
-@pytest.fixture
-def no_tqdm(monkeypatch):
-    """tqdm as if it were not installed."""
-    monkeypatch.setitem(sys.modules, "tqdm.auto", None)
 
 
 def _fail_after(seconds: float) -> None:
@@ -80,7 +72,7 @@ def test_a_log_file_gets_a_tenth_of_the_steps_and_the_last(capsys):
     assert lines[-1].startswith("train")
 
 
-def test_a_terminal_sees_every_step_in_one_place(monkeypatch, no_tqdm):
+def test_a_terminal_sees_every_step_in_one_place(monkeypatch):
     terminal = Terminal()
     monkeypatch.setattr("sys.stderr", terminal)
     stages = Stages(verbose=True)
@@ -103,7 +95,7 @@ class Clock:
         return self.now
 
 
-def test_a_terminal_sees_how_much_is_left(monkeypatch, no_tqdm):
+def test_a_terminal_sees_how_much_is_left(monkeypatch):
     terminal, clock = Terminal(), Clock()
     monkeypatch.setattr("sys.stderr", terminal)
     monkeypatch.setattr("herta_gpu.plumbing.progress.time", clock)
@@ -122,61 +114,6 @@ def test_a_terminal_sees_how_much_is_left(monkeypatch, no_tqdm):
     assert terminal.seen()[0].endswith("32 of 128 columns, about 50 min left")
     tell(128, 128)
     assert terminal.seen()[0].endswith("[########################]  128 of 128 columns")
-
-
-class Bars(list):
-    """An imitation of tqdm that keeps what each of its bars was told."""
-
-    def __call__(self, **about):
-        bar = Bar(about)
-        self.append(bar)
-        return bar
-
-
-class Bar:
-    def __init__(self, about):
-        self.about, self.desc, self.total = about, f"{about['desc']}: ", about["total"]
-        self.n, self.seen, self.open = about["initial"], [], True
-
-    def set_postfix_str(self, text, refresh):
-        self.text = text
-
-    def refresh(self):
-        self.seen.append((self.n, self.text))
-
-    def close(self):
-        self.open = False
-
-
-@pytest.mark.parametrize("where", ["terminal", "notebook"])
-def test_tqdm_draws_where_it_is_installed_and_somebody_watches(monkeypatch, where):
-    bars, module = Bars(), types.ModuleType("tqdm.auto")
-    module.tqdm = bars
-    monkeypatch.setitem(sys.modules, "tqdm.auto", module)
-    if where == "terminal":
-        monkeypatch.setattr("sys.stderr", Terminal())
-    else:
-        monkeypatch.setitem(sys.modules, "ipykernel", types.ModuleType("ipykernel"))
-    stages = Stages(verbose=True)
-    with stages("preconditioner"):
-        tell = stages.progress("Q", "columns")
-        for done in (0, 64, 128):
-            tell(done, 128)
-        tell(0, 128)  # once more
-    assert [n for n, _ in bars[0].seen] == [0, 64, 128]
-    assert bars[0].about["unit"] == " columns"
-    assert [bar.open for bar in bars] == [False, False]
-    with stages("train"):
-        stages.step(0, inf, 1e-6, 3.0)
-        stages.step(1, 1e-3, 1e-6, 2.0)
-        assert bars[2].open
-        time.sleep(0.01)
-    assert bars[2].seen[1] == (50.0, "   1  certified gap 1.0e-03  loss 2")
-    assert not bars[2].open
-    tell(3, 128)
-    with pytest.raises(ValueError, match="no"), stages("Q"):
-        _fail_after(0.0)
-    assert not bars[3].open
 
 
 def test_a_log_file_gets_a_line_of_progress_now_and_then(monkeypatch, capsys):
