@@ -16,7 +16,6 @@ import scipy.sparse as sp
 
 from herta_gpu.backends.base import Array, Backend, Blocks, Part, norm, unit_roundoff
 from herta_gpu.planning.memory import chunk_bytes
-from herta_gpu.plumbing.checkpoint import mixed
 from herta_gpu.plumbing.interop import on_device, take_rows
 from herta_gpu.plumbing.progress import marked
 from herta_gpu.plumbing.reading import Reads
@@ -229,6 +228,13 @@ class Features:
         wide = d if self._dense.whole_rows(stop - start) else stop - start
         rows = _rows_at_once(wide, self._chunk_bytes)
         return [(slice(a, min(a + rows, n)), slice(start, stop)) for a in range(0, n, rows)]
+
+
+def mixed(bits: Any) -> Any:
+    """A bijection of 64-bit numbers that keeps 0 and scatters everything else (splitmix64)."""
+    bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return bits ^ (bits >> np.uint64(31))
 
 
 def _scrambled(values: Any) -> Any:

@@ -19,7 +19,7 @@ from herta_gpu.more.label_features import column_error, cross_fit
 from herta_gpu.planning.costs import BLOCK_WIDTH, Sizes, row_copies, worth_reordering
 from herta_gpu.planning.plan import Chosen, Decision, Plan, make_plan
 from herta_gpu.planning.settings import Settings
-from herta_gpu.plumbing.checkpoint import Checkpoint, fingerprint, nodes_key
+from herta_gpu.plumbing.checkpoint import Checkpoint, fingerprint
 from herta_gpu.plumbing.progress import Stages
 from herta_gpu.plumbing.reading import mapping_of
 from herta_gpu.plumbing.targets import OneHot, Targets
@@ -88,7 +88,7 @@ class Task:
         if run.checkpoint is not None:
             run.checkpoint.claim()  # nothing can be refused any more
             # Blocks of Q hold the rows of these nodes, too: those made for others are not read.
-            run.cache = run.checkpoint.on(backend, plan.identity + nodes_key(self.eval_nodes))
+            run.cache = run.checkpoint.on(backend, plan.identity, self.eval_nodes)
         return plan
 
     def place(self, plan: Plan, run: Context) -> tuple[UnfoldedMap, Any]:

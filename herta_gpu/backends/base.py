@@ -218,7 +218,6 @@ class Team:
     rank, size = 0, 1  # this process, of so many
     whole = True  # whether each of them has all rows
     first_row = 0  # where not: rows that the processes before this one have
-    rows_key = ""  # ... and a hash of which ones this one has
 
     def total(self, x: Any) -> Any:
         """The sum of all processes' x, in their order; x itself where each has all rows."""
@@ -269,7 +268,7 @@ class Backend(ABC):
     train_on, gathered, own = map(_of_team, ("train_on", "gather", "own"))
     joined, dealt = map(_of_team, ("join", "deal"))
     rank, ranks, whole = map(_of_team, ("rank", "size", "whole"))
-    first_row, rows_key = map(_of_team, ("first_row", "rows_key"))
+    first_row = _of_team("first_row")
 
     def with_team(self, team: Team) -> Backend:
         """The same backend, working with other processes."""

@@ -7,7 +7,8 @@ bits.  The file `made-from.json` is written first and says which data and parame
 belongs to; every other file holds a hash of it.
 
 Where processes have rows of their own, each keeps its arrays in a folder `part-r-of-P`, and what
-one of them cannot read is made again by all.
+one of them cannot read is made again by all.  Such a state belongs to their rows: other parts of
+the same graph are refused.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +27,19 @@ import numpy as np
 import scipy.sparse as sp
 
 from herta_gpu import __version__
-from herta_gpu.plumbing.checks import as_labels, check_dtype
+from herta_gpu.plumbing.checks import check_dtype
 from herta_gpu.plumbing.files import Archive, DataError, new_file, write_npz
 from herta_gpu.plumbing.interop import Array, Backend, on_device
 
+Fingerprint = dict[str, dict[str, Any]]
+
 _MADE_FROM = "made-from.json"
+# Parameters that may differ: they decide when a fit stops, what it prints and how much it computes
+# at once, but not what it finds.
+_FREE = ("max_iter", "verbose", "memory_budget")
+_CHUNK_BYTES = 16 << 20  # bytes hashed at once
+_SAMPLED_ROWS = 4096  # rows of a memory map that are compared
+_SAMPLED_BYTES = 256 << 20  # bytes of those rows at most
 
 
 class Checkpoint:
@@ -85,37 +95,43 @@ class Checkpoint:
 
     def begin(self, made_from: Fingerprint) -> None:
         """Refuse a state that was made from something else, before anything of it is read."""
-        then, reason = _read_json(self.folder / _MADE_FROM), ""
+        then, reason = None, ""
+        with suppress(FileNotFoundError, ValueError):  # missing or damaged
+            then = json.loads((self.folder / _MADE_FROM).read_text(encoding="utf-8"))
+        if isinstance(then, dict):
+            changed = differences(then, made_from)
+            reason = f"was made from something else: {_listed(changed)} changed" if changed else ""
         # A killed write leaves hidden files only.
-        if then is None and any(path.name[0] != "." for path in self.folder.glob("*.npz")):
+        elif any(path.name[0] != "." for path in self.folder.glob("*.npz")):
             reason = "does not say what it was made from (it is older, or damaged)"
-        changed = [] if then is None else differences(then, made_from)
-        if changed:
-            reason = f"was made from something else: {_listed(changed)} changed"
         if reason:
             raise ValueError(
                 f"The checkpoint in {self.folder} {reason}; it was left as it is: choose another "
                 "folder, or begin anew with checkpoint.delete() (--overwrite on the command line)."
             )
-        self._fingerprint, self._made_from = made_from, key(made_from)
+        text = json.dumps(made_from, sort_keys=True)
+        self._fingerprint, self._made_from = made_from, hashlib.sha256(text.encode()).hexdigest()
 
-    def on(self, backend: Backend, plan: str = "") -> Callable[..., Any]:
+    def on(self, backend: Backend, plan: str = "", nodes: Any = ()) -> Callable[..., Any]:
         """A function `cache(name, make)` that reads from disk what `make` made before a crash.
 
         Where there is nothing to read, it calls `make`.  `plan` names the way in which things are
-        made; it depends on free memory, and files that were made in another way are not read.
-        Where several processes make a thing `together`, the first one reads and stores it; where
-        they have rows of their own, each its own.
+        made, and `nodes` those whose rows they hold beside the training rows; both depend on free
+        memory, and files that were made in another way are not read.  Where several processes make
+        a thing `together`, the first one reads and stores it; where they have rows of their own,
+        each its own.
         """
-        plan += backend.rows_key
+        made_from, nodes = self._made_from + plan, np.asarray(nodes, dtype=np.int64)
+        if nodes.size:
+            made_from += hashlib.sha256(nodes.tobytes()).hexdigest()
+        place = self.folder
+        if not backend.whole:  # what this process alone has
+            place = place / f"part-{backend.rank}-of-{backend.ranks}"
 
         def cache(
             name: str, make: Callable[[], dict[str, Array]], together: bool = False
         ) -> dict[str, Array]:
-            place = self.folder
-            if not backend.whole:  # what this process alone has
-                place = place / f"part-{backend.rank}-of-{backend.ranks}"
-            path, made_from = place / f"{name}.npz", self._made_from + plan
+            path = place / f"{name}.npz"
             stored = read(path, made_from)
             if not backend.whole:
                 stored = None if backend.largest(int(stored is None)) else stored
@@ -167,41 +183,13 @@ def write(path: Path, made_from: str, arrays: dict[str, Any]) -> None:
 
 def read(path: Path, made_from: str) -> dict[str, Any] | None:
     """The arrays of a file; None if it is missing, damaged, or from another fit."""
-    try:
+    with suppress(DataError, OSError):
         stored = Archive(path, "a whole file of a checkpoint")
         stored.check_format("checkpoint", ())
-        if str(stored["made_from"]) != made_from:
-            return None
-        names = [name for name in stored.keys if name not in ("made_from", "format")]
-        return {name: stored[name] for name in names}
-    except (DataError, OSError):
-        return None
-
-
-def _read_json(path: Path) -> dict[str, Any] | None:
-    """The object in a JSON file, or None if the file is missing or damaged."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, ValueError):
-        return None
-    return found if isinstance(found, dict) else None
-
-
-# ---- what a fit was made from ------------------------------------------------------------
-# Arrays are hashed whole, with their type and shape.  The one exception is an X that lies in a file
-# and is mapped into memory: reading it would take as long as a part of the fit, so some of its rows
-# and the file's size and time of change are compared instead.  A message on a difference says so.
-#
-# Where processes have rows of their own, the bits of each number are scrambled together with the
-# ids of its node and added up, modulo 2^64: how the nodes are shared out does not matter.
-Fingerprint = dict[str, dict[str, Any]]
-
-# Parameters that may differ: they decide when a fit stops, what it prints and how much it computes
-# at once, but not what it finds.
-_FREE = ("max_iter", "verbose", "memory_budget")
-_CHUNK_BYTES = 16 << 20  # bytes hashed at once
-_SAMPLED_ROWS = 4096  # rows of a memory map that are compared
-_SAMPLED_BYTES = 256 << 20  # bytes of those rows at most
+        if str(stored["made_from"]) == made_from:
+            names = [name for name in stored.keys if name not in ("made_from", "format")]
+            return {name: stored[name] for name in names}
+    return None
 
 
 def fingerprint(
@@ -217,7 +205,10 @@ def fingerprint(
     """Hashes of the data, the parameters and the backend: all that must be the same.
 
     The data are as `HERTA.fit` has them after its checks, `rows` and `weights` of the training
-    nodes, and `split` the nodes of the other parts, whose scores a result holds.
+    nodes, and `split` the nodes of the other parts, whose scores a result holds.  Arrays are hashed
+    whole, with their type and shape, but for an X that is mapped from a file: reading it would take
+    as long as a part of the fit, so some of its rows and the file's size and time of change are
+    compared instead, and a message on a difference says so.
 
     Examples
     --------
@@ -234,27 +225,39 @@ def fingerprint(
     >>> differences(then, fingerprint(HERTA(lam=7.0).get_params(), *given))
     ['the features X', 'lam (5.0 then, 7.0 now)']
     """
-    data: dict[str, Any]
-    if backend.whole:
-        parts = (graph.indptr, graph.indices, graph.weights, graph.degree, graph.order)
-        data = {"the graph": _hash(parts, backend)}
-        if sp.issparse(X):
-            arrays = [np.asarray(X.shape), X.indptr, X.indices, X.data]
-            data["the features X"] = _hash(arrays, backend)
-        # Changes of a private map (mode "c") are in memory alone, so its file says nothing of them.
-        elif isinstance(X, np.memmap) and X.filename is not None and X.mode != "c":
-            data["the features X"] = _hash_of_map(X, backend)
-        else:
-            data["the features X"] = _hash([X], backend)
-        data["the labels y"] = _hash([np.asarray(y)], backend)
+
+    def digest(*arrays: Any) -> Any:
+        """A hash of arrays of this process, or of the hashes of all that have rows of their own."""
+        found = _hash(arrays, backend)
+        if backend.whole:
+            return found.hexdigest()
+        together = backend.joined(np.frombuffer(found.digest(), dtype=np.uint8))
+        return hashlib.sha256(together.tobytes()).hexdigest()
+
+    own = () if backend.whole else (graph.ids,)
+    parts = (graph.indptr, graph.indices, graph.weights, graph.degree, graph.order)
+    data: dict[str, Any] = {"the graph": digest(*parts, *own)}
+    if sp.issparse(X):
+        data["the features X"] = digest(np.asarray(X.shape), X.indptr, X.indices, X.data)
+    # Changes of a private map (mode "c") are in memory alone, so its file says nothing of them.
+    elif backend.whole and isinstance(X, np.memmap) and X.filename is not None and X.mode != "c":
+        n, row_bytes = X.shape[0], max(1, X.nbytes // max(1, X.shape[0]))
+        count = min(n, _SAMPLED_ROWS, max(2, _SAMPLED_BYTES // row_bytes))
+        at, about = np.linspace(0, n - 1, count).astype(np.int64), os.stat(str(X.filename))
+        data["the features X"] = {
+            f"{count:,} rows": digest(np.asarray(X.shape), X[at]),
+            "the file's size": about.st_size,
+            "the file's time of change": about.st_mtime_ns,
+        }
     else:
-        data = _of_all_processes(graph, X, as_labels("y", y), backend)
-    data["the training nodes"] = _hash([np.asarray(rows)], backend)
+        data["the features X"] = digest(X)
+    data["the labels y"] = digest(np.asarray(y))
+    data["the training nodes"] = digest(np.asarray(rows))
     if split is not None and backend.whole:
         others = [np.asarray(split[name]) for name in sorted(split) if name != "train"]
-        data["the validation or test nodes"] = _hash(others, backend)
+        data["the validation or test nodes"] = digest(*others)
     if weights is not None:
-        data["the weights"] = _hash([np.asarray(weights)], backend)
+        data["the weights"] = digest(np.asarray(weights))
     same: dict[str, Any] = {}
     for name, given in params.items():  # as they will be when they were written as JSON
         value = given.item() if isinstance(given, np.generic) else given
@@ -264,51 +267,6 @@ def fingerprint(
     same["device"] = f"{backend.name}, {type(backend).__name__}"
     same["dtype"] = check_dtype(params["dtype"])
     return {"data": data, "parameters": {**same, "the version of herta_gpu": __version__}}
-
-
-def _of_all_processes(graph: Any, X: Any, y: Any, backend: Backend) -> dict[str, Any]:
-    """Hashes of a graph, of X and of y whose rows are shared out."""
-    ids = graph.ids[: graph.num_nodes]
-    weights = np.ones(graph.indices.shape[0]) if graph.weights is None else graph.weights
-    edges = _sum(np.repeat(ids, np.diff(graph.indptr)), graph.ids[graph.indices], weights)
-    parts = {  # of each the sums, and what else is compared
-        "the graph": ([edges, _sum(ids, 0, graph.degree)], (graph.nodes_of_all, graph.num_edges)),
-        "the features X": ([_sum_of_rows(ids, X)], (str(X.dtype), X.shape[1:])),
-        "the labels y": ([_sum_of_rows(ids, y)], (y.dtype.kind, y.shape[1:])),
-    }
-    return {
-        name: f"{backend.total(np.array(sums, dtype=np.uint64)).tolist()} of {what}"
-        for name, (sums, what) in parts.items()
-    }
-
-
-def _sum_of_rows(ids: Any, X: Any) -> Any:
-    """The scrambled numbers of a matrix, of one number per node, or of text, added up."""
-    if sp.issparse(X):
-        X = X.tocoo()
-        return _sum(ids[X.row], X.col, X.data)
-    if X.dtype.kind == "U":  # its letters; ends that are not there are 0, and count nothing
-        X = np.ascontiguousarray(X).view(np.uint32).reshape(X.shape[0], -1 if X.size else 1)
-    X = X[:, None] if X.ndim == 1 else X
-    step, total = max(1, _CHUNK_BYTES // max(1, 8 * X.shape[1])), np.uint64(0)
-    for a in range(0, X.shape[0], step):
-        part = ids[a : a + step, None]
-        total = total + _sum(part, np.arange(X.shape[1]), X[a : a + step])
-    return total
-
-
-def _sum(row: Any, column: Any, values: Any) -> Any:
-    """Sum of scrambled (row, column, value), zeros left out."""
-    bits = np.ascontiguousarray(values, dtype=np.float64).view(np.uint64)
-    place = mixed(np.asarray(row, dtype=np.uint64) + np.uint64(1)) + np.asarray(column, np.uint64)
-    return np.where(values != 0, mixed(bits ^ mixed(place)), np.uint64(0)).sum(dtype=np.uint64)
-
-
-def mixed(bits: Any) -> Any:
-    """A bijection of 64-bit numbers that keeps 0 and scatters everything else (splitmix64)."""
-    bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return bits ^ (bits >> np.uint64(31))
 
 
 def differences(then: Fingerprint, now: Fingerprint) -> list[str]:
@@ -325,41 +283,16 @@ def differences(then: Fingerprint, now: Fingerprint) -> list[str]:
     return found
 
 
-def key(made_from: Fingerprint) -> str:
-    """A hash of a fingerprint."""
-    return hashlib.sha256(json.dumps(made_from, sort_keys=True).encode()).hexdigest()
-
-
-def nodes_key(nodes: Any) -> str:
-    """A hash of node ids; nothing where there are none."""
-    nodes = np.asarray(nodes, dtype=np.int64)
-    return hashlib.sha256(nodes.tobytes()).hexdigest() if nodes.size else ""
-
-
 def _pairs(then: Any, now: dict[str, Any]) -> list[tuple[str, Any, Any]]:
     then = then if isinstance(then, dict) else {}
-    names = [*now, *(name for name in then if name not in now)]
-    return [(name, then.get(name), now.get(name)) for name in names]
+    return [(name, then.get(name), now.get(name)) for name in {**now, **then}]
 
 
 def _listed(names: list[str]) -> str:
     return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
 
 
-def _hash_of_map(X: np.memmap, backend: Backend) -> dict[str, Any]:
-    """What is compared of a memory map: rows from all over the file, its size and its time."""
-    n, row_bytes = X.shape[0], max(1, X.nbytes // max(1, X.shape[0]))
-    count = min(n, _SAMPLED_ROWS, max(2, _SAMPLED_BYTES // row_bytes))
-    at = np.linspace(0, n - 1, count).astype(np.int64)
-    about = os.stat(str(X.filename))
-    return {
-        f"{count:,} rows": _hash([np.asarray(X.shape), X[at]], backend),
-        "the file's size": about.st_size,
-        "the file's time of change": about.st_mtime_ns,
-    }
-
-
-def _hash(arrays: Sequence[Any], backend: Backend) -> str:
+def _hash(arrays: Sequence[Any], backend: Backend) -> Any:
     """A hash of types, shapes and bytes in C order.
 
     No more than a chunk of an array is copied at a time, whatever its layout or device.
@@ -375,4 +308,4 @@ def _hash(arrays: Sequence[Any], backend: Backend) -> str:
             part = array[a : a + step]
             part = backend.to_numpy(part) if on_device(part) else part
             whole.update(np.ascontiguousarray(part))
-    return whole.hexdigest()
+    return whole

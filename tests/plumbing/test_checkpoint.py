@@ -253,7 +253,7 @@ def test_arrays_come_to_the_host_as_the_backend_says(tmp_path):
             raise AssertionError("nobody but the backend knows how")
 
     backend = SimpleNamespace(
-        to_numpy=lambda x: np.arange(3.0), xp=np, largest=lambda x: x, whole=True, rows_key=""
+        to_numpy=lambda x: np.arange(3.0), xp=np, largest=lambda x: x, whole=True
     )
     checkpoint = Checkpoint(tmp_path, worth=0.0)
     recall = checkpoint.on(backend, "plan")

@@ -23,7 +23,6 @@ from herta_gpu.backends.base import Array, Backend, Team
 from herta_gpu.backends.ranks.communicator import Ranks
 from herta_gpu.backends.ranks.nccl import Nccl, nccl_of
 from herta_gpu.backends.ranks.parts import GraphPart
-from herta_gpu.plumbing.checkpoint import nodes_key
 
 
 class _Several(Team):
@@ -103,7 +102,6 @@ class Rows(_Several):
     def __init__(self, graph: GraphPart, device: Backend) -> None:
         super().__init__(graph.halo.team, device)
         self.graph, self.first_row = graph, graph.first_row
-        self.rows_key = nodes_key(graph.ids[: graph.num_nodes])
         self._mine: Any = slice(0, 0)  # where the training rows of this rank are among all
         self._order: Any = None  # and those of all ranks, by id; None: one rank after the other
         if device.name == "cuda":
