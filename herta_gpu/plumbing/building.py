@@ -2,7 +2,8 @@
 
 A large list is read twice, a chunk at a time: to count the entries of each row, and to put them
 there.  Beside the result little more than a chunk is held.  Small lists, and machines without
-numba, take NumPy's sorts of one key per edge; the results are the same, bit for bit.
+numba, take NumPy's sorts of one key per edge, which take several times the memory of the list; the
+results are the same, bit for bit.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from functools import partial
 from importlib.util import find_spec
 from itertools import pairwise
@@ -43,28 +45,27 @@ def build(
     """What `Graph.from_edges` promises, in memory; or in a folder of files, and None here."""
     edges, n, source = check_edges(edge_index, num_nodes)
     m = edges.shape[1]
-    kernels = _kernels(n + m)
     weighted = edge_weight is not None or duplicates == "sum"
-    # A node has 8 bytes of indptr, 8 of degrees, and up to 24 in what is derived from them.
-    least = KEY_BYTES if kernels is None else (40, 24) if weighted else (32, 8)
-    # Rows that go to a folder are made in as much memory as there is.
-    check_size(n, m, source, *(least if folder is None or kernels is None else (least[0], 0)))
+    fast = worth_compiling(n + m)
+    # A node has 8 bytes of indptr, 8 of degrees, and up to 24 in what is derived from them.  Rows
+    # that go to a folder are made in as much memory as there is.
+    node, edge = ((40, 24) if weighted else (32, 8)) if fast else KEY_BYTES
+    check_size(n, m, source, node, 0 if fast and folder is not None else edge)
     w = check_weights(edge_weight, m)
     w = np.broadcast_to(1.0, m) if w is None and weighted else w
     writer = None if folder is None else GraphWriter(folder, n, 2 * m, weighted)
-    if kernels is None:
-        arrays = _with_numpy(edges, w, n, duplicates)
-        if writer is not None:
-            writer.write(*arrays)
-        return arrays if writer is None else None
+    if not fast:
+        arrays = _with_scipy(edges, w, n, duplicates)
+        if writer is None:
+            return arrays
+        writer.write(*arrays)
+        return None
     if duplicates == "error":
         with ThreadPoolExecutor(num_threads()) as pool:
-            _Rows(pool, kernels, edges, None, n, both=False).check_repeats()
-    if writer is None:
-        return _with_kernels(kernels, edges, w, n)
-    with writer:
-        _with_kernels(kernels, edges, w, n, writer)
-    return None
+            _Rows(pool, edges, None, n, both=False).check_repeats()
+    with nullcontext() if writer is None else writer:
+        arrays = _with_kernels(edges, w, n, writer)
+    return arrays if writer is None else None
 
 
 def worth_compiling(size: int) -> bool:
@@ -73,22 +74,16 @@ def worth_compiling(size: int) -> bool:
     return wanted and find_spec("numba") is not None
 
 
-def _kernels(size: int) -> Any | None:
-    if not worth_compiling(size):
-        return None
-    from herta_gpu.backends.cpu.kernels import building
-
-    return building
-
-
 # ---- in two passes, compiled -------------------------------------------------------------
 class _Rows:
     """How many entries each row has before any are merged, and how they get there."""
 
     def __init__(
-        self, pool: ThreadPoolExecutor, kernels: Any, edges: Any, w: Any, n: int, both: bool
+        self, pool: ThreadPoolExecutor, edges: Any, w: Any, n: int, both: bool = True
     ) -> None:
         """`both`: each edge has an entry in the row of either end; else of its first end only."""
+        from herta_gpu.backends.cpu.kernels import building as kernels
+
         self.pool, self.kernels, self.edges, self.w, self.both = pool, kernels, edges, w, both
         self.threads, self.ids = num_threads(), np.uint32 if n < NARROW else np.int64
         self.indptr = np.zeros(n + 1, dtype=np.int64)
@@ -169,12 +164,10 @@ class _Rows:
                 repeated(u, v)
 
 
-def _with_kernels(
-    kernels: Any, edges: Any, w: Any, n: int, writer: GraphWriter | None = None
-) -> Arrays:
+def _with_kernels(edges: Any, w: Any, n: int, writer: GraphWriter | None) -> Arrays:
     """The arrays of a graph; with a `writer`, a group of rows at a time into its files."""
     with ThreadPoolExecutor(num_threads()) as pool:
-        rows = _Rows(pool, kernels, edges, w, n, both=True)
+        rows = _Rows(pool, edges, w, n)
         per_entry = rows.ids().itemsize + (0 if w is None else 8)
         # Rows for files take half of the free memory: the rest is for pages on their way there.
         room = max(host_memory() // 2, CHUNK * per_entry)
@@ -220,19 +213,31 @@ def row_sums(values: Any, indptr: Any, out: Any) -> Any:
     return out
 
 
-# ---- by sorted keys, with NumPy ----------------------------------------------------------
-def _with_numpy(edges: Any, w: Any, n: int, duplicates: str | None) -> Arrays:
+# ---- by sorted keys, with NumPy and SciPy ------------------------------------------------
+def _with_scipy(edges: Any, w: Any, n: int, duplicates: str | None) -> Arrays:
     u, v = edges.astype(np.int64, copy=False)
     if duplicates == "error":
         check_repeats(np, u, v, n)
     if w is None:
         return *of_keys(edge_keys(u, v, n)[u != v], n), None
-    w = w.astype(np.float64, copy=False)
-    keep = w > 0
-    u, v, w = u[keep], v[keep], w[keep]
-    loop = u == v
+    w, loop = w.astype(np.float64, copy=False), u == v
     degree = np.bincount(u[loop], weights=w[loop], minlength=n).astype(np.float64, copy=False)
-    indptr, indices, weights = of_edges(*_merged(u[~loop], v[~loop], w[~loop], n), n)
+    kept = ~loop & (w > 0)
+    key, back, w = edge_keys(u[kept], v[kept], n), u[kept] > v[kept], w[kept]
+    sort = np.lexsort((back, key))  # by edge and direction, in the order of the list
+    key, back, w = key[sort], back[sort], w[sort]
+    new = np.ones(key.shape[0], dtype=bool)
+    new[1:] = (key[1:] != key[:-1]) | (back[1:] != back[:-1])
+    first = np.flatnonzero(new)
+    key, w = key[first], np.add.reduceat(w, first) if first.size else w
+    both = np.flatnonzero(key[1:] == key[:-1])
+    differ = both[~np.isclose(w[both], w[both + 1], rtol=1e-6, atol=0.0)]
+    if differ.size:
+        at = int(differ[0])
+        directions_differ(*divmod(int(key[at]), n), w[at], w[at + 1])
+    key, first = np.unique(key, return_index=True)
+    w = w[first]
+    indptr, indices, weights = of_edges(*np.divmod(key, n), None if (w == 1).all() else w, n)
     every = np.ones(indices.shape[0]) if weights is None else weights
     looped = _add_loops(every, indptr, degree)
     return indptr, indices, weights, degree if weights is not None or looped else None
@@ -240,64 +245,28 @@ def _with_numpy(edges: Any, w: Any, n: int, duplicates: str | None) -> Arrays:
 
 def edge_keys(u: Any, v: Any, n: int) -> Any:
     """lo * n + hi of each pair: one int64 per edge, the same for both directions."""
-    key = np.minimum(u, v).astype(np.int64, copy=False)
-    key *= n
-    key += np.maximum(u, v)
-    return key
+    return np.minimum(u, v).astype(np.int64) * n + np.maximum(u, v)
 
 
 def of_keys(keys: Any, n: int) -> tuple[Any, Any, Any]:
-    """The unweighted graph of `edge_keys`, which are sorted in place; none may be a self-loop."""
-    keys.sort()
-    keys = distinct(np, keys)
-    return of_edges(keys // n, keys % n, None, n)
+    """The unweighted graph of `edge_keys`, none of which may be a self-loop."""
+    return of_edges(*np.divmod(np.unique(keys), n), None, n)
 
 
 def distinct(xp: Any, keys: Any) -> Any:
     """Each of the sorted keys once."""
-    if not keys.size:
-        return keys
     first = xp.ones(keys.shape[0], dtype=bool)
     first[1:] = keys[1:] != keys[:-1]
     return keys[first]  # synchronize!
 
 
-def _merged(u: Any, v: Any, w: Any, n: int) -> tuple[Any, Any, Any]:
-    """(lo, hi, weight) of each undirected edge once, sorted; without weights if all are 1."""
-    key, forward = edge_keys(u, v, n), u < v
-    ahead, back = (_summed(key[way], w[way]) for way in (forward, ~forward))
-    twice, at, there = np.intersect1d(ahead[0], back[0], return_indices=True, assume_unique=True)
-    w_ahead, w_back = ahead[1][at], back[1][there]
-    differ = ~np.isclose(w_ahead, w_back, rtol=1e-6, atol=0.0)
-    if differ.any():
-        i = int(np.argmax(differ))
-        directions_differ(*divmod(int(twice[i]), n), w_ahead[i], w_back[i])
-    keys = np.concatenate([ahead[0], np.delete(back[0], there)])
-    weight = np.concatenate([ahead[1], np.delete(back[1], there)])
-    sort = np.argsort(keys, kind="stable")
-    keys, weight = keys[sort], weight[sort]
-    return keys // n, keys % n, None if (weight == 1).all() else weight
-
-
-def _summed(key: Any, w: Any) -> tuple[Any, Any]:
-    """Distinct keys in order, with their weights added up."""
-    sort = np.argsort(key, kind="stable")
-    keys, first = np.unique(key[sort], return_index=True)
-    return keys, np.add.reduceat(w[sort], first) if keys.size else w[:0]
-
-
 def of_edges(lo: Any, hi: Any, weight: Any, n: int) -> tuple[Any, Any, Any]:
-    """CSR from edges with lo < hi, sorted by (lo, hi); columns come out sorted as well."""
-    above = np.zeros(n + 1, dtype=np.int64)
-    np.cumsum(np.bincount(lo, minlength=n), out=above[1:])
-    del lo
-    index_type = np.int32 if n < NARROW else np.int64
+    """CSR from edges with lo < hi; columns come out sorted."""
     data = np.ones(hi.shape[0], dtype=np.int8) if weight is None else weight
-    upper = sp.csr_array((data, hi.astype(index_type), above), shape=(n, n))
-    del hi
+    upper = sp.coo_array((data, (lo, hi)), shape=(n, n)).tocsr()
     both = upper + upper.T.tocsr()
     both.sort_indices()
-    indices = both.indices.astype(index_type, copy=False)
+    indices = both.indices.astype(np.int32 if n < NARROW else np.int64, copy=False)
     return both.indptr.astype(np.int64), indices, None if weight is None else both.data
 
 
@@ -364,33 +333,25 @@ def components(graph: Graph) -> tuple[int, Any]:
 
 def permuted(graph: Graph, p: Any) -> tuple[Any, Any, Any | None]:
     """(indptr, indices, weights) of the graph with node p[i] in row i, columns sorted."""
-    indptr = np.zeros(p.shape[0] + 1, dtype=np.int64)
-    np.take(np.diff(graph.indptr), p, out=indptr[1:])
-    np.cumsum(indptr[1:], out=indptr[1:])
-    inverse = np.empty(p.shape[0], dtype=graph.indices.dtype)
-    inverse[p] = np.arange(p.shape[0], dtype=inverse.dtype)
-    if worth_compiling(p.shape[0] + graph.indices.shape[0]):
-        return indptr, *_permuted_rows(graph, p, inverse, indptr)
-    take = np.repeat(graph.indptr[p] - indptr[:-1], np.diff(indptr))
-    take += np.arange(take.shape[0])
-    columns = inverse[graph.indices[take]]
-    data = np.ones(take.shape[0], np.int8) if graph.weights is None else graph.weights[take]
-    # A symmetric matrix is its own transpose, and transposing sorts the columns.
-    A = sp.csc_array((data, columns, indptr), shape=(p.shape[0],) * 2).tocsr()
-    indices = A.indices.astype(graph.indices.dtype, copy=False)
-    return indptr, indices, None if graph.weights is None else A.data
-
-
-def _permuted_rows(graph: Graph, p: Any, inverse: Any, indptr: Any) -> tuple[Any, Any]:
-    """The same, row by row on all threads: nothing is held beside the result."""
+    n, entries, of_ids = p.shape[0], graph.indices.shape[0], graph.indices.dtype
+    if not worth_compiling(n + entries):
+        data = np.ones(entries, np.int8) if graph.weights is None else graph.weights
+        A = sp.csr_array((data, graph.indices, graph.indptr), shape=(n, n))[p][:, p]
+        A.sort_indices()
+        weights = None if graph.weights is None else A.data
+        return A.indptr.astype(np.int64), A.indices.astype(of_ids, copy=False), weights
     from herta_gpu.backends.cpu.kernels.ordering import permute
 
+    # Row by row on all threads: nothing is held beside the result.
+    indptr = np.concatenate([[0], np.cumsum(np.diff(graph.indptr)[p])])
+    inverse = np.empty(n, dtype=of_ids)
+    inverse[p] = np.arange(n, dtype=of_ids)
     indices = np.empty_like(graph.indices)
     weights = None if graph.weights is None else np.empty_like(graph.weights)
     parts = 8 * num_threads()
-    wanted = [indices.shape[0] * t // parts for t in range(parts)]
-    cuts = [*np.searchsorted(indptr, wanted).tolist(), p.shape[0]]
+    wanted = [entries * t // parts for t in range(parts)]
+    cuts = [*np.searchsorted(indptr, wanted).tolist(), n]
     given = (graph.indptr, graph.indices, graph.weights, p, inverse, indptr, indices, weights)
     with ThreadPoolExecutor(num_threads()) as pool:
         list(pool.map(lambda a, b: permute(*given, a, b), cuts[:-1], cuts[1:]))
-    return indices, weights
+    return indptr, indices, weights
