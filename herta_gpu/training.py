@@ -47,10 +47,6 @@ from herta_gpu.planning.plan import (
     Decision,
     Plan,
     Recipe,
-    measured,
-    orthonormal,
-    tighter,
-    with_less_left,
 )
 from herta_gpu.planning.settings import NEWTON_SIZE, Settings
 from herta_gpu.plumbing.progress import marked_steps
@@ -109,9 +105,9 @@ def precondition(
         missed = spectrum is not None and spectrum.kind == "estimate"
         rough = H_tilde is not A.H or recipe.sketch_rows is not None  # on purpose
         if P.kept < P.features and not (recipe.whiten or rough or P.fragile):
-            again = orthonormal(recipe)
+            again = recipe.orthonormal()
         elif missed and not rough and not recipe.exact:
-            again = tighter(recipe, A.H.lambda_max)
+            again = recipe.tighter(A.H.lambda_max)
         else:
             P = P.for_training(run.backend, blocks=plan.outputs < Y.shape[1])
             return Preconditioned(P, spectrum, recipe)
@@ -716,14 +712,14 @@ def train_on_rows(journal: Journal, plan: Plan, made: Preconditioned, task: Task
             u = problem.basis.coordinates(W)
             if journal.status != "max_iter" or len(journal.steps) > s.max_iter:
                 break
-            again = measured(made.recipe, s)
+            again = made.recipe.measured(s)
         else:
             proof, tries = _prove(journal, problem, u), tries - 1
             again = _ask_again(journal, proof, made) if tries else None
             # Rows from which nothing follows for MSE, so alike they are, do not make it unprovable.
             weak = o.A.loss.quadratic and journal.certificate.kind in ("none", "nonnegative")
             unproven = journal.status == "stagnated" or (weak and not made.P.fragile)
-            if again is None and unproven and plan.may_look and len(journal.steps) <= s.max_iter:
+            if again is None and unproven and plan.outputs and len(journal.steps) <= s.max_iter:
                 why = "Q alone could not prove the fit"
                 run.changes.append(Decision("proof", "true gradients", why))
                 spectrum = _bound_hessian("spectral-deterministic", made.P, o.A, s)
@@ -780,10 +776,10 @@ def _ask_again(journal: Journal, proof: Proof, made: Preconditioned) -> Chosen |
     if journal.status == "max_iter" or (journal.status == "converged" and not unknown):
         return None
     worst = None if P.stored is None else P.stored.worst
-    again = with_less_left(recipe, worst, proof.wanted(0.7 * tol))
+    again = recipe.with_less_left(worst, proof.wanted(0.7 * tol))
     if again is not None or certified or recipe.whiten or worst is None or P.fragile or unknown:
         return again
-    return orthonormal(recipe)
+    return recipe.orthonormal()
 
 
 def _evaluate(made: Preconditioned, problem: StoredProblem, u: Array, loo: bool) -> Fitted:

@@ -113,6 +113,15 @@ class Sizes:
     def dtype(self) -> str:
         return f"float{8 * self.word}"
 
+    @property
+    def work(self) -> int:
+        """Numbers that a product with H touches for each column."""
+        return 2 * self.m + 4 * self.n
+
+    @property
+    def few_rows(self) -> bool:
+        return self.n_train < self.d
+
     def degree(self, eps: float) -> int:
         """Products with H after which Chebyshev's polynomial is right to `eps`."""
         return least_degree(self.top, eps)
@@ -152,28 +161,20 @@ def row_copies(settings: Settings, weighted: bool) -> int:
     return int(settings.fit_intercept) + int(seen and not settings.quadratic)
 
 
+# ---- how well Q is solved for ------------------------------------------------------------
 def Q_tolerance(sizes: Sizes, settings: Settings, direct: bool) -> float:
     """How well Q must approximate H^-1 X."""
-    top = sizes.top
-    if sizes.hidden and sizes.n_train >= sizes.d:
+    if sizes.hidden and not sizes.few_rows:
         return EXACT_TOL
     if direct:  # and the true model is looked at afterwards
         # What Q is off by counts squared in the loss.  Tight enough that the first look at the true
         # model is nearly always the last; a duality gap asks for more.
         share = 0.5 if settings.quadratic else 0.1
-        return min(1e-3, share * math.sqrt(settings.tol / top))
+        return min(1e-3, share * math.sqrt(settings.tol / sizes.top))
     if sizes.n_train == sizes.n:
         return 0.1
     # With a mask the error counts against the masked rows: tighter as lam grows.
-    loose = min(0.1, 0.1 / top)
-    return min(loose, 0.003) if sizes.n_train < sizes.d else loose
-
-
-def softmax_goal(settings: Settings) -> float:
-    """`Q_goal` for cross entropy."""
-    # A ridge of 0 proves nothing, but the optimum must be that of the true model.
-    size = math.sqrt(settings.tol * min(settings.ridge, 1.0)) if settings.ridge else 1.0
-    return min(1e-4, max(1e-10, _CE_GOAL * size))
+    return min(0.1 / sizes.top, 0.003 if sizes.few_rows else 0.1)
 
 
 def Q_goal(sizes: Sizes, settings: Settings, whiten: bool) -> float:
@@ -192,36 +193,11 @@ def Q_goal(sizes: Sizes, settings: Settings, whiten: bool) -> float:
     return max(1e-13, min(rho * smallest / math.sqrt(sizes.d), seen))
 
 
-def rows_may_be_narrow(sizes: Sizes, settings: Settings) -> bool:
-    """Whether training rows of Q can be kept in float32 and still prove the fit.
-
-    What that rounds away counts like what the solves leave.  Cross entropy asks for far less.
-    """
-    if not settings.quadratic or sizes.word > _SINGLE.dtype.itemsize:
-        return False
-    if sizes.copies:
-        return False  # centred or scaled ones are made beside them, in float64
-    if 0.0 in settings.lams or settings.label_folds:
-        return False  # features as they are have no residual that says what rounding took
-    goal = Q_goal(sizes, settings, worth_whitening(sizes, settings))
-    return 0.5 * float(_SINGLE.eps) <= _ROUNDED * goal
-
-
-def worth_whitening(sizes: Sizes, settings: Settings) -> bool:
-    """Whether orthonormal columns cost little beside the products with H.
-
-    Not with a ridge, which speaks of W: features of very unequal units would be mixed.
-    """
-    if settings.ridge > 0 or not settings.quadratic or sizes.n_train < sizes.d:
-        return False
-    work = (2 * sizes.m + 4 * sizes.n) * _CHEBYSHEV_STEP
-    degree = sizes.degree(Q_goal(sizes, settings, True))
-    return _whitening(sizes) <= 0.35 * sizes.d * degree * work
-
-
-def _whitening(sizes: Sizes) -> float:
-    """Predicted seconds of X^T X, and of X C0 twice."""
-    return 5 * sizes.n * sizes.d**2 * _GEMM_FLOP
+def softmax_goal(settings: Settings) -> float:
+    """`Q_goal` for cross entropy."""
+    # A ridge of 0 proves nothing, but the optimum must be that of the true model.
+    size = math.sqrt(settings.tol * min(settings.ridge, 1.0)) if settings.ridge else 1.0
+    return min(1e-4, max(1e-10, _CE_GOAL * size))
 
 
 def row_tolerance(settings: Settings, look: bool = False) -> float:
@@ -234,8 +210,33 @@ def row_tolerance(settings: Settings, look: bool = False) -> float:
         return _ROW_SPACE_TOL
     if look:
         return min(1e-4, math.sqrt(settings.tol) / 10)
-    share = 1e-4 if settings.quadratic else 1e-6
-    return max(1e-12, share * math.sqrt(settings.tol))
+    return max(1e-12, (1e-4 if settings.quadratic else 1e-6) * math.sqrt(settings.tol))
+
+
+def rows_may_be_narrow(sizes: Sizes, settings: Settings) -> bool:
+    """Whether training rows of Q can be kept in float32 and still prove the fit.
+
+    What that rounds away counts like what the solves leave.  Cross entropy asks for far less.
+    """
+    # Centred or scaled rows are made beside them, in float64; features as they are (lam = 0,
+    # labels) have no residual that says what rounding took.
+    unknown = sizes.copies or 0.0 in settings.lams or settings.label_folds
+    if not settings.quadratic or sizes.word > _SINGLE.dtype.itemsize or unknown:
+        return False
+    goal = Q_goal(sizes, settings, worth_whitening(sizes, settings))
+    return 0.5 * float(_SINGLE.eps) <= _ROUNDED * goal
+
+
+# ---- seconds -----------------------------------------------------------------------------
+def worth_whitening(sizes: Sizes, settings: Settings) -> bool:
+    """Whether orthonormal columns cost little beside the products with H.
+
+    Not with a ridge, which speaks of W: features of very unequal units would be mixed.
+    """
+    if settings.ridge > 0 or not settings.quadratic or sizes.few_rows:
+        return False
+    products = sizes.d * sizes.degree(Q_goal(sizes, settings, True)) * sizes.work * _CHEBYSHEV_STEP
+    return _whitening(sizes) <= 0.35 * products
 
 
 def strategy_costs(sizes: Sizes, settings: Settings) -> dict[str, float]:
@@ -243,8 +244,8 @@ def strategy_costs(sizes: Sizes, settings: Settings) -> dict[str, float]:
     small = min(sizes.n_train, sizes.d)
     dense = sizes.n_train * sizes.d * small * _GEMM_FLOP + small**3 / 3 * _FACTOR_FLOP
     evaluations = 1 + (_OUTER_STEPS if settings.quadratic else _CE_EVALUATIONS)
-    rough = sizes.degree(Q_tolerance(sizes, settings, direct=False))
-    herta = _columns(sizes, rough) + evaluations * _evaluation(sizes)
+    herta = _columns(sizes, Q_tolerance(sizes, settings, direct=False))
+    herta += evaluations * _evaluation(sizes)
     return {"herta": herta + dense, "direct": dense + min(direct_costs(sizes, settings))}
 
 
@@ -253,38 +254,39 @@ def direct_costs(sizes: Sizes, settings: Settings) -> tuple[float, float]:
     training = 0.0
     if not settings.quadratic:
         training = _CE_EVALUATIONS * 4 * sizes.n_train * sizes.d * sizes.c * _GEMM_FLOP
-    if sizes.n_train < sizes.d:
-        work = sizes.n_train * (2 * sizes.m + 4 * sizes.n) * _CG_STEP
+    if sizes.few_rows:
+        work = sizes.n_train * sizes.work * _CG_STEP
         training += 2 * sizes.n * sizes.n_train * sizes.d * _GEMM_FLOP
         looked, alone = (
             sizes.degree(row_tolerance(settings, look)) * work + training for look in (True, False)
         )
         return (alone if settings.ridge > 0 else math.inf), looked + _evaluation(sizes)
     whiten = worth_whitening(sizes, settings)
-    tight = sizes.degree(Q_goal(sizes, settings, whiten)) + 2
-    alone = _columns(sizes, tight) + (_whitening(sizes) if whiten else 0.0) + training
+    alone = _columns(sizes, Q_goal(sizes, settings, whiten), passes=2) + training
     if settings.quadratic:
-        return alone, math.inf
-    degree = sizes.degree(Q_tolerance(sizes, settings, direct=True))
-    return alone, _columns(sizes, degree) + training + _evaluation(sizes)
+        return alone + whiten * _whitening(sizes), math.inf
+    looked = _columns(sizes, Q_tolerance(sizes, settings, direct=True)) + training
+    return alone, looked + _evaluation(sizes)
 
 
-def _columns(sizes: Sizes, degree: int) -> float:
-    work = sizes.d * (2 * sizes.m + 4 * sizes.n) * _CHEBYSHEV_STEP
-    return degree * (work + math.ceil(sizes.d / BLOCK_WIDTH) * _CHEBYSHEV_LAUNCH)
+def _whitening(sizes: Sizes) -> float:
+    """Seconds of X^T X, and of X C0 twice."""
+    return 5 * sizes.n * sizes.d**2 * _GEMM_FLOP
+
+
+def _columns(sizes: Sizes, eps: float, passes: int = 0) -> float:
+    """Seconds of solves for all columns of Q."""
+    step = sizes.d * sizes.work * _CHEBYSHEV_STEP
+    step += math.ceil(sizes.d / BLOCK_WIDTH) * _CHEBYSHEV_LAUNCH
+    return (sizes.degree(eps) + passes) * step
 
 
 def _evaluation(sizes: Sizes) -> float:
-    """Predicted seconds of the true objective and its gradient: two solves over the outputs."""
-    work = (2 * sizes.m + 4 * sizes.n) * _CG_STEP
-    inner = sizes.degree(1e-4)
-    return 2 * inner * (sizes.c * work + _CG_LAUNCH) + 3 * _pass(sizes)
-
-
-def _pass(sizes: Sizes) -> float:
-    if sizes.nonzeros is not None:
-        return sizes.nonzeros * (_SPARSE_PASS + 2 * sizes.c * _GEMM_FLOP)
-    return sizes.n * sizes.d * (_DENSE_PASS + 2 * sizes.c * _GEMM_FLOP)
+    """Seconds of the true objective and its gradient: two solves over the outputs."""
+    solves = 2 * sizes.degree(1e-4) * (sizes.c * sizes.work * _CG_STEP + _CG_LAUNCH)
+    sparse = sizes.nonzeros is not None
+    count, each = (sizes.nonzeros, _SPARSE_PASS) if sparse else (sizes.n * sizes.d, _DENSE_PASS)
+    return solves + 3 * (count or 0) * (each + 2 * sizes.c * _GEMM_FLOP)
 
 
 def worth_reordering(settings: Settings, d: int, c: int, least: float) -> bool:
@@ -308,9 +310,7 @@ def certificate_costs(sizes: Sizes) -> tuple[float, float, float]:
     """Predicted seconds of the proven, the measured and the probabilistic certificate."""
     # Rows of Q outside training, their Gram matrix or its like, and its norm.
     rest = sizes.n - sizes.n_train
-    work, small = 2 * sizes.m + 4 * sizes.n, min(rest, sizes.d)
-    proven = (rest * sizes.d**2 + 8 * small**2 * sizes.d) * _GEMM_FLOP
-    measured = proven + 2 * sizes.d * work * _CHEBYSHEV_STEP
-    lanczos = 40 * sizes.degree(1e-4) * (work * _NARROW * _CG_STEP + _CG_LAUNCH)
-    lanczos += 80 * 2 * sizes.n * sizes.d * _GEMM_FLOP
-    return proven, measured, lanczos
+    proven = (rest * sizes.d**2 + 8 * min(rest, sizes.d) ** 2 * sizes.d) * _GEMM_FLOP
+    measured = proven + 2 * sizes.d * sizes.work * _CHEBYSHEV_STEP
+    lanczos = 40 * sizes.degree(1e-4) * (sizes.work * _NARROW * _CG_STEP + _CG_LAUNCH)
+    return proven, measured, lanczos + 80 * 2 * sizes.n * sizes.d * _GEMM_FLOP

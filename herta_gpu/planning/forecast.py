@@ -53,16 +53,25 @@ class Moved(NamedTuple):
     seconds: float
 
 
+class Split(NamedTuple):
+    """One way to split a fit."""
+
+    split: str
+    memory: int  # bytes of each rank
+    moved: int  # bytes that each rank receives
+    seconds: float
+
+
 def list_work(plan: Plan, sizes: Sizes, card: Card, X_itemsize: int) -> list[Moved]:
     """What a fit with stored rows moves: products with H, and passes over X."""
-    blocks = plan.recipe.blocks(sizes.d)
+    n, d, blocks = sizes.n, sizes.d, plan.recipe.blocks(sizes.d)
     k, passes = max(J.stop - J.start for J in blocks), 2
     steps = len(blocks) * (plan.recipe.degree + passes)
     each = step_bytes(sizes, k)
     # X^T X or norms of columns; then for each block once for B and once for its first residual.
     readings = 1 + 2 * len(blocks)
-    X_moved = readings * sizes.n * sizes.d * X_itemsize
-    on_card = card.X_bytes(sizes.n, sizes.d, sum(plan.memory.values())) == 4 * sizes.n * sizes.d
+    X_moved = readings * n * d * X_itemsize
+    on_card = card.X_bytes(n, d, sum(plan.memory.values())) == 4 * n * d
     rate = card.bandwidth if on_card else card.link
     spent = steps * each / (card.reached * card.bandwidth)
     return [
@@ -76,17 +85,7 @@ def step_bytes(sizes: Sizes, k: int) -> int:
     # A row of a few columns still takes a whole sector of memory.
     gathered = 2 * sizes.m * max(_SECTOR, k * (2 if sizes.half else sizes.word))
     indices = 2 * sizes.m * 4 * math.ceil(k / 64)
-    streams = 4 * sizes.n * k * sizes.word + (6 * sizes.n * k if sizes.half else 0)
-    return gathered + indices + streams
-
-
-class Split(NamedTuple):
-    """One way to split a fit."""
-
-    split: str
-    memory: int  # bytes of each rank
-    moved: int  # bytes that each rank receives
-    seconds: float
+    return gathered + indices + sizes.n * k * (4 * sizes.word + 6 * sizes.half)
 
 
 def assumed_cut(ranks: int) -> float:
@@ -99,10 +98,8 @@ def assumptions(cut: float | None, partition: str) -> str:
     rate = f"assumed, not measured: {_NETWORK / 1e9:g} GB/s between ranks"
     if cut is not None:
         return f"{cut:.2f} n rows go from rank to rank in a product by {partition}, counted; {rate}"
-    return (
-        f"{rate}, and for each doubling of the ranks {_CUT:g} n rows that others need, as METIS "
-        "left of ogbn-arxiv"
-    )
+    left = f"for each doubling of the ranks {_CUT:g} n rows that others need"
+    return f"{rate}, and {left}, as METIS left of ogbn-arxiv"
 
 
 def splits(
@@ -112,17 +109,6 @@ def splits(
 
     `cut` are the rows that go from rank to rank in a product, in shares of all rows, where they
     were counted.  `sizes.X_bytes` are those of X, where it is in memory.
-
-    Examples
-    --------
-    >>> from herta_gpu import HERTA
-    >>> from herta_gpu.planning.costs import Sizes
-    >>> from herta_gpu.planning.forecast import splits
-    >>> sizes = Sizes(10**6, 10**7, 128, 40, 5 * 10**5, word=4, X_bytes=0, ranks=8)
-    >>> plan = HERTA(lam=20.0, memory_budget="64GB").plan(10**6, 10**7, 128, 40, 5 * 10**5)
-    >>> columns, nodes = splits(plan, sizes, seconds=80.0)
-    >>> columns.memory > nodes.memory, columns.moved < nodes.moved
-    (True, True)
     """
     d, ranks, X_bytes = sizes.d, sizes.ranks, sizes.X_bytes
     whole = sum(plan.memory.values())
@@ -141,28 +127,15 @@ def splits(
 
 
 def choose_split(found: tuple[Split, Split], budget: int) -> Decision:
-    """What fits into `budget` bytes of each rank; of two that do, the faster one.
-
-    Examples
-    --------
-    >>> from herta_gpu.planning.forecast import Split, choose_split
-    >>> both = Split("columns", 9 << 30, 0, 3.0), Split("nodes", 2 << 30, 10**9, 4.0)
-    >>> choose_split(both, 4 << 30)[1:]
-    ('nodes', 'columns needs 9.0 GB a rank, of which 4.0 GB may be used; nodes 2.0 GB')
-    >>> choose_split(both, 16 << 30)[1:]
-    ('columns', 'both fit into 16.0 GB a rank; predicted 3 s, and nodes 4 s')
-    """
+    """What fits into `budget` bytes of each rank; of two that do, the faster one."""
     first, other = sorted(found, key=lambda s: (s.memory > budget, s.seconds))
     if first.memory > budget:  # neither: the fit says what is missing
         first, other = sorted(found, key=lambda s: s.memory)
     needed, fewer, allowed = (
         f"{size / 2**30:,.1f} GB" for size in (other.memory, first.memory, budget)
     )
-    why = (
-        f"both fit into {allowed} a rank; predicted {first.seconds:.3g} s, and "
-        f"{other.split} {other.seconds:.3g} s"
-    )
     if other.memory > budget:
-        why = f"{other.split} needs {needed} a rank, of which {allowed} may be used; "
-        why += f"{first.split} {fewer}"
-    return Decision("split", first.split, why)
+        why = f"{other.split} needs {needed} a rank, of which {allowed} may be used"
+        return Decision("split", first.split, f"{why}; {first.split} {fewer}")
+    why = f"predicted {first.seconds:.3g} s, and {other.split} {other.seconds:.3g} s"
+    return Decision("split", first.split, f"both fit into {allowed} a rank; {why}")

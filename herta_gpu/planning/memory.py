@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -28,21 +28,7 @@ DETERMINISTIC = ("spectral-proven", "spectral-deterministic")  # they need Q on 
 
 @dataclass(frozen=True)
 class Layout:
-    """What is held, and how many columns are worked on together."""
-
-    way: Way
-    width: int  # columns of a solve
-    Q_width: int  # columns of Q while it is made
-    memory: dict[str, int]  # stage to bytes
-    outputs: int  # worked on together by solves over the outputs; 0: no memory for one
-    keep_residual: bool = False  # n x d numbers from which a later pass over Q goes on
-    beside: int = 0  # rows of Q outside training that are kept for evaluation
-    on_host: bool = False  # stored rows of a GPU are trained on by the CPU
-
-
-@dataclass(frozen=True)
-class Way:
-    """One way to fit, and the bytes that it takes."""
+    """One way to fit: what is held, and how many columns are worked on together."""
 
     sizes: Sizes
     settings: Settings
@@ -52,23 +38,24 @@ class Way:
     sketch_rows: int | None = None
     narrow: bool = False  # training rows of Q are float32
     paged: bool = False  # neighbours stay in the graph's file
-
-    @property
-    def Q_column(self) -> int:
-        """Bytes of a column of Q while it is made: Chebyshev holds three, CG and a sketch more."""
-        if self.by_rows or self.sketch_rows is not None:
-            return self.solved_column
-        return self.sizes.n * (3 * (8 if self.sizes.hidden else self.sizes.word) + 8)
+    # What the budget leaves room for, as `fitting_layout` finds it.
+    width: int = 0  # columns of a solve
+    Q_width: int = 0  # columns of Q while it is made
+    memory: dict[str, int] = field(default_factory=dict)  # stage to bytes
+    outputs: int = 0  # worked on together by solves over the outputs; 0: no memory for one
+    keep_residual: bool = False  # n x d numbers from which a later pass over Q goes on
+    beside: int = 0  # rows of Q outside training that are kept for evaluation
+    on_host: bool = False  # stored rows of a GPU are trained on by the CPU
 
     @property
     def solved_column(self) -> int:
         """Bytes of a column while CG solves for it."""
         return self.sizes.n * column_bytes(self.sizes.dtype)
 
-    def memory(self, budget: int) -> dict[str, int]:
+    def held(self, budget: int) -> dict[str, int]:
         """Bytes per stage that stay allocated, blocks of columns and of outputs apart."""
         sizes, settings = self.sizes, self.settings
-        n, d, word = sizes.n, sizes.d, sizes.word
+        n, n_train, d, c, word = sizes.n, max(sizes.n_train, 1), sizes.d, sizes.c, sizes.word
         # Scale, diagonal and weights in the working precision, and those of nodes in float64, too.
         graph = 24 * n + 2 * sizes.m * word * sizes.weighted
         if not self.paged:  # neighbours, their weights, where rows begin; degrees on the way
@@ -76,34 +63,32 @@ class Way:
         chunks = 4 * min(chunk_bytes(budget), 8 * n * d)
         memory = {"graph": graph, "X (copies)": sizes.X_bytes, "chunks of X": chunks}
         if self.stored:  # MSE looks at runs of rows, cross entropy at all outputs
-            outputs = sizes.n_train * sizes.c * 8
+            outputs = sizes.n_train * c * 8
             outputs = min(_SWEEP, 4 * outputs) if settings.quadratic else 8 * outputs
             memory["outputs on training nodes"] = outputs
         if settings.label_folds:
-            memory["label features"] = 8 * n * len(LABEL_LAMS) * sizes.c
-        if settings.loo:
-            memory["leave-one-out"] = _left_out(sizes)
+            memory["label features"] = 8 * n * len(LABEL_LAMS) * c
+        if settings.loo:  # outputs without each row, and what they are found from
+            few = 4 * sizes.n_train**2 + 3 * sizes.n_train * d
+            found = few if sizes.few_rows else 2 * d * min(sizes.n_train, _LEFT_OUT_ROWS)
+            memory["leave-one-out"] = 8 * (6 * sizes.n_train * c + found)
         all_rows = self.certificate in DETERMINISTIC
         if settings.precondition:
             rows = n if all_rows else self.sketch_rows or sizes.n_train
             wide = sizes.hidden or (self.stored and not self.narrow)
             memory["Q"] = rows * d * (8 if wide else word) + sizes.copies * sizes.n_train * d * 8
-            memory["P and its factor"] = self._factor()
+            # P, its factor, and what is needed on the way from one to the other.
+            factor = 3 * min(d, n_train) * d
+            if self.stored and n_train < d:  # else rows, their span, and copies for LAPACK
+                dense = case_of(n_train, d, settings.ridge, known=True) is Case.DENSE
+                factor = 4 * d * d if dense else 5 * n_train * d
+            memory["P and its factor"] = 8 * factor
         if all_rows:  # B and its Gram matrix, for as many rows outside training as columns at most
             outside = min(n - sizes.n_train, d)
             memory["rows of Q outside training"] = 8 * outside * (d + 3 * outside)
         return memory
 
-    def _factor(self) -> int:
-        """P, its factor, and what is needed on the way from one to the other."""
-        n_train, d = max(self.sizes.n_train, 1), self.sizes.d
-        if not self.stored or n_train >= d:
-            return 3 * min(d, n_train) * d * 8
-        if case_of(n_train, d, self.settings.ridge, known=True) is not Case.DENSE:
-            return 5 * n_train * d * 8  # rows, their span, and copies for LAPACK
-        return 4 * d * d * 8
-
-    def outputs(self, left: int) -> int:
+    def outputs_in(self, left: int) -> int:
         """Outputs that the loop with the true model can work on together; 0: none.
 
         Those of cross entropy are one problem: all of them, or none.
@@ -127,18 +112,18 @@ class Way:
     def refuse(self, budget: int, column: int) -> BudgetError:
         """The error that names the least budget: what it takes grows with the budget, but slower.
 
-        `column`: bytes beside `memory` without which nothing can be done.
+        `column`: bytes beside those `held` without which nothing can be done.
         """
         allowed, need, sizes = 0, 1, self.sizes
         while need > allowed << 20:
             allowed = -(-need >> 20)
             held = sizes.X_bytes if sizes.X_bytes_at is None else sizes.X_bytes_at(allowed << 20)
             there = replace(self, sizes=replace(sizes, X_bytes=held))
-            need = sum(there.memory(allowed << 20).values()) + column
+            need = sum(there.held(allowed << 20).values()) + column
         return _too_little(allowed, budget, self.settings)
 
 
-def fitting_layout(way: Way, budget: int, may_narrow: bool = False) -> Layout:
+def fitting_layout(way: Layout, budget: int, may_narrow: bool = False) -> Layout:
     """The best layout within the budget.
 
     First the rows of Q outside training go, then Q for its sketch; of rows that prove the fit
@@ -159,58 +144,61 @@ def fitting_layout(way: Way, budget: int, may_narrow: bool = False) -> Layout:
     # Rather narrower blocks of outputs than a rougher P, down to a few.
     for fewest in (min(sizes.c, _FEW), 1):
         for one in ways:
-            memory = one.memory(budget)
+            memory = one.held(budget)
             left = budget - sum(memory.values())
-            outputs = one.outputs(left)
+            outputs = one.outputs_in(left)
             if not one.stored:
                 memory["outputs"] = one.output_bytes(outputs)
                 left -= memory["outputs"]
             width = block_width(sizes.n, max(sizes.d, sizes.c), sizes.dtype, left)
-            if width >= 1 and (one.stored or outputs >= fewest):
-                solved = min(sizes.n_train, sizes.d) if one.by_rows else sizes.d
-                Q_width = min(sizes.d, BLOCK_WIDTH, left // one.Q_column)
-                Q_width = dealt_width(solved, Q_width, sizes.ranks)
-                width = dealt_width(outputs or sizes.c, width, sizes.ranks)
-                block = max(Q_width * one.Q_column, min(width, outputs) * one.solved_column)
-                memory["one block of columns"] = block
-                return Layout(one, width, Q_width, memory, outputs)
+            if width < 1 or not (one.stored or outputs >= fewest):
+                continue
+            # Chebyshev holds three columns of Q while they are made, CG and a sketch more.
+            Q_column = sizes.n * (3 * (8 if sizes.hidden else sizes.word) + 8)
+            if one.by_rows or one.sketch_rows is not None:
+                Q_column = one.solved_column
+            solved = min(sizes.n_train, sizes.d) if one.by_rows else sizes.d
+            Q_width = min(sizes.d, BLOCK_WIDTH, left // Q_column)
+            Q_width = dealt_width(solved, Q_width, sizes.ranks)
+            width = dealt_width(outputs or sizes.c, width, sizes.ranks)
+            block = max(Q_width * Q_column, min(width, outputs) * one.solved_column)
+            memory["one block of columns"] = block
+            return replace(one, width=width, Q_width=Q_width, memory=memory, outputs=outputs)
     column = way.solved_column
     if not way.stored:
         column += way.output_bytes(1 if settings.quadratic else sizes.c)
     raise ways[-1].refuse(budget, column)
 
 
-def _roomy_layout(way: Way, budget: int, may_narrow: bool) -> Layout:
+def _roomy_layout(way: Layout, budget: int, may_narrow: bool) -> Layout:
     """The first way that leaves room for enough columns at once, or the one with most of them.
 
     A product gathers whole cache lines and takes as long for two columns as for sixteen.  Training
     rows of Q in float32 cost a little of what is proven; neighbours of a mapped graph that stay in
     its file are read again for each product.
     """
-    ways, found = [way], []
-    if may_narrow:
-        ways.append(replace(way, narrow=True))
-    if way.sizes.mapped:
-        ways += [replace(one, paged=True) for one in ways]
-    for one in ways:
-        try:
-            found.append(_stored_layout(one, budget))
-        except BudgetError:
-            if one is ways[-1] and not found:
-                raise
-            continue
-        if found[-1].width >= min(_LINE, way.sizes.d):
-            return found[-1]
+    found: list[Layout] = []
+    for paged in (False, True)[: 1 + way.sizes.mapped]:
+        for narrow in (False, True)[: 1 + may_narrow]:
+            try:
+                found.append(_stored_layout(replace(way, narrow=narrow, paged=paged), budget))
+            except BudgetError as error:
+                last = error
+                continue
+            if found[-1].width >= min(_LINE, way.sizes.d):
+                return found[-1]
+    if not found:
+        raise last
     return max(found, key=lambda layout: layout.width)
 
 
-def _stored_layout(way: Way, budget: int) -> Layout:
+def _stored_layout(way: Layout, budget: int) -> Layout:
     """Three blocks of columns beside the training rows of Q, and its residual if there is room."""
     sizes, settings = way.sizes, way.settings
     # Three blocks (and half of one for gathers), and the rows of one on their way into Q.
     column = (3 * sizes.word + 2 * sizes.half) * sizes.n + 3 * sizes.n_train * 8
     column += 8 * sizes.n * (sizes.nonzeros is not None)  # of a sparse X, made dense
-    memory = way.memory(budget)
+    memory = way.held(budget)
     on_host = sizes.card and sum(memory.values()) + column > budget
     if on_host:
         memory["outputs on training nodes"] = min(_SWEEP, memory["outputs on training nodes"])
@@ -230,26 +218,42 @@ def _stored_layout(way: Way, budget: int) -> Layout:
     memory["one block of columns"] = width * column
     if keep:
         memory["residual of Q"] = residual
-    # Features of labels are made before anything else is there but the graph.
-    later = sum(memory.values()) - memory["graph"] - memory.get("label features", 0)
-    short = _making_label_features(sizes, settings) - later
-    if short > 0:
-        memory["making label features"] = short
-        if sum(memory.values()) > budget:
-            raise _too_little(-(-sum(memory.values()) >> 20), budget, settings)
-    outputs = way.outputs(left - residual * keep)
-    beside = sizes.beside if beside else 0
-    return Layout(way, width, width, memory, outputs, keep, beside, on_host)
+    if settings.label_folds:  # made before anything else is there but the graph
+        # Blocks for all lam: their sums and what is added to them, steps that wait, some blocks;
+        # or a copy of the columns.
+        blocks = (2 * len(LABEL_LAMS) + TOGETHER + 8) * min(sizes.c, LABEL_WIDTH) + sizes.c
+        made = 8 * sizes.n * max(len(LABEL_LAMS) * sizes.c, blocks)
+        short = made - (sum(memory.values()) - memory["graph"] - memory["label features"])
+        if short > 0:
+            memory["making label features"] = short
+            if sum(memory.values()) > budget:
+                raise _too_little(-(-sum(memory.values()) >> 20), budget, settings)
+    return replace(
+        way,
+        width=width,
+        Q_width=width,
+        memory=memory,
+        outputs=way.outputs_in(left - residual * keep),
+        keep_residual=keep,
+        beside=sizes.beside if beside else 0,
+        on_host=on_host,
+    )
+
+
+def _too_little(least: int, budget: int, settings: Settings) -> BudgetError:
+    # Outputs of cross entropy cannot be worked on in blocks: each step would visit them all.
+    other = settings.strategy == "herta" and settings.precondition and not settings.custom_P
+    advice = 'strategy="direct", which works on no outputs' if other else "fewer features"
+    return BudgetError(
+        f"This fit needs at least {least:,} MB but the budget is {budget / 2**20:,.1f} MB: "
+        f"raise memory_budget, free memory or use {advice}."
+    )
 
 
 def dealt_width(columns: int, width: int, ranks: int) -> int:
     """Columns of a block, at most `width`, so that each rank has as many blocks as any other.
 
-    Examples
-    --------
-    >>> from herta_gpu.planning.memory import dealt_width
-    >>> dealt_width(200, 64, 1), dealt_width(200, 64, 2), dealt_width(200, 64, 3)
-    (64, 52, 36)
+    Of 200 columns at most 64 at once: 64 for one rank, 52 for two, 36 for three.
     """
     if ranks == 1 or width <= 0:
         return width
@@ -287,48 +291,19 @@ def chunk_bytes(budget: int) -> int:
     return min(CHUNK_BYTES, budget // 16) if budget else CHUNK_BYTES
 
 
-def _too_little(least: int, budget: int, settings: Settings) -> BudgetError:
-    # Outputs of cross entropy cannot be worked on in blocks: each step would visit them all.
-    other = settings.strategy == "herta" and settings.precondition and not settings.custom_P
-    advice = 'strategy="direct", which works on no outputs' if other else "fewer features"
-    return BudgetError(
-        f"This fit needs at least {least:,} MB but the budget is {budget / 2**20:,.1f} MB: "
-        f"raise memory_budget, free memory or use {advice}."
-    )
-
-
 def sketch(sizes: Sizes, settings: Settings, by_rows: bool) -> tuple[int | None, str]:
     """(rows of the SRHT, why)."""
+    wish = settings.sketch
     if by_rows or not settings.precondition:
         return None, "no Q to sketch"
-    wish = settings.sketch
     if wish.when != "always":
         asked = wish.when != "never"
         return None, "the exact Gram matrix is cheaper" if asked else "not asked for"
     padded = 1 << max(0, sizes.n_train - 1).bit_length()
-    capped = "capped at n padded to a power of two"
-    if wish.count is not None:
-        s = min(wish.count, padded)
-        return s, "as asked" if s == wish.count else f"as asked, {capped}"
-    s = math.ceil(sizes.d * math.log(max(sizes.n, 2)) / BETA**2)
-    return min(s, padded), f"Algorithm 1 wants {s:.2g}, {capped}" if s > padded else "Algorithm 1"
-
-
-def _making_label_features(sizes: Sizes, settings: Settings) -> int:
-    """Beside the columns themselves while they are made: blocks for all lam, or a copy."""
-    if not settings.label_folds:
-        return 0
-    # Sums of each lam and what is added to them, steps that wait to be added, and some blocks.
-    blocks = (2 * len(LABEL_LAMS) + TOGETHER + 8) * min(sizes.c, LABEL_WIDTH)
-    return 8 * sizes.n * max(len(LABEL_LAMS) * sizes.c, blocks + sizes.c)
-
-
-def _left_out(sizes: Sizes) -> int:
-    """Outputs without each row, and what they are found from."""
-    n_train, d = sizes.n_train, sizes.d
-    found = 6 * n_train * sizes.c
-    if n_train >= d:
-        found += 2 * d * min(n_train, _LEFT_OUT_ROWS)
-    else:
-        found += 4 * n_train**2 + 3 * n_train * d
-    return 8 * found
+    s, why = wish.count, "as asked"
+    if s is None:
+        s, why = math.ceil(sizes.d * math.log(max(sizes.n, 2)) / BETA**2), "Algorithm 1"
+    if s <= padded:
+        return s, why
+    why = why if wish.count else f"Algorithm 1 wants {s:.2g}"
+    return padded, f"{why}, capped at n padded to a power of two"

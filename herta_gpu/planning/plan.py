@@ -6,27 +6,9 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from herta_gpu.planning.costs import (
-    BLOCK_WIDTH,
-    EXACT_TOL,
-    MOST_DRAWS,
-    Case,
-    Q_goal,
-    Q_tolerance,
-    Sizes,
-    case_of,
-    certificate_costs,
-    direct_costs,
-    least_degree,
-    row_tolerance,
-    rows_may_be_narrow,
-    sample_size,
-    sampling_pays,
-    softmax_goal,
-    strategy_costs,
-    worth_whitening,
-)
-from herta_gpu.planning.memory import BETA, DETERMINISTIC, Layout, Way, fitting_layout, sketch
+from herta_gpu.planning import costs
+from herta_gpu.planning.costs import BLOCK_WIDTH, Case, Q_tolerance, Sizes, row_tolerance
+from herta_gpu.planning.memory import BETA, DETERMINISTIC, Layout, fitting_layout, sketch
 from herta_gpu.planning.settings import NEWTON_SIZE, Settings
 from herta_gpu.plumbing.checks import BudgetError
 
@@ -81,7 +63,7 @@ class Recipe:
     def case(self, n_train: int, d: int, ridge: float) -> Case:
         """How P is made from so many training rows and features."""
         known = self.by_rows or self.goal is not None
-        return case_of(n_train, d, ridge, known, self.sketch_rows)
+        return costs.case_of(n_train, d, ridge, known, self.sketch_rows)
 
     def dtype(self, working: str) -> str:
         """The precision of Q where the fit works in `working`."""
@@ -97,53 +79,66 @@ class Recipe:
         step = min(-(-step // 4) * 4, self.width)
         return [slice(j, min(j + step, d)) for j in range(0, d, step)]
 
+    # ---- what to try when P, or the proof, was not good enough ----------------------------
+    def tighter(self, top: float) -> Chosen:
+        """For a P that must not miss anything: Q in float64, close to H^-1 X."""
+        why = "P missed too much of the Hessian"
+        degree = costs.least_degree(top, costs.EXACT_TOL)
+        return self._again("float64", why, exact=True, degree=degree)
+
+    def orthonormal(self) -> Chosen:
+        """For features so alike that columns of norm 1 do not tell them apart."""
+        why = "features too alike for columns of norm 1"
+        return self._again("orthonormal columns", why, whiten=True)
+
+    def measured(self, settings: Settings) -> Chosen:
+        """For a Q that proves the fit itself, after a look at the true model did not."""
+        why = "the true model asks for many steps"
+        if self.by_rows:
+            least = row_tolerance(settings)
+            return self._again(f"residuals to {least:.1e}", why, row_tol=least)
+        least = costs.softmax_goal(settings)
+        return self._again(f"residuals to {least:.1e}", why, goal=least, exact=False)
+
+    def with_less_left(self, worst: float | None, share: float) -> Chosen | None:
+        """For `share` of the present residuals only; None where rounding forbids it.
+
+        `worst` is the largest, relative to its column; None: those of the rows of H^-1.
+        """
+        least = share * (self.row_tol if worst is None else worst)
+        missed = worst is not None and self.goal is not None and worst > 4 * self.goal
+        if self.goal is not None:
+            least = min(least, 0.5 * self.goal)  # the same goal again would change nothing
+        if least < LEAST_LEFT or missed:
+            return None
+        changed = {"row_tol" if worst is None else "goal": least}
+        return self._again(f"residuals to {least:.1e}", "the certificate asks for it", **changed)
+
+    def _again(self, choice: str, why: str, **changed: Any) -> Chosen:
+        return Chosen(replace(self, **changed), Decision("Q again", choice, why))
+
 
 @dataclass(frozen=True)
 class Plan:
     """The decisions of a fit; prints as a table.
 
     Nothing changes it: what turned out otherwise is told by the fitted model's `changes_`.
-
-    Attributes
-    ----------
-    strategy : "herta" or "direct"
-    n_samples : int or None
-        Edges to sample for L_tilde; None: the full graph.
-    sketch_rows : int or None
-        Rows of the SRHT; None: the exact Gram matrix.
-    stored : bool
-        Whether the fit is proven from stored rows of Q, without a solve over the outputs.
-    outputs : int
-        Outputs that such solves work on together; 0: there is no memory for them.
-    look : bool
-        Whether such solves come first, as they are cheaper than a Q that proves the fit alone.
-    beside : int
-        Rows of Q outside training that are kept for evaluation.
-    on_host : bool
-        Whether the stored rows of a GPU are trained on by the CPU, as memory there is short.
-    loop_samples : int or None
-        Edges to sample for the loop itself (sparsify="mixed").
-    certificate : str
-        The kind that will be tried first.
-    memory : dict of stage to bytes
-    cost : dict of strategy to predicted seconds on a nominal machine
-    decisions : tuple of (what, choice, why)
     """
 
-    strategy: str
-    n_samples: int | None
-    sketch_rows: int | None
-    certificate: str
-    recipe: Recipe
-    solve_width: int
-    stored: bool = False
-    outputs: int = 0
-    look: bool = False
-    beside: int = 0
-    on_host: bool = False
-    loop_samples: int | None = None
-    memory: dict[str, int] = field(default_factory=dict)
-    cost: dict[str, float] = field(default_factory=dict)
+    strategy: str  # "herta" or "direct"
+    n_samples: int | None  # edges to sample for L_tilde; None: the full graph
+    sketch_rows: int | None  # rows of the SRHT; None: the exact Gram matrix
+    certificate: str  # the kind that will be tried first
+    recipe: Recipe  # of P
+    solve_width: int  # columns of a solve
+    stored: bool = False  # proven from stored rows of Q, without a solve over the outputs
+    outputs: int = 0  # that such solves work on together; 0: there is no memory for them
+    look: bool = False  # such solves come first: they are cheaper than a Q that proves the fit
+    beside: int = 0  # rows of Q outside training that are kept for evaluation
+    on_host: bool = False  # stored rows of a GPU are trained on by the CPU: memory there is short
+    loop_samples: int | None = None  # edges to sample for the loop itself (sparsify="mixed")
+    memory: dict[str, int] = field(default_factory=dict)  # stage to bytes
+    cost: dict[str, float] = field(default_factory=dict)  # strategy to seconds, nominal machine
     decisions: tuple[Decision, ...] = ()
 
     @property
@@ -155,11 +150,6 @@ class Plan:
         made = (self.n_samples, self.loop_samples, self.solve_width, self.outputs, self.recipe)
         return repr(made)
 
-    @property
-    def may_look(self) -> bool:
-        """Whether there is memory for solves over the outputs."""
-        return self.outputs > 0
-
     def __str__(self) -> str:
         rows = [("", "decision", "why"), *self.decisions]
         widths = [max(len(r[i]) for r in rows) for i in range(2)]
@@ -169,7 +159,7 @@ class Plan:
 
 def make_plan(sizes: Sizes, settings: Settings, budget: int, reordered: bool = False) -> Plan:
     """Choose strategy, sparsifier, sketch and certificate within `budget` bytes."""
-    cost = strategy_costs(sizes, settings)
+    cost = costs.strategy_costs(sizes, settings)
     strategies = _strategies(settings, cost)
     for strategy in strategies:
         direct = strategy.value == "direct"
@@ -177,42 +167,46 @@ def make_plan(sizes: Sizes, settings: Settings, budget: int, reordered: bool = F
         by_rows = _by_rows(sizes, settings, direct, samples.value)
         stored = direct and _stored(sizes, settings, by_rows)
         wanted = _certificate(sizes, settings, by_rows, samples.value, stored)
-        narrow = stored and rows_may_be_narrow(sizes, settings)
+        narrow = stored and costs.rows_may_be_narrow(sizes, settings)
         try:
-            layout = fitting_layout(Way(sizes, settings, wanted, stored, by_rows), budget, narrow)
+            way = fitting_layout(Layout(sizes, settings, wanted, stored, by_rows), budget, narrow)
             break
         except BudgetError:
             if strategy is strategies[-1]:
                 raise
-    way, look = layout.way, layout.outputs > 0 and _look(sizes, settings, stored, by_rows)
-    recipe, loop = _recipe(layout, direct, look), _loop_samples(sizes, settings)
-    total = sum(layout.memory.values())
+    # One look at the true model may be cheaper than a Q that proves the fit alone: cross entropy,
+    # and fewer rows than features, ask for a very tight one.
+    look = stored and way.outputs > 0 and not (settings.several or settings.loo)
+    look = look and (by_rows or not settings.quadratic)
+    if look:
+        alone, looked = costs.direct_costs(sizes, settings)
+        look = looked < alone
+    recipe, loop = _recipe(way, direct, look), _loop_samples(sizes, settings)
+    total = sum(way.memory.values())
     told = [
         strategy.decision,
         samples.decision,
-        *_layout_decisions(layout),
+        *_layout_decisions(way),
         _Q_decision(recipe),
         Decision("certificate", way.certificate, _CERTIFICATE_WHY[way.certificate]),
         Decision("memory", f"{total / 2**20:,.1f} MB", f"budget {budget / 2**20:,.0f} MB"),
     ]
-    if loop is not None:
-        told.append(loop.decision)
-    if reordered:
-        told.append(Decision("order", "by community", "neighbours close in memory"))
+    told += [loop.decision] * settings.mixed
+    told += [Decision("order", "by community", "neighbours close in memory")] * reordered
     return Plan(
         strategy=strategy.value,
         n_samples=samples.value,
         sketch_rows=way.sketch_rows,
         certificate=way.certificate,
         recipe=recipe,
-        solve_width=layout.width,
+        solve_width=way.width,
         stored=stored,
-        outputs=0 if settings.several else layout.outputs,
+        outputs=0 if settings.several else way.outputs,
         look=look,
-        beside=layout.beside,
-        on_host=layout.on_host,
-        loop_samples=None if loop is None else loop.value,
-        memory=layout.memory,
+        beside=way.beside,
+        on_host=way.on_host,
+        loop_samples=loop.value,
+        memory=way.memory,
         cost=cost,
         decisions=tuple(told),
     )
@@ -228,27 +222,26 @@ _CERTIFICATE_WHY = {
 }
 
 
-def _recipe(layout: Layout, direct: bool, look: bool) -> Recipe:
-    way, sizes, settings = layout.way, layout.way.sizes, layout.way.settings
-    whiten = way.stored and worth_whitening(sizes, settings)
+def _recipe(way: Layout, direct: bool, look: bool) -> Recipe:
+    sizes, settings = way.sizes, way.settings
+    whiten = way.stored and costs.worth_whitening(sizes, settings)
     # The true model measures what Q leaves, if it is looked at anyway.
     measure = way.stored and not way.by_rows and not look
-    goal = Q_goal(sizes, settings, whiten) if measure else None
+    goal = costs.Q_goal(sizes, settings, whiten) if measure else None
     # Steps on stored rows cost no solve, and Newton's method needs them for its Hessian.
     useful = direct or sizes.d * sizes.c <= NEWTON_SIZE
-    keep = (way.stored or not settings.quadratic) and useful and way.sketch_rows is None
     return Recipe(
         degree=sizes.degree(goal or Q_tolerance(sizes, settings, direct)),
-        width=layout.Q_width,
-        exact=sizes.hidden and sizes.n_train >= sizes.d and goal is None,
+        width=way.Q_width,
+        exact=sizes.hidden and not sizes.few_rows and goal is None,
         sketch_rows=way.sketch_rows,
         by_rows=way.by_rows,
         row_tol=row_tolerance(settings, look),
         all_rows=way.certificate in DETERMINISTIC,
-        keep_rows=keep,
+        keep_rows=(way.stored or not settings.quadratic) and useful and way.sketch_rows is None,
         whiten=whiten,
         goal=goal,
-        keep_residual=layout.keep_residual,
+        keep_residual=way.keep_residual,
         narrow=way.narrow,
         curvature=sizes.curvature,
         symmetric=settings.optimizer == "adam",
@@ -256,68 +249,26 @@ def _recipe(layout: Layout, direct: bool, look: bool) -> Recipe:
     )
 
 
-def tighter(recipe: Recipe, top: float) -> Chosen:
-    """The recipe for a P that must not miss anything: Q in float64, close to H^-1 X."""
-    again = Decision("Q again", "float64", "P missed too much of the Hessian")
-    return Chosen(replace(recipe, exact=True, degree=least_degree(top, EXACT_TOL)), again)
-
-
-def with_less_left(recipe: Recipe, worst: float | None, share: float) -> Chosen | None:
-    """The recipe that leaves only `share` of the present residuals; None where rounding forbids it.
-
-    `worst` is the largest of them, relative to its column; None: those of the rows of H^-1.
-    """
-    least = share * (recipe.row_tol if worst is None else worst)
-    missed = worst is not None and recipe.goal is not None and worst > 4 * recipe.goal
-    if recipe.goal is not None:
-        least = min(least, 0.5 * recipe.goal)  # the same goal again would change nothing
-    if least < LEAST_LEFT or missed:
-        return None
-    again = replace(recipe, row_tol=least) if worst is None else replace(recipe, goal=least)
-    why = "the certificate asks for it"
-    return Chosen(again, Decision("Q again", f"residuals to {least:.1e}", why))
-
-
-def measured(recipe: Recipe, settings: Settings) -> Chosen:
-    """The recipe for a Q that proves the fit itself, after a look at the true model did not."""
-    why = "the true model asks for many steps"
-    if recipe.by_rows:
-        again, left = replace(recipe, row_tol=row_tolerance(settings)), row_tolerance(settings)
-    else:
-        left = softmax_goal(settings)
-        again = replace(recipe, goal=left, exact=False)
-    return Chosen(again, Decision("Q again", f"residuals to {left:.1e}", why))
-
-
-def orthonormal(recipe: Recipe) -> Chosen:
-    """The recipe for features so alike that columns of norm 1 do not tell them apart."""
-    again = Decision("Q again", "orthonormal columns", "features too alike for columns of norm 1")
-    return Chosen(replace(recipe, whiten=True), again)
-
-
-def _layout_decisions(layout: Layout) -> list[Decision]:
-    way, sizes, width = layout.way, layout.way.sizes, layout.width
-    rows, why = sketch(sizes, way.settings, way.by_rows)
+def _layout_decisions(way: Layout) -> list[Decision]:
+    width, outputs, c = way.width, way.outputs, way.sizes.c
+    rows, why = sketch(way.sizes, way.settings, way.by_rows)
     if way.stored and not way.by_rows:
         rows, why = None, "Q itself is never stored"
     elif way.sketch_rows != rows:
         rows, why = way.sketch_rows, "Q does not fit the memory budget"
-    shown = f"{width}" if width >= layout.Q_width else f"{width}, of Q {layout.Q_width}"
-    told = [
-        Decision("sketch", "no" if rows is None else f"{rows:,} rows", why),
-        Decision("columns at once", shown, f"at most {BLOCK_WIDTH}, as they fit"),
-    ]
-    if not way.stored and layout.outputs < sizes.c:
-        shown = f"{layout.outputs} of {sizes.c:,}"
-        told.append(Decision("outputs at once", shown, "each block is finished before the next"))
-    if way.narrow:
-        told.append(Decision("rows of Q", "float32", "memory is short; what they round is counted"))
-    if way.paged:
-        why = "not in memory, where more columns at once save more"
-        told.append(Decision("neighbours", "read again for each product", why))
-    if way.stored and layout.on_host:
-        told.append(Decision("training", "on the host", "outputs do not fit beside the graph"))
-    return told
+    shown = f"{width}" if width >= way.Q_width else f"{width}, of Q {way.Q_width}"
+    short = "memory is short; what they round is counted"
+    paged = "not in memory, where more columns at once save more"
+    each = "each block is finished before the next"
+    told = {
+        ("sketch", "no" if rows is None else f"{rows:,} rows", why): True,
+        ("columns at once", shown, f"at most {BLOCK_WIDTH}, as they fit"): True,
+        ("outputs at once", f"{outputs} of {c:,}", each): not way.stored and outputs < c,
+        ("rows of Q", "float32", short): way.narrow,
+        ("neighbours", "read again for each product", paged): way.paged,
+        ("training", "on the host", "outputs do not fit beside the graph"): way.on_host,
+    }
+    return [Decision(*line) for line, holds in told.items() if holds]
 
 
 def _Q_decision(recipe: Recipe) -> Decision:
@@ -332,21 +283,19 @@ def _Q_decision(recipe: Recipe) -> Decision:
 
 def _strategies(settings: Settings, cost: dict[str, float]) -> list[Chosen]:
     """The strategy to take, and what to take where memory forbids it."""
-
-    def chosen(value: str, why: str) -> Chosen:
-        return Chosen(value, Decision("strategy", value, why))
-
-    if not settings.precondition:
-        return [chosen("herta", "precondition=False: standard training")]
-    if settings.several:
-        return [chosen("direct", f"{len(settings.lams)} blocks of features, on stored rows")]
-    if settings.strategy != "auto":
-        return [chosen(settings.strategy, "as asked")]
-    if settings.custom_P:
-        return [chosen("herta", "sparsify or sketch was asked for")]
     best, other = sorted(cost, key=lambda s: cost[s])
-    why = "predicted cost: " + ", ".join(f"{s} {cost[s]:.3g}" for s in cost)
-    return [chosen(best, why), chosen(other, f"{best} does not fit the memory budget")]
+    if not settings.precondition:
+        found = {"herta": "precondition=False: standard training"}
+    elif settings.several:
+        found = {"direct": f"{len(settings.lams)} blocks of features, on stored rows"}
+    elif settings.strategy != "auto":
+        found = {settings.strategy: "as asked"}
+    elif settings.custom_P:
+        found = {"herta": "sparsify or sketch was asked for"}
+    else:
+        why = "predicted cost: " + ", ".join(f"{s} {cost[s]:.3g}" for s in cost)
+        found = {best: why, other: f"{best} does not fit the memory budget"}
+    return [Chosen(value, Decision("strategy", value, why)) for value, why in found.items()]
 
 
 def _stored(sizes: Sizes, settings: Settings, by_rows: bool) -> bool:
@@ -355,56 +304,41 @@ def _stored(sizes: Sizes, settings: Settings, by_rows: bool) -> bool:
         return False  # an optimizer's own steps are asked for, with the true gradient
     if settings.several or (settings.loo and not by_rows):
         return True
-    return settings.ridge > 0 if by_rows else sizes.n_train >= sizes.d
-
-
-def _look(sizes: Sizes, settings: Settings, stored: bool, by_rows: bool) -> bool:
-    """Whether one look at the true model is cheaper than a Q that proves the fit alone.
-
-    Cross entropy, and fewer rows than features, ask for a very tight one.
-    """
-    if not stored or settings.several or settings.loo or (settings.quadratic and not by_rows):
-        return False
-    alone, looked = direct_costs(sizes, settings)
-    return looked < alone
+    return settings.ridge > 0 if by_rows else not sizes.few_rows
 
 
 def _samples(sizes: Sizes, settings: Settings, direct: bool) -> Chosen:
     """How many edges to sample for L_tilde; None: the full graph."""
-
-    def chosen(value: int | None, why: str) -> Chosen:
-        told = "no" if value is None else f"{value:,} samples"
-        return Chosen(value, Decision("sparsify", told, why))
-
     m, wish = sizes.m, settings.sparsify
+    always, value, why = wish.when == "always", None, "not useful"
     if wish.when == "never":
-        return chosen(None, "not asked for")
-    if direct or m == 0 or not settings.precondition:
-        return chosen(None, "not useful")
-    if not sizes.can_sample:
-        return chosen(None, "not on GPUs that share out nodes")
-    if wish.count is not None:
-        if wish.count <= MOST_DRAWS * m:
-            return chosen(wish.count, f"as asked, of {m:,} edges")
+        why = "not asked for"
+    elif direct or m == 0 or not settings.precondition:
+        pass
+    elif not sizes.can_sample:
+        why = "not on GPUs that share out nodes"
+    elif wish.count is not None and wish.count > costs.MOST_DRAWS * m:
         why = f"{wish.count:,} samples of {m:,} edges say no more than the edges themselves"
-        return chosen(None, why)
-    faithful = wish.when == "always" and settings.scores == "sketch"
-    eps = BETA / (3 * max(settings.lam, 1.0)) if faithful else AUTO_EPS
-    s = sample_size(sizes.n_lambda(), sizes.n, eps)
-    if faithful:
-        capped = f"Algorithm 2 wants {s:.2g}, capped at m" if s > m else "Algorithm 2"
-        return chosen(min(s, m), capped)
-    if wish.when == "always":
-        capped = f"degree scores want {s:,}, capped at m" if s > m else "by degree scores"
-        return chosen(min(s, m), capped)
-    if s < m and sampling_pays(sizes, settings, s):
-        return chosen(s, f"of {m:,} edges: cheaper solves for Q")
-    return chosen(None, f"{s:,} samples would not save work on {m:,} edges")
+    elif wish.count is not None:
+        value, why = wish.count, f"as asked, of {m:,} edges"
+    else:
+        faithful = always and settings.scores == "sketch"
+        eps = BETA / (3 * max(settings.lam, 1.0)) if faithful else AUTO_EPS
+        s = costs.sample_size(sizes.n_lambda(), sizes.n, eps)
+        if always:
+            value, why = min(s, m), "Algorithm 2" if faithful else "by degree scores"
+            wants = f"Algorithm 2 wants {s:.2g}" if faithful else f"degree scores want {s:,}"
+            why = f"{wants}, capped at m" if s > m else why
+        elif s < m and costs.sampling_pays(sizes, settings, s):
+            value, why = s, f"of {m:,} edges: cheaper solves for Q"
+        else:
+            why = f"{s:,} samples would not save work on {m:,} edges"
+    return Chosen(value, Decision("sparsify", "no" if value is None else f"{value:,} samples", why))
 
 
 def _by_rows(sizes: Sizes, settings: Settings, direct: bool, n_samples: int | None) -> bool:
     """Whether to solve for H^-1 M^T, fewer columns than H^-1 X has, and to know A itself."""
-    if sizes.n_train >= sizes.d or n_samples is not None or not settings.precondition:
+    if not sizes.few_rows or n_samples is not None or not settings.precondition:
         return False
     # What is proven, and left out, needs stored rows in coordinates of norm 1; the variance of
     # other nodes needs their rows, too.
@@ -414,14 +348,12 @@ def _by_rows(sizes: Sizes, settings: Settings, direct: bool, n_samples: int | No
     return direct or (settings.ridge == 0 and settings.sketch.when != "always")
 
 
-def _loop_samples(sizes: Sizes, settings: Settings) -> Chosen | None:
+def _loop_samples(sizes: Sizes, settings: Settings) -> Chosen:
     """The appendix's mixed strategy: samples for the loop if n_lambda / tol <= m log(1 / tol)."""
-    if not settings.mixed:
-        return None
-    n_lambda = sizes.n_lambda() if sizes.m else 0.0
-    s = sample_size(n_lambda, sizes.n, math.sqrt(settings.tol))
+    n_lambda = sizes.n_lambda() if settings.mixed and sizes.m else 0.0
+    s = costs.sample_size(n_lambda, sizes.n, math.sqrt(settings.tol))
     rule = n_lambda / settings.tol <= sizes.m * math.log(1 / min(settings.tol, 0.5))
-    if rule and s < sizes.m:
+    if settings.mixed and rule and s < sizes.m:
         why = "n_lambda / tol <= m log(1 / tol)"
         return Chosen(s, Decision("loop", f"{s:,} samples", why))
     why = f"needs {s:,} samples of {sizes.m:,} edges" if rule else "n_lambda / tol > m log(1 / tol)"
@@ -433,12 +365,12 @@ def _certificate(
 ) -> str:
     if stored and settings.quadratic and not by_rows:
         return "residual"
-    unseen = by_rows or (sizes.n_train < sizes.d and settings.ridge == 0)
+    unseen = by_rows or (sizes.few_rows and settings.ridge == 0)
     if unseen or not settings.quadratic or not settings.precondition:
         return "duality" if settings.ridge > 0 else "none"
     if n_samples is not None or settings.sketch.when == "always":
         return "spectral-probabilistic"
-    proven, measured, lanczos = certificate_costs(sizes)
+    proven, measured, lanczos = costs.certificate_costs(sizes)
     if measured <= 2 * lanczos:
         return "spectral-deterministic"
     return "spectral-proven" if proven <= 2 * lanczos else "spectral-probabilistic"

@@ -81,8 +81,8 @@ class Settings:
     @classmethod
     def of(cls, params: Mapping[str, Any]) -> Settings:
         """Settings from the estimator's parameters, or a sentence that says what is wrong."""
-        for name, words in _WORDS.items():
-            check_choice(name, params[name], words)
+        for name, choices in _WORDS.items():
+            check_choice(name, params[name], choices)
         lams, sparsify = strengths(params["lam"], params["alpha"]), params["sparsify"]
         check_ridge(params["ridge"])
         check_positive("tol", params["tol"])
@@ -95,13 +95,10 @@ class Settings:
         elif rate is not None:
             check_positive("learning_rate", rate)
             rate = float(rate)
-        as_they_are: dict[str, Any] = {
-            name: bool(params[name]) if _WORDS[name] == (True, False) else params[name]
-            for name in _WORDS
-            if name != "reorder"
-        }
+        words = {name: params[name] for name in _WORDS if name != "reorder"}
+        words |= {name: bool(words[name]) for name in ("precondition", "fit_intercept")}
         made = cls(
-            **as_they_are,
+            **words,
             lam=max(lams),
             lams=lams,
             ridge=float(params["ridge"]),
@@ -120,7 +117,18 @@ class Settings:
             label_folds=_folds(params["label_features"]),
             weighted=params["class_weight"] is not None,
         )
-        made._check_several()
+        if made.several:  # which make no sense with what is for one lam
+            wrong, for_one = "", made.strategy == "herta" or not made.precondition
+            if for_one:
+                asked = 'strategy="herta"' if made.precondition else "precondition=False"
+                wrong = f" and label features are trained on stored rows: {asked} is for one lam."
+            elif made.custom_P:
+                wrong = " need no sampled P: sparsify and sketch are for one lam."
+            elif made.loss != "mse" and made.optimizer not in ("cg", "lbfgs"):
+                wrong = f' with loss="{made.loss}" take optimizer="lbfgs", not "{made.optimizer}": '
+                wrong += "its steps are for one lam."
+            if wrong:
+                raise ValueError(f"Several lam{wrong}")
         return made
 
     @property
@@ -133,27 +141,14 @@ class Settings:
         """Whether features are blocks of several lam (X itself, labels), not those of the paper."""
         return self.lams != (self.lam,) or self.lam == 0 or self.label_folds > 0
 
+    @property
+    def custom_P(self) -> bool:
+        """Whether a sampled graph or a sketch behind P was asked for by name."""
+        return self.mixed or "always" in (self.sparsify.when, self.sketch.when)
+
     def features(self, d: int, c: int) -> int:
         """Rows of W for d columns of X and c outputs."""
         return len(self.lams) * d + (len(LABEL_LAMS) * c if self.label_folds else 0)
-
-    def _check_several(self) -> None:
-        """Refuse what makes no sense with several lam."""
-        if not self.several:
-            return
-        if self.strategy == "herta" or not self.precondition:
-            asked = 'strategy="herta"' if self.precondition else "precondition=False"
-            raise ValueError(
-                "Several lam and label features are trained on stored rows: "
-                f"{asked} is for one lam."
-            )
-        if self.custom_P:
-            raise ValueError("Several lam need no sampled P: sparsify and sketch are for one lam.")
-        if self.loss != "mse" and self.optimizer not in ("cg", "lbfgs"):
-            raise ValueError(
-                f'Several lam with loss="{self.loss}" take optimizer="lbfgs", not '
-                f'"{self.optimizer}": its steps are for one lam.'
-            )
 
     def budget(self, available: int) -> int:
         """Bytes that a fit may use where so many are free."""
@@ -176,12 +171,6 @@ class Settings:
                 "sparsify, sketch nor precondition=False."
             )
         return replace(self, strategy="direct", loo=True)
-
-    @property
-    def custom_P(self) -> bool:
-        """Whether a sampled graph or a sketch behind P was asked for by name."""
-        asked = self.sparsify.when == "always" or self.mixed
-        return asked or self.sketch.when == "always"
 
 
 def strengths(lam: Any, alpha: Any) -> tuple[float, ...]:
