@@ -19,8 +19,7 @@ from herta_gpu.app import compare, convert, info, plan, predict, profile, selfte
 from herta_gpu.app.crew import SPLITS
 from herta_gpu.app.tune import LAMS, RIDGES, SEVERAL
 from herta_gpu.datasets.dataset import NORMALIZATIONS
-from herta_gpu.datasets.ogb import FEATURES
-from herta_gpu.datasets.ogb_files import FROM_FILES
+from herta_gpu.datasets.ogb import FEATURES, FROM_FILES
 from herta_gpu.herta import HERTA
 from herta_gpu.planning.settings import DEVICES, LABEL_FOLDS, LOSS_NAMES, OPTIMIZER_NAMES
 

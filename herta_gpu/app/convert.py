@@ -9,7 +9,7 @@ from typing import Any
 from herta_gpu import datasets
 from herta_gpu.app.results import CommandOutput
 from herta_gpu.app.text import bytes_text, table
-from herta_gpu.datasets.storage import data_dirs
+from herta_gpu.datasets.dataset import data_dirs
 from herta_gpu.plumbing.files import load_npy
 from herta_gpu.plumbing.progress import Stages
 

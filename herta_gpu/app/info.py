@@ -12,7 +12,7 @@ from herta_gpu.app.results import CommandOutput
 from herta_gpu.app.runs import environment
 from herta_gpu.app.text import bytes_text, table
 from herta_gpu.backends import get_backend
-from herta_gpu.datasets.storage import cache_dir
+from herta_gpu.datasets.dataset import cache_dir
 
 _EXTRAS = {
     "fast": ("numba",),

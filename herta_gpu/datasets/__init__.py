@@ -19,13 +19,25 @@ from herta_gpu.datasets.convert import (
     from_pyg,
     from_scipy,
 )
-from herta_gpu.datasets.dataset import Dataset, check_training_split, num_outputs
+from herta_gpu.datasets.dataset import (
+    Dataset,
+    cached_shapes,
+    check_training_split,
+    data_dirs,
+    is_cached,
+    num_outputs,
+)
 from herta_gpu.datasets.embedded import digits
 from herta_gpu.datasets.npz import load_npz, outline
-from herta_gpu.datasets.ogb import convert_ogb, converted_shapes, is_converted, load_ogb
-from herta_gpu.datasets.ogb_files import FROM_FILES, find_download
+from herta_gpu.datasets.ogb import (
+    FROM_FILES,
+    convert_ogb,
+    converted_shapes,
+    find_download,
+    is_converted,
+    load_ogb,
+)
 from herta_gpu.datasets.planetoid import load_planetoid
-from herta_gpu.datasets.storage import cached_shapes, data_dirs, is_cached
 from herta_gpu.datasets.tables import from_tables, load_tables, read_edges, table_folder
 from herta_gpu.graph import Graph
 from herta_gpu.plumbing.checks import as_labels, has_label, parse_bytes, train_rows

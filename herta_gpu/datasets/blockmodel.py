@@ -23,8 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from herta_gpu.datasets.dataset import PARTS, Dataset
-from herta_gpu.datasets.storage import again, cache_dir
+from herta_gpu.datasets.dataset import PARTS, Dataset, again, cache_dir
 from herta_gpu.graph import Graph
 from herta_gpu.plumbing.building import distinct, edge_keys, worth_compiling
 from herta_gpu.plumbing.checks import KEY_BYTES, check_size

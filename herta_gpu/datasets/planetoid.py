@@ -16,8 +16,7 @@ from typing import Any
 import numpy as np
 import scipy.sparse as sp
 
-from herta_gpu.datasets.dataset import Dataset
-from herta_gpu.datasets.storage import cache_dir
+from herta_gpu.datasets.dataset import Dataset, cache_dir
 from herta_gpu.graph import Graph
 from herta_gpu.plumbing.files import DataError, explained, new_file
 
