@@ -14,11 +14,10 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -38,11 +37,12 @@ from herta_gpu.plumbing.files import (
 from herta_gpu.plumbing.machine import num_threads
 from herta_gpu.plumbing.progress import Stages, Tell
 
-PRESETS = {  # nodes, edges, features, classes, shares of train, valid and test
+PRESETS: dict[str, tuple[Any, ...]] = {  # nodes, edges, features, classes, shares of the split
     "arxiv": (169_343, 1_157_799, 128, 40, (0.537, 0.176, 0.287)),
     "products": (2_449_029, 61_859_140, 100, 47, (0.080, 0.016, 0.904)),
     "papers100M": (111_059_956, 1_615_685_872, 128, 172, (0.0109, 0.0011, 0.0019)),
 }
+_PRESETS = {name.lower(): values for name, values in PRESETS.items()}
 HOMOPHILY = 0.6  # share of the edges drawn within a class
 _EXPONENT = 2.5  # P(degree > k) ~ k^(1 - exponent)
 _SIGNAL = 0.25  # length of a class mean per feature, against noise of 1
@@ -80,11 +80,6 @@ class Spec:
     def X_dtype(self) -> Any:
         return np.dtype(np.float16 if 4 * self.n * self.d > _HALF else np.float32)
 
-    @property
-    def y_dtype(self) -> Any:
-        """Of a large one no larger than its classes ask for."""
-        return np.dtype(np.int64 if not self.large else np.int16 if self.c < 2**15 else np.int32)
-
 
 def parse(text: str) -> Spec:
     """The part after "synthetic:": "arxiv", "papers100M@0.01" or "n=1000,m=5000,d=16,c=4".
@@ -95,31 +90,24 @@ def parse(text: str) -> Spec:
     >>> parse("papers100M@0.01").n, parse("n=1e3,m=5e3").m
     (1110599, 5000)
     """
-    name, _, share = text.partition("@")
-    known = {preset.lower(): values for preset, values in PRESETS.items()}
-    if "=" in text:
-        values = {"d": 64.0, "c": 10.0}
-        for pair in text.split(","):
-            key, _, value = (word.strip() for word in pair.partition("="))
-            if key not in ("n", "m", "d", "c"):
-                raise ValueError(f"synthetic: takes n, m, d and c, not {key!r}.")
-            values[key] = _number(value, text)
-        if "n" not in values:
-            raise ValueError("synthetic: needs n=..., the number of nodes.")
-        values = {"m": 5 * int(values["n"]), **values}
-        n, m, d, c = (int(values[key]) for key in "nmdc")
-        spec = Spec(n, m, d, c)
-    elif name.lower() in known:
-        scale = _number(share, text) if share else 1.0
+    name, _, share = text.lower().partition("@")
+    try:
+        if "=" in text:
+            pairs = (pair.split("=") for pair in text.split(","))
+            given = {key.strip(): int(float(value)) for key, value in pairs}
+            given = {"m": 5 * given["n"], "d": 64, "c": 10} | given
+            n, m, d, c = (given.pop(key) for key in "nmdc")
+            spec, scale = Spec(n, m, d, c), 0.0 if given else 1.0
+        else:
+            (n, m, *rest), scale = _PRESETS[name], float(share or 1)
+            spec = Spec(int(scale * n), int(scale * m), *rest)
         if not 0 < scale <= 1:
-            raise ValueError(f"The share in synthetic:{text} must lie between 0 and 1.")
-        n, m, d, c, split = known[name.lower()]
-        spec = Spec(int(scale * n), int(scale * m), d, c, split)
-    else:
+            raise ValueError(text)
+    except (ValueError, KeyError, OverflowError):
         raise ValueError(
-            f"There is no synthetic dataset {name!r}: use {', '.join(PRESETS)} (also like "
-            "papers100M@0.01) or n=...,m=...,d=...,c=..."
-        )
+            f"There is no dataset synthetic:{text}: use {', '.join(PRESETS)} (also a share of one, "
+            "like papers100M@0.01) or n=1e5,m=1e6,d=64,c=10."
+        ) from None
     if min(spec.n, spec.d, spec.c) < 1 or spec.m < 0 or spec.c > spec.n:
         raise ValueError(f"synthetic:{text} needs positive n, d and c, c <= n, and m >= 0.")
     most = spec.n * (spec.n - 1) // 8
@@ -129,16 +117,6 @@ def parse(text: str) -> Spec:
             f"have at most {most:,}."
         )
     return spec
-
-
-def _number(value: str, text: str) -> float:
-    try:
-        number = float(value)
-    except ValueError:
-        number = math.nan
-    if not math.isfinite(number):
-        raise ValueError(f"{value!r} in synthetic:{text} is not a number.")
-    return number
 
 
 def synthetic(text: str, random_state: int = 0, features: bool = True) -> Dataset:
@@ -157,10 +135,9 @@ def synthetic(text: str, random_state: int = 0, features: bool = True) -> Datase
     if spec.large:
         return _open_large(spec, random_state, features, name)
     data = _without_features(spec, random_state, None, Stages())
-    X = None
+    X = np.empty((spec.n, spec.d), dtype=np.float32) if features else None
     if features:
-        X = np.empty((spec.n, spec.d), dtype=np.float32)
-        _make_features(spec, random_state, data.y, X.__setitem__)
+        _make_features(spec, random_state, data.y, lambda: X)
     return replace(data, name=name, X=X)
 
 
@@ -178,12 +155,19 @@ def _folder(spec: Spec, seed: int) -> Path:
 
 
 def _open_large(spec: Spec, seed: int, features: bool, name: str) -> Dataset:
-    """The same from the cache, where it is put first if it is not there."""
+    """The same from the cache, where what is missing is put first, if there is room."""
     folder, stages = _folder(spec, seed), Stages(verbose=True)  # it takes minutes
-    known, X_known = folder.is_dir(), (folder / "X.npy").is_file()
-    if not known or (features and not X_known):
-        _check_disk(spec, folder, not known, features and not X_known, name)
-    if not known:
+    path = folder / "X.npy"
+    no_graph, no_X = not folder.is_dir(), features and not path.is_file()
+    if no_graph or no_X:
+        check_place(folder)
+        X_bytes = spec.n * spec.d * spec.X_dtype.itemsize
+        # For a while: the drawn edges and their sorted list, then the list and the graph.
+        kept, most = 8 * spec.m + 32 * spec.n, 17 * spec.m + 32 * spec.n
+        need = max(no_graph * kept + no_X * X_bytes, no_graph * most)
+        where = f"{cache_dir()} has {{free}} free: set HERTA_CACHE to a folder with more room."
+        check_room(folder, need, ValueError, f"{name} needs {{need}} of disk, but {where}")
+    if no_graph:
         with new_folder(folder) as at:
             made = _without_features(spec, seed, at, stages)
             for part, array in {"y": made.y, **made.split}.items():
@@ -191,25 +175,17 @@ def _open_large(spec: Spec, seed: int, features: bool, name: str) -> Dataset:
             del made
     found = {part: open_array(folder / f"{part}.npy", again(folder)) for part in ("y", *PARTS)}
     y, X = found.pop("y"), None
+    if no_X:
+        with stages("features"), new_file(path) as new_X:
+            np.lib.format.open_memmap(new_X, "w+", spec.X_dtype, (spec.n, spec.d))
+            tell = stages.progress("features", "chunks")
+            # A map of a slab at a time: more would count as memory.
+            _make_features(spec, seed, y, lambda: np.load(new_X, "r+"), tell)
     if features:
-        path = folder / "X.npy"
-        if not X_known:
-            with stages("features"):
-                _write_features(spec, seed, y, path, stages)
         X = open_array(path, again(folder))
         if X.shape != (spec.n, spec.d) or X.dtype != spec.X_dtype:
             raise DataError(f"{path} holds another array: {again(folder)}.")
     return Dataset(name, Graph.open(folder / _GRAPH), X, y, found, dict(_METADATA))
-
-
-def _check_disk(spec: Spec, folder: Path, graph: bool, X: bool, name: str) -> None:
-    """One sentence, before any work, if what is still to be written has no room."""
-    check_place(folder)
-    kept = graph * (8 * spec.m + 32 * spec.n) + X * spec.n * spec.d * spec.X_dtype.itemsize
-    # For a while: the drawn edges and their sorted list, then the list and the graph.
-    need = max(kept, graph * (17 * spec.m + 32 * spec.n))
-    where = f"{cache_dir()} has {{free}} free: set HERTA_CACHE to a folder with more room."
-    check_room(folder, need, ValueError, f"{name} needs {{need}} of disk, but {where}")
 
 
 def _without_features(spec: Spec, seed: int, folder: Path | None, stages: Stages) -> Dataset:
@@ -223,7 +199,8 @@ def _without_features(spec: Spec, seed: int, folder: Path | None, stages: Stages
     # Classes of falling size, the largest about three times the smallest.
     extra = np.floor(np.cumsum(sizes) / sizes.sum() * (spec.n - spec.c)).astype(np.int64)
     ends = np.concatenate([[0], extra + np.arange(1, spec.c + 1)])
-    y = np.empty(spec.n, dtype=spec.y_dtype)
+    # A large one takes no more than its classes ask for.
+    y = np.empty(spec.n, np.int64 if not spec.large else np.int16 if spec.c < 2**15 else np.int32)
     y[rank] = np.repeat(np.arange(spec.c, dtype=y.dtype), np.diff(ends))
     with stages("edges"):
         stubs = _stubs(spec, seed)
@@ -239,9 +216,8 @@ def _without_features(spec: Spec, seed: int, folder: Path | None, stages: Stages
         del edges
     nodes, split, start = _stream(seed, 6).permutation(spec.n), {}, 0
     for part, share in zip(PARTS, spec.split, strict=True):
-        stop = start + max(1, int(share * spec.n))
-        split[part] = np.sort(nodes[start:stop])
-        start = stop
+        split[part] = np.sort(nodes[start : start + max(1, int(share * spec.n))])
+        start += len(split[part])
     return Dataset("synthetic", graph, None, y, split, dict(_METADATA))
 
 
@@ -259,12 +235,10 @@ def _stubs(spec: Spec, seed: int) -> Any:
     weight = np.empty(spec.n, dtype=np.float32)
     cap = max(2.0, math.sqrt(max(spec.m, 1)) / max(1.0, spec.m / spec.n))
 
-    def fill(a: int) -> None:
-        b = min(a + _EDGE_CHUNK, spec.n)
-        uniform = _stream(seed, 1, a // _EDGE_CHUNK).random(b - a)
-        weight[a:b] = np.minimum((1 - uniform) ** (-1 / (_EXPONENT - 1)), cap)
-
-    _in_parallel(fill, range(0, spec.n, _EDGE_CHUNK))
+    for a in range(0, spec.n, _EDGE_CHUNK):
+        part = weight[a : a + _EDGE_CHUNK]
+        uniform = _stream(seed, 1, a // _EDGE_CHUNK).random(part.shape[0])
+        part[:] = np.minimum((1 - uniform) ** (-1 / (_EXPONENT - 1)), cap)
     weight *= _STUBS / float(weight.mean(dtype=np.float64))
     weight += _stream(seed, 7).random(spec.n, dtype=np.float32)  # rounds without a bias
     counts = np.maximum(weight.astype(np.int32), 1)
@@ -274,7 +248,7 @@ def _stubs(spec: Spec, seed: int) -> Any:
 def _edges(
     spec: Spec, seed: int, stubs: Any, starts: Any, folder: Path | None, stages: Stages
 ) -> Any:
-    """Exactly m distinct pairs, (2, m), sorted.
+    """Exactly m distinct pairs, (2, m), sorted; `starts`: of each class in the stubs.
 
     A few more than m are drawn, for some are loops or repeats; what is too many then goes.
     """
@@ -284,7 +258,7 @@ def _edges(
     share = np.arange(1, ranges + 1) / ranges
     ends = ((1 - np.sqrt(1 - share)) * spec.n).astype(np.int64) * spec.n
     runs: list[tuple[Any, Any]] = []  # sorted keys, and where each range begins and ends in them
-    counts, first = np.zeros(ranges, dtype=np.int64), 0
+    before, first = np.zeros(ranges + 1, dtype=np.int64), 0
 
     def sorted_range(i: int) -> Any:
         pieces = (keys[cuts[i] : cuts[i + 1]] for keys, cuts in runs)
@@ -292,25 +266,35 @@ def _edges(
         found.sort()
         return distinct(np, found)
 
-    def count(i: int) -> None:
-        counts[i] = sorted_range(i).shape[0]
+    def draw(keys: Any, chunk: int) -> tuple[Any, Any]:
+        """Keys of random pairs, -1 for a self-loop, sorted and cut."""
+        rng, count = _stream(seed, 2, chunk), keys.shape[0]
+        at_u = rng.integers(0, stubs.shape[0], count)
+        inside = rng.random(count, dtype=np.float32) < HOMOPHILY
+        of = np.searchsorted(starts, at_u, side="right") - 1
+        low = np.where(inside, starts[of], 0.0)
+        high = np.where(inside, starts[of + 1], stubs.shape[0])
+        at_v = (low + rng.random(count) * (high - low)).astype(np.int64)
+        u, v = stubs[at_u], stubs[at_v]
+        keys[:] = np.where(u == v, -1, edge_keys(u, v, spec.n))
+        keys.sort()
+        return keys, np.searchsorted(keys, [0, *ends])
 
-    while (found := int(counts.sum())) < spec.m:
+    while (found := int(before[-1])) < spec.m:
         drawn = int(1.05 * (spec.m - found)) + 1000
-        room, chunks = _room(np.int64, (drawn,), folder), range(0, drawn, _EDGE_CHUNK)
-
-        def fill(a: int, room: Any = room, first: int = first) -> None:
-            keys, rng = room[a : a + _EDGE_CHUNK], _stream(seed, 2, first + a // _EDGE_CHUNK)
-            keys[:] = _pairs(spec, rng, keys.shape[0], stubs, starts)
-            keys.sort()
-            runs.append((keys, np.searchsorted(keys, [0, *ends])))
-
-        _in_parallel(fill, chunks, stages.progress("edges drawn", "chunks"))
-        first += len(chunks)
-        _in_parallel(count, range(ranges), stages.progress("edges sorted", "ranges"))
+        room = _room(np.int64, (drawn,), folder)
+        parts = [
+            (room[a : a + _EDGE_CHUNK], first + a // _EDGE_CHUNK)
+            for a in range(0, drawn, _EDGE_CHUNK)
+        ]
+        runs += _in_parallel(
+            lambda part: draw(*part), parts, stages.progress("edges drawn", "chunks")
+        )
+        first += len(parts)
+        tell = stages.progress("edges sorted", "ranges")
+        before[1:] = np.cumsum(_in_parallel(lambda i: sorted_range(i).size, range(ranges), tell))
     gone = np.sort(_stream(seed, 3).choice(found, found - spec.m, replace=False, shuffle=False))
     edges = _room(np.int32 if spec.n < 2**31 else np.int64, (2, spec.m), folder)
-    before = np.append(0, np.cumsum(counts))
 
     def write(i: int) -> None:
         a, b = np.searchsorted(gone, before[i : i + 2])
@@ -321,20 +305,8 @@ def _edges(
     return edges
 
 
-def _pairs(spec: Spec, rng: np.random.Generator, count: int, stubs: Any, starts: Any) -> Any:
-    """Keys of `count` random pairs; -1 for a self-loop.  `starts`: of each class in the stubs."""
-    at_u = rng.integers(0, stubs.shape[0], count)
-    inside = rng.random(count, dtype=np.float32) < HOMOPHILY
-    of = np.searchsorted(starts, at_u, side="right") - 1
-    low = np.where(inside, starts[of], 0.0)
-    high = np.where(inside, starts[of + 1], stubs.shape[0])
-    at_v = (low + rng.random(count) * (high - low)).astype(np.int64)
-    u, v = stubs[at_u], stubs[at_v]
-    return np.where(u == v, -1, edge_keys(u, v, spec.n))
-
-
 def _make_features(
-    spec: Spec, seed: int, y: Any, store: Callable[[slice, Any], None], tell: Tell | None = None
+    spec: Spec, seed: int, y: Any, open_X: Callable[[], Any], tell: Tell | None = None
 ) -> None:
     """X, noise around the class means, some rows at a time by each thread."""
     means = _stream(seed, 4).standard_normal((spec.c, spec.d), dtype=np.float32) * _SIGNAL
@@ -346,25 +318,9 @@ def _make_features(
             at = slice(i, min(i + step, stop))
             rows = rng.standard_normal((at.stop - i, spec.d), dtype=np.float32)
             rows += means[y[at]]
-            store(at, rows)
+            open_X()[at] = rows
 
     _in_parallel(fill, range(0, spec.n, _ROW_CHUNK), tell)
-
-
-def _write_features(spec: Spec, seed: int, y: Any, path: Path, stages: Stages) -> None:
-    """X into a file; not through a map, which would count as memory."""
-    dtype, lock = spec.X_dtype, Lock()
-    with new_file(path) as temporary, open(temporary, "rb+") as file:
-        header = {"descr": dtype.str, "fortran_order": False, "shape": (spec.n, spec.d)}
-        np.lib.format.write_array_header_1_0(file, header)
-        start = file.tell()
-
-        def store(at: slice, rows: Any) -> None:
-            with lock:
-                file.seek(start + at.start * spec.d * dtype.itemsize)
-                file.write(rows.astype(dtype, copy=False).data.cast("B"))
-
-        _make_features(spec, seed, y, store, stages.progress("features", "chunks"))
 
 
 def _room(dtype: Any, shape: tuple[int, ...], folder: Path | None) -> Any:
@@ -379,11 +335,13 @@ def _room(dtype: Any, shape: tuple[int, ...], folder: Path | None) -> Any:
 
 
 def _in_parallel(
-    task: Callable[[int], None], given: Iterable[int], tell: Tell | None = None
-) -> None:
-    """The task for each of the numbers, by all threads; `tell` hears how many are done."""
-    given = list(given)
+    task: Callable[[Any], Any], given: Sequence[Any], tell: Tell | None = None
+) -> list[Any]:
+    """The task for each of the given, by all threads; `tell` hears how many are done."""
+    results = []
     with ThreadPoolExecutor(num_threads()) as pool:
-        for done, _ in enumerate(pool.map(task, given), 1):
+        for result in pool.map(task, given):
+            results.append(result)
             if tell is not None:
-                tell(done, len(given))
+                tell(len(results), len(given))
+    return results

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from itertools import combinations
 from pathlib import Path
@@ -312,12 +311,3 @@ def read_dataset(folder: Path, features: bool = True) -> Dataset:
 def again(folder: Path) -> str:
     """What helps where a file of the cache is damaged."""
     return f"delete the folder {folder} and load again"
-
-
-def is_cached(folder: Path) -> bool:
-    return (folder / "meta.json").is_file()
-
-
-def cached_shapes(folder: Path, names: Iterable[str]) -> Any:
-    """Shapes of arrays from their headers alone."""
-    return (open_array(folder / f"{name}.npy", again(folder)).shape for name in names)

@@ -36,7 +36,6 @@ from herta_gpu.datasets.dataset import (
     again,
     cache_dir,
     check_split,
-    is_cached,
     read_dataset,
     write_dataset,
 )
@@ -99,19 +98,23 @@ def load_ogb(
     stages : Stages, optional
         Shows how far a conversion has come, the first time.
     """
-    folder, root = cached_folder(name), Path(data_dir or cached_folder("download"))
+    root = Path(data_dir or cached_folder("download"))
     if name in FROM_FILES and meta_dict is None:
-        if not is_converted(name) and not is_cached(folder) and find_download(name, [root]):
+        if not is_converted(name) and not is_cached(name) and find_download(name, [root]):
             convert_ogb(name, [root], stages=stages)
         if is_converted(name):
             return read_converted(name, features)
-    if not is_cached(folder):
-        write_dataset(folder, _ask_ogb(name, root, meta_dict))
-    return read_dataset(folder, features)
+    if not is_cached(name):
+        write_dataset(cached_folder(name), _ask_ogb(name, root, meta_dict))
+    return read_dataset(cached_folder(name), features)
 
 
 def cached_folder(name: str) -> Path:
     return cache_dir() / "ogb" / name
+
+
+def is_cached(name: str) -> bool:
+    return (cached_folder(name) / "meta.json").is_file()
 
 
 # ---- conversion ------------------------------------------------------------------------------

@@ -83,24 +83,23 @@ def from_tables(
     """
     notes: list[str] = []
     links, answers = _read(edges), None if labels is None else _read(labels)
-    X = None if features is None else _features(features, answers, links, notes)
+    table, X, y, names = None if features is None else _read(features, True), None, None, None
+    if table is not None:
+        X = _features(table, answers, links, notes)
     n = None if X is None else X.shape[0]
-    y, label_names = None, None
     if answers is not None:
-        y, label_names = _labels(_without_count(answers, n), n, links, notes)
-    if X is not None and y is not None and y.shape[0] != n:
-        raise DataError(
-            f"{_called(features)} has {n:,} rows but {_called(labels)} has {y.shape[0]:,} rows: "
-            "each needs one row per node."
-        )
+        y, names = _labels(answers, n, links, notes)
+        if table is not None and y.shape[0] != n:
+            raise DataError(
+                f"{table.path} has {n:,} rows but {answers.path} has {y.shape[0]:,} rows: each "
+                "needs one row per node."
+            )
     graph, used = _edges(links, n if y is None else y.shape[0])
-    notes.insert(0, used)
     found = {part: _ids(_read(file), graph.num_nodes) for part, file in (split or {}).items()}
-    is_frame = columns.is_frame(edges)
-    ids = check_split("split" if is_frame else Path(edges).parent, found, graph.num_nodes)
-    source = "tables" if is_frame else Path(edges).name
-    metadata: dict[str, Any] = {"metric": "accuracy", "source": source, "note": "\n".join(notes)}
-    metadata |= {} if label_names is None else {"label_names": label_names}
+    ids = check_split(f"The split of {links.path}", found, graph.num_nodes)
+    source, note = Path(links.path).name, "\n".join([used, *notes])
+    metadata: dict[str, Any] = {"metric": "accuracy", "source": source, "note": note}
+    metadata |= {} if names is None else {"label_names": names}
     return Dataset(name or source.partition(".")[0], graph, X, y, ids, metadata)
 
 
@@ -110,9 +109,8 @@ def load_tables(folder: _File, features: bool = True) -> Dataset:
     Each of them may end in .csv, .tsv, .txt (also with .gz), .parquet, .npy or .npz; val.csv is
     valid.csv.
     """
-    place = Path(folder)
+    place, unused = Path(folder), []
     found: dict[str, Path] = {}
-    unused = []
     for path in sorted(p for p in place.iterdir() if p.is_file()) if place.is_dir() else []:
         stem, dot, ending = path.name.lower().partition(".")
         stem = _OTHER_NAMES.get(stem, stem)
@@ -123,11 +121,11 @@ def load_tables(folder: _File, features: bool = True) -> Dataset:
             raise DataError(f"{place} has {found[stem].name} and {path.name}: remove one of them.")
         else:
             found[stem] = path
-    if "edges" not in found:
+    edges, X, y = map(found.get, ("edges", "features", "labels"))
+    if edges is None:
         raise FileNotFoundError(f"{place} has no edges.csv, edges.tsv, edges.txt or edges.parquet.")
     split = {part: found[part] for part in PARTS if part in found}
-    name = place.resolve().name
-    data = from_tables(found["edges"], found.get("features"), found.get("labels"), split, name)
+    data = from_tables(edges, X, y, split, place.resolve().name)
     if unused:
         data.metadata["note"] += f"\nfiles that are not used: {', '.join(unused)}"
     return data if features else replace(data, X=None)  # its rows said how many nodes there are
@@ -159,8 +157,8 @@ class Table:
     """Rows and columns of numbers, or of objects where some are text, and the columns' names."""
 
     path: str  # for sentences: a file, or "DataFrame"
-    values: Any  # (rows, columns)
-    names: list[str] | None  # None: columns are known by position
+    values: Any  # (rows, columns); features may be a sparse matrix
+    names: list[str] | None = None  # None: columns are known by position
     is_text: bool = False  # a text file, in which whole floats and whole numbers look alike
 
     def name(self, j: int) -> str:
@@ -210,27 +208,28 @@ class Table:
                 return find([*names[:j], "id", *names[j + 1 :]], len(names))
         return at
 
+    @property
     def counts(self) -> bool:
         """Whether the first row counts the columns, as pandas names those that have no names."""
         plain = self.is_text and self.names is None and len(self.values) > 0
-        return plain and [as_number(cell) for cell in self.values[0]] == [
-            float(j) for j in range(self.values.shape[1])
-        ]
+        return plain and [as_number(v) for v in self.values[0]] == [*range(self.values.shape[1])]
 
-    def by_node(self, at: columns.NodeColumns, n: int | None) -> Any:
-        """The node of each row, or None where the rows are in the order of the nodes."""
+    def in_order(self, rows: Any, at: columns.NodeColumns, n: int | None, nothing: Any) -> Any:
+        """Rows of nodes in the order of the nodes; `nothing` for a node without one."""
         if at.id is not None:
             ids = self.numbers([at.id], _NO_IDS)[:, 0]
-            return self.apply(columns.node_places, ids, self.name(at.id), n)
-        if at.row_names is None:
-            return None
-        index, rows = self.numbers([at.row_names], _NO_IDS)[:, 0], np.arange(len(self.values))
-        if not (np.array_equal(index, rows) or np.array_equal(index, rows + 1)):
-            raise DataError(
-                f"{self.path}: its first column has no name and does not count the rows: call it "
-                "node_id if it says which node a row is of, or leave it out (index=False)."
-            )
-        return None
+            place = self.apply(columns.node_places, ids, self.name(at.id), n)
+            found = np.full((n or len(rows), *rows.shape[1:]), nothing, rows.dtype)
+            found[place] = rows
+            return found
+        if at.row_names is not None:
+            index, count = self.numbers([at.row_names], _NO_IDS)[:, 0], np.arange(len(rows))
+            if not (np.array_equal(index, count) or np.array_equal(index, count + 1)):
+                raise DataError(
+                    f"{self.path}: its first column has no name and does not count the rows: call "
+                    "it node_id if it says which node a row is of, or leave it out (index=False)."
+                )
+        return rows
 
     def apply(self, check: Callable[..., Any], *given: Any) -> Any:
         """A result of `check`, whose sentences get the name of the table."""
@@ -239,23 +238,13 @@ class Table:
         except ValueError as error:
             raise DataError(f"{self.path}: {str(error).rstrip('.')}.") from None
 
-    def note(self, what: str, used: list[int], unused: list[int], order: str = "") -> str:
-        """The line that says what was read from which columns."""
+    def note(self, what: str, used: list[int], unused: list[Any], by: int | None = None) -> str:
+        """The line that says what was read from which columns, and which one names the nodes."""
+        unused = [j for j in unused if j is not None]
         named = [self.name(j) if self.names and self.names[j] else "an index" for j in unused]
         rest = f" (not used: {_list(named)})" if named else ""
+        order = "" if by is None else f", rows by {self.name(by)}"
         return f"{Path(self.path).name}: {what} from {self.listed(used)}{order}{rest}"
-
-    def note_of_nodes(self, what: str, at: columns.NodeColumns) -> str:
-        """The same where rows belong to nodes."""
-        order = "" if at.id is None else f", rows by {self.name(at.id)}"
-        index = [] if at.row_names is None else [at.row_names]
-        return self.note(what, at.values, at.unused + index, order)
-
-
-def _without_count(table: Table, n: int | None) -> Table:
-    """A table of n rows without a line before them that counts the columns."""
-    counted = len(table.values) - 1 == n and table.counts()
-    return replace(table, values=table.values[1:]) if counted else table
 
 
 def _edges(table: Table, n: int | None) -> tuple[Graph, str]:
@@ -267,12 +256,20 @@ def _edges(table: Table, n: int | None) -> tuple[Graph, str]:
     return graph, table.note(f"{graph.num_edges:,} edges", at.used, at.unused)
 
 
-def _features(source: Any, answers: Table | None, links: Table, notes: list[str]) -> Any:
-    if not columns.is_frame(source) and Path(source).suffix == ".npz":
-        return _sparse(Path(source))
-    table = _read(source)
-    if table.counts():
-        table = _with_names(table, answers, links)
+def _features(table: Table, answers: Table | None, links: Table, notes: list[str]) -> Any:
+    if sp.issparse(table.values):
+        return table.values
+    if table.counts:  # names that pandas gave, or the numbers of the first node
+        rows, count = len(table.values), None if answers is None else len(answers.values)
+        named = count == rows - 1
+        unsure = answers is None or (count == rows and answers.counts)
+        if (named and links.counts) or (not named and unsure and table.values.shape[1] > 2):
+            raise DataError(
+                f"{links.path if named else table.path}: its first line counts the columns: if "
+                "these are names, write others (source,target,weight or f0,f1,f2); if not, put a "
+                "line with names before it."
+            )
+        table = replace(table, values=table.values[named:])
     at = table.node_columns(columns.find_features)
     wrong = [] if table.names is None else columns.find_answers([*table.names], at.values)
     if wrong:
@@ -284,30 +281,13 @@ def _features(source: Any, answers: Table | None, links: Table, notes: list[str]
         i, j = np.argwhere(np.isnan(X))[0]
         where = f"row {i + 1} has no number in column {table.name(at.values[j])}"
         raise DataError(f"{table.path}: {where}: fill it in, or leave the column out.")
-    place = table.by_node(at, None)
-    if X.dtype.kind != "f" or not table.path.endswith((".npy", _FRAME)):
-        X = X if X.dtype == np.float32 else _in_float32(X)
-    if place is not None:
-        X, rows = np.empty_like(X), X
-        X[place] = rows
+    if X.dtype != np.float32 and (X.dtype.kind != "f" or not table.path.endswith((".npy", _FRAME))):
+        X = _in_float32(X)
+    X = table.in_order(X, at, None, 0)
     if table.names is not None:
-        notes.append(table.note_of_nodes(f"{X.shape[1]:,} features", at))
+        unused = [*at.unused, at.row_names]
+        notes.append(table.note(f"{X.shape[1]:,} features", at.values, unused, at.id))
     return X
-
-
-def _with_names(table: Table, answers: Table | None, links: Table) -> Table:
-    """Features whose first line is 0, 1, 2, ...: names that pandas gave, or those of a node."""
-    count = None if answers is None else len(answers.values)
-    found = _without_count(table, count)
-    names = found is not table
-    unsure = answers is None or (count == len(table.values) and answers.counts())
-    if (names and links.counts()) or (not names and unsure and table.values.shape[1] > 2):
-        raise DataError(
-            f"{links.path if names else table.path}: its first line counts the columns: if these "
-            "are names, write others (source,target,weight or f0,f1,f2); if not, put a line with "
-            "names before it."
-        )
-    return found
 
 
 def _in_float32(X: Any) -> Any:
@@ -324,6 +304,8 @@ def _labels(
     table: Table, n: int | None, links: Table, notes: list[str]
 ) -> tuple[Any, list[str] | None]:
     """One column of whole numbers or of text is classes, all else targets; names of several."""
+    if len(table.values) - 1 == n and table.counts:  # a line before the rows, as pandas writes it
+        table = replace(table, values=table.values[1:])
     at = table.node_columns(columns.find_labels)
     if not at.values:
         raise DataError(f"{table.path} has no column of labels beside the ids of nodes.")
@@ -337,17 +319,16 @@ def _labels(
     y = _text_labels(table, at, n)
     y = _number_labels(table, at) if y is None else y
     nothing = {"U": "", "f": np.nan}.get(y.dtype.kind, -1)
-    place = table.by_node(at, n) if len(y) == len(table.values) else None
-    if place is not None:
-        y, rows = np.full((n or len(y), *y.shape[1:]), nothing, y.dtype), y
-        y[place] = rows
+    if len(y) == len(table.values):
+        y = table.in_order(y, at, n, nothing)
     if table.names is not None:
         what = "targets" if y.dtype.kind == "f" else "labels"
         if y.ndim == 1 and y.dtype.kind != "f":
             what = f"{np.unique(y[y != nothing]).shape[0]:,} classes"
         without = int(np.count_nonzero(~has_label(y)))
         missing = f", {without:,} of {n or len(y):,} nodes without" if without else ""
-        notes.append(table.note_of_nodes(what, at) + missing)
+        unused = [*at.unused, at.row_names]
+        notes.append(table.note(what, at.values, unused, at.id) + missing)
     return y, [table.name(j) for j in at.values] if table.names and y.ndim == 2 else None
 
 
@@ -399,70 +380,58 @@ def _ids(table: Table, n: int) -> Any:
     return table.node_ids([skip], n).ravel()
 
 
-def _called(source: Any) -> str:
-    return _FRAME if columns.is_frame(source) else str(source)
-
-
 def _list(names: list[str]) -> str:
     return ", ".join(names if len(names) <= 6 else [*names[:3], "...", names[-1]])
 
 
-def _read(source: Any) -> Table:
-    """A table of any of the formats."""
-    if columns.is_frame(source):
-        return _open_frame(_FRAME, source)
-    path = Path(source)
-    if not path.is_file():
-        raise FileNotFoundError(f"There is no file {path}.")
-    if path.suffix == ".parquet":
-        return _open_frame(str(path), _parquet(path))
-    if path.suffix == ".npy":
-        return _array(path)
-    names, values = read_text(path)
-    return Table(str(path), values, names, is_text=True)
-
-
-def _open_frame(path: str, frame: Any) -> Table:
+def _read(source: Any, sparse: bool = False) -> Table:
+    """A table of any of the formats; a SciPy matrix only if it may be `sparse`."""
+    frame, path = source, Path(_FRAME)
+    if not columns.is_frame(source):
+        path = Path(source)
+        if not path.is_file():
+            raise FileNotFoundError(f"There is no file {path}.")
+        if path.suffix == ".npz" and sparse:
+            return Table(str(path), _sparse(path))
+        if path.suffix == ".npy":
+            return Table(str(path), _array(path))
+        if path.suffix != ".parquet":
+            return read_text(path)
+        try:
+            import pandas
+            import pyarrow  # noqa: F401 - pandas needs it and says so less clearly
+        except ImportError as error:
+            raise ImportError(
+                f"Parquet files are read with pandas and pyarrow ({error}): "
+                'pip install "herta_gpu[tables]".'
+            ) from None
+        with explained(f"{path} is not a whole Parquet file"):
+            frame = pandas.read_parquet(path)
     names, held = columns.open_frame(frame)
     numbers = bool(held) and all(column.dtype.kind in "fiub" for column in held)
     values = np.empty((len(frame), len(held)), np.result_type(*held) if numbers else object)
     for j, column in enumerate(held):
         values[:, j] = column
-    return Table(path, values, names)
+    return Table(str(path), values, names)
 
 
-def _array(path: Path) -> Table:
+def _array(path: Path) -> Any:
     array = load_npy(path, "a whole .npy file")
     if array.dtype.kind not in "fiubUS":
         raise DataError(f"{path} must hold real numbers, not {array.dtype}.")
     if array.ndim not in (1, 2):
         raise DataError(f"{path} must hold rows and columns, not {array.ndim} dimensions.")
     array = array.astype(str) if array.dtype.kind == "S" else array
-    return Table(str(path), array[:, None] if array.ndim == 1 else array, None)
+    return array[:, None] if array.ndim == 1 else array
 
 
 def _sparse(path: Path) -> Any:
-    if not path.is_file():
-        raise FileNotFoundError(f"There is no file {path}.")
     with explained(f"{path} is not a whole SciPy sparse matrix"):
         X = sp.csr_array(sp.load_npz(path))
         X.check_format(full_check=True)
     if X.dtype.kind not in "fiub":
         raise DataError(f"{path} must hold real numbers, not {X.dtype}.")
     return X
-
-
-def _parquet(path: Path) -> Any:
-    try:
-        import pandas
-        import pyarrow  # noqa: F401 - pandas needs it and says so less clearly
-    except ImportError as error:
-        raise ImportError(
-            f"Parquet files are read with pandas and pyarrow ({error}): "
-            'pip install "herta_gpu[tables]".'
-        ) from None
-    with explained(f"{path} is not a whole Parquet file"):
-        return pandas.read_parquet(path)
 
 
 # ---- text: CSV and its relatives, as Excel, R, pandas and people write them --------------
@@ -488,8 +457,8 @@ def is_numeric(cell: str) -> bool:
     return as_number(cell) is not None or re.fullmatch(r"[-+]?[\d.,' ]+", cell) is not None
 
 
-def read_text(path: Path) -> tuple[list[str] | None, Any]:
-    """Names of the columns, if the first line has some, and rows of numbers, or of text (objects).
+def read_text(path: Path) -> Table:
+    """Rows of numbers, or of text (objects), and the names of the columns, if there are any.
 
     Columns end at tabs, semicolons, commas or spaces, whichever comes first in this list.  Where
     that is no comma, 0,5 is a number.  Comments (#, %) and empty lines are left out.
@@ -507,7 +476,8 @@ def read_text(path: Path) -> tuple[list[str] | None, Any]:
         if values is None or values.shape[1] != len(names or cells):
             names, values = _cells(path, mark, skip, names)
     names = None if names is None else [name.strip() for name in names]
-    return (None, values) if names is not None and columns.is_numbered(names) else (names, values)
+    numbered = names is not None and columns.is_numbered(names)
+    return Table(str(path), values, None if numbered else names, is_text=True)
 
 
 def _open_text(path: Path) -> Any:
@@ -520,7 +490,7 @@ def _open_text(path: Path) -> Any:
 
 def _first_row(path: Path, head: list[str]) -> tuple[int, str]:
     """How many lines come before the first row, and what parts its columns."""
-    mark = ""
+    mark: str | None = None
     for skip, line in enumerate(head):
         if told := _MARK.fullmatch(line):
             mark = told[1]
@@ -530,29 +500,22 @@ def _first_row(path: Path, head: list[str]) -> tuple[int, str]:
                 "from_scipy."
             )
         elif line.strip() and line[0] not in "#%":
-            second = next((other for other in head[skip + 1 :] if other.strip()), line).strip()
-            return skip, mark or _delimiter(line, second)
+            mark = mark or next((mark for mark in "\t;," if mark in line), None)
+            if mark is None:  # spaces may be part of a text: they part numbers, and what is quoted
+                row = next((other for other in head[skip + 1 :] if other.strip()), line).strip()
+                numbers = all(as_number(part.strip('"')) is not None for part in row.split())
+                mark = " " if " " in row and (numbers or re.search(r'"\s', row)) else ";"
+            return skip, mark
     raise DataError(f"{path} is empty.")
-
-
-def _delimiter(first: str, second: str) -> str:
-    mark = next((mark for mark in "\t;," if mark in first), None)
-    if mark is not None:
-        return mark
-    # Spaces may be part of a text: they part numbers, and what is quoted.
-    numbers = all(as_number(part.strip('"')) is not None for part in second.split())
-    return " " if " " in second and (numbers or re.search(r'"\s', second)) else ";"
 
 
 def _names(path: Path, cells: list[str], mark: str, before: str) -> list[str] | None:
     """The names of the columns: the first row, or the comment before it, or none."""
     filled = [cell for cell in cells if not is_missing(cell)]
     text = [cell for cell in filled if not is_numeric(cell)]
-    if filled and (len(text) == len(filled) or columns.has_known_name(text)):
-        return cells
-    if columns.is_index(cells) and columns.is_numbered(
-        cells[1:]
-    ):  # as pandas writes columns without names
+    named = filled and (len(text) == len(filled) or columns.has_known_name(text))
+    # Pandas writes columns without names as those of an index and 0, 1, 2, ...
+    if named or (columns.is_index(cells) and columns.is_numbered(cells[1:])):
         return cells
     if text:
         raise DataError(
@@ -565,20 +528,17 @@ def _names(path: Path, cells: list[str], mark: str, before: str) -> list[str] | 
 
 def _plain_numbers(path: Path, mark: str, skip: int) -> Any:
     """Rows of numbers by NumPy, which is fast; None where it cannot read them all."""
-    how: dict[str, Any] = {"delimiter": None if mark == " " else mark, "skiprows": skip}
+    how: dict[str, Any] = {"delimiter": mark.strip(" ") or None, "skiprows": skip, "quotechar": '"'}
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a header without a row
-            values = np.loadtxt(
-                path, ndmin=2, comments=None, quotechar='"', encoding="utf-8-sig", **how
-            )
+            values = np.loadtxt(path, ndmin=2, comments=None, encoding="utf-8-sig", **how)
     except ValueError:
         return None
     if values.shape[1] == 1:  # where an empty line is a missing number, which NumPy leaves out
         with _open_text(path) as file:
-            lines = [line.strip() for line in islice(file, skip, None)]
-        if "" in lines[: len(values)]:
-            return None
+            if "" in (line.strip() for line in islice(file, skip, skip + len(values))):
+                return None
     return values
 
 

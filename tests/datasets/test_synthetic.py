@@ -138,7 +138,7 @@ def test_a_large_one_is_mapped_from_the_cache(in_memory, in_cache, monkeypatch):
         raise AssertionError("made again")
 
     monkeypatch.setattr(blockmodel, "_without_features", fail)
-    monkeypatch.setattr(blockmodel, "_write_features", fail)
+    monkeypatch.setattr(blockmodel, "_make_features", fail)
     assert same(load(f"synthetic:{TEXT}"), in_memory)
     assert load("synthetic:n=5e2,m=1e3,d=9,c=3", features=False).X is None
 
