@@ -51,7 +51,7 @@ from typing import Any
 import numpy as np
 
 from herta_gpu.backends.base import Array, Backend, norm, unit_roundoff
-from herta_gpu.coordinates import Units, Whitened
+from herta_gpu.coordinates import Columns
 from herta_gpu.diffusion import residual_norms
 from herta_gpu.factors import DenseGram, RowSpace
 from herta_gpu.laplacian import block_cg
@@ -176,21 +176,69 @@ class Terms:
         return math.inf if math.isnan(gap) else gap + extra
 
 
-def best_certificate(
-    choices: Sequence[Terms],
-    below: Callable[[Terms], float],
-    known: tuple[int, int, str],
-    share: float = 1.0,
-) -> Certificate:
-    """The best of several bounds; `below` bounds the objective, `known`: (kept, features, note)."""
-    kept, features, note = known
-    if not choices:
-        return Certificate(math.inf, "none", note=note, kept=features, features=features)
-    gap, best = min(((terms.gap(share), terms) for terms in choices), key=lambda c: c[0])
-    value = relative(gap, below(best) - gap)
-    if best.kind == "duality":  # over all features
-        kept, note = features, ""
-    return Certificate(value, best.kind, best.probability, gap, note, kept, features)
+@dataclass(frozen=True)
+class Proof:
+    """What is known at one point: of the objective, and of how far it is above the optimum."""
+
+    objective: float
+    rounding: float  # of the objective, at exact outputs
+    slope: float  # ||E_Q||: how fast the objective changes with the outputs
+    grad_norm: float
+    choices: tuple[Terms, ...]
+    Du: float  # ||D u|| ...
+    other: float  # ... and errors of the outputs that are rounding
+    note: str
+    kept: int
+    features: int
+    unit: float = 0.0  # the loss of W = 0, where the optimum may be 0: a ridge forbids that
+
+    def certificate(self, share: float = 1.0) -> Certificate:
+        """The best of the bounds."""
+        d, kept, note = self.features, self.kept, self.note
+        if not self.choices:
+            return Certificate(math.inf, "none", note=note, kept=d, features=d)
+        gap, best = min(((terms.gap(share), terms) for terms in self.choices), key=lambda c: c[0])
+        value = relative(gap, self.objective - self.error(share) - gap)
+        if best.kind == "duality":  # over all features
+            kept, note = d, ""
+        return Certificate(value, best.kind, best.probability, gap, note, kept, d)
+
+    def nonnegative(self) -> Certificate:
+        """What the objective itself says: none is below 0."""
+        gap, d = self.objective + self.error(), self.features
+        return Certificate(math.inf, "nonnegative", 0.0, gap, self.note, d, d)
+
+    def error(self, share: float = 1.0) -> float:
+        """The objective is right up to this much."""
+        outputs = share * min([self.Du, *(terms.Du for terms in self.choices)]) + self.other
+        return self.rounding + outputs * (self.slope + 0.5 * outputs)
+
+    def about_zero(self, tol: float, share: float = 1.0) -> bool:
+        """Whether the optimum is about 0, which has no relative gap, and that is known."""
+        near = self.near_zero(tol**2 if self.choices else tol)
+        return near and self.objective + self.error(share) <= tol * self.unit
+
+    def near_zero(self, share: float) -> bool:
+        """Whether the objective is a small share of that of W = 0, without a ridge."""
+        return self.objective <= share * self.unit
+
+    def enough(self, tol: float, share: float = 1.0) -> bool:
+        """Whether the gap is proven, and the objective known about as well as the gap.
+
+        What D really does to the objective is orders of magnitude below its bound.
+        """
+        known = self.error(share) <= _LOSS_ERROR * tol * self.objective
+        return (known and self.certificate(share).value <= tol) or self.about_zero(tol, share)
+
+    def wanted(self, tol: float) -> float:
+        """The share of what the solves left that would be small enough; 0: none would be."""
+        low, high = 0.0, 1.0
+        if not self.enough(tol, 0.0):
+            return 0.0
+        while not (low and high < 1.2 * low) and high > _LEAST_SHARE:
+            middle = 0.5 * (low + high) if low else 0.1 * high
+            low, high = (middle, high) if self.enough(tol, middle) else (low, middle)
+        return low
 
 
 def gradient_error(point: Point, spectrum: Spectrum) -> float:
@@ -212,25 +260,21 @@ def certify(
     With the outputs off by r1, E is off by no more than steepest ||r1||.
     """
     choices = []
-    outputs = point.forward_residual + point.forward_rounding
     adjoint = point.adjoint_residual + point.adjoint_rounding
-    off: dict[str, Any] = {"other": outputs, "extra": lambda _: point.intercept_gap}
+    off: dict[str, Any] = {
+        "other": point.forward_residual + point.forward_rounding,
+        "extra": lambda _: point.intercept_gap,
+    }
     if ridge > 0:
         size = norm(point.gradient) + norm(point.gradient_rounding) + X_norm * adjoint
-        choices.append(
-            Terms("duality", size, through=X_norm * steepest, convexity=math.sqrt(ridge),
-                  bend=steepest, **off)
-        )  # fmt: skip
+        how = off | {"through": X_norm * steepest, "convexity": math.sqrt(ridge)}
+        choices.append(Terms("duality", size, bend=steepest, **how))
     if spectrum is not None and spectrum.kind != "estimate":
         size = norm(point.g) + spectrum.norm * adjoint + P.factor.amplified(point.gradient_rounding)
-        roots: dict[str, Any] = {
-            "through": math.sqrt(spectrum.b),
-            "convexity": math.sqrt(spectrum.a),
-        }
-        choices.append(Terms(spectrum.kind, size, probability=spectrum.probability, **roots, **off))
-    below = point.objective - point.objective_error
-    note = P.note if choices else why_not
-    return best_certificate(choices, lambda _: below, (P.kept, P.features, note))
+        how = off | {"through": math.sqrt(spectrum.b), "convexity": math.sqrt(spectrum.a)}
+        choices.append(Terms(spectrum.kind, size, probability=spectrum.probability, **how))
+    known = (tuple(choices), 0.0, 0.0, P.note if choices else why_not, P.kept, P.features)
+    return Proof(point.objective, point.objective_error, 0.0, 0.0, *known).certificate()
 
 
 def relative(gap: float, optimum: float) -> float:
@@ -283,16 +327,16 @@ def choose_spectrum(
     kind: str, P: Preconditioner, A: UnfoldedMap, ridge: float, seed: int
 ) -> Spectrum | None:
     """Bounds of the preconditioned Hessian: the cheapest of those planned that holds."""
-    found, fine = None, P.factor.rank > 0 and P.inner.slack < _SLACK
-    if fine and P.basis is not None and P.Q_all is not None and P.Q_all.dtype != np.float64:
+    found, fine, Q = None, P.inner.rank > 0 and P.inner.slack < _SLACK, P.Q_all
+    if fine and P.basis is not None and Q is not None and Q.dtype != np.float64:
         # No column may be so small or large that float32 lost digits of it.
         size = P.basis.sizes
         in_range = (size == 0) | ((size > _LEAST_SIZE) & (size < 1 / _LEAST_SIZE))
         fine = bool(in_range.all())  # synchronize!
-    if fine and P.Q_all is not None and isinstance(P.basis, (Units, Whitened)):
-        found = proven_spectrum(P, A, _outside(P, A))
+    if fine and Q is not None and isinstance(P.basis, Columns):
+        found = proven_spectrum(P, A, Q)
         if found is None and kind == "spectral-deterministic":
-            found = measured_spectrum(P, residual_norms(A.H, P.basis, P.Q_all, A.width))
+            found = measured_spectrum(P, residual_norms(A.H, P.basis, Q, A.width))
     elif fine and P.column_error is not None:
         found = measured_spectrum(P, P.column_error)
     if found is None and kind.startswith("spectral"):
@@ -302,18 +346,34 @@ def choose_spectrum(
 
 # Both of the next two start from | ||A v|| - ||M Q v|| | <= ||(H^-1 X - Q) v|| <= rho for
 # ||P^1/2 v|| = 1, so that (1 - rho)^2 <= eigenvalues <= (1 + rho)^2, for any X.
-def proven_spectrum(P: Preconditioner, A: UnfoldedMap, outside: float) -> Spectrum | None:
+def proven_spectrum(P: Preconditioner, A: UnfoldedMap, Q: Array) -> Spectrum | None:
     """From the polynomial: ||(H^-1 X - p(H) X) v|| <= eps ||H^-1 X v||, and Q is off p(H) X by no
     more than rounding."""
-    assert P.Q_all is not None
-    eps, relative = P.Q_error, P.Q_rounding
-    if eps + relative >= 0.5:
+    backend, xp, loss = A.H.backend, A.H.backend.xp, A.loss
+    eps, rounding = P.Q_error, P.Q_rounding
+    if eps + rounding >= 0.5:
         return None
-    backend, xp = A.H.backend, A.H.backend.xp
-    norms2 = backend.total(backend.column_dots(P.Q_all, P.Q_all))
-    sizes = xp.sqrt(norms2) * (relative / (1 - eps - relative))
-    rounding = P.inner.amplified(sizes)
-    rho = eps / (1 - eps) * (math.sqrt(1 + outside) + rounding) + rounding
+    # `outside` bounds ||Q P^-1/2||^2 over what P does not have of the rows of Q: the rows outside
+    # training; of those in it what their weights w leave, 1 - w, and the mean row as often as it
+    # was taken away.
+    left, outside = xp.ones(A.H.n), 0.0
+    left[A.train] = 0.0 if loss.weights is None else backend.own(1 - loss.weights)
+    at = xp.flatnonzero(left)
+    if not loss.plain or int(backend.total(at.shape[0])) > 0:
+        G = xp.zeros((Q.shape[1], Q.shape[1]))
+        for a in range(0, at.shape[0], _ROWS):
+            rows = at[a : a + _ROWS]
+            backend.add_gram(G, Q[rows].astype("float64") * xp.sqrt(left[rows])[:, None])
+        G = backend.total(G)
+        if loss.intercept:
+            trained = A.rows(Q)
+            mean = loss.mean(xp, trained)
+            G = G + loss.total(trained.shape[0]) * mean[:, None] * mean[None, :]
+        G = P.inner.to_gradient(P.inner.to_gradient(G).T)  # P^-1/2 G P^-1/2
+        outside = _norm_bound(G, backend, (_ENOUGH / max(eps, 1e-16)) ** 2 if loss.plain else 0.0)
+    sizes = xp.sqrt(backend.total(backend.column_dots(Q, Q))) * (rounding / (1 - eps - rounding))
+    off = P.inner.amplified(sizes)
+    rho = eps / (1 - eps) * (math.sqrt(1 + outside) + off) + off
     return _around_one(P, rho, outside, "spectral-proven", least=_PROVEN)
 
 
@@ -322,8 +382,7 @@ def measured_spectrum(P: Preconditioner, left: Array) -> Spectrum | None:
     assert P.basis is not None
     # ||H^-1 X C0 C|| <= ||X C0|| ||C||, whichever rows are outside training.
     outside = max(0.0, (P.basis.norm * P.inner.size) ** 2 - 1)
-    rho = P.inner.amplified(left)
-    return _around_one(P, rho, outside, "spectral-deterministic", least=_USEFUL)
+    return _around_one(P, P.inner.amplified(left), outside, "spectral-deterministic", least=_USEFUL)
 
 
 def _singular_values(P: Preconditioner) -> tuple[float, float]:
@@ -336,39 +395,11 @@ def _around_one(
 ) -> Spectrum | None:
     """[(1 - rho)^2, (1 + rho)^2], widened by how far P may be from Q^T Q + ridge."""
     low, high = _singular_values(P)
-    low, high = low - rho, high + rho
-    if not low > 0 or low**2 < least:
+    if not low > rho or (low - rho) ** 2 < least:
         return None
     # P = Q^T Q over the training rows (+ ridge), so ||Q P^-1/2||^2 <= 1 + the rows outside.
     norm = math.sqrt(1 + P.inner.slack + outside) + rho
-    return Spectrum(low**2, high**2, norm, kind)
-
-
-def _outside(P: Preconditioner, A: UnfoldedMap) -> float:
-    """A bound of ||Q P^-1/2||^2 over what P does not have of the rows of Q.
-
-    That are the rows outside training; of those in it what their weights w leave, 1 - w, and the
-    mean row as often as it was taken away.
-    """
-    assert P.Q_all is not None
-    backend, xp, loss, Q = A.H.backend, A.H.backend.xp, A.loss, P.Q_all
-    left = xp.ones(A.H.n)
-    left[A.train] = 0.0 if loss.weights is None else backend.own(1 - loss.weights)
-    at = xp.flatnonzero(left)
-    if loss.plain and int(backend.total(at.shape[0])) == 0:
-        return 0.0
-    G = xp.zeros((Q.shape[1], Q.shape[1]))
-    for a in range(0, at.shape[0], _ROWS):
-        rows = at[a : a + _ROWS]
-        backend.add_gram(G, Q[rows].astype("float64") * xp.sqrt(left[rows])[:, None])
-    G = backend.total(G)
-    if loss.intercept:
-        trained = A.rows(Q)
-        mean = loss.mean(xp, trained)
-        G = G + loss.total(trained.shape[0]) * mean[:, None] * mean[None, :]
-    # P^-1/2 G P^-1/2
-    G = P.inner.to_gradient(P.inner.to_gradient(G).T)
-    return _norm_bound(G, backend, (_ENOUGH / max(P.Q_error, 1e-16)) ** 2 if loss.plain else 0.0)
+    return Spectrum((low - rho) ** 2, (high + rho) ** 2, norm, kind)
 
 
 def _norm_bound(S: Array, backend: Backend, enough: float = 0.0) -> float:
@@ -400,110 +431,58 @@ def probabilistic_spectrum(
     """
     if P.damped:
         return None
-    if P.factor.rank == 0:  # the training rows see nothing of X: every W is optimal
+    if P.inner.rank == 0:  # the training rows see nothing of X: every W is optimal
         return Spectrum(1.0, 1.0, 0.0, "spectral-deterministic")
-    tol, steps, most = _LANCZOS_TOL, LANCZOS_STEPS, min(P.factor.rank, _MOST_STEPS)
+    tol, steps, most = _LANCZOS_TOL, LANCZOS_STEPS, min(P.inner.rank, _MOST_STEPS)
     while True:
         runs = _two_runs(P, A, ridge, seed, tol, steps)
         if runs is None:
             return None
-        found, slip = _ritz_bounds(runs, P.factor.rank, int(A.H.backend.total(A.H.n)))
-        if found.kind != "estimate":
-            return found
+        (masked, whole), slip = runs, 0.0
+        if masked.share < 1 and whole.share < 1:
+            # Residuals of the first solve reach the product through the root of the run's own
+            # largest eigenvalue, those of the second through that of the run without the mask.
+            forward, adjoint, rounded = whole.off
+            norm = whole.largest_root(forward + adjoint, rounded)
+            forward, adjoint, rounded = masked.off
+            root = masked.largest_root(forward, norm * adjoint + rounded)
+            # Inexact products may have moved the Ritz values by so much:
+            slip = masked.gain * (masked.left + root * forward + norm * adjoint + rounded)
+            a = root**2 - (root**2 - (float(masked.ritz[0]) - slip)) / (1 - masked.share)
+            if a >= _USEFUL:
+                n = int(A.H.backend.total(A.H.n))
+                return Spectrum(a, root**2, norm, "spectral-probabilistic", 1.0 / n)
+        low, top = masked.interval
         if slip >= _BLUR and tol > _LANCZOS_LEAST_TOL:
             # Where ||H^-1 X P^-1/2|| is large, it is the solves that blur the picture.
             tol = max(_LANCZOS_LEAST_TOL, tol * min(0.1, 0.1 * _BLUR / slip))
-        elif steps < most and found.a > _USEFUL:
+        elif steps < most and low > _USEFUL:
             # The eigenvalues are fine, but what Lanczos may have missed is not.
             steps = min(4 * steps, most)
         else:
-            return found
-
-
-def _ritz_bounds(runs: list[Run], rank: int, n: int) -> tuple[Spectrum, float]:
-    """Bounds from Ritz values, and how far inexact products may have moved those."""
-    masked, whole = (Missed.of(run, rank, n) for run in runs)
-    low, top, largest = (float(v) for v in (masked.ritz[0], masked.ritz[-1], whole.ritz[-1]))
-    estimate = Spectrum(max(low, 1e-6 * top), top, math.sqrt(max(largest, 0.0)), "estimate")
-    if masked.share >= 1 or whole.share >= 1:
-        return estimate, 0.0
-    # Residuals of the first solve reach the product through the root of the run's own largest
-    # eigenvalue, those of the second through that of the run without the mask.
-    forward, adjoint, rounded = whole.off
-    norm = whole.largest_root(forward + adjoint, rounded)
-    forward, adjoint, rounded = masked.off
-    root = masked.largest_root(forward, norm * adjoint + rounded)
-    slip = masked.gain * (masked.left + root * forward + norm * adjoint + rounded)
-    b = root**2
-    a = b - (b - (low - slip)) / (1 - masked.share)
-    if not a >= _USEFUL:
-        return estimate, slip
-    return Spectrum(a, b, norm, "spectral-probabilistic", 1.0 / n), slip
-
-
-@dataclass(frozen=True)
-class Missed:
-    """What a run of Lanczos may have missed of the largest and the least eigenvalue of S, S >= 0.
-
-    Its products are Y = S V + E.  The true eigenvalue lies at most `share` of the spectrum, and
-    `gain` (`left` + ||E||) besides, beyond the outermost Ritz value:
-
-    * V is a basis of the whole space: the Ritz values are the eigenvalues, up to E.
-    * The run went on to its last step: `share` is Kuczynski and Wozniakowski's, failing with
-      probability at most 1/(4n).  Inexact products move the Ritz values, and the space they are
-      from.
-    * It ended before: with T the section V^T Y made symmetric, and (mu, u) an eigenpair of S,
-      u^T V (mu - T) = u^T (S V - V T): some Ritz value is within ||S V - V T|| / |u^T v_1| of mu.
-      A random start has |u^T v_1| < t with probability at most t sqrt(2 rank / pi): t makes that
-      1/(12n).  That S V - V T is small is measured, whatever made the run end.
-    """
-
-    ritz: Any
-    share: float
-    gain: float
-    left: float
-    off: tuple[float, float, float]
-
-    @classmethod
-    def of(cls, run: Run, rank: int, n: int) -> Missed:
-        steps = run.ritz.shape[0]
-        if steps == rank:
-            return cls(run.ritz, 0.0, 3.0, 0.0, run.off)
-        if run.ended:
-            return cls(run.ritz, 0.0, 12 * n * math.sqrt(2 * rank / math.pi), run.left, run.off)
-        share = (math.log(1.648 * math.sqrt(rank) * 4 * n) / (2 * steps - 1)) ** 2
-        return cls(run.ritz, share, 3.0, 0.0, run.off)
-
-    def largest_root(self, slope: float, rest: float) -> float:
-        """A bound of the root x of the largest eigenvalue, where ||E|| <= slope x + rest."""
-        top = max(float(self.ritz[-1]), 0.0) / (1 - self.share) + self.gain * (self.left + rest)
-        half = self.gain * slope / 2
-        return half + math.sqrt(half**2 + top)
+            return Spectrum(low, top, math.sqrt(max(float(whole.ritz[-1]), 0.0)), "estimate")
 
 
 def ritz_interval(
     P: Preconditioner, A: UnfoldedMap, ridge: float, seed: int
 ) -> tuple[float, float]:
     """An estimate, not a bound, of the spectrum of the preconditioned Hessian."""
-    runs = _two_runs(P, A, ridge, seed, _LANCZOS_TOL, LANCZOS_STEPS) if P.factor.rank else None
-    if runs is None:
-        return 1.0, 1.0
-    top = max(float(runs[0].ritz[-1]), 1e-300)
-    return max(float(runs[0].ritz[0]), 1e-6 * top), top
+    runs = _two_runs(P, A, ridge, seed, _LANCZOS_TOL, LANCZOS_STEPS) if P.inner.rank else None
+    return (1.0, 1.0) if runs is None else runs[0].interval
 
 
 def _two_runs(
     P: Preconditioner, A: UnfoldedMap, ridge: float, seed: int, tol: float, most: int
 ) -> list[Run] | None:
     """Lanczos with the training rows and with all rows; None where a product overflowed."""
-    H, X, xp = A.H, A.X, A.H.backend.xp
+    H, X, xp, factor = A.H, A.X, A.H.backend.xp, P.factor
     start = np.random.default_rng(seed).standard_normal((P.w_start.shape[0], 2))
     mask = xp.zeros((H.n, 1), dtype=bool)
     mask[A.train] = True
-    transposed = P.factor.amplified(X.transpose_rounding())
+    transposed = factor.amplified(X.transpose_rounding())
 
     def multiply(v: Array) -> tuple[Array, Any]:
-        W = P.factor.to_weights(v)
+        W = factor.to_weights(v)
         Z, there = block_cg(H, X.times(W), tol)
         rounded = A.forward_rounding(W, Z)
         if A.loss.plain:
@@ -517,19 +496,47 @@ def _two_runs(
         V, back = block_cg(H, Z, tol)
         adjoint = back.residuals + A.adjoint_rounding(V)
         off = np.stack([there.residuals + rounded, adjoint, np.full(2, transposed * A.size(V))])
-        return P.factor.to_gradient(X.transpose_times(V) + ridge * W), off
+        return factor.to_gradient(X.transpose_times(V) + ridge * W), off
 
-    return lanczos(H.backend, multiply, start, min(most, P.factor.rank), P.factor.project)
+    steps, n = min(most, factor.rank), int(H.backend.total(H.n))
+    return lanczos(H.backend, multiply, start, steps, factor.project, factor.rank, n)
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run of Lanczos: one orthonormal basis V, and Y, what the products with it came to."""
+    """A run of Lanczos, and what it may have missed of the largest and least eigenvalue of S >= 0.
 
-    ritz: Any  # eigenvalues of V^T Y, made symmetric, rising: as many as the run had steps
+    V is its orthonormal basis, and its products are Y = S V + E.  The true eigenvalue lies at most
+    `share` of the spectrum, and `gain` (`left` + ||E||) besides, beyond the outermost Ritz value:
+
+    * V is a basis of the whole space: the Ritz values are the eigenvalues, up to E.
+    * The run went on to its last step: `share` is Kuczynski and Wozniakowski's, failing with
+      probability at most 1/(4n).  Inexact products move the Ritz values, and the space they are
+      from.
+    * It ended before: with T the section V^T Y made symmetric, and (mu, u) an eigenpair of S,
+      u^T V (mu - T) = u^T (S V - V T): some Ritz value is within ||S V - V T|| / |u^T v_1| of mu.
+      A random start has |u^T v_1| < t with probability at most t sqrt(2 rank / pi): t makes that
+      1/(12n).  That S V - V T is small is measured, whatever made the run end.
+    """
+
+    ritz: Any  # eigenvalues of T, rising: as many as the run had steps
     ended: bool  # before its last step, as nothing was left outside V
-    left: float  # ||Y - V V^T Y||, with V^T Y made symmetric
-    off: tuple[float, float, float]  # by how much Y is off: what the products told, as root of sums
+    share: float
+    gain: float
+    left: float  # ||Y - V T|| of a run that ended
+    off: tuple[float, float, float]  # what the products told of E, as root of sums
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """The outermost Ritz values: an estimate."""
+        top = max(float(self.ritz[-1]), 1e-300)
+        return max(float(self.ritz[0]), 1e-6 * top), top
+
+    def largest_root(self, slope: float, rest: float) -> float:
+        """A bound of the root x of the largest eigenvalue, where ||E|| <= slope x + rest."""
+        top = max(float(self.ritz[-1]), 0.0) / (1 - self.share) + self.gain * (self.left + rest)
+        half = self.gain * slope / 2
+        return half + math.sqrt(half**2 + top)
 
 
 def lanczos(
@@ -538,27 +545,30 @@ def lanczos(
     start: Any,
     steps: int,
     project: Callable[[Array], Array],
+    rank: int,
+    n: int,
 ) -> list[Run] | None:
     """A run of Lanczos from each column of `start`, orthogonalised in full; they share products.
 
     A run ends when its own space is invariant; the others go on.  None where a product overflowed.
-
-    Parameters
-    ----------
-    multiply : function
-        v -> the products of its columns, each with the matrix of its run, and (3, columns) bounds
-        of what they are off by.  Columns of runs that ended are 0.
-    project : function
-        What rounding leaves outside a subspace of the columns is taken away by it.
+    `multiply` gives the products of the columns of v, each with the matrix of its run (those of
+    runs that ended are 0), and (3, columns) bounds of what they are off by.  `project` takes away
+    what rounding leaves outside a subspace of dimension `rank`.  What is said of each run fails
+    with a probability of about 1/n.
     """
     xp, (dim, count), v = backend.xp, start.shape, backend.asarray(start)
     bases, images = (xp.zeros((count, steps, dim)) for _ in range(2))
     made, off = np.full(count, steps), np.zeros((3, count))
+
+    def orthogonalise(v: Array, j: int) -> None:
+        for i in range(count):
+            v[:, i] -= bases[i, :j].T @ (bases[i, :j] @ v[:, i])
+
     for j in range(steps):
         before = xp.linalg.norm(v, axis=0)
-        _orthogonalise(v, bases, j)
+        orthogonalise(v, j)
         v = project(v)  # what rounding leaves outside the subspace would grow
-        _orthogonalise(v, bases, j)  # twice is enough
+        orthogonalise(v, j)  # twice is enough
         after = xp.linalg.norm(v, axis=0)
         ended = after <= _ENDED * before
         going = ~backend.to_numpy(ended)  # synchronize!
@@ -577,81 +587,17 @@ def lanczos(
         T = (T + T.T) / 2
         if not np.isfinite(T).all():
             return None
-        rounded = (k + dim + 8) * 2 * _UNIT * (np.linalg.norm(Y) + np.linalg.norm(T))
-        left = float(np.linalg.norm(Y - T @ V) + rounded)
+        share, gain, left = 0.0, 3.0, 0.0
+        if k < rank and k < steps:
+            rounded = (k + dim + 8) * 2 * _UNIT * (np.linalg.norm(Y) + np.linalg.norm(T))
+            left = float(np.linalg.norm(Y - T @ V) + rounded)
+            gain = 12 * n * math.sqrt(2 * rank / math.pi)
+        elif k < rank:
+            share = (math.log(1.648 * math.sqrt(rank) * 4 * n) / (2 * k - 1)) ** 2
         forward, adjoint, rest = (float(x) for x in np.sqrt(off[:, i]))
-        runs.append(Run(np.linalg.eigvalsh(T), k < steps, left, (forward, adjoint, rest)))
+        values = np.linalg.eigvalsh(T)
+        runs.append(Run(values, k < steps, share, gain, left, (forward, adjoint, rest)))
     return runs
-
-
-def _orthogonalise(v: Array, bases: Array, j: int) -> None:
-    for i in range(v.shape[1]):
-        v[:, i] -= bases[i, :j].T @ (bases[i, :j] @ v[:, i])
-
-
-@dataclass(frozen=True)
-class Proof:
-    """What is known at one u."""
-
-    objective: float
-    rounding: float  # of the objective, at exact outputs
-    slope: float  # ||E_Q||: how fast the objective changes with the outputs
-    grad_norm: float
-    choices: tuple[Terms, ...]
-    Du: float  # ||D u|| ...
-    other: float  # ... and errors of the outputs that are rounding
-    note: str
-    kept: int
-    features: int
-    unit: float = 0.0  # the loss of W = 0, where the optimum may be 0: a ridge forbids that
-
-    def certificate(self, share: float = 1.0) -> Certificate:
-        def below(best: Terms) -> float:
-            return self.objective - self._error(share * best.Du + best.other)
-
-        known = (self.kept, self.features, self.note)
-        return best_certificate(self.choices, below, known, share)
-
-    def nonnegative(self) -> Certificate:
-        """What the objective itself says: none is below 0."""
-        gap, d = self.objective + self.error(), self.features
-        return Certificate(math.inf, "nonnegative", 0.0, gap, self.note, d, d)
-
-    def error(self, share: float = 1.0) -> float:
-        """The objective is right up to this much."""
-        Du = min([share * self.Du, *(share * terms.Du for terms in self.choices)])
-        return self._error(Du + self.other)
-
-    def _error(self, outputs: float) -> float:
-        """What the objective may be off by where outputs are."""
-        return self.rounding + outputs * (self.slope + 0.5 * outputs)
-
-    def about_zero(self, tol: float, share: float = 1.0) -> bool:
-        """Whether the optimum is about 0, which has no relative gap, and that is known."""
-        near = self.near_zero(tol**2 if self.choices else tol)
-        return near and self.objective + self.error(share) <= tol * self.unit
-
-    def near_zero(self, share: float) -> bool:
-        """Whether the objective is a small share of that of W = 0, without a ridge."""
-        return self.objective <= share * self.unit
-
-    def enough(self, tol: float, share: float = 1.0) -> bool:
-        """Whether the gap is proven, and the objective known about as well as the gap.
-
-        What D really does to the objective is orders of magnitude below its bound.
-        """
-        known = self.error(share) <= _LOSS_ERROR * tol * self.objective
-        return (known and self.certificate(share).value <= tol) or self.about_zero(tol, share)
-
-    def wanted(self, tol: float) -> float:
-        """The share of what the solves left that would be small enough; 0: none would be."""
-        low, high = 0.0, 1.0
-        if not self.enough(tol, 0.0):
-            return 0.0
-        while not (low and high < 1.2 * low) and high > _LEAST_SHARE:
-            middle = 0.5 * (low + high) if low else 0.1 * high
-            low, high = (middle, high) if self.enough(tol, middle) else (low, middle)
-        return low
 
 
 @dataclass
@@ -691,18 +637,20 @@ class StoredProblem:
         """Loss and gradient at u, over runs of rows: no other array of n_train x c is made."""
         if self._swept is not None and self._swept[0] is u:
             return self._swept[1]
-        xp, matmul, G = self.backend.xp, self.backend.matmul, self.basis.ridge
-        penalty = G[:, None] * u if G.ndim == 1 else matmul(G, u)
-        found = Sweep(0.0, self.ridge * penalty, 0.0, 0.0, 0.0, 0.0)
+        xp, matmul, total = self.backend.xp, self.backend.matmul, 0.0
+        found = Sweep(0.0, self.ridge * self.basis.times_ridge(u), 0.0, 0.0, 0.0, 0.0)
+        if self.loss.intercept:
+            if self.loss.quadratic:  # rows of Q are centred but for rounding
+                found.b = self._Y_mean - self.loss.mean(xp, self.Q) @ u
+            else:
+                found.b = self.loss.shift(xp, matmul(self.Q, u), self.Y[:])
+            found.sums = xp.zeros(u.shape[1])
         # Rows in float32 are widened on the way.
         numbers = u.shape[1] + (u.shape[0] if self.Q.dtype != u.dtype else 0)
-        step, total = max(1, _CHUNK_BYTES // (8 * numbers)), 0.0
-        if self.loss.intercept:
-            found.b, found.sums = self._constants(u), xp.zeros(u.shape[1])
+        step = max(1, _CHUNK_BYTES // (8 * numbers))
         for i in range(0, self.Y.shape[0], step):
             Q, Y = self.Q[i : i + step].astype("float64", copy=False), self.Y[i : i + step]
-            loss = self.loss.of_rows(slice(i, i + step))
-            F = matmul(Q, u)
+            loss, F = self.loss.of_rows(slice(i, i + step)), matmul(Q, u)
             F = F if found.b is None else F + found.b
             E = loss.residual(xp, F, Y)
             total = total + matmul(Q.T, E)
@@ -717,22 +665,9 @@ class StoredProblem:
         self._swept = (u, found)
         return found
 
-    def _constants(self, u: Array) -> Array:
-        """The best constants of an intercept at u."""
-        xp = self.backend.xp
-        if not self.loss.quadratic:
-            return self.loss.shift(xp, self.backend.matmul(self.Q, u), self.Y[:])
-        # Rows of Q are centred but for rounding.
-        return self._Y_mean - self.loss.mean(xp, self.Q) @ u
-
     @cached_property
     def _Y_mean(self) -> Array:
-        """Weighted, over runs of rows: not all of Y need be there at once."""
-        total, step = 0.0, 1 << 16
-        for i in range(0, self.Y.shape[0], step):
-            rows = slice(i, i + step)
-            total = total + self.loss.of_rows(rows).weigh(self.Y[rows]).sum(axis=0)
-        return total / self.loss.total(self.Y.shape[0])
+        return self.loss.mean(self.backend.xp, self.Y[:])
 
     def intercept(self, u: Array) -> Array | None:
         """(c,) the constants that belong to W = C0 u; None where there are none."""
@@ -740,7 +675,7 @@ class StoredProblem:
         return None if b is None or self.mean is None else b - self.mean @ u
 
     def objective(self, u: Array) -> float:
-        xp, W = self.backend.xp, self.basis.weights(u)
+        xp, W = self.backend.xp, self.basis.to_weights(u)
         return self.sweep(u).loss + 0.5 * self.ridge * float(xp.sum(W * W))  # synchronize!
 
     def minimised(self, tol: float, start: Array | None, steps: int, tell: Tell) -> Array:
@@ -777,42 +712,38 @@ class StoredProblem:
 
     def proof(self, u: Array, why_not: Callable[[float], str], at_zero: float = 0.0) -> Proof:
         """Everything that is known of the true problem at W = C0 u; the loss of W = 0 is given."""
-        xp, P, inner, basis = self.backend.xp, self.P, self.P.inner, self.basis
-        found = self.sweep(u)
-        g, slope = found.gradient, found.E
+        xp, P, inner, basis, loss = self.backend.xp, self.P, self.P.inner, self.basis, self.loss
+        found, objective, left = self.sweep(u), self.objective(u), self.P.column_error
+        g, slope, r, count = found.gradient, found.E, u.shape[0], self.Y.shape[0]
         by_row = xp.sqrt((u * u).sum(axis=1))
-        objective = self.objective(u)
         # Rounding: of Q u and of E, of Q^T E and the ridge's part, and of W itself.
-        r, count = u.shape[0], self.Y.shape[0]
         size_of_terms = float((self.sizes * by_row).sum())  # synchronize!
         outputs = (r + 2) * _UNIT * size_of_terms + basis.weights_rounding(u)
-        outputs += 4 * _UNIT * (found.F + found.Y) / self.loss.steepest
+        outputs += 4 * _UNIT * (found.F + found.Y) / loss.steepest
         rows = (count + 4) * _UNIT * slope * self.sizes
         rows = rows + (r + 2) * _UNIT * xp.sqrt((g * g).sum(axis=1))  # of C^T g
         extra: Callable[[float], float] | None = None
-        if found.b is not None:
-            assert found.sums is not None
-            assert self.mean is not None
+        if found.b is not None and found.sums is not None and self.mean is not None:
             # ||1^T E|| over the root of all weights, rounding included.
             rounded = (count + 4) * _UNIT * math.sqrt(count) * (found.E + 4 * _UNIT * found.F)
-            imbalance = (norm(found.sums) + rounded) / math.sqrt(self.loss.total(count))
+            imbalance = (norm(found.sums) + rounded) / math.sqrt(loss.total(count))
             # Rounding of the constants, and of the rows less their mean.
             terms = float((abs(self.mean) * by_row).sum()) + norm(found.b)  # synchronize!
             outputs += (r + 4) * _UNIT * math.sqrt(count) * terms + _UNIT * size_of_terms
             slope += imbalance
             rows = rows + count * _UNIT * imbalance * self.sizes  # centred up to rounding only
             known = (objective + outputs * (slope + outputs), self.ridge, self.X_norm)
-            Y = self.Y[:0] if self.loss.quadratic else self.Y[:]
-            distance = self.loss.intercept_distance(xp, Y, found.b, *known)
-            extra = partial(self.loss.intercept_gap, imbalance, distance=distance)
+            Y = self.Y[:0] if loss.quadratic else self.Y[:]
+            distance = loss.intercept_distance(xp, Y, found.b, *known)
+            extra = partial(loss.intercept_gap, imbalance, distance=distance)
         if self.ridge > 0:
             # C0^T C0, its product with u and W itself are sums of r terms, if C0 is not diagonal.
             terms = 8 if basis.ridge.ndim == 1 else 3 * r + 8
             rows = rows + terms * _UNIT * self.ridge * basis.ridge_size(by_row)
-        Du = float((P.column_error * by_row).sum())  # synchronize!
+        Du = float((left * by_row).sum())  # synchronize!
         if isinstance(inner, RowSpace):
             # Outputs are up to `missed` from those of weights that the proof speaks of.
-            missed, others, steep = inner.missed(u, self.sizes + P.column_error), extra, slope
+            missed, others, steep = inner.missed(u, self.sizes + left), extra, slope
             outputs += missed
 
             def extra(error: float) -> float:
@@ -820,28 +751,18 @@ class StoredProblem:
                 return before + missed * (steep + error + missed)
 
         choices, off = [], {"Du": Du, "other": outputs, "extra": extra}
-        if self.loss.quadratic and inner.slack < _SLACK:
+        if loss.quadratic and inner.slack < _SLACK:
             size = norm(inner.to_gradient(g)) + inner.amplified(rows)
-            (low, high), rho = _singular_values(P), inner.amplified(P.column_error)
+            (low, high), rho = _singular_values(P), inner.amplified(left)
             off["Du"] = min(Du, rho * norm(inner.from_weights(u)))
             choices.append(Terms("residual", size, slope, high, rho, convexity=low, **off))
         if self.ridge > 0:
             size = basis.dual_norm(g) + basis.dual_bound(rows)
-            D, bend = basis.dual_bound(P.column_error), self.loss.steepest
-            slip = self.loss.gradient_rounding(found.E, self.Y)
+            D, bend = basis.dual_bound(left), loss.steepest
+            slip = loss.gradient_rounding(found.E, self.Y)
             off = {**off, "Du": Du, "convexity": math.sqrt(self.ridge), "bend": bend, "slip": slip}
             choices.append(Terms("duality", size, slope, bend * self.X_norm, D, **off))
         note = P.note if choices else why_not(objective)
-        return Proof(
-            objective,
-            found.rounding + 8 * _UNIT * objective,
-            slope,
-            norm(basis.gradient(g)),
-            tuple(choices),
-            Du,
-            outputs,
-            note,
-            P.kept,
-            P.features,
-            at_zero if self.ridge == 0 else 0.0,
-        )
+        rounding, unit = found.rounding + 8 * _UNIT * objective, at_zero if self.ridge == 0 else 0.0
+        size, kept = norm(basis.gradient(g)), (P.kept, P.features, unit)
+        return Proof(objective, rounding, slope, size, tuple(choices), Du, outputs, note, *kept)

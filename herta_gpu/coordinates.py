@@ -1,12 +1,12 @@
 """Coordinates for the columns of X: W = C0 u, so that training is on X C0 instead of X.
 
-`Units` scales each column of X to norm 1: it costs nothing, and no unit of measurement decides
-anything.  `Whitened` makes the columns of X C0 orthonormal up to rounding, by Cholesky's factor of
-X^T X in float64 (and of a second Gram matrix where X is ill-conditioned): errors of a solve then
-count alike in every direction, however much the features resemble each other.  With a ridge it is
-the columns of [X; sqrt(ridge) I] C0 that are orthonormal: a direction of which the ridge says more
-than X, such as a column in a tiny unit, is no longer than the ridge makes it.  `Blocks` are those
-of several blocks of features side by side, one for each lam.
+`Columns.unit` scales each column of X to norm 1: it costs nothing, and no unit of measurement
+decides anything.  `whiten` makes the columns of X C0 orthonormal up to rounding, by Cholesky's
+factor of X^T X in float64 (and of a second Gram matrix where X is ill-conditioned): errors of a
+solve then count alike in every direction, however much the features resemble each other.  With a
+ridge it is the columns of [X; sqrt(ridge) I] C0 that are orthonormal: a direction of which the
+ridge says more than X, such as a column in a tiny unit, is no longer than the ridge makes it.
+`Blocks` are those of several blocks of features side by side, one for each lam.
 
 All leave the problem as it is: C0 is invertible on what it keeps, and a ridge on W becomes
 ridge * C0^T C0 on u.
@@ -15,7 +15,6 @@ ridge * C0^T C0 on u.
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import Any
@@ -23,181 +22,126 @@ from typing import Any
 import numpy as np
 
 from herta_gpu.backends.base import Array, Backend, norm, unit_roundoff
-from herta_gpu.factors import (
-    NOT_FINITE,
-    Composed,
-    Factor,
-    Map,
-    multiply,
-    safe_cholesky,
-    smallest_eigenvalue,
-)
+from herta_gpu.factors import NOT_FINITE, Map, multiply, safe_cholesky, smallest_eigenvalue
 from herta_gpu.features import Features
 
 DEPENDENT = 1e-10  # what a combination of unit columns must leave to count as a direction
 _UNIT = unit_roundoff()
-_ROWS = 1 << 13  # rows of such columns at a time
 _PLAIN = 1e-7  # eigenvalue of the Gram matrix of unit columns that one round resolves well
 
 
-class Coordinates(Map):
-    """C0 (d x r), and what is known of the columns of X C0."""
+class Columns(Map):
+    """C0 (d x r, or a diagonal) of one X, and what is known of the columns of X C0.
 
-    norm: Any  # a bound of ||X C0||_2
-    sizes: Any  # (r,) bounds of the norms of the columns of X C0
-    rounding: Any  # (r,) bounds of what rounding does to the columns of a computed X C0
+    Where C0 is no diagonal, [X; sqrt(penalty) I] C0 is orthonormal up to rounding; the penalty is
+    the ridge.  `error` is that of (X C0)^T X C0 + penalty C0^T C0 = I, but for directions that were
+    `lifted`: those are shorter than 1, and X says less of them than of C0.
+    """
 
-    @property
-    def rank(self) -> int:
-        """r, the number of columns."""
-        return self.shape[1]
-
-    @abstractmethod
-    def ridge_size(self, sizes: Array) -> Array:
-        """(r,) bounds of the row norms of |C0|^T |C0| u, for u whose rows have these norms."""
-
-    @abstractmethod
-    def weights_rounding(self, u: Array) -> float:
-        """A bound of ||X (computed C0 u - C0 u)||_F."""
-
-    @abstractmethod
-    def dual_norm(self, g: Array) -> float:
-        """A bound of ||C0^-T g||_F; inf where C0 is not square, and W sees more than u does."""
-
-    @abstractmethod
-    def dual_bound(self, sizes: Array) -> float:
-        """A bound of ||C0^-T G||_F for all G whose rows have these norms."""
-
-    def factor(self, inner: Factor) -> Factor:
-        """C0 C for a factor C of P in the coordinates u: the same P seen from W."""
-        return Composed(self, inner)
-
-
-class Columns(Coordinates):
-    """Coordinates of one X, whose columns X C0 are what is solved for."""
-
-    def __init__(self, X: Features, C: Array, K: Array | None = None) -> None:
+    def __init__(
+        self,
+        X: Features,
+        C: Array,
+        K: Array | None = None,
+        error: float = 0.0,
+        lifted: bool = False,
+        penalty: float = 0.0,
+    ) -> None:
         super().__init__(X.backend, C, K)
-        self.X = X
+        self.X, self.error, self.lifted, self.penalty = X, error, lifted, penalty
+        self.white, self.rank = C.ndim == 2, self.shape[1]
+
+    @classmethod
+    def unit(cls, X: Features) -> Columns:
+        """C0 = 1 / norm of each column of X."""
+        xp, size = X.backend.xp, X.column_norms
+        return cls(X, 1.0 / xp.where(size > 0, size, 1.0))
+
+    @classmethod
+    def plain(cls, X: Features) -> Columns:
+        """X as it is."""
+        return cls(X, X.backend.xp.ones(X.shape[1]))
 
     @cached_property
     def spread(self) -> Array:
         """(r,) sum over features of |x_j| |C_jk|: what rounding is relative to."""
         return self.column_sizes(self.X.column_norms)
 
-    @property
-    def rounding(self) -> Array:
-        terms = 1 if self.C.ndim == 1 else self.shape[0]
-        return (terms + 2) * _UNIT * self.spread
+    @cached_property
+    def norm(self) -> float:
+        """A bound of ||X C0||_2."""
+        return (1 + self.error) ** 0.5 if self.white else norm(self.sizes)  # Frobenius
 
-    def ridge_size(self, sizes: Array) -> Array:
-        return self.column_sizes(multiply(self.backend, abs(self.C), sizes[:, None])[:, 0])
-
-    def weights_rounding(self, u: Array) -> float:
-        terms = 1 if self.C.ndim == 1 else self.rank
-        rows = self.backend.xp.sqrt((u * u).sum(axis=1))
-        return (terms + 2) * _UNIT * float((self.spread * rows).sum())  # synchronize!
-
-    @abstractmethod
-    def chunks(self, J: slice) -> Iterator[tuple[slice, Array]]:
-        """(rows, rows of X C0[:, J]) in float64, in turn."""
-
-    def fill(self, B: Array, J: slice) -> None:
-        """B <- X C0[:, J], rounded once to the precision of B."""
-        for rows, part in self.chunks(J):
-            B[rows] = part
-
-
-class Units(Columns):
-    """C0 = diag(C), C = 1 / norm of each column of X."""
-
-    _dense: tuple[slice, Array] | None = None  # columns of a sparse X, made dense
-
-    @classmethod
-    def of(cls, X: Features) -> Units:
-        xp, size = X.backend.xp, X.column_norms
-        return cls(X, 1.0 / xp.where(size > 0, size, 1.0))
-
-    @classmethod
-    def plain(cls, X: Features) -> Units:
-        """X as it is."""
-        return cls(X, X.backend.xp.ones(X.shape[1]))
-
-    @property
+    @cached_property
     def sizes(self) -> Array:
+        """(r,) bounds of the norms of the columns of X C0."""
+        if self.white:
+            return self.backend.xp.full(self.rank, self.norm)
         return self.spread * (1 + self.X.sum_rounding)
 
     @property
-    def norm(self) -> float:
-        return norm(self.sizes)  # Frobenius
-
-    def chunks(self, J: slice) -> Iterator[tuple[slice, Array]]:
-        if self._dense is None or self._dense[0] != J:
-            for rows, part in self.X.row_chunks(J):
-                yield rows, part * self.C[J]
-            return
-        (_, block), self._dense = self._dense, None
-        for a in range(0, block.shape[0], _ROWS):
-            rows = slice(a, min(a + _ROWS, block.shape[0]))
-            yield rows, block[rows].copy()
-
-    def fill(self, B: Array, J: slice) -> None:
-        if not (self.X.sparse and self.backend.xp is np):
-            return super().fill(B, J)
-        # The first residual asks for the same columns once more.
-        block = self.X.column_block(J.start, J.stop, "float64", self.C)
-        B[...], self._dense = block, (J, block)
-
-    def dual_norm(self, g: Array) -> float:
-        return norm(self.gradient(g))
-
-    def dual_bound(self, sizes: Array) -> float:
-        return norm(self.K * sizes)
-
-
-class Whitened(Columns):
-    """C0 with [X; sqrt(penalty) I] C0 orthonormal up to rounding; the penalty is the ridge.
-
-    `error` is that of (X C0)^T X C0 + penalty C0^T C0 = I, but for directions that were `lifted`:
-    those are shorter than 1, and X says less of them than of C0.
-    """
-
-    def __init__(
-        self, X: Features, C: Array, K: Array, error: float, lifted: bool, penalty: float
-    ) -> None:
-        super().__init__(X, C, K)
-        self.error, self.lifted, self.penalty = error, lifted, penalty
-        self.norm = (1 + error) ** 0.5
-        self.sizes = self.backend.xp.full(self.rank, self.norm)
+    def rounding(self) -> Array:
+        """(r,) bounds of what rounding does to the columns of a computed X C0."""
+        return ((self.shape[0] if self.white else 1) + 2) * _UNIT * self.spread
 
     @property
     def inverse(self) -> float:
         """A bound of ||C0^-1|| = ||B C0 C0^-1|| / (the smallest singular value of B C0), for
-        B = [X; sqrt(penalty) I]."""
-        if self.lifted or self.error >= 1:
+        B = [X; sqrt(penalty) I]; inf where C0 is not square, and W sees more than u does."""
+        if self.lifted or self.error >= 1 or self.shape[0] != self.rank:
             return math.inf
         return math.hypot(self.X.norm_bound, self.penalty**0.5) / (1 - self.error) ** 0.5
 
+    def ridge_size(self, sizes: Array) -> Array:
+        """(r,) bounds of the row norms of |C0|^T |C0| u, for u whose rows have these norms."""
+        return self.column_sizes(multiply(self.backend, abs(self.C), sizes[:, None])[:, 0])
+
+    def weights_rounding(self, u: Array) -> float:
+        """A bound of ||X (computed C0 u - C0 u)||_F."""
+        rows = self.backend.xp.sqrt((u * u).sum(axis=1))
+        total = float((self.spread * rows).sum())  # synchronize!
+        return ((self.rank if self.white else 1) + 2) * _UNIT * total
+
+    def dual_norm(self, g: Array) -> float:
+        """A bound of ||C0^-T g||_F."""
+        found, inverse = self.gradient(g), self.inverse if self.white else math.inf
+        if inverse == math.inf:
+            return inverse if self.white else norm(found)
+        off = g - self.to_gradient(found)
+        # What is left may be all rounding, of sums whose terms are larger than g.
+        terms = self.backend.matmul(abs(self.C).T, abs(found))
+        rounded = _UNIT * ((self.rank + 2) * norm(terms) + norm(g))
+        return norm(found) + inverse * (norm(off) + rounded)
+
+    def dual_bound(self, sizes: Array) -> float:
+        """A bound of ||C0^-T G||_F for all G whose rows have these norms."""
+        return self.inverse * norm(sizes) if self.white else norm(self.K * sizes)
+
     def chunks(self, J: slice) -> Iterator[tuple[slice, Array]]:
+        """(rows, rows of X C0[:, J]) in float64, in turn."""
+        if not self.white:
+            for rows, part in self.X.row_chunks(J):
+                yield rows, part * self.C[J]
+            return
         C = self.backend.asarray(self.C[:, J])
         for rows, part in self.X.row_chunks():
             yield rows, self.backend.matmul(part, C)
 
-    def dual_norm(self, g: Array) -> float:
-        if self.shape[0] != self.rank:
-            return math.inf
-        found = self.gradient(g)
-        off = g - self.transposed(found)
-        # What is left may be all rounding, of sums whose terms are larger than g.
-        terms = self.backend.matmul(abs(self.C).T, abs(found))
-        rounded = _UNIT * ((self.rank + 2) * norm(terms) + norm(g))
-        return norm(found) + self.inverse * (norm(off) + rounded)
+    def fill(self, B: Array, J: slice) -> Array | None:
+        """B <- X C0[:, J], rounded once to the precision of B; the same in float64 if it is there.
 
-    def dual_bound(self, sizes: Array) -> float:
-        return self.inverse * norm(sizes) if self.shape[0] == self.rank else math.inf
+        The first residual asks for the same columns once more.
+        """
+        if self.X.sparse and not self.white and self.backend.xp is np:
+            block = self.X.column_block(J.start, J.stop, "float64", self.C)
+            B[...] = block
+            return block
+        for rows, part in self.chunks(J):
+            B[rows] = part
+        return None
 
 
-def whiten(X: Features, cut: bool, penalty: float = 0.0) -> Whitened:
+def whiten(X: Features, cut: bool, penalty: float = 0.0) -> Columns:
     """Shifted Cholesky QR (Fukaya and others, 2020) of [X; sqrt(penalty) I], columns of norm 1.
 
     One round suffices where the Gram matrix is well conditioned.  Otherwise a little is added to
@@ -223,9 +167,9 @@ def whiten(X: Features, cut: bool, penalty: float = 0.0) -> Whitened:
     # What the Gram matrix and its factor have lost to rounding, seen from the smallest eigenvalue.
     rounding = X.sum_rounding + (4 * d + 16) * _UNIT
     if not shift:
-        return Whitened(X, C, K, rounding * d / smallest, False, penalty)
+        return Columns(X, C, K, rounding * d / smallest, False, penalty)
     # The columns are nearly orthonormal but for what the shift hid: the second round.
-    first = Whitened(X, C, K, 0.0, False, penalty)
+    first = Columns(X, C, K, 0.0, False, penalty)
     values, V = xp.linalg.eigh(X.gram(C) + penalty * first.ridge)
     least = DEPENDENT**2 / shift  # sigma^2 / (sigma^2 + shift) of a direction of size sigma
     keep = values > least if cut else xp.ones(d, dtype=bool)
@@ -235,7 +179,7 @@ def whiten(X: Features, cut: bool, penalty: float = 0.0) -> Whitened:
     error = rounding * d / least + 2 * off / least**0.5 + off**2 / least
     lifted = bool((values <= least).any())  # synchronize!
     C, K = backend.matmul(C, V / roots), backend.matmul(K, V * roots)
-    return Whitened(X, C, K, error, lifted, penalty)
+    return Columns(X, C, K, error, lifted, penalty)
 
 
 def _of_parts(name: str, axis: int) -> Any:
@@ -247,18 +191,20 @@ def _of_parts(name: str, axis: int) -> Any:
     return method
 
 
-class Blocks(Coordinates):
+class Blocks(Map):
     """The coordinates of several blocks of features side by side: C0 is block diagonal."""
 
-    weights, gradient, ridge_size = (_of_parts(w, 1) for w in ("weights", "gradient", "ridge_size"))
-    transposed, coordinates, column_sizes = (
-        _of_parts(name, 0) for name in ("transposed", "coordinates", "column_sizes")
+    to_weights, gradient, ridge_size = (
+        _of_parts(name, 1) for name in ("to_weights", "gradient", "ridge_size")
+    )
+    to_gradient, from_weights, column_sizes = (
+        _of_parts(name, 0) for name in ("to_gradient", "from_weights", "column_sizes")
     )
 
     def __init__(self, inners: Sequence[Columns]) -> None:
         self.inners, self.backend = inners, inners[0].backend
         d, r = zip(*(inner.shape for inner in inners))
-        self.shape = sum(d), sum(r)
+        self.shape, self.rank = (sum(d), sum(r)), sum(r)
         self.sizes = self._join(inner.sizes for inner in inners)
         self.rounding = self._join(inner.rounding for inner in inners)
         self.norm = math.hypot(*(inner.norm for inner in inners))
@@ -310,3 +256,6 @@ class Blocks(Coordinates):
 
     def _join(self, parts: Iterable[Array]) -> Array:
         return self.backend.xp.concatenate(list(parts))
+
+
+Coordinates = Columns | Blocks

@@ -17,7 +17,7 @@ in passes of its own.  (All lam from one Chebyshev sequence would share the firs
 that leaves differs.)  Columns of X C0 themselves may stand beside them: those of lam = 0, and
 features that are not diffused, such as those that labels make.
 
-Where P need only be rough, `Approximation` makes Q without measuring anything: by one Chebyshev
+Where P need only be rough, `approximate` makes Q without measuring anything: by one Chebyshev
 polynomial, by rows of the inverse where there are few of them, or as a sketch (lines 3 to 5 of
 Algorithm 1).
 """
@@ -107,7 +107,7 @@ class Wanted:
     tell: Tell = silent
 
 
-class _Part(NamedTuple):
+class Part(NamedTuple):
     """Columns of Q that are solved for with one H."""
 
     H: RegularizedLaplacian | None  # None: they are the columns of X C0 themselves
@@ -121,26 +121,15 @@ class _Part(NamedTuple):
 class Rows:
     """Rows of Q on the training nodes and on those for evaluation.
 
-    Parameters
-    ----------
-    backend : Backend
-    systems : sequence of RegularizedLaplacian or None
-        The H of each block of columns; None where the columns of X C0 are taken as they are.
-    columns : sequence of Columns
-        X C0 of each block.
-    wanted : Wanted
-
-    Attributes
-    ----------
-    basis : Coordinates
-        C0 of all blocks.
-    train_rows, eval_rows : arrays with r columns
-        The first in float64 unless `wanted` says otherwise, the others in the working precision.
-    residual_bound : (r,) array
-        residual_bound[j] >= ||X c_j - H q_j||, which bounds ||H^-1 X c_j - q_j||.
-    storage_error : (r,) array
-        What rounding `train_rows` to float32 added to that.
+    For each of `systems`, the H of a block of columns, X C0 is one of `columns`; where it is None
+    the columns of X C0 are taken as they are.
     """
+
+    basis: Coordinates  # C0 of all blocks
+    train_rows: Array  # in float64 unless `wanted` says otherwise
+    eval_rows: Array  # in the working precision
+    residual_bound: Array  # (r,) bounds of ||X c_j - H q_j||, and so of ||H^-1 X c_j - q_j||
+    storage_error: Array  # (r,) what rounding `train_rows` to float32 added to that
 
     def __init__(
         self,
@@ -150,8 +139,8 @@ class Rows:
         wanted: Wanted,
     ) -> None:
         firsts = accumulate((one.rank for one in columns), initial=0)
-        self.parts = [_Part(*part) for part in zip(systems, columns, firsts)]
-        self.basis: Coordinates = columns[0] if len(columns) == 1 else Blocks(columns)
+        self.parts = [Part(*part) for part in zip(systems, columns, firsts)]
+        self.basis = columns[0] if len(columns) == 1 else Blocks(columns)
         self.backend, self.wanted, xp, r = backend, wanted, backend.xp, self.basis.rank
         count, copied = int(backend.total(wanted.train.shape[0])), any(H is None for H in systems)
         self.train_rows = xp.zeros((count, r), dtype="float64" if copied else wanted.stored)
@@ -172,12 +161,9 @@ class Rows:
     @property
     def worst(self) -> float:
         """The largest residual of a column that is solved for, relative to the column's size."""
-        found = [0.0]
-        for H, columns, first in self.parts:
-            if H is not None:
-                bound = self.residual_bound[first : first + columns.rank]
-                found.append(_worst(self.backend.xp, bound, columns.sizes))
-        return max(found)
+        xp, bounds, parts = self.backend.xp, self.residual_bound, self.parts
+        at = [(one, bounds[one.among_all(slice(0, one.columns.rank))]) for one in parts if one.H]
+        return max((_worst(xp, bound, one.columns.sizes) for one, bound in at), default=0.0)
 
     @property
     def products(self) -> int:
@@ -206,7 +192,7 @@ class Rows:
                 self._tighten(part, part.H, goal, cache, own)
 
     def _tighten(
-        self, part: _Part, H: RegularizedLaplacian, goal: float, cache: Cache, name: str
+        self, part: Part, H: RegularizedLaplacian, goal: float, cache: Cache, name: str
     ) -> None:
         blocks, backend = self.wanted.blocks(part.columns.rank), self.backend
         work = Workspace(H, max(J.stop - J.start for J in blocks), self.wanted.dtype)
@@ -230,7 +216,7 @@ class Rows:
             self.wanted.tell(at.stop, self.basis.rank)
 
     def _block(
-        self, J: slice, part: _Part, H: RegularizedLaplacian, goal: float, work: Workspace
+        self, J: slice, part: Part, H: RegularizedLaplacian, goal: float, work: Workspace
     ) -> Arrays:
         """One block of columns: from X C0, or on from the residual that was kept."""
         columns, at, wanted, k = part.columns, part.among_all(J), self.wanted, J.stop - J.start
@@ -248,20 +234,26 @@ class Rows:
         if on:
             rows = H.backend.own(self.train_rows[:, at]).astype("float64")
             others, storage = self.eval_rows[:, at].copy(), self.storage_error[at]
+            source = _chunks(H.backend, B)
         else:
-            columns.fill(B, J)
+            whole = columns.fill(B, J)
+            source = columns.chunks(J) if whole is None else _chunks(H.backend, whole)
             rows = xp.zeros((wanted.train.shape[0], k))
             others = xp.zeros((wanted.evaluate.shape[0], k), dtype=wanted.dtype)
             norms, rounded, storage = sizes, columns.rounding[J], xp.zeros(k)
         worst, last, products = _worst(xp, norms, sizes), math.inf, 0
+        # One pass cannot do more than rounding lets it.
+        least = max(16 * unit, _TYPICAL * chebyshev_rounding(H, wanted.dtype, k))
         while worst > goal and worst < 0.5 * last and products < _MOST_PRODUCTS:
-            degree = _degree(H, wanted.dtype, goal / worst, k)
+            # The passes that are left are all alike.
+            factor = goal / worst
+            count = max(1, math.ceil(math.log(factor) / math.log(min(least, 0.1)) - 1e-9))
+            degree = chebyshev_degree(H, _MARGIN * factor ** (1 / count))
             Z = chebyshev(H, B, degree, iterates, work.half)
             rows += Z[wanted.train]
             others += Z[wanted.evaluate]
-            fresh = products == 0 and not on
-            source = columns.chunks(J) if fresh else _chunks(H.backend, B)
             before, norms = norms, _residual(H, source, Z, B)
+            source, whole = _chunks(H.backend, B), None
             # ||Z|| <= ||H Z|| <= ||B|| + ||B - H Z||, and the new B is stored rounded.
             rounded = rounded + H.rounding(k, rows=True) * (before + norms) + unit * norms
             products, last, worst = products + degree, worst, _worst(xp, norms, sizes)
@@ -273,17 +265,6 @@ class Rows:
         made = {"rows": rows, "others": others, "left": norms + rounded, "lost": storage}
         made["products"] = xp.asarray([products])
         return made if self._residuals is None else {**made, "B": B}
-
-
-def _degree(H: RegularizedLaplacian, dtype: str, factor: float, columns: int) -> int:
-    """The degree of the next of the passes, all alike, that lower a residual by `factor`.
-
-    One pass cannot do more than rounding lets it.
-    """
-    worst_case = chebyshev_rounding(H, dtype, columns)
-    least = max(16 * unit_roundoff(dtype), _TYPICAL * worst_case)
-    count = max(1, math.ceil(math.log(factor) / math.log(min(least, 0.1)) - 1e-9))
-    return chebyshev_degree(H, _MARGIN * factor ** (1 / count))
 
 
 def column_norms(backend: Backend, B: Array) -> Array:
@@ -332,92 +313,77 @@ def residual_norms(H: RegularizedLaplacian, basis: Columns, Q: Array, width: int
     return found
 
 
-@dataclass(frozen=True)
-class Approximation:
-    """Q where P need only be rough: without measuring anything."""
+def approximate(
+    recipe: Recipe,
+    H_tilde: RegularizedLaplacian,
+    A: UnfoldedMap,
+    basis: Columns,
+    cache: Cache,
+    Y: Array,
+) -> Arrays:
+    """Q where P need only be rough, on the training rows or on all, or its sketch.
 
-    recipe: Recipe
-    H_tilde: RegularizedLaplacian
-    A: UnfoldedMap
-    basis: Columns
-    cache: Cache
+    Q <- SDDSolver(I + lam L_tilde; X C0), a block of columns at a time.  Of a sketch, s uniform
+    rows of Hadamard(R Q), Q itself never exists whole; Q^T Y comes with it.
+    """
+    if recipe.by_rows:
+        return _rows_of_inverse(recipe, A, cache)
+    backend, s, dtype = A.H.backend, recipe.sketch_rows, recipe.dtype(A.H.dtype)
+    whole, blocks = recipe.all_rows and s is None, recipe.blocks(basis.rank)
+    work = Workspace(H_tilde, max(J.stop - J.start for J in blocks), dtype)
+    count = A.H.n if whole else int(backend.total(A.train.shape[0]))
+    Q = backend.xp.empty((s or count, basis.rank), dtype=dtype)
+    QtY = backend.xp.empty((basis.rank, Y.shape[1]))
 
-    def make(self, Y: Array) -> Arrays:
-        """Q on the training rows or on all, or its sketch."""
-        recipe, backend, train = self.recipe, self.A.H.backend, self.A.train
-        if recipe.by_rows:
-            return self._rows_of_inverse()
-        if recipe.sketch_rows is not None:
-            return self._sketch(recipe.sketch_rows, Y)
-        n_rows = self.A.H.n if recipe.all_rows else int(backend.total(train.shape[0]))
-        Q = backend.xp.empty((n_rows, self.basis.rank), dtype=recipe.dtype(self.A.H.dtype))
-        for J, Q_J in self._solve_columns(None if recipe.all_rows else train):
-            Q[:, J] = Q_J if recipe.all_rows else backend.gathered(Q_J)
-        return {"Q": Q}
+    def solve(J: slice) -> Arrays:
+        with marked("block of Q", first=J.start, columns=J.stop - J.start):
+            B, iterates = work.blocks(J.stop - J.start)
+            basis.fill(B, J)
+            return {"Q": chebyshev(H_tilde, B, recipe.degree, iterates)}
 
-    def _solve_columns(self, at: Array | None) -> Iterator[tuple[slice, Array]]:
-        """Q <- SDDSolver(I + lam L_tilde; X C0), a block of columns J at a time.
+    def wanted(J: slice) -> Arrays:
+        Q_J = cache(f"{recipe.name}-columns-{J.start}", partial(solve, J))["Q"]
+        return {"Q": Q_J if whole else Q_J[A.train]}
 
-        Of each block the rows `at`; None: all.
-        """
-        recipe, H, basis = self.recipe, self.H_tilde, self.basis
-        blocks = recipe.blocks(basis.rank)
-        work = Workspace(H, max(J.stop - J.start for J in blocks), recipe.dtype(H.dtype))
+    for J, made in zip(blocks, backend.dealt(blocks, wanted)):
+        Q_J = made["Q"] if whole else backend.gathered(made["Q"])
+        if s is not None:
+            rows = backend.asarray(Q_J)
+            _, QtY[J] = products(backend, rows, Y, with_gram=False, loss=A.loss)
+            seen = weigh_rows(A.loss, backend, rows).astype(dtype, copy=False)
+            Q_J = backend.srht(seen, s, recipe.seed)
+        Q[:, J] = Q_J
+    return {"Q": Q} if s is None else {"Q": Q, "QtY": QtY}
 
-        def solve(J: slice) -> Arrays:
-            with marked("block of Q", first=J.start, columns=J.stop - J.start):
-                B, iterates = work.blocks(J.stop - J.start)
-                basis.fill(B, J)
-                return {"Q": chebyshev(H, B, recipe.degree, iterates)}
 
-        def wanted(J: slice) -> Arrays:
-            Q_J = self.cache(f"{recipe.name}-columns-{J.start}", partial(solve, J))["Q"]
-            return {"Q": Q_J if at is None else Q_J[at]}
+def _rows_of_inverse(recipe: Recipe, A: UnfoldedMap, cache: Cache) -> Arrays:
+    """M H^-1 X = (H^-1 M^T)^T X row by row: fewer solves than H^-1 X when n_train < d.
 
-        for J, made in zip(blocks, H.backend.dealt(blocks, wanted)):
-            yield J, made["Q"]
+    With V the solutions and R = M^T - H V, column j is off by (H^-1 R)^T x_j: by no more than
+    ||R|| ||x_j||, and by what the residuals and X^T V were rounded.
+    """
+    H, X, rows, xp, k = A.H, A.X, A.train, A.H.backend.xp, recipe.width
+    count = int(H.backend.total(rows.shape[0]))
+    mine = H.backend.own(np.arange(count))  # which of all training rows are here
+    Q, squares = xp.empty((count, X.shape[1]), dtype="float64"), 0.0
+    starts = range(0, count, k)
 
-    def _sketch(self, s: int, Y: Array) -> Arrays:
-        """Q_tilde, s uniform rows of Hadamard(R Q), and Q^T Y; Q itself never exists whole."""
-        recipe, loss, backend = self.recipe, self.A.loss, self.H_tilde.backend
-        Q_tilde = backend.xp.empty((s, self.basis.rank), dtype=recipe.dtype(self.H_tilde.dtype))
-        QtY = backend.xp.empty((self.basis.rank, Y.shape[1]))
-        for J, Q_J in self._solve_columns(self.A.train):
-            Q_rows = backend.asarray(backend.gathered(Q_J))
-            _, QtY[J] = products(backend, Q_rows, Y, with_gram=False, loss=loss)
-            seen = weigh_rows(loss, backend, Q_rows).astype(Q_tilde.dtype, copy=False)
-            Q_tilde[:, J] = backend.srht(seen, s, recipe.seed)
-        return {"Q": Q_tilde, "QtY": QtY}
+    def solve(first: int) -> Arrays:
+        a, b = np.searchsorted(mine, (first, first + k))
+        unit = xp.zeros((H.n, min(k, count - first)), dtype=H.dtype)
+        unit[rows[a:b], H.backend.asarray(mine[a:b] - first)] = 1
+        V, info = block_cg(H, unit, recipe.row_tol)
+        rounding = H.rounding(V.shape[1]) * column_norms(H.backend, V)
+        return {"A": X.transpose_times(V).T, "left": xp.asarray(info.residuals) + rounding}
 
-    def _rows_of_inverse(self) -> Arrays:
-        """A = (H^-1 M^T)^T X row by row: fewer solves than H^-1 X when n_train < d.
+    def wanted(first: int) -> Arrays:
+        with marked("block of Q", first=first, rows=min(k, count - first)):
+            return cache(f"{recipe.name}-rows-{first}", partial(solve, first))
 
-        With V the solutions and R = M^T - H V, column j of A is off by (H^-1 R)^T x_j: by no more
-        than ||R|| ||x_j||, and by what the residuals and X^T V were rounded.
-        """
-        recipe, H, X, rows = self.recipe, self.A.H, self.A.X, self.A.train
-        xp, k = H.backend.xp, recipe.width
-        count = int(H.backend.total(rows.shape[0]))
-        mine = H.backend.own(np.arange(count))  # which of all training rows are here
-        A, squares = xp.empty((count, X.shape[1]), dtype="float64"), 0.0
-        starts = range(0, count, k)
-
-        def solve(first: int) -> Arrays:
-            a, b = np.searchsorted(mine, (first, first + k))
-            unit = xp.zeros((H.n, min(k, count - first)), dtype=H.dtype)
-            unit[rows[a:b], H.backend.asarray(mine[a:b] - first)] = 1
-            V, info = block_cg(H, unit, recipe.row_tol)
-            rounding = H.rounding(V.shape[1]) * column_norms(H.backend, V)
-            return {"A": X.transpose_times(V).T, "left": xp.asarray(info.residuals) + rounding}
-
-        def wanted(first: int) -> Arrays:
-            with marked("block of Q", first=first, rows=min(k, count - first)):
-                return self.cache(f"{recipe.name}-rows-{first}", partial(solve, first))
-
-        for i, block in zip(starts, H.backend.dealt(starts, wanted)):
-            A[i : i + k] = block["A"]
-            squares = squares + (block["left"] ** 2).sum()
-        # H >= I, so no solution is longer than its right-hand side plus what it leaves.
-        longest = math.sqrt(count) + float(squares) ** 0.5  # synchronize!
-        rounding = X.transpose_rounding() * longest
-        return {"Q": A, "left": xp.sqrt(squares) * X.column_norms + rounding}
+    for i, block in zip(starts, H.backend.dealt(starts, wanted)):
+        Q[i : i + k] = block["A"]
+        squares = squares + (block["left"] ** 2).sum()
+    # H >= I, so no solution is longer than its right-hand side plus what it leaves.
+    longest = math.sqrt(count) + float(squares) ** 0.5  # synchronize!
+    rounding = X.transpose_rounding() * longest
+    return {"Q": Q, "left": xp.sqrt(squares) * X.column_norms + rounding}

@@ -15,11 +15,10 @@ for MSE and that of the softmax for cross entropy.  Three rules keep certificate
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -31,6 +30,7 @@ _UNIT = unit_roundoff()
 RANK_CUT = 1e-12  # eigenvalues of P below this share of the largest are rounding, not data
 ROW_CUT = 1e-9  # singular values of A below this share of the largest are left over by the solves
 DAMPING = 1e-7  # share of the largest eigenvalue added when Q has too few rows to span the features
+_DAMPED = f"damped by {DAMPING:g} of its largest eigenvalue: fewer train rows than features"
 _PLAIN_RIDGE = 1e-6  # share of the largest eigenvalue from which on Q Q^T is exact enough
 _GRAM_BYTES = 16 << 20  # float64 copies of rows of Q at a time; P's own size if that is more
 _LEAST_RIDGE = 1e-20  # share of the largest eigenvalue below which a ridge drowns in rounding
@@ -41,26 +41,103 @@ NOT_FINITE = (
 )
 
 
-class Factor(ABC):
-    """C with C C^T = P^-1: the coordinates w, W = C w, that make the problem well conditioned."""
+class Map:
+    """Coordinates u of the weights: W = C u.
 
-    kind: Any  # which factor this is
-    note: str  # what was cut or added, for the user
-    slack: float  # a bound of ||C^T (curvature Q^T Q + ridge) C - I||; inf if P is another matrix
-    rank: Any  # dimension of the kept subspace
-    size: Any  # a bound of ||C||_2
+    C and K = C^-T (K^T C = I) are d x r matrices, or (d,) diagonals; a 0 on C's diagonal leaves
+    a feature out.  A ridge on W is one on u: ||W||^2 = <u, G u>, G = C^T C.
 
-    @abstractmethod
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from herta_gpu.backends import get_backend
+    >>> C0 = Map(get_backend("cpu"), np.array([[2.0, 1.0], [0.0, 1.0], [1.0, 0.0]]))
+    >>> u = np.array([[1.0], [-1.0]])
+    >>> float((u * C0.times_ridge(u)).sum()), float((C0.to_weights(u) ** 2).sum())
+    (3.0, 3.0)
+    """
+
+    shape: tuple[int, int]
+
+    def __init__(self, backend: Backend, C: Array, K: Array | None = None) -> None:
+        self.backend, self.C = backend, C
+        self.K: Any = 1.0 / (C + (C == 0)) if K is None and C.ndim == 1 else K
+        self.shape = C.shape[0], C.shape[-1]
+
+    def on(self, backend: Backend, there: Callable[[Array], Array]) -> Map:
+        """The same map on another device; `there` moves an array to it."""
+        return Map(backend, there(self.C), there(self.K))
+
+    @cached_property
+    def ridge(self) -> Array:
+        """G; (r,) where it is diagonal."""
+        return self.C**2 if self.C.ndim == 1 else self.backend.matmul(self.C.T, self.C)
+
+    def times_ridge(self, u: Array) -> Array:
+        """G u."""
+        return multiply(self.backend, self.ridge, u)
+
+    @property
+    def stretch(self) -> float:
+        """A bound of ||C||_2."""
+        return float(self.C.max()) if self.C.ndim == 1 else norm(self.C)  # synchronize!
+
+    def to_weights(self, u: Array, /) -> Array:
+        """C u: from these coordinates to W."""
+        return multiply(self.backend, self.C, u)
+
+    def to_gradient(self, g: Array, /) -> Array:
+        """C^T g: a gradient in these coordinates."""
+        return multiply(self.backend, self.C.T, g)
+
+    def from_weights(self, W: Array, /) -> Array:
+        """C^-1 W: from W to these coordinates."""
+        return multiply(self.backend, self.K.T, W)
+
+    def gradient(self, g: Array) -> Array:
+        """C^-T g: a gradient in u as W sees it."""
+        return multiply(self.backend, self.K, g)
+
+    def rows(self, Q: Array) -> Array:
+        """Q C^-1: rows of H^-1 X C as rows of H^-1 X."""
+        return Q * self.K if self.K.ndim == 1 else self.backend.matmul(Q, self.K.T)
+
+    def column_sizes(self, sizes: Array) -> Array:
+        """(r,) bounds of the norms of the columns of E C, given those of E."""
+        return multiply(self.backend, abs(self.C).T, sizes[:, None])[:, 0]
+
+
+def multiply(backend: Backend, M: Array, u: Array) -> Array:
+    """M u; a diagonal M is given as a vector."""
+    return M[:, None] * u if M.ndim == 1 else backend.matmul(M, u)
+
+
+class Factor:
+    """C with C C^T = P^-1: the coordinates w, W = C w, that make the problem well conditioned.
+
+    Here C = I, no preconditioner: the standard training that the paper compares with.
+    """
+
+    kind: Any = "none"  # which factor this is
+    note: str = ""  # what was cut or added, for the user
+    slack = math.inf  # a bound of ||C^T (curvature Q^T Q + ridge) C - I||; inf for another P
+    rank: int  # dimension of the kept subspace
+    size: Any = 1.0  # a bound of ||C||_2
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
     def to_weights(self, w: Array, /) -> Array:
         """C w: from preconditioned weights to W."""
+        return w
 
-    @abstractmethod
     def to_gradient(self, g: Array, /) -> Array:
         """C^T g: the gradient in preconditioned coordinates."""
+        return g
 
-    @abstractmethod
     def from_weights(self, W: Array, /) -> Array:
         """C^-1 W: from W to preconditioned weights."""
+        return W
 
     def project(self, v: Array) -> Array:
         """v without what lies outside the kept subspace, in preconditioned coordinates."""
@@ -69,20 +146,6 @@ class Factor(ABC):
     def amplified(self, sizes: Array) -> float:
         """A bound of ||E C|| over all E whose columns have these norms."""
         return norm(sizes) * self.size
-
-
-class Identity(Factor):
-    """No preconditioner: the standard training that the paper compares with."""
-
-    kind, note, slack, size = "none", "", math.inf, 1.0
-
-    def __init__(self, d: int) -> None:
-        self.rank = d
-
-    def to_weights(self, w: Array) -> Array:
-        return w
-
-    to_gradient = from_weights = to_weights
 
 
 @dataclass
@@ -103,10 +166,7 @@ class Cholesky(Factor):
     def __post_init__(self) -> None:
         self.kind = "cholesky" if self.J is None else "pivoted cholesky"
         self.rank = self.L.shape[0]
-
-    @property
-    def size(self) -> float:
-        return self.smallest**-0.5
+        self.size = self.smallest**-0.5 if self.smallest else math.inf
 
     def to_weights(self, w: Array) -> Array:
         found = self.backend.solve_triangular(self.L, w, trans=True)
@@ -148,9 +208,8 @@ class Eigen(Factor):
 
     @property
     def size(self) -> float:
-        if self.shift:
-            return self.shift**-0.5
-        return float(self.values.min()) ** -0.5 if self.rank else 0.0  # synchronize!
+        smallest = self.shift or (float(self.values.min()) if self.rank else math.inf)
+        return smallest**-0.5  # synchronize!
 
     def to_weights(self, w: Array) -> Array:
         return self._power(-0.5, w)
@@ -171,50 +230,39 @@ class Eigen(Factor):
         return found + outside * v if outside else found
 
 
-@dataclass
-class RowSpace(Factor):
+class RowSpace(Map, Factor):
     """W = C w, C = V R^-1: the span of the rows of A, in which A W = U w with orthonormal columns.
 
     Fewer training rows than features leave all other directions without any effect on the loss.
-    Something can be proven of rows that are stored, against the optimum over all W = C w.  Other
-    rows span a space that is only nearly that of the true A: then `slack` is infinite.
+    Something can be proven of rows that are stored, against the optimum over all W = C w, and
+    ||(A C)^T A C - I|| is measured.  Other rows, whose columns have `units`, span a space that is
+    only nearly that of the true A: then `slack` is infinite.
     """
 
-    backend: Backend
-    V: Array  # d x r, orthonormal
-    R: Array  # r x r, upper triangular, (A V)^T (A V) = R^T R
-    C: Array  # d x r
-    slack: float
-    note: str
     kind = "row space"
 
-    @classmethod
-    def of(
-        cls, backend: Backend, V: Array, R: Array, note: str, A: Array | None = None
-    ) -> RowSpace:
-        """For the rows A, if they are stored: ||(A C)^T A C - I|| is measured then."""
-        xp, r, slack = backend.xp, V.shape[1], math.inf
-        C = backend.matmul(V, backend.solve_triangular(R.T, xp.eye(r), trans=True))
-        if A is not None:
-            AC = backend.matmul(A, C)
-            off = (A.shape[1] + 2) * _UNIT * norm(A) * norm(C)  # ||computed A C - A C||_F
-            rounding = (A.shape[0] + 2) * _UNIT * norm(AC) ** 2
-            slack = norm(backend.matmul(AC.T, AC) - xp.eye(r)) + rounding
-            slack = slack + 2 * off * norm(AC) + off**2
-        return cls(backend, V, R, C, slack, note)
-
-    def __post_init__(self) -> None:
-        self.rank = self.V.shape[1]
-        self.size = math.inf if self.slack == math.inf else norm(self.C)
-
-    def to_weights(self, w: Array) -> Array:
-        return self.backend.matmul(self.C, w)
-
-    def to_gradient(self, g: Array) -> Array:
-        return self.backend.matmul(self.C.T, g)
-
-    def from_weights(self, W: Array) -> Array:
-        return self.backend.matmul(self.R, self.backend.matmul(self.V.T, W))
+    def __init__(
+        self, backend: Backend, A: Array, curvature: float, units: Array | None = None
+    ) -> None:
+        xp, A = backend.xp, math.sqrt(curvature) * A.astype("float64", copy=False)
+        stored, units = units is None, xp.ones(A.shape[1]) if units is None else units
+        # Columns of X have norm 1 after this: a unit decides nothing.
+        scale = xp.where(units > 0, 1.0 / xp.where(units > 0, units, 1.0), 0.0)
+        V, R = backend.row_space(A * scale, ROW_CUT)
+        r, eye = V.shape[1], xp.eye(V.shape[1])
+        C = backend.matmul(V, backend.solve_triangular(R.T, eye, trans=True))
+        Map.__init__(self, backend, scale[:, None] * C, units[:, None] * backend.matmul(V, R.T))
+        self.note = (
+            f"fewer train rows than features: optimum over the {r:,} directions that they see"
+        )
+        self.rank, self.size = r, math.inf
+        if not stored:
+            return
+        AC = backend.matmul(A, C)
+        off = (A.shape[1] + 2) * _UNIT * norm(A) * norm(C)  # ||computed A C - A C||_F
+        rounding = (A.shape[0] + 2) * _UNIT * norm(AC) ** 2
+        slack = norm(backend.matmul(AC.T, AC) - eye) + rounding
+        self.slack, self.size = slack + 2 * off * norm(AC) + off**2, norm(C)
 
     def amplified(self, sizes: Array) -> float:
         if self.slack == math.inf:
@@ -224,81 +272,11 @@ class RowSpace(Factor):
 
     def missed(self, u: Array, sizes: Array) -> float:
         """A bound of ||E (u - C w)|| for some w, over all E whose columns have these norms."""
-        xp, w, r = self.backend.xp, self.from_weights(u), self.rank
+        w, r = self.from_weights(u), self.rank
         rounded = (r + 3) * _UNIT * (self.backend.matmul(abs(self.C), abs(w)) + abs(u))
         missed = abs(u - self.to_weights(w)) + rounded
-        return float((sizes * xp.sqrt((missed * missed).sum(axis=1))).sum())  # synchronize!
-
-
-def multiply(backend: Backend, M: Array, u: Array) -> Array:
-    """M u; a diagonal M is given as a vector."""
-    return M[:, None] * u if M.ndim == 1 else backend.matmul(M, u)
-
-
-class Map:
-    """Coordinates u of the weights: W = C0 u.
-
-    C0 and K = C0^-T (K^T C0 = I) are d x r matrices, or (d,) diagonals; a 0 on C0's diagonal leaves
-    a feature out.  A ridge on W is one on u: ||W||^2 = <u, G u>, G = C0^T C0.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from herta_gpu.backends import get_backend
-    >>> C0 = Map(get_backend("cpu"), np.array([[2.0, 1.0], [0.0, 1.0], [1.0, 0.0]]))
-    >>> u = np.array([[1.0], [-1.0]])
-    >>> float((u * C0.times_ridge(u)).sum()), float((C0.weights(u) ** 2).sum())
-    (3.0, 3.0)
-    """
-
-    shape: tuple[int, int]
-
-    def __init__(self, backend: Backend, C: Array, K: Array | None = None) -> None:
-        self.backend, self.C = backend, C
-        self.K: Any = 1.0 / (C + (C == 0)) if K is None and C.ndim == 1 else K
-        self.shape = C.shape[0], C.shape[-1]
-
-    def on(self, backend: Backend, there: Callable[[Array], Array]) -> Map:
-        """The same map on another device; `there` moves an array to it."""
-        return Map(backend, there(self.C), there(self.K))
-
-    @cached_property
-    def ridge(self) -> Array:
-        """G; (r,) where it is diagonal."""
-        return self.C**2 if self.C.ndim == 1 else self.backend.matmul(self.C.T, self.C)
-
-    def times_ridge(self, u: Array) -> Array:
-        """G u."""
-        return multiply(self.backend, self.ridge, u)
-
-    @property
-    def stretch(self) -> float:
-        """A bound of ||C0||_2."""
-        return float(self.C.max()) if self.C.ndim == 1 else norm(self.C)  # synchronize!
-
-    def weights(self, u: Array) -> Array:
-        """C0 u."""
-        return multiply(self.backend, self.C, u)
-
-    def transposed(self, g: Array) -> Array:
-        """C0^T g."""
-        return multiply(self.backend, self.C.T, g)
-
-    def coordinates(self, W: Array) -> Array:
-        """u of W = C0 u."""
-        return multiply(self.backend, self.K.T, W)
-
-    def gradient(self, g: Array) -> Array:
-        """C0^-T g: a gradient in u as W sees it."""
-        return multiply(self.backend, self.K, g)
-
-    def rows(self, Q: Array) -> Array:
-        """Q C0^-1: rows of H^-1 X C0 as rows of H^-1 X."""
-        return Q * self.K if self.K.ndim == 1 else self.backend.matmul(Q, self.K.T)
-
-    def column_sizes(self, sizes: Array) -> Array:
-        """(r,) bounds of the norms of the columns of E C0, given those of E."""
-        return multiply(self.backend, abs(self.C).T, sizes[:, None])[:, 0]
+        rows = self.backend.xp.sqrt((missed * missed).sum(axis=1))
+        return float((sizes * rows).sum())  # synchronize!
 
 
 class Composed(Factor):
@@ -307,22 +285,20 @@ class Composed(Factor):
     def __init__(self, C0: Map, inner: Factor) -> None:
         self.C0, self.inner, self.rank = C0, inner, inner.rank
         self.kind, self.note, self.slack = inner.kind, inner.note, inner.slack
+        self.project = inner.project  # type: ignore[method-assign]
 
     @property
     def size(self) -> float:
         return self.C0.stretch * self.inner.size
 
     def to_weights(self, w: Array) -> Array:
-        return self.C0.weights(self.inner.to_weights(w))
+        return self.C0.to_weights(self.inner.to_weights(w))
 
     def to_gradient(self, g: Array) -> Array:
-        return self.inner.to_gradient(self.C0.transposed(g))
+        return self.inner.to_gradient(self.C0.to_gradient(g))
 
     def from_weights(self, W: Array) -> Array:
-        return self.inner.from_weights(self.C0.coordinates(W))
-
-    def project(self, v: Array) -> Array:
-        return self.inner.project(v)
+        return self.inner.from_weights(self.C0.from_weights(W))
 
     def amplified(self, sizes: Array) -> float:
         return self.inner.amplified(self.C0.column_sizes(sizes))
@@ -359,15 +335,14 @@ def safe_cholesky(
     d, trace = P.shape[0], float(P.diagonal().sum())  # synchronize!
     if not 0 < trace < math.inf:
         return None
-    diagonal, added, more = backend.xp.arange(d), first, 8 * (d + 2) * _UNIT * trace
-    if first:
-        P[diagonal, diagonal] += first
+    added, more = first, 8 * (d + 2) * _UNIT * trace
+    add_ridge(backend.xp, P, first)
     while added <= trace + first:
         L = backend.cholesky(P)
         smallest = smallest_eigenvalue(backend, P, L) if proven and L is not None else 0.0
         if L is not None and (smallest > _TINY or not proven):
             return Lifted(L, added, smallest)
-        P[diagonal, diagonal] += more
+        add_ridge(backend.xp, P, more)
         added, more = added + more, 4 * more
     return None
 
@@ -386,10 +361,9 @@ def smallest_eigenvalue(backend: Backend, P: Array, L: Array) -> float:
     # float64 finds no factor of a matrix that is indefinite by more than this.
     rounding = 2 * (d + 2) * _UNIT * float(P.diagonal().sum())  # synchronize!
     bound = 0.5 / size if np.isfinite(size) and size > 0 else 0.0
-    diagonal = backend.xp.arange(d)
     while bound > rounding:
         shifted = P.copy()
-        shifted[diagonal, diagonal] -= bound
+        add_ridge(backend.xp, shifted, -bound)
         if backend.cholesky(shifted) is not None:
             return bound - rounding
         bound /= 4
@@ -424,19 +398,19 @@ def spectral_norm(backend: Backend, M: Array) -> float:
     return 1.1 * power_iteration(backend.xp, squared, M.shape[1], 8) ** 0.5
 
 
+def add_ridge(xp: Any, P: Array, ridge: Array | float) -> None:
+    """P += ridge: a number, a (d,) diagonal, or a matrix."""
+    if getattr(ridge, "ndim", 0) == 2:
+        P += ridge
+    else:
+        diagonal = xp.arange(P.shape[0])
+        P[diagonal, diagonal] += ridge
+
+
 # ---- from Q^T Q to a factor -------------------------------------------------------------------
-class Gram(Protocol):
-    """Q^T Q, from which P and its factor are made for any curvature and ridge."""
-
-    backend: Backend
-
-    def factor(self, curvature: float, ridge: float, symmetric: bool) -> Factor:
-        """C with C C^T = (curvature Q^T Q + shift I)^-1; `symmetric`: P^-1/2 itself."""
-
-
 @dataclass
 class DenseGram:
-    """Q^T Q as a d x d matrix."""
+    """Q^T Q as a d x d matrix, from which P and its factor are made for any curvature and ridge."""
 
     backend: Backend
     QtQ: Array
@@ -445,6 +419,7 @@ class DenseGram:
     rounding: float = 0.0  # |error| <= rounding |q_i| |q_j| of each entry of Q^T Q
 
     def factor(self, curvature: float, ridge: float, symmetric: bool) -> Factor:
+        """C with C C^T = (curvature Q^T Q + ridge I)^-1; `symmetric`: P^-1/2 itself."""
         xp, P = self.backend.xp, curvature * self.QtQ
         if not math.isfinite(float(P.diagonal().sum())):  # synchronize!
             raise ValueError(NOT_FINITE)
@@ -453,26 +428,23 @@ class DenseGram:
             return self._cut(P, symmetric)
         add_ridge(xp, P, ridge * self.penalty)
         # With a ridge every feature counts, and the unit diagonal makes P as well conditioned as
-        # scaling can.
-        scale = 1.0 / xp.sqrt(P.diagonal())
+        # scaling can.  What rounding hides is lifted.
+        scale, d = 1.0 / xp.sqrt(P.diagonal()), P.shape[0]
         P *= scale[:, None]
         P *= scale[None, :]
-        return Composed(Map(self.backend, scale), self._whole(P, symmetric))
-
-    def _whole(self, P: Array, symmetric: bool) -> Factor:
-        """A factor of P, which has a unit diagonal; what rounding hides is lifted, none is cut."""
-        if not symmetric:
-            lifted = safe_cholesky(self.backend, P, proven=True)
-            if lifted is None:
-                raise ValueError(NOT_FINITE)
+        inner: Factor
+        if symmetric:
+            values, V = xp.linalg.eigh(P)
+            least, smallest = 8 * (d + 2) * d * _UNIT, float(values[0])  # synchronize!
+            added = least + max(0.0, -smallest) if smallest < least else 0.0
+            inner = Eigen(V, values + added, self._slack(P, smallest, added), _lifted_note(added))
+        elif (lifted := safe_cholesky(self.backend, P, proven=True)) is None:
+            raise ValueError(NOT_FINITE)
+        else:
             L, added, smallest = lifted
-            slack = self._slack(P, smallest, added > 0)
-            return Cholesky(self.backend, L, smallest, slack, _lifted_note(added))
-        d, (values, V) = P.shape[0], self.backend.xp.linalg.eigh(P)
-        least, smallest = 8 * (d + 2) * d * _UNIT, float(values[0])  # synchronize!
-        added = least + max(0.0, -smallest) if smallest < least else 0.0
-        slack = self._slack(P, smallest, added > 0)
-        return Eigen(V, values + added, slack, _lifted_note(added))
+            slack = self._slack(P, smallest, added)
+            inner = Cholesky(self.backend, L, smallest, slack, _lifted_note(added))
+        return Composed(Map(self.backend, scale), inner)
 
     def _cut(self, P: Array, symmetric: bool) -> Factor:
         """A factor of P without a ridge, cut where it must be, or damped if Q has too few rows."""
@@ -480,7 +452,7 @@ class DenseGram:
         # A few per cent are enough to scale the damping.
         top = power_iteration(xp, lambda v: backend.matmul(P, v), d, 20) or 1.0
         if self.damped:
-            P[xp.arange(d), xp.arange(d)] += DAMPING * top
+            add_ridge(xp, P, DAMPING * top)
             note = _DAMPED
         if symmetric:
             values, V = xp.linalg.eigh(P)
@@ -488,51 +460,46 @@ class DenseGram:
             smallest = float(xp.where(keep, values, xp.inf).min())  # synchronize!
             V = xp.ascontiguousarray(V[:, keep])
             return Eigen(V, values[keep], self._slack(P, smallest), note)
-        L = backend.cholesky(P)
+        L, J, kept, smallest = backend.cholesky(P), None, P, 0.0
         # The smallest eigenvalue is at most the least square of L's diagonal: a glance at that
         # often settles that columns must go.
         if L is not None and float(L.diagonal().min()) ** 2 > 10 * RANK_CUT * top:  # synchronize!
             smallest = smallest_eigenvalue(backend, P, L)
-            if smallest > 10 * RANK_CUT * top:
-                return Cholesky(backend, L, smallest, self._slack(P, smallest), note)
-        L, J = backend.pivoted_cholesky(P, RANK_CUT * top)
-        kept = P[J[:, None], J[None, :]]
-        smallest = smallest_eigenvalue(backend, kept, L) if J.shape[0] else 1.0
+        if not smallest > 10 * RANK_CUT * top:
+            L, J = backend.pivoted_cholesky(P, RANK_CUT * top)
+            kept = P[J[:, None], J[None, :]]
+            smallest = smallest_eigenvalue(backend, kept, L) if J.shape[0] else 1.0
         return Cholesky(backend, L, smallest, self._slack(kept, smallest), note, J, d)
 
-    def _slack(self, P: Array, smallest: float, lifted: bool = False) -> float:
+    def _slack(self, P: Array, smallest: float, added: float = 0.0) -> float:
         """What rounding of Q^T Q and of its factor may do, seen from P's smallest eigenvalue.
 
         |error of P_ij| <= rounding sqrt(P_ii P_jj), a matrix of norm rounding * trace(P).
         """
-        if self.damped or lifted:
+        if self.damped or added:
             return math.inf
         trace = float(P.diagonal().sum())  # synchronize!
         return (self.rounding + 2 * (P.shape[0] + 6) * _UNIT) * trace / smallest
 
 
-@dataclass
 class LowRankGram:
-    """Q^T Q = U diag(values) U^T for a Q with few rows."""
+    """The same as U diag(values) U^T, of a Q with few rows: U (d x r) orthonormal, values fall."""
 
-    backend: Backend
-    U: Array  # d x r, orthonormal
-    values: Array  # (r,), falling
-
-    @classmethod
-    def of_rows(cls, backend: Backend, Q: Array, ridge: float) -> LowRankGram:
+    def __init__(self, backend: Backend, Q: Array, ridge: float) -> None:
         xp, Q = backend.xp, Q.astype("float64")
         values, V = xp.linalg.eigh(backend.matmul(Q, Q.T))
         top = float(values[-1])  # synchronize!
         if ridge < _PLAIN_RIDGE * top:
             # Q Q^T has lost its small eigenvalues to rounding, and this ridge does not hide them.
-            U, s = backend.thin_svd(Q)
-            return cls(backend, U, s**2)
-        keep = values > RANK_CUT * max(top, 1e-300)
-        values, V = values[keep][::-1], V[:, keep][:, ::-1]
-        return cls(backend, backend.matmul(Q.T, V) / xp.sqrt(values), values)
+            self.U, s = backend.thin_svd(Q)
+            self.values = s**2
+        else:
+            keep = values > RANK_CUT * max(top, 1e-300)
+            self.values, V = values[keep][::-1], V[:, keep][:, ::-1]
+            self.U = backend.matmul(Q.T, V) / xp.sqrt(self.values)
 
     def factor(self, curvature: float, ridge: float, symmetric: bool) -> Factor:
+        """C with C C^T = (curvature Q^T Q + ridge I)^-1, always symmetric."""
         values = curvature * self.values
         r = values.shape[0]
         top = float(values[0]) if r else 0.0  # synchronize!
@@ -545,57 +512,14 @@ class LowRankGram:
         return Eigen(self.U, values, slack, _lifted_note(shift - ridge), shift)
 
 
-@dataclass
-class RowSpaceGram:
-    """Fewer training rows than features and no ridge: the rows of A are all that the loss sees."""
-
-    backend: Backend
-    A: Array | None  # None: nothing is to be proven of these rows
-    scale: Array | None  # (d,) columns of X have norm 1 after this: a unit decides nothing
-    V: Array  # d x r, orthonormal: the span of the rows
-    R: Array  # r x r, upper triangular, (A V)^T (A V) = R^T R
-
-    @classmethod
-    def of_rows(cls, backend: Backend, A: Array, units: Array | None = None) -> RowSpaceGram:
-        """Without `units` the rows are stored, and something is to be proven of them."""
-        A = A.astype("float64", copy=False)
-        if units is None:
-            return cls(backend, A, None, *backend.row_space(A, ROW_CUT))
-        xp, filled = backend.xp, units > 0
-        scale = xp.where(filled, 1.0 / xp.where(filled, units, 1.0), 0.0)
-        return cls(backend, None, scale, *backend.row_space(A * scale, ROW_CUT))
-
-    def factor(self, curvature: float, ridge: float, symmetric: bool) -> Factor:
-        root = math.sqrt(curvature)
-        directions = f"optimum over the {self.V.shape[1]:,} directions that they see"
-        note = f"fewer train rows than features: {directions}"
-        A = None if self.A is None else root * self.A
-        found = RowSpace.of(self.backend, self.V, root * self.R, note, A)
-        return found if self.scale is None else Composed(Map(self.backend, self.scale), found)
-
-
-_DAMPED = f"damped by {DAMPING:g} of its largest eigenvalue: fewer train rows than features"
+Gram = DenseGram | LowRankGram
 
 
 def _lifted_note(added: float) -> str:
     return f"P lifted by {added:.1g}: features as good as dependent" if added else ""
 
 
-def add_ridge(xp: Any, P: Array, ridge: Array | float) -> None:
-    """P += ridge: a number, a (d,) diagonal, or a matrix."""
-    if getattr(ridge, "ndim", 0) == 2:
-        P += ridge
-    else:
-        diagonal = xp.arange(P.shape[0])
-        P[diagonal, diagonal] += ridge
-
-
 # ---- sums over rows of Q -----------------------------------------------------------------------
-def gram(backend: Backend, Q: Array, at: Array | None = None) -> Array:
-    """Q^T Q over the rows `at` (None: all) in float64."""
-    return products(backend, Q, None, at)[0]
-
-
 def products(
     backend: Backend,
     Q: Array,
@@ -611,30 +535,24 @@ def products(
     xp, d, count = backend.xp, Q.shape[1], Q.shape[0] if at is None else at.shape[0]
     QtQ = xp.zeros((d, d) if with_gram else (0, 0))
     QtY = xp.zeros((d, 0 if Y is None else Y.shape[1]))
-    step, wide = _gram_step(d), in_float64(xp)
-    mean = _mean_row(loss, backend, Q, at, step) if loss.intercept else None
-    for a in range(0, count, step):
-        rows = slice(a, min(a + step, count))
-        part = wide(Q[rows] if at is None else Q[at[rows]])
-        if not loss.plain:
-            part = loss.scale_rows(xp, part, rows, mean)
+    step, wide, mean = _gram_step(d), in_float64(xp), None
+
+    def chunks() -> Iterator[tuple[slice, Array]]:
+        for a in range(0, count, step):
+            rows = slice(a, min(a + step, count))
+            yield rows, wide(Q[rows] if at is None else Q[at[rows]])
+
+    if loss.intercept:
+        sums = (loss.of_rows(rows).weigh(part).sum(axis=0) for rows, part in chunks())
+        mean = sum(sums, xp.zeros(d)) / loss.total(count)
+    for rows, part in chunks():
+        part = part if loss.plain else loss.scale_rows(xp, part, rows, mean)
         if with_gram:
             backend.add_gram(QtQ, part)
         if Y is not None:
             y = Y[rows] if loss.plain else loss.scale_rows(xp, Y[rows], rows, None)
             QtY += backend.matmul(part.T, y)
     return QtQ, QtY
-
-
-def _mean_row(loss: Loss, backend: Backend, Q: Array, at: Array | None, step: int) -> Array:
-    """(d,) the weighted mean of the rows `at` of Q (None: all)."""
-    xp, count = backend.xp, Q.shape[0] if at is None else at.shape[0]
-    total: Any = 0.0
-    for a in range(0, count, step):
-        rows = slice(a, min(a + step, count))
-        part = (Q[rows] if at is None else Q[at[rows]]).astype("float64")
-        total = total + loss.of_rows(rows).weigh(part).sum(axis=0)
-    return xp.asarray(total) / loss.total(count)
 
 
 def weigh_rows(loss: Loss, backend: Backend, Q: Array) -> Array:

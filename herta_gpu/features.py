@@ -22,6 +22,7 @@ from herta_gpu.plumbing.reading import Reads
 
 _SCHUR_STEPS = 4  # products with |X|^T |X|, each as cheap as one output
 _UNIT = unit_roundoff()
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 class Features:
@@ -70,7 +71,11 @@ class Features:
         n, d = self.shape
         J = slice(0, d) if columns is None else columns
         if not self.sparse:
-            yield from self._chunks(J)
+            # Made float64 on the device: fewer bytes to send.
+            wide = in_float64(self.backend.xp)
+            with marked("pass over X", columns=J.stop - J.start):
+                for rows, part in self._dense.parts(self._parts(J.start, J.stop)):
+                    yield rows, wide(part)
             return
         step = _rows_at_once(J.stop - J.start, self._chunk_bytes)
         block = None if columns is None else self.column_block(J.start, J.stop, "float64")
@@ -95,7 +100,7 @@ class Features:
             with marked("pass over X", columns=self.shape[1]):
                 return self.backend.asarray(self._rows @ W)
         out = self.backend.xp.empty((self.shape[0], W.shape[1]))
-        for rows, part in self._chunks():
+        for rows, part in self.row_chunks():
             out[rows] = self.backend.matmul(part, W)
         return out
 
@@ -106,7 +111,7 @@ class Features:
             with marked("pass over X", columns=self.shape[1]):
                 return self.backend.total(self.backend.asarray(self._transposed @ V))
         out = self.backend.xp.zeros((self.shape[1], V.shape[1]))
-        for rows, part in self._chunks():
+        for rows, part in self.row_chunks():
             out += self.backend.matmul(part.T, V[rows])
         return self.backend.total(out)
 
@@ -117,35 +122,27 @@ class Features:
         For every v > 0, ||X||^2 <= max of (|X|^T |X| v) / v.  With v = 1 that is at most
         ||X||_1 ||X||_inf; powers of |X|^T |X| make it sharp where no sign is lost, as in counts.
         """
-        xp, (n, d) = self.backend.xp, self.shape
-        squares, by_row, by_column = xp.zeros(()), xp.zeros(()), xp.zeros(d)
-        total, largest = self.backend.total, self.backend.largest
-        rounding = 1e-10 + 2 * (int(total(n)) + d) * _UNIT
+        xp, (n, d), backend = self.backend.xp, self.shape, self.backend
+        rounding = 1e-10 + 2 * (int(backend.total(n)) + d) * _UNIT
         if self.sparse:
-            squares, mixed = (self._rows.data**2).sum(), self._schur()
+            squares, best, v = (self._rows.data**2).sum(), xp.asarray(xp.inf), xp.ones((d, 1))
+            rows, columns = self._rows, self._transposed
+            if not self._nonnegative:
+                rows, columns = abs(rows), abs(columns)
+            for _ in range(_SCHUR_STEPS):
+                up = backend.total(columns @ (rows @ v))
+                best = xp.minimum(best, (up / v).max())
+                v = xp.maximum(up / xp.maximum(up.max(), 1e-300), 1e-3)  # an empty column stays > 0
         else:
-            for _, part in self._chunks():
+            squares, by_row, by_column = xp.zeros(()), xp.zeros(()), xp.zeros(d)
+            for _, part in self.row_chunks():
                 part = abs(part)
                 squares = squares + (part**2).sum()
                 by_row = xp.maximum(by_row, part.sum(axis=1).max())
                 by_column = by_column + part.sum(axis=0)
-            mixed = xp.sqrt(largest(by_row) * total(by_column).max())
-        squares = total(squares)
-        return float(xp.minimum(xp.sqrt(squares), mixed)) * (1 + rounding)  # synchronize!
-
-    def _schur(self) -> Array:
-        """A bound of the norm of a sparse |X|: the best of a few vectors v, each closer to where
-        the bound is sharp."""
-        xp, d = self.backend.xp, self.shape[1]
-        rows, columns = self._rows, self._transposed
-        if not self._nonnegative:
-            rows, columns = abs(rows), abs(columns)
-        v, best = xp.ones((d, 1)), xp.asarray(xp.inf)
-        for _ in range(_SCHUR_STEPS):
-            up = self.backend.total(columns @ (rows @ v))
-            best = xp.minimum(best, (up / v).max())
-            v = xp.maximum(up / xp.maximum(up.max(), 1e-300), 1e-3)  # an empty column stays > 0
-        return xp.sqrt(best)
+            best = backend.largest(by_row) * backend.total(by_column).max()
+        least = xp.sqrt(xp.minimum(backend.total(squares), best))
+        return float(least) * (1 + rounding)  # synchronize!
 
     @cached_property
     def column_norms(self) -> Array:
@@ -156,9 +153,13 @@ class Features:
             squared.data *= squared.data
             return xp.sqrt(self.backend.total(squared @ xp.ones((n, 1))))[:, 0]
         squares = xp.zeros(d)
-        for _, part in self._chunks():
+        for _, part in self.row_chunks():
             squares = squares + (part**2).sum(axis=0)
         return xp.sqrt(self.backend.total(squares))
+
+    @cached_property
+    def _nonnegative(self) -> bool:
+        return bool((self._rows.data >= 0).all())  # synchronize!
 
     def times_rounding(self, W: Array) -> float:
         """A bound of ||computed X W - X W||_F: a number is a sum over the entries of its row."""
@@ -170,10 +171,6 @@ class Features:
             return _UNIT * float(self.backend.total(here**2)) ** 0.5 * (1 + 1e-10)
         total = float((self.column_norms * sizes).sum())  # synchronize!
         return (self.shape[1] + 2) * _UNIT * total
-
-    @cached_property
-    def _nonnegative(self) -> bool:
-        return bool((self._rows.data >= 0).all())  # synchronize!
 
     @property
     def sum_rounding(self) -> float:
@@ -195,32 +192,30 @@ class Features:
         Columns are compared by 64-bit sums of scrambled bits: two different ones are taken for
         equal with a probability of about 2^-64.
         """
+
+        def scrambled(values: Array) -> Any:
+            values = np.ascontiguousarray(self.backend.to_numpy(values) + 0.0)  # -0.0 is 0.0
+            return mixed(values.astype(np.float64, copy=False).view(np.uint64))
+
+        def keys(J: slice) -> Any:
+            """One odd random number per row, the same on any process; 0 for those not in `at`."""
+            first = self.backend.first_row + 1
+            rows = np.arange(first + J.start, first + J.stop, dtype=np.uint64)
+            return np.where(at[J], mixed(rows * _GOLDEN) | np.uint64(1), np.uint64(0))
+
         if self.sparse:
-            hashes = self._sparse_hashes(at)
+            X, get = self._transposed, self.backend.to_numpy
+            sums = np.zeros(X.data.shape[0] + 1, dtype=np.uint64)
+            np.cumsum(
+                scrambled(X.data) * keys(slice(0, self.shape[0]))[get(X.indices)], out=sums[1:]
+            )
+            hashes = np.diff(sums[get(X.indptr)])
         else:
             hashes = np.zeros(self.shape[1], dtype=np.uint64)
-            for rows, part in self._chunks():
-                bits = _scrambled(self.backend.to_numpy(part) + 0.0)  # -0.0 is 0.0
-                keys = _row_keys(rows.start, rows.stop, at, self.backend.first_row)
-                hashes += (bits * keys[:, None]).sum(axis=0)
+            for J, part in self.row_chunks():
+                hashes += (scrambled(part) * keys(J)[:, None]).sum(axis=0)
         hashes = self.backend.total(hashes)
         return int(np.unique(hashes[hashes != 0]).shape[0])
-
-    def _sparse_hashes(self, at: Any) -> Any:
-        columns, get = self._transposed, self.backend.to_numpy
-        values, rows, indptr = (get(a) for a in (columns.data, columns.indices, columns.indptr))
-        sums = np.zeros(values.shape[0] + 1, dtype=np.uint64)
-        keys = _row_keys(0, self.shape[0], at, self.backend.first_row)
-        np.cumsum(_scrambled(values + 0.0) * keys[rows], out=sums[1:])
-        return sums[indptr[1:]] - sums[indptr[:-1]]
-
-    def _chunks(self, columns: slice | None = None) -> Iterator[tuple[slice, Array]]:
-        """Rows of X in float64, made so on the device: fewer bytes to send."""
-        J = slice(0, self.shape[1]) if columns is None else columns
-        wide = in_float64(self.backend.xp)
-        with marked("pass over X", columns=J.stop - J.start):
-            for rows, part in self._dense.parts(self._parts(J.start, J.stop)):
-                yield rows, wide(part)
 
     def _parts(self, start: int, stop: int) -> list[Part]:
         """X[:, start:stop] in runs of rows that are not too large as float64."""
@@ -235,21 +230,6 @@ def mixed(bits: Any) -> Any:
     bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return bits ^ (bits >> np.uint64(31))
-
-
-def _scrambled(values: Any) -> Any:
-    return mixed(np.ascontiguousarray(values, dtype=np.float64).view(np.uint64))
-
-
-def _row_keys(start: int, stop: int, at: Any, first: int) -> Any:
-    """One odd random number per row; 0 for the rows that do not count.
-
-    Row 0 here is row `first` of all processes'.
-    """
-    rows = np.arange(first + start + 1, first + stop + 1, dtype=np.uint64) * np.uint64(
-        0x9E3779B97F4A7C15
-    )
-    return np.where(at[start:stop], mixed(rows) | np.uint64(1), np.uint64(0))
 
 
 def in_float64(xp: Any) -> Callable[[Array], Array]:
@@ -297,23 +277,20 @@ def bytes_held(X: Any, backend: Backend, budget: int) -> int:
 
 def has_hidden_columns(X: Any, rows: Any, backend: Backend) -> bool:
     """Whether some column of X is zero on `rows` but not everywhere."""
+    xp, (n, d) = backend.xp if on_device(X) else np, X.shape
+    inside, everywhere = (xp.zeros(d, dtype=bool) for _ in range(2))
     if sp.issparse(X):
         X = sp.csr_array(X)
-        seen = np.zeros((2, X.shape[1]), dtype=bool)
-        for filled, M in zip(seen, (X[rows], X)):
+        for filled, M in ((inside, X[rows]), (everywhere, X)):
             filled[M.indices if M.data.all() else M.indices[M.data != 0]] = True
-        inside, everywhere = backend.largest(seen)
-        return bool(inside.sum() < everywhere.sum())
-    step = _rows_at_once(X.shape[1], chunk_bytes(0))
-    xp = backend.xp if on_device(X) else np
-    train = xp.zeros(X.shape[0], dtype=bool)
-    train[backend.asarray(rows) if on_device(X) else rows] = True
-    inside, everywhere = (xp.zeros(X.shape[1], dtype=bool) for _ in range(2))
-    for a in range(0, X.shape[0], step):
-        filled = X[a : a + step] != 0
-        everywhere |= filled.any(axis=0)
-        inside |= filled[train[a : a + step]].any(axis=0)
-        if bool(inside.all()):  # synchronize!
-            break
+    else:
+        step, train = _rows_at_once(d, chunk_bytes(0)), xp.zeros(n, dtype=bool)
+        train[backend.asarray(rows) if on_device(X) else rows] = True
+        for a in range(0, n, step):
+            filled = X[a : a + step] != 0
+            everywhere |= filled.any(axis=0)
+            inside |= filled[train[a : a + step]].any(axis=0)
+            if bool(inside.all()):  # synchronize!
+                break
     inside, everywhere = backend.largest(inside), backend.largest(everywhere)
     return bool((everywhere & ~inside).any())  # synchronize!

@@ -29,7 +29,6 @@ from herta_gpu.factors import (
     Composed,
     DenseGram,
     Factor,
-    Identity,
     Map,
     add_ridge,
     products,
@@ -453,7 +452,7 @@ def factor_of(backend: Backend, P: Array, ridge: float) -> Factor:
     xp, r = backend.xp, P.shape[0]
     size = xp.sqrt(P.diagonal())
     if r == 0:
-        return Identity(0)
+        return Factor(0)
     scale = 1 / xp.where(size > 0, size, 1.0)
     P *= scale[:, None]
     P *= scale[None, :]
@@ -461,7 +460,7 @@ def factor_of(backend: Backend, P: Array, ridge: float) -> Factor:
         cut = DenseGram(backend, P, xp.ones(r), damped=False).factor(1.0, 0.0, False)
         return Composed(Map(backend, scale), cut)
     lifted = safe_cholesky(backend, P)
-    inner = Identity(r) if lifted is None else Cholesky(backend, lifted.L, 0.0, 0.0)
+    inner = Factor(r) if lifted is None else Cholesky(backend, lifted.L, 0.0, 0.0)
     return Composed(Map(backend, scale), inner)
 
 
@@ -561,10 +560,10 @@ def row_space(
         T = backend.matmul(B, V)
 
     def lift(t: Array) -> Array:
-        return plain.coordinates(backend.matmul(V, t))
+        return plain.from_weights(backend.matmul(V, t))
 
     def lower(u: Array) -> Array:
-        return backend.matmul(V.T, plain.weights(u))
+        return backend.matmul(V.T, plain.to_weights(u))
 
     return T, lift, lower
 

@@ -15,17 +15,16 @@ from typing import Any
 import numpy as np
 
 from herta_gpu.backends.base import Array, Backend, unit_roundoff
-from herta_gpu.coordinates import Columns, Coordinates, Units, Whitened, whiten
-from herta_gpu.diffusion import Approximation, Arrays, Cache, Rows, Wanted, no_cache, silent
+from herta_gpu.coordinates import Columns, Coordinates, whiten
+from herta_gpu.diffusion import Arrays, Cache, Rows, Wanted, approximate, no_cache, silent
 from herta_gpu.factors import (
     RANK_CUT,
+    Composed,
     DenseGram,
     Factor,
     Gram,
-    Identity,
     LowRankGram,
     RowSpace,
-    RowSpaceGram,
     gram_rounding,
     products,
     weigh_rows,
@@ -42,10 +41,9 @@ from herta_gpu.problem import UnfoldedMap
 class Preconditioner:
     """P^-1/2 and what is known about how well P approximates the Hessian."""
 
-    factor: Factor  # in the coordinates of W
-    inner: Factor  # the same in those of Q: W = C0 u
+    inner: Factor  # P^-1/2 in the coordinates of Q: W = C0 u
     basis: Coordinates | None  # C0; None without a preconditioner, or where Q has those of W
-    gram: Gram | None  # Q^T Q; None without a preconditioner
+    gram: Gram | None  # Q^T Q; None without a preconditioner, or where only its row space counts
     w_start: Array  # P^-1/2 Q^T Y, so that W = P^-1 Q^T Y: least squares on Q, the warm start
     Q_error: float  # proven ||p(H) x - H^-1 x|| <= Q_error ||H^-1 x||; inf on L_tilde or a sketch
     Q_rounding: float  # proven, too: ||Q - p(H) x|| <= Q_rounding ||H^-1 x||
@@ -59,15 +57,20 @@ class Preconditioner:
     Z_start: Array | None = None  # Q W at w_start, on all rows: training starts close to Z
 
     @property
+    def factor(self) -> Factor:
+        """P^-1/2 in the coordinates of W."""
+        return self.inner if self.basis is None else Composed(self.basis, self.inner)
+
+    @property
     def fragile(self) -> bool:
         """Whether the coordinates amplify small errors of the solves beyond what is watched."""
-        return self.damped or isinstance(self.gram, RowSpaceGram)
+        return self.damped or isinstance(self.inner, RowSpace)
 
     @property
     def note(self) -> str:
         """What was cut or added on the way to P, for the user."""
         if self.kept == self.features or isinstance(self.inner, RowSpace):
-            return self.factor.note
+            return self.inner.note
         return (
             f"on the training rows {self.features - self.kept:,} features add less than "
             f"{RANK_CUT**0.5:.0e} to the span of the others; their optimum is not known"
@@ -97,15 +100,13 @@ class Preconditioner:
         """The same Q with P = curvature Q^T Q + ridge I: the loss has become flatter."""
         if self.gram is None:
             return self
-        inner = self.gram.factor(curvature, ridge, symmetric)
-        factor = inner if self.basis is None else self.basis.factor(inner)
-        return replace(self, factor=factor, inner=inner)
+        return replace(self, inner=self.gram.factor(curvature, ridge, symmetric))
 
 
 def no_preconditioner(backend: Backend, d: int, c: int) -> Preconditioner:
     """W itself, started from zero as the paper does."""
-    none, start = Identity(d), backend.xp.zeros((d, c))
-    return Preconditioner(none, none, None, None, start, math.inf, math.inf, False, d, d)
+    start = backend.xp.zeros((d, c))
+    return Preconditioner(Factor(d), None, None, start, math.inf, math.inf, False, d, d)
 
 
 def build(
@@ -120,40 +121,31 @@ def build(
 ) -> Preconditioner:
     """Lines 3 to 8 of Algorithm 1 on the training rows, and rows to `evaluate` where measured."""
     # Factors of few rows find coordinates of their own.
-    few = recipe.case(Y.shape[0], A.features, ridge) is Case.FEW_ROWS
-    plain = recipe.by_rows or few
-    units = Units.plain if plain else Units.of
-    white = recipe.whiten and not plain
-    basis: Columns = whiten(A.X, ridge == 0, ridge) if white else units(A.X)
+    plain = recipe.by_rows or recipe.case(Y.shape[0], A.features, ridge) is Case.FEW_ROWS
+    of = Columns.plain if plain else Columns.unit
+    basis = whiten(A.X, ridge == 0, ridge) if recipe.whiten and not plain else of(A.X)
     if recipe.goal is None or recipe.by_rows:
-        make = partial(Approximation(recipe, H_tilde, A, basis, cache).make, Y)
+        make = partial(approximate, recipe, H_tilde, A, basis, cache, Y)
         made = cache(recipe.name, make, together=True)
-        return _factored(recipe, H_tilde, A, basis, made, Y, ridge)
+        return _factored(recipe, H_tilde, A, Y, ridge, basis, made)
     others = A.train[:0] if evaluate is None else evaluate
     dtype, stored = recipe.dtype(A.H.dtype), "float32" if recipe.narrow else "float64"
     wanted = Wanted(A.train, others, recipe.blocks, dtype, stored, recipe.keep_residual, tell)
-    systems: list[RegularizedLaplacian | None] = [A.H]
-    if A.systems is not None:
-        systems = [None if H.lam == 0 else H for H in A.systems]
+    systems = [H if H.lam or A.systems is None else None for H in A.systems or [A.H]]
     columns = [basis] * len(systems)
     if A.extra is not None:
-        systems, columns = [*systems, None], [*columns, units(A.extra)]
+        systems, columns = [*systems, None], [*columns, of(A.extra)]
     return _from_rows(Rows(A.H.backend, systems, columns, wanted), recipe, A, Y, ridge, cache)
 
 
 def tighten(
-    P: Preconditioner,
-    recipe: Recipe,
-    A: UnfoldedMap,
-    Y: Array,
-    ridge: float,
-    cache: Cache = no_cache,
+    P: Preconditioner, recipe: Recipe, A: UnfoldedMap, Y: Array, ridge: float, cache: Cache
 ) -> Preconditioner:
     """P again, its residuals lowered to what `recipe` now asks for."""
     rows = P.stored
     if rows is None:
         return build(recipe, A.H, A, Y, ridge, cache)
-    if recipe.goal is None or recipe.whiten != isinstance(rows.parts[0].columns, Whitened):
+    if recipe.goal is None or recipe.whiten != rows.parts[0].columns.white:
         return build(recipe, A.H, A, Y, ridge, cache, rows.wanted.evaluate, rows.wanted.tell)
     return _from_rows(rows, recipe, A, Y, ridge, cache)
 
@@ -165,22 +157,21 @@ def _from_rows(
     assert recipe.goal is not None
     rows.tighten(recipe.goal, cache, recipe.name)
     made = {"Q": rows.train_rows, "left": rows.error}
-    return replace(_factored(recipe, A.H, A, rows.basis, made, Y, ridge), stored=rows)
+    return replace(_factored(recipe, A.H, A, Y, ridge, rows.basis, made), stored=rows)
 
 
 def _factored(
     recipe: Recipe,
     H_tilde: RegularizedLaplacian,
     A: UnfoldedMap,
-    basis: Coordinates,
-    made: Arrays,
     Y: Array,
     ridge: float,
+    basis: Coordinates,
+    made: Arrays,
 ) -> Preconditioner:
     """P = Q^T Q + ridge C0^T C0 and its factor, from Q or its sketch."""
-    backend, d = A.H.backend, A.features
-    Q, at = made["Q"], A.train if recipe.all_rows else None
-    Q_all = Q if recipe.all_rows else None
+    backend, d, all_rows = A.H.backend, A.features, recipe.all_rows
+    Q, at, Q_all = made["Q"], A.train if all_rows else None, made["Q"] if all_rows else None
     if at is not None and not backend.whole:
         Q, at = backend.gathered(Q[at]), None  # training rows are everywhere
     error = rounding = math.inf
@@ -193,34 +184,24 @@ def _factored(
     dense = not (case.low_rank or case is Case.ROW_SPACE)
     loss = LOSSES["mse"] if sketched else A.loss  # a sketch is one of rows as the loss sees them
     G, QtY = products(backend, Q, None if sketched else Y, at, dense, loss)
-    QtQ: Gram
+    gram: Gram | None = None
+    kept, seen = d, None if dense else weigh_rows(loss, backend, Q if at is None else Q[at])
     if dense:
         count = Q.shape[0] if at is None else at.shape[0]
         rounded = gram_rounding(count, d) + (0.0 if loss.plain else 16 * unit_roundoff())
-        QtQ = DenseGram(backend, G, basis.ridge, case.damped, rounded)
+        gram = DenseGram(backend, G, basis.ridge, case.damped, rounded)
+    elif case.low_rank:
+        gram = LowRankGram(backend, seen, ridge)
+    if gram is None:
+        inner: Factor = RowSpace(
+            backend, seen, recipe.curvature, A.X.column_norms if recipe.by_rows else None
+        )
+        kept = d if recipe.by_rows else inner.rank
     else:
-        seen = weigh_rows(loss, backend, Q if at is None else Q[at])
-        if case.low_rank:
-            QtQ = LowRankGram.of_rows(backend, seen, ridge)
-        else:
-            units = A.X.column_norms if recipe.by_rows else None
-            QtQ = RowSpaceGram.of_rows(backend, seen, units)
-    inner = QtQ.factor(recipe.curvature, ridge, recipe.symmetric)
-    kept = inner.rank if isinstance(inner, RowSpace) else d
-    if dense and inner.rank < d:
-        kept = d - max(0, A.distinct_columns(A.H.graph) - inner.rank)
-    return Preconditioner(
-        factor=basis.factor(inner),
-        inner=inner,
-        basis=basis,
-        gram=QtQ,
-        w_start=inner.to_gradient(made["QtY"] if sketched else QtY),
-        Q_error=error,
-        Q_rounding=rounding,
-        damped=case.damped,
-        features=d,
-        kept=kept,
-        rows=Q if recipe.keep_rows and not sketched else None,
-        column_error=made.get("left"),
-        Q_all=Q_all,
-    )
+        inner = gram.factor(recipe.curvature, ridge, recipe.symmetric)
+        if dense and inner.rank < d:
+            kept = d - max(0, A.distinct_columns(A.H.graph) - inner.rank)
+    w_start = inner.to_gradient(made["QtY"] if sketched else QtY)
+    rows = Q if recipe.keep_rows and not sketched else None
+    known = (error, rounding, case.damped, d, kept, rows, made.get("left"))
+    return Preconditioner(inner, basis, gram, w_start, *known, Q_all=Q_all)

@@ -83,7 +83,7 @@ class Preconditioned:
         stored = self.P.stored
         if stored is None:
             return None
-        u = stored.basis.coordinates(W).astype(stored.eval_rows.dtype)
+        u = stored.basis.from_weights(W).astype(stored.eval_rows.dtype)
         return stored.backend.to_numpy(stored.backend.matmul(stored.eval_rows, u))  # synchronize!
 
 
@@ -576,7 +576,7 @@ def train_with_solves(journal: Journal, plan: Plan, made: Preconditioned, task: 
     elif plan.strategy == "direct" and P.rows is not None:
         problem = StoredProblem(task.H.backend, o.A.loss, P, o.Y, s.ridge, o.X_norm)
         u = problem.minimised(s.tol, None, _CHEAP_STEPS * s.max_iter, journal.hear)
-        w = P.factor.from_weights(problem.basis.weights(u))
+        w = P.factor.from_weights(problem.basis.to_weights(u))
     elif plan.loop_samples is not None:
         H = task.sample(plan.loop_samples, journal.run.budget)
         loop = Loop(journal, made, UnfoldedMap(H, o.A.X, o.A.train, o.A.width, o.A.loss))
@@ -697,7 +697,7 @@ def train_on_rows(journal: Journal, plan: Plan, made: Preconditioned, task: Task
     s, o, run, P = task.settings, journal.objective, journal.run, made.P
     look, tries, u = plan.look, min(_ATTEMPTS, s.max_iter), None
     if task.W_start is not None and P.basis is not None and not look:
-        u = P.basis.coordinates(task.W_start)
+        u = P.basis.from_weights(task.W_start)
     former: list[tuple[int, Fitted]] = []  # found in coordinates that were given up
     while True:
         problem = StoredProblem(run.backend, o.A.loss, made.P, o.Y, s.ridge, o.X_norm)
@@ -707,9 +707,9 @@ def train_on_rows(journal: Journal, plan: Plan, made: Preconditioned, task: Task
         u = problem.minimised(s.tol, u, _CHEAP_STEPS * s.max_iter, journal.hear)
         again: Chosen | None
         if look:
-            w = made.P.factor.from_weights(problem.basis.weights(u))
+            w = made.P.factor.from_weights(problem.basis.to_weights(u))
             W = train_outputs(journal, made, w, plan.outputs, most=_FEW)
-            u = problem.basis.coordinates(W)
+            u = problem.basis.from_weights(W)
             if journal.status != "max_iter" or len(journal.steps) > s.max_iter:
                 break
             again = made.recipe.measured(s)
@@ -724,8 +724,8 @@ def train_on_rows(journal: Journal, plan: Plan, made: Preconditioned, task: Task
                 run.changes.append(Decision("proof", "true gradients", why))
                 spectrum = _bound_hessian("spectral-deterministic", made.P, o.A, s)
                 made = replace(made, spectrum=spectrum)
-                w = made.P.factor.from_weights(problem.basis.weights(u))
-                u = problem.basis.coordinates(train_outputs(journal, made, w, plan.outputs))
+                w = made.P.factor.from_weights(problem.basis.to_weights(u))
+                u = problem.basis.from_weights(train_outputs(journal, made, w, plan.outputs))
             if again is None:
                 break
         look, recipe = False, run.change(again)
@@ -733,7 +733,7 @@ def train_on_rows(journal: Journal, plan: Plan, made: Preconditioned, task: Task
         if P.basis is not problem.basis and P.basis is not None:
             # Rows in other coordinates may not hold these weights: what they say is kept.
             former.append((len(journal.steps), _evaluate(made, problem, u, s.loo)))
-            u = P.basis.coordinates(problem.basis.weights(u))
+            u = P.basis.from_weights(problem.basis.to_weights(u))
         made = Preconditioned(P, made.spectrum, recipe)
     if o.trivial:
         return _evaluate(made, problem, u, s.loo)
@@ -744,7 +744,7 @@ def train_on_rows(journal: Journal, plan: Plan, made: Preconditioned, task: Task
     for steps, found in former:
         if journal.best.steps <= steps:
             return replace(found, W=W, spectrum=made.spectrum)
-    u = u if journal.best.steps == last else problem.basis.coordinates(W)
+    u = u if journal.best.steps == last else problem.basis.from_weights(W)
     return replace(_evaluate(made, problem, u, s.loo), W=W, outputs=made.outputs(W))
 
 
@@ -761,7 +761,7 @@ def _prove(journal: Journal, problem: StoredProblem, u: Array) -> Proof:
     if not found.value <= tol and proof.about_zero(tol):
         status, found = "converged", proof.nonnegative()
     status = judge(found, tol, status)
-    journal.keep(problem.basis.weights(u), lambda: b, found, status)
+    journal.keep(problem.basis.to_weights(u), lambda: b, found, status)
     return proof
 
 
@@ -784,7 +784,7 @@ def _ask_again(journal: Journal, proof: Proof, made: Preconditioned) -> Chosen |
 
 def _evaluate(made: Preconditioned, problem: StoredProblem, u: Array, loo: bool) -> Fitted:
     """What the stored rows say of other nodes, and with leave-one-out of models without a row."""
-    W = problem.basis.weights(u)
+    W = problem.basis.to_weights(u)
     found = Fitted(W, made.spectrum, made.outputs(W))
     if not loo:
         return found

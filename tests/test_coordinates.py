@@ -10,8 +10,8 @@ import pytest
 import scipy.sparse as sp
 
 from herta_gpu.backends import get_backend
-from herta_gpu.coordinates import DEPENDENT, Blocks, Units, whiten
-from herta_gpu.factors import DenseGram, Identity
+from herta_gpu.coordinates import DEPENDENT, Blocks, Columns, whiten
+from herta_gpu.factors import Composed, DenseGram, Factor
 from herta_gpu.features import Features
 
 LD = np.longdouble
@@ -72,7 +72,7 @@ def columns(basis: Any, X: Any) -> Any:
 def bases(kind: str) -> list[tuple[Any, Any]]:
     X = spoiled(kind)
     made = [whiten(features(X), cut) for cut in (False, True)]
-    return [(X, basis) for basis in (Units.of(features(X)), Units.plain(features(X)), *made)]
+    return [(X, basis) for basis in (Columns.unit(features(X)), Columns.plain(features(X)), *made)]
 
 
 def two_norm(A: Any) -> float:
@@ -90,7 +90,7 @@ def test_whitened_columns_are_orthonormal(kind, cut):
     off = two_norm(G - np.eye(basis.rank))
     assert off <= basis.norm**2 - 1 + 1e-15  # what is said of it ...
     assert off <= 1e-4  # ... and what it is worth
-    scale = Units.of(features(X)).C
+    scale = Columns.unit(features(X)).C
     inverse = np.linalg.inv(basis.C / scale[:, None]) / scale
     assert two_norm(inverse) <= basis.inverse
     assert basis.inverse < 40 * two_norm(inverse) or kind in ("offset", "nearly dependent")
@@ -117,7 +117,7 @@ def test_without_a_cut_no_direction_of_W_is_lost(kind):
     X = spoiled(kind)
     basis = whiten(features(X), cut=False)
     assert basis.C.shape == (X.shape[1], X.shape[1])
-    assert np.linalg.matrix_rank(basis.C * Units.of(features(X)).C[:, None] ** -1) == 9
+    assert np.linalg.matrix_rank(basis.C * Columns.unit(features(X)).C[:, None] ** -1) == 9
     assert two_norm(columns(basis, X)) <= basis.norm
     if kind != "zero column":
         assert basis.inverse == math.inf  # X says less of C0 than C0 does
@@ -169,7 +169,7 @@ def test_a_ridge_in_these_coordinates(kind):
     u = RNG.standard_normal((9, 3))
     for X, basis in bases(kind):
         v = u[: basis.rank]
-        W = basis.weights(v)
+        W = basis.to_weights(v)
         G = basis.ridge
         Gv = G[:, None] * v if G.ndim == 1 else G @ v
         C = dense_map(basis)
@@ -197,7 +197,7 @@ def test_coordinates_rows_and_gradients_come_back(kind):
         u, Q = RNG.standard_normal((r, 3)), RNG.standard_normal((20, d))
         C = dense_map(basis)
         tol = 1e-5 if kind == "nearly dependent" else 1e-6
-        assert np.allclose(basis.coordinates(basis.weights(u)), u, rtol=0, atol=tol)
+        assert np.allclose(basis.from_weights(basis.to_weights(u)), u, rtol=0, atol=tol)
         back = basis.rows(Q @ C)  # in the units of each column of X
         units = np.abs(Q @ C).max() / np.abs(C).max(axis=1)
         assert (abs(back - Q) <= tol * np.maximum(units, 1)).all()
@@ -255,7 +255,7 @@ def test_a_factor_seen_from_W_is_that_of_P(kind):
     for X, basis in bases(kind)[2:] if kind == "correlated" else bases(kind)[::2]:
         B = columns(basis, X).astype(float)
         inner = DenseGram(CPU, B.T @ B, basis.ridge, False).factor(1.0, 0.0, False)
-        factor = basis.factor(inner)
+        factor = Composed(basis, inner)
         C = factor.to_weights(np.eye(X.shape[1]))
         R = np.linalg.qr(X)[1]
         scaled = R @ C  # orthogonal, as C C^T = R^-1 R^-T
@@ -265,16 +265,16 @@ def test_a_factor_seen_from_W_is_that_of_P(kind):
         assert np.allclose(X @ back, X @ W, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("make", [Units.of, lambda X: whiten(X, cut=False)])
+@pytest.mark.parametrize("make", [Columns.unit, lambda X: whiten(X, cut=False)])
 def test_blocks_of_features_have_a_block_diagonal_map(make):
     X = gaussian(160, 6) + 0.5
     inner = make(features(X))
     basis, eye = Blocks([inner, inner]), np.eye(6)
-    C0 = inner.weights(eye)
+    C0 = inner.to_weights(eye)
     whole = np.block([[C0, 0 * C0], [0 * C0, C0]])
     u = RNG.standard_normal((12, 3))
-    np.testing.assert_allclose(basis.weights(u), whole @ u, rtol=1e-12)
-    np.testing.assert_allclose(basis.coordinates(whole @ u), u, rtol=1e-9)
+    np.testing.assert_allclose(basis.to_weights(u), whole @ u, rtol=1e-12)
+    np.testing.assert_allclose(basis.from_weights(whole @ u), u, rtol=1e-9)
     np.testing.assert_allclose(basis.rows(u.T @ whole.T), u.T @ whole.T @ np.linalg.inv(whole))
     np.testing.assert_allclose(basis.gradient(u), np.linalg.solve(whole.T, u), rtol=1e-9)
     G = basis.ridge if basis.ridge.ndim == 2 else np.diag(basis.ridge)
@@ -282,7 +282,7 @@ def test_blocks_of_features_have_a_block_diagonal_map(make):
     np.testing.assert_allclose(basis.times_ridge(u), whole.T @ whole @ u, atol=1e-12)
     assert basis.dual_norm(u) >= np.linalg.norm(np.linalg.solve(whole.T, u)) * (1 - 1e-12)
     assert basis.norm >= np.linalg.norm(np.hstack([X, X]) @ whole, 2) * (1 - 1e-12)
-    factor, E = basis.factor(Identity(12)), RNG.standard_normal((5, 12))
+    factor, E = Composed(basis, Factor(12)), RNG.standard_normal((5, 12))
     np.testing.assert_allclose(factor.to_gradient(u), whole.T @ u, atol=1e-12)
     np.testing.assert_allclose(factor.from_weights(factor.to_weights(u)), u, rtol=1e-9)
     assert factor.size >= np.linalg.norm(whole, 2) * (1 - 1e-12)

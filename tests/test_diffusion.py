@@ -11,7 +11,7 @@ import scipy.sparse as sp
 
 from herta_gpu import Graph
 from herta_gpu.backends import get_backend
-from herta_gpu.coordinates import Units, whiten
+from herta_gpu.coordinates import Columns, whiten
 from herta_gpu.diffusion import Rows, Wanted, Workspace, no_cache
 from herta_gpu.features import Features
 from herta_gpu.laplacian import RegularizedLaplacian
@@ -62,7 +62,7 @@ class Case:
         backend, X = get_backend("cpu"), features() if X is None else X
         self.H = RegularizedLaplacian(graph, lam, backend, dtype)
         self.X, F = X, Features(X, backend)
-        self.basis = whiten(F, cut=True) if white else Units.of(F)
+        self.basis = whiten(F, cut=True) if white else Columns.unit(F)
 
         def blocks(r: int) -> list[slice]:
             return [slice(j, min(j + width, r)) for j in range(0, r, width)]

@@ -13,7 +13,7 @@ import scipy.special
 
 from herta_gpu import Graph
 from herta_gpu.backends.cpu.reference import CPUBackend
-from herta_gpu.factors import DenseGram, Factor, Identity, Map
+from herta_gpu.factors import DenseGram, Factor, Map
 from herta_gpu.features import Features
 from herta_gpu.laplacian import RegularizedLaplacian
 from herta_gpu.losses import LOSSES
@@ -219,7 +219,7 @@ def test_newtons_step_is_the_same_in_all_coordinates() -> None:
     problem, newton = logistic(0.5)
     W = problem.loss.centre(np, np.random.default_rng(7).standard_normal((5, 3)))
     steps = []
-    for factor in (problem.factor, Identity(5)):
+    for factor in (problem.factor, Factor(5)):
         problem.factor = factor
         w = factor.from_weights(W)
         steps.append(factor.to_weights(newton(factor).direction(w, problem.start(w).g)))
@@ -230,7 +230,7 @@ def test_newton_goes_downhill_where_no_curvature_is_left() -> None:
     """Separable classes at last have a Hessian of zeros, which nothing can be solved with."""
     A, Y = np.array([[1.0], [-1.0]]), np.eye(2)
     w, g = np.array([[1e3, -1e3]]), np.array([[-1e-9, 1e-9]])
-    direction = Newton(CPU, LOSSES["ce"], A, Identity(1), 1, 0.0).direction(w, g)
+    direction = Newton(CPU, LOSSES["ce"], A, Factor(1), 1, 0.0).direction(w, g)
     assert LOSSES["ce"].value(np, A @ w, Y) == 0.0
     np.testing.assert_allclose(direction, -g)
 

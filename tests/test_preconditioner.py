@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from herta_gpu.backends import get_backend
-from herta_gpu.coordinates import Units, whiten
+from herta_gpu.coordinates import Columns, whiten
 from herta_gpu.diffusion import residual_norms
-from herta_gpu.factors import gram, products
+from herta_gpu.factors import products
 from herta_gpu.features import Features
 from herta_gpu.laplacian import RegularizedLaplacian, chebyshev, chebyshev_degree
 from herta_gpu.planning.plan import Recipe
@@ -188,13 +188,14 @@ def test_products_are_summed_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert QtQ.dtype == np.float64
     np.testing.assert_allclose(QtQ, rows.T @ rows, rtol=1e-12, atol=1e-12)
     np.testing.assert_allclose(QtY, rows.T @ Y, rtol=1e-12, atol=1e-12)
-    np.testing.assert_allclose(gram(BACKEND, Q), Q.T @ Q, rtol=1e-12, atol=1e-12)
+    whole = products(BACKEND, Q, None)[0]
+    np.testing.assert_allclose(whole, Q.T @ Q, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("basis", [Units.of, Units.plain, lambda X: whiten(X, cut=True)])
+@pytest.mark.parametrize("basis", [Columns.unit, Columns.plain, lambda X: whiten(X, cut=True)])
 def test_the_residual_of_Q_is_measured_against_X(basis: Any) -> None:
     map_, _, X, _ = problem()
-    C0 = basis(map_.X).weights(np.eye(7))
+    C0 = basis(map_.X).to_weights(np.eye(7))
     Q = chebyshev(map_.H, X @ C0, 2)
     R = X @ C0 - dense_H(map_.H.graph, LAM) @ Q
     found = residual_norms(map_.H, basis(map_.X), Q, 3)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from herta_gpu.backends import get_backend
-from herta_gpu.factors import Identity
+from herta_gpu.factors import Factor
 from herta_gpu.features import Features
 from herta_gpu.laplacian import RegularizedLaplacian
 from herta_gpu.losses import LOSSES
@@ -73,7 +73,7 @@ def test_rounding_is_bounded_for_solutions_of_any_size():
 @pytest.mark.parametrize("ridge", [0.0, 0.5])
 def test_objective_and_gradient(loss, ridge):
     A, Q, W, Y = case()
-    problem = Problem(A, LOSSES[loss], Y, ridge, Identity(D), np, 1e-10)
+    problem = Problem(A, LOSSES[loss], Y, ridge, Factor(D), np, 1e-10)
     point = problem.start(W)
 
     def value(W: Any) -> float:
@@ -95,7 +95,7 @@ def test_objective_and_gradient(loss, ridge):
 
 def test_a_step_goes_down_and_is_measured():
     A, Q, W, Y = case()
-    problem = Problem(A, LOSSES["mse"], Y, 0.0, Identity(D), np, 1e-8)
+    problem = Problem(A, LOSSES["mse"], Y, 0.0, Factor(D), np, 1e-8)
     point = problem.start(W)
     ahead = problem.move(point, -point.g, True)
     assert ahead.objective < point.objective
