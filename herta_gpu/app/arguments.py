@@ -1,8 +1,9 @@
 """The options of the command line `herta`, and the function that each command runs.
 
 The options stand here as their help shows them: a flag, what follows it (words in braces are the
-only ones allowed, nothing is a switch), a colon between spaces, and the help.  A parameter of the
-estimator has the same default there and here, which its help tells in place of `{}`.
+only ones allowed, nothing is a switch), a colon between spaces, and the help.  What follows a flag
+tells its type (`_TYPES`).  A parameter of the estimator has the same default there and here, which
+its help tells in place of `{}`.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from functools import partial
 from typing import Any
 
 from herta_gpu import __version__
-from herta_gpu.app import compare, convert, info, plan, predict, profile, selftest, train, tune
+from herta_gpu.app import compare, info, plan, predict, selftest, train, tune
 from herta_gpu.app.crew import SPLITS
-from herta_gpu.app.tune import LAMS, RIDGES, SEVERAL
+from herta_gpu.app.tune import LAMS, RIDGES
 from herta_gpu.datasets.dataset import NORMALIZATIONS
 from herta_gpu.datasets.ogb import FEATURES, FROM_FILES
 from herta_gpu.herta import HERTA
@@ -42,17 +43,6 @@ class _Split(argparse.Action):
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
         work = values in SPLITS and hasattr(namespace, "ranks_split")
         setattr(namespace, "ranks_split" if work else "split", values)
-
-
-class _Sets(argparse.Action):
-    """--several 0,1,20 adds a set of lam, --several alone the usual ones."""
-
-    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
-        try:
-            more = SEVERAL if values is None else (_numbers(values),)
-        except argparse.ArgumentTypeError as error:
-            raise argparse.ArgumentError(self, str(error)) from None
-        setattr(namespace, self.dest, (*getattr(namespace, self.dest), *more))
 
 
 def _numbers(text: str) -> tuple[float, ...]:
@@ -102,89 +92,70 @@ def _one_of(words: Iterable[str]) -> str:
     return "{" + ",".join(words) + "}"
 
 
-_DATA_DIR = "--data-dir DIR : where to look; default $HERTA_DATA"
-_DATA = f"""
+_LABELS = f"--label-features FOLDS : %s; {LABEL_FOLDS} folds unless told otherwise"
+_OPTIMIZERS = f"--optimizer {_one_of(OPTIMIZER_NAMES)}"
+_DIR = "--data-dir DIR : where to look; default $HERTA_DATA"
+_OVER = "--overwrite : replace the file if it exists"
+_PARTITION = """--partition blocks|metis|FILE : of the nodes: ranges of ids, few cut edges
+    (pymetis), or a .npy file with the rank of each; default blocks"""
+# Groups of options in brackets, then commands with their options and the [groups] that they have.
+_TEXT = f"""
+== [data]
 dataset : a name, the path of a .npz file, or a folder of tables; see herta --help
-{_DATA_DIR}
+{_DIR}
 --split public|random:0.8 : default public if there is
 --normalize {_one_of(NORMALIZATIONS)} : default row for bags of words, else none
 --log-degree : as one more feature
-"""
-_PARTITION = """
---partition blocks|metis|FILE : of the nodes: ranges of ids, few cut edges (pymetis), or a .npy file
-    with the rank of each; default blocks
-"""
-_LABEL_FEATURES = f"--label-features FOLDS : %s; {LABEL_FOLDS} folds unless told otherwise"
-_GROUPS = {
-    "data": _DATA,
-    "model": f"""
+== [model]
 --lam L|L,L,... : strength of the graph; several make blocks of features, 0 is X itself; {{}}
 --alpha A : APPNP's teleport: lam = 1/alpha - 1
 --loss {_one_of(LOSS_NAMES)} : {{}}
 --ridge R : adds R/2 ||W||^2 to the loss; {{}}
 --fit-intercept : a constant per output, undiffused
 --class-weight {{balanced}} : as much of each class
-{_LABEL_FEATURES % "features of the labels of other folds"}
+{_LABELS % "features of the labels of other folds"}
 --correct-and-smooth L,L : both steps after the fit, by the training labels; 0,L smooths only;
     default 20,20
---optimizer {_one_of(OPTIMIZER_NAMES)} : {{}}
+{_OPTIMIZERS} : {{}}
 --learning-rate RATE|spectral : default by the optimizer
-""",
-    "computing": """
---tol GAP : certified gap to reach; {}
---max-iter N : outer steps; {}
---strategy {auto,herta,direct} : auto: cheapest; {}
+== [computing]
+--tol GAP : certified gap to reach; {{}}
+--max-iter N : outer steps; {{}}
+--strategy {{auto,herta,direct}} : auto: cheapest; {{}}
 --sparsify auto|degree|mixed|yes|no|COUNT : sample edges for the preconditioner
 --sketch auto|yes|no|COUNT : sample rows for the preconditioner
 --no-precondition : for comparison: slow
---device {auto,cpu,cuda} : auto: cuda if usable; {}
---reorder auto|yes|no : store the graph by community while fitting; {}
---dtype {float32,float64} : {}
+--device {{auto,cpu,cuda}} : auto: cuda if usable; {{}}
+--reorder auto|yes|no : store the graph by community while fitting; {{}}
+--dtype {{float32,float64}} : {{}}
 --memory-budget 8GB : default 80%% of what is free
---seed N : {}
-""",
-    "several processes, under mpirun": f"""
+--seed N : {{}}
+== [several processes, under mpirun]
 --split auto|columns|nodes, beside that of the data, tells what they share out: columns, and each
     has the graph, or nodes, and each has its own; auto, the default, decides by memory and
     predicted seconds.
-{_PARTITION}""",
-    "output": """
+{_PARTITION}
+== [output]
 --json : the result as JSON on standard output
 --quiet : no progress on standard error
 --debug : show the traceback of an error
-""",
-}
-_RUN = """
---out RUN : a folder for the model and its report
---overwrite : replace the run in that folder
-"""
-_OVERWRITE = "--overwrite : replace the file if it exists"
-# The function of each command, and what it takes after its help: options, or [a group] of them.
-_COMMANDS: dict[str, tuple[Any, str]] = {
-    "train": (
-        train.run,
-        f"""train, certify and evaluate a model
+== train : train, certify and evaluate a model
 [data]
 [several processes, under mpirun]
 [model]
 [computing]
-{_RUN}
---resume RUN : go on with a run that was killed""",
-    ),
-    "plan": (
-        plan.run,
-        f"""memory, cost and strategy, before anything is loaded
+--out RUN : a folder for the model and its report
+--overwrite : replace the run in that folder
+--resume RUN : go on with a run that was killed
+== plan : memory, cost and strategy, before anything is loaded
 dataset :
-{_DATA_DIR}
+{_DIR}
 [model]
 [computing]
 --device-memory 80GB : plan for a GPU of this size, which need not be here
 --ranks N : and for so many processes under mpirun
-{_PARTITION}""",
-    ),
-    "tune": (
-        tune.run,
-        f"""choose lam, ridge and loss on the validation nodes, or by leave-one-out
+{_PARTITION}
+== tune : choose lam, ridge and loss on the validation nodes, or by leave-one-out
 [data]
 --lam L,L,... : default {_listed(LAMS)}
 --ridge R,R,... : default {_listed(RIDGES)}
@@ -193,89 +164,83 @@ dataset :
 --by {{valid,loo}} : the validation nodes, or leave-one-out, which needs none; default valid
 --several L,L,... : try blocks of several lam, too (0 is X itself), the usual ones or these; may be
     repeated
-{_LABEL_FEATURES % "try features of labels, too"}
+{_LABELS % "try features of labels, too"}
 --correct-and-smooth : try it after the best of the others
---optimizer {_one_of(OPTIMIZER_NAMES)} : of the final fit
+{_OPTIMIZERS} : of the final fit
 [computing]
-{_RUN}""",
-    ),
-    "predict": (
-        predict.run,
-        f"""apply a trained run to a dataset
+--out RUN : a folder for the model and its report
+--overwrite : replace the run in that folder
+== predict : apply a trained run to a dataset
 run_folder : the folder that --out wrote
 dataset :
-{_DATA_DIR}
+{_DIR}
 --device {{auto,cpu,cuda}} :
 --to FILE : .npz (with all outputs), .npy or .csv; default RUN/predictions.npz
-{_OVERWRITE}""",
-    ),
-    "compare": (
-        compare.run,
-        f"""do two devices or precisions agree?
+{_OVER}
+== compare : do two devices or precisions agree?
 [data]
 [model]
 [computing]
 --devices A,B : default cpu,cuda; cpu-scipy is the CPU without compiled kernels
 --out FILE.png : draw the seconds per stage
-{_OVERWRITE}""",
-    ),
-    "profile": (
-        profile.run,
-        f"""where the time goes, with a trace to open
+{_OVER}
+== profile : where the time goes, with a trace to open
 [data]
 [model]
 [computing]
 --out FILE.json : default herta-trace.json
-{_OVERWRITE}""",
-    ),
-    "convert": (
-        convert.run,
-        f"""make memory-mappable files of what OGB's download holds
+{_OVER}
+== convert : make memory-mappable files of what OGB's download holds
 dataset : {", ".join(FROM_FILES)}
 --root --data-dir DIR : where OGB's folder or zip lies; default $HERTA_DATA
---features {_one_of(FEATURES)} : default float32; float16 halves the largest file""",
-    ),
-    "selftest": (
-        selftest.run,
-        f"""check a device against the CPU and time its kernels, for a report
+--features {_one_of(FEATURES)} : default float32; float16 halves the largest file
+== selftest : check a device against the CPU and time its kernels, for a report
 --device {{auto,cpu,cuda}} :
 --quick : fewer checks, a small graph
 --dataset NAME : what is timed and fitted; default {selftest.FULL.dataset}, or
     {selftest.QUICK.dataset} with --quick
-{_DATA_DIR}
+{_DIR}
 --out FILE.json : default herta-selftest.json
-{_OVERWRITE}""",
-    ),
-    "info": (info.run, f"devices, versions, extras, datasets\n{_DATA_DIR}"),
-}
+{_OVER}
+== info : devices, versions, extras, datasets
+{_DIR}
+"""
+_RUN: dict[str, Any] = {
+    "train": train.run, "plan": plan.run, "tune": tune.run, "predict": predict.run,
+    "compare": compare.run, "profile": compare.profile, "convert": info.convert,
+    "selftest": selftest.run, "info": info.run,
+}  # fmt: skip
+# The type of what follows a flag; text, where it is not named here.
+_TYPES: dict[str, Any] = {
+    "L|L,L,...": _lam, "L,L,...": _numbers, "R,R,...": _numbers, "L,L": _two, "A": float,
+    "N": int, "FOLDS": int, "A,B": partial(_words, DEVICES), "RATE|spectral": _rate,
+    "mse,ce|bce": partial(_words, LOSS_NAMES),
+}  # fmt: skip
 # What argparse has to know beyond the text, by flag, or by command and flag.
 _MORE: dict[str, dict[str, Any]] = {
     "--split": {"action": _Split},
     "--partition": {"default": "blocks"},
-    "--lam": {"type": _lam},
-    "--alpha": {"type": float},
-    "--label-features": {"nargs": "?", "type": int, "const": LABEL_FOLDS, "default": 0},
-    "--correct-and-smooth": {"nargs": "?", "type": _two, "const": (20.0, 20.0)},
-    "--learning-rate": {"type": _rate},
+    "--label-features": {"nargs": "?", "const": LABEL_FOLDS, "default": 0},
+    "--correct-and-smooth": {"nargs": "?", "const": (20.0, 20.0)},
     "--sparsify": {"type": _wish, "default": "auto"},
     "--sketch": {"type": _wish, "default": "auto"},
     "--reorder": {"type": _wish},
     "--no-precondition": {"dest": "precondition", "action": "store_false"},
     "--seed": {"dest": "random_state"},
-    "--ranks": {"type": int, "default": 1},
-    "--devices": {"type": partial(_words, DEVICES), "default": ("cpu", "cuda")},
+    "--ranks": {"default": 1},
+    "--devices": {"default": ("cpu", "cuda")},
     "train dataset": {"nargs": "?"},
     "train --split": {
         "action": _Split,
         "metavar": "public|random:0.8|auto|columns|nodes",
         "help": "default public if there is; of the work of several processes: see below",
     },
-    "tune --lam": {"dest": "lams", "type": _numbers, "default": LAMS},
-    "tune --ridge": {"dest": "ridges", "type": _numbers, "default": RIDGES},
-    "tune --loss": {"dest": "losses", "type": partial(_words, LOSS_NAMES)},
+    "tune --lam": {"dest": "lams", "default": LAMS},
+    "tune --ridge": {"dest": "ridges", "default": RIDGES},
+    "tune --loss": {"dest": "losses"},
     "tune --by": {"default": "valid"},
-    "tune --several": {"nargs": "?", "action": _Sets, "default": ()},
-    "tune --correct-and-smooth": {"action": "store_true"},
+    "tune --several": {"nargs": "?", "action": "append"},
+    "tune --correct-and-smooth": {"dest": "smooth", "action": "store_true"},
     "predict run_folder": {"metavar": "run"},
     "convert --root": {"dest": "data_dir"},
     "selftest --device": {"default": "auto"},
@@ -285,8 +250,7 @@ _MORE: dict[str, dict[str, Any]] = {
 def parser() -> argparse.ArgumentParser:
     """The command line.
 
-    What it parses has `run`, the function of the command, and `check`, a further check of the
-    arguments, if there is one.
+    What it parses has `run`, the function of the command, and `check` of the arguments.
     """
     made = _Parser(
         prog="herta",
@@ -298,34 +262,28 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--version", action="version", version=f"herta_gpu {__version__}")
     commands = made.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, (run, text) in _COMMANDS.items():
-        about, *entries = _entries(text)
-        command = commands.add_parser(name, help=about)
-        for entry in (*entries, "[output]"):
-            if entry.startswith("["):
-                _add_group(command, name, entry[1:-1])
-            else:
+    sections = dict(re.findall(r"== (.*)\n((?:(?!==).+\n)+)", _TEXT))
+    for name, run in _RUN.items():
+        title = next(title for title in sections if title.startswith(f"{name} :"))
+        command = commands.add_parser(name, help=title.partition(" : ")[2])
+        for entry in (*_entries(sections[title]), "[output]"):
+            if not entry.startswith("["):
                 _add(command, name, entry)
-        command.set_defaults(run=run)
-    of_train, of_compare = commands.choices["train"], commands.choices["compare"]
-    of_train.set_defaults(ranks_split="auto", check=partial(_check_resume, of_train))
-    of_compare.set_defaults(check=partial(_check_devices, of_compare))
+                continue
+            entries = _entries(sections[entry])
+            about = entries.pop(0) if " : " not in entries[0] else None  # of the whole group
+            group = command.add_argument_group(entry[1:-1], about)
+            either = group.add_mutually_exclusive_group() if entry == "[model]" else group
+            for one in entries:
+                _add(either if one.startswith(("--lam", "--alpha")) else group, name, one)
+        command.set_defaults(run=run, check=partial(_check, command))
+    commands.choices["train"].set_defaults(ranks_split="auto")
     return made
 
 
 def _entries(text: str) -> list[str]:
     """The entries of a text; what is indented belongs to the line above it."""
-    return [" ".join(entry.split()) for entry in re.split(r"\n+(?=\S)", text.strip())]
-
-
-def _add_group(command: Any, name: str, title: str) -> None:
-    """Add a group of options; its first entry may be a sentence about all of them."""
-    entries = _entries(_GROUPS[title])
-    about = entries.pop(0) if " : " not in entries[0] else None
-    group = command.add_argument_group(title, about)
-    one_of_two = group.add_mutually_exclusive_group() if title == "model" else group
-    for entry in entries:
-        _add(one_of_two if entry.startswith(("--lam", "--alpha")) else group, name, entry)
+    return [" ".join(entry.split()) for entry in re.split(r"\n(?=\S)", text)]
 
 
 def _add(place: Any, command: str, entry: str) -> None:
@@ -338,6 +296,7 @@ def _add(place: Any, command: str, entry: str) -> None:
         more["choices"] = tuple(words[-1][1:-1].split(","))
     elif len(words) > len(flags):
         more["metavar"] = words[-1]
+        more["type"] = _TYPES.get(words[-1])
     elif flags[0].startswith("--"):
         more["action"] = "store_true"
     more |= _MORE.get(f"{command} {flags[0]}") or _MORE.get(flags[0], {})
@@ -345,7 +304,8 @@ def _add(place: Any, command: str, entry: str) -> None:
         name = more.setdefault("dest", flags[0][2:].replace("-", "_"))
         value = more["default"] = HERTA._defaults()[name]
         shown = f"default {value:g}" if isinstance(value, float) else f"default {value}"
-        more = {"type": type(value), **more, "help": about.strip().format(shown)}
+        more["type"] = more.get("type") or type(value)
+        more["help"] = about.strip().format(shown)
     place.add_argument(*flags, **more)
 
 
@@ -359,19 +319,16 @@ def check_names(args: argparse.Namespace) -> None:
             raise ValueError(f"{flag} is empty: give a name, or leave it out.")
 
 
-def _check_devices(command: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    if args.device != command.get_default("device"):
+def _check(command: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Refuse options that would be ignored: --device of compare, all others beside --resume."""
+    if args.command == "compare" and args.device != command.get_default("device"):
         command.error("compare takes --devices A,B instead of --device")
-
-
-def _check_resume(command: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Refuse other options beside --resume, which takes them from the run, and neither of both."""
-    if args.resume is None:
-        if args.dataset is None:
-            command.error("a DATASET is needed, or --resume RUN")
+    if args.command != "train":
         return
+    if args.resume is None and args.dataset is None:
+        command.error("a DATASET is needed, or --resume RUN")
     flags = {a.dest: max(a.option_strings, default="DATASET", key=len) for a in command._actions}
     flags["ranks_split"] = flags["split"]
-    for name, value in vars(args).items():
+    for name, value in vars(args).items() if args.resume is not None else ():
         if name not in _FREE and value != command.get_default(name):
             command.error(f"--resume takes everything from the run: leave out {flags[name]}")

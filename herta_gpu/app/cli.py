@@ -66,8 +66,7 @@ def _run(argv: Sequence[str] | None) -> int:
 
     try:
         args = parser().parse_args(argv)
-        if hasattr(args, "check"):
-            args.check(args)
+        args.check(args)
     except SystemExit as ended:  # argparse has printed the help, or what is wrong
         Crew().part()
         for stream in (sys.stderr, sys.stdout):
@@ -99,7 +98,12 @@ def _carry_out(args: Namespace) -> int:
             check_names(args)
             output = args.run(args)
     except KeyboardInterrupt:
-        return _fail(args, _interrupted(args), 130)
+        folder, text = getattr(args, "resume", None) or getattr(args, "out", None), "Interrupted"
+        if args.command == "convert":
+            text += ": the same command goes on"
+        elif args.command in ("train", "tune") and os.path.isfile(f"{folder}/config.json"):
+            text += f": herta train --resume {folder} goes on"
+        return _fail(args, f"{text}.", 130)
     except (DataError, OSError, RuntimeError, MemoryError, ImportError) as error:
         return _fail(args, error, 1)
     except (ValueError, TypeError) as error:
@@ -117,15 +121,6 @@ def _as_json(content: dict[str, Any]) -> str:
     from herta_gpu.plumbing.models import to_plain
 
     return json.dumps(to_plain(content, lossy=True), indent=1)
-
-
-def _interrupted(args: Namespace) -> str:
-    """What to say after Ctrl-C: how to go on, if there is a run that has begun."""
-    if args.command == "convert":
-        return "Interrupted: the same command goes on."
-    folder = getattr(args, "resume", None) or getattr(args, "out", None)
-    begun = args.command in ("train", "tune") and folder and os.path.isfile(f"{folder}/config.json")
-    return f"Interrupted: herta train --resume {folder} goes on." if begun else "Interrupted."
 
 
 def _fail(args: Namespace, error: Any, code: int) -> int:

@@ -52,12 +52,8 @@ class Crew:
         """What the first process has; the others need not even make it."""
         return x if self.team is None else self.team.agree(x)
 
-    def least(self, x: int) -> int:
-        """The smallest of what the processes have."""
-        return x if self.team is None else min(self.team.each(x))
-
     def let_first(self, work: Callable[[], Any]) -> None:
-        """Let the first process do this for all, however long it takes, unless it is alone."""
+        """Let the first of several processes do this for all, however long it takes."""
         if self.team is not None:
             with self.team.patient():
                 if self.first:
@@ -135,7 +131,8 @@ class Sharing:
 
     def decide(self, data: Dataset, model: HERTA, smoothed: bool, stages: Stages) -> Sharing:
         """The same, with a decision for these data; it is told if `stages` are."""
-        if self.crew.team is None:
+        team = self.crew.team
+        if team is None:
             if self.wish != "auto":
                 stages.note("There is one process: nothing is split.", stays=True)
             return self
@@ -143,34 +140,28 @@ class Sharing:
         if self.wish == "auto":
             # The crew goes with the data: each process looks at a GPU of its own.
             free = get_backend(model.device, data.graph, data.X, self.crew).memory_available()
-            budget = memory_budget(model.memory_budget, self.crew.least(free))
+            budget = memory_budget(model.memory_budget, min(team.each(free)))
             here = self._choose(data, model, smoothed, budget) if self.crew.first else None
             decision = self.crew.agree(here)
         by = f" by {self.partition}" * (decision.choice == "nodes")
-        stages.note(
-            f"{self.crew.size} ranks share out {decision.choice}{by}: {decision.why}", stays=True
-        )
+        stages.note(f"{team.size} ranks share out {decision.choice}{by}: {decision.why}", True)
         return replace(self, decision=decision)
 
     def _choose(self, data: Dataset, model: HERTA, smoothed: bool, budget: int) -> Decision:
         """By memory and predicted seconds, unless only one way works."""
-        backend = backend_for(model.device, data.graph, data.X)
-        reason = works_by_nodes(model, backend)
+        reason = works_by_nodes(model, backend_for(model.device, data.graph, data.X))
         if smoothed or reason is not None:
             return Decision("split", "columns", reason or "Correct and Smooth needs all nodes")
-        graph, X = data.graph, data.X
+        (graph, X), size = (data.graph, data.X), self.crew.size
         train = train_rows(data.split["train"], np.ones(graph.num_nodes, bool), len(data.y))
-        mapped, count = mapping_of(graph.indices) is not None, len(train)
+        numbers = (graph.num_nodes, graph.num_edges, X.shape[1], data.num_classes, len(train))
         nonzeros = X.nnz if sp.issparse(X) else None
-        sizes = DataSizes(
-            graph.num_nodes, graph.num_edges, X.shape[1], data.num_classes, count, nonzeros, mapped
-        )
+        sizes = DataSizes(*numbers, nonzeros, mapping_of(graph.indices) is not None)
         made, _ = cheapest(HERTA(**model.get_params()), sizes, budget)
         held = 12 * X.nnz if sp.issparse(X) else 0 if mapping_of(X) is not None else X.nbytes
-        ranks = ranks_sizes(sizes, model.dtype, self.crew.size, int(held))
         # METIS itself takes as long as a short fit: what it would find is not looked for twice.
-        metis = self.partition == "metis"
-        cut = None if metis else rows_moved(graph, self.crew.size, self.partition)
+        cut = None if self.partition == "metis" else rows_moved(graph, size, self.partition)
+        ranks = ranks_sizes(sizes, model.dtype, size, int(held))
         found = choose_split(splits(made, ranks, made.cost[made.strategy], cut), budget)
         return found._replace(why=f"{found.why} ({assumptions(cut, self.partition)})")
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from itertools import pairwise
 from typing import Any
-from unittest import mock
+from unittest.mock import patch
 
 import numpy as np
 import scipy.sparse as sp
@@ -24,34 +24,32 @@ LAM, SEED = 20.0, 0x9E3779B97F4A7C15
 TOLERANCE = {"float32": 2e-5, "float64": 1e-12}
 # (relative to the largest output, to the largest weight)
 FIT_TOLERANCE = {"float32": (1e-4, 5e-4), "float64": (1e-10, 1e-10)}
+GPU_FIRST = ("cuda", "cpu")  # the devices that a fit is compared on
 
 
 @cache
 def graph(name: str, weighted: bool = False) -> Graph:
     """ "hub": two rows longer than a segment of 512; "tail": 33 nodes, some alone; or "one"."""
-    if name == "one":
-        return Graph.from_edges(np.zeros((2, 0), int), 1)
-    if name == "tail":
-        rng = np.random.default_rng(1)
-        edges = np.unique(np.sort(rng.integers(0, 30, (2, 90)), axis=0), axis=1)
-        return Graph.from_edges(edges, 33, rng.random(edges.shape[1]) if weighted else None)
     if name == "fit":
         return random_graph(60, 200, weighted=weighted)
-    spokes = np.arange(1, 601)
-    hubs = np.concatenate([[spokes * 0, spokes], [spokes[1:] * 0 + 1, spokes[1:]]], axis=1)
-    weight = 0.1 + np.random.default_rng(0).random(hubs.shape[1]) if weighted else None
-    return Graph.from_edges(hubs, 605, weight)
+    n, edges = 1, np.zeros((2, 0), int)
+    if name == "tail":
+        edges = np.sort(np.random.default_rng(1).integers(0, 30, (2, 90)), axis=0)
+        n, edges = 33, np.unique(edges, axis=1)
+    elif name == "hub":
+        u, v = np.divmod(np.arange(1, 1202), 601)  # all others from node 0, then from node 1
+        n, edges = 605, np.stack([u, v])[:, v > u]
+    weight = 0.1 + np.random.default_rng(0).random(edges.shape[1])
+    return Graph.from_edges(edges, n, weight if weighted else None)
 
 
 def random_graph(n: int, m: int, seed: int = 0, weighted: bool = False) -> Graph:
     """m distinct random edges, each in a random direction."""
     rng = np.random.default_rng(seed)
-    lo, hi = np.triu_indices(n, 1)
-    pick = rng.choice(lo.shape[0], size=min(m, lo.shape[0]), replace=False)
-    u, v = lo[pick], hi[pick]
-    flip = rng.random(pick.shape[0]) < 0.5
-    edges = np.where(flip, np.stack([u, v]), np.stack([v, u]))
-    return Graph.from_edges(edges, n, rng.uniform(0.1, 3, pick.shape[0]) if weighted else None)
+    edges = np.stack(np.triu_indices(n, 1))
+    edges = edges[:, rng.choice(edges.shape[1], size=min(m, edges.shape[1]), replace=False)]
+    edges = np.where(rng.random(edges.shape[1]) < 0.5, edges, edges[::-1])
+    return Graph.from_edges(edges, n, rng.uniform(0.1, 3, edges.shape[1]) if weighted else None)
 
 
 def block(n: int, k: int, dtype: str, seed: int = 0) -> Any:
@@ -215,13 +213,12 @@ def check_dense(backend: Any) -> None:
     P = A.T @ A
     P[7, 7] -= 1e-9  # not positive definite for sure
     assert backend.cholesky(backend.asarray(P)) is None
-    L, J = backend.pivoted_cholesky(backend.asarray(P), 1e-6)
-    L, J = backend.to_numpy(L), backend.to_numpy(J)
+    L, J = (backend.to_numpy(x) for x in backend.pivoted_cholesky(backend.asarray(P), 1e-6))
     assert L.shape == (11, 11)
     np.testing.assert_allclose(L @ L.T, P[np.ix_(J, J)], atol=1e-10)
-    F = np.asfortranarray(A)
-    assert backend.asarray(F).flags.c_contiguous
-    assert backend.asarray(backend.asarray(F).T).flags.c_contiguous
+    F = backend.asarray(np.asfortranarray(A))
+    assert F.flags.c_contiguous
+    assert backend.asarray(F.T).flags.c_contiguous
 
 
 def check_kernels(backend: Any) -> None:
@@ -230,11 +227,8 @@ def check_kernels(backend: Any) -> None:
         *[("tail", True, 3, "float32"), ("hub", False, 8, "float32")],
         *[("one", False, 1, "float64"), ("hub", True, 2, "float64")],
     ):
-        g = graph(name, weighted)
-        check_products(backend, g, k, dtype)
-        check_residual(backend, g, k, dtype)
-        check_cg(backend, g, k, dtype)
-        check_sketches(backend, g, k, dtype)
+        for check in (check_products, check_residual, check_cg, check_sketches):
+            check(backend, graph(name, weighted), k, dtype)
     check_half(backend, graph("hub", True), 6)
     check_sampling(backend, graph("hub", True))
     check_srht(backend, 600, 3, "float32")
@@ -242,21 +236,18 @@ def check_kernels(backend: Any) -> None:
 
 
 # ---- fits -------------------------------------------------------------------------------------
-
-
 def _inputs(kind: str) -> tuple[Graph, Any, Any]:
     rng = np.random.default_rng(0)
     g = graph("hub" if "hub" in kind else "fit", weighted="weighted" in kind)
     g = g.reordered("degree") if "reordered" in kind else g
-    n = g.num_nodes
-    X: Any = rng.standard_normal((n, 6))
+    X: Any = rng.standard_normal((g.num_nodes, 6))
     if "dependent" in kind:
         X = np.hstack([X, X[:, :2] - X[:, 2:4]])
     if "sparse" in kind:
-        X = sp.random_array((n, 20), density=0.3, rng=rng, format="csr")
+        X = sp.random_array((g.num_nodes, 20), density=0.3, rng=rng, format="csr")
     if "wide" in kind:
-        X = rng.standard_normal((n, 50))
-    return g, X, rng.integers(0, 3, n)
+        X = rng.standard_normal((g.num_nodes, 50))
+    return g, X, rng.integers(0, 3, g.num_nodes)
 
 
 _ROUGH = {"sketch": 16, "max_iter": 5}  # of MSE: with the exact P nothing is left to optimise
@@ -278,19 +269,16 @@ FITS: dict[str, tuple[str, dict[str, Any]]] = {  # kind of data, parameters
 def check_fit(
     name: str,
     dtype: str,
-    devices: tuple[str, str] = ("cuda", "cpu"),
+    devices: tuple[str, str] = GPU_FIRST,
     fits: Mapping[str, tuple[str, dict[str, Any]]] = FITS,
 ) -> HERTA:
     """The fit on the first device is that of the second."""
     kind, options = fits[name]
     g, X, y = _inputs(kind)
-    train = np.arange(0, g.num_nodes, 2)
+    how = {"lam": 5.0, **options, "dtype": dtype, "random_state": 1}
     ours, theirs = (
-        HERTA(**{"lam": 5.0, **options}, dtype=dtype, device=device, random_state=1)
-        for device in devices
+        HERTA(**how, device=device).fit(g, X, y, np.arange(0, g.num_nodes, 2)) for device in devices
     )
-    ours.fit(g, X, y, train)
-    theirs.fit(g, X, y, train)
     of_Z, of_W = FIT_TOLERANCE[dtype]
     if name.endswith("no ridge"):  # a damping of 1e-8 in P lifts the rounding of W by as much
         of_Z, of_W = max(of_Z, 1e-7), max(of_W, 1e-7)
@@ -304,12 +292,11 @@ def check_fit(
     return ours
 
 
-def check_sampled_edges_end_to_end(devices: tuple[str, str] = ("cuda", "cpu")) -> None:
+def check_sampled_edges_end_to_end(devices: tuple[str, str] = GPU_FIRST) -> None:
     """Algorithm 2 from scores to edges: rounding may move a draw, not more than one in 100."""
     for scores, least in (("sketch", 0.99), ("degree", 1.0)):
-        g = graph("fit", weighted=True)
         ours, theirs = (
-            Sparsifier(lam=5.0, n_samples=120, scores=scores, device=device).fit(g)
+            Sparsifier(lam=5.0, n_samples=120, scores=scores, device=device).fit(graph("fit", True))
             for device in devices
         )
         a, b = ({*zip(*s.graph_.edges()[:2], strict=True)} for s in (ours, theirs))
@@ -318,14 +305,13 @@ def check_sampled_edges_end_to_end(devices: tuple[str, str] = ("cuda", "cpu")) -
 
 
 # ---- what only a GPU has ----------------------------------------------------------------------
-
-
 def check_X_in_pinned_memory(backend: Any) -> None:
     """A fit whose X counts as too large for the device, and comes in parts of seven rows."""
-    with (
-        mock.patch.object(herta_gpu.features, "fits", return_value=False),
-        mock.patch.object(herta_gpu.features, "chunk_bytes", return_value=8 * 6 * 7),
-    ):
+    parts: dict[str, Any] = {
+        "fits": lambda *_, **__: False,
+        "chunk_bytes": lambda *_, **__: 8 * 6 * 7,
+    }
+    with patch.multiple(herta_gpu.features, **parts):
         check_fit("mse cg herta", "float64")
 
 
@@ -335,8 +321,8 @@ def check_edges_on_the_device(backend: Any, weighted: bool) -> None:
     u, v, w = expected.edges()
     edges = backend.asarray(np.stack([u, v]))
     g = Graph.from_edges(edges, 60, None if w is None else backend.asarray(w))
-    L, L_hat = backend.laplacian_csr(backend.laplacian(g, "float64")), expected.to_csr()
-    np.testing.assert_allclose(L.get().toarray(), L_hat.toarray(), atol=1e-14)
+    L = backend.laplacian_csr(backend.laplacian(g, "float64"))
+    np.testing.assert_allclose(L.get().toarray(), expected.to_csr().toarray(), atol=1e-14)
     assert g.num_components == expected.num_components
 
 
@@ -348,8 +334,7 @@ def check_tensors_of_torch(backend: Any) -> str | None:
         return "torch is not installed"
     if not torch.cuda.is_available():
         return "this torch has no CUDA"
-    g, X = graph("tail"), block(33, 3, "float32")
-    solver = SDDSolver(g, lam=3.0, device="cuda")
+    X, solver = block(33, 3, "float32"), SDDSolver(graph("tail"), lam=3.0, device="cuda")
     Z = solver.solve(torch.from_numpy(X).cuda())
     assert Z.is_cuda
     np.testing.assert_array_equal(Z.cpu().numpy(), solver.solve(X))
@@ -360,10 +345,8 @@ def check_captured_steps(backend: Any) -> None:
     """Steps of CG that are captured and replayed give the same bits as launched ones."""
     solutions = []
     for capture in (False, True):
-        with (
-            mock.patch.object(backend, "capture", capture),
-            backend.xp.cuda.Stream(non_blocking=True) as stream,
-        ):
+        stream = backend.xp.cuda.Stream(non_blocking=True)
+        with patch.object(backend, "capture", capture), stream:
             solver = SDDSolver(graph("hub"), lam=50.0, device="cuda")
             solutions.append(solver.solve(block(605, 8, "float32")))
             stream.synchronize()

@@ -1,4 +1,4 @@
-"""`herta info`: devices, versions, optional packages and datasets."""
+"""`herta info` and `herta convert`: what is here, and memory-mappable files of OGB's download."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ import platform
 from importlib.util import find_spec
 
 from herta_gpu import datasets
-from herta_gpu.app.results import CommandOutput
+from herta_gpu.app.results import CommandOutput, bytes_text, table
 from herta_gpu.app.runs import environment
-from herta_gpu.app.text import bytes_text, table
 from herta_gpu.backends import get_backend
-from herta_gpu.datasets.dataset import cache_dir
+from herta_gpu.datasets.dataset import cache_dir, data_dirs
+from herta_gpu.plumbing.files import load_npy
+from herta_gpu.plumbing.progress import Stages
 
 _EXTRAS = {
     "fast": ("numba",),
@@ -40,7 +41,6 @@ def run(args: argparse.Namespace) -> CommandOutput:
         extras[extra] = f'no: pip install "herta_gpu[{extra}]"' if missing else "yes"
     result = {"versions": versions, "platform": platform.platform(), "devices": devices}
     result |= {"extras": extras, "data_folders": folders, "cache": str(cache_dir())}
-    result["datasets"] = names
     rows = [
         *versions.items(),
         *((f"device {k}", v) for k, v in devices.items()),
@@ -49,4 +49,21 @@ def run(args: argparse.Namespace) -> CommandOutput:
         ("cache", str(cache_dir())),
         ("datasets", ", ".join(names)),
     ]
-    return CommandOutput(result, table(rows, header=False))
+    return CommandOutput({**result, "datasets": names}, table(rows, header=False))
+
+
+def convert(args: argparse.Namespace) -> CommandOutput:
+    """herta convert DATASET: without ogb and torch"""
+    stages = Stages(args.verbose)
+    with stages("convert"):
+        paths = datasets.convert_ogb(args.dataset, data_dirs(args.data_dir), args.features, stages)
+    folder, files, rows = str(paths[0].parent), [], [("file", "type", "shape", "size")]
+    for path in paths:
+        array, size = load_npy(path, "a whole array"), path.stat().st_size
+        shape = " x ".join(f"{k:,}" for k in array.shape)
+        rows.append((path.name, array.dtype.name, shape, bytes_text(size)))
+        about = {"file": path.name, "dtype": array.dtype.name, "shape": array.shape}
+        files.append({**about, "bytes": size})
+    content = {"dataset": args.dataset, "folder": folder, "files": files}
+    text = f"{table(rows)}\n\nThese files of {args.dataset} are in {folder}."
+    return CommandOutput(content, text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -43,22 +44,21 @@ def rocauc(y: Any, scores: Any) -> float:
     0.75
     """
     areas = []
-    for truth, score in zip(np.asarray(y).T, np.asarray(scores).T, strict=True):
-        known = _is_label(truth)
-        positive = truth[known] == 1
+    for positive, score in _labels(y, scores):
         p, q = int(positive.sum()), int((~positive).sum())
-        if p == 0 or q == 0:
-            continue
-        # Ranks from 1 on; equal scores share the mean of their ranks (as scipy.stats.rankdata).
-        _, place, count = np.unique(score[known], return_inverse=True, return_counts=True)
-        ranks = (np.cumsum(count) - (count - 1) / 2)[place]
-        areas.append((ranks[positive].sum() - p * (p + 1) / 2) / (p * q))
+        if p and q:
+            # Ranks from 1 on; equal scores share the mean of theirs (as scipy.stats.rankdata).
+            _, place, count = np.unique(score, return_inverse=True, return_counts=True)
+            ranks = (np.cumsum(count) - (count - 1) / 2)[place]
+            areas.append((ranks[positive].sum() - p * (p + 1) / 2) / (p * q))
     return float(np.mean(areas)) if areas else NAN
 
 
-def _is_label(y: Any) -> Any:
-    """Where a label of 0 or 1 is known: -1 and NaN stand for unknown ones."""
-    return (y == 0) | (y == 1)
+def _labels(y: Any, outputs: Any) -> Iterator[tuple[Any, Any]]:
+    """(whether a label is 1, output) of each column, where it is known: -1 and NaN are not."""
+    for truth, score in zip(np.asarray(y).T, np.asarray(outputs).T, strict=True):
+        known = (truth == 0) | (truth == 1)
+        yield truth[known] == 1, score[known]
 
 
 def label_scores(y: Any, outputs: Any) -> dict[str, float]:
@@ -75,29 +75,17 @@ def label_scores(y: Any, outputs: Any) -> dict[str, float]:
     >>> {name: round(score, 3) for name, score in found.items()}
     {'micro F1': 0.5, 'macro F1': 0.333, 'label accuracy': 0.333}
     """
-    hits, marked, right, known = [], [], 0, 0
-    for truth, score in zip(np.asarray(y).T, np.asarray(outputs).T, strict=True):
-        there = _is_label(truth)
-        true, guess = truth[there] == 1, score[there] > 0
-        hits.append(2 * int((true & guess).sum()))
-        marked.append(int(true.sum()) + int(guess.sum()))
-        right, known = right + int((true == guess).sum()), known + int(there.sum())
-    if known == 0:
+    each = []  # of each label: hits twice, labels that are there or predicted, right ones, known
+    for true, score in _labels(y, outputs):
+        guess = score > 0
+        marked = true.sum() + guess.sum()
+        each.append((2 * (true & guess).sum(), marked, (true == guess).sum(), true.size))
+    hits, marks, right, known = np.array(each).T
+    if known.sum() == 0:
         return dict.fromkeys(("micro F1", "macro F1", "label accuracy"), NAN)
-    each = [hit / max(1, count) for hit, count in zip(hits, marked)]
-    micro = sum(hits) / max(1, sum(marked))
-    macro = float(np.mean(each))
-    return {"micro F1": micro, "macro F1": macro, "label accuracy": right / known}
-
-
-def mean_r2(y: Any, outputs: Any) -> float:
-    """R^2 of the known targets, the mean over the columns that have any."""
-    found = []
-    for j in range(outputs.shape[1]):
-        known = np.isfinite(y[:, j])
-        if known.any():
-            found.append(r_squared(y[known, j : j + 1], outputs[known, j : j + 1]))
-    return float(np.mean(found)) if found else NAN
+    micro, macro = hits.sum() / max(1, marks.sum()), np.mean(hits / np.maximum(1, marks))
+    share = right.sum() / known.sum()
+    return {"micro F1": float(micro), "macro F1": float(macro), "label accuracy": float(share)}
 
 
 def evaluate(metric: str, y: Any, outputs: Any, classes: Any | None) -> float:
@@ -111,6 +99,9 @@ def evaluate(metric: str, y: Any, outputs: Any, classes: Any | None) -> float:
     y = np.asarray(y).reshape(outputs.shape)  # one target is one column
     if metric == "rocauc":
         return rocauc(y, outputs)
-    if metric == "r2":
-        return mean_r2(y, outputs)
+    if metric == "r2":  # the mean over the columns that have known targets
+        known = {j: np.isfinite(y[:, j]) for j in range(y.shape[1])}
+        pairs = ((y[at, j, None], outputs[at, j, None]) for j, at in known.items() if at.any())
+        found = [r_squared(*pair) for pair in pairs]
+        return float(np.mean(found)) if found else NAN
     return label_scores(y, outputs)["label accuracy" if metric == "accuracy" else metric]

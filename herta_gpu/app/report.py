@@ -1,4 +1,7 @@
-"""The report: one self-contained HTML page about a fitted model, with its pictures inside."""
+"""The report: one self-contained HTML page about a fitted model, with its pictures inside.
+
+Pictures are drawn by matplotlib, which is optional, as the bytes of PNG files.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +10,30 @@ import math
 import sys
 from collections.abc import Sequence
 from html import escape
+from io import BytesIO
 from itertools import cycle
 from pathlib import Path
+from typing import Any
 
-from herta_gpu.app.pictures import COLOURS, draw_convergence, draw_path
-from herta_gpu.app.results import Candidate, FitResult, candidate_rows
+from herta_gpu.app.results import (
+    NOTHING,
+    Candidate,
+    FitResult,
+    Rows,
+    bytes_text,
+    candidate_rows,
+    count_text,
+    lams_text,
+)
 from herta_gpu.app.runs import check_new_file, environment
-from herta_gpu.app.text import NOTHING, Rows, bytes_text, count_text
 from herta_gpu.datasets import Dataset
 from herta_gpu.herta import HERTA
 from herta_gpu.plumbing.files import new_file
 
 _LONG = 20  # rows: a longer table opens on a click
+# Tableau's colours: every stage that a fit can have gets one of its own.
+_COLOURS = "4e79a7 f28e2b e15759 76b7b2 59a14f edc948 b07aa1 ff9da7 9c755f bab0ac"
+COLOURS = tuple(f"#{colour}" for colour in _COLOURS.split())
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #222; max-width: 60rem; margin: 2rem auto;
        padding: 0 1rem; }
@@ -109,40 +124,51 @@ def write_report(
     repeat: str = "",
 ) -> None:
     """Write the page, and the picture beside it, over what may be there."""
-    history, gap = model.warm_history_ + model.history_, model.certificate_.gap
-    drawn: dict[str, bytes | None] = {"convergence": None, "path": None}
+    images = {}
     try:
-        drawn["convergence"] = draw_convergence(history, model.tol, gap)
-        drawn["path"] = _path(candidates or (), result.metric)
+        images["Convergence"] = _draw_convergence(model)
+        images["What was chosen from"] = _draw_path(candidates or (), result.metric)
     except ImportError as error:
         print(error, file=sys.stderr)
-    if picture is not None and drawn["convergence"] is not None:
+    drawn = images.get("Convergence")
+    if picture is not None and drawn is not None:
         with new_file(Path(picture)) as temporary:
-            temporary.write_bytes(drawn["convergence"])
-    page = _page(model, result, drawn, candidates, repeat)
+            temporary.write_bytes(drawn)
     with new_file(Path(path)) as temporary:
-        temporary.write_text(page, encoding="utf-8")
+        temporary.write_text(_page(model, result, images, candidates, repeat), "utf-8")
+
+
+_ABOUT = {
+    "Convergence": "certified gap and loss against steps and seconds",
+    "What was chosen from": "score against ridge, a line for each lam",
+}
 
 
 def _page(
     model: HERTA,
     result: FitResult,
-    drawn: dict[str, bytes | None],
+    images: dict[str, bytes | None],
     candidates: Sequence[Candidate] | None,
     repeat: str,
 ) -> str:
     """The whole file; every text is escaped."""
-    title, plan = escape(f"HERTA on {result.dataset}"), model.plan_
+    title, plan, proof = escape(f"HERTA on {result.dataset}"), model.plan_, result.certificate
+    scores = ((f"{part} {result.metric}", f"{s:.3f}") for part, s in result.scores.items())
+    tiles = [  # the numbers in large type, each with its name
+        *scores,
+        (f"certified relative gap{proof.over}", f"{proof.value:.1e}".replace("inf", "none")),
+        (f"outer step{'s' * (result.steps != 1)}", str(result.steps)),
+        ("total", f"{result.total_seconds:.1f} s"),
+    ]
+    shown = (f"<div class=tile><b>{escape(b)}</b><span>{escape(a)}</span></div>" for a, b in tiles)
     parts = [f"<h1>{title}</h1>"]
     parts.append(f"<p class=lead>{escape(f'{result.size_text}; {result.model_text}')}</p>")
-    if result.note:
-        parts.append(f"<p class=note>{escape(result.note)}</p>")
-    tiles = (f"<b>{escape(value)}</b><span>{escape(name)}</span>" for name, value in _tiles(result))
-    parts.append(f"<div class=tiles>{''.join(f'<div class=tile>{t}</div>' for t in tiles)}</div>")
-    about = "certified gap and loss against steps and seconds"
-    parts.append(_image("Convergence", about, drawn["convergence"]))
-    about = "score against ridge, a line for each lam"
-    parts.append(_image("What was chosen from", about, drawn["path"]))
+    parts.append(f"<p class=note>{escape(result.note)}</p>" if result.note else "")
+    parts.append(f"<div class=tiles>{''.join(shown)}</div>")
+    for name, png in images.items():
+        if png is not None:
+            source = f"data:image/png;base64,{base64.b64encode(png).decode('ascii')}"
+            parts.append(f'<h2>{name}</h2><img alt="{_ABOUT[name]}" src="{source}">')
     parts.append("<h2>Where the time went</h2>" + _timeline(result.seconds))
     if result.ranks:
         parts.append("<h2>Time per rank</h2>" + _rank_bars(result.ranks))
@@ -157,35 +183,18 @@ def _page(
         "Parameters": [("name", "value"), *values],
     }
     parts += [_section(name, rows) for name, rows in tables.items() if rows is not None]
-    parts.append(f"<footer>{escape(f'{_foot(result)} {repeat}'.rstrip())}</footer>")
+    about = environment()
+    ranks = f" on each of {len(result.ranks)} ranks" if result.ranks else ""
+    foot = (
+        f"Made by herta_gpu {about['herta_gpu']} with Python {about['python']}, NumPy "
+        f"{about['numpy']} and SciPy {about['scipy']}; {result.dtype} on {result.device}, "
+        f"{count_text(int(about['threads']), 'thread')}{ranks}. {repeat}"
+    )
+    parts.append(f"<footer>{escape(foot.rstrip())}</footer>")
     head = "<meta charset=utf-8><meta name=viewport content='width=device-width'>"
     head += f"<title>{title}</title><style>{_STYLE}</style>"
     body = "\n".join(filter(None, parts))
     return f"<!doctype html>\n<html lang=en><head>{head}</head>\n<body>{body}</body></html>\n"
-
-
-def _tiles(result: FitResult) -> list[tuple[str, str]]:
-    """The numbers in large type, each with its name."""
-    gap, over = result.certificate.value, result.certificate.over
-    return [
-        *((f"{part} {result.metric}", f"{score:.3f}") for part, score in result.scores.items()),
-        (f"certified relative gap{over}", f"{gap:.1e}" if gap < math.inf else "none"),
-        (f"outer step{'s' * (result.steps != 1)}", str(result.steps)),
-        ("total", f"{result.total_seconds:.1f} s"),
-    ]
-
-
-def _path(candidates: Sequence[Candidate], metric: str) -> bytes | None:
-    """A picture of what every ridge gave, for each lam and kind of model."""
-    curves: dict[str, dict[str, list[tuple[float, float]]]] = {}
-    by_loo = any(c.loo is not None for c in candidates)
-    for c in sorted(candidates, key=lambda c: (len(c.lams), sum(c.lams))):
-        score = c.loo if by_loo else c.valid
-        if c.smooth is None and score is not None and not math.isnan(score):
-            panel = c.loss + ", intercept" * c.fit_intercept + ", labels" * (c.label_features > 0)
-            curves.setdefault(panel, {}).setdefault(c.lam_text, []).append((c.ridge, score))
-    name = f"leave-one-out {metric}" if by_loo else f"valid {metric}"
-    return draw_path(curves, name) if curves else None
 
 
 def _step_rows(model: HERTA) -> Rows:
@@ -198,24 +207,7 @@ def _step_rows(model: HERTA) -> Rows:
     return rows
 
 
-def _foot(result: FitResult) -> str:
-    about = environment()
-    ranks = f" on each of {len(result.ranks)} ranks" if result.ranks else ""
-    return (
-        f"Made by herta_gpu {about['herta_gpu']} with Python {about['python']}, NumPy "
-        f"{about['numpy']} and SciPy {about['scipy']}; {result.dtype} on {result.device}, "
-        f"{count_text(int(about['threads']), 'thread')}{ranks}."
-    )
-
-
 # ---- pieces of HTML ---------------------------------------------------------------------------
-def _image(title: str, about: str, png: bytes | None) -> str:
-    if png is None:
-        return ""
-    source = f"data:image/png;base64,{base64.b64encode(png).decode('ascii')}"
-    return f'<h2>{title}</h2><img alt="{about}" src="{source}">'
-
-
 def _timeline(stages: dict[str, float]) -> str:
     total = sum(stages.values()) or 1.0
     stages = {name: s for name, s in stages.items() if s >= 0.002 * total}
@@ -257,10 +249,10 @@ def _keys(texts: dict[str, str], colours: dict[str, str]) -> str:
 def _section(title: str, rows: Rows) -> str:
     """A table with its title; columns of numbers are aligned to the right, long ones fold."""
     head, *body = rows
-    numeric = [bool(body) and all(_is_number(row[i]) for row in body) for i in range(len(head))]
+    numeric = [bool(body) and all(map(_is_number, column)) for column in zip(*body)]
 
     def line(cells: Sequence[str], tag: str) -> str:
-        marks = (" class=n" if number else "" for number in numeric)
+        marks = (" class=n" if number else "" for number in numeric or [False] * len(cells))
         cell = (f"<{tag}{mark}>{escape(c)}</{tag}>" for c, mark in zip(cells, marks))
         return f"<tr>{''.join(cell)}</tr>"
 
@@ -273,3 +265,119 @@ def _section(title: str, rows: Rows) -> str:
 
 def _is_number(text: str) -> bool:
     return text == NOTHING or text.replace(",", "").partition(" ")[0].lstrip("-")[:1].isdigit()
+
+
+# ---- pictures ---------------------------------------------------------------------------------
+def pyplot() -> Any:
+    """The pyplot of matplotlib, set up to draw without a display."""
+    try:
+        import matplotlib
+
+        matplotlib.use("Agg")
+        from matplotlib import pyplot as plt
+    except ImportError as error:
+        raise ImportError(
+            f'Pictures are drawn by matplotlib ({error}): pip install "herta_gpu[plot]".'
+        ) from None
+    return plt
+
+
+def _draw_convergence(model: HERTA) -> bytes | None:
+    """Certified gap and loss, against steps and against seconds; None where no step was needed.
+
+    The loss of every step is drawn against a proven lower bound of the optimum, also for steps
+    that had no certificate while they ran.
+    """
+    plt, history = pyplot(), model.warm_history_ + model.history_
+    if len(history) < 2:
+        return None
+    figure, axes = plt.subplots(2, 2, figsize=(9.5, 6), sharey="row", sharex="col")
+    losses, gaps = ([h[name] for h in history] for name in ("loss", "certificate"))
+    bound = losses[-1] - model.certificate_.gap
+    above = [(loss - bound) / bound if bound > 0 else math.inf for loss in losses]
+    curves = (("loss above the proven bound", "-", "#9db7d5", above),
+              ("certificate of the step", "o-", "#1f5fa8", gaps))  # fmt: skip
+    for (top, bottom), name in zip(axes.T, ("step", "seconds")):
+        # Steps on a cheaper model come first; those of the fit are numbered after them.
+        values = list(range(len(history))) if name == "step" else [h[name] for h in history]
+        for label, line, colour, found in curves:  # what a logarithmic axis can show
+            points = [(a, b) for a, b in zip(values, found) if b is not None and 0 < b < math.inf]
+            if points:
+                top.plot(*zip(*points), line, color=colour, label=label, markersize=4)
+        if top.lines:
+            top.set_yscale("log")
+            top.axhline(model.tol, color="#888888", linestyle="--", linewidth=1, label="tol")
+            top.margins(y=0.1)
+        else:
+            top.text(0.5, 0.5, "no certificate", transform=top.transAxes, ha="center")
+            top.set_yticks([])
+        style = "o-" if len(losses) <= 30 else "-"  # points that can be told apart
+        bottom.plot(values, losses, style, color="#b3541e", markersize=4)
+        bottom.set_xlabel(name)
+        for axis in (top, bottom):
+            axis.grid(alpha=0.3)
+    if axes[0, 1].lines:
+        axes[0, 1].legend(fontsize=8, framealpha=0.9)
+    axes[0, 0].set_ylabel("relative gap")
+    axes[1, 0].set_ylabel("loss")
+    axes[0, 0].xaxis.get_major_locator().set_params(integer=True)
+    return _png(figure)
+
+
+def _draw_path(candidates: Sequence[Candidate], metric: str) -> bytes | None:
+    """What each ridge gives: a panel for each kind of model, a line for each lam."""
+    curves: dict[str, dict[str, list[tuple[float, float]]]] = {}
+    for c in sorted(candidates, key=lambda c: (len(c.lams), sum(c.lams))):
+        if c.smooth is None and not math.isnan(c.score):
+            panel = c.loss + ", intercept" * c.fit_intercept + ", labels" * (c.label_features > 0)
+            # A ridge of 0 has no place on a logarithmic axis.
+            point = (max(c.ridge, 1e-12), c.score)
+            curves.setdefault(panel, {}).setdefault(lams_text(c.lams), []).append(point)
+    if not curves:
+        return None
+    plt, size = pyplot(), (max(5.0, 3.6 * len(curves)), 3.8)
+    figure, axes = plt.subplots(1, len(curves), figsize=size, sharey=True, squeeze=False)
+    for axis, (panel, lines) in zip(axes[0], curves.items()):
+        for i, (lam, points) in enumerate(lines.items()):
+            how = {"color": plt.get_cmap("viridis")(0.9 * i / max(1, len(lines) - 1))}
+            how |= {"markersize": 3, "linewidth": 1.2, "label": f"lam {lam}"}
+            axis.plot(*zip(*sorted(points)), "o-", **how)
+        axis.set_xscale("log")
+        axis.set_xlabel("ridge")
+        axis.set_title(panel, fontsize=10)
+        axis.grid(alpha=0.3)
+    by_loo = any(c.loo is not None for c in candidates)
+    axes[0, 0].set_ylabel(f"{'leave-one-out' if by_loo else 'valid'} {metric}")
+    axes[0, -1].legend(fontsize=7, loc="best")
+    return _png(figure)
+
+
+def draw_bars(groups: dict[str, dict[str, float]]) -> bytes:
+    """Seconds per stage, one bar per candidate: {candidate: {stage: seconds}}."""
+    figure, axis = pyplot().subplots(figsize=(8, 4))
+    least = 0.005 * max(max(seconds.values()) for seconds in groups.values())
+    first, height = next(iter(groups.values())), 0.8 / len(groups)
+    stages = [s for s in first if any(spent.get(s, 0.0) > least for spent in groups.values())]
+    for i, (name, seconds) in enumerate(groups.items()):
+        at, values = (
+            [j + i * height for j in range(len(stages))],
+            [seconds.get(s, 0.0) for s in stages],
+        )
+        drawn = axis.barh(at, values, height=height, label=name, color=COLOURS[i % len(COLOURS)])
+        axis.bar_label(drawn, [f"{v:.3g} s" for v in values], padding=3, fontsize=8)
+    axis.set_yticks([j + 0.4 - height / 2 for j in range(len(stages))], stages)
+    axis.invert_yaxis()
+    axis.set_xlabel("seconds")
+    axis.margins(x=0.12)
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.legend(loc="best")
+    return _png(figure)
+
+
+def _png(figure: Any) -> bytes:
+    """The figure as a PNG file; it is closed, so that pyplot forgets it."""
+    figure.tight_layout()
+    file = BytesIO()
+    figure.savefig(file, dpi=120, format="png")
+    pyplot().close(figure)
+    return file.getvalue()

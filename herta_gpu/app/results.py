@@ -1,4 +1,4 @@
-"""Results of the commands: of a fit, of a search, and what the command line prints.
+"""Results of the commands: of a fit, of a search, and how they are shown as text.
 
 A `FitResult` is plain data: it needs neither the model nor the dataset any more, goes to
 result.json and comes back from there.
@@ -16,7 +16,6 @@ from typing import Any, get_origin, get_type_hints
 import numpy as np
 
 from herta_gpu.app.metrics import evaluate, label_scores, metric_of
-from herta_gpu.app.text import Rows, bytes_text, count_text, table
 from herta_gpu.certificate import Certificate
 from herta_gpu.datasets import Dataset
 from herta_gpu.herta import HERTA
@@ -30,6 +29,8 @@ try:
 except ImportError:  # it is part of Python on POSIX only
     resource = None  # type: ignore[assignment]
 
+NOTHING = "\N{EN DASH}"  # stands where a table has no number
+Rows = Sequence[Sequence[str]]
 _FROM_FIT = ("plan_", "history_", "warm_history_", "stages_")
 
 
@@ -61,8 +62,9 @@ class Candidate:
         return self.lam if isinstance(self.lam, tuple) else (self.lam,)
 
     @property
-    def lam_text(self) -> str:
-        return ",".join(f"{lam:g}" for lam in self.lams)
+    def score(self) -> float:
+        """What it is chosen by."""
+        return self.valid if self.loo is None else self.loo
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,28 +126,25 @@ class FitResult:
                 "weights alone. Fit it again."
             )
         stages = Stages(seconds=dict(model.stages_)) if stages is None else stages
-        metric, more = metric_of(data.metric, model.loss, model.classes_, model._flat), None
-        smoothing: dict[str, Any] = {}
+        metric = metric_of(data.metric, model.loss, model.classes_, model._flat)
+        more: dict[str, Any] = {}
         with stages("evaluate"):
             parts = _parts(model, data)
             scores = {part: evaluate(metric, *both) for part, both in parts.items()}
             if model.loss == "bce" and not model._flat:
                 each = {part: label_scores(y, Z) for part, (y, Z, _) in parts.items()}
-                names = ("micro F1", "macro F1", "label accuracy")
-                more = {n: {p: s[n] for p, s in each.items()} for n in names if n != metric}
+                names = [n for n in ("micro F1", "macro F1", "label accuracy") if n != metric]
+                more["more_scores"] = {n: {p: s[n] for p, s in each.items()} for n in names}
             if smoother is not None:
-                smoothing = {
-                    "correct_and_smooth": list(smoother._checked()),
-                    "base_scores": scores,
-                    "output_error": float(smoother.error_.max()),
-                    "undecided": smoother.undecided_,
-                }
+                more |= {"correct_and_smooth": list(smoother._checked()), "base_scores": scores}
+                more["output_error"] = float(smoother.error_.max())
+                more["undecided"] = smoother.undecided_
                 parts = _parts(model, data, smoother.transform)
                 scores = {part: evaluate(metric, *both) for part, both in parts.items()}
         team, lams = data.graph.team, strengths(model.lam, model.alpha)
         return cls(
             **{name: getattr(model, name) for name in ("ridge", "dtype", "fit_intercept")},
-            **smoothing,
+            **more,
             dataset=data.name,
             nodes=data.graph.nodes_of_all,
             edges=data.graph.num_edges,
@@ -160,7 +159,6 @@ class FitResult:
             certificate=model.certificate_,
             metric=metric,
             scores=scores,
-            more_scores=more,
             seconds=dict(stages.seconds),
             peak_memory_bytes=peak_memory() if team is None else int(team.largest(peak_memory())),
             strategy=model.plan_.strategy,
@@ -184,8 +182,9 @@ class FitResult:
         found = {f.name: certificate[f.name] for f in fields(Certificate) if f.name in certificate}
         lost = {name: math.inf for name in ("value", "gap") if found.get(name, math.inf) is None}
         known["certificate"] = Certificate(**{**found, **lost})
-        known |= {name: _numbers(known.get(name)) for name in ("scores", "more_scores")}
-        known["loss"] = math.nan if content["loss"] is None else content["loss"]
+        known |= {name: _numbers(known[name]) for name in ("loss", "scores")}
+        if known.get("more_scores"):
+            known["more_scores"] = _numbers(known["more_scores"])
         return cls(**known)
 
     def as_json(self) -> dict[str, Any]:
@@ -212,30 +211,24 @@ class FitResult:
 
     @property
     def model_text(self) -> str:
-        lams = self.lam if isinstance(self.lam, list) else [self.lam]
-        shown = ",".join(f"{lam:g}" for lam in lams)
-        text = f"lam {shown}, ridge {self.ridge:g}, loss {self.loss_function}"
+        lam = lams_text(self.lam if isinstance(self.lam, list) else [self.lam])
+        text = f"lam {lam}, ridge {self.ridge:g}, loss {self.loss_function}"
         text += ", intercept" * self.fit_intercept
         text += f", label features of {self.label_features} folds" * (self.label_features > 0)
         if self.correct_and_smooth is not None:
-            text += f", Correct and Smooth {smooth_text(self.correct_and_smooth)}"
+            text += f", Correct and Smooth {lams_text(self.correct_and_smooth, ', ')}"
         return text
-
-    @property
-    def status_text(self) -> str:
-        found = self.certificate
-        reduced = f" ({found.kept:,} of {found.features:,} features)" * found.reduced
-        warm = f" and {count_text(self.warm_steps, 'cheap one')}" * (self.warm_steps > 0)
-        return f"{self.status}{reduced} after {count_text(self.steps, 'outer step')}{warm}"
 
     def rows(self) -> list[tuple[str, str]]:
         """What was found and what it took, as (name, value)."""
-        shown = {stage: s for stage, s in self.seconds.items() if s >= SHORTEST}
-        spent = ", ".join(f"{stage} {s:.2f}" for stage, s in shown.items())
+        proof = self.certificate
+        reduced = f" ({proof.kept:,} of {proof.features:,} features)" * proof.reduced
+        warm = f" and {count_text(self.warm_steps, 'cheap one')}" * (self.warm_steps > 0)
+        steps = count_text(self.steps, "outer step")
         rows = [
-            ("status", self.status_text),
+            ("status", f"{self.status}{reduced} after {steps}{warm}"),
             ("loss", f"{self.loss:.8g}"),
-            ("certificate", str(self.certificate)),
+            ("certificate", str(proof)),
             *((f"{part} {self.metric}", f"{score:.4f}") for part, score in self.scores.items()),
             *((name, _parts_text(parts)) for name, parts in (self.more_scores or {}).items()),
         ]
@@ -244,6 +237,8 @@ class FitResult:
             proven = f"off by at most {self.output_error:.1e}; {left} left open by that"
             rows.append((f"{self.metric} before smoothing", _parts_text(self.base_scores)))
             rows.append(("smoothed outputs", proven))
+        shown = {stage: s for stage, s in self.seconds.items() if s >= SHORTEST}
+        spent = ", ".join(f"{stage} {s:.2f}" for stage, s in shown.items())
         rows.append(("seconds", f"{self.total_seconds:.2f} ({spent})"))
         if self.ranks:
             times = {what: [seconds[what] for seconds in self.ranks] for what in self.ranks[0]}
@@ -270,29 +265,9 @@ class FitResult:
         return table(rows, header=False)
 
 
-def candidate_rows(candidates: Sequence[Candidate], metric: str) -> Rows:
-    """A table of candidates, with its head; columns in which nothing differs are left out."""
-    by_loo = any(c.loo is not None for c in candidates)
-    score = (lambda c: c.loo) if by_loo else (lambda c: c.valid)
-    columns: dict[str, tuple[bool, Callable[[Candidate], str]]] = {
-        "lam": (True, lambda c: c.lam_text),
-        "ridge": (True, lambda c: f"{c.ridge:g}"),
-        "loss": (True, lambda c: c.loss),
-        "intercept": (
-            any(c.fit_intercept for c in candidates),
-            lambda c: "yes" if c.fit_intercept else "no",
-        ),
-        "label folds": (any(c.label_features for c in candidates), lambda c: f"{c.label_features}"),
-        "correct, smooth": (any(c.smooth for c in candidates), lambda c: smooth_text(c.smooth)),
-        f"train {metric}": (True, lambda c: f"{c.train:.4f}"),
-        f"{'leave-one-out' if by_loo else 'valid'} {metric}": (True, lambda c: f"{score(c):.4f}"),
-    }
-    shown = {name: text for name, (differs, text) in columns.items() if differs}
-    return [tuple(shown), *(tuple(text(c) for text in shown.values()) for c in candidates)]
-
-
-def smooth_text(lams: Sequence[float] | None) -> str:
-    return "none" if lams is None else ", ".join(f"{lam:g}" for lam in lams)
+def nodes_of_split(split: dict[str, Any]) -> Any:
+    """The nodes that a result speaks of, part after part."""
+    return np.concatenate([np.asarray(ids) for ids in split.values()])
 
 
 def _parts(
@@ -306,46 +281,30 @@ def _parts(
     if data.y is None:
         raise ValueError(f"The dataset {data.name} has no labels to score against.")
     split, graph, classes = data.split or {"all": data.labelled()}, data.graph, model.classes_
-    nodes, y, team = (
-        nodes_of_split(split),
-        np.asarray(data.y),
-        graph.team if graph.by_nodes else None,
-    )
+    nodes, y, team = nodes_of_split(split), np.asarray(data.y), None
+    if graph.by_nodes:
+        team = graph.team
     Z: Any = getattr(model, "outputs_", None) if outputs is None else outputs(nodes)
     known = Z is not None and len(Z) == len(nodes)
     if not (known if team is None else all(team.each(known))):
         # Labels take the best output so far; no metric of classes asks for all outputs.
-        labels = classes is not None
-        Z = (model.predict if labels else model.transform)(graph, data.X, nodes)
+        Z = (model.transform if classes is None else model.predict)(graph, data.X, nodes)
     if team is not None and Z.ndim == 2 and classes is not None:
         Z = classes[Z.argmax(axis=1)]  # labels are less to send
     found, start = {}, 0
     for part, ids in split.items():
-        there, wanted = Z[start : start + len(ids)], y[ids]
-        if team is not None:
-            there, wanted = (team.gather(rows)[0] for rows in (there, wanted))
-        found[part] = (wanted, there, classes)
+        pair = y[ids], Z[start : start + len(ids)]
+        truth, guess = pair if team is None else (team.gather(rows)[0] for rows in pair)
+        found[part] = (truth, guess, classes)
         start += len(ids)
     return found
 
 
-def _parts_text(scores: dict[str, float]) -> str:
-    return ", ".join(f"{part} {score:.4f}" for part, score in scores.items())
-
-
-def nodes_of_split(split: dict[str, Any]) -> Any:
-    """The nodes that a result speaks of, part after part."""
-    return np.concatenate([np.asarray(ids) for ids in split.values()])
-
-
-def _numbers(scores: Any) -> Any:
-    """Scores from JSON, where None stands for infinity and for NaN, by part, or metric and part."""
-    if not isinstance(scores, dict):
-        return scores
-    return {
-        name: _numbers(s) if isinstance(s, dict) else math.nan if s is None else s
-        for name, s in scores.items()
-    }
+def _numbers(found: Any) -> Any:
+    """Numbers from JSON, where None stands for infinity and for NaN, at any depth."""
+    if isinstance(found, dict):
+        return {name: _numbers(inner) for name, inner in found.items()}
+    return math.nan if found is None else found
 
 
 def peak_memory() -> int:
@@ -360,3 +319,65 @@ def peak_memory() -> int:
         return 0
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else 1024 * peak
+
+
+# ---- text -------------------------------------------------------------------------------------
+def candidate_rows(candidates: Sequence[Candidate], metric: str) -> Rows:
+    """A table of candidates, with its head; columns in which nothing differs are left out."""
+    by_loo = any(c.loo is not None for c in candidates)
+    rows = [
+        {
+            "lam": lams_text(c.lams),
+            "ridge": f"{c.ridge:g}",
+            "loss": c.loss,
+            "intercept": "yes" if c.fit_intercept else "no",
+            "label folds": f"{c.label_features}",
+            "correct, smooth": "none" if c.smooth is None else lams_text(c.smooth, ", "),
+            f"train {metric}": f"{c.train:.4f}",
+            f"{'leave-one-out' if by_loo else 'valid'} {metric}": f"{c.score:.4f}",
+        }
+        for c in candidates
+    ]
+    plain = {"intercept": "no", "label folds": "0", "correct, smooth": "none"}
+    shown = [k for k in rows[0] if k not in plain or any(row[k] != plain[k] for row in rows)]
+    return [shown, *([row[k] for k in shown] for row in rows)]
+
+
+def lams_text(lams: Sequence[float], comma: str = ",") -> str:
+    return comma.join(f"{lam:g}" for lam in lams)
+
+
+def _parts_text(scores: dict[str, float]) -> str:
+    return ", ".join(f"{part} {score:.4f}" for part, score in scores.items())
+
+
+def table(rows: Rows, header: bool = True) -> str:
+    """Rows of text with every column padded to its widest entry.
+
+    Examples
+    --------
+    >>> from herta_gpu.app.results import table
+    >>> print(table([("stage", "seconds"), ("train", "0.5")]))
+    stage  seconds
+    -----  -------
+    train  0.5
+    """
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    lines = ["  ".join(f"{cell:<{w}}" for cell, w in zip(row, widths)).rstrip() for row in rows]
+    if header:
+        lines.insert(1, "  ".join("-" * w for w in widths))
+    return "\n".join(lines)
+
+
+def bytes_text(size: float) -> str:
+    """A number of bytes as 123.4 MB or 5.6 GB, where 1 GB is 2^30 bytes."""
+    for unit in ("B", "KB", "MB"):
+        if abs(size) < 1024:
+            return f"{size:,.0f} B" if unit == "B" else f"{size:,.1f} {unit}"
+        size /= 1024
+    return f"{size:,.1f} GB"
+
+
+def count_text(number: int, what: str) -> str:
+    """A number with its noun, which gets an s unless there is exactly one of it."""
+    return f"{number:,} {what}{'s' * (number != 1)}"

@@ -34,9 +34,11 @@ try:
 except ImportError:  # it is part of Python on POSIX only
     fcntl = None  # type: ignore[assignment]
 
-_EXTRAS = ("convergence.png", "tune.json", "predictions.npz")
-_FILES = ("config.json", "metrics.jsonl", "model.npz", "result.json", "report.html")
-_OWN = (*_FILES, *_EXTRAS, "checkpoint")  # all that a run may hold
+_FILES = (
+    *("config.json", "metrics.jsonl", "model.npz", "result.json", "report.html"),
+    *("convergence.png", "tune.json", "predictions.npz"),
+)
+_OWN = (*_FILES, "checkpoint")  # all that a run may hold
 T = TypeVar("T")
 _REPLACED = ".replaced"  # where --overwrite keeps the old run until the new one has begun
 _CONFIG: dict[str, Any] = {"dataset": str, "log_degree": bool, "params": dict, "environment": dict}
@@ -44,11 +46,14 @@ _CONFIG |= dict.fromkeys(("split", "normalize", "data_dir"), (str, type(None)))
 
 
 class Run:
-    """A run folder that this process owns; use `Run.create`."""
+    """A run folder.  `Run.create` and `Run.reopen` own it; another process of an owner looks on:
 
-    def __init__(self, folder: str | Path) -> None:
-        self.folder = Path(folder)
-        self.checkpoint, self._reopened = Checkpoint(self.folder / "checkpoint"), False
+    it writes nothing but blocks of the checkpoint.
+    """
+
+    def __init__(self, folder: str | Path, owned: bool = False) -> None:
+        self.folder, self.owned = Path(folder), owned
+        self.checkpoint, self._again = Checkpoint(self.folder / "checkpoint"), False
 
     @classmethod
     @contextlib.contextmanager
@@ -62,25 +67,25 @@ class Run:
         check_free(path, overwrite)
         new = [place for place in (path, *path.parents) if not place.exists()]
         path.mkdir(parents=True, exist_ok=True)
-        run = cls(path)
+        run, old = cls(path, owned=True), path / _REPLACED
         try:
             with _lock(path):
                 run._remove_unfinished()
                 if not (path / "config.json").exists():
-                    _move(path / _REPLACED, path)  # a process was killed before its run had begun
+                    _move(old, path)  # a process was killed before its run had begun
                 check_free(path, overwrite)  # again, now that nobody else can write
-                _move(path, path / _REPLACED)
+                _move(path, old)
                 try:
                     yield run
                 except BaseException as error:
                     if not run._begun(error):
-                        for name in (*_FILES, *_EXTRAS):
+                        for name in _FILES:
                             (path / name).unlink(missing_ok=True)
                         run.checkpoint.delete()
-                        _move(path / _REPLACED, path)
+                        _move(old, path)
                     raise
                 finally:
-                    shutil.rmtree(path / _REPLACED, ignore_errors=True)
+                    shutil.rmtree(old, ignore_errors=True)
         except BaseException:
             if new and not any(name != ".lock" for name in os.listdir(path)):
                 (path / ".lock").unlink(missing_ok=True)
@@ -89,9 +94,24 @@ class Run:
                         place.rmdir()
             raise
 
+    @classmethod
+    @contextlib.contextmanager
+    def reopen(cls, folder: str | Path) -> Iterator[Run]:
+        """Own the folder of a killed run; its files stay as they are until the fit goes on."""
+        path = Path(folder)
+        with _lock(path):
+            run = cls(path, owned=True)
+            run._again = run.result() is None
+            if run._again:
+                run._remove_unfinished()
+                shutil.rmtree(path / _REPLACED, ignore_errors=True)
+            else:
+                run.checkpoint.delete()
+            yield run
+
     def _remove_unfinished(self) -> None:
         """Remove what a process that was killed had not written to its end."""
-        for name in (*_FILES, *_EXTRAS):
+        for name in _FILES:
             for left in self.folder.glob(f".{name}.*"):
                 left.unlink()
 
@@ -103,53 +123,32 @@ class Run:
         held = (self.folder / "metrics.jsonl", self.checkpoint.folder)
         return not refused or any(place.exists() for place in held)
 
-    @classmethod
-    @contextlib.contextmanager
-    def reopen(cls, folder: str | Path) -> Iterator[Run]:
-        """Own the folder of a killed run; its files stay as they are until the fit goes on."""
-        path = Path(folder)
-        with _lock(path):
-            run = cls(path)
-            if run.result() is not None:
-                run.checkpoint.delete()
-                yield run
-                return
-            run._reopened = True
-            run._remove_unfinished()
-            shutil.rmtree(path / _REPLACED, ignore_errors=True)
-            yield run
-
     def result(self) -> FitResult | None:
         """The content of result.json, which a run has when it is finished."""
         path = self.folder / "result.json"
         return _read_json(path, FitResult.from_json) if path.is_file() else None
 
     def write_json(self, name: str, content: dict[str, Any]) -> None:
-        self.write_text(name, json.dumps(to_plain(content, lossy=True), indent=1) + "\n")
-
-    def write_text(self, name: str, text: str) -> None:
-        with new_file(self.folder / name) as temporary:
-            temporary.write_text(text, encoding="utf-8")
+        if self.owned:
+            write_json(self.folder / name, content)
 
     def record(self, step: dict[str, Any]) -> None:
         """Add a line to metrics.jsonl; it is on disk before training goes on."""
-        if self._reopened:  # the loop of a killed run begins again
-            self._reopened = False
-            self.write_text("metrics.jsonl", "")
+        if not self.owned:
+            return
+        if self._again:  # the loop of a killed run begins again
+            self._again = False
+            (self.folder / "metrics.jsonl").unlink(missing_ok=True)
         with open(self.folder / "metrics.jsonl", "a", encoding="utf-8") as file:
             file.write(json.dumps(to_plain(step, lossy=True)) + "\n")
             file.flush()
             os.fsync(file.fileno())
 
 
-class Onlooker(Run):
-    """The run folder of another process: nothing is written, but for blocks of the checkpoint."""
-
-    def write_text(self, name: str, text: str) -> None:
-        pass
-
-    def record(self, step: dict[str, Any]) -> None:
-        pass
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Write a JSON file that appears whole or not at all."""
+    with new_file(path) as temporary:
+        temporary.write_text(json.dumps(to_plain(content, lossy=True), indent=1) + "\n", "utf-8")
 
 
 def check_free(folder: str | Path | None, overwrite: bool = False) -> None:
@@ -163,20 +162,17 @@ def check_free(folder: str | Path | None, overwrite: bool = False) -> None:
         raise ValueError(f"{path} is a file: --out needs a folder.")
     check_place(path)
     held = next((name for name in _OWN if (path / name).exists()), None)
-    if held is None:
+    if held is None or (overwrite and is_run(path)):
         return
     if not is_run(path):
         raise ValueError(
             f"{path} holds {held} but is no run, and --overwrite replaces only a run: choose "
             "another folder."
         )
-    if overwrite:
-        return
-    unfinished = not (path / "result.json").exists()
-    or_resume = f", go on with it (herta train --resume {path})" if unfinished else ""
+    resume = f", go on with it (herta train --resume {path})"
+    resume *= not (path / "result.json").exists()
     raise ValueError(
-        f"{path} already holds a run ({held}): choose another folder{or_resume} or give "
-        "--overwrite."
+        f"{path} already holds a run ({held}): choose another folder{resume} or give --overwrite."
     )
 
 

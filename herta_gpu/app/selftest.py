@@ -9,12 +9,12 @@ of ogbn-products.  All of it goes into one JSON file; what is printed can be pas
 from __future__ import annotations
 
 import argparse
-import json
 import platform
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -23,23 +23,17 @@ import numpy as np
 
 from herta_gpu import datasets
 from herta_gpu.app import device_checks as checks
-from herta_gpu.app.results import CommandOutput
-from herta_gpu.app.runs import check_new_file, environment
-from herta_gpu.app.text import NOTHING, bytes_text
+from herta_gpu.app.results import NOTHING, CommandOutput, bytes_text
+from herta_gpu.app.runs import check_new_file, environment, write_json
 from herta_gpu.backends import get_backend
 from herta_gpu.graph import Graph
 from herta_gpu.herta import HERTA
-from herta_gpu.plumbing.files import new_file
-from herta_gpu.plumbing.models import to_plain
 from herta_gpu.plumbing.progress import Stages
 
 LAM = 1000.0  # CG is far from done after the steps that are timed
 HALF_STEPS = 4  # of Chebyshev with neighbours in float16, which are timed together
 COLUMN_BYTES = 64  # a node and a column, of all blocks that are timed, at most
-LIBRARY = ("CuPy", "SciPy")
 EMULATED = "times mean nothing here: this is an emulator, not a GPU"
-
-Check = tuple[str, Callable[[], Any]]
 
 
 @dataclass(frozen=True)
@@ -56,12 +50,8 @@ class Size:
 
 FULL = Size("synthetic:n=1e6,m=1e7,d=100,c=47")
 FULL_ON_GPU = Size("synthetic:products")
-QUICK = Size(
-    "synthetic:n=20000,m=200000,d=32,c=8",
-    fits=("mse cg herta", "ce lbfgs direct", "Algorithms 1 and 2 as printed"),
-    seconds=0.02,
-    repeats=3,
-)
+QUICK_FITS = ("mse cg herta", "ce lbfgs direct", "Algorithms 1 and 2 as printed")
+QUICK = Size("synthetic:n=20000,m=200000,d=32,c=8", fits=QUICK_FITS, seconds=0.02, repeats=3)
 
 
 def run(args: argparse.Namespace) -> CommandOutput:
@@ -88,11 +78,9 @@ def run(args: argparse.Namespace) -> CommandOutput:
     fit: dict[str, Any] = {"status": model.status_, "certificate": str(model.certificate_)}
     fit |= {"steps": len(model.history_) - 1, "seconds": model.stages_}
     content = {"about": about, "graph": graph, "checks": found, "kernels": kernels, "fit": fit}
-    content["file"] = str(path)
-    with new_file(path) as temporary:
-        temporary.write_text(json.dumps(to_plain(content, lossy=True), indent=1))
+    write_json(path, {**content, "file": str(path)})
     failed = any(check["outcome"] == "failed" for check in found)
-    return CommandOutput(content, _text(content, size), failed)
+    return CommandOutput({**content, "file": str(path)}, _text(**content, path=path), failed)
 
 
 def _about(backend: Any) -> dict[str, Any]:
@@ -111,24 +99,20 @@ def _about(backend: Any) -> dict[str, Any]:
 
 
 # ---- checks -----------------------------------------------------------------------------------
-
-
-def _checks(backend: Any, size: Size) -> Iterator[Check]:
+def _checks(backend: Any, size: Size) -> Iterator[tuple[str, Callable[[], Any]]]:
     """(name, check) of all that is asked of a device."""
     cuda = backend.name == "cuda"
     devices = ("cuda", "cpu") if cuda else ("cpu", "cpu-scipy")
     yield "primitives", partial(checks.check_kernels, backend)
-    for name in size.fits:
-        for dtype in size.dtypes:
-            yield f"fit: {name}, {dtype}", partial(checks.check_fit, name, dtype, devices)
+    for name, dtype in product(size.fits, size.dtypes):
+        yield f"fit: {name}, {dtype}", partial(checks.check_fit, name, dtype, devices)
     yield "sampled edges", partial(checks.check_sampled_edges_end_to_end, devices)
     if not cuda:
         return
-    for weighted, kind in ((False, "unweighted"), (True, "weighted")):
+    for kind, weighted in {"unweighted": False, "weighted": True}.items():
         for dtype in size.dtypes:
-            reference = partial(
-                checks.check_reference, backend, checks.graph("hub", weighted), dtype
-            )
+            hub = checks.graph("hub", weighted)
+            reference = partial(checks.check_reference, backend, hub, dtype)
             yield f"product is that of CuPy: {kind}, {dtype}", reference
         on_device = partial(checks.check_edges_on_the_device, backend, weighted)
         yield f"edges on the device: {kind}", on_device
@@ -142,19 +126,16 @@ def _outcome(name: str, check: Callable[[], Any]) -> dict[str, Any]:
     """What came of a check; it says itself why it had to be skipped."""
     start = time.perf_counter()
     try:
-        skipped = check()
+        detail = check()
+        detail = detail if isinstance(detail, str) else ""
+        outcome = "skipped" if detail else "passed"
     except Exception as error:  # whatever a device does wrong belongs into the report
         outcome, detail = "failed", f"{type(error).__name__}: {' '.join(str(error).split())}"[:500]
-    else:
-        why = skipped if isinstance(skipped, str) else ""
-        outcome, detail = ("skipped" if why else "passed"), why
     spent = time.perf_counter() - start
     return {"name": name, "outcome": outcome, "detail": detail, "seconds": spent}
 
 
 # ---- times ------------------------------------------------------------------------------------
-
-
 def timed(backend: Any, action: Callable[[], Any], size: Size) -> float:
     """Seconds of one call: the median of batches that are long enough to be timed."""
 
@@ -174,17 +155,15 @@ def timed(backend: Any, action: Callable[[], Any], size: Size) -> float:
 
 
 def _kernels(backend: Any, graph: Graph, size: Size) -> list[dict[str, Any]]:
-    L, found = backend.laplacian(graph, "float32"), []
-    # L as a matrix of the library that the device comes with.
-    there = backend.name == "cuda"
+    """Seconds of each kernel for each width, beside L as a matrix of the device's own library."""
+    L, there = backend.laplacian(graph, "float32"), backend.name == "cuda"
     M = backend.laplacian_csr(L) if there else graph.to_csr().astype(np.float32)
-    for k in size.columns:
-        if COLUMN_BYTES * L.n * k > backend.memory_available():
-            continue
-        for name, action, calls in _actions(backend, L, M, k):
-            seconds = timed(backend, action, size) / calls
-            found.append({"kernel": name, "columns": k, "seconds": seconds})
-    return found
+    return [
+        {"kernel": name, "columns": k, "seconds": timed(backend, action, size) / calls}
+        for k in size.columns
+        if COLUMN_BYTES * L.n * k <= backend.memory_available()
+        for name, action, calls in _actions(backend, L, M, k)
+    ]
 
 
 def _actions(backend: Any, L: Any, M: Any, k: int) -> Iterator[tuple[str, Callable[[], Any], int]]:
@@ -194,8 +173,7 @@ def _actions(backend: Any, L: Any, M: Any, k: int) -> Iterator[tuple[str, Callab
     yield "apply_H", partial(backend.apply_H, L, LAM, X, out=Y), 1
     yield ("CuPy" if backend.name == "cuda" else "SciPy"), lambda: M @ X, 1
     yield "Chebyshev step", partial(backend.chebyshev_step, L, LAM, X, Y, B, 1e-3, 1e-4), 1
-    kinds = ("float32", "float32", "uint16")
-    work = tuple(backend.empty((L.n, k), kind) for kind in kinds)
+    work = tuple(backend.empty((L.n, k), kind) for kind in ("float32", "float32", "uint16"))
     steps = [(1e-3, 1e-4)] * HALF_STEPS
     half = partial(backend.chebyshev, L, LAM, B, 1e-3, steps, work, half=True)
     yield "Chebyshev step, float16", half, HALF_STEPS
@@ -211,43 +189,37 @@ def _actions(backend: Any, L: Any, M: Any, k: int) -> Iterator[tuple[str, Callab
 
 
 # ---- the report -------------------------------------------------------------------------------
-
-
-def _text(content: dict[str, Any], size: Size) -> str:
-    about, graph, fit = content["about"], content["graph"], content["fit"]
-    outcomes = [check["outcome"] for check in content["checks"]]
+def _text(about: Any, graph: Any, checks: Any, kernels: Any, fit: Any, path: Path) -> str:
+    outcomes = [check["outcome"] for check in checks]
     counts = ", ".join(f"{outcomes.count(o)} {o}" for o in ("passed", "failed", "skipped"))
     versions = ("herta_gpu", "cupy", "cuda_runtime", "cuda_driver", "python", "numpy")
     known = ", ".join(f"{name} {about[name]}" for name in versions if name in about)
     spent = ", ".join(f"{name} {s:.2f}" for name, s in fit["seconds"].items() if s >= 0.005)
-    meaningless = [f"**{about['times']}**"] if about["times"] == EMULATED else []
-    return "\n\n".join(
-        [
-            f"herta selftest on {about['device']}: {about['model']}, "
-            f"{bytes_text(about['free_bytes'])} free; {known}",
-            f"checks: {counts}",
-            *(f"- {c['name']}: {c['outcome']}, {c['detail']}" for c in content["checks"]
-              if c["outcome"] != "passed"),
-            *meaningless,
-            f"{graph['name']}: {graph['nodes']:,} nodes, {graph['edges']:,} edges, float32; "
-            "milliseconds",
-            _kernel_table(content["kernels"]),
-            f"fit: {fit['status']} after {fit['steps']} steps, {fit['certificate']}; "
-            f"seconds: {spent}",
-            f"all of it: {content['file']}",
-        ]
-    )  # fmt: skip
+    odd = [c for c in checks if c["outcome"] != "passed"]
+    parts = [
+        f"herta selftest on {about['device']}: {about['model']}, "
+        f"{bytes_text(about['free_bytes'])} free; {known}",
+        f"checks: {counts}",
+        *(f"- {c['name']}: {c['outcome']}, {c['detail']}" for c in odd),
+        f"**{EMULATED}**" if about["times"] == EMULATED else "",
+        f"{graph['name']}: {graph['nodes']:,} nodes, {graph['edges']:,} edges, float32; "
+        "milliseconds",
+        _kernel_table(kernels),
+        f"fit: {fit['status']} after {fit['steps']} steps, {fit['certificate']}; seconds: {spent}",
+        f"all of it: {path}",
+    ]
+    return "\n\n".join(filter(None, parts))
 
 
 def _kernel_table(kernels: list[dict[str, Any]]) -> str:
     """A row for each kernel, a column for each number of columns, as forums and issues show it."""
     widths = sorted({row["columns"] for row in kernels})
     at = {(row["kernel"], row["columns"]): row["seconds"] for row in kernels}
+    names = list(dict.fromkeys(row["kernel"] for row in kernels))
     lines = [["kernel", *(f"k = {k}" for k in widths)], ["---", *("---:" for _ in widths)]]
-    for name in dict.fromkeys(row["kernel"] for row in kernels):
+    for name in names:
         times = (at.get((name, k)) for k in widths)
         lines.append([name, *(NOTHING if s is None else f"{1e3 * s:.3g}" for s in times)])
-    library = next((name for name in LIBRARY if any((name, k) in at for k in widths)), None)
-    ahead = (f"{at[library, k] / at['apply_H', k]:.2f}" for k in widths)
+    ahead = (f"{at[names[1], k] / at[names[0], k]:.2f}" for k in widths)
     lines.append(["product of the library / apply_H", *ahead])
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)

@@ -1,28 +1,127 @@
-"""`herta train`: train a model, prove how good it is, and keep it in a run folder if asked to."""
+"""`herta train`, and what other commands do like it: model and data from the options, one fit."""
 
 from __future__ import annotations
 
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
+from herta_gpu import backends, datasets
 from herta_gpu.app.crew import Sharing
-from herta_gpu.app.experiment import Source, fit, make_model, make_smoother, tell_of_compilation
 from herta_gpu.app.report import write_report
-from herta_gpu.app.results import Candidate, CommandOutput, FitResult
-from herta_gpu.app.runs import Onlooker, Run, check_free, environment, read_config, smoother_of
-from herta_gpu.backends import backend_for
-from herta_gpu.datasets import Dataset, check_budget, load, writes_first
+from herta_gpu.app.results import Candidate, CommandOutput, FitResult, nodes_of_split
+from herta_gpu.app.runs import Run, check_free, environment, read_config, smoother_of
+from herta_gpu.datasets import Dataset
 from herta_gpu.herta import HERTA
 from herta_gpu.more.smoothing import CorrectAndSmooth
-from herta_gpu.plumbing.checks import memory_budget
+from herta_gpu.plumbing.checkpoint import Checkpoint
+from herta_gpu.plumbing.checks import check_rows, memory_budget
 from herta_gpu.plumbing.progress import Stages
 
 _REPEAT = "config.json beside this page holds all that is needed to repeat the run."
+
+
+def run(args: argparse.Namespace) -> CommandOutput:
+    """herta train DATASET, or herta train --resume RUN"""
+    result = _begin(args) if args.resume is None else _resume(args)
+    text = result.text(args.out if args.resume is None else args.resume)
+    return CommandOutput(result.as_json(), text, result.diverged)
+
+
+# ---- what the options describe ----------------------------------------------------------------
+def make_model(args: argparse.Namespace, **changes: Any) -> HERTA:
+    """The estimator that the options describe, with some parameters changed."""
+    params = {name: getattr(args, name) for name in HERTA._defaults() if hasattr(args, name)}
+    return HERTA(**{**params, **changes})
+
+
+def make_smoother(args: argparse.Namespace) -> CorrectAndSmooth | None:
+    """Correct and Smooth as the options describe it, if they do; checked."""
+    lams = getattr(args, "correct_and_smooth", None)
+    if lams is None:
+        return None
+    how = {"device": args.device, "memory_budget": args.memory_budget}
+    made = CorrectAndSmooth(lams[0], lams[1], **how)
+    made._checked()
+    if args.loss == "bce":
+        raise ValueError("Correct and Smooth is for one class per node, not for loss bce.")
+    return made
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where the data come from, and how they are prepared for training."""
+
+    dataset: str
+    data_dir: str | None
+    split: str | None
+    normalize: str | None
+    log_degree: bool
+    random_state: int
+
+    @classmethod
+    def of(cls, about: dict[str, Any]) -> Source:
+        """That of the options of a command, or of the configuration of a run."""
+        return cls(**{name: about[name] for name in cls.__dataclass_fields__})
+
+    def load(self, stages: Stages, share: Callable[[Dataset], Dataset]) -> Dataset:
+        """The dataset with a split and with the features as they will be used.
+
+        `share` makes of the whole dataset what this process works on.
+        """
+        name, seed = self.dataset, self.random_state
+        data = datasets.load(name, self.data_dir, random_state=seed, stages=stages)
+        if data.y is None:
+            raise ValueError(f"{name} has no labels to train on.")
+        data, normalize = data.with_split(self.split, seed), self.normalize
+        if data.X is not None and data.X.shape[1] > 0:
+            normalize = data.normalization(normalize)  # the features of all nodes decide
+            data = share(data)
+        return with_features(data, normalize, self.log_degree)
+
+
+def with_features(data: Dataset, normalize: str | None, log_degree: bool) -> Dataset:
+    """A dataset with the features as they will be used."""
+    if data.X is None or data.X.shape[1] == 0:
+        raise ValueError(f"{data.name} has no features: HERTA needs some to train on.")
+    if normalize != "none":
+        check_rows("X", data.X, data.graph)  # NaN would spread over whole rows and columns
+    data = data.normalized(normalize)
+    return data.with_log_degree() if log_degree else data
+
+
+def tell_of_compilation(stages: Stages) -> None:
+    """Say that the first fit ever compiles the CPU kernels, which takes half a minute."""
+    folder = Path(backends.__file__).parent / "cpu" / "kernels" / "__pycache__"
+    elsewhere = "NUMBA_CACHE_DIR" in os.environ or not os.access(folder, os.W_OK)
+    if backends.compiled_kernels() and not elsewhere and not any(folder.glob("laplacian*.nbi")):
+        stages.note("The first run compiles the CPU kernels: up to a minute, once.", stays=True)
+
+
+# ---- a fit, and the folder that it goes into --------------------------------------------------
+def fit(
+    model: HERTA,
+    data: Dataset,
+    stages: Stages,
+    callback: Callable[[dict[str, Any]], Any] | None = None,
+    checkpoint: Checkpoint | None = None,
+    smoother: CorrectAndSmooth | None = None,
+) -> FitResult:
+    """Train on the training nodes and evaluate on every part; `stages` times all of it.
+
+    A `smoother` corrects and smooths the outputs by the labels of the training nodes.
+    """
+    train, nodes = data.split["train"], nodes_of_split(data.split)
+    model.fit(data.graph, data.X, data.y, train, callback, checkpoint, stages, nodes)
+    if smoother is not None:
+        with stages("correct, smooth"):
+            smoother.fit(data.graph, model, data.y, train, X=data.X)
+    return FitResult.from_fit(model, data, stages, smoother)
 
 
 @dataclass(frozen=True)
@@ -37,54 +136,93 @@ class Job:
     sharing: Sharing
     candidates: Sequence[Candidate] | None = None  # those that `tune` compared
 
+    @classmethod
+    def of(cls, args: argparse.Namespace, stages: Stages) -> Job:
+        """That which the options of a command describe, with its data loaded."""
+        how = (getattr(args, "ranks_split", "auto"), getattr(args, "partition", "blocks"))
+        sharing = Sharing(args.crew, *how)
+        source, smoother = Source.of(vars(args)), make_smoother(args)
+        tell_of_compilation(stages)
+        return cls.load(source, make_model(args), smoother, sharing, stages)
 
-def run(args: argparse.Namespace) -> CommandOutput:
-    """herta train DATASET, or herta train --resume RUN"""
-    result = _begin(args) if args.resume is None else _resume(args)
-    text = result.text(args.out if args.resume is None else args.resume)
-    return CommandOutput(result.as_json(), text, result.diverged)
+    @classmethod
+    def load(
+        cls,
+        source: Source,
+        model: HERTA,
+        smoother: CorrectAndSmooth | None,
+        sharing: Sharing,
+        stages: Stages,
+    ) -> Job:
+        """With what this process has of the dataset, and how that was shared out."""
+        crew, where = sharing.crew, (source.dataset, source.data_dir)
+
+        def share(data: Dataset) -> Dataset:
+            nonlocal sharing
+            sharing = sharing.decide(data, model, smoother is not None, stages)
+            return sharing.share(data)
+
+        with stages("load"):
+            datasets.check_budget(*where, model.memory_budget)
+            if crew.size > 1 and datasets.writes_first(*where):
+                crew.let_first(lambda: datasets.load(*where, True, source.random_state, stages))
+            data = source.load(stages, share)
+        return cls(model, data, source, stages, smoother, sharing)
+
+    def train(self, out: str | None, overwrite: bool) -> FitResult:
+        """Fit, into a run folder if one is asked for."""
+        if out is None:
+            return self._fit(None)
+        first = self.sharing.crew.first
+        with Run.create(out, overwrite) if first else nullcontext(Run(out)) as folder:
+            _write_config(folder, self)
+            if self.candidates is not None:
+                told = [asdict(c) for c in self.candidates]
+                folder.write_json("tune.json", {"candidates": told})
+            return self.train_into(folder)
+
+    def train_into(self, folder: Run) -> FitResult:
+        """Train with a run folder that is complete up to the last step at any moment."""
+        folder.checkpoint.split = self.data.split
+        result = self._fit(folder)
+        if folder.owned:
+            place = folder.folder
+            self.model.save(place / "model.npz")
+            pages = (place / "report.html", self.candidates, place / "convergence.png")
+            write_report(self.model, result, *pages, _REPEAT)
+            folder.write_json("result.json", result.as_json())  # last: with it a run is finished
+            folder.checkpoint.delete()
+        return result
+
+    def _fit(self, folder: Run | None) -> FitResult:
+        """A fit whose plan and result tell what was shared out."""
+        kept: dict[str, Any] = {}
+        if folder is not None:
+            kept = {"callback": folder.record, "checkpoint": folder.checkpoint}
+        result = fit(self.model, self.data, self.stages, smoother=self.smoother, **kept)
+        sharing, plan = self.sharing, self.model.plan_
+        if sharing.decision is None:
+            return result
+        self.model.plan_ = replace(plan, decisions=(sharing.decision, *plan.decisions))
+        return replace(result, ranks_split=sharing.split, partition=sharing.partitioned)
 
 
 def _begin(args: argparse.Namespace) -> FitResult:
     """Train anew; what is asked wrongly is refused before the data are loaded."""
     model, smoother, crew = make_model(args), make_smoother(args), args.crew
     model._checked(crew if crew.size > 1 else None)
-    wish = Sharing(crew, args.ranks_split, args.partition)
-    wish.check(smoother is not None)
+    Sharing(crew, args.ranks_split, args.partition).check(smoother is not None)
     if crew.first:
         check_free(args.out, args.overwrite)
-    stages = Stages(args.verbose)
-    tell_of_compilation(stages)
-    job = _load(Source.of(vars(args)), model, smoother, wish, stages)
-    return train(job, args.out, args.overwrite)
-
-
-def _load(
-    source: Source, model: HERTA, smoother: CorrectAndSmooth | None, wish: Sharing, stages: Stages
-) -> Job:
-    """What this process has of a dataset, and how it was shared out."""
-    sharing = wish
-
-    def share(data: Dataset) -> Dataset:
-        nonlocal sharing
-        sharing = wish.decide(data, model, smoother is not None, stages)
-        return sharing.share(data)
-
-    with stages("load"):
-        where = (source.dataset, source.data_dir)
-        check_budget(*where, model.memory_budget)
-        if wish.crew.size > 1 and writes_first(*where):
-            wish.crew.let_first(lambda: load(*where, True, source.random_state, stages))
-        data = source.load(stages, share)
-    return Job(model, data, source, stages, smoother, sharing)
+    return Job.of(args, Stages(args.verbose)).train(args.out, args.overwrite)
 
 
 def _resume(args: argparse.Namespace) -> FitResult:
     """Go on with a run; everything that it needs stands in its config.json."""
     crew, stages = args.crew, Stages(args.verbose)
     config = crew.agree(read_config(args.resume) if crew.first else None)
-    with Run.reopen(args.resume) if crew.first else nullcontext(Onlooker(args.resume)) as folder:
-        finished = crew.agree(folder.result() if crew.first else None)
+    with Run.reopen(args.resume) if crew.first else nullcontext(Run(args.resume)) as folder:
+        finished: FitResult | None = crew.agree(folder.result() if crew.first else None)
         if finished is not None:  # the run is complete, only its checkpoint may be left
             stages.note(f"{args.resume} is finished: this is its result.")
             return finished
@@ -97,32 +235,9 @@ def _resume(args: argparse.Namespace) -> FitResult:
         source = Source.of({**config, "random_state": params["random_state"]})
         # Earlier versions shared out columns only.
         split, partition = config.get("ranks_split") or "columns", config.get("partition")
-        wish = Sharing(crew, split if crew.size > 1 else "auto", partition or "blocks")
-        job = _load(source, HERTA(**params), smoother_of(config), wish, stages)
-        return _train_into(folder, job)
-
-
-def train(job: Job, out: str | None, overwrite: bool) -> FitResult:
-    """Fit, into a run folder if one is asked for."""
-    if out is None:
-        return _fit(job, None)
-    owned = Run.create(out, overwrite) if job.sharing.crew.first else None
-    with owned or nullcontext(Onlooker(out)) as folder:
-        _write_config(folder, job)
-        if job.candidates is not None:
-            folder.write_json("tune.json", {"candidates": [asdict(c) for c in job.candidates]})
-        return _train_into(folder, job)
-
-
-def _fit(job: Job, folder: Run | None) -> FitResult:
-    """A fit whose plan and result tell what was shared out."""
-    record, checkpoint = (None, None) if folder is None else (folder.record, folder.checkpoint)
-    result = fit(job.model, job.data, job.stages, record, checkpoint, job.smoother)
-    sharing, plan = job.sharing, job.model.plan_
-    if sharing.decision is None:
-        return result
-    job.model.plan_ = replace(plan, decisions=(sharing.decision, *plan.decisions))
-    return replace(result, ranks_split=sharing.split, partition=sharing.partitioned)
+        sharing = Sharing(crew, split if crew.size > 1 else "auto", partition or "blocks")
+        job = Job.load(source, HERTA(**params), smoother_of(config), sharing, stages)
+        return job.train_into(folder)
 
 
 def _write_config(folder: Run, job: Job) -> None:
@@ -131,32 +246,21 @@ def _write_config(folder: Run, job: Job) -> None:
     if model.memory_budget is None:
         # The budget decides how many columns are solved at once, which decides the last bits:
         # it is stored, so that a repeated run has the same.
-        free = backend_for(model.device, data.graph, data.X).memory_everywhere()
+        free = backends.backend_for(model.device, data.graph, data.X).memory_everywhere()
         model.set_params(memory_budget=memory_budget(None, free))
     name, place = source.dataset, source.data_dir
     is_path = name.endswith(".npz") or os.sep in name  # absolute, it is found from any folder
-    config: dict[str, Any] = {"dataset": os.path.abspath(name) if is_path else name}
-    config |= {"split": source.split, "log_degree": source.log_degree}
-    config["normalize"] = data.metadata.get("normalize")
-    config["data_dir"] = None if place is None else os.path.abspath(place)
-    config["label_names"] = data.metadata.get("label_names")
-    config["params"] = {**model.get_params(), "verbose": False}
-    config["correct_and_smooth"] = None if job.smoother is None else job.smoother.get_params()
-    config |= {"ranks_split": job.sharing.split, "partition": job.sharing.partitioned}
-    config["environment"] = environment(job.sharing.crew.size)
+    config = {
+        "dataset": os.path.abspath(name) if is_path else name,
+        "split": source.split,
+        "log_degree": source.log_degree,
+        "normalize": data.metadata.get("normalize"),
+        "data_dir": None if place is None else os.path.abspath(place),
+        "label_names": data.metadata.get("label_names"),
+        "params": {**model.get_params(), "verbose": False},
+        "correct_and_smooth": None if job.smoother is None else job.smoother.get_params(),
+        "ranks_split": job.sharing.split,
+        "partition": job.sharing.partitioned,
+        "environment": environment(job.sharing.crew.size),
+    }
     folder.write_json("config.json", config)
-
-
-def _train_into(folder: Run, job: Job) -> FitResult:
-    """Train with a run folder that is complete up to the last step at any moment."""
-    folder.checkpoint.split = job.data.split
-    result = _fit(job, folder)
-    if isinstance(folder, Onlooker):
-        return result
-    place = folder.folder
-    job.model.save(place / "model.npz")
-    picture = place / "convergence.png"
-    write_report(job.model, result, place / "report.html", job.candidates, picture, _REPEAT)
-    folder.write_json("result.json", result.as_json())  # last: a run with a result is finished
-    folder.checkpoint.delete()
-    return result

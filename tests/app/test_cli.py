@@ -17,9 +17,9 @@ import pytest
 from herta_gpu import HERTA
 from herta_gpu.app.arguments import parser
 from herta_gpu.app.cli import main
-from herta_gpu.app.experiment import fit, make_model
 from herta_gpu.app.metrics import accuracy, rocauc
 from herta_gpu.app.runs import Run, read_config
+from herta_gpu.app.train import fit, make_model
 from herta_gpu.backends.base import Backend
 from herta_gpu.datasets import load, sizes
 from herta_gpu.plumbing.partition import rows_moved

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from herta_gpu import HERTA, Certificate
-from herta_gpu.app.experiment import fit
 from herta_gpu.app.results import FitResult
+from herta_gpu.app.train import fit
 from herta_gpu.datasets import load
 from herta_gpu.plumbing.progress import Stages
 

@@ -106,13 +106,14 @@ def test_steps_are_on_disk_while_training_runs(tmp_path):
     assert seen == list(range(1, len(seen) + 1))
 
 
-def test_a_failed_write_leaves_the_old_file(tmp_path):
+def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
     with Run.create(tmp_path / "r") as mine:
-        mine.write_text("a.txt", "old")
+        mine.write_json("a.json", {"old": 1})
+        monkeypatch.setattr(json, "dumps", lambda *args, **how: "new \ud800")
         with pytest.raises(UnicodeEncodeError):
-            mine.write_text("a.txt", "new \ud800")
-        assert sorted(p.name for p in mine.folder.iterdir()) == [".lock", "a.txt"]
-        assert (mine.folder / "a.txt").read_text() == "old"
+            mine.write_json("a.json", {})
+        assert sorted(p.name for p in mine.folder.iterdir()) == [".lock", "a.json"]
+        assert json.loads((mine.folder / "a.json").read_text()) == {"old": 1}
 
 
 def test_the_picture_and_the_page(run):

@@ -10,8 +10,7 @@ import pytest
 
 from herta_gpu import HERTA, CorrectAndSmooth
 from herta_gpu.app.cli import main
-from herta_gpu.app.search import Directions, rows_for_each
-from herta_gpu.app.tune import Grid, tune
+from herta_gpu.app.tune import Directions, Grid, rows_for_each, tune
 from herta_gpu.datasets import Dataset, load
 from tests.conftest import dense_H, problem, random_graph
 
