@@ -206,16 +206,29 @@ dataset : {", ".join(FROM_FILES)}
 {_DIR}
 """
 _RUN: dict[str, Any] = {
-    "train": train.run, "plan": plan.run, "tune": tune.run, "predict": predict.run,
-    "compare": compare.run, "profile": compare.profile, "convert": info.convert,
-    "selftest": selftest.run, "info": info.run,
-}  # fmt: skip
+    "train": train.run,
+    "plan": plan.run,
+    "tune": tune.run,
+    "predict": predict.run,
+    "compare": compare.run,
+    "profile": compare.profile,
+    "convert": info.convert,
+    "selftest": selftest.run,
+    "info": info.run,
+}
 # The type of what follows a flag; text, where it is not named here.
 _TYPES: dict[str, Any] = {
-    "L|L,L,...": _lam, "L,L,...": _numbers, "R,R,...": _numbers, "L,L": _two, "A": float,
-    "N": int, "FOLDS": int, "A,B": partial(_words, DEVICES), "RATE|spectral": _rate,
+    "L|L,L,...": _lam,
+    "L,L,...": _numbers,
+    "R,R,...": _numbers,
+    "L,L": _two,
+    "A": float,
+    "N": int,
+    "FOLDS": int,
+    "A,B": partial(_words, DEVICES),
+    "RATE|spectral": _rate,
     "mse,ce|bce": partial(_words, LOSS_NAMES),
-}  # fmt: skip
+}
 # What argparse has to know beyond the text, by flag, or by command and flag.
 _MORE: dict[str, dict[str, Any]] = {
     "--split": {"action": _Split},

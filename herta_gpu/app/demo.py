@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from herta_gpu import HERTA
-from herta_gpu.app.text import count_text
+from herta_gpu.app.results import count_text
 from herta_gpu.datasets import digits
 
 

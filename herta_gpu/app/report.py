@@ -295,15 +295,17 @@ def _draw_convergence(model: HERTA) -> bytes | None:
     losses, gaps = ([h[name] for h in history] for name in ("loss", "certificate"))
     bound = losses[-1] - model.certificate_.gap
     above = [(loss - bound) / bound if bound > 0 else math.inf for loss in losses]
-    curves = (("loss above the proven bound", "-", "#9db7d5", above),
-              ("certificate of the step", "o-", "#1f5fa8", gaps))  # fmt: skip
+    upper = {
+        "loss above the proven bound": (above, {"color": "#9db7d5"}),
+        "certificate of the step": (gaps, {"color": "#1f5fa8", "marker": "o"}),
+    }
     for (top, bottom), name in zip(axes.T, ("step", "seconds")):
         # Steps on a cheaper model come first; those of the fit are numbered after them.
         values = list(range(len(history))) if name == "step" else [h[name] for h in history]
-        for label, line, colour, found in curves:  # what a logarithmic axis can show
+        for label, (found, how) in upper.items():  # what a logarithmic axis can show
             points = [(a, b) for a, b in zip(values, found) if b is not None and 0 < b < math.inf]
             if points:
-                top.plot(*zip(*points), line, color=colour, label=label, markersize=4)
+                top.plot(*zip(*points), label=label, markersize=4, **how)
         if top.lines:
             top.set_yscale("log")
             top.axhline(model.tol, color="#888888", linestyle="--", linewidth=1, label="tol")
@@ -359,11 +361,9 @@ def draw_bars(groups: dict[str, dict[str, float]]) -> bytes:
     first, height = next(iter(groups.values())), 0.8 / len(groups)
     stages = [s for s in first if any(spent.get(s, 0.0) > least for spent in groups.values())]
     for i, (name, seconds) in enumerate(groups.items()):
-        at, values = (
-            [j + i * height for j in range(len(stages))],
-            [seconds.get(s, 0.0) for s in stages],
-        )
-        drawn = axis.barh(at, values, height=height, label=name, color=COLOURS[i % len(COLOURS)])
+        at = [j + i * height for j in range(len(stages))]
+        values = [seconds.get(s, 0.0) for s in stages]
+        drawn = axis.barh(at, values, height=height, label=name, color=COLOURS[i])
         axis.bar_label(drawn, [f"{v:.3g} s" for v in values], padding=3, fontsize=8)
     axis.set_yticks([j + 0.4 - height / 2 for j in range(len(stages))], stages)
     axis.invert_yaxis()

@@ -352,16 +352,7 @@ def _parts_text(scores: dict[str, float]) -> str:
 
 
 def table(rows: Rows, header: bool = True) -> str:
-    """Rows of text with every column padded to its widest entry.
-
-    Examples
-    --------
-    >>> from herta_gpu.app.results import table
-    >>> print(table([("stage", "seconds"), ("train", "0.5")]))
-    stage  seconds
-    -----  -------
-    train  0.5
-    """
+    """Rows of text with every column padded to its widest entry."""
     widths = [max(map(len, column)) for column in zip(*rows)]
     lines = ["  ".join(f"{cell:<{w}}" for cell, w in zip(row, widths)).rstrip() for row in rows]
     if header:

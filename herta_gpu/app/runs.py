@@ -26,13 +26,8 @@ from herta_gpu.herta import HERTA
 from herta_gpu.more.smoothing import CorrectAndSmooth
 from herta_gpu.plumbing.checkpoint import Checkpoint
 from herta_gpu.plumbing.checks import BudgetError, check_choice
-from herta_gpu.plumbing.files import DataError, check_place, check_target, new_file, why
+from herta_gpu.plumbing.files import DataError, check_place, check_target, lock_path, new_file, why
 from herta_gpu.plumbing.models import check_entries, check_params, to_plain
-
-try:
-    import fcntl
-except ImportError:  # it is part of Python on POSIX only
-    fcntl = None  # type: ignore[assignment]
 
 _FILES = (
     *("config.json", "metrics.jsonl", "model.npz", "result.json", "report.html"),
@@ -210,14 +205,12 @@ def _move(source: Path, target: Path) -> None:
 @contextlib.contextmanager
 def _lock(folder: Path) -> Iterator[None]:
     """Lock a folder; the operating system frees it when the process ends, however it ends."""
-    with open(folder / ".lock", "a+", encoding="utf-8") as file:
-        try:
-            if fcntl is not None:  # without locks, files still appear whole
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+    (folder / ".lock").touch()
+    with lock_path(folder / ".lock") as free:
+        if not free and os.name == "posix":  # elsewhere, files still appear whole
             raise RuntimeError(
                 f"Another process is writing a run into {folder}: choose another folder."
-            ) from None
+            )
         yield
 
 
@@ -240,7 +233,16 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     path = Path(folder) / "config.json"
     if not path.is_file():
         raise FileNotFoundError(f"{folder} is no run: it has no config.json.")
-    return _read_json(path, _checked_config)
+
+    def check(content: Any) -> dict[str, Any]:
+        check_entries(content, _CONFIG)
+        check_params(HERTA, content["params"])
+        HERTA(**content["params"])._settings()
+        smoother_of(content)
+        check_choice("normalize", content["normalize"], (None, *NORMALIZATIONS))
+        return dict(content)
+
+    return _read_json(path, check)
 
 
 def smoother_of(config: dict[str, Any]) -> CorrectAndSmooth | None:
@@ -262,13 +264,3 @@ def _read_json(path: Path, read: Callable[[Any], T]) -> T:
         return read(json.loads(path.read_text(encoding="utf-8")))
     except (ValueError, TypeError, RecursionError) as error:
         raise DataError(f"{path} is damaged ({why(error)}).") from None
-
-
-def _checked_config(content: Any) -> dict[str, Any]:
-    check_entries(content, _CONFIG)
-    check_params(HERTA, content["params"])
-    HERTA(**content["params"])._settings()
-    smoother_of(content)
-    if content["normalize"] is not None:
-        check_choice("normalize", content["normalize"], NORMALIZATIONS)
-    return dict(content)

@@ -28,7 +28,7 @@ from herta_gpu.app.runs import check_new_file, environment, write_json
 from herta_gpu.backends import get_backend
 from herta_gpu.graph import Graph
 from herta_gpu.herta import HERTA
-from herta_gpu.plumbing.progress import Stages
+from herta_gpu.plumbing.progress import SHORTEST, Stages
 
 LAM = 1000.0  # CG is far from done after the steps that are timed
 HALF_STEPS = 4  # of Chebyshev with neighbours in float16, which are timed together
@@ -77,10 +77,11 @@ def run(args: argparse.Namespace) -> CommandOutput:
     graph = {"name": name, "nodes": data.graph.num_nodes, "edges": data.graph.num_edges}
     fit: dict[str, Any] = {"status": model.status_, "certificate": str(model.certificate_)}
     fit |= {"steps": len(model.history_) - 1, "seconds": model.stages_}
-    content = {"about": about, "graph": graph, "checks": found, "kernels": kernels, "fit": fit}
-    write_json(path, {**content, "file": str(path)})
+    content: dict[str, Any] = {"about": about, "graph": graph, "checks": found}
+    content |= {"kernels": kernels, "fit": fit, "file": str(path)}
+    write_json(path, content)
     failed = any(check["outcome"] == "failed" for check in found)
-    return CommandOutput({**content, "file": str(path)}, _text(**content, path=path), failed)
+    return CommandOutput(content, _text(content), failed)
 
 
 def _about(backend: Any) -> dict[str, Any]:
@@ -103,7 +104,7 @@ def _checks(backend: Any, size: Size) -> Iterator[tuple[str, Callable[[], Any]]]
     """(name, check) of all that is asked of a device."""
     cuda = backend.name == "cuda"
     devices = ("cuda", "cpu") if cuda else ("cpu", "cpu-scipy")
-    yield "primitives", partial(checks.check_kernels, backend)
+    yield "primitives", partial(checks.check_primitives, backend)
     for name, dtype in product(size.fits, size.dtypes):
         yield f"fit: {name}, {dtype}", partial(checks.check_fit, name, dtype, devices)
     yield "sampled edges", partial(checks.check_sampled_edges_end_to_end, devices)
@@ -189,24 +190,24 @@ def _actions(backend: Any, L: Any, M: Any, k: int) -> Iterator[tuple[str, Callab
 
 
 # ---- the report -------------------------------------------------------------------------------
-def _text(about: Any, graph: Any, checks: Any, kernels: Any, fit: Any, path: Path) -> str:
+def _text(content: dict[str, Any]) -> str:
+    about, graph, checks, kernels, fit = (v for k, v in content.items() if k != "file")
     outcomes = [check["outcome"] for check in checks]
     counts = ", ".join(f"{outcomes.count(o)} {o}" for o in ("passed", "failed", "skipped"))
     versions = ("herta_gpu", "cupy", "cuda_runtime", "cuda_driver", "python", "numpy")
     known = ", ".join(f"{name} {about[name]}" for name in versions if name in about)
-    spent = ", ".join(f"{name} {s:.2f}" for name, s in fit["seconds"].items() if s >= 0.005)
-    odd = [c for c in checks if c["outcome"] != "passed"]
+    spent = ", ".join(f"{name} {s:.2f}" for name, s in fit["seconds"].items() if s >= SHORTEST)
+    size = f"{graph['nodes']:,} nodes, {graph['edges']:,} edges"
     parts = [
         f"herta selftest on {about['device']}: {about['model']}, "
         f"{bytes_text(about['free_bytes'])} free; {known}",
         f"checks: {counts}",
-        *(f"- {c['name']}: {c['outcome']}, {c['detail']}" for c in odd),
+        *("- {name}: {outcome}, {detail}".format(**c) for c in checks if c["outcome"] != "passed"),
         f"**{EMULATED}**" if about["times"] == EMULATED else "",
-        f"{graph['name']}: {graph['nodes']:,} nodes, {graph['edges']:,} edges, float32; "
-        "milliseconds",
+        f"{graph['name']}: {size}, float32; milliseconds",
         _kernel_table(kernels),
         f"fit: {fit['status']} after {fit['steps']} steps, {fit['certificate']}; seconds: {spent}",
-        f"all of it: {path}",
+        f"all of it: {content['file']}",
     ]
     return "\n\n".join(filter(None, parts))
 

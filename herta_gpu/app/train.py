@@ -28,9 +28,16 @@ _REPEAT = "config.json beside this page holds all that is needed to repeat the r
 
 def run(args: argparse.Namespace) -> CommandOutput:
     """herta train DATASET, or herta train --resume RUN"""
-    result = _begin(args) if args.resume is None else _resume(args)
-    text = result.text(args.out if args.resume is None else args.resume)
-    return CommandOutput(result.as_json(), text, result.diverged)
+    if args.resume is not None:
+        result = _resume(args)
+    else:  # what is asked wrongly is refused before the data are loaded
+        job, crew = Job.of(args, Stages(args.verbose)), args.crew
+        job.model._checked(crew if crew.size > 1 else None)
+        job.sharing.check(job.smoother is not None)
+        if crew.first:
+            check_free(args.out, args.overwrite)
+        result = job.load().train(args.out, args.overwrite)
+    return CommandOutput(result.as_json(), result.text(args.resume or args.out), result.diverged)
 
 
 # ---- what the options describe ----------------------------------------------------------------
@@ -129,45 +136,37 @@ class Job:
     """A model, the data that it is to be trained on, and how they came about."""
 
     model: HERTA
-    data: Dataset
     source: Source
-    stages: Stages
     smoother: CorrectAndSmooth | None
     sharing: Sharing
+    stages: Stages
+    data: Any = None  # what this process has of the dataset, once that is loaded
     candidates: Sequence[Candidate] | None = None  # those that `tune` compared
 
     @classmethod
     def of(cls, args: argparse.Namespace, stages: Stages) -> Job:
-        """That which the options of a command describe, with its data loaded."""
+        """That which the options of a command describe."""
         how = (getattr(args, "ranks_split", "auto"), getattr(args, "partition", "blocks"))
-        sharing = Sharing(args.crew, *how)
-        source, smoother = Source.of(vars(args)), make_smoother(args)
-        tell_of_compilation(stages)
-        return cls.load(source, make_model(args), smoother, sharing, stages)
+        sharing, source = Sharing(args.crew, *how), Source.of(vars(args))
+        return cls(make_model(args), source, make_smoother(args), sharing, stages)
 
-    @classmethod
-    def load(
-        cls,
-        source: Source,
-        model: HERTA,
-        smoother: CorrectAndSmooth | None,
-        sharing: Sharing,
-        stages: Stages,
-    ) -> Job:
-        """With what this process has of the dataset, and how that was shared out."""
+    def load(self) -> Job:
+        """The same with its data, and how they were shared out."""
+        sharing, stages, source = self.sharing, self.stages, self.source
         crew, where = sharing.crew, (source.dataset, source.data_dir)
 
         def share(data: Dataset) -> Dataset:
             nonlocal sharing
-            sharing = sharing.decide(data, model, smoother is not None, stages)
+            sharing = sharing.decide(data, self.model, self.smoother is not None, stages)
             return sharing.share(data)
 
+        tell_of_compilation(stages)
         with stages("load"):
-            datasets.check_budget(*where, model.memory_budget)
+            datasets.check_budget(*where, self.model.memory_budget)
             if crew.size > 1 and datasets.writes_first(*where):
                 crew.let_first(lambda: datasets.load(*where, True, source.random_state, stages))
             data = source.load(stages, share)
-        return cls(model, data, source, stages, smoother, sharing)
+        return replace(self, data=data, sharing=sharing)
 
     def train(self, out: str | None, overwrite: bool) -> FitResult:
         """Fit, into a run folder if one is asked for."""
@@ -207,16 +206,6 @@ class Job:
         return replace(result, ranks_split=sharing.split, partition=sharing.partitioned)
 
 
-def _begin(args: argparse.Namespace) -> FitResult:
-    """Train anew; what is asked wrongly is refused before the data are loaded."""
-    model, smoother, crew = make_model(args), make_smoother(args), args.crew
-    model._checked(crew if crew.size > 1 else None)
-    Sharing(crew, args.ranks_split, args.partition).check(smoother is not None)
-    if crew.first:
-        check_free(args.out, args.overwrite)
-    return Job.of(args, Stages(args.verbose)).train(args.out, args.overwrite)
-
-
 def _resume(args: argparse.Namespace) -> FitResult:
     """Go on with a run; everything that it needs stands in its config.json."""
     crew, stages = args.crew, Stages(args.verbose)
@@ -236,8 +225,8 @@ def _resume(args: argparse.Namespace) -> FitResult:
         # Earlier versions shared out columns only.
         split, partition = config.get("ranks_split") or "columns", config.get("partition")
         sharing = Sharing(crew, split if crew.size > 1 else "auto", partition or "blocks")
-        job = Job.load(source, HERTA(**params), smoother_of(config), sharing, stages)
-        return job.train_into(folder)
+        job = Job(HERTA(**params), source, smoother_of(config), sharing, stages)
+        return job.load().train_into(folder)
 
 
 def _write_config(folder: Run, job: Job) -> None:

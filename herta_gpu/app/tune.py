@@ -95,21 +95,25 @@ class Grid:
             check_lam(lam)
         for blocks in self.several:
             strengths(list(blocks), None)
-        by_loo, several = self.by == "loo", self.several or self.label_folds or self.smooth
-        wrong = {
-            "The loss bce stands alone: its labels are zeros and ones, and no scores of other "
-            "losses can be compared with its own.": "bce" in losses and len(losses) > 1,
-            "Correct and Smooth is for one class per node, not for loss bce.": "bce" in losses
-            and self.smooth,
-            "Leave-one-out is for one lam: several lam, label features and Correct and Smooth "
-            'are chosen on validation nodes (by="valid").': by_loo and several,
-            'Leave-one-out has a closed form for "mse" alone: leave out the others.': by_loo
-            and losses != ("mse",),
-            "Leave-one-out needs ridges above 0.": by_loo and min(self.ridges) == 0,
-        }
-        for sentence, holds in wrong.items():
-            if holds:
-                raise ValueError(sentence)
+        by_loo, bce = self.by == "loo", "bce" in losses
+        if bce and len(losses) > 1:
+            raise ValueError(
+                "The loss bce stands alone: its labels are zeros and ones, and no scores of other "
+                "losses can be compared with its own."
+            )
+        if bce and self.smooth:
+            raise ValueError("Correct and Smooth is for one class per node, not for loss bce.")
+        if by_loo and (self.several or self.label_folds or self.smooth):
+            raise ValueError(
+                "Leave-one-out is for one lam: several lam, label features and Correct and Smooth "
+                'are chosen on validation nodes (by="valid").'
+            )
+        if by_loo and losses != ("mse",):
+            raise ValueError(
+                'Leave-one-out has a closed form for "mse" alone: leave out the others.'
+            )
+        if by_loo and min(self.ridges) == 0:
+            raise ValueError("Leave-one-out needs ridges above 0.")
 
 
 def run(args: argparse.Namespace) -> CommandOutput:
@@ -125,7 +129,7 @@ def run(args: argparse.Namespace) -> CommandOutput:
             make_model(args, lam=lam, loss=loss, optimizer="cg")._checked()
     grid.check()
     check_free(args.out, args.overwrite)
-    job = Job.of(args, stages)
+    job = Job.of(args, stages).load()
     data, grid = job.data, grid.for_targets(job.data.y)
     for loss in grid.losses or ():  # before the search, which takes long
         model = make_model(args, lam=args.lams[0], loss=loss, optimizer="cg")
@@ -323,17 +327,7 @@ def rows_for_each(
     budget: int | str | None = None,
     tol: float = SOLVE_TOL,
 ) -> Any:
-    """(lams, len(rows), d) float32: the rows of H_lam^-1 X; by len(rows) columns or by d.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from herta_gpu.app.tune import rows_for_each
-    >>> from herta_gpu.datasets import load
-    >>> data = load("digits")
-    >>> rows_for_each(data.graph, data.X, np.arange(5), [1.0, 20.0]).shape
-    (2, 5, 65)
-    """
+    """(lams, len(rows), d) float32: the rows of H_lam^-1 X; by len(rows) columns or by d."""
     backend = get_backend(device)
     H = RegularizedLaplacian(graph, 1.0, backend, "float32")
     (n, d), count, sparse = X.shape, rows.shape[0], sp.issparse(X)

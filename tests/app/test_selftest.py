@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from herta_gpu.app import device_checks as checks
 from herta_gpu.app import selftest
 from herta_gpu.app.cli import main
 from herta_gpu.backends import get_backend
 from tests import cuda_device
+from tests.backends.cuda import primitive_checks as checks
 from tests.conftest import ROOT
 
 TINY = selftest.Size(
@@ -91,7 +91,7 @@ def test_a_device_that_computes_wrongly_fails(monkeypatch: pytest.MonkeyPatch, c
     assert main(["selftest", "--quick", "--device", "cpu", "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
     failed = {c["name"]: c["detail"] for c in found["checks"] if c["outcome"] == "failed"}
-    assert failed["primitives"].startswith("AssertionError: off by")
+    assert failed["primitives"].startswith("AssertionError: apply_H is off by")
 
 
 def test_a_block_that_does_not_fit_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:

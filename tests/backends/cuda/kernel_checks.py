@@ -18,7 +18,7 @@ from unittest import mock
 import numpy as np
 
 from herta_gpu import Graph
-from herta_gpu.app import device_checks as checks
+from tests.backends.cuda import primitive_checks as checks
 from tests.backends.cuda.kernel_sources import kernel_text
 
 CPU, LAM, SEED = checks.CPU, checks.LAM, checks.SEED

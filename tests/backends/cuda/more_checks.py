@@ -14,7 +14,7 @@ import numpy as np
 import scipy.sparse as sp
 
 import herta_gpu
-from herta_gpu.app import device_checks as checks
+from tests.backends.cuda import primitive_checks as checks
 
 FITS: dict[str, tuple[str, dict[str, Any]]] = (
     checks.FITS

@@ -19,12 +19,12 @@ import numpy as np
 import pytest
 
 from herta_gpu import HERTA, Graph, SDDSolver
-from herta_gpu.app import device_checks as checks
 from herta_gpu.app.cli import main
 from herta_gpu.backends.cuda.graphs import derived
 from herta_gpu.laplacian import RegularizedLaplacian, block_cg
 from herta_gpu.planning.memory import column_bytes
 from tests.backends.cuda import ledger_table, more_checks
+from tests.backends.cuda import primitive_checks as checks
 from tests.backends.cuda.kernel_checks import few_blocks
 from tests.conftest import ROOT, dense_H, random_graph
 

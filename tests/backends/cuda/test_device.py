@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from herta_gpu import Graph
-from herta_gpu.app import device_checks as checks
 from herta_gpu.backends.cuda.device import (
     SEGMENT,
     SHORTEST,
@@ -21,6 +20,7 @@ from herta_gpu.backends.cuda.device import (
     segment_length,
     vector_width,
 )
+from tests.backends.cuda import primitive_checks as checks
 from tests.conftest import on_device
 
 

@@ -15,9 +15,9 @@ import pytest
 import scipy.sparse as sp
 
 from herta_gpu import HERTA
-from herta_gpu.app import device_checks as checks
 from herta_gpu.backends import get_backend
 from herta_gpu.backends.cuda.device import tell_if_long
+from tests.backends.cuda import primitive_checks as checks
 from tests.conftest import ROOT, on_device
 
 G, ONES, Y = checks.graph("fit"), np.ones((60, 4)), np.arange(60) % 2

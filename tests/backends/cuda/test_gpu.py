@@ -23,9 +23,9 @@ import numpy as np
 import pytest
 
 from herta_gpu import HERTA
-from herta_gpu.app import device_checks as checks
 from herta_gpu.backends import get_backend
 from tests.backends.cuda import more_checks
+from tests.backends.cuda import primitive_checks as checks
 
 pytestmark = pytest.mark.gpu
 DTYPES = ("float32", pytest.param("float64", marks=pytest.mark.once))

@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from herta_gpu.app import device_checks as checks
 from herta_gpu.backends.cpu import philox
 from herta_gpu.backends.cuda.device import hadamard_passes
 from herta_gpu.graph import Graph
 from tests.backends.cuda import kernel_checks
+from tests.backends.cuda import primitive_checks as checks
 from tests.backends.cuda.kernel_sources import kernel_text
 from tests.backends.cuda.offset_checks import check_offsets
 

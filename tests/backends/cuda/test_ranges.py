@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from herta_gpu import HERTA
-from herta_gpu.app import device_checks as checks
 from herta_gpu.plumbing import progress
+from tests.backends.cuda import primitive_checks as checks
 
 
 def test_stages_and_steps_are_nested_ranges(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from herta_gpu import SDDSolver
-from herta_gpu.app import device_checks as checks
 from herta_gpu.backends.ranks.nccl import Nccl
+from tests.backends.cuda import primitive_checks as checks
 from tests.backends.cuda.test_gpu import backend as backend
 
 pytestmark = pytest.mark.gpu

@@ -17,8 +17,8 @@ import pytest
 
 import herta_gpu.features
 from herta_gpu import HERTA, SDDSolver
-from herta_gpu.app import device_checks as checks
 from herta_gpu.backends.cuda import device as cuda_device
+from tests.backends.cuda import primitive_checks as checks
 from tests.conftest import random_graph
 
 pytestmark = [pytest.mark.gpu, pytest.mark.once]

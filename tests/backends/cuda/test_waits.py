@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 
 import herta_gpu
-from herta_gpu.app import device_checks as checks
 from tests.backends.cuda import more_checks
+from tests.backends.cuda import primitive_checks as checks
 from tests.conftest import random_graph
 
 pytestmark = [pytest.mark.gpu, pytest.mark.once]
