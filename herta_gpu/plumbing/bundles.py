@@ -34,14 +34,6 @@ def unpack(
     """The bundle of an object that holds all of it; an X or y beside it goes first.
 
     Masks that nobody asks for are not looked at.
-
-    Examples
-    --------
-    >>> from herta_gpu.plumbing.bundles import unpack
-    >>> from herta_gpu.datasets import load
-    >>> bundle = unpack(load("digits"))
-    >>> bundle.X.shape, len(bundle.train), len(bundle.test)
-    ((1797, 65), 179, 1438)
     """
     if all(hasattr(data, name) for name in ("graph", "X", "y", "split")):
         found = Bundle(data.graph, data.X, data.y, *map(data.split.get, ("train", "test")))
@@ -52,8 +44,10 @@ def unpack(
             raise TypeError("This is a data set of PyG's: give one of its graphs, dataset[0].")
         if getattr(data, "edge_index", None) is None and getattr(data, "adj_t", None) is None:
             check_graph(data)
-        wanted = (("train_mask", train), ("test_mask", test))
-        masks = (mask_of(data, name) if asked else None for name, asked in wanted)
+        masks = [
+            _mask_of(data, name) if asked else None
+            for name, asked in (("train_mask", train), ("test_mask", test))
+        ]
         y = column_of(getattr(data, "y", None)) if y is None else y
         found = Bundle(pyg_graph(data), features_of(data), y, *masks)
     X, y = (found.X if X is None else X), (found.y if y is None else y)
@@ -98,19 +92,15 @@ def pyg_graph(data: Any) -> Graph:
     Weights are edge_weight, the values of adj_t, or an edge_attr of one real number per edge; more
     numbers per edge, or whole ones, which may be types of edges, are none.
     """
-    n = int(data.num_nodes)
     if getattr(data, "edge_index", None) is None:
         edges, weight = _sparse_parts(data.adj_t)
     else:
-        edges, weight = on_host(data.edge_index), getattr(data, "edge_weight", None)
-        if weight is not None:
-            weight = on_host(weight).reshape(-1)
-        elif getattr(data, "edge_attr", None) is not None:
-            given = on_host(data.edge_attr)
-            column = given.ndim == 1 or (given.ndim == 2 and given.shape[1] == 1)
-            weight = given.reshape(-1) if column and given.dtype.kind == "f" else None
+        edges, weight = on_host(data.edge_index), column_of(getattr(data, "edge_weight", None))
+        given = column_of(getattr(data, "edge_attr", None)) if weight is None else None
+        if given is not None and given.ndim == 1 and given.dtype.kind == "f":
+            weight = given
     weighted = weight is not None and bool((weight != 1).any())
-    return Graph.from_edges(edges, n, weight if weighted else None)
+    return Graph.from_edges(edges, int(data.num_nodes), weight if weighted else None)
 
 
 def features_of(data: Any) -> Any:
@@ -135,14 +125,13 @@ def column_of(given: Any) -> Any:
     return given[:, 0] if given.ndim == 2 and given.shape[1] == 1 else given
 
 
-def mask_of(data: Any, name: str) -> Any:
+def _mask_of(data: Any, name: str) -> Any:
     mask = column_of(getattr(data, name, None))
     if mask is not None and mask.ndim != 1:
-        short, _, _ = name.partition("_")
+        other = f", or by train=data.{name}[:, 0]." if name == "train_mask" else "."
         raise ValueError(
             f"{name} has {mask.shape[1]} columns, one for each split: choose one of them, as by "
-            f"data.{name} = data.{name}[:, 0]"
-            + (f", or by {short}=data.{name}[:, 0]." if short == "train" else ".")
+            f"data.{name} = data.{name}[:, 0]{other}"
         )
     return mask
 

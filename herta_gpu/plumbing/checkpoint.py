@@ -209,21 +209,6 @@ def fingerprint(
     whole, with their type and shape, but for an X that is mapped from a file: reading it would take
     as long as a part of the fit, so some of its rows and the file's size and time of change are
     compared instead, and a message on a difference says so.
-
-    Examples
-    --------
-    >>> from herta_gpu import HERTA
-    >>> from herta_gpu.backends import get_backend
-    >>> from herta_gpu.datasets import load
-    >>> from herta_gpu.plumbing.checkpoint import differences, fingerprint
-    >>> data, cpu = load("digits"), get_backend("cpu")
-    >>> given = (cpu, data.graph, data.X, data.y, data.split["train"])
-    >>> then = fingerprint(HERTA(lam=5.0).get_params(), *given)
-    >>> differences(then, fingerprint(HERTA(lam=5, max_iter=7).get_params(), *given))
-    []
-    >>> data.X[17, 3] += 1
-    >>> differences(then, fingerprint(HERTA(lam=7.0).get_params(), *given))
-    ['the features X', 'lam (5.0 then, 7.0 now)']
     """
 
     def digest(*arrays: Any) -> Any:

@@ -69,10 +69,8 @@ def check_targets(Y: Any) -> None:
         raise ValueError("y holds NaN or infinity in a training row: leave such rows out of train.")
     largest = float(np.abs(Y).max(initial=0.0))
     if largest > 0 and not _SMALLEST_Y <= largest <= _LARGEST_Y:
-        raise ValueError(
-            f"The largest entry of y is {largest:.3g}: divide y by that, and what the model "
-            "predicts is divided likewise."
-        )
+        advice = "divide y by that, and what the model predicts is divided likewise."
+        raise ValueError(f"The largest entry of y is {largest:.3g}: {advice}")
 
 
 def check_not_negative(name: str, value: Any) -> None:
@@ -135,38 +133,28 @@ def check_rows(name: str, X: Any, graph: Any) -> Extent:
 
     X is gone through once: a large one lies on disk.
     """
+    kind, n = type(X).__name__, graph.num_nodes
     if not sp.issparse(X) and not isinstance(X, np.ndarray) and not on_device(X):
-        raise TypeError(
-            f"{name} must be a NumPy array or a SciPy sparse matrix, not {type(X).__name__}."
-        )
+        raise TypeError(f"{name} must be a NumPy array or a SciPy sparse matrix, not {kind}.")
     check_plain(name, X)
     if X.ndim not in (1, 2):
         raise ValueError(f"{name} must have one or two dimensions, not {X.ndim}.")
-    if X.shape[0] != graph.num_nodes:
-        raise ValueError(
-            f"{name} has {X.shape[0]:,} rows but the graph has {graph.num_nodes:,} nodes: "
-            "give one row per node."
-        )
+    if X.shape[0] != n:
+        has = f"{name} has {X.shape[0]:,} rows but the graph has {n:,} nodes"
+        raise ValueError(f"{has}: give one row per node.")
     if X.dtype.kind not in "fiub":
         raise ValueError(f"{name} must hold real numbers, not {X.dtype}.")
-    extent = _extent(X.data if sp.issparse(X) else X)
-    if not np.isfinite(extent.largest):
-        raise ValueError(f"{name} holds NaN or infinity: clean or impute it first.")
-    return extent
-
-
-def _extent(values: Any) -> Extent:
-    """The extent of numbers, `largest` not finite if one of them is not."""
     largest, least = 0.0, float("inf")
+    values = X.data if sp.issparse(X) else X
     wide = values.dtype.kind == "f" and values.dtype.itemsize >= 8
     for part in _pieces(values):
         if part.dtype == np.float16 and isinstance(part, np.ndarray):
             # NumPy takes these one by one, but bits at once; without signs they rise like numbers.
             part = (part.view(np.int16) & 0x7FFF).max(keepdims=True).view(np.float16)
-        ends = (float(part.max()), -float(part.min()))
-        if any(np.isnan(end) for end in ends):
-            return Extent(float("nan"), least)
-        largest = max(largest, *ends)
+        ends = (largest, float(part.max()), -float(part.min()))
+        if not np.isfinite(ends).all():
+            raise ValueError(f"{name} holds NaN or infinity: clean or impute it first.")
+        largest = max(ends)
         if wide:
             least = min(least, float((abs(part) + (part == 0)).min()))  # 0 counts as 1
     return Extent(largest, least)
@@ -185,16 +173,13 @@ def check_scale(largest: float, fitted: bool = False) -> None:
 
     The units of a `fitted` model are fixed: new data may be small throughout, but not too large.
     """
+    what = f"The largest entry of X is {largest:.3g}"
     if fitted and largest > _LARGEST:
-        raise ValueError(
-            f"The largest entry of X is {largest:.3g}, which overflows: give X in the units that "
-            "the model was fitted with."
-        )
+        advice = "give X in the units that the model was fitted with."
+        raise ValueError(f"{what}, which overflows: {advice}")
     if not fitted and largest > 0 and not _SMALLEST <= largest <= _LARGEST:
-        raise ValueError(
-            f"The largest entry of X is {largest:.3g}: multiply X so that it is about 1, which "
-            "changes W by the same factor and nothing else."
-        )
+        advice = "multiply X so that it is about 1, which changes W by the same factor"
+        raise ValueError(f"{what}: {advice} and nothing else.")
 
 
 def check_columns(X: Any, least: float, backend: Any) -> None:
@@ -260,18 +245,15 @@ def as_labels(name: str, y: Any) -> Any:
 
 def _of_objects(name: str, y: Any) -> Any:
     """An object array as text, whole numbers or floats, whichever all of its entries are."""
-    missing = np.zeros(y.shape, dtype=bool)
-    kinds = set()
+    missing, kinds = np.zeros(y.shape, dtype=bool), set()
     for at, value in np.ndenumerate(y):
-        nan = isinstance(value, (float, np.floating)) and value != value
+        number = isinstance(value, (int, float, np.integer, np.floating))
+        nan = number and value != value
         missing[at] = value is None or nan or type(value).__name__ in ("NAType", "NaTType")
-        if missing[at]:
-            continue
-        if isinstance(value, (int, np.integer)) and abs(int(value)) < 2**62:
-            kinds.add("whole")
-        else:
-            known: Any = {"text": str, "real": (float, np.floating)}
-            kinds.add(next((k for k, of in known.items() if isinstance(value, of)), "other"))
+        if not missing[at]:
+            whole = isinstance(value, (int, np.integer)) and abs(int(value)) < 2**62
+            real = isinstance(value, (float, np.floating))
+            kinds.add("text" * isinstance(value, str) or "whole" * whole or "real" * real)
     if kinds <= {"text"}:
         return np.array(np.where(missing, "", y), dtype=str)
     if kinds == {"whole"}:
@@ -331,11 +313,12 @@ def _ids(name: str, given: Any, n: int) -> Any:
         return np.flatnonzero(given)
     if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
         raise ValueError(f"{name} must be a one-dimensional array of node ids or a mask.")
-    # One zero or one per node is a mask: as ids they would name the nodes 0 and 1 many times.
-    if given.shape[0] == n > 2 and int(given.min()) >= 0 and int(given.max()) <= 1:
-        return np.flatnonzero(given)
     if given.size:
-        _check_within(name, int(given.min()), int(given.max()), n)
+        least, largest = int(given.min()), int(given.max())
+        # One zero or one per node is a mask: as ids they would name the nodes 0 and 1 many times.
+        if given.shape[0] == n > 2 and least >= 0 and largest <= 1:
+            return np.flatnonzero(given)
+        _check_within(name, least, largest, n)
     return given.astype(np.int64)
 
 
@@ -393,15 +376,14 @@ def check_size(
     need, free = node * n + edge * m, host_memory()
     if need <= free and n < _MOST_NODES:
         return
-    of_ids = source == "edge_index"
-    named = f"{source} holds node id {n - 1:,}" if of_ids else f"{source} is {n:,}"
-    relabel = (
-        "ids must be 0..n-1 without gaps, so relabel them, as "
-        "numpy.unique(edge_index, return_inverse=True) does."
-    )
+    named, advice = f"{source} is {n:,}", "give a smaller one."
+    if source == "edge_index":
+        named = f"{source} holds node id {n - 1:,}"
+        advice = "ids must be 0..n-1 without gaps, so relabel them, as "
+        advice += "numpy.unique(edge_index, return_inverse=True) does."
     raise ValueError(
         f"{named}, but a graph of {n:,} nodes and {m:,} edges needs {need / 2**30:,.0f} GB and "
-        f"{free / 2**30:,.0f} GB are free: {relabel if of_ids else 'give a smaller one.'}"
+        f"{free / 2**30:,.0f} GB are free: {advice}"
     )
 
 

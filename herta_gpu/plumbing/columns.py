@@ -113,11 +113,9 @@ def find_labels(names: Sequence[str] | None, count: int) -> NodeColumns:
 
 def find_features(names: Sequence[str] | None, count: int) -> NodeColumns:
     """Which columns hold numbers of nodes: all that are not ids of nodes."""
-    if names is None:
-        return NodeColumns(None, None, list(range(count)), [])
-    id_at = _by_role(names, {"id": _NODES["id"]}).get("id")
-    index = 0 if is_index(names) else None
-    return NodeColumns(id_at, index, [j for j in range(count) if j not in (id_at, index)], [])
+    names = names or ()
+    at, index = _by_role(names, {"id": _NODES["id"]}).get("id"), 0 if is_index(names) else None
+    return NodeColumns(at, index, [j for j in range(count) if j not in (at, index)], [])
 
 
 def find_answers(names: Sequence[str], at: Sequence[int]) -> list[int]:
@@ -130,20 +128,16 @@ def _by_role(names: Sequence[str], roles: dict[str, str]) -> dict[str, int]:
     found: dict[str, int] = {}
     for j, name in enumerate(names):
         this = role(name, roles)
-        if this is not None and this in found:
+        if this is not None and found.setdefault(this, j) != j:
             twice = f"{names[found[this]]!r} and {name!r}"
             raise ValueError(f"has two columns for one thing, {twice}: leave one of them out")
-        if this is not None:
-            found[this] = j
     return found
 
 
 def is_whole(values: Any, least: int) -> bool:
     """Whether all numbers are whole, at least `least`, and exact as floats."""
     values = np.asarray(values)
-    if values.dtype.kind == "f" and not (
-        np.isfinite(values).all() and (values == np.floor(values)).all()
-    ):
+    if values.dtype.kind == "f" and not (np.floor(values) == values).all():  # NaN is not, either
         return False
     return not values.size or (least <= values.min() and values.max() <= _WHOLE)
 
@@ -159,10 +153,9 @@ def node_places(ids: Any, called: str, n: int | None) -> Any:
         raise ValueError(f"column {called} names node {unique[counts > 1][0]:,} more than once")
     if n is None and (unique != np.arange(total)).any():
         missing = int(np.setdiff1d(np.arange(total), unique)[0])
-        raise ValueError(
-            f"there is no row for node {missing:,}: column {called} must name each of "
-            f"0..{total - 1} once" + "; count from 0, in the edges, too" * (missing == 0)
-        )
+        wanted = f"column {called} must name each of 0..{total - 1} once"
+        wanted += "; count from 0, in the edges, too" * (missing == 0)
+        raise ValueError(f"there is no row for node {missing:,}: {wanted}")
     if unique.size and unique[-1] >= total:
         raise ValueError(f"column {called} names node {unique[-1]:,} of {total:,} nodes")
     return ids
@@ -180,23 +173,24 @@ def open_frame(x: Any) -> tuple[list[str] | None, list[Any]]:
     Columns are numbers, NaN for missing ones, or objects.  An index whose name we know is a
     column; any other is one without a name, unless it counts the rows from 0.
     """
+
+    def column(series: Any) -> Any:
+        kind, size = series.dtype.kind, min(8, getattr(series.dtype, "itemsize", 8))
+        if kind in "fiub" and not series.hasnans:
+            return series.to_numpy(dtype=f"{kind}{size}")
+        if kind == "f":  # of whole numbers, some may be missing
+            return series.to_numpy(dtype=np.float64, na_value=np.nan)
+        return series.to_numpy(dtype=object)
+
     frame = x if hasattr(x, "iloc") and hasattr(x, "index") else x.to_pandas()
     index = frame.index
     known = has_known_name([str(name) for name in index.names if name is not None])
     frame = frame.reset_index() if known else frame
-    columns = [_column(frame.iloc[:, j]) for j in range(frame.shape[1])]
+    columns = [column(frame.iloc[:, j]) for j in range(frame.shape[1])]
     names = [str(name) for name in frame.columns]
     if known or np.array_equal(index, np.arange(len(index))):
         return None if is_numbered(names) else names, columns
     return ["", *names], [np.asarray(index), *columns]
-
-
-def _column(series: Any) -> Any:
-    if series.dtype.kind in "fiub" and not series.hasnans:
-        return series.to_numpy(dtype=series.dtype.kind + str(min(8, series.dtype.itemsize)))
-    if series.dtype.kind == "f":  # of whole numbers, some may be missing
-        return series.to_numpy(dtype=np.float64, na_value=np.nan)
-    return series.to_numpy(dtype=object)
 
 
 def edges_of_frame(frame: Any, weight: Any) -> tuple[Any, Any]:
@@ -206,9 +200,8 @@ def edges_of_frame(frame: Any, weight: Any) -> tuple[Any, Any]:
         at = find_edges(names, len(columns))
         for j in (at.source, at.target):
             if columns[j].dtype.kind not in "fiu" or not is_whole(columns[j], 0):
-                raise ValueError(
-                    f"must hold integer node ids from 0 on in column {names[j] if names else j}"
-                )
+                called = names[j] if names else j
+                raise ValueError(f"must hold integer node ids from 0 on in column {called}")
     except ValueError as error:
         raise ValueError(f"The DataFrame of edges {error}.") from None
     unused = [names[j] for j in at.unused if names is not None and names[j]]
@@ -230,21 +223,18 @@ def rows_of_frame(name: str, frame: Any, labels: bool = False) -> Any:
             unused = ", ".join(names[j] for j in at.unused if names)
             raise ValueError(f"has columns beside the labels, {unused}: leave them out")
         values = [columns[j] for j in at.values]
-        if labels and len(values) == 1:
-            taken = values[0]
-        else:
-            taken = np.column_stack(values) if values else np.empty((len(frame), 0))
-        moved = at.id is None and index is not None and index.dtype.kind in "iu"
+        taken = np.column_stack(values) if values else np.empty((len(frame), 0))
+        taken = values[0] if labels and len(values) == 1 else taken
+        if at.id is not None and names is not None:
+            placed = np.empty_like(taken)
+            placed[node_places(columns[at.id], names[at.id], None)] = taken
+            return placed
+        moved = index is not None and index.dtype.kind in "iu"
         if moved and np.array_equal(np.sort(np.asarray(index)), np.arange(len(frame))):
             raise ValueError(
                 "its index counts the rows in another order: sort_index() if it says which node "
                 "a row is of, else reset_index(drop=True)"
             )
-        if at.id is None:
-            return taken
-        assert names is not None
-        placed = np.empty_like(taken)
-        placed[node_places(columns[at.id], names[at.id], None)] = taken
+        return taken
     except ValueError as error:
         raise ValueError(f"{name}, a DataFrame: {error}.") from None
-    return placed

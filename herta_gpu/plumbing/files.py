@@ -16,7 +16,7 @@ import time
 import tokenize
 import zipfile
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -149,22 +149,14 @@ class Checksum:
             self._room -= first.size
         if rest.size:
             chunks = [rest[a : a + _SUM_BYTES] for a in range(0, rest.size, _SUM_BYTES)]
-            self._sums += run_in_threads(zlib.crc32, chunks)
+            with ThreadPoolExecutor(num_threads()) as pool:
+                self._sums += (map if len(chunks) == 1 else pool.map)(zlib.crc32, chunks)
             self._room = -rest.size % _SUM_BYTES
 
     def of(self, dtype: Any, shape: tuple[int, ...]) -> str:
         """The sum of an array of this type and shape, all bytes of which were added."""
         about = f"{np.dtype(dtype).str}{tuple(shape)}".encode()
         return f"{zlib.crc32(np.array(self._sums, '<u4'), zlib.crc32(about)):08x}"
-
-
-def run_in_threads(job: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
-    """The results of a job that releases the interpreter lock, on all threads if there are many."""
-    threads = min(num_threads(), len(items))
-    if threads < 2:
-        return [job(item) for item in items]
-    with ThreadPoolExecutor(threads) as pool:
-        return list(pool.map(job, items))
 
 
 def checksum(array: Any) -> str:
@@ -469,9 +461,7 @@ class GraphWriter:
         need = 24 * n + entries * ((4 if n < 2**31 else 8) + (8 if weighted else 0))
         where = f"in {self.folder}, where {{free}} are free: choose another disk."
         check_room(self.folder, need, OSError, "The graph may take {need} " + where)
-
-        self._sums = {"indices": Checksum(), "weights": Checksum()}
-        self._kinds: dict[str, Any] = {}  # types of the arrays that come in parts
+        self._parts: dict[str, tuple[Any, Checksum]] = {}  # types and sums of what came in parts
         self._entries = 0
 
     def __enter__(self) -> GraphWriter:
@@ -487,23 +477,23 @@ class GraphWriter:
         for name, part in (("indices", indices), ("weights", weights)):
             if part is not None:
                 with (self.at / f"{name}.npy").open("ab") as file:
-                    if name not in self._kinds:
+                    if name not in self._parts:
+                        self._parts[name] = part.dtype, Checksum()
                         _write_header(file, part.dtype, 0)
                     part.tofile(file)
-                self._kinds[name] = part.dtype
-                self._sums[name].add(part)
+                self._parts[name][1].add(part)
         self._entries += indices.shape[0]
 
     def finish(self, indptr: Any, degree: Any, weighted: bool, order: Any = None) -> None:
         """Everything else; weights that all turned out to be 1 are dropped."""
+        if not weighted and "weights" in self._parts:
+            del self._parts["weights"]
+            (self.at / "weights.npy").unlink()
         sums = {}
-        for name, dtype in self._kinds.items():
+        for name, (dtype, total) in self._parts.items():
             with (self.at / f"{name}.npy").open("rb+") as file:
                 _write_header(file, dtype, self._entries)
-            sums[name] = self._sums[name].of(dtype, (self._entries,))
-        if not weighted:
-            (self.at / "weights.npy").unlink(missing_ok=True)
-            sums.pop("weights", None)
+            sums[name] = total.of(dtype, (self._entries,))
         rest = {"indptr": indptr, "degree": degree, "order": order}
         sums |= save_arrays(self.at, {k: array for k, array in rest.items() if array is not None})
         sizes = {path.stem: path.stat().st_size for path in sorted(self.at.glob("*.npy"))}
@@ -532,46 +522,42 @@ def open_graph(folder: str | os.PathLike[str], check: bool = True) -> list[Any]:
     With `check` they are read once, and compared with their checksums.  In a folder of the first
     version, which has none, ids must at least lie within the graph.
     """
-    folder = Path(folder)
-    meta, remedy = _graph_meta(folder), "delete the folder and save the graph again"
-    sizes, sums = meta["bytes"], (meta.get("sums") or {}) if check else {}
-    found = {
-        name: open_array(folder / f"{name}.npy", remedy, sizes[name], sums.get(name))
-        for name in sizes
-    }
-    n, entries = meta["nodes"], 2 * meta["edges"]
-    lengths = {"indptr": n + 1, "indices": entries, "weights": entries}
-    for name, array in found.items():
-        if array.shape != (lengths.get(name, n),) or str(array.dtype) not in _GRAPH_KINDS[name]:
-            raise _no_graph(folder, f"{name} is {array.dtype} of shape {array.shape}")
-    indptr, indices = found["indptr"], found["indices"]
-    if indptr[0] != 0 or indptr[-1] != entries:
-        raise _no_graph(folder, f"indptr does not end with {entries:,}")
-    if check and not sums and indices.size:
-        if not 0 <= int(indices.min()) <= int(indices.max()) < n:
-            raise _no_graph(folder, f"indices.npy names nodes outside of 0..{n - 1}")
-        if (indptr[1:] < indptr[:-1]).any():
-            raise _no_graph(folder, "indptr.npy does not rise")
-    return [found.get(name) for name in _GRAPH_KINDS]
-
-
-def _graph_meta(folder: Path) -> dict[str, Any]:
+    folder, remedy = Path(folder), "delete the folder and save the graph again"
     path = folder / "graph.json"
     if not path.is_file():
         raise DataError(f"{folder} holds no graph: it has no graph.json, as Graph.save writes it.")
     with explained(f"{folder} is no whole graph: its graph.json"):
-        meta: dict[str, Any] = json.loads(path.read_text())
+        meta = json.loads(path.read_text())
         if meta["format"] != _GRAPH:
             raise ValueError(f"it is a {meta['format']} of version {meta['version']}")
         check_version(folder, meta["version"], GRAPH_VERSION)
-        if not {"indptr", "indices"} <= set(meta["bytes"]) <= set(_GRAPH_KINDS):
+        sizes, sums, n, edges = meta["bytes"], meta.get("sums"), meta["nodes"], meta["edges"]
+        if not {"indptr", "indices"} <= set(sizes) <= set(_GRAPH_KINDS):
             raise ValueError("its list of files is not that of a graph")
-        if not all(type(meta[key]) is int and meta[key] >= 0 for key in ("nodes", "edges")):
+        if not all(type(size) is int and size >= 0 for size in (n, edges)):
             raise ValueError("its sizes are no whole numbers")
-        if meta["version"] > 1 and set(meta.get("sums", {})) != set(meta["bytes"]):
+        if meta["version"] > 1 and set(sums or ()) != set(sizes):
             raise ValueError("it has no sums of its files")
-    return meta
-
-
-def _no_graph(folder: Path, what: str) -> DataError:
-    return DataError(f"{folder} is no whole graph ({what}): delete it and save the graph again.")
+    sums = (sums or {}) if check else {}
+    found = {
+        name: open_array(folder / f"{name}.npy", remedy, sizes[name], sums.get(name))
+        for name in sizes
+    }
+    lengths = {"indptr": n + 1, "indices": 2 * edges, "weights": 2 * edges}
+    wrong = [
+        f"{name} is {array.dtype} of shape {array.shape}"
+        for name, array in found.items()
+        if array.shape != (lengths.get(name, n),) or str(array.dtype) not in _GRAPH_KINDS[name]
+    ]
+    indptr, indices = found["indptr"], found["indices"]
+    if not wrong and (indptr[0] != 0 or indptr[-1] != 2 * edges):
+        wrong.append(f"indptr does not end with {2 * edges:,}")
+    if not wrong and check and not sums and indices.size:
+        if not 0 <= int(indices.min()) <= int(indices.max()) < n:
+            wrong.append(f"indices.npy names nodes outside of 0..{n - 1}")
+        elif (indptr[1:] < indptr[:-1]).any():
+            wrong.append("indptr.npy does not rise")
+    if wrong:
+        what = f"{folder} is no whole graph ({wrong[0]})"
+        raise DataError(f"{what}: delete it and save the graph again.")
+    return [found.get(name) for name in _GRAPH_KINDS]

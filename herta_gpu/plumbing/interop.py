@@ -53,16 +53,16 @@ def as_array(name: str, x: Any, backend: Backend) -> Any:
 def as_matrix(X: Any, backend: Backend) -> Any:
     """X with rows and columns: a SciPy CSR matrix, or an array of the device it is on."""
     X = as_array("X", X, backend)
-    if sp.issparse(X):
-        if X.ndim != 2:
-            raise ValueError(f"A sparse X must have two dimensions, not {X.ndim}.")
-        try:
-            X = sp.csr_array(X)
-            X.check_format(full_check=True)
-        except (ValueError, IndexError) as error:
-            raise ValueError(f"X is no whole sparse matrix ({error}).") from None
-        return X
-    return X[:, None] if X.ndim == 1 else X
+    if not sp.issparse(X):
+        return X[:, None] if X.ndim == 1 else X
+    if X.ndim != 2:
+        raise ValueError(f"A sparse X must have two dimensions, not {X.ndim}.")
+    try:
+        X = sp.csr_array(X)
+        X.check_format(full_check=True)
+    except (ValueError, IndexError) as error:
+        raise ValueError(f"X is no whole sparse matrix ({error}).") from None
+    return X
 
 
 def to_host(x: Any, backend: Backend) -> Any:

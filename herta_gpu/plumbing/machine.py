@@ -25,16 +25,15 @@ class Launched(NamedTuple):
 
 def launched() -> Launched:
     """How this process was started, as far as its environment tells; by default, alone."""
-    size = max(1, _number_of(_SIZE, 1))
-    rank = _number_of(_RANK, 0) if size > 1 else 0
-    return Launched(size, rank, min(size, max(1, _number_of(_LOCAL, 1))))
 
+    def number(names: tuple[str, ...], default: int) -> int:
+        given = next((os.environ[name] for name in names if name in os.environ), "")
+        first = given.partition("(")[0].partition(",")[0]  # srun: "4(x2)", 4 on each of 2 machines
+        return int(first) if first.isdigit() else default
 
-def _number_of(names: tuple[str, ...], default: int) -> int:
-    given = [os.environ[name] for name in names if name in os.environ]
-    # srun writes "4(x2)": 4 on each of two machines.
-    first = given[0].partition("(")[0].partition(",")[0] if given else ""
-    return int(first) if first.isdigit() else default
+    size = max(1, number(_SIZE, 1))
+    rank = number(_RANK, 0) if size > 1 else 0
+    return Launched(size, rank, min(size, max(1, number(_LOCAL, 1))))
 
 
 def host_memory() -> int:

@@ -45,9 +45,17 @@ def read_model(made: type[Model], path: str | Path, fitted: dict[str, Any]) -> M
     stored = Archive(path, "a whole model file")
     stored.check_format("model", _MEMBERS)
     with explained(f"{path} is not a whole model file"):
-        about = _about(stored, fitted)
-        W, classes = _weights(stored)
-        params = about["params"]
+        shape, kind = stored.header("about")
+        if shape != () or kind.kind != "U":
+            raise ValueError("its entry about is no text")
+        about = json.loads(str(stored["about"]))
+        check_entries(about, {"params": dict, **{name.strip("_"): object for name in fitted}})
+        W, params = stored["W"], about["params"]
+        if W.ndim != 2 or W.size == 0 or W.dtype.kind != "f":
+            raise ValueError(f"W is {W.dtype} of shape {W.shape}, not a matrix of floats")
+        if not np.isfinite(W).all():
+            raise ValueError("W holds NaN or infinity")
+        classes = _classes(stored["classes"], W.shape[1]) if "classes" in stored else None
         check_params(made, params)
         by_class = params.get("class_weight")
         if isinstance(by_class, dict) and classes is not None and classes.dtype.kind != "U":
@@ -63,9 +71,9 @@ def read_model(made: type[Model], path: str | Path, fitted: dict[str, Any]) -> M
         model.labels_ = stored["labels"] if settings.label_folds else None
         if of_labels and model.labels_.shape != (model.train_.shape[0], W.shape[1]):
             raise ValueError(f"its labels have shape {model.labels_.shape}")
-        for name, kind in fitted.items():
+        for name, of in fitted.items():
             entry = name.strip("_")  # that of `status_` is "status"
-            setattr(model, name, from_plain(kind, about[entry], entry))
+            setattr(model, name, from_plain(of, about[entry], entry))
     model.W_, model.classes_, model.n_features_in_ = W, classes, d
     result: Model = model
     return result
@@ -73,10 +81,18 @@ def read_model(made: type[Model], path: str | Path, fitted: dict[str, Any]) -> M
 
 def check_params(made: type[Estimator], params: dict[str, Any]) -> None:
     """Raise an error that names the first parameter that the estimator does not have."""
-    known = made._defaults()
-    wrong = [name for name in params if name not in known]
+    wrong = [name for name in params if name not in made._defaults()]
     if wrong:
         raise ValueError(f"there is no parameter {wrong[0]!r}")
+
+
+def _classes(classes: Any, c: int) -> Any:
+    if classes.shape != (c,):
+        raise ValueError(f"W has {c} columns for classes of shape {classes.shape}")
+    as_labels("classes", classes)
+    if classes.dtype.kind not in "iubU" or np.unique(classes).shape != classes.shape:
+        raise ValueError("its classes are not distinct numbers or text")
+    return classes
 
 
 def _constants(stored: Archive, c: int, constants: bool) -> tuple[Any, Any]:
@@ -92,37 +108,8 @@ def _constants(stored: Archive, c: int, constants: bool) -> tuple[Any, Any]:
     return b, train
 
 
-def _about(stored: Archive, fitted: dict[str, Any]) -> dict[str, Any]:
-    """What a model file says of the model; all of it must be there."""
-    shape, kind = stored.header("about")
-    if shape != () or kind.kind != "U":
-        raise ValueError("its entry about is no text")
-    about: dict[str, Any] = json.loads(str(stored["about"]))
-    check_entries(about, {"params": dict, **{name.strip("_"): object for name in fitted}})
-    return about
-
-
-def _weights(stored: Archive) -> tuple[Any, Any]:
-    """W and the classes; an error unless a model can predict with them."""
-    W = stored["W"]
-    if W.ndim != 2 or W.size == 0 or W.dtype.kind != "f":
-        raise ValueError(f"W is {W.dtype} of shape {W.shape}, not a matrix of floats")
-    if not np.isfinite(W).all():
-        raise ValueError("W holds NaN or infinity")
-    if "classes" not in stored:
-        return W, None
-    classes = stored["classes"]
-    if classes.shape != (W.shape[1],):
-        raise ValueError(f"W has {W.shape[1]} columns for classes of shape {classes.shape}")
-    as_labels("classes", classes)
-    if classes.dtype.kind not in "iubU" or np.unique(classes).shape != classes.shape:
-        raise ValueError("its classes are not distinct numbers or text")
-    return W, classes
-
-
 # ---- dataclasses as JSON and back --------------------------------------------------------
 _NUMBER = "float"  # the key of a number that JSON does not have
-_LISTS = (list, tuple, Sequence)
 
 
 def to_plain(value: Any, lossy: bool = False) -> Any:
@@ -160,41 +147,42 @@ def to_plain(value: Any, lossy: bool = False) -> Any:
 
 def from_plain(kind: Any, value: Any, name: str = "it") -> Any:
     """The value of type `kind` that `to_plain` was given; a ValueError names what does not fit."""
-    if isinstance(kind, type) and issubclass(kind, tuple) and hasattr(kind, "_fields"):
-        hints = tuple(get_type_hints(kind).values())
-        return kind(*from_plain(tuple[hints], value, name))  # type: ignore[valid-type]
     origin, inner = get_origin(kind) or kind, get_args(kind)
+    if isinstance(kind, type) and issubclass(kind, tuple) and hasattr(kind, "_fields"):
+        of_fields = tuple(get_type_hints(kind).values())
+        return kind(*from_plain(tuple[of_fields], value, name))  # type: ignore[valid-type]
     if origin in (Union, types.UnionType):  # the first of several types that fits it
         for of in inner[:-1]:
             with suppress(ValueError):
                 return from_plain(of, value, name)
         return from_plain(inner[-1], value, name)
-    if kind is float or kind is Any:
+    if kind in (float, Any):
         value = _numbers_restored(value)
-    if kind is float and type(value) is int:
-        value = float(value)
-    if is_dataclass(kind):
-        fits = isinstance(value, dict)
-    elif origin is Literal:
-        fits = value in inner
-    elif origin in _LISTS:
-        several = origin is tuple and inner and inner[-1] is not Ellipsis
-        fits = isinstance(value, list) and (not several or len(value) == len(inner))
-    elif origin in (dict, Mapping):
-        fits = isinstance(value, dict)
-    else:
-        fits = kind is Any or type(value) is (type(None) if kind is None else kind)
-    if not fits:
-        raise ValueError(f"its entry {name} is {value!r}")
-    if is_dataclass(kind):
-        return _made(kind, value, name)
-    if origin in _LISTS:
-        kinds = inner if several else (inner[0] if inner else Any,) * len(value)
-        made = [from_plain(of, v, f"{name}[{i}]") for i, (of, v) in enumerate(zip(kinds, value))]
-        return made if origin is list else tuple(made)
-    if origin in (dict, Mapping):
+    if is_dataclass(kind) and isinstance(value, dict):
+        hints, known = get_type_hints(kind), {field.name: field for field in fields(kind)}
+        for key in value:
+            if key not in known:
+                raise ValueError(f"{name} has an unknown entry {key}")
+        for key, field in known.items():
+            if key not in value and field.default is MISSING and field.default_factory is MISSING:
+                raise ValueError(f"{name} has no entry {key}")
+        made = {key: from_plain(hints[key], v, f"{name}.{key}") for key, v in value.items()}
+        return kind(**made)  # type: ignore[operator]
+    if origin in (list, tuple, Sequence) and isinstance(value, list):
+        several = origin is tuple and bool(inner) and inner[-1] is not Ellipsis
+        if not several or len(value) == len(inner):
+            kinds = inner if several else (inner[0] if inner else Any,) * len(value)
+            all_of = enumerate(zip(kinds, value))
+            found = [from_plain(of, v, f"{name}[{i}]") for i, (of, v) in all_of]
+            return found if origin is list else tuple(found)
+    if origin in (dict, Mapping) and isinstance(value, dict):
         key, of = inner or (str, Any)
         return {key(k): from_plain(of, v, f"{name}.{k}") for k, v in value.items()}
+    if kind is float and type(value) is int:
+        return float(value)
+    fits = value in inner if origin is Literal else isinstance(kind, type) and type(value) is kind
+    if not (fits or kind is Any or (kind is None and value is None)):
+        raise ValueError(f"its entry {name} is {value!r}")
     return value
 
 
@@ -205,11 +193,10 @@ def check_entries(content: Any, types: dict[str, Any]) -> None:
     for name, kind in types.items():
         if name not in content:
             raise ValueError(f"it has no entry {name}")
-        value = content[name]
-        number = kind is float and isinstance(value, int)
         # Lossy JSON has None for infinity and NaN: where a number should be, it is no error.
-        if not isinstance(value, kind) and not number and not (kind is float and value is None):
-            raise ValueError(f"its entry {name} is {value!r}")
+        kinds = (float, int, type(None)) if kind is float else kind
+        if not isinstance(content[name], kinds):
+            raise ValueError(f"its entry {name} is {content[name]!r}")
 
 
 def _numbers_restored(value: Any) -> Any:
@@ -221,15 +208,3 @@ def _numbers_restored(value: Any) -> Any:
     if set(value) == {_NUMBER} and value[_NUMBER] in ("inf", "-inf", "nan"):
         return float(value[_NUMBER])
     return {key: _numbers_restored(inner) for key, inner in value.items()}
-
-
-def _made(kind: Any, value: Any, name: str) -> Any:
-    """A dataclass from its fields; those without a default must be there."""
-    hints, known = get_type_hints(kind), {field.name: field for field in fields(kind)}
-    for key in value:
-        if key not in known:
-            raise ValueError(f"{name} has an unknown entry {key}")
-    for key, field in known.items():
-        if key not in value and field.default is MISSING and field.default_factory is MISSING:
-            raise ValueError(f"{name} has no entry {key}")
-    return kind(**{key: from_plain(hints[key], v, f"{name}.{key}") for key, v in value.items()})

@@ -89,19 +89,12 @@ def rows_moved(graph: Any, size: int, partition: Any) -> float:
     """Rows that go from rank to rank in a product, in shares of all rows; of a sample if large.
 
     A node's row goes to every other rank that one of its neighbours is on.
-
-    Examples
-    --------
-    >>> from herta_gpu import Graph
-    >>> from herta_gpu.plumbing.partition import rows_moved
-    >>> rows_moved(Graph.from_edges([[0, 1, 2], [1, 2, 3]]), 2, "blocks")  # 1 and 2 go across
-    0.5
     """
     n, ends, table = graph.num_nodes, starts(graph.num_nodes, size), checked_partition(partition)
-    ranks = metis(graph, size) if table == "metis" else None
     if isinstance(table, Table):
         check_table(table, n)
-        ranks = table.ranks
+    ranks = table.ranks if isinstance(table, Table) else None
+    ranks = metis(graph, size) if table == "metis" else ranks
     rows = np.arange(n)
     if n > _SAMPLE:
         rows = np.sort(np.random.default_rng(0).choice(n, _SAMPLE, replace=False))

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from math import inf, log10
@@ -34,12 +34,6 @@ def marked(name: str, **about: object) -> AbstractContextManager[object]:
     """A range on the profiler's time line: ``solve (columns 64, tol 1e-06)``.
 
     What is told `about` it becomes text only where the package nvtx is installed.
-
-    Examples
-    --------
-    >>> from herta_gpu.plumbing.progress import marked
-    >>> with marked("solve", columns=64, tol=1e-6):
-    ...     pass
     """
     if nvtx is None:
         return _NO_RANGE
@@ -50,7 +44,7 @@ def marked(name: str, **about: object) -> AbstractContextManager[object]:
     return nvtx.annotate(f"{name} ({told})" if told else name, domain="herta")
 
 
-def marked_steps(steps: Iterable[int]) -> Iterator[int]:
+def marked_steps(steps: range) -> Iterator[int]:
     """The same numbers, with a range around each turn of the loop over them."""
     for step in steps:
         with marked(f"step {step}"):

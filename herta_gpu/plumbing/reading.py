@@ -34,23 +34,13 @@ _THREADS = 4  # they wait for the disk most of the time: as many on any machine
 
 
 class Reads:
-    """What was read of a matrix so far, and what that cost.
-
-    Attributes
-    ----------
-    passes : int
-        How often its rows were gone through, from memory or from a file.
-    bytes_read : int
-        What came from its file; 0 where X is in memory.
-    seconds : float
-        During which at least one thread was reading.
-    waited : float
-        The part of it for which the caller had nothing else to do.
-    """
+    """What was read of a matrix so far, and what that cost."""
 
     def __init__(self) -> None:
-        self.passes, self.bytes_read = 0, 0
-        self.seconds = self.waited = 0.0
+        self.passes = 0  # how often its rows were gone through, from memory or from a file
+        self.bytes_read = 0  # what came from its file; 0 where X is in memory
+        self.seconds = 0.0  # during which at least one thread was reading
+        self.waited = 0.0  # the part of it for which the caller had nothing else to do
         self._lock, self._busy, self._since = threading.Lock(), 0, 0.0
 
     @property
@@ -93,23 +83,7 @@ class Reads:
 
 
 class MappedRows:
-    """The rows of a memory-mapped matrix, read from its file instead of through the map.
-
-    Examples
-    --------
-    >>> import tempfile
-    >>> import numpy as np
-    >>> from herta_gpu.plumbing.reading import MappedRows, Reads
-    >>> with tempfile.NamedTemporaryFile(suffix=".npy") as file:
-    ...     np.save(file, np.arange(12.0).reshape(6, 2))
-    ...     file.flush()
-    ...     X, reads = np.load(file.name, mmap_mode="r"), Reads()
-    ...     wanted = [(slice(0, 4), slice(0, 2)), (slice(4, 6), slice(0, 2))]
-    ...     [float(part.sum()) for part in MappedRows.of(X).parts(wanted, reads)]
-    [28.0, 38.0]
-    >>> reads.passes, reads.bytes_read
-    (1, 96)
-    """
+    """The rows of a memory-mapped matrix, read from its file instead of through the map."""
 
     def __init__(self, X: Any, root: np.memmap) -> None:
         self.X = X
@@ -154,18 +128,10 @@ class MappedRows:
     ) -> Generator[Any, None, None]:
         """X[rows, columns] of each part in turn, in buffers that are used again.
 
-        Parameters
-        ----------
-        wanted : sequence of (rows, columns)
-            Slices without a step.
-        reads : Reads
-            Where the pass is counted.
-        ring : flat arrays of X's type, optional
-            Buffers that hold the largest part each; by default new ones.
-        kept : int
-            How many parts, the newest included, stay as they are when the next one is asked for.
-        before_reuse : function of the number of a part, optional
-            Called in the caller's thread before that part goes over an older one.
+        `wanted` are slices without a step, `reads` counts the pass, `ring` are flat arrays of X's
+        type that hold the largest part each, by default new ones.  `kept` parts, the newest
+        included, stay as they are when the next one is asked for; `before_reuse` is called with the
+        number of a part, in the caller's thread, before that part goes over an older one.
         """
         count = len(wanted)
         bounds = [
@@ -235,15 +201,6 @@ def fill(out: Any, X: Any, rows: Any = None) -> None:
 
     One thread alone copies more slowly than a device takes the bytes, and waits for every page of a
     mapped file that is still on the disk.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from herta_gpu.plumbing.reading import fill
-    >>> out = np.empty((2, 3))
-    >>> fill(out, np.arange(9).reshape(3, 3), np.array([2, 0]))
-    >>> out.tolist()
-    [[6.0, 7.0, 8.0], [0.0, 1.0, 2.0]]
     """
     step = max(1, _PIECE // max(1, out[:1].nbytes))
 

@@ -85,14 +85,6 @@ class OneHot:
     """Rows of the identity, one per label, each made when it is looked at.
 
     Of a million labels and hundreds of classes they would fill gigabytes with zeros.
-
-    Examples
-    --------
-    >>> from herta_gpu.plumbing.targets import OneHot
-    >>> import numpy as np
-    >>> Y = OneHot(np.array([2, 0, 1]), 3)
-    >>> Y.shape, Y[1:].tolist()
-    ((3, 3), [[1.0, 0.0, 0.0], [0.0, 1.0, 0.0]])
     """
 
     def __init__(self, codes: Any, c: int, xp: Any = np) -> None:
@@ -147,17 +139,15 @@ def make_targets(
     labels = y.ndim == 1 and y.dtype.kind in "iubU" and loss != "bce"
     if class_weight is not None and not labels:
         raise ValueError("class_weight needs one class label per node: use sample_weight instead.")
-    classes: Any = None
-    known = has_label(y) if labels else np.ones(n, dtype=bool)
-    Y = y
+    if not labels and loss == "ce":
+        raise ValueError(
+            'loss="ce" needs one integer class label per node (or text), not floats or columns.'
+        )
     if loss == "bce":
         Y = _several_labels(y)
         known = (Y >= 0).any(axis=1)
-    elif not labels:
-        if loss == "ce":
-            raise ValueError(
-                'loss="ce" needs one integer class label per node (or text), not floats or columns.'
-            )
+    else:
+        Y, known = y, has_label(y) if labels else np.ones(n, dtype=bool)
         if y.ndim == 2 and y.shape[1] == 0:
             raise ValueError("y has no columns: give at least one target.")
         if y.ndim == 2 and y.dtype.kind in "iub":
@@ -166,19 +156,19 @@ def make_targets(
                 'loss="bce"; numbers to be predicted as such must be floats, y.astype(float).'
             )
     rows, weight = _weighty(train_rows(train, known, n), weight)
+    classes: Any = None
     if labels:
         if class_weight is not None:
             by_class = _class_weights(class_weight, y[known], y[rows])
-            weight = by_class if weight is None else by_class * weight
-            rows, weight = _weighty(rows, weight, given=True)
+            rows, weight = _weighty(rows, by_class if weight is None else by_class * weight, True)
         classes, codes = np.unique(y[rows], return_inverse=True)
-        if classes.shape[0] == 1 and train is None and not known.all():
+        count = classes.shape[0]
+        if count == 1 and train is None and not known.all():
             warnings.warn(
                 f"The only label besides {'the empty one' if y.dtype.kind == 'U' else -1} "
                 f"(unlabelled) is {classes[0]}: for two classes use 0 and 1.",
                 stacklevel=4,
             )
-        count = classes.shape[0]
         if 8 * rows.shape[0] * count > host_memory():  # ids taken for labels
             raise ValueError(
                 f"y has {count:,} classes on {rows.shape[0]:,} training nodes, more than fit into "
@@ -188,13 +178,10 @@ def make_targets(
     else:
         Y = columns_of(Y[rows].astype(np.float64))
         check_targets(Y)
-    unit = 1.0
-    if weight is not None and (weight == 1).all():
-        weight = None
-    elif weight is not None:
-        unit = 2.0 ** math.ceil(math.log2(float(weight.max())))
-        weight = weight / unit
-    return Targets(rows, Y, classes, y.ndim == 1, weight, unit)
+    if weight is None or (weight == 1).all():
+        return Targets(rows, Y, classes, y.ndim == 1)
+    unit = 2.0 ** math.ceil(math.log2(float(weight.max())))
+    return Targets(rows, Y, classes, y.ndim == 1, weight / unit, unit)
 
 
 def joint_targets(
@@ -215,9 +202,9 @@ def joint_targets(
     backend.train_on(rows)
     taken = backend.gathered(y[rows])
     count = taken.shape[0]
-    weight = sample_weight
-    if weight is not None:
-        weight = backend.gathered(_row_weights(weight, n)[rows])
+    weight = None
+    if sample_weight is not None:
+        weight = backend.gathered(_row_weights(sample_weight, n)[rows])
     if isinstance(class_weight, Mapping) and y.ndim == 1:
         # It may name a label that no training row has.
         others = backend.joined(np.unique(y[known]))
@@ -303,6 +290,7 @@ def _class_weights(given: Any, labels: Any, y: Any) -> Any:
     return np.array([float(given.get(name, 1.0)) for name in classes.tolist()])[codes]
 
 
+# ---- scores ------------------------------------------------------------------------------
 def check_scored(y: Any, n: int) -> None:
     """Raise an error unless `y` holds labels or targets for n predictions."""
     labels_of(y, n, "there are {n:,} predictions")
