@@ -94,25 +94,76 @@ def new_file(path: Path) -> Iterator[Path]:
     Folders that had to be made for it vanish with it.
     """
     check_target(path)
-    with made_folder(path.parent):
-        _sweep(path)
-        handle, name = tempfile.mkstemp(
-            prefix=f".{path.name}.", suffix=path.suffix, dir=path.parent
-        )
+    with made_folder(path.parent), _temporary(path, folder=False) as temporary:
+        yield temporary
+        with open(temporary, "rb+") as written:
+            os.fsync(written.fileno())
+        # mkstemp makes files private; a finished one gets the permissions of any other.
+        mask = os.umask(0)
+        os.umask(mask)
+        temporary.chmod(0o666 & ~mask)
+        os.replace(temporary, path)
+
+
+@contextlib.contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """`new_file` for a folder; when another process was faster, its result stays."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with _temporary(path, folder=True) as temporary:
+        yield temporary
+        try:
+            os.rename(temporary, path)
+        except OSError:
+            if not path.is_dir():
+                raise
+
+
+@contextlib.contextmanager
+def _temporary(path: Path, folder: bool) -> Iterator[Path]:
+    """A hidden file or folder beside `path`; those of processes that were killed are removed first.
+
+    A process that writes holds a lock, which the operating system frees when the process ends.
+    """
+
+    def remove(temporary: Path) -> None:
+        shutil.rmtree(temporary, ignore_errors=True)
+        if not temporary.is_dir():
+            temporary.unlink(missing_ok=True)
+
+    for left in path.parent.glob(f".{glob.escape(path.name)}.*"):
+        with contextlib.suppress(OSError):  # it is gone, or another user's: no reason to fail
+            if time.time() - left.stat().st_mtime > _RECENT:
+                with lock_path(left) as free:
+                    if free:
+                        remove(left)
+    prefix = f".{path.name}."
+    if folder:
+        temporary = Path(tempfile.mkdtemp(prefix=prefix, dir=path.parent))
+    else:
+        handle, name = tempfile.mkstemp(prefix=prefix, suffix=path.suffix, dir=path.parent)
         os.close(handle)
         temporary = Path(name)
-        try:
-            with lock_path(temporary):
-                yield temporary
-                with open(temporary, "rb+") as written:
-                    os.fsync(written.fileno())
-                # mkstemp makes files private; a finished one gets the permissions of any other.
-                mask = os.umask(0)
-                os.umask(mask)
-                temporary.chmod(0o666 & ~mask)
-                os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
+    try:
+        with lock_path(temporary):
+            yield temporary
+    finally:
+        remove(temporary)
+
+
+@contextlib.contextmanager
+def lock_path(path: Path) -> Iterator[bool]:
+    """Try to lock a file or folder during the block; gives whether it was free."""
+    if fcntl is None:
+        yield False
+        return
+    handle, free = os.open(path, os.O_RDONLY), False
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            free = True
+        yield free
+    finally:
+        os.close(handle)
 
 
 @contextlib.contextmanager
@@ -310,16 +361,15 @@ def read_header(file: Any) -> tuple[tuple[int, ...], bool, Any]:
 
 def load_npy(path: Path, what: str, small: int = 0) -> Any:
     """The array of a .npy file, mapped if it has more than `small` bytes; pickles are not read."""
-    try:
+    with open(path, "rb") as file:
+        numpys = file.read(6).startswith(np.lib.format.MAGIC_PREFIX)
+    with explained(f"{path} is not {what}"):
+        if not numpys:
+            raise ValueError(_looks_like(path))
         with open(path, "rb") as file:
             shape, _, dtype = read_header(file)
         mapped = math.prod(shape) * dtype.itemsize > small  # one without numbers cannot be mapped
         return np.load(path, "r" if mapped else None, allow_pickle=False)
-    except BROKEN as error:
-        with open(path, "rb") as file:
-            numpys = file.read(6).startswith(np.lib.format.MAGIC_PREFIX)
-        reason = why(error) if numpys else _looks_like(path)
-        raise DataError(f"{path} is not {what} ({reason}).") from None
 
 
 def save_arrays(folder: Path, arrays: dict[str, Any]) -> dict[str, str]:
@@ -381,57 +431,6 @@ def _looks_like(path: Path) -> str:
     text = start.lstrip().lower()
     found = (kind for heads, kind in _LOOKS if text.startswith(heads))
     return f"it is {next(found, 'some other kind of file')}"
-
-
-@contextlib.contextmanager
-def new_folder(path: Path) -> Iterator[Path]:
-    """`new_file` for a folder; when another process was faster, its result stays."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    _sweep(path)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
-    try:
-        with lock_path(temporary):
-            yield temporary
-        try:
-            os.rename(temporary, path)
-        except OSError:
-            if not path.is_dir():
-                raise
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _sweep(path: Path) -> None:
-    """Remove the temporary files of processes that were killed while they wrote `path`.
-
-    A process that writes holds a lock, which the operating system frees when the process ends.
-    """
-    for left in path.parent.glob(f".{glob.escape(path.name)}.*"):
-        try:
-            if time.time() - left.stat().st_mtime > _RECENT:
-                with lock_path(left) as free:
-                    if free and left.is_dir():
-                        shutil.rmtree(left, ignore_errors=True)
-                    elif free:
-                        left.unlink(missing_ok=True)
-        except OSError:
-            continue  # it is gone, or another user's: no reason to fail
-
-
-@contextlib.contextmanager
-def lock_path(path: Path) -> Iterator[bool]:
-    """Try to lock a file or folder during the block; gives whether it was free."""
-    if fcntl is None:
-        yield False
-        return
-    handle, free = os.open(path, os.O_RDONLY), False
-    try:
-        with contextlib.suppress(OSError):
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            free = True
-        yield free
-    finally:
-        os.close(handle)
 
 
 # ---- graphs ------------------------------------------------------------------------------

@@ -43,15 +43,6 @@ class Reads:
         self.waited = 0.0  # the part of it for which the caller had nothing else to do
         self._lock, self._busy, self._since = threading.Lock(), 0, 0.0
 
-    @property
-    def rate(self) -> float:
-        """Bytes a second while something was read."""
-        return self.bytes_read / self.seconds if self.seconds > 0 else 0.0
-
-    def __str__(self) -> str:
-        text = f"{self.passes:,} {'pass' if self.passes == 1 else 'passes'} over X"
-        return f"{text}, {self.rate / 1e9:.1f} GB/s" if self.bytes_read else text
-
     def counts(self) -> dict[str, float]:
         """The numbers alone, to keep."""
         names = ("passes", "bytes_read", "seconds", "waited")
@@ -72,14 +63,6 @@ class Reads:
                 self.bytes_read += size
                 if self._busy == 0:
                     self.seconds += time.perf_counter() - self._since
-
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.waited += time.perf_counter() - start
 
 
 class MappedRows:
@@ -160,9 +143,10 @@ class MappedRows:
                     begun.append((out, pieces))
                     started += 1
                 part, pieces = begun.popleft()
-                with reads.waiting():
-                    for piece in pieces:
-                        piece.result()
+                start = time.perf_counter()
+                for piece in pieces:
+                    piece.result()
+                reads.waited += time.perf_counter() - start
                 yield part
             reads.passes += 1
         finally:  # the caller may stop early
@@ -203,18 +187,16 @@ def fill(out: Any, X: Any, rows: Any = None) -> None:
     mapped file that is still on the disk.
     """
     step = max(1, _PIECE // max(1, out[:1].nbytes))
+    if out.shape[0] < 2 * _THREADS * step:  # threads take longer to begin
+        out[...] = X if rows is None else X[rows]
+        return
 
     def piece(first: int) -> None:
         at = slice(first, first + step)
         out[at] = X[at if rows is None else rows[at]]
 
-    starts = range(0, out.shape[0], step)
-    if len(starts) < 2 * _THREADS:  # threads take longer to begin
-        for first in starts:
-            piece(first)
-        return
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="herta-copies") as pool:
-        list(pool.map(piece, starts))
+        list(pool.map(piece, range(0, out.shape[0], step)))
 
 
 def mapping_of(X: Any) -> np.memmap | None:

@@ -234,7 +234,6 @@ def test_two_passes_may_be_under_way(tmp_path: Path) -> None:
 def test_passes_bytes_and_seconds_are_counted(tmp_path: Path) -> None:
     X = numbers()
     blocks = Blocks(mapped(tmp_path / "X.npy", X))
-    assert str(blocks.reads) == "0 passes over X"
     list(blocks.parts(cut(10)))
     assert (blocks.reads.passes, blocks.reads.bytes_read) == (1, X.nbytes)
     list(blocks.parts(cut(10, slice(2, 4))))  # whole rows, but for the end of each piece
@@ -243,8 +242,6 @@ def test_passes_bytes_and_seconds_are_counted(tmp_path: Path) -> None:
     assert reads.bytes_read == 2 * X.nbytes
     assert reads.seconds > 0
     assert reads.waited >= 0
-    assert reads.rate == pytest.approx(reads.bytes_read / reads.seconds)
-    assert str(reads).startswith("2 passes over X, ")
 
 
 def test_seconds_of_threads_that_read_together_count_once() -> None:
