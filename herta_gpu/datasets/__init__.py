@@ -158,9 +158,9 @@ def sizes(name: str | os.PathLike[str], data_dir: _Folder = None) -> DataSizes:
     if kind == "planetoid":
         return DataSizes(*planetoid.SHAPES[at], X_nonzeros=20 * planetoid.SHAPES[at][0])
     if kind == "ogb" and ogb.is_converted(at):
-        shapes = ogb.converted_shapes(at)
-        (n, d), m = shapes["node_feat"], shapes["edge_index"][1]
-        return DataSizes(n, m, d, ogb.SHAPES[at][3], shapes["train"][0], None, mapped=True)
+        keys, known = ("node_feat", "edge_index", "train"), ogb.read_ledger(at)
+        (n, d), (_, m), (n_train,) = (known[key]["shape"] for key in keys)
+        return DataSizes(n, m, d, ogb.SHAPES[at][3], n_train, None, mapped=True)
     if kind == "ogb" and not ogb.is_cached(at):
         return DataSizes(*ogb.SHAPES[at], X_nonzeros=None, mapped=at in ogb.FROM_FILES)
     data = load(name, data_dir)

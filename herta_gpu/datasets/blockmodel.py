@@ -95,9 +95,9 @@ def parse(text: str) -> Spec:
         if "=" in text:
             pairs = (pair.split("=") for pair in text.split(","))
             given = {key.strip(): int(float(value)) for key, value in pairs}
-            given = {"m": 5 * given["n"], "d": 64, "c": 10} | given
-            n, m, d, c = (given.pop(key) for key in "nmdc")
-            spec, scale = Spec(n, m, d, c), 0.0 if given else 1.0
+            n = given.pop("n")
+            spec = Spec(n, given.pop("m", 5 * n), given.pop("d", 64), given.pop("c", 10))
+            scale = 0.0 if given else 1.0
         else:
             (n, m, *rest), scale = _PRESETS[name], float(share or 1)
             spec = Spec(int(scale * n), int(scale * m), *rest)
@@ -108,13 +108,11 @@ def parse(text: str) -> Spec:
             f"There is no dataset synthetic:{text}: use {', '.join(PRESETS)} (also a share of one, "
             "like papers100M@0.01) or n=1e5,m=1e6,d=64,c=10."
         ) from None
-    if min(spec.n, spec.d, spec.c) < 1 or spec.m < 0 or spec.c > spec.n:
-        raise ValueError(f"synthetic:{text} needs positive n, d and c, c <= n, and m >= 0.")
     most = spec.n * (spec.n - 1) // 8
-    if spec.m > most:
+    if min(spec.n, spec.d, spec.c) < 1 or spec.c > spec.n or not 0 <= spec.m <= most:
         raise ValueError(
-            f"synthetic:{text} asks for {spec.m:,} edges; {spec.n:,} nodes of a sparse model "
-            f"have at most {most:,}."
+            f"synthetic:{text} needs positive n, d and c, c <= n, and 0 <= m <= n (n - 1) / 8: "
+            f"{spec.n:,} nodes of a sparse model have at most {most:,} edges."
         )
     return spec
 
@@ -260,6 +258,13 @@ def _edges(
     runs: list[tuple[Any, Any]] = []  # sorted keys, and where each range begins and ends in them
     before, first = np.zeros(ranges + 1, dtype=np.int64), 0
 
+    def room(dtype: Any, shape: tuple[int, ...]) -> Any:
+        """In memory, or mapped from a file without a name, which is gone with the process."""
+        if folder is None or 0 in shape:
+            return np.empty(shape, dtype)
+        with tempfile.TemporaryFile(dir=folder) as file:
+            return np.memmap(file, dtype, "w+", shape=shape)
+
     def sorted_range(i: int) -> Any:
         pieces = (keys[cuts[i] : cuts[i + 1]] for keys, cuts in runs)
         found = np.concatenate([np.empty(0, np.int64), *pieces])
@@ -282,9 +287,9 @@ def _edges(
 
     while (found := int(before[-1])) < spec.m:
         drawn = int(1.05 * (spec.m - found)) + 1000
-        room = _room(np.int64, (drawn,), folder)
+        keys = room(np.int64, (drawn,))
         parts = [
-            (room[a : a + _EDGE_CHUNK], first + a // _EDGE_CHUNK)
+            (keys[a : a + _EDGE_CHUNK], first + a // _EDGE_CHUNK)
             for a in range(0, drawn, _EDGE_CHUNK)
         ]
         runs += _in_parallel(
@@ -294,7 +299,7 @@ def _edges(
         tell = stages.progress("edges sorted", "ranges")
         before[1:] = np.cumsum(_in_parallel(lambda i: sorted_range(i).size, range(ranges), tell))
     gone = np.sort(_stream(seed, 3).choice(found, found - spec.m, replace=False, shuffle=False))
-    edges = _room(np.int32 if spec.n < 2**31 else np.int64, (2, spec.m), folder)
+    edges = room(np.int32 if spec.n < 2**31 else np.int64, (2, spec.m))
 
     def write(i: int) -> None:
         a, b = np.searchsorted(gone, before[i : i + 2])
@@ -321,17 +326,6 @@ def _make_features(
             open_X()[at] = rows
 
     _in_parallel(fill, range(0, spec.n, _ROW_CHUNK), tell)
-
-
-def _room(dtype: Any, shape: tuple[int, ...], folder: Path | None) -> Any:
-    """An array for a while: in memory, or mapped from a file of the folder.
-
-    The file has no name: it is gone with the process, however that ends.
-    """
-    if folder is None or 0 in shape:
-        return np.empty(shape, dtype)
-    with tempfile.TemporaryFile(dir=folder) as file:
-        return np.memmap(file, dtype, "w+", shape=shape)
 
 
 def _in_parallel(

@@ -44,17 +44,17 @@ def from_networkx(graph: Any, x: str = "x", y: str = "y", weight: str = "weight"
     """
     nodes = list(graph.nodes)
     at = {node: i for i, node in enumerate(nodes)}
-    edges = np.array([(at[u], at[v]) for u, v in graph.edges()], dtype=np.int64).reshape(-1, 2).T
-    given = [w for _, _, w in graph.edges(data=weight)]
+    listed = [(at[u], at[v], w) for u, v, w in graph.edges(data=weight)]
+    edges = np.array([(u, v) for u, v, _ in listed], dtype=np.int64).reshape(-1, 2).T
     weights = None
-    if any(w is not None for w in given):
-        weights = np.array([1.0 if w is None else w for w in given], dtype=np.float64)
-    made = Graph.from_edges(edges, len(nodes), weights)
+    if any(w is not None for *_, w in listed):
+        weights = np.array([1.0 if w is None else w for *_, w in listed], dtype=np.float64)
     attributes = [graph.nodes[node] for node in nodes]
     X = np.array([a[x] for a in attributes]) if all(x in a for a in attributes) else None
     has_y = any(y in a for a in attributes)
     labels = np.array([a.get(y, -1) for a in attributes]) if has_y else None
-    return Dataset(str(graph.name or "networkx"), made, X, labels, {}, {"source": "networkx"})
+    made, metadata = Graph.from_edges(edges, len(nodes), weights), {"source": "networkx"}
+    return Dataset(str(graph.name or "networkx"), made, X, labels, {}, metadata)
 
 
 def from_pyg(data: Any) -> Dataset:
@@ -70,11 +70,8 @@ def from_pyg(data: Any) -> Dataset:
 
 def from_dgl(graph: Any) -> Dataset:
     """A homogeneous DGL graph with ndata "feat", "label" and the usual masks."""
-    u, v = graph.edges()
-    made, get = (
-        Graph.from_edges(np.stack([on_host(u), on_host(v)]), int(graph.num_nodes())),
-        graph.ndata.get,
-    )
+    edges = np.stack([on_host(ends) for ends in graph.edges()])
+    made, get = Graph.from_edges(edges, int(graph.num_nodes())), graph.ndata.get
     masks = {part: get(mask) for part, mask in _MASKS.items()}
     return _dataset("dgl", made, get("feat"), get("label"), masks)
 

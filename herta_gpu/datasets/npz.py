@@ -70,57 +70,58 @@ def outline(archive: Archive) -> Outline:
     if "edge_index" not in archive:
         held = ", ".join(archive.keys) or "nothing"
         raise DataError(f"{path} has no edge_index but {held}: it is no graph dataset.")
-    shape, kind = archive.header("edge_index")
-    if len(shape) != 2 or shape[0] != 2:
-        turned = ": transpose it" if len(shape) == 2 and shape[1] == 2 else ""
+    shape = _shape(archive, "edge_index", 2, "shape (2, m)", "iu")
+    if shape[0] != 2:
+        turned = ": transpose it" if shape[1] == 2 else ""
         raise DataError(f"{path}: edge_index must have shape (2, m), not {shape}{turned}.")
-    if shape[1] and kind.kind not in "iu":
-        raise DataError(f"{path}: edge_index must hold integers, not {kind}.")
-    rows, d, nonzeros = _feature_shape(archive)
-    n = _num_nodes(archive, rows)
-    if rows is not None and rows != n:
-        raise DataError(f"{path}: features has {rows:,} rows but there are {n:,} nodes.")
+    n, d, nonzeros = _feature_shape(archive)
+    if "num_nodes" in archive:
+        given = archive["num_nodes"]
+        plain = given.size == 1 and given.dtype.kind in "iuf"
+        number = given.reshape(-1)[0] if plain else np.nan
+        if not np.isfinite(number) or number != int(number) or number < 1:
+            shown = number if plain else f"{given.dtype} of shape {given.shape}"
+            raise DataError(f"{path}: num_nodes must be a positive whole number, not {shown}.")
+        if n is not None and n != number:
+            raise DataError(f"{path}: features has {n:,} rows but there are {int(number):,} nodes.")
+        n = int(number)
+    elif n is None:  # as many as the largest id says
+        ids = archive["edge_index"]
+        n = int(ids.max()) + 1 if ids.size else 0
     split = {part: archive[part] for part in PARTS if part in archive}
     return Outline(n, shape[1], d, nonzeros, _labels(archive, n), check_split(path, split, n))
 
 
-def _num_nodes(archive: Archive, rows: int | None) -> int:
-    """As it is told, or one per row of the features, or up to the largest id."""
-    if "num_nodes" not in archive:
-        ids = archive["edge_index"] if rows is None else np.empty(0)
-        return int(ids.max()) + 1 if ids.size else rows or 0
-    given = archive["num_nodes"]
-    plain = given.size == 1 and given.dtype.kind in "iuf"
-    number = given.reshape(-1)[0] if plain else None
-    if number is None or not np.isfinite(number) or number != int(number) or number < 1:
-        shown = number if plain else f"{given.dtype} of shape {given.shape}"
-        raise DataError(f"{archive.path}: num_nodes must be a positive whole number, not {shown}.")
-    return int(number)
+def _shape(archive: Archive, key: str, dimensions: int, what: str, kinds: str) -> tuple[int, ...]:
+    """The shape of an entry that is as it must be, from its header."""
+    shape, dtype = archive.header(key)
+    if len(shape) != dimensions:
+        raise DataError(f"{archive.path}: {key} must have {what}, not shape {shape}.")
+    if dtype.kind not in kinds and 0 not in shape:
+        numbers = "integers" if kinds == "iu" else "real numbers"
+        raise DataError(f"{archive.path}: {key} must hold {numbers}, not {dtype}.")
+    return shape
 
 
 def _feature_shape(archive: Archive) -> tuple[int | None, int | None, int | None]:
     """Rows, columns and non-zeros (None: dense) of the features, from their headers."""
-    path, dense = archive.path, "features" in archive
+    if "features" in archive:
+        what = "one row per node and one column per feature"
+        n, d = _shape(archive, "features", 2, what, "fiub")
+        return n, d, None
     missing = [key for key in _SPARSE if key not in archive]
-    if not dense and missing:
-        if len(missing) == len(_SPARSE):
-            return None, None, None
-        raise DataError(f"{path}: the sparse features lack {', '.join(missing)}.")
-    for key in ("features",) if dense else _SPARSE:
-        shape, kind = archive.header(key)
-        if len(shape) != 1 + dense:
-            what = "one row per node and one column per feature" if dense else "one dimension"
-            raise DataError(f"{path}: {key} must have {what}, not shape {shape}.")
-        whole = key in _SPARSE[1:] and shape[0]
-        if kind.kind not in ("iu" if whole else "fiub"):
-            what = "integers" if whole else "real numbers"
-            raise DataError(f"{path}: {key} must hold {what}, not {kind}.")
-    if dense:
-        return shape[0], shape[1], None
+    if len(missing) == len(_SPARSE):
+        return None, None, None
+    if missing:
+        raise DataError(f"{archive.path}: the sparse features lack {', '.join(missing)}.")
+    kinds = ("fiub", "iu", "iu", "iu")
+    shapes = [_shape(archive, key, 1, "one dimension", k) for key, k in zip(_SPARSE, kinds)]
     size = archive["feature_shape"]
     if size.shape != (2,) or size.min() < 0:
-        raise DataError(f"{path}: feature_shape must be (nodes, features), not {size.tolist()}.")
-    return int(size[0]), int(size[1]), archive.header("feature_data")[0][0]
+        raise DataError(
+            f"{archive.path}: feature_shape must be (nodes, features), not {size.tolist()}."
+        )
+    return int(size[0]), int(size[1]), shapes[0][0]
 
 
 def _features(archive: Archive) -> Any:

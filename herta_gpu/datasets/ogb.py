@@ -125,13 +125,8 @@ def converted_folder(name: str) -> Path:
 def is_converted(name: str) -> bool:
     """Whether everything of a dataset is there."""
     folder = converted_folder(name)
-    finished = _read_ledger(folder)
+    finished = read_ledger(name)
     return all(key in finished and (folder / f"{key}.npy").is_file() for key in _ARRAYS)
-
-
-def converted_shapes(name: str) -> dict[str, list[int]]:
-    """Shapes of the arrays, without reading one."""
-    return {key: about["shape"] for key, about in _read_ledger(converted_folder(name)).items()}
 
 
 def read_converted(name: str, features: bool = True) -> Dataset:
@@ -209,16 +204,14 @@ def _convert(
 ) -> None:
     """What is not there yet, made from these sources."""
     folder, n = converted_folder(name), sources["node_feat"].shape[0]
-    finished, todo = _read_ledger(folder), {}
+    finished, todo = read_ledger(name), {}
     kept = finished.get("node_feat", {}).get("dtype", "float32")
     kinds: dict[str, Any] = {"node_label": np.int16, "node_feat": features or kept}
     kinds["edge_index"] = np.int32 if n < 2**31 else np.int64
     for key, source in sources.items():
-        shape, dtype = (
-            source.shape[:1] if key == "node_label" else source.shape,
-            kinds.get(key, np.int64),
-        )
-        goal = {"from": source.stamp, "dtype": np.dtype(dtype).str, "shape": list(shape)}
+        shape, dtype = list(source.shape), np.dtype(kinds.get(key, np.int64))
+        shape = shape[:1] if key == "node_label" else shape
+        goal = {"from": source.stamp, "dtype": dtype.str, "shape": shape}
         path = folder / f"{key}.npy"
         found = path.stat().st_size if path.is_file() else None
         if finished.get(key) != goal or found != _nbytes(goal):
@@ -254,9 +247,9 @@ def _write(
     shape, dtype, at = tuple(goal["shape"]), np.dtype(goal["dtype"]), 0
     np.lib.format.open_memmap(part, "w+", dtype, shape)
     for run in source.runs():
-        values, out, end = _checked(key, source, run, at, n, dtype), np.load(part, "r+"), at
-        end += run.shape[0]
-        if key == "edge_index" and source.columnwise:  # pairs of source and target
+        values, out = _checked(key, source, run, at, n, dtype), np.load(part, "r+")
+        end = at + run.shape[0]
+        if source.columnwise and key == "edge_index":  # pairs of source and target
             out[:, at // 2 : end // 2] = values.reshape(-1, 2).T
         else:
             out.reshape(-1)[at:end] = values
@@ -296,10 +289,10 @@ def _checked(key: str, source: _Source, values: Any, at: int, n: int, dtype: Any
     return found.astype(dtype, copy=False)
 
 
-def _read_ledger(folder: Path) -> dict[str, dict[str, Any]]:
-    """meta.json: what is known of the arrays that are finished."""
+def read_ledger(name: str) -> dict[str, dict[str, Any]]:
+    """Source, type and shape of each array that is finished, of meta.json."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        found = json.loads((folder / "meta.json").read_text())
+        found = json.loads((converted_folder(name) / "meta.json").read_text())
         if found["version"] == _VERSION:
             return dict(found["finished"])
     return {}

@@ -20,7 +20,6 @@ from herta_gpu.datasets.dataset import Dataset, cache_dir
 from herta_gpu.graph import Graph
 from herta_gpu.plumbing.files import DataError, explained, new_file
 
-NAMES = ("cora", "citeseer", "pubmed")
 SHAPES = {  # nodes, edges, features, classes, training nodes
     "cora": (2708, 5278, 1433, 7, 140),
     "citeseer": (3327, 4552, 3703, 6, 120),
@@ -28,7 +27,7 @@ SHAPES = {  # nodes, edges, features, classes, training nodes
 }
 # How defaultdicts are made again, and how protocol 2 writes bytes.
 _PLAIN = (("collections", "defaultdict"), ("copyreg", "_reconstructor"), ("_codecs", "encode"))
-_PICKLES = ("x", "y", "tx", "ty", "allx", "ally", "graph")
+_PARTS = ("x", "y", "tx", "ty", "allx", "ally", "graph", "test.index")
 _URL = "https://raw.githubusercontent.com/kimiyoung/planetoid/master/data"
 _VALID = 500  # nodes after the training ones, by convention
 
@@ -44,49 +43,41 @@ def find_planetoid(name: str, folders: list[Path]) -> Path | None:
 
 def load_planetoid(name: str, folder: Path | None = None) -> Dataset:
     """The raw files in `folder`, or downloaded once into the cache."""
-    if folder is None:
-        folder = _download(name)
-    files = [folder / f"ind.{name}.{part}" for part in (*_PICKLES, "test.index")]
-    for path in files:
+    folder = _download(name) if folder is None else folder
+    *pickles, index = (folder / f"ind.{name}.{part}" for part in _PARTS)
+    for path in (*pickles, index):
         if not path.is_file():
             raise FileNotFoundError(f"{path} is missing: Planetoid comes in eight files.")
-    x, y, tx, ty, allx, ally, neighbours = map(_unpickle, files[:-1])
+    x, y, tx, ty, allx, ally, neighbours = map(_unpickle, pickles)
     try:
-        test = np.array([int(line) for line in files[-1].read_text().split()], dtype=np.int64)
+        test = np.array([int(line) for line in index.read_text().split()], dtype=np.int64)
     except ValueError as error:
-        raise DataError(f"{files[-1]} must hold one node id per line ({error}).") from None
+        raise DataError(f"{index} must hold one node id per line ({error}).") from None
+    if test.shape[0] != tx.shape[0] or ty.shape[0] != tx.shape[0] or y.shape[0] != x.shape[0]:
+        raise DataError(
+            f"{index} names {len(test):,} nodes, and x, y, tx and ty have {x.shape[0]:,}, "
+            f"{len(y):,}, {tx.shape[0]:,} and {len(ty):,} rows: the files do not belong together."
+        )
     first = allx.shape[0]
     # Citeseer: 15 ids in the range of the test nodes are absent.  They keep their place in the
     # graph, with empty features and no label.
     n = max(first + tx.shape[0], int(test.max()) + 1)
-    if test.shape[0] != tx.shape[0] or ty.shape[0] != tx.shape[0]:
-        raise DataError(
-            f"{files[-1]} names {test.shape[0]:,} nodes but "
-            f"ind.{name}.tx has {tx.shape[0]:,} rows: the files do not belong together."
-        )
     # allx on top, and each row of tx at its node.
     X, position = sp.csr_array(allx), (test, np.arange(test.shape[0]))
     X.resize((n, X.shape[1]))
     at_nodes = sp.csr_array((np.ones(test.shape[0]), position), shape=(n, test.shape[0]))
     X = sp.csr_array(X + at_nodes @ sp.csr_array(tx)).astype(np.float32)
     labels = np.full(n, -1, dtype=np.int64)
-    labels[:first] = _codes(ally)
-    labels[test] = _codes(ty)
+    for at, one_hot in ((slice(first), np.asarray(ally)), (test, np.asarray(ty))):
+        labels[at] = np.where(one_hot.any(axis=1), one_hot.argmax(axis=1), -1)
     # The lists name both directions, and some edges twice.
     source = np.repeat(list(neighbours), [len(ids) for ids in neighbours.values()])
     target = np.concatenate([np.asarray(ids, dtype=np.int64) for ids in neighbours.values()])
     graph, train = Graph.from_edges(np.stack([source, target]), num_nodes=n), x.shape[0]
     split = {"train": np.arange(train), "valid": np.arange(train, min(train + _VALID, first))}
     split["test"] = np.sort(test)
-    if y.shape[0] != train:
-        raise DataError(f"ind.{name}.x and ind.{name}.y in {folder} differ in length.")
     metadata = {"metric": "accuracy", "source": "Planetoid raw files"}
     return Dataset(name, graph, X, labels, split, metadata)
-
-
-def _codes(one_hot: Any) -> Any:
-    one_hot = np.asarray(one_hot)
-    return np.where(one_hot.any(axis=1), one_hot.argmax(axis=1), -1)
 
 
 class _Unpickler(pickle.Unpickler):
@@ -116,7 +107,7 @@ def _unpickle(path: Path) -> Any:
 def _download(name: str) -> Path:
     folder = cache_dir() / "planetoid"
     base = os.environ.get("HERTA_PLANETOID_URL", _URL)
-    for part in (*_PICKLES, "test.index"):
+    for part in _PARTS:
         path = folder / f"ind.{name}.{part}"
         if path.is_file():
             continue

@@ -563,9 +563,9 @@ def test_neither_ogb_nor_torch_nor_pandas_is_needed(tmp_path):
 
 
 def test_memory_does_not_grow_with_the_file(tmp_path):
-    """192 MB of features and 64 MB of edges, in less than 48 MB more than Python holds anyway."""
+    """96 MB of features and 32 MB of edges, in less than 32 MB more than Python holds anyway."""
     pytest.importorskip("resource", reason="the peak is told on POSIX only")
-    n, m = 393_216, 4_194_304
+    n, m = 196_608, 2_097_152
     arrays = contents()
     at = write_papers(tmp_path, arrays)
     rng = np.random.default_rng(0)
@@ -573,7 +573,7 @@ def test_memory_does_not_grow_with_the_file(tmp_path):
     X, ids = X.astype(np.float16).astype(np.float32).tobytes(), ids.tobytes()
     with zipfile.ZipFile(at / "raw" / "data.npz", "w", zipfile.ZIP_DEFLATED, compresslevel=1) as a:
         for key, kind, shape, block, times in (
-            ("node_feat", "<f4", (n, 128), X, 48), ("edge_index", "<i8", (2, m), ids, 8),
+            ("node_feat", "<f4", (n, 128), X, 24), ("edge_index", "<i8", (2, m), ids, 4),
         ):  # fmt: skip
             with a.open(f"{key}.npy", "w", force_zip64=True) as member:
                 about = {"descr": kind, "fortran_order": False, "shape": shape}
@@ -595,7 +595,7 @@ def test_memory_does_not_grow_with_the_file(tmp_path):
     )
     argv = [sys.executable, "-c", code, PAPERS, str(tmp_path)]
     done = subprocess.run(argv, check=True, capture_output=True, text=True, env=os.environ)
-    assert int(done.stdout) < 48 << 20
+    assert int(done.stdout) < 32 << 20
     found = np.load(ogb.converted_folder(PAPERS) / "node_feat.npy", mmap_mode="r")
     assert found.shape == (n, 128)
     assert found[-8192:].tobytes() == X
