@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ import pytest
 
 from herta_gpu.backends import get_backend
 from tests.conftest import ROOT
+from tests.cuda_device.__main__ import run
 from tests.cuda_device.compiler import compile_module
 
 pytestmark = [pytest.mark.gpu, pytest.mark.once]
@@ -45,6 +47,14 @@ def refused(device: Any, action: Callable[[], Any], *words: str) -> str:
     return said
 
 
+def behind(xp: Any, stream: Any) -> Any:
+    """The stream, behind an event of the current one."""
+    done = xp.cuda.Event()
+    done.record(xp.cuda.get_current_stream())
+    stream.wait_event(done)
+    return stream
+
+
 # ---- clocks -------------------------------------------------------------------------------------
 
 
@@ -58,10 +68,7 @@ def test_two_streams_in_one_array_are_a_race_that_names_both(device: Any, xp: An
 
 def test_an_event_or_a_wait_orders_two_streams(device: Any, xp: Any) -> None:
     x, other = xp.zeros(3), xp.cuda.Stream(non_blocking=True)
-    done = xp.cuda.Event()
-    done.record(xp.cuda.get_current_stream())
-    other.wait_event(done)
-    with other:
+    with behind(xp, other):
         x += 1.0
     refused(device, lambda: x + 1.0, "race")  # but not the other way round
     other.synchronize()
@@ -82,13 +89,7 @@ def test_an_event_orders_what_came_before_it_only(device: Any, xp: Any) -> None:
 
 def test_order_is_handed_on_from_stream_to_stream(device: Any, xp: Any) -> None:
     x, streams = xp.zeros(3), [xp.cuda.Stream(non_blocking=True) for _ in range(3)]
-    before = xp.cuda.get_current_stream()
-    for stream in streams:
-        event = xp.cuda.Event()
-        event.record(before)
-        stream.wait_event(event)
-        before = stream
-    with streams[-1]:
+    with behind(xp, streams[0]), behind(xp, streams[1]), behind(xp, streams[2]):
         x += 1.0
         assert x.get().tolist() == [1.0] * 3
 
@@ -119,10 +120,7 @@ def test_memory_of_another_library_has_a_clock_too(device: Any, xp: Any) -> None
 
 def test_memory_is_not_handed_out_again_before_its_last_use(device: Any, xp: Any) -> None:
     x, other = xp.zeros(3), xp.cuda.Stream(non_blocking=True)
-    done = xp.cuda.Event()
-    done.record(xp.cuda.get_current_stream())
-    other.wait_event(done)
-    with other:
+    with behind(xp, other):
         x += 1.0
     del x  # goes back to the pool of the first stream, while the other one still works on it
     refused(device, lambda: xp.zeros(3), "race", "handed out again")
@@ -381,6 +379,22 @@ def test_memory_of_another_device_is_refused(device: Any, xp: Any) -> None:
     finally:
         runtime.setDevice(0)
         device.set(devices=1)
+
+
+@pytest.mark.parametrize(
+    ("mode", "codes", "worst"),
+    [("guarded", [-signal.SIGSEGV], 11), ("asan", [0, 5, -signal.SIGABRT], 6), ("lazy", [0], 0)],
+)
+def test_a_mode_that_dies_has_not_passed(
+    monkeypatch: pytest.MonkeyPatch, mode: str, codes: list[int], worst: int
+) -> None:
+    ended = iter(codes)
+    monkeypatch.setattr(
+        "tests.cuda_device.__main__.subprocess.run",
+        lambda *_, **__: SimpleNamespace(returncode=next(ended, 0)),
+    )
+    monkeypatch.setattr("tests.cuda_device.__main__.under_sanitizer", lambda kind: [])
+    assert run(mode, []) == worst
 
 
 STRAY = """

@@ -29,7 +29,9 @@ from herta_gpu.backends.ranks.communicator import FEW
 from herta_gpu.datasets import Dataset
 from herta_gpu.laplacian import RegularizedLaplacian, block_cg, chebyshev
 from herta_gpu.plumbing.partition import rows_moved
+from tests.sharing import compile_kernels_once
 
+compile_kernels_once()
 COMM = MPI.COMM_WORLD
 RANK, SIZE = COMM.rank, COMM.size
 N, D, C = 400, 200, 3  # 200 columns are 4 blocks of 50 in one process and on 2 or 4 ranks
