@@ -12,6 +12,7 @@ import argparse
 import re
 import sys
 from collections.abc import Iterable
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -71,17 +72,13 @@ def _words(allowed: tuple[str, ...], text: str) -> tuple[str, ...]:
     return tuple(text.split(","))
 
 
-def _wish(text: str) -> bool | int | str:
-    """The value of --sparsify, --sketch or --reorder: a word, yes or no, or a count."""
+def _value(text: str) -> bool | float | str:
+    """A word, yes or no, or a number: the estimator says what it does not take."""
     known = {"yes": True, "true": True, "no": False, "false": False}
-    return known.get(text.lower(), int(text) if text.isdigit() else text)
-
-
-def _rate(text: str) -> float | str:
-    try:
-        return text if text == "spectral" else float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f'{text!r} is neither a number nor "spectral"') from None
+    for kind in (int, float):
+        with suppress(ValueError):
+            return kind(text)
+    return known.get(text.lower(), text)
 
 
 def _listed(numbers: Iterable[float]) -> str:
@@ -226,7 +223,7 @@ _TYPES: dict[str, Any] = {
     "N": int,
     "FOLDS": int,
     "A,B": partial(_words, DEVICES),
-    "RATE|spectral": _rate,
+    "RATE|spectral": _value,
     "mse,ce|bce": partial(_words, LOSS_NAMES),
 }
 # What argparse has to know beyond the text, by flag, or by command and flag.
@@ -235,9 +232,9 @@ _MORE: dict[str, dict[str, Any]] = {
     "--partition": {"default": "blocks"},
     "--label-features": {"nargs": "?", "const": LABEL_FOLDS, "default": 0},
     "--correct-and-smooth": {"nargs": "?", "const": (20.0, 20.0)},
-    "--sparsify": {"type": _wish, "default": "auto"},
-    "--sketch": {"type": _wish, "default": "auto"},
-    "--reorder": {"type": _wish},
+    "--sparsify": {"type": _value, "default": "auto"},
+    "--sketch": {"type": _value, "default": "auto"},
+    "--reorder": {"type": _value},
     "--no-precondition": {"dest": "precondition", "action": "store_false"},
     "--seed": {"dest": "random_state"},
     "--ranks": {"default": 1},

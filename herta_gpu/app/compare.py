@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> CommandOutput:
         check_choice("The ending of --out", Path(args.out).suffix, (".png",))
         pyplot()  # an error, before the long work, where matplotlib is missing
     stages = Stages(args.verbose)
-    data = Job.of(args, stages).load().data
+    data = Job.of(args).load().data
     fits = {" ".join(v): _fit(args, v, data, stages) for v in variants}
     results = {name: result for name, (_, result, _) in fits.items()}
     agreement = compare(*((model, Z) for model, _, Z in fits.values()))
@@ -162,7 +162,7 @@ def profile(args: argparse.Namespace) -> CommandOutput:
     path, stages = Path(args.out or "herta-trace.json"), Stages(args.verbose)
     make_model(args)._checked()
     check_new_file(path, args.overwrite)
-    job = Job.of(args, stages).load()
+    job = Job.of(args).load()
     data, model = job.data, job.model
     with stages("warm-up"):
         make_model(args, verbose=False).fit(data.graph, data.X, data.y, data.split["train"])

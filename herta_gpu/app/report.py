@@ -212,8 +212,9 @@ def _timeline(stages: dict[str, float]) -> str:
     total = sum(stages.values()) or 1.0
     stages = {name: s for name, s in stages.items() if s >= 0.002 * total}
     colours = dict(zip(stages, cycle(COLOURS)))
-    keys = _keys({name: f"{name} {s:.2f} s" for name, s in stages.items()}, colours)
-    return f"{_lane(stages, total, colours)}<p>{keys}</p>"
+    return _lane(stages, total, colours) + _keys(
+        colours, {n: f" {s:.2f} s" for n, s in stages.items()}
+    )
 
 
 def _rank_bars(ranks: list[dict[str, float]]) -> str:
@@ -224,26 +225,21 @@ def _rank_bars(ranks: list[dict[str, float]]) -> str:
     for rank, seconds in enumerate(ranks):
         rows += f"</tr><tr><td>rank {rank}</td><td class=bar>{_lane(seconds, longest, colours)}"
         rows += "</td>" + "".join(f"<td class=n>{s:.2f} s</td>" for s in seconds.values())
-    keys = _keys({name: name for name in ranks[0]}, colours)
-    return f"<div class=wide><table class=ranks>{rows}</tr></table></div><p>{keys}</p>"
+    return f"<div class=wide><table class=ranks>{rows}</tr></table></div>{_keys(colours, {})}"
 
 
 def _lane(seconds: dict[str, float], total: float, colours: dict[str, str]) -> str:
     """One bar, in which each part is as wide as its share of `total`."""
-    parts = "".join(
-        f"<div style='width:{100 * s / total:.3f}%;background:{colours[name]}' "
-        f"title='{escape(name)} {s:.2f} s'></div>"
-        for name, s in seconds.items()
-    )
-    return f"<div class=lane>{parts}</div>"
+    part = "<div style='width:{:.3f}%;background:{}' title='{} {:.2f} s'></div>"
+    parts = (part.format(100 * s / total, colours[n], escape(n), s) for n, s in seconds.items())
+    return f"<div class=lane>{''.join(parts)}</div>"
 
 
-def _keys(texts: dict[str, str], colours: dict[str, str]) -> str:
+def _keys(colours: dict[str, str], more: dict[str, str]) -> str:
     """What the colours of a bar stand for."""
-    return " ".join(
-        f"<span class=key><i style='background:{colours[name]}'></i>{escape(text)}</span>"
-        for name, text in texts.items()
-    )
+    key = "<span class=key><i style='background:{}'></i>{}{}</span>"
+    keys = (key.format(c, escape(name), more.get(name, "")) for name, c in colours.items())
+    return f"<p>{' '.join(keys)}</p>"
 
 
 def _section(title: str, rows: Rows) -> str:
@@ -292,29 +288,23 @@ def _draw_convergence(model: HERTA) -> bytes | None:
     if len(history) < 2:
         return None
     figure, axes = plt.subplots(2, 2, figsize=(9.5, 6), sharey="row", sharex="col")
-    losses, gaps = ([h[name] for h in history] for name in ("loss", "certificate"))
+    losses, gaps, seconds = ([h[k] for h in history] for k in ("loss", "certificate", "seconds"))
     bound = losses[-1] - model.certificate_.gap
     above = [(loss - bound) / bound if bound > 0 else math.inf for loss in losses]
-    upper = {
-        "loss above the proven bound": (above, {"color": "#9db7d5"}),
-        "certificate of the step": (gaps, {"color": "#1f5fa8", "marker": "o"}),
-    }
-    for (top, bottom), name in zip(axes.T, ("step", "seconds")):
-        # Steps on a cheaper model come first; those of the fit are numbered after them.
-        values = list(range(len(history))) if name == "step" else [h[name] for h in history]
-        for label, (found, how) in upper.items():  # what a logarithmic axis can show
-            points = [(a, b) for a, b in zip(values, found) if b is not None and 0 < b < math.inf]
-            if points:
-                top.plot(*zip(*points), label=label, markersize=4, **how)
+    # Steps on a cheaper model come first; those of the fit are numbered after them.
+    for (top, bottom), name, x in zip(axes.T, ("step", "seconds"), (range(len(history)), seconds)):
+        for y, colour, label in (
+            (above, "#9db7d5", "loss above the proven bound"),
+            (gaps, "#1f5fa8", "certificate of the step"),
+        ):
+            points = [(a, b) for a, b in zip(x, y) if b is not None and 0 < b < math.inf]
+            if points:  # that a logarithmic axis can show
+                top.semilogy(*zip(*points), "o-", color=colour, label=label, markersize=3)
         if top.lines:
-            top.set_yscale("log")
             top.axhline(model.tol, color="#888888", linestyle="--", linewidth=1, label="tol")
-            top.margins(y=0.1)
         else:
             top.text(0.5, 0.5, "no certificate", transform=top.transAxes, ha="center")
-            top.set_yticks([])
-        style = "o-" if len(losses) <= 30 else "-"  # points that can be told apart
-        bottom.plot(values, losses, style, color="#b3541e", markersize=4)
+        bottom.plot(x, losses, "o-", color="#b3541e", markersize=3)
         bottom.set_xlabel(name)
         for axis in (top, bottom):
             axis.grid(alpha=0.3)
@@ -357,19 +347,15 @@ def _draw_path(candidates: Sequence[Candidate], metric: str) -> bytes | None:
 def draw_bars(groups: dict[str, dict[str, float]]) -> bytes:
     """Seconds per stage, one bar per candidate: {candidate: {stage: seconds}}."""
     figure, axis = pyplot().subplots(figsize=(8, 4))
-    least = 0.005 * max(max(seconds.values()) for seconds in groups.values())
-    first, height = next(iter(groups.values())), 0.8 / len(groups)
-    stages = [s for s in first if any(spent.get(s, 0.0) > least for spent in groups.values())]
+    stages = list(dict.fromkeys(stage for seconds in groups.values() for stage in seconds))
     for i, (name, seconds) in enumerate(groups.items()):
-        at = [j + i * height for j in range(len(stages))]
-        values = [seconds.get(s, 0.0) for s in stages]
-        drawn = axis.barh(at, values, height=height, label=name, color=COLOURS[i])
-        axis.bar_label(drawn, [f"{v:.3g} s" for v in values], padding=3, fontsize=8)
-    axis.set_yticks([j + 0.4 - height / 2 for j in range(len(stages))], stages)
+        at = [j + i / (len(groups) + 0.5) for j in range(len(stages))]
+        height, spent = 1 / (len(groups) + 0.5), [seconds.get(stage, 0.0) for stage in stages]
+        drawn = axis.barh(at, spent, height, label=name, color=COLOURS[i], tick_label=stages)
+        axis.bar_label(drawn, [f"{s:.3g} s" for s in spent], padding=3, fontsize=8)
     axis.invert_yaxis()
     axis.set_xlabel("seconds")
     axis.margins(x=0.12)
-    axis.spines[["top", "right"]].set_visible(False)
     axis.legend(loc="best")
     return _png(figure)
 

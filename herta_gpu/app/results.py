@@ -31,7 +31,6 @@ except ImportError:  # it is part of Python on POSIX only
 
 NOTHING = "\N{EN DASH}"  # stands where a table has no number
 Rows = Sequence[Sequence[str]]
-_FROM_FIT = ("plan_", "history_", "warm_history_", "stages_")
 
 
 @dataclass(frozen=True)
@@ -119,12 +118,6 @@ class FitResult:
         A fitted `smoother` has the last word; what the model itself says is kept beside it.
         """
         model._fitted()
-        missing = [name for name in _FROM_FIT if not hasattr(model, name)]
-        if missing:
-            raise RuntimeError(
-                f"This HERTA has no {', '.join(missing)}: it was read from a file that holds the "
-                "weights alone. Fit it again."
-            )
         stages = Stages(seconds=dict(model.stages_)) if stages is None else stages
         metric = metric_of(data.metric, model.loss, model.classes_, model._flat)
         more: dict[str, Any] = {}
@@ -141,15 +134,13 @@ class FitResult:
                 more["undecided"] = smoother.undecided_
                 parts = _parts(model, data, smoother.transform)
                 scores = {part: evaluate(metric, *both) for part, both in parts.items()}
-        team, lams = data.graph.team, strengths(model.lam, model.alpha)
+        graph, team, lams = data.graph, data.graph.team, strengths(model.lam, model.alpha)
+        folds, peak = model.label_features, peak_memory()
+        more |= {"dataset": data.name, "nodes": graph.nodes_of_all, "edges": graph.num_edges}
+        more |= {"features": data.X.shape[1], "outputs": model.W_.shape[1]}
+        more |= {name: getattr(model, name) for name in ("ridge", "dtype", "fit_intercept")}
         return cls(
-            **{name: getattr(model, name) for name in ("ridge", "dtype", "fit_intercept")},
             **more,
-            dataset=data.name,
-            nodes=data.graph.nodes_of_all,
-            edges=data.graph.num_edges,
-            features=data.X.shape[1],
-            outputs=model.W_.shape[1],
             lam=lams[0] if len(lams) == 1 else list(lams),
             loss_function=model.loss,
             status=model.status_,
@@ -160,13 +151,13 @@ class FitResult:
             metric=metric,
             scores=scores,
             seconds=dict(stages.seconds),
-            peak_memory_bytes=peak_memory() if team is None else int(team.largest(peak_memory())),
+            peak_memory_bytes=peak if team is None else int(team.largest(peak)),
             strategy=model.plan_.strategy,
             device=model.device_.choice,
             normalize=data.metadata.get("normalize"),
-            X_reads=getattr(model, "X_reads_", None),
+            X_reads=model.X_reads_,
             ranks=None if team is None else team.seconds(),
-            label_features=LABEL_FOLDS if model.label_features is True else model.label_features,
+            label_features=LABEL_FOLDS if folds is True else folds,
             note=data.metadata.get("note", ""),
         )
 

@@ -31,13 +31,39 @@ def run(args: argparse.Namespace) -> CommandOutput:
     if args.resume is not None:
         result = _resume(args)
     else:  # what is asked wrongly is refused before the data are loaded
-        job, crew = Job.of(args, Stages(args.verbose)), args.crew
+        job, crew = Job.of(args), args.crew
         job.model._checked(crew if crew.size > 1 else None)
         job.sharing.check(job.smoother is not None)
         if crew.first:
             check_free(args.out, args.overwrite)
         result = job.load().train(args.out, args.overwrite)
     return CommandOutput(result.as_json(), result.text(args.resume or args.out), result.diverged)
+
+
+def _resume(args: argparse.Namespace) -> FitResult:
+    """Go on with a run; its config.json stands in for the options."""
+    crew = args.crew
+    config = crew.agree(read_config(args.resume) if crew.first else None)
+    with Run.reopen(args.resume) if crew.first else nullcontext(Run(args.resume)) as folder:
+        finished: FitResult | None = crew.agree(folder.result() if crew.first else None)
+        if finished is not None:  # the run is complete, only its checkpoint may be left
+            Stages(args.verbose).note(f"{args.resume} is finished: this is its result.")
+            return finished
+        for what, now in (("threads", environment()["threads"]), ("ranks", crew.size)):
+            before = config["environment"].get(what, 1)
+            if str(before) != str(now):
+                told = f"The run began with {before} {what}: the last bits may differ."
+                print(told, file=sys.stderr)
+        # Earlier versions shared out columns only, and their models had fewer parameters.
+        split, partition = config.get("ranks_split") or "columns", config.get("partition")
+        config |= {"ranks_split": split if crew.size > 1 else "auto"}
+        config |= {
+            "partition": partition or "blocks",
+            "crew": crew,
+            "smoother": smoother_of(config),
+        }
+        config |= {**HERTA._defaults(), **config["params"], "verbose": args.verbose}
+        return Job.of(argparse.Namespace(**config)).load().train_into(folder)
 
 
 # ---- what the options describe ----------------------------------------------------------------
@@ -50,8 +76,8 @@ def make_model(args: argparse.Namespace, **changes: Any) -> HERTA:
 def make_smoother(args: argparse.Namespace) -> CorrectAndSmooth | None:
     """Correct and Smooth as the options describe it, if they do; checked."""
     lams = getattr(args, "correct_and_smooth", None)
-    if lams is None:
-        return None
+    if hasattr(args, "smoother") or lams is None:
+        return getattr(args, "smoother", None)
     how = {"device": args.device, "memory_budget": args.memory_budget}
     made = CorrectAndSmooth(lams[0], lams[1], **how)
     made._checked()
@@ -60,36 +86,22 @@ def make_smoother(args: argparse.Namespace) -> CorrectAndSmooth | None:
     return made
 
 
-@dataclass(frozen=True)
-class Source:
-    """Where the data come from, and how they are prepared for training."""
+def load_data(
+    args: argparse.Namespace, stages: Stages, share: Callable[[Dataset], Dataset]
+) -> Dataset:
+    """The dataset with a split and with the features as they will be used.
 
-    dataset: str
-    data_dir: str | None
-    split: str | None
-    normalize: str | None
-    log_degree: bool
-    random_state: int
-
-    @classmethod
-    def of(cls, about: dict[str, Any]) -> Source:
-        """That of the options of a command, or of the configuration of a run."""
-        return cls(**{name: about[name] for name in cls.__dataclass_fields__})
-
-    def load(self, stages: Stages, share: Callable[[Dataset], Dataset]) -> Dataset:
-        """The dataset with a split and with the features as they will be used.
-
-        `share` makes of the whole dataset what this process works on.
-        """
-        name, seed = self.dataset, self.random_state
-        data = datasets.load(name, self.data_dir, random_state=seed, stages=stages)
-        if data.y is None:
-            raise ValueError(f"{name} has no labels to train on.")
-        data, normalize = data.with_split(self.split, seed), self.normalize
-        if data.X is not None and data.X.shape[1] > 0:
-            normalize = data.normalization(normalize)  # the features of all nodes decide
-            data = share(data)
-        return with_features(data, normalize, self.log_degree)
+    `share` makes of the whole dataset what this process works on.
+    """
+    name, seed, how = args.dataset, args.random_state, args.normalize
+    data = datasets.load(name, args.data_dir, random_state=seed, stages=stages)
+    if data.y is None:
+        raise ValueError(f"{name} has no labels to train on.")
+    data = data.with_split(args.split, seed)
+    if data.X is not None and data.X.shape[1] > 0:
+        how = data.normalization(how)  # the features of all nodes decide
+        data = share(data)
+    return with_features(data, how, args.log_degree)
 
 
 def with_features(data: Dataset, normalize: str | None, log_degree: bool) -> Dataset:
@@ -135,8 +147,8 @@ def fit(
 class Job:
     """A model, the data that it is to be trained on, and how they came about."""
 
+    args: argparse.Namespace  # of the command, or of the run that goes on
     model: HERTA
-    source: Source
     smoother: CorrectAndSmooth | None
     sharing: Sharing
     stages: Stages
@@ -144,16 +156,16 @@ class Job:
     candidates: Sequence[Candidate] | None = None  # those that `tune` compared
 
     @classmethod
-    def of(cls, args: argparse.Namespace, stages: Stages) -> Job:
+    def of(cls, args: argparse.Namespace) -> Job:
         """That which the options of a command describe."""
         how = (getattr(args, "ranks_split", "auto"), getattr(args, "partition", "blocks"))
-        sharing, source = Sharing(args.crew, *how), Source.of(vars(args))
-        return cls(make_model(args), source, make_smoother(args), sharing, stages)
+        model, sharing = make_model(args), Sharing(args.crew, *how)
+        return cls(args, model, make_smoother(args), sharing, Stages(args.verbose))
 
     def load(self) -> Job:
         """The same with its data, and how they were shared out."""
-        sharing, stages, source = self.sharing, self.stages, self.source
-        crew, where = sharing.crew, (source.dataset, source.data_dir)
+        sharing, stages, args = self.sharing, self.stages, self.args
+        crew, where = sharing.crew, (args.dataset, args.data_dir)
 
         def share(data: Dataset) -> Dataset:
             nonlocal sharing
@@ -164,14 +176,14 @@ class Job:
         with stages("load"):
             datasets.check_budget(*where, self.model.memory_budget)
             if crew.size > 1 and datasets.writes_first(*where):
-                crew.let_first(lambda: datasets.load(*where, True, source.random_state, stages))
-            data = source.load(stages, share)
+                crew.let_first(lambda: datasets.load(*where, True, args.random_state, stages))
+            data = load_data(args, stages, share)
         return replace(self, data=data, sharing=sharing)
 
     def train(self, out: str | None, overwrite: bool) -> FitResult:
         """Fit, into a run folder if one is asked for."""
         if out is None:
-            return self._fit(None)
+            return self._fit()
         first = self.sharing.crew.first
         with Run.create(out, overwrite) if first else nullcontext(Run(out)) as folder:
             _write_config(folder, self)
@@ -183,7 +195,7 @@ class Job:
     def train_into(self, folder: Run) -> FitResult:
         """Train with a run folder that is complete up to the last step at any moment."""
         folder.checkpoint.split = self.data.split
-        result = self._fit(folder)
+        result = self._fit(callback=folder.record, checkpoint=folder.checkpoint)
         if folder.owned:
             place = folder.folder
             self.model.save(place / "model.npz")
@@ -193,11 +205,8 @@ class Job:
             folder.checkpoint.delete()
         return result
 
-    def _fit(self, folder: Run | None) -> FitResult:
+    def _fit(self, **kept: Any) -> FitResult:
         """A fit whose plan and result tell what was shared out."""
-        kept: dict[str, Any] = {}
-        if folder is not None:
-            kept = {"callback": folder.record, "checkpoint": folder.checkpoint}
         result = fit(self.model, self.data, self.stages, smoother=self.smoother, **kept)
         sharing, plan = self.sharing, self.model.plan_
         if sharing.decision is None:
@@ -206,43 +215,19 @@ class Job:
         return replace(result, ranks_split=sharing.split, partition=sharing.partitioned)
 
 
-def _resume(args: argparse.Namespace) -> FitResult:
-    """Go on with a run; everything that it needs stands in its config.json."""
-    crew, stages = args.crew, Stages(args.verbose)
-    config = crew.agree(read_config(args.resume) if crew.first else None)
-    with Run.reopen(args.resume) if crew.first else nullcontext(Run(args.resume)) as folder:
-        finished: FitResult | None = crew.agree(folder.result() if crew.first else None)
-        if finished is not None:  # the run is complete, only its checkpoint may be left
-            stages.note(f"{args.resume} is finished: this is its result.")
-            return finished
-        for what, now in (("threads", environment()["threads"]), ("ranks", crew.size)):
-            before = config["environment"].get(what, 1)
-            if str(before) != str(now):
-                told = f"The run began with {before} {what}: the last bits may differ."
-                print(told, file=sys.stderr)
-        params = {**HERTA._defaults(), **config["params"], "verbose": args.verbose}
-        source = Source.of({**config, "random_state": params["random_state"]})
-        # Earlier versions shared out columns only.
-        split, partition = config.get("ranks_split") or "columns", config.get("partition")
-        sharing = Sharing(crew, split if crew.size > 1 else "auto", partition or "blocks")
-        job = Job(HERTA(**params), source, smoother_of(config), sharing, stages)
-        return job.load().train_into(folder)
-
-
 def _write_config(folder: Run, job: Job) -> None:
     """Everything needed to repeat the run, and to resume it."""
-    model, data, source = job.model, job.data, job.source
+    model, data, name, place = job.model, job.data, job.args.dataset, job.args.data_dir
     if model.memory_budget is None:
         # The budget decides how many columns are solved at once, which decides the last bits:
         # it is stored, so that a repeated run has the same.
         free = backends.backend_for(model.device, data.graph, data.X).memory_everywhere()
         model.set_params(memory_budget=memory_budget(None, free))
-    name, place = source.dataset, source.data_dir
     is_path = name.endswith(".npz") or os.sep in name  # absolute, it is found from any folder
     config = {
         "dataset": os.path.abspath(name) if is_path else name,
-        "split": source.split,
-        "log_degree": source.log_degree,
+        "split": job.args.split,
+        "log_degree": job.args.log_degree,
         "normalize": data.metadata.get("normalize"),
         "data_dir": None if place is None else os.path.abspath(place),
         "label_names": data.metadata.get("label_names"),

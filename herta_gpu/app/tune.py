@@ -44,7 +44,6 @@ from herta_gpu.plumbing.checks import (
     check_rows,
     memory_budget,
 )
-from herta_gpu.plumbing.progress import Stages
 from herta_gpu.plumbing.targets import make_targets
 from herta_gpu.problem import DenseProblem
 
@@ -118,26 +117,25 @@ class Grid:
 
 def run(args: argparse.Namespace) -> CommandOutput:
     """herta tune DATASET"""
-    stages, folds = Stages(args.verbose), args.label_features
     several: list[Features] = []
     for given in args.several or ():  # --several alone: the usual ones
         several += SEVERAL if given is None else [given]
-    more = (args.by, several, folds, args.smooth, (False, True))
+    more = (args.by, several, args.label_features, args.smooth, (False, True))
     grid = Grid(args.lams, args.ridges, args.losses, *more)
     for lam in (*args.lams, *map(list, several)):  # before a long load
         for loss in grid.losses or ("mse",):
             make_model(args, lam=lam, loss=loss, optimizer="cg")._checked()
     grid.check()
     check_free(args.out, args.overwrite)
-    job = Job.of(args, stages).load()
+    job = Job.of(args).load()
     data, grid = job.data, grid.for_targets(job.data.y)
     for loss in grid.losses or ():  # before the search, which takes long
         model = make_model(args, lam=args.lams[0], loss=loss, optimizer="cg")
         nodes = data.split["train"]
         model._pose(model._checked(), data.graph, data.X, data.y, nodes, None, None)
-    with stages("tune"):
+    with job.stages("tune"):
         place = (args.device, args.memory_budget)
-        found = tune(data, grid, *place, stages.note, args.random_state)
+        found = tune(data, grid, *place, job.stages.note, args.random_state)
     best = found[0]
     names = ("ridge", "loss", "label_features", "fit_intercept")
     params = {name: getattr(best, name) for name in names}

@@ -124,17 +124,23 @@ def test_without_a_split_all_labelled_nodes_are_scored(fitted):
     assert result.scores["all"] == model.score(data.graph, data.X, y, np.flatnonzero(y >= 0))
 
 
-def test_a_model_that_cannot_be_reported_says_why(fitted, tmp_path):
+def test_a_model_that_cannot_be_reported_says_why(fitted):
     model, data, _ = fitted
     with pytest.raises(RuntimeError, match="not fitted yet"):
         FitResult.from_fit(HERTA(), data)
     with pytest.raises(ValueError, match="no labels to score against"):
         FitResult.from_fit(model, replace(data, y=None))
+
+
+def test_a_stored_model_has_the_result_of_its_fit(fitted, tmp_path):
+    model, data, _ = fitted
     model.save(tmp_path / "model.npz")
-    stored = HERTA.load(tmp_path / "model.npz")
-    if not hasattr(stored, "plan_"):
-        with pytest.raises(RuntimeError, match="has no plan_"):
-            FitResult.from_fit(stored, data)
+    again, result = (
+        FitResult.from_fit(HERTA.load(tmp_path / "model.npz"), data),
+        FitResult.from_fit(model, data),
+    )
+    same = {"seconds": {}, "peak_memory_bytes": 0}
+    assert replace(again, **same) == replace(result, **same)
 
 
 def test_an_x_that_was_read_from_a_file_is_told_with_its_rate(fitted, tmp_path):

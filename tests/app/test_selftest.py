@@ -58,7 +58,6 @@ def test_on_a_gpu_or_on_the_device_where_times_mean_nothing(capsys: Any) -> None
         pytest.skip(str(error))
     found, text = report(capsys, "cuda")
     outcomes = {check["name"]: check["outcome"] for check in found["checks"]}
-    assert outcomes.pop("tensors of torch") in ("skipped", "passed")
     assert set(outcomes.values()) == {"passed"}
     assert {"captured steps", "X in pinned memory", "the caller's stream"} <= set(outcomes)
     emulated = cuda_device.active() is not None

@@ -94,7 +94,7 @@ def test_a_diverged_run_fails(command, tmp_path, capsys, monkeypatch):
 
 
 def test_an_error_of_our_own_is_a_sentence_too(capsys, monkeypatch):
-    monkeypatch.setattr("herta_gpu.app.train.Source.load", lambda *args: {}["nothing"])
+    monkeypatch.setattr("herta_gpu.app.train.load_data", lambda *args: {}["nothing"])
     assert main(["train", "digits", "--quiet"]) == 1
     check_text(capsys.readouterr().err, "An error of herta itself (KeyError: 'nothing')")
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from herta_gpu import Graph
+from herta_gpu import Graph, SDDSolver
 from herta_gpu.app.device_checks import (
     CPU,
     FITS,
@@ -20,11 +20,9 @@ from herta_gpu.app.device_checks import (
     block,
     check_callers_stream,
     check_captured_steps,
-    check_edges_on_the_device,
     check_fit,
     check_reference,
     check_sampled_edges_end_to_end,
-    check_tensors_of_torch,
     check_X_in_pinned_memory,
     close,
     graph,
@@ -39,11 +37,9 @@ __all__ = [
     "check_X_in_pinned_memory",
     "check_callers_stream",
     "check_captured_steps",
-    "check_edges_on_the_device",
     "check_fit",
     "check_reference",
     "check_sampled_edges_end_to_end",
-    "check_tensors_of_torch",
     "close",
     "graph",
 ]
@@ -206,3 +202,29 @@ def check_kernels(backend: Any) -> None:
     check_sampling(backend, graph("hub", True))
     check_srht(backend, 600, 3, "float32")
     check_dense(backend)
+
+
+def check_edges_on_the_device(backend: Any, weighted: bool) -> None:
+    """Through RAPIDS where it is installed, else through the host: the same graph."""
+    expected = graph("fit", weighted)  # without self-loops, which `edges` leaves out
+    u, v, w = expected.edges()
+    edges = backend.asarray(np.stack([u, v]))
+    g = Graph.from_edges(edges, 60, None if w is None else backend.asarray(w))
+    L = backend.laplacian_csr(backend.laplacian(g, "float64"))
+    np.testing.assert_allclose(L.get().toarray(), expected.to_csr().toarray(), atol=1e-14)
+    assert g.num_components == expected.num_components
+
+
+def check_tensors_of_torch(backend: Any) -> str | None:
+    """A tensor goes in and comes out; or why there is none to try."""
+    try:
+        import torch
+    except ImportError:
+        return "torch is not installed"
+    if not torch.cuda.is_available():
+        return "this torch has no CUDA"
+    X, solver = block(33, 3, "float32"), SDDSolver(graph("tail"), lam=3.0, device="cuda")
+    Z = solver.solve(torch.from_numpy(X).cuda())
+    assert Z.is_cuda
+    np.testing.assert_array_equal(Z.cpu().numpy(), solver.solve(X))
+    return None
