@@ -53,17 +53,9 @@ from herta_gpu.plumbing.targets import (
     make_targets,
     not_fitted,
 )
-from herta_gpu.prediction import Outputs, check_probabilities, probabilities
+from herta_gpu.prediction import Outputs, check_probabilities
 from herta_gpu.task import Context, Task, labels_as_features, stored_rows
-from herta_gpu.training import (
-    Fitted,
-    Journal,
-    Objective,
-    precondition,
-    stay_at_zero,
-    train_on_rows,
-    train_with_solves,
-)
+from herta_gpu.training import Fitted, Journal, Objective, descend, precondition
 
 # What a fit leaves and a file keeps, beside the weights and classes.
 _FITTED: dict[str, Any] = {
@@ -78,32 +70,24 @@ _NOT_IN_FILES = ("outputs_", "loo_", "leverage_", "variance_")
 def on_its_device(method: Callable[..., Any]) -> Callable[..., Any]:
     """A method that runs on the stream of the device that is chosen for its graph and X.
 
-    What fails on one process of the graph fails on all of them, with the same sentence.
+    What fails on one process of the graph fails on all of them, with the same sentence.  Where
+    memory runs out, that says which block of columns would have fitted.
     """
 
     @wraps(method)
     def wrapped(self: HERTA, graph: Graph, X: Any = None, *args: Any, **kwargs: Any) -> Any:
         check_graph(graph)
-        with graph.together(), self._device(graph, X).working():
-            return method(self, graph, X, *args, **kwargs)
-
-    return wrapped
-
-
-def _advise_on_memory(fit: Callable[..., HERTA]) -> Callable[..., HERTA]:
-    """A fit that runs out of memory says which block of columns would have fitted."""
-
-    @wraps(fit)
-    def wrapped(self: HERTA, graph: Graph, X: Any = None, *args: Any, **kwargs: Any) -> HERTA:
-        try:
-            return fit(self, graph, X, *args, **kwargs)
-        except BudgetError:
-            raise  # it says so already
-        except MemoryError as error:
-            budget = self._settings().budget(self._device(graph, X).memory_available()) // 2
-            width = max(1, block_width(graph.num_nodes, BLOCK_WIDTH, self.dtype, budget))
-            advice = f"Blocks of {width} columns would fit: set memory_budget={budget}."
-            raise MemoryError(f"{error} {advice}") from error
+        backend = self._device(graph, X)
+        with graph.together(), backend.working():
+            try:
+                return method(self, graph, X, *args, **kwargs)
+            except MemoryError as error:
+                if isinstance(error, BudgetError) or "memory_budget=" in str(error):
+                    raise  # it says so already
+                budget = self._settings().budget(backend.memory_available()) // 2
+                width = max(1, block_width(graph.num_nodes, BLOCK_WIDTH, self.dtype, budget))
+                advice = f"Blocks of {width} columns would fit: set memory_budget={budget}."
+                raise MemoryError(f"{error} {advice}") from error
 
     return wrapped
 
@@ -263,20 +247,20 @@ class HERTA(Estimator):
 
     @takes_bundles("train")
     @on_its_device
-    @_advise_on_memory
     def fit(
         self,
         graph: Graph,
         X: Any = None,
         y: Any = None,
         train: Any = None,
+        *,
         callback: Callable[[dict[str, Any]], None] | None = None,
         checkpoint: Checkpoint | None = None,
-        stages: Stages | None = None,
         evaluate: Any = None,
         sample_weight: Any = None,
         loo: bool = False,
         warm_start: HERTA | None = None,
+        _stages: Stages | None = None,
     ) -> HERTA:
         """Train on the nodes `train` (ids, a mask, or None: all labelled ones).
 
@@ -299,9 +283,6 @@ class HERTA(Estimator):
         checkpoint : Checkpoint, optional
             A folder to go on from after a crash, to the same bits; a state that was made from
             other data or by another model is refused.
-        stages : Stages, optional
-            A timer of the caller's that times the stages of this fit as well, and shows them if
-            it is verbose; by default the fit has its own.
         evaluate : optional
             Ids (or a mask) of other nodes whose outputs are wanted, in `outputs_`.  Where rows of
             H^-1 X are stored (strategy "direct") they come with the fit, otherwise from a solve
@@ -317,10 +298,13 @@ class HERTA(Estimator):
             Its weights are where training starts, unless the problem's own P gives a start
             already (loss="mse" with the strategy "herta").
         """
-        _check_helpers(callback, checkpoint, stages, warm_start)
+        _check_helpers(callback, checkpoint, warm_start)
         check_choice("loo", loo, (False, True))
         backend, why = chosen_backend(self.device, graph, X)
-        backend, stages = shared(backend, graph), Stages(self.verbose) if stages is None else stages
+        backend, stages = (
+            shared(backend, graph),
+            Stages(self.verbose) if _stages is None else _stages,
+        )
         run = Context(backend, stages, callback, checkpoint)
         task = self._pose(backend, graph, X, y, train, sample_weight, evaluate)
         task = task if not loo else replace(task, settings=task.settings.with_loo())
@@ -342,12 +326,7 @@ class HERTA(Estimator):
         # Output: W = P^-1/2 w, not w: the loop runs in preconditioned coordinates.
         journal = Journal(Objective.of(task.settings, A, Y), run, task.targets.unit)
         with stages("train"):
-            if journal.objective.trivial:
-                found = stay_at_zero(journal, plan, made, task)
-            elif plan.stored:  # one tight Q instead of two solves per step
-                found = train_on_rows(journal, plan, made, task)
-            else:
-                found = train_with_solves(journal, plan, made, task)
+            found = descend(journal, plan, made, task)
         self._keep(task, run, journal, found)
         if backend.total(int(evaluate is not None)) and "outputs_" not in vars(self):
             del made, journal, found, A, task.features  # the solve has the memory of the fit
@@ -383,8 +362,10 @@ class HERTA(Estimator):
     ) -> Task:
         """What is to be fitted, or a sentence that says what is wrong."""
         settings = self._settings()
-        if not backend.whole:
-            _check_split_by_nodes(settings, backend)
+        why_not = None if backend.whole else works_by_nodes(self, backend)
+        if why_not is not None:
+            name = why_not.partition(" ")[0]
+            raise ValueError(f'{why_not}: use split="columns", or leave {name} out.')
         X = as_matrix(X, backend)
         extent = check_rows("X", X, graph)
         if X.shape[1] == 0:
@@ -436,31 +417,25 @@ class HERTA(Estimator):
         ('direct', 512000000)
         """
         settings = self._settings()
-        sizes, free = self._outlined(n, m, d, c, n_train, X_nonzeros, device_memory, mapped_graph)
+        counts = {"n": n, "m": m, "d": d, "c": c, "n_train": n_train, "X_nonzeros": X_nonzeros}
+        sizes, free = self._outline(device_memory, mapped_graph, **counts)
         return make_plan(sizes, settings, settings.budget(free))
 
-    def _outlined(
-        self,
-        n: int,
-        m: int,
-        d: int,
-        c: int,
-        n_train: int,
-        X_nonzeros: int | None,
-        device_memory: int | str | None,
-        mapped: bool = False,
+    def _outline(
+        self, device_memory: int | str | None = None, mapped: bool = False, **counts: Any
     ) -> tuple[Sizes, int]:
         """Sizes of data that are not there, and the bytes that are free for them."""
-        counts = {"n": n, "d": d, "c": c, "n_train": n_train, "m": m, "X_nonzeros": X_nonzeros}
         for name, value in counts.items():
             if value is not None or name != "X_nonzeros":
                 check_count(name, value, least=0 if name in ("m", "X_nonzeros") else 1)
+        names = ("n", "m", "d", "c", "n_train", "X_nonzeros")
+        n, m, d, c, n_train, nonzeros = (counts[name] for name in names)
         if n_train > n:
             raise ValueError(f"n_train is {n_train:,} but there are {n:,} nodes.")
         settings = self._settings()
-        word, X_bytes = np.dtype(settings.dtype).itemsize, 24 * (X_nonzeros or 0)
+        word, X_bytes = np.dtype(settings.dtype).itemsize, 24 * (nonzeros or 0)
         sizes = Sizes(
-            n, m, settings.features(d, c), c, n_train, word, X_bytes, nonzeros=X_nonzeros,
+            n, m, settings.features(d, c), c, n_train, word, X_bytes, nonzeros=nonzeros,
             copies=row_copies(settings, settings.weighted), top=1 + 2 * settings.lam,
             curvature=LOSSES[settings.loss].start_curvature(c),
         )  # fmt: skip
@@ -492,8 +467,7 @@ class HERTA(Estimator):
         """
         if out is not None:
             check_target(out)
-        Z = self._outputs(graph, X)
-        rows = self._stored_rows(graph, idx, Z.H.backend)
+        Z, rows = self._outputs(graph, X, idx)
         if out is not None:
             return Z.write(rows, Path(out), self.dtype)
         found = Z.of(rows, self.dtype)
@@ -517,9 +491,8 @@ class HERTA(Estimator):
             return Z[:, 0] if self._flat else Z
         if out is not None:
             check_target(out)
-        outputs = self._outputs(graph, X)
+        outputs, rows = self._outputs(graph, X, idx)
         backend = outputs.H.backend
-        rows = self._stored_rows(graph, idx, backend)
         with nullcontext() if out is None else outputs.file(rows, Path(out), self.dtype) as scores:
             best, self.undecided_ = outputs.labels(rows, self.dtype, scores)
         if classes.dtype.kind == "U":
@@ -560,10 +533,11 @@ class HERTA(Estimator):
         backend = self._device(graph, X)
         Z = as_array("Z", self.transform(graph, X, idx), backend)
         xp = backend.xp if on_device(Z) else np
-        return in_kind_of(probabilities(xp, Z, self.loss), X)
+        return in_kind_of(LOSSES[self.loss].activation(xp, Z), X)
 
-    def _outputs(self, graph: Graph, X: Any) -> Outputs:
-        """Z* of this graph and these features, not computed yet.
+    def _outputs(self, graph: Graph, X: Any, idx: Any) -> tuple[Outputs, Array | None]:
+        """(Z* of this graph and these features, not computed yet; where the graph stores the nodes
+        `idx`, None: all rows, as they are stored).
 
         Never from the fit's Z, near as it is: a model that was stored and read again gives the same
         bits as this one.
@@ -598,13 +572,11 @@ class HERTA(Estimator):
             rows = graph.rows_of(self.train_)
             backend.train_on(rows)
             extra = labels_as_features(H, rows, self.labels_, settings)
-        return Outputs(systems, features, W, width, b if self.fit_intercept else None, extra)
-
-    def _stored_rows(self, graph: Graph, idx: Any, backend: Backend) -> Array | None:
-        """Where the graph stores the nodes `idx`; None: all rows, as they are stored."""
+        outputs = Outputs(systems, features, W, width, b if self.fit_intercept else None, extra)
         if idx is None and graph.order is None:
-            return None
-        return stored_rows(graph, node_rows(to_host(idx, backend), graph.num_nodes), backend)
+            return outputs, None
+        nodes = node_rows(to_host(idx, backend), graph.num_nodes)
+        return outputs, stored_rows(graph, nodes, backend)
 
     @takes_bundles("idx")
     @on_its_device
@@ -677,36 +649,24 @@ class HERTA(Estimator):
         return self
 
 
-def _check_split_by_nodes(settings: Settings, backend: Backend) -> None:
-    """Say what works only where each process has all rows."""
-    sampled = settings.sparsify.when == "always" or settings.mixed
-    on_gpus = sampled and backend.name == "cuda"  # Algorithm 2's kernels
-    reorder = settings.reorder.when == "always"
-    if reorder or on_gpus:
-        name, where = ("reorder", "") if reorder else ("sparsify", " on GPUs")
-        raise ValueError(
-            f"{name} does not work{where} on a graph that is split by nodes: use "
-            f'split="columns", or leave {name} out.'
-        )
-
-
 def works_by_nodes(model: HERTA, backend: Backend) -> str | None:
     """Why a fit with these parameters needs split="columns" on ranks; None: it does not."""
     if type(backend) is CPUBackend:
         return "nodes are shared out on GPUs and on the compiled CPU backend: install numba"
-    try:
-        _check_split_by_nodes(model._settings(), backend)
-    except ValueError as error:
-        return str(error).partition(":")[0]
+    settings, split = model._settings(), "work{} on a graph that is split by nodes"
+    if settings.reorder.when == "always":
+        return f"reorder does not {split.format('')}"
+    sampled = settings.sparsify.when == "always" or settings.mixed
+    if sampled and backend.name == "cuda":  # Algorithm 2's kernels
+        return f"sparsify does not {split.format(' on GPUs')}"
     return None
 
 
-def _check_helpers(callback: Any, checkpoint: Any, stages: Any, previous: Any) -> None:
+def _check_helpers(callback: Any, checkpoint: Any, previous: Any) -> None:
     if callback is not None and not callable(callback):
         raise TypeError(f"callback must be a function, not {type(callback).__name__}.")
-    for name, given, kind in (("checkpoint", checkpoint, Checkpoint), ("stages", stages, Stages)):
-        if not isinstance(given, (kind, type(None))):
-            raise TypeError(f"{name} must be a {kind.__name__}, not {type(given).__name__}.")
+    if not isinstance(checkpoint, (Checkpoint, type(None))):
+        raise TypeError(f"checkpoint must be a Checkpoint, not {type(checkpoint).__name__}.")
     if previous is None:
         return
     if not isinstance(previous, HERTA) or not hasattr(previous, "W_"):

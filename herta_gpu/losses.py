@@ -18,6 +18,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
+import numpy as np
+
 from herta_gpu.backends.base import Array, norm, unit_roundoff
 
 Slopes = tuple[Array, Array]
@@ -90,8 +92,9 @@ class Loss(ABC):
         """The sum of the weights of so many rows."""
         return float(count) if self.weights is None else float(self.weights.sum())  # synchronize!
 
-    def weigh(self, E: Array) -> Array:
-        """Rows of E times their weights."""
+    def weigh(self, E: Array, counted: Array | None = None) -> Array:
+        """Rows of E times their weights, 0 for labels that are not `counted`."""
+        E = E if counted is None else counted * E
         return E if self.weights is None else self.weights[:, None] * E
 
     def add_intercept(self, xp: Any, F: Array, Y: Array) -> Array:
@@ -148,18 +151,15 @@ class Loss(ABC):
     def at(self, xp: Any, F: Array, Y: Array) -> tuple[float, Array]:
         """Value and gradient together, for less than one after the other."""
         F = self.add_intercept(xp, F, Y)
-        value, E, _ = self._plain(xp, F, Y, self._counted(xp, Y))
-        return value, self.weigh(E)
+        return self._plain(xp, F, Y, self._counted(xp, Y))[:2]
 
     def _plain(
         self, xp: Any, F: Array, Y: Array, counted: Array | None = None
     ) -> tuple[float, Array, Array]:
-        """The loss whose constants are part of F, its gradient but for the weights, activation."""
+        """The loss whose constants are part of F, its gradient, and the activation."""
         S = self.activation(xp, F)
-        terms, E = self._terms(xp, F, S, Y), S - Y
-        if counted is not None:
-            terms, E = xp.where(counted, terms, 0.0), xp.where(counted, E, 0.0)
-        return float(xp.sum(self.weigh(terms))), E, S  # synchronize!
+        terms, E = self._terms(xp, F, S, Y), self.weigh(S - Y, counted)
+        return float(xp.sum(self.weigh(terms, counted))), E, S  # synchronize!
 
     def value(self, xp: Any, F: Array, Y: Array) -> float:
         return self.at(xp, F, Y)[0]
@@ -179,8 +179,8 @@ class Loss(ABC):
         return (2 * Y.shape[1] + 16) * _UNIT * math.sqrt(Y.shape[0] * Y.shape[1])
 
     def start_curvature(self, c: int) -> float:
-        """The curvature at W = 0, where training starts, for c outputs."""
-        return 1.0
+        """The curvature at W = 0, where training starts, for c outputs; 1 where there is none."""
+        return self.curvature(np, np.zeros((1, c))) or 1.0
 
     def activation(self, xp: Any, F: Array) -> Array:
         """What the loss takes the outputs for: the softmax, the sigmoid, or the outputs."""
@@ -197,10 +197,6 @@ class Loss(ABC):
         counted = self._counted(xp, Y)
         return S if counted is None else xp.where(counted, S, 0.0)
 
-    def directions(self, c: int) -> int:
-        """Dimension of what `centre` leaves of c outputs."""
-        return c
-
     def row_curvature(self, xp: Any, E: Array, Y: Array) -> Array:
         """(n_train,) mean eigenvalue of each row's Hessian over what `centre` leaves, from E.
 
@@ -208,7 +204,8 @@ class Loss(ABC):
         """
         # diag(s) - s s^T and diag(s (1 - s)) have the same trace.
         S = self.probabilities(xp, E, Y)
-        return _row_sum(xp, S * (1 - S))[:, 0] / self.directions(Y.shape[1])
+        directions = Y.shape[1] if self.separable else max(1, Y.shape[1] - 1)
+        return _row_sum(xp, S * (1 - S))[:, 0] / directions
 
     def centre(self, xp: Any, G: Array) -> Array:
         """G without the part that no gradient of this loss has."""
@@ -222,18 +219,17 @@ class Loss(ABC):
         Or to where the slope is at most `enough`, up or down.  `ridge` holds the column-wise slope
         and curvature of the ridge term.
         """
-        F, FD = self.add_intercept(xp, F, Y), self._level(xp, FD)
+        F = self.add_intercept(xp, F, Y)
+        FD = FD - self.mean(xp, FD) if self.intercept else FD  # constants follow
         slope0, curvature0 = (float(r.sum()) for r in ridge)  # synchronize!
         counted = self._counted(xp, Y)
         # Newton's method, kept inside a bracket.
         low, high, eta = 0.0, math.inf, 1.0
         for _ in range(_NEWTON_STEPS):
             S = self.activation(xp, F + eta * FD)
-            E, bend = (S - Y) * FD, self._bend(xp, S, FD)
-            if counted is not None:
-                E, bend = xp.where(counted, E, 0.0), xp.where(counted, bend, 0.0)
-            both = xp.stack([xp.sum(self.weigh(E)), xp.sum(self.weigh(bend))])
-            slope, curvature = both.tolist()  # synchronize!
+            both = ((S - Y) * FD, self._bend(xp, S, FD))
+            sums = xp.stack([xp.sum(self.weigh(E, counted)) for E in both])
+            slope, curvature = sums.tolist()  # synchronize!
             slope, curvature = slope + slope0 + eta * curvature0, curvature + curvature0
             if abs(slope) <= enough:
                 break
@@ -247,15 +243,8 @@ class Loss(ABC):
                 break
         return xp.full(FD.shape[1], eta)
 
-    def _level(self, xp: Any, FD: Array) -> Array:
-        """A direction that constants follow: FD less the means of its columns."""
-        return FD - self.mean(xp, FD) if self.intercept else FD
-
     def _log_totals(self, xp: Any, logs: Array) -> Array:
-        """(c,) logarithms of the weighted sums over the rows of numbers that are given by theirs.
-
-        0 for a column without any.
-        """
+        """(c,) logarithms of weighted sums over the rows, of numbers given by theirs; 0 if none."""
         if self.weights is not None:
             logs = logs + xp.log(self.weights)[:, None]
         found = _log_sums(xp, logs, axis=0)[0]
@@ -297,7 +286,7 @@ class MSE(Loss):
     def step(
         self, xp: Any, F: Array, FD: Array, Y: Array, ridge: Slopes, enough: float = 0.0
     ) -> Array:
-        FD = self._level(xp, FD)
+        FD = FD - self.mean(xp, FD) if self.intercept else FD
         slope = xp.sum(self.residual(xp, F, Y) * FD, axis=0) + ridge[0]
         curvature = xp.sum(self.weigh(FD * FD), axis=0) + ridge[1]
         return -slope / xp.where(curvature > 0, curvature, 1.0)
@@ -329,24 +318,18 @@ class CrossEntropy(Loss):
             value, E, S = self._plain(xp, F + b, Y)
             WS = self.weigh(S)
             hessian = xp.diag(WS.sum(axis=0)) - S.T @ WS
-            return value, self.weigh(E).sum(axis=0), hessian + WS.sum() / c**2
+            return value, E.sum(axis=0), hessian + WS.sum() / c**2
 
         def rescale(b: Array) -> Array:
             logs = F + b
             logs = logs - _log_sums(xp, logs, axis=1)
-            return b + xp.log(xp.maximum(goal, _TINY)) - self._log_totals(xp, logs)
+            b = b + xp.log(xp.maximum(goal, _TINY)) - self._log_totals(xp, logs)
+            return b - b.sum() / c
 
-        b = _near(rescale, b - b.sum() / c)
-        return _least(xp, at, b - b.sum() / c)
-
-    def start_curvature(self, c: int) -> float:
-        return 1.0 if c < 2 else (1 - 1 / c) / c  # curvature of the softmax, per class
+        return _best_constants(xp, b - b.sum() / c, rescale, at)
 
     def activation(self, xp: Any, F: Array) -> Array:
         return softmax(xp, F)
-
-    def directions(self, c: int) -> int:
-        return max(1, c - 1)
 
     def centre(self, xp: Any, G: Array) -> Array:
         # Adding one vector to all classes changes no softmax: only a ridge speaks of such a
@@ -383,27 +366,24 @@ class BinaryCrossEntropy(Loss):
 
         def at(b: Array) -> tuple[float, Array, Array]:
             value, E, S = self._plain(xp, F + b, Y, known & mixed)
-            bend = self.weigh(xp.where(known & mixed, S * (1 - S), 0.0)).sum(axis=0)
-            return value, self.weigh(E).sum(axis=0), xp.diag(xp.where(mixed, bend, 1.0))
+            bend = self.weigh(S * (1 - S), known & mixed).sum(axis=0)
+            return value, E.sum(axis=0), xp.diag(xp.where(mixed, bend, 1.0))
 
         def rescale(b: Array) -> Array:
-            one, zero = (
-                self._log_totals(xp, xp.where(known, _log_sigmoid(xp, side), -xp.inf))
-                for side in (F + b, -F - b)
+            one, zero = (  # logarithms of the sums of sigmoid(f), and of sigmoid(-f)
+                self._log_totals(xp, xp.where(known, -xp.logaddexp(0.0, side), -xp.inf))
+                for side in (-F - b, F + b)
             )
             return b + xp.where(mixed, odds - one + zero, 0.0)
 
-        b = _near(rescale, odds)
         # Without a 0 (or a 1) no constant is large enough.
         alone = xp.where(ones > 0, _LARGEST_SHIFT, -_LARGEST_SHIFT) * (ones + zeros > 0)
-        return xp.where(mixed, _least(xp, at, b) if b.shape[0] else b, alone)
+        return xp.where(mixed, _best_constants(xp, odds, rescale, at), alone)
 
     def _counts(self, xp: Any, Y: Array) -> tuple[Array, Array, Array]:
         """(which labels are known, weight of the ones of each column, weight of the zeros)."""
         known = Y >= 0
-        ones = self.weigh(xp.where(known, Y, 0.0)).sum(axis=0)
-        zeros = self.weigh(xp.where(known, 1 - Y, 0.0)).sum(axis=0)
-        return known, ones, zeros
+        return known, self.weigh(Y, known).sum(axis=0), self.weigh(1 - Y, known).sum(axis=0)
 
     def _counted(self, xp: Any, Y: Array) -> Array:
         # With an intercept, a column of equal ones has no loss at all.
@@ -414,9 +394,6 @@ class BinaryCrossEntropy(Loss):
 
     def rounding(self, F: Array) -> float:
         return super().rounding(F) + 16 * _UNIT * F.size
-
-    def start_curvature(self, c: int) -> float:
-        return 0.25
 
     def activation(self, xp: Any, F: Array) -> Array:
         z = xp.exp(-abs(F))
@@ -432,30 +409,28 @@ LOSSES: dict[str, Loss] = {"mse": MSE(), "ce": CrossEntropy(), "bce": BinaryCros
 
 
 # ---- the constants of an intercept -------------------------------------------------------------
-def _near(rescale: Callable[[Array], Array], b: Array) -> Array:
-    """Constants from which Newton's method finds the best ones, wherever the outputs are.
+def _best_constants(
+    xp: Any,
+    b: Array,
+    rescale: Callable[[Array], Array],
+    at: Callable[[Array], tuple[float, Array, Array]],
+) -> Array:
+    """Constants at which the gradient is rounding; `at` gives value, gradient and Hessian.
 
-    Sinkhorn's steps: each adds to a constant the logarithm of (the share that its class should
-    have / the one that it has).  None makes the loss larger, and any distance is one step.
+    Sinkhorn's steps go first, from which Newton's method gets there wherever the outputs are: each
+    adds to a constant the logarithm of (the share that its class should have / the one that it
+    has).  None makes the loss larger, and any distance is one step.
     """
     for _ in range(_SINKHORN_STEPS):
-        ahead = rescale(b)
-        moved = float(abs(ahead - b).max())  # synchronize!
-        b = ahead
-        if not moved > 1.0:
+        before, b = b, rescale(b)
+        if not float(abs(b - before).max()) > 1.0:  # synchronize!
             break
-    return b
-
-
-def _least(xp: Any, at: Callable[[Array], tuple[float, Array, Array]], b: Array) -> Array:
-    """Constants b at which the gradient is rounding; `at` gives value, gradient and Hessian."""
-    value, g, hessian = at(b)
-    size, diagonal = norm(g), xp.arange(b.shape[0])
+    (value, g, hessian), diagonal = at(b), xp.arange(b.shape[0])
+    size = norm(g)
     for _ in range(_NEWTON_STEPS):
         # Outputs that are far apart leave no curvature, and any step would be too long.
         hessian[diagonal, diagonal] += 1e-12 * hessian.diagonal().max() + 1e-12 * size + _TINY
-        step = xp.linalg.solve(hessian, -g)
-        eta = 1.0
+        step, eta = xp.linalg.solve(hessian, -g), 1.0
         while True:
             ahead = b + eta * step
             found = at(ahead)
@@ -480,10 +455,6 @@ def softmax(xp: Any, F: Array) -> Array:
     S = xp.exp(F - _row_max(xp, F))
     S /= _row_sum(xp, S)
     return S
-
-
-def _log_sigmoid(xp: Any, F: Array) -> Array:
-    return xp.minimum(F, 0.0) - xp.log1p(xp.exp(-abs(F)))
 
 
 def _log_sums(xp: Any, logs: Array, axis: int) -> Array:

@@ -10,32 +10,16 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from herta_gpu.backends.base import Array
 from herta_gpu.features import Features
 from herta_gpu.laplacian import RegularizedLaplacian, block_cg
-from herta_gpu.losses import LOSSES
 from herta_gpu.plumbing.files import new_file
 
 TOL = 1e-6  # relative H-norm error of every output
-
-
-class OutputBlock(NamedTuple):
-    """Some outputs of the stored rows that were asked for."""
-
-    J: slice
-    Z: Array  # of so many rows x k
-    error: float  # no number of Z is off by more than this
-
-
-class Labels(NamedTuple):
-    """The class with the largest output of each node, and how many were too close to call."""
-
-    best: Array  # (n,) columns of Z
-    undecided: int  # nodes whose two best outputs are closer than the error of the solve
 
 
 class _OwnRows:
@@ -65,19 +49,25 @@ class Outputs:
         self.systems, self.H, self.X, self.W, self.width = systems, systems[0], X, W, width
         self.b, self.extra = b, extra
 
-    def blocks(self, rows: Array | None = None) -> Iterator[OutputBlock]:
-        """The outputs at `rows` (None: all) in turn, each from scratch: the same bits whichever
-        others are asked for."""
+    def blocks(self, rows: Array | None = None) -> Iterator[tuple[slice, Array, float]]:
+        """(J, Z[:, J] at `rows` (None: all), what no number of it is off by more than) in turn.
+
+        Each block is from scratch: the same bits whichever others are asked for.
+        """
         c, starts = self.W.shape[1], range(0, self.W.shape[1], self.width)
         for j, made in zip(starts, self.H.backend.dealt(starts, partial(self._block, rows))):
-            yield OutputBlock(slice(j, min(j + self.width, c)), made["Z"], float(made["error"]))
+            yield slice(j, min(j + self.width, c)), made["Z"], float(made["error"])
 
     def _block(self, rows: Array | None, j: int) -> dict[str, Array]:
-        xp, J = self.H.backend.xp, slice(j, min(j + self.width, self.W.shape[1]))
-        Z, error = self._solved(0, J)
-        for i in range(1, len(self.systems)):
-            more, off = self._solved(i, J)
-            Z, error = Z + more, error + off
+        xp, d = self.H.backend.xp, self.X.shape[1]
+        J, error = slice(j, min(j + self.width, self.W.shape[1])), 0.0
+        Z: Any = 0.0
+        for i, H in enumerate(self.systems):
+            part = self.X.times(xp.ascontiguousarray(self.W[i * d : (i + 1) * d, J]))
+            if H.lam != 0:
+                part, info = block_cg(H, part, TOL)
+                error += float(info.residuals.max(initial=0.0))
+            Z = part if i == 0 else Z + part
         if self.extra is not None:
             own = xp.ascontiguousarray(self.W[-self.extra.shape[1] :, J])
             Z = Z + self.extra.times(own).astype(Z.dtype)
@@ -86,15 +76,6 @@ class Outputs:
         if not bool(xp.isfinite(Z).all()):  # synchronize!
             raise ValueError("H^-1 X W overflows: give X in the units the model was fitted with.")
         return {"Z": Z if rows is None else Z[rows], "error": np.float64(error)}
-
-    def _solved(self, i: int, J: slice) -> tuple[Array, float]:
-        """Columns J of H^-1 X W for the i-th H, and a bound of their error."""
-        H, d = self.systems[i], self.X.shape[1]
-        B = self.X.times(H.backend.xp.ascontiguousarray(self.W[i * d : (i + 1) * d, J]))
-        if H.lam == 0:
-            return B, 0.0
-        Z, info = block_cg(H, B, TOL)
-        return Z, float(info.residuals.max(initial=0.0))
 
     def of(self, rows: Array | None, dtype: str) -> Array:
         """Z* at the stored rows `rows` (None: all)."""
@@ -146,10 +127,11 @@ class Outputs:
         first = int(counts[: self.H.backend.rank].sum())
         return slice(first, first + here), int(counts.sum())
 
-    def labels(self, rows: Array | None, dtype: str, scores: Any = None) -> Labels:
-        """The best class of the stored rows `rows` (None: all).
+    def labels(self, rows: Array | None, dtype: str, scores: Any = None) -> tuple[Array, int]:
+        """(the best class of the stored rows `rows` (None: all), how many were too close to call).
 
-        `scores` is a map that takes Z* at these rows on the way.
+        Those are nodes whose two best outputs are closer than the error of the solve.  `scores` is
+        a map that takes Z* at these rows on the way.
         """
         xp, count = self.H.backend.xp, self.H.n if rows is None else rows.shape[0]
         first, second = (xp.full(count, -xp.inf, dtype=dtype) for _ in range(2))
@@ -166,7 +148,7 @@ class Outputs:
                 first, best = xp.where(better, z, first), xp.where(better, j, best)
         close = first - second <= 2 * error
         undecided = int(self.H.backend.total(int(close.sum())))  # synchronize!
-        return Labels(best, undecided if self.W.shape[1] > 1 else 0)
+        return best, undecided if self.W.shape[1] > 1 else 0
 
 
 def check_probabilities(loss: str) -> None:
@@ -176,8 +158,3 @@ def check_probabilities(loss: str) -> None:
             'The scores of loss="mse" are no probabilities: use decision_function, or fit with '
             'loss="ce".'
         )
-
-
-def probabilities(xp: Any, Z: Array, loss: str) -> Array:
-    """Softmax of each row for cross entropy; of each number its own for "bce"."""
-    return LOSSES[loss].activation(xp, Z)

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from herta_gpu.backends.base import Array, Backend, norm, unit_roundoff
-from herta_gpu.factors import Factor, Map, spectral_norm
+from herta_gpu.factors import Factor, Map
 from herta_gpu.features import Features
 from herta_gpu.graph import Graph
 from herta_gpu.laplacian import RegularizedLaplacian, block_cg
@@ -64,16 +64,9 @@ class UnfoldedMap:
         self.H, self.X, self.train, self.width, self.loss = H, X, rows, width, loss
         self.systems, self.extra = systems, extra
 
-    @property
-    def blocks(self) -> int:
-        """How often X counts: once for each lam."""
-        return 1 if self.systems is None else len(self.systems)
-
-    @property
-    def features(self) -> int:
-        """Rows of W."""
-        more = 0 if self.extra is None else self.extra.shape[1]
-        return self.blocks * self.X.shape[1] + more
+        self.blocks = 1 if systems is None else len(systems)  # how often X counts
+        more = 0 if extra is None else extra.shape[1]
+        self.features = self.blocks * X.shape[1] + more  # rows of W
 
     def X_norm(self) -> float:
         """A bound of the 2-norm of all features together, before any diffusion."""
@@ -111,23 +104,21 @@ class UnfoldedMap:
 
     def correct(self, W: Array, Z: Array, limit: float) -> Solved:
         """Measure X W - H Z (the result's `block`); above `limit`, solve for what is missing."""
-        U = self.X.times(W)
-        R, size = self._left(U, Z)
-        if size <= limit:
-            return Solved(Z, R, size, 0, False)
-        scale = self.size(Z) or 1.0
-        again = self._solve(U, 0.3 * min(1.0, limit / scale), Z)
-        R, size = self._left(U, again.value)
-        return Solved(again.value, R, size, again.iterations, again.stagnated)
+        U, most, stagnated = self.X.times(W), 0, False
+        R, dots = self.H.residual(U, Z)  # in float64
+        if float(dots[0].sum()) ** 0.5 > limit:  # synchronize!
+            tol = 0.3 * min(1.0, limit / (self.size(Z) or 1.0))
+            again = self._solve(U, tol, Z)
+            Z, most, stagnated = again.value, again.iterations, again.stagnated
+            R, dots = self.H.residual(U, Z)
+        return Solved(Z, R, float(dots[0].sum()) ** 0.5, most, stagnated)  # synchronize!
 
     def adjoint(self, E: Array, tol: float, guess: Array | None) -> Solved:
         """X^T H^-1 M^T E (d x c)."""
         full = self.H.backend.xp.zeros((self.H.n, E.shape[1]))
         full[self.train] = self.H.backend.own(E)
         V = self._solve(full, tol, guess)
-        return Solved(
-            self.X.transpose_times(V.value), V.value, V.residual, V.iterations, V.stagnated
-        )
+        return replace(V, value=self.X.transpose_times(V.value))
 
     def forward_rounding(self, W: Array, Z: Array) -> float:
         """How far a measured X W - H Z may be from the true one."""
@@ -141,16 +132,6 @@ class UnfoldedMap:
         """||R||_F without a copy of R, which is n x c."""
         squares = float(self.H.backend.column_dots(R, R).sum())  # synchronize!
         return float(self.H.backend.total(squares)) ** 0.5
-
-    def inner(self, V: Array, R: Array) -> float:
-        """<V, R> of two blocks of all rows."""
-        backend = self.H.backend
-        return float(backend.total(float(backend.xp.sum(V * R))))  # synchronize!
-
-    def _left(self, U: Array, Z: Array) -> tuple[Array, float]:
-        """U - H Z in float64, and its norm."""
-        R, dots = self.H.residual(U, Z)
-        return R, float(dots[0].sum()) ** 0.5  # synchronize!
 
     def _solve(self, B: Array, tol: float, guess: Array | None) -> Solved:
         xp, tol = self.H.backend.xp, max(tol, _LEAST_TOL)
@@ -199,13 +180,14 @@ class Problem:
     """min over W of loss(A W) + ridge/2 ||W||^2, in preconditioned coordinates."""
 
     map: UnfoldedMap
-    loss: Loss
     Y: Array
     ridge: float
     factor: Factor
-    xp: Any
     tol: float  # relative, for inner solves; tightened when it limits the certificate
     X_norm: float = math.inf
+
+    def __post_init__(self) -> None:
+        self.loss, self.xp = self.map.loss, self.map.H.backend.xp
 
     def point(self, w: Array, Z: Array, V: Array | None = None, spent: int = 0) -> Point:
         """Objective and gradient at w, after `spent` iterations.
@@ -233,7 +215,8 @@ class Problem:
         off = size * forward + self.loss.rounding(F) + 8 * _UNIT * objective
         # Z is off by H^-1 R, and <E, M H^-1 R> = <V, R> with V = H^-1 M^T E at hand: what is left
         # is of second order, ||r1|| ||r2|| + ||r1||^2 / 2.
-        objective += self.map.inner(back.block, there.block)
+        backend = self.map.H.backend
+        objective += float(backend.total(float(xp.sum(back.block * there.block))))  # synchronize!
         intercept_gap = 0.0
         if self.loss.intercept:
             b, missed = (F - rows).sum(axis=0) / F.shape[0], r1 + forward
@@ -259,6 +242,12 @@ class Problem:
             intercept_gap=intercept_gap,
         )
 
+    def intercept(self, at: Point) -> Array | None:
+        """(c,) the constants that belong to a point; None where there are none."""
+        if not self.loss.intercept:
+            return None
+        return self.loss.shift(self.xp, self.map.rows(at.Z), self.Y)
+
     def tighten(self, least: float) -> None:
         """Solve ten times tighter from now on, but no tighter than `least` on this account."""
         self.tol = min(self.tol, max(0.1 * self.tol, least))
@@ -276,12 +265,9 @@ class Problem:
         ahead = self.map.forward(D, self.tol)
         eta = self.xp.ones(D.shape[1])
         if search:
-            FD = self.map.rows(ahead.value)
-            ridge = (
-                self.ridge * self.xp.sum(at.W * D, axis=0),
-                self.ridge * self.xp.sum(D * D, axis=0),
-            )
-            eta = self.loss.step(self.xp, self.map.rows(at.Z), FD, self.Y, ridge)
+            F, FD = self.map.rows(at.Z), self.map.rows(ahead.value)
+            slope, bend = (self.ridge * self.xp.sum(V * D, axis=0) for V in (at.W, D))
+            eta = self.loss.step(self.xp, F, FD, self.Y, (slope, bend))
         Z = at.Z + ahead.value * eta.astype(ahead.value.dtype)
         return self.point(at.w + eta * direction, Z, at.V, spent=ahead.iterations)
 
@@ -296,7 +282,6 @@ class DensePoint:
     objective: float
     E: Array  # the gradient of the loss with respect to F
     g: Array  # the gradient of the objective with respect to u
-    rounding: Array  # a bound of what float64 may have done to F, a number on the device
 
 
 class DenseProblem:
@@ -316,29 +301,24 @@ class DenseProblem:
         self.backend, self.xp, self.loss, self.A, self.Y = backend, backend.xp, loss, A, Y
         self.metric = metric or Map(backend, self.xp.ones(A.shape[1]))
         self.ridge, self.gram = ridge, gram
-        mean = loss.mean(self.xp, A) if loss.intercept else None
-        self.seen = loss.scale_rows(self.xp, A, slice(None), mean)  # A, as Hessians see it
-        self.columns = self.xp.sqrt((A * A).sum(axis=0))  # norms
-        self.at_zero = loss.value(self.xp, self.xp.zeros_like(Y), Y)
 
     @cached_property
-    def A_norm(self) -> float:
-        """||A||, to some per cent and rather above."""
-        if self.gram is None or not self.loss.plain:
-            return spectral_norm(self.backend, self.A)
-        return (1.1 * spectral_norm(self.backend, self.gram)) ** 0.5  # as far above as the other
+    def seen(self) -> Array:
+        """A, as Hessians see it."""
+        mean = self.loss.mean(self.xp, self.A) if self.loss.intercept else None
+        return self.loss.scale_rows(self.xp, self.A, slice(None), mean)
 
     @cached_property
-    def stretch(self) -> float:
-        """By how much an error of the gradient may grow on the way to that with respect to W."""
-        return spectral_norm(self.backend, self.metric.K)
+    def at_zero(self) -> float:
+        """The loss of u = 0."""
+        return self.loss.value(self.xp, self.xp.zeros_like(self.Y), self.Y)
 
     def start(self, u: Array | None) -> DensePoint:
         """The point of u (None: 0)."""
         if u is None:
             zero = self.xp.zeros((self.A.shape[1], self.Y.shape[1]))
-            return self._at(zero, self.xp.zeros_like(self.Y), self.xp.zeros(()))
-        return self._at(u, self.backend.matmul(self.A, u), self._product_rounding(u))
+            return self._at(zero, self.xp.zeros_like(self.Y))
+        return self._at(u, self.backend.matmul(self.A, u))
 
     def move(self, at: DensePoint, D: Array) -> DensePoint:
         """The minimiser along D, or a point near it that is lower than the start, too."""
@@ -348,51 +328,21 @@ class DenseProblem:
         enough = _FLAT * abs(float(self.xp.sum(at.g * D)))  # synchronize!
         for flat in (enough, 0.0):
             eta = self.loss.step(self.xp, at.F, FD, self.Y, (slope, curvature), flat)
-            F = at.F + eta * FD
-            added = self._product_rounding(eta * D) + 2 * _UNIT * self.xp.sqrt((F * F).sum())
-            ahead = self._at(at.u + eta * D, F, at.rounding + added)
+            ahead = self._at(at.u + eta * D, at.F + eta * FD)
             if ahead.objective <= at.objective:
                 break  # a slight slope may go on for long behind a narrow valley: not otherwise
         return ahead
 
-    def _at(self, u: Array, F: Array, rounding: Array) -> DensePoint:
-        """The point of u with F = A u, up to `rounding`."""
+    def _at(self, u: Array, F: Array) -> DensePoint:
+        """The point of u with F = A u."""
         Gu, (value, E) = self.metric.times_ridge(u), self.loss.at(self.xp, F, self.Y)
         if self.ridge > 0:
             value += 0.5 * self.ridge * float(self.xp.sum(u * Gu))  # synchronize!
         g = self.loss.centre(self.xp, self.backend.matmul(self.A.T, E)) + self.ridge * Gu
-        return DensePoint(u, F, Gu, value, E, g, rounding)
+        return DensePoint(u, F, Gu, value, E, g)
 
-    def _product_rounding(self, u: Array) -> Array:
-        """A bound of what float64 may have done to A u."""
-        xp, rows = self.xp, self.xp.sqrt((u * u).sum(axis=1))
-        whole = xp.sqrt((self.columns**2).sum() * (rows**2).sum())
-        return (self.A.shape[1] + 2) * _UNIT * xp.minimum(whole, (self.columns * rows).sum())
-
-    def gap(self, point: DensePoint, rounding: bool = True) -> float:
-        """A bound of objective - optimum, by strong convexity or because nothing is below 0."""
-        if not rounding:
-            size = norm(self.metric.gradient(point.g))
-            return size**2 / (2 * self.ridge) if self.ridge > 0 else point.objective
-        # What float64 may have done to F and E, to the objective, and to the gradient.
-        forward = float(point.rounding) + 4 * _UNIT * (norm(point.F) + norm(self.Y))  # synchronize!
-        error = norm(point.E) * forward + self.loss.rounding(point.F)
-        nothing_below_0 = point.objective + error + 8 * _UNIT * abs(point.objective)
+    def gap(self, point: DensePoint) -> float:
+        """A bound of objective - optimum but for rounding; no certificate is built on it."""
         if self.ridge == 0:
-            return nothing_below_0
-        adjoint = (self.A.shape[0] + 2) * _UNIT * norm(point.E) * norm(self.columns)
-        terms = 1 if self.metric.ridge.ndim == 1 else self.A.shape[1]
-        of_ridge = (terms + 2) * _UNIT * self.ridge * norm(point.Gu)
-        size = norm(self.metric.gradient(point.g))
-        size += self.stretch * (self.A_norm * forward + adjoint + of_ridge)
-        return min(size**2 / (2 * self.ridge), nothing_below_0)
-
-    def record(
-        self, history: History, point: DensePoint, gap: float, callback: Callback | None
-    ) -> None:
-        """One line of the history, told to the callback."""
-        size = norm(self.metric.gradient(point.g))
-        known = {"objective": point.objective, "gap": gap, "grad_norm": size}
-        history.append({"step": len(history), **known})
-        if callback is not None:
-            callback(history[-1])
+            return point.objective
+        return norm(self.metric.gradient(point.g)) ** 2 / (2 * self.ridge)

@@ -77,7 +77,13 @@ class Task:
         """What will be done; H, the budget and what a checkpoint holds are there from now on."""
         backend, s, c = run.backend, self.settings, self.targets.Y.shape[1]
         with run.stages("order"):
-            self.graph = order_for_work(self.given, self.X, c, s, backend)
+            self.graph, wish = self.given, s.reorder.when
+            if backend.whole and wish == "always":
+                self.graph = self.given.reordered("communities")
+            # Rows of X on disk are read in their own order.
+            elif backend.whole and wish == "auto" and not isinstance(self.X, np.memmap):
+                pays = worth_reordering(s, self.X.shape[1], c, backend.order_columns)
+                self.graph = self.given.in_local_order(backend.communities) if pays else self.given
         self.H = RegularizedLaplacian(self.graph, s.lam, backend, s.dtype)  # I + lam L_hat
         with run.stages("plan"):
             run.budget = s.budget(backend.memory_everywhere())
@@ -134,19 +140,6 @@ def labels_as_features(
     features = Features(columns, H.backend, H.graph.order)
     features.off = column_error(exact, Y, tol=_LABEL_TOL)  # part of what is proven of the fit
     return features
-
-
-def order_for_work(graph: Graph, X: Any, c: int, settings: Settings, backend: Backend) -> Graph:
-    """`graph` in the order in which it is worked on."""
-    if not backend.whole:
-        return graph
-    if settings.reorder.when != "auto":
-        return graph.reordered("communities") if settings.reorder.when == "always" else graph
-    # Rows of X on disk are read in their own order.
-    pays = worth_reordering(settings, X.shape[1], c, backend.order_columns)
-    if isinstance(X, np.memmap) or not pays:
-        return graph
-    return graph.in_local_order(backend.communities)
 
 
 def count_sizes(

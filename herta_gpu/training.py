@@ -17,9 +17,9 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -41,7 +41,7 @@ from herta_gpu.certificate import (
 from herta_gpu.diffusion import Arrays
 from herta_gpu.laplacian import RegularizedLaplacian
 from herta_gpu.more.leave_one_out import LeftOut, dual_rows, left_out, spread
-from herta_gpu.optimizers import GradientDescent, Momentum, Newton, Optimizer, make_optimizer
+from herta_gpu.optimizers import Newton, Optimizer, make_optimizer
 from herta_gpu.planning.plan import (
     Chosen,
     Decision,
@@ -52,7 +52,7 @@ from herta_gpu.planning.settings import NEWTON_SIZE, Settings
 from herta_gpu.plumbing.progress import marked_steps
 from herta_gpu.plumbing.targets import OneHot
 from herta_gpu.preconditioner import Preconditioner, build, no_preconditioner, tighten
-from herta_gpu.problem import Point, Problem, UnfoldedMap
+from herta_gpu.problem import DenseProblem, Point, Problem, UnfoldedMap
 from herta_gpu.task import Context, Task, stored_rows
 
 _TIGHTENINGS = 6  # how often one outer step may tighten the inner tolerance
@@ -101,7 +101,9 @@ def precondition(
             tell = stages.progress("Q", "columns")
             P = build(recipe, H_tilde, A, Y, settings.ridge, run.cache, others, tell)
         with stages("spectrum"):
-            spectrum = _bound_hessian(plan.certificate, P, A, settings)
+            # A Hessian that is not the same everywhere has no bounds.
+            known = (plan.certificate, P, A, settings.ridge, settings.seed)
+            spectrum = choose_spectrum(*known) if A.loss.quadratic else None
         missed = spectrum is not None and spectrum.kind == "estimate"
         rough = H_tilde is not A.H or recipe.sketch_rows is not None  # on purpose
         if P.kept < P.features and not (recipe.whiten or rough or P.fragile):
@@ -112,13 +114,6 @@ def precondition(
             P = P.for_training(run.backend, blocks=plan.outputs < Y.shape[1])
             return Preconditioned(P, spectrum, recipe)
         recipe = run.change(again)
-
-
-def _bound_hessian(
-    kind: str, P: Preconditioner, A: UnfoldedMap, settings: Settings
-) -> Spectrum | None:
-    """Bounds of the Hessian that P leaves; one that is not the same everywhere has none."""
-    return choose_spectrum(kind, P, A, settings.ridge, settings.seed) if A.loss.quadratic else None
 
 
 # ---- what is minimised, and what there is to tell of it -----------------------------------------
@@ -141,12 +136,11 @@ class Objective:
         loss, xp, at_zero, size = A.loss, A.H.backend.xp, 0.0, 0.0
         if X_norm is None:
             X_norm = A.X_norm() if settings.ridge > 0 else math.inf
-        if loss.intercept:
-            at_zero, size = loss.value(xp, xp.zeros_like(Y[:]), Y[:]), norm(Y[:]) ** 2
-            return cls(settings, A, Y, X_norm, at_zero, size)
-        for i in range(0, Y.shape[0], _ROWS):
-            part = Y[i : i + _ROWS]
-            at_zero += loss.of_rows(slice(i, i + _ROWS)).value(xp, xp.zeros_like(part), part)
+        step = max(1, Y.shape[0]) if loss.intercept else _ROWS  # constants are those of all rows
+        for i in range(0, Y.shape[0], step):
+            part, rows = Y[i : i + step], slice(i, i + step)
+            of_part = loss if loss.intercept else loss.of_rows(rows)
+            at_zero += of_part.value(xp, xp.zeros_like(part), part)
             size += norm(part) ** 2
         return cls(settings, A, Y, X_norm, at_zero, size)
 
@@ -164,22 +158,10 @@ class Objective:
         """The objective by solves to the last digit."""
         A, width, xp = self.A, self.A.width, self.A.H.backend.xp
         # A few columns at a time: whoever trains on stored rows may have no room for all outputs.
-        F = xp.concatenate(
-            [A.outputs(W[:, j : j + width]) for j in range(0, W.shape[1], width)], axis=1
-        )
-        F = F if b is None else F + b
+        parts = [A.outputs(W[:, j : j + width]) for j in range(0, W.shape[1], width)]
+        F = xp.concatenate(parts, axis=1) + (0.0 if b is None else b)
         loss = A.loss.of_rows(slice(None)).value(xp, F, self.Y[:])
         return loss + 0.5 * self.settings.ridge * norm(W) ** 2
-
-    def zero(self) -> tuple[float, Array, Array | None]:
-        """(the loss of W = 0 with the best intercept, these weights, that intercept)."""
-        loss, xp = self.A.loss, self.A.H.backend.xp
-        F, b = xp.zeros_like(self.Y[:]), None
-        if loss.intercept:
-            b = loss.shift(xp, F, self.Y[:])
-            F = F + b
-        W = xp.zeros((self.A.features, self.Y.shape[1]))
-        return loss.of_rows(slice(None)).value(xp, F, self.Y[:]), W, b
 
     def why_unproven(self, P: Preconditioner, objective: float) -> str:
         """Why there is no certificate, for the user."""
@@ -192,8 +174,7 @@ class Objective:
         return "cross entropy without a ridge is not strongly convex"
 
 
-@dataclass(frozen=True)
-class Step:
+class Step(NamedTuple):
     """One entry of a history."""
 
     loss: float  # the objective
@@ -209,17 +190,8 @@ class Step:
         """The optimum is at least this."""
         return self.gap / self.certificate if 0 < self.certificate < math.inf else 0.0
 
-    def entry(self, number: int, unit: float, warm: bool) -> dict[str, Any]:
-        """The same for the user, in the user's units."""
-        told = {"step": number, **vars(self), "warm": warm}
-        del told["gap"]
-        for name in ("loss", "loss_error", "grad_norm"):
-            told[name] *= unit
-        return told
 
-
-@dataclass(frozen=True)
-class Solution:
+class Solution(NamedTuple):
     """Weights and what is known of them."""
 
     W: Array
@@ -240,64 +212,66 @@ class Journal:
         self.steps: list[Step] = []
         self.warm_steps: list[Step] = []  # on a model that stood in for the true one
         self.changes: list[Decision] = run.changes
-        self.before: list[Certificate] = []  # those of outputs that were finished before these
         self.first = 0  # where the history of these outputs begins
         self.status, self.certificate = "max_iter", Certificate(math.inf, "none")
         self.intercept: Array | None = None
         self.best: Solution | None = None  # of the smallest loss + loss_error, or proven
         self.started = time.perf_counter()
 
-    def of_columns(self, at: Any, before: list[Certificate]) -> Journal:
+    def of_columns(self, at: Any) -> Journal:
         """The journal of some outputs, which goes on from this one and is told with the others."""
         part = Journal(self.objective.columns(at), self.run, self.unit)
         part.steps, part.warm_steps, part.first = [*self.steps], self.warm_steps, len(self.steps)
-        part.callback, part.changes, part.before, part.started = None, [], before, self.started
+        part.callback, part.changes, part.started = None, [], self.started
         return part
 
     def tell(
-        self,
-        loss: float,
-        error: float,
-        grad_norm: float,
-        certificate: Certificate | None = None,
-        inner: int = 0,
-        seconds: float | None = None,
+        self, known: Sequence[float], found: Certificate | None = None, inner: int = 0
     ) -> None:
-        """A step; without a certificate it is one on a model that stands in for the true one."""
-        steps, warm = self.steps, certificate is None
-        if certificate is None:
-            steps, certificate = self.warm_steps, Certificate(math.inf, "none")
-        value, number, run = certificate.value, len(steps), self.run
-        run.backend.same((value, loss, error, grad_norm), f"numbers of step {number}")
-        spent = time.perf_counter() - self.started if seconds is None else seconds
-        steps.append(Step(loss, error, grad_norm, value, certificate.gap, inner, spent))
-        entry = steps[-1].entry(number, self.unit, warm)
-        run.stages.step(number, value, self.objective.settings.tol, entry["loss"], warm=warm)
+        """A step with the known (objective, its error, norm of the gradient, seconds if spent).
+
+        Without a certificate it is one on a model that stands in for the true one.
+        """
+        loss, error, size, *spent = known
+        steps = self.warm_steps if found is None else self.steps
+        value, gap = (math.inf, math.inf) if found is None else (found.value, found.gap)
+        number, run, tol = len(steps), self.run, self.objective.settings.tol
+        run.backend.same((value, loss, error, size), f"numbers of step {number}")
+        seconds = spent[0] if spent else time.perf_counter() - self.started
+        steps.append(Step(loss, error, size, value, gap, inner, seconds))
+        entry = self.history(found is None, number)[0]
+        run.stages.step(number, value, tol, entry["loss"], warm=found is None)
         if self.callback is not None:
             self.callback(entry)
 
     def hear(self, record: dict[str, Any]) -> None:
         """A step of training on stored rows, which proves nothing of the true model yet."""
-        self.tell(record["objective"], math.inf, record["grad_norm"])
+        self.tell((record["objective"], math.inf, record["grad_norm"]))
 
-    def history(self, warm: bool = False) -> list[dict[str, Any]]:
-        """All steps for the user."""
-        steps = self.warm_steps if warm else self.steps
-        return [step.entry(i, self.unit, warm) for i, step in enumerate(steps)]
+    def history(self, warm: bool = False, first: int = 0) -> list[dict[str, Any]]:
+        """All steps from `first` on, for the user and in the user's units."""
+        steps, told = self.warm_steps if warm else self.steps, []
+        for number, step in enumerate(steps[first:], first):
+            entry = {"step": number, **step._asdict(), "warm": warm}
+            del entry["gap"]
+            units = {name: self.unit * entry[name] for name in ("loss", "loss_error", "grad_norm")}
+            told.append(entry | units)
+        return told
 
     def keep(
         self, W: Array, intercept: Callable[[], Array | None], found: Certificate, status: str
     ) -> None:
-        """Remember the weights that were just told, if they are better than those before."""
-        self.certificate, self.status = found, status
-        loss, most = self.steps[-1].loss, self.steps[-1].loss + self.steps[-1].loss_error
-        if self.best is None or status == "certified" or self._is_better(most, self.best):
-            self.best = Solution(W, intercept(), found, status, loss, most, len(self.steps))
+        """Remember the weights that were just told, if they are better than those before.
 
-    def _is_better(self, most: float, best: Solution) -> bool:
-        # Of two that are as good as each other the later one, which is what the status is about.
-        most -= max(_ALIKE * self.objective.settings.tol, _LEAST_ALIKE) * abs(most)
-        return best.status != "certified" and (most < best.most or math.isnan(best.most))
+        Of two that are as good as each other the later ones, which the status is about.
+        """
+        self.certificate, self.status, best = found, status, self.best
+        loss, most = self.steps[-1].loss, self.steps[-1].loss + self.steps[-1].loss_error
+        if best is not None and status != "certified":
+            less = most - max(_ALIKE * self.objective.settings.tol, _LEAST_ALIKE) * abs(most)
+            if best.status == "certified" or not (less < best.most or math.isnan(best.most)):
+                return
+        self.best = Solution(W, intercept(), found, status, loss, most, len(self.steps))
 
     def settle(self) -> Array:
         """The weights that a fit returns: the best that it has seen.
@@ -306,9 +280,13 @@ class Journal:
         weights that are worse than none at all, W = 0 is left.
         """
         assert self.best is not None
-        best, behind = self.best, len(self.steps) - self.best.steps
-        if not best.status.startswith("certified") and not self._beats_zero(best):
-            return self.settle_for_zero(worse=True)
+        best, at_zero = self.best, self.objective.at_zero
+        behind, better = len(self.steps) - best.steps, best.most <= at_zero
+        if not best.status.startswith("certified"):
+            if not better and best.loss <= at_zero:  # a bound leaves it open: measured by solves
+                better = self.objective.measure(best.W, best.intercept) <= at_zero
+            if not better:
+                return self.settle_for_zero(worse=True)
         self.intercept = best.intercept
         if behind == 0:
             return best.W
@@ -325,22 +303,20 @@ class Journal:
         self.certificate = certificate
         return best.W
 
-    def _beats_zero(self, best: Solution) -> bool:
-        """Whether weights are better than none; measured by solves where a bound leaves it open."""
-        at_zero = self.objective.at_zero
-        if best.most <= at_zero or not best.loss <= at_zero:
-            return best.most <= at_zero
-        return self.objective.measure(best.W, best.intercept) <= at_zero
-
     def settle_for_zero(self, worse: bool = False) -> Array:
         """W = 0 with the best intercept: there is nothing to learn, or every step was `worse`."""
-        loss, W, self.intercept = self.objective.zero()
+        o, xp = self.objective, self.run.backend.xp
+        loss, W, Y = o.at_zero, xp.zeros((o.A.features, o.Y.shape[1])), o.Y
         d, value, size = W.shape[0], math.inf, math.inf
+        self.intercept = None
+        if o.A.loss.intercept:
+            b = self.intercept = o.A.loss.shift(xp, xp.zeros_like(Y[:]), Y[:])
+            loss = o.A.loss.of_rows(slice(None)).value(xp, xp.zeros_like(Y[:]) + b, Y[:])
         if worse:
             why = f"the best of {len(self.steps)} steps was worse than W = 0"
             self.changes.append(Decision("weights", "0", why))
             self.status = "stagnated" if self.status.startswith("c") else self.status
-            error = 8 * self.objective.Y.shape[0] * unit_roundoff() * loss
+            error = 8 * Y.shape[0] * unit_roundoff() * loss
             gap = loss + error
             del self.steps[self.first :]
         else:
@@ -349,7 +325,7 @@ class Journal:
             gap = error = 2 * loss
             value, self.status = (0.0, "certified") if gap == 0 else (math.inf, "converged")
         self.certificate, self.best = Certificate(value, "nonnegative", 0.0, gap, why, d, d), None
-        self.tell(loss, error, size, self.certificate)
+        self.tell((loss, error, size), self.certificate)
         return W
 
 
@@ -372,19 +348,15 @@ class Loop:
         self, journal: Journal, made: Preconditioned, stand_in: UnfoldedMap | None = None
     ) -> None:
         """`stand_in` is a cheaper model in place of the true one: it proves nothing."""
-        objective = journal.objective
-        settings, loss, backend = objective.settings, objective.A.loss, objective.A.H.backend
-        self.journal, self.objective, self.made, self.settings = journal, objective, made, settings
-        self.loss, self.backend, self.certified = loss, backend, stand_in is None
-        self.map = objective.A if stand_in is None else stand_in
+        o = self.objective = journal.objective
+        settings, loss, backend = o.settings, o.A.loss, o.A.H.backend
+        self.journal, self.made, self.settings, self.loss = journal, made, settings, loss
+        self.backend, self.map, self.certified = backend, stand_in or o.A, stand_in is None
         self.steps = journal.steps if self.certified else journal.warm_steps
         # These coordinates amplify what the solves leave over, and no certificate watches it.
         blind = made.P.fragile or not settings.precondition
         inner = min(1e-3, math.sqrt(settings.tol) / 10) * (0.1 if blind else 1.0)
-        self.problem = Problem(
-            self.map, loss, objective.Y[:], settings.ridge, made.P.factor, backend.xp, inner,
-            objective.X_norm,
-        )  # fmt: skip
+        self.problem = Problem(self.map, o.Y[:], settings.ridge, made.P.factor, inner, o.X_norm)
         self.first_gradient = math.inf
 
     def run(self, w: Array, Z: Array | None = None, most: int | None = None) -> Point:
@@ -399,19 +371,19 @@ class Loop:
             point = self._sharpen(point) if self.certified else point
             found = self._certify(point)
             known = (point.objective, point.objective_error, norm(point.gradient))
-            journal.tell(*known, found if self.certified else None, point.inner_iterations)
+            journal.tell(known, found if self.certified else None, point.inner_iterations)
             status, found = self._judge(point, found)
             if self.certified:
-                journal.keep(point.W, partial(self._intercept_at, point), found, status)
+                journal.keep(point.W, partial(problem.intercept, point), found, status)
             if status != "max_iter" or step == limit:
                 break
             if self.made.P.fragile and len(self.steps) > 3 and self._settled(point.objective):
                 # Nothing left to gain but a gradient: what the solves leave over hides the rest.
                 problem.tighten(_LEAST_INNER)
-            if self._newton_is_due(point.w):
-                optimizer = optimizer if isinstance(optimizer, Newton) else self._newton(point.w)
-            elif self._is_flatter(point):
-                point, optimizer = self._rescale(point), self._optimizer()
+            if not isinstance(optimizer, Newton):
+                newton = self._newton(point.w)
+                point, flatter = self._rescale(point) if newton is None else (point, False)
+                optimizer = newton or (self._optimizer() if flatter else optimizer)
             ahead = problem.move(point, optimizer.direction(point.w, point.g), optimizer.searches)
             least = min(step.loss for step in self.steps)
             if not ahead.objective <= _DIVERGED * max(self.objective.at_zero, least):
@@ -425,59 +397,44 @@ class Loop:
             point = ahead
         return point
 
-    def _intercept_at(self, point: Point) -> Array | None:
-        if not self.loss.intercept:
-            return None
-        return self.loss.shift(self.backend.xp, self.map.rows(point.Z), self.problem.Y)
-
-    def _newton_is_due(self, w: Array) -> bool:
-        """Whether cross entropy has had as many steps as a few of Newton's would cost.
+    def _newton(self, w: Array) -> Newton | None:
+        """Newton's method once cross entropy has had as many steps as a few of its would cost.
 
         Nearly separable classes make the curvature of each row so different that no multiple of
-        Q^T Q has the shape of the Hessian.
+        Q^T Q has the shape of the Hessian.  (That of an intercept has one more part.)
         """
-        asked_for = self.settings.optimizer in ("cg", "lbfgs")
-        if self.loss.quadratic or self.made.P.rows is None or not asked_for or w.size > NEWTON_SIZE:
-            return False
-        if self.loss.intercept:
-            return False  # its Hessian has one more part
-        return max(len(self.journal.warm_steps), len(self.steps)) > 10 + w.size // 10
+        P, s, loss = self.made.P, self.settings, self.loss
+        steps = max(len(self.journal.warm_steps), len(self.steps))
+        if loss.quadratic or loss.intercept or s.optimizer not in ("cg", "lbfgs"):
+            return None
+        if P.rows is None or w.size > NEWTON_SIZE or steps <= 10 + w.size // 10:
+            return None
+        A = (P.rows if P.basis is None else P.basis.rows(P.rows)).astype("float64")
+        rows = DenseProblem(self.backend, loss, A, self.problem.Y, s.ridge)
+        return Newton(rows, self.problem.factor, w.shape[0])
 
-    def _newton(self, w: Array) -> Newton:
-        P = self.made.P
-        assert P.rows is not None
-        rows = P.rows if P.basis is None else P.basis.rows(P.rows)
-        factor, ridge = self.problem.factor, self.settings.ridge
-        return Newton(self.backend, self.loss, rows, factor, w.shape[0], ridge)
+    def _rescale(self, point: Point) -> tuple[Point, bool]:
+        """The same point in the coordinates of a P with the present curvature, if that has changed.
 
-    def _is_flatter(self, point: Point) -> bool:
-        """Cross entropy loses curvature as it learns, the ridge does not: P must follow."""
+        Cross entropy loses curvature as it learns, the ridge does not: P must follow.
+        """
         if self.loss.quadratic or self.settings.ridge == 0 or not self.settings.precondition:
-            return False
-        return self._curvature(point) < self.made.recipe.curvature / _FLATTER
-
-    def _curvature(self, point: Point) -> float:
-        return self.loss.curvature(self.backend.xp, self.map.rows(point.Z))
-
-    def _rescale(self, point: Point) -> Point:
-        """The same point in the coordinates of a P with the present curvature."""
-        recipe = replace(self.made.recipe, curvature=self._curvature(point))
-        P = self.made.P.rescale(recipe.curvature, self.settings.ridge, recipe.symmetric)
-        self.made = replace(self.made, P=P, recipe=recipe)
-        factor = self.problem.factor = self.made.P.factor
-        return replace(point, w=factor.from_weights(point.W), g=factor.to_gradient(point.gradient))
+            return point, False
+        curvature = self.loss.curvature(self.backend.xp, self.map.rows(point.Z))
+        if not curvature < self.made.recipe.curvature / _FLATTER:
+            return point, False
+        recipe = replace(self.made.recipe, curvature=curvature)
+        P = self.made.P.rescale(curvature, self.settings.ridge, recipe.symmetric)
+        self.made, self.problem.factor = replace(self.made, P=P, recipe=recipe), P.factor
+        w, g = P.factor.from_weights(point.W), P.factor.to_gradient(point.gradient)
+        return replace(point, w=w, g=g), True
 
     def _optimizer(self) -> Optimizer:
-        asked, rate = self.settings, self.settings.learning_rate
-        spectral = rate == "spectral" or (asked.optimizer == "momentum" and rate is None)
-        if spectral:
-            a, b = ritz_interval(self.made.P, self.map, asked.ridge, asked.seed)
-            if asked.optimizer == "momentum":
-                return Momentum.for_spectrum(a, b)
-            if asked.optimizer == "gd":
-                return GradientDescent(2.0 / (a + b))
-        number = None if isinstance(rate, str) else rate
-        return make_optimizer(asked.optimizer, number, self.backend.xp, self.loss.quadratic)
+        s, rate, interval = self.settings, self.settings.learning_rate, None
+        if rate == "spectral" or (s.optimizer == "momentum" and rate is None):
+            interval = ritz_interval(self.made.P, self.map, s.ridge, s.seed)
+        rate = None if isinstance(rate, str) else rate
+        return make_optimizer(s.optimizer, rate, self.backend.xp, self.loss.quadratic, interval)
 
     def _certify(self, point: Point) -> Certificate:
         spectrum, P = self.made.spectrum if self.certified else None, self.made.P
@@ -491,7 +448,7 @@ class Loop:
             size, error, goal = self._sizes(point)
             if point.stagnated or error <= 0.3 * max(size, goal):
                 break
-            if self._is_enough(self._certify(point), self.settings.tol):
+            if self._certify(point).value <= self.settings.tol:
                 break  # good enough as it is
             self.problem.tol *= max(0.01, 0.2 * max(size, goal) / error)
             point = self.problem.point(point.w, point.Z, point.V, point.inner_iterations)
@@ -513,7 +470,7 @@ class Loop:
         tol, at_zero, spectrum = self.settings.tol, self.objective.at_zero, self.made.spectrum
         if found.kind != "none":
             # A model that only stands in for the true one is solved a little further.
-            if self._is_enough(found, tol if self.certified else 0.1 * tol):
+            if found.value <= (tol if self.certified else 0.1 * tol):
                 return judge(found, math.inf), found
             if self.settings.ridge == 0 and point.objective <= tol**2 * at_zero:
                 return "converged", found  # an optimum of about 0 has no relative gap
@@ -533,11 +490,6 @@ class Loop:
             self.first_gradient = size if len(self.steps) == 1 else self.first_gradient
             done = size <= math.sqrt(tol) / 10 * self.first_gradient
         return "converged" if done else "max_iter", found
-
-    def _is_enough(self, found: Certificate, tol: float) -> bool:
-        """Whether these outputs are proven, alone or together with those finished before them."""
-        before = self.journal.before
-        return found.value <= tol or (before != [] and joined([*before, found]).value <= tol)
 
     def _at_rounding(self) -> bool:
         """Whether more steps cannot help: the gap is at the level of float64, or nothing moves."""
@@ -566,7 +518,19 @@ class Loop:
         return len(losses) == 4 and losses[0] - objective <= 0.3 * allowed
 
 
-def train_with_solves(journal: Journal, plan: Plan, made: Preconditioned, task: Task) -> Fitted:
+def descend(journal: Journal, plan: Plan, made: Preconditioned, task: Task) -> Fitted:
+    """W, by true gradients or on one tight Q in place of two solves per step."""
+    if not journal.objective.trivial:
+        return (_train_on_rows if plan.stored else _train_with_solves)(journal, plan, made, task)
+    # There is nothing to learn: stored rows are asked for leave-one-out only.
+    found = Fitted(None, made.spectrum)
+    if task.settings.loo:
+        found = _train_on_rows(journal, replace(plan, outputs=0), made, replace(task, W_start=None))
+    W = journal.settle_for_zero()
+    return replace(found, W=W, outputs=made.outputs(W))
+
+
+def _train_with_solves(journal: Journal, plan: Plan, made: Preconditioned, task: Task) -> Fitted:
     """Lines 9 to 15: steps with true gradients, from least squares on Q or a cheaper model."""
     s, P, o, xp = task.settings, made.P, journal.objective, task.H.backend.xp
     warm = s.quadratic and s.precondition  # P solves least squares
@@ -604,10 +568,11 @@ def train_outputs(
         return Loop(journal, made).run(w, None if guess is None else guess(slice(None)), most).W
     W, b = (run.backend.xp.empty((rows, c)) for rows in (journal.objective.A.features, 1))
     parts: list[Journal] = []
-    tell, blocks = run.stages.progress("outputs", "outputs"), _blocks(journal, made.P, width)
-    tell(0, c)
-    for i, at in enumerate(blocks):
-        part = journal.of_columns(at, [p.certificate for p in parts])
+    tell, size = run.stages.progress("outputs", "outputs"), -(-c // -(-c // width))  # about equal
+    for i, first in enumerate(range(0, c, size)):
+        tell(first, c)
+        at = np.arange(first, min(first + size, c))
+        part = journal.of_columns(at)
 
         def finish(part: Journal = part, at: Any = at) -> Arrays:
             Loop(part, made).run(w[:, at], None if guess is None else guess(at), most)
@@ -619,38 +584,21 @@ def train_outputs(
         _unpack(part, stored)
         W[:, at], b[:, at] = stored["W"], stored["b"]
         parts.append(part)
-        tell(sum(block.shape[0] for block in blocks[: len(parts)]), c)
+    tell(c, c)
     _join(journal, parts)
     intercept = b[0] if journal.objective.A.loss.intercept else None
     journal.keep(W, lambda: intercept, journal.certificate, journal.status)
     return W
 
 
-def _blocks(journal: Journal, P: Preconditioner, width: int) -> list[Any]:
-    """Outputs in blocks of about the same size, those first that cannot be fitted well.
-
-    Their optimum leaves room for the gaps of others, whose optimum may be next to nothing.
-    """
-    Y, backend = journal.objective.Y, journal.run.backend
-    c = Y.shape[1]
-    fitted = backend.to_numpy((P.w_start**2).sum(axis=0))  # synchronize!
-    if isinstance(Y, OneHot):
-        squares = np.bincount(backend.to_numpy(Y.codes), minlength=c)  # synchronize!
-    else:
-        squares = backend.to_numpy((Y**2).sum(axis=0))  # synchronize!
-    size = -(-c // -(-c // width))
-    order = np.argsort(fitted - squares, kind="stable")
-    return [order[i : i + size] for i in range(0, c, size)]
-
-
 def _pack(part: Journal, W: Array) -> Arrays:
     """A finished part as arrays and words: what a checkpoint stores."""
     xp, found = part.run.backend.xp, part.certificate
     b = xp.zeros(W.shape[1]) if part.intercept is None else part.intercept
-    steps = xp.asarray(np.array([astuple(step) for step in part.steps[part.first :]]))
     proof = [found.value, found.probability, found.gap, found.kept, found.features]
+    arrays = {"steps": np.array(part.steps[part.first :]), "proof": np.array(proof)}
     words = {"status": part.status, "kind": found.kind, "note": found.note}
-    return {"W": W, "b": b, "steps": steps, "proof": xp.asarray(np.array(proof)), **words}
+    return {"W": W, "b": b, **{name: xp.asarray(a) for name, a in arrays.items()}, **words}
 
 
 def _unpack(part: Journal, stored: Arrays) -> None:
@@ -659,8 +607,10 @@ def _unpack(part: Journal, stored: Arrays) -> None:
     value, probability, gap, kept, features = proof.tolist()
     known = (stored["note"], int(kept), int(features))
     part.certificate = Certificate(value, stored["kind"], probability, gap, *known)
-    part.status, part.steps = stored["status"], part.steps[: part.first]
-    part.steps += [replace(Step(*row), inner_iterations=int(row[5])) for row in rows.tolist()]
+    part.status = stored["status"]
+    part.steps[part.first :] = [
+        Step(*row)._replace(inner_iterations=int(row[5])) for row in rows.tolist()
+    ]
 
 
 def _join(journal: Journal, parts: Sequence[Journal]) -> None:
@@ -670,18 +620,13 @@ def _join(journal: Journal, parts: Sequence[Journal]) -> None:
     """
     done = [part.steps[part.first :] for part in parts]
     found = joined([part.certificate for part in parts])
-    for i in range(max(len(steps) for steps in done)):
+    for i in range(max(map(len, done))):
         at = [steps[min(i, len(steps) - 1)] for steps in done]
-        gap = sum(step.gap for step in at)
-        value = relative(gap, sum(step.optimum for step in at))
-        journal.tell(
-            sum(step.loss for step in at),
-            sum(step.loss_error for step in at),
-            math.hypot(*(step.grad_norm for step in at)),
-            replace(found, value=value, gap=gap),
-            max(step.inner_iterations for step in at),
-            max(step.seconds for step in at),
-        )
+        loss, error, sizes, _, gaps, inner, seconds = zip(*at)
+        gap = sum(gaps)
+        proof = replace(found, value=relative(gap, sum(step.optimum for step in at)), gap=gap)
+        known = (sum(loss), sum(error), math.hypot(*sizes), max(seconds))
+        journal.tell(known, proof, max(inner))
     words = {part.status for part in parts}
     worst = next((word for word in _WORST if word in words), "stagnated")
     journal.certificate = found
@@ -689,7 +634,7 @@ def _join(journal: Journal, parts: Sequence[Journal]) -> None:
 
 
 # ---- the strategy "direct": stored rows -----------------------------------------------------
-def train_on_rows(journal: Journal, plan: Plan, made: Preconditioned, task: Task) -> Fitted:
+def _train_on_rows(journal: Journal, plan: Plan, made: Preconditioned, task: Task) -> Fitted:
     """Training on stored rows; Q is solved for more tightly while that helps to prove W.
 
     Where it does not, the true model has the last word, if there is memory for it.
@@ -722,8 +667,9 @@ def train_on_rows(journal: Journal, plan: Plan, made: Preconditioned, task: Task
             if again is None and unproven and plan.outputs and len(journal.steps) <= s.max_iter:
                 why = "Q alone could not prove the fit"
                 run.changes.append(Decision("proof", "true gradients", why))
-                spectrum = _bound_hessian("spectral-deterministic", made.P, o.A, s)
-                made = replace(made, spectrum=spectrum)
+                if o.A.loss.quadratic:
+                    known = ("spectral-deterministic", made.P, o.A, s.ridge, s.seed)
+                    made = replace(made, spectrum=choose_spectrum(*known))
                 w = made.P.factor.from_weights(problem.basis.to_weights(u))
                 u = problem.basis.from_weights(train_outputs(journal, made, w, plan.outputs))
             if again is None:
@@ -754,7 +700,7 @@ def _prove(journal: Journal, problem: StoredProblem, u: Array) -> Proof:
     why_not = partial(objective.why_unproven, problem.P)
     proof = problem.proof(u, why_not, objective.at_zero)
     found, b = proof.certificate(), problem.intercept(u)
-    journal.tell(proof.objective, proof.error(), proof.grad_norm, found)
+    journal.tell((proof.objective, proof.error(), proof.grad_norm), found)
     status = "max_iter"
     if problem.settled:
         status = "stagnated" if proof.choices else "converged"
@@ -791,12 +737,3 @@ def _evaluate(made: Preconditioned, problem: StoredProblem, u: Array, loo: bool)
     rows, stored = dual_rows(problem), made.P.stored
     around = None if stored is None else spread(problem, stored.eval_rows, rows)
     return replace(found, left_out=left_out(problem, u, rows), spread=around)
-
-
-def stay_at_zero(journal: Journal, plan: Plan, made: Preconditioned, task: Task) -> Fitted:
-    """W = 0 where there is nothing to learn; stored rows are asked for leave-one-out only."""
-    found = Fitted(journal.objective.zero()[1], made.spectrum)
-    if task.settings.loo:
-        found = train_on_rows(journal, replace(plan, outputs=0), made, replace(task, W_start=None))
-    W = journal.settle_for_zero()
-    return replace(found, W=W, outputs=made.outputs(W))

@@ -20,14 +20,16 @@ BACKEND = get_backend("cpu")
 TRAIN = np.arange(0, N, 2)
 
 
-def case(dtype: str = "float64", width: int = 2) -> tuple[UnfoldedMap, Any, Any, Any]:
+def case(
+    dtype: str = "float64", width: int = 2, loss: str = "mse"
+) -> tuple[UnfoldedMap, Any, Any, Any]:
     """(the map, H^-1 X by dense algebra, W, Y)."""
     graph, rng = random_graph(N, 200), np.random.default_rng(0)
     X, W = rng.standard_normal((N, D)), rng.standard_normal((D, C))
     H = RegularizedLaplacian(graph, LAM, BACKEND, dtype)
     Y = np.eye(C)[rng.integers(0, C, TRAIN.size)]
     return (
-        UnfoldedMap(H, Features(X, BACKEND), TRAIN, width),
+        UnfoldedMap(H, Features(X, BACKEND), TRAIN, width, LOSSES[loss]),
         np.linalg.solve(dense_H(graph, LAM), X), W, Y,
     )  # fmt: skip
 
@@ -72,8 +74,8 @@ def test_rounding_is_bounded_for_solutions_of_any_size():
 @pytest.mark.parametrize("loss", ["mse", "ce"])
 @pytest.mark.parametrize("ridge", [0.0, 0.5])
 def test_objective_and_gradient(loss, ridge):
-    A, Q, W, Y = case()
-    problem = Problem(A, LOSSES[loss], Y, ridge, Factor(D), np, 1e-10)
+    A, Q, W, Y = case(loss=loss)
+    problem = Problem(A, Y, ridge, Factor(D), 1e-10)
     point = problem.start(W)
 
     def value(W: Any) -> float:
@@ -95,7 +97,7 @@ def test_objective_and_gradient(loss, ridge):
 
 def test_a_step_goes_down_and_is_measured():
     A, Q, W, Y = case()
-    problem = Problem(A, LOSSES["mse"], Y, 0.0, Factor(D), np, 1e-8)
+    problem = Problem(A, Y, 0.0, Factor(D), 1e-8)
     point = problem.start(W)
     ahead = problem.move(point, -point.g, True)
     assert ahead.objective < point.objective

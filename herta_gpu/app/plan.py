@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> CommandOutput:
             f"{get_backend(args.device).name}" + "; X stays on disk" * (held == 0)
         )
     else:
-        outlined, _ = model._outlined(**_numbers(sizes, card))
+        outlined, _ = model._outline(**_numbers(sizes, card))
         at = "the host or disk" if outlined.X_bytes < 4 * sizes.n * sizes.d else "the card"
         where = (
             f"on a card of {bytes_text(card.memory)}: {bytes_text(sum(memory.values()))} of a "

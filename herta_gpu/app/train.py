@@ -136,7 +136,8 @@ def fit(
     A `smoother` corrects and smooths the outputs by the labels of the training nodes.
     """
     train, nodes = data.split["train"], nodes_of_split(data.split)
-    model.fit(data.graph, data.X, data.y, train, callback, checkpoint, stages, nodes)
+    how: dict[str, Any] = {"callback": callback, "checkpoint": checkpoint, "evaluate": nodes}
+    model.fit(data.graph, data.X, data.y, train, _stages=stages, **how)
     if smoother is not None:
         with stages("correct, smooth"):
             smoother.fit(data.graph, model, data.y, train, X=data.X)
