@@ -64,7 +64,7 @@ class Stages:
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        if sys.stderr.isatty():
+        if self.verbose and sys.stderr.isatty():
             self.note(f"{name} ...")
         start = time.perf_counter()
         try:

@@ -17,12 +17,7 @@ from herta_gpu.plumbing.machine import host_memory
 
 _LEAST_WEIGHT = 1e-30  # of the largest weight: with less no objective adds up
 
-Total = Callable[[Any], Any]
-
-
-def alone(x: Any) -> Any:
-    """The sum over all processes where this is the only one."""
-    return x
+Total = Callable[[Any], Any]  # the sum over all processes; by default this is the only one
 
 
 class Estimator:
@@ -297,7 +292,7 @@ def check_scored(y: Any, n: int) -> None:
 
 
 def accuracy_or_r2(
-    predicted: Any, y: Any, rows: Any, classes: Any | None, total: Total = alone
+    predicted: Any, y: Any, rows: Any, classes: Any | None, total: Total = lambda x: x
 ) -> float:
     """Share of right labels among the labelled ones of `rows`, which the predictions are of; R^2.
 
@@ -335,14 +330,14 @@ def _share_right(right: Any, total: Total) -> float:
     return float(total(int(np.count_nonzero(right))) / count)
 
 
-def label_accuracy(predicted: Any, y: Any, rows: Any, total: Total = alone) -> float:
+def label_accuracy(predicted: Any, y: Any, rows: Any, total: Total = lambda x: x) -> float:
     """The share of right labels of 0 or 1, among those of `rows` that are known."""
     y, predicted = _pair(as_labels("y", y)[rows], predicted)
     known = (y == 0) | (y == 1)
     return _share_right(predicted[known] == y[known], total)
 
 
-def r_squared(truth: Any, predicted: Any, total: Total = alone) -> float:
+def r_squared(truth: Any, predicted: Any, total: Total = lambda x: x) -> float:
     """R^2 of predictions (rows, columns), as the mean over the columns.
 
     A column of equal targets has no variance to divide by: its squared error counts as it is.
