@@ -414,7 +414,12 @@ class Descent:
                 self.callback(self.history[-1])
             if found or step == self.max_steps:
                 return point, found or "max_iter"
-            ahead = self._step(point)
+            arguments = (point.u, point.g, self.inverse, problem.backend.matmul, not self.exact)
+            D = self.lbfgs.direction(*arguments)
+            if not float(self.xp.sum(D * point.g)) < 0:  # synchronize!
+                self.lbfgs.forget()
+                D = self.lbfgs.direction(*arguments)
+            ahead = problem.move(point, D)
             rise = ahead.objective - point.objective
             if rise <= _NOISE * abs(point.objective) or rise <= self.loss.rounding(point.F):
                 point = ahead  # it went down, as far as rounding can tell
@@ -424,19 +429,6 @@ class Descent:
             else:
                 break
         return point, "stagnated"
-
-    def _step(self, point: DensePoint) -> DensePoint:
-        arguments = (point.u, point.g, self.inverse, self.problem.backend.matmul, not self.exact)
-        D = self.lbfgs.direction(*arguments)
-        if not float(self.xp.sum(D * point.g)) < 0:  # synchronize!
-            self.lbfgs.forget()
-            D = self.lbfgs.direction(*arguments)
-        return self.problem.move(point, D)
-
-    def _decrement(self, point: DensePoint) -> float:
-        """||H^-1/2 gradient||^2 with the present guess H of the Hessian."""
-        g = point.g if self.inverse is None else self.inverse(point.g)
-        return max(0.0, float(self.xp.sum(point.g * g)))  # synchronize!
 
     def _status(self, point: DensePoint, gap: float) -> str:
         """The word for having arrived, or nothing."""
@@ -451,8 +443,11 @@ class Descent:
             idle = idle and losses[-_STUCK] - losses[-1] <= 100 * _NOISE * abs(losses[-1])
             return "stagnated" if idle else ""
         settled = len(losses) > 3 and losses[-4] - point.objective <= 0.3 * self.goal * losses[-4]
-        near = settled and self._decrement(point) <= self.goal * point.objective
-        return "converged" if near else ""
+        if not settled or self.inverse is None:
+            return ""
+        # ||H^-1/2 gradient||^2 with the present guess H of the Hessian.
+        decrement = float(self.xp.sum(point.g * self.inverse(point.g)))  # synchronize!
+        return "converged" if decrement <= self.goal * point.objective else ""
 
     def _update_hessian(self, point: DensePoint) -> None:
         """Make P anew once the rows' curvature has changed, the whole Hessian once that pays."""

@@ -63,7 +63,6 @@ class UnfoldedMap:
         """
         self.H, self.X, self.train, self.width, self.loss = H, X, rows, width, loss
         self.systems, self.extra = systems, extra
-
         self.blocks = 1 if systems is None else len(systems)  # how often X counts
         more = 0 if extra is None else extra.shape[1]
         self.features = self.blocks * X.shape[1] + more  # rows of W
@@ -278,7 +277,6 @@ class DensePoint:
 
     u: Array
     F: Array  # A u
-    Gu: Array  # G u
     objective: float
     E: Array  # the gradient of the loss with respect to F
     g: Array  # the gradient of the objective with respect to u
@@ -323,7 +321,7 @@ class DenseProblem:
     def move(self, at: DensePoint, D: Array) -> DensePoint:
         """The minimiser along D, or a point near it that is lower than the start, too."""
         FD, GD = self.backend.matmul(self.A, D), self.metric.times_ridge(D)
-        slope = self.ridge * self.xp.sum(at.Gu * D, axis=0)
+        slope = self.ridge * self.xp.sum(at.u * GD, axis=0)
         curvature = self.ridge * self.xp.sum(GD * D, axis=0)
         enough = _FLAT * abs(float(self.xp.sum(at.g * D)))  # synchronize!
         for flat in (enough, 0.0):
@@ -339,7 +337,7 @@ class DenseProblem:
         if self.ridge > 0:
             value += 0.5 * self.ridge * float(self.xp.sum(u * Gu))  # synchronize!
         g = self.loss.centre(self.xp, self.backend.matmul(self.A.T, E)) + self.ridge * Gu
-        return DensePoint(u, F, Gu, value, E, g)
+        return DensePoint(u, F, value, E, g)
 
     def gap(self, point: DensePoint) -> float:
         """A bound of objective - optimum but for rounding; no certificate is built on it."""

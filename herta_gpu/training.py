@@ -534,7 +534,7 @@ def _train_with_solves(journal: Journal, plan: Plan, made: Preconditioned, task:
     """Lines 9 to 15: steps with true gradients, from least squares on Q or a cheaper model."""
     s, P, o, xp = task.settings, made.P, journal.objective, task.H.backend.xp
     warm = s.quadratic and s.precondition  # P solves least squares
-    w, guess = P.w_start if warm else xp.zeros_like(P.w_start), None
+    w = P.w_start if warm else xp.zeros_like(P.w_start)
     if task.W_start is not None and not warm:
         w = P.factor.from_weights(task.W_start)
     elif plan.strategy == "direct" and P.rows is not None:
@@ -545,27 +545,22 @@ def _train_with_solves(journal: Journal, plan: Plan, made: Preconditioned, task:
         H = task.sample(plan.loop_samples, journal.run.budget)
         loop = Loop(journal, made, UnfoldedMap(H, o.A.X, o.A.train, o.A.width, o.A.loss))
         w, made = loop.run(w).w, loop.made
-    elif warm:
-        guess = partial(P.guess, task.H.backend)
-    train_outputs(journal, made, w, plan.outputs, guess)
+    train_outputs(journal, made, w, plan.outputs)
     return Fitted(journal.settle(), made.spectrum)
 
 
 def train_outputs(
-    journal: Journal,
-    made: Preconditioned,
-    w: Array,
-    width: int,
-    guess: Callable[[Any], Array | None] | None = None,
-    most: int | None = None,
+    journal: Journal, made: Preconditioned, w: Array, width: int, most: int | None = None
 ) -> Array:
-    """W from w by true gradients, `width` outputs at a time; `most` limits the steps.
+    """W from w by true gradients, `width` outputs at a time; `most` limits the steps."""
+    c, run, settings, P = w.shape[1], journal.run, journal.objective.settings, made.P
 
-    `guess` gives H^-1 X W at w of some outputs, about.
-    """
-    c, run, settings = w.shape[1], journal.run, journal.objective.settings
+    def guess(at: Any) -> Array | None:
+        """H^-1 X W, about, of outputs that start where least squares on Q ended."""
+        return P.guess(run.backend, at) if w is P.w_start else None
+
     if width >= c:
-        return Loop(journal, made).run(w, None if guess is None else guess(slice(None)), most).W
+        return Loop(journal, made).run(w, guess(slice(None)), most).W
     W, b = (run.backend.xp.empty((rows, c)) for rows in (journal.objective.A.features, 1))
     parts: list[Journal] = []
     tell, size = run.stages.progress("outputs", "outputs"), -(-c // -(-c // width))  # about equal
@@ -575,7 +570,7 @@ def train_outputs(
         part = journal.of_columns(at)
 
         def finish(part: Journal = part, at: Any = at) -> Arrays:
-            Loop(part, made).run(w[:, at], None if guess is None else guess(at), most)
+            Loop(part, made).run(w[:, at], guess(at), most)
             return _pack(part, part.settle())
 
         # Every pass over the outputs adds steps: their number tells one from another.

@@ -141,7 +141,8 @@ def test_a_resume_that_wants_other_outputs_gets_those(later, tmp_path):
 
     def fit(evaluate: object, callback: object = None) -> object:
         state = Checkpoint(tmp_path / "state", worth=0.0)
-        return model.fit(graph, X, y, np.arange(100), callback, state, evaluate=evaluate)
+        how = {"callback": callback, "checkpoint": state, "evaluate": evaluate}
+        return model.fit(graph, X, y, np.arange(100), **how)
 
     with pytest.raises(Crash):
         fit(np.arange(100, 150), crash)
