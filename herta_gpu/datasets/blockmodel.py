@@ -27,7 +27,6 @@ from herta_gpu.graph import Graph
 from herta_gpu.plumbing.building import distinct, edge_keys, worth_compiling
 from herta_gpu.plumbing.checks import KEY_BYTES, check_size
 from herta_gpu.plumbing.files import (
-    DataError,
     check_place,
     check_room,
     new_file,
@@ -172,25 +171,21 @@ def _open_large(spec: Spec, seed: int, features: bool, name: str) -> Dataset:
                 np.save(at / f"{part}.npy", array)
             del made
     found = {part: open_array(folder / f"{part}.npy", again(folder)) for part in ("y", *PARTS)}
-    y, X = found.pop("y"), None
+    y = found.pop("y")
     if no_X:
         with stages("features"), new_file(path) as new_X:
             np.lib.format.open_memmap(new_X, "w+", spec.X_dtype, (spec.n, spec.d))
             tell = stages.progress("features", "chunks")
             # A map of a slab at a time: more would count as memory.
             _make_features(spec, seed, y, lambda: np.load(new_X, "r+"), tell)
-    if features:
-        X = open_array(path, again(folder))
-        if X.shape != (spec.n, spec.d) or X.dtype != spec.X_dtype:
-            raise DataError(f"{path} holds another array: {again(folder)}.")
+    X = open_array(path, again(folder)) if features else None
     return Dataset(name, Graph.open(folder / _GRAPH), X, y, found, dict(_METADATA))
 
 
 def _without_features(spec: Spec, seed: int, folder: Path | None, stages: Stages) -> Dataset:
     """Graph, labels and split; with a folder, the graph and what leads to it are files there."""
-    compiled = worth_compiling(spec.n + spec.m)
-    in_files = compiled and folder is not None
-    held = 0 if in_files else 17 if compiled else KEY_BYTES[1]  # bytes an edge, at most
+    least = 17 if folder is None else 0
+    held = least if worth_compiling(spec.n + spec.m) else KEY_BYTES[1]  # bytes an edge, at most
     check_size(spec.n, spec.m, "The n of synthetic:", KEY_BYTES[0], held)
     # Inside, nodes are sorted by class, so that a class is a range of the stubs.
     rank, sizes = _stream(seed, 0).permutation(spec.n), np.linspace(1.5, 0.5, spec.c)

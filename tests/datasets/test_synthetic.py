@@ -230,14 +230,10 @@ def test_a_full_disk_is_one_sentence_before_any_work(in_cache, monkeypatch):
     assert not in_cache.exists()
 
 
-@pytest.mark.parametrize("damage", ["cut short", "another shape"])
-def test_a_damaged_X_is_one_sentence(in_cache, damage):
+def test_a_damaged_X_is_one_sentence(in_cache):
     load(f"synthetic:{TEXT}")
     (path,) = in_cache.rglob("X.npy")
-    if damage == "cut short":
-        os.truncate(path, 1000)
-    else:
-        np.save(path, np.ones((3, 9), np.float32))
+    os.truncate(path, 1000)
     with pytest.raises(DataError, match=r"X\.npy.*[Dd]elete .* and load again"):
         load(f"synthetic:{TEXT}")
 
