@@ -1,13 +1,7 @@
-"""What every loader returns, what can be done with it before training, and where data lies.
-
-A dataset in our cache is a folder of plain .npy files, which are mapped, with `meta.json`.  It is
-written beside its final place and renamed at the end, so an interrupted write leaves nothing that
-looks finished.
-"""
+"""What every loader returns, what can be done with it before training, and where data lies."""
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import dataclass, field, replace
 from itertools import combinations
@@ -19,18 +13,10 @@ import scipy.sparse as sp
 
 from herta_gpu.graph import Graph
 from herta_gpu.plumbing.checks import as_labels, check_choice, has_label, part_ids
-from herta_gpu.plumbing.files import (
-    DataError,
-    check_version,
-    explained,
-    new_folder,
-    open_array,
-    save_arrays,
-)
+from herta_gpu.plumbing.files import DataError
 
 PARTS = ("train", "valid", "test")
 NORMALIZATIONS = ("none", "row", "standard")
-_VERSION = 1  # of a dataset in the cache
 
 
 @dataclass(repr=False)
@@ -274,38 +260,6 @@ def cache_dir() -> Path:
         return Path(given)
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "herta_gpu"
-
-
-def write_dataset(folder: Path, data: Dataset) -> None:
-    """Store a dataset with a dense X as memory-mappable files."""
-    graph = data.graph
-    arrays: dict[str, Any] = {"indptr": graph.indptr, "indices": graph.indices}
-    arrays |= {"weights": graph.weights, "degree": graph.given_degree, "y": data.y, **data.split}
-    with new_folder(folder) as at:
-        # X may be far larger than the rest, and a changed number of it is no harm to memory.
-        np.save(at / "X.npy", data.X, allow_pickle=False)
-        sums = save_arrays(at, {name: array for name, array in arrays.items() if array is not None})
-        sizes = {path.stem: path.stat().st_size for path in at.glob("*.npy")}
-        meta = {"version": _VERSION, "name": data.name, "metadata": data.metadata, "bytes": sizes}
-        (at / "meta.json").write_text(json.dumps({**meta, "sums": sums}, indent=1))
-
-
-def read_dataset(folder: Path, features: bool = True) -> Dataset:
-    """Open what `write_dataset` wrote; X and the edges stay on disk until they are used."""
-    remedy = again(folder)
-    with explained(f"{folder / 'meta.json'} is damaged", f": {remedy}"):
-        meta = json.loads((folder / "meta.json").read_text())
-        check_version(folder, meta["version"], _VERSION)
-        name, metadata, sizes = meta["name"], meta["metadata"], meta["bytes"]
-        sums = meta.get("sums", {})  # early ones have none
-    wanted = [key for key in sizes if key != "X" or features]
-    found = {
-        key: open_array(folder / f"{key}.npy", remedy, sizes[key], sums.get(key)) for key in wanted
-    }
-    given = (found.get(key) for key in ("weights", "degree"))
-    graph = Graph(found["indptr"], found["indices"], *given)
-    split = {part: np.asarray(found[part]) for part in PARTS if part in found}
-    return Dataset(name, graph, found.get("X"), np.asarray(found["y"]), split, metadata)
 
 
 def again(folder: Path) -> str:

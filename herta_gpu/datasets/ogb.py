@@ -25,32 +25,29 @@ import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from herta_gpu.datasets.dataset import (
-    PARTS,
-    Dataset,
-    again,
-    cache_dir,
-    check_split,
-    read_dataset,
-    write_dataset,
-)
+from herta_gpu.datasets.dataset import PARTS, Dataset, again, cache_dir, check_split
 from herta_gpu.graph import Graph
 from herta_gpu.plumbing.checks import check_choice
 from herta_gpu.plumbing.files import (
     DataError,
     check_place,
     check_room,
+    check_version,
     explained,
     load_npy,
     lock_path,
     made_folder,
     new_file,
+    new_folder,
+    open_array,
     read_header,
+    save_arrays,
 )
 from herta_gpu.plumbing.progress import Stages
 
@@ -71,7 +68,7 @@ FROM_FILES = tuple(_DOWNLOADS)
 _ARRAYS = (*PARTS, "node_label", "edge_index", "node_feat")  # small ones first: errors come soon
 _CHUNK = 1 << 22  # bytes read together
 _GRAPH = "graph"
-_VERSION = 1  # of meta.json
+_VERSION = 1  # of both kinds of meta.json
 _LARGEST_LABEL = 2**15 - 1
 _METRICS = {"acc": "accuracy", "rocauc": "rocauc"}
 _PAPERS = ("paper", "cites", "paper")
@@ -208,7 +205,8 @@ def _convert(
     kept = finished.get("node_feat", {}).get("dtype", "float32")
     kinds: dict[str, Any] = {"node_label": np.int16, "node_feat": features or kept}
     kinds["edge_index"] = np.int32 if n < 2**31 else np.int64
-    for key, source in sources.items():
+    for key in _ARRAYS:
+        source = sources[key]
         shape, dtype = list(source.shape), np.dtype(kinds.get(key, np.int64))
         shape = shape[:1] if key == "node_label" else shape
         goal = {"from": source.stamp, "dtype": dtype.str, "shape": shape}
@@ -358,14 +356,11 @@ def _survey(name: str, folder: Path) -> dict[str, _Source]:
     for part in PARTS:
         runs = _numbers(place / f"{part}.csv.gz", 1, np.int64)
         ids[part] = np.concatenate([np.empty(0, np.int64), *runs])
-    split = {part: np.sort(ids) for part, ids in check_split(place, ids, n).items()}
-    return {part: _known(part, ids) for part, ids in split.items()} | found
-
-
-def _known(part: str, ids: Any) -> _Source:
-    """An array that is in memory already."""
-    stamp = f"{zlib.crc32(ids):08x}"
-    return _Source(part, stamp, ids.shape, ids.dtype, False, lambda: iter([ids]))
+    for part, given in check_split(place, ids, n).items():  # these are in memory already
+        known = np.sort(given)
+        stamp, whole = f"{zlib.crc32(known):08x}", partial(iter, [known])
+        found[part] = _Source(part, stamp, known.shape, known.dtype, False, whole)
+    return found
 
 
 def _count(source: _Source) -> int:
@@ -478,6 +473,35 @@ def _open(path: Path) -> Iterator[Any]:
 
 
 # ---- through the package ogb -----------------------------------------------------------------
+def write_dataset(folder: Path, data: Dataset) -> None:
+    """Store a dataset with a dense X as memory-mappable files; OGB's graphs have no weights."""
+    arrays = {"indptr": data.graph.indptr, "indices": data.graph.indices, "y": data.y, **data.split}
+    with new_folder(folder) as at:
+        # X may be far larger than the rest, and a changed number of it is no harm to memory.
+        np.save(at / "X.npy", data.X, allow_pickle=False)
+        sums = save_arrays(at, arrays)
+        sizes = {path.stem: path.stat().st_size for path in at.glob("*.npy")}
+        meta = {"version": _VERSION, "name": data.name, "metadata": data.metadata, "bytes": sizes}
+        (at / "meta.json").write_text(json.dumps({**meta, "sums": sums}, indent=1))
+
+
+def read_dataset(folder: Path, features: bool = True) -> Dataset:
+    """Open what `write_dataset` wrote; X and the edges stay on disk until they are used."""
+    with explained(f"{folder / 'meta.json'} is damaged", f": {again(folder)}"):
+        meta = json.loads((folder / "meta.json").read_text())
+        check_version(folder, meta["version"], _VERSION)
+        name, metadata, sizes = meta["name"], meta["metadata"], meta["bytes"]
+        sums = meta.get("sums", {})  # early ones have none
+    found = {
+        key: open_array(folder / f"{key}.npy", again(folder), sizes[key], sums.get(key))
+        for key in sizes
+        if key != "X" or features
+    }
+    split = {part: np.asarray(found[part]) for part in PARTS if part in found}
+    graph, y = Graph(found["indptr"], found["indices"]), np.asarray(found["y"])
+    return Dataset(name, graph, found.get("X"), y, split, metadata)
+
+
 def _ask_ogb(name: str, root: Path, meta_dict: dict[str, Any] | None) -> Dataset:
     """A dataset as the package ogb reads it from `root`, or downloads it there."""
     try:

@@ -20,7 +20,7 @@ from herta_gpu.datasets import (
     names,
     sizes,
 )
-from herta_gpu.datasets.dataset import read_dataset, write_dataset
+from herta_gpu.datasets.ogb import read_dataset, write_dataset
 from herta_gpu.plumbing.files import new_file
 
 SHARED = os.environ.get("HERTA_DATA", "")

@@ -214,7 +214,7 @@ def test_every_byte_of_a_graph(tmp_path):
 
 
 def test_a_cached_dataset_that_was_altered(tmp_path):
-    from herta_gpu.datasets.dataset import read_dataset, write_dataset
+    from herta_gpu.datasets.ogb import read_dataset, write_dataset
 
     data = load_npz(_data(tmp_path, np.savez))
     write_dataset(tmp_path / "kept", data)
