@@ -56,7 +56,7 @@ except ImportError as error:
     raise ImportError("herta_gpu.torch needs PyTorch: install herta_gpu[torch].") from error
 
 from herta_gpu.backends import get_backend
-from herta_gpu.backends.base import Array, Backend
+from herta_gpu.backends.base import Array, Backend, unit_roundoff
 from herta_gpu.graph import Graph, check_graph
 from herta_gpu.laplacian import (
     RegularizedLaplacian,
@@ -70,10 +70,10 @@ from herta_gpu.plumbing.checks import check_choice, check_lam, check_positive
 from herta_gpu.plumbing.interop import take_rows
 
 _HALVES = (torch.bfloat16, torch.float16)
+_INVERSE, _LAPLACIAN = "H^-1", "L"  # what `_Map` multiplies by
 _SOLVED = {torch.float32: "float32", torch.float64: "float64"}
 _CG_TRIES = 4  # CG aims lower as long as a column misses the bound
 _RANGE = 2.0**40  # columns whose largest entry is within this, or one over it, are not scaled
-_ROWS = 1 << 14  # at a time, where squares are added up
 
 
 class UnfoldedLayer(nn.Module):
@@ -151,20 +151,21 @@ class UnfoldedLayer(nn.Module):
         return self._error("backward")
 
     def _error(self, which: str) -> float | None:
-        error = self._errors.get(which)
-        found = None if error is None else float(error)  # synchronize!
-        return math.inf if found is not None and math.isnan(found) else found
+        found = self._errors.get(which)
+        if found is None:
+            return None
+        return math.inf if math.isnan(found) else float(found)  # synchronize!
 
     @torch.compiler.disable
     def forward(self, F: Tensor) -> Tensor:
         """H^-1 F in the precision of F."""
         _check(F, self.graph.num_nodes)
         _number(self.lam)
-        wide = F if F.dtype in _SOLVED else _Convert.apply(F, torch.float32, self._errors, "")
-        Z: Tensor = _Diffuse.apply(wide, self.lam, self._inverse, self._errors, "forward")
+        wide = F if F.dtype in _SOLVED else _Map.apply(F, None, self, torch.float32, "")
+        Z: Tensor = _Map.apply(wide, self.lam, self, _INVERSE, "forward")
         if Z.dtype == F.dtype or torch.is_autocast_enabled(F.device.type):
             return Z
-        narrow: Tensor = _Convert.apply(Z, F.dtype, self._errors, "forward")
+        narrow: Tensor = _Map.apply(Z, None, self, F.dtype, "forward")
         return narrow
 
     def extra_repr(self) -> str:
@@ -172,69 +173,43 @@ class UnfoldedLayer(nn.Module):
         return f"{n:,} nodes, lam={lam:g}, tol={self.tol:g}, method={self.method}"
 
 
-class _Diffuse(torch.autograd.Function):
-    """H^-1 F, whose derivatives are products with H^-1 and L again, so that they have their own."""
+class _Map(torch.autograd.Function):
+    """A linear map of F: H^-1, L, or the conversion to another precision (`what`).
+
+    Its backward pass is such a map again, and so can be differentiated as well: H^-1 and L are
+    symmetric, and a conversion goes back to the precision of F.  The error of H^-1 is kept for the
+    pass `which`, and what a conversion changes is added to it.
+    """
 
     @staticmethod
-    def forward(F: Tensor, lam: Any, inverse: _Inverse, errors: dict[str, Any], which: str) -> Any:
-        Z, errors[which] = inverse.times(F, _number(lam))
+    def forward(F: Tensor, lam: Any, layer: UnfoldedLayer, what: Any, which: str) -> Any:
+        errors, inverse = layer._errors, layer._inverse
+        if what == _LAPLACIAN:
+            return inverse.laplacian_times(F)
+        if what == _INVERSE:
+            Z, errors[which] = inverse.times(F, _number(lam))
+        elif what in _SOLVED:
+            Z = F.to(what)
+        else:
+            Z, moved = _round(F, what)
+            errors[which] = _add_error(errors[which], moved)
         return Z
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        _, lam, ctx.inverse, ctx.errors, _ = inputs
-        ctx.lam, learned = _number(lam), ctx.needs_input_grad[1]
-        ctx.save_for_backward(*((lam, output) if learned else ()))
+        F, lam, ctx.layer, what, _ = inputs
+        ctx.back = F.dtype if isinstance(what, torch.dtype) else what
+        ctx.lam = _number(lam) if what == _INVERSE else None
+        ctx.save_for_backward(*((lam, output) if ctx.needs_input_grad[1] else ()))
 
     @staticmethod
     def backward(ctx: Any, dZ: Tensor) -> Any:
         lam, Z = ctx.saved_tensors or (ctx.lam, None)
-        V = _Diffuse.apply(dZ, lam, ctx.inverse, ctx.errors, "backward")
-        if Z is None:
-            return V, None, None, None, None
-        dlam = -(V * _LaplacianTimes.apply(Z, ctx.inverse)).sum()
-        return V, dlam.to(lam).reshape(lam.shape), None, None, None
-
-
-class _Convert(torch.autograd.Function):
-    """Z in another precision; what that changes is added to the error of the pass `which`.
-
-    The gradient goes back to the precision of Z: in the backward pass of a conversion to float32
-    it is dF that is rounded.
-    """
-
-    @staticmethod
-    def forward(Z: Tensor, dtype: torch.dtype, errors: dict[str, Any], which: str) -> Any:
-        if dtype in _SOLVED:
-            return Z.to(dtype)
-        found, moved = _round(Z, dtype)
-        errors[which] = _add_error(errors[which], moved)
-        return found
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        Z, _, ctx.errors, _ = inputs
-        ctx.dtype = Z.dtype
-
-    @staticmethod
-    def backward(ctx: Any, dZ: Tensor) -> Any:
-        return _Convert.apply(dZ, ctx.dtype, ctx.errors, "backward"), None, None, None
-
-
-class _LaplacianTimes(torch.autograd.Function):
-    """L Z; L is symmetric."""
-
-    @staticmethod
-    def forward(Z: Tensor, inverse: _Inverse) -> Any:
-        return inverse.laplacian_times(Z)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.inverse = inputs[1]
-
-    @staticmethod
-    def backward(ctx: Any, dY: Tensor) -> Any:
-        return _LaplacianTimes.apply(dY, ctx.inverse), None
+        V, dlam = _Map.apply(dZ, lam, ctx.layer, ctx.back, "backward"), None
+        if Z is not None:
+            dlam = -(V * _Map.apply(Z, None, ctx.layer, _LAPLACIAN, "")).sum()
+            dlam = dlam.to(lam).reshape(lam.shape)
+        return V, dlam, None, None, None
 
 
 class _Inverse:
@@ -267,9 +242,9 @@ class _Inverse:
 
     def solve(self, F: Tensor, lam: float) -> tuple[Tensor, float]:
         """The same in float32 or float64, whichever was needed, for columns in usual units."""
-        with _backend_of(F) as backend:
-            H, B = self._H(backend, _SOLVED[F.dtype], lam), self._stored(F, backend)
-            unit = 0.5 * float(np.finfo(H.dtype).eps)
+        with _working(F) as backend:
+            H, B = self._on(backend, F, lam)
+            unit = unit_roundoff(H.dtype)
             goal = max(self.tol - 2 * unit, 0.5 * self.tol)  # a float64 result is rounded at last
             if self.method == "cg":
                 Z, error = _by_cg(H, B, goal)
@@ -279,24 +254,22 @@ class _Inverse:
             return self._tensor(Z, F, backend), error
 
     def laplacian_times(self, Z: Tensor) -> Tensor:
-        with _backend_of(Z) as backend:
-            B = self._stored(Z, backend)
-            Y = self._H(backend, _SOLVED[Z.dtype], 1.0).apply(B)  # (I + L) Z
+        with _working(Z) as backend:
+            H, B = self._on(backend, Z, 1.0)
+            Y = H.apply(B)  # (I + L) Z
             Y -= B
             return self._tensor(Y, Z, backend)
 
-    def _H(self, backend: Backend, dtype: str, lam: float) -> RegularizedLaplacian:
-        key = (backend.name, dtype)
+    def _on(self, backend: Backend, F: Tensor, lam: float) -> tuple[RegularizedLaplacian, Array]:
+        """H, and F as a block of the backend's in its own memory, rows where the graph has them."""
+        key = (backend.name, _SOLVED[F.dtype])
         if key not in self._known:
-            self._known[key] = RegularizedLaplacian(self.graph, lam, backend, dtype)
+            self._known[key] = RegularizedLaplacian(self.graph, lam, backend, key[1])
             assert self._known[key].most_neighbours >= 0  # counted once, for every lam
-        return self._known[key].at(lam)
-
-    def _stored(self, F: Tensor, backend: Backend) -> Array:
-        """F as a block of the backend's, in its own memory, rows where the graph has them."""
         F = F.detach().contiguous()
         B = backend.asarray(F if F.is_cuda else F.numpy())
-        return take_rows(B[:, None] if F.ndim == 1 else B, self.graph.order, backend)
+        B = take_rows(B[:, None] if F.ndim == 1 else B, self.graph.order, backend)
+        return self._known[key].at(lam), B
 
     def _tensor(self, Z: Array, F: Tensor, backend: Backend) -> Tensor:
         Z = take_rows(Z, self._rows, backend)
@@ -320,21 +293,17 @@ def polynomial(H: RegularizedLaplacian, columns: int, tol: float) -> Polynomial:
     In float32 a part of tol is for rounding, so the degree is a little higher; float64, at twice
     the time of a step, is taken where float32 does not reach tol, or not as soon.
     """
-    found = [_within(H, columns, tol, dtype) for dtype in dict.fromkeys((H.dtype, "float64"))]
+    found = []
+    for dtype in dict.fromkeys((H.dtype, "float64")):
+        degree, wanted = 0, chebyshev_degree(H, tol)
+        for _ in range(9):  # what rounding does grows with the degree, a little
+            if wanted <= degree:
+                break
+            degree, rounding = wanted, chebyshev_rounding(H, dtype, columns, wanted)
+            wanted = chebyshev_degree(H, max(tol - rounding, 0.01 * tol, 0.1 * rounding))
+        found.append(Polynomial(dtype, degree, chebyshev_error(H, degree) + rounding))
     reached = [p for p in found if p.error <= tol]
     return min(reached, key=lambda p: p.degree * np.dtype(p.dtype).itemsize, default=found[-1])
-
-
-def _within(H: RegularizedLaplacian, columns: int, tol: float, dtype: str) -> Polynomial:
-    """The lowest degree whose error with rounding is at most tol; else as low as rounding is."""
-    degree = chebyshev_degree(H, tol)
-    for _ in range(8):  # what rounding does grows with the degree, a little
-        rounding = chebyshev_rounding(H, dtype, columns, degree)
-        wanted = chebyshev_degree(H, max(tol - rounding, 0.01 * tol, 0.1 * rounding))
-        if wanted <= degree:
-            break
-        degree = wanted
-    return Polynomial(dtype, degree, chebyshev_error(H, degree) + rounding)
 
 
 def _by_cg(H: RegularizedLaplacian, B: Array, tol: float) -> tuple[Array, float]:
@@ -344,9 +313,8 @@ def _by_cg(H: RegularizedLaplacian, B: Array, tol: float) -> tuple[Array, float]
     for _ in range(_CG_TRIES):
         Z, info = block_cg(H, B, goal, Z)
         # ||z - H^-1 b|| <= ||r||, relative to ||H^-1 b|| >= ||z|| - ||r||.
-        b, z = (
-            np.sqrt(backend.to_numpy(backend.column_dots(M, M))) for M in (B, Z)
-        )  # synchronize!
+        squares = (backend.to_numpy(backend.column_dots(M, M)) for M in (B, Z))  # synchronize!
+        b, z = map(np.sqrt, squares)
         r, unit = info.residuals + H.rounding(B.shape[1]) * z, np.where(b == 0, 1.0, b)
         errors = np.where(b == 0, 0.0, r / np.maximum(z - r, unit / H.lambda_max))
         worst = float(errors.max(initial=0.0))
@@ -369,15 +337,10 @@ def _round(Z: Tensor, dtype: torch.dtype, power: Any = None) -> tuple[Tensor, Te
     found = (Z if power is None else _times_power(Z, power)).to(dtype)
     back = found.to(Z.dtype)
     back = back if power is None else _times_power(back, -power)
-    off, size = (_norms(A) for A in (back.sub_(Z), Z))
+    off, size = (torch.linalg.vector_norm(A, dim=0, dtype=torch.float64) for A in (back.sub_(Z), Z))
     moved = torch.where(off == 0, 0.0, off / size).nan_to_num(math.inf, math.inf).reshape(-1)
     # The norms are sums of n squares in float64.
     return found, torch.cat([moved, moved.new_zeros(1)]).max() * (1 + 1e-6)
-
-
-def _norms(A: Tensor) -> Tensor:
-    squares: Any = sum(part.double().square_().sum(dim=0) for part in A.split(_ROWS))
-    return torch.sqrt(squares)
 
 
 def _add_error(error: Any, moved: Any) -> Any:
@@ -393,31 +356,33 @@ def _times_power(A: Tensor, power: Tensor) -> Tensor:
 
 
 @contextmanager
-def _backend_of(F: Tensor) -> Iterator[Backend]:
+def _working(F: Tensor) -> Iterator[Backend]:
     """The backend of the tensor's device; on a GPU it works on the stream that PyTorch works on."""
-    if not F.is_cuda:
-        yield get_backend("cpu")
-        return
-    backend: Any = get_backend("cuda")
-    with backend.on_stream(torch.cuda.current_stream(F.device).cuda_stream, F.device.index):
+    backend = get_backend("cuda" if F.is_cuda else "cpu")
+    stream = torch.cuda.current_stream(F.device).cuda_stream if F.is_cuda else 0
+    with backend.on_stream(stream, F.device.index):
         yield backend
 
 
 def _check(F: Any, n: int) -> None:
     if not isinstance(F, Tensor):
         raise TypeError(f"F must be a torch.Tensor, not {type(F).__name__}: torch.as_tensor(F).")
-    if F.device.type not in ("cpu", "cuda"):
-        raise ValueError(f"F is on {F.device}: herta_gpu works on the CPU and on CUDA devices.")
-    if F.layout != torch.strided:
-        raise ValueError("F is sparse, but H^-1 F is not: give F.to_dense().")
-    if F.dtype not in (*_HALVES, *_SOLVED):
-        raise ValueError(f"F must hold real floats, not {F.dtype}: give F.float().")
-    if F.ndim not in (1, 2):
-        raise ValueError(f"F must have one or two dimensions, (n, k), not {F.ndim}.")
-    if F.shape[0] != n:
-        raise ValueError(
-            f"F has {F.shape[0]:,} rows but the graph has {n:,} nodes: give one row per node."
-        )
+    rows = F.shape[0] if F.ndim else 0
+    for right, sentence in (
+        (
+            F.device.type in ("cpu", "cuda"),
+            f"F is on {F.device}: herta_gpu works on the CPU and on CUDA devices.",
+        ),
+        (F.layout == torch.strided, "F is sparse, but H^-1 F is not: give F.to_dense()."),
+        (
+            F.dtype in (*_HALVES, *_SOLVED),
+            f"F must hold real floats, not {F.dtype}: give F.float().",
+        ),
+        (F.ndim in (1, 2), f"F must have one or two dimensions, (n, k), not {F.ndim}."),
+        (rows == n, f"F has {rows:,} rows but the graph has {n:,} nodes: give one row per node."),
+    ):
+        if not right:
+            raise ValueError(sentence)
 
 
 def _number(lam: Any) -> float:
