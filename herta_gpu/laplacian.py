@@ -8,6 +8,7 @@ sum over rows.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
@@ -127,10 +128,13 @@ class SolveInfo:
     status: str
     dtype: str
 
-    def first(self, k: int) -> SolveInfo:
-        """Of the first k columns."""
-        arrays = (self.iterations[:k], self.residuals[:k], self.h_norm_bound[:k])
-        return SolveInfo(*arrays, self.status, self.dtype)
+    @classmethod
+    def of_all(cls, infos: Sequence[SolveInfo]) -> SolveInfo:
+        """One report for all blocks of columns, with the worst status and the wider dtype."""
+        names = ("iterations", "residuals", "h_norm_bound")
+        a, b, c = (np.concatenate([getattr(info, name) for info in infos]) for name in names)
+        status = min((i.status for i in infos), key=("max_iter", "stagnated", "converged").index)
+        return cls(a, b, c, status, max(info.dtype for info in infos))
 
     def __str__(self) -> str:
         return (
@@ -153,13 +157,11 @@ def block_cg(
     float64 (iterative refinement); when that cannot either, the corrections are found in float64,
     too; after that the status is "stagnated".
     """
-    k, backend = B.shape[1], H.backend
-    wide = backend.padded(k, H.dtype)
+    k, wide = B.shape[1], H.backend.padded(B.shape[1], H.dtype)
     with marked("solve", columns=k, tol=tol):
-        B = _block(backend, B, wide)  # a B that nobody else holds is freed
-        Z = None if guess is None else _block(backend, guess, wide, new=True)
-        Z, info = _refined(H, B, tol, Z, max_iter)
-        return (Z, info) if wide == k else (backend.asarray(Z[:, :k]), info.first(k))
+        B = _block(H.backend, B, wide)  # a B that nobody else holds is freed
+        Z = None if guess is None else _block(H.backend, guess, wide, new=True)
+        return _refined(H, B, tol, Z, max_iter, k)
 
 
 def _block(backend: Backend, X: Array, wide: int, new: bool = False) -> Array:
@@ -174,30 +176,33 @@ def _block(backend: Backend, X: Array, wide: int, new: bool = False) -> Array:
 
 
 def _refined(
-    H: RegularizedLaplacian, B: Array, tol: float, Z: Array | None, max_iter: int | None
+    H: RegularizedLaplacian, B: Array, tol: float, Z: Array | None, max_iter: int | None, k: int
 ) -> tuple[Array, SolveInfo]:
-    """`block_cg`, cycle by cycle, from Z, which is lost; None: from 0."""
-    xp, k = H.backend.xp, B.shape[1]
+    """The first k columns of `block_cg`, cycle by cycle, from Z, which is lost; None: from 0."""
+    backend, xp, wide, working = H.backend, H.backend.xp, B.shape[1], H.dtype
     tol = max(tol, _LEAST_TOL)
     limit = max_iter or 3 * chebyshev_degree(H, tol / math.sqrt(H.lambda_max)) + 20
-    b2 = H.backend.total(H.backend.column_dots(B, B))
-    iterations = np.zeros(k, dtype=np.int64)
-    last, working = xp.full(k, xp.inf), H.dtype
+    b2 = backend.total(backend.column_dots(B, B))
+    iterations, last = np.zeros(wide, dtype=np.int64), xp.full(wide, xp.inf)
     status, unit = "stagnated", _unit(xp, xp.sqrt(b2))
+
+    def residual() -> tuple[Array, Array]:
+        if Z is not None:
+            return H.residual(B, Z, working, unit)
+        R = backend.empty(B.shape, working)  # without a Z yet, R is B
+        return xp.multiply(B, 1.0 / unit, out=R), xp.stack([b2, xp.zeros_like(b2)])
+
     for cycle in range(_MAX_CYCLES):
-        R, dots = _residual(H, B, Z, working, unit, b2)
+        R, dots = residual()
         norm, energy, bound = measure(H, b2, dots)
         open_ = ~(bound <= tol)  # a NaN stays open
         stuck = open_ & ~(bound <= 0.5 * last)
         strange = open_ & ((norm > RANGE * unit) | (RANGE * norm < unit))
-        any_open, any_stuck, any_strange = xp.stack(
-            [open_.any(), stuck.any(), strange.any()]
-        ).tolist()  # synchronize!
-        if not any_open:
-            status = "converged"
-            break
-        if iterations.max(initial=0) >= limit:
-            status = "max_iter"
+        looks = xp.stack([open_.any(), stuck.any(), strange.any()]).tolist()  # synchronize!
+        any_open, any_stuck, any_strange = looks
+        done = int(iterations.max(initial=0))
+        if not any_open or done >= limit:
+            status = "max_iter" if any_open else "converged"
             break
         if any_stuck:
             if Z is not None and Z.dtype != np.float64:
@@ -208,33 +213,29 @@ def _refined(
                 break
         if any_strange or str(R.dtype) != working:  # rare: a guess of quite another size, say
             unit = _unit(xp, norm)
-            R, _ = _residual(H, B, Z, working, unit, b2)
+            R, _ = residual()
         last = bound
         # Columns that are done start frozen: no residual is larger than an infinite energy.
         energy = xp.where(open_, energy / unit**2, xp.inf)
         with marked("refinement cycle", number=cycle, precision=working):
-            step, steps = _cycle(H, R, energy, tol, limit - int(iterations.max(initial=0)))
-        iterations += steps
-        step *= unit.astype(step.dtype)
-        if Z is None:
-            Z = step
-        else:
-            Z += step
+            L = H.laplacian(working)
+            floor = 2 * unit_roundoff(working)
+            state = backend.cg_start(L, H.lam, R, energy, MARGIN * tol, floor)
+            for step in range(0, limit - done, backend.check_every):
+                if backend.cg_active(state) == 0:
+                    break
+                count = min(backend.check_every, limit - done - step)
+                backend.cg_steps(L, H.lam, state, count)
+            iterations += backend.to_numpy(state.iterations)  # synchronize!
+        state.Z *= unit.astype(state.Z.dtype)
+        Z = state.Z if Z is None else xp.add(Z, state.Z, out=Z)
+        del state, R  # as large as what the next residual needs
         unit = _unit(xp, norm)  # the next residual is smaller, but not by 2^60
     Z = xp.zeros(B.shape, dtype=H.dtype) if Z is None else Z
-    norms, bounds = H.backend.to_numpy(xp.stack([norm, bound]))  # synchronize!
+    norms, bounds = backend.to_numpy(xp.stack([norm, bound]))  # synchronize!
     bounds = proven_bounds(H, Z, norms, bounds, tol)
-    return Z, SolveInfo(iterations, norms, bounds, status, str(Z.dtype))
-
-
-def _residual(
-    H: RegularizedLaplacian, B: Array, Z: Array | None, dtype: str, unit: Array, b2: Array
-) -> tuple[Array, Array]:
-    """`RegularizedLaplacian.residual`; without a Z yet, R is B and nothing is multiplied."""
-    if Z is not None:
-        return H.residual(B, Z, dtype, unit)
-    xp, R = H.backend.xp, H.backend.empty(B.shape, dtype)
-    return xp.multiply(B, 1.0 / unit, out=R), xp.stack([b2, xp.zeros_like(b2)])
+    info = SolveInfo(iterations[:k], norms[:k], bounds[:k], status, str(Z.dtype))
+    return Z if wide == k else backend.asarray(Z[:, :k]), info
 
 
 def _unit(xp: Any, norm: Array) -> Array:
@@ -278,19 +279,6 @@ def proven_bounds(H: RegularizedLaplacian, Z: Array, norms: Any, bounds: Any, to
         near = bounds * (1 + delta) + rho * (1 + delta) * np.sqrt(size) / np.where(S > 0, S, 1.0)
         found = np.where(S > 0, np.minimum(found, near), found)
     return found
-
-
-def _cycle(
-    H: RegularizedLaplacian, R: Array, energy: Array, tol: float, limit: int
-) -> tuple[Array, Any]:
-    """One run of block CG on normalised residuals; the stopping test stays on the device."""
-    L, backend = H.laplacian(str(R.dtype)), H.backend
-    state = backend.cg_start(L, H.lam, R, energy, MARGIN * tol, 2 * unit_roundoff(R.dtype))
-    for step in range(0, limit, backend.check_every):
-        if backend.cg_active(state) == 0:
-            break
-        backend.cg_steps(L, H.lam, state, min(backend.check_every, limit - step))
-    return state.Z, backend.to_numpy(state.iterations)  # synchronize!
 
 
 def chebyshev_degree(H: RegularizedLaplacian, eps: float) -> int:

@@ -138,33 +138,29 @@ class SDDSolver:
         Of a graph that is split by nodes each process gives its rows of B, and gets those of Z.
         """
         with self.backend.working():
-            return self._solve(B, guess, dtype)
+            given, B = B, as_array("B", sp.csr_array(B) if sp.issparse(B) else B, self.backend)
+            check_rows("B", B, self.graph)
+            if dtype is not None:
+                check_dtype(dtype)
+            if guess is not None:
+                guess = self._check_guess(guess, B.shape)
+            what = (B.shape[not self.backend.whole :], guess is None)
+            self.backend.same(what, "columns of B", True)
+            flat = B.ndim == 1
+            if flat:
+                B, guess = B[:, None], None if guess is None else guess[:, None]
+            width, found = self._width(B.shape[1]), []
+            for j in range(0, max(B.shape[1], 1), width):
+                J = slice(j, j + width)
+                start = None if guess is None else guess[:, J]
+                found.append(self._solve_block(B[:, J], start, dtype))
+            blocks, infos = zip(*found, strict=True)
+            self.info_ = SolveInfo.of_all(infos)
+            xp = self.backend.xp if on_device(B) else np
+            Z = xp.concatenate(blocks, axis=1) if len(blocks) > 1 else blocks[0]
+            return in_kind_of(Z[:, 0] if flat else Z, given)
 
-    def _solve(self, B: Any, guess: Any, dtype: str | None) -> Any:
-        given, B = B, as_array("B", sp.csr_array(B) if sp.issparse(B) else B, self.backend)
-        check_rows("B", B, self.graph)
-        if dtype is not None:
-            check_dtype(dtype)
-        guess = self._checked_guess(guess, B.shape)
-        self.backend.same((B.shape[not self.backend.whole :], guess is None), "columns of B", True)
-        flat = B.ndim == 1
-        if flat:
-            B, guess = B[:, None], None if guess is None else guess[:, None]
-        k, width = B.shape[1], self._width(B.shape[1])
-        cuts = [slice(j, j + width) for j in range(0, k, width)]
-        parts = [
-            self._solve_block(B[:, J], None if guess is None else guess[:, J], dtype) for J in cuts
-        ]
-        self.info_ = _join([info for _, info in parts])
-        if not parts:
-            return np.zeros(B.shape, dtype=dtype or self.dtype)
-        xp = self.backend.xp if on_device(B) else np
-        Z = xp.concatenate([Z for Z, _ in parts], axis=1) if len(parts) > 1 else parts[0][0]
-        return in_kind_of(Z[:, 0] if flat else Z, given)
-
-    def _checked_guess(self, guess: Any, shape: tuple[int, ...]) -> Any:
-        if guess is None:
-            return None
+    def _check_guess(self, guess: Any, shape: tuple[int, ...]) -> Any:
         if self.method != "cg":
             raise ValueError('A guess is for method="cg": Chebyshev is a linear map of B alone.')
         guess = as_array("guess", guess, self.backend)
@@ -186,11 +182,17 @@ class SDDSolver:
         return width
 
     def _solve_block(self, B: Any, guess: Any, dtype: str | None) -> tuple[Any, SolveInfo]:
+        backend, xp, scale = self.backend, self.backend.xp, None
         block, start = self._stored(B), None if guess is None else self._stored(guess)
-        scale = self._unit(block)
-        if scale is not None:
-            block, start = block / scale, None if start is None else start / scale
-        start = None if start is None else self._sane(start, block)
+        if block.dtype == np.float64:
+            size = backend.largest(_largest(xp, block))
+            # Squares that overflow or vanish: columns are divided by their size.
+            if bool(((size > 1e100) | ((size > 0) & (size < 1e-100))).any()):  # synchronize!
+                scale = xp.where(size > 0, size, 1.0)
+                block, start = block / scale, None if start is None else start / scale
+        if start is not None:  # ||H^-1 b|| <= ||b||: from a far larger guess, 0 is closer
+            size, most = (backend.largest(_largest(xp, A)) for A in (start, block))
+            start = xp.where(size.astype("float64") > RANGE * most.astype("float64"), 0, start)
         Z, info = self._cg(block, start) if self.method == "cg" else self._chebyshev(block)
         if dtype == "float32" and (scale is not None or str(Z.dtype) != dtype):
             info = self._rounded(block, Z, scale, info)
@@ -198,10 +200,10 @@ class SDDSolver:
             info = replace(info, dtype=dtype)
         if scale is not None:
             Z = Z.astype("float64") * scale
-            info.residuals = info.residuals * self.backend.to_numpy(scale)
+            info.residuals = info.residuals * backend.to_numpy(scale)
         Z = Z if dtype is None else Z.astype(dtype, copy=False)
-        Z = Z if on_device(B) else self.backend.to_numpy(Z)  # synchronize!
-        return take_rows(Z, self.graph.inverse_order(), self.backend), info
+        Z = Z if on_device(B) else backend.to_numpy(Z)  # synchronize!
+        return take_rows(Z, self.graph.inverse_order(), backend), info
 
     def _stored(self, B: Any) -> Array:
         """A block of the caller's on this device, its rows where the graph has them."""
@@ -209,12 +211,6 @@ class SDDSolver:
         dense = take_rows(dense, self.graph.order, self.backend)
         keep = self.dtype if dense.dtype.itemsize <= 4 and dense.dtype.kind == "f" else "float64"
         return self.backend.asarray(dense, keep)
-
-    def _sane(self, start: Array, B: Array) -> Array:
-        """A guess with zeros for columns so large that 0 is closer: ||H^-1 b|| <= ||b||."""
-        size, most = (self.backend.largest(_largest(self.backend.xp, A)) for A in (start, B))
-        far = size.astype("float64") > RANGE * most.astype("float64")
-        return self.backend.xp.where(far, 0, start)
 
     def _rounded(self, B: Array, Z: Array, scale: Array | None, info: SolveInfo) -> SolveInfo:
         """What a solve has reached once its result, in the caller's unit, is rounded to float32.
@@ -236,17 +232,6 @@ class SDDSolver:
         missed = info.status == "converged" and bool((bound > self.tol).any())
         status = "stagnated" if missed else info.status
         return SolveInfo(info.iterations, norm, bound, status, "float32")
-
-    def _unit(self, block: Array) -> Array | None:
-        """Column sizes to divide by where squares would overflow or vanish; else None."""
-        if block.dtype != np.float64:
-            return None
-        xp = self.backend.xp
-        size = self.backend.largest(_largest(xp, block))
-        strange = (size > 1e100) | ((size > 0) & (size < 1e-100))
-        if not bool(strange.any()):  # synchronize!
-            return None
-        return xp.where(size > 0, size, 1.0)
 
     def _cg(self, B: Array, guess: Array | None) -> tuple[Array, SolveInfo]:
         rho, delta = lost_to_rounding(self.H, B.shape[1])
@@ -287,15 +272,3 @@ class SDDSolver:
 def _largest(xp: Any, A: Array) -> Array:
     """(k,) the largest size of a number in each column; 0 where there are no rows."""
     return abs(A).max(axis=0) if A.shape[0] else xp.zeros(A.shape[1], dtype=A.dtype)
-
-
-def _join(infos: list[SolveInfo]) -> SolveInfo:
-    """One report for all column blocks, with the worst status and the wider dtype."""
-    none = np.zeros(0)
-    infos = infos or [SolveInfo(none.astype(np.int64), none, none, "converged", "float32")]
-    iterations, residuals, bounds = (
-        np.concatenate([getattr(info, name) for info in infos])
-        for name in ("iterations", "residuals", "h_norm_bound")
-    )
-    status = min((i.status for i in infos), key=("max_iter", "stagnated", "converged").index)
-    return SolveInfo(iterations, residuals, bounds, status, max(info.dtype for info in infos))
