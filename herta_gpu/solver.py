@@ -14,7 +14,6 @@ definite with condition number at most 1 + lam * lambda_max(L).
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -193,11 +192,18 @@ class SDDSolver:
         if start is not None:  # ||H^-1 b|| <= ||b||: from a far larger guess, 0 is closer
             size, most = (backend.largest(_largest(xp, A)) for A in (start, block))
             start = xp.where(size.astype("float64") > RANGE * most.astype("float64"), 0, start)
-        Z, info = self._cg(block, start) if self.method == "cg" else self._chebyshev(block)
+        if self.method == "cg":
+            rho, delta = lost_to_rounding(self.H, block.shape[1])
+            # What rounding may add comes on top; a tol below that is tried, and the bound says so.
+            aim = max(0.5 * self.tol, (self.tol * (1 - rho) - rho) / (1 + delta))
+            Z, info = block_cg(self.H, block, aim, start, self.max_iter)
+        else:
+            Z, info = self._chebyshev(block)
         if dtype == "float32" and (scale is not None or str(Z.dtype) != dtype):
-            info = self._rounded(block, Z, scale, info)
-        elif dtype is not None:
-            info = replace(info, dtype=dtype)
+            self._round(block, Z, scale, info)
+        info.dtype = dtype or info.dtype
+        if info.status == "converged" and bool((info.h_norm_bound > self.tol).any()):
+            info.status = "stagnated"
         if scale is not None:
             Z = Z.astype("float64") * scale
             info.residuals = info.residuals * backend.to_numpy(scale)
@@ -212,8 +218,8 @@ class SDDSolver:
         keep = self.dtype if dense.dtype.itemsize <= 4 and dense.dtype.kind == "f" else "float64"
         return self.backend.asarray(dense, keep)
 
-    def _rounded(self, B: Array, Z: Array, scale: Array | None, info: SolveInfo) -> SolveInfo:
-        """What a solve has reached once its result, in the caller's unit, is rounded to float32.
+    def _round(self, B: Array, Z: Array, scale: Array | None, info: SolveInfo) -> None:
+        """Put into `info` what is reached once Z, in the caller's unit, is rounded to float32.
 
         How far that moves Z is measured: numbers that are very small lose more than a float32 eps.
         """
@@ -225,21 +231,10 @@ class SDDSolver:
         squares, moved = self.H.residual(B, near)[1][0], near - Z
         total, dot = self.backend.total, self.backend.column_dots
         dots = [squares, *(total(dot(A, A)) for A in (moved, Z))]
-        norm, moved, size = self.backend.to_numpy(xp.sqrt(xp.stack(dots)))  # synchronize!
+        info.residuals, moved, size = self.backend.to_numpy(xp.sqrt(xp.stack(dots)))  # synchronize!
         # ||.|| <= ||.||_H <= sqrt(kappa) ||.||, and ||Z||_H <= (1 + bound) ||H^-1 B||_H.
         part = math.sqrt(self.kappa) * moved / np.where(size > 0, size, 1.0)
-        bound = info.h_norm_bound + (1 + info.h_norm_bound) * part
-        missed = info.status == "converged" and bool((bound > self.tol).any())
-        status = "stagnated" if missed else info.status
-        return SolveInfo(info.iterations, norm, bound, status, "float32")
-
-    def _cg(self, B: Array, guess: Array | None) -> tuple[Array, SolveInfo]:
-        rho, delta = lost_to_rounding(self.H, B.shape[1])
-        # What rounding may add comes on top; a tol below that is tried, and the bound says so.
-        aim = max(0.5 * self.tol, (self.tol * (1 - rho) - rho) / (1 + delta))
-        Z, info = block_cg(self.H, B, aim, guess, self.max_iter)
-        missed = info.status == "converged" and bool((info.h_norm_bound > self.tol).any())
-        return Z, replace(info, status="stagnated" if missed else info.status)
+        info.h_norm_bound = info.h_norm_bound + (1 + info.h_norm_bound) * part
 
     def _chebyshev(self, B: Array) -> tuple[Array, SolveInfo]:
         H, backend, root = self.H, self.H.backend, math.sqrt(self.kappa)
