@@ -9,7 +9,7 @@ from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import scipy.sparse as sp
@@ -65,6 +65,7 @@ class Graph:
     given_degree: NDArray[np.float64] | None = None  # (n,) D; None when each weight is 1, loops too
     order: NDArray[np.int64] | None = None  # row i holds the caller's node order[i]
     team: Ranks | None = None  # the processes that share the work on it; None: this one alone
+    by_nodes: ClassVar[bool] = False  # whether each process has its nodes only
 
     def __post_init__(self) -> None:
         for name in ("indptr", "indices", "weights", "given_degree", "order"):
@@ -140,10 +141,10 @@ class Graph:
         if is_frame(edge_index):
             edge_index, edge_weight = edges_of_frame(edge_index, edge_weight)
         if comm is not None:
-            from herta_gpu.backends.ranks.edges import shared_graph
+            from herta_gpu.backends.ranks.parts import shared_graph
 
-            how = (duplicates, folder, split, partition)
-            return shared_graph(comm, edge_index, num_nodes, edge_weight, *how)
+            edges = (edge_index, num_nodes, edge_weight, duplicates)
+            return shared_graph(comm, edges, folder, split, partition)
         if on_device(edge_index):
             from herta_gpu.backends import get_backend
 
@@ -206,7 +207,7 @@ class Graph:
         >>> from mpi4py import MPI  # doctest: +SKIP
         >>> g = Graph.from_edges([[0, 1], [1, 2]]).on_ranks(MPI.COMM_WORLD)  # doctest: +SKIP
         """
-        from herta_gpu.backends.ranks.edges import on_all_ranks
+        from herta_gpu.backends.ranks.parts import on_all_ranks
 
         check_choice("split", split, ("columns", "nodes"))
         found: Graph = on_all_ranks(comm, self, split, partition)
@@ -218,12 +219,8 @@ class Graph:
         object.__setattr__(made, "team", team)
         return made
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "team": None}  # a copy elsewhere has no part in the work here
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self.__post_init__()  # pickles do not say that an array is read-only
+    def __reduce__(self) -> Any:  # a copy elsewhere has no part in the work here
+        return Graph, (self.indptr, self.indices, self.weights, self.given_degree, self.order)
 
     @property
     def nodes(self) -> Any:
@@ -234,11 +231,6 @@ class Graph:
     def nodes_of_all(self) -> int:
         """The number of nodes that all processes have together."""
         return self.num_nodes
-
-    @property
-    def by_nodes(self) -> bool:
-        """Whether each process has its nodes only."""
-        return False
 
     def gathered(self, rows: Any) -> Any:
         """Rows of all nodes, in the order of their ids, from those of `nodes` in each process.
@@ -253,6 +245,10 @@ class Graph:
         [5, 6, 7]
         """
         return rows
+
+    def around(self, x: Any) -> Any:
+        """A number of each node here, with those of neighbours that other processes have behind."""
+        return x
 
     def together(self) -> AbstractContextManager[None]:
         """Around what all processes of this graph do: an error of one is an error of all."""
@@ -270,14 +266,7 @@ class Graph:
     @property
     def degree(self) -> NDArray[np.float64]:
         """(n,) D, self-loops included; made anew at each call where all weights are 1."""
-        if self.given_degree is not None:
-            return self.given_degree
-        return self.loopless_degree + 1.0
-
-    @property
-    def degree_around(self) -> NDArray[np.float64]:
-        """D of all rows that `edges` names; more than `degree` where other processes have some."""
-        return self.degree
+        return self.loopless_degree + 1.0 if self.given_degree is None else self.given_degree
 
     @property
     def loopless_degree(self) -> NDArray[np.float64]:
@@ -306,34 +295,40 @@ class Graph:
         hit[label[rows]] = True
         return hit[label]
 
-    def edges(self) -> Edges:
-        """(u, v, weight) of each edge once, without self-loops; weight is None if all are 1."""
-        lo, hi, weight = self._upper()
-        if self.order is None:
-            return lo, hi, weight
-        return self.order[lo], self.order[hi], weight
+    def edges(self, stored: bool = False) -> Edges:
+        """(u, v, weight) of each edge once, without self-loops; weight is None if all are 1.
 
-    def _upper(self) -> Edges:
-        """`edges` by the rows that hold their nodes."""
+        The caller's ids; or the rows that hold these nodes, if `stored`.
+        """
         row = np.repeat(np.arange(self.num_nodes), np.diff(self.indptr))
         upper = self.indices > row
-        weight = None if self.weights is None else self.weights[upper]
-        return row[upper], self.indices[upper].astype(np.int64), weight
+        lo, hi = row[upper], self.indices[upper].astype(np.int64)
+        if self.order is not None and not stored:
+            lo, hi = self.order[lo], self.order[hi]
+        return lo, hi, None if self.weights is None else self.weights[upper]
 
     def to_csr(self) -> Any:
         """L_hat (of a sampled graph L_tilde) as a CSR matrix, float64, in the caller's order.
 
         SciPy's; of a graph that was made on a GPU, one of ``cupyx.scipy.sparse`` there.
         """
-        s = sp.diags_array(1.0 / np.sqrt(self.degree))
-        L = s @ (sp.diags_array(self.loopless_degree) - self._adjacency_off()) @ s
-        return self._callers_order(L)
+        s, A = sp.diags_array(1.0 / np.sqrt(self.degree)), self._off_diagonal()
+        return self._callers_order(s @ (sp.diags_array(self.loopless_degree) - A) @ s)
 
     def adjacency(self) -> Any:
         """A with self-loops as a SciPy CSR matrix, float64, in the caller's order."""
-        return self._callers_order(
-            self._adjacency_off() + sp.diags_array(self.degree - self.loopless_degree)
-        )
+        loops = sp.diags_array(self.degree - self.loopless_degree)
+        return self._callers_order(self._off_diagonal() + loops)
+
+    def _off_diagonal(self) -> Any:
+        data = np.ones(self.indices.shape[0]) if self.weights is None else self.weights
+        return sp.csr_array((data, self.indices, self.indptr), shape=(self.num_nodes,) * 2)
+
+    def _callers_order(self, M: Any) -> Any:
+        M, inverse = sp.csr_array(M), self.inverse_order()
+        M = M if inverse is None else M[inverse][:, inverse]
+        M.sort_indices()
+        return M
 
     @cached_property
     def lambda_max_bound(self) -> float:
@@ -385,7 +380,7 @@ class Graph:
 
     def with_edges(self, keep: NDArray[np.bool_], factor: NDArray[np.float64]) -> Graph:
         """The edges `keep` of `edges`, weights times `factor`, with this graph's degrees kept."""
-        lo, hi, weight = self._upper()
+        lo, hi, weight = self.edges(stored=True)
         weight = factor[keep] if weight is None else weight[keep] * factor[keep]
         arrays = of_edges(lo[keep], hi[keep], weight, self.num_nodes)
         return Graph(*arrays, self.degree, self.order)
@@ -401,19 +396,6 @@ class Graph:
         inverse = np.empty_like(self.order)
         inverse[self.order] = np.arange(self.order.shape[0])
         return inverse
-
-    def _adjacency_off(self) -> Any:
-        data = np.ones(self.indices.shape[0]) if self.weights is None else self.weights
-        n = self.num_nodes
-        return sp.csr_array((data, self.indices, self.indptr), shape=(n, n))
-
-    def _callers_order(self, M: Any) -> Any:
-        M = sp.csr_array(M)
-        inverse = self.inverse_order()
-        if inverse is not None:
-            M = M[inverse][:, inverse]
-        M.sort_indices()
-        return M
 
     def __repr__(self) -> str:
         kind = "unweighted" if self.weights is None else "weighted"

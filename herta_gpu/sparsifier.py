@@ -7,13 +7,12 @@ ridge leverage scores l_i = b_i^T (L_hat + I/lam)^-1 b_i, whose sum is n_lambda.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from herta_gpu.backends import backend_of_rows, get_backend
-from herta_gpu.backends.base import Array, Backend
+from herta_gpu.backends.base import Array
 from herta_gpu.graph import Graph, check_graph, check_whole
 from herta_gpu.laplacian import RegularizedLaplacian, block_cg
 from herta_gpu.planning.costs import MOST_DRAWS, sample_size
@@ -107,13 +106,11 @@ class Sparsifier(Estimator):
             check_count("n_samples", self.n_samples)
         backend = backend_of_rows(self.device, graph)
         H = RegularizedLaplacian(graph, self.lam, backend, check_dtype(self.dtype))
+        how = (self.n_samples, self.eps, self.scores, self.replace, self.random_state)
         with backend.working():
             budget = memory_budget(self.memory_budget, backend.memory_everywhere())
-            found = sparsify(
-                H, self.n_samples, self.eps, self.scores, self.replace, self.random_state, budget
-            )
-        self._scores, self.n_lambda_ = found.scores, found.n_lambda
-        self.n_samples_, self.graph_ = found.n_samples, found.graph
+            found = sparsify(H, *how, budget)
+        self.graph_, self._scores, self.n_lambda_, self.n_samples_ = found
         return self
 
     @property
@@ -122,8 +119,7 @@ class Sparsifier(Estimator):
         return get_backend(self.device).to_numpy(self._scores)  # synchronize!
 
 
-@dataclass(frozen=True)
-class Sample:
+class Sample(NamedTuple):
     """A sampled graph, with the scores that it was sampled by."""
 
     graph: Graph  # it has the degrees of the original
@@ -151,21 +147,15 @@ def sparsify(
     if s >= (m if n_samples is None else MOST_DRAWS * m + 1):
         return Sample(graph, found, n_lambda, m)
     # Subsample s rows of B_hat with probabilities l_i / Z; repeated edges are merged.
-    factors = _drawn(backend, graph, backend.asarray(found), s, seed, replace)
-    return Sample(backend.sampled_graph(graph, factors), found, n_lambda, int(s))
-
-
-def _drawn(
-    backend: Backend, graph: Graph, scores: Array, s: int, seed: int, replace: bool
-) -> Array:
-    """Factors of the edges; how they are stored does not change which are drawn."""
+    weight: Any = backend.asarray(found)
     if graph.order is None:
-        return backend.sample_edges(scores, s, seed, replace)
-    u, v, _ = graph.edges()
-    sort = backend.asarray(np.argsort(edge_keys(u, v, graph.num_nodes)))
-    factors = backend.xp.empty_like(scores)
-    factors[sort] = backend.sample_edges(scores[sort], s, seed, replace)
-    return factors
+        factors = backend.sample_edges(weight, s, seed, replace)
+    else:  # how the edges are stored does not change which are drawn
+        u, v, _ = graph.edges()
+        sort = backend.asarray(np.argsort(edge_keys(u, v, graph.num_nodes)))
+        factors = backend.xp.empty_like(weight)
+        factors[sort] = backend.sample_edges(weight[sort], s, seed, replace)
+    return Sample(backend.sampled_graph(graph, factors), found, n_lambda, int(s))
 
 
 def sketched_scores(H: RegularizedLaplacian, seed: int, budget: int) -> Array:
@@ -192,11 +182,8 @@ def sketched_scores(H: RegularizedLaplacian, seed: int, budget: int) -> Array:
 
 def degree_scores(graph: Graph, lam: float) -> Any:
     """w (1/d_u + 1/d_v) / (1 + 1/lam): the score if L_hat were the identity around the edge."""
-    inverse = graph.inverse_order()
-    u, v, w = graph.edges()
-    if inverse is not None:
-        u, v = inverse[u], inverse[v]
-    degree = graph.degree_around
+    u, v, w = graph.edges(stored=True)
+    degree = graph.around(graph.degree)
     scores = (1.0 / degree[u] + 1.0 / degree[v]) / (1.0 + 1.0 / lam)
     return np.minimum(1.0, scores if w is None else scores * w)
 

@@ -43,7 +43,7 @@ LAYERS = [
 OPTIONAL = {
     ("graph", "backends"),  # edges on a GPU
     ("graph", "backends.cuda.cugraph"),
-    ("graph", "backends.ranks.edges"),  # mpi4py
+    ("graph", "backends.ranks.parts"),  # mpi4py
     ("plumbing.building", "backends.cpu.kernels.building"),  # numba
     ("plumbing.building", "backends.cpu.kernels.ordering"),  # numba
     ("backends", "backends.cpu.compiled"),  # numba

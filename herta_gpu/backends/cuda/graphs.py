@@ -48,9 +48,6 @@ class DeviceGraph(Graph):
         sizes = {"num_nodes": n, "num_edges": held["indices"].shape[0] // 2}
         self.__dict__.update(sizes, _held=held, _backend=backend, order=order, **known)
 
-    def __reduce__(self) -> Any:
-        return Graph, (self.indptr, self.indices, self.weights, self.degree, self.order)
-
     indptr = _read_back("indptr")
     indices = _read_back("indices")
     weights = _read_back("weights")

@@ -116,7 +116,7 @@ class Ranks:
         `always`."""
         if not (self.debug or always):
             return
-        bits = x.tobytes() if hasattr(x, "tobytes") else repr(x).encode()
+        bits = np.ascontiguousarray(x).data if hasattr(x, "tobytes") else repr(x).encode()
         seen = self.each(hashlib.sha256(bits).hexdigest())
         other = next((r for r, found in enumerate(seen) if found != seen[0]), None)
         if other is not None:

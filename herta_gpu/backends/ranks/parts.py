@@ -4,26 +4,208 @@ A part is a CSR matrix of the rank's own rows.  Its columns are the own nodes an
 halo: nodes of other ranks with an edge to one of these.  A product with H needs their rows of the
 block, which `Halo.extended` fetches; the kernels then work on the longer block as on any other.
 
-No rank holds a list of all nodes (`owners`).
+No rank holds a list of all nodes.  Of a list of owners each keeps what stands there of its own
+range of ids, and the others ask it; rank 0 alone has all edges, and only while METIS works on them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NamedTuple, NoReturn
 
 import numpy as np
 import scipy.sparse as sp
 from scipy.sparse import csgraph
 
 from herta_gpu.backends.base import Array, Exact
-from herta_gpu.backends.ranks.communicator import Ranks
-from herta_gpu.backends.ranks.owners import Owners
+from herta_gpu.backends.ranks.communicator import Ranks, ranks_of
 from herta_gpu.graph import Edges, Graph, read_only
+from herta_gpu.plumbing.building import row_sums
+from herta_gpu.plumbing.checks import check_edges, check_weights
+from herta_gpu.plumbing.partition import (
+    check_ranks,
+    check_table,
+    checked_partition,
+    metis,
+    range_of,
+    starts,
+)
 
 _FEW_NODES = 1 << 26  # up to here edges are merged under the caller's ids
+
+
+# ---- who has which edges and nodes -------------------------------------------------------
+def shared_graph(
+    comm: Any, listed: tuple[Any, Any, Any, str | None], folder: Any, split: str, partition: Any
+) -> Graph:
+    """`Graph.from_edges` of the edges that all ranks have `listed`, with weights and duplicates."""
+    edge_index, num_nodes, edge_weight, duplicates = listed
+    team = ranks_of(comm)
+    with team.together():
+        n, edges = 0, np.zeros((2, 0), dtype=np.int64)
+        if num_nodes is not None or np.size(edge_index):
+            edges, n, _ = check_edges(edge_index, num_nodes)
+        edges = np.ascontiguousarray(edges, dtype=np.int64)
+        weights = check_weights(edge_weight, edges.shape[1])
+        team.same((num_nodes, split), "num_nodes and split", always=True)
+        # A rank without edges has no weights to give.
+        plain = team.each(None if not edges.shape[1] else weights is None)
+        if {True, False} <= set(plain):
+            raise ValueError("Some ranks give edge_weight and some do not: give it on all or none.")
+        n = int(team.largest(n))
+        if False not in plain:
+            weights = None
+        else:
+            weights = np.asarray(np.zeros(0) if weights is None else weights, dtype=np.float64)
+        if split == "columns" or team.size == 1:
+            ends = team.gather(np.ascontiguousarray(edges.T))[0].T
+            weights = None if weights is None else team.gather(weights)[0]
+            return Graph.from_edges(ends, n, weights, duplicates, folder).with_team(team)
+        if folder is not None:
+            raise ValueError('folder= needs split="columns".')
+
+        def whole() -> Graph | None:  # without weights, on rank 0 alone
+            none = edges.T[:0]
+            found = team.exchange_rows([edges.T if r == 0 else none for r in range(team.size)])
+            return Graph.from_edges(np.concatenate(found).T, n) if team.rank == 0 else None
+
+        held = owners(team, n, partition, whole)
+        # Each rank gets all edges of its nodes: of the graph of these it has the own rows whole.
+        first, second = map(held.of, edges)
+        there = [np.flatnonzero((first == r) | (second == r)) for r in range(team.size)]
+        ends = np.concatenate(team.exchange_rows([edges[:, at].T for at in there])).T
+        if weights is not None:
+            weights = np.concatenate(team.exchange_rows([weights[at] for at in there]))
+        names = None
+        if n > _FEW_NODES:  # no table of all nodes: the messages of errors then name others
+            names, found = np.unique(np.append(held.mine, ends), return_inverse=True)
+            ends = found[held.mine.shape[0] :].reshape(ends.shape)
+        size = n if names is None else max(1, names.shape[0])
+        graph = Graph.from_edges(ends, size, weights, duplicates)
+        return part_of(team, held, graph, n, names)
+
+
+def on_all_ranks(comm: Any, graph: Any, split: str, partition: Any) -> Any:
+    """A graph that every rank of `comm` has, for all of them; or, by nodes, this rank's part."""
+    team = ranks_of(comm)
+    with team.together():
+        sizes = team.each((graph.num_nodes, graph.num_edges, graph.weights is None))
+        if len(set(sizes)) > 1:
+            raise ValueError(
+                "The ranks have different graphs: give each the whole one, or its share of the "
+                "edges to Graph.from_edges(..., comm=comm)."
+            )
+        team.same(graph.indices, "graph")
+        if split == "columns" or team.size == 1:
+            return graph.with_team(team)
+        held = owners(team, graph.num_nodes, partition, lambda: graph)
+        if graph.order is not None:
+            raise ValueError(
+                'A graph that was reordered is not split by nodes: use split="columns".'
+            )
+        return part_of(team, held, graph, graph.num_nodes)
+
+
+class Owners(NamedTuple):
+    """Who has which nodes."""
+
+    of: Callable[[Any], Any]  # ids to ranks: an exchange, which all ranks come to together
+    mine: Any  # this rank's ids, rising
+    nodes: Any  # the same, as a slice where they are one
+
+
+def owners(team: Ranks, n: int, partition: Any, whole: Callable[[], Graph | None]) -> Owners:
+    """The owners that `partition` names; `whole` gives the whole graph, on rank 0 at least."""
+    partition, ends = checked_partition(partition), starts(n, team.size)
+    first, last = ends[team.rank : team.rank + 2].tolist()
+    kind = partition if partition in ("blocks", "metis") else "a list"
+    team.same(kind, "partition", always=True)
+    if kind == "blocks":
+        return Owners(lambda ids: range_of(ends, ids), np.arange(first, last), slice(first, last))
+    # Of a list of owners this rank has what it says of the ids first..last.
+    if kind == "metis":
+        graph, found = whole(), np.zeros(0, dtype=np.int32)
+        with team.together(), team.patient():
+            if graph is not None and team.rank == 0:
+                found = metis(graph, team.size)
+            table = team.exchange_rows([found[a:b] for a, b in pairwise(ends)])[0]
+    else:
+        check_table(partition, n)
+        team.same(np.ascontiguousarray(partition.ranks), "partition", always=True)
+        table = np.array(partition.ranks[first:last])
+        check_ranks(partition, team.size, table)
+        table = table.astype(np.int32)
+
+    def of(ids: Any) -> Any:
+        keeper = range_of(ends, ids)
+        order = np.argsort(keeper, kind="stable")
+        cuts = np.cumsum(np.bincount(keeper, minlength=team.size))[:-1]
+        asked = team.exchange_rows(np.split(ids[order].astype(np.int64), cuts))
+        found = np.empty(ids.shape[0], dtype=table.dtype)
+        found[order] = np.concatenate(team.exchange_rows([table[part - first] for part in asked]))
+        return found
+
+    mine = team.exchange_rows([first + np.flatnonzero(table == r) for r in range(team.size)])
+    ids = np.concatenate(mine)  # slices come in the order of their ids
+    return Owners(of, ids, ids)
+
+
+def part_of(team: Ranks, held: Owners, graph: Graph, n: int, names: Any = None) -> GraphPart:
+    """This rank's part of a graph of n nodes, from one that has its rows whole, perhaps in files.
+
+    Those rows are read, and no others; `names` are the ids of the nodes of `graph`, if not its own.
+    """
+    nodes = held.nodes if names is None else np.searchsorted(names, held.mine)
+    at: Any
+    if isinstance(nodes, slice):
+        lengths = np.diff(graph.indptr[nodes.start : nodes.stop + 1])
+        at = slice(int(graph.indptr[nodes.start]), int(graph.indptr[nodes.stop]))
+    else:
+        first = graph.indptr[nodes]
+        lengths = graph.indptr[nodes + 1] - first
+        at = np.arange(lengths.sum()) + np.repeat(first - np.cumsum(lengths) + lengths, lengths)
+    indptr = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    column = graph.indices[at] if names is None else names[graph.indices[at]]
+    value = None
+    if team.largest(int(graph.weights is not None)):  # on another rank all weights may be 1
+        value = np.ones(column.shape[0]) if graph.weights is None else np.array(graph.weights[at])
+    loopless = lengths.astype(np.float64)
+    if value is not None:
+        loopless = row_sums(value, indptr, np.zeros(lengths.shape[0]))
+    given = graph.given_degree
+    degree = loopless + 1.0 if given is None else np.array(given[nodes])
+    upper = np.count_nonzero(column > np.repeat(held.mine, lengths))
+    # The own columns come first, then those of other ranks, by rank and by id.
+    ranks, local, wanted, start = held.of(column), np.empty_like(column), [], lengths.shape[0]
+    for r in range(team.size):
+        there = np.flatnonzero(ranks == r)
+        if r == team.rank:
+            local[there], ids = np.searchsorted(held.mine, column[there]), held.mine[:0]
+        else:
+            ids, found = np.unique(column[there], return_inverse=True)
+            local[there] = start + found
+        wanted.append(ids.astype(np.int64))
+        start += ids.shape[0]
+    send = [np.searchsorted(held.mine, ids) for ids in team.exchange_rows(wanted)]
+    halo = Halo(team, send, [ids.shape[0] for ids in wanted], lengths.shape[0])
+    return GraphPart(
+        indptr,
+        local.astype(np.int32),
+        value,
+        degree,
+        None,
+        team,
+        halo,
+        held.nodes,
+        np.concatenate([held.mine, *wanted]),
+        loopless,
+        n,
+        int(team.total(upper)),
+        int(sum(team.each(lengths.shape[0])[: team.rank])),
+    )
 
 
 class Halo:
@@ -79,41 +261,37 @@ class Halo:
         return self._kept[key]
 
 
+@dataclass(frozen=True, eq=False, repr=False)
 class GraphPart(Graph):
     """The rows of a graph that one rank has; see `Graph.from_edges` with split="nodes"."""
 
-    by_nodes = True
-    halo: Halo
+    halo: Any = None  # a `Halo`
     nodes: Any = None  # this rank's ids
-    ids: Any  # the same as an array, and those of the halo behind them
-    nodes_of_all = num_edges = 0  # of the whole graph
-    first_row: int  # rows of the ranks before this one
+    ids: Any = None  # the same as an array, and those of the halo behind them
     loopless_degree: Any = None
+    nodes_of_all: Any = 0
+    num_edges: Any = 0  # of the whole graph
+    first_row: int = 0  # rows of the ranks before this one
+    by_nodes: ClassVar[bool] = True
 
-    def __init__(self, rows: Any, degrees: Any, sizes: tuple[int, int], **known: Any) -> None:
-        """`rows`: indptr, indices and weights; `degrees`: with and without self-loops."""
-        known |= dict(zip(("indptr", "indices", "weights"), rows, strict=True))
-        known |= dict(zip(("given_degree", "loopless_degree"), degrees, strict=True))
-        known |= dict(zip(("nodes_of_all", "num_edges"), sizes, strict=True))
-        # The dataclass is frozen: its fields go in by the back door.
-        self.__dict__.update(known, order=None, team=known["halo"].team)
-        self.__dict__["ids"] = read_only(self.ids)
-        self.__post_init__()
-        self.__dict__["lambda_max_bound"] = self._bound_lambda_max()
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "ids", read_only(self.ids))
+        assert self.lambda_max_bound >= 0  # all ranks find it together, now
 
-    def _bound_lambda_max(self) -> float:
+    @cached_property
+    def lambda_max_bound(self) -> float:
         """`Graph.lambda_max_bound` of the whole graph."""
-        ratio = self.halo.extended((self.loopless_degree / self.degree)[:, None])[:, 0]
+        ratio = self.around(self.loopless_degree / self.degree)
         row = np.repeat(np.arange(self.num_nodes), np.diff(self.indptr))
         most = float((ratio[row] + ratio[self.indices]).max(initial=0.0))
         return float(self.halo.team.largest(most)) * (1 + 1e-12)
 
+    def around(self, x: Any) -> Any:
+        return self.halo.extended(x[:, None])[:, 0]
+
     def rows_of(self, nodes: Any) -> Any:
         return np.flatnonzero(np.isin(self.ids[: self.num_nodes], nodes))
-
-    @property
-    def degree_around(self) -> Any:
-        return self.halo.extended(self.degree[:, None])[:, 0]
 
     def gathered(self, rows: Any) -> Any:
         team, rows = self.halo.team, np.asarray(rows)
@@ -129,8 +307,8 @@ class GraphPart(Graph):
 
     def exact(self) -> Exact:
         """`Laplacian.exact`, D^-1/2 of the halo behind that of the own rows."""
-        s = (1.0 / np.sqrt(self.degree))[:, None]
-        return self.halo.extended(s)[:, 0], self.loopless_degree / self.degree, self.weights
+        s = self.around(1.0 / np.sqrt(self.degree))
+        return s, self.loopless_degree / self.degree, self.weights
 
     def connected_to(self, rows: Any) -> Any:
         """`Graph.connected_to` of the training rows of all ranks."""
@@ -155,7 +333,7 @@ class GraphPart(Graph):
         """(nnz,) which entries are this rank's edges: they come in the order of `Graph.edges`."""
         return self.ids[self.indices] > np.repeat(self.ids[: self.num_nodes], np.diff(self.indptr))
 
-    def edges(self) -> Edges:
+    def edges(self, stored: bool = True) -> Edges:
         """(u, v, weight) of this rank's edges, the ends as rows of a block with its halo."""
         row = np.repeat(np.arange(self.num_nodes), np.diff(self.indptr))[self.upper]
         weight = None if self.weights is None else self.weights[self.upper]
@@ -200,12 +378,17 @@ class GraphPart(Graph):
         kept = np.flatnonzero(factors)
         weights = factors[kept] if self.weights is None else self.weights[kept] * factors[kept]
         halo, columns, still = self.halo.cut(self.indices[kept])
-        count = int(team.total(int(np.count_nonzero(self.upper[kept]))))
-        indptr, loopless = _by_row(row[kept], weights, n)
-        ids = np.concatenate([self.ids[:n], self.ids[n:][still]])
-        known = {"nodes": self.nodes, "ids": ids, "first_row": self.first_row, "halo": halo}
-        rows, degrees = (indptr, columns, weights), (self.degree, loopless)
-        return GraphPart(rows, degrees, (self.nodes_of_all, count), **known)
+        indptr = np.concatenate([[0], np.cumsum(np.bincount(row[kept], minlength=n))])
+        return replace(
+            self,
+            indptr=indptr.astype(np.int64),
+            indices=columns,
+            weights=weights,
+            halo=halo,
+            ids=np.concatenate([self.ids[:n], self.ids[n:][still]]),
+            loopless_degree=row_sums(weights, indptr, np.zeros(n)),
+            num_edges=int(team.total(int(np.count_nonzero(self.upper[kept])))),
+        )
 
     def in_local_order(self, find: Any = None) -> Graph:
         return self
@@ -213,126 +396,8 @@ class GraphPart(Graph):
     def _whole(self, *_: Any, **__: Any) -> NoReturn:
         raise ValueError('A graph that is split by nodes cannot do this: use split="columns".')
 
-    to_csr = adjacency = reordered = save = to_cugraph = _whole
-
-    def __reduce__(self) -> Any:
-        self._whole()
+    to_csr = adjacency = reordered = save = to_cugraph = __reduce__ = _whole
 
     def __repr__(self) -> str:
         here, n = self.num_nodes, self.nodes_of_all
         return f"GraphPart({here:,} of {n:,} nodes, {self.num_edges:,} edges in all)"
-
-
-def part_of_edges(
-    team: Ranks, held: Owners, edges: Any, n: int, weights: Any, duplicates: str | None
-) -> GraphPart:
-    """This rank's part, from any share of the edges on each rank."""
-    lo, hi, w, loops = _merged(team, held, edges, n, weights, duplicates)
-    weighted = bool(team.largest(int(w is not None)))
-    w = np.ones(lo.shape[0]) if w is None else w
-    m = int(team.total(lo.shape[0]))
-    # Each edge is with the owner of its smaller end; the other end's owner needs it, too.
-    ranks = held.of(hi)
-    there = [np.flatnonzero(ranks == r) for r in range(team.size)]
-    ends = team.exchange_rows([np.column_stack([hi[at], lo[at]]) for at in there])
-    more = team.exchange_rows([w[at] for at in there])
-    row = held.at(np.concatenate([lo, *(e[:, 0] for e in ends)]))
-    column, value = np.concatenate([hi, *(e[:, 1] for e in ends)]), np.concatenate([w, *more])
-    count = held.mine.shape[0]
-    # By id, as in one process: the terms of a row are added in the same order there.
-    sort = np.lexsort((column, row))
-    indptr, loopless = _by_row(row[sort], value[sort], count)
-    degree = loopless + np.ones(count)
-    at = held.at(loops[0])
-    degree[at] = loopless[at] + loops[1]
-    rows = (indptr, column[sort], value[sort] if weighted else None)
-    return _part(team, held, rows, (degree, loopless), (n, m))
-
-
-def part_of_graph(team: Ranks, held: Owners, graph: Graph) -> GraphPart:
-    """This rank's part of a graph that every rank has, perhaps in files: its rows are read."""
-    if graph.order is not None:
-        raise ValueError('A graph that was reordered is not split by nodes: use split="columns".')
-    if isinstance(held.nodes, slice):
-        a, b = held.nodes.start, held.nodes.stop
-        lengths = np.diff(graph.indptr[a : b + 1])
-        at: Any = slice(int(graph.indptr[a]), int(graph.indptr[b]))
-    else:
-        first = graph.indptr[held.mine]
-        lengths = graph.indptr[held.mine + 1] - first
-        firsts = first - np.cumsum(lengths) + lengths
-        at = np.arange(lengths.sum()) + np.repeat(firsts, lengths)
-    indptr = np.concatenate([[0], np.cumsum(lengths)])
-    column, value = graph.indices[at], None if graph.weights is None else graph.weights[at]
-    loopless: Any = lengths.astype(np.float64)
-    if value is not None:
-        row = np.repeat(np.arange(lengths.shape[0]), lengths)
-        loopless = np.bincount(row, weights=value, minlength=lengths.shape[0])
-    given = graph.given_degree
-    degree = loopless + 1.0 if given is None else np.array(given[held.nodes])
-    sizes = (graph.num_nodes, graph.num_edges)
-    return _part(team, held, (indptr, column, value), (degree, loopless), sizes)
-
-
-def _part(team: Ranks, held: Owners, rows: Any, degrees: Any, sizes: Any) -> GraphPart:
-    """A part from its rows, whose columns are the caller's ids and rise within each row."""
-    indptr, column, value = rows
-    local, halo, ids = _columns(team, held, column)
-    value = None if value is None else np.array(value)
-    rows = (indptr.astype(np.int64), local.astype(np.int32), value)
-    first = int(sum(team.each(held.mine.shape[0])[: team.rank]))
-    return GraphPart(rows, degrees, sizes, nodes=held.nodes, ids=ids, first_row=first, halo=halo)
-
-
-def _by_row(row: Any, value: Any, count: int) -> tuple[Any, Any]:
-    """Where each of the sorted rows begins, and the sum of its values."""
-    indptr = np.concatenate([[0], np.cumsum(np.bincount(row, minlength=count))])
-    sums = np.bincount(row, weights=value, minlength=count)
-    return indptr.astype(np.int64), sums.astype(np.float64)
-
-
-def _merged(
-    team: Ranks, held: Owners, edges: Any, n: int, weights: Any, duplicates: str | None
-) -> tuple[Any, Any, Any, tuple[Any, Any]]:
-    """(lo, hi, weight) of each edge once, with the owner of lo, and the self-loops given there."""
-    ranks = held.of(edges.min(axis=0))
-    there = [np.flatnonzero(ranks == r) for r in range(team.size)]
-    came = np.concatenate(team.exchange_rows([edges[:, at].T for at in there]))
-    given = None
-    if team.largest(int(weights is not None)):
-        w = np.zeros(0) if weights is None else np.asarray(weights, dtype=np.float64)
-        given = np.concatenate(team.exchange_rows([w[at] for at in there]))
-    names, ends = np.arange(n), came
-    if n > _FEW_NODES:  # no table of all nodes: the messages of errors then name others
-        names, ends = np.unique(came, return_inverse=True)
-        ends = ends.reshape(came.shape)
-    if not came.shape[0]:
-        none = np.zeros(0, dtype=np.int64)
-        return none, none, None, (none, np.zeros(0))
-    small = Graph.from_edges(ends.T, names.shape[0], given, duplicates)
-    lo, hi, merged = small.edges()
-    extra = small.degree - small.loopless_degree
-    named = np.flatnonzero(extra != 1.0)
-    named = named[np.isin(names[named], held.mine)]
-    return names[lo], names[hi], merged, (names[named], extra[named])
-
-
-def _columns(team: Ranks, held: Owners, column: Any) -> tuple[Any, Halo, Any]:
-    """Columns of a part: own rows first, then those of other ranks, by rank and by id.
-
-    With them the halo, and the id of each column.
-    """
-    n, ranks, local = held.mine.shape[0], held.of(column), np.empty(column.shape[0], dtype=np.int64)
-    wanted, start = [], n
-    for r in range(team.size):
-        at = np.flatnonzero(ranks == r)
-        if r == team.rank:
-            local[at], ids = held.at(column[at]), held.mine[:0]
-        else:
-            ids, found = np.unique(column[at], return_inverse=True)
-            local[at] = start + found
-        wanted.append(ids.astype(np.int64))
-        start += ids.shape[0]
-    send = [held.at(ids) for ids in team.exchange_rows(wanted)]
-    halo = Halo(team, send, [ids.shape[0] for ids in wanted], n)
-    return local, halo, np.concatenate([held.mine, *wanted])
