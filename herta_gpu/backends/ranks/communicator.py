@@ -48,6 +48,10 @@ class OtherRankFailed(BaseException):
         self.depth = depth
 
 
+class CommonError(ValueError):
+    """An error that every rank raises alike: its message names no rank."""
+
+
 class Ranks:
     """The processes of an MPI communicator, as a fit uses them.
 
@@ -72,7 +76,13 @@ class Ranks:
     def __init__(self, comm: MPI.Comm) -> None:
         self.rank, self.size = comm.Get_rank(), comm.Get_size()
         self._data, self._control = comm.Dup(), comm.Dup()
-        self.timeout = _seconds("HERTA_TIMEOUT", 600.0)
+        text = os.environ.get("HERTA_TIMEOUT", "") or "600"
+        try:
+            self.timeout = float(text)
+        except ValueError:
+            self.timeout = -1.0
+        if not self.timeout > 0:
+            raise ValueError(f"HERTA_TIMEOUT must be a positive number of seconds, not {text!r}.")
         self.number = 0  # exchanges so far
         self.nccl: Any = None  # how arrays on GPUs travel: `backends.ranks.nccl`
         self._depth = 0  # of blocks of `together`
@@ -91,19 +101,21 @@ class Ranks:
     def total(self, x: Any) -> Any:
         """The sum of all ranks' x, added in their order; the same bits on all of them."""
         mine = np.ascontiguousarray(x).reshape(np.shape(x))
-        return _like(x, add_up(np, self.size, mine, self._each, self._exchange))
+        found = add_up(np, self.size, mine, self._each, self.exchange)
+        return found if isinstance(x, np.ndarray) else found.item()
 
     def largest(self, x: Any) -> Any:
         """The largest of all ranks' x, entry by entry."""
         mine = np.ascontiguousarray(x).reshape(np.shape(x))
-        return _like(x, self._each(mine, "largest").max(axis=0))
+        found = self._each(mine, "largest").max(axis=0)
+        return found if isinstance(x, np.ndarray) else found.item()
 
     def each(self, x: Any) -> list[Any]:
         """All ranks' objects, in their order."""
         mine = np.frombuffer(pickle.dumps(x), dtype=np.uint8)
         counts = self._each(np.array([mine.shape[0]]), "each")[:, 0]
         parts = [np.empty(int(count), dtype=np.uint8) for count in counts]
-        self._exchange([mine] * self.size, parts, "each", ())
+        self.exchange([mine] * self.size, parts, "each")
         return [pickle.loads(part.tobytes()) for part in parts]
 
     def agree(self, x: Any) -> Any:
@@ -145,7 +157,7 @@ class Ranks:
         ends = np.cumsum([0, *counts]).tolist()
         whole = np.empty((ends[-1], *x.shape[1:]), dtype=x.dtype)
         parts = [whole[a:b] for a, b in pairwise(ends)]
-        self._exchange([np.ascontiguousarray(x)] * self.size, parts, "gathered", ())
+        self.exchange([np.ascontiguousarray(x)] * self.size, parts, "gathered")
         return whole, slice(ends[self.rank], ends[self.rank + 1])
 
     def share(self, made: dict[Any, Any]) -> list[dict[Any, Any]]:
@@ -157,22 +169,24 @@ class Ranks:
             for named in theirs
         ]
         out = [np.ascontiguousarray(a) for a in made.values()]
-        self._exchange([out] * self.size, [list(f.values()) for f in found], "shared", ())
+        self.exchange([out] * self.size, [list(f.values()) for f in found], "shared")
         return found
 
     def exchange_rows(self, parts: Sequence[Any]) -> list[Any]:
         """Rows for each rank (`parts`, one array per rank) for what they have for this one."""
         counts = np.array([[part.shape[0]] for part in parts], dtype=np.int64)
         theirs = np.empty_like(counts)
-        self._exchange(counts, theirs, "exchanged", counts.shape)
+        self.exchange(counts, theirs, "exchanged", counts.shape)
         got = [np.empty((int(n), *parts[0].shape[1:]), dtype=parts[0].dtype) for n in theirs[:, 0]]
-        self._exchange([np.ascontiguousarray(part) for part in parts], got, "exchanged", ())
+        self.exchange([np.ascontiguousarray(part) for part in parts], got, "exchanged")
         return got
 
-    def neighbours(self, out: Sequence[Any], into: Sequence[Any]) -> None:
-        """Rows of a block that other ranks need, for those that this one needs of theirs."""
-        self.mark("rows of neighbours", ())
-        self.wait_for(self.send(out, into), "rows of neighbours")
+    def exchange(self, out: Any, into: Any, what: str, shape: tuple[int, ...] = ()) -> None:
+        """out[r] to each rank r, and into[r] from there; `what` and `shape` tell what it is."""
+        self.mark(what, shape)
+        for piece, own in zip(_pieces(into[self.rank]), _pieces(out[self.rank])):
+            piece[...] = own
+        self.wait_for(self.send(out, into), what)
 
     def send(self, out: Sequence[Any], into: Sequence[Any]) -> list[MPI.Request]:
         """Messages under way: out[r] to rank r, into[r] from there; `wait_for` waits for them."""
@@ -198,17 +212,11 @@ class Ranks:
         else:
             self.waited += now - start
 
-    def _exchange(self, out: Any, into: Any, what: str, shape: tuple[int, ...]) -> None:
-        self.mark(what, shape)
-        for piece, own in zip(_pieces(into[self.rank]), _pieces(out[self.rank])):
-            piece[...] = own
-        self.wait_for(self.send(out, into), what)
-
     def _each(self, mine: Any, what: str) -> Any:
         """(size, ...) the arrays of all ranks, which have the same shape and type."""
         parts = np.empty((self.size, *mine.shape), dtype=mine.dtype)
         rows = [parts[r : r + 1] for r in range(self.size)]
-        self._exchange([mine] * self.size, rows, what, mine.shape)
+        self.exchange([mine] * self.size, rows, what, mine.shape)
         return parts
 
     def mark(self, what: str, shape: tuple[int, ...]) -> None:
@@ -220,8 +228,7 @@ class Ranks:
             return
         text = f"{what} {shape} as number {self.number}".encode()[:_MARK]
         mine = np.frombuffer(text.ljust(_MARK), np.uint8)
-        seen = np.empty((self.size, _MARK), dtype=np.uint8)
-        seen[self.rank] = mine
+        seen = np.tile(mine, (self.size, 1))
         self.wait_for(self.send([mine] * self.size, list(seen)), what)
         said = [bytes(row).decode().strip() for row in seen]
         other = next((r for r, found in enumerate(said) if found != said[0]), None)
@@ -268,10 +275,14 @@ class Ranks:
         if not failed:
             return
         self._clear()
-        first = errors[failed[0]]
+        rank, first = failed[0], errors[failed[0]]
         alike = len(failed) == self.size and len({str(e) for e in errors}) == 1
-        alike = alike or getattr(first, "common", False)
-        raised_here: Any = first if alike else _of_rank(failed[0], first)
+        raised_here: Any = first
+        if not alike and not isinstance(first, CommonError):
+            try:
+                raised_here = type(first)(f"Rank {rank}: {first}")
+            except Exception:
+                raised_here = RuntimeError(f"Rank {rank}: {type(first).__name__}: {first}")
         raised_here.on_all_ranks = True
         raise raised_here from error
 
@@ -425,11 +436,6 @@ def _sum_in_order(parts: Any) -> Any:
     return total
 
 
-def _like(x: Any, found: Any) -> Any:
-    """A number where x was one."""
-    return found if isinstance(x, np.ndarray) else found.item()
-
-
 def _pieces(a: Any) -> list[Any]:
     """The bytes of contiguous arrays in pieces that one message takes."""
     if isinstance(a, list):
@@ -438,17 +444,8 @@ def _pieces(a: Any) -> list[Any]:
     return [flat[i : i + _PIECE] for i in range(0, flat.shape[0], _PIECE)]
 
 
-def mark_common(error: ValueError) -> ValueError:
-    """Mark an error that every rank raises alike: its message then names no rank."""
-    error.common = True  # type: ignore[attr-defined]
-    return error
-
-
 def _abort_where_uncaught(comm: MPI.Comm) -> None:
-    """An error that ends one rank's program ends the others, too, instead of leaving them waiting.
-
-    One that all ranks know of already needs no more than that.
-    """
+    """An error that ends one rank's program ends the others, too, but for one that all know of."""
     before: Callable[..., Any] = sys.excepthook
 
     def hook(kind: Any, error: Any, trace: Any) -> None:
@@ -468,23 +465,3 @@ def _pickled(error: BaseException | None) -> bytes:
         return text
     except Exception:
         return pickle.dumps(RuntimeError(f"{type(error).__name__}: {error}"))
-
-
-def _of_rank(rank: int, error: BaseException) -> BaseException:
-    """The same kind of error, which says where it happened."""
-    try:
-        made = type(error)(f"Rank {rank}: {error}")
-    except Exception:
-        return RuntimeError(f"Rank {rank}: {type(error).__name__}: {error}")
-    return made if isinstance(made, type(error)) else error
-
-
-def _seconds(name: str, default: float) -> float:
-    text = os.environ.get(name, "")
-    try:
-        value = float(text or default)
-    except ValueError:
-        value = -1.0
-    if not value > 0:
-        raise ValueError(f"{name} must be a positive number of seconds, not {text!r}.")
-    return value

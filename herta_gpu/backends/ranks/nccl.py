@@ -29,7 +29,7 @@ import numpy as np
 
 from herta_gpu.backends.base import Array
 from herta_gpu.backends.cuda.device import named_stream
-from herta_gpu.backends.ranks.communicator import Ranks, add_up, mark_common
+from herta_gpu.backends.ranks.communicator import CommonError, Ranks, add_up
 
 GROUP = 2048  # calls that NCCL takes in a group
 _POLL = 0.1  # seconds between two looks of the thread
@@ -59,7 +59,7 @@ def take_gpu(team: Ranks, xp: Any, used: bool = False) -> None:
             f"{'GPU' if gpus == 1 else 'GPUs'} for them: start one rank per GPU "
             '(mpirun -n), or use device="cpu".'
         )
-        raise mark_common(ValueError(text))
+        raise CommonError(text)
     if used and device != runtime.getDevice():
         raise ValueError(
             f"This process has worked on GPU {runtime.getDevice()} before, but its own one is "
@@ -73,7 +73,7 @@ def nccl_of(team: Ranks, xp: Any) -> Nccl:
     if team.nccl is None or team.nccl.xp is not xp:
         library = import_module(f"{xp.__name__}.cuda.nccl")  # CuPy does not do so by itself
         if team.largest(int(not library.available)):
-            raise mark_common(ValueError(_NO_NCCL))
+            raise CommonError(_NO_NCCL)
         team.nccl = Nccl(team, xp, library)
     return team.nccl
 

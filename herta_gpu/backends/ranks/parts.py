@@ -248,7 +248,8 @@ class Halo:
         for r, rows in enumerate(self.send):
             out.append(self._again(("sent", r), (rows.shape[0], X.shape[1]), X.dtype))
             np.take(G, rows, axis=0, out=out[r], mode="clip")  # without a copy, as none is outside
-        self.team.neighbours(out, [G[a:b] for a, b in pairwise(self.ends)])
+        into = [G[a:b] for a, b in pairwise(self.ends)]
+        self.team.exchange(out, into, "rows of neighbours")
         return G
 
     def _again(self, to: Any, shape: tuple[int, int], dtype: Any) -> Array:

@@ -81,16 +81,15 @@ class Columns(_Several):
 
     def _share(self, made: dict[str, Array]) -> list[dict[str, Array]]:
         """What each rank has made, on all of them, where it was made."""
-        there = {name: a for name, a in made.items() if self._on_gpu(a)}
-        here = {name: np.asarray(a) for name, a in made.items() if name not in there}
         if self.nccl is not None:
+            there = {name: a for name, a in made.items() if self._on_gpu(a)}
+            here = {name: np.asarray(a) for name, a in made.items() if name not in there}
             return [{**a, **b} for a, b in zip(self.nccl.share(there), self.ranks.share(here))]
-        if self.device.name != "cuda":
-            return self.ranks.share(here)
-        copied = {name: self.device.to_numpy(a) for name, a in there.items()}  # synchronize!
+        device, named = self.device, {(name, self._on_gpu(a)): a for name, a in made.items()}
+        named = {key: np.asarray(device.to_numpy(a) if key[1] else a) for key, a in named.items()}
         return [
-            {**{name: self.device.asarray(a) for name, a in back.items()}, **found}
-            for back, found in zip(self.ranks.share(copied), self.ranks.share(here))
+            {name: device.asarray(a) if on_gpu else a for (name, on_gpu), a in found.items()}
+            for found in self.ranks.share(named)  # synchronize!
         ]
 
 
