@@ -51,8 +51,7 @@ if TYPE_CHECKING:
     from herta_gpu.graph import Graph
     from herta_gpu.herta import HERTA
     from herta_gpu.more.label_features import label_features
-    from herta_gpu.more.labels import LabelPropagation
-    from herta_gpu.more.smoothing import CorrectAndSmooth
+    from herta_gpu.more.labels import CorrectAndSmooth, LabelPropagation
     from herta_gpu.plumbing.checkpoint import Checkpoint
     from herta_gpu.sklearn import NodeClassifier, NodeRegressor
     from herta_gpu.solver import SDDSolver
@@ -69,7 +68,7 @@ _HOMES = {
     "HERTA": "herta", "Certificate": "certificate", "Graph": "graph", "SDDSolver": "solver",
     "Sparsifier": "sparsifier", "effective_dimension": "sparsifier",
     "Checkpoint": "plumbing.checkpoint", "NodeClassifier": "sklearn", "NodeRegressor": "sklearn",
-    "LabelPropagation": "more.labels", "CorrectAndSmooth": "more.smoothing",
+    "LabelPropagation": "more.labels", "CorrectAndSmooth": "more.labels",
     "label_features": "more.label_features",
 }  # fmt: skip
 

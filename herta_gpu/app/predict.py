@@ -19,7 +19,7 @@ from herta_gpu.app.runs import check_new_file, read_config, smoother_of
 from herta_gpu.app.train import with_features
 from herta_gpu.datasets import Dataset
 from herta_gpu.herta import HERTA
-from herta_gpu.more.smoothing import CorrectAndSmooth
+from herta_gpu.more.labels import CorrectAndSmooth
 from herta_gpu.plumbing.checks import check_choice
 from herta_gpu.plumbing.files import made_folder, new_file, write_npz
 from herta_gpu.plumbing.progress import Stages

@@ -19,7 +19,7 @@ from herta_gpu.app.metrics import evaluate, label_scores, metric_of
 from herta_gpu.certificate import Certificate
 from herta_gpu.datasets import Dataset
 from herta_gpu.herta import HERTA
-from herta_gpu.more.smoothing import CorrectAndSmooth
+from herta_gpu.more.labels import CorrectAndSmooth
 from herta_gpu.planning.settings import LABEL_FOLDS, strengths
 from herta_gpu.plumbing.models import check_entries, to_plain
 from herta_gpu.plumbing.progress import SHORTEST, Stages

@@ -18,7 +18,7 @@ from herta_gpu.app.results import Candidate, CommandOutput, FitResult, nodes_of_
 from herta_gpu.app.runs import Run, check_free, environment, read_config, smoother_of
 from herta_gpu.datasets import Dataset
 from herta_gpu.herta import HERTA
-from herta_gpu.more.smoothing import CorrectAndSmooth
+from herta_gpu.more.labels import CorrectAndSmooth
 from herta_gpu.plumbing.checkpoint import Checkpoint
 from herta_gpu.plumbing.checks import check_rows, memory_budget
 from herta_gpu.plumbing.progress import Stages

@@ -8,7 +8,7 @@ import pytest
 from herta_gpu import HERTA, CorrectAndSmooth, Graph
 from herta_gpu.backends import get_backend
 from herta_gpu.laplacian import RegularizedLaplacian
-from herta_gpu.more.smoothing import dirichlet
+from herta_gpu.more.labels import dirichlet
 from tests.conftest import dense_H, problem
 from tests.more import awkward_graph
 
@@ -76,7 +76,7 @@ def test_a_node_on_the_edge_of_being_enlarged_is_within_the_bound_either_way(mon
     size = np.abs(np.linalg.solve(H, E))[2].sum()
     coarse = CorrectAndSmooth(1.0, 1.0, tol=1.0).fit(g, B, y, [0])
     assert coarse.on_the_edge_ == 0  # the ratio is about 10 here, not 1000
-    monkeypatch.setattr("herta_gpu.more.smoothing._MOST", 1.0 / size)  # sigma is 1: on the edge
+    monkeypatch.setattr("herta_gpu.more.labels._MOST", 1.0 / size)  # sigma is 1: on the edge
     found = CorrectAndSmooth(1.0, 1.0).fit(g, B, y, [0])
     assert found.on_the_edge_ == 1
     for enlarged in (True, False):
