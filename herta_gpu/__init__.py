@@ -25,7 +25,7 @@ The strategy "direct", which needs no array of n x d or n x c numbers, in the or
 
 More from the same solver, each in a module of its own:
 
-    more/            LabelPropagation (labels), CorrectAndSmooth (smoothing), labels of other folds
+    more/            LabelPropagation (labels), CorrectAndSmooth (labels), labels of other folds
                      as features (label_features), several lam from one sequence of products (sweep)
     conformal        prediction sets that hold the truth with a stated probability
 
