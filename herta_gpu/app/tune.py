@@ -31,8 +31,8 @@ from herta_gpu.graph import Graph
 from herta_gpu.laplacian import RegularizedLaplacian
 from herta_gpu.losses import LOSSES, softmax
 from herta_gpu.more.label_features import label_features
-from herta_gpu.more.leave_one_out import DualRows
 from herta_gpu.more.labels import CorrectAndSmooth, enlargement
+from herta_gpu.more.leave_one_out import DualRows
 from herta_gpu.more.sweep import all_rows
 from herta_gpu.optimizers import minimise
 from herta_gpu.planning.costs import BLOCK_WIDTH
