@@ -19,6 +19,7 @@ import os
 import pickle
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
@@ -52,7 +53,69 @@ class CommonError(ValueError):
     """An error that every rank raises alike: its message names no rank."""
 
 
-class Ranks:
+class Channel(ABC):
+    """Arrays of one kind, those of `xp`, on their way between all ranks."""
+
+    xp: Any = np
+    rank: int
+    size: int
+
+    @abstractmethod
+    def each(self, x: Any) -> list[Any]:
+        """All ranks' objects, in their order."""
+
+    @abstractmethod
+    def of_ranks(self, x: Any, what: str) -> Any:
+        """(ranks, ...) the arrays of all ranks, which have the same shape and type."""
+
+    @abstractmethod
+    def exchange(self, out: Any, into: Any, what: str, shape: tuple[int, ...] = ()) -> None:
+        """out[r] to each rank r, and into[r] from there, which are arrays or lists of such.
+
+        `what` and `shape` tell what it is.
+        """
+
+    def total(self, x: Any) -> Any:
+        """The sum of all ranks' x, added in their order; the same bits on all of them.
+
+        Of more than a few numbers every rank adds up one share, and sends it to all.
+        """
+        xp, size = self.xp, self.size
+        x = xp.ascontiguousarray(x).reshape(np.shape(x))  # which it makes (1,) of ()
+        if x.size <= FEW:
+            return _sum_in_order(self.of_ranks(x, "total"))
+        share = -(-x.size // size)
+        padded = xp.zeros((size, share), dtype=x.dtype)
+        padded.reshape(-1)[: x.size] = x.reshape(-1)
+        parts = xp.empty_like(padded)
+        self.exchange(padded, parts, "total", x.shape)
+        sums = self.of_ranks(_sum_in_order(parts), "sums")
+        return sums.reshape(-1)[: x.size].reshape(x.shape)
+
+    def gather(self, x: Any) -> tuple[Any, slice]:
+        """The rows of all ranks one after the other, and where those of this rank are."""
+        if x.dtype.kind == "U":  # text is as wide as the longest that a rank has
+            x = x.astype(f"U{max(1, *self.each(x.dtype.itemsize // 4))}")
+        ends = np.cumsum([0, *self.each(int(x.shape[0]))]).tolist()
+        whole = self.xp.empty((ends[-1], *x.shape[1:]), dtype=x.dtype)
+        parts = [whole[a:b] for a, b in pairwise(ends)]
+        self.exchange([self.xp.ascontiguousarray(x)] * self.size, parts, "gathered")
+        return whole, slice(ends[self.rank], ends[self.rank + 1])
+
+    def share(self, made: dict[Any, Any]) -> list[dict[Any, Any]]:
+        """The arrays that each rank has made, by name, on all ranks."""
+        # Whoever is late is waited for here.
+        theirs = self.each({name: (a.shape, a.dtype.str) for name, a in made.items()})
+        found = [
+            {name: self.xp.empty(shape, dtype=dtype) for name, (shape, dtype) in about.items()}
+            for about in theirs
+        ]
+        out = [self.xp.ascontiguousarray(a) for a in made.values()]
+        self.exchange([out] * self.size, [list(f.values()) for f in found], "shared")
+        return found
+
+
+class Ranks(Channel):
     """The processes of an MPI communicator, as a fit uses them.
 
     Parameters
@@ -99,21 +162,18 @@ class Ranks:
 
     # ---- numbers ------------------------------------------------------------------------
     def total(self, x: Any) -> Any:
-        """The sum of all ranks' x, added in their order; the same bits on all of them."""
-        mine = np.ascontiguousarray(x).reshape(np.shape(x))
-        found = add_up(np, self.size, mine, self._each, self.exchange)
+        found = super().total(x)
         return found if isinstance(x, np.ndarray) else found.item()
 
     def largest(self, x: Any) -> Any:
         """The largest of all ranks' x, entry by entry."""
         mine = np.ascontiguousarray(x).reshape(np.shape(x))
-        found = self._each(mine, "largest").max(axis=0)
+        found = self.of_ranks(mine, "largest").max(axis=0)
         return found if isinstance(x, np.ndarray) else found.item()
 
     def each(self, x: Any) -> list[Any]:
-        """All ranks' objects, in their order."""
         mine = np.frombuffer(pickle.dumps(x), dtype=np.uint8)
-        counts = self._each(np.array([mine.shape[0]]), "each")[:, 0]
+        counts = self.of_ranks(np.array([mine.shape[0]]), "each")[:, 0]
         parts = [np.empty(int(count), dtype=np.uint8) for count in counts]
         self.exchange([mine] * self.size, parts, "each")
         return [pickle.loads(part.tobytes()) for part in parts]
@@ -149,29 +209,6 @@ class Ranks:
         return self.each(first)
 
     # ---- arrays -------------------------------------------------------------------------
-    def gather(self, x: Any) -> tuple[Any, slice]:
-        """The rows of all ranks one after the other, and where those of this rank are."""
-        if x.dtype.kind == "U":  # text is as wide as the longest that a rank has
-            x = x.astype(f"U{self.largest(max(1, x.dtype.itemsize // 4))}")
-        counts = self._each(np.array([x.shape[0]]), "rows")[:, 0]
-        ends = np.cumsum([0, *counts]).tolist()
-        whole = np.empty((ends[-1], *x.shape[1:]), dtype=x.dtype)
-        parts = [whole[a:b] for a, b in pairwise(ends)]
-        self.exchange([np.ascontiguousarray(x)] * self.size, parts, "gathered")
-        return whole, slice(ends[self.rank], ends[self.rank + 1])
-
-    def share(self, made: dict[Any, Any]) -> list[dict[Any, Any]]:
-        """The arrays that each rank has made, by name, on all ranks."""
-        about = {name: (a.shape, a.dtype.str) for name, a in made.items()}
-        theirs = self.each(about)  # whoever is late is waited for here
-        found = [
-            {name: np.empty(shape, dtype) for name, (shape, dtype) in named.items()}
-            for named in theirs
-        ]
-        out = [np.ascontiguousarray(a) for a in made.values()]
-        self.exchange([out] * self.size, [list(f.values()) for f in found], "shared")
-        return found
-
     def exchange_rows(self, parts: Sequence[Any]) -> list[Any]:
         """Rows for each rank (`parts`, one array per rank) for what they have for this one."""
         counts = np.array([[part.shape[0]] for part in parts], dtype=np.int64)
@@ -182,7 +219,6 @@ class Ranks:
         return got
 
     def exchange(self, out: Any, into: Any, what: str, shape: tuple[int, ...] = ()) -> None:
-        """out[r] to each rank r, and into[r] from there; `what` and `shape` tell what it is."""
         self.mark(what, shape)
         for piece, own in zip(_pieces(into[self.rank]), _pieces(out[self.rank])):
             piece[...] = own
@@ -212,12 +248,10 @@ class Ranks:
         else:
             self.waited += now - start
 
-    def _each(self, mine: Any, what: str) -> Any:
-        """(size, ...) the arrays of all ranks, which have the same shape and type."""
-        parts = np.empty((self.size, *mine.shape), dtype=mine.dtype)
-        rows = [parts[r : r + 1] for r in range(self.size)]
-        self.exchange([mine] * self.size, rows, what, mine.shape)
-        return parts
+    def of_ranks(self, x: Any, what: str) -> Any:
+        found = np.empty((self.size, *x.shape), dtype=x.dtype)
+        self.exchange([x] * self.size, [found[r : r + 1] for r in range(self.size)], what, x.shape)
+        return found
 
     def mark(self, what: str, shape: tuple[int, ...]) -> None:
         """Count an exchange; in the debug mode, all ranks must have come for the same one."""
@@ -249,7 +283,7 @@ class Ranks:
 
     def arrive(self) -> None:
         """Wait until all ranks are here."""
-        self._each(np.zeros(1), "the others")
+        self.of_ranks(np.zeros(1), "the others")
 
     # ---- faults -------------------------------------------------------------------------
     @contextmanager
@@ -407,25 +441,6 @@ def ranks_of(comm: Any) -> Ranks:
     if found is None or not found.of(comm):
         found = _known[handle] = Ranks(comm)
     return found
-
-
-def add_up(
-    xp: Any, size: int, x: Any, each: Callable[..., Any], exchange: Callable[..., Any]
-) -> Any:
-    """The sum of the arrays x of all ranks, added in their order; the same bits on all of them.
-
-    `each` gathers an array of all ranks, `exchange` sends a row to each of them.  Of more than a
-    few numbers every rank adds up one share, and sends it to all.
-    """
-    if x.size <= FEW:
-        return _sum_in_order(each(x, "total"))
-    share = -(-x.size // size)
-    padded = xp.zeros((size, share), dtype=x.dtype)
-    padded.reshape(-1)[: x.size] = x.reshape(-1)
-    parts = xp.empty_like(padded)
-    exchange(padded, parts, "total", x.shape)
-    sums = each(_sum_in_order(parts), "sums")
-    return sums.reshape(-1)[: x.size].reshape(x.shape)
 
 
 def _sum_in_order(parts: Any) -> Any:

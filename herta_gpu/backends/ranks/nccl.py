@@ -22,14 +22,11 @@ import threading
 import time
 from collections.abc import Sequence
 from importlib import import_module
-from itertools import pairwise
 from typing import Any
-
-import numpy as np
 
 from herta_gpu.backends.base import Array
 from herta_gpu.backends.cuda.device import named_stream
-from herta_gpu.backends.ranks.communicator import CommonError, Ranks, add_up
+from herta_gpu.backends.ranks.communicator import Channel, CommonError, Ranks
 
 GROUP = 2048  # calls that NCCL takes in a group
 _POLL = 0.1  # seconds between two looks of the thread
@@ -78,7 +75,7 @@ def nccl_of(team: Ranks, xp: Any) -> Nccl:
     return team.nccl
 
 
-class Nccl:
+class Nccl(Channel):
     """Arrays on the devices of a team.
 
     What a method gives is there for the work that the current stream is given next; the host waits
@@ -87,6 +84,7 @@ class Nccl:
 
     def __init__(self, team: Ranks, xp: Any, library: Any) -> None:
         self.team, self.xp, self.library = team, xp, library
+        self.rank, self.size = team.rank, team.size
         self.device, self.stream = xp.cuda.runtime.getDevice(), named_stream(xp, "herta: messages")
         self._begun, self._arrived, self._gathered = (
             xp.cuda.Event(disable_timing=True) for _ in range(3)
@@ -101,9 +99,11 @@ class Nccl:
         atexit.register(self._leave)
 
     # ---- what travels -------------------------------------------------------------------
+    def each(self, x: Any) -> list[Any]:
+        return self.team.each(x)
+
     def of_ranks(self, x: Array, what: str = "numbers of all GPUs") -> Array:
-        """(ranks, ...) the arrays of all ranks, which have the same shape and type."""
-        found = self.xp.empty((self.team.size, *x.shape), dtype=x.dtype)
+        found = self.xp.empty((self.size, *x.shape), dtype=x.dtype)
         if x.size:
             comm, here = self._ready(what, x.shape), self.xp.cuda.get_current_stream()
             byte = self.library.NCCL_UINT8
@@ -111,44 +111,14 @@ class Nccl:
             self._enqueued(what, self._gathered, here)
         return found
 
-    def total(self, x: Array) -> Array:
-        """The sum of all ranks' x, added in their order; the same bits on all of them."""
-        x = self.xp.ascontiguousarray(x).reshape(x.shape)  # which it makes (1,) of ()
-        return add_up(self.xp, self.team.size, x, self.of_ranks, self._exchange)
-
-    def _exchange(self, out: Array, into: Array, what: str, shape: tuple[int, ...]) -> None:
-        """Row r of `out` to rank r, and its row of this rank into row r of `into`."""
-        into[self.team.rank] = out[self.team.rank]
-        self.start(out, into, what)
-        self.finish()
-
-    def gather(self, x: Array) -> tuple[Array, slice]:
-        """The rows of all ranks one after the other, and where those of this rank are."""
-        ends = np.cumsum([0, *self.team.each(int(x.shape[0]))]).tolist()
-        mine = slice(ends[self.team.rank], ends[self.team.rank + 1])
-        whole = self.xp.empty((ends[-1], *x.shape[1:]), dtype=x.dtype)
-        whole[mine] = x
-        x = self.xp.ascontiguousarray(x)
-        self.start([x] * self.team.size, [whole[a:b] for a, b in pairwise(ends)], "gathered")
-        self.finish()
-        return whole, mine
-
-    def share(self, made: dict[str, Array]) -> list[dict[str, Array]]:
-        """The arrays that each rank has made, by name, on all ranks."""
-        theirs = self.team.each({name: (a.shape, a.dtype.str) for name, a in made.items()})
-        found = [
-            {name: self.xp.empty(shape, dtype=dtype) for name, (shape, dtype) in about.items()}
-            for about in theirs
-        ]
-        out = [self.xp.ascontiguousarray(a) for a in made.values()]
+    def exchange(self, out: Any, into: Any, what: str, shape: tuple[int, ...] = ()) -> None:
         # Arrays one after the other, as many times as the rank with most of them has some.
-        for i in range(max(map(len, theirs))):
-            mine = out[i] if i < len(out) else self.xp.empty(0)
-            into = [[*arrays.values(), self.xp.empty(0)][min(i, len(arrays))] for arrays in found]
-            self.start([mine] * self.team.size, into, "shared")
+        rows = [[a if isinstance(a, list) else [a] for a in side] for side in (out, into)]
+        for i in range(max(len(a) for side in rows for a in side)):
+            ours, theirs = ([[*a, self.xp.empty(0)][min(i, len(a))] for a in side] for side in rows)
+            theirs[self.rank][...] = ours[self.rank]
+            self.start(ours, theirs, what)
             self.finish()
-        found[self.team.rank] = made
-        return found
 
     def start(self, out: Sequence[Array], into: Sequence[Array], what: str) -> None:
         """Messages beside the current stream: out[r] to rank r, into[r] from there.

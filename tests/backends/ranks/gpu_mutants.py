@@ -33,7 +33,8 @@ LOCAL = "self.xp.stack([{0}, *[0.0 * {0}] * (self.ranks - 1)])"
 MUTANTS = {
     "send outside of a group": (NCCL, "            nccl.groupStart()\n", ""),
     "a sum over the rows of one rank": (
-        NCCL, "return add_up(self.xp, self.team.size, x, self.of_ranks, self._exchange)", "return x"
+        NCCL, "class Nccl(Channel):\n",
+        "class Nccl(Channel):\n    total = staticmethod(lambda x: x)\n",
     ),
     "a halo of the step before": (
         NODES, "if L.halo.size:\n            # Nobody", "if 0:\n            # Nobody"
