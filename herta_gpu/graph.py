@@ -389,6 +389,11 @@ class Graph:
         """Those of these nodes (ids, rising) that are here, as `fit` takes them."""
         return nodes
 
+    def stored(self, nodes: Any) -> Any:
+        """The rows that hold these nodes of the caller's."""
+        inverse = self.inverse_order()
+        return nodes if inverse is None else inverse[nodes]
+
     def inverse_order(self) -> NDArray[np.int64] | None:
         """The row that holds each of the caller's nodes."""
         if self.order is None:

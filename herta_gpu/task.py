@@ -15,7 +15,7 @@ from herta_gpu.features import Features, bytes_held, has_hidden_columns
 from herta_gpu.graph import Graph
 from herta_gpu.laplacian import RegularizedLaplacian
 from herta_gpu.losses import LOSSES
-from herta_gpu.more.label_features import column_error, cross_fit
+from herta_gpu.more.label_features import cross_fit
 from herta_gpu.planning.costs import BLOCK_WIDTH, Sizes, row_copies, worth_reordering
 from herta_gpu.planning.plan import Chosen, Decision, Plan, make_plan
 from herta_gpu.planning.settings import Settings
@@ -136,9 +136,9 @@ def labels_as_features(
     Y = np.maximum(Y, 0.0) if settings.loss == "bce" else Y  # -1 there is not known
     exact = RegularizedLaplacian(H.graph, H.lam, H.backend, "float64")
     folds = settings.label_folds
-    columns, _ = cross_fit(exact, rows, Y, folds=folds, tol=_LABEL_TOL, seed=settings.seed)
-    features = Features(columns, H.backend, H.graph.order)
-    features.off = column_error(exact, Y, tol=_LABEL_TOL)  # part of what is proven of the fit
+    found = cross_fit(exact, rows, Y, folds=folds, tol=_LABEL_TOL, seed=settings.seed)
+    features = Features(found.columns, H.backend, H.graph.order)
+    features.off = found.error  # part of what is proven of the fit
     return features
 
 

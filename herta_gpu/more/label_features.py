@@ -14,8 +14,7 @@ a fit makes them in float64, and what they may be off by counts as what the solv
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -28,14 +27,13 @@ from herta_gpu.plumbing.checks import check_count, check_dtype, check_lam, check
 from herta_gpu.plumbing.targets import make_targets
 
 
-@dataclass(frozen=True)
-class LabelFeatures:
+class LabelFeatures(NamedTuple):
     """The columns and what is known of them."""
 
     columns: Any  # n x (lams c) in the caller's order: block after block, one for each lam
     folds: Any  # (n,) the fold of each training node, -1 elsewhere
     error: float  # no column is further than this from its exact one, in the 2-norm
-    classes: Any | None
+    classes: Any | None = None
 
 
 def label_features(
@@ -86,12 +84,10 @@ def label_features(
     for lam in lams:
         check_lam(lam)
     targets = make_targets(y, train, graph.num_nodes, "mse")
-    rows, Y = targets.rows, np.asarray(targets.Y)
     H = RegularizedLaplacian(graph, 1.0, get_backend(device), check_dtype(dtype))
-    columns, fold_of = cross_fit(H, rows, Y, lams, folds, tol, random_state)
-    everyone = np.full(graph.num_nodes, -1)
-    everyone[rows] = fold_of
-    return LabelFeatures(columns, everyone, column_error(H, Y, lams, tol), targets.classes)
+    Y = np.asarray(targets.Y)
+    found = cross_fit(H, targets.rows, Y, lams, folds, tol, random_state)
+    return found._replace(classes=targets.classes)
 
 
 def cross_fit(
@@ -102,41 +98,35 @@ def cross_fit(
     folds: int = LABEL_FOLDS,
     tol: float = 1e-6,
     seed: int = 0,
-) -> tuple[Any, Any]:
-    """(columns, the fold of each row) for targets Y of the nodes `rows`; the lam of H is not used.
+) -> LabelFeatures:
+    """The features for targets Y of the nodes `rows`; the lam of H is not used.
 
     A fold is a block of columns of its own: no bit of it depends on the labels of that fold.
     """
     graph, backend, (count, c) = H.graph, H.backend, Y.shape
     if folds > count:
         raise ValueError(f"There are {count} training nodes but {folds} folds: use fewer folds.")
+    # The worst lam; rounding, and that of the sum over folds, included.
+    series = [Series.of(lam, H.laplacian().lambda_max, tol) for lam in lams]
+    width, unit = min(c, LABEL_WIDTH), float(np.finfo(H.dtype).eps)
+    worst = max(s.truncation + s.rounding(H, H.dtype, width) for s in series) + 8 * unit
+    error = float(np.sqrt((Y * Y).sum(axis=0).max())) * worst
     # Sizes of folds differ by one at most; labels play no part.
     drawn = np.random.default_rng([seed, 5]).permutation(np.arange(count) % folds)
     n, fold_of, Y = graph.num_nodes, backend.own(drawn), backend.own(Y)
-    inverse: Any = np.arange(n) if graph.order is None else graph.inverse_order()
+    everyone = np.full(n, -1)
+    everyone[rows] = fold_of
+    at = graph.stored(np.arange(n))
     out = np.zeros((n, len(lams), c), dtype=H.dtype)
-    outside = np.ones(n, dtype=bool)
-    outside[rows] = False
     for j in range(folds):
-        own = fold_of == j
+        own, outside = everyone == j, everyone < 0
         B = np.zeros((n, c), dtype=H.dtype)
-        B[inverse[rows[~own]]] = Y[~own]
+        B[at[rows[fold_of != j]]] = Y[fold_of != j]
         for J in (slice(a, min(a + LABEL_WIDTH, c)) for a in range(0, c, LABEL_WIDTH)):
             block = backend.asarray(np.ascontiguousarray(B[:, J]))
             found = backend.to_numpy(inverse_rows(H, lams, block, None, tol))
             for i, F in enumerate(found):
-                out[rows[own], i, J] = F[inverse[rows[own]]]
-                out[outside, i, J] += F[inverse[outside]] / folds
+                out[own, i, J] = F[at[own]]
+                out[outside, i, J] += F[at[outside]] / folds
             del found, F  # as large as all that the next block needs
-    return out.reshape(n, len(lams) * c), fold_of
-
-
-def column_error(
-    H: RegularizedLaplacian, Y: Any, lams: Sequence[float] = LABEL_LAMS, tol: float = 1e-6
-) -> float:
-    """A bound of ||column - exact column||: the worst lam, rounding and the sum included."""
-    norm = float(np.sqrt((Y * Y).sum(axis=0).max()))
-    top, columns = H.laplacian().lambda_max, min(Y.shape[1], LABEL_WIDTH)
-    series = [Series.of(lam, top, tol) for lam in lams]
-    unit = float(np.finfo(H.dtype).eps)
-    return norm * (max(s.truncation + s.rounding(H, H.dtype, columns) for s in series) + 8 * unit)
+    return LabelFeatures(out.reshape(n, len(lams) * c), everyone, error)

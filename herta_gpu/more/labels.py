@@ -55,6 +55,7 @@ from herta_gpu.plumbing.checks import (
     train_rows,
 )
 from herta_gpu.plumbing.files import Archive, DataError, why, write_npz
+from herta_gpu.plumbing.interop import take_rows
 from herta_gpu.plumbing.models import check_params, to_plain
 from herta_gpu.plumbing.targets import (
     Estimator,
@@ -62,6 +63,7 @@ from herta_gpu.plumbing.targets import (
     accuracy_or_r2,
     check_scored,
     make_targets,
+    not_fitted,
 )
 from herta_gpu.solver import SDDSolver
 
@@ -90,8 +92,7 @@ def propagate(solver: SDDSolver, B: Any, known: Any = None) -> tuple[Any, Any]:
         at, E = np.flatnonzero(~free[order]), sp.csr_array(B)
         E = backend.asarray(E[order[at]].toarray(), "float64")
         Z, B = dirichlet(H, backend.asarray(at), E, solver.tol), sp.csr_array(B.shape)
-        found = backend.to_numpy(Z)
-        found = found if graph.order is None else found[graph.inverse_order()]
+        found = take_rows(backend.to_numpy(Z), graph.inverse_order(), backend)
     step, root = max(1, _CHUNK // max(1, Z.shape[1])), 1.0 / np.sqrt(graph.degree)
     largest = np.zeros(Z.shape[1])
     for a in range(0, H.n, step):
@@ -127,8 +128,7 @@ def dirichlet(H: RegularizedLaplacian, at: Any, E: Any, tol: float) -> Any:
 
 def degrees(graph: Graph) -> Any:
     """(n,) D in the caller's order."""
-    inverse = graph.inverse_order()
-    return graph.degree if inverse is None else graph.degree[inverse]
+    return graph.degree[graph.stored(slice(None))]
 
 
 def spread_rows(Y: Any, rows: Any, n: int) -> Any:
@@ -141,19 +141,7 @@ def spread_rows(Y: Any, rows: Any, n: int) -> Any:
 
 
 class NodeOutputs(Estimator, ABC):
-    """Outputs of the nodes of one graph, kept by `fit`, and what they say of each node.
-
-    Attributes
-    ----------
-    Z_ : array (n, c)
-        The outputs, in the caller's order of the nodes.
-    error_ : array (n,)
-        No number of a row of `Z_` is further than this from what exact solves give.
-    classes_ : array (c,) or None for float targets
-    undecided_ : int
-        Nodes whose two best outputs are closer than their errors; of all others the label is
-        proven.  0 for float targets.
-    """
+    """Outputs of the nodes of one graph, kept by `fit`, and what they say of each node."""
 
     Z_: Any
     error_: Any
@@ -237,8 +225,7 @@ class NodeOutputs(Estimator, ABC):
 
     def _fitted(self) -> Self:
         if not hasattr(self, "Z_"):
-            name = type(self).__name__
-            raise RuntimeError(f"This {name} is not fitted yet: call fit first.")
+            raise not_fitted(self)
         return self
 
 
@@ -310,9 +297,8 @@ class LabelPropagation(NodeOutputs):
         self._keep(F, np.sqrt(degrees(graph)) * tau.max(), targets.classes, targets.flat)
         self.unreached_, self._common = 0, 0
         if targets.classes is not None:
-            inverse = graph.inverse_order()
-            at = targets.rows if inverse is None else inverse[targets.rows]
-            self.unreached_ = int(np.count_nonzero(~graph.connected_to(at)))
+            reached = graph.connected_to(graph.stored(targets.rows))
+            self.unreached_ = int(np.count_nonzero(~reached))
             self.undecided_ -= self.unreached_ * (F.shape[1] > 1)  # there the zeros are exact
             self._common = int(np.bincount(targets.Y.codes).argmax())
         return self

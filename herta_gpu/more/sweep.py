@@ -139,9 +139,7 @@ def all_rows(
     (len(lams), len(rows), k) in the caller's order, by `width` columns of B at a time.
     """
     order, inverse = H.graph.order, H.graph.inverse_order()
-    at = None
-    if rows is not None:
-        at = H.backend.asarray(rows if inverse is None else inverse[rows])
+    at = None if rows is None else H.backend.asarray(H.graph.stored(rows))
     out = np.empty((len(lams), H.n if rows is None else len(rows), B.shape[1]), dtype=H.dtype)
     for a in range(0, B.shape[1], width):
         J = slice(a, min(a + width, B.shape[1]))
