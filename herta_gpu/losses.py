@@ -254,9 +254,7 @@ class Loss(ABC):
 class MSE(Loss):
     """1/2 ||F - Y||_F^2 (equation 4.7)."""
 
-    separable = True
-    quadratic = True
-    steepest = 1.0
+    separable, quadratic, steepest = True, True, 1.0
 
     def _terms(self, xp: Any, F: Array, S: Array, Y: Array) -> Array:
         return 0.5 * (F - Y) ** 2
@@ -295,9 +293,7 @@ class MSE(Loss):
 class CrossEntropy(Loss):
     """Sum over the training rows of -<y, log softmax(f)>."""
 
-    separable = False
-    quadratic = False
-    steepest = 0.5
+    separable, quadratic, steepest = False, False, 0.5
 
     def _terms(self, xp: Any, F: Array, S: Array, Y: Array) -> Array:
         top = _row_max(xp, F)
@@ -347,9 +343,7 @@ class BinaryCrossEntropy(Loss):
     A label below 0 is unknown and does not count.
     """
 
-    separable = True
-    quadratic = False
-    steepest = 0.25
+    separable, quadratic, steepest = True, False, 0.25
 
     def _terms(self, xp: Any, F: Array, S: Array, Y: Array) -> Array:
         # y softplus(-f) + (1 - y) softplus(f): no difference of large numbers.

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from scipy.linalg import helmert
 
@@ -42,14 +42,6 @@ _WHOLE_SIZE = 8000  # numbers in u up to which the whole Hessian of cross entrop
 _WATCHED = 10  # steps after which their progress says something
 _STUCK = 50  # steps without progress that are the end
 _NOISE = 1e-12  # relative, of objectives that are taken for equal
-
-
-class Optimizer(Protocol):
-    """One direction at a time."""
-
-    searches: bool  # the step length comes from a line search
-
-    def direction(self, w: Array, g: Array) -> Array: ...
 
 
 class GradientDescent:
@@ -185,6 +177,9 @@ class LBFGS:
             column = product(R_inverse[first:at, first:at], product(old[0], y.reshape(-1, 1)))
             R_inverse[first:at, at] = column[:, 0] / -sy
         S[at], Y[at], D[at], self.pairs = s.reshape(-1), y.reshape(-1), sy, k + 1
+
+
+Optimizer = GradientDescent | Adam | ConjugateGradients | LBFGS  # or Newton's method
 
 
 def make_optimizer(

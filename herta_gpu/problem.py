@@ -198,10 +198,9 @@ class Problem:
         there = self.map.correct(W, Z, self.tol * norm(E))
         rows = self.map.rows(there.value)
         F, loss = self.loss.add_intercept(xp, rows, Y), self.loss.of_rows(slice(None))
-        E = loss.residual(xp, F, Y)
+        objective, E = loss.at(xp, F, Y)
         back = self.map.adjoint(E, self.tol, V)
         gradient = self.loss.centre(xp, back.value) + self.ridge * W
-        objective = loss.value(xp, F, Y)
         objective += 0.5 * self.ridge * float(xp.sum(W * W))  # synchronize!
         r1, r2, size = there.residual, back.residual, norm(E)
         # E is a difference of these; what it rounds is as large as what outputs so far off do.

@@ -361,7 +361,8 @@ class Loop:
 
     def run(self, w: Array, Z: Array | None = None, most: int | None = None) -> Point:
         """From w (and a guess of H^-1 X W there) to the optimum; `most` limits the steps, too."""
-        journal, problem, optimizer = self.journal, self.problem, self._optimizer()
+        journal, problem = self.journal, self.problem
+        optimizer: Optimizer | Newton = self._optimizer()
         limit = self.settings.max_iter - len(journal.steps)  # where stored rows went first
         limit = limit if most is None else min(limit, most)
         point = problem.start(w, Z)
