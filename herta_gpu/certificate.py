@@ -53,7 +53,7 @@ import numpy as np
 from herta_gpu.backends.base import Array, Backend, norm, unit_roundoff
 from herta_gpu.coordinates import Columns
 from herta_gpu.diffusion import residual_norms
-from herta_gpu.factors import DenseGram, RowSpace
+from herta_gpu.factors import DenseGram, Map, RowSpace
 from herta_gpu.laplacian import block_cg
 from herta_gpu.losses import Loss
 from herta_gpu.optimizers import minimise
@@ -691,7 +691,8 @@ class StoredProblem:
 
         gram = there(self.P.gram.QtQ) if isinstance(self.P.gram, DenseGram) else None
         rows = (there(self.Q), there(self.Y[:]), self.ridge)
-        problem = DenseProblem(backend, self.loss, *rows, self.basis.on(backend, there), gram)
+        metric = Map(backend, there(self.basis.C), there(self.basis.K))
+        problem = DenseProblem(backend, self.loss, *rows, metric, gram)
         begin = None if start is None else there(start)
         fitted = minimise(problem, 0.1 * tol, steps, begin, memory, tell)
         self.settled = fitted.status != "max_iter"

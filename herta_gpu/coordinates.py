@@ -15,13 +15,13 @@ ridge * C0^T C0 on u.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from herta_gpu.backends.base import Array, Backend, norm, unit_roundoff
+from herta_gpu.backends.base import Array, norm, unit_roundoff
 from herta_gpu.factors import NOT_FINITE, Map, multiply, safe_cholesky, smallest_eigenvalue
 from herta_gpu.features import Features
 
@@ -182,13 +182,34 @@ def whiten(X: Features, cut: bool, penalty: float = 0.0) -> Columns:
     return Columns(X, C, K, error, lifted, penalty)
 
 
-def _of_parts(name: str, axis: int) -> Any:
+def _of_parts(name: str, axis: int, join: Callable[..., Any] | None = None) -> Any:
     """The method `name` of each block on its share of the rows: by its features (0) or its rank."""
 
-    def method(self: Blocks, rows: Array) -> Array:
-        return self._join(getattr(one, name)(part) for one, part in self._parts(rows, axis))
+    def method(self: Blocks, rows: Array) -> Any:
+        found, start = [], 0
+        for one in self.inners:
+            found.append(getattr(one, name)(rows[start : start + one.shape[axis]]))
+            start += one.shape[axis]
+        return join(*found) if join else self.backend.xp.concatenate(found)
 
     return method
+
+
+def _diagonal(name: str) -> Callable[[Blocks], Array]:
+    """The matrices `name` of all blocks along the diagonal of one; of vectors alone, one vector."""
+
+    def joined(self: Blocks) -> Array:
+        xp, parts, i, j = self.backend.xp, [getattr(one, name) for one in self.inners], 0, 0
+        if all(G.ndim == 1 for G in parts):
+            return xp.concatenate(parts)
+        parts = [xp.diag(G) if G.ndim == 1 else G for G in parts]
+        whole = xp.zeros((sum(G.shape[0] for G in parts), sum(G.shape[1] for G in parts)))
+        for G in parts:
+            whole[i : i + G.shape[0], j : j + G.shape[1]] = G
+            i, j = i + G.shape[0], j + G.shape[1]
+        return whole
+
+    return joined
 
 
 class Blocks(Map):
@@ -200,62 +221,25 @@ class Blocks(Map):
     to_gradient, from_weights, column_sizes = (
         _of_parts(name, 0) for name in ("to_gradient", "from_weights", "column_sizes")
     )
+    weights_rounding = _of_parts("weights_rounding", 1, lambda *found: sum(found))
+    dual_norm, dual_bound = (_of_parts(name, 1, math.hypot) for name in ("dual_norm", "dual_bound"))
+    C, K, ridge = (
+        property(_diagonal("C")),
+        property(_diagonal("K")),
+        cached_property(_diagonal("ridge")),
+    )
 
     def __init__(self, inners: Sequence[Columns]) -> None:
         self.inners, self.backend = inners, inners[0].backend
         d, r = zip(*(inner.shape for inner in inners))
-        self.shape, self.rank = (sum(d), sum(r)), sum(r)
-        self.sizes = self._join(inner.sizes for inner in inners)
-        self.rounding = self._join(inner.rounding for inner in inners)
+        self.shape, self.rank, join = (sum(d), sum(r)), sum(r), self.backend.xp.concatenate
+        self.sizes = join([inner.sizes for inner in inners])
+        self.rounding = join([inner.rounding for inner in inners])
         self.norm = math.hypot(*(inner.norm for inner in inners))
 
     @property
     def stretch(self) -> float:
         return max(inner.stretch for inner in self.inners)
-
-    @cached_property
-    def ridge(self) -> Array:
-        return self._diagonal([inner.ridge for inner in self.inners])
-
-    def on(self, backend: Backend, there: Callable[[Array], Array]) -> Map:
-        C, K = (self._diagonal([getattr(one, name) for one in self.inners]) for name in "CK")
-        return Map(backend, there(C), there(K))
-
-    def weights_rounding(self, u: Array) -> float:
-        return sum(inner.weights_rounding(part) for inner, part in self._parts(u, 1))
-
-    def rows(self, Q: Array) -> Array:
-        xp = self.backend.xp
-        parts = [one.rows(xp.ascontiguousarray(part.T)) for one, part in self._parts(Q.T, 1)]
-        return xp.concatenate(parts, axis=1)
-
-    def dual_norm(self, g: Array) -> float:
-        return math.hypot(*(inner.dual_norm(part) for inner, part in self._parts(g, 1)))
-
-    def dual_bound(self, sizes: Array) -> float:
-        return math.hypot(*(inner.dual_bound(part) for inner, part in self._parts(sizes, 1)))
-
-    def _diagonal(self, parts: list[Array]) -> Array:
-        """These matrices along the diagonal of one; of vectors alone, one vector."""
-        if all(G.ndim == 1 for G in parts):
-            return self._join(parts)
-        xp, i, j = self.backend.xp, 0, 0
-        parts = [xp.diag(G) if G.ndim == 1 else G for G in parts]
-        whole = xp.zeros((sum(G.shape[0] for G in parts), sum(G.shape[1] for G in parts)))
-        for G in parts:
-            whole[i : i + G.shape[0], j : j + G.shape[1]] = G
-            i, j = i + G.shape[0], j + G.shape[1]
-        return whole
-
-    def _parts(self, rows: Array, axis: int) -> Iterator[tuple[Columns, Array]]:
-        """Each block's coordinates and its share of the rows: by its features (0) or its rank."""
-        start = 0
-        for inner in self.inners:
-            yield inner, rows[start : start + inner.shape[axis]]
-            start += inner.shape[axis]
-
-    def _join(self, parts: Iterable[Array]) -> Array:
-        return self.backend.xp.concatenate(list(parts))
 
 
 Coordinates = Columns | Blocks

@@ -57,16 +57,14 @@ class Map:
     (3.0, 3.0)
     """
 
+    C: Any
+    K: Any
     shape: tuple[int, int]
 
     def __init__(self, backend: Backend, C: Array, K: Array | None = None) -> None:
         self.backend, self.C = backend, C
-        self.K: Any = 1.0 / (C + (C == 0)) if K is None and C.ndim == 1 else K
+        self.K = 1.0 / (C + (C == 0)) if K is None and C.ndim == 1 else K
         self.shape = C.shape[0], C.shape[-1]
-
-    def on(self, backend: Backend, there: Callable[[Array], Array]) -> Map:
-        """The same map on another device; `there` moves an array to it."""
-        return Map(backend, there(self.C), there(self.K))
 
     @cached_property
     def ridge(self) -> Array:
@@ -100,7 +98,7 @@ class Map:
 
     def rows(self, Q: Array) -> Array:
         """Q C^-1: rows of H^-1 X C as rows of H^-1 X."""
-        return Q * self.K if self.K.ndim == 1 else self.backend.matmul(Q, self.K.T)
+        return self.backend.xp.ascontiguousarray(self.gradient(Q.T).T)
 
     def column_sizes(self, sizes: Array) -> Array:
         """(r,) bounds of the norms of the columns of E C, given those of E."""
