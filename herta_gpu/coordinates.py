@@ -133,7 +133,7 @@ class Columns(Map):
         The first residual asks for the same columns once more.
         """
         if self.X.sparse and not self.white and self.backend.xp is np:
-            block = self.X.column_block(J.start, J.stop, "float64", self.C)
+            block = self.X.dense_block(J, self.C)
             B[...] = block
             return block
         for rows, part in self.chunks(J):

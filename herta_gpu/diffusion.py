@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple, Protocol
@@ -94,19 +93,6 @@ class Workspace:
         return B, tuple(work)
 
 
-@dataclass(frozen=True)
-class Wanted:
-    """Which rows of Q are wanted, and how they are solved for."""
-
-    train: Array
-    evaluate: Array
-    blocks: Callable[[int], Sequence[slice]]  # of so many columns
-    dtype: str  # the precision of the solves, and of the rows for evaluation
-    stored: str = "float64"  # the precision of the training rows
-    keep_residual: bool = False  # n x r numbers, from which a later `tighten` goes on
-    tell: Tell = silent
-
-
 class Part(NamedTuple):
     """Columns of Q that are solved for with one H."""
 
@@ -119,36 +105,41 @@ class Part(NamedTuple):
 
 
 class Rows:
-    """Rows of Q on the training nodes and on those for evaluation.
+    """Rows of Q on the training nodes of A and on those to `evaluate`, `columns` for each system.
 
-    For each of `systems`, the H of a block of columns, X C0 is one of `columns`; where it is None
-    the columns of X C0 are taken as they are.
+    There are `columns` for each lam of A, and for its further features, which no H is applied to.
     """
 
     basis: Coordinates  # C0 of all blocks
-    train_rows: Array  # in float64 unless `wanted` says otherwise
+    train_rows: Array  # in float64 unless the recipe says otherwise
     eval_rows: Array  # in the working precision
     residual_bound: Array  # (r,) bounds of ||X c_j - H q_j||, and so of ||H^-1 X c_j - q_j||
     storage_error: Array  # (r,) what rounding `train_rows` to float32 added to that
 
     def __init__(
         self,
-        backend: Backend,
-        systems: Sequence[RegularizedLaplacian | None],
+        A: UnfoldedMap,
+        recipe: Recipe,
         columns: Sequence[Columns],
-        wanted: Wanted,
+        evaluate: Array,
+        tell: Tell = silent,
     ) -> None:
+        # The columns of lam = 0 and those of further features are taken as they are.
+        systems = [H if H.lam or A.systems is None else None for H in A.systems or [A.H]]
         firsts = accumulate((one.rank for one in columns), initial=0)
-        self.parts = [Part(*part) for part in zip(systems, columns, firsts)]
+        self.parts = [Part(*part) for part in zip([*systems, None], columns, firsts)]
         self.basis = columns[0] if len(columns) == 1 else Blocks(columns)
-        self.backend, self.wanted, xp, r = backend, wanted, backend.xp, self.basis.rank
-        count, copied = int(backend.total(wanted.train.shape[0])), any(H is None for H in systems)
-        self.train_rows = xp.zeros((count, r), dtype="float64" if copied else wanted.stored)
-        self.eval_rows = xp.zeros((wanted.evaluate.shape[0], r), dtype=wanted.dtype)
+        self.train, self.evaluate, self.recipe, self.tell = A.train, evaluate, recipe, tell
+        self.backend, self.dtype, r = A.H.backend, recipe.dtype(A.H.dtype), self.basis.rank
+        xp, count = self.backend.xp, int(self.backend.total(A.train.shape[0]))
+        narrow = recipe.narrow and all(part.H for part in self.parts)
+        self.train_rows = xp.zeros((count, r), dtype="float32" if narrow else "float64")
+        self.eval_rows = xp.zeros((evaluate.shape[0], r), dtype=self.dtype)
         self.residual_bound, self.storage_error = self.basis.sizes.copy(), xp.zeros(r)  # Q is 0
         # Of a part or a block, by the first of its columns.
         self._products: dict[int, int] = {}
-        self._residuals: dict[int, Array] | None = {} if wanted.keep_residual else None
+        # n x r numbers, from which a later `tighten` goes on.
+        self._residuals: dict[int, Array] | None = {} if recipe.keep_residual else None
         for part in self.parts:
             if part.H is None:
                 self._copy(part.columns, part.among_all(slice(0, part.columns.rank)))
@@ -172,10 +163,9 @@ class Rows:
 
     def _copy(self, columns: Columns, J: slice) -> None:
         """Take the columns of X C0 as they are."""
-        xp, wanted = self.backend.xp, self.wanted
-        train = xp.zeros((wanted.train.shape[0], columns.rank))
-        places = ((wanted.train, train), (wanted.evaluate, self.eval_rows[:, J]))
-        for block in wanted.blocks(columns.rank):
+        xp, train = self.backend.xp, self.backend.xp.zeros((self.train.shape[0], columns.rank))
+        places = ((self.train, train), (self.evaluate, self.eval_rows[:, J]))
+        for block in self.recipe.blocks(columns.rank):
             for rows, part in columns.chunks(block):
                 for nodes, kept in places:
                     here = xp.flatnonzero((nodes >= rows.start) & (nodes < rows.stop))
@@ -194,8 +184,8 @@ class Rows:
     def _tighten(
         self, part: Part, H: RegularizedLaplacian, goal: float, cache: Cache, name: str
     ) -> None:
-        blocks, backend = self.wanted.blocks(part.columns.rank), self.backend
-        work = Workspace(H, max(J.stop - J.start for J in blocks), self.wanted.dtype)
+        blocks, backend = self.recipe.blocks(part.columns.rank), self.backend
+        work = Workspace(H, max(J.stop - J.start for J in blocks), self.dtype)
 
         def solve(J: slice) -> Arrays:
             make = partial(self._block, J, part, H, goal, work)
@@ -205,7 +195,7 @@ class Rows:
                 self._residuals[part.first + J.start] = block["B"].copy()
             return {what: array for what, array in block.items() if what != "B"}
 
-        self.wanted.tell(part.first, self.basis.rank)
+        self.tell(part.first, self.basis.rank)
         for J, block in zip(blocks, backend.dealt(blocks, solve)):
             at = part.among_all(J)
             self.train_rows[:, at] = backend.gathered(block["rows"])
@@ -213,15 +203,15 @@ class Rows:
             self.residual_bound[at], self.storage_error[at] = block["left"], block["lost"]
             products = int(block["products"][0])  # synchronize!
             self._products[part.first] = max(self._products.get(part.first, 0), products)
-            self.wanted.tell(at.stop, self.basis.rank)
+            self.tell(at.stop, self.basis.rank)
 
     def _block(
         self, J: slice, part: Part, H: RegularizedLaplacian, goal: float, work: Workspace
     ) -> Arrays:
         """One block of columns: from X C0, or on from the residual that was kept."""
-        columns, at, wanted, k = part.columns, part.among_all(J), self.wanted, J.stop - J.start
+        columns, at, k = part.columns, part.among_all(J), J.stop - J.start
         xp, (B, iterates) = H.backend.xp, work.blocks(k)
-        sizes, unit = columns.sizes[J], unit_roundoff(wanted.dtype)
+        sizes, unit = columns.sizes[J], unit_roundoff(self.dtype)
         kept = None if self._residuals is None else self._residuals.get(at.start)
         on = kept is not None
         if kept is not None:
@@ -238,20 +228,20 @@ class Rows:
         else:
             whole = columns.fill(B, J)
             source = columns.chunks(J) if whole is None else _chunks(H.backend, whole)
-            rows = xp.zeros((wanted.train.shape[0], k))
-            others = xp.zeros((wanted.evaluate.shape[0], k), dtype=wanted.dtype)
+            rows = xp.zeros((self.train.shape[0], k))
+            others = xp.zeros((self.evaluate.shape[0], k), dtype=self.dtype)
             norms, rounded, storage = sizes, columns.rounding[J], xp.zeros(k)
         worst, last, products = _worst(xp, norms, sizes), math.inf, 0
         # One pass cannot do more than rounding lets it.
-        least = max(16 * unit, _TYPICAL * chebyshev_rounding(H, wanted.dtype, k))
+        least = max(16 * unit, _TYPICAL * chebyshev_rounding(H, self.dtype, k))
         while worst > goal and worst < 0.5 * last and products < _MOST_PRODUCTS:
             # The passes that are left are all alike.
             factor = goal / worst
-            count = max(1, math.ceil(math.log(factor) / math.log(min(least, 0.1)) - 1e-9))
-            degree = chebyshev_degree(H, _MARGIN * factor ** (1 / count))
+            passes = max(1, math.ceil(math.log(factor) / math.log(min(least, 0.1)) - 1e-9))
+            degree = chebyshev_degree(H, _MARGIN * factor ** (1 / passes))
             Z = chebyshev(H, B, degree, iterates, work.half)
-            rows += Z[wanted.train]
-            others += Z[wanted.evaluate]
+            rows += Z[self.train]
+            others += Z[self.evaluate]
             before, norms = norms, _residual(H, source, Z, B)
             source, whole = _chunks(H.backend, B), None
             # ||Z|| <= ||H Z|| <= ||B|| + ||B - H Z||, and the new B is stored rounded.

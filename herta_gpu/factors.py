@@ -283,7 +283,6 @@ class Composed(Factor):
     def __init__(self, C0: Map, inner: Factor) -> None:
         self.C0, self.inner, self.rank = C0, inner, inner.rank
         self.kind, self.note, self.slack = inner.kind, inner.note, inner.slack
-        self.project = inner.project  # type: ignore[method-assign]
 
     @property
     def size(self) -> float:
@@ -297,6 +296,9 @@ class Composed(Factor):
 
     def from_weights(self, W: Array) -> Array:
         return self.inner.from_weights(self.C0.from_weights(W))
+
+    def project(self, v: Array) -> Array:
+        return self.inner.project(v)
 
     def amplified(self, sizes: Array) -> float:
         return self.inner.amplified(self.C0.column_sizes(sizes))

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import scipy.sparse as sp
 
-from herta_gpu.backends.base import Array, Backend, Blocks, Part, norm, unit_roundoff
+from herta_gpu.backends.base import Array, Backend, Blocks, norm, unit_roundoff
 from herta_gpu.planning.memory import chunk_bytes
 from herta_gpu.plumbing.interop import on_device, take_rows
 from herta_gpu.plumbing.progress import marked
@@ -53,35 +53,30 @@ class Features:
         """Passes over a dense X so far, and what came from its file."""
         return None if self.sparse else self._dense.reads
 
-    def column_block(self, start: int, stop: int, dtype: str, scale: Array | None = None) -> Array:
-        """X[:, start:stop] as a dense block; a sparse X may have its columns scaled on the way."""
-        if self.sparse:
-            columns = self._transposed[start:stop]
-            if scale is not None:
-                columns.data *= scale[start:stop].repeat(columns.indptr[1:] - columns.indptr[:-1])
-            return self.backend.asarray(columns.toarray().T, dtype)
-        block = self.backend.empty((self.shape[0], stop - start), dtype)
-        with marked("pass over X", columns=stop - start):
-            for rows, part in self._dense.parts(self._parts(start, stop)):
-                block[rows] = part
-        return block
+    def dense_block(self, J: slice, scale: Array | None = None) -> Array:
+        """Columns J of a sparse X in float64, scaled on the way."""
+        columns = self._transposed[J]
+        if scale is not None:
+            columns.data *= scale[J].repeat(columns.indptr[1:] - columns.indptr[:-1])
+        return self.backend.asarray(columns.toarray().T, "float64")
 
     def row_chunks(self, columns: slice | None = None) -> Iterator[tuple[slice, Array]]:
         """(rows, X[rows, columns]) in float64, dense, in turn; the next one overwrites a chunk."""
         n, d = self.shape
         J = slice(0, d) if columns is None else columns
-        if not self.sparse:
-            # Made float64 on the device: fewer bytes to send.
-            wide = in_float64(self.backend.xp)
-            with marked("pass over X", columns=J.stop - J.start):
-                for rows, part in self._dense.parts(self._parts(J.start, J.stop)):
-                    yield rows, wide(part)
+        # Columns that are cut out of whole rows on a device need room for those.
+        whole = not self.sparse and self._dense.whole_rows(J.stop - J.start)
+        step = _rows_at_once(d if whole else J.stop - J.start, self._chunk_bytes)
+        chunks = [slice(a, min(a + step, n)) for a in range(0, n, step)]
+        if self.sparse:
+            block = None if columns is None else self.dense_block(J)
+            for rows in chunks:
+                yield rows, self._rows[rows].toarray() if block is None else block[rows]
             return
-        step = _rows_at_once(J.stop - J.start, self._chunk_bytes)
-        block = None if columns is None else self.column_block(J.start, J.stop, "float64")
-        for a in range(0, n, step):
-            rows = slice(a, min(a + step, n))
-            yield rows, self._rows[rows].toarray() if block is None else block[rows]
+        wide = in_float64(self.backend.xp)  # on the device: fewer bytes to send
+        with marked("pass over X", columns=J.stop - J.start):
+            for rows, part in self._dense.parts([(rows, J) for rows in chunks]):
+                yield rows, wide(part)
 
     def gram(self, C: Array | None = None) -> Array:
         """C^T X^T X C in float64; without C, X^T X, with which the norms of the columns come."""
@@ -216,13 +211,6 @@ class Features:
                 hashes += (scrambled(part) * keys(J)[:, None]).sum(axis=0)
         hashes = self.backend.total(hashes)
         return int(np.unique(hashes[hashes != 0]).shape[0])
-
-    def _parts(self, start: int, stop: int) -> list[Part]:
-        """X[:, start:stop] in runs of rows that are not too large as float64."""
-        n, d = self.shape
-        wide = d if self._dense.whole_rows(stop - start) else stop - start
-        rows = _rows_at_once(wide, self._chunk_bytes)
-        return [(slice(a, min(a + rows, n)), slice(start, stop)) for a in range(0, n, rows)]
 
 
 def mixed(bits: Any) -> Any:

@@ -16,7 +16,7 @@ import numpy as np
 
 from herta_gpu.backends.base import Array, Backend, unit_roundoff
 from herta_gpu.coordinates import Columns, Coordinates, whiten
-from herta_gpu.diffusion import Arrays, Cache, Rows, Wanted, approximate, no_cache, silent
+from herta_gpu.diffusion import Arrays, Cache, Rows, approximate, no_cache, silent
 from herta_gpu.factors import (
     RANK_CUT,
     Composed,
@@ -128,14 +128,9 @@ def build(
         make = partial(approximate, recipe, H_tilde, A, basis, cache, Y)
         made = cache(recipe.name, make, together=True)
         return _factored(recipe, H_tilde, A, Y, ridge, basis, made)
+    columns = [basis] * A.blocks + ([] if A.extra is None else [of(A.extra)])
     others = A.train[:0] if evaluate is None else evaluate
-    dtype, stored = recipe.dtype(A.H.dtype), "float32" if recipe.narrow else "float64"
-    wanted = Wanted(A.train, others, recipe.blocks, dtype, stored, recipe.keep_residual, tell)
-    systems = [H if H.lam or A.systems is None else None for H in A.systems or [A.H]]
-    columns = [basis] * len(systems)
-    if A.extra is not None:
-        systems, columns = [*systems, None], [*columns, of(A.extra)]
-    return _from_rows(Rows(A.H.backend, systems, columns, wanted), recipe, A, Y, ridge, cache)
+    return _from_rows(Rows(A, recipe, columns, others, tell), recipe, A, Y, ridge, cache)
 
 
 def tighten(
@@ -146,7 +141,7 @@ def tighten(
     if rows is None:
         return build(recipe, A.H, A, Y, ridge, cache)
     if recipe.goal is None or recipe.whiten != rows.parts[0].columns.white:
-        return build(recipe, A.H, A, Y, ridge, cache, rows.wanted.evaluate, rows.wanted.tell)
+        return build(recipe, A.H, A, Y, ridge, cache, rows.evaluate, rows.tell)
     return _from_rows(rows, recipe, A, Y, ridge, cache)
 
 

@@ -23,10 +23,18 @@ import scipy.sparse.linalg as sla
 from herta_gpu import Graph
 from herta_gpu.app.device_checks import random_graph as random_graph
 from herta_gpu.backends import get_backend
+from herta_gpu.planning.plan import Recipe
 from tests import cuda_device
 from tests.sharing import compile_kernels_once, exclusive
 
 ROOT = Path(__file__).resolve().parents[1]  # the folder of the repository
+
+# A P of all columns, as exact as solves are: tests replace what they are about.
+RECIPE = Recipe(
+    degree=200, width=3, exact=True, sketch_rows=None, by_rows=False, row_tol=1e-10,
+    all_rows=False, keep_rows=False, whiten=False, goal=None, keep_residual=False, curvature=1.0,
+    symmetric=False, seed=0,
+)  # fmt: skip
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     compile_kernels_once()

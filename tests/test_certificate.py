@@ -31,10 +31,9 @@ from herta_gpu.certificate import (
 from herta_gpu.features import Features
 from herta_gpu.laplacian import RegularizedLaplacian, chebyshev_degree
 from herta_gpu.losses import LOSSES
-from herta_gpu.planning.plan import Recipe
 from herta_gpu.preconditioner import Preconditioner, build, no_preconditioner
 from herta_gpu.problem import UnfoldedMap
-from tests.conftest import dense_H, least_squares, minimum, random_graph
+from tests.conftest import RECIPE, dense_H, least_squares, minimum, random_graph
 from tests.fuzz.reference import Reference, system
 
 
@@ -259,11 +258,7 @@ def test_cross_entropy_without_a_ridge_prints_no_number():
 
 N, D = 90, 6
 BACKEND = get_backend("cpu")
-RECIPE = Recipe(
-    degree=10, width=4, exact=False, sketch_rows=None, by_rows=False, row_tol=1e-10,
-    all_rows=True, keep_rows=False, whiten=False, goal=None, keep_residual=False, curvature=1.0,
-    symmetric=False, seed=0,
-)  # fmt: skip
+ROUGH = replace(RECIPE, degree=10, width=4, exact=False, all_rows=True)
 
 
 class Known:
@@ -280,7 +275,7 @@ class Known:
         self.whole = np.linalg.solve(dense_H(graph, lam), X)
         self.A, self.ridge = self.whole[train], ridge
         Y = rng.standard_normal((n_train, 2))
-        self.P = build(replace(RECIPE, **recipe), self.H, self.map, Y, ridge)
+        self.P = build(replace(ROUGH, **recipe), self.H, self.map, Y, ridge)
 
     def eigenvalues(self) -> Any:
         C = self.P.factor.to_weights(np.eye(self.P.factor.rank))
@@ -500,7 +495,7 @@ def test_the_spectrum_of_graphs_with_few_eigenvalues(graph, seed):
     X, train = rng.standard_normal((n, d)), np.sort(rng.permutation(n)[:420])
     H = RegularizedLaplacian(graph, 5.0, BACKEND, "float64")
     A = UnfoldedMap(H, Features(X, BACKEND), train, 8)
-    P = build(replace(RECIPE, degree=8, all_rows=False), H, A, np.zeros((420, 1)), 0.0)
+    P = build(replace(ROUGH, degree=8, all_rows=False), H, A, np.zeros((420, 1)), 0.0)
     Z = np.linalg.solve(dense_H(graph, 5.0), X) @ P.factor.to_weights(np.eye(d))
     values = np.linalg.svd(Z[train], compute_uv=False) ** 2
     found = probabilistic_spectrum(P, A, 0.0, seed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,11 +13,12 @@ import scipy.sparse as sp
 from herta_gpu import Graph
 from herta_gpu.backends import get_backend
 from herta_gpu.coordinates import Columns, whiten
-from herta_gpu.diffusion import Rows, Wanted, Workspace, no_cache
+from herta_gpu.diffusion import Rows, Workspace, no_cache
 from herta_gpu.features import Features
 from herta_gpu.laplacian import RegularizedLaplacian
 from herta_gpu.planning.plan import Recipe
-from tests.conftest import dense_H, random_graph
+from herta_gpu.problem import UnfoldedMap
+from tests.conftest import RECIPE, dense_H, random_graph
 
 LD = np.longdouble
 N, D = 150, 7
@@ -64,11 +66,9 @@ class Case:
         self.X, F = X, Features(X, backend)
         self.basis = whiten(F, cut=True) if white else Columns.unit(F)
 
-        def blocks(r: int) -> list[slice]:
-            return [slice(j, min(j + width, r)) for j in range(0, r, width)]
-
-        wanted = Wanted(at, BESIDE, blocks, dtype, stored, kept)
-        self.rows = Rows(backend, [self.H], [self.basis], wanted)
+        made = {"width": width, "exact": False, "keep_residual": kept}
+        recipe = replace(RECIPE, **made, narrow=stored == "float32")
+        self.rows = Rows(UnfoldedMap(self.H, F, at, 8), recipe, [self.basis], BESIDE)
         self.dense = dense_H(graph, lam)
 
     def columns(self) -> Any:
@@ -92,7 +92,7 @@ class Case:
 
     def off(self) -> Any:
         """Norms of what the columns of the stored rows are off by."""
-        off = self.rows.train_rows.astype(LD) - self.exact()[self.rows.wanted.train]
+        off = self.rows.train_rows.astype(LD) - self.exact()[self.rows.train]
         return np.sqrt((off * off).sum(axis=0))
 
 

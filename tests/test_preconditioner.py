@@ -14,18 +14,12 @@ from herta_gpu.diffusion import residual_norms
 from herta_gpu.factors import products
 from herta_gpu.features import Features
 from herta_gpu.laplacian import RegularizedLaplacian, chebyshev, chebyshev_degree
-from herta_gpu.planning.plan import Recipe
 from herta_gpu.preconditioner import Preconditioner, build, no_preconditioner
 from herta_gpu.problem import UnfoldedMap
-from tests.conftest import dense_H, random_graph
+from tests.conftest import RECIPE, dense_H, random_graph
 
 LAM, N = 5.0, 80
 BACKEND = get_backend("cpu")
-RECIPE = Recipe(
-    degree=200, width=3, exact=True, sketch_rows=None, by_rows=False, row_tol=1e-10,
-    all_rows=False, keep_rows=False, whiten=False, goal=None, keep_residual=False, curvature=1.0,
-    symmetric=False, seed=0,
-)  # fmt: skip
 
 
 def problem(d: int = 7, n_train: int = 50) -> tuple[UnfoldedMap, Any, Any, Any]:
