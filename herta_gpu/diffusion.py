@@ -49,7 +49,6 @@ from herta_gpu.problem import UnfoldedMap
 _MOST_PRODUCTS = 10**5  # with H, for each column
 _MARGIN = 0.9  # a pass aims a little lower, so that the last one is not missed by rounding
 _TYPICAL = 0.01  # what rounding really does to a pass, of the worst case
-_KNOWN = 0.5  # share of a goal that the rounding of a stored residual may take
 _CHUNK = 1 << 19  # numbers of a block that the residual is computed for at a time
 
 
@@ -136,10 +135,7 @@ class Rows:
         self.train_rows = xp.zeros((count, r), dtype="float32" if narrow else "float64")
         self.eval_rows = xp.zeros((evaluate.shape[0], r), dtype=self.dtype)
         self.residual_bound, self.storage_error = self.basis.sizes.copy(), xp.zeros(r)  # Q is 0
-        # Of a part or a block, by the first of its columns.
-        self._products: dict[int, int] = {}
-        # n x r numbers, from which a later `tighten` goes on.
-        self._residuals: dict[int, Array] | None = {} if recipe.keep_residual else None
+        self._products: dict[int, int] = {}  # of a part, by the first of its columns
         for part in self.parts:
             if part.H is None:
                 self._copy(part.columns, part.among_all(slice(0, part.columns.rank)))
@@ -152,9 +148,11 @@ class Rows:
     @property
     def worst(self) -> float:
         """The largest residual of a column that is solved for, relative to the column's size."""
-        xp, bounds, parts = self.backend.xp, self.residual_bound, self.parts
-        at = [(one, bounds[one.among_all(slice(0, one.columns.rank))]) for one in parts if one.H]
-        return max((_worst(xp, bound, one.columns.sizes) for one, bound in at), default=0.0)
+        return max((self._left(part) for part in self.parts if part.H is not None), default=0.0)
+
+    def _left(self, part: Part) -> float:
+        bounds = self.residual_bound[part.among_all(slice(0, part.columns.rank))]
+        return _worst(self.backend.xp, bounds, part.columns.sizes)
 
     @property
     def products(self) -> int:
@@ -177,7 +175,7 @@ class Rows:
     def tighten(self, goal: float, cache: Cache, name: str) -> None:
         """Solve until no column leaves more than `goal` times its size, if rounding allows it."""
         for part in self.parts:
-            if part.H is not None:
+            if part.H is not None and self._left(part) > goal:
                 own = name if len(self.parts) == 1 else f"{name}-lam-{part.H.lam!r}"
                 self._tighten(part, part.H, goal, cache, own)
 
@@ -190,10 +188,7 @@ class Rows:
         def solve(J: slice) -> Arrays:
             make = partial(self._block, J, part, H, goal, work)
             with marked("block of Q", first=J.start, columns=J.stop - J.start):
-                block = cache(f"{name}-columns-{J.start}", make)
-            if self._residuals is not None:
-                self._residuals[part.first + J.start] = block["B"].copy()
-            return {what: array for what, array in block.items() if what != "B"}
+                return cache(f"{name}-columns-{J.start}", make)
 
         self.tell(part.first, self.basis.rank)
         for J, block in zip(blocks, backend.dealt(blocks, solve)):
@@ -208,29 +203,14 @@ class Rows:
     def _block(
         self, J: slice, part: Part, H: RegularizedLaplacian, goal: float, work: Workspace
     ) -> Arrays:
-        """One block of columns: from X C0, or on from the residual that was kept."""
-        columns, at, k = part.columns, part.among_all(J), J.stop - J.start
-        xp, (B, iterates) = H.backend.xp, work.blocks(k)
-        sizes, unit = columns.sizes[J], unit_roundoff(self.dtype)
-        kept = None if self._residuals is None else self._residuals.get(at.start)
-        on = kept is not None
-        if kept is not None:
-            B[...] = kept
-            norms, bound = column_norms(H.backend, B), self.residual_bound[at]
-            rounded = xp.maximum(bound - norms, 0.0) + unit * norms
-            # A residual that was large when it was stored has too few digits for a small one.
-            anew = columns.rounding[J] + 2 * H.rounding(k, rows=True) * sizes
-            on = _worst(xp, rounded - anew, sizes) <= _KNOWN * goal
-        if on:
-            rows = H.backend.own(self.train_rows[:, at]).astype("float64")
-            others, storage = self.eval_rows[:, at].copy(), self.storage_error[at]
-            source = _chunks(H.backend, B)
-        else:
-            whole = columns.fill(B, J)
-            source = columns.chunks(J) if whole is None else _chunks(H.backend, whole)
-            rows = xp.zeros((self.train.shape[0], k))
-            others = xp.zeros((self.evaluate.shape[0], k), dtype=self.dtype)
-            norms, rounded, storage = sizes, columns.rounding[J], xp.zeros(k)
+        """One block of columns, from X C0."""
+        columns, k, (B, iterates) = part.columns, J.stop - J.start, work.blocks(J.stop - J.start)
+        xp, sizes, unit = H.backend.xp, columns.sizes[J], unit_roundoff(self.dtype)
+        whole = columns.fill(B, J)
+        source = columns.chunks(J) if whole is None else _chunks(H.backend, whole)
+        rows = xp.zeros((self.train.shape[0], k))
+        others = xp.zeros((self.evaluate.shape[0], k), dtype=self.dtype)
+        norms, rounded, lost = sizes, columns.rounding[J], xp.zeros(k)
         worst, last, products = _worst(xp, norms, sizes), math.inf, 0
         # One pass cannot do more than rounding lets it.
         least = max(16 * unit, _TYPICAL * chebyshev_rounding(H, self.dtype, k))
@@ -249,12 +229,10 @@ class Rows:
             products, last, worst = products + degree, worst, _worst(xp, norms, sizes)
         if self.train_rows.dtype != rows.dtype:
             # Half a unit of each number, or of the smallest there is.
-            size = unit_roundoff("float32") * column_norms(H.backend, rows)
-            tiny = 0.5 * float(np.finfo(np.float32).tiny)
-            storage = storage + (size + tiny * self.train_rows.shape[0] ** 0.5)
-        made = {"rows": rows, "others": others, "left": norms + rounded, "lost": storage}
-        made["products"] = xp.asarray([products])
-        return made if self._residuals is None else {**made, "B": B}
+            tiny = 0.5 * float(np.finfo(np.float32).tiny) * self.train_rows.shape[0] ** 0.5
+            lost = unit_roundoff("float32") * column_norms(H.backend, rows) + tiny
+        made = {"rows": rows, "others": others, "left": norms + rounded, "lost": lost}
+        return {**made, "products": xp.asarray([products])}
 
 
 def column_norms(backend: Backend, B: Array) -> Array:

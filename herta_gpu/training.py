@@ -710,8 +710,7 @@ def _prove(journal: Journal, problem: StoredProblem, u: Array) -> Proof:
 def _ask_again(journal: Journal, proof: Proof, made: Preconditioned) -> Chosen | None:
     """How to solve for Q again so that stored rows prove more; None if they do, or never will."""
     P, recipe, tol = made.P, made.recipe, journal.objective.settings.tol
-    certified = journal.status.startswith("certified")
-    if certified and (proof.enough(tol) or not recipe.keep_residual):
+    if journal.status.startswith("certified"):
         return None
     # Of separable classes, too, the objective can be known: it is about 0.
     unknown = journal.certificate.kind == "none" and proof.near_zero(tol)
@@ -719,7 +718,7 @@ def _ask_again(journal: Journal, proof: Proof, made: Preconditioned) -> Chosen |
         return None
     worst = None if P.stored is None else P.stored.worst
     again = recipe.with_less_left(worst, proof.wanted(0.7 * tol))
-    if again is not None or certified or recipe.whiten or worst is None or P.fragile or unknown:
+    if again is not None or recipe.whiten or worst is None or P.fragile or unknown:
         return again
     return recipe.orthonormal()
 

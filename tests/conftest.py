@@ -32,8 +32,8 @@ ROOT = Path(__file__).resolve().parents[1]  # the folder of the repository
 # A P of all columns, as exact as solves are: tests replace what they are about.
 RECIPE = Recipe(
     degree=200, width=3, exact=True, sketch_rows=None, by_rows=False, row_tol=1e-10,
-    all_rows=False, keep_rows=False, whiten=False, goal=None, keep_residual=False, curvature=1.0,
-    symmetric=False, seed=0,
+    all_rows=False, keep_rows=False, whiten=False, goal=None, curvature=1.0, symmetric=False,
+    seed=0,
 )  # fmt: skip
 
 if "PYTEST_XDIST_WORKER" in os.environ:

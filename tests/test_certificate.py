@@ -626,9 +626,9 @@ def test_what_is_wanted_would_be_enough(params, monkeypatch):
 
 def test_solving_for_the_wanted_share_certifies(monkeypatch):
     """The loop of the strategy: a goal that was too loose is found out and mended."""
-    import herta_gpu.planning.plan
+    import herta_gpu.planning.costs
 
-    monkeypatch.setattr(herta_gpu.planning.plan, "Q_goal", lambda *_: 0.05)
+    monkeypatch.setattr(herta_gpu.planning.costs, "Q_goal", lambda *_: 0.05)
     for params in LOSS:
         case = Stored(monkeypatch, tol=1e-7, **params)
         assert case.model.status_ == "certified"

@@ -59,15 +59,14 @@ class Case:
 
     def __init__(
         self, graph: Graph, lam: float, dtype: str = "float32", X: Any = None, white: bool = True,
-        width: int = 3, kept: bool = True, at: Any = AT, stored: str = "float64",
+        width: int = 3, at: Any = AT, stored: str = "float64",
     ) -> None:  # fmt: skip
         backend, X = get_backend("cpu"), features() if X is None else X
         self.H = RegularizedLaplacian(graph, lam, backend, dtype)
         self.X, F = X, Features(X, backend)
         self.basis = whiten(F, cut=True) if white else Columns.unit(F)
 
-        made = {"width": width, "exact": False, "keep_residual": kept}
-        recipe = replace(RECIPE, **made, narrow=stored == "float32")
+        recipe = replace(RECIPE, width=width, exact=False, narrow=stored == "float32")
         self.rows = Rows(UnfoldedMap(self.H, F, at, 8), recipe, [self.basis], BESIDE)
         self.dense = dense_H(graph, lam)
 
@@ -131,11 +130,10 @@ def test_what_is_left_bounds_the_true_residual(kind, white, dtype):
         assert (found.residual_bound <= true * (1 + float(np.finfo(dtype).eps)) + rounding).all()
 
 
-@pytest.mark.parametrize("kept", [True, False])
 @pytest.mark.parametrize("graph", ["random", "hubs"])
-def test_what_float32_rows_have_lost_is_counted(graph, kept):
-    """The residual is that of rows before they were rounded, and goes on from there."""
-    case = Case(GRAPHS[graph](), 5.0, kept=kept, stored="float32")
+def test_what_float32_rows_have_lost_is_counted(graph):
+    """The residual is that of rows before they were rounded."""
+    case = Case(GRAPHS[graph](), 5.0, stored="float32")
     for goal in (1e-3, 1e-6, 1e-10):
         found = case.tighten(goal, f"Q-{goal}")
         assert found.train_rows.dtype == np.float32
@@ -146,24 +144,8 @@ def test_what_float32_rows_have_lost_is_counted(graph, kept):
     assert (case.off() > found.residual_bound).any()  # without that it would be false
 
 
-def test_it_goes_on_from_the_residual_that_was_kept():
-    calls = []
-    for kept in (True, False):
-        case = Case(random_graph(N, 400), 20.0, kept=kept)
-        first = case.tighten(1e-3, "a").products
-        case.tighten(1e-9, "b")
-        calls.append((first, case.rows.products))
-        assert case.rows.worst <= 1e-9
-        assert (case.off() <= case.rows.residual_bound).all()
-    (_, on), (first, anew) = calls
-    assert on < anew  # those that the first call made are not made again
-    assert anew > first
-
-
-@pytest.mark.parametrize("kept", [True, False])
-def test_a_rough_start_is_no_obstacle_to_a_tight_end(kept):
-    """A residual of 1e-2 that was stored in float32 is known to 1e-9 only: too little for 1e-11."""
-    case = Case(random_graph(N, 400), 5.0, "float32", kept=kept)
+def test_a_rough_start_is_no_obstacle_to_a_tight_end():
+    case = Case(random_graph(N, 400), 5.0, "float32")
     case.tighten(1e-2, "a")
     assert case.tighten(1e-11, "b").worst <= 4e-11
     assert (case.off() <= case.rows.residual_bound).all()
@@ -195,8 +177,7 @@ def test_the_residual_is_not_of_the_working_precision():
     assert case.off().max() < 1e-9
 
 
-@pytest.mark.parametrize("kept", [True, False])
-def test_a_resumed_solve_has_the_same_bits(kept):
+def test_a_resumed_solve_has_the_same_bits():
     store: dict[str, Any] = {}
 
     def cache(name: str, make: Any) -> Any:
@@ -210,7 +191,7 @@ def test_a_resumed_solve_has_the_same_bits(kept):
         return cache(name, make)
 
     def run(cache: Any) -> Rows:
-        case = Case(hubs(), 20.0, kept=kept)
+        case = Case(hubs(), 20.0)
         case.tighten(1e-3, "a", cache)
         return case.tighten(1e-9, "b", cache)
 

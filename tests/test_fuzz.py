@@ -10,7 +10,7 @@ import pytest
 
 import herta_gpu.certificate
 import herta_gpu.diffusion
-import herta_gpu.planning.plan
+import herta_gpu.planning.costs
 import herta_gpu.training
 from herta_gpu import Graph
 from tests.conftest import dense_H, least_squares, minimum
@@ -105,7 +105,7 @@ def test_it_finds_a_proof_from_stored_rows_that_was_made_smaller(params, monkeyp
         return replace(c, value=1e-7 * min(c.value, 1.0), gap=c.gap * 1e-9)
 
     problem = easy(strategy="direct", optimizer="cg", learning_rate=None, **params)
-    monkeypatch.setattr(herta_gpu.planning.plan, "Q_goal", lambda *_: 0.01)
+    monkeypatch.setattr(herta_gpu.planning.costs, "Q_goal", lambda *_: 0.01)
     assert checks.run(problem).faults == []  # a goal that is too loose is found out ...
     monkeypatch.setattr(herta_gpu.certificate.Proof, "certificate", smaller)
     monkeypatch.setattr(herta_gpu.certificate.Proof, "enough", lambda *_: True)
@@ -120,7 +120,7 @@ def test_it_finds_rows_of_Q_that_are_not_what_is_said(monkeypatch):
         real(self, *args)
         self.residual_bound = 1e-6 * self.residual_bound
 
-    monkeypatch.setattr(herta_gpu.planning.plan, "Q_goal", lambda *_: 0.01)
+    monkeypatch.setattr(herta_gpu.planning.costs, "Q_goal", lambda *_: 0.01)
     monkeypatch.setattr(herta_gpu.diffusion.Rows, "tighten", careless)
     problem = easy(strategy="direct", optimizer="cg", learning_rate=None)
     assert any("the gap is" in fault for fault in checks.run(problem).faults)

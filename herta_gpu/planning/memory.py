@@ -14,7 +14,6 @@ from herta_gpu.plumbing.checks import BudgetError
 BETA = 1.0 / 64.0  # Algorithm 1; with K = C = 1 its sample sizes exceed m and n on real graphs
 SKETCH_ROWS_PER_COLUMN = 16  # measured: condition number about 2.7 after preconditioning
 _BLOCKS, _ENOUGH = 1 << 30, 32  # blocks of so many bytes are no wider than so many columns
-_RESIDUAL = 256 << 20  # bytes of a residual that is kept: a larger one is rather made again
 CHUNK_BYTES = 16 << 20  # float64 copies of rows of X at most, and a small part of the budget
 _SWEEP = 128 << 20  # bytes of outputs, residuals and targets of a run of training rows
 _OUTPUTS = 7  # float64 numbers per node and output that the loop with the true model holds
@@ -43,7 +42,6 @@ class Layout:
     Q_width: int = 0  # columns of Q while it is made
     memory: dict[str, int] = field(default_factory=dict)  # stage to bytes
     outputs: int = 0  # worked on together by solves over the outputs; 0: no memory for one
-    keep_residual: bool = False  # n x d numbers from which a later pass over Q goes on
     beside: int = 0  # rows of Q outside training that are kept for evaluation
     on_host: bool = False  # stored rows of a GPU are trained on by the CPU
 
@@ -193,7 +191,7 @@ def _roomy_layout(way: Layout, budget: int, may_narrow: bool) -> Layout:
 
 
 def _stored_layout(way: Layout, budget: int) -> Layout:
-    """Three blocks of columns beside the training rows of Q, and its residual if there is room."""
+    """Three blocks of columns beside the training rows of Q."""
     sizes, settings = way.sizes, way.settings
     # Three blocks (and half of one for gathers), and the rows of one on their way into Q.
     column = (3 * sizes.word + 2 * sizes.half) * sizes.n + 3 * sizes.n_train * 8
@@ -208,16 +206,12 @@ def _stored_layout(way: Layout, budget: int) -> Layout:
     if beside:
         memory["rows of Q for evaluation"] = beside
     left = budget - sum(memory.values())
-    residual = sizes.n * sizes.d * sizes.word
     # Half as many columns cost little more each, once they are far larger than any cache.
     wide = min(BLOCK_WIDTH, max(_ENOUGH, _BLOCKS // column))
     width = dealt_width(sizes.d, min(sizes.d, wide, left // column), sizes.ranks)
     if width < 1:
         raise way.refuse(budget, column)
-    keep = residual <= _RESIDUAL and left - residual >= width * column
     memory["one block of columns"] = width * column
-    if keep:
-        memory["residual of Q"] = residual
     if settings.label_folds:  # made before anything else is there but the graph
         # Blocks for all lam: their sums and what is added to them, steps that wait, some blocks;
         # or a copy of the columns.
@@ -233,8 +227,7 @@ def _stored_layout(way: Layout, budget: int) -> Layout:
         width=width,
         Q_width=width,
         memory=memory,
-        outputs=way.outputs_in(left - residual * keep),
-        keep_residual=keep,
+        outputs=way.outputs_in(left),
         beside=sizes.beside if beside else 0,
         on_host=on_host,
     )

@@ -45,7 +45,6 @@ class Recipe:
     keep_rows: bool  # keep Q's training rows
     whiten: bool  # orthonormal columns X C0 instead of columns of norm 1
     goal: float | None  # residuals of Q's columns, relative to those of X C0; None: not measured
-    keep_residual: bool  # n x d numbers, so that a later pass can go on from them
     curvature: float  # where training starts: P = curvature Q^T Q + ridge I
     symmetric: bool  # the optimizer depends on the coordinates: P^-1/2 itself
     seed: int
@@ -241,7 +240,6 @@ def _recipe(way: Layout, direct: bool, look: bool) -> Recipe:
         keep_rows=(way.stored or not settings.quadratic) and useful and way.sketch_rows is None,
         whiten=whiten,
         goal=goal,
-        keep_residual=way.keep_residual,
         narrow=way.narrow,
         curvature=sizes.curvature,
         symmetric=settings.optimizer == "adam",
