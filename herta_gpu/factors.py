@@ -116,7 +116,6 @@ class Factor:
     Here C = I, no preconditioner: the standard training that the paper compares with.
     """
 
-    kind: Any = "none"  # which factor this is
     note: str = ""  # what was cut or added, for the user
     slack = math.inf  # a bound of ||C^T (curvature Q^T Q + ridge) C - I||; inf for another P
     rank: int  # dimension of the kept subspace
@@ -162,7 +161,6 @@ class Cholesky(Factor):
     d: int = 0  # number of all columns, where J is only some
 
     def __post_init__(self) -> None:
-        self.kind = "cholesky" if self.J is None else "pivoted cholesky"
         self.rank = self.L.shape[0]
         self.size = self.smallest**-0.5 if self.smallest else math.inf
 
@@ -201,7 +199,6 @@ class Eigen(Factor):
     shift: float = 0.0
 
     def __post_init__(self) -> None:
-        self.kind = "low rank" if self.shift else "eigen"
         self.rank = self.V.shape[0 if self.shift else 1]
 
     @property
@@ -236,8 +233,6 @@ class RowSpace(Map, Factor):
     ||(A C)^T A C - I|| is measured.  Other rows, whose columns have `units`, span a space that is
     only nearly that of the true A: then `slack` is infinite.
     """
-
-    kind = "row space"
 
     def __init__(
         self, backend: Backend, A: Array, curvature: float, units: Array | None = None
@@ -281,8 +276,8 @@ class Composed(Factor):
     """A factor of P for columns X C0, seen from the weights of X: C = C0 C_inner."""
 
     def __init__(self, C0: Map, inner: Factor) -> None:
-        self.C0, self.inner, self.rank = C0, inner, inner.rank
-        self.kind, self.note, self.slack = inner.kind, inner.note, inner.slack
+        self.C0, self.inner = C0, inner
+        self.rank, self.note, self.slack = inner.rank, inner.note, inner.slack
 
     @property
     def size(self) -> float:
@@ -385,19 +380,6 @@ def power_iteration(xp: Any, apply: Callable[[Array], Array], d: int, steps: int
     return float(size)  # synchronize!
 
 
-def spectral_norm(backend: Backend, M: Array) -> float:
-    """||M||, to some per cent and rather above; of a diagonal, which is positive, as it is."""
-    if M.size == 0:
-        return 0.0
-    if M.ndim == 1:
-        return float(M.max())  # synchronize!
-
-    def squared(v: Array) -> Array:
-        return backend.matmul(M.T, backend.matmul(M, v))
-
-    return 1.1 * power_iteration(backend.xp, squared, M.shape[1], 8) ** 0.5
-
-
 def add_ridge(xp: Any, P: Array, ridge: Array | float) -> None:
     """P += ridge: a number, a (d,) diagonal, or a matrix."""
     if getattr(ridge, "ndim", 0) == 2:
@@ -461,9 +443,7 @@ class DenseGram:
             V = xp.ascontiguousarray(V[:, keep])
             return Eigen(V, values[keep], self._slack(P, smallest), note)
         L, J, kept, smallest = backend.cholesky(P), None, P, 0.0
-        # The smallest eigenvalue is at most the least square of L's diagonal: a glance at that
-        # often settles that columns must go.
-        if L is not None and float(L.diagonal().min()) ** 2 > 10 * RANK_CUT * top:  # synchronize!
+        if L is not None:
             smallest = smallest_eigenvalue(backend, P, L)
         if not smallest > 10 * RANK_CUT * top:
             L, J = backend.pivoted_cholesky(P, RANK_CUT * top)

@@ -5,7 +5,14 @@ import pytest
 
 from herta_gpu.backends import get_backend
 from herta_gpu.backends.cpu.reference import CPUBackend
-from herta_gpu.factors import DenseGram, LowRankGram, safe_cholesky, smallest_eigenvalue
+from herta_gpu.factors import (
+    Cholesky,
+    DenseGram,
+    Eigen,
+    LowRankGram,
+    safe_cholesky,
+    smallest_eigenvalue,
+)
 from herta_gpu.optimizers import factor_of
 
 CPU = CPUBackend()
@@ -28,7 +35,8 @@ def test_a_factor_inverts_P_and_bounds_what_errors_of_Q_become(kind):
     ridge = 0.3 if kind == "low rank" else 0.0
     Q, gram = _gram(kind, rng)
     factor = gram.factor(2.0, ridge, symmetric=kind == "eigen")
-    assert factor.kind == kind
+    assert isinstance(factor, Cholesky if "cholesky" in kind else Eigen)
+    assert (getattr(factor, "J", None) is not None) == (kind == "pivoted cholesky")
     C = factor.to_weights(np.eye(factor.rank))
     P = 2.0 * Q.T @ Q + ridge * np.eye(12)
     # C^T P C is the projection on the kept subspace; in w it is the identity, or of lower rank.
