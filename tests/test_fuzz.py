@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -138,57 +139,43 @@ def test_it_finds_a_P_that_is_not_what_it_says(monkeypatch):
     assert any("the gap is" in fault for fault in checks.run(easy()).faults)
 
 
-@pytest.mark.parametrize("wrong", ["weights", "loss", "nan", "steps", "status", "reduced"])
-def test_it_finds_a_result_that_is_wrong_in_another_way(wrong, monkeypatch):
+def spoil(monkeypatch: pytest.MonkeyPatch, change: Callable[[Any], Any]) -> None:
+    """Whatever is fitted is not what it was afterwards."""
     real = checks.fit
 
     def spoiled(problem: Problem, **more: Any) -> Any:
         model = real(problem, **more)
-        if wrong == "weights":
-            model.W_ = model.W_ * 1.01
-        elif wrong == "loss":
-            model.history_[-1]["loss"] *= 0.999
-        elif wrong == "nan":
-            model.W_[0, 0] = np.nan
-        elif wrong == "steps":
-            model.max_iter = 1
-        else:
-            model.status_ = "certified-reduced" if wrong == "reduced" else "fine"
+        vars(model).update(change(model))
         return model
 
     monkeypatch.setattr(checks, "fit", spoiled)
-    words = {
-        "weights": "but the gap is", "loss": "but it is", "nan": "W_ is not finite",
-        "steps": "max_iter is 1", "status": "unknown status 'fine'",
-        "reduced": "certified-reduced, but kept",
-    }  # fmt: skip
-    assert any(words[wrong] in fault for fault in checks.run(easy()).faults)
 
 
-def test_it_finds_a_fit_that_is_worse_than_none(monkeypatch):
-    real = checks.fit
+WRONG: dict[str, Callable[[Any], dict[str, Any]]] = {  # by the words that tell it
+    "but the gap is": lambda model: {"W_": model.W_ * 1.01},
+    "but it is": lambda model: {"history_": lower_loss(model.history_)},
+    "W_ is not finite": lambda model: {"W_": model.W_ * [np.nan, 1.0, 1.0]},
+    "max_iter is 1": lambda model: {"max_iter": 1},
+    "unknown status 'fine'": lambda model: {"status_": "fine"},
+    "certified-reduced, but kept": lambda model: {"status_": "certified-reduced"},
+    "without W": lambda model: {"W_": 10 * model.W_, "status_": "stagnated"},  # worse than none
+}
 
-    def spoiled(problem: Problem, **more: Any) -> Any:
-        model = real(problem, **more)
-        model.W_, model.status_ = 10 * model.W_, "stagnated"
-        return model
 
-    monkeypatch.setattr(checks, "fit", spoiled)
-    assert any("without W" in fault for fault in checks.run(easy()).faults)
+def lower_loss(history: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [*history[:-1], {**history[-1], "loss": 0.999 * history[-1]["loss"]}]
+
+
+@pytest.mark.parametrize("words", WRONG)
+def test_it_finds_a_result_that_is_wrong(words, monkeypatch):
+    spoil(monkeypatch, WRONG[words])
+    assert any(words in fault for fault in checks.run(easy()).faults)
 
 
 @pytest.mark.parametrize("few", [False, True])
 @pytest.mark.parametrize("wrong", ["loo_", "leverage_", ""])
 def test_it_finds_a_wrong_leave_one_out(wrong, few, monkeypatch):
-    real = checks.fit
-
-    def spoiled(problem: Problem, **more: Any) -> Any:
-        model = real(problem, **more)
-        if wrong:
-            setattr(model, wrong, (1 + 1e-4) * getattr(model, wrong))
-        return model
-
-    monkeypatch.setattr(checks, "fit", spoiled)
+    spoil(monkeypatch, lambda m: {wrong: (1 + 1e-4) * getattr(m, wrong)} if wrong else {})
     settings = {"strategy": "direct", "optimizer": "cg", "learning_rate": None, "tol": 1e-10}
     problem = replace(easy(ridge=0.5, **settings), kind="leave one out", y=easy().X[:, 0])
     problem = replace(problem, train=problem.train[:4]) if few else problem

@@ -98,4 +98,5 @@ def test_the_standin_shows_what_was_recorded(name: str) -> None:
 
 
 if __name__ == "__main__":
-    RECORD.write_text(json.dumps(asked(), indent=1) + "\n", encoding="utf-8")
+    rows = (f"{json.dumps(name)}: {json.dumps(what)}" for name, what in asked().items())
+    RECORD.write_text("{\n" + ",\n".join(rows) + "\n}\n", encoding="utf-8")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -51,3 +52,20 @@ def on_ranks(size: int, *program: str, **environment: str) -> subprocess.Complet
     )  # fmt: skip
     assert done.returncode != 124, f"no end after {TIMEOUT} s: {done.stdout}{done.stderr}"
     return done
+
+
+def said(count: int, size: int, *program: str, **environment: str) -> dict[str, str]:
+    """What the lines of JSON of a program say, by the name in each; there must be `count`."""
+    done = on_ranks(size, "-m", f"tests.backends.ranks.{program[0]}", *program[1:], **environment)
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert len(lines) == count, f"it did not come that far: {done.stdout}{done.stderr}"
+    return dict(tuple(line.values()) for line in lines)
+
+
+def run_checks(size: int, *programs: str, **environment: str) -> None:
+    """The checks of the first program, which runs those of the others with its own."""
+    texts = [(Path(__file__).parent / f"{name}.py").read_text("utf-8") for name in programs]
+    count = sum(text.count("\ndef check_") for text in texts)
+    found = said(count, size, programs[0], **environment)
+    wrong = [f"{name}\n{text}" for name, text in found.items() if text]
+    assert not wrong, "\n".join(wrong)

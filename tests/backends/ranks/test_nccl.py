@@ -3,43 +3,27 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 
-from tests.backends.ranks.launch import needs_ranks, on_ranks
+from tests.backends.ranks.launch import needs_ranks, on_ranks, run_checks, said
 
-pytestmark = [
-    *(pytest.mark.gpu, pytest.mark.once, pytest.mark.usefixtures("device")),
-    *(needs_ranks, pytest.mark.xdist_group("ranks")),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.once, pytest.mark.usefixtures("device"), needs_ranks]
 MUTANTS = ("-m", "tests.backends.ranks.gpu_mutants")
-
-
-def said(size: int, *program: str) -> dict[str, str]:
-    """What each line of JSON says, by the name in it."""
-    done = on_ranks(size, *program, CUDA_DEVICE="lazy", HERTA_TIMEOUT="200")
-    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    assert lines, done.stderr
-    return dict(tuple(line.values()) for line in lines)
+LAZY = {"CUDA_DEVICE": "lazy", "HERTA_TIMEOUT": "200"}
 
 
 @pytest.mark.parametrize("size", [2, *(pytest.param(n, marks=pytest.mark.long) for n in (1, 3))])
 def test_what_holds_on_ranks_with_a_gpu_each(size):
-    found = said(size, "-m", "tests.backends.ranks.gpu_checks")
-    wrong = {name: text for name, text in found.items() if text}
-    assert not wrong, "\n".join(f"{name}\n{text}" for name, text in wrong.items())
-    text = (Path(__file__).parent / "gpu_checks.py").read_text(encoding="utf-8")
-    assert len(found) == text.count("\ndef check_")
+    run_checks(size, "gpu_checks", **LAZY)
 
 
 @pytest.mark.parametrize(
     ("what", "count"), [("waits", 4), pytest.param("bugs", 12, marks=pytest.mark.long)]
 )
 def test_bugs_put_in_on_purpose_are_found(what, count):
-    found = said(2, *MUTANTS, what)
+    found = said(1 + count, 2, "gpu_mutants", what, **LAZY)
     assert found.pop("none") == "", found
-    assert len(found) == count
     assert all(found.values()), found
 
 

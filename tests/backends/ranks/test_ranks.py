@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import pickle
 import re
 import shutil
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,33 +14,13 @@ import pytest
 
 from herta_gpu import HERTA
 from herta_gpu.datasets import load
-from tests.backends.ranks.launch import needs_ranks, on_ranks
-
-HERE = Path(__file__).parent
-CHECKS = [
-    node.name
-    for name in ("checks.py", "node_checks.py")
-    for node in ast.parse((HERE / name).read_text(encoding="utf-8")).body
-    if isinstance(node, ast.FunctionDef) and node.name.startswith("check_")
-]
-
-
-@cache
-def checked(size: int) -> dict[str, str]:
-    """What went wrong in each check on so many ranks; they share one start of mpirun."""
-    done = on_ranks(size, "-m", "tests.backends.ranks.checks")
-    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    found = {line["check"]: line["wrong"] for line in lines}
-    missing = f"it did not come that far: {done.stdout}{done.stderr}"
-    return {name: found.get(name, missing) for name in CHECKS}
+from tests.backends.ranks.launch import needs_ranks, on_ranks, run_checks, said
 
 
 @needs_ranks
 @pytest.mark.parametrize("size", [3, *(pytest.param(n, marks=pytest.mark.long) for n in (1, 2, 4))])
-@pytest.mark.xdist_group("ranks")
 def test_what_holds_on_any_number_of_ranks(size):
-    wrong = {name: text for name, text in checked(size).items() if text}
-    assert not wrong, "\n".join(f"{name}\n{text}" for name, text in wrong.items())
+    run_checks(size, "checks", "node_checks")
 
 
 class _Mail:
@@ -116,7 +94,9 @@ from functools import partial
 from mpi4py import MPI
 from herta_gpu.app import cli, runs
 from herta_gpu.diffusion import Rows
+from tests.sharing import compile_kernels_once
 
+compile_kernels_once()
 block = Rows._block
 def fatal(self, J, *rest):
     if MPI.COMM_WORLD.rank == 1 and J.start >= 100:
@@ -206,12 +186,8 @@ def test_the_command_line_says_what_is_wrong_once(tmp_path):
 
 
 @needs_ranks
-@pytest.mark.xdist_group("ranks")
 def test_bugs_put_in_on_purpose_are_found():
-    done = on_ranks(2, "-m", "tests.backends.ranks.mutants", HERTA_TIMEOUT="200")
-    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    found = {line["mutant"]: line["found"] for line in lines}
+    found = said(14, 2, "mutants", HERTA_TIMEOUT="200")
     unharmed = [found.pop(name) for name in ("solves", "fits", "samples", "left_out", "resumed")]
     assert not any(unharmed), unharmed
-    assert len(found) == 9, done.stderr
     assert all(found.values()), found
