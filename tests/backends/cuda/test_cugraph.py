@@ -335,6 +335,9 @@ def test_without_cugraph_the_error_names_it(monkeypatch: pytest.MonkeyPatch) -> 
 # ---- edge lists on the device -----------------------------------------------------------------
 
 
+REPEATED = np.array([[0, 0, 1, 1, 2, 2, 3, 3], [1, 1, 0, 0, 1, 3, 3, 3]])
+
+
 def messy_edges(weighted: bool) -> tuple[Any, Any]:
     """Both directions of some edges, repeated ones, self-loops, nodes without any."""
     rng = np.random.default_rng(0)
@@ -346,6 +349,12 @@ def messy_edges(weighted: bool) -> tuple[Any, Any]:
     loops = np.array([[3, 3, 60], [3, 3, 60]])
     edges = np.concatenate([one, one[::-1, 10:40], one[:, 50:], loops], axis=1)
     return edges, np.concatenate([w, w[10:40], w[50:], [1.0, 2.0, 0.5]])
+
+
+def on_both(cupy: Any, edges: Any, w: Any) -> tuple[Graph, Graph]:
+    """The graph of edges on the device, and that of the same on the host."""
+    there = Graph.from_edges(cupy.asarray(edges), 64, cupy.asarray(w))
+    return there, Graph.from_edges(edges, 64, w)
 
 
 @on_device
@@ -377,14 +386,26 @@ def test_edges_on_the_device_stay_there(device: Any, cupy: Any, weighted: bool) 
 
 
 @on_device
-def test_unweighted_edges_on_the_device(cupy: Any) -> None:
-    edges = np.array([[0, 1, 2, 5], [1, 2, 0, 4]], dtype="int32")
-    g, expected = Graph.from_edges(cupy.asarray(edges)), Graph.from_edges(edges)
+@pytest.mark.parametrize(
+    ("edges", "n", "duplicates", "components"),
+    [
+        (np.array([[0, 1, 2, 5], [1, 2, 0, 4]], dtype="int32"), None, None, 3),
+        (REPEATED, 5, None, 2),
+        (REPEATED, 5, "sum", 2),
+    ],
+)
+def test_unweighted_edges_on_the_device(
+    cupy: Any, edges: Any, n: Any, duplicates: Any, components: int
+) -> None:
+    g, expected = (
+        Graph.from_edges(e, n, duplicates=duplicates) for e in (cupy.asarray(edges), edges)
+    )
     assert isinstance(g, DeviceGraph)
-    assert g.weights is None
-    assert g.num_components == expected.num_components == 3
+    assert (g.weights is None) == (expected.weights is None) == (duplicates is None)
     np.testing.assert_array_equal(g.indices, expected.indices)
     assert g.indices.dtype == expected.indices.dtype
+    np.testing.assert_allclose(g.to_csr().get().toarray(), expected.to_csr().toarray(), atol=1e-15)
+    assert g.num_components == expected.num_components == components
 
 
 @on_device
@@ -392,13 +413,9 @@ def test_a_fit_on_a_graph_of_the_device(cupy: Any) -> None:
     edges, w = messy_edges(True)
     rng = np.random.default_rng(1)
     X, y = rng.standard_normal((64, 5)), rng.integers(0, 3, 64)
-    graphs = (
-        Graph.from_edges(cupy.asarray(edges), 64, cupy.asarray(w)),
-        Graph.from_edges(edges, 64, w),
-    )
     ours, theirs = (
         HERTA(lam=5.0, device=device, dtype="float64").fit(g, X, y)
-        for g, device in zip(graphs, ("cuda", "cpu"), strict=True)
+        for g, device in zip(on_both(cupy, edges, w), ("cuda", "cpu"), strict=True)
     )
     np.testing.assert_allclose(ours.W_, theirs.W_, rtol=1e-9, atol=1e-11)
 
@@ -435,29 +452,13 @@ def test_what_is_wrong_on_the_host_is_wrong_on_the_device(
 
 
 @on_device
-@pytest.mark.parametrize("duplicates", [None, "sum"])
-def test_repeated_edges_without_weights_on_the_device(cupy: Any, duplicates: Any) -> None:
-    edges = np.array([[0, 0, 1, 1, 2, 2, 3, 3], [1, 1, 0, 0, 1, 3, 3, 3]])
-    g = Graph.from_edges(cupy.asarray(edges), 5, duplicates=duplicates)
-    expected = Graph.from_edges(edges, 5, duplicates=duplicates)
-    assert isinstance(g, DeviceGraph)
-    assert (g.weights is None) == (expected.weights is None) == (duplicates is None)
-    np.testing.assert_array_equal(g.indices, expected.indices)
-    np.testing.assert_allclose(g.to_csr().get().toarray(), expected.to_csr().toarray(), atol=1e-15)
-    assert g.num_components == expected.num_components == 2
-
-
-@on_device
 @pytest.mark.parametrize("missing", ["cudf", "cugraph"])
 def test_without_cugraph_the_host_merges(
     cupy: Any, monkeypatch: pytest.MonkeyPatch, missing: str
 ) -> None:
     monkeypatch.setitem(sys.modules, missing, None)
     edges, w = messy_edges(True)
-    g, expected = (
-        Graph.from_edges(cupy.asarray(edges), 64, cupy.asarray(w)),
-        Graph.from_edges(edges, 64, w),
-    )
+    g, expected = on_both(cupy, edges, w)
     assert type(g) is Graph
     np.testing.assert_array_equal(g.weights, expected.weights)
     assert g.num_components == expected.num_components
