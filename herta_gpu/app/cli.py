@@ -90,6 +90,7 @@ def _run(argv: Sequence[str] | None) -> int:
 def _carry_out(args: Namespace) -> int:
     from herta_gpu.app.arguments import check_names
     from herta_gpu.app.crew import crew
+    from herta_gpu.app.runs import as_json
     from herta_gpu.plumbing.files import DataError
 
     try:
@@ -111,24 +112,18 @@ def _carry_out(args: Namespace) -> int:
     except Exception as error:  # an error of ours: no input should lead here
         what = f"{type(error).__name__}: {error}"
         return _fail(args, f"An error of herta itself ({what}): --debug shows where.", 1)
-    wrong = _say(sys.stdout, _as_json(output.content) if args.json else output.text)
+    wrong = _say(sys.stdout, as_json(output.content) if args.json else output.text)
     return int(output.failed) if wrong is None else _fail_to_write(wrong)
 
 
-def _as_json(content: dict[str, Any]) -> str:
-    import json
-
-    from herta_gpu.plumbing.models import to_plain
-
-    return json.dumps(to_plain(content, lossy=True), indent=1)
-
-
 def _fail(args: Namespace, error: Any, code: int) -> int:
+    from herta_gpu.app.runs import as_json
+
     if args.debug:
         raise
     text = " ".join(str(error).split()) or type(error).__name__
     if args.json:
-        _say(sys.stdout, _as_json({"error": text, "exit_code": code}))
+        _say(sys.stdout, as_json({"error": text, "exit_code": code}))
     _say(sys.stderr, f"herta: {text}")
     return code
 

@@ -105,7 +105,7 @@ def _fit(
     for last in (False, True):
         model, smoother = make_model(args, **how, verbose=False), make_smoother(args)
         smoother = smoother and smoother.set_params(**how)
-        result = fit(model, data, Stages(), smoother=smoother)
+        result = fit(model, data, Stages(), smoother)
         if last or result.total_seconds > _WORTH_REPEATING:
             stages.note(f"   {result.status} in {result.total_seconds:.2f} s")
             break
@@ -167,7 +167,7 @@ def profile(args: argparse.Namespace) -> CommandOutput:
     with stages("warm-up"):
         make_model(args, verbose=False).fit(data.graph, data.X, data.y, data.split["train"])
     with get_backend(args.device, data.graph, data.X).profiled() as traffic:
-        result = fit(model, data, Stages(args.verbose), smoother=job.smoother)
+        result = fit(model, data, Stages(args.verbose), job.smoother)
     write_json(path, {"traceEvents": _events(model, result.seconds), "displayTimeUnit": "ms"})
     again = f"python -m herta_gpu {shlex.join(args.argv)}"
     commands = {name: f"{command} {again}" for name, command in _PROFILERS.items()}

@@ -29,9 +29,9 @@ _METIS_EDGES = 5_000_000  # up to which METIS takes seconds
 def run(args: argparse.Namespace) -> CommandOutput:
     """herta plan DATASET"""
     model = HERTA(**{k: v for k, v in vars(args).items() if k in HERTA._defaults()})
-    name, partition = args.dataset, args.partition
+    name = args.dataset
     check_count("--ranks", args.ranks)
-    checked_partition(partition)
+    checked_partition(args.partition)
     sizes = datasets.sizes(name, args.data_dir)
     if sizes.d == 0:
         raise ValueError(f"{name} has no features: HERTA needs some to train on.")
@@ -82,23 +82,31 @@ def run(args: argparse.Namespace) -> CommandOutput:
         work,
         f"{'fits' if fits else 'does NOT fit'} {where}",
     ]
-    if args.ranks > 1:  # what each of several processes would hold, send and take
-        graph, metis = datasets.graph_at_hand(name, args.data_dir), partition == "metis"
-        if graph is not None and metis:
-            few = graph.num_edges <= _METIS_EDGES and find_spec("pymetis") is not None
-            graph = graph if few else None  # else it takes too long
-        cut = None if graph is None else rows_moved(graph, args.ranks, partition)
-        found = splits(made, ranks_sizes(sizes, args.dtype, args.ranks), seconds, cut)
-        shown = [
-            (s.split, bytes_text(s.memory), bytes_text(s.moved), f"{s.seconds:,.3g}") for s in found
-        ]
-        head = (f"{args.ranks} ranks, split by", "memory a rank", "received a rank", "seconds")
-        choice = choose_split(found, budget)
-        content |= {"ranks": args.ranks, "splits": [s._asdict() for s in found], "cut": cut}
-        content |= {"split": choice.choice, "why": choice.why}
-        chosen = f"chosen: {choice.choice} ({choice.why})\n{assumptions(cut, partition)}"
-        parts.append(f"{table([head, *shown])}\n{chosen}")
+    if args.ranks > 1:
+        more, shown = _on_ranks(args, sizes, made, seconds, budget)
+        content |= more
+        parts.append(shown)
     return CommandOutput(content, "\n\n".join(parts))
+
+
+def _on_ranks(
+    args: argparse.Namespace, sizes: DataSizes, made: Plan, seconds: float, budget: int
+) -> tuple[dict[str, Any], str]:
+    """What each of several processes would hold, send and take: for --json, and as text."""
+    graph, partition = datasets.graph_at_hand(args.dataset, args.data_dir), args.partition
+    if graph is not None and partition == "metis":
+        few = graph.num_edges <= _METIS_EDGES and find_spec("pymetis") is not None
+        graph = graph if few else None  # else it takes too long
+    cut = None if graph is None else rows_moved(graph, args.ranks, partition)
+    found = splits(made, ranks_sizes(sizes, args.dtype, args.ranks), seconds, cut)
+    choice, rows = choose_split(found, budget), []
+    for s in found:
+        rows.append((s.split, bytes_text(s.memory), bytes_text(s.moved), f"{s.seconds:,.3g}"))
+    head = (f"{args.ranks} ranks, split by", "memory a rank", "received a rank", "seconds")
+    content = {"ranks": args.ranks, "splits": [s._asdict() for s in found], "cut": cut}
+    content |= {"split": choice.choice, "why": choice.why}
+    chosen = f"chosen: {choice.choice} ({choice.why})\n{assumptions(cut, partition)}"
+    return content, f"{table([head, *rows])}\n{chosen}"
 
 
 def ranks_sizes(sizes: DataSizes, dtype: str, ranks: int, X_bytes: int = 0) -> Sizes:

@@ -347,12 +347,14 @@ def _draw_path(candidates: Sequence[Candidate], metric: str) -> bytes | None:
 def draw_bars(groups: dict[str, dict[str, float]]) -> bytes:
     """Seconds per stage, one bar per candidate: {candidate: {stage: seconds}}."""
     figure, axis = pyplot().subplots(figsize=(8, 4))
-    stages = list(dict.fromkeys(stage for seconds in groups.values() for stage in seconds))
+    spent = [pair for seconds in groups.values() for pair in seconds.items()]
+    least = 0.005 * max(s for _, s in spent)
+    stages = list(dict.fromkeys(stage for stage, s in spent if s > least))
     for i, (name, seconds) in enumerate(groups.items()):
         at = [j + i / (len(groups) + 0.5) for j in range(len(stages))]
-        height, spent = 1 / (len(groups) + 0.5), [seconds.get(stage, 0.0) for stage in stages]
-        drawn = axis.barh(at, spent, height, label=name, color=COLOURS[i], tick_label=stages)
-        axis.bar_label(drawn, [f"{s:.3g} s" for s in spent], padding=3, fontsize=8)
+        height, values = 1 / (len(groups) + 0.5), [seconds.get(stage, 0.0) for stage in stages]
+        drawn = axis.barh(at, values, height, label=name, color=COLOURS[i], tick_label=stages)
+        axis.bar_label(drawn, [f"{s:.3g} s" for s in values], padding=3, fontsize=8)
     axis.invert_yaxis()
     axis.set_xlabel("seconds")
     axis.margins(x=0.12)

@@ -140,10 +140,14 @@ class Run:
             os.fsync(file.fileno())
 
 
+def as_json(content: dict[str, Any]) -> str:
+    return json.dumps(to_plain(content, lossy=True), indent=1)
+
+
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """Write a JSON file that appears whole or not at all."""
     with new_file(path) as temporary:
-        temporary.write_text(json.dumps(to_plain(content, lossy=True), indent=1) + "\n", "utf-8")
+        temporary.write_text(as_json(content) + "\n", "utf-8")
 
 
 def check_free(folder: str | Path | None, overwrite: bool = False) -> None:

@@ -19,7 +19,6 @@ from herta_gpu.app.runs import Run, check_free, environment, read_config, smooth
 from herta_gpu.datasets import Dataset
 from herta_gpu.herta import HERTA
 from herta_gpu.more.labels import CorrectAndSmooth
-from herta_gpu.plumbing.checkpoint import Checkpoint
 from herta_gpu.plumbing.checks import check_rows, memory_budget
 from herta_gpu.plumbing.progress import Stages
 
@@ -124,20 +123,15 @@ def tell_of_compilation(stages: Stages) -> None:
 
 # ---- a fit, and the folder that it goes into --------------------------------------------------
 def fit(
-    model: HERTA,
-    data: Dataset,
-    stages: Stages,
-    callback: Callable[[dict[str, Any]], Any] | None = None,
-    checkpoint: Checkpoint | None = None,
-    smoother: CorrectAndSmooth | None = None,
+    model: HERTA, data: Dataset, stages: Stages, smoother: CorrectAndSmooth | None, **more: Any
 ) -> FitResult:
     """Train on the training nodes and evaluate on every part; `stages` times all of it.
 
-    A `smoother` corrects and smooths the outputs by the labels of the training nodes.
+    A `smoother` corrects and smooths the outputs by the labels of the training nodes; `more` goes
+    to `HERTA.fit`.
     """
-    train, nodes = data.split["train"], nodes_of_split(data.split)
-    how: dict[str, Any] = {"callback": callback, "checkpoint": checkpoint, "evaluate": nodes}
-    model.fit(data.graph, data.X, data.y, train, _stages=stages, **how)
+    train, more["evaluate"] = data.split["train"], nodes_of_split(data.split)
+    model.fit(data.graph, data.X, data.y, train, _stages=stages, **more)
     if smoother is not None:
         with stages("correct, smooth"):
             smoother.fit(data.graph, model, data.y, train, X=data.X)
@@ -208,7 +202,7 @@ class Job:
 
     def _fit(self, **kept: Any) -> FitResult:
         """A fit whose plan and result tell what was shared out."""
-        result = fit(self.model, self.data, self.stages, smoother=self.smoother, **kept)
+        result = fit(self.model, self.data, self.stages, self.smoother, **kept)
         sharing, plan = self.sharing, self.model.plan_
         if sharing.decision is None:
             return result

@@ -327,7 +327,7 @@ def test_several_tasks_train_with_mse_and_rocauc():
     data = load("digits")
     tasks = np.eye(10, dtype=np.float32)[data.y]
     several = replace(data, y=tasks, metadata={"metric": "rocauc"})
-    result = fit(HERTA(lam=20.0, ridge=0.1), several, Stages())
+    result = fit(HERTA(lam=20.0, ridge=0.1), several, Stages(), None)
     assert result.metric == "rocauc"
     assert result.scores["test"] > 0.97
     assert result.status == "certified"

@@ -99,7 +99,7 @@ def test_the_time_of_compilation_is_not_compared(monkeypatch, capsys):
     calls, real = [], module.fit
 
     def slow_at_first(model, data, stages, smoother):
-        result = real(model, data, stages, smoother=smoother)
+        result = real(model, data, stages, smoother)
         calls.append(model.dtype)
         return replace(result, seconds={"train": 50.0 if calls.count(model.dtype) == 1 else 1.0})
 

@@ -21,7 +21,7 @@ def fitted():
     data, stages = load("digits"), Stages()
     with stages("load"):
         model = HERTA(lam=20.0, ridge=0.1)
-    return model, data, fit(model, data, stages)
+    return model, data, fit(model, data, stages, None)
 
 
 # Earlier versions did not write them.
@@ -149,7 +149,7 @@ def test_an_x_that_was_read_from_a_file_is_told_with_its_rate(fitted, tmp_path):
     np.save(tmp_path / "X.npy", data.X)
     mapped = replace(data, X=np.load(tmp_path / "X.npy", mmap_mode="r"))
     again = HERTA(**model.get_params())
-    found = fit(again.set_params(reorder=False), mapped, Stages())
+    found = fit(again.set_params(reorder=False), mapped, Stages(), None)
     reads = found.X_reads
     assert reads["bytes_read"] == reads["passes"] * data.X.nbytes
     rate = reads["bytes_read"] / reads["seconds"] / 1e9
