@@ -156,10 +156,6 @@ class Ranks(Channel):
         self._begun = time.perf_counter()
         self._alone = False
 
-    def of(self, comm: MPI.Comm) -> bool:
-        """Whether these are the processes of `comm`; handles of freed ones are used again."""
-        return MPI.Comm.Compare(self._control, comm) in (MPI.IDENT, MPI.CONGRUENT)
-
     # ---- numbers ------------------------------------------------------------------------
     def total(self, x: Any) -> Any:
         found = super().total(x)
@@ -429,18 +425,18 @@ class Ranks(Channel):
             self.timeout = before
 
 
-_known: dict[int, Ranks] = {}  # by the handle of the communicator
+_RANKS = MPI.Comm.Create_keyval()  # of an attribute of a communicator, which goes with it
 
 
 def ranks_of(comm: Any) -> Ranks:
     """The ranks of a communicator: always the same object for the same one."""
     if not isinstance(comm, MPI.Comm):
         raise TypeError(f"comm must be an mpi4py.MPI.Comm, not {type(comm).__name__}.")
-    handle = comm.py2f()
-    found = _known.get(handle)
-    if found is None or not found.of(comm):
-        found = _known[handle] = Ranks(comm)
-    return found
+    found: Any = comm.Get_attr(_RANKS)
+    ranks: Ranks = found or Ranks(comm)
+    if found is None:
+        comm.Set_attr(_RANKS, ranks)
+    return ranks
 
 
 def _sum_in_order(parts: Any) -> Any:
