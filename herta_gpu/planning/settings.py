@@ -175,27 +175,24 @@ class Settings:
 
 def strengths(lam: Any, alpha: Any) -> tuple[float, ...]:
     """All lam, of one number (or APPNP's alpha in place of it) or of several."""
-    if isinstance(lam, np.ndarray) and lam.ndim == 1:
-        lam = lam.tolist()
-    if not isinstance(lam, (list, tuple)):
-        if alpha is None:
-            check_lam(check_number("lam", lam))
-            return (float(lam),)
+    lam = lam.tolist() if isinstance(lam, np.ndarray) and lam.ndim == 1 else lam
+    several = isinstance(lam, (list, tuple))
+    if alpha is not None:
+        if several:
+            raise ValueError("alpha stands for one lam: leave it out, or give one lam.")
         check_positive("alpha", alpha)
         if alpha >= 1:
             raise ValueError(f"alpha must lie between 0 and 1, not {alpha!r}.")
-        check_lam(1.0 / float(alpha) - 1.0)
-        return (1.0 / float(alpha) - 1.0,)
-    if alpha is not None:
-        raise ValueError("alpha stands for one lam: leave it out, or give one lam.")
-    if not lam:
+        lam = 1.0 / float(alpha) - 1.0
+    given = lam if several else [lam]
+    if not given:
         raise ValueError("lam is empty: give a number, or several like [0, 1, 20].")
-    for one in lam:
-        if check_number("lam", one) != 0:  # which stands for X itself
+    for one in given:
+        if check_number("lam", one) != 0 or not several:  # 0 of several stands for X itself
             check_lam(one)
-    if len(set(lam)) < len(lam):
-        raise ValueError(f"lam names a number more than once: {list(lam)}.")
-    return tuple(float(one) for one in lam)
+    if len(set(given)) < len(given):
+        raise ValueError(f"lam names a number more than once: {list(given)}.")
+    return tuple(float(one) for one in given)
 
 
 def check_class_weight(given: Any) -> None:
