@@ -299,7 +299,7 @@ def node_rows(idx: Any, n: int, name: str = "idx") -> Any:
 def part_ids(name: str, given: Any, n: int) -> Any:
     """Ids of a part of the nodes, from ids or a mask; each may be named once."""
     rows = _ids(name, given, n)
-    if np.unique(rows).shape[0] != rows.shape[0]:
+    if (np.diff(np.sort(rows)) == 0).any():
         raise ValueError(f"{name} names a node more than once: give each id once.")
     return rows
 
