@@ -235,9 +235,9 @@ def _with_scipy(edges: Any, w: Any, n: int, duplicates: str | None) -> Arrays:
     if differ.size:
         at = int(differ[0])
         directions_differ(*divmod(int(key[at]), n), w[at], w[at + 1])
-    key, first = np.unique(key, return_index=True)
-    w = w[first]
-    indptr, indices, weights = of_edges(*np.divmod(key, n), None if (w == 1).all() else w, n)
+    once = np.diff(key, prepend=-1) > 0
+    key, w = key[once], w[once]
+    indptr, indices, weights = of_edges(key // n, key % n, None if (w == 1).all() else w, n)
     every = np.ones(indices.shape[0]) if weights is None else weights
     looped = _add_loops(every, indptr, degree)
     return indptr, indices, weights, degree if weights is not None or looped else None
@@ -250,8 +250,8 @@ def edge_keys(u: Any, v: Any, n: int) -> Any:
 
 def of_keys(keys: Any, n: int) -> tuple[Any, Any, Any]:
     """The unweighted graph of `edge_keys`, none of which may be a self-loop."""
-    # `np.unique` has a hash table, which takes a hundred times as long.
-    return of_edges(*np.divmod(distinct(np, np.sort(keys)), n), None, n)
+    keys = distinct(np, np.sort(keys))  # `np.unique` has a hash table: a hundred times as slow
+    return of_edges(keys // n, keys % n, None, n)
 
 
 def distinct(xp: Any, keys: Any) -> Any:

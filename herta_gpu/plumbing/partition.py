@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from herta_gpu.plumbing.building import distinct
 from herta_gpu.plumbing.files import DataError, load_npy
 
 # What a row costs, in neighbours, beside its own: it comes from memory and goes there, while good
@@ -108,4 +109,5 @@ def rows_moved(graph: Any, size: int, partition: Any) -> float:
     if isinstance(table, Table):
         check_ranks(table, size, there)
     away = there != here[row]
-    return np.unique(row[away] * size + there[away]).shape[0] / max(1, rows.shape[0])
+    sent = distinct(np, np.sort(row[away] * size + there[away]))
+    return sent.shape[0] / max(1, rows.shape[0])

@@ -23,7 +23,7 @@ from scipy.sparse import csgraph
 from herta_gpu.backends.base import Array, Exact
 from herta_gpu.backends.ranks.communicator import Ranks, ranks_of
 from herta_gpu.graph import Edges, Graph, read_only
-from herta_gpu.plumbing.building import row_sums
+from herta_gpu.plumbing.building import distinct, row_sums
 from herta_gpu.plumbing.checks import check_edges, check_weights
 from herta_gpu.plumbing.partition import (
     check_ranks,
@@ -223,7 +223,7 @@ class Halo:
 
     def cut(self, columns: Any) -> tuple[Halo, Any, Any]:
         """The halo of these columns alone, their new numbers, and which of its rows are left."""
-        seen = np.unique(columns[columns >= self.n])
+        seen = distinct(np, np.sort(columns[columns >= self.n]))
         cuts = np.searchsorted(seen, self.ends)
         wanted = [seen[a:b] - start for start, (a, b) in zip(self.ends, pairwise(cuts))]
         sent = self.team.exchange_rows(wanted)
