@@ -21,6 +21,7 @@ from herta_gpu.datasets import Dataset
 from herta_gpu.herta import HERTA
 from herta_gpu.more.labels import CorrectAndSmooth
 from herta_gpu.planning.settings import LABEL_FOLDS, strengths
+from herta_gpu.plumbing.files import bytes_text
 from herta_gpu.plumbing.models import check_entries, to_plain
 from herta_gpu.plumbing.progress import SHORTEST, Stages
 
@@ -349,15 +350,6 @@ def table(rows: Rows, header: bool = True) -> str:
     if header:
         lines.insert(1, "  ".join("-" * w for w in widths))
     return "\n".join(lines)
-
-
-def bytes_text(size: float) -> str:
-    """A number of bytes as 123.4 MB or 5.6 GB, where 1 GB is 2^30 bytes."""
-    for unit in ("B", "KB", "MB"):
-        if abs(size) < 1024:
-            return f"{size:,.0f} B" if unit == "B" else f"{size:,.1f} {unit}"
-        size /= 1024
-    return f"{size:,.1f} GB"
 
 
 def count_text(number: int, what: str) -> str:

@@ -26,7 +26,7 @@ from herta_gpu.datasets.planetoid import find_planetoid, load_planetoid
 from herta_gpu.datasets.tables import from_tables, load_tables, read_edges, table_folder
 from herta_gpu.graph import Graph
 from herta_gpu.plumbing.checks import as_labels, has_label, parse_bytes, train_rows
-from herta_gpu.plumbing.files import Archive, DataError, in_words
+from herta_gpu.plumbing.files import Archive, DataError, bytes_text
 from herta_gpu.plumbing.progress import Stages
 
 __all__ = [
@@ -124,8 +124,8 @@ def check_budget(name: str | os.PathLike[str], data_dir: _Folder, budget: Any) -
     size = Archive(at, "a whole .npz archive").unpacked
     if size > parse_bytes(budget):
         raise DataError(
-            f"{at} takes {in_words(size)} unpacked, more than the budget of "
-            f"{in_words(parse_bytes(budget))}: raise memory_budget, or give its features as a "
+            f"{at} takes {bytes_text(size)} unpacked, more than the budget of "
+            f"{bytes_text(parse_bytes(budget))}: raise memory_budget, or give its features as a "
             ".npy file, which stays on disk."
         )
 

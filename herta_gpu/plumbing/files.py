@@ -284,8 +284,8 @@ class Archive:
             raise DataError(f"{self.path} is damaged: its entry {key} cannot be read ({what}).")
         if size > host_memory():
             raise DataError(
-                f"{self.path}: its entry {key} takes {in_words(size)} unpacked, and "
-                f"{in_words(host_memory())} of memory are free."
+                f"{self.path}: its entry {key} takes {bytes_text(size)} unpacked, and "
+                f"{bytes_text(host_memory())} of memory are free."
             )
         return shape, dtype
 
@@ -408,10 +408,13 @@ def explained(what: str, remedy: str = "") -> Iterator[None]:
         raise DataError(f"{what} ({why(error)}){remedy}.") from None
 
 
-def in_words(size: int) -> str:
-    """A number of bytes as one says it: 3.7 MB, 1.5 GB."""
-    mega = size / 2**20
-    return f"{mega:,.1f} MB" if mega < 1024 else f"{mega / 1024:,.1f} GB"
+def bytes_text(size: float) -> str:
+    """A number of bytes as 123.4 MB or 5.6 GB, where 1 GB is 2^30 bytes."""
+    for unit in ("B", "KB", "MB"):
+        if abs(size) < 1024:
+            return f"{size:,.0f} B" if unit == "B" else f"{size:,.1f} {unit}"
+        size /= 1024
+    return f"{size:,.1f} GB"
 
 
 def why(error: BaseException) -> str:
