@@ -12,6 +12,7 @@ next to nothing, a matrix of r (c - 1) rows (`class_blocks`).
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -389,7 +390,7 @@ class Descent:
         self.curvature = -1.0  # of all rows when P was factored
         self.inverse: Inverse | None = None  # of the present guess of the Hessian
         self.exact = False  # it is the Hessian itself, but for rows that add next to nothing
-        self.taken = 0  # steps with this Hessian
+        self.least: list[float] = []  # the smallest gap so far, at each step with this Hessian
 
     def run(self, start: Array | None) -> tuple[DensePoint, str]:
         """(the optimum, or as far as rounding and `max_steps` allow from `start`; the status)."""
@@ -438,22 +439,29 @@ class Descent:
             idle = idle and losses[-_STUCK] - losses[-1] <= 100 * _NOISE * abs(losses[-1])
             return "stagnated" if idle else ""
         settled = len(losses) > 3 and losses[-4] - point.objective <= 0.3 * self.goal * losses[-4]
-        if not settled or self.inverse is None:
-            return ""
-        # ||H^-1/2 gradient||^2 with the present guess H of the Hessian.
-        decrement = float(self.xp.sum(point.g * self.inverse(point.g)))  # synchronize!
-        return "converged" if decrement <= self.goal * point.objective else ""
+        near = settled and self._decrement(point) <= self.goal * point.objective
+        return "converged" if near else ""
+
+    def _decrement(self, point: DensePoint) -> float:
+        """||H^-1/2 gradient||^2 with the present guess H of the Hessian."""
+        g = point.g if self.inverse is None else self.inverse(point.g)
+        return max(0.0, float(self.xp.sum(point.g * g)))  # synchronize!
 
     def _update_hessian(self, point: DensePoint) -> None:
         """Make P anew once the rows' curvature has changed, the whole Hessian once that pays."""
         problem = self.problem
         weights = self.loss.row_curvature(self.xp, point.E, problem.Y)
-        self.taken += 1
-        if self.taken >= _WATCHED and self.taken % 5 == 0:
-            # What the steps with this Hessian have cost, others may cost again.
-            whole = self._whole(point, weights, self.taken)
+        gap = problem.gap(point) if problem.ridge else self._decrement(point)
+        goal = self.goal * point.objective
+        self.least.append(min([gap, *self.least[-1:]]))
+        taken, gap = len(self.least), self.least[-1]
+        if taken >= _WATCHED and taken % 5 == 0 and gap > goal > 0:
+            # How many more steps like the last ones there would be.
+            rate = math.log(self.least[-(taken // 2) - 1] / gap) / (taken // 2)
+            steps = math.log(gap / goal) / rate if rate > 0 else math.inf
+            whole = self._whole(point, weights, min(taken, 0.5 * steps))
             if whole is not None:
-                self.inverse, self.exact, self.taken = whole, True, 0
+                self.inverse, self.exact, self.least = whole, True, []
                 return self.lbfgs.forget()  # it knows better than any pair
         now = float(weights.sum())  # synchronize!
         near = self.curvature / _STALE <= now <= self.curvature * _STALE
@@ -461,7 +469,7 @@ class Descent:
             self.curvature = now
             self.inverse = inverse_of(factor_rows(problem, weights, problem.gram))
 
-    def _whole(self, point: DensePoint, weights: Array, steps: int) -> Inverse | None:
+    def _whole(self, point: DensePoint, weights: Array, steps: float) -> Inverse | None:
         """The Hessian itself, where it costs less than so many steps and fits the memory."""
         problem, (n, c), r = self.problem, self.problem.Y.shape, self.problem.A.shape[1]
         # A product with few columns runs at about a quarter of the speed of a Gram matrix.
