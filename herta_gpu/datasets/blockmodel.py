@@ -90,23 +90,28 @@ def parse(text: str) -> Spec:
     (1110599, 5000)
     """
     name, _, share = text.lower().partition("@")
-    try:
-        if "=" in text:
-            pairs = (pair.split("=") for pair in text.split(","))
-            given = {key.strip(): int(float(value)) for key, value in pairs}
-            n = given.pop("n")
-            spec = Spec(n, given.pop("m", 5 * n), given.pop("d", 64), given.pop("c", 10))
-            scale = 0.0 if given else 1.0
-        else:
-            (n, m, *rest), scale = _PRESETS[name], float(share or 1)
-            spec = Spec(int(scale * n), int(scale * m), *rest)
-        if not 0 < scale <= 1:
-            raise ValueError(text)
-    except (ValueError, KeyError, OverflowError):
+    pairs = text.split(",") if "=" in text else [f"scale={share or 1}"]
+    given: dict[str, float] = {}
+    for key, _, value in (pair.partition("=") for pair in pairs):
+        try:
+            given[key.strip()] = float(value)
+        except ValueError:
+            given[key.strip()] = math.nan
+        if not math.isfinite(given[key.strip()]):
+            raise ValueError(f"{value!r} in synthetic:{text} is not a number.")
+    spec = None
+    if "=" in text:
+        n = int(given.pop("n", 0))
+        m, d, c = (int(given.pop(key, k)) for key, k in (("m", 5 * n), ("d", 64), ("c", 10)))
+        spec = Spec(n, m, d, c)
+    elif name in _PRESETS and 0 < (scale := given.pop("scale")) <= 1:
+        n, m, *rest = _PRESETS[name]
+        spec = Spec(int(scale * n), int(scale * m), *rest)
+    if spec is None or given:
         raise ValueError(
             f"There is no dataset synthetic:{text}: use {', '.join(PRESETS)} (also a share of one, "
             "like papers100M@0.01) or n=1e5,m=1e6,d=64,c=10."
-        ) from None
+        )
     most = spec.n * (spec.n - 1) // 8
     if min(spec.n, spec.d, spec.c) < 1 or spec.c > spec.n or not 0 <= spec.m <= most:
         raise ValueError(

@@ -249,7 +249,8 @@ def test_a_large_one_tells_what_it_does(in_cache, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    "text", ["nope", "arxiv@2", "arxiv@x", "n=10,m=99", "k=3", "m=5", "n=a", "n=2,c=3,m=0"]
+    "text",
+    ["nope", "arxiv@2", "arxiv@x", "n=10,m=99", "k=3", "m=5", "n=a", "n=2,c=3,m=0", "n=9,scale=1"],
 )
 def test_wrong_synthetic_names_are_one_sentence(text):
     with pytest.raises(ValueError, match="synthetic"):
