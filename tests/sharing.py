@@ -7,6 +7,7 @@ import tempfile
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ def cache_folder(name: str) -> Path:
     return folder
 
 
+@cache  # a second lock for the same kernel would wait for the first one for ever
 def compile_kernels_once() -> None:
     """Make workers that need the same compiled kernel share it.
 

@@ -15,12 +15,22 @@ import pytest
 from herta_gpu import HERTA
 from herta_gpu.datasets import load
 from tests.backends.ranks.launch import needs_ranks, on_ranks, run_checks, said
+from tests.sharing import compile_kernels_once
 
 
 @needs_ranks
 @pytest.mark.parametrize("size", [3, *(pytest.param(n, marks=pytest.mark.long) for n in (1, 2, 4))])
 def test_what_holds_on_any_number_of_ranks(size):
     run_checks(size, "checks", "node_checks")
+
+
+def test_a_kernel_has_one_lock_however_often_it_is_asked_for():
+    """With two of them its compilation would wait for itself."""
+    dispatcher = pytest.importorskip("numba.core.dispatcher", reason="no numba").Dispatcher
+    compile_kernels_once()
+    before = dispatcher.compile
+    compile_kernels_once()
+    assert dispatcher.compile is before
 
 
 class _Mail:
