@@ -367,30 +367,24 @@ def _working(F: Tensor) -> Iterator[Backend]:
 def _check(F: Any, n: int) -> None:
     if not isinstance(F, Tensor):
         raise TypeError(f"F must be a torch.Tensor, not {type(F).__name__}: torch.as_tensor(F).")
-    rows = F.shape[0] if F.ndim else 0
-    for right, sentence in (
-        (
-            F.device.type in ("cpu", "cuda"),
-            f"F is on {F.device}: herta_gpu works on the CPU and on CUDA devices.",
-        ),
-        (F.layout == torch.strided, "F is sparse, but H^-1 F is not: give F.to_dense()."),
-        (
-            F.dtype in (*_HALVES, *_SOLVED),
-            f"F must hold real floats, not {F.dtype}: give F.float().",
-        ),
-        (F.ndim in (1, 2), f"F must have one or two dimensions, (n, k), not {F.ndim}."),
-        (rows == n, f"F has {rows:,} rows but the graph has {n:,} nodes: give one row per node."),
-    ):
-        if not right:
-            raise ValueError(sentence)
+    if F.device.type not in ("cpu", "cuda"):
+        raise ValueError(f"F is on {F.device}: herta_gpu works on the CPU and on CUDA devices.")
+    if F.layout != torch.strided:
+        raise ValueError("F is sparse, but H^-1 F is not: give F.to_dense().")
+    if F.dtype not in (*_HALVES, *_SOLVED):
+        raise ValueError(f"F must hold real floats, not {F.dtype}: give F.float().")
+    if F.ndim not in (1, 2):
+        raise ValueError(f"F must have one or two dimensions, (n, k), not {F.ndim}.")
+    if F.shape[0] != n:
+        rows = f"F has {F.shape[0]:,} rows but the graph has {n:,} nodes"
+        raise ValueError(f"{rows}: give one row per node.")
 
 
 def _number(lam: Any) -> float:
     if isinstance(lam, Tensor):
         if lam.numel() != 1:
-            raise ValueError(
-                f"lam must be one number, not a parameter of shape {tuple(lam.shape)}."
-            )
+            shape = tuple(lam.shape)
+            raise ValueError(f"lam must be one number, not a parameter of shape {shape}.")
         lam = float(lam.detach())  # synchronize!
     check_lam(lam)
     return float(lam)
