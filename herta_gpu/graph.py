@@ -122,7 +122,7 @@ class Graph:
         both, each direction has twice its weight afterwards, and so has the edge here.  Its edges
         without weights need no such step here.
 
-        Arrays on a GPU stay there if cuGraph is installed, which then merges the edges.
+        Arrays on a GPU stay there.
 
         Examples
         --------

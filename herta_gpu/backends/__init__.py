@@ -143,17 +143,15 @@ def _few(data: tuple[Any, ...]) -> str | None:
     """Why ``"auto"`` leaves these graphs and arrays to the CPU; None: it does not."""
     if not data or any(on_device(x) or isinstance(x, DeviceGraph) for x in data):
         return None  # what is on the device already is worked on there
-    count = sum(map(_numbers, data))
+    count = 0
+    for x in data:
+        if hasattr(x, "num_edges"):
+            count += int(x.num_nodes + 2 * x.num_edges)
+        else:
+            count += int(x.nnz if hasattr(x, "nnz") else prod(getattr(x, "shape", (0,))))
     if count > FEW:
         return None
     return f"{count:,} numbers are few: the CPU is done before a GPU has compiled its kernels"
-
-
-def _numbers(x: Any) -> int:
-    """How many numbers a graph, a matrix or an array holds; 0 of anything else."""
-    if hasattr(x, "num_edges"):
-        return int(x.num_nodes + 2 * x.num_edges)
-    return int(x.nnz if hasattr(x, "nnz") else prod(getattr(x, "shape", (0,))))
 
 
 @cache

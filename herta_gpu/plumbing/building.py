@@ -213,52 +213,70 @@ def row_sums(values: Any, indptr: Any, out: Any) -> Any:
     return out
 
 
-# ---- by sorted keys, with NumPy and SciPy ------------------------------------------------
+# ---- by sorted keys, with NumPy or CuPy --------------------------------------------------
 def _with_scipy(edges: Any, w: Any, n: int, duplicates: str | None) -> Arrays:
-    u, v = edges.astype(np.int64, copy=False)
-    if duplicates == "error":
-        check_repeats(np, u, v, n)
-    if w is None:
-        return *of_keys(edge_keys(u, v, n)[u != v], n), None
-    w, loop = w.astype(np.float64, copy=False), u == v
-    degree = np.bincount(u[loop], weights=w[loop], minlength=n).astype(np.float64, copy=False)
-    kept = ~loop & (w > 0)
-    key, back, w = edge_keys(u[kept], v[kept], n), u[kept] > v[kept], w[kept]
-    sort = np.lexsort((back, key))  # by edge and direction, in the order of the list
-    key, back, w = key[sort], back[sort], w[sort]
-    new = np.ones(key.shape[0], dtype=bool)
-    new[1:] = (key[1:] != key[:-1]) | (back[1:] != back[:-1])
-    first = np.flatnonzero(new)
-    key, w = key[first], np.add.reduceat(w, first) if first.size else w
-    both = np.flatnonzero(key[1:] == key[:-1])
-    differ = both[~np.isclose(w[both], w[both + 1], rtol=1e-6, atol=0.0)]
-    if differ.size:
-        at = int(differ[0])
-        directions_differ(*divmod(int(key[at]), n), w[at], w[at + 1])
-    once = np.diff(key, prepend=-1) > 0
-    key, w = key[once], w[once]
-    indptr, indices, weights = of_edges(key // n, key % n, None if (w == 1).all() else w, n)
+    lo, hi, w, degree = merge_edges(np, edges.astype(np.int64, copy=False), w, n, duplicates)
+    indptr, indices, weights = of_edges(lo, hi, w, n)
+    if degree is None:
+        return indptr, indices, None, None
     every = np.ones(indices.shape[0]) if weights is None else weights
     looped = _add_loops(every, indptr, degree)
     return indptr, indices, weights, degree if weights is not None or looped else None
 
 
-def edge_keys(u: Any, v: Any, n: int) -> Any:
+def merge_edges(
+    xp: Any, edges: Any, w: Any, n: int, duplicates: str | None
+) -> tuple[Any, Any, Any, Any]:
+    """(lo, hi, weight) of each undirected edge once, sorted, and (n,) the weights of self-loops.
+
+    No weights if all are 1; the loops are None where no weights are given.
+    """
+    u, v = edges
+    if duplicates == "error":
+        check_repeats(xp, u, v, n)
+    if w is None:
+        keys = distinct(xp, xp.sort(edge_keys(u, v, n, xp)[u != v]))
+        return keys // n, keys % n, None, None
+    w, loop = w.astype(np.float64, copy=False), u == v
+    loops = xp.bincount(u[loop], weights=w[loop], minlength=n).astype(np.float64, copy=False)
+    kept = ~loop & (w > 0)
+    u, v, w = u[kept], v[kept], w[kept]  # synchronize!
+    key, back = edge_keys(u, v, n, xp), u > v
+    sort = xp.argsort(back, kind="stable")  # by edge and direction, in the order of the list
+    sort = sort[xp.argsort(key[sort], kind="stable")]
+    key, back, w = key[sort], back[sort], w[sort]
+    new = _changes(xp, key) | _changes(xp, back)
+    first = xp.flatnonzero(new)  # synchronize!
+    if xp is np:  # one by one, as the compiled loops add
+        w = np.bincount(np.cumsum(new) - 1, weights=w)
+    else:
+        w = xp.add.reduceat(w, first) if first.size else w
+    key = key[first]
+    both = xp.flatnonzero(key[1:] == key[:-1])  # synchronize!
+    differ = abs(w[both] - w[both + 1]) > 1e-6 * w[both + 1]
+    if bool(differ.any()):  # synchronize!
+        at = int(both[int(differ.argmax())])
+        directions_differ(*divmod(int(key[at]), n), float(w[at]), float(w[at + 1]))
+    one = _changes(xp, key)
+    key, w = key[one], w[one]  # synchronize!
+    return key // n, key % n, None if bool((w == 1).all()) else w, loops
+
+
+def edge_keys(u: Any, v: Any, n: int, xp: Any = np) -> Any:
     """lo * n + hi of each pair: one int64 per edge, the same for both directions."""
-    return np.minimum(u, v).astype(np.int64) * n + np.maximum(u, v)
-
-
-def of_keys(keys: Any, n: int) -> tuple[Any, Any, Any]:
-    """The unweighted graph of `edge_keys`, none of which may be a self-loop."""
-    keys = distinct(np, np.sort(keys))  # `np.unique` has a hash table: a hundred times as slow
-    return of_edges(keys // n, keys % n, None, n)
+    return xp.minimum(u, v).astype(np.int64) * n + xp.maximum(u, v)
 
 
 def distinct(xp: Any, keys: Any) -> Any:
     """Each of the sorted keys once."""
-    first = xp.ones(keys.shape[0], dtype=bool)
-    first[1:] = keys[1:] != keys[:-1]
-    return keys[first]  # synchronize!
+    return keys[_changes(xp, keys)]  # synchronize!
+
+
+def _changes(xp: Any, keys: Any) -> Any:
+    """Whether each of the keys is another one than that before."""
+    new = xp.ones(keys.shape[0], dtype=bool)
+    new[1:] = keys[1:] != keys[:-1]
+    return new
 
 
 def of_edges(lo: Any, hi: Any, weight: Any, n: int) -> tuple[Any, Any, Any]:

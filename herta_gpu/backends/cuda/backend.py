@@ -2,7 +2,8 @@
 
 The kernels are in ``kernels/*.cu``, one module per file, compiled when first used and kept by
 CuPy's cache.  A kernel gets bare pointers and unchecked scalars, so every launch goes through
-`_launch`, which wants C-contiguous device arrays and NumPy scalars of the exact type.
+`_launch`, which wants C-contiguous device arrays and NumPy scalars of the exact type where that is
+not of 64 bits.
 
 Everything runs on the current stream, which is the backend's own within `working`.
 `# synchronize!` marks each line that waits for the device.  Memory comes from CuPy's current
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache, cached_property
 from importlib.util import find_spec
@@ -43,7 +44,6 @@ from herta_gpu.backends.cuda.device import (
     named_stream,
     padded,
     pivoted_cholesky,
-    pointer,
     roundings,
     segment_length,
     suffix,
@@ -55,6 +55,7 @@ from herta_gpu.backends.cuda.traffic import (
     Traffic,
     copy_rate,
     count_traffic,
+    counting,
     note_again,
     watch_launch,
 )
@@ -70,6 +71,7 @@ _FRAGMENTS = 1.2
 # about 30 microseconds: both are figures of data sheets and rules of thumb, not measured here.
 _SHORT_STEP = 32 << 20
 I32, I64, U32, U64 = np.int32, np.int64, np.uint32, np.uint64
+Sent = WeakKeyDictionary[Graph, dict[str, Any]]  # what the device has of graphs of the host
 
 
 @cache
@@ -90,16 +92,24 @@ def _module(file: str) -> Any:
 
 
 def _launch(
-    file: str, name: str, *, grid: tuple[int, ...], block: tuple[int, ...], args: tuple[Any, ...]
+    file: str, name: str, grid: tuple[int, ...], block: tuple[int, ...], *args: Any
 ) -> None:
-    """Run a kernel of one of our files; what it reads is checked first."""
-    for i, a in enumerate(args):
-        # A pointer knows nothing of strides, and CuPy sends any Python number as 64 bits.
-        contiguous = isinstance(a, cupy.ndarray) and a.flags.c_contiguous
-        assert contiguous or isinstance(a, np.generic), f"{name}, argument {i}: {type(a)}"
+    """Run a kernel of one of our files; None is a null pointer, a Python number has 64 bits."""
+    typed = tuple(_typed(x, name) for x in args)
     kernel = _kernel(file, name)
-    with watch_launch(cupy, file, name, args):
-        kernel(grid, block, args)
+    with watch_launch(cupy, file, name, typed) if counting else nullcontext():
+        kernel(grid, block, typed)
+
+
+def _typed(x: Any, name: str) -> Any:
+    """An argument as CuPy shall pass it on: a pointer knows nothing of types and strides."""
+    if x is None:
+        return NULL
+    if isinstance(x, (int, float)) and not isinstance(x, np.generic):
+        return I64(x) if isinstance(x, int) else np.float64(x)
+    contiguous = isinstance(x, cupy.ndarray) and x.flags.c_contiguous
+    assert contiguous or isinstance(x, np.generic), f"{name}: {type(x)}"
+    return x
 
 
 def _follow(later: Any, earlier: Any) -> None:
@@ -139,11 +149,8 @@ class CUDABackend(Algorithm2):
         # as one launch: always with HERTA_CUDA_GRAPHS=1, never with 0, else where they are short.
         self.capture = {"1": True, "0": False}.get(os.environ.get("HERTA_CUDA_GRAPHS", ""))
         self.look()
-        self._graphs: WeakKeyDictionary[Graph, dict[str, Any]] = (
-            WeakKeyDictionary() if like is None else like._graphs
-        )
-        self._scratch: dict[tuple[int, int], tuple[Array, Array]] = {}
-        self._replayed_on: int | None = None  # the stream that steps are being captured for
+        self._graphs: Sent = WeakKeyDictionary() if like is None else like._graphs
+        self._scratch: dict[tuple[int, int], tuple[Array, Array, Array]] = {}
         if like is not None:
             self._own = like._own
 
@@ -225,16 +232,16 @@ class CUDABackend(Algorithm2):
         return cupy.cuda.Stream.from_external(foreign)
 
     @contextmanager
-    def working(self) -> Iterator[None]:
+    def working(self) -> Iterator[Any]:
         caller = cupy.cuda.get_current_stream()
         if caller.ptr == self._own.ptr:  # a method that calls another one
-            yield
+            yield caller
             return
         _follow(self._own, caller)
         try:
             # By default CuPy does not look whether a factorisation went through.
             with self._own, cupyx.errstate(linalg="raise"):
-                yield
+                yield self._own
         finally:
             _follow(caller, self._own)
 
@@ -273,9 +280,6 @@ class CUDABackend(Algorithm2):
     def _uploaded(self, graph: Graph, dtype: str, held: dict[str, Any]) -> DeviceLaplacian:
         """`graph` in one precision; `held` is what the device has of it, sent at the first call."""
         if "indptr" not in held:
-            length = np.diff(graph.indptr)
-            segment = segment_length(graph.indices.shape[0])
-            rows = np.flatnonzero(length > segment)
             held |= {
                 "indptr": self.asarray(graph.indptr),
                 "indices": self.asarray(graph.indices),
@@ -283,7 +287,7 @@ class CUDABackend(Algorithm2):
                 "inv_sqrt_degree": self.asarray(self.inverse_roots(graph)),
                 "diagonal": self.asarray(graph.loopless_degree / graph.degree),
                 "lambda_max": graph.lambda_max_bound,
-                "segments": self.segments(rows, length[rows], segment),
+                "segments": self.segments(np.diff(graph.indptr), graph.indices.shape[0]),
             }
         if graph.order is not None and "order" not in held:
             held["order"] = self.asarray(graph.order, "int64")
@@ -298,9 +302,14 @@ class CUDABackend(Algorithm2):
         """D^-1/2 of all nodes that a row may have for a neighbour."""
         return 1.0 / np.sqrt(graph.degree)
 
-    def segments(self, rows: Any, length: Any, segment: int) -> dict[str, Any]:
-        """What the kernels must know of the rows that are too long for one block."""
-        pieces = -(-length // segment)
+    def segments(self, length: Any, nnz: int) -> dict[str, Any]:
+        """What the kernels must know of the rows that are too long for one block.
+
+        `length` of each row may be on the device: few are read.
+        """
+        segment = segment_length(nnz)
+        rows = cupy.get_array_module(length).flatnonzero(length > segment)  # synchronize!
+        rows, pieces = (cupy.asnumpy(x) for x in (rows, -(-length[rows] // segment)))
         rank = np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces)
         row = np.repeat(rows, pieces)
         return {
@@ -357,7 +366,7 @@ class CUDABackend(Algorithm2):
         X = self.asarray(X)
         Y = cupy.empty_like(X) if out is None else out
         if X.size:
-            self._product("apply_H", L, lam, X, X, Y, NULL, NULL, NULL)
+            self._product("apply_H", L, lam, X, X, Y, None, None, None)
         return Y
 
     def residual_rows(
@@ -366,7 +375,7 @@ class CUDABackend(Algorithm2):
         Z, B = self.asarray(Z), self.asarray(B, "float64")
         R = cupy.empty(B.shape) if out is None else out
         if R.size:
-            self._residual(L, lam, Z, B, start, NULL, R, NULL, NULL)
+            self._residual(L, lam, Z, B, start, None, R, None, None)
         return R
 
     def residual(
@@ -376,7 +385,7 @@ class CUDABackend(Algorithm2):
         B = B if B.dtype in (np.float32, np.float64) else B.astype("float64")
         R, dots = cupy.empty(Z.shape, dtype=dtype), cupy.zeros((2, Z.shape[1]))
         if R.size:
-            partials = self._product_scratch(L, Z.shape[1])[2]
+            partials = self._scratch_of(L, Z.shape[1])[2]
             self._residual(L, lam, Z, B, 0, 1.0 / unit, R, partials, dots)
         return R, dots
 
@@ -388,10 +397,10 @@ class CUDABackend(Algorithm2):
         scales, at = (*L.exact, np.float64(lam)), slice(start, start + B.shape[0])
         first, last = L.cut_segments(at)
         if first < last:
-            self._rows("hub_sums", L, scales, Z, at, (Z,), short=False)
+            self._rows("hub_sums", L, scales, at, (Z,), short=False)
         unit, R, *dots = to
-        rest = (*by_precision(B), I64(at.start), I64(at.stop), unit, *by_precision(R), *dots)
-        self._rows("residual", L, scales, Z, at, (Z, *rest), long=False)
+        rest = (*by_precision(B), at.start, at.stop, unit, *by_precision(R), *dots)
+        self._rows("residual", L, scales, at, (Z, *rest), long=False)
 
     def roundings(self, neighbours: float, columns: int, rows: bool = False) -> float:
         return roundings(neighbours, columns)
@@ -400,51 +409,38 @@ class CUDABackend(Algorithm2):
         """apply_H or chebyshev on the block X; `tail` is what follows the common arguments."""
         assert X.dtype == L.inv_sqrt_degree.dtype
         scales = (L.inv_sqrt_degree, L.diagonal, L.weights, X.dtype.type(lam))
-        self._rows(kernel, L, scales, X, slice(0, L.n), tail)
+        self._rows(kernel, L, scales, slice(0, L.n), tail, like=X)
 
     def _rows(
         self,
         kernel: str,
         L: Any,
         scales: Any,
-        X: Array,
         at: slice,
         tail: Any,
+        *,
+        like: Any = None,
         short: bool = True,
         long: bool = True,
     ) -> None:
         """A kernel of laplacian.cu on some rows; `scales` are s, diag(L), the weights and lam.
 
-        It has blocks of threads for the `short` rows, for segments of the `long` ones, or both.
+        It has blocks of threads for the `short` rows, for segments of the `long` ones, or both, of
+        a shape for blocks `like` this one, by default the first of `tail`.
         """
+        X = tail[0] if like is None else like
         k, (s, diagonal, weights, lam) = X.shape[1], scales
         width = vector_width(k, X.dtype)
         x, y, tiles = column_shape(k, width, least=8)
         a, b = L.cut_segments(at)
         taken = min(b - a, MAX_BLOCKS)
-        sums, tickets, _ = self._product_scratch(L, k)
-        graph = (I64(L.n), I64(k), L.indptr, L.indices, pointer(weights), s, diagonal, lam)
+        sums, tickets, _ = self._scratch_of(L, k)
+        graph = (L.n, k, L.indptr, L.indices, weights, s, diagonal, lam)
         cut = (L.segment_row[a:b], L.segment_rank[a:b], sums, tickets)
-        of_rows = blocks(at.stop - at.start, y) if short else 0
-        _launch(
-            "laplacian.cu",
-            f"{kernel}_{suffix(X.dtype)}_{suffix(L.indices.dtype)}_v{width}",
-            grid=(of_rows + (taken if long else 0), tiles),
-            block=(x, y),
-            args=(*graph, I32(L.segment), I32(b - a), I32(taken), *cut, *tail),
-        )
-
-    def _product_scratch(self, L: Any, k: int) -> tuple[Array, Array, Array]:
-        """(segment sums, tickets, partial dots) for k columns, made once per width and stream."""
-        key = (k, self._stream())
-        if key not in L.scratch:
-            pieces = L.segment_row.shape[0]
-            L.scratch[key] = (
-                cupy.empty((pieces, k)),
-                cupy.zeros((-(-k // 64), pieces + 1), dtype=U32),
-                cupy.empty((2 * MAX_BLOCKS, k)),
-            )
-        return L.scratch[key]
+        grid = (blocks(at.stop - at.start, y) * short + taken * long, tiles)
+        name = f"{kernel}_{suffix(X.dtype)}_{suffix(L.indices.dtype)}_v{width}"
+        sizes = (I32(L.segment), I32(b - a), I32(taken))
+        _launch("laplacian.cu", name, grid, (x, y), *graph, *sizes, *cut, *tail)
 
     def _columns(self, file: str, kernel: str, X: Array, *args: Any) -> None:
         """A kernel on blocks shaped like X."""
@@ -452,23 +448,31 @@ class CUDABackend(Algorithm2):
         width = vector_width(k, X.dtype)
         x, y, tiles = column_shape(k, width)
         name = f"{kernel}_{suffix(X.dtype)}_v{width}"
-        shape = {"grid": (blocks(n, y), tiles), "block": (x, y)}
-        _launch(file, name, **shape, args=(I64(n), I64(k), *args))
+        _launch(file, name, (blocks(n, y), tiles), (x, y), n, k, *args)
 
-    def _column_scratch(self, k: int) -> tuple[Array, Array]:
-        """(partial sums, tickets) for k columns, made once per width and stream."""
-        key = (k, self._stream())
-        if key not in self._scratch:
-            tickets = cupy.zeros(-(-k // 64), dtype=U32)
-            self._scratch[key] = cupy.empty((MAX_BLOCKS, k)), tickets
-        return self._scratch[key]
+    def _scratch_of(self, L: Any, k: int) -> tuple[Array, Array, Array]:
+        """(sums of segments, tickets, partial dots) for k columns, made once per width and stream.
+
+        Without an `L` those of `_columns`, which has no segments; a stream runs one at a time.
+        """
+        held, pieces = (self._scratch, 0) if L is None else (L.scratch, L.segment_row.shape[0])
+        key = (k, cupy.cuda.get_current_stream().ptr)
+        if key not in held:
+            tickets = cupy.zeros((-(-k // 64), pieces + 1), dtype=U32)
+            held[key] = cupy.empty((pieces, k)), tickets, cupy.empty((2 * MAX_BLOCKS, k))
+        return held[key]
+
+    def _sums_of(self, k: int) -> tuple[Array, Array]:
+        """(partial sums, tickets) for k columns of `_columns`."""
+        _, tickets, partials = self._scratch_of(None, k)
+        return partials, tickets
 
     def column_dots(self, X: Array, Y: Array) -> Array:
         dots = cupy.zeros(X.shape[1])
         if X.size:
             dtype = str(np.promote_types(X.dtype, Y.dtype))
             X, Y = self.asarray(X, dtype), self.asarray(Y, dtype)
-            self._columns("cg.cu", "column_dots", X, X, Y, *self._column_scratch(X.shape[1]), dots)
+            self._columns("cg.cu", "column_dots", X, X, Y, *self._sums_of(X.shape[1]), dots)
         return dots
 
     def cg_start(
@@ -484,60 +488,39 @@ class CUDABackend(Algorithm2):
         s, k = state, state.R.shape[1]
         if not s.R.size:
             return
-        partials = self._product_scratch(L, k)[2]
+        partials = self._scratch_of(L, k)[2]
         self._product("apply_H", L, lam, s.P, s.P, s.HP, s.active, partials, s.pHp)
-        numbers = (s.pHp, s.rho, s.energy, np.float64(s.tol), s.floor)
-        ends = (s.active, s.iterations, s.alpha, s.beta, *self._column_scratch(k))
+        numbers = (s.pHp, s.rho, s.energy, float(s.tol), s.floor)
+        ends = (s.active, s.iterations, s.alpha, s.beta, *self._sums_of(k))
         self._columns("cg.cu", "cg_residual", s.R, s.HP, s.R, *numbers, *ends)
         self._columns("cg.cu", "cg_direction", s.R, s.R, s.P, s.Z, s.alpha, s.beta)
 
     def cg_steps(self, L: Laplacian, lam: float, state: CGState, count: int) -> None:
         assert isinstance(state, CUDACGState)
-        if state.steps != count or not self._captures(L, state):
-            # The first batch compiles and allocates, which a capture must not.
+        if not self._captures(L, state):
             super().cg_steps(L, lam, state, count)
-            state.steps, state.graph = count, None
             return
-        if state.graph is None:
-            with count_traffic() as state.moved:
-                state.graph = self._captured(L, lam, state, count)
-        elif state.moved is not None:
-            note_again(state.moved)
-        state.graph.launch()  # on the current stream
+        with self.working() as stream:  # the default stream could replay a graph, but not capture
+            if state.steps != count:  # the first batch compiles and allocates: a capture must not
+                super().cg_steps(L, lam, state, count)
+                state.steps, state.graph = count, None
+                return
+            if state.graph is None:
+                with count_traffic() as state.moved:
+                    stream.begin_capture()
+                    try:
+                        super().cg_steps(L, lam, state, count)
+                    finally:  # a stream that captures is of no other use
+                        state.graph = stream.end_capture()
+            elif state.moved is not None:
+                note_again(state.moved)
+            state.graph.launch()
 
     def _captures(self, L: Laplacian, state: CGState) -> bool:
         """Whether a step is over before the host has launched the next one."""
         if self.capture is not None:
             return self.capture
         return state.P.nbytes * (10 + L.nnz / max(L.n, 1)) + 4 * L.nnz + 8 * L.n <= _SHORT_STEP
-
-    def _captured(self, L: Laplacian, lam: float, state: CGState, count: int) -> Any:
-        """Steps as a CUDA graph.
-
-        The default stream can replay a graph, but not capture one.  A stream that is used for
-        nothing else does, and executes nothing; what the steps read and write, scratch included,
-        is that of the current stream, which will replay them.
-        """
-        self._replayed_on = cupy.cuda.get_current_stream().ptr
-        try:
-            with self._recorder as recorder:
-                recorder.begin_capture()
-                try:
-                    super().cg_steps(L, lam, state, count)
-                finally:
-                    graph = recorder.end_capture()  # a stream that captures is of no other use
-            return graph
-        finally:
-            self._replayed_on = None
-
-    @cached_property
-    def _recorder(self) -> Any:
-        return named_stream(cupy, "herta: captured steps")
-
-    def _stream(self) -> int:
-        """The stream that the next launch will run on."""
-        now = self._replayed_on
-        return cupy.cuda.get_current_stream().ptr if now is None else now
 
     def cg_active(self, state: CGState) -> int:
         return int(cupy.count_nonzero(state.active))  # synchronize!

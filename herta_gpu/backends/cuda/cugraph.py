@@ -5,7 +5,6 @@ cuGraph and cuDF are large and optional; nothing here is imported before it is n
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
 
@@ -13,42 +12,12 @@ import numpy as np
 
 from herta_gpu.graph import Graph
 
-Triple = tuple[Any, Any, Any]  # ends and weights
 MOST_ROWS = 2_147_483_100  # a longer edge list is refused by cuGraph
 
 
 def available() -> bool:
+    """Whether cuGraph and cuDF are installed."""
     return all(find_spec(name) is not None for name in ("cudf", "cugraph"))
-
-
-def merged(
-    asarray: Callable[[Any], Any], u: Any, v: Any, w: Any, n: int
-) -> tuple[Triple, Triple, int]:
-    """(edges of one direction added up, each undirected edge once, connected components).
-
-    Everything stays on the device; `asarray` makes a column an array there.  Repeated edges and
-    the two directions are merged by cuDF: cuGraph drops all but one of them, and promises neither
-    which one nor what its weight will be.
-    """
-    if not u.shape[0]:
-        return (u, v, w), (u, v, w), n
-    import cugraph
-
-    frame = _frame({"src": u, "dst": v, "weights": w}, "leave it on the host, as a NumPy array")
-    frame = frame.groupby(["src", "dst"], as_index=False).sum()
-    u, v, w = (asarray(frame[name].to_cupy()) for name in ("src", "dst", "weights"))
-    ahead = u < v
-    lo, hi = u * ahead + v * ~ahead, v * ahead + u * ~ahead
-    # Directions that differ are an error, which the caller finds: the kept weight is one of both.
-    pairs = _frame({"src": lo, "dst": hi, "weights": w})
-    pairs = pairs.groupby(["src", "dst"], as_index=False).max()
-    once = tuple(asarray(pairs[name].to_cupy()) for name in ("src", "dst", "weights"))
-    G = cugraph.Graph(directed=False)
-    G.from_cudf_edgelist(pairs, source="src", destination="dst")
-    labels = cugraph.weakly_connected_components(G)["labels"]
-    # Nodes without an edge are not in G; each is a component of its own.
-    components = int(labels.nunique()) + n - len(labels)
-    return (u, v, w), once, components
 
 
 def by_leiden(graph: Graph, worth: float) -> Any | None:
@@ -61,9 +30,7 @@ def by_leiden(graph: Graph, worth: float) -> Any | None:
     u, v, w = graph.edges()
     # Its documentation asks for weights.
     weights = np.ones(u.shape[0], np.float32) if w is None else w
-    G = cugraph.Graph(directed=False)
-    frame = _frame({"src": u, "dst": v, "weights": weights})
-    G.from_cudf_edgelist(frame, source="src", destination="dst", edge_attr="weights")
+    G = _filled({"src": u, "dst": v, "weights": weights}, edge_attr="weights")
     parts, _ = cugraph.leiden(G, random_state=0)
     labels = np.full(graph.num_nodes, -1, dtype=np.int64)  # nodes without an edge come first
     labels[parts["vertex"].to_numpy()] = parts["partition"].to_numpy()
@@ -71,17 +38,19 @@ def by_leiden(graph: Graph, worth: float) -> Any | None:
     return np.argsort(labels, kind="stable") if within >= worth else None
 
 
-def _frame(columns: dict[str, Any], instead: str = "") -> Any:
-    """An edge list of cuDF; one that is too long is refused, with what to do `instead`."""
+def _filled(columns: dict[str, Any], **names: Any) -> Any:
+    """A cuGraph graph of these edges; a list that is too long is refused."""
     import cudf
+    import cugraph
 
     rows = columns["src"].shape[0]
     if rows > MOST_ROWS:
         raise ValueError(
-            f"The edge list has {rows:,} rows, but RAPIDS takes {MOST_ROWS:,} at most"
-            + (f": {instead}." if instead else ".")
+            f"The edge list has {rows:,} rows, but RAPIDS takes {MOST_ROWS:,} at most."
         )
-    return cudf.DataFrame(columns)
+    G, frame = cugraph.Graph(directed=False), cudf.DataFrame(columns)
+    G.from_cudf_edgelist(frame, source="src", destination="dst", **names)
+    return G
 
 
 def from_cugraph(G: Any, num_nodes: int | None = None) -> Graph:
@@ -142,14 +111,11 @@ def to_cugraph(graph: Graph) -> Any:
 
     Self-loops of weight 1, which every node has by default, are left out.
     """
-    try:
-        import cudf  # noqa: F401 - `_frame` needs it
-        import cugraph
-    except ImportError as error:
+    if not available():
         raise RuntimeError(
             "to_cugraph needs the packages cugraph and cudf of RAPIDS: install "
             "herta_gpu[cugraph-cu13] (or [cugraph-cu12])."
-        ) from error
+        )
     u, v, w = graph.edges()
     loops = graph.degree - graph.loopless_degree
     looped = np.flatnonzero(np.abs(loops - 1) > 1e-9)
@@ -159,8 +125,4 @@ def to_cugraph(graph: Graph) -> Any:
     if weighted:
         weights = np.ones(u.shape[0]) if w is None else w
         columns["weights"] = np.concatenate([weights, loops[looped]])
-    G = cugraph.Graph(directed=False)
-    edge_attr = "weights" if weighted else None
-    frame = _frame(columns)
-    G.from_cudf_edgelist(frame, source="src", destination="dst", edge_attr=edge_attr)
-    return G
+    return _filled(columns, edge_attr="weights" if weighted else None)

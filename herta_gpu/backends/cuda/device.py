@@ -94,13 +94,9 @@ def segment_length(nnz: int) -> int:
     return min(max(fitting, SHORTEST), SEGMENT)
 
 
-def pointer(x: Array | None) -> Any:
-    return NULL if x is None else x
-
-
 def by_precision(x: Array) -> tuple[Any, Any]:
-    """(x, null) in float32, (null, x) in float64: what a kernel takes that knows both."""
-    return (x, NULL) if x.dtype == np.float32 else (NULL, x)
+    """(x, None) in float32, (None, x) in float64: what a kernel takes that knows both."""
+    return (x, None) if x.dtype == np.float32 else (None, x)
 
 
 def roundings(neighbours: float, columns: int) -> float:
@@ -160,8 +156,8 @@ class DeviceLaplacian(Laplacian):
         return f"{suffix(self.inv_sqrt_degree.dtype)}_{suffix(self.indices.dtype)}"
 
     @property
-    def csr(self) -> tuple[Any, Array, Array]:
-        return np.int64(self.n), self.indptr, self.indices
+    def csr(self) -> tuple[int, Array, Array]:
+        return self.n, self.indptr, self.indices
 
 
 # ---- algorithms -------------------------------------------------------------------------------

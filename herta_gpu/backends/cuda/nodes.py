@@ -127,17 +127,17 @@ class CUDANodesBackend(CUDABackend):
         if k == 0:
             return
         if L.n:
-            partials = self._product_scratch(L, k)[2]
+            partials = self._scratch_of(L, k)[2]
             self._product("apply_H", L, lam, s.P, s.P, s.HP, s.active, partials, s.pHp)
         pHp = self.nccl.of_ranks(s.pHp, "pHp")
         if L.n:
-            args = (s.HP, s.R, ranks, pHp, s.rho, s.active, *self._column_scratch(k), s.dots)
+            args = (s.HP, s.R, ranks, pHp, s.rho, s.active, *self._sums_of(k), s.dots)
             self._columns("cg.cu", "cg_descend", s.R, *args)
         dots = self.nccl.of_ranks(s.dots, "rho")
         L.halo.start(s.R, s.halo_R)  # behind that sum: NCCL does one thing after the other
-        step = (s.rho, s.energy, np.float64(s.tol), s.floor, s.active, s.iterations)
-        scalars = (np.int64(k), ranks, pHp, dots, *step, s.alpha, s.beta)
-        self._flat("cg_turn", k, *scalars, file="cg.cu")
+        step = (s.rho, s.energy, float(s.tol), s.floor, s.active, s.iterations)
+        scalars = (k, ranks, pHp, dots, *step, s.alpha, s.beta)
+        self._items("cg.cu", "cg_turn", k, *scalars)
         if L.n:
             self._columns("cg.cu", "cg_direction", s.R, s.R, s.P, s.Z, s.alpha, s.beta)
         self.nccl.finish()

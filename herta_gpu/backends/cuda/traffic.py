@@ -46,34 +46,31 @@ class Traffic:
         self.timed.clear()
 
 
-_counting: list[Traffic] = []
+counting: list[Traffic] = []  # those who count all launches at this time
 
 
 @contextmanager
 def count_traffic() -> Iterator[Traffic]:
     """Count all launches within the block."""
-    _counting.append(Traffic())
+    counting.append(Traffic())
     try:
-        yield _counting[-1]
+        yield counting[-1]
     finally:
-        _counting.pop()
+        counting.pop()
 
 
 @contextmanager
 def watch_launch(xp: Any, file: str, kernel: str, args: tuple[Any, ...]) -> Iterator[None]:
-    """Around every launch; it does nothing unless somebody counts."""
-    if not _counting:
-        yield
-        return
+    """Around a launch while somebody counts."""
     stream, name = xp.cuda.get_current_stream(), _TYPES.sub("", kernel)
-    size, timed = must_move(file, name, args), not stream.is_capturing()
-    events = [xp.cuda.Event() for _ in range(2)] if timed else []
-    for event in events[:1]:
-        event.record(stream)
+    size, events = must_move(file, name, args), [xp.cuda.Event() for _ in range(2)]
+    timed = not stream.is_capturing()
+    if timed:
+        events[0].record(stream)
     yield
-    for event in events[1:]:
-        event.record(stream)
-    for traffic in _counting:
+    if timed:
+        events[1].record(stream)
+    for traffic in counting:
         traffic.launches[name] += 1
         traffic.moved[name] += size
         traffic.timed += [(name, size, *events)] if timed else []
@@ -94,7 +91,7 @@ def copy_rate(xp: Any, size: int) -> float:
 
 def note_again(traffic: Traffic) -> None:
     """The launches of `traffic` once more: a captured graph is replayed."""
-    for other in _counting:
+    for other in counting:
         other.launches.update(traffic.launches)
         other.moved.update(traffic.moved)
 

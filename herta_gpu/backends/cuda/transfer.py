@@ -16,6 +16,7 @@ import weakref
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -111,10 +112,11 @@ class StreamedBlocks(Blocks):
 
     def parts(self, wanted: Sequence[Part]) -> Iterator[tuple[slice, Array]]:
         file, stream = self._readable(), self._xp.cuda.get_current_stream()
-        cuts = [columns if self._whole(columns) else slice(None) for _, columns in wanted]
-        sent = [
-            (rows, slice(None) if self._whole(columns) else columns) for rows, columns in wanted
-        ]
+        every, sent, cuts = slice(None), [], []
+        for rows, columns in wanted:  # whole rows are sent, and cut there
+            whole = self.whole_rows(len(range(*columns.indices(self.X.shape[1]))))
+            sent.append((rows, every if whole else columns))
+            cuts.append(columns if whole else every)
         buffers = self._two_buffers(max(map(self._size, sent), default=0), stream)
         with closing(self._gathers(sent) if file is None else self._read(file, sent)) as hosts:
             parts = self._sent(sent, hosts, buffers, stream)
@@ -124,9 +126,6 @@ class StreamedBlocks(Blocks):
 
     def whole_rows(self, columns: int) -> bool:
         return self.X.shape[1] < _FEW * columns
-
-    def _whole(self, columns: slice) -> bool:
-        return self.whole_rows(len(range(*columns.indices(self.X.shape[1]))))
 
     def _sent(
         self, wanted: Sequence[Part], hosts: Iterator[Any], buffers: list[Buffer], stream: Any
@@ -185,14 +184,12 @@ class StreamedBlocks(Blocks):
     def _two_buffers(self, size: int, stream: Any) -> list[Buffer]:
         if not self._buffers or self._buffers[0].device.size < size:
             self._copies.synchronize()  # synchronize!  rare: smaller buffers are given up
-            self._buffers = [self._new_buffer(size, stream) for _ in range(2)]
+            event = partial(self._xp.cuda.Event, disable_timing=True)
+            room = [self._xp.empty(size, dtype=self.X.dtype) for _ in range(2)]
+            self._buffers = [Buffer(flat, event(), event()) for flat in room]
+            for made in self._buffers:  # the pool may hand out memory that this stream still reads
+                made.used.record(stream)
         return self._buffers
-
-    def _new_buffer(self, size: int, stream: Any) -> Buffer:
-        events = (self._xp.cuda.Event(disable_timing=True) for _ in range(2))
-        made = Buffer(self._xp.empty(size, dtype=self.X.dtype), *events)
-        made.used.record(stream)  # the pool may hand out memory that this stream still reads
-        return made
 
     def _size(self, part: Part) -> int:
         rows, columns = (len(range(*s.indices(n))) for s, n in zip(part, self.X.shape, strict=True))

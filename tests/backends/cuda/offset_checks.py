@@ -65,9 +65,7 @@ def far_away(backend: Any) -> tuple[Any, Any]:
     exact = (s, diagonal, far(weights))
     places = {"indptr": L.indptr + FAR, "indices": far(L.indices), "weights": far(L.weights)}
     there = replace(L, **places, unrounded=lambda: exact)
-    length = np.diff(near_.indptr)
-    long_ = np.flatnonzero(length > there.segment)
-    cut = backend.segments(long_, length[long_], there.segment)
+    cut = backend.segments(np.diff(near_.indptr), there.nnz)
     return near_, replace(there, **cut, scratch={})
 
 

@@ -205,7 +205,7 @@ def check_kernels(backend: Any) -> None:
 
 
 def check_edges_on_the_device(backend: Any, weighted: bool) -> None:
-    """Through RAPIDS where it is installed, else through the host: the same graph."""
+    """Merged there: the same graph."""
     expected = graph("fit", weighted)  # without self-loops, which `edges` leaves out
     u, v, w = expected.edges()
     edges = backend.asarray(np.stack([u, v]))

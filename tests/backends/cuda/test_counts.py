@@ -519,4 +519,4 @@ def test_a_profiler_records_what_it_shall(device: Any, backend: Any) -> None:
     assert device.ledger()["recordings"] == 0
     backend.column_dots(x, x)  # not counted
     # A block with itself is read once, and the dots are written.
-    assert (traffic.launches, traffic.moved) == ({"column_dots": 1}, {"column_dots": 33 * 16 + 36})
+    assert (traffic.launches, traffic.moved) == ({"column_dots": 1}, {"column_dots": 33 * 16 + 32})

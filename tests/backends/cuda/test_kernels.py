@@ -112,7 +112,8 @@ def test_philox_known_answers(backend: Any, line: str) -> None:
     args = (given, np.uint64(key[1] << 32 | key[0]), found)
     snippet(backend.xp, PHILOX, "words")((1,), (1,), args)
     assert found.tolist() == expected
-    assert [int(word) for word in philox.philox4x32(tuple(counter), tuple(key))] == expected
+    words = map(np.uint64, (*counter, *key))
+    assert [int(word) for word in philox.philox4x32(*words)] == expected
 
 
 # ---- float16

@@ -1,0 +1,126 @@
+"""Edge lists on the device: the graph is made there, and is the one that the host makes."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+import scipy.sparse as sp
+
+from herta_gpu import HERTA, Graph
+from herta_gpu.backends.cuda.graphs import DeviceGraph
+
+pytestmark = [pytest.mark.gpu, pytest.mark.once]
+
+
+@pytest.fixture
+def xp(backend: Any) -> Any:
+    return backend.xp
+
+
+REPEATED = np.array([[0, 0, 1, 1, 2, 2, 3, 3], [1, 1, 0, 0, 1, 3, 3, 3]])
+
+
+def messy_edges(weighted: bool) -> tuple[Any, Any]:
+    """Both directions of some edges, repeated ones, self-loops, nodes without any."""
+    rng = np.random.default_rng(0)
+    lo, hi = np.triu_indices(50, 1)
+    pick = rng.choice(lo.shape[0], 70, replace=False)
+    one = np.stack([lo[pick], hi[pick]])
+    w = rng.uniform(0.5, 3, 70) if weighted else np.ones(70)
+    w[5:8] = 0.0  # dropped
+    loops = np.array([[3, 3, 60], [3, 3, 60]])
+    edges = np.concatenate([one, one[::-1, 10:40], one[:, 50:], loops], axis=1)
+    return edges, np.concatenate([w, w[10:40], w[50:], [1.0, 2.0, 0.5]])
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_edges_on_the_device_stay_there(device: Any, xp: Any, weighted: bool) -> None:
+    edges, w = messy_edges(weighted)
+    expected = Graph.from_edges(edges, 64, w)
+    edges_there, w_there = xp.asarray(edges), xp.asarray(w)
+    device.clear()
+    g = Graph.from_edges(edges_there, 64, w_there)
+    assert isinstance(g, DeviceGraph)
+    assert device.ledger()["bytes_out"] <= 8 * 64
+    assert (g.num_nodes, g.num_edges) == (64, expected.num_edges)
+    assert g.num_components == expected.num_components
+    L = g.to_csr()
+    assert not sp.issparse(L)
+    np.testing.assert_allclose(L.get().toarray(), expected.to_csr().toarray(), atol=1e-14)
+    for name in ("indptr", "indices", "weights", "degree"):
+        found, wanted = getattr(g, name), getattr(expected, name)
+        assert (found is None) == (wanted is None)
+        assert found is None or np.allclose(found, wanted, rtol=1e-14)
+    again = pickle.loads(pickle.dumps(g))
+    assert type(again) is Graph
+    assert repr(again) == repr(g) == repr(expected)
+
+
+@pytest.mark.parametrize(
+    ("edges", "n", "duplicates", "components"),
+    [
+        (np.array([[0, 1, 2, 5], [1, 2, 0, 4]], dtype="int32"), None, None, 3),
+        (REPEATED, 5, None, 2),
+        (REPEATED, 5, "sum", 2),
+    ],
+)
+def test_unweighted_edges_on_the_device(
+    xp: Any, edges: Any, n: Any, duplicates: Any, components: int
+) -> None:
+    g, expected = (
+        Graph.from_edges(e, n, duplicates=duplicates) for e in (xp.asarray(edges), edges)
+    )
+    assert isinstance(g, DeviceGraph)
+    assert (g.weights is None) == (expected.weights is None) == (duplicates is None)
+    np.testing.assert_array_equal(g.indices, expected.indices)
+    assert g.indices.dtype == expected.indices.dtype
+    np.testing.assert_allclose(g.to_csr().get().toarray(), expected.to_csr().toarray(), atol=1e-15)
+    assert g.num_components == expected.num_components == components
+
+
+def test_a_fit_on_a_graph_of_the_device(xp: Any) -> None:
+    edges, w = messy_edges(True)
+    rng = np.random.default_rng(1)
+    X, y = rng.standard_normal((64, 5)), rng.integers(0, 3, 64)
+    graphs = (
+        Graph.from_edges(xp.asarray(edges), 64, xp.asarray(w)),
+        Graph.from_edges(edges, 64, w),
+    )
+    ours, theirs = (
+        HERTA(lam=5.0, device=device, dtype="float64").fit(g, X, y)
+        for g, device in zip(graphs, ("cuda", "cpu"), strict=True)
+    )
+    np.testing.assert_allclose(ours.W_, theirs.W_, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize(
+    ("edges", "n", "w", "duplicates"),
+    [
+        ([[0, 5], [1, 1]], 3, None, None),
+        ([[0, -1], [1, 1]], None, None, None),
+        ([[0.0, 1.0], [1.0, 2.0]], None, None, None),
+        ([[0, 1, 2]], None, None, None),
+        ([[0, 1], [1, 2]], None, [1.0, -1.0], None),
+        ([[0, 1], [1, 2]], None, [1.0, np.nan], None),
+        ([[0, 1], [1, 2]], None, [1.0], None),
+        ([[0, 1], [1, 0]], None, [1.0, 2.0], None),
+        ([[1, 0, 1], [0, 1, 0]], None, [1.0, 2.0, 5.0], None),  # 6 one way, 2 the other
+        ([[1, 0, 0], [0, 1, 1]], None, None, "sum"),  # twice one way, once the other
+        ([[4, 2, 0, 2, 4], [4, 1, 1, 1, 4]], None, None, "error"),
+        ([[2, 0, 2], [1, 1, 1]], None, [1.0, 1.0, 1.0], "error"),
+        ([[0], [1]], None, None, "once"),
+    ],
+)
+def test_what_is_wrong_on_the_host_is_wrong_on_the_device(
+    xp: Any, edges: Any, n: Any, w: Any, duplicates: Any
+) -> None:
+    edges, w = np.array(edges), None if w is None else np.array(w)
+    with pytest.raises(ValueError) as expected:  # noqa: PT011 - the other says which
+        Graph.from_edges(edges, n, w, duplicates)
+    w_there = None if w is None else xp.asarray(w)
+    with pytest.raises(ValueError) as found:  # noqa: PT011
+        Graph.from_edges(xp.asarray(edges), n, w_there, duplicates)
+    assert str(found.value) == str(expected.value)
