@@ -13,14 +13,13 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import scipy.fft
 import scipy.sparse as sp
 import scipy.sparse.linalg as spla
 from common import QUICK, Data, Results, race, record
 
 from herta_gpu import Graph, SDDSolver
 from herta_gpu.backends import get_backend
-from herta_gpu.backends.cpu.compiled import aligned_empty, walsh_hadamard_inplace
+from herta_gpu.backends.cpu.compiled import aligned_empty
 from herta_gpu.backends.cpu.reference import CPUBackend
 
 LAM, TOL = 20.0, 1e-5
@@ -159,20 +158,6 @@ def add_cholmod(runners: dict[str, Callable[[], Any]], H: Any, B: Any) -> None:
     runners["CHOLMOD, factor given"] = lambda: factor(B64)
 
 
-def bench_hadamard(results: Results) -> None:
-    Y = normal(1 << 18, 128)
-    target = np.zeros_like(Y)
-    runners = {
-        "herta": lambda: walsh_hadamard_inplace(Y),
-        "memcpy, one thread": lambda: np.copyto(target, Y),
-        "scipy.fft.dct": lambda: scipy.fft.dct(Y, axis=0, workers=2, norm="ortho"),
-    }
-    if QUICK:
-        del runners["scipy.fft.dct"]
-    found = race(runners, 5 if QUICK else 11, 60)
-    record(results, "Walsh-Hadamard", found, "herta", n=1 << 18, k=128)
-
-
 def bench_algorithm2(results: Results, graph: Graph, k: int = 20) -> None:
     L, plain = FAST.laplacian(graph, "float32"), PLAIN.laplacian(graph, "float32")
     S, T = normal(graph.num_nodes, k), normal(graph.num_nodes, k)
@@ -187,7 +172,6 @@ def bench_algorithm2(results: Results, graph: Graph, k: int = 20) -> None:
                                     lambda: PLAIN.sample_edges(scores, s, 1, True)),
         "sample, Bernoulli": (lambda: FAST.sample_edges(scores, s, 1, False),
                               lambda: PLAIN.sample_edges(scores, s, 1, False)),
-        "SRHT": (lambda: FAST.srht(S, 4096, 1), lambda: PLAIN.srht(S, 4096, 1)),
     }  # fmt: skip
     for what, (ours, numpy) in pairs.items():
         found = race({"herta": ours, "numpy": numpy}, 3 if QUICK else 7, 30)
@@ -262,7 +246,6 @@ def main() -> None:
     bench_half(results, reordered, "ogbn-arxiv, reordered")
     n = 300_000 if QUICK else 3_000_000
     bench_half(results, random_order(n), f"random order, {n:.0e} nodes, {30 * n:.0e} non-zeros")
-    bench_hadamard(results)
     bench_algorithm2(results, graph)
     bench_cg(results, graph, "ogbn-arxiv")
     bench_cg(results, Data("pubmed").graph, "pubmed")

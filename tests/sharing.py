@@ -46,8 +46,6 @@ def compile_kernels_once() -> None:
         from numba.core.dispatcher import Dispatcher
     except ImportError:
         return
-    if Dispatcher.compile.__name__ == "compile_once":
-        return  # a second lock around the first one would wait for it for ever
     compile_, save, folder = Dispatcher.compile, IndexDataCacheFile.save, cache_folder("numba")
 
     def lock(*names: Any) -> Path:

@@ -574,21 +574,17 @@ class Backend(ABC):
 
     def halves(self, L: Laplacian, B: Array, G: Array | None = None) -> Halves:
         """What `chebyshev` needs to solve for B with float16 neighbours; G is not filled yet."""
-        _, exponent = np.frexp(self.to_numpy(self.largest_entries(L, B)))  # synchronize!
-        # Neither 2^e nor 2^-e may leave float32's range; of tiny numbers fewer bits are kept.
-        e = np.clip(14 - exponent, -126, 126)
-        up, down = (np.ldexp(np.float32(1), power).astype("float32") for power in (e, -e))
-        G = self.empty(B.shape, "uint16") if G is None else G
-        return Halves(G, self.asarray(up), self.asarray(down))
-
-    def largest_entries(self, L: Laplacian, B: Array) -> Array:
-        """(k,) the largest entry of |D^-1/2 B| by column."""
         xp, s, (n, k) = self.xp, L.inv_sqrt_degree, B.shape
         largest, rows = xp.zeros(k, dtype=B.dtype), max(1, self.at_once // max(k, 1))
         for a in range(0, n, rows):
             part = abs(B[a : a + rows]) * s[a : a + rows, None]
             largest = xp.maximum(largest, part.max(axis=0))
-        return largest
+        _, exponent = np.frexp(self.to_numpy(largest))  # synchronize!
+        # Neither 2^e nor 2^-e may leave float32's range; of tiny numbers fewer bits are kept.
+        e = np.clip(14 - exponent, -126, 126)
+        up, down = (np.ldexp(np.float32(1), power).astype("float32") for power in (e, -e))
+        G = self.empty(B.shape, "uint16") if G is None else G
+        return Halves(G, self.asarray(up), self.asarray(down))
 
     def half_pays(self, L: Laplacian, k: int) -> bool:
         """Whether `chebyshev` of a float32 block of k columns is faster with `half`."""

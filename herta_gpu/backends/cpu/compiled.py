@@ -14,17 +14,15 @@ from typing import Any
 
 import numpy as np
 
-from herta_gpu.backends.base import Array, CGState, Halves, Laplacian, keep_probabilities
-from herta_gpu.backends.cpu.kernels import cg, hadamard, laplacian, products, sampling, sketch
+from herta_gpu.backends.base import Array, CGState, Halves, Laplacian
+from herta_gpu.backends.cpu.kernels import cg, laplacian, products, sampling, sketch
 from herta_gpu.backends.cpu.kernels.simd import HALF, VECTOR_BYTES
 from herta_gpu.backends.cpu.philox import seed_key
 from herta_gpu.backends.cpu.reference import (
     CPUBackend,
     _pool,
     cut_rows,
-    drawn_factors,
     fields,
-    integer_scores,
 )
 from herta_gpu.graph import read_only
 from herta_gpu.plumbing.machine import num_threads
@@ -70,7 +68,7 @@ class CompiledBackend(CPUBackend):
         fit = A.shape[1] == B.shape[0] and A.dtype == B.dtype == np.float64
         if not fit or not 1 < B.shape[1] <= products.NARROW or A.size < products.LEAST:
             return super().matmul(A, B)
-        if A.flags.c_contiguous:
+        if A.flags.c_contiguous and A.shape[0] >= 4:
             F, Bt = aligned_empty((A.shape[0], B.shape[1]), A.dtype), np.ascontiguousarray(B.T)
             _run(A.size, products.times, A, Bt, F, _tall_chunk(A.shape[0]))
             return F
@@ -180,9 +178,9 @@ class CompiledBackend(CPUBackend):
         return _scaled(Z, s, 1.0, out=Z, inverse=True)
 
     def half_pays(self, L: Laplacian, k: int) -> bool:
-        # Measured in random order, 7e7 non-zeros: 0.91 of a step's time at 64 columns, 0.93 to 1.02
-        # at 32 and 48; a random read costs more than its bytes here.  Nothing is sure to be saved
-        # where the caches hold most of the block; rows of other processes are sent as they are.
+        # Measured in random order, 6e7 and 7e7 non-zeros, on two machines: 0.67 and 0.91 of a
+        # step at 64 columns, 0.75 and 0.93 at 32.  Nothing is sure to be saved where the caches
+        # hold most of the block; rows of other processes are sent as they are.
         return HALF and _far(L) and L.halo is None and k >= _HALF_COLUMNS
 
     # ---- Algorithm 2 ---------------------------------------------------------------------
@@ -194,7 +192,7 @@ class CompiledBackend(CPUBackend):
 
     def _sketch(self, kernel: Any, L: Laplacian, k: int, seed: int, work: int) -> Array:
         out = aligned_empty((L.n, k), L.inv_sqrt_degree.dtype)
-        _run(work, kernel, out, _arrays(L), L.order, _key(seed), L.cuts)
+        _run(work, kernel, out, _arrays(L), L.order, seed_key(seed), L.cuts)
         return out
 
     def edge_scores(self, L: Laplacian, B_S: Array, Pi_S: Array, lam: float) -> Array:
@@ -209,39 +207,19 @@ class CompiledBackend(CPUBackend):
         _run(work, sampling.edge_scores, scores, first, B_S, Pi_S, lam, arrays, ids, L.cuts)
         return scores
 
-    def sample_edges(self, scores: Array, s: int, seed: int, replace: bool) -> Array:
-        if not replace:
-            p = keep_probabilities(np, scores, s, self.total)
-            factors, numbers = np.empty(p.shape[0]), None
-            if not self.whole:
-                numbers = self.sums_up_to(np.ones(p.shape[0], dtype=np.int64))[0] - 1
-            _run(20 * p.shape[0], sampling.bernoulli, p, factors, numbers, _key(seed))
-            return factors
-        m, most = int(self.total(scores.shape[0])), float(scores.max(initial=0.0))
-        q = integer_scores(scores, m, float(self.largest(most)))
-        prefix, total = self.sums_up_to(q)
-        counts = np.zeros(scores.shape[0], dtype=np.int64)
-        shift = max(0, total.bit_length() - scores.shape[0].bit_length())
+    def _kept(self, p: Array, seed: int) -> Array:
+        factors, numbers = np.empty(p.shape[0]), None
+        if not self.whole:
+            numbers = self.sums_up_to(np.ones(p.shape[0], dtype=np.int64))[0] - 1
+        _run(20 * p.shape[0], sampling.bernoulli, p, factors, numbers, seed_key(seed))
+        return factors
+
+    def _draws(self, q: Array, prefix: Array, total: int, s: int, seed: int) -> Array:
+        counts = np.zeros(q.shape[0], dtype=np.int64)
+        shift = max(0, total.bit_length() - q.shape[0].bit_length())
         guide = np.searchsorted(prefix, np.arange((total >> shift) + 1) << shift, "right")
-        _run(40 * s, sampling.draw, q, prefix, total, guide, shift, s, counts, _key(seed))
-        return drawn_factors(counts, s, q, total)
-
-    def sums_up_to(self, q: Array) -> tuple[Array, int]:
-        """For each edge the sum of q up to it, itself included, and that of all edges.
-
-        The order is that of the caller's ids, whichever process has an edge.
-        """
-        prefix = np.cumsum(q)
-        return prefix, int(prefix[-1])
-
-    # ---- SRHT ----------------------------------------------------------------------------
-    def srht(self, Q: Array, s: int, seed: int) -> Array:
-        n, k = Q.shape
-        padded = 1 << max(0, n - 1).bit_length()
-        Y, keys = aligned_empty((padded, k), Q.dtype), np.empty(padded, dtype=np.uint64)
-        _run(2 * Y.size, sampling.signed_rows, self.asarray(Q), Y, keys, _key(seed))
-        walsh_hadamard_inplace(Y)
-        return Y[_smallest(keys, s)] * Q.dtype.type(np.sqrt(padded / s))
+        _run(40 * s, sampling.draw, q, prefix, total, guide, shift, s, counts, seed_key(seed))
+        return counts
 
 
 def aligned_empty(shape: tuple[int, ...], dtype: Any) -> Array:
@@ -254,18 +232,6 @@ def _aligned(make: Callable[..., Array], shape: tuple[int, ...], dtype: Any) -> 
     raw = make(size + line, dtype=np.uint8)
     start = -raw.ctypes.data % line
     return raw[start : start + size].view(dtype).reshape(shape)
-
-
-def walsh_hadamard_inplace(Y: Array) -> None:
-    """Y <- (1/sqrt(n)) H_n Y for n a power of two."""
-    n, k = Y.shape
-    flat, run, left = Y.reshape(-1), k, n.bit_length() - 1
-    while left and k:
-        passes = -(-left // hadamard.HADAMARD_BITS)
-        bits = -(-left // passes)  # equal shares: a pass costs about the same whatever its bits
-        scale = 1.0 / math.sqrt(n) if passes == 1 else 1.0
-        _run(Y.size * bits, hadamard.hadamard_pass, flat, run, bits, scale)
-        run, left = run << bits, left - bits
 
 
 def _run(work: int, kernel: Callable[..., None], *args: Any) -> None:
@@ -291,10 +257,6 @@ def _arrays(L: Laplacian) -> tuple[Array, Array, Array, Array, Array]:
     return L.indptr, L.indices, weights, L.inv_sqrt_degree, L.diagonal
 
 
-def _key(seed: int) -> tuple[np.uint64, ...]:
-    return tuple(np.uint64(word) for word in seed_key(seed))
-
-
 def _neighbours(L: Laplacian, X: Array, scratch: Array | None = None) -> tuple[Array, Any]:
     """The block from which H X reads the rows of neighbours, and (s, post, own) of `_apply`."""
     s, far = L.inv_sqrt_degree, _far(L) or X.shape[1] == 1
@@ -317,13 +279,9 @@ def _apply(
 ) -> None:
     """`laplacian.apply`; `step` are B, c1 and c2 of Chebyshev."""
     (G, factors), (B, c1, c2), number = neighbours, step, X.dtype.type
-    kernel: Any = laplacian.apply
-    blocks: tuple[Any, ...] = (G, unit, X, Y)
-    if X.shape[1] == 1:
-        kernel, blocks = laplacian.apply_column, (G, X, Y)
     arrays = (L.indptr, L.indices, L.weights, *factors, L.diagonal)
     numbers, work = (number(lam), number(c1), number(c2)), (L.nnz + 4 * L.n) * X.shape[1]
-    _run(work, kernel, *blocks, B, dots, arrays, *numbers, L.cuts)
+    _run(work, laplacian.apply, G, unit, X, Y, B, dots, arrays, *numbers, L.cuts)
 
 
 def _residual(
@@ -334,10 +292,9 @@ def _residual(
     first, last = np.searchsorted(L.cuts, (start + 1, start + b))
     cuts = np.concatenate([[start], L.cuts[first:last], [start + b]])
     work = (int(L.indptr[start + b] - L.indptr[start]) + 4 * b) * k
-    kernel = laplacian.residual_column if k == 1 else laplacian.residual
     dots = None if up is None else np.zeros((cuts.shape[0] - 1, 2, k))
     arrays = (L.indptr, L.indices, weights, s, s, None, diagonal)
-    _run(work, kernel, Z, B, R, start, up, dots, arrays, float(lam), cuts)
+    _run(work, laplacian.residual, Z, B, R, start, up, dots, arrays, float(lam), cuts)
     return None if dots is None else dots.sum(axis=0)
 
 
@@ -396,10 +353,3 @@ def _flat_rows(k: int) -> int:
 def _tall_chunk(n: int) -> int:
     """Rows of a chunk of a dense matrix: few chunks, for each has its own sums."""
     return max(64, -(-n // products.CHUNKS))
-
-
-def _smallest(keys: Array, s: int) -> Array:
-    """Where the s smallest keys are, in order; among equals the first."""
-    limit = np.partition(keys, s - 1)[s - 1]
-    rows = np.flatnonzero(keys <= limit)
-    return rows if rows.shape[0] == s else np.sort(np.argsort(keys, kind="stable")[:s])

@@ -92,14 +92,14 @@ def _chunks(L: Laplacian) -> list[slice]:
     return [slice(a, b) for a, b in pairwise(L.cuts.tolist())]
 
 
+def _pieces(start: int, stop: int, size: int) -> list[slice]:
+    """start..stop in pieces of `size`, at least one."""
+    return [slice(a, min(a + size, stop)) for a in range(start, stop, size)] or [slice(0, 0)]
+
+
 def _flat_chunks(n: int, k: int) -> list[slice]:
     """Rows of an n x k block in pieces that stay in the cache."""
-    rows = max(1, _FLAT // max(k, 1))
-    return [slice(a, min(a + rows, n)) for a in range(0, n, rows)] or [slice(0, 0)]
-
-
-def _edge_chunks(m: int) -> list[slice]:
-    return [slice(a, a + _EDGE_CHUNK) for a in range(0, m, _EDGE_CHUNK)]
+    return _pieces(0, n, max(1, _FLAT // max(k, 1)))
 
 
 class CPUBackend(Backend):
@@ -144,7 +144,6 @@ class CPUBackend(Backend):
     ) -> Array:
         out, stop = np.empty(B.shape) if out is None else out, start + B.shape[0]
         s, diagonal, weights = L.exact
-        parts = [slice(a, min(a + _ROWS, stop)) for a in range(start, stop, _ROWS)]
 
         def rows(at: slice) -> None:
             here = slice(at.start - start, at.stop - start)
@@ -152,7 +151,7 @@ class CPUBackend(Backend):
             HZ -= (lam * s[at])[:, None] * _neighbour_sums(L, Z, at, s, weights)
             np.subtract(B[here], HZ, out=out[here])
 
-        _each(rows, parts)
+        _each(rows, _pieces(start, stop, _ROWS) if stop > start else [])
         return out
 
     def column_dots(self, X: Array, Y: Array) -> Array:
@@ -173,12 +172,7 @@ class CPUBackend(Backend):
 
         _each(advance, blocks)
         b = state.turn(alpha, self.total(self.column_dots(R, R))).astype(R.dtype)
-
-        def turn(at: slice) -> None:
-            P[at] *= b
-            P[at] += R[at]
-
-        _each(turn, blocks)
+        _each(lambda at: np.add(b * P[at], R[at], out=P[at]), blocks)
 
     def cg_active(self, state: CGState) -> int:
         return int(np.count_nonzero(state.active))
@@ -208,17 +202,16 @@ class CPUBackend(Backend):
 
     # ---- Algorithm 2 ---------------------------------------------------------------------
     def sketch_incidence(self, L: Laplacian, k: int, seed: int) -> Array:
-        lo, hi, root_w = _edge_ends(L)
-        first, second = lo, hi  # the two ends of each edge, by the ids that the caller gave
+        lo, hi, rows = _incidence(L)
+        first, second, sign = lo, hi, np.ones(lo.shape[0])  # the ends, by the ids that were given
         if L.order is not None:
-            turned = L.order[lo] > L.order[hi]
-            lo, hi = np.where(turned, hi, lo), np.where(turned, lo, hi)
             first, second = L.order[lo], L.order[hi]
-        s = L.inv_sqrt_degree.astype(np.float64)
+            sign = np.where(first > second, -1.0, 1.0)
+            first, second = np.minimum(first, second), np.maximum(first, second)
         out = np.zeros((L.n, k))
-        for at in _edge_chunks(lo.shape[0]):
+        for at in _pieces(0, lo.shape[0], _EDGE_CHUNK):
             G = philox.gaussians(first[at], second[at], k, seed, STREAM_INCIDENCE)
-            out += _incidence(lo[at], hi[at], root_w[at], s, L.n).T @ G
+            out += rows(at).T @ (sign[at, None] * G)
         return (out / np.sqrt(k)).astype(L.inv_sqrt_degree.dtype)
 
     def sketch_identity(self, L: Laplacian, k: int, seed: int) -> Array:
@@ -235,32 +228,51 @@ class CPUBackend(Backend):
         return out
 
     def edge_scores(self, L: Laplacian, B_S: Array, Pi_S: Array, lam: float) -> Array:
-        lo, hi, root_w = _edge_ends(L)
-        s = L.inv_sqrt_degree.astype(np.float64)
+        lo, _, rows = _incidence(L)
         scores = np.empty(lo.shape[0])
 
         def edges(at: slice) -> None:
-            b = _incidence(lo[at], hi[at], root_w[at], s, L.n)
+            b = rows(at)
             from_B, from_Pi = b @ B_S, b @ Pi_S
             scores[at] = (from_B**2).sum(axis=1) + (from_Pi**2).sum(axis=1) / lam
 
-        _each(edges, _edge_chunks(lo.shape[0]))
+        _each(edges, _pieces(0, lo.shape[0], _EDGE_CHUNK))
         return scores
 
     def sample_edges(self, scores: Array, s: int, seed: int, replace: bool) -> Array:
         if not replace:
-            p = keep_probabilities(np, scores, s)
-            words = philox.words64(0, scores.shape[0], seed, STREAM_SAMPLE)
-            uniform = (words >> np.uint64(11)).astype(np.float64) * 2.0**-53
-            return np.where(uniform < p, 1.0 / np.where(p > 0, p, 1.0), 0.0)
-        q = integer_scores(scores, scores.shape[0], float(scores.max()))
+            return self._kept(keep_probabilities(np, scores, s, self.total), seed)
+        m, most = int(self.total(scores.shape[0])), float(scores.max(initial=0.0))
+        exponent = score_exponent(m, float(self.largest(most)))
+        q = np.maximum(np.ldexp(scores, exponent).astype(np.int64), scores > 0)
+        prefix, total = self.sums_up_to(q)
+        counts = self._draws(q, prefix, total, s, seed)
+        factors, hit = np.zeros(q.shape[0]), counts > 0
+        factors[hit] = counts[hit] / (s * (q[hit] / total))
+        return factors
+
+    def sums_up_to(self, q: Array) -> tuple[Array, int]:
+        """For each edge the sum of q up to it, itself included, and that of all edges.
+
+        The order is that of the caller's ids, whichever process has an edge.
+        """
         prefix = np.cumsum(q)
-        counts, total = np.zeros(q.shape[0], dtype=np.int64), int(prefix[-1])
+        return prefix, int(prefix[-1])
+
+    def _kept(self, p: Array, seed: int) -> Array:
+        """1 / p_i of each edge that is kept with probability p_i, 0 of the others."""
+        words = philox.words64(0, p.shape[0], seed, STREAM_SAMPLE)
+        uniform = (words >> np.uint64(11)).astype(np.float64) * 2.0**-53
+        return np.where(uniform < p, 1.0 / np.where(p > 0, p, 1.0), 0.0)
+
+    def _draws(self, q: Array, prefix: Array, total: int, s: int, seed: int) -> Array:
+        """How often each edge is drawn in s draws with probabilities q / total."""
+        counts = np.zeros(q.shape[0], dtype=np.int64)
         for start in range(0, s, _DRAW_CHUNK):
             words = philox.words64(start, min(start + _DRAW_CHUNK, s), seed, STREAM_SAMPLE)
-            target = philox.multiply_high(words, total).astype(np.int64)
+            target = philox.multiply_high(words, np.uint64(total)).astype(np.int64)
             np.add.at(counts, np.searchsorted(prefix, target, side="right"), 1)
-        return drawn_factors(counts, s, q, total)
+        return counts
 
     # ---- SRHT ----------------------------------------------------------------------------
     def srht(self, Q: Array, s: int, seed: int) -> Array:
@@ -331,38 +343,27 @@ def walsh_hadamard(Y: Array) -> Array:
     left = 1
     while left < n:
         factor = min(_HADAMARD_FACTOR, n // left)
-        H = (scipy.linalg.hadamard(factor) / np.sqrt(factor)).astype(Y.dtype)
+        H = scipy.linalg.hadamard(factor).astype(Y.dtype)  # its products are exact
         Y = np.matmul(H, Y.reshape(left, factor, n // (left * factor) * k)).reshape(n, k)
         left *= factor
-    return Y
+    return Y * Y.dtype.type(1 / np.sqrt(n))
 
 
-def _edge_ends(L: Laplacian) -> tuple[Array, Array, Array]:
-    """(lo, hi, sqrt(w)) of each edge once, lo < hi, in the order of `Graph.edges`."""
+def _incidence(L: Laplacian) -> tuple[Array, Array, Callable[[slice], Any]]:
+    """The ends lo < hi of each edge, in the order of `Graph.edges`, and rows of B_hat.
+
+    Row e is sqrt(w) (delta_lo / sqrt(d_lo) - delta_hi / sqrt(d_hi)).
+    """
     row = np.repeat(np.arange(L.n), np.diff(L.indptr))
     upper = L.indices > row
     lo, hi = row[upper], L.indices[upper].astype(np.int64)
-    if L.weights is None:
-        return lo, hi, np.ones(lo.shape[0])
-    return lo, hi, np.sqrt(L.weights[upper].astype(np.float64))
+    s = L.inv_sqrt_degree.astype(np.float64)
+    root_w = 1.0 if L.weights is None else np.sqrt(L.weights[upper].astype(np.float64))
+    ends, values = np.stack([lo, hi], 1), np.stack([root_w * s[lo], -root_w * s[hi]], 1)
 
+    def rows(at: slice) -> Any:
+        e = ends[at].shape[0]
+        starts = np.arange(0, 2 * e + 1, 2)
+        return sp.csr_array((values[at].ravel(), ends[at].ravel(), starts), shape=(e, L.n))
 
-def _incidence(lo: Array, hi: Array, root_w: Array, s: Array, n: int) -> Any:
-    """The rows b_e = sqrt(w) (delta_lo / sqrt(d_lo) - delta_hi / sqrt(d_hi)) of B_hat."""
-    e = lo.shape[0]
-    data = np.column_stack([root_w * s[lo], -root_w * s[hi]]).ravel()
-    columns = np.column_stack([lo, hi]).ravel()
-    return sp.csr_array((data, columns, np.arange(0, 2 * e + 1, 2)), shape=(e, n))
-
-
-def integer_scores(scores: Array, m: int, most: float) -> Array:
-    """floor(2^e score), with e from the largest of all m, so that sums are exact in 64 bits."""
-    exponent = score_exponent(m, most)
-    return np.maximum(np.ldexp(scores, exponent).astype(np.int64), scores > 0)
-
-
-def drawn_factors(counts: Array, s: int, q: Array, total: int) -> Array:
-    """(times drawn) / (s p_i) of each edge, p_i = q_i / total."""
-    factors, hit = np.zeros(q.shape[0]), counts > 0
-    factors[hit] = counts[hit] / (s * (q[hit] / total))
-    return factors
+    return lo, hi, rows

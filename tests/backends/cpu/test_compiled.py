@@ -14,8 +14,8 @@ pytest.importorskip("numba", reason="the compiled backend needs numba")
 from herta_gpu import HERTA, Graph, Sparsifier
 from herta_gpu.backends import get_backend
 from herta_gpu.backends.base import STREAM_SAMPLE, Backend
-from herta_gpu.backends.cpu.compiled import CompiledBackend, aligned_empty, walsh_hadamard_inplace
-from herta_gpu.backends.cpu.reference import CPUBackend, philox, walsh_hadamard
+from herta_gpu.backends.cpu.compiled import CompiledBackend, aligned_empty
+from herta_gpu.backends.cpu.reference import CPUBackend, philox
 
 PLAIN, FAST = CPUBackend(), CompiledBackend()
 ULPS = {"float32": 1e-5, "float64": 1e-13}
@@ -128,30 +128,6 @@ def test_cg_steps(name: str, k: int, dtype: str, distance: None) -> None:
     np.testing.assert_array_equal(ours.active, theirs.active)
     close(ours.Z, theirs.Z, dtype)
     close(ours.energy, theirs.energy, dtype)
-
-
-@settings(max_examples=40, deadline=None)
-@given(
-    bits=st.integers(0, 13),
-    k=st.integers(1, 70),
-    dtype=st.sampled_from(["float32", "float64"]),
-    seed=st.integers(0, 99),
-)
-def test_walsh_hadamard(bits: int, k: int, dtype: str, seed: int) -> None:
-    Y = np.random.default_rng(seed).standard_normal((1 << bits, k)).astype(dtype)
-    want = walsh_hadamard(Y.astype("float64"))
-    ours = Y.copy()
-    walsh_hadamard_inplace(ours)
-    close(ours, want, dtype)
-
-
-@settings(max_examples=25, deadline=None)
-@given(n=st.integers(1, 300), k=st.integers(1, 20), seed=st.integers(0, 2**63), data=st.data())
-def test_srht(n: int, k: int, seed: int, data: st.DataObject) -> None:
-    padded = 1 << max(0, n - 1).bit_length()
-    s = data.draw(st.integers(1, padded))
-    Q = np.random.default_rng(n).standard_normal((n, k))
-    close(FAST.srht(Q, s, seed), PLAIN.srht(Q, s, seed), "float64")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])

@@ -83,7 +83,7 @@ def scatter(ends, w, first, last, both, indptr, base, codes, weights, loops):  #
             at = indptr[row]
             indptr[row] = at + 1
             place[i] = at - base
-            prefetch(codes, at - base)
+            prefetch(codes, at - base, None, None)
         for i in range(found):
             codes[place[i]] = picked[i]
             if weights is not None:
@@ -180,6 +180,15 @@ def merge(indptr, base, codes, first, last, start):  # type: ignore[no-untyped-d
     return at + base
 
 
+@inline
+def _total(x, a, b):  # type: ignore[no-untyped-def]
+    """The sum of x[a:b], one by one, as numpy.bincount adds up."""
+    total = 0.0
+    for i in range(a, b):
+        total += x[i]
+    return total
+
+
 @kernel
 def merge_weighted(indptr, base, codes, weights, first, last, start, clash):  # type: ignore[no-untyped-def]
     """As `merge`; weights of one direction add up, and those of both must be the same.
@@ -213,35 +222,6 @@ def merge_weighted(indptr, base, codes, weights, first, last, start, clash):  # 
         indptr[i + 1] = at + base
         begin = end
     return at + base, others, False
-
-
-@kernel
-def _total(x, a, b):  # type: ignore[no-untyped-def]
-    """The sum of x[a:b], in the order of numpy.add.reduceat: the results are then the same."""
-    if b == a:
-        return 0.0
-    return x[a] + _pairwise(x, a + 1, b - a - 1) if b > a + 1 else x[a]
-
-
-@kernel
-def _pairwise(x, a, n):  # type: ignore[no-untyped-def]
-    if n > 128:
-        half = n // 2
-        half -= half % 8
-        return _pairwise(x, a, half) + _pairwise(x, a + half, n - half)
-    whole = n - n % 8
-    total = 0.0
-    if whole:
-        r = (x[a], x[a + 1], x[a + 2], x[a + 3], x[a + 4], x[a + 5], x[a + 6], x[a + 7])
-        for i in range(a + 8, a + whole, 8):
-            r = (
-                r[0] + x[i], r[1] + x[i + 1], r[2] + x[i + 2], r[3] + x[i + 3],
-                r[4] + x[i + 4], r[5] + x[i + 5], r[6] + x[i + 6], r[7] + x[i + 7],
-            )  # fmt: skip
-        total = ((r[0] + r[1]) + (r[2] + r[3])) + ((r[4] + r[5]) + (r[6] + r[7]))
-    for i in range(a + whole, a + n):
-        total += x[i]
-    return total
 
 
 @kernel

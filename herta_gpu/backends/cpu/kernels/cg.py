@@ -3,6 +3,7 @@
 from numba import float64
 
 from herta_gpu.backends.cpu.kernels.simd import (
+    VECTOR_BYTES,
     add_product,
     chunks,
     fma,
@@ -34,7 +35,7 @@ def _direction_part(zero, Z, P, R, alpha, beta, at, j, n):  # type: ignore[no-un
 @kernel
 def cg_residual(R, HP, alpha, dots, rows, counter):  # type: ignore[no-untyped-def]
     """R -= alpha HP, and the squared column norms of R by chunk of `rows` rows."""
-    (n, k), zero = R.shape, vector(R)
+    (n, k), zero = R.shape, vector(R, VECTOR_BYTES, 1)
     size = lanes(zero)
     for chunk in chunks(counter, dots.shape[0]):
         for i in range(chunk * rows, min(n, (chunk + 1) * rows)):
@@ -48,7 +49,7 @@ def cg_residual(R, HP, alpha, dots, rows, counter):  # type: ignore[no-untyped-d
 @kernel
 def cg_direction(Z, P, R, alpha, beta, rows, counter):  # type: ignore[no-untyped-def]
     """Z += alpha P; P = R + beta P: P is read once for both."""
-    (n, k), zero = P.shape, vector(P)
+    (n, k), zero = P.shape, vector(P, VECTOR_BYTES, 1)
     size = lanes(zero)
     for chunk in chunks(counter, -(-n // rows)):
         for i in range(chunk * rows, min(n, (chunk + 1) * rows)):

@@ -8,6 +8,7 @@ computed whole, by one thread, in one order: results do not depend on how many t
 import numpy as np
 
 from herta_gpu.backends.cpu.kernels.simd import (
+    VECTOR_BYTES,
     chunks,
     fma,
     inline,
@@ -31,19 +32,6 @@ def _sum(total, sums):  # type: ignore[no-untyped-def]
 
 
 @inline
-def _dot(A, at, Wt, of, d, sums):  # type: ignore[no-untyped-def]
-    """sum_j A.flat[at + j] Wt.flat[of + j], by the lanes of a vector."""
-    zero = vector(A)
-    size, total = lanes(zero), zero
-    for j in range(0, d - size + 1, size):
-        total = fma(load(A, at + j, None, zero), load(Wt, of + j, None, zero), total)
-    j = d // size * size
-    if j < d:
-        total = fma(load(A, at + j, d - j, zero), load(Wt, of + j, d - j, zero), total)
-    return _sum(total, sums)
-
-
-@inline
 def _add_four(A, at, d, Wt, of, n, zero, sums):  # type: ignore[no-untyped-def]
     """The sums of four rows of A, with n more products each."""
     w, (s, t, u, v) = load(Wt, of, n, zero), sums
@@ -54,36 +42,33 @@ def _add_four(A, at, d, Wt, of, n, zero, sums):  # type: ignore[no-untyped-def]
 
 @kernel
 def times(A, Wt, F, rows, counter):  # type: ignore[no-untyped-def]
-    """F = A W, from Wt = W^T; `rows` of A in a chunk."""
+    """F = A W, from Wt = W^T; `rows` of A in a chunk, four at least in A.
+
+    The last four of a chunk may reach back to rows that are done: they come out the same.
+    """
     (n, d), c = A.shape, Wt.shape[0]
-    zero = vector(A)
+    zero = vector(A, VECTOR_BYTES, 1)
     size = lanes(zero)
-    sums = np.empty(size, A.dtype)
+    sums, tail = np.empty(size, A.dtype), d // size * size
     for chunk in chunks(counter, -(-n // rows)):
         last = min(n, (chunk + 1) * rows)
-        i = chunk * rows
-        while i + 4 <= last:
+        for start in range(chunk * rows, last, 4):
+            i = max(0, min(start, last - 4))
             for k in range(c):
                 four = (zero, zero, zero, zero)
-                for j in range(0, d - size + 1, size):
+                for j in range(0, tail, size):
                     four = _add_four(A, i * d + j, d, Wt, k * d + j, None, zero, four)
-                j = d // size * size
-                if j < d:
-                    four = _add_four(A, i * d + j, d, Wt, k * d + j, d - j, zero, four)
+                if tail < d:
+                    four = _add_four(A, i * d + tail, d, Wt, k * d + tail, d - tail, zero, four)
                 s, t, u, v = four
                 F[i, k], F[i + 1, k] = _sum(s, sums), _sum(t, sums)
                 F[i + 2, k], F[i + 3, k] = _sum(u, sums), _sum(v, sums)
-            i += 4
-        while i < last:
-            for k in range(c):
-                F[i, k] = _dot(A, i * d, Wt, k * d, d, sums)
-            i += 1
 
 
 @inline
 def _add_rows(A, at, E, i, k, taken, G, into, n):  # type: ignore[no-untyped-def]
     """G.flat[into:] += the sum of E[i', k] times row i' of A, over `taken` rows from i on."""
-    d, zero = A.shape[1], vector(A)
+    d, zero = A.shape[1], vector(A, VECTOR_BYTES, 1)
     total = load(G, into, n, zero)
     for r in range(taken):
         total = fma(load(A, at + r * d, n, zero), splat(E[i + r, k], zero), total)
@@ -93,7 +78,7 @@ def _add_rows(A, at, E, i, k, taken, G, into, n):  # type: ignore[no-untyped-def
 @inline
 def _add_block(A, E, i, taken, G):  # type: ignore[no-untyped-def]
     """G += (A^T E)^T over `taken` rows from i on; `taken` is a constant."""
-    d, c, size = A.shape[1], E.shape[1], lanes(vector(A))
+    d, c, size = A.shape[1], E.shape[1], lanes(vector(A, VECTOR_BYTES, 1))
     for k in range(c):
         for j in range(0, d - size + 1, size):
             _add_rows(A, i * d + j, E, i, k, taken, G, k * d + j, None)

@@ -1,14 +1,16 @@
-"""Scores and draws of edges, and the signs of the SRHT, as in sampling.cu."""
+"""Scores and draws of edges, as in sampling.cu."""
 
 import numpy as np
 from numba import njit
 
-from herta_gpu.backends.base import STREAM_ROWS, STREAM_SAMPLE, STREAM_SIGNS
+from herta_gpu.backends.base import STREAM_SAMPLE
 from herta_gpu.backends.cpu.kernels.simd import chunks, count, inline, kernel
-from herta_gpu.backends.cpu.kernels.sketch import MASK, named, root_weight, word64
+from herta_gpu.backends.cpu.kernels.sketch import named, root_weight, word64
+from herta_gpu.backends.cpu.philox import multiply_high
 
 _CHUNK = 1 << 14  # draws that one thread takes at a time
-_11, _32 = np.uint64(11), np.uint64(32)
+_11 = np.uint64(11)
+_multiply_high = inline(multiply_high)
 
 
 @inline
@@ -62,14 +64,9 @@ def draw(q, prefix, total, guide, shift, s, counts, key, counter):  # type: igno
     in it.  Not all edges need be here: what falls between two of them is another's.
     """
     total = np.uint64(total)
-    b_lo, b_hi = total & MASK, total >> _32
     for chunk in chunks(counter, -(-s // _CHUNK)):
         for i in range(chunk * _CHUNK, min(s, (chunk + 1) * _CHUNK)):
-            word = word64(i, key, STREAM_SAMPLE)
-            low, high = word & MASK, word >> _32  # floor(word * total / 2^64)
-            middle = high * b_lo + ((low * b_lo) >> _32)
-            second = low * b_hi + (middle & MASK)
-            target = np.int64(high * b_hi + (middle >> _32) + (second >> _32))
+            target = np.int64(_multiply_high(word64(i, key, STREAM_SAMPLE), total))
             edge = guide[target >> shift]
             while edge < q.shape[0] and prefix[edge] <= target:
                 edge += 1
@@ -84,20 +81,3 @@ def bernoulli(p, factors, numbers, key, counter):  # type: ignore[no-untyped-def
         for i in range(chunk * _CHUNK, min(p.shape[0], (chunk + 1) * _CHUNK)):
             uniform = np.int64(word64(named(numbers, i), key, STREAM_SAMPLE) >> _11) * 2.0**-53
             factors[i] = 1.0 / p[i] if uniform < p[i] else 0.0
-
-
-@kernel
-def signed_rows(Q, Y, keys, key, counter):  # type: ignore[no-untyped-def]
-    """Y <- R Q padded with zeros, and the random keys by which rows are chosen."""
-    n, k = Q.shape
-    rows = max(1, _CHUNK // max(k, 1))
-    for chunk in chunks(counter, -(-Y.shape[0] // rows)):
-        for i in range(chunk * rows, min(Y.shape[0], (chunk + 1) * rows)):
-            keys[i] = word64(i, key, STREAM_ROWS)
-            if i < n:
-                if word64(i, key, STREAM_SIGNS) & np.uint64(1):
-                    Y[i] = -Q[i]
-                else:
-                    Y[i] = Q[i]
-            else:
-                Y[i] = 0

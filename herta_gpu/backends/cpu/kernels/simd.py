@@ -5,6 +5,7 @@ vectors of a fixed size, a row is so many whole ones and a masked one, whatever 
 """
 
 # No `from __future__ import annotations`: numba reads the signatures of intrinsics at run time.
+from collections.abc import Callable
 from typing import Any
 
 import llvmlite.binding as llvm
@@ -31,36 +32,40 @@ inline = numba.njit(forceinline=True)  # constant arguments become constants of 
 
 
 class Vec(types.Type):
-    """So many numbers of one scalar type, held in registers."""
+    """`parts` vectors of so many numbers of one scalar type, held in registers."""
 
-    def __init__(self, scalar: Any, lanes: int) -> None:
-        self.scalar, self.lanes = scalar, lanes
-        super().__init__(name=f"Vec({scalar} x {lanes})")
+    def __init__(self, scalar: Any, lanes: int, parts: int = 1) -> None:
+        self.scalar, self.lanes, self.parts = scalar, lanes, parts
+        super().__init__(name=f"Vec({scalar} x {lanes} x {parts})")
 
 
 @register_model(Vec)
 class _VecModel(models.PrimitiveModel):
     def __init__(self, manager: Any, fe_type: Any) -> None:
-        super().__init__(manager, fe_type, _llvm(fe_type.scalar, fe_type.lanes))
+        super().__init__(manager, fe_type, _llvm_parts(fe_type))
 
 
 def _llvm(scalar: Any, lanes: int) -> Any:
-    """The vector as LLVM knows it; arrays of uint16 hold the bits of float16."""
+    """A vector as LLVM knows it; arrays of uint16 hold the bits of float16."""
     kind = {16: ir.IntType(16), 32: ir.FloatType(), 64: ir.DoubleType()}[scalar.bitwidth]
     return ir.VectorType(kind, lanes)
+
+
+def _llvm_parts(vec: Vec) -> Any:
+    return ir.ArrayType(_llvm(vec.scalar, vec.lanes), vec.parts)
+
+
+def _build(builder: Any, vec: Vec, part: Callable[[int], Any]) -> Any:
+    """A value of the type `vec`, part by part."""
+    value = ir.Constant(_llvm_parts(vec), ir.Undefined)
+    for p in range(vec.parts):
+        value = builder.insert_value(value, part(p), p)
+    return value
 
 
 def _address(context: Any, builder: Any, array_type: Any, array: Any, offset: Any) -> Any:
     data = context.make_array(array_type)(context, builder, array).data
     return builder.gep(data, [offset])
-
-
-def _mask(builder: Any, lanes: int, n: Any) -> Any:
-    """Lanes below n."""
-    i32 = ir.IntType(32)
-    count = _splat(builder, builder.trunc(n, i32), lanes)
-    lane = ir.Constant(ir.VectorType(i32, lanes), list(range(lanes)))
-    return builder.icmp_signed("<", lane, count)
 
 
 def _splat(builder: Any, value: Any, lanes: int) -> Any:
@@ -71,23 +76,26 @@ def _splat(builder: Any, value: Any, lanes: int) -> Any:
     return builder.shuffle_vector(first, first, order)
 
 
-def _masked(builder: Any, name: str, result: Any, arguments: list[Any], vector: Any) -> Any:
-    """Call of llvm.masked.load or store, whose names hold the vector's type."""
-    kind = {2: "i16", 4: "f32", 8: "f64"}[_align(vector)]
-    function = ir.FunctionType(result, [a.type for a in arguments])
+def _masked(builder: Any, name: str, result: Any, n: Any, vector: Any, arguments: Any) -> Any:
+    """Call of llvm.masked.load or store on the lanes below n; names hold the vector's type."""
+    i32, align = ir.IntType(32), _align(vector)
+    lane = ir.Constant(ir.VectorType(i32, vector.count), list(range(vector.count)))
+    mask = builder.icmp_signed("<", lane, _splat(builder, builder.trunc(n, i32), vector.count))
+    before, behind = arguments
+    every = [*before, i32(align), mask, *behind]
+    function = ir.FunctionType(result, [a.type for a in every])
+    kind = {2: "i16", 4: "f32", 8: "f64"}[align]
     full = f"llvm.masked.{name}.v{vector.count}{kind}.p0"
-    return builder.call(cgutils.get_or_insert_function(builder.module, function, full), arguments)
+    return builder.call(cgutils.get_or_insert_function(builder.module, function, full), every)
 
 
 def _read(builder: Any, pointer: Any, vector: Any, n: Any) -> Any:
     """The first n lanes, all if n is None."""
     pointer = builder.bitcast(pointer, vector.as_pointer())
-    align = _align(vector)
     if n is None:
-        return builder.load(pointer, align=align)
-    mask = _mask(builder, vector.count, n)
+        return builder.load(pointer, align=_align(vector))
     zeros = ir.Constant(vector, None)
-    return _masked(builder, "load", vector, [pointer, ir.IntType(32)(align), mask, zeros], vector)
+    return _masked(builder, "load", vector, n, vector, ([pointer], [zeros]))
 
 
 def _write(builder: Any, value: Any, pointer: Any, n: Any) -> None:
@@ -102,9 +110,7 @@ def _write(builder: Any, value: Any, pointer: Any, n: Any) -> None:
         with then:
             builder.store(value, pointer, align=align)
         with otherwise:
-            mask = _mask(builder, vector.count, n)
-            parts = [value, pointer, ir.IntType(32)(align), mask]
-            _masked(builder, "store", ir.VoidType(), parts, vector)
+            _masked(builder, "store", ir.VoidType(), n, vector, ([value, pointer], []))
 
 
 def _align(vector: Any) -> int:
@@ -113,94 +119,86 @@ def _align(vector: Any) -> int:
     return 4 if isinstance(vector.element, ir.FloatType) else 8
 
 
-def _lanes_wanted(n: Any, value: Any) -> Any:
-    """What `_read` and `_write` take, from the argument `n` of an intrinsic."""
-    return None if isinstance(n, types.NoneType) else value
+def _places(context: Any, builder: Any, array_type: Any, vec: Vec, args: Any, n: Any) -> Any:
+    """(address, lanes) of part p, from the arguments (array, offset, n) of an intrinsic.
+
+    All parts but the last are whole, and that one is if n is None.
+    """
+
+    def place(p: int) -> tuple[Any, Any]:
+        offset = builder.add(args[1], args[1].type(p * vec.lanes))
+        some = p == vec.parts - 1 and not isinstance(n, types.NoneType)
+        return _address(context, builder, array_type, args[0], offset), args[2] if some else None
+
+    return place
 
 
-def _zeros(given: Any, vec: Vec) -> Any:
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return ir.Constant(_llvm(vec.scalar, vec.lanes), None)
+@intrinsic(prefer_literal=True)
+def vector(typing_context, array, size, parts):  # type: ignore[no-untyped-def]
+    """Zeros of the type of `array`: `parts` vectors of `size` bytes, or of one number if it is 0.
 
-    return vec(given), codegen
-
-
-def _zeros_of_bytes(array: Any, size: int) -> Any:
-    return _zeros(array, Vec(array.dtype, size * 8 // array.dtype.bitwidth))
-
-
-@intrinsic
-def vector(typing_context, array):  # type: ignore[no-untyped-def]
-    """A vector of zeros, `VECTOR_BYTES` of the type of `array`."""
-    return _zeros_of_bytes(array, VECTOR_BYTES)
+    Reads of a quarter of `VECTOR_BYTES` rarely straddle two cache lines.
+    """
+    width = array.dtype.bitwidth // 8
+    vec = Vec(array.dtype, max(1, size.literal_value // width), parts.literal_value)
+    return vec(array, size, parts), _zeros(vec)
 
 
-@intrinsic
-def quarter(typing_context, array):  # type: ignore[no-untyped-def]
-    """One a quarter as long: its reads rarely straddle two cache lines."""
-    return _zeros_of_bytes(array, VECTOR_BYTES // 4)
-
-
-@intrinsic
-def register(typing_context, array):  # type: ignore[no-untyped-def]
-    """One register of this machine: for what needs many of them at once."""
-    return _zeros_of_bytes(array, REGISTER_BYTES)
-
-
-@intrinsic
-def wide(typing_context, like):  # type: ignore[no-untyped-def]
-    """As many zeros as the vector `like` has, in float64: several registers of it."""
-    return _zeros(like, Vec(types.float64, like.lanes))
+def _zeros(vec: Vec) -> Any:
+    return lambda context, builder, signature, args: ir.Constant(_llvm_parts(vec), None)
 
 
 @intrinsic
 def lanes(typing_context, like):  # type: ignore[no-untyped-def]
-    """How many numbers a vector has, a constant."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return ir.IntType(64)(like.lanes)
-
-    return types.int64(like), codegen
+    """How many numbers a part of a vector has, a constant."""
+    return types.int64(like), lambda *_: ir.IntType(64)(like.lanes)
 
 
 @intrinsic
 def load(typing_context, array, offset, n, like):  # type: ignore[no-untyped-def]
-    """A vector like `like`: its first n lanes from array.flat[offset:], zeros behind them.
+    """A vector like `like` from array.flat[offset:]: of its last part n lanes, zeros behind them.
 
     All lanes if n is None.  Numbers of a narrower type are widened.
     """
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        pointer = _address(context, builder, array, args[0], args[1])
+        place = _places(context, builder, array, like, args, n)
         stored = _llvm(array.dtype, like.lanes)
-        value = _read(builder, pointer, stored, _lanes_wanted(n, args[2]))
-        if array.dtype == types.uint16:
-            value = builder.bitcast(value, ir.VectorType(ir.HalfType(), like.lanes))
-        narrow = array.dtype.bitwidth < like.scalar.bitwidth
-        return builder.fpext(value, _llvm(like.scalar, like.lanes)) if narrow else value
+
+        def part(p: int) -> Any:
+            pointer, some = place(p)
+            value = _read(builder, pointer, stored, some)
+            if array.dtype == types.uint16:
+                value = builder.bitcast(value, ir.VectorType(ir.HalfType(), like.lanes))
+            narrow = array.dtype.bitwidth < like.scalar.bitwidth
+            return builder.fpext(value, _llvm(like.scalar, like.lanes)) if narrow else value
+
+        return _build(builder, like, part)
 
     return like(array, types.int64, n, like), codegen
 
 
 @intrinsic
 def store(typing_context, array, offset, n, value):  # type: ignore[no-untyped-def]
-    """array.flat[offset : offset + n] = the first n lanes; all of them if n is None.
+    """array.flat[offset:] = value, of whose last part n lanes are written; all if n is None.
 
     What is wider than the array's numbers is rounded to them.  In float16 what is too large becomes
     the largest there is, and a NaN stays one.
     """
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        pointer, x = _address(context, builder, array, args[0], args[1]), args[3]
-        if array.dtype == types.uint16:
-            for sign, beyond in ((65504.0, ">"), (-65504.0, "<")):
-                most = ir.Constant(x.type, [sign] * value.lanes)
-                x = builder.select(builder.fcmp_ordered(beyond, x, most), most, x)
-            half = builder.fptrunc(x, ir.VectorType(ir.HalfType(), value.lanes))
-            x = builder.bitcast(half, _llvm(array.dtype, value.lanes))
-        elif array.dtype.bitwidth < value.scalar.bitwidth:
-            x = builder.fptrunc(x, _llvm(array.dtype, value.lanes))
-        _write(builder, x, pointer, _lanes_wanted(n, args[2]))
+        place = _places(context, builder, array, value, args, n)
+        for p in range(value.parts):
+            x, (pointer, some) = builder.extract_value(args[3], p), place(p)
+            if array.dtype == types.uint16:
+                for sign, beyond in ((65504.0, ">"), (-65504.0, "<")):
+                    most = ir.Constant(x.type, [sign] * value.lanes)
+                    x = builder.select(builder.fcmp_ordered(beyond, x, most), most, x)
+                half = builder.fptrunc(x, ir.VectorType(ir.HalfType(), value.lanes))
+                x = builder.bitcast(half, _llvm(array.dtype, value.lanes))
+            elif array.dtype.bitwidth < value.scalar.bitwidth:
+                x = builder.fptrunc(x, _llvm(array.dtype, value.lanes))
+            _write(builder, x, pointer, some)
         return context.get_dummy_value()
 
     return types.void(array, types.int64, n, value), codegen
@@ -211,54 +209,69 @@ def splat(typing_context, number, like):  # type: ignore[no-untyped-def]
     """A vector like `like` of one number."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return _splat(builder, context.cast(builder, args[0], number, like.scalar), like.lanes)
+        x = context.cast(builder, args[0], number, like.scalar)
+        return _build(builder, like, lambda p: _splat(builder, x, like.lanes))
 
     return like(number, like), codegen
+
+
+def _by_parts(make: Callable[..., Any]) -> Any:
+    """The code of an operation on vectors of one type, from that on their parts."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        def part(p: int) -> Any:
+            return make(builder, *(builder.extract_value(x, p) for x in args))
+
+        return _build(builder, signature.return_type, part)
+
+    return codegen
 
 
 @intrinsic
 def fma(typing_context, a, b, c):  # type: ignore[no-untyped-def]
     """a * b + c, in one rounding where the machine can."""
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        product = builder.fmul(args[0], args[1], flags=("contract",))
-        return builder.fadd(product, args[2], flags=("contract",))
+    def make(builder: Any, x: Any, y: Any, z: Any) -> Any:
+        return builder.fadd(builder.fmul(x, y, flags=("contract",)), z, flags=("contract",))
 
-    return a(a, b, c), codegen
+    return a(a, b, c), _by_parts(make)
 
 
 @intrinsic
 def add(typing_context, a, b):  # type: ignore[no-untyped-def]
-    return a(a, b), lambda context, builder, signature, args: builder.fadd(*args)
+    return a(a, b), _by_parts(ir.IRBuilder.fadd)
 
 
 @intrinsic
 def mul(typing_context, a, b):  # type: ignore[no-untyped-def]
-    return a(a, b), lambda context, builder, signature, args: builder.fmul(*args)
+    return a(a, b), _by_parts(ir.IRBuilder.fmul)
 
 
 @intrinsic
 def sub(typing_context, a, b):  # type: ignore[no-untyped-def]
-    return a(a, b), lambda context, builder, signature, args: builder.fsub(*args)
+    return a(a, b), _by_parts(ir.IRBuilder.fsub)
+
+
+@inline
+def add_product(sums, offset, n, a, b):  # type: ignore[no-untyped-def]
+    """sums.flat[offset:] += a * b, in the float64 of `sums`; of the last part n lanes."""
+    x = widened(a)
+    store(sums, offset, n, fma(x, widened(b), load(sums, offset, n, x)))
 
 
 @intrinsic
-def add_product(typing_context, sums, offset, n, a, b):  # type: ignore[no-untyped-def]
-    """sums.flat[offset : offset + n] += a * b, in the float64 of `sums`."""
+def widened(typing_context, x):  # type: ignore[no-untyped-def]
+    """The same numbers in float64."""
+    vec = Vec(types.float64, x.lanes, x.parts)
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        pointer = _address(context, builder, sums, args[0], args[1])
-        wide = ir.VectorType(ir.DoubleType(), a.lanes)
-        x, y = args[3], args[4]
-        if a.scalar.bitwidth == 32:
-            x, y = builder.fpext(x, wide), builder.fpext(y, wide)
-        lanes = _lanes_wanted(n, args[2])
-        product = builder.fmul(x, y, flags=("contract",))
-        total = builder.fadd(product, _read(builder, pointer, wide, lanes), flags=("contract",))
-        _write(builder, total, pointer, lanes)
-        return context.get_dummy_value()
+        def part(p: int) -> Any:
+            value = builder.extract_value(args[0], p)
+            return value if x == vec else builder.fpext(value, _llvm(vec.scalar, vec.lanes))
 
-    return types.void(sums, types.int64, n, a, b), codegen
+        return _build(builder, vec, part)
+
+    return vec(x), codegen
 
 
 @intrinsic
@@ -272,19 +285,30 @@ def peek(typing_context, array, i):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
-def prefetch(typing_context, array, offset):  # type: ignore[no-untyped-def]
-    """Ask for the cache line of array.flat[offset]."""
+def prefetch(typing_context, array, offset, n, like):  # type: ignore[no-untyped-def]
+    """Ask for the lines in which `load` would begin a part, and for that of its last number.
+
+    Without n not for the last one; without `like` for one line.
+    """
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        pointer = _address(context, builder, array, args[0], args[1])
-        pointer = builder.bitcast(pointer, ir.IntType(8).as_pointer())
-        i32 = ir.IntType(32)
-        function = ir.FunctionType(ir.VoidType(), [pointer.type, i32, i32, i32])
-        hint = cgutils.get_or_insert_function(builder.module, function, "llvm.prefetch.p0")
-        builder.call(hint, [pointer, i32(0), i32(3), i32(1)])
+        i32, places = ir.IntType(32), [args[1]]
+        if isinstance(like, Vec):
+            step = max(1, 512 // (like.lanes * array.dtype.bitwidth))
+            starts = [p * like.lanes for p in range(0, like.parts, step)]
+            places = [builder.add(args[1], args[1].type(start)) for start in starts]
+        if not isinstance(n, types.NoneType):
+            behind = args[1].type((like.parts - 1) * like.lanes - 1)
+            places.append(builder.add(builder.add(args[1], args[2]), behind))
+        for place in places:
+            pointer = _address(context, builder, array, args[0], place)
+            pointer = builder.bitcast(pointer, ir.IntType(8).as_pointer())
+            function = ir.FunctionType(ir.VoidType(), [pointer.type, i32, i32, i32])
+            hint = cgutils.get_or_insert_function(builder.module, function, "llvm.prefetch.p0")
+            builder.call(hint, [pointer, i32(0), i32(3), i32(1)])
         return context.get_dummy_value()
 
-    return types.void(array, types.int64), codegen
+    return types.void(array, types.int64, n, like), codegen
 
 
 @intrinsic

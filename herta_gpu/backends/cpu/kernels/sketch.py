@@ -7,21 +7,13 @@ from numba import njit
 
 from herta_gpu.backends.base import STREAM_IDENTITY, STREAM_INCIDENCE
 from herta_gpu.backends.cpu.kernels.simd import chunks, inline, kernel
+from herta_gpu.backends.cpu.philox import MASK, philox4x32
 
-_M0, _M1 = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
-_W0, _W1 = np.uint64(0x9E3779B9), np.uint64(0xBB67AE85)
-MASK, _8, _32 = np.uint64(0xFFFFFFFF), np.uint64(8), np.uint64(32)
+_8, _32 = np.uint64(8), np.uint64(32)
 _LN2, _TURN = math.log(2.0), 2.0 * math.pi
 
 
-@inline
-def _philox(c0, c1, c2, c3, k0, k1):  # type: ignore[no-untyped-def]
-    """Philox-4x32-10, word for word as in `philox.py`."""
-    for _ in range(10):
-        p0, p1 = c0 * _M0, c2 * _M1
-        c0, c1, c2, c3 = (p1 >> _32) ^ c1 ^ k0, p1 & MASK, (p0 >> _32) ^ c3 ^ k1, p0 & MASK
-        k0, k1 = (k0 + _W0) & MASK, (k1 + _W1) & MASK
-    return c0, c1, c2, c3
+_philox = inline(philox4x32)
 
 
 @inline
