@@ -56,8 +56,8 @@ COMMANDS: list[tuple[list[str], int, str]] = [
     (["train", "./"], 1, "has no edges.csv"),
     (["plan", "synthetic:n=10,m=999"], 2, "at most"),
     (["train", "synthetic:n=1e13,m=1e13"], 2, "GB of disk"),
-    (["train", "synthetic:n=inf"], 2, "There is no dataset synthetic:n=inf: use"),
-    (["train", "synthetic:n=nan"], 2, "There is no dataset synthetic:n=nan: use"),
+    (["train", "synthetic:n=inf"], 2, "is not a number"),
+    (["train", "synthetic:n=nan"], 2, "is not a number"),
 ]  # fmt: skip
 
 
