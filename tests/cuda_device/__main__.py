@@ -58,7 +58,6 @@ def under_sanitizer(kind: str) -> list[str]:
         "LD_PRELOAD": str(runtime.resolve()),
         "ASAN_OPTIONS": "detect_leaks=0",
         "TSAN_OPTIONS": "halt_on_error=1",
-        "MPI4PY_RC_INITIALIZE": "0",  # Open MPI dies under TSan, and no test here has ranks
         "HERTA_NUM_THREADS": "1",
         "OPENBLAS_NUM_THREADS": "1",
     }

@@ -362,6 +362,14 @@ def test_memory_of_the_card_is_all_there_is(device: Any, xp: Any) -> None:
             device.set(memory=total)
 
 
+def test_memory_right_behind_an_array_is_not_the_arrays(device: Any, xp: Any) -> None:
+    """Allocators without headers, as that of ThreadSanitizer, give such memory to the host."""
+    both = np.zeros(512)
+    with device.foreign(both[:256]):
+        xp.ones(256).get(out=both[256:])
+    assert both.tolist() == [0.0] * 256 + [1.0] * 256
+
+
 def test_memory_of_another_device_is_refused(device: Any, xp: Any) -> None:
     x, runtime = xp.zeros(3), xp.cuda.runtime
     device.set(devices=2)

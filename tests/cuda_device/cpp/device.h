@@ -104,8 +104,9 @@ struct Touch {
 };
 using Touches = std::vector<Touch>;
 
-// The live block that holds an address, or that ends there; null: there is none.
-std::shared_ptr<Block> block_at(const void* address);
+// The live block that holds an address; null: there is none.  An empty array may begin where its
+// block ends, but memory of the host may begin there, too.
+std::shared_ptr<Block> block_at(const void* address, bool or_its_end = false);
 
 // ---- streams -----------------------------------------------------------------------------------
 

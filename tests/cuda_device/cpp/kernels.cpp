@@ -102,7 +102,7 @@ int find_touches(const Function* f, const Arguments& args, Touches& found) {
             void* address;
             std::memcpy(&address, static_cast<char*>(args.at[i]) + at, sizeof address);
             if (!address) continue;
-            const auto block = block_at(address);
+            const auto block = block_at(address, true);
             if (block && block->kind != PINNED) {
                 found.push_back({block, f->types[i].compare(0, 6, "const ") != 0});
             } else if (pointer) {

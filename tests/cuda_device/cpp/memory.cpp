@@ -167,12 +167,12 @@ int give_line(void* to, const void* from, size_t n, Stream* s, bool wait, int ki
 
 }  // namespace
 
-std::shared_ptr<Block> block_at(const void* address) {
+std::shared_ptr<Block> block_at(const void* address, bool or_its_end) {
     auto found = blocks.upper_bound(number(address));
     if (found == blocks.begin()) return nullptr;
     --found;
-    // An empty array may begin where its block ends.
-    return number(address) <= found->first + found->second->size ? found->second : nullptr;
+    const size_t size = std::max<size_t>(found->second->size, 1);
+    return number(address) < found->first + size + or_its_end ? found->second : nullptr;
 }
 
 }  // namespace device
@@ -302,7 +302,7 @@ API cudaError_t cudaMemGetInfo(size_t* free, size_t* total) {
 
 API cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* found, const void* p) {
     Lock lock;
-    const auto block = block_at(p);
+    const auto block = block_at(p, true);
     std::memset(found, 0, sizeof *found);
     found->type = block ? static_cast<cudaMemoryType>(block->kind) : cudaMemoryTypeUnregistered;
     found->device = block ? block->device : cudaInvalidDeviceId;

@@ -227,7 +227,7 @@ API int device_give(void* stream, const char* what, void* const* pointers, int c
     if (ready) work.ready = [=] { return ready(held.get()) != 0; };
     for (int i = 0; i < count; ++i) {
         if (!pointers[i]) continue;
-        const auto block = block_at(pointers[i]);
+        const auto block = block_at(pointers[i], true);
         if (!block)
             return refuse(UNKNOWN, "%s: pointer %d, %p, is no memory of the device", what, i,
                           pointers[i]);
