@@ -331,9 +331,6 @@ HOST = {
     "columns cut from the first on": (
         "transfer", "part[:, cut]", "part[:, : len(range(*cut.indices(part.shape[1])))]"
     ),
-    "captured steps with the scratch of another stream": (
-        "backend", "key = (k, cupy.cuda.get_current_stream().ptr)", "key = (k, 0)"
-    ),
     "a wait in every step": (
         "backend", "s, k = state, state.R.shape[1]",
         "s, k = state, state.R.shape[1] + 0 * self.cg_active(state)",
