@@ -64,6 +64,7 @@ _NOTHING = (16 * unit_roundoff()) ** 2  # of ||Y||^2: a loss that is rounding
 _CHEAP_STEPS = 20  # steps on stored rows, without a solve, that count as one of max_iter
 _FEW = 2  # steps with true gradients after which a tighter Q is the better way
 _ATTEMPTS = 4  # how often Q is solved for more tightly when a certificate asks for it
+_QUICK = 1 << 26  # numbers in X: with fewer, Q is solved again until the loss is known as well
 _ROWS = 1 << 16  # rows of Y at a time
 _WORST = ("diverged", "max_iter", "stagnated", "converged")  # what a fit is, from the worst on
 
@@ -709,8 +710,9 @@ def _prove(journal: Journal, problem: StoredProblem, u: Array) -> Proof:
 
 def _ask_again(journal: Journal, proof: Proof, made: Preconditioned) -> Chosen | None:
     """How to solve for Q again so that stored rows prove more; None if they do, or never will."""
-    P, recipe, tol = made.P, made.recipe, journal.objective.settings.tol
-    if journal.status.startswith("certified"):
+    P, recipe, A, tol = made.P, made.recipe, journal.objective.A, journal.objective.settings.tol
+    certified = journal.status.startswith("certified")
+    if certified and (proof.enough(tol) or A.H.n * A.features > _QUICK):
         return None
     # Of separable classes, too, the objective can be known: it is about 0.
     unknown = journal.certificate.kind == "none" and proof.near_zero(tol)
@@ -718,7 +720,7 @@ def _ask_again(journal: Journal, proof: Proof, made: Preconditioned) -> Chosen |
         return None
     worst = None if P.stored is None else P.stored.worst
     again = recipe.with_less_left(worst, proof.wanted(0.7 * tol))
-    if again is not None or recipe.whiten or worst is None or P.fragile or unknown:
+    if again is not None or certified or recipe.whiten or worst is None or P.fragile or unknown:
         return again
     return recipe.orthonormal()
 
