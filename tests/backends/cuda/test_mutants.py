@@ -29,6 +29,7 @@ from tests.backends.cuda.test_counts import (
 from tests.backends.cuda.test_streams import (
     test_a_graph_that_is_kept_may_be_used_on_another_stream as check_kept,
 )
+from tests.backends.cuda.test_waits import face_the_checks
 from tests.conftest import ROOT
 from tests.cuda_device.__main__ import under_sanitizer
 from tests.cuda_device.build import NotBuiltError
@@ -377,6 +378,7 @@ def face_every_check(device: Any, backend: Any) -> None:
     for check in (
         lambda: more_checks.check_all(backend),
         lambda: check_kept(backend, made_there=False),
+        lambda: face_the_checks(backend),  # of waits
         lambda: check_counts(device, backend, "float32"),
         lambda: check_capture(device, backend, default=True),
         lambda: check_replays(device, backend),
