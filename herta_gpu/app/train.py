@@ -8,7 +8,6 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from herta_gpu import backends, datasets
@@ -113,14 +112,6 @@ def with_features(data: Dataset, normalize: str | None, log_degree: bool) -> Dat
     return data.with_log_degree() if log_degree else data
 
 
-def tell_of_compilation(stages: Stages) -> None:
-    """Say that the first fit ever compiles the CPU kernels, which takes half a minute."""
-    folder = Path(backends.__file__).parent / "cpu" / "kernels" / "__pycache__"
-    elsewhere = "NUMBA_CACHE_DIR" in os.environ or not os.access(folder, os.W_OK)
-    if backends.compiled_kernels() and not elsewhere and not any(folder.glob("laplacian*.nbi")):
-        stages.note("The first run compiles the CPU kernels: up to a minute, once.", stays=True)
-
-
 # ---- a fit, and the folder that it goes into --------------------------------------------------
 def fit(
     model: HERTA, data: Dataset, stages: Stages, smoother: CorrectAndSmooth | None, **more: Any
@@ -167,7 +158,6 @@ class Job:
             sharing = sharing.decide(data, self.model, self.smoother is not None, stages)
             return sharing.share(data)
 
-        tell_of_compilation(stages)
         with stages("load"):
             datasets.check_budget(*where, self.model.memory_budget)
             if crew.size > 1 and datasets.writes_first(*where):

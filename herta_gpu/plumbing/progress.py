@@ -51,6 +51,27 @@ def marked_steps(steps: range) -> Iterator[int]:
             yield step
 
 
+class Compilation:
+    """The seconds that kernels took to compile; the backend that compiles them says when."""
+
+    depth, seconds, _begun = 0, 0.0, 0.0
+    tell: Callable[[str], object] = str  # how the stage in work shows a line
+
+    def start(self) -> None:
+        if self.depth == 0:
+            self._begun = time.perf_counter()
+            self.tell("compiling kernels, once on this machine ...")
+        self.depth += 1
+
+    def end(self) -> None:
+        self.depth -= 1
+        if self.depth == 0:
+            self.seconds += time.perf_counter() - self._begun
+
+
+compilation = Compilation()
+
+
 @dataclass
 class Stages:
     """Seconds per stage of a fit, and its progress on the terminal when `verbose`."""
@@ -66,7 +87,8 @@ class Stages:
     def __call__(self, name: str) -> Iterator[None]:
         if self.verbose and sys.stderr.isatty():
             self.note(f"{name} ...")
-        start = time.perf_counter()
+        start, compiled, told = time.perf_counter(), compilation.seconds, compilation.tell
+        compilation.tell = self.note
         try:
             with marked(name):
                 yield
@@ -76,13 +98,17 @@ class Stages:
             if self.verbose and sys.stderr.isatty():
                 print("\r\033[K", end="", file=sys.stderr, flush=True)
             raise
-        spent = time.perf_counter() - start
-        self.seconds[name] = self.seconds.get(name, 0.0) + spent
+        finally:
+            compilation.tell = told
         if self._held:
             self.note(self._held, stays=True)
             self._held = ""
-        if spent >= SHORTEST:
-            self.note(f"{name:<15}{spent:8.2f} s", stays=True)
+        compiled = compilation.seconds - compiled
+        shares = {name: time.perf_counter() - start - compiled}
+        for what, spent in (shares | ({"compile": compiled} if compiled else {})).items():
+            self.seconds[what] = self.seconds.get(what, 0.0) + spent
+            if spent >= SHORTEST:
+                self.note(f"{what:<15}{spent:8.2f} s", stays=True)
 
     def since(self, before: dict[str, float]) -> dict[str, float]:
         """Seconds per stage that came after `before`, an earlier copy of `seconds`."""

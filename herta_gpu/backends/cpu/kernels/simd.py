@@ -12,12 +12,27 @@ import llvmlite.binding as llvm
 import numba
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils
+from numba.core import cgutils, event
 from numba.extending import intrinsic, models, register_model
+
+from herta_gpu.plumbing.progress import compilation
 
 VECTOR_BYTES = 64  # one AVX-512 register, or two of AVX2
 HALF = bool(llvm.get_host_cpu_features().get("f16c"))  # instructions for float16
 REGISTER_BYTES = 64 if llvm.get_host_cpu_features().get("avx512f") else 32
+
+
+class _Watch(event.Listener):
+    """Tells of every kernel that numba compiles, and of none that it reads from its cache."""
+
+    def on_start(self, event: Any) -> None:
+        compilation.start()
+
+    def on_end(self, event: Any) -> None:
+        compilation.end()
+
+
+event.register("numba:compile", _Watch())
 
 
 def kernel(function: Any) -> Any:
