@@ -1,4 +1,4 @@
-# Each target sets up .venv by itself; only Python 3.11+ and make are needed.
+# Each target sets up what it needs of .venv by itself; only Python 3.11+ and make are needed.
 PYTHON ?= python3
 BIN := .venv/bin
 
@@ -11,7 +11,13 @@ setup: .venv/ready
 	$(BIN)/python -m pip install --quiet --editable ".[test,fast,plot]"
 	touch $@
 
-demo: setup
+# The demo needs few packages: 0.5 GB of them, not 2.
+.venv/demo: pyproject.toml
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --editable ".[fast,plot]"
+	touch $@
+
+demo: $(if $(wildcard .venv/ready),setup,.venv/demo)
 	$(BIN)/python -m herta_gpu.app.demo
 
 test: setup

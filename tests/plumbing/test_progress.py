@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from herta_gpu import HERTA, Graph
-from herta_gpu.plumbing.progress import Stages
+from herta_gpu.plumbing.progress import Stages, compilation
 
 
 class Terminal:
@@ -45,6 +45,24 @@ def test_a_stage_that_failed_shows_no_time(capsys, monkeypatch):
             _fail_after(0.01)
         assert stages.seconds == {}
         assert (capsys.readouterr().err if terminal is None else "".join(terminal.seen())) == ""
+
+
+def test_compilation_is_none_of_the_time_of_a_stage(capsys):
+    stages = Stages(verbose=True)
+    with stages("solve"):
+        for _ in range(2):  # a kernel, and one that it calls
+            compilation.start()
+        time.sleep(0.05)
+        for _ in range(2):
+            compilation.end()
+    assert 0 <= stages.seconds["solve"] < 0.05 <= stages.seconds["compile"]
+    before = dict(stages.seconds)
+    with stages("solve"):
+        pass
+    assert stages.seconds["compile"] == before["compile"]  # booked once
+    said = capsys.readouterr().err.splitlines()
+    assert said[0] == "compiling kernels, once on this machine ..."
+    assert [line.split()[0] for line in said[1:]] == ["compile"]
 
 
 def test_repeated_stages_add_up(capsys):
