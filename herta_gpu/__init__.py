@@ -53,23 +53,24 @@ if TYPE_CHECKING:
     from herta_gpu.more.label_features import label_features
     from herta_gpu.more.labels import CorrectAndSmooth, LabelPropagation
     from herta_gpu.plumbing.checkpoint import Checkpoint
+    from herta_gpu.plumbing.targets import ConvergenceWarning
     from herta_gpu.sklearn import NodeClassifier, NodeRegressor
     from herta_gpu.solver import SDDSolver
     from herta_gpu.sparsifier import Sparsifier, effective_dimension
 
 __all__ = [
-    "HERTA", "Certificate", "Checkpoint", "CorrectAndSmooth", "Graph", "LabelPropagation",
-    "NodeClassifier", "NodeRegressor", "SDDSolver", "Sparsifier", "effective_dimension",
-    "label_features",
+    "HERTA", "Certificate", "Checkpoint", "ConvergenceWarning", "CorrectAndSmooth", "Graph",
+    "LabelPropagation", "NodeClassifier", "NodeRegressor", "SDDSolver", "Sparsifier",
+    "effective_dimension", "label_features",
 ]  # fmt: skip
 __version__ = "0.1.0"
 
 _HOMES = {
     "HERTA": "herta", "Certificate": "certificate", "Graph": "graph", "SDDSolver": "solver",
     "Sparsifier": "sparsifier", "effective_dimension": "sparsifier",
-    "Checkpoint": "plumbing.checkpoint", "NodeClassifier": "sklearn", "NodeRegressor": "sklearn",
-    "LabelPropagation": "more.labels", "CorrectAndSmooth": "more.labels",
-    "label_features": "more.label_features",
+    "Checkpoint": "plumbing.checkpoint", "ConvergenceWarning": "plumbing.targets",
+    "NodeClassifier": "sklearn", "NodeRegressor": "sklearn", "LabelPropagation": "more.labels",
+    "CorrectAndSmooth": "more.labels", "label_features": "more.label_features",
 }  # fmt: skip
 
 

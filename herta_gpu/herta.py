@@ -52,6 +52,7 @@ from herta_gpu.plumbing.targets import (
     label_accuracy,
     make_targets,
     not_fitted,
+    warn_unfinished,
 )
 from herta_gpu.prediction import Outputs, check_probabilities
 from herta_gpu.task import Context, Task, labels_as_features, stored_rows
@@ -343,6 +344,7 @@ class HERTA(Estimator):
         self.classes_, self._flat = targets.classes, targets.flat
         self.history_, self.warm_history_ = journal.history(), journal.history(warm=True)
         gap = unit * journal.certificate.gap
+        warn_unfinished(journal.status, self.tol, self.max_iter, stacklevel=6)
         self.certificate_, self.status_ = replace(journal.certificate, gap=gap), journal.status
         self.changes_, self.n_features_in_ = run.changes, task.X.shape[1]
         self.stages_, reads = run.stages.since(run.before), task.features.reads

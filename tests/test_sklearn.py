@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import pickle
+import sys
 from typing import Any
 
 import numpy as np
 import pytest
 import scipy.sparse as sp
 
+import herta_gpu
 from herta_gpu import HERTA, NodeClassifier, NodeRegressor
+from herta_gpu.plumbing.targets import warn_unfinished
 from tests.conftest import closed_form, dense_H, problem
 
 pytest.importorskip("sklearn", reason="scikit-learn is not installed")
 
 from sklearn.base import clone, is_classifier, is_regressor
 from sklearn.ensemble import BaggingClassifier
-from sklearn.exceptions import NotFittedError
+from sklearn.exceptions import ConvergenceWarning, NotFittedError
 from sklearn.model_selection import GridSearchCV, cross_val_predict, cross_val_score
 from sklearn.utils.estimator_checks import check_estimator
 
@@ -166,6 +169,22 @@ def test_scores_of_herta_itself():
     with pytest.raises(NotFittedError, match="This HERTA is not fitted yet"):
         HERTA().decision_function(g, X)
     assert not is_classifier(model)  # what y is, is known with `fit` only
+
+
+def test_a_fit_that_ends_early_warns_as_scikit_learn_does(monkeypatch):
+    g, X, y, train = problem(c=3)
+    early = HERTA(lam=2.0, loss="ce", ridge=1e-3, optimizer="gd", strategy="herta", max_iter=1)
+    with pytest.warns(ConvergenceWarning, match="after max_iter=1 steps") as told:
+        early.fit(g, X, y, train)
+    assert early.status_ == "max_iter"
+    assert issubclass(told[0].category, herta_gpu.ConvergenceWarning)
+    assert told[0].filename == __file__  # it names the line of the caller
+    monkeypatch.delitem(sys.modules, "sklearn.exceptions")  # it is not in use
+    with pytest.warns(match="rounding forbids more") as told:
+        warn_unfinished("stagnated", 1e-6, 9, stacklevel=2)
+    assert told[0].category is herta_gpu.ConvergenceWarning
+    warn_unfinished("certified", 1e-6, 9, stacklevel=2)
+    assert len(told) == 1
 
 
 def test_a_bootstrap_counts_nodes_as_often_as_it_draws_them():

@@ -3,7 +3,7 @@
 The options stand here as their help shows them: a flag, what follows it (words in braces are the
 only ones allowed, nothing is a switch), a colon between spaces, and the help.  What follows a flag
 tells its type (`_TYPES`).  A parameter of the estimator has the same default there and here, which
-its help tells in place of `{}`.
+its help tells in place of `{}`; but for --ridge, with which small data are certified, too.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from herta_gpu.datasets.ogb import FEATURES, FROM_FILES
 from herta_gpu.herta import HERTA
 from herta_gpu.planning.settings import DEVICES, LABEL_FOLDS, LOSS_NAMES, OPTIMIZER_NAMES
 
-_FREE = ("command", "resume", "json", "quiet", "debug", "run", "check")  # beside --resume
+# Options beside --resume.
+_FREE = ("command", "resume", "json", "quiet", "debug", "run", "check", "allow_uncertified")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -93,6 +94,7 @@ _LABELS = f"--label-features FOLDS : %s; {LABEL_FOLDS} folds unless told otherwi
 _OPTIMIZERS = f"--optimizer {_one_of(OPTIMIZER_NAMES)}"
 _DIR = "--data-dir DIR : where to look; default $HERTA_DATA"
 _OVER = "--overwrite : replace the file if it exists"
+_ALLOW = "--allow-uncertified : exit with 0, not 3, after a fit that ended before it was certified"
 _PARTITION = """--partition blocks|metis|FILE : of the nodes: ranges of ids, few cut edges
     (pymetis), or a .npy file with the rank of each; default blocks"""
 # Groups of options in brackets, then commands with their options and the [groups] that they have.
@@ -107,7 +109,7 @@ dataset : a name, the path of a .npz file, or a folder of tables; see herta --he
 --lam L|L,L,... : strength of the graph; several make blocks of features, 0 is X itself; {{}}
 --alpha A : APPNP's teleport: lam = 1/alpha - 1
 --loss {_one_of(LOSS_NAMES)} : {{}}
---ridge R : adds R/2 ||W||^2 to the loss; {{}}
+--ridge R : adds R/2 ||W||^2 to the loss; default 0.01
 --fit-intercept : a constant per output, undiffused
 --class-weight {{balanced}} : as much of each class
 {_LABELS % "features of the labels of other folds"}
@@ -144,6 +146,7 @@ dataset : a name, the path of a .npz file, or a folder of tables; see herta --he
 --out RUN : a folder for the model and its report
 --overwrite : replace the run in that folder
 --resume RUN : go on with a run that was killed
+{_ALLOW}
 == plan : memory, cost and strategy, before anything is loaded
 dataset :
 {_DIR}
@@ -167,6 +170,7 @@ dataset :
 [computing]
 --out RUN : a folder for the model and its report
 --overwrite : replace the run in that folder
+{_ALLOW}
 == predict : apply a trained run to a dataset
 run_folder : the folder that --out wrote
 dataset :
@@ -181,12 +185,14 @@ dataset :
 --devices A,B : default cpu,cuda; cpu-scipy is the CPU without compiled kernels
 --out FILE.png : draw the seconds per stage
 {_OVER}
+{_ALLOW}
 == profile : where the time goes, with a trace to open
 [data]
 [model]
 [computing]
 --out FILE.json : default herta-trace.json
 {_OVER}
+{_ALLOW}
 == convert : make memory-mappable files of what OGB's download holds
 dataset : {", ".join(FROM_FILES)}
 --root --data-dir DIR : where OGB's folder or zip lies; default $HERTA_DATA
@@ -220,6 +226,7 @@ _TYPES: dict[str, Any] = {
     "R,R,...": _numbers,
     "L,L": _two,
     "A": float,
+    "R": float,
     "N": int,
     "FOLDS": int,
     "A,B": partial(_words, DEVICES),
@@ -230,6 +237,7 @@ _TYPES: dict[str, Any] = {
 _MORE: dict[str, dict[str, Any]] = {
     "--split": {"action": _Split},
     "--partition": {"default": "blocks"},
+    "--ridge": {"default": 0.01},
     "--label-features": {"nargs": "?", "const": LABEL_FOLDS, "default": 0},
     "--correct-and-smooth": {"nargs": "?", "const": (20.0, 20.0)},
     "--sparsify": {"type": _value, "default": "auto"},

@@ -1,7 +1,8 @@
 """The command line `herta`: from arguments to an exit code, with one sentence for what is wrong.
 
 Exit codes.  0: done.  1: it failed (a damaged file, too little memory, no such device, a diverged
-run).  2: it was asked wrongly (an unknown dataset, a negative lam).  130: it was interrupted.
+run).  2: it was asked wrongly (an unknown dataset, a negative lam).  3: the fit ended before it was
+certified.  130: it was interrupted.
 
 This module imports little at its top.  Everything else is imported inside `main`, once Ctrl-C is
 sure to end with a sentence and its exit code.
@@ -113,7 +114,7 @@ def _carry_out(args: Namespace) -> int:
         what = f"{type(error).__name__}: {error}"
         return _fail(args, f"An error of herta itself ({what}): --debug shows where.", 1)
     wrong = _say(sys.stdout, as_json(output.content) if args.json else output.text)
-    return int(output.failed) if wrong is None else _fail_to_write(wrong)
+    return output.code if wrong is None else _fail_to_write(wrong)
 
 
 def _fail(args: Namespace, error: Any, code: int) -> int:

@@ -66,8 +66,8 @@ def run(args: argparse.Namespace) -> CommandOutput:
         parts.append(f"bar chart: {args.out}")
     content: dict[str, Any] = {"dataset": data.name, "note": why, "agreement": agreement}
     content["runs"] = {name: result.as_json() for name, result in results.items()}
-    diverged = any(r.diverged for r in results.values())
-    return CommandOutput(content, "\n\n".join(filter(None, parts)), diverged)
+    code = max(r.code(args) for r in results.values())
+    return CommandOutput(content, "\n\n".join(filter(None, parts)), code)
 
 
 def choose_variants(devices: Sequence[str], dtype: str) -> tuple[list[Variant], str]:
@@ -194,7 +194,7 @@ def profile(args: argparse.Namespace) -> CommandOutput:
     parts.append(f"with Nsight Systems on a machine with a GPU:\n  {commands['nsys']}")
     parts.append(f"with Nsight Compute, kernel by kernel:\n  {commands['ncu']}")
     content = {**result.as_json(), "trace": str(path), **commands, "kernels": kernels}
-    return CommandOutput(content, "\n\n".join(parts), result.diverged)
+    return CommandOutput(content, "\n\n".join(parts), result.code(args))
 
 
 def _events(model: HERTA, seconds: dict[str, float]) -> list[dict[str, Any]]:

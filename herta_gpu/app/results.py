@@ -6,6 +6,7 @@ result.json and comes back from there.
 
 from __future__ import annotations
 
+import argparse
 import math
 import sys
 from collections.abc import Callable, Sequence
@@ -40,7 +41,7 @@ class CommandOutput:
 
     content: dict[str, Any]  # for --json
     text: str  # for people
-    failed: bool = False  # the fit is useless, or a check failed: the exit code is 1
+    code: int = 0  # to exit with: 1 where the fit is useless or a check failed, 3: not certified
 
 
 @dataclass(frozen=True)
@@ -186,9 +187,10 @@ class FitResult:
         made: dict[str, Any] = to_plain({**vars(self), "certificate": certificate}, lossy=True)
         return made
 
-    @property
-    def diverged(self) -> bool:
-        return self.status == "diverged"
+    def code(self, args: argparse.Namespace) -> int:
+        """What the command exits with: 1 after nonsense, 3 after a fit that ended too early."""
+        early = self.status in ("max_iter", "stagnated") and not args.allow_uncertified
+        return 1 if self.status == "diverged" else 3 * early
 
     @property
     def total_seconds(self) -> float:

@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> CommandOutput:
     content |= {"kernels": kernels, "fit": fit, "file": str(path)}
     write_json(path, content)
     failed = any(check["outcome"] == "failed" for check in found)
-    return CommandOutput(content, _text(content), failed)
+    return CommandOutput(content, _text(content), int(failed))
 
 
 def _about(backend: Any) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
@@ -20,6 +21,7 @@ from herta_gpu.herta import HERTA
 from herta_gpu.more.labels import CorrectAndSmooth
 from herta_gpu.plumbing.checks import check_rows, memory_budget
 from herta_gpu.plumbing.progress import Stages
+from herta_gpu.plumbing.targets import ConvergenceWarning
 
 _REPEAT = "config.json beside this page holds all that is needed to repeat the run."
 
@@ -35,7 +37,12 @@ def run(args: argparse.Namespace) -> CommandOutput:
         if crew.first:
             check_free(args.out, args.overwrite)
         result = job.load().train(args.out, args.overwrite)
-    return CommandOutput(result.as_json(), result.text(args.resume or args.out), result.diverged)
+    text = result.text(args.resume or args.out)
+    if code := result.code(args):
+        text += "\nnext: a larger --ridge or --max-iter; --allow-uncertified is content with this"
+    elif not {"--lam", "--alpha", "--ridge", "--resume"} & {a.partition("=")[0] for a in args.argv}:
+        text += f"\nnext: herta tune {args.dataset} chooses lam, ridge and loss"
+    return CommandOutput(result.as_json(), text, code)
 
 
 def _resume(args: argparse.Namespace) -> FitResult:
@@ -122,7 +129,9 @@ def fit(
     to `HERTA.fit`.
     """
     train, more["evaluate"] = data.split["train"], nodes_of_split(data.split)
-    model.fit(data.graph, data.X, data.y, train, _stages=stages, **more)
+    with warnings.catch_warnings():  # the result tells the status
+        warnings.simplefilter("ignore", ConvergenceWarning)
+        model.fit(data.graph, data.X, data.y, train, _stages=stages, **more)
     if smoother is not None:
         with stages("correct, smooth"):
             smoother.fit(data.graph, model, data.y, train, X=data.X)

@@ -147,7 +147,7 @@ def run(args: argparse.Namespace) -> CommandOutput:
     content = {**result.as_json(), "candidates": [asdict(c) for c in found]}
     shown, left = table(candidate_rows(found[:_SHOWN], result.metric)), len(found) - _SHOWN
     shown += f"\n... and {left} more, none better" * (left > 0)
-    return CommandOutput(content, f"{shown}\n\n{result.text(args.out)}", result.diverged)
+    return CommandOutput(content, f"{shown}\n\n{result.text(args.out)}", result.code(args))
 
 
 def tune(

@@ -67,13 +67,31 @@ class NotFittedError(ValueError, AttributeError, RuntimeError):
     """A model was asked before it was fitted."""
 
 
+class ConvergenceWarning(UserWarning):
+    """A fit ended before its optimum was certified."""
+
+
 def not_fitted(model: Any) -> Exception:
-    """The error to raise; scikit-learn's own where it is in use, for that is what it looks for."""
-    kind = getattr(sys.modules.get("sklearn.exceptions"), "NotFittedError", ValueError)
-    error: Any = NotFittedError
-    if not issubclass(error, kind):
-        error = type("NotFittedError", (NotFittedError, kind), {})
+    """The error to raise."""
+    error = _for_sklearn(NotFittedError)
     return error(f"This {type(model).__name__} is not fitted yet: call fit first.")
+
+
+def warn_unfinished(status: str, tol: float, max_iter: int, stacklevel: int) -> None:
+    """Warn of a fit that ended early."""
+    told = {
+        "max_iter": f"after max_iter={max_iter} steps: raise max_iter, or add a ridge",
+        "stagnated": 'because rounding forbids more: use dtype="float64", or add a ridge',
+    }
+    if status in told:
+        text = f"The fit ended before its optimum was certified to {tol:g}, {told[status]}."
+        warnings.warn(text, _for_sklearn(ConvergenceWarning), stacklevel)
+
+
+def _for_sklearn(kind: Any) -> Any:
+    """Our class; scikit-learn's of that name as well where it is in use, as that is looked for."""
+    theirs = getattr(sys.modules.get("sklearn.exceptions"), kind.__name__, kind)
+    return kind if issubclass(kind, theirs) else type(kind.__name__, (kind, theirs), {})
 
 
 class OneHot:
