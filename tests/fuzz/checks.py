@@ -56,6 +56,8 @@ def run(problem: Problem) -> Outcome:
         found.status = "refused"
         if not one_sentence(error):
             found.faults.append(f"no sentence: {type(error).__name__}: {str(error)[:200]!r}")
+    except ModuleNotFoundError as error:  # the layer needs torch
+        found.status = f"no {error.name}"
     except Exception as error:  # whatever it is, a user would see a traceback
         found.status = "exception"
         found.faults.append(f"{type(error).__name__}: {str(error)[:200]!r}")
