@@ -26,7 +26,8 @@ The strategy "direct", which needs no array of n x d or n x c numbers, in the or
 More from the same solver, each in a module of its own:
 
     more/            LabelPropagation (labels), CorrectAndSmooth (labels), labels of other folds
-                     as features (label_features), several lam from one sequence of products (sweep)
+                     as features (label_features), several lam from one sequence of products
+                     (sweep); weights of edges from the features of their ends (similarity)
     conformal        prediction sets that hold the truth with a stated probability
 
 What other libraries' users know it by:
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
     from herta_gpu.herta import HERTA
     from herta_gpu.more.label_features import label_features
     from herta_gpu.more.labels import CorrectAndSmooth, LabelPropagation
+    from herta_gpu.more.similarity import similarity
     from herta_gpu.plumbing.checkpoint import Checkpoint
     from herta_gpu.plumbing.targets import ConvergenceWarning
     from herta_gpu.sklearn import NodeClassifier, NodeRegressor
@@ -62,6 +64,7 @@ __all__ = [
     "HERTA", "Certificate", "Checkpoint", "ConvergenceWarning", "CorrectAndSmooth", "Graph",
     "LabelPropagation", "NodeClassifier", "NodeRegressor", "SDDSolver", "Sparsifier",
     "effective_dimension", "label_features",
+    "similarity",
 ]  # fmt: skip
 __version__ = "0.1.0"
 
@@ -71,6 +74,7 @@ _HOMES = {
     "Checkpoint": "plumbing.checkpoint", "ConvergenceWarning": "plumbing.targets",
     "NodeClassifier": "sklearn", "NodeRegressor": "sklearn", "LabelPropagation": "more.labels",
     "CorrectAndSmooth": "more.labels", "label_features": "more.label_features",
+    "similarity": "more.similarity",
 }  # fmt: skip
 
 

@@ -378,6 +378,39 @@ class Graph:
         p = (find or by_community)(self, WORTH)
         return self if p is None else self._permuted(p)
 
+    def reweighted(self, weight: ArrayLike) -> Graph:
+        """This graph with every edge multiplied by a weight from 0 to 1, and its degrees kept.
+
+        What an edge loses stays at its two ends, as self-loops do, so that L and all that is proven
+        of it mean what they mean of any graph.  Edges of weight 0 are gone.
+
+        Parameters
+        ----------
+        weight : array (m,)
+            One number for each edge, in the order of `edges`: see `similarity`.
+
+        Examples
+        --------
+        >>> from herta_gpu import Graph
+        >>> g = Graph.from_edges([[0, 1], [1, 2]]).reweighted([0.25, 0.0])
+        >>> g.edges()[2].tolist(), g.degree.tolist(), g.adjacency().diagonal().tolist()
+        ([0.25], [2.0, 3.0, 2.0], [1.75, 2.75, 2.0])
+        """
+        check_whole(self, "Graph.reweighted")
+        weight = np.asarray(weight)
+        if weight.shape != (self.num_edges,) or weight.dtype.kind not in "fiub":
+            raise ValueError(
+                f"weight must hold one number for each of the {self.num_edges:,} edges, not an "
+                f"array of shape {weight.shape} and {weight.dtype}."
+            )
+        if not bool(((weight >= 0) & (weight <= 1)).all()):
+            raise ValueError(
+                "weight must lie between 0 and 1 on every edge: divide it by its largest, or give "
+                "Graph.from_edges an edge_weight, which changes the degrees as well."
+            )
+        made = self.with_edges(weight > 0, weight.astype(np.float64))
+        return made if self.team is None else made.with_team(self.team)
+
     def with_edges(self, keep: NDArray[np.bool_], factor: NDArray[np.float64]) -> Graph:
         """The edges `keep` of `edges`, weights times `factor`, with this graph's degrees kept."""
         lo, hi, weight = self.edges(stored=True)

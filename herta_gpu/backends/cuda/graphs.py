@@ -47,6 +47,11 @@ class DeviceGraph(Graph):
     degree = _read_back("degree")
     given_degree: Any = property(lambda graph: graph.degree)
 
+    def with_edges(self, keep: Any, factor: Any) -> Graph:
+        """`Graph.with_edges`, put together on the device."""
+        factors = self._backend.asarray(np.where(keep, factor, 0.0))
+        return self._backend.sampled_graph(self, factors)
+
     def to_csr(self) -> Any:
         """L as a CSR matrix of cupyx.scipy.sparse, on the device, float64, caller's order."""
         return self._backend.laplacian_csr(self._backend.laplacian(self, "float64"), self.order)

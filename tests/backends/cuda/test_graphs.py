@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import scipy.sparse as sp
 
-from herta_gpu import HERTA, Graph
+from herta_gpu import HERTA, Graph, similarity
 from herta_gpu.backends.cuda.graphs import DeviceGraph
 
 pytestmark = [pytest.mark.gpu, pytest.mark.once]
@@ -79,6 +79,25 @@ def test_unweighted_edges_on_the_device(
     assert g.indices.dtype == expected.indices.dtype
     np.testing.assert_allclose(g.to_csr().get().toarray(), expected.to_csr().toarray(), atol=1e-15)
     assert g.num_components == expected.num_components == components
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_a_graph_of_the_device_is_reweighted_there(device: Any, xp: Any, weighted: bool) -> None:
+    edges, w = messy_edges(weighted)
+    graphs = [
+        Graph.from_edges(*a) for a in ((edges, 64, w), (xp.asarray(edges), 64, xp.asarray(w)))
+    ]
+    X = np.random.default_rng(2).random((64, 9)) < 0.2
+    weight = similarity(graphs[1], xp.asarray(X))
+    np.testing.assert_array_equal(weight, similarity(graphs[0], X))
+    device.clear()
+    here, there = (g.reweighted(weight) for g in graphs)
+    assert isinstance(there, DeviceGraph)
+    assert device.ledger()["bytes_out"] <= 8 * 64 + 64  # the degrees and a few counts
+    assert here.num_edges == there.num_edges == np.count_nonzero(weight)
+    L = there.to_csr().get().toarray()
+    np.testing.assert_allclose(L, here.to_csr().toarray(), atol=1e-14)
+    np.testing.assert_allclose(there.degree, graphs[0].degree, rtol=1e-14)
 
 
 def test_a_fit_on_a_graph_of_the_device(xp: Any) -> None:
