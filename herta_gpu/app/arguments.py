@@ -21,7 +21,7 @@ from herta_gpu.app import compare, info, plan, predict, selftest, train, tune
 from herta_gpu.app.crew import SPLITS
 from herta_gpu.app.tune import LAMS, RIDGES
 from herta_gpu.datasets.dataset import NORMALIZATIONS
-from herta_gpu.datasets.ogb import FEATURES, FROM_FILES
+from herta_gpu.datasets.ogb import FEATURES, PAPERS
 from herta_gpu.herta import HERTA
 from herta_gpu.planning.settings import DEVICES, LABEL_FOLDS, LOSS_NAMES, OPTIMIZER_NAMES
 
@@ -194,7 +194,7 @@ dataset :
 {_OVER}
 {_ALLOW}
 == convert : make memory-mappable files of what OGB's download holds
-dataset : {", ".join(FROM_FILES)}
+dataset : {PAPERS}
 --root --data-dir DIR : where OGB's folder or zip lies; default $HERTA_DATA
 --features {_one_of(FEATURES)} : default float32; float16 halves the largest file
 == selftest : check a device against the CPU and time its kernels, for a report
@@ -273,10 +273,9 @@ def parser() -> argparse.ArgumentParser:
     made = _Parser(
         prog="herta",
         description="Train unfolded graph neural networks to a certified optimum.",
-        epilog="Datasets: digits, synthetic:arxiv, synthetic:n=1e5,m=1e6,d=64,c=10, cora, "
-        "citeseer, pubmed, ogbn-arxiv, ..., NAME for a NAME.npz in a data folder, the path of "
-        "a .npz file, or a folder with edges.csv (or .parquet), features and labels. "
-        "`herta info` lists them.",
+        epilog="Datasets: digits, synthetic:arxiv, synthetic:n=1e5,m=1e6,d=64,c=10, ogbn-arxiv, "
+        "..., NAME for a NAME.npz in a data folder, the path of a .npz file, or a folder with "
+        "edges.csv (or .parquet), features and labels. `herta info` lists them.",
     )
     made.add_argument("--version", action="version", version=f"herta_gpu {__version__}")
     commands = made.add_subparsers(dest="command", required=True, metavar="COMMAND")

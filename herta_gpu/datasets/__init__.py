@@ -10,7 +10,7 @@ from typing import Any
 
 import scipy.sparse as sp
 
-from herta_gpu.datasets import ogb, planetoid
+from herta_gpu.datasets import ogb
 from herta_gpu.datasets.blockmodel import PRESETS, kept_graph, parse, synthetic
 from herta_gpu.datasets.convert import (
     from_cugraph,
@@ -22,7 +22,6 @@ from herta_gpu.datasets.convert import (
 from herta_gpu.datasets.dataset import Dataset, check_training_split, data_dirs, num_outputs
 from herta_gpu.datasets.npz import digits, load_npz, outline
 from herta_gpu.datasets.ogb import convert_ogb, load_ogb
-from herta_gpu.datasets.planetoid import find_planetoid, load_planetoid
 from herta_gpu.datasets.tables import from_tables, load_tables, read_edges, table_folder
 from herta_gpu.graph import Graph
 from herta_gpu.plumbing.checks import as_labels, has_label, parse_bytes, train_rows
@@ -44,7 +43,6 @@ __all__ = [
     "load",
     "load_npz",
     "load_ogb",
-    "load_planetoid",
     "load_tables",
     "names",
     "read_edges",
@@ -81,9 +79,8 @@ def load(
     ----------
     name : str
         "digits"; "synthetic:arxiv", "synthetic:papers100M@0.01", "synthetic:n=1e5,m=1e6,d=64";
-        "cora", "citeseer", "pubmed"; "ogbn-..."; any NAME with a NAME.npz in a data folder; the
-        path of a .npz file; or a folder with edges.csv (see `load_tables`), by its path or by
-        its name in a data folder.
+        "ogbn-..."; any NAME with a NAME.npz in a data folder; the path of a .npz file; or a
+        folder with edges.csv (see `load_tables`), by its path or by its name in a data folder.
     data_dir : path, optional
         Where to look; by default the environment variable HERTA_DATA.
     features : bool
@@ -109,8 +106,6 @@ def load(
         return load_npz(at, None if str(name).endswith(".npz") else str(name), features)
     elif kind == "tables":
         data = load_tables(at)
-    elif kind == "planetoid":
-        data = load_planetoid(at, find_planetoid(at, data_dirs(data_dir)))
     else:
         return load_ogb(at, _ogb_root(at, data_dir), features, stages=stages)
     return data if features else replace(data, X=None)
@@ -134,7 +129,7 @@ def names(data_dir: _Folder = None) -> list[str]:
     """What `load` knows by name, with the .npz files of the data folders."""
     found = {path.stem for at in data_dirs(data_dir) for path in at.glob("*.npz")}
     made = {f"synthetic:{preset}" for preset in PRESETS}
-    return sorted({"digits", *planetoid.SHAPES, *ogb.SHAPES, *made, *found})
+    return sorted({"digits", *ogb.SHAPES, *made, *found})
 
 
 def sizes(name: str | os.PathLike[str], data_dir: _Folder = None) -> DataSizes:
@@ -155,26 +150,20 @@ def sizes(name: str | os.PathLike[str], data_dir: _Folder = None) -> DataSizes:
         c = 0 if found.y is None else num_outputs(found.y)
         n_train = _n_train(at, found.split, found.n, found.y)
         return DataSizes(found.n, found.m, found.d or 0, c, n_train, found.X_nonzeros)
-    if kind == "planetoid":
-        return DataSizes(*planetoid.SHAPES[at], X_nonzeros=20 * planetoid.SHAPES[at][0])
-    if kind == "ogb" and ogb.is_converted(at):
-        keys, known = ("node_feat", "edge_index", "train"), ogb.read_ledger(at)
-        (n, d), (_, m), (n_train,) = (known[key]["shape"] for key in keys)
-        return DataSizes(n, m, d, ogb.SHAPES[at][3], n_train, None, mapped=True)
-    if kind == "ogb" and not ogb.is_cached(at):
-        return DataSizes(*ogb.SHAPES[at], X_nonzeros=None, mapped=at in ogb.FROM_FILES)
+    if kind == "ogb":
+        found = ogb.stored_sizes(at) if ogb.is_stored(at) else ogb.SHAPES[at]
+        return DataSizes(*found, X_nonzeros=None, mapped=True)
     data = load(name, data_dir)
     n, d = data.graph.num_nodes, 0 if data.X is None else data.X.shape[1]
     n_train = _n_train(name, data.split, n, data.y)
     nonzeros = data.X.nnz if sp.issparse(data.X) else None
-    m, mapped = data.graph.num_edges, kind == "ogb"
-    return DataSizes(n, m, d, data.num_classes, n_train, nonzeros, mapped)
+    return DataSizes(n, data.graph.num_edges, d, data.num_classes, n_train, nonzeros)
 
 
 def writes_first(name: str | os.PathLike[str], data_dir: _Folder = None) -> bool:
     """Whether `load` may have to make files first: one process then does that for all."""
     kind, at = _find(name, data_dir)
-    return kind in ("ogb", "planetoid") or (kind == "synthetic" and parse(at).large)
+    return kind == "ogb" or (kind == "synthetic" and parse(at).large)
 
 
 def graph_at_hand(name: str | os.PathLike[str], data_dir: _Folder = None) -> Graph | None:
@@ -182,8 +171,7 @@ def graph_at_hand(name: str | os.PathLike[str], data_dir: _Folder = None) -> Gra
     kind, at = _find(name, data_dir)
     if kind == "synthetic":
         return kept_graph(at)
-    made = kind == "ogb" and (ogb.is_converted(at) or ogb.is_cached(at))
-    if writes_first(name, data_dir) and not made:
+    if kind == "ogb" and not ogb.is_stored(at):
         return None
     return load(name, data_dir, features=False).graph
 
@@ -206,8 +194,8 @@ def _find(name: str | os.PathLike[str], data_dir: _Folder) -> tuple[str, Any]:
     tables = table_folder(name, folders)
     if tables is not None:
         return "tables", tables
-    if name in planetoid.SHAPES or name in ogb.SHAPES:
-        return "planetoid" if name in planetoid.SHAPES else "ogb", name
+    if name in ogb.SHAPES:
+        return "ogb", name
     known = names(data_dir)
     small = {k.lower(): k for k in known}
     if close := difflib.get_close_matches(name.lower(), small, n=4, cutoff=0.5):
@@ -216,14 +204,14 @@ def _find(name: str | os.PathLike[str], data_dir: _Folder) -> tuple[str, Any]:
     places = ", ".join(str(f) for f in folders) or "none: set HERTA_DATA or give --data-dir"
     raise ValueError(
         f"There is no dataset {name!r}: there are {', '.join(known)} and .npz files in the data "
-        f"folders ({places})."
+        f"folders ({places}); {name}.npz there, with edge_index, features and labels, would do."
     )
 
 
 def _ogb_root(name: str, data_dir: _Folder) -> Path | None:
     """A folder in which ogb has the data already, else the one asked for, else the cache."""
     for folder in data_dirs(data_dir):
-        raw = name in ogb.FROM_FILES and ogb.find_download(name, [folder]) is not None
+        raw = name == ogb.PAPERS and ogb.find_download([folder]) is not None
         if raw or (folder / name.replace("-", "_")).is_dir():
             return folder
     return None if data_dir is None else Path(data_dir)

@@ -219,7 +219,7 @@ def test_a_cached_dataset_that_was_altered(tmp_path):
     data = load_npz(_data(tmp_path, np.savez))
     write_dataset(tmp_path / "kept", data)
     assert (read_dataset(tmp_path / "kept").graph.indices == data.graph.indices).all()
-    altered_graph(tmp_path / "kept", "indices", 3, 0)
+    altered_graph(tmp_path / "kept" / "graph", "indices", 3, 0)
     refused(DataError, "indices.npy was altered", lambda: read_dataset(tmp_path / "kept"))
 
 
