@@ -151,8 +151,8 @@ def sizes(name: str | os.PathLike[str], data_dir: _Folder = None) -> DataSizes:
         n_train = _n_train(at, found.split, found.n, found.y)
         return DataSizes(found.n, found.m, found.d or 0, c, n_train, found.X_nonzeros)
     if kind == "ogb":
-        found = ogb.stored_sizes(at) if ogb.is_stored(at) else ogb.SHAPES[at]
-        return DataSizes(*found, X_nonzeros=None, mapped=True)
+        shape = ogb.stored_sizes(at) if ogb.is_stored(at) else ogb.SHAPES[at]
+        return DataSizes(*shape, X_nonzeros=None, mapped=True)
     data = load(name, data_dir)
     n, d = data.graph.num_nodes, 0 if data.X is None else data.X.shape[1]
     n_train = _n_train(name, data.split, n, data.y)
