@@ -51,8 +51,10 @@ if TYPE_CHECKING:
     from herta_gpu.certificate import Certificate
     from herta_gpu.graph import Graph
     from herta_gpu.herta import HERTA
+    from herta_gpu.more.energy import AttentionSolver
     from herta_gpu.more.label_features import label_features
     from herta_gpu.more.labels import CorrectAndSmooth, LabelPropagation
+    from herta_gpu.more.penalties import Huber, Power, PseudoHuber
     from herta_gpu.more.similarity import similarity
     from herta_gpu.plumbing.checkpoint import Checkpoint
     from herta_gpu.plumbing.targets import ConvergenceWarning
@@ -61,9 +63,9 @@ if TYPE_CHECKING:
     from herta_gpu.sparsifier import Sparsifier, effective_dimension
 
 __all__ = [
-    "HERTA", "Certificate", "Checkpoint", "ConvergenceWarning", "CorrectAndSmooth", "Graph",
-    "LabelPropagation", "NodeClassifier", "NodeRegressor", "SDDSolver", "Sparsifier",
-    "effective_dimension", "label_features",
+    "HERTA", "AttentionSolver", "Certificate", "Checkpoint", "ConvergenceWarning",
+    "CorrectAndSmooth", "Graph", "Huber", "LabelPropagation", "NodeClassifier", "NodeRegressor",
+    "Power", "PseudoHuber", "SDDSolver", "Sparsifier", "effective_dimension", "label_features",
     "similarity",
 ]  # fmt: skip
 __version__ = "0.1.0"
@@ -74,7 +76,8 @@ _HOMES = {
     "Checkpoint": "plumbing.checkpoint", "ConvergenceWarning": "plumbing.targets",
     "NodeClassifier": "sklearn", "NodeRegressor": "sklearn", "LabelPropagation": "more.labels",
     "CorrectAndSmooth": "more.labels", "label_features": "more.label_features",
-    "similarity": "more.similarity",
+    "AttentionSolver": "more.energy", "Huber": "more.penalties", "Power": "more.penalties",
+    "PseudoHuber": "more.penalties", "similarity": "more.similarity",
 }  # fmt: skip
 
 
