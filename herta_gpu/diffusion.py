@@ -110,10 +110,9 @@ class Rows:
     """
 
     basis: Coordinates  # C0 of all blocks
-    train_rows: Array  # in float64 unless the recipe says otherwise
+    train_rows: Array  # in float64
     eval_rows: Array  # in the working precision
     residual_bound: Array  # (r,) bounds of ||X c_j - H q_j||, and so of ||H^-1 X c_j - q_j||
-    storage_error: Array  # (r,) what rounding `train_rows` to float32 added to that
 
     def __init__(
         self,
@@ -131,19 +130,13 @@ class Rows:
         self.train, self.evaluate, self.recipe, self.tell = A.train, evaluate, recipe, tell
         self.backend, self.dtype, r = A.H.backend, recipe.dtype(A.H.dtype), self.basis.rank
         xp, count = self.backend.xp, int(self.backend.total(A.train.shape[0]))
-        narrow = recipe.narrow and all(part.H for part in self.parts)
-        self.train_rows = xp.zeros((count, r), dtype="float32" if narrow else "float64")
+        self.train_rows = xp.zeros((count, r))
         self.eval_rows = xp.zeros((evaluate.shape[0], r), dtype=self.dtype)
-        self.residual_bound, self.storage_error = self.basis.sizes.copy(), xp.zeros(r)  # Q is 0
+        self.residual_bound = self.basis.sizes.copy()  # Q is 0
         self._products: dict[int, int] = {}  # of a part, by the first of its columns
         for part in self.parts:
             if part.H is None:
                 self._copy(part.columns, part.among_all(slice(0, part.columns.rank)))
-
-    @property
-    def error(self) -> Array:
-        """(r,) bounds of ||H^-1 X c_j - q_j|| for the training rows as they are stored."""
-        return self.residual_bound + self.storage_error
 
     @property
     def worst(self) -> float:
@@ -195,7 +188,7 @@ class Rows:
             at = part.among_all(J)
             self.train_rows[:, at] = backend.gathered(block["rows"])
             self.eval_rows[:, at] = block["others"]
-            self.residual_bound[at], self.storage_error[at] = block["left"], block["lost"]
+            self.residual_bound[at] = block["left"]
             products = int(block["products"][0])  # synchronize!
             self._products[part.first] = max(self._products.get(part.first, 0), products)
             self.tell(at.stop, self.basis.rank)
@@ -210,7 +203,7 @@ class Rows:
         source = columns.chunks(J) if whole is None else _chunks(H.backend, whole)
         rows = xp.zeros((self.train.shape[0], k))
         others = xp.zeros((self.evaluate.shape[0], k), dtype=self.dtype)
-        norms, rounded, lost = sizes, columns.rounding[J], xp.zeros(k)
+        norms, rounded = sizes, columns.rounding[J]
         worst, last, products = _worst(xp, norms, sizes), math.inf, 0
         # One pass cannot do more than rounding lets it.
         least = max(16 * unit, _TYPICAL * chebyshev_rounding(H, self.dtype, k))
@@ -227,11 +220,7 @@ class Rows:
             # ||Z|| <= ||H Z|| <= ||B|| + ||B - H Z||, and the new B is stored rounded.
             rounded = rounded + H.rounding(k, rows=True) * (before + norms) + unit * norms
             products, last, worst = products + degree, worst, _worst(xp, norms, sizes)
-        if self.train_rows.dtype != rows.dtype:
-            # Half a unit of each number, or of the smallest there is.
-            tiny = 0.5 * float(np.finfo(np.float32).tiny) * self.train_rows.shape[0] ** 0.5
-            lost = unit_roundoff("float32") * column_norms(H.backend, rows) + tiny
-        made = {"rows": rows, "others": others, "left": norms + rounded, "lost": lost}
+        made = {"rows": rows, "others": others, "left": norms + rounded}
         return {**made, "products": xp.asarray([products])}
 
 

@@ -16,6 +16,7 @@ import scipy.sparse as sp
 
 from herta_gpu.backends.base import Array, Backend, Blocks, norm, unit_roundoff
 from herta_gpu.planning.memory import chunk_bytes
+from herta_gpu.plumbing.building import distinct
 from herta_gpu.plumbing.interop import on_device, take_rows
 from herta_gpu.plumbing.progress import marked
 from herta_gpu.plumbing.reading import Reads
@@ -210,7 +211,7 @@ class Features:
             for J, part in self.row_chunks():
                 hashes += (scrambled(part) * keys(J)[:, None]).sum(axis=0)
         hashes = self.backend.total(hashes)
-        return int(np.unique(hashes[hashes != 0]).shape[0])
+        return int(distinct(np, np.sort(hashes[hashes != 0])).shape[0])
 
 
 def mixed(bits: Any) -> Any:

@@ -151,7 +151,7 @@ def _from_rows(
     """P from measured rows of Q, as tight as the recipe asks for."""
     assert recipe.goal is not None
     rows.tighten(recipe.goal, cache, recipe.name)
-    made = {"Q": rows.train_rows, "left": rows.error}
+    made = {"Q": rows.train_rows, "left": rows.residual_bound}
     return replace(_factored(recipe, A.H, A, Y, ridge, rows.basis, made), stored=rows)
 
 

@@ -59,14 +59,14 @@ class Case:
 
     def __init__(
         self, graph: Graph, lam: float, dtype: str = "float32", X: Any = None, white: bool = True,
-        width: int = 3, at: Any = AT, stored: str = "float64",
+        width: int = 3, at: Any = AT,
     ) -> None:  # fmt: skip
         backend, X = get_backend("cpu"), features() if X is None else X
         self.H = RegularizedLaplacian(graph, lam, backend, dtype)
         self.X, F = X, Features(X, backend)
         self.basis = whiten(F, cut=True) if white else Columns.unit(F)
 
-        recipe = replace(RECIPE, width=width, exact=False, narrow=stored == "float32")
+        recipe = replace(RECIPE, width=width, exact=False)
         self.rows = Rows(UnfoldedMap(self.H, F, at, 8), recipe, [self.basis], BESIDE)
         self.dense = dense_H(graph, lam)
 
@@ -128,20 +128,6 @@ def test_what_is_left_bounds_the_true_residual(kind, white, dtype):
         # The bound is of use: no more than rounding above the truth.
         rounding = 4e-12 * case.basis.norm + 2 * case.basis.rounding
         assert (found.residual_bound <= true * (1 + float(np.finfo(dtype).eps)) + rounding).all()
-
-
-@pytest.mark.parametrize("graph", ["random", "hubs"])
-def test_what_float32_rows_have_lost_is_counted(graph):
-    """The residual is that of rows before they were rounded."""
-    case = Case(GRAPHS[graph](), 5.0, stored="float32")
-    for goal in (1e-3, 1e-6, 1e-10):
-        found = case.tighten(goal, f"Q-{goal}")
-        assert found.train_rows.dtype == np.float32
-        assert found.worst <= 2 * goal
-        assert (case.off() <= found.residual_bound + found.storage_error).all()
-        sizes = np.sqrt((found.train_rows.astype(float) ** 2).sum(axis=0))
-        assert (found.storage_error <= 4 * 2.0**-24 * sizes).all()  # once for each goal
-    assert (case.off() > found.residual_bound).any()  # without that it would be false
 
 
 def test_a_rough_start_is_no_obstacle_to_a_tight_end():

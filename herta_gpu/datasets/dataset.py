@@ -163,7 +163,7 @@ def check_split(source: Any, split: dict[str, Any], n: int) -> dict[str, Any]:
         except ValueError as error:
             raise DataError(f"{source}: {error}") from None
     for part, other in combinations(found, 2):
-        twice = np.intersect1d(found[part], found[other])
+        twice = np.intersect1d(found[part], found[other], assume_unique=True)
         if twice.size:
             raise DataError(
                 f"{source}: {part} and {other} overlap, in {twice.size:,} nodes of which the first "

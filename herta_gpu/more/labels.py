@@ -40,6 +40,7 @@ from herta_gpu.graph import Graph, check_whole
 from herta_gpu.laplacian import RegularizedLaplacian, chebyshev_degree, chebyshev_steps
 from herta_gpu.losses import softmax
 from herta_gpu.planning.settings import strengths
+from herta_gpu.plumbing.building import distinct
 from herta_gpu.plumbing.checks import (
     as_labels,
     check_choice,
@@ -512,7 +513,7 @@ def _known(y: Any, train: Any, valid: Any, classes: Any, B: Any) -> tuple[Any, A
     rows = train_rows(train, has_label(y), n)
     if valid is not None:
         further = part_ids("valid", valid, n)
-        rows = np.union1d(rows, further[has_label(y)[further]])
+        rows = distinct(np, np.sort(np.concatenate([rows, further[has_label(y)[further]]])))
     seen = np.unique(y[rows])
     if classes is None:
         counted = y.dtype.kind != "U" and seen.shape[0] < c and int(seen[-1]) < c

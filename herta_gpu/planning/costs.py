@@ -11,8 +11,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
-import numpy as np
-
 from herta_gpu.planning.settings import Settings
 
 BLOCK_WIDTH = 64  # columns advanced together when memory allows: best per column on the CPU
@@ -44,7 +42,6 @@ _GEMM_FLOP = 1.0 / 75e9  # float64
 _FACTOR_FLOP = 1.0 / 30e9
 _MISFIT = 3.0  # 1 + ||Y|| / ||E||: how much of a certificate the targets themselves make up
 _ALIKE = 1 / 30  # smallest singular value of columns of norm 1, as on bags of words
-_ROUNDED, _SINGLE = 0.3, np.finfo(np.float32)  # share of a goal that float32 rows may take
 _CE_GOAL = 1e-4  # cross entropy: times sqrt(tol ridge)
 _OUTER_STEPS = 1  # steps of CG from the warm start, as on nearly every real graph tried
 _CE_EVALUATIONS = 40  # cross entropy and its gradient, so many times
@@ -211,20 +208,6 @@ def row_tolerance(settings: Settings, look: bool = False) -> float:
     if look:
         return min(1e-4, math.sqrt(settings.tol) / 10)
     return max(1e-12, (1e-4 if settings.quadratic else 1e-6) * math.sqrt(settings.tol))
-
-
-def rows_may_be_narrow(sizes: Sizes, settings: Settings) -> bool:
-    """Whether training rows of Q can be kept in float32 and still prove the fit.
-
-    What that rounds away counts like what the solves leave.  Cross entropy asks for far less.
-    """
-    # Centred or scaled rows are made beside them, in float64; features as they are (lam = 0,
-    # labels) have no residual that says what rounding took.
-    unknown = sizes.copies or 0.0 in settings.lams or settings.label_folds
-    if not settings.quadratic or sizes.word > _SINGLE.dtype.itemsize or unknown:
-        return False
-    goal = Q_goal(sizes, settings, worth_whitening(sizes, settings))
-    return 0.5 * float(_SINGLE.eps) <= _ROUNDED * goal
 
 
 # ---- seconds -----------------------------------------------------------------------------

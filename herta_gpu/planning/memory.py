@@ -35,7 +35,6 @@ class Layout:
     stored: bool  # proven from training rows of Q: nothing else of it is held, nor n x c numbers
     by_rows: bool  # H^-1 M^T is solved for
     sketch_rows: int | None = None
-    narrow: bool = False  # training rows of Q are float32
     paged: bool = False  # neighbours stay in the graph's file
     # What the budget leaves room for, as `fitting_layout` finds it.
     width: int = 0  # columns of a solve
@@ -73,8 +72,8 @@ class Layout:
         all_rows = self.certificate in DETERMINISTIC
         if settings.precondition:
             rows = n if all_rows else self.sketch_rows or sizes.n_train
-            wide = sizes.hidden or (self.stored and not self.narrow)
-            memory["Q"] = rows * d * (8 if wide else word) + sizes.copies * sizes.n_train * d * 8
+            wide = 8 if sizes.hidden or self.stored else word
+            memory["Q"] = rows * d * wide + sizes.copies * sizes.n_train * d * 8
             # P, its factor, and what is needed on the way from one to the other.
             factor = 3 * min(d, n_train) * d
             if self.stored and n_train < d:  # else rows, their span, and copies for LAPACK
@@ -121,18 +120,17 @@ class Layout:
         return _too_little(allowed, budget, self.settings)
 
 
-def fitting_layout(way: Layout, budget: int, may_narrow: bool = False) -> Layout:
+def fitting_layout(way: Layout, budget: int) -> Layout:
     """The best layout within the budget.
 
-    First the rows of Q outside training go, then Q for its sketch; of rows that prove the fit
-    themselves, which are all that is held, float64 goes if they `may_narrow`.
+    First the rows of Q outside training go, then Q for its sketch.
     """
     sizes, settings = way.sizes, way.settings
     # Processes with rows of their own have this together, beside what each of them holds whole.
     whole = 8 * (sizes.n_train * (sizes.d + 4 * sizes.c) + 3 * sizes.d**2)
     budget = sizes.parts * budget - (sizes.parts - 1) * whole
     if way.stored and not way.by_rows:
-        return _roomy_layout(way, budget, may_narrow)
+        return _roomy_layout(way, budget)
     ways = [replace(way, sketch_rows=sketch(sizes, settings, way.by_rows)[0])]
     if way.certificate in DETERMINISTIC:
         ways.append(replace(ways[0], certificate="spectral-probabilistic"))
@@ -168,26 +166,20 @@ def fitting_layout(way: Layout, budget: int, may_narrow: bool = False) -> Layout
     raise ways[-1].refuse(budget, column)
 
 
-def _roomy_layout(way: Layout, budget: int, may_narrow: bool) -> Layout:
-    """The first way that leaves room for enough columns at once, or the one with most of them.
+def _roomy_layout(way: Layout, budget: int) -> Layout:
+    """The layout of stored rows; neighbours of a mapped graph may stay in its file.
 
-    A product gathers whole cache lines and takes as long for two columns as for sixteen.  Training
-    rows of Q in float32 cost a little of what is proven; neighbours of a mapped graph that stay in
-    its file are read again for each product.
+    There they are read again for each product.  It gathers whole cache lines, and so takes as long
+    for two columns as for sixteen.
     """
-    found: list[Layout] = []
-    for paged in (False, True)[: 1 + way.sizes.mapped]:
-        for narrow in (False, True)[: 1 + may_narrow]:
-            try:
-                found.append(_stored_layout(replace(way, narrow=narrow, paged=paged), budget))
-            except BudgetError as error:
-                last = error
-                continue
-            if found[-1].width >= min(_LINE, way.sizes.d):
-                return found[-1]
-    if not found:
-        raise last
-    return max(found, key=lambda layout: layout.width)
+    try:
+        held = _stored_layout(way, budget)
+        if held.width >= min(_LINE, way.sizes.d) or not way.sizes.mapped:
+            return held
+        paged = _stored_layout(replace(way, paged=True), budget)
+        return max(held, paged, key=lambda layout: layout.width)
+    except BudgetError:
+        return _stored_layout(replace(way, paged=way.sizes.mapped), budget)
 
 
 def _stored_layout(way: Layout, budget: int) -> Layout:

@@ -48,7 +48,6 @@ class Recipe:
     curvature: float  # where training starts: P = curvature Q^T Q + ridge I
     symmetric: bool  # the optimizer depends on the coordinates: P^-1/2 itself
     seed: int
-    narrow: bool = False  # keep measured training rows in float32
 
     @property
     def name(self) -> str:
@@ -166,9 +165,8 @@ def make_plan(sizes: Sizes, settings: Settings, budget: int, reordered: bool = F
         by_rows = _by_rows(sizes, settings, direct, samples.value)
         stored = direct and _stored(sizes, settings, by_rows)
         wanted = _certificate(sizes, settings, by_rows, samples.value, stored)
-        narrow = stored and costs.rows_may_be_narrow(sizes, settings)
         try:
-            way = fitting_layout(Layout(sizes, settings, wanted, stored, by_rows), budget, narrow)
+            way = fitting_layout(Layout(sizes, settings, wanted, stored, by_rows), budget)
             break
         except BudgetError:
             if strategy is strategies[-1]:
@@ -240,7 +238,6 @@ def _recipe(way: Layout, direct: bool, look: bool) -> Recipe:
         keep_rows=(way.stored or not settings.quadratic) and useful and way.sketch_rows is None,
         whiten=whiten,
         goal=goal,
-        narrow=way.narrow,
         curvature=sizes.curvature,
         symmetric=settings.optimizer == "adam",
         seed=settings.seed,
@@ -255,14 +252,12 @@ def _layout_decisions(way: Layout) -> list[Decision]:
     elif way.sketch_rows != rows:
         rows, why = way.sketch_rows, "Q does not fit the memory budget"
     shown = f"{width}" if width >= way.Q_width else f"{width}, of Q {way.Q_width}"
-    short = "memory is short; what they round is counted"
     paged = "not in memory, where more columns at once save more"
     each = "each block is finished before the next"
     told = {
         ("sketch", "no" if rows is None else f"{rows:,} rows", why): True,
         ("columns at once", shown, f"at most {BLOCK_WIDTH}, as they fit"): True,
         ("outputs at once", f"{outputs} of {c:,}", each): not way.stored and outputs < c,
-        ("rows of Q", "float32", short): way.narrow,
         ("neighbours", "read again for each product", paged): way.paged,
         ("training", "on the host", "outputs do not fit beside the graph"): way.on_host,
     }
