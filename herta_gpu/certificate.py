@@ -91,8 +91,11 @@ class Certificate:
     value : float
         (objective - optimum) / optimum is at most this; inf when nothing is proven.
     kind : str
-        "duality", "spectral-proven", "spectral-deterministic", "spectral-probabilistic",
-        "nonnegative" (the objective itself bounds the gap) or "none".
+        What the bound rests on.  "residual": norms of the columns of X - H Q, for stored rows Q of
+        H^-1 X.  "duality": the gradient and the strong convexity that a ridge gives.
+        "spectral-proven", "spectral-deterministic", "spectral-probabilistic": eigenvalues of the
+        preconditioned Hessian, by the error of Chebyshev's polynomial, by residuals, or by Lanczos.
+        "nonnegative": the objective itself bounds the gap.  "none": nothing is proven.
     probability : float
         That the bound fails, over the random start of Lanczos; 0 for the other kinds.
     gap : float

@@ -11,7 +11,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import wraps
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import numpy as np
 
@@ -28,7 +28,7 @@ from herta_gpu.planning.forecast import Card
 from herta_gpu.planning.memory import block_width, dealt_width, outputs_at_once
 from herta_gpu.planning.plan import Decision, Plan, make_plan
 from herta_gpu.planning.settings import Settings
-from herta_gpu.plumbing.bundles import takes_bundles
+from herta_gpu.plumbing.bundles import Method, takes_bundles
 from herta_gpu.plumbing.checkpoint import Checkpoint
 from herta_gpu.plumbing.checks import (
     BudgetError,
@@ -68,7 +68,7 @@ _FITTED: dict[str, Any] = {
 _NOT_IN_FILES = ("outputs_", "loo_", "leverage_", "variance_")
 
 
-def on_its_device(method: Callable[..., Any]) -> Callable[..., Any]:
+def on_its_device(method: Method) -> Method:
     """A method that runs on the stream of the device that is chosen for its graph and X.
 
     What fails on one process of the graph fails on all of them, with the same sentence.  Where
@@ -90,7 +90,7 @@ def on_its_device(method: Callable[..., Any]) -> Callable[..., Any]:
                 advice = f"Blocks of {width} columns would fit: set memory_budget={budget}."
                 raise MemoryError(f"{error} {advice}") from error
 
-    return wrapped
+    return cast(Method, wrapped)
 
 
 class HERTA(Estimator):
@@ -127,14 +127,15 @@ class HERTA(Estimator):
         Build P from an SRHT of Q: if memory asks for it, always, never, or with so many rows.
     precondition : bool
         False is the standard training that the paper compares with.
-    device : {"auto", "cpu", "cuda", "cpu-scipy"}
+    device : {"auto", "cpu", "cuda", "cuda:1", "cpu-scipy"}
         "auto": CUDA where it is usable, but for data so small that the CPU is done before a GPU has
         compiled its kernels; "cpu-scipy": the CPU without compiled kernels.
     dtype : {"float32", "float64"}
         Of the large blocks; everything d x d is float64.
     memory_budget : int or str, optional
         Bytes or "8GB"; by default 80% of what is free.
-    random_state : int
+    random_state : int, optional
+        None is 0: whatever is drawn, a fit can be repeated.
     verbose : bool
         Show stages and steps on standard error.
     learning_rate : float or "spectral", optional
@@ -229,7 +230,7 @@ class HERTA(Estimator):
         device: str = "auto",
         dtype: str = "float32",
         memory_budget: int | str | None = None,
-        random_state: int = 0,
+        random_state: int | None = 0,
         verbose: bool = False,
         learning_rate: float | str | None = None,
         reorder: bool | str = "auto",
@@ -250,7 +251,7 @@ class HERTA(Estimator):
     @on_its_device
     def fit(
         self,
-        graph: Graph,
+        graph: Graph | Any,
         X: Any = None,
         y: Any = None,
         train: Any = None,
@@ -262,7 +263,7 @@ class HERTA(Estimator):
         loo: bool = False,
         warm_start: HERTA | None = None,
         _stages: Stages | None = None,
-    ) -> HERTA:
+    ) -> Self:
         """Train on the nodes `train` (ids, a mask, or None: all labelled ones).
 
         Of a graph that is split by nodes each process gives its rows of X, y and sample_weight, and

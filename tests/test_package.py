@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 import zipfile
@@ -57,6 +58,21 @@ print(seconds("import herta_gpu") / seconds(base))
 
 
 @pytest.mark.skipif(not (ROOT / "pyproject.toml").exists(), reason="runs from the source tree only")
+def test_the_idiom_of_the_readme_is_typed(tmp_path):
+    """`HERTA().fit(...)` is a HERTA, so that an editor completes what comes after it."""
+    pytest.importorskip("mypy", reason="mypy is not installed")
+    code = """import herta_gpu
+graph = herta_gpu.Graph.from_edges([[0], [1]])
+reveal_type(herta_gpu.HERTA().fit(graph, 1, 2))
+reveal_type(herta_gpu.HERTA().fit(object()).score(graph))
+"""
+    (tmp_path / "idiom.py").write_text(code)
+    argv = [sys.executable, "-m", "mypy", "--config-file", "pyproject.toml"]
+    done = subprocess.run([*argv, tmp_path / "idiom.py"], cwd=ROOT, capture_output=True, text=True)
+    told = re.findall(r'Revealed type is "(.*)"', done.stdout)
+    assert told == ["herta_gpu.herta.HERTA", "float"], done.stdout + done.stderr
+
+
 def test_the_wheel_works_with_the_source_tree_out_of_the_way(tmp_path):
     if importlib.util.find_spec("hatchling") is None:
         pytest.skip("hatchling is not installed: the wheel cannot be built here")

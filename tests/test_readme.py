@@ -51,6 +51,13 @@ def test_the_map_of_the_package_names_every_module_of_the_ground_floor() -> None
     assert floor <= set(re.findall(r"\w+", herta_gpu.__doc__ or ""))
 
 
+def test_help_lists_every_kind_of_certificate() -> None:
+    text = (ROOT / "herta_gpu/certificate.py").read_text(encoding="utf-8")
+    kinds = set(re.findall(r'"(residual|duality|nonnegative|none|spectral-\w+)"', text))
+    assert len(kinds) >= 6
+    assert all(f'"{kind}"' in (herta_gpu.Certificate.__doc__ or "") for kind in kinds)
+
+
 def test_the_code_of_the_readme_runs(capsys: pytest.CaptureFixture[str]) -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     names: dict[str, Any] = {}

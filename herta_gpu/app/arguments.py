@@ -124,7 +124,7 @@ dataset : a name, the path of a .npz file, or a folder of tables; see herta --he
 --sparsify auto|degree|mixed|yes|no|COUNT : sample edges for the preconditioner
 --sketch auto|yes|no|COUNT : sample rows for the preconditioner
 --no-precondition : for comparison: slow
---device {{auto,cpu,cuda}} : auto: cuda if usable; {{}}
+--device auto|cpu|cuda|cuda:N : auto: cuda if usable; {{}}
 --reorder auto|yes|no : store the graph by community while fitting; {{}}
 --dtype {{float32,float64}} : {{}}
 --memory-budget 8GB : default 80%% of what is free
@@ -175,8 +175,8 @@ dataset :
 run_folder : the folder that --out wrote
 dataset :
 {_DIR}
---device {{auto,cpu,cuda}} :
---to FILE : .npz (with all outputs), .npy or .csv; default RUN/predictions.npz
+--device auto|cpu|cuda|cuda:N :
+--to FILE : .npz (with all outputs), .npy, .csv or .parquet; default RUN/predictions.npz
 {_OVER}
 == compare : do two devices or precisions agree?
 [data]
@@ -198,7 +198,7 @@ dataset : {PAPERS}
 --root --data-dir DIR : where OGB's folder or zip lies; default $HERTA_DATA
 --features {_one_of(FEATURES)} : default float32; float16 halves the largest file
 == selftest : check a device against the CPU and time its kernels, for a report
---device {{auto,cpu,cuda}} :
+--device auto|cpu|cuda|cuda:N :
 --quick : fewer checks, a small graph
 --dataset NAME : what is timed and fitted; default {selftest.FULL.dataset}, or
     {selftest.QUICK.dataset} with --quick

@@ -6,6 +6,7 @@ import argparse
 import csv
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -31,7 +32,9 @@ def run(args: argparse.Namespace) -> CommandOutput:
     """herta predict RUN DATASET"""
     folder = args.run_folder
     path = Path(args.to) if args.to else Path(folder) / "predictions.npz"
-    check_choice("The ending of --to", path.suffix, (".npz", ".npy", ".csv"))
+    check_choice("The ending of --to", path.suffix, (".npz", ".npy", ".csv", ".parquet"))
+    if path.suffix == ".parquet" and find_spec("pyarrow") is None:
+        raise ImportError('Parquet needs pyarrow: pip install "herta_gpu[tables]".')
     check_new_file(path, args.overwrite)
     config = read_config(folder)
     stored = Path(folder) / "model.npz"
@@ -42,7 +45,7 @@ def run(args: argparse.Namespace) -> CommandOutput:
     model = HERTA.load(stored)
     if args.device is not None:
         model.set_params(device=args.device)
-    place = (args.data_dir or config.get("data_dir"), True, model.random_state)
+    place = (args.data_dir or config.get("data_dir"), True, model._settings().seed)
     data = datasets.load(args.dataset, *place, Stages(args.verbose))
     data = with_features(data, config["normalize"], config["log_degree"])  # as the run trained on
     n, y, classes = data.graph.num_nodes, data.y, model.classes_
@@ -110,7 +113,7 @@ def _predict(
 def _write(path: Path, found: Any, Z: Any, columns: Sequence[str]) -> None:
     """Predictions in the format that the ending names; a .npz file has the outputs, too.
 
-    A .csv file has the nodes as well, and text is quoted where it has to be.
+    .csv and .parquet files have the nodes as well, and text is quoted where it has to be.
     """
     if path.suffix == ".npz":
         names = {"columns": np.array(columns)} if found.ndim == 2 else {}
@@ -119,6 +122,14 @@ def _write(path: Path, found: Any, Z: Any, columns: Sequence[str]) -> None:
     with new_file(path) as temporary:
         if path.suffix == ".npy":
             np.save(temporary, found)
+            return
+        if path.suffix == ".parquet":
+            import pyarrow
+            from pyarrow.parquet import write_table
+
+            values = found.reshape(len(found), -1).T
+            named = {"node": np.arange(len(found)), **dict(zip(columns, values, strict=True))}
+            write_table(pyarrow.table(named), temporary)
             return
         with open(temporary, "w", encoding="utf-8", newline="") as file:
             writer = csv.writer(file, lineterminator="\n")

@@ -217,9 +217,8 @@ def _write_config(folder: Run, job: Job) -> None:
         # it is stored, so that a repeated run has the same.
         free = backends.backend_for(model.device, data.graph, data.X).memory_everywhere()
         model.set_params(memory_budget=memory_budget(None, free))
-    is_path = name.endswith(".npz") or os.sep in name  # absolute, it is found from any folder
     config = {
-        "dataset": os.path.abspath(name) if is_path else name,
+        "dataset": datasets.absolute(name, place),
         "split": job.args.split,
         "log_degree": job.args.log_degree,
         "normalize": data.metadata.get("normalize"),

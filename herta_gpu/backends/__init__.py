@@ -12,8 +12,7 @@ from typing import Any
 from herta_gpu.backends.base import Backend
 from herta_gpu.backends.cpu.reference import CPUBackend
 from herta_gpu.backends.cuda.graphs import DeviceGraph
-from herta_gpu.planning.settings import DEVICES
-from herta_gpu.plumbing.checks import check_choice
+from herta_gpu.planning.settings import check_device
 from herta_gpu.plumbing.interop import on_device
 
 FEW = 10_000_000  # numbers of a graph and its X: Cora, Citeseer and Pubmed have fewer
@@ -72,6 +71,20 @@ def _cuda(team: Any) -> Any:
     return made
 
 
+def _take(number: int) -> None:
+    """Make the GPU of this number the current one; its backend is made once, and stays there."""
+    cuda: Any = _cuda_kind().xp.cuda
+    count, here = cuda.runtime.getDeviceCount(), cuda.runtime.getDevice()
+    if number >= count:
+        raise ValueError(f'device="cuda:{number}": there are {count} GPUs, from cuda:0 on.')
+    if number != here and _cuda.cache_info().currsize:
+        raise ValueError(
+            f'device="cuda:{number}": this process works on cuda:{here} already; take one GPU in '
+            "each process, or let CUDA_VISIBLE_DEVICES name it."
+        )
+    cuda.Device(number).use()
+
+
 class UnusableDeviceError(RuntimeError):
     """A GPU is there, and CuPy, but not what they need to compute."""
 
@@ -103,11 +116,13 @@ def chosen_backend(device: str, *data: Any) -> tuple[Backend, str]:
     >>> backend.name, why
     ('cpu', '50,000 numbers are few: the CPU is done before a GPU has compiled its kernels')
     """
-    check_choice("device", device, DEVICES)
+    number = check_device(device)
     if device in ("cpu", "cpu-scipy"):
         return _cpu(device == "cpu" and compiled_kernels()), "as asked"
     team = next((x.team for x in data if getattr(x, "team", None) is not None), None)
-    if device == "cuda":
+    if device.startswith("cuda"):
+        if number is not None:
+            _take(number)
         return _cuda(team), "as asked"
     few = _few(data)
     few = few if team is None else team.agree(few)  # of rows that each process has, say

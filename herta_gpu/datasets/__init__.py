@@ -111,6 +111,11 @@ def load(
     return data if features else replace(data, X=None)
 
 
+def absolute(name: str, data_dir: _Folder = None) -> str:
+    """The name by which the same dataset is found from any folder."""
+    return os.path.abspath(name) if _find(name, data_dir)[1] == Path(name) else name
+
+
 def check_budget(name: str | os.PathLike[str], data_dir: _Folder, budget: Any) -> None:
     """An error, before anything is unpacked, if a compressed file holds more than the budget."""
     kind, at = _find(name, data_dir)
@@ -196,6 +201,8 @@ def _find(name: str | os.PathLike[str], data_dir: _Folder) -> tuple[str, Any]:
         return "tables", tables
     if name in ogb.SHAPES:
         return "ogb", name
+    if os.path.isdir(name):
+        return "tables", Path(name)
     known = names(data_dir)
     small = {k.lower(): k for k in known}
     if close := difflib.get_close_matches(name.lower(), small, n=4, cutoff=0.5):

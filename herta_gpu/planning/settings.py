@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -37,9 +38,15 @@ _WORDS: dict[str, tuple[Any, ...]] = {
     "strategy": ("auto", "herta", "direct"),
     "reorder": ("auto", True, False),
     "precondition": (True, False),
-    "device": DEVICES,
     "fit_intercept": (True, False),
 }
+
+
+def check_device(name: Any) -> int | None:
+    """The number of a GPU that is named like "cuda:1"; None where the name has none."""
+    numbered = re.fullmatch(r"cuda:(\d+)", name) if isinstance(name, str) else None
+    check_choice("device", "cuda" if numbered else name, DEVICES)
+    return None if numbered is None else int(numbered[1])
 
 
 @dataclass(frozen=True)
@@ -83,11 +90,13 @@ class Settings:
         """Settings from the estimator's parameters, or a sentence that says what is wrong."""
         for name, choices in _WORDS.items():
             check_choice(name, params[name], choices)
+        check_device(params["device"])
+        seed = 0 if params["random_state"] is None else params["random_state"]
         lams, sparsify = strengths(params["lam"], params["alpha"]), params["sparsify"]
         check_ridge(params["ridge"])
         check_positive("tol", params["tol"])
         check_count("max_iter", params["max_iter"])
-        check_count("random_state", params["random_state"], least=0, most=MAX_SEED)
+        check_count("random_state", seed, least=0, most=MAX_SEED)
         check_class_weight(params["class_weight"])
         budget, rate = params["memory_budget"], params["learning_rate"]
         if isinstance(rate, str):
@@ -99,6 +108,7 @@ class Settings:
         words |= {name: bool(words[name]) for name in ("precondition", "fit_intercept")}
         made = cls(
             **words,
+            device=params["device"],
             lam=max(lams),
             lams=lams,
             ridge=float(params["ridge"]),
@@ -111,7 +121,7 @@ class Settings:
             sketch=_wish("sketch", params["sketch"]),
             dtype=check_dtype(params["dtype"]),
             memory_budget=None if budget is None else parse_bytes(budget),
-            seed=int(params["random_state"]),
+            seed=int(seed),
             learning_rate=rate,
             reorder=_wish("reorder", params["reorder"]),
             label_folds=_folds(params["label_features"]),

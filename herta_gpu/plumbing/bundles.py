@@ -14,6 +14,7 @@ import numpy as np
 import scipy.sparse as sp
 
 from herta_gpu.graph import Graph, check_graph
+from herta_gpu.plumbing.interop import plain
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -93,7 +94,8 @@ def pyg_graph(data: Any) -> Graph:
     numbers per edge, or whole ones, which may be types of edges, are none.
     """
     if getattr(data, "edge_index", None) is None:
-        edges, weight = _sparse_parts(data.adj_t)
+        A = sp.coo_array(plain(data.adj_t))
+        edges, weight = np.stack([A.row, A.col]), A.data
     else:
         edges, weight = on_host(data.edge_index), column_of(getattr(data, "edge_weight", None))
         given = column_of(getattr(data, "edge_attr", None)) if weight is None else None
@@ -105,16 +107,8 @@ def pyg_graph(data: Any) -> Graph:
 
 def features_of(data: Any) -> Any:
     """x as it is, tensors detached; a sparse one as a SciPy matrix."""
-    x = getattr(data, "x", None)
-    if x is None:
-        return None
-    if hasattr(x, "coo") or (hasattr(x, "layout") and "sparse" in str(x.layout)):
-        at, values = _sparse_parts(x)
-        values = np.ones(at.shape[1]) if values is None else values
-        size = x.sizes() if hasattr(x, "sizes") else x.shape
-        return sp.csr_array((values, at), shape=tuple(int(k) for k in size))
-    x = x.detach() if hasattr(x, "detach") else x
-    return x.float() if str(x.dtype) in ("torch.bfloat16", "torch.float16") else x
+    x = plain(getattr(data, "x", None))
+    return x.float() if str(getattr(x, "dtype", "")) == "torch.float16" else x
 
 
 def column_of(given: Any) -> Any:
@@ -136,21 +130,7 @@ def _mask_of(data: Any, name: str) -> Any:
     return mask
 
 
-def _sparse_parts(A: Any) -> tuple[Any, Any]:
-    """((2, nnz) rows and columns, values or None) of a sparse tensor of PyTorch's or of PyG's."""
-    if sp.issparse(A):
-        A = sp.coo_array(A)
-        return np.stack([A.row, A.col]), A.data
-    if hasattr(A, "coo"):  # torch_sparse.SparseTensor
-        row, column, value = A.coo()
-        return np.stack([on_host(row), on_host(column)]), None if value is None else on_host(value)
-    A = A.detach().to_sparse_coo().coalesce()
-    return on_host(A.indices()), on_host(A.values())
-
-
 def on_host(array: Any) -> Any:
     """A tensor of PyTorch's on any device, or anything that NumPy understands, for NumPy."""
-    if hasattr(array, "detach"):
-        array = array.detach().cpu()
-        array = array.float() if str(array.dtype) == "torch.bfloat16" else array
-    return np.asarray(array)
+    array = plain(array)
+    return np.asarray(array.cpu() if hasattr(array, "detach") else array)

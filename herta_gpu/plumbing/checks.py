@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import scipy.sparse as sp
 
 from herta_gpu.plumbing.columns import is_frame, rows_of_frame
-from herta_gpu.plumbing.interop import on_device
+from herta_gpu.plumbing.interop import on_device, plain
 from herta_gpu.plumbing.machine import host_memory
 
 MAX_LAM = 1e6
@@ -306,13 +306,18 @@ def part_ids(name: str, given: Any, n: int) -> Any:
 
 def _ids(name: str, given: Any, n: int) -> Any:
     check_plain(name, given)
+    given = sorted(given) if isinstance(given, Set) else given
+    if hasattr(given, "iloc") and str(given.dtype) in ("bool", "boolean"):  # a Series, as y may be
+        given = rows_of_frame(name, given.to_frame("label"), labels=True)
     given = _array(f"{name} is no array: its rows differ in length.", given)
     if given.dtype == bool:
         if given.shape != (n,):
             raise ValueError(f"The mask {name} must have shape ({n},), not {given.shape}.")
         return np.flatnonzero(given)
     if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
-        raise ValueError(f"{name} must be a one-dimensional array of node ids or a mask.")
+        raise ValueError(
+            f"{name} must be a one-dimensional array of node ids or a mask, without missing ones."
+        )
     if given.size:
         least, largest = int(given.min()), int(given.max())
         # One zero or one per node is a mask: as ids they would name the nodes 0 and 1 many times.
@@ -331,7 +336,7 @@ def _check_within(name: str, least: int, largest: int, n: int) -> None:
 def _array(sentence: str, given: Any) -> Any:
     """`given` as a NumPy array; the sentence refuses rows of different lengths."""
     try:
-        return np.asarray(given)
+        return np.asarray(plain(given))
     except ValueError:
         raise ValueError(sentence) from None
 

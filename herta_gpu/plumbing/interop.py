@@ -23,6 +23,8 @@ _DLPACK_CUDA = 2  # kDLCUDA
 
 def on_device(x: Any) -> bool:
     """Whether `x` is an array in the memory of a GPU."""
+    if _of_torch(x):  # asked like others, a tensor with a gradient raises
+        return bool(x.is_cuda)
     if hasattr(x, "__cuda_array_interface__"):
         return True
     where = getattr(x, "__dlpack_device__", None)
@@ -31,6 +33,7 @@ def on_device(x: Any) -> bool:
 
 def as_array(name: str, x: Any, backend: Backend) -> Any:
     """`x` as an array of the device it is on: NumPy's on the host; sparse matrices as they are."""
+    x = plain(x)
     if isinstance(x, np.matrix):
         return np.asarray(x)  # `*` of a np.matrix is the product of matrices
     if sp.issparse(x) or isinstance(x, np.ndarray):
@@ -67,9 +70,34 @@ def as_matrix(X: Any, backend: Backend) -> Any:
 
 def to_host(x: Any, backend: Backend) -> Any:
     """`x` as an array on the host, where labels and node ids are worked on."""
+    x = plain(x)
     if on_device(x):
         return backend.to_numpy(backend.asarray(x))  # synchronize!
     return np.asarray(x) if _of_torch(x) else x
+
+
+def plain(x: Any) -> Any:
+    """A tensor of PyTorch's as NumPy and CuPy read it: without a gradient, and not in bfloat16.
+
+    One that is sparse, or of torch_sparse, becomes a SciPy matrix; all else stays what it is.
+    """
+    if hasattr(x, "coo") and hasattr(x, "sizes"):
+        row, column, value = x.coo()
+        return _of_parts(row, column, value, x.sizes())
+    if not (_of_torch(x) and hasattr(x, "layout")):
+        return x
+    x = x.detach()
+    if "sparse" in str(x.layout):
+        x = x.to_sparse_coo().coalesce()
+        row, column = x.indices()
+        return _of_parts(row, column, x.values(), x.shape)
+    return x.float() if str(x.dtype) == "torch.bfloat16" else x
+
+
+def _of_parts(row: Any, column: Any, value: Any, shape: Any) -> sp.csr_array:
+    row, column = row.cpu().numpy(), column.cpu().numpy()
+    value = np.ones(row.size) if value is None else plain(value).cpu().numpy()
+    return sp.csr_array((value, (row, column)), shape=tuple(int(k) for k in shape))
 
 
 def take_rows(x: Array, rows: Any, backend: Backend) -> Array:

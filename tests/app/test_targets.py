@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import importlib
 import json
 import re
 from pathlib import Path
@@ -122,10 +123,12 @@ def narrow(monkeypatch):
     monkeypatch.setattr("herta_gpu.prediction.Outputs.of", None)
 
 
-@pytest.mark.parametrize("ending", ["npz", "npy", "csv"])
+@pytest.mark.parametrize("ending", ["npz", "npy", "csv", "parquet"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_predictions_in_every_format(kind, ending, runs, data, narrow, tmp_path, capsys):
     """Labels where labels were given, numbers where numbers were; nothing is left beside them."""
+    if ending == "parquet":
+        pytest.importorskip("pyarrow")
     target = tmp_path / "new" / f"p.{ending}"
     source = str(data / f"{kind}.npz")
     assert main(["predict", str(runs / kind), source, "--to", str(target), "--json"]) == 0
@@ -135,8 +138,12 @@ def test_predictions_in_every_format(kind, ending, runs, data, narrow, tmp_path,
     assert told["score"] == pytest.approx(expected(kind, F, np.arange(N)), abs=1e-5)
     wanted = F.argmax(axis=1) if kind == "classes" else (F > 0) * 1 if "label" in kind else F
     wanted = wanted[:, 0] if kind == "one label" else wanted
-    if ending == "csv":
-        head, *rows = csv.reader(target.read_text().splitlines())
+    if ending in ("csv", "parquet"):
+        if ending == "csv":
+            head, *rows = csv.reader(target.read_text().splitlines())
+        else:
+            table = importlib.import_module("pyarrow.parquet").read_table(target)
+            head, rows = table.column_names, list(zip(*(c.to_pylist() for c in table.columns)))
         names = {"several labels": "label", "several numbers": "target"}.get(kind)
         several = [f"{names}_{j}" for j in range(3)]
         assert head == ["node", *(several if names else ["prediction"])]
@@ -155,17 +162,22 @@ def test_predictions_in_every_format(kind, ending, runs, data, narrow, tmp_path,
     assert told.get("undecided") == (0 if kind == "classes" else None)
 
 
-def test_the_columns_have_the_names_of_the_labels(tmp_path):
-    """Also for a dataset that has no labels itself: the run keeps their names."""
-    folder, run = tmp_path / "tables", str(tmp_path / "run")
+def test_the_columns_have_the_names_of_the_labels(tmp_path, monkeypatch):
+    """Also for a dataset that has no labels itself: the run keeps their names.
+
+    A folder here is found by its bare name, too.
+    """
+    monkeypatch.chdir(tmp_path)
+    folder, run = tmp_path / "tables", "run"
     folder.mkdir()
     u, v, _ = GRAPH.edges()
     np.savetxt(folder / "edges.csv", np.stack([u, v]).T, "%d", ",")
     np.savetxt(folder / "features.csv", X, delimiter=",")
     np.savetxt(folder / "labels.csv", LABELS, "%d", ",", header="red,green,blue", comments="")
     np.savetxt(folder / "train.csv", PARTS["train"], "%d")
-    argv = ["train", f"{folder}/", "--loss", "bce", "--ridge", "1", "--quiet", "--out", run]
+    argv = ["train", "tables", "--loss", "bce", "--ridge", "1", "--quiet", "--out", run]
     assert main(argv) == 0
+    assert json.loads((tmp_path / "run/config.json").read_text())["dataset"] == str(folder)
     (folder / "labels.csv").unlink()
     assert main(["predict", run, f"{folder}/", "--to", str(tmp_path / "p.csv"), "--quiet"]) == 0
     assert (tmp_path / "p.csv").read_text().splitlines()[0] == "node,red,green,blue"

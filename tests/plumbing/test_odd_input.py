@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 
-from herta_gpu import HERTA
+from herta_gpu import HERTA, Graph
 from herta_gpu.app.cli import main
 from herta_gpu.datasets import DataError, Dataset, load, load_npz
 from herta_gpu.datasets.dataset import check_split
@@ -27,6 +27,49 @@ def test_masks_are_splits(mask, tmp_path, capsys):
     if mask.dtype.kind in "biu":
         ours = HERTA(ridge=0.1).fit(G, X, Y, train=mask).W_
         assert (ours == HERTA(ridge=0.1).fit(G, X, Y, train=np.arange(15)).W_).all()
+
+
+def test_sets_and_masks_of_pandas_are_training_nodes():
+    pandas = pytest.importorskip("pandas")
+    series = pandas.Series(MASK)
+    ours = HERTA(ridge=0.1).fit(G, X, Y, train=np.arange(15)).W_
+    for train in (
+        set(range(15)),
+        dict.fromkeys(range(15)).keys(),
+        series,
+        series.astype("boolean"),
+    ):
+        assert (ours == HERTA(ridge=0.1).fit(G, X, Y, train=train).W_).all()
+    refused(ValueError, "another order", lambda: fit(train=series[::-1]))
+    missing = series.astype("boolean").where(MASK)
+    refused(ValueError, "without missing ones", lambda: fit(train=missing))
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+def test_tensors_of_any_kind_are_what_they_hold():
+    torch = pytest.importorskip("torch")
+    whole = np.round(8 * X)  # numbers that bfloat16 has
+    ours = HERTA(ridge=0.1).fit(G, whole, Y).W_
+    tensor, y = torch.tensor(whole, dtype=torch.float32), torch.tensor(Y)
+    for given in (tensor.requires_grad_(), tensor.bfloat16(), tensor.to_sparse()):
+        model = HERTA(ridge=0.1).fit(G, given, y)
+        np.testing.assert_allclose(model.W_, ours, rtol=1e-5, atol=1e-6)
+        assert type(model.transform(G, given)) is torch.Tensor
+    sparse = HERTA(ridge=0.1).fit(G, tensor.detach().to_sparse_csr(), y)
+    np.testing.assert_allclose(sparse.W_, ours, rtol=1e-5, atol=1e-6)
+    targets = tensor[:, :2]
+    flat = HERTA(ridge=0.1).fit(G, whole, targets).W_
+    assert (flat == HERTA(ridge=0.1).fit(G, whole, whole[:, :2]).W_).all()
+    weights = torch.ones(2, requires_grad=True)
+    graph = Graph.from_edges(torch.tensor([[0, 1], [1, 2]]), 3, weights)
+    assert graph.num_edges == 2
+
+
+def test_no_seed_is_a_seed(tmp_path):
+    model = HERTA(ridge=0.1, random_state=None).fit(G, X, Y)
+    assert (model.W_ == trained().W_).all()
+    model.save(tmp_path / "model.npz")
+    assert HERTA.load(tmp_path / "model.npz").random_state is None
 
 
 def test_a_mask_is_told_from_ids_where_it_can_be():

@@ -119,6 +119,18 @@ def test_a_device_is_tried_once_and_not_for_small_data(fresh: Any) -> None:
 
 
 @on_device
+def test_a_gpu_may_be_named_by_its_number(fresh: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    there = get_backend("cuda:0")
+    assert there is get_backend("cuda")
+    assert HERTA(device="cuda:0", ridge=0.1).fit(G, ONES, Y).device_.choice == "cuda"
+    with pytest.raises(ValueError, match='device="cuda:7": there are 1 GPUs'):
+        get_backend("cuda:7")
+    monkeypatch.setattr("cupy.cuda.runtime.getDeviceCount", lambda: 2)
+    with pytest.raises(ValueError, match="this process works on cuda:0 already"):
+        HERTA(device="cuda:1").fit(G, ONES, Y)
+
+
+@on_device
 def test_auto_leaves_small_data_of_the_host_to_the_cpu(backend: Any) -> None:
     large = np.broadcast_to(0.0, (10**6, 11))  # takes no memory
     there = backend.sampled_graph(G, backend.xp.ones(G.num_edges))
