@@ -25,9 +25,10 @@ The strategy "direct", which needs no array of n x d or n x c numbers, in the or
 
 More from the same solver, each in a module of its own:
 
-    more/            LabelPropagation (labels), CorrectAndSmooth (labels), labels of other folds
-                     as features (label_features), several lam from one sequence of products
-                     (sweep); weights of edges from the features of their ends (similarity)
+    more/            LabelPropagation and CorrectAndSmooth (labels), labels of other folds as
+                     features (label_features), several lam from one sequence of products (sweep);
+                     edges that may be distrusted: by the features of their ends (similarity), by
+                     outputs (attention, penalties), the energy's minimum (energy)
     conformal        prediction sets that hold the truth with a stated probability
 
 What other libraries' users know it by:
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
     from herta_gpu.certificate import Certificate
     from herta_gpu.graph import Graph
     from herta_gpu.herta import HERTA
+    from herta_gpu.more.attention import Attention
     from herta_gpu.more.energy import AttentionSolver
     from herta_gpu.more.label_features import label_features
     from herta_gpu.more.labels import CorrectAndSmooth, LabelPropagation
@@ -63,7 +65,7 @@ if TYPE_CHECKING:
     from herta_gpu.sparsifier import Sparsifier, effective_dimension
 
 __all__ = [
-    "HERTA", "AttentionSolver", "Certificate", "Checkpoint", "ConvergenceWarning",
+    "HERTA", "Attention", "AttentionSolver", "Certificate", "Checkpoint", "ConvergenceWarning",
     "CorrectAndSmooth", "Graph", "Huber", "LabelPropagation", "NodeClassifier", "NodeRegressor",
     "Power", "PseudoHuber", "SDDSolver", "Sparsifier", "effective_dimension", "label_features",
     "similarity",
@@ -76,8 +78,9 @@ _HOMES = {
     "Checkpoint": "plumbing.checkpoint", "ConvergenceWarning": "plumbing.targets",
     "NodeClassifier": "sklearn", "NodeRegressor": "sklearn", "LabelPropagation": "more.labels",
     "CorrectAndSmooth": "more.labels", "label_features": "more.label_features",
-    "AttentionSolver": "more.energy", "Huber": "more.penalties", "Power": "more.penalties",
-    "PseudoHuber": "more.penalties", "similarity": "more.similarity",
+    "Attention": "more.attention", "AttentionSolver": "more.energy",
+    "Huber": "more.penalties", "Power": "more.penalties", "PseudoHuber": "more.penalties",
+    "similarity": "more.similarity",
 }  # fmt: skip
 
 

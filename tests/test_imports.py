@@ -34,6 +34,7 @@ LAYERS = [
     ["task"],
     ["training"],
     ["herta"],
+    ["more.attention"],
     ["sklearn"],
     ["datasets"],
     ["app", "__main__"],
