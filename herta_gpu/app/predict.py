@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> CommandOutput:
         if names is None or columns == 1 or len(names) != columns:
             kind = "label" if model.loss == "bce" else "target"
             names = [f"{kind}_{j}" for j in range(columns)] if columns > 1 else ["prediction"]
-        _write(path, found, Z, names)
+        _write(path, found, Z, names, data.metadata.get("node_names"))
         outputs, comparable = Z, y is not None
         if classes is not None:
             outputs, result["undecided"] = found, model.undecided_
@@ -110,13 +110,14 @@ def _predict(
             yield found[:, 0] if model._flat else found, Z
 
 
-def _write(path: Path, found: Any, Z: Any, columns: Sequence[str]) -> None:
+def _write(path: Path, found: Any, Z: Any, columns: Sequence[str], nodes: Any) -> None:
     """Predictions in the format that the ending names; a .npz file has the outputs, too.
 
-    .csv and .parquet files have the nodes as well, and text is quoted where it has to be.
+    .csv and .parquet files have the `nodes` as well, by their names if they have any.
     """
     if path.suffix == ".npz":
         names = {"columns": np.array(columns)} if found.ndim == 2 else {}
+        names |= {} if nodes is None else {"nodes": nodes}
         write_npz(path, {"predictions": found, "scores": Z, **names})
         return
     with new_file(path) as temporary:
@@ -128,14 +129,17 @@ def _write(path: Path, found: Any, Z: Any, columns: Sequence[str]) -> None:
             from pyarrow.parquet import write_table
 
             values = found.reshape(len(found), -1).T
-            named = {"node": np.arange(len(found)), **dict(zip(columns, values, strict=True))}
+            ids = np.arange(len(found)) if nodes is None else nodes
+            named = {"node": ids, **dict(zip(columns, values, strict=True))}
             write_table(pyarrow.table(named), temporary)
             return
         with open(temporary, "w", encoding="utf-8", newline="") as file:
             writer = csv.writer(file, lineterminator="\n")
             writer.writerow(["node", *columns])
-            if found.dtype.kind == "U":
-                writer.writerows(enumerate(found.tolist()))
+            if nodes is not None or found.dtype.kind == "U":
+                ids = range(len(found)) if nodes is None else nodes
+                rows = found.reshape(len(found), -1)
+                writer.writerows((node, *row.tolist()) for node, row in zip(ids, rows))
                 return
             for a in range(0, len(found), _ROWS):
                 part = found[a : a + _ROWS].reshape(-1, len(columns))

@@ -41,7 +41,8 @@ def run(args: argparse.Namespace) -> CommandOutput:
     if code := result.code(args):
         text += "\nnext: a larger --ridge or --max-iter; --allow-uncertified is content with this"
     elif not {"--lam", "--alpha", "--ridge", "--resume"} & {a.partition("=")[0] for a in args.argv}:
-        text += f"\nnext: herta tune {args.dataset} chooses lam, ridge and loss"
+        by = "" if "valid" in result.scores else " --by loo"
+        text += f"\nnext: herta tune {args.dataset}{by} chooses lam, ridge and loss"
     return CommandOutput(result.as_json(), text, code)
 
 

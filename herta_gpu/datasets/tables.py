@@ -13,7 +13,7 @@ import re
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import islice, product
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,8 @@ def from_tables(
     edges : path or DataFrame
         Columns source and target (src and dst, from and to, ...) of node ids from 0 on, and weight
         if the edges have weights.  Without a header these are the first two and the third column.
+        Where ids are text (in all tables, which then have headers), nodes have the order of the
+        features, else of the labels, else of the edges; `metadata["node_names"]` keeps it.
     features : path or DataFrame, optional
         One row per node, in the order of the nodes or with a column node_id (or id, node); also
         the .npz of a SciPy sparse matrix.
@@ -84,6 +86,13 @@ def from_tables(
     notes: list[str] = []
     links, answers = _read(edges), None if labels is None else _read(labels)
     table, X, y, names = None if features is None else _read(features, True), None, None, None
+    parts = {part: _read(file) for part, file in (split or {}).items()}
+    ends = links.apply(columns.find_edges, links.names, links.values.shape[1])
+    nodes = _names_of_nodes(links, [ends.source, ends.target], [table, answers])
+    if nodes:
+        links = links.numbered([ends.source, ends.target], nodes)
+        table, answers = (t and t.numbered([t.id_column], nodes) for t in (table, answers))
+        parts = {part: t.numbered([t.values.shape[1] - 1], nodes) for part, t in parts.items()}
     if table is not None:
         X = _features(table, answers, links, notes)
     n = None if X is None else X.shape[0]
@@ -95,11 +104,12 @@ def from_tables(
                 "needs one row per node."
             )
     graph, used = _edges(links, n if y is None else y.shape[0])
-    found = {part: _ids(_read(file), graph.num_nodes) for part, file in (split or {}).items()}
+    found = {part: _ids(ids, graph.num_nodes) for part, ids in parts.items()}
     ids = check_split(f"The split of {links.path}", found, graph.num_nodes)
     source, note = Path(links.path).name, "\n".join([used, *notes])
     metadata: dict[str, Any] = {"metric": "accuracy", "source": source, "note": note}
     metadata |= {} if names is None else {"label_names": names}
+    metadata |= {"node_names": np.array(list(nodes))} if nodes else {}
     return Dataset(name or source.partition(".")[0], graph, X, y, ids, metadata)
 
 
@@ -209,6 +219,30 @@ class Table:
         return at
 
     @property
+    def id_column(self) -> int | None:
+        """Where nodes are named by text, the column that does so."""
+        if sp.issparse(self.values):
+            return None
+        at = columns.find_features(self.names, self.values.shape[1])
+        return at.row_names if at.id is None else at.id
+
+    def numbered(self, at: list[Any], nodes: dict[str, int]) -> Table:
+        """The same with the numbers of nodes that are named by text in some columns."""
+        head = self.names or ()
+        if self.is_text and not columns.has_known_name(head) and not columns.is_index(head):
+            raise DataError(
+                f"{self.path}: its first line may name nodes or columns: put source,target or "
+                "node_id into a line before it."
+            )
+        values = self.values.astype(object)
+        for i, j in product(range(len(values)), at):
+            name = str(values[i, j]).strip()
+            if name not in nodes:
+                raise DataError(f"{self.path} names node {name!r}, which the other tables do not.")
+            values[i, j] = nodes[name]
+        return replace(self, values=values)
+
+    @property
     def counts(self) -> bool:
         """Whether the first row counts the columns, as pandas names those that have no names."""
         plain = self.is_text and self.names is None and len(self.values) > 0
@@ -245,6 +279,24 @@ class Table:
         rest = f" (not used: {_list(named)})" if named else ""
         order = "" if by is None else f", rows by {self.name(by)}"
         return f"{Path(self.path).name}: {what} from {self.listed(used)}{order}{rest}"
+
+
+def _names_of_nodes(edges: Table, at: list[int], tables: list[Table | None]) -> dict[str, int]:
+    """The number of each node that is named by text; empty where a cell of an edge is a number."""
+    ends: Any = edges.values[:, at].ravel() if edges.values.dtype.kind in "OU" else ()
+    if len(ends) == 0 or any(is_numeric(str(cell)) for cell in ends):
+        return {}
+    named = []
+    for table in filter(None, tables):
+        if table.id_column is None:
+            raise DataError(
+                f"{edges.path} names nodes by text, like {str(ends[0])!r}: so must a column "
+                f"node_id of {table.path}; else node ids are whole numbers from 0 on."
+            )
+        named.append(table.values[:, table.id_column])
+    named = named[:1] if tables[0] is not None else [*named, ends]
+    names = dict.fromkeys(str(cell).strip() for cells in named for cell in cells)
+    return {name: place for place, name in enumerate(names)}
 
 
 def _edges(table: Table, n: int | None) -> tuple[Graph, str]:

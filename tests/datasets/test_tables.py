@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -185,8 +186,8 @@ REFUSED = [
     ("edges: three unknown names", "a,b,c\n0,1,2\n", "has the columns a, b, c"),
     ("edges: one known name", "src,b\n0,1\n", "name them source and target"),
     ("edges: two weights", "src,dst,weight,w\n0,1,1,2\n", "one thing, 'weight' and 'w'"),
-    ("edges: text ids", "src,dst\nann,bob\n", "'ann' in column src; node ids are whole numbers"),
-    ("edges: text ids without a header", "ann,bob\nbob,eve\n", "'bob' in column ann"),
+    ("edges: text ids", "src,dst\nann,bob\n", "names nodes by text, like 'ann'"),
+    ("edges: text ids without a header", "ann,bob\nbob,eve\n", "names nodes by text, like 'bob'"),
     ("edges: half an id", "0,1.5\n", "integer node ids from 0 on in columns 1, 2"),
     ("edges: no id", "src,dst\n0,1\n1,\n", "integer node ids from 0 on in columns src, dst"),
     ("edges: NA in the first row", "0,NA\n1,2\n", "integer node ids"),
@@ -502,3 +503,57 @@ def test_dataframes_of_nodes_by_their_names(fitted):
         HERTA().fit(g, X, labels.assign(age=1))
     with pytest.raises(ValueError, match="X, a DataFrame: column node_id names node 0 more than"):
         HERTA().fit(g, features.assign(node_id=0), y)
+
+
+# ---- nodes that are named by text -------------------------------------------------------------
+def named(folder, **content):
+    """Five nodes a to e in a ring, as R's write.csv quotes them; the features give the order."""
+    rows = {"edges": [("source", "target"), *zip("abcde", "bcdea")]}
+    rows |= {"features": [("node_id", "f"), *((v, float(i)) for i, v in enumerate("ecadb"))]}
+    rows |= {"labels": [("node_id", "label"), ("a", 0), ("b", 1), ("c", 0), ("d", 1)]}
+    rows |= {"train": [("node_id",), "a", "b"], **content}
+    for name, lines in rows.items():
+        quoted = (",".join(f'"{cell}"' for cell in line) for line in lines or ())
+        if lines is not None:
+            (folder / f"{name}.csv").write_text("\n".join(quoted) + "\n")
+    return folder
+
+
+def test_names_of_nodes_are_mapped_to_numbers_and_kept(tmp_path):
+    data = load_tables(named(tmp_path))
+    names = data.metadata["node_names"].tolist()
+    assert names == list("ecadb")
+    u, v, _ = data.graph.edges()
+    assert {frozenset((names[a], names[b])) for a, b in zip(u, v)} == {
+        frozenset(pair) for pair in zip("abcde", "bcdea")
+    }
+    assert data.y.tolist() == [-1, 0, 0, 1, 1]
+    assert data.split["train"].tolist() == [2, 4]
+    (tmp_path / "features.csv").unlink()
+    assert load_tables(tmp_path).metadata["node_names"].tolist() == list("abcde")
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ({"labels": [("node_id", "label"), ("z", 1)]}, "labels.csv names node 'z'"),
+        ({"edges": [("source", "target"), ("a", "z")]}, "edges.csv names node 'z'"),
+        ({"edges": [("a", "b"), ("b", "c")]}, "edges.csv: its first line may name nodes"),
+        ({"train": ["a", "b"]}, "train.csv: its first line may name nodes"),
+        ({"edges": [("source", "target"), ("a", "b"), ("c", "7")]}, "node ids are whole numbers"),
+        ({"features": [("f",), "1", "2", "3", "4", "5"]}, "a column node_id of .*features.csv"),
+    ],
+)
+def test_names_of_nodes_that_do_not_fit(content, words, tmp_path):
+    with pytest.raises(DataError, match=words):
+        load_tables(named(tmp_path, **content))
+
+
+def test_predictions_have_the_names_of_the_nodes(tmp_path, capsys):
+    place, run = str(named(tmp_path)), str(tmp_path / "run")
+    assert main(["train", place, "--quiet", "--out", run]) == 0
+    for ending in ("csv", "npz"):
+        assert main(["predict", run, place, "--to", f"{run}.{ending}", "--quiet"]) == 0
+    assert re.findall("^(.),", Path(f"{run}.csv").read_text(), re.M) == list("ecadb")
+    with np.load(f"{run}.npz") as archive:
+        assert archive["nodes"].tolist() == list("ecadb")
