@@ -267,11 +267,26 @@ def sub(typing_context, a, b):  # type: ignore[no-untyped-def]
     return a(a, b), _by_parts(ir.IRBuilder.fsub)
 
 
-@inline
-def add_product(sums, offset, n, a, b):  # type: ignore[no-untyped-def]
-    """sums.flat[offset:] += a * b, in the float64 of `sums`; of the last part n lanes."""
-    x = widened(a)
-    store(sums, offset, n, fma(x, widened(b), load(sums, offset, n, x)))
+@intrinsic
+def add_product(typing_context, sums, offset, n, a, b):  # type: ignore[no-untyped-def]
+    """sums.flat[offset:] += a * b, in the float64 of `sums`; of the last part n lanes.
+
+    An intrinsic: as a function of numba's it would count references to `sums` for each row.
+    """
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        place, wide = _places(context, builder, sums, a, args, n), _llvm(types.float64, a.lanes)
+        for p in range(a.parts):
+            x, y = (builder.extract_value(value, p) for value in args[3:])
+            if a.scalar != types.float64:
+                x, y = builder.fpext(x, wide), builder.fpext(y, wide)
+            pointer, some = place(p)
+            product = builder.fmul(x, y, flags=("contract",))
+            total = builder.fadd(product, _read(builder, pointer, wide, some), flags=("contract",))
+            _write(builder, total, pointer, some)
+        return context.get_dummy_value()
+
+    return types.void(sums, types.int64, n, a, b), codegen
 
 
 @intrinsic
