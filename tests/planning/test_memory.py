@@ -141,6 +141,7 @@ print(json.dumps({
 
 
 @needs_proc
+@pytest.mark.long
 def test_a_hundredth_of_papers100M_in_800_MB(tmp_path: Path) -> None:
     """No array of n x d or n x c fits: 568 and 764 MB of float32, with a graph of 290 MB."""
     budget = 800 * MB
