@@ -83,8 +83,12 @@ class _NodeModel(Estimator):
 
     def _check(self, samples: Any, y: Any, **how: Any) -> tuple[Any, Any]:
         """Samples and targets, by scikit-learn's own checks where samples are rows of features."""
-        from sklearn.utils import check_consistent_length
-        from sklearn.utils.validation import check_array, validate_data
+        try:
+            from sklearn.utils import check_consistent_length
+            from sklearn.utils.validation import check_array, validate_data
+        except ImportError as error:
+            advice = f'needs scikit-learn ({error}): pip install "herta_gpu[sklearn]".'
+            raise ImportError(f"{type(self).__name__} {advice}") from None
 
         if self.graph is not None:
             check_graph(self.graph)
@@ -192,10 +196,10 @@ class NodeClassifier(_NodeModel):
 
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Self:
         """Train on the nodes X (or, without a graph, on these rows of features)."""
+        samples, y = self._check(X, y)
         from sklearn.utils.multiclass import check_classification_targets, type_of_target
         from sklearn.utils.validation import column_or_1d
 
-        samples, y = self._check(X, y)
         y = column_or_1d(y, warn=True)
         check_classification_targets(y)
         if type_of_target(y) == "continuous":

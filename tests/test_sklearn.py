@@ -187,6 +187,14 @@ def test_a_fit_that_ends_early_warns_as_scikit_learn_does(monkeypatch):
     assert len(told) == 1
 
 
+def test_without_scikit_learn_a_sentence_names_the_extra(monkeypatch):
+    g, X, y, train = problem(c=2)
+    for name in [name for name in sys.modules if name.split(".")[0] == "sklearn"]:
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(ImportError, match=r'NodeClassifier needs .*"herta_gpu\[sklearn\]"'):
+        NodeClassifier(g, X).fit(train, y[train])
+
+
 def test_a_bootstrap_counts_nodes_as_often_as_it_draws_them():
     g, X, y, train = problem(c=2)
     nodes = np.concatenate([train, train[:30], train[:30]])

@@ -15,13 +15,21 @@ from herta_gpu.datasets.dataset import cache_dir, data_dirs
 from herta_gpu.plumbing.files import load_npy
 from herta_gpu.plumbing.progress import Stages
 
-_EXTRAS = {
-    "fast": ("numba",),
-    "ogb": ("ogb", "torch"),
-    "plot": ("matplotlib",),
-    "tables": ("pandas", "pyarrow"),
-    "torch": ("torch",),
-}
+# What may be installed beside NumPy and SciPy: package, extra, what it gives.
+_OPTIONAL = (
+    ("numba", "fast", "compiled CPU kernels: fits are several times as fast"),
+    ("cupy", "cu13", 'device="cuda", on an NVIDIA GPU (cu12 for CUDA 12)'),
+    ("nvtx", "cu13", "names of stages and steps in a profiler (cu12 for CUDA 12)"),
+    ("cugraph", "cugraph-cu13", "graphs of RAPIDS, without a copy (cugraph-cu12 for CUDA 12)"),
+    ("torch", "torch", "the layer for PyTorch, herta_gpu.torch"),
+    ("sklearn", "sklearn", "NodeClassifier, NodeRegressor"),
+    ("ogb", "ogb", "OGB's datasets, downloaded"),
+    ("pandas", "tables", "Parquet files and DataFrames"),
+    ("pyarrow", "tables", "Parquet files and DataFrames"),
+    ("matplotlib", "plot", "pictures in reports"),
+    ("mpi4py", "mpi", "several processes, under mpirun"),
+    ("pymetis", "metis", "--partition metis: few edges between processes"),
+)
 
 
 def run(args: argparse.Namespace) -> CommandOutput:
@@ -29,22 +37,24 @@ def run(args: argparse.Namespace) -> CommandOutput:
     about = environment()
     versions = {k: about[k] for k in ("herta_gpu", "python", "numpy", "scipy")}
     folders, names = os.environ.get("HERTA_DATA", ""), datasets.names(args.data_dir)
-    devices, extras = {}, {}
+    devices = {}
     for device, cores in (("cpu", f"{os.cpu_count()} cores, "), ("cuda", "")):
         try:
             free = bytes_text(get_backend(device).memory_available())
             devices[device] = f"{cores}{free} free"
         except (RuntimeError, ImportError) as error:
             devices[device] = f"no ({error})"
-    for extra, packages in _EXTRAS.items():
-        missing = any(find_spec(package) is None for package in packages)
-        extras[extra] = f'no: pip install "herta_gpu[{extra}]"' if missing else "yes"
+    packages, told = {}, []
+    for package, extra, gives in _OPTIONAL:
+        there, how = find_spec(package) is not None, f'pip install "herta_gpu[{extra}]"'
+        packages[package] = {"installed": there, "gives": gives, "install": how}
+        told.append((f"package {package}", f"yes: {gives}" if there else f"no: {how} for {gives}"))
     result = {"versions": versions, "platform": platform.platform(), "devices": devices}
-    result |= {"extras": extras, "data_folders": folders, "cache": str(cache_dir())}
+    result |= {"packages": packages, "data_folders": folders, "cache": str(cache_dir())}
     rows = [
         *versions.items(),
         *((f"device {k}", v) for k, v in devices.items()),
-        *((f"extra {k}", v) for k, v in extras.items()),
+        *told,
         ("data folders", folders or "none (HERTA_DATA is not set)"),
         ("cache", str(cache_dir())),
         ("datasets", ", ".join(names)),

@@ -11,6 +11,7 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, dataclass, fields
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, get_origin, get_type_hints
 
@@ -160,7 +161,7 @@ class FitResult:
             X_reads=model.X_reads_,
             ranks=None if team is None else team.seconds(),
             label_features=LABEL_FOLDS if folds is True else folds,
-            note=data.metadata.get("note", ""),
+            note="\n".join(filter(None, (data.metadata.get("note", ""), _slow(model)))),
         )
 
     @classmethod
@@ -257,6 +258,13 @@ class FitResult:
         if folder is not None:
             rows.append(("run", f"{folder} (report.html, model.npz, metrics.jsonl, config.json)"))
         return table(rows, header=False)
+
+
+def _slow(model: HERTA) -> str:
+    """What a fit without compiled kernels, which nobody asked for, has to say."""
+    plain = find_spec("numba") is None and model.device_.choice == "cpu"
+    told = 'without numba a fit takes several times as long: pip install "herta_gpu[fast]"'
+    return told * (plain and model.device != "cpu-scipy")
 
 
 def nodes_of_split(split: dict[str, Any]) -> Any:

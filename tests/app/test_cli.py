@@ -9,6 +9,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from herta_gpu.backends.base import Backend
 from herta_gpu.datasets import load, sizes
 from herta_gpu.plumbing.partition import rows_moved
 from herta_gpu.plumbing.progress import Stages
+from tests.conftest import ROOT
 
 SHARED = os.environ.get("HERTA_DATA", "")
 needs_shared = pytest.mark.skipif(
@@ -227,6 +229,23 @@ def test_info_names_what_is_missing(capsys):
     assert answer["versions"]["numpy"] == np.__version__
     assert "digits" in answer["datasets"]
     assert set(answer["devices"]) == {"cpu", "cuda"}
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    for package, about in answer["packages"].items():
+        extra = re.fullmatch(r'pip install "herta_gpu\[(.*)\]"', about["install"])[1]
+        name = {"sklearn": "scikit-learn"}.get(package, package)
+        assert any(name in needed for needed in extras[extra]), package
+        assert about["gives"]
+
+
+def test_without_numba_the_result_and_its_page_say_so(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr("herta_gpu.app.results.find_spec", lambda name: None)
+    told = "without numba a fit takes several times as long"
+    out = str(tmp_path / "run")
+    assert main(["train", "digits", "--quiet", "--out", out]) == 0
+    assert told in capsys.readouterr().out
+    assert told in Path(out, "report.html").read_text()
 
 
 def test_profile_writes_a_trace_that_adds_up(capsys, tmp_path, monkeypatch):
