@@ -28,7 +28,8 @@ More from the same solver, each in a module of its own:
     more/            LabelPropagation and CorrectAndSmooth (labels), labels of other folds as
                      features (label_features), several lam from one sequence of products (sweep);
                      edges that may be distrusted: by the features of their ends (similarity), by
-                     outputs (attention, penalties), the energy's minimum (energy)
+                     outputs (attention, penalties), the energy's minimum (energy);
+                     personalised PageRank with a bound of every number (pagerank)
     conformal        prediction sets that hold the truth with a stated probability
 
 What other libraries' users know it by:
@@ -56,6 +57,7 @@ if TYPE_CHECKING:
     from herta_gpu.more.energy import AttentionSolver
     from herta_gpu.more.label_features import label_features
     from herta_gpu.more.labels import CorrectAndSmooth, LabelPropagation
+    from herta_gpu.more.pagerank import personalized_pagerank
     from herta_gpu.more.penalties import Huber, Power, PseudoHuber
     from herta_gpu.more.similarity import similarity
     from herta_gpu.plumbing.checkpoint import Checkpoint
@@ -68,7 +70,7 @@ __all__ = [
     "HERTA", "Attention", "AttentionSolver", "Certificate", "Checkpoint", "ConvergenceWarning",
     "CorrectAndSmooth", "Graph", "Huber", "LabelPropagation", "NodeClassifier", "NodeRegressor",
     "Power", "PseudoHuber", "SDDSolver", "Sparsifier", "effective_dimension", "label_features",
-    "similarity",
+    "personalized_pagerank", "similarity",
 ]  # fmt: skip
 __version__ = "0.1.0"
 
@@ -80,7 +82,7 @@ _HOMES = {
     "CorrectAndSmooth": "more.labels", "label_features": "more.label_features",
     "Attention": "more.attention", "AttentionSolver": "more.energy",
     "Huber": "more.penalties", "Power": "more.penalties", "PseudoHuber": "more.penalties",
-    "similarity": "more.similarity",
+    "personalized_pagerank": "more.pagerank", "similarity": "more.similarity",
 }  # fmt: skip
 
 
