@@ -273,9 +273,10 @@ def parser() -> argparse.ArgumentParser:
     made = _Parser(
         prog="herta",
         description="Train unfolded graph neural networks to a certified optimum.",
-        epilog="Datasets: digits, synthetic:arxiv, synthetic:n=1e5,m=1e6,d=64,c=10, ogbn-arxiv, "
-        "..., NAME for a NAME.npz in a data folder, the path of a .npz file, or a folder with "
-        "edges.csv (or .parquet), features and labels. `herta info` lists them.",
+        epilog="Datasets: digits, synthetic:arxiv, synthetic:n=1e5,m=1e6,d=64,c=10, cora, "
+        "citeseer, pubmed, ogbn-arxiv, ..., NAME for a NAME.npz in a data folder, the path of "
+        "a .npz file, or a folder with edges.csv (or .parquet), features and labels. "
+        "`herta info` lists them.",
     )
     made.add_argument("--version", action="version", version=f"herta_gpu {__version__}")
     commands = made.add_subparsers(dest="command", required=True, metavar="COMMAND")

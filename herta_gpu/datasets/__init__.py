@@ -10,7 +10,7 @@ from typing import Any
 
 import scipy.sparse as sp
 
-from herta_gpu.datasets import ogb
+from herta_gpu.datasets import ogb, planetoid
 from herta_gpu.datasets.blockmodel import PRESETS, kept_graph, parse, synthetic
 from herta_gpu.datasets.convert import (
     from_cugraph,
@@ -22,6 +22,7 @@ from herta_gpu.datasets.convert import (
 from herta_gpu.datasets.dataset import Dataset, check_training_split, data_dirs, num_outputs
 from herta_gpu.datasets.npz import digits, load_npz, outline
 from herta_gpu.datasets.ogb import convert_ogb, load_ogb
+from herta_gpu.datasets.planetoid import find_planetoid, load_planetoid
 from herta_gpu.datasets.tables import from_tables, load_tables, read_edges, table_folder
 from herta_gpu.graph import Graph
 from herta_gpu.plumbing.checks import as_labels, has_label, parse_bytes, train_rows
@@ -43,6 +44,7 @@ __all__ = [
     "load",
     "load_npz",
     "load_ogb",
+    "load_planetoid",
     "load_tables",
     "names",
     "read_edges",
@@ -79,8 +81,9 @@ def load(
     ----------
     name : str
         "digits"; "synthetic:arxiv", "synthetic:papers100M@0.01", "synthetic:n=1e5,m=1e6,d=64";
-        "ogbn-..."; any NAME with a NAME.npz in a data folder; the path of a .npz file; or a
-        folder with edges.csv (see `load_tables`), by its path or by its name in a data folder.
+        "cora", "citeseer", "pubmed"; "ogbn-..."; any NAME with a NAME.npz in a data folder; the
+        path of a .npz file; or a folder with edges.csv (see `load_tables`), by its path or by
+        its name in a data folder.
     data_dir : path, optional
         Where to look; by default the environment variable HERTA_DATA.
     features : bool
@@ -106,6 +109,8 @@ def load(
         return load_npz(at, None if str(name).endswith(".npz") else str(name), features)
     elif kind == "tables":
         data = load_tables(at)
+    elif kind == "planetoid":
+        data = load_planetoid(at, find_planetoid(at, data_dirs(data_dir)))
     else:
         return load_ogb(at, _ogb_root(at, data_dir), features, stages=stages)
     return data if features else replace(data, X=None)
@@ -134,7 +139,7 @@ def names(data_dir: _Folder = None) -> list[str]:
     """What `load` knows by name, with the .npz files of the data folders."""
     found = {path.stem for at in data_dirs(data_dir) for path in at.glob("*.npz")}
     made = {f"synthetic:{preset}" for preset in PRESETS}
-    return sorted({"digits", *ogb.SHAPES, *made, *found})
+    return sorted({"digits", *planetoid.SHAPES, *ogb.SHAPES, *made, *found})
 
 
 def sizes(name: str | os.PathLike[str], data_dir: _Folder = None) -> DataSizes:
@@ -158,6 +163,8 @@ def sizes(name: str | os.PathLike[str], data_dir: _Folder = None) -> DataSizes:
     if kind == "ogb":
         shape = ogb.stored_sizes(at) if ogb.is_stored(at) else ogb.SHAPES[at]
         return DataSizes(*shape, X_nonzeros=None, mapped=True)
+    if kind == "planetoid":
+        return DataSizes(*planetoid.SHAPES[at], X_nonzeros=20 * planetoid.SHAPES[at][0])
     data = load(name, data_dir)
     n, d = data.graph.num_nodes, 0 if data.X is None else data.X.shape[1]
     n_train = _n_train(name, data.split, n, data.y)
@@ -168,7 +175,7 @@ def sizes(name: str | os.PathLike[str], data_dir: _Folder = None) -> DataSizes:
 def writes_first(name: str | os.PathLike[str], data_dir: _Folder = None) -> bool:
     """Whether `load` may have to make files first: one process then does that for all."""
     kind, at = _find(name, data_dir)
-    return kind == "ogb" or (kind == "synthetic" and parse(at).large)
+    return kind in ("ogb", "planetoid") or (kind == "synthetic" and parse(at).large)
 
 
 def graph_at_hand(name: str | os.PathLike[str], data_dir: _Folder = None) -> Graph | None:
@@ -176,7 +183,7 @@ def graph_at_hand(name: str | os.PathLike[str], data_dir: _Folder = None) -> Gra
     kind, at = _find(name, data_dir)
     if kind == "synthetic":
         return kept_graph(at)
-    if kind == "ogb" and not ogb.is_stored(at):
+    if kind == "planetoid" or (kind == "ogb" and not ogb.is_stored(at)):
         return None
     return load(name, data_dir, features=False).graph
 
@@ -199,8 +206,8 @@ def _find(name: str | os.PathLike[str], data_dir: _Folder) -> tuple[str, Any]:
     tables = table_folder(name, folders)
     if tables is not None:
         return "tables", tables
-    if name in ogb.SHAPES:
-        return "ogb", name
+    if name in planetoid.SHAPES or name in ogb.SHAPES:
+        return "planetoid" if name in planetoid.SHAPES else "ogb", name
     if os.path.isdir(name):
         return "tables", Path(name)
     known = names(data_dir)

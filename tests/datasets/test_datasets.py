@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ from herta_gpu import HERTA, Graph
 from herta_gpu.datasets import (
     Dataset,
     load,
+    load_planetoid,
     names,
     sizes,
 )
@@ -88,9 +90,10 @@ def test_citeseer_has_15_nodes_without_a_label():
 
 
 # ---- names and splits -----------------------------------------------------------------------
-@pytest.mark.parametrize("name", ["digits", "synthetic:n=50,m=99,d=3,c=2", "mine"])
+@pytest.mark.parametrize("name", ["digits", "synthetic:n=50,m=99,d=3,c=2", "mine", "cora"])
 def test_edges_can_be_had_alone(name, tmp_path):
     save_npz(tmp_path / "mine.npz", small())
+    write_planetoid(tmp_path)
     whole, edges = load(name, tmp_path), load(name, tmp_path, features=False)
     assert edges.X is None
     assert (edges.graph.indices == whole.graph.indices).all()
@@ -104,7 +107,8 @@ def test_a_wrong_name_lists_close_ones(monkeypatch):
     with pytest.raises(ValueError, match="did you mean ogbn-products"):
         load("ogb-products")
     with pytest.raises(
-        ValueError, match=r"there are digits, ogbn.*; qqqqqqqq\.npz there, with edge_index"
+        ValueError,
+        match=r"there are citeseer, cora, digits.*; qqqqqqqq\.npz there, with edge_index",
     ):
         load("qqqqqqqq")
     with pytest.raises(FileNotFoundError, match="no-such-folder does not exist"):
@@ -156,6 +160,67 @@ def test_half_precision_features_train_like_the_same_numbers_in_single(tmp_path)
     assert np.allclose(model[0].W_, model[1].W_, rtol=1e-6, atol=1e-9)
     for how in ("row", "standard"):
         assert stored.normalized(how).X.dtype == np.float32
+
+
+# ---- Planetoid ------------------------------------------------------------------------------
+def write_planetoid(folder: Path, name: str = "cora") -> tuple[np.ndarray, np.ndarray, list]:
+    """Twelve nodes in Planetoid's format: 10 is a test id that is absent, as in Citeseer."""
+    rng = np.random.default_rng(0)
+    X = (rng.random((12, 6)) < 0.5).astype(np.float32)
+    labels = rng.integers(0, 3, 12)
+    X[10] = 0
+    test = [11, 8, 9]  # the files' order is not sorted
+    one_hot = np.eye(3, dtype=np.int32)[labels]
+    ring = {i: [(i + 1) % 12, (i - 1) % 12, (i + 1) % 12, i] for i in range(12)}
+    parts = {
+        "x": sp.csr_matrix(X[:4]), "y": one_hot[:4], "tx": sp.csr_matrix(X[test]),
+        "ty": one_hot[test], "allx": sp.csr_matrix(X[:8]), "ally": one_hot[:8], "graph": ring,
+    }  # fmt: skip
+    folder.mkdir(exist_ok=True)
+    for part, content in parts.items():
+        (folder / f"ind.{name}.{part}").write_bytes(pickle.dumps(content, protocol=2))
+    (folder / f"ind.{name}.test.index").write_text("".join(f"{i}\n" for i in test))
+    return X, labels, test
+
+
+def test_planetoid_raw_files_with_a_missing_node(tmp_path):
+    X, labels, test = write_planetoid(tmp_path)
+    data = load("cora", tmp_path)
+    assert (data.X.toarray() == X).all()
+    known = np.arange(12) != 10
+    assert (data.y[known] == labels[known]).all()
+    assert data.y[10] == -1
+    assert data.graph.num_edges == 12
+    assert data.split["test"].tolist() == sorted(test)
+    assert data.split["valid"].tolist() == [4, 5, 6, 7]
+
+
+def test_planetoid_download_is_kept(tmp_path, monkeypatch):
+    write_planetoid(tmp_path / "server")
+    monkeypatch.delenv("HERTA_DATA", raising=False)
+    monkeypatch.setenv("HERTA_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("HERTA_PLANETOID_URL", (tmp_path / "server").as_uri())
+    first = load("cora")
+    for file in (tmp_path / "server").iterdir():
+        file.unlink()
+    assert (load("cora").X != first.X).nnz == 0
+    with pytest.raises(FileNotFoundError, match="could not be fetched"):
+        load("pubmed")
+    assert not list((tmp_path / "cache").rglob(".*"))
+
+
+def test_damaged_and_hostile_planetoid_files_are_named(tmp_path):
+    write_planetoid(tmp_path)
+    path = tmp_path / "ind.cora.allx"
+    path.write_bytes(path.read_bytes()[:50])
+    with pytest.raises(ValueError, match=r"ind\.cora\.allx is not a whole"):
+        load_planetoid("cora", tmp_path)
+    path.write_bytes(pickle.dumps(os.getcwd))
+    with pytest.raises(ValueError, match=r"ind\.cora\.allx .*asks for posix\.getcwd"):
+        load_planetoid("cora", tmp_path)
+    path.unlink()
+    with pytest.raises(FileNotFoundError, match=r"ind\.cora\.allx is missing"):
+        load_planetoid("cora", tmp_path)
 
 
 # ---- our own cache --------------------------------------------------------------------------
