@@ -197,7 +197,7 @@ class NodeOutputs(Estimator, ABC):
     def load(cls, path: str | Path) -> Self:
         """The fitted object that `save` wrote; a damaged file is a `DataError` that says so."""
         stored = Archive(Path(path), f"a whole file of a {cls.__name__}")
-        stored.check_format("labels", ("Z", "error", "about", "classes"))
+        stored.check_format("labels")
         try:
             about = json.loads(str(stored["about"]))
             check_params(cls, about["params"])

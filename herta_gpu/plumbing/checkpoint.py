@@ -185,7 +185,7 @@ def read(path: Path, made_from: str) -> dict[str, Any] | None:
     """The arrays of a file; None if it is missing, damaged, or from another fit."""
     with suppress(DataError, OSError):
         stored = Archive(path, "a whole file of a checkpoint")
-        stored.check_format("checkpoint", ())
+        stored.check_format("checkpoint")
         if str(stored["made_from"]) == made_from:
             names = [name for name in stored.keys if name not in ("made_from", "format")]
             return {name: stored[name] for name in names}

@@ -16,7 +16,7 @@ import time
 import tokenize
 import zipfile
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -180,41 +180,18 @@ def made_folder(folder: Path) -> Iterator[None]:
         raise
 
 
-class Checksum:
-    """The checksum of bytes that come in parts: CRC-32 of the CRC-32 of each 16 MB.
-
-    Large arrays are thus summed by several threads, at several GB/s; and whatever is altered
-    within 32 bits is noticed for sure.
-    """
-
-    def __init__(self) -> None:
-        self._sums: list[int] = []
-        self._room = 0  # bytes that still belong to the last sum
-
-    def add(self, part: Any) -> None:
-        """Add the bytes of an array, in C order."""
-        data = np.ascontiguousarray(part).reshape(-1).view(np.uint8)
-        first, rest = data[: self._room], data[self._room :]
-        if first.size:
-            self._sums[-1] = zlib.crc32(first, self._sums[-1])
-            self._room -= first.size
-        if rest.size:
-            chunks = [rest[a : a + _SUM_BYTES] for a in range(0, rest.size, _SUM_BYTES)]
-            with ThreadPoolExecutor(num_threads()) as pool:
-                self._sums += (map if len(chunks) == 1 else pool.map)(zlib.crc32, chunks)
-            self._room = -rest.size % _SUM_BYTES
-
-    def of(self, dtype: Any, shape: tuple[int, ...]) -> str:
-        """The sum of an array of this type and shape, all bytes of which were added."""
-        about = f"{np.dtype(dtype).str}{tuple(shape)}".encode()
-        return f"{zlib.crc32(np.array(self._sums, '<u4'), zlib.crc32(about)):08x}"
-
-
 def checksum(array: Any) -> str:
-    """The checksum of the type, the shape and the numbers of an array."""
-    found = Checksum()
-    found.add(array)
-    return found.of(array.dtype, array.shape)
+    """The checksum of the type, the shape and the numbers of an array, in C order.
+
+    It is the CRC-32 of the CRC-32 of each 16 MB: several threads sum large arrays at several GB/s,
+    and whatever is altered within 32 bits is noticed for sure.
+    """
+    data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    chunks = [data[a : a + _SUM_BYTES] for a in range(0, data.size, _SUM_BYTES)]
+    with ThreadPoolExecutor(num_threads()) as pool:
+        sums = list((map if len(chunks) < 2 else pool.map)(zlib.crc32, chunks))
+    about = f"{np.dtype(array.dtype).str}{tuple(array.shape)}".encode()
+    return f"{zlib.crc32(np.array(sums, '<u4'), zlib.crc32(about)):08x}"
 
 
 def write_npz(path: Path, arrays: dict[str, Any], kind: str | None = None) -> None:
@@ -312,28 +289,27 @@ class Archive:
         """The bytes that the compressed entries take unpacked, as the archive declares them."""
         return sum(m.file_size for m in self._members.values() if m.compress_type)
 
-    def check_format(self, kind: str, known: Iterable[str]) -> None:
+    def check_format(self, kind: str) -> None:
         """An error unless the entries are those that `write_npz` listed for this kind of file.
 
-        From here on each entry that is read is compared with its checksum.  Files of the first
-        format have no such list; of them only the names of entries, all `known`, are checked.
+        From here on each entry that is read is compared with its checksum.
         """
         if sum(m.file_size for m in self._members.values()) > self.path.stat().st_size:
             raise self._wrong("its entries would unpack to more than the file holds")
-        listed = set(known)
-        if _FORMAT in self:
-            with explained(f"{self.path} is not {self._what}: its entry {_FORMAT}"):
-                about = json.loads(str(self[_FORMAT]))
-                found, version, sums = about["format"], about["version"], about["sums"]
-                if found != f"herta_gpu {kind}":
-                    raise ValueError(f"it is a {found}")
-                check_version(self.path, version, _VERSION)
-                self._sums, listed = dict(sums), {_FORMAT, *sums}
-            missing = [name for name in self._sums if name not in self]
-            if missing or not self._sums:
-                raise self._wrong(f"it has no entry {', '.join(missing)}")
+        if _FORMAT not in self:
+            raise self._wrong(f"it has no entry {_FORMAT}; files of the first version are not read")
+        with explained(f"{self.path} is not {self._what}: its entry {_FORMAT}"):
+            about = json.loads(str(self[_FORMAT]))
+            found, version, sums = about["format"], about["version"], about["sums"]
+            if found != f"herta_gpu {kind}":
+                raise ValueError(f"it is a {found}")
+            check_version(self.path, version, _VERSION)
+            self._sums = dict(sums)
+        missing = [name for name in self._sums if name not in self]
+        if missing or not self._sums:
+            raise self._wrong(f"it has no entry {', '.join(missing)}")
         for name in self.keys:
-            if name not in listed:
+            if name not in (_FORMAT, *self._sums):
                 raise self._wrong(f"it has an entry {name!r}, which it does not list")
 
     def _wrong(self, reason: str) -> DataError:
@@ -341,14 +317,12 @@ class Archive:
 
 
 def check_version(path: Path, version: Any, newest: int) -> None:
-    """An error unless the version of a format is a number that we know."""
+    """An error unless the version of a format is the one that we write."""
     if type(version) is not int or version < 1:
         raise ValueError(f"version {version!r}")
-    if version > newest:
-        raise DataError(
-            f"{path} has version {version}, and this herta_gpu reads {newest} at most: update "
-            "herta_gpu."
-        )
+    if version != newest:
+        remedy = "update herta_gpu" if version > newest else "save it again"
+        raise DataError(f"{path} has version {version}, this herta_gpu reads {newest}: {remedy}.")
 
 
 def read_header(file: Any) -> tuple[tuple[int, ...], bool, Any]:
@@ -440,7 +414,7 @@ def _looks_like(path: Path) -> str:
 # A folder of plain .npy files, which is opened without being read; `graph.json` says what belongs
 # to it.  It is written beside its final place and renamed at the end, so an interrupted write
 # leaves nothing that looks finished.
-GRAPH_VERSION = 2  # the first one had no sums
+GRAPH_VERSION = 2  # the first one had no sums, and is not read
 _GRAPH = "herta_gpu graph"
 _GRAPH_KINDS = {  # in the order of the results of `open_graph`
     "indptr": ("int64",),
@@ -463,7 +437,7 @@ class GraphWriter:
         need = 24 * n + entries * ((4 if n < 2**31 else 8) + (8 if weighted else 0))
         where = f"in {self.folder}, where {{free}} are free: choose another disk."
         check_room(self.folder, need, OSError, "The graph may take {need} " + where)
-        self._parts: dict[str, tuple[Any, Checksum]] = {}  # types and sums of what came in parts
+        self._types: dict[str, Any] = {}  # of what came in parts
         self._entries = 0
 
     def __enter__(self) -> GraphWriter:
@@ -479,28 +453,25 @@ class GraphWriter:
         for name, part in (("indices", indices), ("weights", weights)):
             if part is not None:
                 with (self.at / f"{name}.npy").open("ab") as file:
-                    if name not in self._parts:
-                        self._parts[name] = part.dtype, Checksum()
+                    if name not in self._types:
                         _write_header(file, part.dtype, 0)
                     part.tofile(file)
-                self._parts[name][1].add(part)
+                self._types[name] = part.dtype
         self._entries += indices.shape[0]
 
     def finish(self, indptr: Any, degree: Any, weighted: bool, order: Any = None) -> None:
         """Everything else; weights that all turned out to be 1 are dropped."""
-        if not weighted and "weights" in self._parts:
-            del self._parts["weights"]
+        if not weighted and self._types.pop("weights", None) is not None:
             (self.at / "weights.npy").unlink()
-        sums = {}
-        for name, (dtype, total) in self._parts.items():
+        for name, dtype in self._types.items():
             with (self.at / f"{name}.npy").open("rb+") as file:
                 _write_header(file, dtype, self._entries)
-            sums[name] = total.of(dtype, (self._entries,))
         rest = {"indptr": indptr, "degree": degree, "order": order}
-        sums |= save_arrays(self.at, {k: array for k, array in rest.items() if array is not None})
-        sizes = {path.stem: path.stat().st_size for path in sorted(self.at.glob("*.npy"))}
+        save_arrays(self.at, {name: array for name, array in rest.items() if array is not None})
+        files = sorted(self.at.glob("*.npy"))
         meta = {"format": _GRAPH, "version": GRAPH_VERSION, "nodes": indptr.shape[0] - 1}
-        meta |= {"edges": self._entries // 2, "bytes": sizes, "sums": sums}
+        meta |= {"edges": self._entries // 2, "bytes": {p.stem: p.stat().st_size for p in files}}
+        meta["sums"] = {path.stem: checksum(load_npy(path, "a whole array")) for path in files}
         (self.at / "graph.json").write_text(json.dumps(meta, indent=1))
 
     def write(
@@ -521,8 +492,7 @@ def _write_header(file: Any, dtype: Any, length: int) -> None:
 def open_graph(folder: str | os.PathLike[str], check: bool = True) -> list[Any]:
     """[indptr, indices, weights, degree, order] of a folder, as memory maps.
 
-    With `check` they are read once, and compared with their checksums.  In a folder of the first
-    version, which has none, ids must at least lie within the graph.
+    With `check` they are read once, and compared with their checksums.
     """
     folder, remedy = Path(folder), "delete the folder and save the graph again"
     path = folder / "graph.json"
@@ -538,28 +508,16 @@ def open_graph(folder: str | os.PathLike[str], check: bool = True) -> list[Any]:
             raise ValueError("its list of files is not that of a graph")
         if not all(type(size) is int and size >= 0 for size in (n, edges)):
             raise ValueError("its sizes are no whole numbers")
-        if meta["version"] > 1 and set(sums or ()) != set(sizes):
+        if set(sums or ()) != set(sizes):
             raise ValueError("it has no sums of its files")
-    sums = (sums or {}) if check else {}
-    found = {
-        name: open_array(folder / f"{name}.npy", remedy, sizes[name], sums.get(name))
-        for name in sizes
-    }
-    lengths = {"indptr": n + 1, "indices": 2 * edges, "weights": 2 * edges}
-    wrong = [
-        f"{name} is {array.dtype} of shape {array.shape}"
-        for name, array in found.items()
-        if array.shape != (lengths.get(name, n),) or str(array.dtype) not in _GRAPH_KINDS[name]
-    ]
-    indptr, indices = found["indptr"], found["indices"]
-    if not wrong and (indptr[0] != 0 or indptr[-1] != 2 * edges):
-        wrong.append(f"indptr does not end with {2 * edges:,}")
-    if not wrong and check and not sums and indices.size:
-        if not 0 <= int(indices.min()) <= int(indices.max()) < n:
-            wrong.append(f"indices.npy names nodes outside of 0..{n - 1}")
-        elif (indptr[1:] < indptr[:-1]).any():
-            wrong.append("indptr.npy does not rise")
-    if wrong:
-        what = f"{folder} is no whole graph ({wrong[0]})"
-        raise DataError(f"{what}: delete it and save the graph again.")
+    lengths, found = {"indptr": n + 1, "indices": 2 * edges, "weights": 2 * edges}, {}
+    for name, size in sizes.items():
+        known = sums[name] if check else None
+        array = found[name] = open_array(folder / f"{name}.npy", remedy, size, known)
+        if array.shape != (lengths.get(name, n),) or str(array.dtype) not in _GRAPH_KINDS[name]:
+            shown = f"{name} is {array.dtype} of shape {array.shape}"
+            raise DataError(f"{folder} is no whole graph ({shown}): {remedy}.")
+    if found["indptr"][0] != 0 or found["indptr"][-1] != 2 * edges:
+        shown = f"indptr does not end with {2 * edges:,}"
+        raise DataError(f"{folder} is no whole graph ({shown}): {remedy}.")
     return [found.get(name) for name in _GRAPH_KINDS]

@@ -23,7 +23,6 @@ from herta_gpu.plumbing.files import Archive, explained, write_npz
 from herta_gpu.plumbing.targets import Estimator
 
 Model = TypeVar("Model", bound=Estimator)
-_MEMBERS = ("W", "about", "intercept", "train", "classes", "labels")
 
 
 def write_model(model: Any, path: str | Path, fitted: dict[str, Any]) -> None:
@@ -43,7 +42,7 @@ def read_model(made: type[Model], path: str | Path, fitted: dict[str, Any]) -> M
     if not path.is_file():
         raise FileNotFoundError(f"There is no trained model at {path}.")
     stored = Archive(path, "a whole model file")
-    stored.check_format("model", _MEMBERS)
+    stored.check_format("model")
     with explained(f"{path} is not a whole model file"):
         shape, kind = stored.header("about")
         if shape != () or kind.kind != "U":
@@ -67,7 +66,7 @@ def read_model(made: type[Model], path: str | Path, fitted: dict[str, Any]) -> M
         d, left = divmod(W.shape[0] - of_labels, blocks)
         if left or d < 1:
             raise ValueError(f"W has {W.shape[0]} rows for {blocks} lam")
-        model.intercept_, model.train_ = _constants(stored, W.shape[1], settings.fit_intercept)
+        model.intercept_, model.train_ = _constants(stored, W.shape[1])
         model.labels_ = stored["labels"] if settings.label_folds else None
         if of_labels and model.labels_.shape != (model.train_.shape[0], W.shape[1]):
             raise ValueError(f"its labels have shape {model.labels_.shape}")
@@ -95,12 +94,9 @@ def _classes(classes: Any, c: int) -> Any:
     return classes
 
 
-def _constants(stored: Archive, c: int, constants: bool) -> tuple[Any, Any]:
-    """The intercept and the training nodes; files of earlier versions hold neither."""
-    if constants and "intercept" not in stored:
-        raise ValueError("it has no entry intercept")
-    b = stored["intercept"] if "intercept" in stored else np.zeros(c)
-    train = stored["train"] if "train" in stored else np.zeros(0, dtype=np.int64)
+def _constants(stored: Archive, c: int) -> tuple[Any, Any]:
+    """The intercept and the training nodes."""
+    b, train = stored["intercept"], stored["train"]
     if b.shape != (c,) or b.dtype.kind != "f" or not np.isfinite(b).all():
         raise ValueError(f"its intercept is {b.dtype} of shape {b.shape}, not {c} finite numbers")
     if train.ndim != 1 or train.dtype.kind not in "iu":

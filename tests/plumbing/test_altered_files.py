@@ -6,6 +6,7 @@ import io
 import json
 import shutil
 import zipfile
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -98,10 +99,7 @@ ALTERED = [
     ("another shape", lambda a: {**a, "W": a["W"].T.copy()}, "entry W was altered"),
     ("another bit", lambda a: {**a, "W": np.nextafter(a["W"], 9)}, "entry W was altered"),
     ("two swapped", lambda a: {**a, "W": a["W"][::-1]}, "entry W was altered"),
-    ("no format, but extra", lambda a: {**without(a, "format"), "bias": np.ones(3)},
-     "has an entry 'bias'"),
-    ("no format, renamed", lambda a: {**without(a, "format", "intercept"), "b": a["intercept"]},
-     "has an entry 'b'"),
+    ("the first version", lambda a: without(a, "format"), "no entry format; files of the first"),
 ]  # fmt: skip
 
 
@@ -122,18 +120,6 @@ def test_a_member_that_is_there_twice(tmp_path):
     refused(DataError, "'W' twice", lambda: HERTA.load(path))
 
 
-def test_model_files_of_the_first_format_still_load(tmp_path):
-    """Those had neither a version nor sums."""
-    path = tmp_path / "model.npz"
-    trained().save(path)
-    whole = HERTA.load(path)
-    np.savez(path, **without(entries(path), "format"))
-    assert same(HERTA.load(path), whole)
-    HERTA(ridge=0.1, fit_intercept=True).fit(Graph.from_edges(EDGES, N), X, Y).save(path)
-    np.savez(path, **without(entries(path), "format", "intercept"))
-    refused(DataError, "has no entry intercept", lambda: HERTA.load(path))
-
-
 # ---- graphs ---------------------------------------------------------------------------------
 def test_sums_depend_on_order_type_and_shape(monkeypatch):
     rng = np.random.default_rng(0)
@@ -148,11 +134,9 @@ def test_sums_depend_on_order_type_and_shape(monkeypatch):
     assert checksum(strided[:, 0]) == checksum(a)
     monkeypatch.setattr(files, "_SUM_BYTES", 1000)
     whole = checksum(a)
-    for cut in (0, 1, 249, 250, 251, 4999):
-        sums = files.Checksum()
-        sums.add(a[:cut])
-        sums.add(a[cut:])
-        assert sums.of(a.dtype, a.shape) == whole
+    assert {checksum(a[:250]), checksum(a[:251])}.isdisjoint({whole})
+    crcs = [zlib.crc32(a.tobytes()[at : at + 1000]) for at in range(0, a.nbytes, 1000)]
+    assert whole == f"{zlib.crc32(np.array(crcs, '<u4'), zlib.crc32(b'<i4(5000,)')):08x}"
 
 
 def altered_graph(folder: Path, name: str, at: int, value: Any) -> Any:
@@ -183,22 +167,16 @@ def test_values_in_range_that_were_altered(way, name, at, value, tmp_path, monke
     assert getattr(Graph.open(folder, check=False), name)[at] == value
 
 
-def test_graphs_of_the_first_format_still_open(tmp_path):
+def test_graphs_of_the_first_format_are_refused(tmp_path):
     g = random_graph(30, 90)
     g.save(tmp_path / "g")
     path = tmp_path / "g" / "graph.json"
     about = json.loads(path.read_text())
     del about["sums"]
     path.write_text(json.dumps(about))
-    with pytest.raises(DataError, match="has no sums"):
-        Graph.open(tmp_path / "g")
+    refused(DataError, "has no sums", lambda: Graph.open(tmp_path / "g"))
     path.write_text(json.dumps({**about, "version": 1}))
-    assert (Graph.open(tmp_path / "g").indices == g.indices).all()
-    for name, value in (("indices", 30), ("indices", -1), ("indptr", 10**6)):
-        whole = (tmp_path / "g" / f"{name}.npy").read_bytes()
-        altered_graph(tmp_path / "g", name, 1, value)
-        refused(DataError, f"{name}.npy", lambda: Graph.open(tmp_path / "g"))
-        (tmp_path / "g" / f"{name}.npy").write_bytes(whole)
+    refused(DataError, "reads 2: save it again", lambda: Graph.open(tmp_path / "g"))
 
 
 def test_every_byte_of_a_graph(tmp_path):
@@ -265,13 +243,12 @@ def test_a_budget_holds_for_what_is_unpacked(tmp_path, capsys, monkeypatch):
         check_text(capsys.readouterr().err, "raise memory_budget")
 
 
-@pytest.mark.parametrize("format", [True, False])
-def test_a_model_file_is_never_larger_inside(format, tmp_path, monkeypatch):
+def test_a_model_file_is_never_larger_inside(tmp_path, monkeypatch):
     """`save` does not compress: what would unpack to more than the file was not written by it."""
     path = tmp_path / "model.npz"
     trained().save(path)
     arrays = entries(path)
-    np.savez(path, **without(arrays, "W", *([] if format else ["format"])))
+    np.savez(path, **without(arrays, "W"))
     bomb(path, "W", (10_000, 100))
     monkeypatch.setattr(np.lib.format, "read_array", _only_small(1_000_000))
     refused(DataError, "more than the file holds", lambda: HERTA.load(path))
@@ -282,7 +259,7 @@ def test_what_was_written_is_read(tmp_path):
     arrays = {"a": np.arange(6).reshape(2, 3).T, "text": np.array("x"), "none": np.zeros((0, 3))}
     write_npz(tmp_path / "f", arrays, "thing")
     stored = Archive(tmp_path / "f", "a whole thing")
-    stored.check_format("thing", ())
+    stored.check_format("thing")
     for name, array in arrays.items():
         np.testing.assert_array_equal(stored[name], array, strict=True)
     assert sorted(stored.keys) == ["a", "format", "none", "text"]

@@ -152,7 +152,7 @@ DAMAGE = [
     (
         "version",
         meta(version=99),
-        "reads 2 at most: update herta_gpu",
+        "reads 2: update herta_gpu",
     ),
     ("another format", meta(format="dataset"), "it is a dataset of version 2"),
     ("no sizes", meta(bytes={}), "its list of files is not that of a graph"),
