@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import scipy.sparse as sp
+from scipy.sparse.linalg import LinearOperator
 
 from herta_gpu.backends import backend_of_rows
 from herta_gpu.backends.base import Array
@@ -48,6 +49,7 @@ from herta_gpu.plumbing.checks import (
     memory_budget,
 )
 from herta_gpu.plumbing.interop import as_array, in_kind_of, on_device, take_rows
+from herta_gpu.plumbing.sdd import dominant
 
 
 class SDDSolver:
@@ -55,7 +57,10 @@ class SDDSolver:
 
     Parameters
     ----------
-    graph : Graph
+    graph : Graph, or SciPy sparse matrix
+        A matrix M that is symmetric and diagonally dominant, strictly so in some row of each part,
+        is solved with as it is, M Z = B: norms are those of M then, and `kappa` is that of M after
+        a diagonal scaling.
     lam : float
         From 1e-3 to 1e4 is tested; the condition number of H is at most 1 + 2 lam.
     method : {"cg", "chebyshev"}
@@ -85,7 +90,7 @@ class SDDSolver:
 
     def __init__(
         self,
-        graph: Graph,
+        graph: Graph | Any,
         lam: float = 1.0,
         method: str = "cg",
         tol: float = 1e-6,
@@ -94,6 +99,11 @@ class SDDSolver:
         dtype: str = "float32",
         memory_budget: int | str | None = None,
     ) -> None:
+        self._matrix: Any = dominant(graph) if sp.issparse(graph) else None
+        if self._matrix is not None:
+            graph = Graph(*self._matrix.arrays)
+            if lam != 1.0:
+                raise ValueError("lam is for a graph: a matrix is solved with as it is.")
         check_graph(graph)
         check_lam(lam)
         check_positive("tol", tol)
@@ -136,6 +146,53 @@ class SDDSolver:
 
         Of a graph that is split by nodes each process gives its rows of B, and gets those of Z.
         """
+        if self._matrix is None:
+            return self._solve(B, guess, dtype)
+        if dtype == "float32":
+            raise ValueError("Of a matrix the result is float64: leave dtype out.")
+        start = None if guess is None else self._for_matrix(guess, True)
+        Z = self._matrix.gathered(self._solve(self._for_matrix(B), start, "float64"))
+        assert self.info_ is not None
+        self.info_.h_norm_bound = bound = self._matrix.bound(self.info_.h_norm_bound, self.kappa)
+        if self.info_.status == "converged" and bool((bound > self.tol).any()):
+            self.info_.status = "stagnated"
+        return in_kind_of(Z[:, 0] if np.ndim(B) == 1 else Z, B)
+
+    def aslinearoperator(self) -> LinearOperator:
+        """H^-1 (or M^-1) as SciPy knows linear operators, of vectors and of blocks.
+
+        With method="chebyshev" it is the same linear map for every vector, as a preconditioner
+        must be.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> from herta_gpu import Graph, SDDSolver
+        >>> g = Graph.from_edges([[0, 1, 2], [1, 2, 3]])
+        >>> inverse = SDDSolver(g, lam=2.0, method="chebyshev").aslinearoperator()
+        >>> inverse.shape, np.allclose((np.eye(4) + 2 * g.to_csr()) @ (inverse @ np.ones(4)), 1)
+        ((4, 4), True)
+        """
+        n = self.graph.num_nodes if self._matrix is None else self._matrix.n
+
+        def times(B: Any) -> Any:
+            return self.solve(np.asarray(B, dtype=np.float64))
+
+        return LinearOperator(
+            (n, n), dtype=np.float64, matvec=times, rmatvec=times, matmat=times, rmatmat=times
+        )
+
+    def _for_matrix(self, A: Any, guess: bool = False) -> Any:
+        """A right-hand side or a guess as those of the graph."""
+        A = A.toarray() if sp.issparse(A) else np.asarray(A)
+        if A.ndim not in (1, 2) or A.shape[0] != self._matrix.n or A.dtype.kind not in "fiub":
+            raise ValueError(
+                f"B must hold a row of numbers for each of the {self._matrix.n:,} rows of the "
+                f"matrix, not {A.shape} of {A.dtype}."
+            )
+        return self._matrix.spread(A[:, None] if A.ndim == 1 else A, guess)
+
+    def _solve(self, B: Any, guess: Any, dtype: str | None) -> Any:
         with self.backend.working():
             given, B = B, as_array("B", sp.csr_array(B) if sp.issparse(B) else B, self.backend)
             check_rows("B", B, self.graph)

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import scipy.linalg
 import scipy.sparse as sp
+import scipy.sparse.linalg
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -398,3 +399,94 @@ def test_the_energy_behind_the_stopping_test_is_a_lower_bound(monkeypatch):
     assert solver.info_.status == "converged"
     np.testing.assert_array_less(started[0].energy * scales[0] ** 2, truth * (1 + 1e-5))
     assert len(started) == 1
+
+
+# ---- matrices ------------------------------------------------------------------------------
+def dominant_matrix(kind, seed=0, n=30):
+    rng = np.random.default_rng(seed)
+    if kind == "grid":  # the interior of a square: rows without anything left but at the rim
+        path = sp.diags_array([-np.ones(5), 2 * np.ones(6), -np.ones(5)], offsets=[-1, 0, 1])
+        return sp.csr_array(sp.kron(path, sp.eye_array(6)) + sp.kron(sp.eye_array(6), path))
+    A = np.triu(rng.standard_normal((n, n)) * (rng.random((n, n)) < 0.1), 1)
+    A *= 10.0 ** rng.uniform(-3, 3, (n, n))
+    A = -abs(A + A.T) if kind == "negative" else A + A.T
+    left = 10.0 ** rng.uniform(-3, 3, n)
+    if kind == "one row":
+        left[1:] = 0
+        A[np.arange(n - 1), np.arange(1, n)] = A[np.arange(1, n), np.arange(n - 1)] = -1.0
+    return sp.csr_array(A + np.diag(abs(A).sum(axis=1) + left))
+
+
+@pytest.mark.parametrize("kind", ["negative", "any sign", "grid", "one row"])
+@pytest.mark.parametrize("method", ["cg", "chebyshev"])
+@pytest.mark.parametrize("tol", [1e-3, 1e-8])
+def test_a_matrix_is_solved_with_in_its_own_norm(kind, method, tol):
+    M = dominant_matrix(kind)
+    B = np.random.default_rng(1).standard_normal((M.shape[0], 3))
+    solver = SDDSolver(M, method=method, tol=tol)
+    Z = solver.solve(B)
+    error = h_norm_error(M.toarray(), Z, B)
+    assert (error <= solver.info_.h_norm_bound + 1e-13).all()
+    assert solver.info_.h_norm_bound.max() <= tol
+    assert solver.info_.status == "converged"
+    if method == "cg":
+        solver.solve(B, guess=Z)
+        assert solver.info_.iterations.max() == 0
+    np.testing.assert_allclose(solver.solve(B[:, 0]), Z[:, 0], rtol=10 * tol, atol=10 * tol)
+    assert solver.kappa >= 1
+
+
+@settings(deadline=None, max_examples=30)
+@given(seed=st.integers(0, 10**6), power=st.integers(-9, -1))
+def test_the_bound_of_a_matrix_holds(seed, power):
+    M = dominant_matrix("any sign", seed, n=2 + seed % 20)
+    B = np.random.default_rng(seed).standard_normal((M.shape[0], 2))
+    solver = SDDSolver(M, tol=10.0**power)
+    error = h_norm_error(M.toarray(), solver.solve(sp.csr_array(B)), B)
+    assert (error <= solver.info_.h_norm_bound + 1e-13).all()
+
+
+@pytest.mark.parametrize(
+    ("M", "more", "words"),
+    [
+        ([[2.0, 1.0], [0.0, 2.0]], {}, "symmetric"),
+        ([[2.0, np.nan], [np.nan, 2.0]], {}, "finite"),
+        ([[2.0, 1.0, 0.0]], {}, "square"),
+        ([[1.0, -3.0], [-3.0, 5.0]], {}, "not diagonally dominant"),
+        ([[-1.0, 0.0], [0.0, 2.0]], {}, "not diagonally dominant"),
+        ([[1.0, -1.0], [-1.0, 1.0]], {}, "singular"),
+        ([[2.0, -1.0], [-1.0, 2.0]], {"lam": 2.0}, "lam is for a graph"),
+    ],
+)
+def test_matrices_that_cannot_be_solved_with_are_refused(M, more, words):
+    with pytest.raises(ValueError, match=words):
+        SDDSolver(sp.csr_array(np.array(M)), **more)
+
+
+def test_what_a_matrix_is_multiplied_by_is_checked():
+    solver = SDDSolver(dominant_matrix("negative"))
+    for B, words in ((np.ones(7), "each of the 30 rows"), (np.full(30, np.nan), "NaN")):
+        with pytest.raises(ValueError, match=words):
+            solver.solve(B)
+    with pytest.raises(ValueError, match="leave dtype out"):
+        solver.solve(np.ones(30), dtype="float32")
+
+
+def test_a_linear_operator_preconditions_scipys_cg():
+    """(I + 5 L + a diagonal that varies) with H^-1 as its preconditioner; and M^-1 itself."""
+    g = random_graph(200, 800, seed=1)
+    H = sp.csr_array(sp.eye_array(200) + 5 * g.to_csr())
+    A = H + sp.diags_array(np.random.default_rng(0).random(200))
+    inverse = SDDSolver(g, 5.0, "chebyshev", tol=1e-3).aslinearoperator()
+    b, counts = np.random.default_rng(1).standard_normal(200), []
+    for M in (None, inverse):
+        steps = []
+        x, code = scipy.sparse.linalg.cg(A, b, rtol=1e-8, M=M, callback=steps.append)
+        assert code == 0
+        np.testing.assert_allclose(A @ x, b, atol=1e-6)
+        counts.append(len(steps))
+    assert counts[1] < 0.7 * counts[0]
+    B = np.random.default_rng(2).standard_normal((200, 3))
+    exact = SDDSolver(A, tol=1e-12).aslinearoperator()
+    np.testing.assert_allclose(A @ (exact @ B), B, atol=1e-9)
+    np.testing.assert_allclose(exact.rmatvec(b), exact.matvec(b))

@@ -244,6 +244,8 @@ class LabelPropagation(NodeOutputs):
         Bound of the relative H-norm error of every column.
     device, dtype, memory_budget
         As in `HERTA`.
+    clamp : bool
+        Keep the rows of the training nodes as they are known, and solve for those of all others.
 
     Attributes
     ----------
@@ -280,9 +282,11 @@ class LabelPropagation(NodeOutputs):
         device: str = "auto",
         dtype: str = "float32",
         memory_budget: int | str | None = None,
+        clamp: bool = False,
     ) -> None:
         self.lam, self.alpha, self.tol = lam, alpha, tol
         self.device, self.dtype, self.memory_budget = device, dtype, memory_budget
+        self.clamp = clamp
 
     def fit(self, graph: Graph, y: Any, train: Any = None) -> LabelPropagation:
         """Spread the labels of the nodes `train` (ids, a mask, or None: all labelled ones).
@@ -293,9 +297,15 @@ class LabelPropagation(NodeOutputs):
         check_whole(graph, "LabelPropagation")
         targets = make_targets(y, train, graph.num_nodes, "mse")
         solver = self._solver(graph, lam, self.tol)
-        F, tau = propagate(solver, spread_rows(targets.Y, targets.rows, graph.num_nodes))
-        self.iterations_ = int(solver.info_.iterations.max(initial=0)) if solver.info_ else 0
-        self._keep(F, np.sqrt(degrees(graph)) * tau.max(), targets.classes, targets.flat)
+        known = targets.rows if self.clamp else None
+        F, tau = propagate(solver, spread_rows(targets.Y, targets.rows, graph.num_nodes), known)
+        self.iterations_ = chebyshev_degree(solver.H, self.tol) + 1
+        if solver.info_ is not None:
+            self.iterations_ = int(solver.info_.iterations.max(initial=0))
+        error = np.sqrt(degrees(graph)) * tau.max()
+        if self.clamp:
+            error[targets.rows] = 0.0
+        self._keep(F, error, targets.classes, targets.flat)
         self.unreached_, self._common = 0, 0
         if targets.classes is not None:
             reached = graph.connected_to(graph.stored(targets.rows))
@@ -317,6 +327,7 @@ class LabelPropagation(NodeOutputs):
         (lam,) = strengths(self.lam, self.alpha)
         check_positive("tol", self.tol)
         check_dtype(self.dtype)
+        check_choice("clamp", self.clamp, (False, True))
         return lam
 
 

@@ -184,3 +184,35 @@ def test_awkward_graphs_and_labels_are_within_the_bound(first):
         assert model.undecided_ <= np.count_nonzero(gap[reached] <= 4 * model.error_[reached]) + (
             np.count_nonzero(gap[reached] <= 1e-12 * (1 + lam))
         ), seed
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("order", [None, "rcm"])
+@pytest.mark.parametrize("tol", [1e-2, 1e-7])
+def test_clamped_labels_stay_and_the_others_solve_the_dirichlet_problem(weighted, order, tol):
+    g, _, y, train = problem(n=300, weighted=weighted)
+    train = train[::4]
+    stored = g if order is None else g.reordered(order)
+    model = LabelPropagation(lam=30.0, tol=tol, clamp=True).fit(stored, y, train)
+    H, Y, free = dense_H(g, 30.0), one_hot(y, train, 300), np.setdiff1d(np.arange(300), train)
+    F = Y.copy()
+    F[free] = np.linalg.solve(H[np.ix_(free, free)], -H[np.ix_(free, train)] @ Y[train])
+    assert (model.Z_[train] == Y[train]).all()
+    assert (model.error_[train] == 0).all()
+    assert (abs(model.Z_ - F) <= model.error_[:, None] + 1e-13).all()
+    assert 0 < model.error_.max() < 100 * tol
+    assert (model.predict(train) == y[train]).all()
+    assert model.iterations_ > 0
+    assert not np.allclose(model.Z_, LabelPropagation(lam=30.0, tol=tol).fit(g, y, train).Z_)
+
+
+def test_clamped_targets_that_are_numbers_and_files(tmp_path):
+    g, X, _, train = problem(n=100)
+    model = LabelPropagation(lam=5.0, clamp=True).fit(g, X[:, :2], train)
+    assert (model.predict(train) == X[train, :2]).all()
+    model.save(tmp_path / "m.npz")
+    again = LabelPropagation.load(tmp_path / "m.npz")
+    assert again.clamp is True
+    assert (again.Z_ == model.Z_).all()
+    with pytest.raises(ValueError, match="clamp must be one of"):
+        LabelPropagation(clamp="yes").fit(g, X, train)
