@@ -15,6 +15,7 @@ import herta_gpu.diffusion
 import herta_gpu.planning.costs
 import herta_gpu.training
 from herta_gpu import Graph
+from herta_gpu.more import pagerank
 from tests.conftest import dense_H, least_squares, minimum
 from tests.fuzz import checks
 from tests.fuzz.__main__ import main
@@ -37,7 +38,7 @@ def test_no_certificate_is_false(part):
 
 def test_weights_whose_loss_is_not_known_well_are_measured_against_none():
     """Units of 1e-20: stored rows said no more than 37, the loss of W = 0; the true one was 82."""
-    assert checks.run(draw(200, 731)).faults == []
+    assert checks.run(draw(200, 731, "extreme units")).faults == []
 
 
 def test_a_case_is_the_same_whatever_came_before_it():
@@ -212,6 +213,34 @@ def test_it_finds_a_layer_that_forgets_what_it_rounds(monkeypatch):
     assert words == ["Z", "dF", "dG"]
 
 
+def test_it_finds_a_reweighted_graph_of_other_degrees(monkeypatch):
+    factor = np.random.default_rng(1).random(easy().edges.shape[1])
+    problem = replace(easy(), kind="reweighted", factor=factor)
+    assert checks.run(problem).faults == []
+
+    def renewed(graph: Graph, weight: Any) -> Graph:
+        u, v, _ = graph.edges()
+        return Graph.from_edges([u, v], graph.num_nodes, edge_weight=weight)
+
+    monkeypatch.setattr(Graph, "reweighted", renewed)
+    assert checks.run(problem).faults
+
+
+@pytest.mark.parametrize("wrong", ["bound", "best"])
+def test_it_finds_walks_that_are_not_where_is_said(wrong, monkeypatch):
+    X = np.random.default_rng(2).random((80, 3)) ** 9
+    params = {"damping": 0.85, "tol": 0.1, "self_loops": False}
+    problem = replace(easy(), kind="pagerank", X=X, params=params)
+    assert checks.run(problem).faults == []
+    errors, top = pagerank._errors, pagerank._top
+    if wrong == "bound":
+        monkeypatch.setattr(pagerank, "_errors", lambda *a: tuple(1e-3 * e for e in errors(*a)))
+    else:  # whoever is among the best by scores alone is said to be so surely
+        monkeypatch.setattr(pagerank, "_top", lambda score, error, k: top(score, 0 * error, k))
+    words = {"bound": "further off than its bound", "best": "among the best"}[wrong]
+    assert any(words in fault for fault in checks.run(problem).faults)
+
+
 @pytest.mark.parametrize(
     ("error", "found"),
     [
@@ -276,7 +305,7 @@ def test_the_program_tells_how_to_repeat_a_fault(monkeypatch, capsys):
 # ---- the reference itself ------------------------------------------------------------------
 def test_the_system_is_that_of_the_graph():
     for number in range(8):
-        p = draw(1, number)
+        p = draw(1, number, "anything")
         g = Graph.from_edges(p.edges, p.n, p.weights)
         H = system(p.n, p.edges, p.weights, p.params["lam"])
         assert np.allclose(H.astype(float), dense_H(g, p.params["lam"]), rtol=1e-12, atol=1e-300)

@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import scipy.stats
 
-from herta_gpu import HERTA, Graph
+from herta_gpu import HERTA, Graph, personalized_pagerank
 from herta_gpu.conformal import SplitConformal
 from herta_gpu.plumbing.checkpoint import Checkpoint
 from herta_gpu.plumbing.checks import BudgetError
 from tests.fuzz.problems import Problem
-from tests.fuzz.reference import LD, Reference, System, system
+from tests.fuzz.reference import LD, Reference, System, adjacency, pagerank, system
 
 WORDS = ("certified", "certified-reduced", "converged", "max_iter", "stagnated", "diverged")
 SLACK = 1e-12  # of the objective: the package adds up its own objectives in float64
@@ -65,7 +65,13 @@ def run(problem: Problem) -> Outcome:
 
 
 def graph_of(problem: Problem) -> Graph:
-    return Graph.from_edges(problem.edges, problem.n, problem.weights)
+    graph = Graph.from_edges(problem.edges, problem.n, problem.weights)
+    if problem.factor is None:
+        return graph
+    at = np.zeros((problem.n, problem.n))
+    at[problem.edges[0], problem.edges[1]] = at[problem.edges[1], problem.edges[0]] = problem.factor
+    u, v, _ = graph.edges()
+    return graph.reweighted(at[u, v])
 
 
 def fit(problem: Problem, **more: Any) -> HERTA:
@@ -330,4 +336,29 @@ def relative_error(H: System, B: Any, Z: Any) -> float:
     return float(np.max(off[size > 0] / size[size > 0], initial=0.0))
 
 
-CHECKS = {"leave one out": check_left_out, "conformal": check_sets, "layer": check_layer}
+# ---- personalised PageRank -----------------------------------------------------------------
+def check_walk(problem: Problem, found: Outcome) -> None:
+    """Every number within its bound; who is surely among the best is."""
+    A = adjacency(problem.n, problem.edges, problem.weights)
+    loops = np.where(A.diagonal() > 0, A.diagonal(), LD(1))
+    np.fill_diagonal(A, loops if problem.params["self_loops"] else 0)
+    exact = pagerank(A, problem.X.astype(LD), problem.params["damping"])
+    got = personalized_pagerank(graph_of(problem), problem.X, **problem.params)
+    off = abs(got.scores - exact)
+    found.status = "certified" if got.error.max() <= problem.params["tol"] else "said"
+    found.claimed, found.true_gap, found.noise = float(got.error.max()), float(off.max()), 1e-17
+    if (off > got.error + 1e-18 * exact).any():
+        worst = float((off - got.error).max())
+        found.faults.append(f"a number is {worst:.1e} further off than its bound")
+    count = max(1, problem.n // 5)
+    for top, pi in zip(got.top(count), exact.T, strict=True):
+        best, sure = np.sort(pi)[::-1], np.setdiff1d(top.nodes, top.undecided)
+        never = np.setdiff1d(np.arange(problem.n), np.union1d(top.nodes, top.undecided))
+        if (pi[sure] < best[count - 1]).any() or (pi[never] > best[count - 1]).any():
+            found.faults.append("a node that is said to be among the best, or not to be, is not so")
+
+
+CHECKS = {
+    "leave one out": check_left_out, "conformal": check_sets, "layer": check_layer,
+    "pagerank": check_walk,
+}  # fmt: skip

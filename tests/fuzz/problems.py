@@ -35,6 +35,7 @@ class Problem:
     change: str = ""
     stop: int = 0  # the step in which the first fit is interrupted; -1: its last
     sample_weight: Any = None  # (n,)
+    factor: Any = None  # (m,) what edges are multiplied by, with their degrees kept
     before: Problem | None = None  # of a warm start: what the model with the weights is fitted to
 
     def rows(self) -> Any:
@@ -63,7 +64,7 @@ class Problem:
     def reference(self) -> Reference:
         lam = self.params["lam"]
         lams = lam if isinstance(lam, list) else [lam]
-        H = [system(self.n, self.edges, self.weights, one) for one in lams]
+        H = [system(self.n, self.edges, self.weights, one, self.factor) for one in lams]
         loss, ridge = self.params.get("loss", "mse"), self.params.get("ridge", 0.0)
         intercept = self.params.get("fit_intercept", False)
         return Reference(
@@ -443,6 +444,25 @@ def as_layer(p: Draft) -> None:
     p.params = {"lam": p.params["lam"], "tol": p.power(-8, -0.5), "method": method, "dtype": dtype}
 
 
+def weigh_edges(p: Draft) -> None:
+    """`Graph.reweighted`: some edges gone, some hardly there."""
+    factor = p.rng.random(p.edges.shape[1]) ** p.pick(0.1, 1, 5, 30)
+    factor[p.rng.random(factor.size) < p.pick(0.0, 0.3, 1.0)] = 0.0
+    p.more["factor"] = np.where(p.edges[0] == p.edges[1], 1.0, factor)
+    p.story.append("reweighted")
+
+
+def as_walk(p: Draft) -> None:
+    """Sets of seeds, most of them small, and a damping up to where walks hardly end."""
+    k = between(1, 6)(p)
+    p.X = p.rng.random((p.n, k)) ** p.pick(1, 9) * (p.rng.random((p.n, k)) < p.pick(0.05, 0.5, 1.0))
+    p.X[p.rng.integers(0, p.n, k), np.arange(k)] = 1.0
+    damping = p.pick(0.0, 0.5, 0.85, 0.99, 1 - p.power(-4.5, -2))
+    loops = p.chance(0.3)
+    p.params = {"damping": damping, "tol": p.power(-12, -1), "self_loops": loops}
+    p.story.append(f"damping {damping:.6g}")
+
+
 # ---- kinds ---------------------------------------------------------------------------------
 MANY_COLUMNS, MANY_STRATEGIES = power(0, 1.7), pick("herta", "herta", "direct")
 
@@ -561,6 +581,11 @@ KINDS = {
         nodes=(150, 400), shapes=("random", "hubs", "grid"), d=between(2, 10),
         rows=between(20, 60), origins=("gaussian",),
     ),
+    "reweighted": Kind(
+        0.06, {"ridge": some_ridge(-4, 1), "strategy": MANY_STRATEGIES}, nodes=(20, 200),
+        d=between(2, 20), how_many=(0, 0, 1), last=weigh_edges,
+    ),
+    "pagerank": Kind(0.06, nodes=(3, 120), shapes=(*USUAL, "half isolated"), d=1, last=as_walk),
     "layer": Kind(0.08, {"lam": power(-2, 4)}, nodes=(5, 150), d=1, last=as_layer),
 }  # fmt: skip
 
