@@ -235,8 +235,8 @@ def test_it_finds_walks_that_are_not_where_is_said(wrong, monkeypatch):
     errors, top = pagerank._errors, pagerank._top
     if wrong == "bound":
         monkeypatch.setattr(pagerank, "_errors", lambda *a: tuple(1e-3 * e for e in errors(*a)))
-    else:  # whoever is among the best by scores alone is said to be so surely
-        monkeypatch.setattr(pagerank, "_top", lambda score, error, k: top(score, 0 * error, k))
+    else:
+        monkeypatch.setattr(pagerank, "_top", lambda score, error, k: top(-score, error, k))
     words = {"bound": "further off than its bound", "best": "among the best"}[wrong]
     assert any(words in fault for fault in checks.run(problem).faults)
 
