@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: setup demo test test-long lint bench
+.PHONY: setup demo test test-long lint docs bench
 
 setup: .venv/ready
 
@@ -34,6 +34,12 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# The pages of docs/ and the API, into site/; a link that leads nowhere, or a parameter without a type
+# in a docstring, is an error.
+docs: setup
+	$(BIN)/python -m pip install --quiet --editable ".[docs]"
+	$(BIN)/python -m mkdocs build --strict
 
 # A short version, five to ten minutes on two cores; the real data sets where HERTA_DATA names them.
 BENCHES := $(if $(HERTA_DATA),primitives convergence time_to_accuracy) scaling sparsify devices

@@ -138,13 +138,12 @@ class SDDSolver:
         Parameters
         ----------
         B : array or SciPy sparse matrix, (n,) or (n, k)
+            Of a graph that is split by nodes, the rows of this process; so are those of Z.
         guess : array like Z, optional
             Where CG starts, such as the result for a similar B or lam.
         dtype : {"float32", "float64"}, optional
             Of the result; by default float64 only if tol asks for it.  What rounding to it costs is
             part of `info_`.
-
-        Of a graph that is split by nodes each process gives its rows of B, and gets those of Z.
         """
         if self._matrix is None:
             return self._solve(B, guess, dtype)

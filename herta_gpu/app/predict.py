@@ -15,7 +15,7 @@ import numpy as np
 
 from herta_gpu import datasets
 from herta_gpu.app.metrics import evaluate, metric_of
-from herta_gpu.app.results import CommandOutput, table
+from herta_gpu.app.results import CommandOutput, count_text, table
 from herta_gpu.app.runs import check_new_file, read_config, smoother_of
 from herta_gpu.app.train import with_features
 from herta_gpu.datasets import Dataset
@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> CommandOutput:
         if classes is not None:
             outputs, result["undecided"] = found, model.undecided_
             if model.undecided_:
-                rows.append(("too close to call", f"{model.undecided_:,} nodes"))
+                rows.append(("too close to call", count_text(model.undecided_, "node")))
             comparable &= y is not None and y.ndim == 1
             comparable = comparable and (y.dtype.kind == "U") == (classes.dtype.kind == "U")
         elif comparable:

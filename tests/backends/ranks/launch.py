@@ -15,7 +15,7 @@ import pytest
 from tests.conftest import ROOT
 
 # As root, on fewer cores than ranks, each with one thread, which leave their cores when they wait.
-_SETTINGS = {
+SETTINGS = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
     "OMPI_MCA_mpi_yield_when_idle": "1",
     "HERTA_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": str(ROOT),
@@ -47,7 +47,7 @@ def on_ranks(size: int, *program: str, **environment: str) -> subprocess.Complet
     command = ["timeout", "-s", "INT", "-k", "5", str(TIMEOUT), launcher, "--oversubscribe"]
     command += ["--bind-to", "none", "-n", str(size), sys.executable, *program]
     done = subprocess.run(
-        command, env={**os.environ, **_SETTINGS, **environment}, cwd=ROOT, text=True,
+        command, env={**os.environ, **SETTINGS, **environment}, cwd=ROOT, text=True,
         capture_output=True, timeout=2 * TIMEOUT,
     )  # fmt: skip
     assert done.returncode != 124, f"no end after {TIMEOUT} s: {done.stdout}{done.stderr}"
