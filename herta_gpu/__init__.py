@@ -60,6 +60,7 @@ if TYPE_CHECKING:
     from herta_gpu.more.pagerank import personalized_pagerank
     from herta_gpu.more.penalties import Huber, Power, PseudoHuber
     from herta_gpu.more.similarity import similarity
+    from herta_gpu.more.random_features import RandomFeatures
     from herta_gpu.plumbing.checkpoint import Checkpoint
     from herta_gpu.plumbing.targets import ConvergenceWarning
     from herta_gpu.sklearn import NodeClassifier, NodeRegressor
@@ -69,8 +70,8 @@ if TYPE_CHECKING:
 __all__ = [
     "HERTA", "Attention", "AttentionSolver", "Certificate", "Checkpoint", "ConvergenceWarning",
     "CorrectAndSmooth", "Graph", "Huber", "LabelPropagation", "NodeClassifier", "NodeRegressor",
-    "Power", "PseudoHuber", "SDDSolver", "Sparsifier", "effective_dimension", "label_features",
-    "personalized_pagerank", "similarity",
+    "Power", "PseudoHuber", "RandomFeatures", "SDDSolver", "Sparsifier", "effective_dimension",
+    "label_features", "personalized_pagerank", "similarity",
 ]  # fmt: skip
 __version__ = "0.1.0"
 
@@ -83,6 +84,7 @@ _HOMES = {
     "Attention": "more.attention", "AttentionSolver": "more.energy",
     "Huber": "more.penalties", "Power": "more.penalties", "PseudoHuber": "more.penalties",
     "personalized_pagerank": "more.pagerank", "similarity": "more.similarity",
+    "RandomFeatures": "more.random_features",
 }  # fmt: skip
 
 

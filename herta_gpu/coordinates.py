@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from copy import copy
 from functools import cached_property
 from typing import Any
 
@@ -81,8 +82,20 @@ class Columns(Map):
 
     @property
     def rounding(self) -> Array:
-        """(r,) bounds of what rounding does to the columns of a computed X C0."""
-        return ((self.shape[0] if self.white else 1) + 2) * _UNIT * self.spread
+        """(r,) bounds of what a computed X C0 is off by, X included where we made it."""
+        found = ((self.shape[0] if self.white else 1) + 2) * _UNIT * self.spread
+        off = self.X.off
+        if isinstance(off, float) and off == 0:
+            return found
+        return found + self.column_sizes(self.backend.xp.zeros(self.shape[0]) + off)
+
+    def of_rows(self, longest: float) -> Columns:
+        """These for rows of X C0 that were made up to `longest` times as long."""
+        other = copy(self)
+        other.spread = self.spread * longest
+        vars(other).pop("sizes", None)
+        vars(other).pop("norm", None)
+        return other
 
     @property
     def inverse(self) -> float:

@@ -99,6 +99,10 @@ class Part(NamedTuple):
     columns: Columns
     first: int  # where they stand among all columns
 
+    @property
+    def whole(self) -> slice:
+        return slice(self.first, self.first + self.columns.rank)
+
     def among_all(self, J: slice) -> slice:
         return slice(self.first + J.start, self.first + J.stop)
 
@@ -125,7 +129,12 @@ class Rows:
         # The columns of lam = 0 and those of further features are taken as they are.
         systems = [H if H.lam or A.systems is None else None for H in A.systems or [A.H]]
         firsts = accumulate((one.rank for one in columns), initial=0)
-        self.parts = [Part(*part) for part in zip([*systems, None], columns, firsts)]
+        self.parts = [Part(*part) for part in zip([*systems, None, None], columns, firsts)]
+        self.floor, self.layer, solved = A.row_floor, A.hidden, len(systems)
+        self.under: Rows | None = None  # unit rows of what goes into a hidden layer
+        if self.floor:  # rows of these blocks are divided by their lengths, or by the floor
+            longest = [one.of_rows(1 / self.floor) for one in columns[:solved]]
+            columns = [*longest, *columns[solved:]]
         self.basis = columns[0] if len(columns) == 1 else Blocks(columns)
         self.train, self.evaluate, self.recipe, self.tell = A.train, evaluate, recipe, tell
         self.backend, self.dtype, r = A.H.backend, recipe.dtype(A.H.dtype), self.basis.rank
@@ -133,18 +142,26 @@ class Rows:
         self.train_rows = xp.zeros((count, r))
         self.eval_rows = xp.zeros((evaluate.shape[0], r), dtype=self.dtype)
         self.residual_bound = self.basis.sizes.copy()  # Q is 0
-        self._products: dict[int, int] = {}  # of a part, by the first of its columns
-        for part in self.parts:
-            if part.H is None:
-                self._copy(part.columns, part.among_all(slice(0, part.columns.rank)))
+        self._residuals: dict[int, Array] = {}  # of a part, by the first of its columns ...
+        self._products: dict[int, int] = {}  # ... and the products that it has taken
+        self.turns: dict[int, float] = {}  # how far its unit rows may be off, all together
+        for i, part in enumerate(self.parts):
+            if self.layer is not None and i == solved:
+                under, own, blocks = self.layer.inputs(A, recipe)
+                self.under = Rows(under, own, blocks, evaluate, tell)
+            elif part.H is None:
+                self._copy(part.columns, part.whole)
+                if self.floor and i < solved:
+                    self._scale(part)
 
     @property
     def worst(self) -> float:
         """The largest residual of a column that is solved for, relative to the column's size."""
-        return max((self._left(part) for part in self.parts if part.H is not None), default=0.0)
+        found = [self._left(part) for part in self.parts if part.H is not None and not part.H.hops]
+        return max([*found, 0.0 if self.under is None else self.under.worst])
 
     def _left(self, part: Part) -> float:
-        bounds = self.residual_bound[part.among_all(slice(0, part.columns.rank))]
+        bounds = self._residuals.get(part.first, part.columns.sizes)
         return _worst(self.backend.xp, bounds, part.columns.sizes)
 
     @property
@@ -162,15 +179,40 @@ class Rows:
                     here = xp.flatnonzero((nodes >= rows.start) & (nodes < rows.stop))
                     kept[here, block] = part[nodes[here] - rows.start]
         self.train_rows[:, J] = self.backend.gathered(train)
-        off = xp.full(columns.shape[0], columns.X.off)  # what features that we made may be off by
-        self.residual_bound[J] = columns.rounding + columns.column_sizes(off)
+        self.residual_bound[J] = self._residuals[J.start] = columns.rounding
 
     def tighten(self, goal: float, cache: Cache, name: str) -> None:
         """Solve until no column leaves more than `goal` times its size, if rounding allows it."""
         for part in self.parts:
             if part.H is not None and self._left(part) > goal:
-                own = name if len(self.parts) == 1 else f"{name}-lam-{part.H.lam!r}"
+                kind = f"hops-{part.H.hops}" if part.H.hops else f"lam-{part.H.lam!r}"
+                own = name if len(self.parts) == 1 else f"{name}-{kind}"
                 self._tighten(part, part.H, goal, cache, own)
+                self._residuals[part.first] = self.residual_bound[part.whole].copy()
+                if self.floor:
+                    self._scale(part)
+        if self.under is not None:
+            self.under.tighten(goal, cache, f"{name}-hidden")
+            part = next(part for part in self.parts if part.columns.X is self.layer)
+            places = (self.train_rows[:, part.whole], self.eval_rows[:, part.whole])
+            self.residual_bound[part.whole] = self.layer.fill(self.under, *places, part.columns.C)
+
+    def _scale(self, part: Part) -> None:
+        """Divide the rows of a block by their lengths, in the units of X, or by the floor.
+
+        Rows that are eta away from the true ones in all, and not shorter than s, turn by eta/s.
+        """
+        at, xp, columns, d = part.whole, self.backend.xp, part.columns, part.columns.rank
+        left, Q, lengths = self.residual_bound[at], self.train_rows[:, at], xp.zeros(0)
+        for rows in (self.eval_rows[:, at], Q):
+            wide = columns.rows(rows.astype("float64", copy=False))
+            lengths = xp.maximum(xp.sqrt((wide * wide).sum(axis=1, keepdims=True)), self.floor)
+            rows /= lengths.astype(rows.dtype)
+        off, most = columns.dual_bound(left), abs(Q).max(axis=0)
+        shortest = max(self.floor, float(lengths.min()) - off)  # synchronize!
+        self.turns[part.first] = off / shortest
+        rounded = (d + 8) * unit_roundoff() * Q.shape[0] ** 0.5 * most
+        self.residual_bound[at] = (left + most * off) / shortest + rounded
 
     def _tighten(
         self, part: Part, H: RegularizedLaplacian, goal: float, cache: Cache, name: str
@@ -197,6 +239,8 @@ class Rows:
         self, J: slice, part: Part, H: RegularizedLaplacian, goal: float, work: Workspace
     ) -> Arrays:
         """One block of columns, from X C0."""
+        if H.hops:
+            return self._hops(J, part, H)
         columns, k, (B, iterates) = part.columns, J.stop - J.start, work.blocks(J.stop - J.start)
         xp, sizes, unit = H.backend.xp, columns.sizes[J], unit_roundoff(self.dtype)
         whole = columns.fill(B, J)
@@ -222,6 +266,16 @@ class Rows:
             products, last, worst = products + degree, worst, _worst(xp, norms, sizes)
         made = {"rows": rows, "others": others, "left": norms + rounded}
         return {**made, "products": xp.asarray([products])}
+
+    def _hops(self, J: slice, part: Part, H: RegularizedLaplacian) -> Arrays:
+        """One block of columns of S^k X C0, in float64: there is nothing to solve."""
+        xp, k = H.backend.xp, J.stop - J.start
+        B = H.backend.empty((H.n, k), "float64")
+        part.columns.fill(B, J)
+        B = H.hopped(B)
+        left = part.columns.rounding[J] + H.hop_rounding(k) * part.columns.sizes[J]
+        made = {"rows": B[self.train], "others": B[self.evaluate].astype(self.dtype)}
+        return {**made, "left": left, "products": xp.asarray([H.hops])}
 
 
 def column_norms(backend: Backend, B: Array) -> Array:

@@ -35,7 +35,7 @@ class Features:
 
     def __init__(self, X: Any, backend: Backend, order: Any = None, budget: int = 0) -> None:
         self.backend, self.shape = backend, X.shape
-        self.off = 0.0  # what a column may be off by, in the 2-norm: features as given are exact
+        self.off: Any = 0.0  # what columns may be off by, in the 2-norm: those given are exact
         self._chunk_bytes = chunk_bytes(budget)
         self.sparse = sp.issparse(X)
         if self.sparse:
@@ -153,6 +153,18 @@ class Features:
             squares = squares + (part**2).sum(axis=0)
         return xp.sqrt(self.backend.total(squares))
 
+    def row_norms(self) -> Array:
+        """(n, 1) Euclidean norms of the rows."""
+        xp = self.backend.xp
+        if self.sparse:
+            squared = abs(self._rows)
+            squared.data *= squared.data
+            return xp.sqrt(squared @ xp.ones((self.shape[1], 1)))
+        found = xp.zeros((self.shape[0], 1))
+        for rows, part in self.row_chunks():
+            found[rows] = xp.sqrt((part * part).sum(axis=1, keepdims=True))
+        return found
+
     @cached_property
     def _nonnegative(self) -> bool:
         return bool((self._rows.data >= 0).all())  # synchronize!
@@ -167,6 +179,18 @@ class Features:
             return _UNIT * float(self.backend.total(here**2)) ** 0.5 * (1 + 1e-10)
         total = float((self.column_norms * sizes).sum())  # synchronize!
         return (self.shape[1] + 2) * _UNIT * total
+
+    @property
+    def relative_off(self) -> float:
+        """What a column may be off by, relative to its norm."""
+        if isinstance(self.off, float) and self.off == 0:
+            return 0.0
+        sizes = self.column_norms
+        return float((self.off / self.backend.xp.where(sizes > 0, sizes, 1.0)).max())
+
+    def outputs_error(self, W: Array) -> float:
+        """How far an output X W may be off as X itself is."""
+        return 0.0
 
     @property
     def sum_rounding(self) -> float:

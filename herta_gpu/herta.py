@@ -23,6 +23,7 @@ from herta_gpu.features import Features, bytes_held
 from herta_gpu.graph import Graph, check_graph
 from herta_gpu.laplacian import RegularizedLaplacian
 from herta_gpu.losses import LOSSES
+from herta_gpu.more.hidden import each_draw
 from herta_gpu.planning.costs import BLOCK_WIDTH, Sizes, row_copies
 from herta_gpu.planning.forecast import Card
 from herta_gpu.planning.memory import block_width, dealt_width, outputs_at_once
@@ -44,6 +45,7 @@ from herta_gpu.plumbing.files import check_target
 from herta_gpu.plumbing.interop import as_array, as_matrix, in_kind_of, on_device, to_host
 from herta_gpu.plumbing.models import read_model, write_model
 from herta_gpu.plumbing.progress import Stages
+from herta_gpu.plumbing.scaling import in_new_units
 from herta_gpu.plumbing.targets import (
     Estimator,
     accuracy_or_r2,
@@ -55,7 +57,14 @@ from herta_gpu.plumbing.targets import (
     warn_unfinished,
 )
 from herta_gpu.prediction import Outputs, check_probabilities
-from herta_gpu.task import Context, Task, labels_as_features, stored_rows
+from herta_gpu.task import (
+    Context,
+    Task,
+    labels_as_features,
+    stored_rows,
+    systems_of,
+    with_hidden,
+)
 from herta_gpu.training import Fitted, Journal, Objective, descend, precondition
 
 # What a fit leaves and a file keeps, beside the weights and classes.
@@ -94,6 +103,8 @@ def on_its_device(method: Method) -> Method:
 
 
 class HERTA(Estimator):
+    _draw = 0  # of the hidden layer
+    fixed_: dict[str, Any] = {}  # earlier versions had none
     """Train the unfolded GNN Z*(W) = (I + lam L_hat)^-1 X W to a certified optimum.
 
     Parameters
@@ -151,6 +162,24 @@ class HERTA(Estimator):
         Folds (True: 5) of features that the labels of the training nodes make, for lam 1, 5, 20
         and 100, cross-fitted so that no label speaks for itself (`herta_gpu.more.label_features`).
         They stand beside the diffused X, as the last rows of `W_`.  0: none.
+    hidden : int
+        Random ReLU features (`RandomFeatures`) beside X, a nonlinear model that is still convex in
+        `W_`: its optimum is the global one, and the certificate covers the exact diffusion, but
+        says nothing of how good this draw of the layer is.  0: none.
+    hidden_at : {"after", "before"}
+        They are made of the diffused features, which is cheaper, or made first and diffused.
+    hidden_rank : int or None
+        Leading singular vectors of X that the hidden layer sees; None: all columns.
+    hidden_draws : int
+        Layers, each with a fit of its own; their scores are averaged, and so is leave-one-out.
+    normalize : {"none", "row", "unit", "standard"}
+        Of X, before anything else: rows of sum 1 (what the command line does to bags of words),
+        rows of length 1, or columns of mean 0 (a dense X) and variance 1.
+    row_norm : bool
+        Scale the rows of each block of diffused features to length 1.
+    hops : list of int, optional
+        Blocks S^k X of features, S = D^-1/2 (A + I) D^-1/2, which need no solve: [0, 1, 2, 3].
+        They stand after the blocks of lam, if any lam but the default is given; else alone.
     class_weight : dict or "balanced", optional
         Weights of the rows of each class in the loss; "balanced": as much of each class.
 
@@ -237,6 +266,13 @@ class HERTA(Estimator):
         fit_intercept: bool = False,
         class_weight: Mapping[Any, float] | str | None = None,
         label_features: int | bool = 0,
+        hidden: int = 0,
+        hidden_at: str = "after",
+        hidden_rank: int | None = 64,
+        hidden_draws: int = 1,
+        normalize: str = "none",
+        row_norm: bool = False,
+        hops: Sequence[int] | None = None,
     ) -> None:
         self.lam, self.alpha, self.loss, self.optimizer = lam, alpha, loss, optimizer
         self.ridge, self.tol, self.max_iter = ridge, tol, max_iter
@@ -246,9 +282,13 @@ class HERTA(Estimator):
         self.learning_rate, self.reorder = learning_rate, reorder
         self.fit_intercept, self.class_weight = fit_intercept, class_weight
         self.label_features = label_features
+        self.hidden, self.hidden_at, self.hidden_rank = hidden, hidden_at, hidden_rank
+        self.hidden_draws, self.normalize, self.row_norm = hidden_draws, normalize, row_norm
+        self.hops = hops
 
     @takes_bundles("train")
     @on_its_device
+    @each_draw
     def fit(
         self,
         graph: Graph | Any,
@@ -342,6 +382,7 @@ class HERTA(Estimator):
         b = np.zeros(self.W_.shape[1]) if journal.intercept is None else journal.intercept
         self.intercept_, self.train_ = backend.to_numpy(b), targets.nodes  # synchronize!
         self.labels_ = np.asarray(targets.Y) if task.extra is not None else None
+        self.fixed_ = {**task.units, **task.fixed}
         self.classes_, self._flat = targets.classes, targets.flat
         self.history_, self.warm_history_ = journal.history(), journal.history(warm=True)
         gap = unit * journal.certificate.gap
@@ -369,8 +410,11 @@ class HERTA(Estimator):
         if why_not is not None:
             name = why_not.partition(" ")[0]
             raise ValueError(f'{why_not}: use split="columns", or leave {name} out.')
-        X = as_matrix(X, backend)
+        X, units = as_matrix(X, backend), dict[str, Any]()
         extent = check_rows("X", X, graph)
+        if settings.normalize != "none" and X.shape[1]:
+            X, units = in_new_units(X, settings.normalize, backend)
+            extent = check_rows("X", X, graph)
         if X.shape[1] == 0:
             raise ValueError("X has no columns: give at least one feature.")
         backend.same(self.get_params(), "parameters", always=True)
@@ -386,7 +430,7 @@ class HERTA(Estimator):
             targets = joint_targets(*given, backend)
         wanted = node_rows([] if evaluate is None else to_host(evaluate, backend), graph.num_nodes)
         settings = replace(settings, ridge=settings.ridge / targets.unit)
-        return Task(settings, graph, X, targets, wanted)
+        return Task(settings, graph, X, targets, wanted, units=units, draw=self._draw)
 
     def plan(
         self,
@@ -555,6 +599,8 @@ class HERTA(Estimator):
                 f"{self.n_features_in_:,}."
             )
         check_scale(largest, fitted=True)
+        if settings.normalize != "none":
+            X, _ = in_new_units(X, settings.normalize, backend, self.fixed_)
         H = RegularizedLaplacian(graph, settings.lam, backend, settings.dtype)
         budget, c = settings.budget(backend.memory_everywhere()), self.W_.shape[1]
         features = Features(X, backend, graph.order, budget)
@@ -563,9 +609,10 @@ class HERTA(Estimator):
         sizes = Sizes(graph.num_nodes, graph.num_edges, X.shape[1], c, 0, word, held)
         width = -int(backend.largest(-outputs_at_once(sizes, budget, X.shape[1], labels)))
         width = dealt_width(c, width, backend.ranks if backend.whole else 1)
-        systems = [H.at(lam) for lam in settings.lams] if settings.several else [H]
+        systems = systems_of(H, settings)
+        features, hidden = with_hidden(features, self.fixed_, settings)
+        extras: list[Any] = [] if hidden is None else [hidden.solve(systems)]
         W, b = backend.asarray(self.W_), backend.asarray(self.intercept_)
-        extra = None
         if settings.label_folds:
             if int(self.train_.max()) >= graph.nodes_of_all:
                 raise ValueError(
@@ -574,8 +621,10 @@ class HERTA(Estimator):
                 )
             rows = graph.rows_of(self.train_)
             backend.train_on(rows)
-            extra = labels_as_features(H, rows, self.labels_, settings)
-        outputs = Outputs(systems, features, W, width, b if self.fit_intercept else None, extra)
+            extras.append(labels_as_features(H, rows, self.labels_, settings))
+        floor = float(self.fixed_.get("row_floor", 0.0))
+        b = b if self.fit_intercept else None
+        outputs = Outputs(systems, features, W, width, b, extras, floor)
         if idx is None and graph.order is None:
             return outputs, None
         nodes = node_rows(to_host(idx, backend), graph.num_nodes)
@@ -657,6 +706,9 @@ def works_by_nodes(model: HERTA, backend: Backend) -> str | None:
     if type(backend) is CPUBackend:
         return "nodes are shared out on GPUs and on the compiled CPU backend: install numba"
     settings, split = model._settings(), "work{} on a graph that is split by nodes"
+    if settings.hidden or settings.row_norm or settings.hops:
+        name = "hidden" if settings.hidden else "row_norm" if settings.row_norm else "hops"
+        return f"{name} does not {split.format('')}"
     if settings.reorder.when == "always":
         return f"reorder does not {split.format('')}"
     sampled = settings.sparsify.when == "always" or settings.mixed

@@ -34,6 +34,7 @@ class RegularizedLaplacian:
         self.graph, self.lam, self.backend, self.dtype = graph, float(lam), backend, dtype
         if backend.whole:
             check_whole(graph, "This")
+        self.hops = 0  # products with S = I - L, in place of a solve
         self._in: dict[str, Laplacian] = {}
 
     def on(self, graph: Graph) -> RegularizedLaplacian:
@@ -45,6 +46,22 @@ class RegularizedLaplacian:
         other = copy(self)  # with the same dictionary of arrays
         other.lam = float(lam)
         return other
+
+    def power(self, hops: int) -> RegularizedLaplacian:
+        """That which stands for S^hops, S = I - L = D^-1/2 (A + I) D^-1/2, whose norm is 1."""
+        other = self.at(-1.0 if hops else 0.0)
+        other.hops = hops
+        return other
+
+    def hopped(self, B: Array) -> Array:
+        """S^hops B in the precision of B."""
+        for _ in range(self.hops):
+            B = self.apply(B)
+        return B
+
+    def hop_rounding(self, columns: int) -> float:
+        """||computed S^hops b - S^hops b|| <= this ||b|| in float64: |S| is no longer than S."""
+        return self.hops * self.at(1.0).rounding(columns)
 
     def laplacian(self, dtype: str | None = None) -> Laplacian:
         dtype = str(np.dtype(dtype or self.dtype))

@@ -123,12 +123,14 @@ def build(
     # Factors of few rows find coordinates of their own.
     plain = recipe.by_rows or recipe.case(Y.shape[0], A.features, ridge) is Case.FEW_ROWS
     of = Columns.plain if plain else Columns.unit
-    basis = whiten(A.X, ridge == 0, ridge) if recipe.whiten and not plain else of(A.X)
+    ours = A.row_floor > 0 or not isinstance(A.X.off, float)  # off by more than their own rounding
+    white = recipe.whiten and not (plain or ours)
+    basis = whiten(A.X, ridge == 0, ridge) if white else of(A.X)
     if recipe.goal is None or recipe.by_rows:
         make = partial(approximate, recipe, H_tilde, A, basis, cache, Y)
         made = cache(recipe.name, make, together=True)
         return _factored(recipe, H_tilde, A, Y, ridge, basis, made)
-    columns = [basis] * A.blocks + ([] if A.extra is None else [of(A.extra)])
+    columns = [basis] * A.blocks + [of(extra) for extra in A.extras]
     others = A.train[:0] if evaluate is None else evaluate
     return _from_rows(Rows(A, recipe, columns, others, tell), recipe, A, Y, ridge, cache)
 
@@ -175,6 +177,7 @@ def _factored(
         error = chebyshev_error(H_tilde, recipe.degree)
         narrowest = min(J.stop - J.start for J in recipe.blocks(basis.rank))
         rounding = chebyshev_rounding(H_tilde, recipe.dtype(H_tilde.dtype), narrowest)
+        rounding += A.X.relative_off * H_tilde.lambda_max
     case = recipe.case(Y.shape[0], d, ridge)
     dense = not (case.low_rank or case is Case.ROW_SPACE)
     loss = LOSSES["mse"] if sketched else A.loss  # a sketch is one of rows as the loss sees them

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,18 @@ import numpy as np
 from herta_gpu.backends.base import Array
 from herta_gpu.features import Features
 from herta_gpu.laplacian import RegularizedLaplacian, block_cg
+from herta_gpu.planning.costs import BLOCK_WIDTH
 from herta_gpu.plumbing.files import new_file
 
 TOL = 1e-6  # relative H-norm error of every output
+
+
+def diffused(H: RegularizedLaplacian, B: Array) -> tuple[Array, Any]:
+    """H^-1 B (or S^k B), and the norms of what it leaves, on the host."""
+    if H.hops or H.lam == 0:
+        return H.hopped(B), np.zeros(0)
+    Z, info = block_cg(H, B, TOL)
+    return Z, info.residuals
 
 
 class _OwnRows:
@@ -42,12 +51,32 @@ class Outputs:
         W: Array,
         width: int,
         b: Array | None = None,
-        extra: Features | None = None,
+        extras: Sequence[Any] = (),
+        floor: float = 0.0,
     ) -> None:
         """Of several H the outputs add up, each with its own block of rows of W; b is a constant
-        per output.  `extra` are features that no H is applied to, with the last rows of W."""
+        per output.  `extras` are features that no H is applied to, with the last rows of W.  With a
+        `floor` the rows of each block of features have been divided by their lengths."""
         self.systems, self.H, self.X, self.W, self.width = systems, systems[0], X, W, width
-        self.b, self.extra = b, extra
+        self.b, self.extras, self.floor = b, extras, floor
+
+    @cached_property
+    def lengths(self) -> list[tuple[Array, float]]:
+        """(n, 1) lengths of the rows of each block, and what each may be off by: from all columns
+        of the features, a block of them at a time."""
+        found, (n, d), xp = [], self.X.shape, self.H.backend.xp
+        for H in self.systems:
+            squares, off = xp.zeros((n, 1)), 0.0
+            for j in range(0, d, BLOCK_WIDTH):
+                J = slice(j, min(j + BLOCK_WIDTH, d))
+                B = self.H.backend.empty((n, J.stop - j), "float64")
+                for rows, part in self.X.row_chunks(J):
+                    B[rows] = part
+                Z, left = diffused(H, B)
+                squares += (Z.astype("float64", copy=False) ** 2).sum(axis=1, keepdims=True)
+                off += float((left**2).sum())
+            found.append((xp.maximum(xp.sqrt(squares), self.floor), off**0.5))
+        return found
 
     def blocks(self, rows: Array | None = None) -> Iterator[tuple[slice, Array, float]]:
         """(J, Z[:, J] at `rows` (None: all), what no number of it is off by more than) in turn.
@@ -64,13 +93,19 @@ class Outputs:
         Z: Any = 0.0
         for i, H in enumerate(self.systems):
             part = self.X.times(xp.ascontiguousarray(self.W[i * d : (i + 1) * d, J]))
-            if H.lam != 0:
-                part, info = block_cg(H, part, TOL)
-                error += float(info.residuals.max(initial=0.0))
+            part, residuals = diffused(H, part)
+            left = float(residuals.max(initial=0.0))
+            if self.floor:
+                lengths, off = self.lengths[i]
+                part = part / lengths.astype(part.dtype)
+                left = (left + float(abs(part).max()) * off) / float(lengths.min())  # synchronize!
+            error += left
             Z = part if i == 0 else Z + part
-        if self.extra is not None:
-            own = xp.ascontiguousarray(self.W[-self.extra.shape[1] :, J])
-            Z = Z + self.extra.times(own).astype(Z.dtype)
+        first = len(self.systems) * d
+        for extra in self.extras:
+            own = xp.ascontiguousarray(self.W[first : first + extra.shape[1], J])
+            Z = Z + extra.times(own).astype(Z.dtype)
+            error, first = error + extra.outputs_error(own), first + extra.shape[1]
         if self.b is not None:
             Z = Z + self.b[J].astype(Z.dtype)
         if not bool(xp.isfinite(Z).all()):  # synchronize!

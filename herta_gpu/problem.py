@@ -22,6 +22,7 @@ from herta_gpu.features import Features
 from herta_gpu.graph import Graph
 from herta_gpu.laplacian import RegularizedLaplacian, block_cg
 from herta_gpu.losses import LOSSES, Loss
+from herta_gpu.prediction import Outputs
 
 _UNIT = unit_roundoff()
 _LEAST_TOL = 1e-14  # the tightest solve: below is rounding, even in float64
@@ -45,6 +46,9 @@ class Solved:
 class UnfoldedMap:
     """A and A^T by solves with H = I + lam L_hat, on the whole graph."""
 
+    row_floor = 0.0  # rows of each block are divided by their length, or by this where that is less
+    hidden: Any = None  # `more.hidden.Behind`: columns that a layer makes of the rows
+
     def __init__(
         self,
         H: RegularizedLaplacian,
@@ -64,25 +68,34 @@ class UnfoldedMap:
         self.H, self.X, self.train, self.width, self.loss = H, X, rows, width, loss
         self.systems, self.extra = systems, extra
         self.blocks = 1 if systems is None else len(systems)  # how often X counts
-        more = 0 if extra is None else extra.shape[1]
-        self.features = self.blocks * X.shape[1] + more  # rows of W
+
+    @property
+    def extras(self) -> list[Any]:
+        """Features that no H is applied to, in the order of their rows of W."""
+        return [one for one in (self.hidden, self.extra) if one is not None]
+
+    @property
+    def features(self) -> int:
+        """Rows of W."""
+        return self.blocks * self.X.shape[1] + sum(one.shape[1] for one in self.extras)
 
     def X_norm(self) -> float:
         """A bound of the 2-norm of all features together, before any diffusion."""
-        more = 0.0
-        if self.extra is not None:
-            more = self.extra.norm_bound + self.extra.off * math.sqrt(self.extra.shape[1])
-        return math.hypot(math.sqrt(self.blocks) * self.X.norm_bound, more)
+        more = [one.norm_bound + one.off * math.sqrt(one.shape[1]) for one in self.extras]
+        if self.row_floor:  # rows of length 1
+            count = int(self.H.backend.total(self.train.shape[0]))
+            return math.hypot(math.sqrt(self.blocks * count), *more)
+        return math.hypot(math.sqrt(self.blocks) * self.X.norm_bound, *more)
 
     def distinct_columns(self, graph: Graph) -> int:
         """How many different columns the training rows can see, zeros apart."""
         rows = self.H.backend.to_numpy(self.train)  # synchronize!
         seen = self.blocks * self.X.distinct_columns(graph.connected_to(rows))
-        if self.extra is None:
+        if not self.extras:
             return seen
         own = np.zeros(graph.num_nodes, dtype=bool)
         own[rows] = True
-        return seen + self.extra.distinct_columns(own)
+        return seen + sum(one.distinct_columns(own) for one in self.extras)
 
     def forward(self, W: Array, tol: float) -> Solved:
         """Z = H^-1 X W (n x c), of which the training rows are A W."""
@@ -91,6 +104,11 @@ class UnfoldedMap:
     def outputs(self, W: Array) -> Array:
         """The training rows of the outputs of W, of all blocks, by solves to the last digit."""
         d, F = self.X.shape[1], 0.0
+        if self.systems and (self.row_floor or self.hidden or any(H.hops for H in self.systems)):
+            if self.hidden is not None:
+                self.hidden.solve(self.systems)
+            known = (self.systems, self.X, W, self.width, None, self.extras, self.row_floor)
+            return self.H.backend.gathered(Outputs(*known).of(self.train, "float64"))
         for i, H in enumerate(self.systems or [self.H]):
             part = W[i * d : (i + 1) * d]
             one = UnfoldedMap(H, self.X, self.train, self.width)

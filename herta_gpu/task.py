@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +16,9 @@ from herta_gpu.features import Features, bytes_held, has_hidden_columns
 from herta_gpu.graph import Graph
 from herta_gpu.laplacian import RegularizedLaplacian
 from herta_gpu.losses import LOSSES
+from herta_gpu.more.hidden import Before, Behind
 from herta_gpu.more.label_features import cross_fit
+from herta_gpu.more.random_features import FLOOR, Layer
 from herta_gpu.planning.costs import BLOCK_WIDTH, Sizes, row_copies, worth_reordering
 from herta_gpu.planning.plan import Chosen, Decision, Plan, make_plan
 from herta_gpu.planning.settings import Settings
@@ -72,6 +75,8 @@ class Task:
     targets: Targets
     wanted: Any  # nodes whose outputs are asked for beside those of training
     W_start: Array | None = None  # weights of another model
+    units: dict[str, Any] = field(default_factory=dict)  # mean and deviation of given columns
+    draw: int = 0  # of a hidden layer
 
     def prepare(self, run: Context) -> Plan:
         """What will be done; H, the budget and what a checkpoint holds are there from now on."""
@@ -102,14 +107,18 @@ class Task:
         s, t, H, backend = self.settings, self.targets, self.H, run.backend
         with run.stages("features"):
             self.features = Features(self.X, backend, self.graph.order, run.budget)
+            self.fixed = fixed_parts(self.features, s, self.draw)
+            self.features, hidden = with_hidden(self.features, self.fixed, s, t.Y.shape[0])
             self.extra = labels_as_features(H, t.rows, t.Y, s)
         whole = not plan.stored and plan.outputs >= t.Y.shape[1]
         Y = t.Y.on(backend) if isinstance(t.Y, OneHot) and not whole else backend.asarray(t.Y)
         weights = None if t.weights is None else backend.asarray(t.weights)
         loss = LOSSES[s.loss].bind(weights, s.fit_intercept)
         rows = stored_rows(self.graph, t.rows, backend)
-        systems = [H.at(lam) for lam in s.lams] if s.several else None
-        return UnfoldedMap(H, self.features, rows, plan.solve_width, loss, systems, self.extra), Y
+        known = (systems_of(H, s) if s.several else None, self.extra)
+        A = UnfoldedMap(H, self.features, rows, plan.solve_width, loss, *known)
+        A.hidden, A.row_floor = hidden, float(self.fixed.get("row_floor", 0.0))
+        return A, Y
 
     def sample(self, n_samples: int | None, budget: int) -> RegularizedLaplacian:
         """I + lam L_tilde: Algorithm 2 when it was asked for, its cheap relative otherwise."""
@@ -124,6 +133,38 @@ def stored_rows(graph: Graph, nodes: Any, backend: Backend) -> Array:
     """The rows in which the graph stores these nodes of the caller's."""
     inverse = graph.inverse_order()
     return backend.asarray(nodes if inverse is None else inverse[nodes])
+
+
+def systems_of(H: RegularizedLaplacian, settings: Settings) -> list[RegularizedLaplacian]:
+    """What stands for each block of features."""
+    made = [H.at(lam) for lam in settings.lams] + [H.power(k) for k in settings.hops]
+    return made if settings.several else [H]
+
+
+def fixed_parts(X: Features, settings: Settings, draw: int = 0) -> dict[str, Any]:
+    """What a model holds beside W that is chosen before it is trained, and never changed."""
+    found: dict[str, Any] = {}
+    if settings.hidden:
+        blocks = settings.blocks if settings.hidden_after else 1
+        shape = (settings.hidden, settings.hidden_rank, settings.seed, draw, blocks)
+        found = vars(Layer.draw(X, *shape)).copy()
+    if settings.row_norm:
+        squares = float((X.column_norms**2).sum())  # synchronize!
+        usual = math.sqrt(squares / max(1, X.shape[0]))
+        found["row_floor"] = np.array(FLOOR * (usual or 1.0))
+    return found
+
+
+def with_hidden(
+    X: Features, fixed: dict[str, Any], settings: Settings, count: int = 1
+) -> tuple[Features, Behind | None]:
+    """The features with their hidden layer, if it is before the diffusion; that behind it."""
+    if not settings.hidden:
+        return X, None
+    layer = Layer(**{name: fixed[name] for name in Layer.__dataclass_fields__})
+    if settings.hidden_after:
+        return X, Behind(layer, X, count)
+    return Before(X, layer), None
 
 
 def labels_as_features(

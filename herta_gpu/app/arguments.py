@@ -20,10 +20,15 @@ from herta_gpu import __version__
 from herta_gpu.app import compare, info, plan, predict, selftest, train, tune
 from herta_gpu.app.crew import SPLITS
 from herta_gpu.app.tune import LAMS, RIDGES
-from herta_gpu.datasets.dataset import NORMALIZATIONS
 from herta_gpu.datasets.ogb import FEATURES, PAPERS
 from herta_gpu.herta import HERTA
-from herta_gpu.planning.settings import DEVICES, LABEL_FOLDS, LOSS_NAMES, OPTIMIZER_NAMES
+from herta_gpu.planning.settings import (
+    DEVICES,
+    LABEL_FOLDS,
+    LOSS_NAMES,
+    NORMALIZATIONS,
+    OPTIMIZER_NAMES,
+)
 
 # Options beside --resume.
 _FREE = ("command", "resume", "json", "quiet", "debug", "run", "check", "allow_uncertified")

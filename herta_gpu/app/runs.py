@@ -21,9 +21,9 @@ import scipy
 
 from herta_gpu import __version__
 from herta_gpu.app.results import FitResult
-from herta_gpu.datasets.dataset import NORMALIZATIONS
 from herta_gpu.herta import HERTA
 from herta_gpu.more.labels import CorrectAndSmooth
+from herta_gpu.planning.settings import NORMALIZATIONS
 from herta_gpu.plumbing.checkpoint import Checkpoint
 from herta_gpu.plumbing.checks import BudgetError, check_choice
 from herta_gpu.plumbing.files import DataError, check_place, check_target, lock_path, new_file, why

@@ -12,11 +12,12 @@ import numpy as np
 import scipy.sparse as sp
 
 from herta_gpu.graph import Graph
+from herta_gpu.planning.settings import NORMALIZATIONS
 from herta_gpu.plumbing.checks import as_labels, check_choice, has_label, part_ids
 from herta_gpu.plumbing.files import DataError
+from herta_gpu.plumbing.scaling import column_units, in_units, scaled_rows
 
 PARTS = ("train", "valid", "test")
-NORMALIZATIONS = ("none", "row", "standard")
 
 
 @dataclass(repr=False)
@@ -133,14 +134,19 @@ class Dataset:
         return how
 
     def normalized(self, how: str | None = None) -> Dataset:
-        """A copy with other features: "row" sums to 1, "standard" columns, "none", or None.
+        """A copy with other features: "row" sums to 1, "unit" rows of length 1,
+        "standard" columns, "none", or None.
 
         None is "row" for bags of words (a sparse X without negative numbers), "none" otherwise.
         Columns are those of all processes, where each has rows of its own.
         """
-        how, X = self.normalization(how), self.X
-        if how != "none":
-            X = _scale_rows(X) if how == "row" else _standardize(X, self.graph)
+        how, X, graph = self.normalization(how), self.X, self.graph
+        if how == "standard":
+            n = graph.nodes_of_all if graph.by_nodes else X.shape[0]
+            team = graph.team if graph.by_nodes else None
+            X = in_units(X, *column_units(X, np.asarray if team is None else team.total, n))
+        elif how != "none":
+            X = scaled_rows(X, how)
         return replace(self, X=X, metadata={**self.metadata, "normalize": how})
 
 
@@ -197,50 +203,12 @@ def _whole(given: Any) -> Any:
     return np.clip(given, -(2.0**53), 2.0**53).astype(np.int64)
 
 
-def _scale_rows(X: Any) -> Any:
-    """Rows divided by the sum of their absolute values; empty rows stay zero."""
-    if sp.issparse(X):
-        total = np.asarray(abs(X).sum(axis=1)).ravel()
-        return sp.csr_array(sp.diags_array(1.0 / np.where(total > 0, total, 1.0)) @ X)
-    total = np.abs(X).sum(axis=1, dtype=np.float64)[:, None]
-    return (X / np.where(total > 0, total, 1.0)).astype(_float_of(X))
-
-
-def _standardize(X: Any, graph: Graph) -> Any:
-    """Columns of variance 1 and, unless that would fill a sparse X with numbers, mean 0.
-
-    Mean and variance are those over the rows of all processes.
-    """
-    n = graph.nodes_of_all if graph.by_nodes else X.shape[0]
-
-    def mean_of(numbers: Any) -> Any:
-        own = np.asarray(numbers.sum(axis=0)).ravel()
-        return (graph.team.total(own) if graph.by_nodes and graph.team is not None else own) / n
-
-    if sp.issparse(X):
-        wide = sp.csr_array(X, dtype=np.float64)
-        variance = mean_of(wide.multiply(wide)) - mean_of(wide) ** 2
-        deviation = np.sqrt(np.maximum(variance, 0.0))
-        return sp.csr_array(X @ sp.diags_array(1.0 / np.where(deviation > 0, deviation, 1.0)))
-    wide = np.asarray(X, dtype=np.float64)
-    mean = mean_of(wide)
-    deviation = np.sqrt(mean_of((wide - mean) ** 2))
-    # A constant column is kept: it is the intercept.
-    constant = deviation <= 1e-12 * np.maximum(np.abs(mean), 1e-300)
-    mean, deviation = np.where(constant, 0.0, mean), np.where(constant, 1.0, deviation)
-    return ((X - mean) / deviation).astype(_float_of(X))
-
-
 def _places(ids: Any, nodes: Any) -> Any:
     """Where those of `ids` that are among `nodes`, a slice or rising ids, stand there."""
     if isinstance(nodes, slice):
         return ids[(ids >= nodes.start) & (ids < nodes.stop)] - nodes.start
     at = np.searchsorted(nodes, ids)
     return at[np.isin(ids, nodes, assume_unique=True)]
-
-
-def _float_of(X: Any) -> Any:
-    return X.dtype if X.dtype in (np.float32, np.float64) else np.float32
 
 
 # ---- where data lies -------------------------------------------------------------------------

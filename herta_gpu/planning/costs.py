@@ -218,6 +218,8 @@ def worth_whitening(sizes: Sizes, settings: Settings) -> bool:
     """
     if settings.ridge > 0 or not settings.quadratic or sizes.few_rows:
         return False
+    if settings.row_norm or settings.hidden:
+        return False
     products = sizes.d * sizes.degree(Q_goal(sizes, settings, True)) * sizes.work * _CHEBYSHEV_STEP
     return _whitening(sizes) <= 0.35 * products
 

@@ -63,6 +63,9 @@ class Layout:
             outputs = sizes.n_train * c * 8
             outputs = min(_SWEEP, 4 * outputs) if settings.quadratic else 8 * outputs
             memory["outputs on training nodes"] = outputs
+        if settings.hidden:  # what goes into the layer: of all nodes, and of those trained on
+            wide = 8 * min(settings.hidden_rank or d, d)
+            memory["hidden layer"] = wide * (2 * n + (settings.blocks + 1) * sizes.n_train)
         if settings.label_folds:
             memory["label features"] = 8 * n * len(LABEL_LAMS) * c
         if settings.loo:  # outputs without each row, and what they are found from
@@ -186,7 +189,8 @@ def _stored_layout(way: Layout, budget: int) -> Layout:
     """Three blocks of columns beside the training rows of Q."""
     sizes, settings = way.sizes, way.settings
     # Three blocks (and half of one for gathers), and the rows of one on their way into Q.
-    column = (3 * sizes.word + 2 * sizes.half) * sizes.n + 3 * sizes.n_train * 8
+    word = 8 if settings.hops else sizes.word  # products without a solve are in float64
+    column = (3 * word + 2 * sizes.half) * sizes.n + 3 * sizes.n_train * 8
     column += 8 * sizes.n * (sizes.nonzeros is not None)  # of a sparse X, made dense
     memory = way.held(budget)
     on_host = sizes.card and sum(memory.values()) + column > budget

@@ -280,7 +280,7 @@ def _strategies(settings: Settings, cost: dict[str, float]) -> list[Chosen]:
     if not settings.precondition:
         found = {"herta": "precondition=False: standard training"}
     elif settings.several:
-        found = {"direct": f"{len(settings.lams)} blocks of features, on stored rows"}
+        found = {"direct": f"{settings.blocks} blocks of features, on stored rows"}
     elif settings.strategy != "auto":
         found = {settings.strategy: "as asked"}
     elif settings.custom_P:

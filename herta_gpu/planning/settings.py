@@ -25,6 +25,8 @@ from herta_gpu.plumbing.checks import (
 
 LOSS_NAMES = ("mse", "ce", "bce")
 DEVICES = ("auto", "cpu", "cpu-scipy", "cuda")
+NORMALIZATIONS = ("none", "row", "unit", "standard")
+MOST_HOPS = 100
 LABEL_LAMS = (1.0, 5.0, 20.0, 100.0)  # of the features that labels make
 LABEL_FOLDS = 5
 LABEL_WIDTH = 16  # classes at a time: all lam at once need room
@@ -39,6 +41,8 @@ _WORDS: dict[str, tuple[Any, ...]] = {
     "reorder": ("auto", True, False),
     "precondition": (True, False),
     "fit_intercept": (True, False),
+    "normalize": NORMALIZATIONS,
+    "row_norm": (True, False),
 }
 
 
@@ -82,6 +86,13 @@ class Settings:
     reorder: Wish
     fit_intercept: bool = False
     label_folds: int = 0  # 0: labels are no features
+    hidden: int = 0  # random ReLU features, of each draw
+    hidden_after: bool = True  # behind the diffusion
+    hidden_rank: int | None = 64
+    hidden_draws: int = 1
+    normalize: str = "none"
+    row_norm: bool = False  # rows of each block of features are divided by their length
+    hops: tuple[int, ...] = ()  # blocks S^k X
     weighted: bool = False  # by class
     loo: bool = False  # leave-one-out is wanted: stored rows, solved for tightly
 
@@ -93,6 +104,13 @@ class Settings:
         check_device(params["device"])
         seed = 0 if params["random_state"] is None else params["random_state"]
         lams, sparsify = strengths(params["lam"], params["alpha"]), params["sparsify"]
+        hops = check_hops(params["hops"], lams)
+        if hops and params["alpha"] is None and params["lam"] == 1.0:
+            lams = ()  # nobody asked for a block of lam
+        check_count("hidden", params["hidden"], least=0)
+        check_count("hidden_draws", params["hidden_draws"])
+        if params["hidden_rank"] is not None:
+            check_count("hidden_rank", params["hidden_rank"])
         check_ridge(params["ridge"])
         check_positive("tol", params["tol"])
         check_count("max_iter", params["max_iter"])
@@ -104,12 +122,13 @@ class Settings:
         elif rate is not None:
             check_positive("learning_rate", rate)
             rate = float(rate)
+        check_choice("hidden_at", params["hidden_at"], ("after", "before"))
         words = {name: params[name] for name in _WORDS if name != "reorder"}
-        words |= {name: bool(words[name]) for name in ("precondition", "fit_intercept")}
+        words |= {name: bool(words[name]) for name in ("precondition", "fit_intercept", "row_norm")}
         made = cls(
             **words,
             device=params["device"],
-            lam=max(lams),
+            lam=max(lams, default=1.0),
             lams=lams,
             ridge=float(params["ridge"]),
             tol=float(params["tol"]),
@@ -125,13 +144,24 @@ class Settings:
             learning_rate=rate,
             reorder=_wish("reorder", params["reorder"]),
             label_folds=_folds(params["label_features"]),
+            hidden=int(params["hidden"]),
+            hidden_after=params["hidden_at"] == "after",
+            hidden_rank=params["hidden_rank"],
+            hidden_draws=int(params["hidden_draws"]) if params["hidden"] else 1,
+            hops=hops,
             weighted=params["class_weight"] is not None,
         )
+        if made.hidden_draws > 1 and made.row_norm and not made.hidden_after:
+            raise ValueError(
+                'Rows whose length depends on the draw have no mean of draws: with hidden_at="before" '
+                "and row_norm use hidden_draws=1."
+            )
         if made.several:  # which make no sense with what is for one lam
             wrong, for_one = "", made.strategy == "herta" or not made.precondition
             if for_one:
                 asked = 'strategy="herta"' if made.precondition else "precondition=False"
-                wrong = f" and label features are trained on stored rows: {asked} is for one lam."
+                wrong = ", hops, row norms, a hidden layer behind the diffusion and label features "
+                wrong += f"are trained on stored rows: {asked} is for one lam."
             elif made.custom_P:
                 wrong = " need no sampled P: sparsify and sketch are for one lam."
             elif made.loss != "mse" and made.optimizer not in ("cg", "lbfgs"):
@@ -149,7 +179,13 @@ class Settings:
     @property
     def several(self) -> bool:
         """Whether features are blocks of several lam (X itself, labels), not those of the paper."""
-        return self.lams != (self.lam,) or self.lam == 0 or self.label_folds > 0
+        made = self.label_folds > 0 or self.row_norm or (self.hidden > 0 and self.hidden_after)
+        return self.lams != (self.lam,) or self.lam == 0 or made or bool(self.hops)
+
+    @property
+    def blocks(self) -> int:
+        """How often the features count."""
+        return len(self.lams) + len(self.hops)
 
     @property
     def custom_P(self) -> bool:
@@ -158,7 +194,9 @@ class Settings:
 
     def features(self, d: int, c: int) -> int:
         """Rows of W for d columns of X and c outputs."""
-        return len(self.lams) * d + (len(LABEL_LAMS) * c if self.label_folds else 0)
+        hidden = self.hidden * self.hidden_draws
+        hidden *= 1 if self.hidden_after else self.blocks
+        return self.blocks * d + hidden + (len(LABEL_LAMS) * c if self.label_folds else 0)
 
     def budget(self, available: int) -> int:
         """Bytes that a fit may use where so many are free."""
@@ -203,6 +241,22 @@ def strengths(lam: Any, alpha: Any) -> tuple[float, ...]:
     if len(set(given)) < len(given):
         raise ValueError(f"lam names a number more than once: {list(given)}.")
     return tuple(float(one) for one in given)
+
+
+def check_hops(given: Any, lams: tuple[float, ...]) -> tuple[int, ...]:
+    """The powers of S that make blocks of features."""
+    if given is None:
+        return ()
+    if not isinstance(given, (list, tuple, np.ndarray)):
+        raise ValueError(f"hops must be a list of whole numbers like [0, 1, 2], not {given!r}.")
+    hops = tuple(given.tolist() if isinstance(given, np.ndarray) else given)
+    if not hops:
+        raise ValueError("hops is empty: give some like [0, 1, 2, 3], or leave it out.")
+    for k in hops:
+        check_count("hops", k, least=0, most=MOST_HOPS)
+    if len(set(hops)) < len(hops) or (0 in hops and 0 in lams):
+        raise ValueError(f"hops={list(hops)} (and lam=0) name a block more than once.")
+    return hops
 
 
 def check_class_weight(given: Any) -> None:

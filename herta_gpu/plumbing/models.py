@@ -23,6 +23,7 @@ from herta_gpu.plumbing.files import Archive, explained, write_npz
 from herta_gpu.plumbing.targets import Estimator
 
 Model = TypeVar("Model", bound=Estimator)
+_FIXED = ("V", "R", "b", "floor", "scale", "row_floor", "mean", "deviation")
 
 
 def write_model(model: Any, path: str | Path, fitted: dict[str, Any]) -> None:
@@ -32,6 +33,7 @@ def write_model(model: Any, path: str | Path, fitted: dict[str, Any]) -> None:
     text = np.array(json.dumps({"params": to_plain(params), **about}))
     arrays = {"W": model.W_, "about": text, "intercept": model.intercept_, "train": model.train_}
     arrays |= {"classes": model.classes_, "labels": model.labels_}
+    arrays |= {name: np.asarray(value) for name, value in model.fixed_.items()}
     arrays = {name: array for name, array in arrays.items() if array is not None}
     write_npz(Path(path), arrays, "model")
 
@@ -62,13 +64,14 @@ def read_model(made: type[Model], path: str | Path, fitted: dict[str, Any]) -> M
             params = {**params, "class_weight": {int(k): value for k, value in by_class.items()}}
         model: Any = made(**params)
         settings = model._settings()
-        blocks, of_labels = len(settings.lams), settings.features(0, W.shape[1])
-        d, left = divmod(W.shape[0] - of_labels, blocks)
+        blocks, made_rows = settings.blocks, settings.features(0, W.shape[1])
+        d, left = divmod(W.shape[0] - made_rows, blocks)
         if left or d < 1:
             raise ValueError(f"W has {W.shape[0]} rows for {blocks} lam")
+        model.fixed_ = _fixed(stored, settings, d)
         model.intercept_, model.train_ = _constants(stored, W.shape[1])
         model.labels_ = stored["labels"] if settings.label_folds else None
-        if of_labels and model.labels_.shape != (model.train_.shape[0], W.shape[1]):
+        if settings.label_folds and model.labels_.shape != (model.train_.shape[0], W.shape[1]):
             raise ValueError(f"its labels have shape {model.labels_.shape}")
         for name, of in fitted.items():
             entry = name.strip("_")  # that of `status_` is "status"
@@ -83,6 +86,30 @@ def check_params(made: type[Estimator], params: dict[str, Any]) -> None:
     wrong = [name for name in params if name not in made._defaults()]
     if wrong:
         raise ValueError(f"there is no parameter {wrong[0]!r}")
+
+
+def _fixed(stored: Archive, settings: Any, d: int) -> dict[str, Any]:
+    """What W is for beside X: a hidden layer, lengths of rows, units of columns."""
+    found = {name: stored[name] for name in _FIXED if name in stored}
+    k, inputs = found["V"].shape[-1] if "V" in found else 0, 1
+    inputs = settings.blocks if settings.hidden_after else 1
+    w = settings.hidden * settings.hidden_draws
+    wanted: dict[str, tuple[int, ...]] = {}
+    if w:
+        wanted |= {"V": (d, k), "R": (inputs * k, w), "b": (w,), "floor": (), "scale": ()}
+    if settings.row_norm:
+        wanted["row_floor"] = ()
+    if settings.normalize == "standard":
+        wanted |= {"mean": (d,), "deviation": (d,)}
+    if wanted.keys() != found.keys():
+        raise ValueError(f"it holds {', '.join(found)}, but {', '.join(wanted)} are needed")
+    for name, shape in wanted.items():
+        a = found[name]
+        if a.shape != shape or a.dtype.kind != "f" or not np.isfinite(a).all():
+            raise ValueError(f"its {name} is {a.dtype} of shape {a.shape}, not {shape} and finite")
+        if name in ("floor", "scale", "row_floor", "deviation") and not (a > 0).all():
+            raise ValueError(f"its {name} is not above 0")
+    return {name: a if a.ndim else float(a) for name, a in found.items()}
 
 
 def _classes(classes: Any, c: int) -> Any:
