@@ -59,8 +59,8 @@ if TYPE_CHECKING:
     from herta_gpu.more.labels import CorrectAndSmooth, LabelPropagation
     from herta_gpu.more.pagerank import personalized_pagerank
     from herta_gpu.more.penalties import Huber, Power, PseudoHuber
-    from herta_gpu.more.similarity import similarity
     from herta_gpu.more.random_features import RandomFeatures
+    from herta_gpu.more.similarity import similarity
     from herta_gpu.plumbing.checkpoint import Checkpoint
     from herta_gpu.plumbing.targets import ConvergenceWarning
     from herta_gpu.sklearn import NodeClassifier, NodeRegressor
