@@ -153,8 +153,8 @@ class Settings:
         )
         if made.hidden_draws > 1 and made.row_norm and not made.hidden_after:
             raise ValueError(
-                'Rows whose length depends on the draw have no mean of draws: with hidden_at="before" '
-                "and row_norm use hidden_draws=1."
+                "Rows whose length depends on the draw have no mean of draws: with row_norm and "
+                'hidden_at="before" use hidden_draws=1.'
             )
         if made.several:  # which make no sense with what is for one lam
             wrong, for_one = "", made.strategy == "herta" or not made.precondition
