@@ -12,12 +12,11 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-import scipy.sparse as sp
 
 from herta_gpu.backends.base import Array, Backend, Blocks, norm, unit_roundoff
 from herta_gpu.planning.memory import chunk_bytes
 from herta_gpu.plumbing.building import distinct
-from herta_gpu.plumbing.interop import on_device, take_rows
+from herta_gpu.plumbing.interop import is_sparse, on_device, take_rows
 from herta_gpu.plumbing.progress import marked
 from herta_gpu.plumbing.reading import Reads
 
@@ -37,10 +36,9 @@ class Features:
         self.backend, self.shape = backend, X.shape
         self.off: Any = 0.0  # what columns may be off by, in the 2-norm: those given are exact
         self._chunk_bytes = chunk_bytes(budget)
-        self.sparse = sp.issparse(X)
+        self.sparse = is_sparse(X)
         if self.sparse:
-            rows = sp.csr_array(X)
-            rows = (rows if order is None else rows[order]).astype(np.float64)
+            rows = take_rows(X.tocsr(), order, backend).astype(np.float64)
             # X^T by rows as well: no product with a transposed matrix, whose sums would need
             # atomics on a GPU, and a block of columns is a run of rows.
             self._rows, self._transposed = backend.csr(rows), backend.csr(rows.T.tocsr())
@@ -277,7 +275,7 @@ def fits(X: Any, backend: Backend, budget: int) -> bool:
 def bytes_held(X: Any, backend: Backend, budget: int) -> int:
     """What `Features` allocates for X: a sparse one twice, a dense one on a GPU, or two buffers
     that it streams through and a float64 copy of what is in one of them."""
-    if sp.issparse(X):
+    if is_sparse(X):
         return 24 * X.nnz
     if on_device(X) or backend.xp is np:
         return 0  # it is there already
@@ -292,9 +290,8 @@ def has_hidden_columns(X: Any, rows: Any, backend: Backend) -> bool:
     """Whether some column of X is zero on `rows` but not everywhere."""
     xp, (n, d) = backend.xp if on_device(X) else np, X.shape
     inside, everywhere = (xp.zeros(d, dtype=bool) for _ in range(2))
-    if sp.issparse(X):
-        X = sp.csr_array(X)
-        for filled, M in ((inside, X[rows]), (everywhere, X)):
+    if is_sparse(X):
+        for filled, M in ((inside, take_rows(X.tocsr(), rows, backend)), (everywhere, X)):
             filled[M.indices if M.data.all() else M.indices[M.data != 0]] = True
     else:
         step, train = _rows_at_once(d, chunk_bytes(0)), xp.zeros(n, dtype=bool)

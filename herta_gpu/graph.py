@@ -30,7 +30,7 @@ from herta_gpu.plumbing.building import (
 from herta_gpu.plumbing.checks import check_choice
 from herta_gpu.plumbing.columns import edges_of_frame, is_frame
 from herta_gpu.plumbing.files import GraphWriter, open_graph
-from herta_gpu.plumbing.interop import on_device
+from herta_gpu.plumbing.interop import is_sparse, on_device
 
 if TYPE_CHECKING:
     from herta_gpu.backends.ranks.communicator import Ranks
@@ -66,6 +66,7 @@ class Graph:
     order: NDArray[np.int64] | None = None  # row i holds the caller's node order[i]
     team: Ranks | None = None  # the processes that share the work on it; None: this one alone
     by_nodes: ClassVar[bool] = False  # whether each process has its nodes only
+    made_on: ClassVar[str] = "cpu"
 
     def __post_init__(self) -> None:
         for name in ("indptr", "indices", "weights", "given_degree", "order"):
@@ -122,7 +123,8 @@ class Graph:
         both, each direction has twice its weight afterwards, and so has the edge here.  Its edges
         without weights need no such step here.
 
-        Arrays on a GPU stay there.
+        Arrays on a GPU stay there, as do a pair of them (sources, destinations) and a frame of
+        cuDF.
 
         Examples
         --------
@@ -145,7 +147,8 @@ class Graph:
 
             edges = (edge_index, num_nodes, edge_weight, duplicates)
             return shared_graph(comm, edges, folder, split, partition)
-        if on_device(edge_index):
+        pair = edge_index if isinstance(edge_index, (tuple, list)) else ()
+        if on_device(edge_index) or (len(pair) == 2 and all(map(on_device, pair))):
             from herta_gpu.backends import get_backend
 
             device: Any = get_backend("cuda")
@@ -180,6 +183,25 @@ class Graph:
         their checksums, at the speed of the disk; False opens a graph of any size at once.
         """
         return cls(*open_graph(folder, check))
+
+    @classmethod
+    def from_sparse(cls, adjacency: Any) -> Graph:
+        """The graph of a symmetric sparse matrix; a triangular one is completed.
+
+        Of SciPy's, or of ``cupyx.scipy.sparse``, which stays on the GPU.
+
+        Examples
+        --------
+        >>> import scipy.sparse as sp
+        >>> from herta_gpu import Graph
+        >>> Graph.from_sparse(sp.csr_array([[0, 2.0], [2.0, 0]]))
+        Graph(2 nodes, 1 edges, weighted)
+        """
+        if not is_sparse(adjacency) or adjacency.shape != adjacency.shape[:1] * 2:
+            raise TypeError("Graph.from_sparse needs a square sparse matrix, of SciPy's or CuPy's.")
+        A = adjacency.tocoo(copy=True)
+        A.sum_duplicates()
+        return cls.from_edges(np.stack([A.row, A.col]), A.shape[0], A.data.astype("float64"))
 
     @classmethod
     def from_cugraph(cls, G: Any, num_nodes: int | None = None) -> Graph:
@@ -307,18 +329,28 @@ class Graph:
             lo, hi = self.order[lo], self.order[hi]
         return lo, hi, None if self.weights is None else self.weights[upper]
 
-    def to_csr(self) -> Any:
+    def to_csr(self, device: str | None = None) -> Any:
         """L_hat (of a sampled graph L_tilde) as a CSR matrix, float64, in the caller's order.
 
-        SciPy's; of a graph that was made on a GPU, one of ``cupyx.scipy.sparse`` there.
+        SciPy's for device="cpu", one of ``cupyx.scipy.sparse`` for "cuda"; by default where the
+        graph was made.
         """
+        if self._wanted_there(device):
+            return csr_there(self)
         s, A = sp.diags_array(1.0 / np.sqrt(self.degree)), self._off_diagonal()
         return self._callers_order(s @ (sp.diags_array(self.loopless_degree) - A) @ s)
 
-    def adjacency(self) -> Any:
-        """A with self-loops as a SciPy CSR matrix, float64, in the caller's order."""
+    def adjacency(self, device: str | None = None) -> Any:
+        """A with self-loops as a CSR matrix, float64, in the caller's order; see `to_csr`."""
+        if self._wanted_there(device):
+            return csr_there(self, with_loops=True)
         loops = sp.diags_array(self.degree - self.loopless_degree)
         return self._callers_order(self._off_diagonal() + loops)
+
+    def _wanted_there(self, device: str | None) -> bool:
+        """Whether a matrix for this device is made on a GPU."""
+        check_choice("device", device, (None, "cpu", "cuda"))
+        return (device or self.made_on) == "cuda"
 
     def _off_diagonal(self) -> Any:
         data = np.ones(self.indices.shape[0]) if self.weights is None else self.weights
@@ -443,6 +475,15 @@ class Graph:
         if self.num_edges <= _QUICK and self.num_components > 1:
             parts.append(f"{self.num_components:,} components")
         return f"Graph({', '.join(parts)})"
+
+
+def csr_there(graph: Graph, with_loops: bool = False) -> Any:
+    """L on the GPU as a matrix of CuPy; A with its self-loops, if `with_loops`."""
+    from herta_gpu.backends import get_backend
+
+    backend: Any = get_backend("cuda")
+    L = backend.laplacian(graph, "float64")
+    return backend.laplacian_csr(L, graph.order, backend.loops(graph) if with_loops else None)
 
 
 def read_only(array: Any) -> Any:

@@ -38,6 +38,7 @@ from herta_gpu.plumbing.checks import (
     check_count,
     check_rows,
     check_scale,
+    memory_budget,
     node_rows,
     parse_bytes,
 )
@@ -94,7 +95,7 @@ def on_its_device(method: Method) -> Method:
             except MemoryError as error:
                 if isinstance(error, BudgetError) or "memory_budget=" in str(error):
                     raise  # it says so already
-                budget = self._settings().budget(backend.memory_available()) // 2
+                budget = memory_budget(self.memory_budget, backend.memory_available()) // 2
                 width = max(1, block_width(graph.num_nodes, BLOCK_WIDTH, self.dtype, budget))
                 advice = f"Blocks of {width} columns would fit: set memory_budget={budget}."
                 raise MemoryError(f"{error} {advice}") from error
@@ -313,8 +314,9 @@ class HERTA(Estimator):
         ----------
         graph : Graph, or a `Data` of PyG's, or a `Dataset`
             The last two hold X, y and a mask of training nodes as well: `fit(data)` is all.
-        X : array or SciPy sparse matrix, (n, d)
-            Arrays on a GPU (CuPy, or anything with DLPack) are used where they are.
+        X : array or sparse matrix, (n, d)
+            Arrays on a GPU (CuPy, or anything with DLPack) and sparse matrices of
+            ``cupyx.scipy.sparse`` are used where they are.
         y : array
             (n,) whole numbers, -1 for unlabelled; (n,) text, "" (or None) for unlabelled, and
             then `classes_` and `predict` are text, too; or floats, (n,) or (n, c).  For
@@ -465,13 +467,13 @@ class HERTA(Estimator):
         """
         settings = self._settings()
         counts = {"n": n, "m": m, "d": d, "c": c, "n_train": n_train, "X_nonzeros": X_nonzeros}
-        sizes, free = self._outline(device_memory, mapped_graph, **counts)
-        return make_plan(sizes, settings, settings.budget(free))
+        sizes, budget = self._outline(device_memory, mapped_graph, **counts)
+        return make_plan(sizes, settings, budget)
 
     def _outline(
         self, device_memory: int | str | None = None, mapped: bool = False, **counts: Any
     ) -> tuple[Sizes, int]:
-        """Sizes of data that are not there, and the bytes that are free for them."""
+        """Sizes of data that are not there, and the bytes that a plan may use for them."""
         for name, value in counts.items():
             if value is not None or name != "X_nonzeros":
                 check_count(name, value, least=0 if name in ("m", "X_nonzeros") else 1)
@@ -488,11 +490,13 @@ class HERTA(Estimator):
         )  # fmt: skip
         if device_memory is None:
             backend = self._checked()
-            mapped = mapped and backend.xp is np
-            return replace(sizes, mapped=mapped), backend.memory_available()
+            if backend.xp is np:
+                return replace(sizes, mapped=mapped), backend.plan_budget(settings.memory_budget)
+            device_memory = backend.memory_free()
         card = Card(parse_bytes(device_memory))
-        X_bytes = X_bytes or card.X_bytes(n, d, settings.budget(card.memory))
-        return replace(sizes, X_bytes=X_bytes, half=word == 4, card=True), card.memory
+        budget = card.budget(settings.memory_budget)
+        X_bytes = X_bytes or card.X_bytes(n, d, budget)
+        return replace(sizes, X_bytes=X_bytes, half=word == 4, card=True), budget
 
     @takes_bundles()
     @on_its_device
@@ -602,7 +606,8 @@ class HERTA(Estimator):
         if settings.normalize != "none":
             X, _ = in_new_units(X, settings.normalize, backend, self.fixed_)
         H = RegularizedLaplacian(graph, settings.lam, backend, settings.dtype)
-        budget, c = settings.budget(backend.memory_everywhere()), self.W_.shape[1]
+        budget = memory_budget(self.memory_budget, backend.memory_everywhere())
+        c = self.W_.shape[1]
         features = Features(X, backend, graph.order, budget)
         labels = settings.features(0, c)
         word, held = np.dtype(settings.dtype).itemsize, bytes_held(X, backend, budget)

@@ -48,7 +48,7 @@ from herta_gpu.plumbing.checks import (
     check_rows,
     memory_budget,
 )
-from herta_gpu.plumbing.interop import as_array, in_kind_of, on_device, take_rows
+from herta_gpu.plumbing.interop import as_array, in_kind_of, is_sparse, on_device, take_rows
 from herta_gpu.plumbing.sdd import dominant
 
 
@@ -137,7 +137,7 @@ class SDDSolver:
 
         Parameters
         ----------
-        B : array or SciPy sparse matrix, (n,) or (n, k)
+        B : array or sparse matrix (of SciPy or CuPy), (n,) or (n, k)
             Of a graph that is split by nodes, the rows of this process; so are those of Z.
         guess : array like Z, optional
             Where CG starts, such as the result for a similar B or lam.
@@ -193,7 +193,7 @@ class SDDSolver:
 
     def _solve(self, B: Any, guess: Any, dtype: str | None) -> Any:
         with self.backend.working():
-            given, B = B, as_array("B", sp.csr_array(B) if sp.issparse(B) else B, self.backend)
+            given, B = B, as_array("B", B, self.backend)
             check_rows("B", B, self.graph)
             if dtype is not None:
                 check_dtype(dtype)
@@ -269,7 +269,7 @@ class SDDSolver:
 
     def _stored(self, B: Any) -> Array:
         """A block of the caller's on this device, its rows where the graph has them."""
-        dense = B.toarray() if sp.issparse(B) else B
+        dense = B.toarray() if is_sparse(B) else B
         dense = take_rows(dense, self.graph.order, self.backend)
         keep = self.dtype if dense.dtype.itemsize <= 4 and dense.dtype.kind == "f" else "float64"
         return self.backend.asarray(dense, keep)

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import scipy.sparse as sp
 
 from herta_gpu.backends.base import Array, Backend
 from herta_gpu.diffusion import Cache, no_cache
@@ -23,6 +22,7 @@ from herta_gpu.planning.costs import BLOCK_WIDTH, Sizes, row_copies, worth_reord
 from herta_gpu.planning.plan import Chosen, Decision, Plan, make_plan
 from herta_gpu.planning.settings import Settings
 from herta_gpu.plumbing.checkpoint import Checkpoint, fingerprint
+from herta_gpu.plumbing.interop import is_sparse
 from herta_gpu.plumbing.progress import Stages
 from herta_gpu.plumbing.reading import mapping_of
 from herta_gpu.plumbing.targets import OneHot, Targets
@@ -91,7 +91,7 @@ class Task:
                 self.graph = self.given.in_local_order(backend.communities) if pays else self.given
         self.H = RegularizedLaplacian(self.graph, s.lam, backend, s.dtype)  # I + lam L_hat
         with run.stages("plan"):
-            run.budget = s.budget(backend.memory_everywhere())
+            run.budget = backend.plan_budget(s.memory_budget)
             sizes = count_sizes(self.H, self.X, self.targets, s, run.budget, self.wanted.size)
             plan = make_plan(sizes, s, run.budget, reordered=self.graph is not self.given)
             backend.same(plan, "plan")
@@ -202,7 +202,7 @@ def count_sizes(
         word=np.dtype(settings.dtype).itemsize,
         X_bytes=int(backend.total(bytes_held(X, backend, budget))),
         hidden=has_hidden_columns(X, targets.rows, backend),
-        nonzeros=int(backend.total(X.nnz)) if sp.issparse(X) else None,
+        nonzeros=int(backend.total(X.nnz)) if is_sparse(X) else None,
         X_bytes_at=lambda other: bytes_held(X, backend, other),
         beside=int(backend.total(evaluated)),
         copies=row_copies(settings, targets.weights is not None),

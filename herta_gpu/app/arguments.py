@@ -208,7 +208,7 @@ dataset : {PAPERS}
 --dataset NAME : what is timed and fitted; default {selftest.FULL.dataset}, or
     {selftest.QUICK.dataset} with --quick
 {_DIR}
---out FILE.json : default herta-selftest.json
+--out FILE.json : default herta-selftest.json; or a folder, for comparison and profile, too
 {_OVER}
 == info : devices, versions, extras, datasets
 {_DIR}
@@ -301,6 +301,7 @@ def parser() -> argparse.ArgumentParser:
                 _add(either if one.startswith(("--lam", "--alpha")) else group, name, one)
         command.set_defaults(run=run, check=partial(_check, command))
     commands.choices["train"].set_defaults(ranks_split="auto")
+    commands.choices["selftest"].set_defaults(parse=made.parse_args)  # it runs other commands
     return made
 
 

@@ -19,7 +19,7 @@ from herta_gpu.datasets import Dataset, DataSizes
 from herta_gpu.herta import HERTA, works_by_nodes
 from herta_gpu.planning.forecast import assumptions, choose_split, splits
 from herta_gpu.planning.plan import Decision
-from herta_gpu.plumbing.checks import memory_budget, train_rows
+from herta_gpu.plumbing.checks import train_rows
 from herta_gpu.plumbing.machine import launched
 from herta_gpu.plumbing.partition import checked_partition, rows_moved
 from herta_gpu.plumbing.progress import Stages
@@ -139,8 +139,8 @@ class Sharing:
         decision = Decision("split", self.wish, "as asked")
         if self.wish == "auto":
             # The crew goes with the data: each process looks at a GPU of its own.
-            free = get_backend(model.device, data.graph, data.X, self.crew).memory_available()
-            budget = memory_budget(model.memory_budget, min(team.each(free)))
+            backend = get_backend(model.device, data.graph, data.X, self.crew)
+            budget = min(team.each(backend.plan_budget(model.memory_budget)))
             here = self._choose(data, model, smoothed, budget) if self.crew.first else None
             decision = self.crew.agree(here)
         by = f" by {self.partition}" * (decision.choice == "nodes")

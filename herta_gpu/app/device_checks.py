@@ -125,6 +125,77 @@ def check_reference(backend: Any, g: Graph, dtype: str) -> None:
         np.testing.assert_allclose(M.get().toarray(), expected.toarray(), atol=1e-14)
 
 
+def check_at_size(backend: Any, graph: Graph, M: Any, k: int) -> None:
+    """The kernels on a large graph, in float32, within what rounding may do.
+
+    Against products in float64 with `M`, L as the sparse library of the device has it (None: there
+    is no room for one), and on the host for 1,000 rows of the residual.
+    """
+    xp, rng, n = backend.xp, np.random.default_rng(k), graph.num_nodes
+    L, lam, number = backend.laplacian(graph, "float32"), 1000.0, np.float32
+    X, Z, B = (backend.asarray(rng.standard_normal((n, k), dtype=number)) for _ in range(3))
+    degrees = np.diff(graph.indptr)
+    rounds = backend.roundings(float(degrees.max(initial=0)), k) + 11
+    # s_i sum_j a_ij s_j <= sqrt(D_i / the least D): so many times the largest number of a block.
+    root = backend.asarray(np.sqrt(graph.degree / graph.degree.min()))[:, None]
+    spread = 1 + 2 * lam * root
+    most = float(max(abs(A).max() for A in (X, Z, B)))
+    Y, steps = backend.apply_H(L, lam, X), [Z.copy(), Z.copy()]
+    c1, c2, halves = 1e-3, 1e-4, None if xp is np else backend.halves(L, X)
+    for Z_prev, half in zip(steps, (None, halves), strict=True):
+        backend.chebyshev_step(L, lam, X, Z_prev, B, c1, c2, half)
+    for a in range(0, k if M is not None else 0, 8):
+        J = slice(a, a + 8)
+        x, z, b = (A[:, J].astype("float64") for A in (X, Z, B))
+        Hx = x + lam * (M @ x)
+        next_z = (1 + c1) * x - c1 * z + c2 * (b - Hx)
+        off = rounds * 2.0**-24 * most * spread
+        half_off = c2 * lam * 2.0**-10 * most * root
+        for what, found, expected, bound in (
+            ("apply_H", Y, Hx, off),
+            ("chebyshev_step", steps[0], next_z, c2 * off + 2.0**-20 * most),
+            ("chebyshev_step, float16", steps[1], next_z, c2 * off + 2.0**-20 * most + half_off),
+        ):
+            beyond = int((~(abs(found[:, J] - expected) <= bound)).sum())  # NaN is beyond
+            assert beyond == 0, f"{what} is off in {beyond:,} numbers of columns {a} and on"
+    state = backend.cg_start(L, lam, X.copy(), xp.zeros(k), 0.0, 0.0)
+    backend.cg_step(L, lam, state)
+    pairs = [("column_dots", backend.column_dots(X, B), X, B)]
+    if hasattr(state, "pHp"):
+        pairs += [("p . Hp of cg_step", state.pHp, X, Y)]
+    for what, dots, A, C in pairs:
+        wide = [(A[:, j].astype("float64"), C[:, j].astype("float64")) for j in range(k)]
+        expected = np.array([float(xp.einsum("i,i->", a, c)) for a, c in wide])
+        sizes = np.array([float(xp.sqrt((a * a).sum() * (c * c).sum())) for a, c in wide])
+        off = np.abs(backend.to_numpy(dots) - expected)
+        # The product of a step is that of apply_H, but for float32's roundings of other splits.
+        assert (off <= 1e-6 * sizes + 1e-300).all(), f"{what} is off by {off.max():.3g}"
+    _check_rows_at_size(backend, graph, L, lam, X, B, rounds)
+
+
+def _check_rows_at_size(
+    backend: Any, graph: Graph, L: Any, lam: float, Z: Any, B: Any, rounds: float
+) -> None:
+    """1,000 rows of a residual, that of the largest degree among them, by NumPy on the host."""
+    (n, k), rng = Z.shape, np.random.default_rng(1)
+    degrees, s = np.diff(graph.indptr), 1 / np.sqrt(graph.degree)
+    rows = np.unique(np.append(rng.integers(0, n, 1000), degrees.argmax()))
+    R = backend.residual_rows(L, lam, Z, backend.asarray(B, "float64"), 0)[backend.asarray(rows)]
+    at = np.concatenate([np.arange(*graph.indptr[i : i + 2]) for i in rows])
+    weights = np.ones(at.shape[0]) if graph.weights is None else graph.weights[at]
+    ends = np.append(0, np.cumsum(degrees[rows]))
+    A = sp.csr_array((weights * s[graph.indices[at]], np.arange(at.shape[0]), ends))
+    A.resize(rows.shape[0], max(at.shape[0], 1))
+    near = np.zeros((max(at.shape[0], 1), k))
+    near[: at.shape[0]] = backend.to_numpy(Z[backend.asarray(graph.indices[at])])
+    z, b = (backend.to_numpy(A[backend.asarray(rows)]).astype(float) for A in (Z, B))
+    own = 1 + lam * (graph.loopless_degree / graph.degree)[rows, None]
+    expected = b - (own * z - lam * s[rows, None] * (A @ near))
+    terms = np.abs(b) + own * np.abs(z) + lam * s[rows, None] * (A @ np.abs(near))
+    off = np.abs(backend.to_numpy(R) - expected)
+    assert (off <= 2 * rounds * 2.0**-53 * terms).all(), f"residual_rows is off by {off.max():.3g}"
+
+
 # ---- fits -------------------------------------------------------------------------------------
 def _inputs(kind: str) -> tuple[Graph, Any, Any]:
     rng = np.random.default_rng(0)

@@ -11,14 +11,13 @@ import numpy as np
 
 from herta_gpu import datasets
 from herta_gpu.app.results import CommandOutput, bytes_text, table
-from herta_gpu.backends import get_backend
 from herta_gpu.datasets import DataSizes
 from herta_gpu.herta import HERTA
 from herta_gpu.planning.costs import Sizes
 from herta_gpu.planning.forecast import Card, assumptions, choose_split, list_work, splits
 from herta_gpu.planning.memory import column_bytes
 from herta_gpu.planning.plan import Plan
-from herta_gpu.plumbing.checks import check_count, memory_budget, parse_bytes
+from herta_gpu.plumbing.checks import check_count, parse_bytes
 from herta_gpu.plumbing.partition import checked_partition, rows_moved
 
 # Bytes of Python with NumPy and SciPy, and of what is loaded where it is installed.
@@ -36,8 +35,11 @@ def run(args: argparse.Namespace) -> CommandOutput:
     if sizes.d == 0:
         raise ValueError(f"{name} has no features: HERTA needs some to train on.")
     card = None if args.device_memory is None else Card(parse_bytes(args.device_memory))
-    free = model._checked().memory_available() if card is None else card.memory
-    budget = memory_budget(args.memory_budget or None, free)
+    wish = args.memory_budget or None
+    backend: Any = model._checked() if card is None else None
+    if backend is not None and backend.xp is not np:
+        card = Card(backend.memory_free())
+    budget = backend.plan_budget(wish) if card is None else card.budget(wish)
     made, fits = cheapest(model, sizes, budget, card)
     memory, seconds = made.memory, made.cost[made.strategy]
     costs = [(k, f"{v:,.3g}") for k, v in made.cost.items()]
@@ -51,8 +53,8 @@ def run(args: argparse.Namespace) -> CommandOutput:
         memory = {"X itself (can stay on disk when dense)": x_bytes, **memory}
         where = (
             f"in memory: a process will hold about {bytes_text(peak)} at once, Python included; "
-            f"the budget is {bytes_text(budget)} of {bytes_text(free)} free on "
-            f"{get_backend(args.device).name}" + "; X stays on disk" * (held == 0)
+            f"the budget is {bytes_text(budget)} of {bytes_text(backend.memory_free())} free on "
+            f"{backend.name}" + "; X stays on disk" * (held == 0)
         )
     else:
         outlined, _ = model._outline(**_numbers(sizes, card))

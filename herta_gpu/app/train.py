@@ -19,7 +19,7 @@ from herta_gpu.app.runs import Run, check_free, environment, read_config, smooth
 from herta_gpu.datasets import Dataset
 from herta_gpu.herta import HERTA
 from herta_gpu.more.labels import CorrectAndSmooth
-from herta_gpu.plumbing.checks import check_rows, memory_budget
+from herta_gpu.plumbing.checks import check_rows
 from herta_gpu.plumbing.progress import Stages
 from herta_gpu.plumbing.targets import ConvergenceWarning
 
@@ -216,8 +216,8 @@ def _write_config(folder: Run, job: Job) -> None:
     if model.memory_budget is None:
         # The budget decides how many columns are solved at once, which decides the last bits:
         # it is stored, so that a repeated run has the same.
-        free = backends.backend_for(model.device, data.graph, data.X).memory_everywhere()
-        model.set_params(memory_budget=memory_budget(None, free))
+        backend = backends.backend_for(model.device, data.graph, data.X)
+        model.set_params(memory_budget=backend.plan_budget(None))
     config = {
         "dataset": datasets.absolute(name, place),
         "split": job.args.split,

@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from herta_gpu.graph import Graph
+from herta_gpu.plumbing.checks import memory_budget
 from herta_gpu.plumbing.reading import MappedRows, Part, Reads, check_not_shrunk, mapping_of
 
 Array = Any  # numpy.ndarray or cupy.ndarray, as the backend says
@@ -260,6 +261,7 @@ class Backend(ABC):
     communities: Callable[[Graph, float], Any] | None = None  # how to find it, if not by the host
     at_once = 1 << 18  # numbers of a block that array operations take at a time
     samples = True  # whether Algorithm 2 works here
+    share = 0.8  # of the free memory that a plan may use
     check_every = 1  # CG steps between two looks at the mask of converged columns
 
     # ---- several processes ----------------------------------------------------------------
@@ -286,6 +288,10 @@ class Backend(ABC):
     def memory_everywhere(self) -> int:
         """Bytes that can still be allocated on the device of every process."""
         return self.team.least(self.memory_available())
+
+    def plan_budget(self, wish: int | str | None) -> int:
+        """Bytes that a plan may use on every process, which counts what comes and goes."""
+        return memory_budget(wish, self.team.least(self.memory_free()), self.share)
 
     def with_neighbours(self, L: Laplacian, Z: Array) -> Array:
         """Z for `residual_rows`: with the rows of neighbours that other processes have, behind."""
@@ -396,7 +402,11 @@ class Backend(ABC):
 
     @abstractmethod
     def memory_available(self) -> int:
-        """Bytes that can still be allocated on this device."""
+        """Bytes that can still be allocated on this device, in arrays that come and go."""
+
+    def memory_free(self) -> int:
+        """The same in arrays that stay."""
+        return self.memory_available()
 
     @abstractmethod
     def laplacian(self, graph: Graph, dtype: str) -> Laplacian:

@@ -19,7 +19,7 @@ _MASKS = {"train": "train_mask", "valid": "val_mask", "test": "test_mask"}
 
 
 def from_scipy(adjacency: Any) -> Graph:
-    """The graph of a symmetric sparse matrix; a triangular one is completed.
+    """`Graph.from_sparse`.
 
     Examples
     --------
@@ -28,13 +28,7 @@ def from_scipy(adjacency: Any) -> Graph:
     >>> from_scipy(sp.csr_array([[0, 2.0], [2.0, 0]]))
     Graph(2 nodes, 1 edges, weighted)
     """
-    if not sp.issparse(adjacency) or adjacency.shape[0] != adjacency.shape[1]:
-        raise TypeError("from_scipy needs a square SciPy sparse matrix.")
-    A = sp.coo_array(adjacency)
-    A.sum_duplicates()
-    A.eliminate_zeros()
-    edges = np.stack([A.row, A.col])
-    return Graph.from_edges(edges, num_nodes=A.shape[0], edge_weight=A.data)
+    return Graph.from_sparse(adjacency)
 
 
 def from_networkx(graph: Any, x: str = "x", y: str = "y", weight: str = "weight") -> Dataset:

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from herta_gpu.planning.costs import Sizes
+from herta_gpu.planning.memory import CARD_SHARE
 from herta_gpu.planning.plan import Decision, Plan
+from herta_gpu.plumbing.checks import memory_budget
 
 _SECTOR = 32  # bytes that a gather moves at least
 _CHUNKS = 64 << 20  # bytes of device buffers through which X streams
@@ -35,6 +37,10 @@ class Card:
         """What a dense float32 X takes on the card: all of it if it fits, else buffers."""
         whole = 4 * n * d
         return whole if whole <= budget // 2 else min(whole, _CHUNKS)
+
+    def budget(self, wish: int | str | None) -> int:
+        """As the CUDA backend has it where so much is free."""
+        return memory_budget(wish, self.memory, CARD_SHARE)
 
     @property
     def assumptions(self) -> str:

@@ -22,6 +22,10 @@ _BESIDE = 0.25  # share of the memory that rows for evaluation may take
 _LEFT_OUT_ROWS = 1 << 13  # training rows that leave-one-out looks at together
 _NARROWEST = 8  # columns: a narrower block costs about as much
 _LINE = 16  # columns of float32 in a cache line: a gather of fewer costs as much
+# CuPy's pool cuts memory into pieces that no longer fit together: fits took up to 1.2 times the
+# bytes that they used at once.  What is allocated once and stays is in one piece.
+FRAGMENTS, CARD_SHARE = 1.2, 0.85
+_IN_PIECES = ("chunks of X", "outputs on training nodes", "leave-one-out", "P and its factor")
 DETERMINISTIC = ("spectral-proven", "spectral-deterministic")  # they need Q on all rows
 
 
@@ -86,6 +90,9 @@ class Layout:
         if all_rows:  # B and its Gram matrix, for as many rows outside training as columns at most
             outside = min(n - sizes.n_train, d)
             memory["rows of Q outside training"] = 8 * outside * (d + 3 * outside)
+        if sizes.card:
+            pieces = sum(memory.get(name, 0) for name in _IN_PIECES)
+            memory["gaps between pieces"] = int((FRAGMENTS - 1) * pieces)
         return memory
 
     def outputs_in(self, left: int) -> int:
@@ -145,6 +152,7 @@ def fitting_layout(way: Layout, budget: int) -> Layout:
         for one in ways:
             memory = one.held(budget)
             left = budget - sum(memory.values())
+            left = int(left / FRAGMENTS) if sizes.card else left  # blocks come and go
             outputs = one.outputs_in(left)
             if not one.stored:
                 memory["outputs"] = one.output_bytes(outputs)

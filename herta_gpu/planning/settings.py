@@ -19,7 +19,6 @@ from herta_gpu.plumbing.checks import (
     check_number,
     check_positive,
     check_ridge,
-    memory_budget,
     parse_bytes,
 )
 
@@ -197,10 +196,6 @@ class Settings:
         hidden = self.hidden * self.hidden_draws
         hidden *= 1 if self.hidden_after else self.blocks
         return self.blocks * d + hidden + (len(LABEL_LAMS) * c if self.label_folds else 0)
-
-    def budget(self, available: int) -> int:
-        """Bytes that a fit may use where so many are free."""
-        return memory_budget(self.memory_budget, available)
 
     def with_loo(self) -> Settings:
         """The same where leave-one-out is wanted, or a sentence that says why there is none."""

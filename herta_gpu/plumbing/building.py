@@ -250,7 +250,7 @@ def merge_edges(
     if xp is np:  # one by one, as the compiled loops add
         w = np.bincount(np.cumsum(new) - 1, weights=w)
     else:
-        w = xp.add.reduceat(w, first) if first.size else w
+        w = _run_sums(xp, xp.cumsum(new), w)[first]
     key = key[first]
     both = xp.flatnonzero(key[1:] == key[:-1])  # synchronize!
     differ = abs(w[both] - w[both + 1]) > 1e-6 * w[both + 1]
@@ -270,6 +270,16 @@ def edge_keys(u: Any, v: Any, n: int, xp: Any = np) -> Any:
 def distinct(xp: Any, keys: Any) -> Any:
     """Each of the sorted keys once."""
     return keys[_changes(xp, keys)]  # synchronize!
+
+
+def _run_sums(xp: Any, run: Any, w: Any) -> Any:
+    """At the first of each run its sum, by a tree: CuPy's reduceat subtracts sums of all before."""
+    step, longest = 1, int(xp.bincount(run).max()) if run.size else 0  # synchronize!
+    while step < longest:
+        same = run[step:] == run[:-step]
+        w[:-step] += xp.where(same, w[step:], 0.0)
+        step *= 2
+    return w
 
 
 def _changes(xp: Any, keys: Any) -> Any:

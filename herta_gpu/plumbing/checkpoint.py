@@ -24,12 +24,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import scipy.sparse as sp
 
 from herta_gpu import __version__
 from herta_gpu.plumbing.checks import check_dtype
 from herta_gpu.plumbing.files import Archive, DataError, new_file, write_npz
-from herta_gpu.plumbing.interop import Array, Backend, on_device
+from herta_gpu.plumbing.interop import Array, Backend, is_sparse, on_device
 
 Fingerprint = dict[str, dict[str, Any]]
 
@@ -222,7 +221,7 @@ def fingerprint(
     own = () if backend.whole else (graph.ids,)
     parts = (graph.indptr, graph.indices, graph.weights, graph.degree, graph.order)
     data: dict[str, Any] = {"the graph": digest(*parts, *own)}
-    if sp.issparse(X):
+    if is_sparse(X):
         data["the features X"] = digest(np.asarray(X.shape), X.indptr, X.indices, X.data)
     # Changes of a private map (mode "c") are in memory alone, so its file says nothing of them.
     elif backend.whole and isinstance(X, np.memmap) and X.filename is not None and X.mode != "c":

@@ -14,7 +14,7 @@ import numpy as np
 import scipy.sparse as sp
 
 from herta_gpu.plumbing.columns import is_frame, rows_of_frame
-from herta_gpu.plumbing.interop import on_device, plain
+from herta_gpu.plumbing.interop import is_sparse, on_device, plain
 from herta_gpu.plumbing.machine import host_memory
 
 MAX_LAM = 1e6
@@ -116,9 +116,9 @@ def parse_bytes(value: int | str) -> int:
     return int(value)
 
 
-def memory_budget(wish: int | str | None, available: int) -> int:
-    """Bytes to use: as asked, or 80% of what is free.  Nothing else in the package decides this."""
-    return int(0.8 * available) if wish is None else parse_bytes(wish)
+def memory_budget(wish: int | str | None, available: int, share: float = 0.8) -> int:
+    """Bytes to use: as asked, or most of what is free.  Nothing else decides this."""
+    return int(share * available) if wish is None else parse_bytes(wish)
 
 
 class Extent(NamedTuple):
@@ -145,7 +145,7 @@ def check_rows(name: str, X: Any, graph: Any) -> Extent:
     if X.dtype.kind not in "fiub":
         raise ValueError(f"{name} must hold real numbers, not {X.dtype}.")
     largest, least = 0.0, float("inf")
-    values = X.data if sp.issparse(X) else X
+    values = X.data if is_sparse(X) else X
     wide = values.dtype.kind == "f" and values.dtype.itemsize >= 8
     for part in _pieces(values):
         if part.dtype == np.float16 and isinstance(part, np.ndarray):
@@ -186,14 +186,15 @@ def check_columns(X: Any, least: float, backend: Any) -> None:
     """Refuse a column of X whose squares would vanish: it would be taken for an empty one."""
     if not backend.largest(float(least < _LEAST_COLUMN)):
         return
-    if sp.issparse(X):
+    if is_sparse(X):
+        X = X if sp.issparse(X) else X.get()  # synchronize!
         largest = abs(sp.csc_array(X)).max(axis=0).toarray().ravel()
     else:
         xp = backend.xp if on_device(X) else np
         largest = xp.zeros(X.shape[1])
         for part in _pieces(X):
             largest = xp.maximum(largest, abs(part).max(axis=0))
-        largest = backend.to_numpy(largest) if on_device(X) else largest  # synchronize!
+        largest = backend.to_numpy(largest) if on_device(largest) else largest  # synchronize!
     largest = np.asarray(backend.largest(largest))
     tiny = np.flatnonzero((largest > 0) & (largest < _LEAST_COLUMN))
     if tiny.size:

@@ -195,11 +195,14 @@ def open_frame(x: Any) -> tuple[list[str] | None, list[Any]]:
 
 def edges_of_frame(frame: Any, weight: Any) -> tuple[Any, Any]:
     """((2, m) node ids, weights or None) of a DataFrame with one edge per row."""
-    names, columns = open_frame(frame)
+    there = type(frame).__module__.partition(".")[0] == "cudf"  # its columns stay on the GPU
+    names, columns = _columns_there(frame) if there else open_frame(frame)
     try:
         at = find_edges(names, len(columns))
         for j in (at.source, at.target):
-            if columns[j].dtype.kind not in "fiu" or not is_whole(columns[j], 0):
+            if there and columns[j].dtype.kind in "iu" and not columns[j].hasnans:
+                continue  # the graph looks for negative ones
+            if there or columns[j].dtype.kind not in "fiu" or not is_whole(columns[j], 0):
                 called = names[j] if names else j
                 raise ValueError(f"must hold integer node ids from 0 on in column {called}")
     except ValueError as error:
@@ -207,8 +210,14 @@ def edges_of_frame(frame: Any, weight: Any) -> tuple[Any, Any]:
     unused = [names[j] for j in at.unused if names is not None and names[j]]
     if unused:
         warnings.warn(f"Columns of the edges that are not used: {', '.join(unused)}.", stacklevel=3)
-    edges = np.stack([columns[at.source], columns[at.target]]).astype(np.int64)
-    return edges, weight if weight is not None or at.weight is None else columns[at.weight]
+    source, target, *w = (columns[j].values if there else columns[j] for j in at.used)
+    edges = (source, target) if there else np.stack([source, target]).astype(np.int64)
+    return edges, weight if weight is not None or not w else w[0]
+
+
+def _columns_there(frame: Any) -> tuple[list[str], list[Any]]:
+    """The names and columns of a frame of cuDF."""
+    return [str(name) for name in frame.columns], [frame[name] for name in frame.columns]
 
 
 def rows_of_frame(name: str, frame: Any, labels: bool = False) -> Any:

@@ -11,6 +11,7 @@ import pytest
 from herta_gpu import HERTA
 from herta_gpu.losses import LOSSES
 from herta_gpu.planning.settings import LOSS_NAMES, Settings, Wish
+from herta_gpu.plumbing.checks import memory_budget
 
 
 def settings(**wishes: Any) -> Settings:
@@ -93,8 +94,8 @@ def test_alpha_stands_for_lam() -> None:
 
 
 def test_the_budget_is_what_was_asked_for_or_four_fifths_of_what_is_free() -> None:
-    assert settings(memory_budget="1GB").budget(available=10) == 1 << 30
-    assert settings().budget(available=1000) == 800
+    assert memory_budget(settings(memory_budget="1GB").memory_budget, 10) == 1 << 30
+    assert memory_budget(settings().memory_budget, 1000) == 800
 
 
 def test_settings_and_wishes_cannot_be_changed() -> None:

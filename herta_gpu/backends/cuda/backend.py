@@ -15,6 +15,7 @@ a device whose memory RMM holds looks full.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from functools import cache, cached_property
 from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import cupy
 import cupyx
@@ -50,7 +51,13 @@ from herta_gpu.backends.cuda.device import (
     tell_if_long,
     vector_width,
 )
-from herta_gpu.backends.cuda.graphs import DeviceGraph, derived, from_device_edges
+from herta_gpu.backends.cuda.graphs import (
+    DeviceGraph,
+    csr_of,
+    derived,
+    from_device_edges,
+    loops_of,
+)
 from herta_gpu.backends.cuda.traffic import (
     Traffic,
     copy_rate,
@@ -61,12 +68,10 @@ from herta_gpu.backends.cuda.traffic import (
 )
 from herta_gpu.backends.cuda.transfer import StreamedBlocks, give_back_pinned, is_large, upload
 from herta_gpu.graph import Graph
+from herta_gpu.planning.memory import CARD_SHARE, FRAGMENTS
 from herta_gpu.plumbing.building import by_community
 from herta_gpu.plumbing.interop import on_device
 
-# CuPy's pool cuts memory into pieces that no longer fit together: fits took up to 1.2 times the
-# bytes that they used at once.
-_FRAGMENTS = 1.2
 # Bytes of a step that a device moves (some TB/s) while the host makes its three launches, which is
 # about 30 microseconds: both are figures of data sheets and rules of thumb, not measured here.
 _SHORT_STEP = 32 << 20
@@ -138,7 +143,7 @@ class CUDABackend(Algorithm2):
     xp = cupy
     launch = staticmethod(_launch)
     check_every = 8  # a look waits for the device, and steps beyond the last cost nearly nothing
-    at_once = 1 << 23
+    at_once, share = 1 << 23, CARD_SHARE
     # bench/l2.py: ordering by community takes the host some 70 ns for each non-zero, and saves 2.2
     # bytes of DRAM for each non-zero and column at best, which is a picosecond.
     order_columns = 65_000
@@ -151,8 +156,11 @@ class CUDABackend(Algorithm2):
         self.look()
         self._graphs: Sent = WeakKeyDictionary() if like is None else like._graphs
         self._scratch: dict[tuple[int, int], tuple[Array, Array, Array]] = {}
+        # Streams of callers so far, by address, and those of PyTorch among them.
+        self._callers: WeakValueDictionary[int, Any] = WeakValueDictionary()
+        self._torchs: dict[int, Any] = {}
         if like is not None:
-            self._own = like._own
+            self._own, self._callers, self._torchs = like._own, like._callers, like._torchs
 
     @staticmethod
     def look() -> None:
@@ -170,8 +178,8 @@ class CUDABackend(Algorithm2):
 
     # ---- arrays -------------------------------------------------------------------------
     def asarray(self, x: Any, dtype: str | None = None) -> Array:
-        if on_device(x) and not hasattr(x, "__cuda_array_interface__"):
-            x = cupy.from_dlpack(x)
+        if not isinstance(x, cupy.ndarray) and on_device(x) and hasattr(x, "__dlpack__"):
+            x = cupy.from_dlpack(x)  # which waits for what its maker has not done yet
         if isinstance(x, np.ndarray) and is_large(x):
             return upload(cupy, x, dtype)
         x = cupy.asarray(x, dtype=dtype, order="C")
@@ -182,8 +190,13 @@ class CUDABackend(Algorithm2):
         return cupy.asnumpy(x)  # synchronize!
 
     def csr(self, M: Any) -> Any:
-        parts = tuple(self.asarray(part) for part in (M.data, M.indices, M.indptr))
-        return cupyx.scipy.sparse.csr_matrix(parts, shape=M.shape)
+        if on_device(M):
+            return M.tocsr()
+        data, indices, indptr = map(self.asarray, (M.data, M.indices, M.indptr))
+        return self.csr_matrix(data, indices, indptr, M.shape)
+
+    def csr_matrix(self, data: Array, indices: Array, indptr: Array, shape: Any) -> Any:
+        return cupyx.scipy.sparse.csr_matrix((data, indices, indptr), shape=shape)
 
     def host_blocks(self, X: Any, order: Any = None) -> StreamedBlocks:
         return StreamedBlocks(cupy, X, order)
@@ -237,13 +250,29 @@ class CUDABackend(Algorithm2):
         if caller.ptr == self._own.ptr:  # a method that calls another one
             yield caller
             return
-        _follow(self._own, caller)
+        callers = {caller.ptr: caller, **self._torchs_stream()}
+        # Results given to other streams before may have died there: their memory is ours again.
+        for stream in {**self._callers, **callers}.values():
+            _follow(self._own, stream)
+        self._callers.update(callers)
         try:
             # By default CuPy does not look whether a factorisation went through.
             with self._own, cupyx.errstate(linalg="raise"):
                 yield self._own
         finally:
-            _follow(caller, self._own)
+            for stream in callers.values():
+                _follow(stream, self._own)
+
+    def _torchs_stream(self) -> dict[int, Any]:
+        """The stream that PyTorch works on, if it does so on this device: not always CuPy's."""
+        cuda = getattr(sys.modules.get("torch"), "cuda", None)
+        if cuda is None or not cuda.is_initialized():
+            return {}
+        here = cupy.cuda.runtime.getDevice()
+        stream = cuda.current_stream(here).cuda_stream
+        if stream not in self._torchs:  # PyTorch never gives one up
+            self._torchs[stream] = self.on_stream(stream, here)
+        return {stream: self._torchs[stream]}
 
     @cached_property
     def _own(self) -> Any:
@@ -257,11 +286,13 @@ class CUDABackend(Algorithm2):
         cupy.cuda.get_current_stream().synchronize()  # synchronize!
 
     def memory_available(self) -> int:
+        return int(self.memory_free() / FRAGMENTS)
+
+    def memory_free(self) -> int:
         pool = cupy.get_default_memory_pool()
         free = cupy.cuda.runtime.memGetInfo()[0] + pool.free_bytes()
         limit = pool.get_limit()
-        free = min(free, limit - pool.used_bytes()) if limit else free
-        return max(0, int(free / _FRAGMENTS))
+        return max(0, min(free, limit - pool.used_bytes()) if limit else free)
 
     def on_part(self, graph: Any) -> CUDABackend:
         from herta_gpu.backends.cuda.nodes import CUDANodesBackend
@@ -319,7 +350,7 @@ class CUDABackend(Algorithm2):
             "cut_rows": row,
         }
 
-    graph_from_edges = from_device_edges
+    graph_from_edges, laplacian_csr, loops = from_device_edges, csr_of, loops_of
 
     def communities(self, graph: Graph, worth: float) -> Any | None:
         """An order by community: cuGraph's, else the host's; None where caches absorb gathers."""
@@ -342,24 +373,6 @@ class CUDABackend(Algorithm2):
         made = DeviceGraph(self, held, n, order, **known)
         self._graphs[made] = held
         return made
-
-    def laplacian_csr(self, L: Laplacian, order: Any = None) -> Any:
-        """L as a CSR matrix of CuPy: the reference that the kernels are compared with."""
-        if L.nnz + L.n >= 2**31:  # whether 64-bit indices work there is told differently
-            raise ValueError(
-                f"L has {L.nnz + L.n:,} entries, and a CSR matrix of CuPy holds at most "
-                f"{2**31 - 1:,}: take the arrays indptr, indices and weights of the graph, or "
-                "products with H from SDDSolver."
-            )
-        nodes, s = cupy.arange(L.n), L.inv_sqrt_degree
-        row = cupy.searchsorted(L.indptr, cupy.arange(L.nnz), side="right") - 1
-        values = -s[row] * s[L.indices]
-        values = cupy.concatenate([values if L.weights is None else values * L.weights, L.diagonal])
-        ends = tuple(cupy.concatenate([end, nodes]) for end in (row, L.indices))
-        if order is not None:
-            callers = self.asarray(order)
-            ends = tuple(callers[end] for end in ends)
-        return cupyx.scipy.sparse.coo_matrix((values, ends), shape=(L.n, L.n)).tocsr()
 
     # ---- H = I + lam L ---------------------------------------------------------------------
     def apply_H(self, L: Laplacian, lam: float, X: Array, out: Array | None = None) -> Array:

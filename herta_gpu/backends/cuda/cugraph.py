@@ -64,10 +64,10 @@ def from_cugraph(G: Any, num_nodes: int | None = None) -> Graph:
         raise ValueError("The cuGraph graph is empty: fill it by from_cudf_edgelist first.")
     if getattr(G, "is_multi_gpu", bool)():
         raise ValueError("The cuGraph graph is spread over several GPUs: give one on a single GPU.")
-    u, v, *w = (column.to_numpy() for column in _columns(G))
+    u, v, *w = (column.values for column in _columns(G))  # of CuPy: nothing comes to the host
     edges = np.stack([u, v])
     if num_nodes is None:
-        num_nodes = max(int(G.number_of_vertices()), int(edges.max(initial=-1)) + 1)
+        num_nodes = max(int(G.number_of_vertices()), int(edges.max()) + 1 if edges.size else 0)
     return Graph.from_edges(edges, num_nodes, *w)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cached_property
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,6 +13,8 @@ from herta_gpu.backends.cuda.device import DeviceLaplacian
 from herta_gpu.graph import Graph, read_only
 from herta_gpu.plumbing.building import NARROW, merge_edges
 from herta_gpu.plumbing.checks import check_edges, check_size, check_weights
+
+_AT_ONCE = 1 << 22  # entries of a matrix that are made together
 
 if TYPE_CHECKING:
     from herta_gpu.backends.cuda.backend import CUDABackend
@@ -46,22 +49,22 @@ class DeviceGraph(Graph):
     weights = _read_back("weights")
     degree = _read_back("degree")
     given_degree: Any = property(lambda graph: graph.degree)
+    made_on = "cuda"
 
     def with_edges(self, keep: Any, factor: Any) -> Graph:
         """`Graph.with_edges`, put together on the device."""
         factors = self._backend.asarray(np.where(keep, factor, 0.0))
         return self._backend.sampled_graph(self, factors)
 
-    def to_csr(self) -> Any:
-        """L as a CSR matrix of cupyx.scipy.sparse, on the device, float64, caller's order."""
-        return self._backend.laplacian_csr(self._backend.laplacian(self, "float64"), self.order)
-
 
 def from_device_edges(
     backend: CUDABackend, edge_index: Any, num_nodes: Any, edge_weight: Any, duplicates: str | None
 ) -> DeviceGraph:
     """`Graph.from_edges` for arrays on the device, which stay there."""
-    xp, edges = backend.xp, backend.asarray(edge_index)
+    xp = backend.xp
+    if isinstance(edge_index, (tuple, list)):
+        edge_index = xp.stack([backend.asarray(ends) for ends in edge_index])
+    edges = backend.asarray(edge_index)
     w = None if edge_weight is None else backend.asarray(edge_weight)
     n = _check(backend, edges, num_nodes, w)
     w = xp.ones(edges.shape[1]) if w is None and duplicates == "sum" else w
@@ -94,6 +97,48 @@ def _check(backend: CUDABackend, edges: Array, n: Any, w: Array | None) -> int:
         positive = backend.xp.where(w > 0, w, w.max()).min()
         check_weights(np.array([float(x) for x in (w.min(), w.max(), positive)]), 3)  # synchronize!
     return int(n)
+
+
+def loops_of(backend: CUDABackend, graph: Graph) -> Array:
+    """(n,) the weights of the self-loops, on the device."""
+    if not isinstance(graph, DeviceGraph):
+        return backend.asarray(graph.degree - graph.loopless_degree)
+    return backend.asarray(graph._held.get("degree", graph.degree)) - _row_sums(
+        backend, graph._held
+    )
+
+
+def csr_of(backend: CUDABackend, L: Any, order: Any = None, loops: Array | None = None) -> Any:
+    """L as a CSR matrix of CuPy, or A with these `loops`; `order` are the caller's nodes.
+
+    Some rows are made at a time: beside the matrix itself that takes little.
+    """
+    xp, n, size = backend.xp, L.n, L.nnz + L.n
+    if size >= 2**31:  # whether 64-bit indices work there is told differently
+        raise ValueError(
+            f"L has {size:,} entries, and a CSR matrix of CuPy holds at most {2**31 - 1:,}: "
+            "take the arrays indptr, indices and weights of the graph, or products with H from "
+            "SDDSolver."
+        )
+    s, data = L.inv_sqrt_degree, xp.empty(size, dtype=L.inv_sqrt_degree.dtype)
+    indices = xp.full(size, -1, dtype="int32")
+    cuts = xp.searchsorted(L.indptr, xp.arange(0, L.nnz + _AT_ONCE, _AT_ONCE))
+    for first, last in pairwise(L.indptr[cuts.clip(0, n)].tolist()):  # synchronize!
+        row = xp.searchsorted(L.indptr, xp.arange(first, last), side="right") - 1
+        j = L.indices[first:last]
+        place = xp.arange(first, last) + row + (j > row)
+        values = -s[row] * s[j] if loops is None else xp.ones(last - first)
+        indices[place] = j
+        data[place] = values if L.weights is None else values * L.weights[first:last]
+    at = xp.flatnonzero(indices < 0)  # of each row one place is left
+    indices[at], data[at] = xp.arange(n), L.diagonal if loops is None else loops
+    M = backend.csr_matrix(data, indices, L.indptr + xp.arange(n + 1), (n, n))
+    if order is not None:
+        order = backend.asarray(order)
+        M = M[xp.argsort(order)]
+        M = backend.csr_matrix(M.data, order[M.indices].astype("int32"), M.indptr, M.shape)
+        M.sort_indices()
+    return M
 
 
 def _row_sums(backend: CUDABackend, held: dict[str, Any]) -> Array:

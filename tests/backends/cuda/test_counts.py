@@ -383,6 +383,9 @@ def test_a_budget_leaves_room_for_pieces(device: Any, backend: Any) -> None:
     pool = backend.xp.get_default_memory_pool()  # in which other tests have left free blocks
     free = 8 * 2**30 - device.ledger()["held"] + pool.free_bytes()
     assert backend.memory_available() == int(free / 1.2)
+    assert backend.memory_free() == free
+    assert backend.plan_budget(None) == int(0.85 * free)
+    assert backend.plan_budget("1GB") == 2**30
     before = pool.get_limit()
     try:
         pool.set_limit(size=pool.used_bytes() + 1200)
@@ -391,6 +394,22 @@ def test_a_budget_leaves_room_for_pieces(device: Any, backend: Any) -> None:
         assert backend.memory_available() <= 1
     finally:
         pool.set_limit(size=before)
+
+
+def test_a_plan_for_a_card_is_that_of_a_fit_on_it(device: Any, backend: Any) -> None:
+    """An H100 of 80 GB has 79.1 GB free, and the blocks of papers100M have 32 columns there."""
+    sizes = {"n": 111_059_956, "m": 1_615_685_872, "d": 128, "c": 172, "n_train": 1_210_553}
+    free, model = int(79.1 * 2**30), HERTA(lam=1.0, device="cuda")
+    with mock.patch.object(backend, "memory_free", return_value=free):
+        there = model.plan(**sizes)
+    for other in (
+        model.plan(**sizes, device_memory=free),
+        model.plan(**sizes, device_memory="80GB"),
+    ):
+        assert other.recipe.width == there.recipe.width == 32
+    assert there.memory == model.plan(**sizes, device_memory=free).memory
+    kept = sum(there.memory[name] for name in ("graph", "Q", "one block of columns"))
+    assert kept + 1.2 * (sum(there.memory.values()) - kept) <= 0.86 * free
 
 
 def test_all_memory_comes_from_the_allocator_that_was_set(device: Any, backend: Any) -> None:

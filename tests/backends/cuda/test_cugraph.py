@@ -16,6 +16,7 @@ import pytest
 from herta_gpu import Graph
 from herta_gpu.backends import get_backend
 from herta_gpu.backends.cuda import cugraph as adapter
+from herta_gpu.backends.cuda.graphs import DeviceGraph
 from herta_gpu.datasets import from_cugraph
 from tests.conftest import on_device, random_graph
 
@@ -29,8 +30,17 @@ class Series:
     def __len__(self) -> int:
         return len(self._values)
 
-    def to_numpy(self) -> Any:
+    hasnans = False
+
+    @property
+    def dtype(self) -> Any:
+        return self._values.dtype
+
+    @property
+    def values(self) -> Any:
         return self._values
+
+    to_numpy = values.fget
 
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
         raise TypeError("Implicit conversion to a host NumPy array is not allowed.")
@@ -49,6 +59,10 @@ class DataFrame:
 
     def __len__(self) -> int:
         return len(next(iter(self._data.values())))
+
+
+DataFrame.__module__ = "cudf.core.dataframe"
+DataFrame.iloc = DataFrame.to_pandas = None  # type: ignore[attr-defined]
 
 
 def _values(values: Any) -> Any:
@@ -186,6 +200,36 @@ def test_there_and_back(weighted: bool, reordered: bool) -> None:
     assert (back.weights is None) == (not weighted)
     np.testing.assert_allclose(back.to_csr().toarray(), g.to_csr().toarray(), atol=1e-15)
     assert back.num_components == g.num_components
+
+
+@on_device
+@pytest.mark.parametrize("weighted", [False, True])
+def test_columns_of_the_device_stay_there(device: Any, cupy: Any, weighted: bool) -> None:
+    """Of a cuGraph graph, of a frame of cuDF by their names, and two arrays of CuPy."""
+    g = random_graph(400, 1200, weighted=weighted)
+    u, v, w = g.edges()
+    columns = {"dst": v, "how": np.arange(1200.0), "src": u} | ({"weight": w} if weighted else {})
+    there = {name: cupy.asarray(column) for name, column in columns.items()}
+    G, frame = CuGraph(), DataFrame({})
+    frame._data = {name: Series(column) for name, column in there.items()}
+    G._Impl = _Edges(True)
+    G._Impl.input_df, G._Impl._weighted = frame, weighted
+    G._Impl.weight_column = "weight" if weighted else None
+    G._Impl.number_of_vertices = lambda: 400
+    pair = (there["src"], there["dst"])
+    for make in (
+        lambda: Graph.from_cugraph(G),
+        lambda: Graph.from_edges(frame),
+        lambda: Graph.from_edges(pair, 400, there.get("weight")),
+    ):
+        device.clear()
+        made = make()
+        assert isinstance(made, DeviceGraph)
+        assert device.ledger()["largest_out"] <= 8
+        np.testing.assert_allclose(made.to_csr("cpu").toarray(), g.to_csr().toarray(), atol=1e-14)
+    frame._data["src"].hasnans = True
+    with pytest.raises(ValueError, match="must hold integer node ids from 0 on in column src"):
+        Graph.from_edges(frame)
 
 
 def test_heavy_self_loops_survive() -> None:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import pickle
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import scipy.sparse as sp
 
-from herta_gpu import HERTA, Graph, similarity
+from herta_gpu import HERTA, Graph, SDDSolver, similarity
+from herta_gpu.backends.cuda import graphs
 from herta_gpu.backends.cuda.graphs import DeviceGraph
+from tests.conftest import dense_H, random_graph
 
 pytestmark = [pytest.mark.gpu, pytest.mark.once]
 
@@ -98,6 +101,112 @@ def test_a_graph_of_the_device_is_reweighted_there(device: Any, xp: Any, weighte
     L = there.to_csr().get().toarray()
     np.testing.assert_allclose(L, here.to_csr().toarray(), atol=1e-14)
     np.testing.assert_allclose(there.degree, graphs[0].degree, rtol=1e-14)
+
+
+def test_a_heavy_edge_costs_the_others_no_digits(xp: Any) -> None:
+    """Sums over runs of a sorted list are no differences of sums over all of it."""
+    rng = np.random.default_rng(0)
+    edges = np.stack([np.zeros(40, int), np.repeat(np.arange(1, 11), 4)])
+    w = rng.uniform(0.5, 2.0, 40)
+    w[:4] = 1e14
+    found, expected = (
+        Graph.from_edges(e, None, x) for e, x in ((xp.asarray(edges), xp.asarray(w)), (edges, w))
+    )
+    np.testing.assert_allclose(found.weights, expected.weights, rtol=1e-15)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("reordered", [False, True])
+def test_matrices_of_a_graph_and_back(
+    device: Any, xp: Any, weighted: bool, reordered: bool
+) -> None:
+    """As CuPy has them: made a few rows at a time, and read in any format without the host."""
+    edges, w = messy_edges(weighted)
+    g = Graph.from_edges(edges, 64, w)
+    g = g.reordered("degree") if reordered else g
+    with mock.patch.object(graphs, "_AT_ONCE", 16):
+        L, A = g.to_csr("cuda"), g.adjacency("cuda")
+    for found, expected in ((L, g.to_csr()), (A, g.adjacency())):
+        assert found.has_sorted_indices
+        np.testing.assert_allclose(found.get().toarray(), expected.toarray(), atol=1e-15)
+    for M in (A, A.tocoo(), A.tocsc(), triangle(A)):
+        device.clear()
+        made = Graph.from_sparse(M)
+        assert isinstance(made, DeviceGraph)
+        assert device.ledger()["largest_out"] <= 8
+        for device_or_none in ("cuda", None):
+            again = made.adjacency(device_or_none).get()
+            np.testing.assert_allclose(again.toarray(), g.adjacency().toarray(), rtol=1e-14)
+        np.testing.assert_allclose(made.to_csr("cpu").toarray(), g.to_csr().toarray(), atol=1e-14)
+    with pytest.raises(TypeError, match="needs a square sparse matrix"):
+        Graph.from_sparse(A[:3])
+    with pytest.raises(ValueError, match='device must be one of None, "cpu", "cuda"'):
+        g.to_csr("gpu")
+
+
+def triangle(A: Any) -> Any:
+    """The entries of A on and above its diagonal, in another order, the first of them in halves."""
+    A = A.tocoo()
+    keep = (A.row <= A.col).get().nonzero()[0][::-1]
+    M = type(A)((A.data[keep], (A.row[keep], A.col[keep])), shape=A.shape)
+    M.data[0] /= 2
+    ends = [xp_concatenate(x, x[:1]) for x in (M.data, M.row, M.col)]
+    return type(A)((ends[0], (ends[1], ends[2])), shape=A.shape)
+
+
+def xp_concatenate(*parts: Any) -> Any:
+    return np.concatenate(parts)  # CuPy's, by __array_function__
+
+
+@pytest.mark.parametrize("form", ["csr", "csc", "coo"])
+@pytest.mark.parametrize("reordered", [False, True])
+def test_sparse_matrices_of_cupy(device: Any, backend: Any, form: str, reordered: bool) -> None:
+    """X and B stay on the device, and so do the results; an entry may be there twice."""
+    rng, g = np.random.default_rng(0), random_graph(60, 200)
+    g = g.reordered("degree") if reordered else g
+    X = sp.random_array((60, 40), density=0.3, rng=rng, format="coo")
+    X.data[:3] = 0.0
+    y = rng.integers(0, 3, 60)
+    row, col, data = (np.concatenate([x, x[:9]]) for x in (*X.coords, X.data))
+    rows = np.argsort(row, kind="stable")
+    indptr = np.searchsorted(row[rows], np.arange(61))
+    twice = backend.csr(sp.csr_array((data[rows], col[rows], indptr), shape=X.shape))
+    there = backend.csr(X.tocsr()) if form != "csr" else twice
+    X = X.tocsr() if form != "csr" else sp.csr_array((data, (row, col)), shape=X.shape)
+    there = getattr(there, f"to{form}")()
+    how = {"lam": 5.0, "ridge": 0.1, "dtype": "float64"}
+    for more in ({"strategy": "herta"}, {"fit_intercept": True, "evaluate": [1, 2]}):
+        evaluate = more.pop("evaluate", None)
+        expected = HERTA(device="cpu", **how, **more).fit(g, X, y)
+        device.clear()
+        model = HERTA(**how, **more).fit(g, there, y, evaluate=evaluate)
+        assert model.device_.choice == "cuda"
+        assert device.ledger()["largest_out"] <= 8 * 40 * 3  # W, and nothing of X's size
+        np.testing.assert_allclose(model.W_, expected.W_, rtol=1e-8, atol=1e-10)
+        Z = model.transform(g, there)
+        assert isinstance(Z, backend.xp.ndarray)
+        np.testing.assert_allclose(Z.get(), expected.transform(g, X), rtol=1e-5, atol=1e-7)
+        assert isinstance(model.predict(g, there), backend.xp.ndarray)
+    Z = SDDSolver(g, lam=3.0, device="cuda").solve(there)
+    assert isinstance(Z, backend.xp.ndarray)
+    exact = np.linalg.solve(dense_H(g, 3.0), X.toarray())
+    assert np.abs(Z.get() - exact).max() <= 1e-5 * np.abs(exact).max()
+
+
+def test_bad_sparse_matrices_of_cupy(backend: Any) -> None:
+    g, y, M = random_graph(60, 200), np.arange(60) % 3, backend.csr(sp.eye_array(60, format="csr"))
+    nothing, tiny, outside = M.copy(), M.copy(), M.copy()
+    nothing.data[3], tiny.data[3], outside.indices[3] = np.nan, 1e-160, 61
+    for X, sentence in (
+        (nothing, "X holds NaN or infinity"),
+        (tiny, "Column 3 of X has no entry above 1e-160"),
+        (outside, "X is no whole sparse matrix"),
+        (M[:50], "X has 50 rows but the graph has 60 nodes"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            HERTA(device="cuda").fit(g, X, y)
+    with pytest.raises(TypeError, match=r'X is on a GPU .* use device="cuda"'):
+        HERTA(device="cpu").fit(g, M, y)
 
 
 def test_a_fit_on_a_graph_of_the_device(xp: Any) -> None:

@@ -6,6 +6,7 @@ On the device of tests/cuda_device, whose clocks find what nothing orders.
 from __future__ import annotations
 
 import ctypes
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -19,7 +20,7 @@ import herta_gpu.features
 from herta_gpu import HERTA, SDDSolver
 from herta_gpu.backends.cuda import device as cuda_device
 from tests.backends.cuda import primitive_checks as checks
-from tests.conftest import random_graph
+from tests.conftest import dense_H, least_squares, random_graph
 
 pytestmark = [pytest.mark.gpu, pytest.mark.once]
 
@@ -63,8 +64,11 @@ def test_a_budget_below_X_is_kept(device: Any, backend: Any) -> None:
     found = device.ledger()
     assert found["bytes_in"] > 2 * X.nbytes
     assert found["peak"] - before <= budget
-    Z = HERTA(device="cpu", **options).fit(g, X, y).transform(g, X)
     assert model.status_ == "certified"
+    A, Y = np.linalg.solve(dense_H(g, 0.5), X), np.eye(2)[y]
+    optimum = least_squares(A, Y, ridge=10.0)[1]
+    Z = A @ model.W_
+    assert 0.5 * ((Z - Y) ** 2).sum() + 5.0 * (model.W_**2).sum() <= 1.1 * optimum
     assert np.abs(model.transform(g, X) - Z).max() <= 1e-4 * np.abs(Z).max()
 
 
@@ -176,6 +180,67 @@ def test_inputs_and_results_of_the_callers_stream(backend: Any) -> None:
         given += 1.0  # the solve has read it: the caller's stream comes after
         np.testing.assert_array_equal(found.get(), expected)
         np.testing.assert_array_equal(shown.get(), outputs)
+
+
+class SideTensor:
+    """A tensor of PyTorch's that a side stream makes; what CuPy reads of it tells no stream."""
+
+    def __init__(self, memory: Any, stream: Any) -> None:
+        self.memory, self.stream = memory, stream
+        self.__dlpack_device__ = memory.__dlpack_device__
+        told = {**memory.__cuda_array_interface__, "version": 2}
+        self.__cuda_array_interface__ = {k: x for k, x in told.items() if k != "stream"}
+
+    def __dlpack__(self, stream: int, **more: Any) -> Any:
+        with self.stream:  # the consumer's stream comes after it
+            return self.memory.__dlpack__(stream=stream, **more)
+
+
+def test_what_a_side_stream_makes_is_waited_for(backend: Any) -> None:
+    side, g, X = (
+        backend.xp.cuda.Stream(non_blocking=True),
+        random_graph(60, 200),
+        checks.block(60, 6, "float32"),
+    )
+    y = np.arange(60) % 3
+    solver = SDDSolver(g, lam=3.0, device="cuda")
+    with side:
+        given = SideTensor(backend.xp.asarray(X) * 2.0, side)
+    found = solver.solve(given)
+    np.testing.assert_array_equal(found.get(), solver.solve(2 * X))
+    with side:
+        given = SideTensor(backend.xp.asarray(X) * 2.0, side)
+    found = HERTA(device="cuda", strategy="herta").fit(g, given, y).W_
+    np.testing.assert_array_equal(found, HERTA(device="cuda", strategy="herta").fit(g, 2 * X, y).W_)
+
+
+@pytest.mark.parametrize("torch", [False, True])
+def test_a_result_that_dies_on_a_side_stream_may_still_be_read_there(
+    backend: Any, monkeypatch: pytest.MonkeyPatch, torch: bool
+) -> None:
+    """Its memory is the next call's, which comes after all streams that results were given to."""
+    xp, g = backend.xp, random_graph(60, 200)
+    sides = [xp.cuda.Stream(non_blocking=True) for _ in range(2)]
+    here = SimpleNamespace(cuda_stream=sides[0].ptr)
+    cuda = SimpleNamespace(is_initialized=lambda: torch, current_stream=lambda device: here)
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))
+    solver, X = SDDSolver(g, lam=3.0, device="cuda"), xp.asarray(checks.block(60, 6, "float32"))
+    expected = solver.solve(X).get()
+    for side in sides:
+        here.cuda_stream = side.ptr
+        if torch:
+            Z = solver.solve(X)
+            with side:
+                Y = Z * 1.0
+        else:
+            with side:
+                Z = solver.solve(X)
+                Y = Z * 1.0
+        del Z
+        again = solver.solve(X)  # on another stream, in the memory that is free now
+        np.testing.assert_array_equal(again.get(), expected)
+        with side:
+            np.testing.assert_array_equal(Y.get(), expected)
 
 
 def test_work_is_on_the_stream_of_the_backend(backend: Any) -> None:
