@@ -57,7 +57,7 @@ except ImportError as error:
 
 from herta_gpu.backends import get_backend
 from herta_gpu.backends.base import Array, Backend, unit_roundoff
-from herta_gpu.graph import Graph, check_graph
+from herta_gpu.graph import Graph, check_graph, check_whole
 from herta_gpu.laplacian import (
     RegularizedLaplacian,
     block_cg,
@@ -66,6 +66,9 @@ from herta_gpu.laplacian import (
     chebyshev_error,
     chebyshev_rounding,
 )
+from herta_gpu.more.adjoint import adjoint
+from herta_gpu.more.energy import Energy
+from herta_gpu.more.penalties import Penalty
 from herta_gpu.plumbing.checks import check_choice, check_lam, check_positive
 from herta_gpu.plumbing.interop import take_rows
 
@@ -91,6 +94,12 @@ class UnfoldedLayer(nn.Module):
     method : {"chebyshev", "cg"}
         Chebyshev is a linear map with an exact adjoint, and its bound is known before it starts.
         CG adapts to each column: its backward pass is the adjoint up to tol only.
+    penalty : PseudoHuber, Huber or Power, optional
+        With a `delta`: Z is the minimum of the energy with this penalty on every edge
+        (`AttentionSolver`), which must be convex, and the gradient is that through the minimum.
+        Columns depend on each other then: tol, `error_` and `backward_error_` (which is of the
+        system that the outputs give, before rounding) are of all of them together, `method` does
+        not matter, and there are no second derivatives.
 
     Attributes
     ----------
@@ -126,16 +135,21 @@ class UnfoldedLayer(nn.Module):
         lam: float | nn.Parameter = 1.0,
         tol: float = 1e-3,
         method: str = "chebyshev",
+        penalty: Penalty | None = None,
     ) -> None:
         super().__init__()
         check_graph(graph)
+        if penalty is not None:
+            check_whole(graph, "A penalty")
+            if not isinstance(penalty, Penalty) or penalty.delta is None:
+                raise ValueError("penalty must have a delta, as PseudoHuber(delta=0.1) has.")
         check_positive("tol", tol)
         check_choice("method", method, ("chebyshev", "cg"))
         if isinstance(lam, Tensor) and not isinstance(lam, nn.Parameter):
             raise TypeError("lam is a tensor: give a float, or an nn.Parameter if it is learned.")
         self.lam = lam
         _number(lam)
-        self.tol, self.method = float(tol), method
+        self.tol, self.method, self.penalty = float(tol), method, penalty
         self._inverse, self._errors = _Inverse(graph, self.tol, method), dict[str, Any]()
 
     @property
@@ -162,7 +176,10 @@ class UnfoldedLayer(nn.Module):
         _check(F, self.graph.num_nodes)
         _number(self.lam)
         wide = F if F.dtype in _SOLVED else _Map.apply(F, None, self, torch.float32, "")
-        Z: Tensor = _Map.apply(wide, self.lam, self, _INVERSE, "forward")
+        if self.penalty is None:
+            Z: Tensor = _Map.apply(wide, self.lam, self, _INVERSE, "forward")
+        else:
+            Z = _Minimum.apply(wide, self.lam, self)
         if Z.dtype == F.dtype or torch.is_autocast_enabled(F.device.type):
             return Z
         narrow: Tensor = _Map.apply(Z, None, self, F.dtype, "forward")
@@ -170,7 +187,8 @@ class UnfoldedLayer(nn.Module):
 
     def extra_repr(self) -> str:
         n, lam = self.graph.num_nodes, _number(self.lam)
-        return f"{n:,} nodes, lam={lam:g}, tol={self.tol:g}, method={self.method}"
+        how = f"method={self.method}" if self.penalty is None else f"penalty={self.penalty}"
+        return f"{n:,} nodes, lam={lam:g}, tol={self.tol:g}, {how}"
 
 
 class _Map(torch.autograd.Function):
@@ -210,6 +228,43 @@ class _Map(torch.autograd.Function):
             dlam = -(V * _Map.apply(Z, None, ctx.layer, _LAPLACIAN, "")).sum()
             dlam = dlam.to(lam).reshape(lam.shape)
         return V, dlam, None, None, None
+
+
+class _Minimum(torch.autograd.Function):
+    """The minimum of the energy with a penalty, in float64, and the gradient through it."""
+
+    @staticmethod
+    def forward(ctx: Any, F: Tensor, lam: Any, layer: UnfoldedLayer) -> Any:
+        assert layer.penalty is not None
+        with _working(F) as backend:
+            H, B = layer._inverse._on(backend, F.double(), _number(lam))
+            energy = Energy(H, layer.penalty)
+            if not energy.modulus > 0:
+                raise ValueError(
+                    "The energy is not convex with this penalty and lam, and the gradient through "
+                    "a minimum needs one: take a larger p, or a smaller lam."
+                )
+            Z, info = energy.minimize(B, layer.tol)
+            size = float(np.sqrt((Z * Z).sum()))
+            error = info.distance / (size - info.distance) if info.distance < size else math.inf
+            found, moved = _as(layer._inverse._tensor(Z.copy(), F, backend), F.dtype)
+        layer._errors["forward"] = _add_error(0.0 if size == 0 else error, moved)
+        ctx.layer, ctx.energy, ctx.Z, ctx.lam = layer, energy, Z, lam
+        return found
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dZ: Tensor) -> Any:
+        layer, lam = ctx.layer, ctx.lam
+        with _working(dZ) as backend:
+            G = layer._inverse._on(backend, dZ.double(), ctx.energy.H.lam)[1]
+            made = adjoint(ctx.energy, ctx.Z, G, layer.tol)
+            V, moved = _as(layer._inverse._tensor(made.V, dZ, backend), dZ.dtype)
+        layer._errors["backward"] = _add_error(made.error, moved)
+        dlam = None
+        if ctx.needs_input_grad[1]:
+            dlam = torch.full_like(lam, made.dlam)
+        return V, dlam, None
 
 
 class _Inverse:
@@ -341,6 +396,11 @@ def _round(Z: Tensor, dtype: torch.dtype, power: Any = None) -> tuple[Tensor, Te
     moved = torch.where(off == 0, 0.0, off / size).nan_to_num(math.inf, math.inf).reshape(-1)
     # The norms are sums of n squares in float64.
     return found, torch.cat([moved, moved.new_zeros(1)]).max() * (1 + 1e-6)
+
+
+def _as(Z: Tensor, dtype: torch.dtype) -> tuple[Tensor, Any]:
+    """`_round` of what nobody else reads, if it is in another precision."""
+    return (Z, 0.0) if Z.dtype == dtype else _round(Z, dtype)
 
 
 def _add_error(error: Any, moved: Any) -> Any:

@@ -16,8 +16,8 @@ point, and says no more.
 
 The way there is nonlinear conjugate gradients (Polak-Ribiere).  Along Z + t D the scalars s_e are
 parabolas, so the line search has no product with the graph in it; each of its steps is the minimum
-of a quadratic that lies above E, as rho is concave: E falls for every penalty.  A convex energy
-takes about as many products as one linear solve by CG.
+of a quadratic above E, as rho is concave: E falls for every penalty.  A convex energy takes about
+as many products as one linear solve by CG.
 """
 
 from __future__ import annotations
@@ -36,8 +36,7 @@ from herta_gpu.more.penalties import Penalty
 from herta_gpu.plumbing.checks import check_count, check_lam, check_positive, check_rows
 from herta_gpu.plumbing.interop import as_matrix, in_kind_of, on_device, take_rows
 
-_RESTART = 50  # steps after which directions begin anew
-_REFRESH = 20  # steps after which the s_e are computed and not carried on
+_RESTART, _REFRESH = 50, 20  # steps after which directions and the s_e begin anew
 _LINE_STEPS = 6
 
 
@@ -54,7 +53,7 @@ class EnergyInfo:
     distance, gap : float
         Proven bounds of ||Z - Z*||_F and E(Z) - E(Z*); infinite where nothing is proven.
     modulus : float
-        mu: the energy is strongly convex with this number if it is positive.
+        mu.
     status : str
         "converged": the distance is proven to be at most tol ||Z*||.  "stationary": the gradient is
         at most tol ||Z||, but the energy may have other minima.  "stagnated" (rounding forbids
@@ -73,8 +72,9 @@ class Energy:
     """E of one graph on one device; blocks are float64, rows as the graph stores them."""
 
     def __init__(self, H: RegularizedLaplacian, penalty: Penalty) -> None:
-        exact = RegularizedLaplacian(H.graph, H.lam, H.backend, "float64")
-        self.H, self.penalty, self.backend = exact, penalty, H.backend
+        if H.dtype != "float64":
+            H = RegularizedLaplacian(H.graph, H.lam, H.backend, "float64")
+        self.H, self.penalty, self.backend = H, penalty, H.backend
         weight = H.graph.edges(stored=True)[2]
         self.weight = 1.0 if weight is None else H.backend.asarray(weight)
         self.top = self.H.laplacian().lambda_max
@@ -82,8 +82,8 @@ class Energy:
 
     def squares(self, Z: Array) -> Array:
         """(m,) w_e s_e."""
-        nothing = self.backend.zeros((self.H.n, 1), "float64")
-        return self.backend.edge_scores(self.H.laplacian(), Z, nothing, 1.0)
+        none = self.backend.zeros((self.H.n, 1), "float64")
+        return self.backend.edge_scores(self.H.laplacian(), Z, none, 1.0)
 
     def weights(self, squares: Array) -> Array:
         """(m,) gamma_e."""
@@ -94,7 +94,7 @@ class Energy:
         return self.H.on(self.backend.sampled_graph(self.H.graph, weights))
 
     def descent(self, Z: Array, F: Array, weights: Array) -> Array:
-        """-grad E = F - H_gamma Z."""
+        """-grad E."""
         return self.on(weights).residual(F, Z)[0]
 
     def value(self, Z: Array, F: Array) -> float:
@@ -126,7 +126,7 @@ class Energy:
         while True:
             size, length = norm(R), norm(Z)
             best, since = (size, 0) if size < best else (best, since + 1)
-            enough = size <= max((share - lost) * length, least * length)
+            enough = not size > max((share - lost) * length, least * length)  # NaN is
             if enough or since > _RESTART or step >= max_iter:
                 if fresh:
                     break
@@ -139,7 +139,7 @@ class Energy:
                 beta = float((R * (R - old)).sum()) / norm(old) ** 2
                 D = R + max(0.0, beta) * D
                 D = D if float((D * R).sum()) > 0 else R.copy()
-            t, bend, steep = self._line(Z, F, D, squares, length)
+            t, bend, steep = self._line(Z, F, D, squares)
             Z += t * D
             step, old = step + 1, R
             fresh = step % _REFRESH == 0
@@ -150,21 +150,23 @@ class Energy:
         gradient = (size + lost * length) * (1 + (F.size + 8) * unit_roundoff())
         distance, gap = (gradient / mu, gradient**2 / (2 * mu)) if mu > 0 else (math.inf, math.inf)
         status = "max_iter" if step >= max_iter else "stagnated"
-        if distance <= tol * (length - distance):
+        if mu > 0 and distance <= tol * (length - distance):
             status = "converged"
         elif mu <= 0 and gradient <= tol * length:
             status = "stationary"
         return Z, EnergyInfo(step, gradient, distance, gap, mu, status)
 
-    def _line(
-        self, Z: Array, F: Array, D: Array, squares: Array, length: float
-    ) -> tuple[float, Array, Array]:
-        """(t, b, c): s_e(t) = s_e + 2 b_e t + c_e t^2 along Z + t D, times w_e, and a good t."""
-        steep, lam, size = self.squares(D), self.H.lam, norm(D)
+    def products(self, Z: Array, D: Array, squares: Array) -> tuple[Array, Array]:
+        """(m,) b and c of s_e(t) = s_e + 2 b_e t + c_e t^2 along Z + t D, times w_e."""
+        steep, size, length = self.squares(D), norm(D), norm(Z)
         # Of Z + unit D both parts are of one size, and their product is not lost in the sum.
-        unit = 2.0 ** round(math.log2(length / size)) if length > 0 else 1.0
-        bend = (self.squares(Z + unit * D) - squares - unit**2 * steep) / (2 * unit)
-        first, second, t = float(((Z - F) * D).sum()), size**2, 0.0
+        unit = 2.0 ** round(math.log2(length / size)) if length > 0 and size > 0 else 1.0
+        return (self.squares(Z + unit * D) - squares - unit**2 * steep) / (2 * unit), steep
+
+    def _line(self, Z: Array, F: Array, D: Array, squares: Array) -> tuple[float, Array, Array]:
+        """(a good step t along D, and `products` of it)."""
+        (bend, steep), lam = self.products(Z, D, squares), self.H.lam
+        first, second, t = float(((Z - F) * D).sum()), norm(D) ** 2, 0.0
         for _ in range(_LINE_STEPS):
             along = squares + t * (2 * bend + t * steep)
             gamma = self.weights(self.backend.xp.maximum(along, 0.0))
@@ -222,8 +224,7 @@ class AttentionSolver:
 
     def solve(self, F: Any, guess: Any = None) -> Any:
         """The minimum for F, (n,) or (n, k), from `guess` or from F; see `info_`."""
-        backend = self.H.backend
-        with backend.working():
+        with (backend := self.H.backend).working():
             B, Z = self._stored(F), None if guess is None else self._stored(guess)
             # In units of a power of two nothing is rounded, and no square leaves float64's range.
             size = float(abs(B).max()) if B.size else 0.0
@@ -239,7 +240,7 @@ class AttentionSolver:
             return in_kind_of(Z[:, 0] if np.ndim(F) == 1 else Z, F)
 
     def weights(self, Z: Any) -> Any:
-        """(m,) what each edge of `Graph.edges` counts for where the outputs are Z: rho'(s_e)."""
+        """(m,) what each edge of `Graph.edges` counts for where the outputs are Z."""
         energy = Energy(self.H, self.penalty)
         return self.H.backend.to_numpy(energy.weights(energy.squares(self._stored(Z))))
 
