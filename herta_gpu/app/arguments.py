@@ -188,8 +188,6 @@ dataset :
 [model]
 [computing]
 --devices A,B : default cpu,cuda; cpu-scipy is the CPU without compiled kernels
---out FILE.png : draw the seconds per stage
-{_OVER}
 {_ALLOW}
 == profile : where the time goes, with a trace to open
 [data]

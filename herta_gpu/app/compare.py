@@ -16,15 +16,12 @@ from typing import Any
 
 import numpy as np
 
-from herta_gpu.app.report import draw_bars, pyplot
 from herta_gpu.app.results import NOTHING, CommandOutput, FitResult, Rows, bytes_text, table
 from herta_gpu.app.runs import check_new_file, write_json
 from herta_gpu.app.train import Job, fit, make_model, make_smoother
 from herta_gpu.backends import get_backend
 from herta_gpu.datasets import Dataset
 from herta_gpu.herta import HERTA
-from herta_gpu.plumbing.checks import check_choice
-from herta_gpu.plumbing.files import new_file
 from herta_gpu.plumbing.progress import SHORTEST, Stages
 
 _WORTH_REPEATING = 60.0  # seconds: in a longer fit the time of compiling does not show
@@ -46,10 +43,6 @@ def run(args: argparse.Namespace) -> CommandOutput:
     """herta compare DATASET"""
     variants, why = choose_variants(args.devices, args.dtype)
     make_model(args, device="cpu")._checked()
-    if args.out is not None:
-        check_new_file(args.out, args.overwrite)
-        check_choice("The ending of --out", Path(args.out).suffix, (".png",))
-        pyplot()  # an error, before the long work, where matplotlib is missing
     stages = Stages(args.verbose)
     data = Job.of(args).load().data
     fits = {" ".join(v): _fit(args, v, data, stages) for v in variants}
@@ -64,10 +57,6 @@ def run(args: argparse.Namespace) -> CommandOutput:
     }
     lines = [(name, f"{bars[name]:<40}", f"{r.total_seconds:.3g} s") for name, r in results.items()]
     parts.append(table(lines, header=False))
-    if args.out is not None:
-        with new_file(Path(args.out)) as temporary:
-            temporary.write_bytes(draw_bars({name: r.seconds for name, r in results.items()}))
-        parts.append(f"bar chart: {args.out}")
     content: dict[str, Any] = {"dataset": data.name, "note": why, "agreement": agreement}
     content["runs"] = {name: result.as_json() for name, result in results.items()}
     code = max(r.code(args) for r in results.values())

@@ -33,6 +33,23 @@ def accuracy(y: Any, predicted: Any) -> float:
     return float(np.mean(predicted[known] == y[known])) if known.any() else NAN
 
 
+def confusion(y: Any, outputs: Any, classes: Any) -> Any:
+    """(c, c): how many labelled nodes of the class of each row were taken for each class.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from herta_gpu.app.metrics import confusion
+    >>> confusion(np.array([0, 0, 3, -1]), np.array([0, 3, 3, 0]), np.array([0, 3])).tolist()
+    [[1, 1], [0, 1]]
+    """
+    y, c = as_labels("y", y), len(classes)
+    guess = outputs if outputs.ndim == 1 else classes[outputs.argmax(axis=1)]
+    known = has_label(y) & np.isin(y, classes)
+    at = np.searchsorted(classes, y[known]) * c + np.searchsorted(classes, guess[known])
+    return np.bincount(at, minlength=c * c).reshape(c, c)
+
+
 def rocauc(y: Any, scores: Any) -> float:
     """Mean area under the ROC curve over the tasks that have both classes.
 

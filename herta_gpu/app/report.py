@@ -15,6 +15,8 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from herta_gpu.app.results import (
     NOTHING,
     Candidate,
@@ -28,6 +30,7 @@ from herta_gpu.app.results import (
 from herta_gpu.app.runs import check_new_file, environment
 from herta_gpu.datasets import Dataset
 from herta_gpu.herta import HERTA
+from herta_gpu.planning.plan import Decision
 from herta_gpu.plumbing.files import new_file
 
 _LONG = 20  # rows: a longer table opens on a click
@@ -47,11 +50,10 @@ th { color: #555; font-weight: 600; } td.n, th.n { text-align: right; white-spac
        margin-top: 1.2rem; }
 .tile { background: #f4f6f9; border-radius: 6px; padding: .6rem .9rem; }
 .tile b { display: block; font-size: 1.5rem; font-weight: 600; } .tile span { color: #555; }
-.lane { display: flex; height: 1.8rem; width: 100%; border-radius: 4px; overflow: hidden; }
+.lane { display: flex; height: 1.4rem; width: 100%; border-radius: 4px; overflow: hidden; }
 .lane div { height: 100%; } .key { margin-right: 1.2rem; white-space: nowrap; }
 .key i { display: inline-block; width: .8rem; height: .8rem; margin-right: .35rem; }
-table.ranks { width: 100%; } td.bar { width: 60%; vertical-align: middle; }
-td.bar .lane { height: 1.1rem; }
+table.bars { width: 100%; } td.bar { width: 90%; padding: .1rem 0; border: 0; }
 .note { background: #fff6dd; padding: .6rem .9rem; border-left: 4px solid #e0b030; }
 summary { cursor: pointer; color: #1f5fa8; } footer { margin-top: 3rem; font-size: .85rem; }
 """
@@ -84,9 +86,9 @@ def report(
     result : FitResult, optional
         That of `FitResult.from_fit` where it is known; by default the model is evaluated here.
     candidates : list of Candidate, optional
-        What the model was chosen from, for a table.
+        What the model was chosen from.
     picture : path, optional
-        A file that gets the picture as well.
+        A file that gets the picture of the convergence as well.
     repeat : str
         A sentence for the foot of the page: how to repeat the fit.
     overwrite : bool
@@ -124,9 +126,10 @@ def write_report(
     repeat: str = "",
 ) -> None:
     """Write the page, and the picture beside it, over what may be there."""
-    images = {}
+    images: dict[str, bytes | None] = {}
     try:
         images["Convergence"] = _draw_convergence(model)
+        images["Blocks of features"] = _draw_blocks(model, result)
         images["What was chosen from"] = _draw_path(candidates or (), result.metric)
     except ImportError as error:
         print(error, file=sys.stderr)
@@ -140,6 +143,7 @@ def write_report(
 
 _ABOUT = {
     "Convergence": "certified gap and loss against steps and seconds",
+    "Blocks of features": "norm of the weights of each block, by its lam",
     "What was chosen from": "score against ridge, a line for each lam",
 }
 
@@ -153,37 +157,45 @@ def _page(
 ) -> str:
     """The whole file; every text is escaped."""
     title, plan, proof = escape(f"HERTA on {result.dataset}"), model.plan_, result.certificate
-    scores = ((f"{part} {result.metric}", f"{s:.3f}") for part, s in result.scores.items())
+    about, wall = environment(), result.wall_seconds or result.total_seconds
     tiles = [  # the numbers in large type, each with its name
-        *scores,
+        *((f"{part} {result.metric}", f"{s:.3f}") for part, s in result.scores.items()),
         (f"certified relative gap{proof.over}", f"{proof.value:.1e}".replace("inf", "none")),
         (f"outer step{'s' * (result.steps != 1)}", str(result.steps)),
-        ("total", f"{result.total_seconds:.1f} s"),
+        ("total, by the clock" if result.wall_seconds else "total", f"{wall:.1f} s"),
     ]
     shown = (f"<div class=tile><b>{escape(b)}</b><span>{escape(a)}</span></div>" for a, b in tiles)
     parts = [f"<h1>{title}</h1>"]
-    parts.append(f"<p class=lead>{escape(f'{result.size_text}; {result.model_text}')}</p>")
+    lead = f"{result.size_text}; {result.model_text}; {about['date']}"
+    parts.append(f"<p class=lead>{escape(lead)}</p>")
     parts.append(f"<p class=note>{escape(result.note)}</p>" if result.note else "")
     parts.append(f"<div class=tiles>{''.join(shown)}</div>")
     for name, png in images.items():
         if png is not None:
             source = f"data:image/png;base64,{base64.b64encode(png).decode('ascii')}"
             parts.append(f'<h2>{name}</h2><img alt="{_ABOUT[name]}" src="{source}">')
-    parts.append("<h2>Where the time went</h2>" + _timeline(result.seconds))
+    spent = {k: s for k, s in result.seconds.items() if s >= 0.002 * result.total_seconds}
+    parts.append("<h2>Where the time went</h2>" + _bars({"": spent}, sum(spent.values())))
     if result.ranks:
-        parts.append("<h2>Time per rank</h2>" + _rank_bars(result.ranks))
+        by_rank = {f"rank {i}": seconds for i, seconds in enumerate(result.ranks)}
+        longest = max(sum(seconds.values()) for seconds in result.ranks)
+        parts.append("<h2>Time per rank</h2>" + _bars(by_rank, longest))
+    decisions = [*plan.decisions, *model.changes_]
+    if proof.kind not in ("none", plan.certificate):
+        why = f"the smallest of the bounds at hand; {plan.certificate} was planned"
+        decisions.append(Decision("certificate", proof.kind, why))
     sizes = ((name, bytes_text(size)) for name, size in plan.memory.items())
     values = ((name, str(value)) for name, value in model.get_params().items())
     tables: dict[str, Rows | None] = {
         "Result": [("", ""), *result.rows()],
+        **_class_tables(result),
         "Candidates": None if candidates is None else candidate_rows(candidates, result.metric),
-        "Plan": [("", "decision", "why"), *plan.decisions, *model.changes_],
+        "Plan": [("", "decision", "why"), *decisions],
         "Memory planned": [("for", "size"), *sizes],
         "Steps": _step_rows(model),
         "Parameters": [("name", "value"), *values],
     }
     parts += [_section(name, rows) for name, rows in tables.items() if rows is not None]
-    about = environment()
     ranks = f" on each of {len(result.ranks)} ranks" if result.ranks else ""
     foot = (
         f"Made by herta_gpu {about['herta_gpu']} with Python {about['python']}, NumPy "
@@ -197,6 +209,22 @@ def _page(
     return f"<!doctype html>\n<html lang=en><head>{head}</head>\n<body>{body}</body></html>\n"
 
 
+def _class_tables(result: FitResult) -> dict[str, Rows | None]:
+    """Scores of each class, and which class was taken for which."""
+    if result.confusion is None:
+        return {}
+    part, names = result.confusion["part"], [str(name) for name in result.confusion["classes"]]
+    counts = np.array(result.confusion["counts"])
+    right, true, taken = counts.diagonal(), counts.sum(axis=1), counts.sum(axis=0)
+    scores: list[tuple[str, ...]] = [("class", "nodes", "predicted", "recall", "precision", "F1")]
+    for name, hits, a, b in zip(names, right, true, taken):
+        shares = (hits / max(1, a), hits / max(1, b), 2 * hits / max(1, a + b))
+        scores.append((name, f"{a:,}", f"{b:,}", *(f"{share:.3f}" for share in shares)))
+    matrix = [("true, predicted:", *names)]
+    matrix += [(name, *(f"{count:,}" for count in row)) for name, row in zip(names, counts)]
+    return {f"Classes ({part})": scores, f"Confusion ({part})": matrix}
+
+
 def _step_rows(model: HERTA) -> Rows:
     rows = [("step", "loss", "gradient norm", "certified gap", "inner iterations", "seconds")]
     for h in model.warm_history_ + model.history_:
@@ -208,38 +236,24 @@ def _step_rows(model: HERTA) -> Rows:
 
 
 # ---- pieces of HTML ---------------------------------------------------------------------------
-def _timeline(stages: dict[str, float]) -> str:
-    total = sum(stages.values()) or 1.0
-    stages = {name: s for name, s in stages.items() if s >= 0.002 * total}
-    colours = dict(zip(stages, cycle(COLOURS)))
-    return _lane(stages, total, colours) + _keys(
-        colours, {n: f" {s:.2f} s" for n, s in stages.items()}
-    )
-
-
-def _rank_bars(ranks: list[dict[str, float]]) -> str:
-    """A bar for each process: what it worked, waited for others, and spent on messages."""
-    longest = max(max(sum(seconds.values()) for seconds in ranks), 1e-9)
-    colours = dict(zip(ranks[0], (COLOURS[0], COLOURS[-1], COLOURS[1])))
-    rows = "<tr><th></th><th></th>" + "".join(f"<th class=n>{name}</th>" for name in ranks[0])
-    for rank, seconds in enumerate(ranks):
-        rows += f"</tr><tr><td>rank {rank}</td><td class=bar>{_lane(seconds, longest, colours)}"
-        rows += "</td>" + "".join(f"<td class=n>{s:.2f} s</td>" for s in seconds.values())
-    return f"<div class=wide><table class=ranks>{rows}</tr></table></div>{_keys(colours, {})}"
-
-
-def _lane(seconds: dict[str, float], total: float, colours: dict[str, str]) -> str:
-    """One bar, in which each part is as wide as its share of `total`."""
+def _bars(rows: dict[str, dict[str, float]], longest: float) -> str:
+    """A bar for each row, whose parts are as wide as their seconds; then what they stand for."""
+    colours = dict(zip(next(iter(rows.values())), cycle(COLOURS)))
     part = "<div style='width:{:.3f}%;background:{}' title='{} {:.2f} s'></div>"
-    parts = (part.format(100 * s / total, colours[n], escape(n), s) for n, s in seconds.items())
-    return f"<div class=lane>{''.join(parts)}</div>"
-
-
-def _keys(colours: dict[str, str], more: dict[str, str]) -> str:
-    """What the colours of a bar stand for."""
-    key = "<span class=key><i style='background:{}'></i>{}{}</span>"
-    keys = (key.format(c, escape(name), more.get(name, "")) for name, c in colours.items())
-    return f"<p>{' '.join(keys)}</p>"
+    lines = []
+    for row, seconds in rows.items():
+        pieces = (
+            part.format(100 * s / max(longest, 1e-9), colours[name], escape(name), s)
+            for name, s in seconds.items()
+        )
+        label = f"<td>{row}</td>" if row else ""
+        lines.append(f"<tr>{label}<td class=bar><div class=lane>{''.join(pieces)}</div></td></tr>")
+    keys = (
+        f"<span class=key><i style='background:{colour}'></i>{escape(name)} "
+        f"{', '.join(f'{seconds[name]:.2f}' for seconds in rows.values())} s</span>"
+        for name, colour in colours.items()
+    )
+    return f"<table class=bars>{''.join(lines)}</table><p>{' '.join(keys)}</p>"
 
 
 def _section(title: str, rows: Rows) -> str:
@@ -256,7 +270,7 @@ def _section(title: str, rows: Rows) -> str:
     made = f"<div class=wide><table>{top}{''.join(line(row, 'td') for row in body)}</table></div>"
     if len(body) > _LONG:
         made = f"<details><summary>all {len(body):,} rows</summary>{made}</details>"
-    return f"<h2>{title}</h2>{made}"
+    return f"<h2>{escape(title)}</h2>{made}"
 
 
 def _is_number(text: str) -> bool:
@@ -287,32 +301,49 @@ def _draw_convergence(model: HERTA) -> bytes | None:
     plt, history = pyplot(), model.warm_history_ + model.history_
     if len(history) < 2:
         return None
-    figure, axes = plt.subplots(2, 2, figsize=(9.5, 6), sharey="row", sharex="col")
     losses, gaps, seconds = ([h[k] for h in history] for k in ("loss", "certificate", "seconds"))
     bound = losses[-1] - model.certificate_.gap
     above = [(loss - bound) / bound if bound > 0 else math.inf for loss in losses]
+    curves = {"loss above the proven bound": above, "certificate of the step": gaps}
+    drawn = {
+        name: [i for i, y in enumerate(ys) if y is not None and 0 < y < math.inf]
+        for name, ys in curves.items()
+    }
+    proven = any(len(at) > 1 for at in drawn.values())  # one point is no curve
+    shape = (2 if proven else 1, 2)
+    figure, axes = plt.subplots(
+        *shape, figsize=(9.5, 3 * shape[0]), sharey="row", sharex="col", squeeze=False
+    )
     # Steps on a cheaper model come first; those of the fit are numbered after them.
-    for (top, bottom), name, x in zip(axes.T, ("step", "seconds"), (range(len(history)), seconds)):
-        for y, colour, label in (
-            (above, "#9db7d5", "loss above the proven bound"),
-            (gaps, "#1f5fa8", "certificate of the step"),
-        ):
-            points = [(a, b) for a, b in zip(x, y) if b is not None and 0 < b < math.inf]
-            if points:  # that a logarithmic axis can show
-                top.semilogy(*zip(*points), "o-", color=colour, label=label, markersize=3)
-        if top.lines:
-            top.axhline(model.tol, color="#888888", linestyle="--", linewidth=1, label="tol")
-        else:
-            top.text(0.5, 0.5, "no certificate", transform=top.transAxes, ha="center")
-        bottom.plot(x, losses, "o-", color="#b3541e", markersize=3)
-        bottom.set_xlabel(name)
-        for axis in (top, bottom):
+    for column, name, x in zip(axes.T, ("step", "seconds"), (range(len(history)), seconds)):
+        for curve, at in drawn.items() if proven else ():
+            points = ([x[i] for i in at], [curves[curve][i] for i in at])
+            column[0].semilogy(*points, "o-", label=curve, markersize=3)
+        column[-1].plot(x, losses, "o-", color="#b3541e", markersize=3)
+        column[-1].set_xlabel(name)
+        for axis in column:
             axis.grid(alpha=0.3)
-    if axes[0, 1].lines:
+        if proven:
+            column[0].axhline(model.tol, color="#888888", linestyle="--", label="tol")
+    if proven:
+        axes[0, 0].set_ylabel("relative gap")
         axes[0, 1].legend(fontsize=8, framealpha=0.9)
-    axes[0, 0].set_ylabel("relative gap")
-    axes[1, 0].set_ylabel("loss")
+    axes[-1, 0].set_ylabel("loss")
     axes[0, 0].xaxis.get_major_locator().set_params(integer=True)
+    return _png(figure)
+
+
+def _draw_blocks(model: HERTA, result: FitResult) -> bytes | None:
+    """How large the weights of each block of features are: X diffused by each lam, and labels."""
+    if not isinstance(result.lam, list):
+        return None
+    cuts = [result.features * i for i in range(1, len(result.lam) + 1)]
+    norms = [float(np.linalg.norm(block)) for block in np.split(model.W_, cuts)]
+    names = [f"lam {lam:g}" for lam in result.lam] + ["labels"]
+    kept = len(names) - (not result.label_features)
+    figure, axis = pyplot().subplots(figsize=(6, 3))
+    axis.bar(names[:kept], norms[:kept], color=COLOURS[0])
+    axis.set_ylabel("norm of the weights")
     return _png(figure)
 
 
@@ -325,40 +356,19 @@ def _draw_path(candidates: Sequence[Candidate], metric: str) -> bytes | None:
             # A ridge of 0 has no place on a logarithmic axis.
             point = (max(c.ridge, 1e-12), c.score)
             curves.setdefault(panel, {}).setdefault(lams_text(c.lams), []).append(point)
-    if not curves:
+    if not any(len(points) > 1 for lines in curves.values() for points in lines.values()):
         return None
     plt, size = pyplot(), (max(5.0, 3.6 * len(curves)), 3.8)
     figure, axes = plt.subplots(1, len(curves), figsize=size, sharey=True, squeeze=False)
     for axis, (panel, lines) in zip(axes[0], curves.items()):
         for i, (lam, points) in enumerate(lines.items()):
-            how = {"color": plt.get_cmap("viridis")(0.9 * i / max(1, len(lines) - 1))}
-            how |= {"markersize": 3, "linewidth": 1.2, "label": f"lam {lam}"}
-            axis.plot(*zip(*sorted(points)), "o-", **how)
-        axis.set_xscale("log")
-        axis.set_xlabel("ridge")
-        axis.set_title(panel, fontsize=10)
+            colour = plt.get_cmap("viridis")(0.9 * i / max(1, len(lines) - 1))
+            axis.plot(*zip(*sorted(points)), "o-", color=colour, markersize=3, label=f"lam {lam}")
+        axis.set(xscale="log", xlabel="ridge", title=panel)
         axis.grid(alpha=0.3)
     by_loo = any(c.loo is not None for c in candidates)
     axes[0, 0].set_ylabel(f"{'leave-one-out' if by_loo else 'valid'} {metric}")
     axes[0, -1].legend(fontsize=7, loc="best")
-    return _png(figure)
-
-
-def draw_bars(groups: dict[str, dict[str, float]]) -> bytes:
-    """Seconds per stage, one bar per candidate: {candidate: {stage: seconds}}."""
-    figure, axis = pyplot().subplots(figsize=(8, 4))
-    spent = [pair for seconds in groups.values() for pair in seconds.items()]
-    least = 0.005 * max(s for _, s in spent)
-    stages = list(dict.fromkeys(stage for stage, s in spent if s > least))
-    for i, (name, seconds) in enumerate(groups.items()):
-        at = [j + i / (len(groups) + 0.5) for j in range(len(stages))]
-        height, values = 1 / (len(groups) + 0.5), [seconds.get(stage, 0.0) for stage in stages]
-        drawn = axis.barh(at, values, height, label=name, color=COLOURS[i], tick_label=stages)
-        axis.bar_label(drawn, [f"{s:.3g} s" for s in values], padding=3, fontsize=8)
-    axis.invert_yaxis()
-    axis.set_xlabel("seconds")
-    axis.margins(x=0.12)
-    axis.legend(loc="best")
     return _png(figure)
 
 

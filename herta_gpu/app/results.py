@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, dataclass, fields
 from importlib.util import find_spec
@@ -17,7 +18,7 @@ from typing import Any, get_origin, get_type_hints
 
 import numpy as np
 
-from herta_gpu.app.metrics import evaluate, label_scores, metric_of
+from herta_gpu.app.metrics import confusion, evaluate, label_scores, metric_of
 from herta_gpu.certificate import Certificate
 from herta_gpu.datasets import Dataset
 from herta_gpu.herta import HERTA
@@ -34,6 +35,7 @@ except ImportError:  # it is part of Python on POSIX only
 
 NOTHING = "\N{EN DASH}"  # stands where a table has no number
 Rows = Sequence[Sequence[str]]
+_MOST_CLASSES = 100  # of which a table is kept
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,8 @@ class FitResult:
     metric: str
     scores: dict[str, float]  # per part of the split; nan where there is nothing to score
     more_scores: dict[str, dict[str, float]] | None = None  # of several labels: by metric and part
+    confusion: dict[str, Any] | None = None  # of classes: how often each was taken for each
+    wall_seconds: float | None = None  # by the clock, since the command began to load
     seconds: dict[str, float]  # per stage
     peak_memory_bytes: int
     strategy: str
@@ -121,6 +125,7 @@ class FitResult:
         A fitted `smoother` has the last word; what the model itself says is kept beside it.
         """
         model._fitted()
+        timed = stages is not None
         stages = Stages(seconds=dict(model.stages_)) if stages is None else stages
         metric = metric_of(data.metric, model.loss, model.classes_, model._flat)
         more: dict[str, Any] = {}
@@ -137,6 +142,11 @@ class FitResult:
                 more["undecided"] = smoother.undecided_
                 parts = _parts(model, data, smoother.transform)
                 scores = {part: evaluate(metric, *both) for part, both in parts.items()}
+        if model.classes_ is not None:
+            part = next((name for name in ("test", "valid") if name in parts), next(iter(parts)))
+            found = confusion(*parts[part])
+            known = {"part": part, "classes": model.classes_.tolist(), "counts": found.tolist()}
+            more["confusion"] = known if len(found) <= _MOST_CLASSES else None
         graph, team, lams = data.graph, data.graph.team, strengths(model.lam, model.alpha)
         folds, peak = model.label_features, peak_memory()
         more |= {"dataset": data.name, "nodes": graph.nodes_of_all, "edges": graph.num_edges}
@@ -154,6 +164,7 @@ class FitResult:
             metric=metric,
             scores=scores,
             seconds=dict(stages.seconds),
+            wall_seconds=time.perf_counter() - stages.started if timed else None,
             peak_memory_bytes=peak if team is None else int(team.largest(peak)),
             strategy=model.plan_.strategy,
             device=model.device_.choice,

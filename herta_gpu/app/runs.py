@@ -13,6 +13,7 @@ import platform
 import shutil
 import sys
 from collections.abc import Callable, Iterator
+from datetime import datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -222,6 +223,7 @@ def environment(ranks: int = 1) -> dict[str, Any]:
     """Versions, platform, threads and processes, on which a result depends, too."""
     return {
         "herta_gpu": __version__,
+        "date": datetime.now().astimezone().strftime("%d %B %Y, %H:%M %Z"),
         "python": platform.python_version(),
         "numpy": np.__version__,
         "scipy": scipy.__version__,

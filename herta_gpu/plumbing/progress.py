@@ -81,6 +81,7 @@ class Stages:
     # Called at the end of a stage: a device that works on its own is waited for, so that no stage
     # is charged for what an earlier one has begun.
     wait: Callable[[], object] | None = None
+    started: float = field(default_factory=time.perf_counter)
     _held: str = ""  # the line of the last step, if it was not printed
 
     @contextmanager

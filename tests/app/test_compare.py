@@ -29,15 +29,13 @@ def run(capsys, *argv: str) -> dict:
 
 
 @without_gpu
-def test_compare_says_when_there_is_no_gpu(capsys, tmp_path):
+def test_compare_says_when_there_is_no_gpu(capsys):
     answer = run(capsys, "compare", "digits", "--ridge", "0.1")
     assert "There is no cuda here" in answer["note"]
     assert set(answer["runs"]) == {"cpu float32", "cpu float64"}
     assert answer["agreement"]["W_relative_difference"] < 1e-3
     assert answer["agreement"]["same_predictions"] > 0.999
-    pytest.importorskip("matplotlib")
-    assert main(["compare", "digits", "--quiet", "--out", str(tmp_path / "c.png")]) == 0
-    assert (tmp_path / "c.png").read_bytes()[:4] == b"\x89PNG"
+    assert main(["compare", "digits", "--quiet"]) == 0
     shown = capsys.readouterr().out
     assert "####" in shown
     assert shown.startswith("There is no cuda here")

@@ -50,8 +50,6 @@ FILES = [
     (["predict", "run", "./data.npz", "--to", "run/model.npz"], OF_RUN),
     (["predict", "run", "./data.npz", "--to", "run/../run/model.npz", "--overwrite"], OF_RUN),
     (["predict", "run", "./data.npz", "--to", "data.npz"], EXISTS),
-    (["compare", "./data.npz", "--devices", "cpu", "--out", "p.png"], EXISTS),
-    (["compare", "./data.npz", "--devices", "cpu", "--out", "run/convergence.png"], OF_RUN),
     (["profile", "./data.npz", "--out", "p.json"], EXISTS),
     (["profile", "./data.npz", "--out", "run/config.json", "--overwrite"], OF_RUN),
     (["profile", "./data.npz", "--out", "run/metrics.jsonl", "--overwrite"], OF_RUN),

@@ -11,7 +11,7 @@ import pytest
 from herta_gpu import HERTA
 from herta_gpu.app.cli import main
 from herta_gpu.app.report import report
-from herta_gpu.app.results import FitResult
+from herta_gpu.app.results import Candidate, FitResult
 from herta_gpu.datasets import load
 
 
@@ -58,6 +58,45 @@ def test_the_page_of_a_run_is_that_of_python(fitted, tmp_path):
     run = tmp_path / "run" / "report.html"
     assert steps(tmp_path / "mine.html") == steps(run)
     assert "config.json beside this page" in run.read_text()
+
+
+def test_classes_have_their_scores_and_a_confusion(fitted, tmp_path):
+    """As scikit-learn counts them, on the test nodes."""
+    metrics = pytest.importorskip("sklearn.metrics")
+    model, data = fitted
+    test = data.split["test"]
+    result = report(model, data, tmp_path / "r.html")
+    guess = model.predict(data.graph, data.X, test)
+    theirs = metrics.confusion_matrix(data.y[test], guess)
+    assert result.confusion["counts"] == theirs.tolist()
+    page = (tmp_path / "r.html").read_text()
+    row = page.partition("<h2>Classes (test)</h2>")[2].partition("<tr><td class=n>3</td>")[2]
+    shown = [float(cell) for cell in re.findall(r"<td class=n>([\d.]+)", row)[:5]]
+    wanted = [(data.y[test] == 3).sum(), (guess == 3).sum()]
+    scores = (metrics.recall_score, metrics.precision_score, metrics.f1_score)
+    wanted += [f(data.y[test], guess, labels=[3], average=None)[0] for f in scores]
+    assert shown == pytest.approx(wanted, abs=5e-4)
+    assert "<h2>Confusion (test)</h2>" in page
+
+
+def test_the_plan_says_which_certificate_took_the_place_of_the_planned_one(tmp_path):
+    data = load("digits")
+    model = HERTA(lam=20.0, ridge=0.01).fit(data.graph, data.X, data.y, data.split["train"])
+    kind, planned = model.certificate_.kind, model.plan_.certificate
+    assert kind != planned
+    report(model, data, tmp_path / "r.html")
+    told = f"<td>{kind}</td><td>the smallest of the bounds at hand; {planned} was planned</td>"
+    assert told in (tmp_path / "r.html").read_text()
+
+
+def test_several_lam_have_a_picture_and_no_picture_is_of_one_point(tmp_path):
+    pytest.importorskip("matplotlib")
+    data = load("digits")
+    model = HERTA(lam=[0, 1, 20], ridge=0.1).fit(data.graph, data.X, data.y, data.split["train"])
+    one = [Candidate(1.0, 0.1, "mse", 0.9, 0.9), Candidate(5.0, 0.1, "mse", 0.9, 0.9)]
+    report(model, data, tmp_path / "r.html", candidates=one)
+    found = re.findall("<h2>(.*?)</h2><img", (tmp_path / "r.html").read_text())
+    assert found == ["Blocks of features"]
 
 
 def test_a_regression_has_its_report(tmp_path):

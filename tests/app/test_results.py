@@ -26,7 +26,7 @@ def fitted():
 
 
 # Earlier versions did not write them.
-LATER = (
+LATER = ("confusion", "wall_seconds",
     "warm_steps", "normalize", "X_reads", "fit_intercept", "label_features", "correct_and_smooth",
     "base_scores", "output_error", "undecided", "ranks", "ranks_split", "partition", "more_scores",
 )  # fmt: skip
