@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from herta_gpu.herta import HERTA
     from herta_gpu.more.attention import Attention
     from herta_gpu.more.energy import AttentionSolver
+    from herta_gpu.more.kernel import KernelModel
     from herta_gpu.more.label_features import label_features
     from herta_gpu.more.labels import CorrectAndSmooth, LabelPropagation
     from herta_gpu.more.pagerank import personalized_pagerank
@@ -69,7 +70,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "HERTA", "Attention", "AttentionSolver", "Certificate", "Checkpoint", "ConvergenceWarning",
-    "CorrectAndSmooth", "Graph", "Huber", "LabelPropagation", "NodeClassifier", "NodeRegressor",
+    "CorrectAndSmooth", "Graph", "Huber", "KernelModel", "LabelPropagation", "NodeClassifier",
+    "NodeRegressor",
     "Power", "PseudoHuber", "RandomFeatures", "SDDSolver", "Sparsifier", "effective_dimension",
     "label_features", "personalized_pagerank", "similarity",
 ]  # fmt: skip
@@ -84,7 +86,7 @@ _HOMES = {
     "Attention": "more.attention", "AttentionSolver": "more.energy",
     "Huber": "more.penalties", "Power": "more.penalties", "PseudoHuber": "more.penalties",
     "personalized_pagerank": "more.pagerank", "similarity": "more.similarity",
-    "RandomFeatures": "more.random_features",
+    "RandomFeatures": "more.random_features", "KernelModel": "more.kernel",
 }  # fmt: skip
 
 
