@@ -49,7 +49,7 @@ def test_the_keys_are_those_that_result_json_always_had(fitted):
     assert list(content) == [
         "dataset", "nodes", "edges", "features", "outputs", "lam", "ridge", "loss_function",
         "status", "steps", "warm_steps", "loss", "certificate", "metric", "scores", "more_scores",
-        "seconds",
+        "confusion", "wall_seconds", "seconds",
         "peak_memory_bytes", "strategy", "dtype", "device", "normalize", "X_reads",
         "ranks", "ranks_split", "partition", "fit_intercept", "label_features",
         "correct_and_smooth", "base_scores", "output_error", "undecided", "note",
