@@ -1,14 +1,10 @@
 """A fit that survives being killed: what was expensive is on disk, whole or not at all.
 
 Blocks of Q are stored as they are solved, Q once it is complete (its blocks then go), and blocks
-of outputs once they are trained.  A later fit of the same model on the same data with the same
-folder reads them instead of computing, takes the steps of its loop again, and ends with the same
-bits.  The file `made-from.json` is written first and says which data and parameters the state
-belongs to; every other file holds a hash of it.
-
-Where processes have rows of their own, each keeps its arrays in a folder `part-r-of-P`, and what
-one of them cannot read is made again by all.  Such a state belongs to their rows: other parts of
-the same graph are refused.
+of outputs once they are trained.  A later fit of the same model on the same data reads them, takes
+the steps of its loop again, and ends with the same bits.  `made-from.json` is written first and
+says which data and parameters the state belongs to; every other file holds a hash of it.  Processes
+with rows of their own keep arrays in a folder `part-r-of-P` each, and other parts are refused.
 """
 
 from __future__ import annotations
@@ -49,9 +45,8 @@ class Checkpoint:
     folder : path
         The folder of this fit alone.  A fit of other data or of a model with other parameters is
         refused in a sentence that names them, and the state stays as it is; `max_iter`, `verbose`
-        and `memory_budget` may differ.  X, y, the training nodes and the graph are compared whole;
-        a memory-mapped X is compared by some thousand rows and by its file's size and time of
-        change.
+        and `memory_budget` may differ.  Data are compared whole, but a memory-mapped X by some
+        thousand rows and by its file's size and time of change.
     worth : float
         Seconds of computing below which a block is not stored.
 
@@ -73,21 +68,14 @@ class Checkpoint:
     >>> bool((again.W_ == W).all())
     True
 
-    The state of one fit is not believed to be that of another.
-
     >>> model.set_params(ridge=0.2).fit(*arguments, checkpoint=Checkpoint(folder))
     Traceback (most recent call last):
     ValueError: ... was made from something else: ridge (0.1 then, 0.2 now) changed; ...
-
-    Attributes
-    ----------
-    split : dict of name to node ids, or None
-        Validation and test nodes, which must be the same as well: the scores of a run depend on
-        them.
     """
 
     def __init__(self, folder: str | Path, worth: float = 0.2) -> None:
         self.folder, self.worth = Path(folder), worth
+        # Validation and test nodes, which must be the same as well: scores of a run depend on them.
         self.split: dict[str, Any] | None = None
         self._made_from = ""  # the fingerprint's hash; `begin` sets it before any file is read
         self._fingerprint: Fingerprint = {}
@@ -112,13 +100,12 @@ class Checkpoint:
         self._fingerprint, self._made_from = made_from, hashlib.sha256(text.encode()).hexdigest()
 
     def on(self, backend: Backend, plan: str = "", nodes: Any = ()) -> Callable[..., Any]:
-        """A function `cache(name, make)` that reads from disk what `make` made before a crash.
+        """A function `cache(name, make)` that reads what `make` made before a crash, or calls it.
 
-        Where there is nothing to read, it calls `make`.  `plan` names the way in which things are
-        made, and `nodes` those whose rows they hold beside the training rows; both depend on free
-        memory, and files that were made in another way are not read.  Where several processes make
-        a thing `together`, the first one reads and stores it; where they have rows of their own,
-        each its own.
+        `plan` names the way in which things are made, and `nodes` those whose rows they hold beside
+        the training rows; both depend on free memory, and files of another way are not read.  What
+        several processes make `together`, the first one reads and stores, unless each has rows of
+        its own.
         """
         made_from, nodes = self._made_from + plan, np.asarray(nodes, dtype=np.int64)
         if nodes.size:
@@ -138,8 +125,8 @@ class Checkpoint:
                 stored = backend.agreed(stored)
             if stored is not None:
                 return {
-                    name: str(array) if array.dtype.kind == "U" else backend.xp.asarray(array)
-                    for name, array in stored.items()
+                    key: str(array) if array.dtype.kind == "U" else backend.xp.asarray(array)
+                    for key, array in stored.items()
                 }
             start = time.perf_counter()
             made = make()
@@ -186,8 +173,7 @@ def read(path: Path, made_from: str) -> dict[str, Any] | None:
         stored = Archive(path, "a whole file of a checkpoint")
         stored.check_format("checkpoint")
         if str(stored["made_from"]) == made_from:
-            names = [name for name in stored.keys if name not in ("made_from", "format")]
-            return {name: stored[name] for name in names}
+            return {k: stored[k] for k in stored.keys if k not in ("made_from", "format")}
     return None
 
 
@@ -204,10 +190,9 @@ def fingerprint(
     """Hashes of the data, the parameters and the backend: all that must be the same.
 
     The data are as `HERTA.fit` has them after its checks, `rows` and `weights` of the training
-    nodes, and `split` the nodes of the other parts, whose scores a result holds.  Arrays are hashed
-    whole, with their type and shape, but for an X that is mapped from a file: reading it would take
-    as long as a part of the fit, so some of its rows and the file's size and time of change are
-    compared instead, and a message on a difference says so.
+    nodes, and `split` the nodes of the other parts.  To read an X that is mapped from a file takes
+    as long as a part of the fit: some of its rows and the file's size and time of change stand for
+    it.
     """
 
     def digest(*arrays: Any) -> Any:
@@ -277,10 +262,7 @@ def _listed(names: list[str]) -> str:
 
 
 def _hash(arrays: Sequence[Any], backend: Backend) -> Any:
-    """A hash of types, shapes and bytes in C order.
-
-    No more than a chunk of an array is copied at a time, whatever its layout or device.
-    """
+    """A hash of types, shapes and bytes in C order; a chunk of an array is copied at a time."""
     whole = hashlib.sha256()  # the fastest hash on processors with instructions for it
     for array in arrays:
         if array is None:

@@ -45,19 +45,19 @@ def checked_partition(partition: Any) -> Any:
 
 def check_table(table: Table, n: int) -> None:
     """A sentence unless the list has an entry for each of n nodes."""
-    if table.ranks.shape != (n,) or table.ranks.dtype.kind not in "iu":
-        raise ValueError(
-            f"{table.name} must name the rank of each of the {n:,} nodes, but holds "
-            f"{table.ranks.dtype} of shape {table.ranks.shape}."
-        )
+    ranks, name = table
+    if ranks.shape != (n,) or ranks.dtype.kind not in "iu":
+        held = f"{ranks.dtype} of shape {ranks.shape}"
+        raise ValueError(f"{name} must name the rank of each of the {n:,} nodes, but holds {held}.")
 
 
 def check_ranks(table: Table, size: int, part: Any) -> None:
     """A sentence unless this part of the list names ranks that there are."""
-    if part.size and not 0 <= int(part.min()) <= int(part.max()) < size:
+    wrong = part[(part < 0) | (part >= size)]
+    if wrong.size:
         raise ValueError(
-            f"{table.name} names rank {part[(part < 0) | (part >= size)][0]}, but there are ranks "
-            f"0 to {size - 1}: it was made for another number of ranks."
+            f"{table.name} names rank {wrong[0]}, but there are ranks 0 to {size - 1}: it was made "
+            "for another number of ranks."
         )
 
 

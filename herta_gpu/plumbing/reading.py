@@ -1,13 +1,8 @@
 """A matrix in a file, read ahead of its use.
 
-Whoever slices a memory map waits for the disk, page by page, while nothing else goes on.  Here a
-few threads read whole rows, in the order of the file, into a ring of buffers, and the caller works
-on one part while they fill the next ones:
-
-    threads   | part 0 | part 1 | part 2 | part 3 | ...
-    caller    | (wait) | use part 0 | use part 1 | use part 2 | ...
-
-Memory is that of the ring, whatever the size of the file.
+Whoever slices a memory map waits for the disk, page by page.  Here a few threads read whole rows,
+in the order of the file, into a ring of buffers, while the caller works on the part before.  Memory
+is that of the ring, whatever the size of the file.
 """
 
 from __future__ import annotations
@@ -20,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -88,11 +84,7 @@ class MappedRows:
         return cls(X, root)
 
     def still_there(self) -> bool:
-        """Whether the file is the one that was mapped, by its first and last row.
-
-        A map outlives the name of its file: whoever wrote another one there, or deleted it, has
-        left us with the map alone.
-        """
+        """Whether the file is still the one that was mapped, by its first and last row."""
         ends = np.empty((2, self._shape[1]), dtype=self._dtype)
         try:
             for row, at in zip(ends, (0, self._shape[0] - 1)):
@@ -111,10 +103,9 @@ class MappedRows:
     ) -> Generator[Any, None, None]:
         """X[rows, columns] of each part in turn, in buffers that are used again.
 
-        `wanted` are slices without a step, `reads` counts the pass, `ring` are flat arrays of X's
-        type that hold the largest part each, by default new ones.  `kept` parts, the newest
-        included, stay as they are when the next one is asked for; `before_reuse` is called with the
-        number of a part, in the caller's thread, before that part goes over an older one.
+        `ring` are flat arrays of X's type that hold the largest part each, by default new ones.
+        `kept` parts, the newest included, stay as they are when the next one is asked for;
+        `before_reuse` hears the number of a part before that part goes over an older one.
         """
         count = len(wanted)
         bounds = [
@@ -127,21 +118,20 @@ class MappedRows:
         step = max(1, _PIECE // self._stride)  # rows that a thread reads at once
         pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="herta-reads")
         begun: deque[tuple[Any, list[Future[None]]]] = deque()
-        started = 0
+        upcoming = iter(enumerate(bounds))
         try:
-            for i in range(count):
-                while started < min(count, i + 1 + len(ring) - kept):
+            for _ in range(count):
+                due = len(ring) - kept + 1 - len(begun)  # buffers that nobody uses
+                for started, (a, b, left, right) in islice(upcoming, due):
                     if before_reuse is not None and started >= len(ring):
                         before_reuse(started)
-                    a, b, left, right = bounds[started]
-                    room = ring[started % len(ring)]
-                    out = room[: (b - a) * (right - left)].reshape(b - a, right - left)
+                    out = ring[started % len(ring)][: (b - a) * (right - left)]
+                    out = out.reshape(b - a, right - left)
                     pieces = [
                         pool.submit(self._piece, a + j, left, right, out[j : j + step], reads)
                         for j in range(0, b - a, step)
                     ]
                     begun.append((out, pieces))
-                    started += 1
                 part, pieces = begun.popleft()
                 start = time.perf_counter()
                 for piece in pieces:
@@ -181,11 +171,7 @@ class MappedRows:
 
 
 def fill(out: Any, X: Any, rows: Any = None) -> None:
-    """``out[...] = X``, or ``X[rows]`` for an array of row numbers, on several threads.
-
-    One thread alone copies more slowly than a device takes the bytes, and waits for every page of a
-    mapped file that is still on the disk.
-    """
+    """``out[...] = X``, or ``X[rows]``: one thread copies more slowly than a device takes it."""
     step = max(1, _PIECE // max(1, out[:1].nbytes))
     if out.shape[0] < 2 * _THREADS * step:  # threads take longer to begin
         out[...] = X if rows is None else X[rows]
