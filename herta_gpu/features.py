@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from herta_gpu.backends.base import Array, Backend, Blocks, norm, unit_roundoff
-from herta_gpu.planning.memory import chunk_bytes
+from herta_gpu.planning.costs import chunk_bytes
 from herta_gpu.plumbing.building import distinct
 from herta_gpu.plumbing.interop import is_sparse, on_device, take_rows
 from herta_gpu.plumbing.progress import marked

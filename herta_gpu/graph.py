@@ -99,9 +99,9 @@ class Graph:
         num_nodes : int, optional
             Needed when the last nodes have no edge; by default the largest id plus one.
         edge_weight : array of m non-negative numbers, optional
-        duplicates : {None, "sum", "error"}
+        duplicates : {None, "sum"}
             None is the rule above.  "sum" counts the repeats of an edge without weights as its
-            weight.  "error" refuses an edge that is listed twice in one direction.
+            weight.
         folder : path, optional
             A new folder that the graph is written to while it is made, and then opened from:
             for graphs that are larger than the memory.  See `save` and `open`.
@@ -134,11 +134,8 @@ class Graph:
         Graph(3 nodes, 2 edges, unweighted)
         >>> Graph.from_edges(listed, edge_weight=[0.5, 1.5, 2.0, 1.0]).edges()[2].tolist()
         [2.0, 1.0]
-        >>> Graph.from_edges(listed, duplicates="error")
-        Traceback (most recent call last):
-        ValueError: Edge (0, 1) is listed more than once in this direction.
         """
-        check_choice("duplicates", duplicates, (None, "sum", "error"))
+        check_choice("duplicates", duplicates, (None, "sum"))
         check_choice("split", split, ("columns", "nodes"))
         if is_frame(edge_index):
             edge_index, edge_weight = edges_of_frame(edge_index, edge_weight)

@@ -24,9 +24,15 @@ from herta_gpu.graph import Graph, check_graph
 from herta_gpu.laplacian import RegularizedLaplacian
 from herta_gpu.losses import LOSSES
 from herta_gpu.more.hidden import each_draw
-from herta_gpu.planning.costs import BLOCK_WIDTH, Sizes, row_copies
+from herta_gpu.planning.costs import (
+    BLOCK_WIDTH,
+    Sizes,
+    block_width,
+    dealt_width,
+    outputs_at_once,
+    row_copies,
+)
 from herta_gpu.planning.forecast import Card
-from herta_gpu.planning.memory import block_width, dealt_width, outputs_at_once
 from herta_gpu.planning.plan import Decision, Plan, make_plan
 from herta_gpu.planning.settings import Settings
 from herta_gpu.plumbing.bundles import Method, takes_bundles

@@ -37,7 +37,7 @@ from herta_gpu.laplacian import (
     measure,
     proven_bounds,
 )
-from herta_gpu.planning.memory import block_width, column_bytes
+from herta_gpu.planning.costs import block_width, column_bytes
 from herta_gpu.plumbing.checks import (
     BudgetError,
     check_choice,

@@ -15,8 +15,7 @@ from herta_gpu.backends import backend_of_rows, get_backend
 from herta_gpu.backends.base import Array
 from herta_gpu.graph import Graph, check_graph, check_whole
 from herta_gpu.laplacian import RegularizedLaplacian, block_cg
-from herta_gpu.planning.costs import MOST_DRAWS, sample_size
-from herta_gpu.planning.memory import block_width
+from herta_gpu.planning.costs import MOST_DRAWS, block_width, sample_size
 from herta_gpu.plumbing.building import edge_keys
 from herta_gpu.plumbing.checks import (
     MAX_SEED,

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import scipy.sparse as sp
 
-import herta_gpu.planning.memory as memory
 from herta_gpu.backends import get_backend
 from herta_gpu.backends.cpu.reference import CPUBackend
 from herta_gpu.features import Features, bytes_held, has_hidden_columns
-from herta_gpu.planning.memory import chunk_bytes
+from herta_gpu.planning import costs
+from herta_gpu.planning.costs import chunk_bytes
 
 CPU = CPUBackend()
 KINDS = ("float64", "float32", "float16", "int", "fortran", "memmap", "csr", "csc")
@@ -40,7 +40,7 @@ def given(kind: str, X: Any, folder: Path) -> Any:
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "CHUNK_BYTES", 8 * 6 * 10)  # ten rows of six columns
+    monkeypatch.setattr(costs, "CHUNK_BYTES", 8 * 6 * 10)  # ten rows of six columns
 
 
 @pytest.mark.parametrize("ordered", [False, True], ids=["as given", "reordered"])
@@ -161,7 +161,7 @@ def test_rounding_of_products_is_within_its_bounds(kind: str, scale: float, tmp_
 
 
 def test_a_chunk_is_a_small_part_of_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "CHUNK_BYTES", 1 << 20)
+    monkeypatch.setattr(costs, "CHUNK_BYTES", 1 << 20)
     assert chunk_bytes(0) == 1 << 20  # no budget
     assert chunk_bytes(1 << 30) == 1 << 20
     assert chunk_bytes(1600) == 100

@@ -93,15 +93,6 @@ def test_conflicting_directions_are_an_error(edges, asked, u_v):
         Graph.from_edges(edges, **asked)
 
 
-@pytest.mark.parametrize("weight", [None, [1.0, 2.0, 3.0]])
-def test_repeats_of_one_direction_are_an_error_on_request(weight):
-    Graph.from_edges([[0, 1, 1], [1, 0, 1]], duplicates="error")
-    with pytest.raises(ValueError, match=r"Edge \(2, 1\) is listed more than once"):
-        Graph.from_edges([[2, 0, 2], [1, 1, 1]], edge_weight=weight, duplicates="error")
-    with pytest.raises(ValueError, match="duplicates must be one of None"):
-        Graph.from_edges([[0], [1]], duplicates="drop")
-
-
 def test_isolated_nodes_and_components():
     g = Graph.from_edges([[0, 2], [1, 3]], num_nodes=7)
     assert g.num_isolated == 3

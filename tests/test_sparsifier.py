@@ -10,8 +10,7 @@ from herta_gpu import HERTA, Graph, Sparsifier, effective_dimension
 from herta_gpu.backends import get_backend
 from herta_gpu.backends.cpu.reference import CPUBackend
 from herta_gpu.laplacian import RegularizedLaplacian
-from herta_gpu.planning.costs import sample_size
-from herta_gpu.planning.memory import column_bytes
+from herta_gpu.planning.costs import column_bytes, sample_size
 from herta_gpu.sparsifier import degree_scores, sketched_scores, sparsify
 from tests.conftest import dense_H, random_graph
 

@@ -13,9 +13,8 @@ from herta_gpu import datasets
 from herta_gpu.app.results import CommandOutput, bytes_text, table
 from herta_gpu.datasets import DataSizes
 from herta_gpu.herta import HERTA
-from herta_gpu.planning.costs import Sizes
+from herta_gpu.planning.costs import Sizes, column_bytes
 from herta_gpu.planning.forecast import Card, assumptions, choose_split, list_work, splits
-from herta_gpu.planning.memory import column_bytes
 from herta_gpu.planning.plan import Plan
 from herta_gpu.plumbing.checks import check_count, parse_bytes
 from herta_gpu.plumbing.partition import checked_partition, rows_moved

@@ -23,7 +23,7 @@ from herta_gpu.datasets.dataset import Dataset, check_training_split, data_dirs,
 from herta_gpu.datasets.npz import digits, load_npz, outline
 from herta_gpu.datasets.ogb import convert_ogb, load_ogb
 from herta_gpu.datasets.planetoid import find_planetoid, load_planetoid
-from herta_gpu.datasets.tables import from_tables, load_tables, read_edges, table_folder
+from herta_gpu.datasets.tables import from_tables, load_tables, table_folder
 from herta_gpu.graph import Graph
 from herta_gpu.plumbing.checks import as_labels, has_label, parse_bytes, train_rows
 from herta_gpu.plumbing.files import Archive, DataError, bytes_text
@@ -47,7 +47,6 @@ __all__ = [
     "load_planetoid",
     "load_tables",
     "names",
-    "read_edges",
     "sizes",
     "synthetic",
 ]

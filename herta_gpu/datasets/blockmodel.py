@@ -4,10 +4,9 @@ Degrees follow a power law, a share of the edges stays within a class, and featu
 around the mean of the class.  Everything comes from counter-based random numbers, one stream per
 chunk: the same seed gives the same graph whatever the number of threads.
 
-A large one is made once, into the cache, and mapped from there: neither the list of its edges nor
-X is ever in memory as a whole.  Edges are sorted outside of it: each chunk of them is sorted, and
-all are cut at the same keys, so that the n-th pieces of all chunks together are a range that memory
-holds: the ranges, sorted one by one, are the sorted list.
+A large one is made once, into the cache, and mapped from there.  Its edges are sorted outside of
+memory: each chunk is sorted, and all are cut at the same keys, so that the n-th pieces of all
+chunks together are a range that memory holds: the ranges, sorted one by one, are the sorted list.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ import math
 import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -93,11 +93,9 @@ def parse(text: str) -> Spec:
     pairs = text.split(",") if "=" in text else [f"scale={share or 1}"]
     given: dict[str, float] = {}
     for key, _, value in (pair.partition("=") for pair in pairs):
-        try:
+        with suppress(ValueError):
             given[key.strip()] = float(value)
-        except ValueError:
-            given[key.strip()] = math.nan
-        if not math.isfinite(given[key.strip()]):
+        if not math.isfinite(given.get(key.strip(), math.nan)):
             raise ValueError(f"{value!r} in synthetic:{text} is not a number.")
     spec = None
     if "=" in text:
@@ -189,8 +187,10 @@ def _open_large(spec: Spec, seed: int, features: bool, name: str) -> Dataset:
 
 def _without_features(spec: Spec, seed: int, folder: Path | None, stages: Stages) -> Dataset:
     """Graph, labels and split; with a folder, the graph and what leads to it are files there."""
-    least = 17 if folder is None else 0
-    held = least if worth_compiling(spec.n + spec.m) else KEY_BYTES[1]  # bytes an edge, at most
+    held = (
+        0 if folder is not None else 17
+    )  # bytes an edge, if the loops that join them are compiled
+    held = held if worth_compiling(spec.n + spec.m) else KEY_BYTES[1]
     check_size(spec.n, spec.m, "The n of synthetic:", KEY_BYTES[0], held)
     # Inside, nodes are sorted by class, so that a class is a range of the stubs.
     rank, sizes = _stream(seed, 0).permutation(spec.n), np.linspace(1.5, 0.5, spec.c)
@@ -227,12 +227,10 @@ def _stream(seed: int, part: int, chunk: int = 0) -> np.random.Generator:
 def _stubs(spec: Spec, seed: int) -> Any:
     """Node ids, each as often as its expected degree asks for; classes stay contiguous.
 
-    Expected degrees are Pareto, capped so that no node takes more than about sqrt(m) edges.  A
-    uniform draw from this list costs one look-up where a cumulated sum costs a binary search.
+    Expected degrees are Pareto, capped so that no node takes more than about sqrt(m) edges.
     """
     weight = np.empty(spec.n, dtype=np.float32)
     cap = max(2.0, math.sqrt(max(spec.m, 1)) / max(1.0, spec.m / spec.n))
-
     for a in range(0, spec.n, _EDGE_CHUNK):
         part = weight[a : a + _EDGE_CHUNK]
         uniform = _stream(seed, 1, a // _EDGE_CHUNK).random(part.shape[0])
@@ -288,13 +286,10 @@ def _edges(
     while (found := int(before[-1])) < spec.m:
         drawn = int(1.05 * (spec.m - found)) + 1000
         keys = room(np.int64, (drawn,))
-        parts = [
-            (keys[a : a + _EDGE_CHUNK], first + a // _EDGE_CHUNK)
-            for a in range(0, drawn, _EDGE_CHUNK)
-        ]
-        runs += _in_parallel(
-            lambda part: draw(*part), parts, stages.progress("edges drawn", "chunks")
-        )
+        starts_at = range(0, drawn, _EDGE_CHUNK)
+        parts = [(keys[a : a + _EDGE_CHUNK], first + i) for i, a in enumerate(starts_at)]
+        tell = stages.progress("edges drawn", "chunks")
+        runs += _in_parallel(lambda part: draw(*part), parts, tell)
         first += len(parts)
         tell = stages.progress("edges sorted", "ranges")
         before[1:] = np.cumsum(_in_parallel(lambda i: sorted_range(i).size, range(ranges), tell))

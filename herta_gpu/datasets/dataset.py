@@ -117,10 +117,7 @@ class Dataset:
         return replace(self, X=np.hstack([self.X, column.astype(self.X.dtype)]))
 
     def rows_of(self, part: Graph) -> Dataset:
-        """The rows of the nodes that `part`, a graph split by nodes, has here, with their numbers.
-
-        A memory-mapped X stays one where these are a range.
-        """
+        """The rows of the nodes that `part`, a graph split by nodes, has here, a range mapped."""
         at = part.nodes
         split = {name: _places(np.asarray(ids), at) for name, ids in self.split.items()}
         X, y = (None if rows is None else rows[at] for rows in (self.X, self.y))

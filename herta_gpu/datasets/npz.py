@@ -79,7 +79,7 @@ def outline(archive: Archive) -> Outline:
         given = archive["num_nodes"]
         plain = given.size == 1 and given.dtype.kind in "iuf"
         number = given.reshape(-1)[0] if plain else np.nan
-        if not np.isfinite(number) or number != int(number) or number < 1:
+        if not (number >= 1 and np.isfinite(number) and number == int(number)):
             shown = number if plain else f"{given.dtype} of shape {given.shape}"
             raise DataError(f"{path}: num_nodes must be a positive whole number, not {shown}.")
         if n is not None and n != number:

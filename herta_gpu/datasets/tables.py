@@ -151,17 +151,6 @@ def table_folder(name: str, folders: list[Path]) -> Path | None:
     return None
 
 
-def read_edges(path: Any, num_nodes: int | None = None) -> Graph:
-    """An edge list from CSV (also .tsv, .txt, .gz), Parquet or a DataFrame; see `from_tables`.
-
-    Repeated edges are merged by the rule of `Graph.from_edges`.
-    """
-    graph, note = _edges(_read(path), num_nodes)
-    if "not used" in note:
-        warnings.warn(note, stacklevel=2)
-    return graph
-
-
 @dataclass
 class Table:
     """Rows and columns of numbers, or of objects where some are text, and the columns' names."""

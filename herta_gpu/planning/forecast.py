@@ -10,8 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from herta_gpu.planning.costs import Sizes
-from herta_gpu.planning.memory import CARD_SHARE
+from herta_gpu.planning.costs import CARD_SHARE, Sizes
 from herta_gpu.planning.plan import Decision, Plan
 from herta_gpu.plumbing.checks import memory_budget
 
@@ -104,8 +103,7 @@ def assumptions(cut: float | None, partition: str) -> str:
     rate = f"assumed, not measured: {_NETWORK / 1e9:g} GB/s between ranks"
     if cut is not None:
         return f"{cut:.2f} n rows go from rank to rank in a product by {partition}, counted; {rate}"
-    left = f"for each doubling of the ranks {_CUT:g} n rows that others need"
-    return f"{rate}, and {left}, as METIS left of ogbn-arxiv"
+    return f"{rate}, and {_CUT:g} n rows for each doubling of ranks, as METIS left of ogbn-arxiv"
 
 
 def splits(
@@ -113,8 +111,7 @@ def splits(
 ) -> tuple[Split, Split]:
     """By columns and by nodes of `sizes.ranks`, of a plan that takes so long in one process.
 
-    `cut` are the rows that go from rank to rank in a product, in shares of all rows, where they
-    were counted.  `sizes.X_bytes` are those of X, where it is in memory.
+    `cut` are the rows that go from rank to rank in a product, in shares of all, where counted.
     """
     d, ranks, X_bytes = sizes.d, sizes.ranks, sizes.X_bytes
     whole = sum(plan.memory.values())

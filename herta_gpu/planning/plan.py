@@ -7,8 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from herta_gpu.planning import costs
-from herta_gpu.planning.costs import BLOCK_WIDTH, Case, Q_tolerance, Sizes, row_tolerance
-from herta_gpu.planning.memory import BETA, DETERMINISTIC, Layout, fitting_layout, sketch
+from herta_gpu.planning.costs import Case, Layout, Q_tolerance, Sizes, row_tolerance
 from herta_gpu.planning.settings import NEWTON_SIZE, Settings
 from herta_gpu.plumbing.checks import BudgetError
 
@@ -68,10 +67,9 @@ class Recipe:
         return "float64" if self.exact else working
 
     def blocks(self, d: int) -> list[slice]:
-        """The columns of X in blocks of about the same size: none is narrow without need.
+        """The columns of X in blocks of about the same size, multiples of four: 100 are 52 + 48.
 
-        In multiples of four columns, which a GPU reads at once: 100 are 52 + 48, not 50 + 50.  The
-        CPU takes 0.86 of the time for those, too (ogbn-arxiv): one whole vector less in each row.
+        A GPU reads four at once, and the CPU takes 0.86 of the time for those, too (ogbn-arxiv).
         """
         step = -(-d // -(-d // self.width))
         step = min(-(-step // 4) * 4, self.width)
@@ -118,10 +116,7 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Plan:
-    """The decisions of a fit; prints as a table.
-
-    Nothing changes it: what turned out otherwise is told by the fitted model's `changes_`.
-    """
+    """The decisions of a fit, as a table; what turned out otherwise is in `changes_`."""
 
     strategy: str  # "herta" or "direct"
     n_samples: int | None  # edges to sample for L_tilde; None: the full graph
@@ -141,10 +136,7 @@ class Plan:
 
     @property
     def identity(self) -> str:
-        """What decides the coordinates of training and its last bits, in one word.
-
-        A fit that goes on from a checkpoint may have more memory or less, and so another plan.
-        """
+        """What decides coordinates and last bits; with other memory the plan may be another."""
         made = (self.n_samples, self.loop_samples, self.solve_width, self.outputs, self.recipe)
         return repr(made)
 
@@ -166,7 +158,7 @@ def make_plan(sizes: Sizes, settings: Settings, budget: int, reordered: bool = F
         stored = direct and _stored(sizes, settings, by_rows)
         wanted = _certificate(sizes, settings, by_rows, samples.value, stored)
         try:
-            way = fitting_layout(Layout(sizes, settings, wanted, stored, by_rows), budget)
+            way = costs.fitting_layout(Layout(sizes, settings, wanted, stored, by_rows), budget)
             break
         except BudgetError:
             if strategy is strategies[-1]:
@@ -234,7 +226,7 @@ def _recipe(way: Layout, direct: bool, look: bool) -> Recipe:
         sketch_rows=way.sketch_rows,
         by_rows=way.by_rows,
         row_tol=row_tolerance(settings, look),
-        all_rows=way.certificate in DETERMINISTIC,
+        all_rows=way.certificate in costs.DETERMINISTIC,
         keep_rows=(way.stored or not settings.quadratic) and useful and way.sketch_rows is None,
         whiten=whiten,
         goal=goal,
@@ -246,7 +238,7 @@ def _recipe(way: Layout, direct: bool, look: bool) -> Recipe:
 
 def _layout_decisions(way: Layout) -> list[Decision]:
     width, outputs, c = way.width, way.outputs, way.sizes.c
-    rows, why = sketch(way.sizes, way.settings, way.by_rows)
+    rows, why = costs.sketch(way.sizes, way.settings, way.by_rows)
     if way.stored and not way.by_rows:
         rows, why = None, "Q itself is never stored"
     elif way.sketch_rows != rows:
@@ -256,7 +248,7 @@ def _layout_decisions(way: Layout) -> list[Decision]:
     each = "each block is finished before the next"
     told = {
         ("sketch", "no" if rows is None else f"{rows:,} rows", why): True,
-        ("columns at once", shown, f"at most {BLOCK_WIDTH}, as they fit"): True,
+        ("columns at once", shown, f"at most {costs.BLOCK_WIDTH}, as they fit"): True,
         ("outputs at once", f"{outputs} of {c:,}", each): not way.stored and outputs < c,
         ("neighbours", "read again for each product", paged): way.paged,
         ("training", "on the host", "outputs do not fit beside the graph"): way.on_host,
@@ -316,7 +308,7 @@ def _samples(sizes: Sizes, settings: Settings, direct: bool) -> Chosen:
         value, why = wish.count, f"as asked, of {m:,} edges"
     else:
         faithful = always and settings.scores == "sketch"
-        eps = BETA / (3 * max(settings.lam, 1.0)) if faithful else AUTO_EPS
+        eps = costs.BETA / (3 * max(settings.lam, 1.0)) if faithful else AUTO_EPS
         s = costs.sample_size(sizes.n_lambda(), sizes.n, eps)
         if always:
             value, why = min(s, m), "Algorithm 2" if faithful else "by degree scores"

@@ -155,19 +155,18 @@ class Settings:
                 "Rows whose length depends on the draw have no mean of draws: with row_norm and "
                 'hidden_at="before" use hidden_draws=1.'
             )
-        if made.several:  # which make no sense with what is for one lam
-            wrong, for_one = "", made.strategy == "herta" or not made.precondition
-            if for_one:
-                asked = 'strategy="herta"' if made.precondition else "precondition=False"
-                wrong = ", hops, row norms, a hidden layer behind the diffusion and label features "
-                wrong += f"are trained on stored rows: {asked} is for one lam."
-            elif made.custom_P:
-                wrong = " need no sampled P: sparsify and sketch are for one lam."
-            elif made.loss != "mse" and made.optimizer not in ("cg", "lbfgs"):
-                wrong = f' with loss="{made.loss}" take optimizer="lbfgs", not "{made.optimizer}": '
-                wrong += "its steps are for one lam."
-            if wrong:
-                raise ValueError(f"Several lam{wrong}")
+        other = made.loss != "mse" and made.optimizer not in ("cg", "lbfgs")
+        for what, asked in (
+            ('strategy="herta"', made.strategy == "herta"),
+            ("precondition=False", not made.precondition),
+            ("sparsify or sketch", made.custom_P),
+            (f'optimizer="{made.optimizer}" (not "lbfgs") with loss="{made.loss}"', other),
+        ):
+            if made.several and asked:
+                raise ValueError(
+                    "Several lam, hops, row norms, a hidden layer behind the diffusion and label "
+                    f"features are trained on stored rows: {what} is for one lam."
+                )
         return made
 
     @property

@@ -24,11 +24,9 @@ from herta_gpu.plumbing.checks import (
     CHUNK,
     KEY_BYTES,
     check_edges,
-    check_repeats,
     check_size,
     check_weights,
     directions_differ,
-    repeated,
 )
 from herta_gpu.plumbing.files import GraphWriter
 from herta_gpu.plumbing.machine import host_memory, num_threads
@@ -55,14 +53,11 @@ def build(
     w = np.broadcast_to(1.0, m) if w is None and weighted else w
     writer = None if folder is None else GraphWriter(folder, n, 2 * m, weighted)
     if not fast:
-        arrays = _with_scipy(edges, w, n, duplicates)
+        arrays = _with_scipy(edges, w, n)
         if writer is None:
             return arrays
         writer.write(*arrays)
         return None
-    if duplicates == "error":
-        with ThreadPoolExecutor(num_threads()) as pool:
-            _Rows(pool, edges, None, n, both=False).check_repeats()
     with nullcontext() if writer is None else writer:
         arrays = _with_kernels(edges, w, n, writer)
     return arrays if writer is None else None
@@ -78,18 +73,15 @@ def worth_compiling(size: int) -> bool:
 class _Rows:
     """How many entries each row has before any are merged, and how they get there."""
 
-    def __init__(
-        self, pool: ThreadPoolExecutor, edges: Any, w: Any, n: int, both: bool = True
-    ) -> None:
-        """`both`: each edge has an entry in the row of either end; else of its first end only."""
+    def __init__(self, pool: ThreadPoolExecutor, edges: Any, w: Any, n: int) -> None:
         from herta_gpu.backends.cpu.kernels import building as kernels
 
-        self.pool, self.kernels, self.edges, self.w, self.both = pool, kernels, edges, w, both
+        self.pool, self.kernels, self.edges, self.w = pool, kernels, edges, w
         self.threads, self.ids = num_threads(), np.uint32 if n < NARROW else np.int64
         self.indptr = np.zeros(n + 1, dtype=np.int64)
         ranges = [n * t // self.threads for t in range(self.threads + 1)]
         for ends, part in self._chunks():
-            self.each(partial(kernels.count, ends, part), ranges, both, self.indptr)
+            self.each(partial(kernels.count, ends, part), ranges, self.indptr)
         self.total = int(kernels.starts(self.indptr))
 
     def _chunks(self) -> Iterator[tuple[Any, Any]]:
@@ -115,14 +107,12 @@ class _Rows:
         inner = first + np.searchsorted(self.indptr[first + 1 : last + 1], wanted)
         return sorted({first, *inner.tolist(), last})
 
-    def fill(
-        self, first: int, last: int, codes: Any, weights: Any = None, loops: Any = None
-    ) -> None:
+    def fill(self, first: int, last: int, codes: Any, weights: Any, loops: Any) -> None:
         """Rows first..last into the arrays given; afterwards indptr has their ends."""
         base, ranges = self.start(first), self.cuts(first, last, self.threads)
-        to = (self.both, self.indptr, base, codes, weights, loops)
         for ends, part in self._chunks():
-            self.each(partial(self.kernels.scatter, ends, part), ranges, *to)
+            job = partial(self.kernels.scatter, ends, part)
+            self.each(job, ranges, self.indptr, base, codes, weights, loops)
 
     def merge(self, first: int, last: int, codes: Any, weights: Any, loops: Any) -> tuple[int, int]:
         """Fill rows first..last and merge them to the front of the arrays given.
@@ -151,17 +141,6 @@ class _Rows:
             indptr[a + 1 : b + 1] += at - begin[a]
             at, others = at + end - begin[a], others + other
         return at - before, others
-
-    def check_repeats(self) -> None:
-        """As `checks.check_repeats`, without keys."""
-        n = self.indptr.shape[0] - 1
-        codes, ranges = np.empty(self.total, self.ids), self.cuts(0, n, 8 * self.threads)
-        begin = {row: self.start(row) for row in ranges}
-        self.fill(0, n, codes)
-        first = self.kernels.first_repeat
-        for u, v in self.each(lambda a, b: first(self.indptr, codes, a, b, begin[a]), ranges):
-            if u >= 0:
-                repeated(u, v)
 
 
 def _with_kernels(edges: Any, w: Any, n: int, writer: GraphWriter | None) -> Arrays:
@@ -214,8 +193,8 @@ def row_sums(values: Any, indptr: Any, out: Any) -> Any:
 
 
 # ---- by sorted keys, with NumPy or CuPy --------------------------------------------------
-def _with_scipy(edges: Any, w: Any, n: int, duplicates: str | None) -> Arrays:
-    lo, hi, w, degree = merge_edges(np, edges.astype(np.int64, copy=False), w, n, duplicates)
+def _with_scipy(edges: Any, w: Any, n: int) -> Arrays:
+    lo, hi, w, degree = merge_edges(np, edges.astype(np.int64, copy=False), w, n)
     indptr, indices, weights = of_edges(lo, hi, w, n)
     if degree is None:
         return indptr, indices, None, None
@@ -224,16 +203,12 @@ def _with_scipy(edges: Any, w: Any, n: int, duplicates: str | None) -> Arrays:
     return indptr, indices, weights, degree if weights is not None or looped else None
 
 
-def merge_edges(
-    xp: Any, edges: Any, w: Any, n: int, duplicates: str | None
-) -> tuple[Any, Any, Any, Any]:
+def merge_edges(xp: Any, edges: Any, w: Any, n: int) -> tuple[Any, Any, Any, Any]:
     """(lo, hi, weight) of each undirected edge once, sorted, and (n,) the weights of self-loops.
 
     No weights if all are 1; the loops are None where no weights are given.
     """
     u, v = edges
-    if duplicates == "error":
-        check_repeats(xp, u, v, n)
     if w is None:
         keys = distinct(xp, xp.sort(edge_keys(u, v, n, xp)[u != v]))
         return keys // n, keys % n, None, None

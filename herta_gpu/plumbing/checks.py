@@ -420,20 +420,8 @@ def check_weights(edge_weight: Any, m: int) -> Any | None:
     return w
 
 
-def repeated(a: int, b: int) -> NoReturn:
-    raise ValueError(f"Edge ({a}, {b}) is listed more than once in this direction.")
-
-
 def directions_differ(a: int, b: int, ahead: float, back: float) -> NoReturn:
     raise ValueError(
         f"Edge ({a}, {b}) has weight {ahead:g} but ({b}, {a}) has {back:g}: "
         "an undirected graph needs one weight for both directions."
     )
-
-
-def check_repeats(xp: Any, u: Any, v: Any, n: int) -> None:
-    """An error that names the first edge, by its ids, that one direction lists twice."""
-    key = xp.sort(u * n + v)
-    again = key[1:] == key[:-1]
-    if bool(again.any()):  # synchronize!
-        repeated(*divmod(int(key[int(xp.argmax(again))]), n))  # synchronize!

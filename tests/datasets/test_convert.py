@@ -16,8 +16,8 @@ from herta_gpu.datasets import (
     from_networkx,
     from_pyg,
     from_scipy,
+    from_tables,
     load,
-    read_edges,
 )
 
 
@@ -137,7 +137,7 @@ def loaded_everywhere(folder, edges):
     np.savez(folder / "e.npz", edge_index=edges, num_nodes=n)
     yield load(str(folder / "e.npz")).graph
     np.savetxt(folder / "e.csv", edges.T, fmt="%d", delimiter=",")
-    yield read_edges(folder / "e.csv")
+    yield from_tables(folder / "e.csv").graph
     yield from_pyg(SimpleNamespace(edge_index=edges, num_nodes=n)).graph
     dgl = SimpleNamespace(edges=lambda: tuple(edges), num_nodes=lambda: n, ndata={})
     yield from_dgl(dgl).graph

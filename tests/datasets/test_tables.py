@@ -14,7 +14,7 @@ import scipy.sparse as sp
 
 from herta_gpu import HERTA, Graph
 from herta_gpu.app.cli import main
-from herta_gpu.datasets import DataError, from_tables, load, load_tables, read_edges, sizes
+from herta_gpu.datasets import DataError, from_tables, load, load_tables, sizes
 
 PATH = {(0, 1), (1, 2), (2, 3)}  # the edges of the tables below
 X = [[0.5, 2.0], [-1.5, 0.0], [3.0, 1.0], [2.5, 7.0]]
@@ -392,16 +392,15 @@ def test_parquet_by_names_and_wrong_ones(tmp_path):
     pytest.importorskip("pyarrow")
     frame = pd.DataFrame({"w": [1.0, 2.0], "v": [1, 2], "u": [0, 1]})
     frame.to_parquet(tmp_path / "e.parquet")
-    assert read_edges(tmp_path / "e.parquet").adjacency().toarray()[2, 1] == 2.0
+    assert from_tables(tmp_path / "e.parquet").graph.adjacency().toarray()[2, 1] == 2.0
     frame.set_index(["u", "v"]).to_parquet(tmp_path / "e.parquet")
-    assert read_edges(tmp_path / "e.parquet").adjacency().toarray()[2, 1] == 2.0
+    assert from_tables(tmp_path / "e.parquet").graph.adjacency().toarray()[2, 1] == 2.0
     frame.assign(when=1).to_parquet(tmp_path / "e.parquet")
-    with pytest.warns(UserWarning, match=r"e\.parquet: 2 edges .*not used: when"):
-        read_edges(tmp_path / "e.parquet")
+    assert "(not used: when)" in from_tables(tmp_path / "e.parquet").metadata["note"]
     frame.astype({"u": str}).to_parquet(tmp_path / "e.parquet")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert read_edges(tmp_path / "e.parquet").num_edges == 2  # quoted numbers
+        assert from_tables(tmp_path / "e.parquet").graph.num_edges == 2  # quoted numbers
     by_name = pd.DataFrame({"x": [1.0, 2.0, 3.0]}, index=pd.Index([2, 0, 1], name="node_id"))
     by_name.to_parquet(tmp_path / "x.parquet")
     frame.to_parquet(tmp_path / "e.parquet")
@@ -423,7 +422,7 @@ def test_arrays_beside_a_table_of_edges(tmp_path):
 def test_a_compressed_table_with_a_mark(tmp_path):
     with gzip.open(tmp_path / "e.csv.gz", "wt", encoding="utf-8-sig") as file:
         file.write("1,2\n0,1\n")
-    assert pairs(read_edges(tmp_path / "e.csv.gz")) == {(0, 1), (1, 2)}
+    assert pairs(from_tables(tmp_path / "e.csv.gz").graph) == {(0, 1), (1, 2)}
 
 
 # ---- arrays and DataFrames in Python ----------------------------------------------------------

@@ -68,7 +68,7 @@ from herta_gpu.backends.cuda.traffic import (
 )
 from herta_gpu.backends.cuda.transfer import StreamedBlocks, give_back_pinned, is_large, upload
 from herta_gpu.graph import Graph
-from herta_gpu.planning.memory import CARD_SHARE, FRAGMENTS
+from herta_gpu.planning.costs import CARD_SHARE, FRAGMENTS
 from herta_gpu.plumbing.building import by_community
 from herta_gpu.plumbing.interop import on_device
 

@@ -68,7 +68,7 @@ def from_device_edges(
     w = None if edge_weight is None else backend.asarray(edge_weight)
     n = _check(backend, edges, num_nodes, w)
     w = xp.ones(edges.shape[1]) if w is None and duplicates == "sum" else w
-    lo, hi, weight, loops = merge_edges(xp, edges.astype("int64"), w, n, duplicates)
+    lo, hi, weight, loops = merge_edges(xp, edges.astype("int64"), w, n)
     rows, columns = xp.concatenate([hi, lo]), xp.concatenate([lo, hi])
     sort = xp.argsort(rows * n + columns)
     indptr = xp.zeros(n + 1, dtype="int64")

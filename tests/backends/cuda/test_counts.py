@@ -22,7 +22,7 @@ from herta_gpu import HERTA, Graph, SDDSolver
 from herta_gpu.app.cli import main
 from herta_gpu.backends.cuda.graphs import derived
 from herta_gpu.laplacian import RegularizedLaplacian, block_cg
-from herta_gpu.planning.memory import column_bytes
+from herta_gpu.planning.costs import column_bytes
 from tests.backends.cuda import ledger_table, more_checks
 from tests.backends.cuda import primitive_checks as checks
 from tests.backends.cuda.kernel_checks import few_blocks

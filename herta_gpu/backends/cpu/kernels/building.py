@@ -23,7 +23,7 @@ def _note(i, row, other, back, e, rows, codes, edges):  # type: ignore[no-untype
 
 
 @inline
-def _pick(ends, w, begin, end, first, last, both, rows, codes, edges):  # type: ignore[no-untyped-def]
+def _pick(ends, w, begin, end, first, last, rows, codes, edges):  # type: ignore[no-untyped-def]
     """The entries of rows first..last from edges begin..end, one behind the other.
 
     Which edges are ours is random: a branch would be guessed wrongly half of the time.
@@ -31,27 +31,23 @@ def _pick(ends, w, begin, end, first, last, both, rows, codes, edges):  # type: 
     found, width = 0, np.uint64(last - first)
     for e in range(begin, end):
         u, v = np.int64(ends[0, e]), np.int64(ends[1, e])
-        back, wanted = np.int64(u > v), np.int64(not both or u != v)
+        back, wanted = np.int64(u > v), np.int64(u != v)
         if w is not None:
             wanted &= np.int64(w[e] != 0)
         _note(found, u, v, back, e, rows, codes, edges)
         found += wanted & np.int64(np.uint64(u - first) < width)
-        if both:
-            _note(found, v, u, back, e, rows, codes, edges)
-            found += wanted & np.int64(np.uint64(v - first) < width)
+        _note(found, v, u, back, e, rows, codes, edges)
+        found += wanted & np.int64(np.uint64(v - first) < width)
     return found
 
 
 @kernel
-def count(ends, w, first, last, both, indptr):  # type: ignore[no-untyped-def]
-    """Add to indptr[i + 1] how many entries row i, first <= i < last, gets from these edges.
-
-    `both`: a row of each end, self-loops aside; else one of the first end, whatever the other.
-    """
+def count(ends, w, first, last, indptr):  # type: ignore[no-untyped-def]
+    """Add to indptr[i + 1] how many entries row i, first <= i < last, gets from these edges."""
     m, rows = ends.shape[1], np.empty(2 * _BLOCK + 2, ends.dtype)
     for begin in range(0, m, _BLOCK):
         end = min(begin + _BLOCK, m)
-        for i in range(_pick(ends, w, begin, end, first, last, both, rows, None, None)):
+        for i in range(_pick(ends, w, begin, end, first, last, rows, None, None)):
             indptr[np.int64(rows[i]) + 1] += 1
 
 
@@ -67,7 +63,7 @@ def starts(indptr):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def scatter(ends, w, first, last, both, indptr, base, codes, weights, loops):  # type: ignore[no-untyped-def]
+def scatter(ends, w, first, last, indptr, base, codes, weights, loops):  # type: ignore[no-untyped-def]
     """Put each entry into its row; indptr[i + 1] moves from the start of row i to its end.
 
     The entry numbered `base` is the first of `codes` and `weights`.
@@ -77,7 +73,7 @@ def scatter(ends, w, first, last, both, indptr, base, codes, weights, loops):  #
     place, edges = np.empty(size, np.int64), None if w is None else np.empty(size, np.int64)
     for begin in range(0, m, _BLOCK):
         end = min(begin + _BLOCK, m)
-        found = _pick(ends, w, begin, end, first, last, both, rows, picked, edges)
+        found = _pick(ends, w, begin, end, first, last, rows, picked, edges)
         for i in range(found):
             row = np.int64(rows[i]) + 1
             at = indptr[row]
@@ -222,19 +218,6 @@ def merge_weighted(indptr, base, codes, weights, first, last, start, clash):  # 
         indptr[i + 1] = at + base
         begin = end
     return at + base, others, False
-
-
-@kernel
-def first_repeat(indptr, codes, first, last, start):  # type: ignore[no-untyped-def]
-    """(row, neighbour) of the first entry that a row has twice; (-1, -1) without one."""
-    keys, spare, _ = spares(indptr, first, last, start, codes)
-    for i in range(first, last):
-        sort(codes, None, start, indptr[i + 1], keys, spare, None)
-        for e in range(start + 1, indptr[i + 1]):
-            if codes[e] == codes[e - 1]:
-                return i, np.int64(codes[e]) >> 1
-        start = indptr[i + 1]
-    return np.int64(-1), np.int64(-1)
 
 
 @kernel
