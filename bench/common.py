@@ -23,7 +23,6 @@ import scipy.sparse as sp
 
 from herta_gpu import Graph
 from herta_gpu.datasets import load
-from herta_gpu.plumbing.building import edge_keys, of_keys
 
 ROOT = Path(__file__).parent.parent
 QUICK = "--quick" in sys.argv
@@ -180,5 +179,5 @@ def random_power_law(n: int, m: int, seed: int = 0) -> Graph:
     for start in range(0, m, 1 << 22):  # a part at a time: memory for large m
         # Expected degrees fall like rank^-1/2, whose cumulated sum is a square root.
         u, v = (name[np.int64(n * rng.random(min(1 << 22, m - start)) ** 2)] for _ in range(2))
-        parts.append(edge_keys(u, v, n)[u != v])
-    return Graph(*of_keys(np.concatenate(parts), n))
+        parts.append(np.stack([u, v])[:, u != v])
+    return Graph.from_edges(np.concatenate(parts, axis=1), num_nodes=n)

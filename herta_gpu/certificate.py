@@ -686,7 +686,7 @@ class StoredProblem:
         if self.loss.quadratic:
             return self.least_squares(tol)
         # It holds several arrays of n_train x c, which may be too much for a GPU, not for the host.
-        backend = self.host or self.backend
+        backend = self.host or self.backend.for_steps()
         memory = int(self.backend.agreed(backend.memory_available()))
 
         def there(x: Array) -> Array:

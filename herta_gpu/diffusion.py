@@ -256,7 +256,10 @@ class Rows:
             factor = goal / worst
             passes = max(1, math.ceil(math.log(factor) / math.log(min(least, 0.1)) - 1e-9))
             degree = chebyshev_degree(H, _MARGIN * factor ** (1 / passes))
-            Z = chebyshev(H, B, degree, iterates, work.half)
+            if H.factor is not None:
+                Z, degree = H.inverse(B), 1
+            else:
+                Z = chebyshev(H, B, degree, iterates, work.half)
             rows += Z[self.train]
             others += Z[self.evaluate]
             before, norms = norms, _residual(H, source, Z, B)

@@ -36,6 +36,7 @@ class RegularizedLaplacian:
             check_whole(graph, "This")
         self.hops = 0  # products with S = I - L, in place of a solve
         self._in: dict[str, Laplacian] = {}
+        self.factor: Any = None  # a sparse one, where a plan solves by it
 
     def on(self, graph: Graph) -> RegularizedLaplacian:
         """I + lam L of another graph on the same nodes: a sampled one."""
@@ -45,6 +46,9 @@ class RegularizedLaplacian:
         """I + lam L of the same graph, which is not stored twice."""
         other = copy(self)  # with the same dictionary of arrays
         other.lam = float(lam)
+        other.factor = None
+        if self.factor is not None and lam > 0:
+            other.factored()
         return other
 
     def power(self, hops: int) -> RegularizedLaplacian:
@@ -62,6 +66,16 @@ class RegularizedLaplacian:
     def hop_rounding(self, columns: int) -> float:
         """||computed S^hops b - S^hops b|| <= this ||b|| in float64: |S| is no longer than S."""
         return self.hops * self.at(1.0).rounding(columns)
+
+    def factored(self) -> int:
+        """Non-zeros of a sparse factor, which is made if there is none; 0 if it would be full."""
+        if self.factor is None:
+            self.factor = self.backend.factor(self.laplacian("float64"), self.lam)
+        return self.factor.nnz if self.factor is not None else 0
+
+    def inverse(self, B: Array) -> Array:
+        """H^-1 B by the factor, in float64; nothing is proven of it but what its residual says."""
+        return self.backend.xp.ascontiguousarray(self.factor.solve(B.astype("float64", copy=False)))
 
     def laplacian(self, dtype: str | None = None) -> Laplacian:
         dtype = str(np.dtype(dtype or self.dtype))
@@ -177,6 +191,7 @@ def block_cg(
     k, wide = B.shape[1], H.backend.padded(B.shape[1], H.dtype)
     with marked("solve", columns=k, tol=tol):
         B = _block(H.backend, B, wide)  # a B that nobody else holds is freed
+        guess = guess if H.factor is None else H.inverse(B)
         Z = None if guess is None else _block(H.backend, guess, wide, new=True)
         return _refined(H, B, tol, Z, max_iter, k)
 

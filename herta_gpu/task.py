@@ -95,6 +95,8 @@ class Task:
             sizes = count_sizes(self.H, self.X, self.targets, s, run.budget, self.wanted.size)
             plan = make_plan(sizes, s, run.budget, reordered=self.graph is not self.given)
             backend.same(plan, "plan")
+        if plan.recipe.way != "factor":
+            self.H.factor = None
         self.eval_nodes = self.wanted[: plan.beside]  # all of them, or none
         if run.checkpoint is not None:
             run.checkpoint.claim()  # nothing can be refused any more
@@ -215,5 +217,7 @@ def count_sizes(
         curvature=LOSSES[settings.loss].start_curvature(c),
         top=H.lambda_max,
         can_sample=backend.samples,
+        slowness=backend.slowness,
+        factored=H.factored if backend.xp is np and backend.whole else None,
         effective=lambda: float(backend.total(float(degree_scores(H.graph, H.lam).sum()))),
     )

@@ -121,6 +121,7 @@ def test_fitting_by_community_reaches_the_same_optimum(loss):
 
 def test_short_fits_are_not_worth_a_search_for_communities(monkeypatch):
     monkeypatch.setattr("herta_gpu.graph.LARGE", 1)
+    monkeypatch.setattr("herta_gpu.backends.SMALL", 0)
     asked = []
     monkeypatch.setattr("herta_gpu.graph.by_community", lambda *_: asked.append(1))
     g, _, y, train = problem()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from functools import cache
+from functools import cache, partial
 from importlib.util import find_spec
 from math import prod
 from typing import Any
@@ -15,16 +15,17 @@ from herta_gpu.backends.cuda.graphs import DeviceGraph
 from herta_gpu.planning.settings import check_device
 from herta_gpu.plumbing.interop import on_device
 
+SMALL = 1 << 15  # neighbours plus four per node: with fewer, SciPy is done before numba is there
 FEW = 10_000_000  # numbers of a graph and its X: Cora, Citeseer and Pubmed have fewer
 
 
 @cache
-def _cpu(compiled: bool) -> Backend:
-    if compiled:
+def _cpu(compiled: bool, small: bool = False) -> Backend:
+    if compiled and not small:
         from herta_gpu.backends.cpu.compiled import CompiledBackend
 
         return CompiledBackend()
-    return CPUBackend()
+    return CPUBackend(partial(_cpu, True) if compiled else None)
 
 
 def compiled_kernels() -> bool:
@@ -117,8 +118,9 @@ def chosen_backend(device: str, *data: Any) -> tuple[Backend, str]:
     ('cpu', '50,000 numbers are few: the CPU is done before a GPU has compiled its kernels')
     """
     number = check_device(device)
+    cpu = partial(_cpu, device != "cpu-scipy" and compiled_kernels(), any(map(_small, data)))
     if device in ("cpu", "cpu-scipy"):
-        return _cpu(device == "cpu" and compiled_kernels()), "as asked"
+        return cpu(), "as asked"
     team = next((x.team for x in data if getattr(x, "team", None) is not None), None)
     if device.startswith("cuda"):
         if number is not None:
@@ -128,7 +130,7 @@ def chosen_backend(device: str, *data: Any) -> tuple[Backend, str]:
     few = few if team is None else team.agree(few)  # of rows that each process has, say
     if few is None and _cuda_is_usable(team):  # small data do not even try the device out
         return _cuda(team), "a GPU is there"
-    return _cpu(compiled_kernels()), few or "there is no usable GPU"
+    return cpu(), few or "there is no usable GPU"
 
 
 def backend_for(device: str, graph: Any, X: Any) -> Backend:
@@ -152,6 +154,11 @@ def backend_of_rows(device: str, graph: Any) -> Backend:
     """The backend of a name, shared with other processes only where they have other rows."""
     backend = get_backend(device)
     return shared(backend, graph) if graph.by_nodes else backend
+
+
+def _small(x: Any) -> bool:
+    """Whether x is a graph that compiled kernels would win nothing on."""
+    return hasattr(x, "by_nodes") and not x.by_nodes and 2 * x.num_edges + 4 * x.num_nodes <= SMALL
 
 
 def _few(data: tuple[Any, ...]) -> str | None:

@@ -260,6 +260,7 @@ class Backend(ABC):
     order_columns = float("inf")
     communities: Callable[[Graph, float], Any] | None = None  # how to find it, if not by the host
     at_once = 1 << 18  # numbers of a block that array operations take at a time
+    slowness = 1.0  # of products with H, in the times of the compiled CPU backend
     samples = True  # whether Algorithm 2 works here
     share = 0.8  # of the free memory that a plan may use
     check_every = 1  # CG steps between two looks at the mask of converged columns
@@ -337,6 +338,10 @@ class Backend(ABC):
     def add_gram(self, G: Array, A: Array) -> None:
         """G += A^T A in float64."""
         G += A.T @ A
+
+    def for_steps(self) -> Backend:
+        """The backend for many dense products with the same rows."""
+        return self
 
     @abstractmethod
     def solve_triangular(self, C: Array, B: Array, trans: bool = False) -> Array:
@@ -467,6 +472,10 @@ class Backend(ABC):
             dots += xp.stack([(r * r).sum(axis=0), ((b + r) * z).sum(axis=0)])
             R[at] = r / unit
         return R, dots
+
+    def factor(self, L: Laplacian, lam: float) -> Any:
+        """A sparse factor of I + lam L as SciPy's `splu` makes it; None where it would be full."""
+        return None
 
     def roundings(self, neighbours: float, columns: int, rows: bool = False) -> float:
         """How often a term of a sum over so many neighbours is rounded, at most, on its way.

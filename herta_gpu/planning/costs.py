@@ -34,6 +34,8 @@ _ROW_SPACE_TOL = 1e-10
 # runs on few columns and measures true residuals in float64: hence more than its share of memory.
 _CHEBYSHEV_STEP = 0.8e-10
 _CG_STEP = 2.0e-10
+_FACTOR_ENTRY = 8e-10  # triangular solves of a sparse factor, per entry and column
+_TRY_FACTOR = 3e-9  # seconds per node squared that Chebyshev must take before a factor is tried
 _CG_LAUNCH = 1e-4  # one step, however small the graph ...
 _CHEBYSHEV_LAUNCH = 4e-5  # ... and of one of Chebyshev's on a block of columns
 _NARROW = 12  # a block of one or two columns costs about as much as this many of a wide one ...
@@ -108,6 +110,8 @@ class Sizes:
     top: float = 3.0  # a bound of the largest eigenvalue of H
     can_sample: bool = True  # Algorithm 2 works where this runs
     effective: Callable[[], float] | None = None  # a bound of n_lambda, which takes a look at edges
+    factored: Callable[[], int] | None = None  # entries of a sparse factor, made to see; 0: none
+    slowness: float = 1.0  # of products with H, in the times of the compiled CPU backend
 
     @property
     def dtype(self) -> str:
@@ -229,6 +233,9 @@ def strategy_costs(sizes: Sizes, settings: Settings) -> dict[str, float]:
     evaluations = 1 + (_OUTER_STEPS if settings.quadratic else _CE_EVALUATIONS)
     herta = _columns(sizes, Q_tolerance(sizes, settings, direct=False))
     herta += evaluations * _evaluation(sizes)
+    if settings.quadratic and settings.precondition and not sizes.few_rows:
+        proven, measured, lanczos = certificate_costs(sizes)
+        herta += measured if measured <= 2 * lanczos else min(proven, lanczos)
     return {"herta": herta + dense, "direct": dense + min(direct_costs(sizes, settings))}
 
 
@@ -238,14 +245,14 @@ def direct_costs(sizes: Sizes, settings: Settings) -> tuple[float, float]:
     if not settings.quadratic:
         training = _CE_EVALUATIONS * 4 * sizes.n_train * sizes.d * sizes.c * _GEMM_FLOP
     if sizes.few_rows:
-        work = sizes.n_train * sizes.work * _CG_STEP
         training += 2 * sizes.n * sizes.n_train * sizes.d * _GEMM_FLOP
         looked, alone = (
-            sizes.degree(row_tolerance(settings, look)) * work + training for look in (True, False)
+            way_to_Q(sizes, row_tolerance(settings, look), True)[1] + training
+            for look in (True, False)
         )
         return (alone if settings.ridge > 0 else math.inf), looked + _evaluation(sizes)
     whiten = worth_whitening(sizes, settings)
-    alone = _columns(sizes, Q_goal(sizes, settings, whiten), passes=2) + training
+    alone = way_to_Q(sizes, Q_goal(sizes, settings, whiten))[1] + training
     if settings.quadratic:
         return alone + whiten * _whitening(sizes), math.inf
     looked = _columns(sizes, Q_tolerance(sizes, settings, direct=True)) + training
@@ -257,16 +264,31 @@ def _whitening(sizes: Sizes) -> float:
     return 5 * sizes.n * sizes.d**2 * _GEMM_FLOP
 
 
-def _columns(sizes: Sizes, eps: float, passes: int = 0) -> float:
-    """Seconds of solves for all columns of Q."""
-    step = sizes.d * sizes.work * _CHEBYSHEV_STEP
-    step += math.ceil(sizes.d / BLOCK_WIDTH) * _CHEBYSHEV_LAUNCH
-    return (sizes.degree(eps) + passes) * step
+def _columns(sizes: Sizes, eps: float) -> float:
+    """Seconds of one polynomial for all columns of Q."""
+    step = sizes.d * sizes.work * _CHEBYSHEV_STEP * sizes.slowness
+    return sizes.degree(eps) * (step + math.ceil(sizes.d / BLOCK_WIDTH) * _CHEBYSHEV_LAUNCH)
+
+
+def way_to_Q(sizes: Sizes, eps: float, by_rows: bool = False) -> tuple[str, float]:
+    """The cheapest way to solve for measured columns of Q, or of H^-1 M^T, and its seconds."""
+    columns, launch = (sizes.n_train, 0.0) if by_rows else (sizes.d, _CHEBYSHEV_LAUNCH)
+    step = columns * sizes.work * sizes.slowness * (_CG_STEP if by_rows else _CHEBYSHEV_STEP)
+    step += math.ceil(columns / BLOCK_WIDTH) * launch
+    found = {"chebyshev": (sizes.degree(eps) + 2 * (not by_rows)) * step}
+    # What a factor would cost is known when it is there: worth a try where it cannot cost much.
+    if sizes.factored is not None and found["chebyshev"] > _TRY_FACTOR * sizes.n**2:
+        entries = sizes.factored() or math.inf
+        found["factor"] = columns * entries * _FACTOR_ENTRY + 2 * step
+    way = min(found, key=lambda name: found[name])
+    return way, found[way]
 
 
 def _evaluation(sizes: Sizes) -> float:
     """Seconds of the true objective and its gradient: two solves over the outputs."""
-    solves = 2 * sizes.degree(1e-4) * (sizes.c * sizes.work * _CG_STEP + _CG_LAUNCH)
+    solves = (
+        2 * sizes.degree(1e-4) * (sizes.c * sizes.work * sizes.slowness * _CG_STEP + _CG_LAUNCH)
+    )
     sparse = sizes.nonzeros is not None
     count, each = (sizes.nonzeros, _SPARSE_PASS) if sparse else (sizes.n * sizes.d, _DENSE_PASS)
     return solves + 3 * (count or 0) * (each + 2 * sizes.c * _GEMM_FLOP)

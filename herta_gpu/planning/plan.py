@@ -47,6 +47,7 @@ class Recipe:
     curvature: float  # where training starts: P = curvature Q^T Q + ridge I
     symmetric: bool  # the optimizer depends on the coordinates: P^-1/2 itself
     seed: int
+    way: str = "chebyshev"  # how measured columns are solved for, or "factor"
 
     @property
     def name(self) -> str:
@@ -55,6 +56,7 @@ class Recipe:
         how = f"{self.degree}" if self.goal is None else f"{self.goal:.6e}"
         how = f"{self.row_tol:.6e}" if self.by_rows else how
         kind = f"{'W' if self.whiten else ''}Q{'64' if self.exact else ''}"
+        kind = "F" + kind if self.way == "factor" else kind
         return f"{kind}-{how}-{rows}-{self.width}"
 
     def case(self, n_train: int, d: int, ridge: float) -> Case:
@@ -211,25 +213,31 @@ _CERTIFICATE_WHY = {
 }
 
 
-def _recipe(way: Layout, direct: bool, look: bool) -> Recipe:
-    sizes, settings = way.sizes, way.settings
-    whiten = way.stored and costs.worth_whitening(sizes, settings)
+def _recipe(layout: Layout, direct: bool, look: bool) -> Recipe:
+    sizes, settings = layout.sizes, layout.settings
+    whiten = layout.stored and costs.worth_whitening(sizes, settings)
     # The true model measures what Q leaves, if it is looked at anyway.
-    measure = way.stored and not way.by_rows and not look
+    measure = layout.stored and not layout.by_rows and not look
     goal = costs.Q_goal(sizes, settings, whiten) if measure else None
     # Steps on stored rows cost no solve, and Newton's method needs them for its Hessian.
     useful = direct or sizes.d * sizes.c <= NEWTON_SIZE
+    way = "chebyshev"
+    if measure or layout.by_rows:
+        way = costs.way_to_Q(sizes, goal or row_tolerance(settings, look), layout.by_rows)[0]
     return Recipe(
         degree=sizes.degree(goal or Q_tolerance(sizes, settings, direct)),
-        width=way.Q_width,
-        exact=sizes.hidden and not sizes.few_rows and goal is None,
-        sketch_rows=way.sketch_rows,
-        by_rows=way.by_rows,
+        width=layout.Q_width,
+        exact=way == "factor" or (sizes.hidden and not sizes.few_rows and goal is None),
+        sketch_rows=layout.sketch_rows,
+        by_rows=layout.by_rows,
         row_tol=row_tolerance(settings, look),
-        all_rows=way.certificate in costs.DETERMINISTIC,
-        keep_rows=(way.stored or not settings.quadratic) and useful and way.sketch_rows is None,
+        all_rows=layout.certificate in costs.DETERMINISTIC,
+        keep_rows=(layout.stored or not settings.quadratic)
+        and useful
+        and layout.sketch_rows is None,
         whiten=whiten,
         goal=goal,
+        way=way,
         curvature=sizes.curvature,
         symmetric=settings.optimizer == "adam",
         seed=settings.seed,
@@ -258,9 +266,12 @@ def _layout_decisions(way: Layout) -> list[Decision]:
 
 def _Q_decision(recipe: Recipe) -> Decision:
     if recipe.by_rows:
-        return Decision("Q", "H^-1 M^T (fewer train rows than features)", "solves with CG")
+        how = "solves with a sparse factor" if recipe.way == "factor" else "solves with CG"
+        return Decision("Q", "H^-1 M^T (fewer train rows than features)", how)
     if recipe.goal is not None:
         columns = "orthonormal columns" if recipe.whiten else "columns of norm 1"
+        if recipe.way == "factor":
+            return Decision("Q", "a sparse factor of H", f"cheaper than products over {columns}")
         how = f"residuals to {recipe.goal:.1e}, about {recipe.degree} products"
         return Decision("Q", how, f"passes of Chebyshev over {columns}")
     return Decision("Q", f"Chebyshev degree {recipe.degree}", "solves with one polynomial")

@@ -25,7 +25,7 @@ rng = np.random.default_rng(0)
 def graph(n, m):
     return Graph.from_edges(np.unique(np.sort(rng.integers(0, n, (2, m)), axis=0), axis=1), n)
 
-small, g = graph(50, 100), graph(n, m)
+small, g = graph(9_000, 9_000), graph(n, m)  # the small one is compiled for, too
 X = rng.standard_normal((n, d), dtype=np.float32)
 if mapped:
     np.save(sys.argv[2], X.astype(np.float16))
@@ -33,7 +33,7 @@ if mapped:
 y, train = rng.integers(0, c, n), rng.permutation(n)[: n // share]
 first = {**more, "evaluate": [0, 1]} if "evaluate" in more else more
 # compile, load what is loaded once
-HERTA(**options).fit(small, np.asarray(X[:50, :4]), np.arange(50) % c, **first)
+HERTA(**options).fit(small, np.asarray(X[:9_000, :4]), np.arange(9_000) % c, **first)
 gc.collect()
 with open("/proc/self/clear_refs", "w") as reset:
     reset.write("5")

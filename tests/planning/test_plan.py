@@ -69,7 +69,7 @@ def test_the_mixed_rule_iterates_on_a_sample_and_certifies_on_the_full_graph():
 
 def test_blocks_of_Q_are_wider_than_those_of_CG_where_memory_is_short():
     n, d, c, budget = 10**7, 100, 8, 16 << 30
-    plan = HERTA(lam=1.0, memory_budget=budget).plan(n, 10**8, d, c, n)
+    plan = HERTA(lam=1.0, strategy="herta", memory_budget=budget).plan(n, 10**8, d, c, n)
     assert plan.solve_width < plan.recipe.width <= d
     assert sum(plan.memory.values()) <= budget
     blocks = plan.recipe.blocks(d)

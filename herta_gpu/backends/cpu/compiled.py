@@ -37,6 +37,7 @@ class CompiledBackend(CPUBackend):
     """`CPUBackend` with compiled primitives."""
 
     name = "cpu"
+    slowness = 1.0
     # Finding communities costs about as much as a few hundred columns of H X, and saves up to half.
     order_columns = 1000
 

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import scipy.linalg
 import scipy.sparse as sp
+import scipy.sparse.linalg as sla
 
 from herta_gpu.backends.base import (
     STREAM_IDENTITY,
@@ -41,6 +42,7 @@ _FLAT = 1 << 18  # numbers of a block that one thread takes at a time
 _ROWS = 1 << 12  # rows of a residual that one thread takes at a time
 _ENTRY_CHUNK = 1 << 16  # neighbours whose rows are widened to float64 at once
 _EDGE_CHUNK = 1 << 15  # edges handled at once by the sketch and the scores
+_FACTOR_DEGREE = 5  # neighbours of a node, on average, with which a sparse factor may stay sparse
 _DRAW_CHUNK = 1 << 20  # draws handled at once by the sampler
 _HADAMARD_FACTOR = 32  # rows mixed by one matrix product of the Walsh-Hadamard transform
 
@@ -107,6 +109,17 @@ class CPUBackend(Backend):
 
     name = "cpu"
     xp = np
+    slowness = 5.0
+
+    _compiled: Callable[[], Backend] | None = None
+
+    def __init__(self, compiled: Callable[[], Backend] | None = None) -> None:
+        """`compiled`: the backend that many steps are worth compiling for, if there is one."""
+        if compiled is not None:
+            self._compiled = compiled
+
+    def for_steps(self) -> Backend:
+        return self if self._compiled is None else self._compiled()
 
     def asarray(self, x: Any, dtype: str | None = None) -> Array:
         return np.ascontiguousarray(x, dtype=dtype)
@@ -199,6 +212,17 @@ class CPUBackend(Backend):
         if halves is not None:
             _each(partial(_halve, L, Z, halves), _flat_chunks(*Z.shape))
         _each(advance, _chunks(L))
+
+    def factor(self, L: Laplacian, lam: float) -> Any:
+        if not self.whole or L.nnz > _FACTOR_DEGREE * L.n:
+            return None
+        (s, diagonal, weights), rows = L.exact, np.repeat(np.arange(L.n), np.diff(L.indptr))
+        values = -lam * s[rows] * s[L.indices] * (1.0 if weights is None else weights)
+        H = sp.csr_array((values, L.indices, L.indptr), shape=(L.n, L.n)).tocsc()
+        H += sp.dia_array((1 + lam * diagonal[None], [0]), shape=H.shape)
+        # H is positive definite: it needs no pivots.
+        how = {"diag_pivot_thresh": 0.0, "options": {"SymmetricMode": True}}
+        return sla.splu(H, "MMD_AT_PLUS_A", **how)
 
     # ---- Algorithm 2 ---------------------------------------------------------------------
     def sketch_incidence(self, L: Laplacian, k: int, seed: int) -> Array:
