@@ -45,22 +45,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from herta_gpu.backends.base import Array, Backend, norm, unit_roundoff
 from herta_gpu.coordinates import Columns
 from herta_gpu.diffusion import residual_norms
-from herta_gpu.factors import DenseGram, Map, RowSpace
+from herta_gpu.factors import RowSpace
 from herta_gpu.laplacian import block_cg
-from herta_gpu.losses import Loss
-from herta_gpu.optimizers import minimise
+from herta_gpu.planning.settings import Kind, Status
 from herta_gpu.preconditioner import Preconditioner
-from herta_gpu.problem import DenseProblem, Point, UnfoldedMap
-
-Tell = Callable[[dict[str, Any]], None]
+from herta_gpu.problem import Point, StoredPoint, StoredProblem, UnfoldedMap
 
 LANCZOS_STEPS = 20
 _MOST_STEPS = 80  # steps of Lanczos where fewer leave too little of a
@@ -75,7 +72,6 @@ _SLACK = 0.1  # departure of P from Q^T Q + ridge beyond which nothing is built 
 _LEAST_SIZE = 1e-25  # norm of a column below which float32 loses digits to underflow
 _ENOUGH = 0.1  # rho below this is not worth a better bound
 _ROWS = 1 << 13  # rows of Q in float64 at a time
-_CHUNK_BYTES = 32 << 20  # outputs at a time
 _LOSS_ERROR = 300.0  # times tol: the bound of what is not known of the objective
 _LEAST_SHARE = 1e-12
 _EXACT = 1e-4  # times tol: what a gradient may leave of the gap before it is worth another step
@@ -131,9 +127,9 @@ class Certificate:
         return f" over {self.kept:,} of {self.features:,} features" if self.reduced else ""
 
     def __str__(self) -> str:
-        if self.kind == "none":
+        if self.kind == Kind.NONE:
             return f"no certificate ({self.note})"
-        if self.kind == "nonnegative":
+        if self.kind == Kind.NONNEGATIVE:
             note = f"; {self.note}" if self.note else ""
             return f"gap <= {self.gap:.2e}, the objective itself: no objective is below 0{note}"
         if self.value == math.inf:
@@ -166,7 +162,7 @@ class Terms:
         D, error = share * self.D, share * self.Du + self.other
         extra = 0.0 if self.extra is None else self.extra(error)
         size = self.gradient + D * self.E + (self.through + D) * error
-        root = self.convexity - D if self.kind == "residual" else self.convexity
+        root = self.convexity - D if self.kind == Kind.RESIDUAL else self.convexity
         if root <= 0:
             return math.inf
         gap = size**2 / (2 * root**2)
@@ -197,19 +193,19 @@ class Proof:
 
     def certificate(self, share: float = 1.0) -> Certificate:
         """The best of the bounds."""
-        d, kept, note = self.features, self.kept, self.note
+        d = self.features
         if not self.choices:
-            return Certificate(math.inf, "none", note=note, kept=d, features=d)
-        gap, best = min(((terms.gap(share), terms) for terms in self.choices), key=lambda c: c[0])
+            return Certificate(math.inf, Kind.NONE, note=self.note, kept=d, features=d)
+        best = min(self.choices, key=lambda terms: terms.gap(share))
+        gap, whole = best.gap(share), best.kind == Kind.DUALITY  # over all features
         value = relative(gap, self.objective - self.error(share) - gap)
-        if best.kind == "duality":  # over all features
-            kept, note = d, ""
-        return Certificate(value, best.kind, best.probability, gap, note, kept, d)
+        known = ("", d, d) if whole else (self.note, self.kept, d)
+        return Certificate(value, best.kind, best.probability, gap, *known)
 
     def nonnegative(self) -> Certificate:
         """What the objective itself says: none is below 0."""
         gap, d = self.objective + self.error(), self.features
-        return Certificate(math.inf, "nonnegative", 0.0, gap, self.note, d, d)
+        return Certificate(math.inf, Kind.NONNEGATIVE, 0.0, gap, self.note, d, d)
 
     def error(self, share: float = 1.0) -> float:
         """The objective is right up to this much."""
@@ -218,22 +214,16 @@ class Proof:
 
     def about_zero(self, tol: float, share: float = 1.0) -> bool:
         """Whether the optimum is about 0, which has no relative gap, and that is known."""
-        near = self.near_zero(tol**2 if self.choices else tol)
+        near = self.objective <= (tol**2 if self.choices else tol) * self.unit
         return near and self.objective + self.error(share) <= tol * self.unit
 
-    def near_zero(self, share: float) -> bool:
-        """Whether the objective is a small share of that of W = 0, without a ridge."""
-        return self.objective <= share * self.unit
-
     def enough(self, tol: float, share: float = 1.0) -> bool:
-        """Whether the gap is proven, and the objective known about as well as the gap.
-
-        What D really does to the objective is orders of magnitude below its bound.
-        """
+        """Whether the gap is proven, and the objective known about as well as the gap.  What D
+        really does to the objective is orders of magnitude below its bound."""
         known = self.error(share) <= _LOSS_ERROR * tol * self.objective
         return (known and self.certificate(share).value <= tol) or self.about_zero(tol, share)
 
-    def wanted(self, tol: float) -> float:
+    def needed_share(self, tol: float) -> float:
         """The share of what the solves left that would be small enough; 0: none would be."""
         low, high = 0.0, 1.0
         if not self.enough(tol, 0.0):
@@ -242,11 +232,6 @@ class Proof:
             middle = 0.5 * (low + high) if low else 0.1 * high
             low, high = (middle, high) if self.enough(tol, middle) else (low, middle)
         return low
-
-
-def gradient_error(point: Point, spectrum: Spectrum) -> float:
-    """How far the solves can have moved the preconditioned gradient; rounding apart."""
-    return math.sqrt(spectrum.b) * point.forward_residual + spectrum.norm * point.adjoint_residual
 
 
 def certify(
@@ -259,9 +244,7 @@ def certify(
     why_not: str,
 ) -> Certificate:
     """The best certificate that is valid at `point`; no curvature of the loss exceeds `steepest`.
-
-    With the outputs off by r1, E is off by no more than steepest ||r1||.
-    """
+    With the outputs off by r1, E is off by no more than steepest ||r1||."""
     choices = []
     adjoint = point.adjoint_residual + point.adjoint_rounding
     off: dict[str, Any] = {
@@ -271,9 +254,13 @@ def certify(
     if ridge > 0:
         size = norm(point.gradient) + norm(point.gradient_rounding) + X_norm * adjoint
         how = off | {"through": X_norm * steepest, "convexity": math.sqrt(ridge)}
-        choices.append(Terms("duality", size, bend=steepest, **how))
-    if spectrum is not None and spectrum.kind != "estimate":
-        size = norm(point.g) + spectrum.norm * adjoint + P.factor.amplified(point.gradient_rounding)
+        choices.append(Terms(Kind.DUALITY, size, bend=steepest, **how))
+    if spectrum is not None and spectrum.kind != Kind.ESTIMATE:
+        size = (
+            norm(point.g)
+            + spectrum.norm * adjoint
+            + P.factor.product_bound(point.gradient_rounding)
+        )
         how = off | {"through": math.sqrt(spectrum.b), "convexity": math.sqrt(spectrum.a)}
         choices.append(Terms(spectrum.kind, size, probability=spectrum.probability, **how))
     known = (tuple(choices), 0.0, 0.0, P.note if choices else why_not, P.kept, P.features)
@@ -287,20 +274,26 @@ def relative(gap: float, optimum: float) -> float:
     return gap / optimum if optimum > 0 else math.inf
 
 
-def judge(found: Certificate, tol: float, otherwise: str = "max_iter") -> str:
-    """The status of weights with this certificate; `otherwise` where it proves too little."""
-    if not found.value <= tol:
-        return otherwise
-    return "certified-reduced" if found.reduced else "certified"
+def judge(
+    found: Certificate, tol: float, zero: bool = False, stuck: bool = False, settled: bool = False
+) -> Status:
+    """What the weights with this certificate are.  `zero`: their objective is about 0, where no gap
+    is relative; `stuck`: rounding hides the way on; `settled`: nothing is left to gain by all
+    signs."""
+    if found.value <= tol:
+        return Status.REDUCED if found.reduced else Status.CERTIFIED
+    if zero:
+        return Status.CONVERGED
+    if stuck:
+        return Status.STAGNATED
+    return Status.CONVERGED if settled else Status.MAX_ITER
 
 
-def joined(parts: Sequence[Certificate]) -> Certificate:
-    """The certificate of a problem that falls apart into independent ones, from theirs.
-
-    Gaps add up, and so do the optima.  All parts lean on one spectrum: it fails once or never.
-    """
-    if any(part.kind == "none" for part in parts):
-        return next(part for part in parts if part.kind == "none")
+def merge_certificates(parts: Sequence[Certificate]) -> Certificate:
+    """The certificate of a problem that falls apart into independent ones, from theirs.  Gaps add
+    up, and so do the optima.  All parts lean on one spectrum: it fails once or never."""
+    if any(part.kind == Kind.NONE for part in parts):
+        return next(part for part in parts if part.kind == Kind.NONE)
     worst = max(parts, key=lambda part: (part.features - part.kept, part.gap))
     gap, optimum = sum(part.gap for part in parts), sum(part.optimum for part in parts)
     chance = max(part.probability for part in parts)
@@ -309,10 +302,8 @@ def joined(parts: Sequence[Certificate]) -> Certificate:
 
 @dataclass(frozen=True)
 class Spectrum:
-    """What is known of P^-1/2 T P^-1/2: a <= eigenvalues <= b, and ||H^-1 X P^-1/2|| <= norm.
-
-    Of the kind "estimate" it proves nothing and only tells a good moment to stop.
-    """
+    """What is known of P^-1/2 T P^-1/2: a <= eigenvalues <= b, and ||H^-1 X P^-1/2|| <= norm.  Of
+    the kind "estimate" it proves nothing and only tells a good moment to stop."""
 
     a: float
     b: float
@@ -324,6 +315,10 @@ class Spectrum:
     def kappa(self) -> float:
         """b / a: the condition number of the preconditioned Hessian, or a bound of it."""
         return self.b / self.a
+
+    def gradient_error(self, point: Point) -> float:
+        """How far the solves can have moved the preconditioned gradient; rounding apart."""
+        return math.sqrt(self.b) * point.forward_residual + self.norm * point.adjoint_residual
 
 
 def choose_spectrum(
@@ -338,7 +333,7 @@ def choose_spectrum(
         fine = bool(in_range.all())  # synchronize!
     if fine and Q is not None and isinstance(P.basis, Columns):
         found = proven_spectrum(P, A, Q)
-        if found is None and kind == "spectral-deterministic":
+        if found is None and kind == Kind.DETERMINISTIC:
             found = measured_spectrum(P, residual_norms(A.H, P.basis, Q, A.width))
     elif fine and P.column_error is not None:
         found = measured_spectrum(P, P.column_error)
@@ -375,9 +370,9 @@ def proven_spectrum(P: Preconditioner, A: UnfoldedMap, Q: Array) -> Spectrum | N
         G = P.inner.to_gradient(P.inner.to_gradient(G).T)  # P^-1/2 G P^-1/2
         outside = _norm_bound(G, backend, (_ENOUGH / max(eps, 1e-16)) ** 2 if loss.plain else 0.0)
     sizes = xp.sqrt(backend.total(backend.column_dots(Q, Q))) * (rounding / (1 - eps - rounding))
-    off = P.inner.amplified(sizes)
+    off = P.inner.product_bound(sizes)
     rho = eps / (1 - eps) * (math.sqrt(1 + outside) + off) + off
-    return _around_one(P, rho, outside, "spectral-proven", least=_PROVEN)
+    return _around_one(P, rho, outside, Kind.PROVEN, least=_PROVEN)
 
 
 def measured_spectrum(P: Preconditioner, left: Array) -> Spectrum | None:
@@ -385,19 +380,14 @@ def measured_spectrum(P: Preconditioner, left: Array) -> Spectrum | None:
     assert P.basis is not None
     # ||H^-1 X C0 C|| <= ||X C0|| ||C||, whichever rows are outside training.
     outside = max(0.0, (P.basis.norm * P.inner.size) ** 2 - 1)
-    return _around_one(P, P.inner.amplified(left), outside, "spectral-deterministic", least=_USEFUL)
-
-
-def _singular_values(P: Preconditioner) -> tuple[float, float]:
-    """Bounds of the singular values of the rows behind P (and of the ridge's) times P^-1/2."""
-    return math.sqrt(1 - P.inner.slack), math.sqrt(1 + P.inner.slack)
+    return _around_one(P, P.inner.product_bound(left), outside, Kind.DETERMINISTIC, least=_USEFUL)
 
 
 def _around_one(
     P: Preconditioner, rho: float, outside: float, kind: str, least: float
 ) -> Spectrum | None:
     """[(1 - rho)^2, (1 + rho)^2], widened by how far P may be from Q^T Q + ridge."""
-    low, high = _singular_values(P)
+    low, high = P.inner.singular_values
     if not low > rho or (low - rho) ** 2 < least:
         return None
     # P = Q^T Q over the training rows (+ ridge), so ||Q P^-1/2||^2 <= 1 + the rows outside.
@@ -435,7 +425,7 @@ def probabilistic_spectrum(
     if P.damped:
         return None
     if P.inner.rank == 0:  # the training rows see nothing of X: every W is optimal
-        return Spectrum(1.0, 1.0, 0.0, "spectral-deterministic")
+        return Spectrum(1.0, 1.0, 0.0, Kind.DETERMINISTIC)
     tol, steps, most = _LANCZOS_TOL, LANCZOS_STEPS, min(P.inner.rank, _MOST_STEPS)
     while True:
         runs = _two_runs(P, A, ridge, seed, tol, steps)
@@ -454,7 +444,7 @@ def probabilistic_spectrum(
             a = root**2 - (root**2 - (float(masked.ritz[0]) - slip)) / (1 - masked.share)
             if a >= _USEFUL:
                 n = int(A.H.backend.total(A.H.n))
-                return Spectrum(a, root**2, norm, "spectral-probabilistic", 1.0 / n)
+                return Spectrum(a, root**2, norm, Kind.PROBABILISTIC, 1.0 / n)
         low, top = masked.interval
         if slip >= _BLUR and tol > _LANCZOS_LEAST_TOL:
             # Where ||H^-1 X P^-1/2|| is large, it is the solves that blur the picture.
@@ -463,7 +453,7 @@ def probabilistic_spectrum(
             # The eigenvalues are fine, but what Lanczos may have missed is not.
             steps = min(4 * steps, most)
         else:
-            return Spectrum(low, top, math.sqrt(max(float(whole.ritz[-1]), 0.0)), "estimate")
+            return Spectrum(low, top, math.sqrt(max(float(whole.ritz[-1]), 0.0)), Kind.ESTIMATE)
 
 
 def ritz_interval(
@@ -482,7 +472,7 @@ def _two_runs(
     start = np.random.default_rng(seed).standard_normal((P.w_start.shape[0], 2))
     mask = xp.zeros((H.n, 1), dtype=bool)
     mask[A.train] = True
-    transposed = factor.amplified(X.transpose_rounding())
+    transposed = factor.product_bound(X.transpose_rounding())
 
     def multiply(v: Array) -> tuple[Array, Any]:
         W = factor.to_weights(v)
@@ -505,8 +495,7 @@ def _two_runs(
     return lanczos(H.backend, multiply, start, steps, factor.project, factor.rank, n)
 
 
-@dataclass(frozen=True)
-class Run:
+class Run(NamedTuple):
     """A run of Lanczos, and what it may have missed of the largest and least eigenvalue of S >= 0.
 
     V is its orthonormal basis, and its products are Y = S V + E.  The true eigenvalue lies at most
@@ -523,11 +512,10 @@ class Run:
     """
 
     ritz: Any  # eigenvalues of T, rising: as many as the run had steps
-    ended: bool  # before its last step, as nothing was left outside V
     share: float
     gain: float
     left: float  # ||Y - V T|| of a run that ended
-    off: tuple[float, float, float]  # what the products told of E, as root of sums
+    off: list[float]  # what the products told of E, as root of sums
 
     @property
     def interval(self) -> tuple[float, float]:
@@ -597,176 +585,82 @@ def lanczos(
             gain = 12 * n * math.sqrt(2 * rank / math.pi)
         elif k < rank:
             share = (math.log(1.648 * math.sqrt(rank) * 4 * n) / (2 * k - 1)) ** 2
-        forward, adjoint, rest = (float(x) for x in np.sqrt(off[:, i]))
-        values = np.linalg.eigvalsh(T)
-        runs.append(Run(values, k < steps, share, gain, left, (forward, adjoint, rest)))
+        runs.append(Run(np.linalg.eigvalsh(T), share, gain, left, np.sqrt(off[:, i]).tolist()))
     return runs
 
 
-@dataclass
-class Sweep:
-    """One look at all stored rows."""
-
-    loss: float
-    gradient: Array  # r x c, of the objective with respect to u
-    E: float  # norm of the gradient of the loss with respect to the outputs
-    F: float  # norm of the outputs ...
-    Y: float  # ... and of what they should be
-    rounding: float  # of the loss
-    b: Array | None = None  # (c,) the constants of an intercept, in the coordinates of `Q` ...
-    sums: Array | None = None  # ... and 1^T E, which they should make 0
+def least_squares(problem: StoredProblem, P: Preconditioner, tol: float) -> StoredPoint:
+    """u = P^-1 Q^T Y, refined by gradients of the stored problem where that matters."""
+    at, last = problem.at(P.inner.to_weights(P.w_start)), math.inf
+    for _ in range(_REFINEMENTS):
+        w = P.inner.to_gradient(at.g)
+        size = norm(w)
+        if size**2 <= _EXACT * tol * at.loss or not size < 0.5 * last:
+            break
+        at, last = problem.at(at.u - P.inner.to_weights(w)), size
+    return at
 
 
-class StoredProblem:
-    """min over u of loss(Q u) + ridge/2 ||C0 u||^2 on the stored rows."""
+def prove(
+    problem: StoredProblem,
+    at: StoredPoint,
+    P: Preconditioner,
+    X_norm: float,
+    why_not: Callable[[float], str],
+    at_zero: float = 0.0,
+) -> Proof:
+    """All that stored rows say of the true problem at W = C0 u; the loss of W = 0 is given."""
+    xp, inner, basis, loss = problem.xp, P.inner, problem.C0, problem.loss
+    u, g, slope, objective, left = at.u, at.g, at.E_size, at.objective, P.column_error
+    ridge, sizes, r, count = problem.ridge, problem.sizes, at.u.shape[0], problem.Y.shape[0]
+    by_row = xp.sqrt((u * u).sum(axis=1))
+    # Rounding: of Q u and of E, of Q^T E and the ridge's part, and of W itself.
+    size_of_terms = float((sizes * by_row).sum())  # synchronize!
+    outputs = (r + 2) * _UNIT * size_of_terms + basis.weights_rounding(u)
+    outputs += 4 * _UNIT * (at.F_size + at.Y_size) / loss.steepest
+    rows = (count + 4) * _UNIT * slope * sizes
+    rows = rows + (r + 2) * _UNIT * xp.sqrt((g * g).sum(axis=1))  # of C^T g
+    extra: Callable[[float], float] | None = None
+    if at.b is not None and problem.mean is not None:
+        # ||1^T E|| over the root of all weights, rounding included.
+        rounded = (count + 4) * _UNIT * math.sqrt(count) * (at.E_size + 4 * _UNIT * at.F_size)
+        imbalance = (norm(at.sums) + rounded) / math.sqrt(loss.total(count))
+        # Rounding of the constants, and of the rows less their mean.
+        terms = float((abs(problem.mean) * by_row).sum()) + norm(at.b)  # synchronize!
+        outputs += (r + 4) * _UNIT * math.sqrt(count) * terms + _UNIT * size_of_terms
+        slope += imbalance
+        rows = rows + count * _UNIT * imbalance * sizes  # centred up to rounding only
+        known = (objective + outputs * (slope + outputs), ridge, X_norm)
+        Y = problem.Y[:0] if loss.quadratic else problem.Y[:]
+        distance = loss.intercept_distance(xp, Y, at.b, *known)
+        extra = partial(loss.intercept_gap, imbalance, distance=distance)
+    if ridge > 0:
+        # C0^T C0, its product with u and W itself are sums of r terms, if C0 is not diagonal.
+        terms = 8 if basis.ridge.ndim == 1 else 3 * r + 8
+        rows = rows + terms * _UNIT * ridge * basis.ridge_size(by_row)
+    Du = float((left * by_row).sum())  # synchronize!
+    if isinstance(inner, RowSpace):
+        # Outputs are up to `missed` from those of weights that the proof speaks of.
+        missed, others, steep = inner.outside_bound(u, sizes + left), extra, slope
+        outputs += missed
 
-    def __init__(
-        self, backend: Backend, loss: Loss, P: Preconditioner, Y: Array, ridge: float, X_norm: float
-    ) -> None:
-        assert P.rows is not None
-        assert P.basis is not None
-        self.backend, self.loss, self.P, self.Y, self.ridge = backend, loss, P, Y, ridge
-        self.Q = P.rows if loss.quadratic else P.rows.astype("float64", copy=False)
-        self.basis, self.X_norm = P.basis, X_norm
-        self.mean = loss.mean(backend.xp, self.Q) if loss.intercept else None
-        if self.mean is not None:
-            self.Q = self.Q - self.mean  # nothing but constants: the loss has its own
-        self._swept: tuple[Array, Sweep] | None = None  # the last look, at this very u
-        self.settled = True  # whether the optimum of the stored problem was found
-        self.host: Backend | None = None  # where cross entropy is trained, if not on the device
-        self.sizes = backend.xp.sqrt(backend.column_dots(self.Q, self.Q))
+        def extra(error: float) -> float:
+            before = 0.0 if others is None else others(error)
+            return before + missed * (steep + error + missed)
 
-    def sweep(self, u: Array) -> Sweep:
-        """Loss and gradient at u, over runs of rows: no other array of n_train x c is made."""
-        if self._swept is not None and self._swept[0] is u:
-            return self._swept[1]
-        xp, matmul, total = self.backend.xp, self.backend.matmul, 0.0
-        found = Sweep(0.0, self.ridge * self.basis.times_ridge(u), 0.0, 0.0, 0.0, 0.0)
-        if self.loss.intercept:
-            if self.loss.quadratic:  # rows of Q are centred but for rounding
-                found.b = self._Y_mean - self.loss.mean(xp, self.Q) @ u
-            else:
-                found.b = self.loss.shift(xp, matmul(self.Q, u), self.Y[:])
-            found.sums = xp.zeros(u.shape[1])
-        # Rows in float32 are widened on the way.
-        numbers = u.shape[1] + (u.shape[0] if self.Q.dtype != u.dtype else 0)
-        step = max(1, _CHUNK_BYTES // (8 * numbers))
-        for i in range(0, self.Y.shape[0], step):
-            Q, Y = self.Q[i : i + step].astype("float64", copy=False), self.Y[i : i + step]
-            loss, F = self.loss.of_rows(slice(i, i + step)), matmul(Q, u)
-            F = F if found.b is None else F + found.b
-            E = loss.residual(xp, F, Y)
-            total = total + matmul(Q.T, E)
-            found.loss += loss.value(xp, F, Y)
-            found.rounding += loss.rounding(F)
-            if found.sums is not None:
-                found.sums += E.sum(axis=0)
-            found.E = math.hypot(found.E, norm(E))
-            found.F = math.hypot(found.F, norm(F))
-            found.Y = math.hypot(found.Y, norm(Y))
-        found.gradient = self.loss.centre(xp, total) + found.gradient
-        self._swept = (u, found)
-        return found
-
-    @cached_property
-    def _Y_mean(self) -> Array:
-        return self.loss.mean(self.backend.xp, self.Y[:])
-
-    def intercept(self, u: Array) -> Array | None:
-        """(c,) the constants that belong to W = C0 u; None where there are none."""
-        b = self.sweep(u).b
-        return None if b is None or self.mean is None else b - self.mean @ u
-
-    def objective(self, u: Array) -> float:
-        xp, W = self.backend.xp, self.basis.to_weights(u)
-        return self.sweep(u).loss + 0.5 * self.ridge * float(xp.sum(W * W))  # synchronize!
-
-    def minimised(self, tol: float, start: Array | None, steps: int, tell: Tell) -> Array:
-        """u at the optimum of the stored problem, or ten times closer to it than `tol`."""
-        if self.loss.quadratic:
-            return self.least_squares(tol)
-        # It holds several arrays of n_train x c, which may be too much for a GPU, not for the host.
-        backend = self.host or self.backend.for_steps()
-        memory = int(self.backend.agreed(backend.memory_available()))
-
-        def there(x: Array) -> Array:
-            return x if self.host is None else self.backend.to_numpy(x)  # synchronize!
-
-        gram = there(self.P.gram.QtQ) if isinstance(self.P.gram, DenseGram) else None
-        rows = (there(self.Q), there(self.Y[:]), self.ridge)
-        metric = Map(backend, there(self.basis.C), there(self.basis.K))
-        problem = DenseProblem(backend, self.loss, *rows, metric, gram)
-        begin = None if start is None else there(start)
-        fitted = minimise(problem, 0.1 * tol, steps, begin, memory, tell)
-        self.settled = fitted.status != "max_iter"
-        return self.backend.asarray(fitted.u)
-
-    def least_squares(self, tol: float) -> Array:
-        """u = P^-1 Q^T Y, refined by gradients of the stored problem where that matters."""
-        inner = self.P.inner
-        u, last = inner.to_weights(self.P.w_start), math.inf
-        for _ in range(_REFINEMENTS):
-            found = self.sweep(u)
-            w = inner.to_gradient(found.gradient)
-            size = norm(w)
-            if size**2 <= _EXACT * tol * found.loss or not size < 0.5 * last:
-                break
-            u, last = u - inner.to_weights(w), size
-        return u
-
-    def proof(self, u: Array, why_not: Callable[[float], str], at_zero: float = 0.0) -> Proof:
-        """Everything that is known of the true problem at W = C0 u; the loss of W = 0 is given."""
-        xp, P, inner, basis, loss = self.backend.xp, self.P, self.P.inner, self.basis, self.loss
-        found, objective, left = self.sweep(u), self.objective(u), self.P.column_error
-        g, slope, r, count = found.gradient, found.E, u.shape[0], self.Y.shape[0]
-        by_row = xp.sqrt((u * u).sum(axis=1))
-        # Rounding: of Q u and of E, of Q^T E and the ridge's part, and of W itself.
-        size_of_terms = float((self.sizes * by_row).sum())  # synchronize!
-        outputs = (r + 2) * _UNIT * size_of_terms + basis.weights_rounding(u)
-        outputs += 4 * _UNIT * (found.F + found.Y) / loss.steepest
-        rows = (count + 4) * _UNIT * slope * self.sizes
-        rows = rows + (r + 2) * _UNIT * xp.sqrt((g * g).sum(axis=1))  # of C^T g
-        extra: Callable[[float], float] | None = None
-        if found.b is not None and found.sums is not None and self.mean is not None:
-            # ||1^T E|| over the root of all weights, rounding included.
-            rounded = (count + 4) * _UNIT * math.sqrt(count) * (found.E + 4 * _UNIT * found.F)
-            imbalance = (norm(found.sums) + rounded) / math.sqrt(loss.total(count))
-            # Rounding of the constants, and of the rows less their mean.
-            terms = float((abs(self.mean) * by_row).sum()) + norm(found.b)  # synchronize!
-            outputs += (r + 4) * _UNIT * math.sqrt(count) * terms + _UNIT * size_of_terms
-            slope += imbalance
-            rows = rows + count * _UNIT * imbalance * self.sizes  # centred up to rounding only
-            known = (objective + outputs * (slope + outputs), self.ridge, self.X_norm)
-            Y = self.Y[:0] if loss.quadratic else self.Y[:]
-            distance = loss.intercept_distance(xp, Y, found.b, *known)
-            extra = partial(loss.intercept_gap, imbalance, distance=distance)
-        if self.ridge > 0:
-            # C0^T C0, its product with u and W itself are sums of r terms, if C0 is not diagonal.
-            terms = 8 if basis.ridge.ndim == 1 else 3 * r + 8
-            rows = rows + terms * _UNIT * self.ridge * basis.ridge_size(by_row)
-        Du = float((left * by_row).sum())  # synchronize!
-        if isinstance(inner, RowSpace):
-            # Outputs are up to `missed` from those of weights that the proof speaks of.
-            missed, others, steep = inner.missed(u, self.sizes + left), extra, slope
-            outputs += missed
-
-            def extra(error: float) -> float:
-                before = 0.0 if others is None else others(error)
-                return before + missed * (steep + error + missed)
-
-        choices, off = [], {"Du": Du, "other": outputs, "extra": extra}
-        if loss.quadratic and inner.slack < _SLACK:
-            size = norm(inner.to_gradient(g)) + inner.amplified(rows)
-            (low, high), rho = _singular_values(P), inner.amplified(left)
-            off["Du"] = min(Du, rho * norm(inner.from_weights(u)))
-            choices.append(Terms("residual", size, slope, high, rho, convexity=low, **off))
-        if self.ridge > 0:
-            size = basis.dual_norm(g) + basis.dual_bound(rows)
-            D, bend = basis.dual_bound(left), loss.steepest
-            slip = loss.gradient_rounding(found.E, self.Y)
-            off = {**off, "Du": Du, "convexity": math.sqrt(self.ridge), "bend": bend, "slip": slip}
-            choices.append(Terms("duality", size, slope, bend * self.X_norm, D, **off))
-        note = P.note if choices else why_not(objective)
-        rounding, unit = found.rounding + 8 * _UNIT * objective, at_zero if self.ridge == 0 else 0.0
-        size, kept = norm(basis.gradient(g)), (P.kept, P.features, unit)
-        return Proof(objective, rounding, slope, size, tuple(choices), Du, outputs, note, *kept)
+    choices, off = [], {"Du": Du, "other": outputs, "extra": extra}
+    if loss.quadratic and inner.slack < _SLACK:
+        size = norm(inner.to_gradient(g)) + inner.product_bound(rows)
+        (low, high), rho = inner.singular_values, inner.product_bound(left)
+        off["Du"] = min(Du, rho * norm(inner.from_weights(u)))
+        choices.append(Terms(Kind.RESIDUAL, size, slope, high, rho, convexity=low, **off))
+    if ridge > 0:
+        size = basis.dual_norm(g) + basis.dual_bound(rows)
+        D, bend = basis.dual_bound(left), loss.steepest
+        slip = loss.gradient_rounding(at.E_size, problem.Y)
+        off = {**off, "Du": Du, "convexity": math.sqrt(ridge), "bend": bend, "slip": slip}
+        choices.append(Terms(Kind.DUALITY, size, slope, bend * X_norm, D, **off))
+    note = P.note if choices else why_not(objective)
+    rounding, unit = at.rounding + 8 * _UNIT * objective, at_zero if ridge == 0 else 0.0
+    size, kept = norm(basis.gradient(g)), (P.kept, P.features, unit)
+    return Proof(objective, rounding, slope, size, tuple(choices), Du, outputs, note, *kept)

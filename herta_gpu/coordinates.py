@@ -32,12 +32,10 @@ _PLAIN = 1e-7  # eigenvalue of the Gram matrix of unit columns that one round re
 
 
 class Columns(Map):
-    """C0 (d x r, or a diagonal) of one X, and what is known of the columns of X C0.
-
-    Where C0 is no diagonal, [X; sqrt(penalty) I] C0 is orthonormal up to rounding; the penalty is
-    the ridge.  `error` is that of (X C0)^T X C0 + penalty C0^T C0 = I, but for directions that were
-    `lifted`: those are shorter than 1, and X says less of them than of C0.
-    """
+    """C0 (d x r, or a diagonal) of one X, and what is known of the columns of X C0.  Where C0 is no
+    diagonal, [X; sqrt(penalty) I] C0 is orthonormal up to rounding; the penalty is the ridge.
+    `error` is that of (X C0)^T X C0 + penalty C0^T C0 = I, but for directions that were `lifted`:
+    those are shorter than 1, and X says less of them than of C0."""
 
     def __init__(
         self,
@@ -142,9 +140,7 @@ class Columns(Map):
 
     def fill(self, B: Array, J: slice) -> Array | None:
         """B <- X C0[:, J], rounded once to the precision of B; the same in float64 if it is there.
-
-        The first residual asks for the same columns once more.
-        """
+        The first residual asks for the same columns once more."""
         if self.X.sparse and not self.white and self.backend.xp is np:
             block = self.X.dense_block(J, self.C)
             B[...] = block
@@ -156,11 +152,9 @@ class Columns(Map):
 
 def whiten(X: Features, cut: bool, penalty: float = 0.0) -> Columns:
     """Shifted Cholesky QR (Fukaya and others, 2020) of [X; sqrt(penalty) I], columns of norm 1.
-
     One round suffices where the Gram matrix is well conditioned.  Otherwise a little is added to
     its diagonal, and the Gram matrix of the columns found so far shows what that hid.  `cut`:
-    directions that unit columns nearly do not have go; never with a ridge, which sees them all.
-    """
+    directions that unit columns nearly do not have go; never with a ridge, which sees them all."""
     backend, d = X.backend, X.shape[1]
     xp, at, G = backend.xp, backend.xp.arange(d), X.gram()
     size = xp.sqrt(X.column_norms**2 + penalty)
@@ -211,7 +205,7 @@ def _of_parts(name: str, axis: int, join: Callable[..., Any] | None = None) -> A
 def _diagonal(name: str) -> Callable[[Blocks], Array]:
     """The matrices `name` of all blocks along the diagonal of one; of vectors alone, one vector."""
 
-    def joined(self: Blocks) -> Array:
+    def stack(self: Blocks) -> Array:
         xp, parts, i, j = self.backend.xp, [getattr(one, name) for one in self.inners], 0, 0
         if all(G.ndim == 1 for G in parts):
             return xp.concatenate(parts)
@@ -222,7 +216,7 @@ def _diagonal(name: str) -> Callable[[Blocks], Array]:
             i, j = i + G.shape[0], j + G.shape[1]
         return whole
 
-    return joined
+    return stack
 
 
 class Blocks(Map):

@@ -57,9 +57,7 @@ Arrays = dict[str, Array]  # or text
 
 class Cache(Protocol):
     """`cache(name, make)` returns the arrays stored under `name`, or makes and stores them.
-
-    `together`: all processes make them at once, instead of this one alone.
-    """
+    `together`: all processes make them at once, instead of this one alone."""
 
     def __call__(self, name: str, make: Callable[[], Arrays], together: bool = False) -> Arrays: ...
 
@@ -74,10 +72,8 @@ def no_cache(name: str, make: Callable[[], Arrays], together: bool = False) -> A
 
 
 class Workspace:
-    """Three blocks of k columns for every k up to `width`, allocated once.
-
-    Where it is faster to gather neighbours in half precision, there is a fourth for those bits.
-    """
+    """Three blocks of k columns for every k up to `width`, allocated once.  Where it is faster to
+    gather neighbours in half precision, there is a fourth for those bits."""
 
     def __init__(self, H: RegularizedLaplacian, width: int, dtype: str) -> None:
         backend, L = H.backend, H.laplacian(dtype)
@@ -109,9 +105,8 @@ class Part(NamedTuple):
 
 class Rows:
     """Rows of Q on the training nodes of A and on those to `evaluate`, `columns` for each system.
-
-    There are `columns` for each lam of A, and for its further features, which no H is applied to.
-    """
+    There are `columns` for each lam of A, and for its further features, which no H is applied
+    to."""
 
     basis: Coordinates  # C0 of all blocks
     train_rows: Array  # in float64
@@ -157,10 +152,12 @@ class Rows:
     @property
     def worst(self) -> float:
         """The largest residual of a column that is solved for, relative to the column's size."""
-        found = [self._left(part) for part in self.parts if part.H is not None and not part.H.hops]
+        found = [
+            self._worst_of(part) for part in self.parts if part.H is not None and not part.H.hops
+        ]
         return max([*found, 0.0 if self.under is None else self.under.worst])
 
-    def _left(self, part: Part) -> float:
+    def _worst_of(self, part: Part) -> float:
         bounds = self._residuals.get(part.first, part.columns.sizes)
         return _worst(self.backend.xp, bounds, part.columns.sizes)
 
@@ -184,7 +181,7 @@ class Rows:
     def tighten(self, goal: float, cache: Cache, name: str) -> None:
         """Solve until no column leaves more than `goal` times its size, if rounding allows it."""
         for part in self.parts:
-            if part.H is not None and self._left(part) > goal:
+            if part.H is not None and self._worst_of(part) > goal:
                 kind = f"hops-{part.H.hops}" if part.H.hops else f"lam-{part.H.lam!r}"
                 own = name if len(self.parts) == 1 else f"{name}-{kind}"
                 self._tighten(part, part.H, goal, cache, own)
@@ -198,10 +195,8 @@ class Rows:
             self.residual_bound[part.whole] = self.layer.fill(self.under, *places, part.columns.C)
 
     def _scale(self, part: Part) -> None:
-        """Divide the rows of a block by their lengths, in the units of X, or by the floor.
-
-        Rows that are eta away from the true ones in all, and not shorter than s, turn by eta/s.
-        """
+        """Divide the rows of a block by their lengths, in the units of X, or by the floor.  Rows
+        that are eta away from the true ones in all, and not shorter than s, turn by eta/s."""
         at, xp, columns, d = part.whole, self.backend.xp, part.columns, part.columns.rank
         left, Q, lengths = self.residual_bound[at], self.train_rows[:, at], xp.zeros(0)
         for rows in (self.eval_rows[:, at], Q):
@@ -335,11 +330,9 @@ def approximate(
     cache: Cache,
     Y: Array,
 ) -> Arrays:
-    """Q where P need only be rough, on the training rows or on all, or its sketch.
-
-    Q <- SDDSolver(I + lam L_tilde; X C0), a block of columns at a time.  Of a sketch, s uniform
-    rows of Hadamard(R Q), Q itself never exists whole; Q^T Y comes with it.
-    """
+    """Q where P need only be rough, on the training rows or on all, or its sketch.  Q <-
+    SDDSolver(I + lam L_tilde; X C0), a block of columns at a time.  Of a sketch, s uniform rows of
+    Hadamard(R Q), Q itself never exists whole; Q^T Y comes with it."""
     if recipe.by_rows:
         return _rows_of_inverse(recipe, A, cache)
     backend, s, dtype = A.H.backend, recipe.sketch_rows, recipe.dtype(A.H.dtype)
@@ -355,11 +348,11 @@ def approximate(
             basis.fill(B, J)
             return {"Q": chebyshev(H_tilde, B, recipe.degree, iterates)}
 
-    def wanted(J: slice) -> Arrays:
+    def fetch(J: slice) -> Arrays:
         Q_J = cache(f"{recipe.name}-columns-{J.start}", partial(solve, J))["Q"]
         return {"Q": Q_J if whole else Q_J[A.train]}
 
-    for J, made in zip(blocks, backend.dealt(blocks, wanted)):
+    for J, made in zip(blocks, backend.dealt(blocks, fetch)):
         Q_J = made["Q"] if whole else backend.gathered(made["Q"])
         if s is not None:
             rows = backend.asarray(Q_J)
@@ -371,11 +364,9 @@ def approximate(
 
 
 def _rows_of_inverse(recipe: Recipe, A: UnfoldedMap, cache: Cache) -> Arrays:
-    """M H^-1 X = (H^-1 M^T)^T X row by row: fewer solves than H^-1 X when n_train < d.
-
-    With V the solutions and R = M^T - H V, column j is off by (H^-1 R)^T x_j: by no more than
-    ||R|| ||x_j||, and by what the residuals and X^T V were rounded.
-    """
+    """M H^-1 X = (H^-1 M^T)^T X row by row: fewer solves than H^-1 X when n_train < d.  With V the
+    solutions and R = M^T - H V, column j is off by (H^-1 R)^T x_j: by no more than ||R|| ||x_j||,
+    and by what the residuals and X^T V were rounded."""
     H, X, rows, xp, k = A.H, A.X, A.train, A.H.backend.xp, recipe.width
     count = int(H.backend.total(rows.shape[0]))
     mine = H.backend.own(np.arange(count))  # which of all training rows are here
@@ -390,11 +381,11 @@ def _rows_of_inverse(recipe: Recipe, A: UnfoldedMap, cache: Cache) -> Arrays:
         rounding = H.rounding(V.shape[1]) * column_norms(H.backend, V)
         return {"A": X.transpose_times(V).T, "left": xp.asarray(info.residuals) + rounding}
 
-    def wanted(first: int) -> Arrays:
+    def fetch(first: int) -> Arrays:
         with marked("block of Q", first=first, rows=min(k, count - first)):
             return cache(f"{recipe.name}-rows-{first}", partial(solve, first))
 
-    for i, block in zip(starts, H.backend.dealt(starts, wanted)):
+    for i, block in zip(starts, H.backend.dealt(starts, fetch)):
         Q[i : i + k] = block["A"]
         squares = squares + (block["left"] ** 2).sum()
     # H >= I, so no solution is longer than its right-hand side plus what it leaves.

@@ -112,9 +112,7 @@ def multiply(backend: Backend, M: Array, u: Array) -> Array:
 
 class Factor:
     """C with C C^T = P^-1: the coordinates w, W = C w, that make the problem well conditioned.
-
-    Here C = I, no preconditioner: the standard training that the paper compares with.
-    """
+    Here C = I, no preconditioner: the standard training that the paper compares with."""
 
     note: str = ""  # what was cut or added, for the user
     slack = math.inf  # a bound of ||C^T (curvature Q^T Q + ridge) C - I||; inf for another P
@@ -140,17 +138,20 @@ class Factor:
         """v without what lies outside the kept subspace, in preconditioned coordinates."""
         return v
 
-    def amplified(self, sizes: Array) -> float:
+    @property
+    def singular_values(self) -> tuple[float, float]:
+        """Bounds of the singular values of the rows behind P (and of the ridge's) times C."""
+        return math.sqrt(1 - self.slack), math.sqrt(1 + self.slack)
+
+    def product_bound(self, sizes: Array) -> float:
         """A bound of ||E C|| over all E whose columns have these norms."""
         return norm(sizes) * self.size
 
 
 @dataclass
 class Cholesky(Factor):
-    """P[J, J] = L L^T, C = L^-T: the same iterates as P^-1/2 at a tenth of the cost.
-
-    The columns J span the rest, whose weights are 0.
-    """
+    """P[J, J] = L L^T, C = L^-T: the same iterates as P^-1/2 at a tenth of the cost.  The columns J
+    span the rest, whose weights are 0."""
 
     backend: Backend
     L: Array
@@ -173,24 +174,22 @@ class Cholesky(Factor):
         return W
 
     def to_gradient(self, g: Array) -> Array:
-        return self.backend.solve_triangular(self.L, self._kept(g))
+        return self.backend.solve_triangular(self.L, self._select(g))
 
     def from_weights(self, W: Array) -> Array:
-        return self.backend.matmul(self.L.T, self._kept(W))
+        return self.backend.matmul(self.L.T, self._select(W))
 
-    def amplified(self, sizes: Array) -> float:
-        return super().amplified(self._kept(sizes))
+    def product_bound(self, sizes: Array) -> float:
+        return super().product_bound(self._select(sizes))
 
-    def _kept(self, rows: Array) -> Array:
+    def _select(self, rows: Array) -> Array:
         return rows if self.J is None else rows[self.J]
 
 
 @dataclass
 class Eigen(Factor):
-    """P^-1/2 itself, as the paper prints it: P = V diag(values) V^T + shift I.
-
-    Without a shift what V does not span is cut.
-    """
+    """P^-1/2 itself, as the paper prints it: P = V diag(values) V^T + shift I.  Without a shift
+    what V does not span is cut."""
 
     V: Array  # d x r, orthonormal
     values: Array  # (r,)
@@ -257,13 +256,13 @@ class RowSpace(Map, Factor):
         slack = norm(backend.matmul(AC.T, AC) - eye) + rounding
         self.slack, self.size = slack + 2 * off * norm(AC) + off**2, norm(C)
 
-    def amplified(self, sizes: Array) -> float:
+    def product_bound(self, sizes: Array) -> float:
         if self.slack == math.inf:
             return math.inf
         by_row = self.backend.xp.sqrt((self.C * self.C).sum(axis=1))
         return min(norm(sizes) * self.size, float((sizes * by_row).sum()))  # synchronize!
 
-    def missed(self, u: Array, sizes: Array) -> float:
+    def outside_bound(self, u: Array, sizes: Array) -> float:
         """A bound of ||E (u - C w)|| for some w, over all E whose columns have these norms."""
         w, r = self.from_weights(u), self.rank
         rounded = (r + 3) * _UNIT * (self.backend.matmul(abs(self.C), abs(w)) + abs(u))
@@ -295,8 +294,8 @@ class Composed(Factor):
     def project(self, v: Array) -> Array:
         return self.inner.project(v)
 
-    def amplified(self, sizes: Array) -> float:
-        return self.inner.amplified(self.C0.column_sizes(sizes))
+    def product_bound(self, sizes: Array) -> float:
+        return self.inner.product_bound(self.C0.column_sizes(sizes))
 
 
 # ---- numbers that are proven of a matrix -------------------------------------------------------
@@ -343,11 +342,8 @@ def safe_cholesky(
 
 
 def smallest_eigenvalue(backend: Backend, P: Array, L: Array) -> float:
-    """A number that is proven to be below all eigenvalues of P = L L^T.
-
-    The proof is a Cholesky factor of P minus that multiple of I.  Inverse iteration says which
-    multiple to try.
-    """
+    """A number that is proven to be below all eigenvalues of P = L L^T.  The proof is a Cholesky
+    factor of P minus that multiple of I.  Inverse iteration says which multiple to try."""
 
     def inverse(v: Array) -> Array:
         return backend.solve_triangular(L, backend.solve_triangular(L, v), trans=True)
@@ -366,10 +362,8 @@ def smallest_eigenvalue(backend: Backend, P: Array, L: Array) -> float:
 
 
 def power_iteration(xp: Any, apply: Callable[[Array], Array], d: int, steps: int) -> float:
-    """The largest eigenvalue of a symmetric operator, from below; the host waits once.
-
-    It is right to some per cent after a few steps.
-    """
+    """The largest eigenvalue of a symmetric operator, from below; the host waits once.  It is right
+    to some per cent after a few steps."""
     # No structure of the operator is likely to be orthogonal to these.
     v = xp.asarray(np.random.default_rng(0).standard_normal((d, 1)))
     v = v / xp.linalg.norm(v)
@@ -453,9 +447,7 @@ class DenseGram:
 
     def _slack(self, P: Array, smallest: float, added: float = 0.0) -> float:
         """What rounding of Q^T Q and of its factor may do, seen from P's smallest eigenvalue.
-
-        |error of P_ij| <= rounding sqrt(P_ii P_jj), a matrix of norm rounding * trace(P).
-        """
+        |error of P_ij| <= rounding sqrt(P_ii P_jj), a matrix of norm rounding * trace(P)."""
         if self.damped or added:
             return math.inf
         trace = float(P.diagonal().sum())  # synchronize!
@@ -508,10 +500,8 @@ def products(
     with_gram: bool = True,
     loss: Loss = LOSSES["mse"],
 ) -> tuple[Array, Array]:
-    """(Q^T Q, Q^T Y) over the rows `at` of Q, which are converted to float64 once for both.
-
-    Rows are taken as the loss sees them: with their weights, and less their mean.
-    """
+    """(Q^T Q, Q^T Y) over the rows `at` of Q, which are converted to float64 once for both.  Rows
+    are taken as the loss sees them: with their weights, and less their mean."""
     xp, d, count = backend.xp, Q.shape[1], Q.shape[0] if at is None else at.shape[0]
     QtQ = xp.zeros((d, d) if with_gram else (0, 0))
     QtY = xp.zeros((d, 0 if Y is None else Y.shape[1]))

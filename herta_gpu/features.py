@@ -26,11 +26,9 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 class Features:
-    """X (n x d) behind one interface, rows in the order of the graph's storage.
-
-    On a GPU a sparse X, or a dense one that fits, is uploaded once; a larger one stays on the host
-    and streams through the device in parts, for every product again.
-    """
+    """X (n x d) behind one interface, rows in the order of the graph's storage.  On a GPU a sparse
+    X, or a dense one that fits, is uploaded once; a larger one stays on the host and streams
+    through the device in parts, for every product again."""
 
     def __init__(self, X: Any, backend: Backend, order: Any = None, budget: int = 0) -> None:
         self.backend, self.shape = backend, X.shape
@@ -111,11 +109,9 @@ class Features:
 
     @cached_property
     def norm_bound(self) -> float:
-        """A proven bound of ||X||_2: the smaller of ||X||_F and a Schur test of |X|.
-
-        For every v > 0, ||X||^2 <= max of (|X|^T |X| v) / v.  With v = 1 that is at most
-        ||X||_1 ||X||_inf; powers of |X|^T |X| make it sharp where no sign is lost, as in counts.
-        """
+        """A proven bound of ||X||_2: the smaller of ||X||_F and a Schur test of |X|.  For every v >
+        0, ||X||^2 <= max of (|X|^T |X| v) / v.  With v = 1 that is at most ||X||_1 ||X||_inf;
+        powers of |X|^T |X| make it sharp where no sign is lost, as in counts."""
         xp, (n, d), backend = self.backend.xp, self.shape, self.backend
         rounding = 1e-10 + 2 * (int(backend.total(n)) + d) * _UNIT
         if self.sparse:
@@ -206,37 +202,33 @@ class Features:
 
     def distinct_columns(self, at: Any) -> int:
         """How many different columns X has on the rows `at` (a mask of the host), zeros apart.
-
         Columns are compared by 64-bit sums of scrambled bits: two different ones are taken for
-        equal with a probability of about 2^-64.
-        """
+        equal with a probability of about 2^-64."""
 
-        def scrambled(values: Array) -> Any:
+        def bits_of(values: Array) -> Any:
             values = np.ascontiguousarray(self.backend.to_numpy(values) + 0.0)  # -0.0 is 0.0
-            return mixed(values.astype(np.float64, copy=False).view(np.uint64))
+            return scramble(values.astype(np.float64, copy=False).view(np.uint64))
 
         def keys(J: slice) -> Any:
             """One odd random number per row, the same on any process; 0 for those not in `at`."""
             first = self.backend.first_row + 1
             rows = np.arange(first + J.start, first + J.stop, dtype=np.uint64)
-            return np.where(at[J], mixed(rows * _GOLDEN) | np.uint64(1), np.uint64(0))
+            return np.where(at[J], scramble(rows * _GOLDEN) | np.uint64(1), np.uint64(0))
 
         if self.sparse:
             X, get = self._transposed, self.backend.to_numpy
             sums = np.zeros(X.data.shape[0] + 1, dtype=np.uint64)
-            np.cumsum(
-                scrambled(X.data) * keys(slice(0, self.shape[0]))[get(X.indices)], out=sums[1:]
-            )
+            np.cumsum(bits_of(X.data) * keys(slice(0, self.shape[0]))[get(X.indices)], out=sums[1:])
             hashes = np.diff(sums[get(X.indptr)])
         else:
             hashes = np.zeros(self.shape[1], dtype=np.uint64)
             for J, part in self.row_chunks():
-                hashes += (scrambled(part) * keys(J)[:, None]).sum(axis=0)
+                hashes += (bits_of(part) * keys(J)[:, None]).sum(axis=0)
         hashes = self.backend.total(hashes)
         return int(distinct(np, np.sort(hashes[hashes != 0])).shape[0])
 
 
-def mixed(bits: Any) -> Any:
+def scramble(bits: Any) -> Any:
     """A bijection of 64-bit numbers that keeps 0 and scatters everything else (splitmix64)."""
     bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -244,13 +236,11 @@ def mixed(bits: Any) -> Any:
 
 
 def in_float64(xp: Any) -> Callable[[Array], Array]:
-    """A function that gives chunks in float64, each in the place of the one before.
-
-    Fresh memory for every chunk would cost more than the conversion does.
-    """
+    """A function that gives chunks in float64, each in the place of the one before.  Fresh memory
+    for every chunk would cost more than the conversion does."""
     buffer = xp.empty((0, 0))
 
-    def converted(part: Array) -> Array:
+    def convert(part: Array) -> Array:
         nonlocal buffer
         if part.dtype == buffer.dtype:
             return part
@@ -260,7 +250,7 @@ def in_float64(xp: Any) -> Callable[[Array], Array]:
         out[...] = part
         return out
 
-    return converted
+    return convert
 
 
 def _rows_at_once(columns: int, chunk_bytes: int) -> int:

@@ -128,10 +128,8 @@ class HERTA(Estimator):
         On preconditioned weights; "gd" is the paper's loop.
     ridge : float
         Adds ridge/2 ||W||^2 to the objective.
-    tol : float
-        Stop when the relative suboptimality is certified to be at most this.
-    max_iter : int
-        Outer steps.
+    tol, max_iter : float, int
+        Stop when the relative suboptimality is certified to be at most tol, or after such steps.
     strategy : {"auto", "herta", "direct"}
         "herta" iterates with two block solves per gradient; "direct" solves tightly once for
         H^-1 X (or H^-1 M^T) and trains on that; "auto" takes the cheaper.
@@ -192,21 +190,17 @@ class HERTA(Estimator):
 
     Attributes
     ----------
-    W_ : array (d, c)
-        With several lam (len(lam) d, c), block below block.
-    intercept_ : array (c,)
-        Zeros without `fit_intercept`.
-    train_ : array (n_train,)
-        The training nodes, in the order of their ids.
-    labels_ : array (n_train, c) or None
-        Their labels, where those make features.
+    W_, intercept_ : array (d, c), array (c,)
+        With several lam W_ is (len(lam) d, c), block below block.
+    train_, labels_ : array (n_train,), array (n_train, c) or None
+        The training nodes by their ids, and their labels where those make features.
     classes_ : array (c,) or None for float targets
     history_ : list of dict
         One per outer step: step, loss (the objective), loss_error (it is right up to this much),
         grad_norm, certificate, inner_iterations, seconds.  The first entry is the starting point.
     warm_history_ : list of dict
-        The same for steps on a cheaper model that went first (a stored A, or a sampled graph);
-        they are marked by ``warm`` and count neither as outer steps nor towards max_iter.
+        The same for steps on a cheaper model that went first (stored rows, or a sampled graph),
+        marked by ``warm``; they do not count towards max_iter.
     certificate_ : Certificate
     status_ : str
         "certified": the relative gap is proven to be at most tol, for the problem as given.
@@ -214,29 +208,22 @@ class HERTA(Estimator):
         combinations of them; see ``certificate_.kept``.  "converged": nothing is left to gain by
         all signs, but that is not proven.  "max_iter", "stagnated" (rounding forbids more) or
         "diverged".
-    device_ : (what, choice, why)
-        Where it was fitted, and why there.
-    plan_ : Plan
-    changes_ : list of (what, choice, why)
-        What turned out otherwise than planned.
+    plan_, device_, changes_ : Plan, (what, choice, why), list of (what, choice, why)
+        What was planned, where it was fitted, and what turned out otherwise than planned.
     outputs_ : array (len(evaluate), c)
         Z* at the nodes `evaluate` of the last `fit`, if it was given; no file keeps it.
-    loo_ : array (n_train, c)
+    loo_, leverage_ : array (n_train, c), array (n_train,)
         After ``fit(..., loo=True)``: for each node of `train_` the outputs of the model that was
-        trained without it (NaN where only that node decides some weight); no file keeps it.
-    leverage_ : array (n_train,)
-        With it: how much the output of each training node follows its own target, from 0 to 1.
+        trained without it (NaN where only that node decides some weight), and how much its output
+        follows its own target, from 0 to 1; no file keeps them.
     variance_ : array (len(evaluate), c)
-        With it, if there is memory for the rows a of H^-1 X at the nodes `evaluate`:
-        sigma^2 (1 + a^T P^-1 a), sigma^2 the variance of the residuals: of a target at these
-        nodes, if the model is right.  Infinite (NaN where
-        the residuals are 0) for fewer training nodes than features without a ridge.
+        With them, if there is memory for the rows a of H^-1 X at the nodes `evaluate`: the variance
+        sigma^2 (1 + a^T P^-1 a) of a target there, sigma^2 that of the residuals.  Infinite (NaN
+        where they are 0) for fewer training nodes than features without a ridge.
     spectrum_ : Spectrum or None
         What is known of the preconditioned Hessian; ``kappa`` bounds its condition number.
-    stages_ : dict of stage to seconds
-    X_reads_ : dict
-        Of a dense X: passes over it, and bytes and seconds of reading it from its file (0 if it
-        was in memory).
+    stages_, X_reads_ : dict
+        Seconds of each stage; of a dense X passes over it, and bytes and seconds of reading it.
 
     Examples
     --------
@@ -351,10 +338,7 @@ class HERTA(Estimator):
         _check_helpers(callback, checkpoint, warm_start)
         check_choice("loo", loo, (False, True))
         backend, why = chosen_backend(self.device, graph, X)
-        backend, stages = (
-            shared(backend, graph),
-            Stages(self.verbose) if _stages is None else _stages,
-        )
+        backend, stages = shared(backend, graph), _stages or Stages(self.verbose)
         run = Context(backend, stages, callback, checkpoint)
         task = self._pose(backend, graph, X, y, train, sample_weight, evaluate)
         task = task if not loo else replace(task, settings=task.settings.with_loo())
@@ -395,7 +379,7 @@ class HERTA(Estimator):
         self.history_, self.warm_history_ = journal.history(), journal.history(warm=True)
         gap = unit * journal.certificate.gap
         warn_unfinished(journal.status, self.tol, self.max_iter, stacklevel=6)
-        self.certificate_, self.status_ = replace(journal.certificate, gap=gap), journal.status
+        self.certificate_, self.status_ = replace(journal.certificate, gap=gap), str(journal.status)
         self.changes_, self.n_features_in_ = run.changes, task.X.shape[1]
         self.stages_, reads = run.stages.since(run.before), task.features.reads
         self.X_reads_ = {} if reads is None else reads.counts()
@@ -406,8 +390,8 @@ class HERTA(Estimator):
             self.outputs_ = found.outputs + self.intercept_.astype(found.outputs.dtype)
         if found.left_out is not None:
             self.loo_, self.leverage_ = found.left_out.outputs, found.left_out.leverage
-            if found.spread is not None:
-                self.variance_ = (1 + found.spread / unit)[:, None] * (unit * found.left_out.noise)
+            if (spread := found.left_out.spread) is not None:
+                self.variance_ = (1 + spread / unit)[:, None] * (unit * found.left_out.noise)
 
     def _pose(
         self, backend: Backend, graph: Graph, X: Any, y: Any, train: Any, weight: Any, evaluate: Any
@@ -737,24 +721,22 @@ def _check_helpers(callback: Any, checkpoint: Any, previous: Any) -> None:
         return
     if not isinstance(previous, HERTA) or not hasattr(previous, "W_"):
         raise TypeError("warm_start must be a fitted HERTA.")
+    wrong = ""
     if not np.isfinite(previous.W_).all():
-        raise ValueError(
-            "warm_start has weights that are not finite: fit it anew, or start without it."
-        )
-    if checkpoint is not None:
-        raise ValueError("A checkpoint has weights of its own: leave out warm_start.")
+        wrong = "warm_start has weights that are not finite: fit it anew, or start without it."
+    elif checkpoint is not None:
+        wrong = "A checkpoint has weights of its own: leave out warm_start."
+    if wrong:
+        raise ValueError(wrong)
 
 
 def _starting_weights(model: HERTA | None, task: Task, backend: Backend) -> Array | None:
     """The weights of a fitted model, or a sentence that says why they do not fit."""
     if model is None:
         return None
-    c = task.targets.Y.shape[1]
-    shape = (task.settings.features(task.X.shape[1], c), c)
-    if model.W_.shape != shape:
-        raise ValueError(
-            f"warm_start has weights of shape {model.W_.shape}, but these data need {shape}."
-        )
+    c, found = task.targets.Y.shape[1], model.W_.shape
+    if (shape := (task.settings.features(task.X.shape[1], c), c)) != found:
+        raise ValueError(f"warm_start has weights of shape {found}, but these data need {shape}.")
     then, now = (() if k is None else tuple(k) for k in (model.classes_, task.targets.classes))
     if then != now:
         raise ValueError("warm_start was fitted to other classes than y has.")

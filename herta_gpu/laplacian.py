@@ -193,7 +193,7 @@ def block_cg(
         B = _block(H.backend, B, wide)  # a B that nobody else holds is freed
         guess = guess if H.factor is None else H.inverse(B)
         Z = None if guess is None else _block(H.backend, guess, wide, new=True)
-        return _refined(H, B, tol, Z, max_iter, k)
+        return _refine(H, B, tol, Z, max_iter, k)
 
 
 def _block(backend: Backend, X: Array, wide: int, new: bool = False) -> Array:
@@ -207,7 +207,7 @@ def _block(backend: Backend, X: Array, wide: int, new: bool = False) -> Array:
     return block
 
 
-def _refined(
+def _refine(
     H: RegularizedLaplacian, B: Array, tol: float, Z: Array | None, max_iter: int | None, k: int
 ) -> tuple[Array, SolveInfo]:
     """The first k columns of `block_cg`, cycle by cycle, from Z, which is lost; None: from 0."""
@@ -276,10 +276,8 @@ def _unit(xp: Any, norm: Array) -> Array:
 
 
 def measure(H: RegularizedLaplacian, b2: Array, dots: Array) -> tuple[Array, Array, Array]:
-    """(||r||, 2<b, z> - <z, Hz>, H-norm bound) of each column, from `Backend.residual`.
-
-    The second is ||H^-1 b||_H^2 less the squared error, which is what CG adds to it step by step.
-    """
+    """(||r||, 2<b, z> - <z, Hz>, H-norm bound) of each column, from `Backend.residual`.  The second
+    is ||H^-1 b||_H^2 less the squared error, which is what CG adds to it step by step."""
     xp, energy = H.backend.xp, dots[1]
     norm = xp.sqrt(dots[0])
     least = xp.maximum(energy, b2 / H.lambda_max)
@@ -287,23 +285,19 @@ def measure(H: RegularizedLaplacian, b2: Array, dots: Array) -> tuple[Array, Arr
     return norm, energy, xp.where(b2 > 0, norm / xp.sqrt(safe), norm)
 
 
-def lost_to_rounding(H: RegularizedLaplacian, columns: int) -> tuple[float, float]:
+def measure_rounding(H: RegularizedLaplacian, columns: int) -> tuple[float, float]:
     """(rho, delta): what rounding may do to ||r||, relative to ||z||, and to the bound itself.
-
     Sums over n terms make ||r|| and the energy: the latter is 2 <b, z> - <z, b - r>, relative to
-    S^2, S = ||H^-1 b||_H, with ||b|| <= sqrt(lambda_max) S and ||z|| <= ||z||_H, about S.
-    """
+    S^2, S = ||H^-1 b||_H, with ||b|| <= sqrt(lambda_max) S and ||z|| <= ||z||_H, about S."""
     unit, n = unit_roundoff(), int(H.backend.total(H.n))
     return H.rounding(columns), 8 * (n + 8) * unit * math.sqrt(H.lambda_max)
 
 
 def proven_bounds(H: RegularizedLaplacian, Z: Array, norms: Any, bounds: Any, tol: float) -> Any:
-    """Bounds from measured residuals as true ones: what rounding may have done is added.
-
-    With t the bound, ||z|| <= ||z||_H <= (1 + t) S makes t <= (measured + rho) / (1 - rho).  Where
-    that is not enough, ||z|| itself is measured: it is far below S if b is rough.
-    """
-    rho, delta = lost_to_rounding(H, Z.shape[1])
+    """Bounds from measured residuals as true ones: what rounding may have done is added.  With t
+    the bound, ||z|| <= ||z||_H <= (1 + t) S makes t <= (measured + rho) / (1 - rho).  Where that is
+    not enough, ||z|| itself is measured: it is far below S if b is rough."""
+    rho, delta = measure_rounding(H, Z.shape[1])
     found = (bounds * (1 + delta) + rho) / (1 - rho) if rho < 1 else np.full(bounds.shape, np.inf)
     if bool(((found > tol) & (bounds <= tol)).any()):
         size = H.backend.to_numpy(H.backend.total(H.backend.column_dots(Z, Z)))  # synchronize!

@@ -33,11 +33,9 @@ _NO_LOSS = 1e-15  # ... of a billion labels
 
 @dataclass(frozen=True)
 class Loss(ABC):
-    """What training needs of a loss; here what all of them share, weights and intercept.
-
-    A new loss must be convex in F.  It defines the three constants, `_terms`, `_bend`, `shift`, and
-    those methods below that are not true of it; see `MSE`, `CrossEntropy` and `BinaryCrossEntropy`.
-    """
+    """What training needs of a loss; here what all of them share, weights and intercept.  A new
+    loss must be convex in F.  It defines the three constants, `_terms`, `_bend`, `shift`, and those
+    methods below that are not true of it; see `MSE`, `CrossEntropy` and `BinaryCrossEntropy`."""
 
     weights: Array | None = None  # (n_train,) positive, at most 1; None: all 1
     intercept: bool = False
@@ -82,9 +80,7 @@ class Loss(ABC):
 
     def scale_rows(self, xp: Any, Q: Array, rows: slice, mean: Array | None) -> Array:
         """Rows of Q as a quadratic loss sees them: less their mean, times the root of the weight.
-
-        Their Gram matrix is the Hessian of 1/2 ||Q u||^2, weights and intercept included.
-        """
+        Their Gram matrix is the Hessian of 1/2 ||Q u||^2, weights and intercept included."""
         Q = Q if mean is None else Q - mean
         return Q if self.weights is None else xp.sqrt(self.weights[rows])[:, None] * Q
 
@@ -110,11 +106,9 @@ class Loss(ABC):
         return (norm(E.sum(axis=0)) + rounded) / math.sqrt(self.total(count))
 
     def intercept_gap(self, imbalance: float, output_error: float, distance: float) -> float:
-        """How much the objective could still fall by changing the intercept alone, at most.
-
-        The constants are the best for outputs that are off by `output_error`, but for an
-        `imbalance` of the gradient, and no farther than `distance` from those of the optimum.
-        """
+        """How much the objective could still fall by changing the intercept alone, at most.  The
+        constants are the best for outputs that are off by `output_error`, but for an `imbalance` of
+        the gradient, and no farther than `distance` from those of the optimum."""
         # With E the gradient at outputs F that are off by that error, convexity gives for all W, b
         #   loss(A W + b) >= loss(F) + <E, A W + b - F>,   and   loss <= that + steepest/2 error^2
         # at the outputs themselves.  The imbalance of E counts along the constants only.
@@ -127,11 +121,9 @@ class Loss(ABC):
         self, xp: Any, Y: Array, b: Array, objective: float, ridge: float, X_norm: float
     ) -> float:
         """How far the constants b are from those of the optimum, times the root of all weights.
-
         The loss of the optimum is at most that of any W, so no mean of -f over rows that want f to
-        be large exceeds objective / (their weight); and ||W||^2 <= 2 objective / ridge there.
-        """
-        sums, slope = self._pull(xp, Y)
+        be large exceeds objective / (their weight); and ||W||^2 <= 2 objective / ridge there."""
+        sums, slope = self._resistance(xp, Y)
         if ridge == 0:
             return math.inf
         b = self.centre(xp, b[None])
@@ -139,11 +131,11 @@ class Loss(ABC):
         far = objective / least + slope * X_norm * math.sqrt(2 * objective / ridge)
         return math.sqrt(self.total(Y.shape[0])) * (norm(b) + math.sqrt(b.shape[1]) * far)
 
-    def _pull(self, xp: Any, Y: Array) -> tuple[Array, float]:
+    def _resistance(self, xp: Any, Y: Array) -> tuple[Array, float]:
         """((c,) weight of the rows that hold a constant back, slope of a difference of outputs)."""
         return xp.zeros(Y.shape[1]), 0.0  # nothing of a loss whose `intercept_gap` needs none
 
-    def _counted(self, xp: Any, Y: Array) -> Array | None:
+    def _labels_that_count(self, xp: Any, Y: Array) -> Array | None:
         """Which labels count; None: all."""
         return None
 
@@ -151,7 +143,7 @@ class Loss(ABC):
     def at(self, xp: Any, F: Array, Y: Array) -> tuple[float, Array]:
         """Value and gradient together, for less than one after the other."""
         F = self.add_intercept(xp, F, Y)
-        return self._plain(xp, F, Y, self._counted(xp, Y))[:2]
+        return self._plain(xp, F, Y, self._labels_that_count(xp, Y))[:2]
 
     def _plain(
         self, xp: Any, F: Array, Y: Array, counted: Array | None = None
@@ -194,14 +186,12 @@ class Loss(ABC):
     def probabilities(self, xp: Any, E: Array, Y: Array) -> Array:
         """The activation, from the gradient E; 0, without curvature, for labels that count not."""
         S = (E if self.weights is None else E / self.weights[:, None]) + Y
-        counted = self._counted(xp, Y)
+        counted = self._labels_that_count(xp, Y)
         return S if counted is None else xp.where(counted, S, 0.0)
 
     def row_curvature(self, xp: Any, E: Array, Y: Array) -> Array:
-        """(n_train,) mean eigenvalue of each row's Hessian over what `centre` leaves, from E.
-
-        Of rows after `scale_rows`: weights are in those.
-        """
+        """(n_train,) mean eigenvalue of each row's Hessian over what `centre` leaves, from E.  Of
+        rows after `scale_rows`: weights are in those."""
         # diag(s) - s s^T and diag(s (1 - s)) have the same trace.
         S = self.probabilities(xp, E, Y)
         directions = Y.shape[1] if self.separable else max(1, Y.shape[1] - 1)
@@ -214,15 +204,13 @@ class Loss(ABC):
     def step(
         self, xp: Any, F: Array, FD: Array, Y: Array, ridge: Slopes, enough: float = 0.0
     ) -> Array:
-        """(c,) how far to go along each column of the direction FD: to the least objective.
-
-        Or to where the slope is at most `enough`, up or down.  `ridge` holds the column-wise slope
-        and curvature of the ridge term.
-        """
+        """(c,) how far to go along each column of the direction FD: to the least objective.  Or to
+        where the slope is at most `enough`, up or down.  `ridge` holds the column-wise slope and
+        curvature of the ridge term."""
         F = self.add_intercept(xp, F, Y)
         FD = FD - self.mean(xp, FD) if self.intercept else FD  # constants follow
         slope0, curvature0 = (float(r.sum()) for r in ridge)  # synchronize!
-        counted = self._counted(xp, Y)
+        counted = self._labels_that_count(xp, Y)
         # Newton's method, kept inside a bracket.
         low, high, eta = 0.0, math.inf, 1.0
         for _ in range(_NEWTON_STEPS):
@@ -332,16 +320,14 @@ class CrossEntropy(Loss):
         # direction, so softly that what solves leave over there would run away with W.
         return G - _row_sum(xp, G) / G.shape[1]
 
-    def _pull(self, xp: Any, Y: Array) -> tuple[Array, float]:
+    def _resistance(self, xp: Any, Y: Array) -> tuple[Array, float]:
         # Rows of class k: the mean of f_j - f_k is at most objective / (their weight) for each j.
         return self.weigh(Y).sum(axis=0), math.sqrt(2)
 
 
 class BinaryCrossEntropy(Loss):
-    """Sum over rows and labels of -y log s - (1 - y) log(1 - s), s = 1 / (1 + exp(-f)).
-
-    A label below 0 is unknown and does not count.
-    """
+    """Sum over rows and labels of -y log s - (1 - y) log(1 - s), s = 1 / (1 + exp(-f)).  A label
+    below 0 is unknown and does not count."""
 
     separable, quadratic, steepest = True, False, 0.25
 
@@ -379,7 +365,7 @@ class BinaryCrossEntropy(Loss):
         known = Y >= 0
         return known, self.weigh(Y, known).sum(axis=0), self.weigh(1 - Y, known).sum(axis=0)
 
-    def _counted(self, xp: Any, Y: Array) -> Array:
+    def _labels_that_count(self, xp: Any, Y: Array) -> Array:
         # With an intercept, a column of equal ones has no loss at all.
         if not self.intercept:
             return Y >= 0
@@ -393,7 +379,7 @@ class BinaryCrossEntropy(Loss):
         z = xp.exp(-abs(F))
         return xp.where(F >= 0, 1.0, z) / (1 + z)
 
-    def _pull(self, xp: Any, Y: Array) -> tuple[Array, float]:
+    def _resistance(self, xp: Any, Y: Array) -> tuple[Array, float]:
         # Rows of the label 1: the mean of -f is at most objective / (their weight); so for 0.
         _, ones, zeros = self._counts(xp, Y)
         return xp.minimum(ones, zeros), 1.0
@@ -410,11 +396,9 @@ def _best_constants(
     at: Callable[[Array], tuple[float, Array, Array]],
 ) -> Array:
     """Constants at which the gradient is rounding; `at` gives value, gradient and Hessian.
-
     Sinkhorn's steps go first, from which Newton's method gets there wherever the outputs are: each
     adds to a constant the logarithm of (the share that its class should have / the one that it
-    has).  None makes the loss larger, and any distance is one step.
-    """
+    has).  None makes the loss larger, and any distance is one step."""
     for _ in range(_SINKHORN_STEPS):
         before, b = b, rescale(b)
         if not float(abs(b - before).max()) > 1.0:  # synchronize!

@@ -32,7 +32,8 @@ from herta_gpu.factors import (
     safe_cholesky,
 )
 from herta_gpu.losses import LOSSES
-from herta_gpu.problem import Callback, DensePoint, DenseProblem, History
+from herta_gpu.planning.settings import Status
+from herta_gpu.problem import Callback, History, StoredPoint, StoredProblem
 
 LBFGS_MEMORY = 20
 _ALIKE = 1e-9  # relative difference of weights that are called equal
@@ -46,10 +47,8 @@ _NOISE = 1e-12  # relative, of objectives that are taken for equal
 
 
 class GradientDescent:
-    """w <- w - eta g, the loop of Algorithm 1; eta by exact line search unless it is given.
-
-    With momentum it is Polyak's heavy ball.
-    """
+    """w <- w - eta g, the loop of Algorithm 1; eta by exact line search unless it is given.  With
+    momentum it is Polyak's heavy ball."""
 
     def __init__(self, learning_rate: float | None = None, momentum: float = 0.0) -> None:
         self.learning_rate, self.momentum, self._step = learning_rate, momentum, 0.0
@@ -132,17 +131,15 @@ class LBFGS:
         product: Callable[[Array, Array], Array] = operator.matmul,
         scaled: bool = True,
     ) -> Array:
-        """The next direction; `inverse` applies H_0 (None: the identity).
-
-        `scaled`: H_0 is right up to a factor, which the last pair tells.
-        """
+        """The next direction; `inverse` applies H_0 (None: the identity).  `scaled`: H_0 is right
+        up to a factor, which the last pair tells."""
         if self._last is not None:
             self._remember(w - self._last[0], g - self._last[1], product)
         self._last = (w, g)
         H_0 = inverse or (lambda v: v)
         if self.pairs == 0:
             return -H_0(g)
-        S, Y, D, R_inverse = self._stored()
+        S, Y, D, R_inverse = self._pairs()
         q = product(R_inverse, product(S, g.reshape(-1, 1)))
         v = H_0((g.reshape(-1, 1) - product(Y.T, q)).reshape(g.shape)).reshape(-1, 1)
         if scaled:
@@ -152,7 +149,7 @@ class LBFGS:
         back = product(R_inverse.T, D[:, None] * q - product(Y, v))
         return -(v + product(S.T, back)).reshape(g.shape)
 
-    def _stored(self) -> tuple[Array, Array, Array, Array]:
+    def _pairs(self) -> tuple[Array, Array, Array, Array]:
         """(S^T, Y^T, D, R^-1) of the pairs in use, the newest last."""
         J = slice(self._first, self._first + self.pairs)
         S, Y, D, R_inverse = self._arrays
@@ -165,7 +162,7 @@ class LBFGS:
             return
         if self.pairs == self.memory:
             self._first, self.pairs = self._first + 1, self.pairs - 1
-        old, k, size = self._stored(), self.pairs, s.size
+        old, k, size = self._pairs(), self.pairs, s.size
         if self._first + k == self._arrays[0].shape[0]:  # room for twice as many, at the front
             room, self._first = max(2 * k, 16), 0
             shapes: list[tuple[int, ...]] = [(room, size), (room, size), (room,), (room, room)]
@@ -190,10 +187,8 @@ def make_optimizer(
     by_column: bool,
     interval: tuple[float, float] | None = None,
 ) -> Optimizer:
-    """An optimizer by name; `by_column`: the columns of W are independent problems.
-
-    "gd" and "momentum" take the rate that is the best for eigenvalues in an `interval`.
-    """
+    """An optimizer by name; `by_column`: the columns of W are independent problems.  "gd" and
+    "momentum" take the rate that is the best for eigenvalues in an `interval`."""
     weight = 0.9 if name == "momentum" else 0.0
     if interval is not None and name in ("gd", "momentum"):
         a, b = interval
@@ -208,7 +203,7 @@ def make_optimizer(
     return GradientDescent(rate or (0.5 if name == "momentum" else None), weight)
 
 
-# ---- Hessians of the rows of a `DenseProblem`, of which S are the activations -------------------
+# ---- Hessians of the rows of a `StoredProblem`, of which S are the activations -------------------
 Inverse = Callable[[Array], Array]  # of a guess of the Hessian: g -> its inverse times g
 
 
@@ -217,28 +212,24 @@ def inverse_of(factor: Factor) -> Inverse:
     return lambda g: factor.to_weights(factor.to_gradient(g))
 
 
-def factor_rows(problem: DenseProblem, weights: Array, gram: Array | None = None) -> Factor:
-    """P = A^T diag(weights) A + ridge G, the same for every class.
-
-    `gram` is A^T A, if that is known: it will do while all weights are alike.
-    """
+def factor_rows(problem: StoredProblem, weights: Array, gram: Array | None = None) -> Factor:
+    """P = A^T diag(weights) A + ridge G, the same for every class.  `gram` is A^T A, if that is
+    known: it will do while all weights are alike."""
     backend, one = problem.backend, weights[0]
     if gram is None or float(abs(weights - one).max()) > _ALIKE * float(one):  # synchronize!
-        P = weighted_gram(backend, problem.seen, weights)
+        P = weighted_gram(backend, problem.hessian_rows, weights)
     else:
         P = one * gram
-    add_ridge(backend.xp, P, problem.ridge * problem.metric.ridge)
+    add_ridge(backend.xp, P, problem.ridge * problem.C0.ridge)
     return factor_of(backend, P, problem.ridge)
 
 
-def class_blocks(problem: DenseProblem, S: Array, rows: Any = slice(None)) -> Inverse:
-    """The whole Hessian of cross entropy, over the c - 1 directions that classes differ in.
-
-    With B an orthonormal basis (c x (c - 1)) of what is not common to all classes, and p the
-    softmax of a row, block a, b is A^T diag(B_a^T (diag(p) - p p^T) B_b) A + delta_ab ridge G.
-    `rows` are those that count.
-    """
-    backend, xp, A, S = problem.backend, problem.xp, problem.seen[rows], S[rows]
+def class_blocks(problem: StoredProblem, S: Array, rows: Any = slice(None)) -> Inverse:
+    """The whole Hessian of cross entropy, over the c - 1 directions that classes differ in.  With B
+    an orthonormal basis (c x (c - 1)) of what is not common to all classes, and p the softmax of a
+    row, block a, b is A^T diag(B_a^T (diag(p) - p p^T) B_b) A + delta_ab ridge G. `rows` are those
+    that count."""
+    backend, xp, A, S = problem.backend, problem.xp, problem.hessian_rows[rows], S[rows]
     r, m = A.shape[1], S.shape[1] - 1
     B = xp.asarray(helmert(m + 1).T)
     mean, H = S @ B, xp.zeros((r * m, r * m))
@@ -251,12 +242,12 @@ def class_blocks(problem: DenseProblem, S: Array, rows: Any = slice(None)) -> In
             H[columns, at] = H[at, columns].T
         weights = S @ B[:, a] ** 2 - mean[:, a] ** 2
         H[at, at] = weighted_gram(backend, A, xp.maximum(weights, 0.0))
-        add_ridge(xp, H[at, at], problem.ridge * problem.metric.ridge)
+        add_ridge(xp, H[at, at], problem.ridge * problem.C0.ridge)
     solve = inverse_of(factor_of(backend, H, problem.ridge))
     return lambda g: solve((g @ B).T.reshape(r * m, 1)).reshape(m, r).T @ B.T
 
 
-def column_blocks(problem: DenseProblem, S: Array) -> Inverse:
+def column_blocks(problem: StoredProblem, S: Array) -> Inverse:
     """The whole Hessian of a loss whose outputs are independent: one block for each of them."""
     xp = problem.xp
     columns = [inverse_of(factor_rows(problem, w)) for w in xp.maximum(S * (1 - S), 0.0).T]
@@ -273,15 +264,15 @@ class Newton:
 
     searches = True
 
-    def __init__(self, rows: DenseProblem, factor: Factor, size: int) -> None:
+    def __init__(self, rows: StoredProblem, factor: Factor, size: int) -> None:
         """`size` is the number of coordinates, which may be more than the rank of C."""
         backend, C = rows.backend, factor.to_weights(rows.xp.eye(size))
-        A, metric = backend.matmul(rows.A, C), Map(backend, C)
-        self.problem = DenseProblem(backend, rows.loss, A, rows.Y, rows.ridge, metric)
+        A, metric = backend.matmul(rows.Q, C), Map(backend, C)
+        self.problem = StoredProblem(backend, rows.loss, A, rows.Y, rows.ridge, metric)
 
     def direction(self, w: Array, g: Array) -> Array:
         problem, xp, loss = self.problem, self.problem.xp, self.problem.loss
-        S = loss.activation(xp, problem.backend.matmul(problem.A, w))
+        S = loss.activation(xp, problem.backend.matmul(problem.Q, w))
         inverse = column_blocks(problem, S) if loss.separable else class_blocks(problem, S)
         step = loss.centre(xp, inverse(g))
         # Rows whose class is beyond doubt have no curvature left.
@@ -294,10 +285,8 @@ def weighted_gram(backend: Backend, A: Array, weights: Array) -> Array:
 
 
 def factor_of(backend: Backend, P: Array, ridge: float) -> Factor:
-    """C with C C^T = P^-1, about: a guess needs no bound.  P is overwritten.
-
-    Without a ridge, directions that P does not see are cut.
-    """
+    """C with C C^T = P^-1, about: a guess needs no bound.  P is overwritten.  Without a ridge,
+    directions that P does not see are cut."""
     xp, r = backend.xp, P.shape[0]
     size = xp.sqrt(P.diagonal())
     if r == 0:
@@ -318,29 +307,27 @@ class DenseFit(NamedTuple):
 
     u: Array  # (r, c) the weights
     objective: float  # loss + ridge/2 <u, G u>
-    status: str  # "converged", "stagnated" or "max_iter"
+    status: Status  # CONVERGED, STAGNATED or MAX_ITER
     history: History  # step, objective, gap, grad_norm
 
 
 def minimise(
-    problem: DenseProblem,
+    problem: StoredProblem,
     goal: float = 1e-7,
     max_steps: int = 2000,
     start: Array | None = None,
     memory_limit: int | None = None,
     callback: Callback | None = None,
 ) -> DenseFit:
-    """Minimise loss(A u) + ridge/2 <u, G u> over u, for a loss that is not quadratic.
-
-    It ends once the gap is at most goal * objective.  `start` is where to begin, 0 if None;
-    `memory_limit` the bytes that may be allocated beside A; None asks the backend.
-    """
-    backend, ridge, few = problem.backend, problem.ridge, problem.A.shape[0] < problem.A.shape[1]
+    """Minimise loss(A u) + ridge/2 <u, G u> over u, for a loss that is not quadratic.  It ends once
+    the gap is at most goal * objective.  `start` is where to begin, 0 if None; `memory_limit` the
+    bytes that may be allocated beside A; None asks the backend."""
+    backend, ridge, few = problem.backend, problem.ridge, problem.Q.shape[0] < problem.Q.shape[1]
     limit = backend.memory_available() if memory_limit is None else memory_limit
     inner = problem
     if few:  # train where the rows are
-        T, lift, lower = row_space(backend, problem.A, ridge, problem.metric)
-        inner = DenseProblem(backend, problem.loss, T, problem.Y, ridge)
+        T, lift, lower = row_space(backend, problem.Q, ridge, problem.C0)
+        inner = StoredProblem(backend, problem.loss, T, problem.Y, ridge)
         start = None if start is None else lower(start)
     descent = Descent(inner, goal, max_steps, limit, callback)
     point, status = descent.run(start)
@@ -351,12 +338,10 @@ def minimise(
 def row_space(
     backend: Backend, A: Array, ridge: float, metric: Map
 ) -> tuple[Array, Callable[[Array], Array], Callable[[Array], Array]]:
-    """(T, lift, lower): the same problem in as few coordinates as A has rows.
-
-    The optimum is at some u = lift(t), where the objective is loss(T t) + ridge/2 ||t||^2; lower(u)
-    is the nearest t.  With G = K^-T K^-1 and u = K v the rows are A K, and directions of v that no
-    row has only add to the ridge term; without a ridge neither they nor G have any effect.
-    """
+    """(T, lift, lower): the same problem in as few coordinates as A has rows.  The optimum is at
+    some u = lift(t), where the objective is loss(T t) + ridge/2 ||t||^2; lower(u) is the nearest t.
+    With G = K^-T K^-1 and u = K v the rows are A K, and directions of v that no row has only add to
+    the ridge term; without a ridge neither they nor G have any effect."""
     plain = metric if ridge > 0 else Map(backend, backend.xp.ones(A.shape[1]))
     B = plain.rows(A)
     if ridge > 0:
@@ -377,7 +362,7 @@ class Descent:
 
     def __init__(
         self,
-        problem: DenseProblem,
+        problem: StoredProblem,
         goal: float,
         max_steps: int,
         memory_limit: int,
@@ -385,14 +370,14 @@ class Descent:
     ) -> None:
         self.problem, self.goal, self.max_steps, self.callback = problem, goal, max_steps, callback
         self.xp, self.loss, self.memory_limit = problem.xp, problem.loss, memory_limit
-        memory = max(LBFGS_MEMORY, min(_PAIRS, problem.A.shape[0] // 4))
+        memory = max(LBFGS_MEMORY, min(_PAIRS, problem.Q.shape[0] // 4))
         self.lbfgs, self.history = LBFGS(self.xp, memory), History()
         self.curvature = -1.0  # of all rows when P was factored
         self.inverse: Inverse | None = None  # of the present guess of the Hessian
         self.exact = False  # it is the Hessian itself, but for rows that add next to nothing
         self.least: list[float] = []  # the smallest gap so far, at each step with this Hessian
 
-    def run(self, start: Array | None) -> tuple[DensePoint, str]:
+    def run(self, start: Array | None) -> tuple[StoredPoint, Status]:
         """(the optimum, or as far as rounding and `max_steps` allow from `start`; the status)."""
         problem, point = self.problem, self.problem.start(start)
         for step in range(self.max_steps + 1):
@@ -403,13 +388,13 @@ class Descent:
                 point = problem.start(point.u)
                 gap = problem.gap(point)
                 found = self._status(point, gap)
-            size = norm(problem.metric.gradient(point.g))
+            size = norm(problem.C0.gradient(point.g))
             known = {"objective": point.objective, "gap": gap, "grad_norm": size}
             self.history.append({"step": len(self.history), **known})
             if self.callback is not None:
                 self.callback(self.history[-1])
             if found or step == self.max_steps:
-                return point, found or "max_iter"
+                return point, found or Status.MAX_ITER
             arguments = (point.u, point.g, self.inverse, problem.backend.matmul, not self.exact)
             D = self.lbfgs.direction(*arguments)
             if not float(self.xp.sum(D * point.g)) < 0:  # synchronize!
@@ -424,30 +409,30 @@ class Descent:
                 point = problem.start(point.u)
             else:
                 break
-        return point, "stagnated"
+        return point, Status.STAGNATED
 
-    def _status(self, point: DensePoint, gap: float) -> str:
-        """The word for having arrived, or nothing."""
+    def _status(self, point: StoredPoint, gap: float) -> Status | None:
+        """What the end is, if this is one."""
         if gap <= self.goal * point.objective:
-            return "converged"
+            return Status.CONVERGED
         ridge, losses = self.problem.ridge, [h["objective"] for h in self.history]
         if point.objective <= self.goal * (self.goal if ridge else 1) * self.problem.at_zero:
-            return "converged"  # an optimum of about 0 has no relative gap
+            return Status.CONVERGED  # an optimum of about 0 has no relative gap
         if ridge > 0:
             gaps = [h["gap"] for h in self.history]
             idle = len(gaps) > _STUCK and min(gaps[-_STUCK:]) >= min(gaps[:-_STUCK])
             idle = idle and losses[-_STUCK] - losses[-1] <= 100 * _NOISE * abs(losses[-1])
-            return "stagnated" if idle else ""
+            return Status.STAGNATED if idle else None
         settled = len(losses) > 3 and losses[-4] - point.objective <= 0.3 * self.goal * losses[-4]
         near = settled and self._decrement(point) <= self.goal * point.objective
-        return "converged" if near else ""
+        return Status.CONVERGED if near else None
 
-    def _decrement(self, point: DensePoint) -> float:
+    def _decrement(self, point: StoredPoint) -> float:
         """||H^-1/2 gradient||^2 with the present guess H of the Hessian."""
         g = point.g if self.inverse is None else self.inverse(point.g)
         return max(0.0, float(self.xp.sum(point.g * g)))  # synchronize!
 
-    def _update_hessian(self, point: DensePoint) -> None:
+    def _update_hessian(self, point: StoredPoint) -> None:
         """Make P anew once the rows' curvature has changed, the whole Hessian once that pays."""
         problem = self.problem
         weights = self.loss.row_curvature(self.xp, point.E, problem.Y)
@@ -469,9 +454,9 @@ class Descent:
             self.curvature = now
             self.inverse = inverse_of(factor_rows(problem, weights, problem.gram))
 
-    def _whole(self, point: DensePoint, weights: Array, steps: float) -> Inverse | None:
+    def _whole(self, point: StoredPoint, weights: Array, steps: float) -> Inverse | None:
         """The Hessian itself, where it costs less than so many steps and fits the memory."""
-        problem, (n, c), r = self.problem, self.problem.Y.shape, self.problem.A.shape[1]
+        problem, (n, c), r = self.problem, self.problem.Y.shape, self.problem.Q.shape[1]
         # A product with few columns runs at about a quarter of the speed of a Gram matrix.
         a_step = 16.0 * n * r * c + 32.0 * self.lbfgs.pairs * r * c + 400.0 * n * c + 2e7
         budget, a_gram = steps * a_step, n * r**2 + r**3 / 3  # flops

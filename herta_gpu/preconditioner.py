@@ -77,10 +77,8 @@ class Preconditioner:
         )
 
     def for_training(self, backend: Backend, blocks: bool = False) -> Preconditioner:
-        """Without Q on all rows, the largest block there is, but with what it says of Z.
-
-        Where outputs are trained in blocks, Z is none of n x c either: Q stays.
-        """
+        """Without Q on all rows, the largest block there is, but with what it says of Z.  Where
+        outputs are trained in blocks, Z is none of n x c either: Q stays."""
         if self.Q_all is None or blocks:
             return self
         return replace(self, Q_all=None, Z_start=self.guess(backend, slice(None)))
@@ -129,7 +127,7 @@ def build(
     if recipe.goal is None or recipe.by_rows:
         make = partial(approximate, recipe, H_tilde, A, basis, cache, Y)
         made = cache(recipe.name, make, together=True)
-        return _factored(recipe, H_tilde, A, Y, ridge, basis, made)
+        return _factor(recipe, H_tilde, A, Y, ridge, basis, made)
     columns = [basis] * A.blocks + [of(extra) for extra in A.extras]
     others = A.train[:0] if evaluate is None else evaluate
     return _from_rows(Rows(A, recipe, columns, others, tell), recipe, A, Y, ridge, cache)
@@ -154,10 +152,10 @@ def _from_rows(
     assert recipe.goal is not None
     rows.tighten(recipe.goal, cache, recipe.name)
     made = {"Q": rows.train_rows, "left": rows.residual_bound}
-    return replace(_factored(recipe, A.H, A, Y, ridge, rows.basis, made), stored=rows)
+    return replace(_factor(recipe, A.H, A, Y, ridge, rows.basis, made), stored=rows)
 
 
-def _factored(
+def _factor(
     recipe: Recipe,
     H_tilde: RegularizedLaplacian,
     A: UnfoldedMap,

@@ -80,9 +80,7 @@ class Outputs:
 
     def blocks(self, rows: Array | None = None) -> Iterator[tuple[slice, Array, float]]:
         """(J, Z[:, J] at `rows` (None: all), what no number of it is off by more than) in turn.
-
-        Each block is from scratch: the same bits whichever others are asked for.
-        """
+        Each block is from scratch: the same bits whichever others are asked for."""
         c, starts = self.W.shape[1], range(0, self.W.shape[1], self.width)
         for j, made in zip(starts, self.H.backend.dealt(starts, partial(self._block, rows))):
             yield slice(j, min(j + self.width, c)), made["Z"], float(made["error"])
@@ -121,11 +119,9 @@ class Outputs:
         return out
 
     def write(self, rows: Array | None, path: Path, dtype: str) -> Any:
-        """Z* at the stored rows `rows` (None: all) in a new .npy file, given back as a map.
-
-        Where processes have rows of their own, the file holds those of all, by their ids (or, where
-        rows are named, one process after the other), and each gets its own back.
-        """
+        """Z* at the stored rows `rows` (None: all) in a new .npy file, given back as a map.  Where
+        processes have rows of their own, the file holds those of all, by their ids (or, where rows
+        are named, one process after the other), and each gets its own back."""
         with self.file(rows, path, dtype) as file:
             for J, Z, _ in self.blocks(rows):
                 file[:, J] = self.H.backend.to_numpy(Z)  # synchronize!
@@ -164,10 +160,8 @@ class Outputs:
 
     def labels(self, rows: Array | None, dtype: str, scores: Any = None) -> tuple[Array, int]:
         """(the best class of the stored rows `rows` (None: all), how many were too close to call).
-
         Those are nodes whose two best outputs are closer than the error of the solve.  `scores` is
-        a map that takes Z* at these rows on the way.
-        """
+        a map that takes Z* at these rows on the way."""
         xp, count = self.H.backend.xp, self.H.n if rows is None else rows.shape[0]
         first, second = (xp.full(count, -xp.inf, dtype=dtype) for _ in range(2))
         best, error = xp.zeros(count, dtype="int32"), 0.0

@@ -2,8 +2,8 @@
 
 Z*(W) = H^-1 X W is linear in W, so training needs two products only: A W and A^T E with
 A = M H^-1 X (M picks the training rows).  `UnfoldedMap` computes them by two block solves with the
-full graph, as the loop of Algorithm 1 does.  `DenseProblem` is min over u of
-loss(A u) + ridge/2 ||C0 u||^2 for a stored A, in coordinates u with W = C0 u.
+full graph, as the loop of Algorithm 1 does, and `Problem` goes down on them.  `StoredProblem` is
+the same on stored rows of Q = H^-1 X C0, in coordinates u with W = C0 u: no solve.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from herta_gpu.prediction import Outputs
 
 _UNIT = unit_roundoff()
 _LEAST_TOL = 1e-14  # the tightest solve: below is rounding, even in float64
+_CHUNK_BYTES = 32 << 20  # outputs at a time
 _FLAT = 0.1  # share of the slope at the start of a step that may be left at its end
 
 History = list[dict[str, Any]]
@@ -60,11 +61,9 @@ class UnfoldedMap:
         extra: Features | None = None,
     ) -> None:
         """`loss` is what the rows are for: it knows their weights, and whether they are centred.
-
         `systems` are the H of several lam, whose blocks [H_1^-1 X, H_2^-1 X, ...] are solved for
         once, on stored rows; there are no products with all of them.  `extra` are further features
-        beside these blocks, which no H was applied to.
-        """
+        beside these blocks, which no H was applied to."""
         self.H, self.X, self.train, self.width, self.loss = H, X, rows, width, loss
         self.systems, self.extra = systems, extra
         self.blocks = 1 if systems is None else len(systems)  # how often X counts
@@ -153,7 +152,7 @@ class UnfoldedMap:
     def _solve(self, B: Array, tol: float, guess: Array | None) -> Solved:
         xp, tol = self.H.backend.xp, max(tol, _LEAST_TOL)
 
-        def solved(j: int) -> dict[str, Array]:
+        def solve(j: int) -> dict[str, Array]:
             J = slice(j, j + self.width)
             start = None if guess is None else guess[:, J]
             Z, info = block_cg(self.H, B[:, J], tol, start)
@@ -162,7 +161,7 @@ class UnfoldedMap:
             return {"Z": Z, "about": np.array([left, most, info.status != "converged"])}
 
         blocks = range(0, B.shape[1], self.width)
-        parts = list(self.H.backend.dealt(blocks, solved))
+        parts = list(self.H.backend.dealt(blocks, solve))
         Z = parts[0]["Z"] if len(parts) == 1 else xp.concatenate([p["Z"] for p in parts], axis=1)
         about = np.stack([part["about"] for part in parts])
         residual, most = float(np.sqrt(sum(about[:, 0]))), int(about[:, 1].max())
@@ -207,10 +206,8 @@ class Problem:
         self.loss, self.xp = self.map.loss, self.map.H.backend.xp
 
     def point(self, w: Array, Z: Array, V: Array | None = None, spent: int = 0) -> Point:
-        """Objective and gradient at w, after `spent` iterations.
-
-        Z must approximate H^-1 X W and is corrected if needed; V is a guess of its adjoint.
-        """
+        """Objective and gradient at w, after `spent` iterations.  Z must approximate H^-1 X W and
+        is corrected if needed; V is a guess of its adjoint."""
         xp, Y, W = self.xp, self.Y, self.factor.to_weights(w)
         E = self.loss.residual(xp, self.map.rows(Z), Y)
         there = self.map.correct(W, Z, self.tol * norm(E))
@@ -289,75 +286,139 @@ class Problem:
 
 
 @dataclass
-class DensePoint:
+class StoredPoint:
     """Everything known at one u."""
 
     u: Array
-    F: Array  # A u
-    objective: float
-    E: Array  # the gradient of the loss with respect to F
-    g: Array  # the gradient of the objective with respect to u
+    loss: float
+    objective: float  # loss + ridge/2 ||C0 u||^2
+    g: Array  # r x c, the gradient of the objective with respect to u
+    b: Array | None  # (c,) the constants of an intercept, in the coordinates of the rows
+    F: Array = None  # Q u, and E, the gradient of the loss with respect to it ...
+    E: Array = None
+    # ... or what a proof needs of them, where they were never there as a whole:
+    E_size: float = 0.0
+    F_size: float = 0.0  # constants included
+    Y_size: float = 0.0
+    rounding: float = 0.0  # of the loss
+    sums: Array = 0.0  # 1^T E, which the constants should make 0
 
 
-class DenseProblem:
-    """min over u of loss(A u) + ridge/2 <u, G u>, with exact steps and a bound of the gap."""
+@dataclass
+class StoredProblem:
+    """min over u of loss(Q u) + ridge/2 ||C0 u||^2 on stored rows Q of H^-1 X C0, W = C0 u."""
 
-    def __init__(
-        self,
-        backend: Backend,
-        loss: Loss,
-        A: Array,
-        Y: Array,
-        ridge: float,
-        metric: Map | None = None,
-        gram: Array | None = None,
-    ) -> None:
-        """`metric` has G (None: the identity); `gram` is A^T A as Hessians see A, if known."""
-        self.backend, self.xp, self.loss, self.A, self.Y = backend, backend.xp, loss, A, Y
-        self.metric = metric or Map(backend, self.xp.ones(A.shape[1]))
-        self.ridge, self.gram = ridge, gram
+    backend: Backend
+    loss: Loss
+    Q: Array
+    Y: Any  # of which runs of rows may be all there is
+    ridge: float
+    basis: Any = None  # C0, a `Map`; None: the identity
+    gram: Array | None = None  # Q^T Q as Hessians see Q, if known
+    mean: Array | None = None  # (r,) what was taken away from each row: a loss has constants
+
+    def __post_init__(self) -> None:
+        self.xp = self.backend.xp
+        self.C0: Any = self.basis or Map(self.backend, self.xp.ones(self.Q.shape[1]))
+
+    @classmethod
+    def of_rows(cls, backend: Backend, loss: Loss, Q: Array, *known: Any) -> StoredProblem:
+        """The problem of rows less their mean, if the loss has an intercept."""
+        Q = Q if loss.quadratic else Q.astype("float64", copy=False)
+        if not loss.intercept:
+            return cls(backend, loss, Q, *known)
+        mean = loss.mean(backend.xp, Q)
+        return replace(cls(backend, loss, Q - mean, *known), mean=mean)
+
+    def whole(self, backend: Backend) -> StoredProblem:
+        """The same with all of Y, on another backend: that of the host, if this one has none."""
+        if backend.xp is self.xp:
+            return replace(self, backend=backend, Y=self.Y[:])
+        there, C0 = self.backend.to_numpy, self.C0  # synchronize!
+        gram, basis = (
+            None if self.gram is None else there(self.gram),
+            Map(backend, *map(there, (C0.C, C0.K))),
+        )
+        Q, Y = there(self.Q), there(self.Y[:])
+        return StoredProblem(backend, self.loss, Q, Y, self.ridge, basis, gram)
 
     @cached_property
-    def seen(self) -> Array:
-        """A, as Hessians see it."""
-        mean = self.loss.mean(self.xp, self.A) if self.loss.intercept else None
-        return self.loss.scale_rows(self.xp, self.A, slice(None), mean)
+    def hessian_rows(self) -> Array:
+        """Q, as Hessians see it."""
+        mean = self.loss.mean(self.xp, self.Q) if self.loss.intercept else None
+        return self.loss.scale_rows(self.xp, self.Q, slice(None), mean)
+
+    @cached_property
+    def sizes(self) -> Array:
+        """(r,) norms of the columns of Q."""
+        return self.xp.sqrt(self.backend.column_dots(self.Q, self.Q))
 
     @cached_property
     def at_zero(self) -> float:
         """The loss of u = 0."""
         return self.loss.value(self.xp, self.xp.zeros_like(self.Y), self.Y)
 
-    def start(self, u: Array | None) -> DensePoint:
-        """The point of u (None: 0)."""
-        if u is None:
-            zero = self.xp.zeros((self.A.shape[1], self.Y.shape[1]))
-            return self._at(zero, self.xp.zeros_like(self.Y))
-        return self._at(u, self.backend.matmul(self.A, u))
+    def at(self, u: Array, F: Array | None = None) -> StoredPoint:
+        """The point of u.  Without F = Q u over runs of rows: no array of n_train x c is made."""
+        xp, matmul, (n, c), W = self.xp, self.backend.matmul, self.Y.shape, self.C0.to_weights(u)
+        b = self._constants(u, F) if self.loss.intercept else None
+        # Rows in float32 are widened on the way.
+        numbers = c + (u.shape[0] if self.Q.dtype != u.dtype else 0)
+        step = max(1, _CHUNK_BYTES // (8 * numbers) if F is None else n)
+        found, total = StoredPoint(u, 0.0, 0.0, u, b, F), xp.zeros(u.shape)
+        for i in range(0, n, step):
+            rows = slice(i, i + step)
+            Q, Y, loss = self.Q[rows].astype("float64", copy=False), self.Y[rows], self.loss
+            part = matmul(Q, u) if F is None else F
+            part = part if b is None else part + b
+            value, E = loss.of_rows(rows).at(xp, part, Y)
+            found.loss, total = found.loss + value, total + matmul(Q.T, E)
+            if F is not None:
+                found.E = E
+                continue
+            found.sums = found.sums + E.sum(axis=0)
+            found.rounding += loss.rounding(part)
+            found.E_size = math.hypot(found.E_size, norm(E))
+            found.F_size = math.hypot(found.F_size, norm(part))
+            found.Y_size = math.hypot(found.Y_size, norm(Y))
+        found.g = self.loss.centre(xp, total) + self.ridge * self.C0.times_ridge(u)
+        found.objective = found.loss + 0.5 * self.ridge * float(xp.sum(W * W))  # synchronize!
+        return found
 
-    def move(self, at: DensePoint, D: Array) -> DensePoint:
+    def _constants(self, u: Array, F: Array | None) -> Array:
+        """The best constants; those of least squares without Q u."""
+        xp, loss = self.xp, self.loss
+        if F is None and loss.quadratic:
+            return self._Y_mean - loss.mean(xp, self.Q) @ u
+        return loss.shift(xp, self.backend.matmul(self.Q, u) if F is None else F, self.Y[:])
+
+    @cached_property
+    def _Y_mean(self) -> Array:
+        return self.loss.mean(self.xp, self.Y[:])
+
+    def intercept(self, at: StoredPoint) -> Array | None:
+        """(c,) the constants that belong to W = C0 u; None where there are none."""
+        return None if at.b is None or self.mean is None else at.b - self.mean @ at.u
+
+    def start(self, u: Array | None) -> StoredPoint:
+        """The point of u (None: 0) with its F and E."""
+        u = self.xp.zeros((self.Q.shape[1], self.Y.shape[1])) if u is None else u
+        return self.at(u, self.backend.matmul(self.Q, u))
+
+    def move(self, at: StoredPoint, D: Array) -> StoredPoint:
         """The minimiser along D, or a point near it that is lower than the start, too."""
-        FD, GD = self.backend.matmul(self.A, D), self.metric.times_ridge(D)
-        slope = self.ridge * self.xp.sum(at.u * GD, axis=0)
-        curvature = self.ridge * self.xp.sum(GD * D, axis=0)
-        enough = _FLAT * abs(float(self.xp.sum(at.g * D)))  # synchronize!
+        xp, FD, GD = self.xp, self.backend.matmul(self.Q, D), self.C0.times_ridge(D)
+        ridge = (self.ridge * xp.sum(at.u * GD, axis=0), self.ridge * xp.sum(GD * D, axis=0))
+        enough = _FLAT * abs(float(xp.sum(at.g * D)))  # synchronize!
         for flat in (enough, 0.0):
-            eta = self.loss.step(self.xp, at.F, FD, self.Y, (slope, curvature), flat)
-            ahead = self._at(at.u + eta * D, at.F + eta * FD)
+            eta = self.loss.step(xp, at.F, FD, self.Y, ridge, flat)
+            ahead = self.at(at.u + eta * D, at.F + eta * FD)
             if ahead.objective <= at.objective:
                 break  # a slight slope may go on for long behind a narrow valley: not otherwise
         return ahead
 
-    def _at(self, u: Array, F: Array) -> DensePoint:
-        """The point of u with F = A u."""
-        Gu, (value, E) = self.metric.times_ridge(u), self.loss.at(self.xp, F, self.Y)
-        if self.ridge > 0:
-            value += 0.5 * self.ridge * float(self.xp.sum(u * Gu))  # synchronize!
-        g = self.loss.centre(self.xp, self.backend.matmul(self.A.T, E)) + self.ridge * Gu
-        return DensePoint(u, F, value, E, g)
-
-    def gap(self, point: DensePoint) -> float:
+    def gap(self, point: StoredPoint) -> float:
         """A bound of objective - optimum but for rounding; no certificate is built on it."""
         if self.ridge == 0:
             return point.objective
-        return norm(self.metric.gradient(point.g)) ** 2 / (2 * self.ridge)
+        return norm(self.C0.gradient(point.g)) ** 2 / (2 * self.ridge)

@@ -33,8 +33,8 @@ from herta_gpu.laplacian import (
     chebyshev_degree,
     chebyshev_error,
     chebyshev_rounding,
-    lost_to_rounding,
     measure,
+    measure_rounding,
     proven_bounds,
 )
 from herta_gpu.planning.costs import block_width, column_bytes
@@ -238,7 +238,7 @@ class SDDSolver:
 
     def _solve_block(self, B: Any, guess: Any, dtype: str | None) -> tuple[Any, SolveInfo]:
         backend, xp, scale = self.backend, self.backend.xp, None
-        block, start = self._stored(B), None if guess is None else self._stored(guess)
+        block, start = self._place(B), None if guess is None else self._place(guess)
         if block.dtype == np.float64:
             size = backend.largest(_largest(xp, block))
             # Squares that overflow or vanish: columns are divided by their size.
@@ -249,7 +249,7 @@ class SDDSolver:
             size, most = (backend.largest(_largest(xp, A)) for A in (start, block))
             start = xp.where(size.astype("float64") > RANGE * most.astype("float64"), 0, start)
         if self.method == "cg":
-            rho, delta = lost_to_rounding(self.H, block.shape[1])
+            rho, delta = measure_rounding(self.H, block.shape[1])
             # What rounding may add comes on top; a tol below that is tried, and the bound says so.
             aim = max(0.5 * self.tol, (self.tol * (1 - rho) - rho) / (1 + delta))
             Z, info = block_cg(self.H, block, aim, start, self.max_iter)
@@ -267,7 +267,7 @@ class SDDSolver:
         Z = Z if on_device(B) else backend.to_numpy(Z)  # synchronize!
         return take_rows(Z, self.graph.inverse_order(), backend), info
 
-    def _stored(self, B: Any) -> Array:
+    def _place(self, B: Any) -> Array:
         """A block of the caller's on this device, its rows where the graph has them."""
         dense = B.toarray() if is_sparse(B) else B
         dense = take_rows(dense, self.graph.order, self.backend)
@@ -275,10 +275,8 @@ class SDDSolver:
         return self.backend.asarray(dense, keep)
 
     def _round(self, B: Array, Z: Array, scale: Array | None, info: SolveInfo) -> None:
-        """Put into `info` what is reached once Z, in the caller's unit, is rounded to float32.
-
-        How far that moves Z is measured: numbers that are very small lose more than a float32 eps.
-        """
+        """Put into `info` what is reached once Z, in the caller's unit, is rounded to float32.  How
+        far that moves Z is measured: numbers that are very small lose more than a float32 eps."""
         xp, unit = self.backend.xp, 1.0 if scale is None else scale
         Z = Z.astype("float64")
         if bool((abs(Z) * unit > np.finfo(np.float32).max).any()):  # synchronize!

@@ -163,7 +163,7 @@ def sketched_scores(H: RegularizedLaplacian, seed: int, budget: int) -> Array:
     k = max(4, math.ceil(SKETCH_CONSTANT * math.log(max(m, 2))))
     width = max(1, min(k, -int(backend.largest(-block_width(n, k, H.dtype, budget)))))
 
-    def scored(first: int) -> dict[str, Array]:
+    def score(first: int) -> dict[str, Array]:
         rows, key = min(width, k - first), seed + (first // width << 32)
         # Every block has random numbers of its own.  Both lines solve with L_hat + I/lam = H / lam.
         B_S, _ = block_cg(H, backend.sketch_incidence(L, rows, key), SOLVE_TOL)
@@ -173,7 +173,7 @@ def sketched_scores(H: RegularizedLaplacian, seed: int, budget: int) -> Array:
         return {"scores": part * (H.lam**2 * rows / k)}
 
     scores: Array = 0.0
-    for part in backend.dealt(range(0, k, width), scored):
+    for part in backend.dealt(range(0, k, width), score):
         scores = scores + part["scores"]
     # A ridge leverage score lies in (0, 1]; the cap removes only sketching noise.
     return backend.xp.clip(scores, 1e-12, 1.0)

@@ -64,10 +64,8 @@ class Context:
 @dataclass
 class Task:
     """min over W of loss(M H^-1 X W) + ridge/2 ||W||^2, rows in the order in which they are stored.
-
-    `prepare` adds what the plan decides of: the graph in the order in which it is worked on, H,
-    the features on the device.
-    """
+    `prepare` adds what the plan decides of: the graph in the order in which it is worked on, H, the
+    features on the device."""
 
     settings: Settings
     given: Graph  # the caller's

@@ -29,30 +29,31 @@ from herta_gpu.certificate import (
     Certificate,
     Proof,
     Spectrum,
-    StoredProblem,
     certify,
     choose_spectrum,
-    gradient_error,
-    joined,
     judge,
+    least_squares,
+    merge_certificates,
+    prove,
     relative,
     ritz_interval,
 )
 from herta_gpu.diffusion import Arrays
+from herta_gpu.factors import DenseGram
 from herta_gpu.laplacian import RegularizedLaplacian
-from herta_gpu.more.leave_one_out import LeftOut, dual_rows, left_out, spread
-from herta_gpu.optimizers import Newton, Optimizer, make_optimizer
+from herta_gpu.more.leave_one_out import LeftOut, leave_one_out
+from herta_gpu.optimizers import Newton, Optimizer, make_optimizer, minimise
 from herta_gpu.planning.plan import (
     Chosen,
     Decision,
     Plan,
     Recipe,
 )
-from herta_gpu.planning.settings import NEWTON_SIZE, Settings
+from herta_gpu.planning.settings import NEWTON_SIZE, Kind, Settings, Status, Strategy
 from herta_gpu.plumbing.progress import marked_steps
 from herta_gpu.plumbing.targets import OneHot
 from herta_gpu.preconditioner import Preconditioner, build, no_preconditioner, tighten
-from herta_gpu.problem import DenseProblem, Point, Problem, UnfoldedMap
+from herta_gpu.problem import Point, Problem, StoredPoint, StoredProblem, UnfoldedMap
 from herta_gpu.task import Context, Task, stored_rows
 
 _TIGHTENINGS = 6  # how often one outer step may tighten the inner tolerance
@@ -66,7 +67,7 @@ _FEW = 2  # steps with true gradients after which a tighter Q is the better way
 _ATTEMPTS = 4  # how often Q is solved for more tightly when a certificate asks for it
 _QUICK = 1 << 26  # numbers in X: with fewer, Q is solved again until the loss is known as well
 _ROWS = 1 << 16  # rows of Y at a time
-_WORST = ("diverged", "max_iter", "stagnated", "converged")  # what a fit is, from the worst on
+_BEST = (Status.CONVERGED, Status.STAGNATED, Status.MAX_ITER, Status.DIVERGED)  # and so on down
 
 
 # ---- lines 3 to 8: P --------------------------------------------------------------------------
@@ -105,12 +106,12 @@ def precondition(
             # A Hessian that is not the same everywhere has no bounds.
             known = (plan.certificate, P, A, settings.ridge, settings.seed)
             spectrum = choose_spectrum(*known) if A.loss.quadratic else None
-        missed = spectrum is not None and spectrum.kind == "estimate"
+        missed = spectrum is not None and spectrum.kind == Kind.ESTIMATE
         rough = H_tilde is not A.H or recipe.sketch_rows is not None  # on purpose
         if P.kept < P.features and not (recipe.whiten or rough or P.fragile):
-            again = recipe.orthonormal()
+            again = recipe.orthogonalise()
         elif missed and not rough and not recipe.exact:
-            again = recipe.tighter(A.H.lambda_max)
+            again = recipe.tighten(A.H.lambda_max)
         else:
             P = P.for_training(run.backend, blocks=plan.outputs < Y.shape[1])
             return Preconditioned(P, spectrum, recipe)
@@ -164,7 +165,7 @@ class Objective:
         loss = A.loss.of_rows(slice(None)).value(xp, F, self.Y[:])
         return loss + 0.5 * self.settings.ridge * norm(W) ** 2
 
-    def why_unproven(self, P: Preconditioner, objective: float) -> str:
+    def explain(self, P: Preconditioner, objective: float) -> str:
         """Why there is no certificate, for the user."""
         if not self.settings.precondition:
             return "precondition=False gives no bound on the spectrum"
@@ -198,7 +199,7 @@ class Solution(NamedTuple):
     W: Array
     intercept: Array | None
     certificate: Certificate
-    status: str
+    status: Status
     loss: float
     most: float  # loss + loss_error
     steps: int  # of the history by then
@@ -214,7 +215,7 @@ class Journal:
         self.warm_steps: list[Step] = []  # on a model that stood in for the true one
         self.changes: list[Decision] = run.changes
         self.first = 0  # where the history of these outputs begins
-        self.status, self.certificate = "max_iter", Certificate(math.inf, "none")
+        self.status, self.certificate = Status.MAX_ITER, Certificate(math.inf, Kind.NONE)
         self.intercept: Array | None = None
         self.best: Solution | None = None  # of the smallest loss + loss_error, or proven
         self.started = time.perf_counter()
@@ -230,9 +231,7 @@ class Journal:
         self, known: Sequence[float], found: Certificate | None = None, inner: int = 0
     ) -> None:
         """A step with the known (objective, its error, norm of the gradient, seconds if spent).
-
-        Without a certificate it is one on a model that stands in for the true one.
-        """
+        Without a certificate it is one on a model that stands in for the true one."""
         loss, error, size, *spent = known
         steps = self.warm_steps if found is None else self.steps
         value, gap = (math.inf, math.inf) if found is None else (found.value, found.gap)
@@ -260,30 +259,26 @@ class Journal:
         return told
 
     def keep(
-        self, W: Array, intercept: Callable[[], Array | None], found: Certificate, status: str
+        self, W: Array, intercept: Callable[[], Array | None], found: Certificate, status: Status
     ) -> None:
-        """Remember the weights that were just told, if they are better than those before.
-
-        Of two that are as good as each other the later ones, which the status is about.
-        """
+        """Remember the weights that were just told, if they are better than those before.  Of two
+        that are as good as each other the later ones, which the status is about."""
         self.certificate, self.status, best = found, status, self.best
         loss, most = self.steps[-1].loss, self.steps[-1].loss + self.steps[-1].loss_error
-        if best is not None and status != "certified":
+        if best is not None and status is not Status.CERTIFIED:
             less = most - max(_ALIKE * self.objective.settings.tol, _LEAST_ALIKE) * abs(most)
-            if best.status == "certified" or not (less < best.most or math.isnan(best.most)):
+            if best.status is Status.CERTIFIED or not (less < best.most or math.isnan(best.most)):
                 return
         self.best = Solution(W, intercept(), found, status, loss, most, len(self.steps))
 
     def settle(self) -> Array:
-        """The weights that a fit returns: the best that it has seen.
-
-        History, certificate, intercept and status are those of the same weights from now on.  Of
-        weights that are worse than none at all, W = 0 is left.
-        """
+        """The weights that a fit returns: the best that it has seen.  History, certificate,
+        intercept and status are those of the same weights from now on.  Of weights that are worse
+        than none at all, W = 0 is left."""
         assert self.best is not None
         best, at_zero = self.best, self.objective.at_zero
         behind, better = len(self.steps) - best.steps, best.most <= at_zero
-        if not best.status.startswith("certified"):
+        if not best.status.proven:
             if not better and best.loss <= at_zero:  # a bound leaves it open: measured by solves
                 better = self.objective.measure(best.W, best.intercept) <= at_zero
             if not better:
@@ -294,12 +289,12 @@ class Journal:
         why = f"{behind} later steps were no better"
         self.changes.append(Decision("weights", f"of step {best.steps - 1}", why))
         certificate = best.certificate
-        if self.status == "converged" and self.certificate.kind == "nonnegative":
+        if self.status is Status.CONVERGED and self.certificate.kind == Kind.NONNEGATIVE:
             certificate = replace(self.certificate, gap=best.most)
-        if best.status != "max_iter" and self.status != "diverged":
+        if best.status is not Status.MAX_ITER and self.status is not Status.DIVERGED:
             self.status = best.status
-        elif self.status.startswith("certified"):  # over fewer directions than there are
-            self.status = "stagnated"
+        elif self.status.proven:  # over fewer directions than there are
+            self.status = Status.STAGNATED
         del self.steps[best.steps :]
         self.certificate = certificate
         return best.W
@@ -316,7 +311,8 @@ class Journal:
         if worse:
             why = f"the best of {len(self.steps)} steps was worse than W = 0"
             self.changes.append(Decision("weights", "0", why))
-            self.status = "stagnated" if self.status.startswith("c") else self.status
+            if self.status.proven or self.status is Status.CONVERGED:
+                self.status = Status.STAGNATED
             error = 8 * Y.shape[0] * unit_roundoff() * loss
             gap = loss + error
             del self.steps[self.first :]
@@ -324,8 +320,10 @@ class Journal:
             why, size = "the loss of W = 0 is 0: there is nothing to learn", 0.0
             # What is not exactly 0 is rounding, of constants or of a loss that is 0 at infinity.
             gap = error = 2 * loss
-            value, self.status = (0.0, "certified") if gap == 0 else (math.inf, "converged")
-        self.certificate, self.best = Certificate(value, "nonnegative", 0.0, gap, why, d, d), None
+            value = 0.0 if gap == 0 else math.inf
+        found = Certificate(value, Kind.NONNEGATIVE, 0.0, gap, why, d, d)
+        self.certificate, self.best = found, None
+        self.status = self.status if worse else judge(found, 0.0, zero=True)
         self.tell((loss, error, size), self.certificate)
         return W
 
@@ -338,7 +336,6 @@ class Fitted:
     spectrum: Spectrum | None
     outputs: Any = None  # of the nodes that were kept for evaluation
     left_out: LeftOut | None = None  # leave-one-out, where that was asked for
-    spread: Any = None  # a^T P^-1 a of the nodes kept for evaluation
 
 
 # ---- the loop -------------------------------------------------------------------------------
@@ -377,9 +374,9 @@ class Loop:
             status, found = self._judge(point, found)
             if self.certified:
                 journal.keep(point.W, partial(problem.intercept, point), found, status)
-            if status != "max_iter" or step == limit:
+            if status is not Status.MAX_ITER or step == limit:
                 break
-            if self.made.P.fragile and len(self.steps) > 3 and self._settled(point.objective):
+            if self.made.P.fragile and len(self.steps) > 3 and self._has_settled(point.objective):
                 # Nothing left to gain but a gradient: what the solves leave over hides the rest.
                 problem.tighten(_LEAST_INNER)
             if not isinstance(optimizer, Newton):
@@ -391,7 +388,7 @@ class Loop:
             if not ahead.objective <= _DIVERGED * max(self.objective.at_zero, least):
                 why = "Training diverged: lower learning_rate, or use optimizer='cg'."
                 warnings.warn(why, stacklevel=3)
-                journal.status = "diverged"
+                journal.status = Status.DIVERGED
                 break
             if optimizer.searches and not ahead.objective < point.objective:
                 # An exact line search that finds no way down: what the solves leave over hides it.
@@ -401,10 +398,8 @@ class Loop:
 
     def _newton(self, w: Array) -> Newton | None:
         """Newton's method once cross entropy has had as many steps as a few of its would cost.
-
-        Nearly separable classes make the curvature of each row so different that no multiple of
-        Q^T Q has the shape of the Hessian.  (That of an intercept has one more part.)
-        """
+        Nearly separable classes make the curvature of each row so different that no multiple of Q^T
+        Q has the shape of the Hessian.  (That of an intercept has one more part.)"""
         P, s, loss = self.made.P, self.settings, self.loss
         steps = max(len(self.journal.warm_steps), len(self.steps))
         if loss.quadratic or loss.intercept or s.optimizer not in ("cg", "lbfgs"):
@@ -412,14 +407,12 @@ class Loop:
         if P.rows is None or w.size > NEWTON_SIZE or steps <= 10 + w.size // 10:
             return None
         A = (P.rows if P.basis is None else P.basis.rows(P.rows)).astype("float64")
-        rows = DenseProblem(self.backend, loss, A, self.problem.Y, s.ridge)
+        rows = StoredProblem(self.backend, loss, A, self.problem.Y, s.ridge)
         return Newton(rows, self.problem.factor, w.shape[0])
 
     def _rescale(self, point: Point) -> tuple[Point, bool]:
         """The same point in the coordinates of a P with the present curvature, if that has changed.
-
-        Cross entropy loses curvature as it learns, the ridge does not: P must follow.
-        """
+        Cross entropy loses curvature as it learns, the ridge does not: P must follow."""
         if self.loss.quadratic or self.settings.ridge == 0 or not self.settings.precondition:
             return point, False
         curvature = self.loss.curvature(self.backend.xp, self.map.rows(point.Z))
@@ -440,7 +433,7 @@ class Loop:
 
     def _certify(self, point: Point) -> Certificate:
         spectrum, P = self.made.spectrum if self.certified else None, self.made.P
-        why_not = self.objective.why_unproven(P, point.objective)
+        why_not = self.objective.explain(P, point.objective)
         known = (self.settings.ridge, self.objective.X_norm, self.loss.steepest)
         return certify(point, spectrum, P, *known, why_not)
 
@@ -460,40 +453,40 @@ class Loop:
         """(||gradient||, its possible error, the norm that would be good enough)."""
         goal, spectrum = 2 * self.settings.tol * max(point.objective, 0.0), self.made.spectrum
         if spectrum is not None:
-            return norm(point.g), gradient_error(point, spectrum), math.sqrt(goal * spectrum.a)
+            return norm(point.g), spectrum.gradient_error(point), math.sqrt(goal * spectrum.a)
         if self.settings.ridge > 0:
             error = self.loss.steepest * point.forward_residual + point.adjoint_residual
             size, error = norm(point.gradient), self.objective.X_norm * error
             return size, error, math.sqrt(goal * self.settings.ridge)
         return 1.0, 0.0, 1.0
 
-    def _judge(self, point: Point, found: Certificate) -> tuple[str, Certificate]:
-        """(the status after a step, the certificate): "max_iter" if the loop is to go on."""
-        tol, at_zero, spectrum = self.settings.tol, self.objective.at_zero, self.made.spectrum
-        if found.kind != "none":
-            # A model that only stands in for the true one is solved a little further.
-            if found.value <= (tol if self.certified else 0.1 * tol):
-                return judge(found, math.inf), found
-            if self.settings.ridge == 0 and point.objective <= tol**2 * at_zero:
-                return "converged", found  # an optimum of about 0 has no relative gap
-            size, error, _ = self._sizes(point)
-            if (point.stagnated and error > size) or self._at_rounding():
-                return "stagnated", found  # rounding hides the gradient
-            return "max_iter", found
-        if point.objective <= tol * at_zero:
+    def _judge(self, point: Point, found: Certificate) -> tuple[Status, Certificate]:
+        """(what the point is: MAX_ITER if the loop is to go on; its certificate)."""
+        tol, stuck, settled = self.settings.tol, False, False
+        proven, size = found.kind != Kind.NONE, norm(point.g)
+        # An optimum of about 0 has no relative gap.
+        zero = self.settings.ridge == 0
+        zero &= point.objective <= (tol**2 if proven else tol) * self.objective.at_zero
+        if proven:
+            before, error, _ = self._sizes(point)
+            # Rounding hides the gradient, or more.
+            stuck = (point.stagnated and error > before) or self._is_at_rounding()
+        elif zero:
             # No objective is below 0, so what is left of this one bounds the gap.
             left = point.objective + point.objective_error
-            return "converged", replace(found, kind="nonnegative", gap=left)
-        size = norm(point.g)
-        if self.settings.precondition:
-            a = 0.5 if spectrum is None else spectrum.a
-            done = size**2 <= 2 * a * tol * point.objective and self._settled(point.objective)
+            found = replace(found, kind=Kind.NONNEGATIVE, gap=left)
+        elif self.settings.precondition:
+            a = 0.5 if self.made.spectrum is None else self.made.spectrum.a
+            settled = size**2 <= 2 * a * tol * point.objective and self._has_settled(
+                point.objective
+            )
         else:
             self.first_gradient = size if len(self.steps) == 1 else self.first_gradient
-            done = size <= math.sqrt(tol) / 10 * self.first_gradient
-        return "converged" if done else "max_iter", found
+            settled = size <= math.sqrt(tol) / 10 * self.first_gradient
+        # A model that only stands in for the true one is solved a little further.
+        return judge(found, tol if self.certified else 0.1 * tol, zero, stuck, settled), found
 
-    def _at_rounding(self) -> bool:
+    def _is_at_rounding(self) -> bool:
         """Whether more steps cannot help: the gap is at the level of float64, or nothing moves."""
         gaps = [step.certificate for step in self.steps]
         if len(gaps) > 5 and min(gaps) < 1e-13 and min(gaps[-5:]) > 0.5 * min(gaps[:-5]):
@@ -503,12 +496,10 @@ class Loop:
         losses = [step.loss for step in self.steps[-10:]]
         return max(losses) - min(losses) <= 1e-3 * self.settings.tol * abs(losses[-1])
 
-    def _settled(self, objective: float) -> bool:
-        """Whether the last steps, too, say that next to nothing is left to gain.
-
-        Without a certificate a small gradient is not enough: a damped P makes slow directions look
-        small, and cross entropy changes its curvature.
-        """
+    def _has_settled(self, objective: float) -> bool:
+        """Whether the last steps, too, say that next to nothing is left to gain.  Without a
+        certificate a small gradient is not enough: a damped P makes slow directions look small, and
+        cross entropy changes its curvature."""
         losses = [step.loss for step in self.steps[-4:]]
         allowed = self.settings.tol * objective
         if self.loss.quadratic:
@@ -539,10 +530,10 @@ def _train_with_solves(journal: Journal, plan: Plan, made: Preconditioned, task:
     w = P.w_start if warm else xp.zeros_like(P.w_start)
     if task.W_start is not None and not warm:
         w = P.factor.from_weights(task.W_start)
-    elif plan.strategy == "direct" and P.rows is not None:
-        problem = StoredProblem(task.H.backend, o.A.loss, P, o.Y, s.ridge, o.X_norm)
-        u = problem.minimised(s.tol, None, _CHEAP_STEPS * s.max_iter, journal.hear)
-        w = P.factor.from_weights(problem.basis.to_weights(u))
+    elif plan.strategy == Strategy.DIRECT and P.rows is not None:
+        problem = pose_on_rows(o, P)
+        u = solve_on_rows(journal, problem, P)[0].u
+        w = P.factor.from_weights(problem.C0.to_weights(u))
     elif plan.loop_samples is not None:
         H = task.sample(plan.loop_samples, journal.run.budget)
         loop = Loop(journal, made, UnfoldedMap(H, o.A.X, o.A.train, o.A.width, o.A.loss))
@@ -594,7 +585,7 @@ def _pack(part: Journal, W: Array) -> Arrays:
     b = xp.zeros(W.shape[1]) if part.intercept is None else part.intercept
     proof = [found.value, found.probability, found.gap, found.kept, found.features]
     arrays = {"steps": np.array(part.steps[part.first :]), "proof": np.array(proof)}
-    words = {"status": part.status, "kind": found.kind, "note": found.note}
+    words = {"status": str(part.status), "kind": str(found.kind), "note": found.note}
     return {"W": W, "b": b, **{name: xp.asarray(a) for name, a in arrays.items()}, **words}
 
 
@@ -604,19 +595,17 @@ def _unpack(part: Journal, stored: Arrays) -> None:
     value, probability, gap, kept, features = proof.tolist()
     known = (stored["note"], int(kept), int(features))
     part.certificate = Certificate(value, stored["kind"], probability, gap, *known)
-    part.status = stored["status"]
+    part.status = Status(stored["status"])
     part.steps[part.first :] = [
         Step(*row)._replace(inner_iterations=int(row[5])) for row in rows.tolist()
     ]
 
 
 def _join(journal: Journal, parts: Sequence[Journal]) -> None:
-    """History, certificate and status of all outputs.
-
-    A part that took fewer steps than others stays at its last one.
-    """
+    """History, certificate and status of all outputs.  A part that took fewer steps than others
+    stays at its last one."""
     done = [part.steps[part.first :] for part in parts]
-    found = joined([part.certificate for part in parts])
+    found = merge_certificates([part.certificate for part in parts])
     for i in range(max(map(len, done))):
         at = [steps[min(i, len(steps) - 1)] for steps in done]
         loss, error, sizes, _, gaps, inner, seconds = zip(*at)
@@ -625,112 +614,118 @@ def _join(journal: Journal, parts: Sequence[Journal]) -> None:
         known = (sum(loss), sum(error), math.hypot(*sizes), max(seconds))
         journal.tell(known, proof, max(inner))
     words = {part.status for part in parts}
-    worst = next((word for word in _WORST if word in words), "stagnated")
-    journal.certificate = found
-    journal.status = judge(found, journal.objective.settings.tol, worst)
+    status = judge(found, journal.objective.settings.tol)
+    worst = max((_BEST.index(word) for word in words if not word.proven), default=1)
+    journal.certificate, journal.status = found, status if status.proven else _BEST[worst]
 
 
 # ---- the strategy "direct": stored rows -----------------------------------------------------
-def _train_on_rows(journal: Journal, plan: Plan, made: Preconditioned, task: Task) -> Fitted:
-    """Training on stored rows; Q is solved for more tightly while that helps to prove W.
+def pose_on_rows(o: Objective, P: Preconditioner) -> StoredProblem:
+    """The problem on the stored rows of Q."""
+    gram = P.gram.QtQ if isinstance(P.gram, DenseGram) else None
+    known = (P.rows, o.Y, o.settings.ridge, P.basis, gram)
+    return StoredProblem.of_rows(o.A.H.backend, o.A.loss, *known)
 
-    Where it does not, the true model has the last word, if there is memory for it.
-    """
-    s, o, run, P = task.settings, journal.objective, journal.run, made.P
-    look, tries, u = plan.look, min(_ATTEMPTS, s.max_iter), None
-    if task.W_start is not None and P.basis is not None and not look:
-        u = P.basis.from_weights(task.W_start)
-    former: list[tuple[int, Fitted]] = []  # found in coordinates that were given up
+
+def solve_on_rows(
+    journal: Journal,
+    problem: StoredProblem,
+    P: Preconditioner,
+    W: Array | None = None,
+    on_host: bool = False,
+) -> tuple[StoredPoint, bool]:
+    """(the optimum of the stored problem, or ten times closer to it than tol; whether it is that).
+    W is where to begin, if it is of any use."""
+    s, backend, start = journal.objective.settings, problem.backend, None
+    if problem.loss.quadratic:
+        return least_squares(problem, P, s.tol), True
+    if W is not None:
+        start = problem.C0.from_weights(W)
+        start = start if problem.at(start).objective <= journal.objective.at_zero else None
+    # It holds several arrays of n_train x c, which may be too much for a GPU, not for the host.
+    here = get_backend("cpu") if on_host else backend.for_steps()
+    if here.xp is not backend.xp and start is not None:
+        start = backend.to_numpy(start)  # synchronize!
+    memory = int(backend.agreed(here.memory_available()))
+    steps = _CHEAP_STEPS * s.max_iter
+    fitted = minimise(problem.whole(here), 0.1 * s.tol, steps, start, memory, journal.hear)
+    return problem.at(backend.asarray(fitted.u)), fitted.status is not Status.MAX_ITER
+
+
+def _train_on_rows(journal: Journal, plan: Plan, made: Preconditioned, task: Task) -> Fitted:
+    """Training on stored rows; Q is solved for more tightly while that helps to prove W.  Where it
+    does not, the true model has the last word, if there is memory for it."""
+    s, o, run, W = task.settings, journal.objective, journal.run, task.W_start
+    look, attempts, kept = plan.look, min(_ATTEMPTS, s.max_iter), None
     while True:
-        problem = StoredProblem(run.backend, o.A.loss, made.P, o.Y, s.ridge, o.X_norm)
-        if u is not None and not problem.objective(u) <= o.at_zero:
-            u = None  # no start at all is better
-        problem.host = get_backend("cpu") if plan.on_host else None
-        u = problem.minimised(s.tol, u, _CHEAP_STEPS * s.max_iter, journal.hear)
-        again: Chosen | None
+        P, best = made.P, journal.best
+        problem = pose_on_rows(o, P)
+        at, settled = solve_on_rows(journal, problem, P, W, plan.on_host)
+        W, again = problem.C0.to_weights(at.u), None
         if look:
-            w = made.P.factor.from_weights(problem.basis.to_weights(u))
-            W = train_outputs(journal, made, w, plan.outputs, most=_FEW)
-            u = problem.basis.from_weights(W)
-            if journal.status != "max_iter" or len(journal.steps) > s.max_iter:
-                break
-            again = made.recipe.measured(s)
+            W = train_outputs(journal, made, P.factor.from_weights(W), plan.outputs, most=_FEW)
+            if journal.status is Status.MAX_ITER and len(journal.steps) <= s.max_iter:
+                again = made.recipe.measure_residuals(s)
         else:
-            proof, tries = _prove(journal, problem, u), tries - 1
-            again = _ask_again(journal, proof, made) if tries else None
+            proof = _prove(journal, problem, at, P, settled)
+            attempts -= 1
+            again = _ask_again(journal, proof, made) if attempts else None
             # Rows from which nothing follows for MSE, so alike they are, do not make it unprovable.
-            weak = o.A.loss.quadratic and journal.certificate.kind in ("none", "nonnegative")
-            unproven = journal.status == "stagnated" or (weak and not made.P.fragile)
+            weak = s.quadratic and journal.certificate.kind in (Kind.NONE, Kind.NONNEGATIVE)
+            unproven = journal.status is Status.STAGNATED or (weak and not P.fragile)
             if again is None and unproven and plan.outputs and len(journal.steps) <= s.max_iter:
                 why = "Q alone could not prove the fit"
                 run.changes.append(Decision("proof", "true gradients", why))
-                if o.A.loss.quadratic:
-                    known = ("spectral-deterministic", made.P, o.A, s.ridge, s.seed)
+                if s.quadratic:
+                    known = (Kind.DETERMINISTIC, P, o.A, s.ridge, s.seed)
                     made = replace(made, spectrum=choose_spectrum(*known))
-                w = made.P.factor.from_weights(problem.basis.to_weights(u))
-                u = problem.basis.from_weights(train_outputs(journal, made, w, plan.outputs))
-            if again is None:
-                break
+                W = train_outputs(journal, made, P.factor.from_weights(W), plan.outputs)
+        # Rows in other coordinates may not hold the best weights: what theirs say is kept.
+        if kept is None or journal.best is not best or kept[1].C0 is problem.C0:
+            kept = made, problem
+        if again is None:
+            break
         look, recipe = False, run.change(again)
-        P = tighten(made.P, recipe, o.A, o.Y, s.ridge, run.cache)
-        if P.basis is not problem.basis and P.basis is not None:
-            # Rows in other coordinates may not hold these weights: what they say is kept.
-            former.append((len(journal.steps), _evaluate(made, problem, u, s.loo)))
-            u = P.basis.from_weights(problem.basis.to_weights(u))
+        P = tighten(P, recipe, o.A, o.Y, s.ridge, run.cache)
         made = Preconditioned(P, made.spectrum, recipe)
-    if o.trivial:
-        return _evaluate(made, problem, u, s.loo)
-    last, W = len(journal.steps), journal.settle()
-    if journal.best is None:  # W = 0, which is no optimum: leave-one-out is about those
-        unknown = LeftOut.unknown(*o.Y.shape) if s.loo else None
-        return Fitted(W, made.spectrum, made.outputs(W), unknown)
-    for steps, found in former:
-        if journal.best.steps <= steps:
-            return replace(found, W=W, spectrum=made.spectrum)
-    u = u if journal.best.steps == last else problem.basis.from_weights(W)
-    return replace(_evaluate(made, problem, u, s.loo), W=W, outputs=made.outputs(W))
+    W = W if o.trivial else journal.settle()
+    spectrum, (made, problem), left_out = made.spectrum, kept, None
+    if s.loo and journal.best is None:  # W = 0, which is no optimum: leave-one-out is about those
+        left_out = LeftOut.unknown(*o.Y.shape)
+    elif s.loo:
+        others = None if made.P.stored is None else made.P.stored.eval_rows
+        at = problem.at(problem.C0.from_weights(W))
+        left_out = leave_one_out(problem, at, made.P.inner, others)
+    return Fitted(W, spectrum, made.outputs(W), left_out)
 
 
-def _prove(journal: Journal, problem: StoredProblem, u: Array) -> Proof:
+def _prove(
+    journal: Journal, problem: StoredProblem, at: StoredPoint, P: Preconditioner, settled: bool
+) -> Proof:
     """Weights from stored rows, and what is proven of them, as one step."""
-    objective, tol = journal.objective, journal.objective.settings.tol
-    why_not = partial(objective.why_unproven, problem.P)
-    proof = problem.proof(u, why_not, objective.at_zero)
-    found, b = proof.certificate(), problem.intercept(u)
+    o, tol = journal.objective, journal.objective.settings.tol
+    proof = prove(problem, at, P, o.X_norm, partial(o.explain, P), o.at_zero)
+    found, b = proof.certificate(), problem.intercept(at)
     journal.tell((proof.objective, proof.error(), proof.grad_norm), found)
-    status = "max_iter"
-    if problem.settled:
-        status = "stagnated" if proof.choices else "converged"
-    if not found.value <= tol and proof.about_zero(tol):
-        status, found = "converged", proof.nonnegative()
-    status = judge(found, tol, status)
-    journal.keep(problem.basis.to_weights(u), lambda: b, found, status)
+    zero = not found.value <= tol and proof.about_zero(tol)
+    found = proof.nonnegative() if zero else found
+    status = judge(found, tol, zero, stuck=settled and proof.choices != (), settled=settled)
+    journal.keep(problem.C0.to_weights(at.u), lambda: b, found, status)
     return proof
 
 
 def _ask_again(journal: Journal, proof: Proof, made: Preconditioned) -> Chosen | None:
     """How to solve for Q again so that stored rows prove more; None if they do, or never will."""
     P, recipe, A, tol = made.P, made.recipe, journal.objective.A, journal.objective.settings.tol
-    certified = journal.status.startswith("certified")
+    certified = journal.status.proven
     if certified and (proof.enough(tol) or A.H.n * A.features > _QUICK):
         return None
     # Of separable classes, too, the objective can be known: it is about 0.
-    unknown = journal.certificate.kind == "none" and proof.near_zero(tol)
-    if journal.status == "max_iter" or (journal.status == "converged" and not unknown):
+    unknown = journal.certificate.kind == Kind.NONE and proof.objective <= tol * proof.unit
+    if journal.status is Status.MAX_ITER or (journal.status is Status.CONVERGED and not unknown):
         return None
     worst = None if P.stored is None else P.stored.worst
-    again = recipe.with_less_left(worst, proof.wanted(0.7 * tol))
+    again = recipe.leave_less(worst, proof.needed_share(0.7 * tol))
     if again is not None or certified or recipe.whiten or worst is None or P.fragile or unknown:
         return again
-    return recipe.orthonormal()
-
-
-def _evaluate(made: Preconditioned, problem: StoredProblem, u: Array, loo: bool) -> Fitted:
-    """What the stored rows say of other nodes, and with leave-one-out of models without a row."""
-    W = problem.basis.to_weights(u)
-    found = Fitted(W, made.spectrum, made.outputs(W))
-    if not loo:
-        return found
-    rows, stored = dual_rows(problem), made.P.stored
-    around = None if stored is None else spread(problem, stored.eval_rows, rows)
-    return replace(found, left_out=left_out(problem, u, rows), spread=around)
+    return recipe.orthogonalise()

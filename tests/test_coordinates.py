@@ -286,7 +286,7 @@ def test_blocks_of_features_have_a_block_diagonal_map(make):
     np.testing.assert_allclose(factor.to_gradient(u), whole.T @ u, atol=1e-12)
     np.testing.assert_allclose(factor.from_weights(factor.to_weights(u)), u, rtol=1e-9)
     assert factor.size >= np.linalg.norm(whole, 2) * (1 - 1e-12)
-    assert factor.amplified(np.linalg.norm(E, axis=0)) >= np.linalg.norm(E @ whole, 2)
+    assert factor.product_bound(np.linalg.norm(E, axis=0)) >= np.linalg.norm(E @ whole, 2)
 
 
 # ---- with a ridge ---------------------------------------------------------------------------

@@ -47,7 +47,9 @@ def test_a_factor_inverts_P_and_bounds_what_errors_of_Q_become(kind):
     assert np.allclose(factor.from_weights(factor.to_weights(w)), w, atol=1e-6)
     for aim in (np.ones(12), np.linalg.svd(C)[0][:, 0]):  # the second is the worst direction
         E = rng.standard_normal((40, 1)) * aim[None, :]
-        bound = factor.amplified(np.linalg.norm(E, axis=0))  # the worst direction reaches the bound
+        bound = factor.product_bound(
+            np.linalg.norm(E, axis=0)
+        )  # the worst direction reaches the bound
         assert np.linalg.norm(E @ C, 2) <= (1 + 1e-12) * bound
 
 

@@ -140,7 +140,7 @@ def test_hidden_columns_are_zero_on_the_training_rows_only(kind: str, tmp_path: 
 
 
 @pytest.mark.parametrize("kind", ["float64", "csr"])
-@pytest.mark.parametrize("scale", [0.0, 8.0], ids=["plain", "mixed units"])
+@pytest.mark.parametrize("scale", [0.0, 8.0], ids=["plain", "scramble units"])
 def test_rounding_of_products_is_within_its_bounds(kind: str, scale: float, tmp_path: Path) -> None:
     if np.finfo(LD).eps >= np.finfo(float).eps:
         pytest.skip("longdouble is no longer than double here")

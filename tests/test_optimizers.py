@@ -29,7 +29,7 @@ from herta_gpu.optimizers import (
     row_space,
 )
 from herta_gpu.planning.settings import OPTIMIZER_NAMES
-from herta_gpu.problem import DenseProblem, Problem, UnfoldedMap
+from herta_gpu.problem import Problem, StoredProblem, UnfoldedMap
 from tests.conftest import on_device
 
 CPU = CPUBackend()
@@ -186,7 +186,7 @@ def logistic(ridge: float) -> tuple[Problem, Callable[[Factor], Newton]]:
     H = RegularizedLaplacian(nobody, 1.0, CPU, "float64")
     map_ = UnfoldedMap(H, Features(A, CPU), np.arange(60), 8, loss)
     problem = Problem(map_, Y, ridge, factor, 1e-10)
-    return problem, lambda factor: Newton(DenseProblem(CPU, loss, A, Y, ridge), factor, 5)
+    return problem, lambda factor: Newton(StoredProblem(CPU, loss, A, Y, ridge), factor, 5)
 
 
 @pytest.mark.parametrize("ridge", [0.0, 0.5])
@@ -227,7 +227,7 @@ def test_newton_goes_downhill_where_no_curvature_is_left() -> None:
     """Separable classes at last have a Hessian of zeros, which nothing can be solved with."""
     A, Y = np.array([[1.0], [-1.0]]), np.eye(2)
     w, g = np.array([[1e3, -1e3]]), np.array([[-1e-9, 1e-9]])
-    newton = Newton(DenseProblem(CPU, LOSSES["ce"], A, Y, 0.0), Factor(1), 1)
+    newton = Newton(StoredProblem(CPU, LOSSES["ce"], A, Y, 0.0), Factor(1), 1)
     direction = newton.direction(w, g)
     assert LOSSES["ce"].value(np, A @ w, Y) == 0.0
     np.testing.assert_allclose(direction, -g)
@@ -247,7 +247,7 @@ def rows(n: int, r: int, c: int, seed: int = 0) -> tuple[Any, Any, Any]:
 def fit_rows(
     backend: Any, loss: Any, A: Any, Y: Any, ridge: float, metric: Any = None, **options: Any
 ) -> Any:
-    return minimise(DenseProblem(backend, loss, A, Y, ridge, metric), **options)
+    return minimise(StoredProblem(backend, loss, A, Y, ridge, metric), **options)
 
 
 def objective(A: Any, Y: Any, ridge: float, G: Any) -> Any:
@@ -282,7 +282,7 @@ def test_the_optimum_is_that_of_scipy(ridge: float, shape: Any) -> None:
     assert gap <= 1e-9 * fit.objective
     value, gradient = objective(A, Y, ridge, C0.T @ C0)(fit.u.ravel())
     assert fit.objective == pytest.approx(value, rel=1e-12)
-    point = DenseProblem(CPU, LOSSES["ce"], A, Y, ridge, Map(CPU, C0, np.linalg.pinv(C0).T)).start(
+    point = StoredProblem(CPU, LOSSES["ce"], A, Y, ridge, Map(CPU, C0, np.linalg.pinv(C0).T)).start(
         fit.u
     )
     np.testing.assert_allclose(point.g.ravel(), gradient, atol=1e-9 * np.abs(A).sum())
@@ -376,7 +376,7 @@ def test_the_whole_hessian_is_the_hessian() -> None:
         H += np.kron(np.outer(a, a), np.diag(p) - np.outer(p, p))
     g = LOSSES["ce"].centre(np, np.random.default_rng(7).standard_normal((5, 4)))
     expected = np.linalg.solve(H, g.ravel()).reshape(5, 4)
-    problem = DenseProblem(CPU, LOSSES["ce"], A, Y, ridge, metric)
+    problem = StoredProblem(CPU, LOSSES["ce"], A, Y, ridge, metric)
     found = class_blocks(problem, S)(g)
     assert np.linalg.norm(found - expected) <= 1e-10 * np.linalg.norm(expected)
 

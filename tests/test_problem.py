@@ -12,7 +12,7 @@ from herta_gpu.factors import Factor
 from herta_gpu.features import Features
 from herta_gpu.laplacian import RegularizedLaplacian
 from herta_gpu.losses import LOSSES
-from herta_gpu.problem import DenseProblem, Problem, UnfoldedMap
+from herta_gpu.problem import Problem, StoredProblem, UnfoldedMap
 from tests.conftest import dense_H, random_graph
 
 N, D, C, LAM = 70, 5, 3, 4.0
@@ -112,7 +112,7 @@ def test_a_step_into_a_narrow_valley_does_not_climb_the_slight_slope_behind_it()
     """One row pulls hard and is soon satisfied, seventy push back a little, for long."""
     A = np.array([[1000.0]] + [[1.0]] * 70)
     Y = np.eye(2)[[0] + [1] * 70]
-    problem = DenseProblem(BACKEND, LOSSES["ce"], A, Y, 0.0, None)
+    problem = StoredProblem(BACKEND, LOSSES["ce"], A, Y, 0.0, None)
     start, D = problem.start(None), np.array([[0.15, -0.15]])
     slopes = [(LOSSES["ce"].residual(np, t * A @ D, Y) * (A @ D)).sum() for t in (0.0, 1.0)]
     assert 0 < slopes[1] < -0.1 * slopes[0]  # the whole step looks flat enough

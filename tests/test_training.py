@@ -10,7 +10,7 @@ import pytest
 
 from herta_gpu import HERTA
 from herta_gpu import problem as problem_module
-from herta_gpu.certificate import Certificate, joined
+from herta_gpu.certificate import Certificate, merge_certificates
 from herta_gpu.plumbing.checkpoint import Checkpoint
 from herta_gpu.plumbing.checks import BudgetError
 from herta_gpu.preconditioner import Preconditioner
@@ -344,9 +344,9 @@ def test_cross_entropy_says_which_strategy_needs_no_outputs():
 def test_certificates_of_independent_problems_add_up():
     first = Certificate(0.5, "duality", 0.0, 1.0, "", 5, 5)
     second = Certificate(math.inf, "spectral-probabilistic", 1e-3, 3.0, "cut", 4, 5)
-    found = joined([first, second])
+    found = merge_certificates([first, second])
     assert (found.gap, found.optimum, found.value) == (4.0, 2.0, 2.0)
     assert (found.probability, found.kept, found.reduced, found.note) == (1e-3, 4, True, "cut")
     nothing = Certificate(math.inf, "none", note="why")
-    assert joined([first, nothing]) == nothing
-    assert joined([first]) == first
+    assert merge_certificates([first, nothing]) == nothing
+    assert merge_certificates([first]) == first

@@ -45,7 +45,7 @@ from herta_gpu.plumbing.checks import (
     memory_budget,
 )
 from herta_gpu.plumbing.targets import make_targets
-from herta_gpu.problem import DenseProblem
+from herta_gpu.problem import StoredProblem
 
 LAMS = (1.0, 5.0, 10.0, 20.0, 50.0)
 RIDGES = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0)
@@ -382,7 +382,7 @@ class Directions:
         if loss == "mse":
             w = (self.train.T @ (self.Y - self.Y_mean)) / (self.squares + ridge)[:, None]
         else:  # each search starts where the one before it ended
-            problem = DenseProblem(get_backend("cpu"), LOSSES[loss], self.train, self.Y, ridge)
+            problem = StoredProblem(get_backend("cpu"), LOSSES[loss], self.train, self.Y, ridge)
             w = self._w[loss] = minimise(problem, _GAP, 300, self._w.get(loss)).u
         W, b = self.V @ w, self.Y_mean
         left = self.leave_one_out(ridge) if loo else None

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from herta_gpu.backends.base import Array
-from herta_gpu.certificate import joined
+from herta_gpu.certificate import merge_certificates
 from herta_gpu.coordinates import Columns
 from herta_gpu.diffusion import Rows
 from herta_gpu.features import Features
@@ -230,7 +230,10 @@ def _take_mean(model: Any, made: Sequence[Any], settings: Settings) -> Any:
     for name in ("intercept_", "outputs_", "loo_", "leverage_", "variance_"):
         if name in vars(first):
             setattr(model, name, sum(vars(one)[name] for one in made) / k)
-    found, words = joined([one.certificate_ for one in made]), [one.status_ for one in made]
+    found, words = (
+        merge_certificates([one.certificate_ for one in made]),
+        [one.status_ for one in made],
+    )
     order = ("diverged", "max_iter", "stagnated", "converged", "certified-reduced", "certified")
     model.certificate_, model.status_ = found, min(words, key=order.index)
     model.changes_ = [change for one in made for change in one.changes_]

@@ -138,7 +138,7 @@ class KernelModel(Estimator):
         E += 4 * _UNIT * float(np.linalg.norm(K))
         self.b_ = Y.mean(axis=0)
         self.a_, self.loo_, self.certificate_ = self._solve(K, Y, E)
-        self.status_ = judge(self.certificate_, _CERTIFIED, "stagnated")
+        self.status_ = str(judge(self.certificate_, _CERTIFIED, stuck=True))
         self.fixed_ |= {"Z": Z[:n], "scale": np.array(scale), "W": np.zeros((0, Y.shape[1]))}
         if self.linear:
             W = C.T @ self.a_ / share

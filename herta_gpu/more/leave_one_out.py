@@ -26,7 +26,7 @@ independent, by (G^+ Y)_i / (G^+)_ii: both are limits of the formula above as th
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -34,8 +34,8 @@ from scipy.linalg import solve_triangular
 from scipy.linalg.lapack import dgeqp3, dormqr
 
 from herta_gpu.backends.base import Array
-from herta_gpu.certificate import StoredProblem
-from herta_gpu.factors import ROW_CUT
+from herta_gpu.factors import ROW_CUT, Factor
+from herta_gpu.problem import StoredPoint, StoredProblem
 
 _ROWS = 1 << 13  # rows of Q at a time
 _ALONE = 1e-10  # 1 - h below which a row alone decides some direction: no model without it does
@@ -49,6 +49,7 @@ class LeftOut:
     outputs: Any  # (n_train, c) of the models that left each row out; NaN where there is none
     leverage: Any  # (n_train,)
     noise: Any  # (c,) variance of the residuals of each output
+    spread: Any = None  # a^T P^-1 a of other rows a
 
     @classmethod
     def unknown(cls, n: int, c: int) -> LeftOut:
@@ -56,58 +57,47 @@ class LeftOut:
         return cls(np.full((n, c), math.nan), np.full(n, math.nan), np.full(c, math.nan))
 
 
-def left_out(problem: StoredProblem, u: Array, rows: DualRows | None) -> LeftOut:
-    """Leave-one-out for the optimum u of a stored MSE problem; `rows` as `dual_rows` gives them."""
-    backend, xp = problem.backend, problem.backend.xp
-    smallest = problem.ridge == 0 and problem.Q.shape[0] < problem.Q.shape[1]
+def leave_one_out(
+    problem: StoredProblem, at: StoredPoint, inner: Factor, others: Array | None
+) -> LeftOut:
+    """Leave-one-out at the optimum of a stored MSE problem, and the spread of `others`, if given.
+    `inner` is P^-1/2 in the coordinates of the rows."""
+    backend, xp, loss, Q = problem.backend, problem.xp, problem.loss, problem.Q
+    few, weights, rows = Q.shape[0] < Q.shape[1], loss.weights, None
+    smallest = few and problem.ridge == 0
+    if problem.ridge > 0 and (few or inner.slack > _SLACK):
+        A = backend.to_numpy(problem.C0.rows(Q.astype("float64", copy=False)))  # synchronize!
+        w = np.ones(A.shape[0]) if weights is None else backend.to_numpy(weights)  # synchronize!
+        rows = DualRows(A, w, problem.ridge, loss.intercept)
+    Y = problem.Y[:]
     if smallest:
         missed, free = _of_smallest_weights(problem)
     elif rows is not None:
-        missed, free = (backend.asarray(a) for a in rows.missed(backend.to_numpy(problem.Y[:])))
+        missed, free = (backend.asarray(a) for a in rows.missed(backend.to_numpy(Y)))
     else:
-        missed, free = _from_P(problem, u)
+        missed, free = _from_P(problem, at, inner)
         missed = xp.where((free <= _ALONE)[:, None], math.nan, missed)
-    Y, weights = problem.Y[:], problem.loss.weights
     e = missed * free[:, None]
-    squares = (e * e if weights is None else weights[:, None] * e * e).sum(axis=0)
+    squares = loss.weigh(e * e).sum(axis=0)
     # Residuals of 0 whatever the targets, as of independent rows without a ridge, say nothing.
     fitted = smallest and bool((free < _ALONE).all())  # synchronize!
     noise = squares / (math.nan if fitted else xp.maximum(free.sum(), 1.0))
-    found = (Y - missed, 1 - free, noise)
-    return LeftOut(*(backend.to_numpy(a) for a in found))  # synchronize!
-
-
-def spread(problem: StoredProblem, Q: Array, rows: DualRows | None) -> Any:
-    """a^T P^-1 a for rows of Q that were not trained on, on the host.
-
-    Infinite for fewer training rows than features without a ridge: nothing speaks of the
-    directions that no training row has.
-    """
-    backend, xp, loss = problem.backend, problem.backend.xp, problem.loss
-    if problem.ridge == 0 and problem.Q.shape[0] < problem.Q.shape[1]:
-        return np.full(Q.shape[0], math.inf)
-    found = np.zeros(Q.shape[0])
-    for i in range(0, Q.shape[0], _ROWS):
-        part = Q[i : i + _ROWS].astype("float64")
+    left_out = LeftOut(*map(backend.to_numpy, (Y - missed, 1 - free, noise)))  # synchronize!
+    if others is None:
+        return left_out
+    # Nothing speaks of the directions that no training row has.
+    spread = np.full(others.shape[0], math.inf if smallest else 0.0)
+    for i in range(0, 0 if smallest else others.shape[0], _ROWS):
+        J = slice(i, i + _ROWS)
+        part = others[J].astype("float64")
         part = part if problem.mean is None else part - problem.mean
         if rows is None:
-            B = problem.P.inner.to_gradient(xp.ascontiguousarray(part.T))
-            found[i : i + _ROWS] = backend.to_numpy((B * B).sum(axis=0))  # synchronize!
+            B = inner.to_gradient(xp.ascontiguousarray(part.T))
+            spread[J] = backend.to_numpy((B * B).sum(axis=0))  # synchronize!
         else:
-            others = backend.to_numpy(problem.basis.rows(part))  # synchronize!
-            found[i : i + _ROWS] = rows.spread(others)
-    return found + 1 / loss.total(problem.Q.shape[0]) if loss.intercept else found
-
-
-def dual_rows(problem: StoredProblem) -> DualRows | None:
-    """The QR of the rows where leave-one-out needs it; None: P is good enough, or has no ridge."""
-    few = problem.Q.shape[0] < problem.Q.shape[1]
-    if problem.ridge == 0 or not (few or problem.P.inner.slack > _SLACK):
-        return None
-    backend, weights = problem.backend, problem.loss.weights
-    A = backend.to_numpy(problem.basis.rows(problem.Q.astype("float64", copy=False)))
-    w = np.ones(A.shape[0]) if weights is None else backend.to_numpy(weights)  # synchronize!
-    return DualRows(A, w, problem.ridge, problem.loss.intercept)
+            spread[J] = rows.spread(backend.to_numpy(problem.C0.rows(part)))  # synchronize!
+    spread += 1 / loss.total(Q.shape[0]) if loss.intercept else 0.0
+    return replace(left_out, spread=spread)
 
 
 class DualRows:
@@ -163,14 +153,14 @@ class DualRows:
         return (left * left).sum(axis=0) / self.ridge
 
 
-def _from_P(problem: StoredProblem, u: Array) -> tuple[Array, Array]:
+def _from_P(problem: StoredProblem, at: StoredPoint, inner: Factor) -> tuple[Array, Array]:
     """(y less the output of the model without the row, 1 - leverage)."""
     backend, xp, loss, Q = problem.backend, problem.backend.xp, problem.loss, problem.Q
-    b, count = problem.sweep(u).b, Q.shape[0]
+    u, b, count = at.u, at.b, Q.shape[0]
     free, missed = xp.zeros(count), xp.zeros((count, u.shape[1]))
     for i in range(0, count, _ROWS):
         J = slice(i, min(i + _ROWS, count))
-        B = problem.P.inner.to_gradient(xp.ascontiguousarray(Q[J].T))
+        B = inner.to_gradient(xp.ascontiguousarray(Q[J].T))
         h = (B * B).sum(axis=0)
         if loss.intercept:
             h = h + 1 / loss.total(count)

@@ -78,18 +78,18 @@ class Recipe:
         return [slice(j, min(j + step, d)) for j in range(0, d, step)]
 
     # ---- what to try when P, or the proof, was not good enough ----------------------------
-    def tighter(self, top: float) -> Chosen:
+    def tighten(self, top: float) -> Chosen:
         """For a P that must not miss anything: Q in float64, close to H^-1 X."""
         why = "P missed too much of the Hessian"
         degree = costs.least_degree(top, costs.EXACT_TOL)
         return self._again("float64", why, exact=True, degree=degree)
 
-    def orthonormal(self) -> Chosen:
+    def orthogonalise(self) -> Chosen:
         """For features so alike that columns of norm 1 do not tell them apart."""
         why = "features too alike for columns of norm 1"
         return self._again("orthonormal columns", why, whiten=True)
 
-    def measured(self, settings: Settings) -> Chosen:
+    def measure_residuals(self, settings: Settings) -> Chosen:
         """For a Q that proves the fit itself, after a look at the true model did not."""
         why = "the true model asks for many steps"
         if self.by_rows:
@@ -98,7 +98,7 @@ class Recipe:
         least = costs.softmax_goal(settings)
         return self._again(f"residuals to {least:.1e}", why, goal=least, exact=False)
 
-    def with_less_left(self, worst: float | None, share: float) -> Chosen | None:
+    def leave_less(self, worst: float | None, share: float) -> Chosen | None:
         """For `share` of the present residuals only; None where rounding forbids it.
 
         `worst` is the largest, relative to its column; None: those of the rows of H^-1.

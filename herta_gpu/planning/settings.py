@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from typing import Any
 
 import numpy as np
@@ -50,6 +51,48 @@ def check_device(name: Any) -> int | None:
     numbered = re.fullmatch(r"cuda:(\d+)", name) if isinstance(name, str) else None
     check_choice("device", "cuda" if numbered else name, DEVICES)
     return None if numbered is None else int(numbered[1])
+
+
+class Word(StrEnum):
+    """One of a few words that users read: it prints, compares and is stored as its text."""
+
+    __repr__ = str.__repr__
+
+
+class Strategy(Word):
+    """How a fit gets its gradients: by solves, or from stored rows of H^-1 X."""
+
+    HERTA = "herta"
+    DIRECT = "direct"
+
+
+class Kind(Word):
+    """How a gap, or a spectrum behind one, is known."""
+
+    RESIDUAL = "residual"
+    PROVEN = "spectral-proven"
+    DETERMINISTIC = "spectral-deterministic"
+    PROBABILISTIC = "spectral-probabilistic"
+    DUALITY = "duality"
+    NONNEGATIVE = "nonnegative"
+    ESTIMATE = "estimate"
+    NONE = "none"
+
+
+class Status(Word):
+    """What a fit is; `HERTA` says what the words mean."""
+
+    CERTIFIED = "certified"
+    REDUCED = "certified-reduced"
+    CONVERGED = "converged"
+    STAGNATED = "stagnated"
+    MAX_ITER = "max_iter"
+    DIVERGED = "diverged"
+
+    @property
+    def proven(self) -> bool:
+        """Whether the gap is proven to be small, at least over the features that were kept."""
+        return self in (Status.CERTIFIED, Status.REDUCED)
 
 
 @dataclass(frozen=True)
