@@ -64,6 +64,13 @@ def _lam(text: str) -> float | list[float]:
     return [one, *more] if more else one
 
 
+def _hops(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not like 0,1,2") from None
+
+
 def _two(text: str) -> tuple[float, ...]:
     found = _numbers(text)
     if len(found) != 2:
@@ -120,6 +127,12 @@ dataset : a name, the path of a .npz file, or a folder of tables; see herta --he
 {_LABELS % "features of the labels of other folds"}
 --correct-and-smooth L,L : both steps after the fit, by the training labels; 0,L smooths only;
     default 20,20
+--hidden N : random ReLU features behind the diffusion; {{}}
+--hidden-at {{after,before}} : or made first and diffused; {{}}
+--hidden-rank N : singular vectors of X that they see; {{}}
+--hidden-draws N : layers, whose scores are averaged; {{}}
+--row-norm : rows of each diffused block have length 1
+--hops K,K,... : blocks S^k X without a solve, in place of the default lam
 {_OPTIMIZERS} : {{}}
 --learning-rate RATE|spectral : default by the optimizer
 == [computing]
@@ -225,6 +238,7 @@ _RUN: dict[str, Any] = {
 # The type of what follows a flag; text, where it is not named here.
 _TYPES: dict[str, Any] = {
     "L|L,L,...": _lam,
+    "K,K,...": _hops,
     "L,L,...": _numbers,
     "R,R,...": _numbers,
     "L,L": _two,

@@ -47,7 +47,9 @@ def run(args: argparse.Namespace) -> CommandOutput:
         model.set_params(device=args.device)
     place = (args.data_dir or config.get("data_dir"), True, model._settings().seed)
     data = datasets.load(args.dataset, *place, Stages(args.verbose))
-    data = with_features(data, config["normalize"], config["log_degree"])  # as the run trained on
+    if "normalize" not in config["params"]:  # of earlier versions, whose models did not know
+        model.set_params(normalize=config["normalize"] or "none")
+    data = with_features(data, config["normalize"], config["log_degree"])
     n, y, classes = data.graph.num_nodes, data.y, model.classes_
     result = {"dataset": data.name, "run": folder, "nodes": n, "file": str(path)}
     rows = [("dataset", f"{data.name}: {n:,} nodes"), ("predictions", str(path))]

@@ -19,7 +19,6 @@ from herta_gpu.app.runs import Run, check_free, environment, read_config, smooth
 from herta_gpu.datasets import Dataset
 from herta_gpu.herta import HERTA
 from herta_gpu.more.labels import CorrectAndSmooth
-from herta_gpu.plumbing.checks import check_rows
 from herta_gpu.plumbing.progress import Stages
 from herta_gpu.plumbing.targets import ConvergenceWarning
 
@@ -68,7 +67,8 @@ def _resume(args: argparse.Namespace) -> FitResult:
             "crew": crew,
             "smoother": smoother_of(config),
         }
-        config |= {**HERTA._defaults(), **config["params"], "verbose": args.verbose}
+        params = {**HERTA._defaults(), "normalize": config["normalize"], **config["params"]}
+        config |= {**params, "verbose": args.verbose}
         return Job.of(argparse.Namespace(**config)).load().train_into(folder)
 
 
@@ -76,6 +76,7 @@ def _resume(args: argparse.Namespace) -> FitResult:
 def make_model(args: argparse.Namespace, **changes: Any) -> HERTA:
     """The estimator that the options describe, with some parameters changed."""
     params = {name: getattr(args, name) for name in HERTA._defaults() if hasattr(args, name)}
+    params["normalize"] = params["normalize"] or "none"  # the data decide, once they are there
     return HERTA(**{**params, **changes})
 
 
@@ -105,18 +106,16 @@ def load_data(
         raise ValueError(f"{name} has no labels to train on.")
     data = data.with_split(args.split, seed)
     if data.X is not None and data.X.shape[1] > 0:
-        how = data.normalization(how)  # the features of all nodes decide
+        args.normalize = how = data.normalization(how)  # the features of all nodes decide
         data = share(data)
     return with_features(data, how, args.log_degree)
 
 
 def with_features(data: Dataset, normalize: str | None, log_degree: bool) -> Dataset:
-    """A dataset with the features as they will be used."""
+    """A dataset with the features that the model will normalise."""
     if data.X is None or data.X.shape[1] == 0:
         raise ValueError(f"{data.name} has no features: HERTA needs some to train on.")
-    if normalize != "none":
-        check_rows("X", data.X, data.graph)  # NaN would spread over whole rows and columns
-    data = data.normalized(normalize)
+    data = replace(data, metadata={**data.metadata, "normalize": normalize})
     return data.with_log_degree() if log_degree else data
 
 
@@ -173,6 +172,7 @@ class Job:
             if crew.size > 1 and datasets.writes_first(*where):
                 crew.let_first(lambda: datasets.load(*where, True, args.random_state, stages))
             data = load_data(args, stages, share)
+            self.model.set_params(normalize=args.normalize)
         return replace(self, data=data, sharing=sharing)
 
     def train(self, out: str | None, overwrite: bool) -> FitResult:

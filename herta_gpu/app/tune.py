@@ -135,6 +135,7 @@ def run(args: argparse.Namespace) -> CommandOutput:
         model._pose(model._checked(), data.graph, data.X, data.y, nodes, None, None)
     with job.stages("tune"):
         place = (args.device, args.memory_budget)
+        data = data.normalized(args.normalize)  # as the model does it
         found = tune(data, grid, *place, job.stages.note, args.random_state)
     best = found[0]
     names = ("ridge", "loss", "label_features", "fit_intercept")
