@@ -82,8 +82,7 @@ class Energy:
 
     def squares(self, Z: Array) -> Array:
         """(m,) w_e s_e."""
-        none = self.backend.zeros((self.H.n, 1), "float64")
-        return self.backend.edge_scores(self.H.laplacian(), Z, none, 1.0)
+        return 0.5 * self.backend.edge_scores(self.H.laplacian(), Z, Z, 1.0)
 
     def weights(self, squares: Array) -> Array:
         """(m,) gamma_e."""
