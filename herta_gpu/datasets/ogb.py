@@ -104,7 +104,8 @@ def stored_folder(name: str) -> Path:
 def is_stored(name: str) -> bool:
     """Whether everything of a dataset is there."""
     folder = stored_folder(name)
-    finished, needed = read_ledger(folder), _KEPT if (folder / "graph").is_dir() else _ARRAYS
+    finished = read_meta(folder)["finished"]
+    needed = _KEPT if (folder / "graph").is_dir() else _ARRAYS
     return all(key in finished and (folder / f"{key}.npy").is_file() for key in needed)
 
 
@@ -120,7 +121,8 @@ def write_dataset(folder: Path, data: Dataset) -> None:
 
 def read_dataset(folder: Path, features: bool = True) -> Dataset:
     """A stored dataset; X and the edges stay on disk until they are used."""
-    finished, remedy = read_ledger(folder), again(folder)
+    meta, remedy = read_meta(folder), again(folder)
+    finished = meta["finished"]
     if not finished:
         raise DataError(f"{folder} holds no dataset: {remedy}.")
 
@@ -136,7 +138,7 @@ def read_dataset(folder: Path, features: bool = True) -> Dataset:
     else:
         graph = Graph.from_edges(stored("edge_index"), X.shape[0], folder=place)
     split = {part: np.array(stored(part)) for part in PARTS if part in finished}
-    metadata = {"metric": _read_meta(folder)["metric"], "source": "ogb"}
+    metadata = {"metric": meta["metric"], "source": "ogb"}
     y = np.array(stored("node_label"))
     return Dataset(folder.name, graph, X if features else None, y, split, metadata)
 
@@ -144,26 +146,20 @@ def read_dataset(folder: Path, features: bool = True) -> Dataset:
 def stored_sizes(name: str) -> tuple[int, int, int, int, int]:
     """The numbers of `SHAPES`, of what is stored."""
     folder = stored_folder(name)
-    finished = read_ledger(folder)
-    (n, d), place = finished["node_feat"]["shape"], folder / "graph"
-    m = finished.get("edge_index", {"shape": (2, 0)})["shape"][1]
-    if place.is_dir():
-        m = Graph.open(place, check=False).num_edges
-    return n, m, d, SHAPES[name][3], finished["train"]["shape"][0]
+    shapes = {key: known["shape"] for key, known in read_meta(folder)["finished"].items()}
+    there = (folder / "graph").is_dir()
+    m = Graph.open(folder / "graph", False).num_edges if there else shapes["edge_index"][1]
+    (n, d), (n_train,) = shapes["node_feat"], shapes["train"]
+    return n, m, d, SHAPES[name][3], n_train
 
 
-def _read_meta(folder: Path) -> dict[str, Any]:
+def read_meta(folder: Path) -> dict[str, Any]:
+    """The metric, and of each array that is `finished` its shape; of converted ones more."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         found = json.loads((folder / "meta.json").read_text())
         if found["version"] == _VERSION:
             return {"metric": "accuracy", **found, "finished": dict(found["finished"])}
     return {"metric": "accuracy", "finished": {}}
-
-
-def read_ledger(folder: Path) -> dict[str, dict[str, Any]]:
-    """Shape of each array that is finished, and of converted ones type and source."""
-    finished: dict[str, dict[str, Any]] = _read_meta(folder)["finished"]
-    return finished
 
 
 def _write_ledger(
@@ -232,7 +228,7 @@ def _convert(
     stages: Stages,
 ) -> None:
     """What is not there yet, made from these sources."""
-    n, finished, todo = sources["node_feat"].shape[0], read_ledger(folder), {}
+    n, finished, todo = sources["node_feat"].shape[0], read_meta(folder)["finished"], {}
     kept = finished.get("node_feat", {}).get("dtype", "float32")
     kinds: dict[str, Any] = {"node_label": np.int16, "node_feat": features or kept}
     kinds["edge_index"] = np.int32 if n < 2**31 else np.int64
