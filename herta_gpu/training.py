@@ -695,7 +695,7 @@ def _train_on_rows(journal: Journal, plan: Plan, made: Preconditioned, task: Tas
     elif s.loo:
         others = None if made.P.stored is None else made.P.stored.eval_rows
         at = problem.at(problem.C0.from_weights(W))
-        left_out = leave_one_out(problem, at, made.P.inner, others)
+        left_out = leave_one_out(problem, at, made.P, others)
     return Fitted(W, spectrum, made.outputs(W), left_out)
 
 

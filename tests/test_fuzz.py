@@ -41,6 +41,11 @@ def test_weights_whose_loss_is_not_known_well_are_measured_against_none():
     assert checks.run(draw(200, 731, "extreme units")).faults == []
 
 
+def test_rows_that_nearly_decide_alone_are_left_out_rightly_or_not_at_all():
+    """1 - h of 1e-9 had lost its digits in h; at 1e-15 the errors of Q said more than the ridge."""
+    assert checks.run(draw(771, 829, "leave one out")).faults == []
+
+
 def test_a_case_is_the_same_whatever_came_before_it():
     for kind in KINDS:
         a, b = draw(3, 5, kind), draw(3, 5, kind)

@@ -26,6 +26,7 @@ independent, by (G^+ Y)_i / (G^+)_ii: both are limits of the formula above as th
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -35,10 +36,15 @@ from scipy.linalg.lapack import dgeqp3, dormqr
 
 from herta_gpu.backends.base import Array
 from herta_gpu.factors import ROW_CUT, Factor
+from herta_gpu.preconditioner import Preconditioner
 from herta_gpu.problem import StoredPoint, StoredProblem
 
 _ROWS = 1 << 13  # rows of Q at a time
 _ALONE = 1e-10  # 1 - h below which a row alone decides some direction: no model without it does
+_NEARLY = 1e-8  # the same, where the ridge has the last word
+_CLOSE = 1e-6  # 1 - h below which it has lost digits: it comes from the rows' QR, if that is small
+_SMALL = 1 << 11  # rows of such a QR
+_UNSURE = 1e-2  # error, relative to targets and output, beyond which an output is not told
 _SLACK = 0.1  # departure of P from Q^T Q + ridge beyond which h is not taken from it
 
 
@@ -58,26 +64,30 @@ class LeftOut:
 
 
 def leave_one_out(
-    problem: StoredProblem, at: StoredPoint, inner: Factor, others: Array | None
+    problem: StoredProblem, at: StoredPoint, P: Preconditioner, others: Array | None
 ) -> LeftOut:
-    """Leave-one-out at the optimum of a stored MSE problem, and the spread of `others`, if given.
-    `inner` is P^-1/2 in the coordinates of the rows."""
+    """Leave-one-out at the optimum of a stored MSE problem, and the spread of `others`, if given."""
     backend, xp, loss, Q = problem.backend, problem.xp, problem.loss, problem.Q
-    few, weights, rows = Q.shape[0] < Q.shape[1], loss.weights, None
+    few, Y, rows, inner = Q.shape[0] < Q.shape[1], problem.Y[:], None, P.inner
     smallest = few and problem.ridge == 0
-    if problem.ridge > 0 and (few or inner.slack > _SLACK):
-        A = backend.to_numpy(problem.C0.rows(Q.astype("float64", copy=False)))  # synchronize!
-        w = np.ones(A.shape[0]) if weights is None else backend.to_numpy(weights)  # synchronize!
-        rows = DualRows(A, w, problem.ridge, loss.intercept)
-    Y = problem.Y[:]
+    dual = problem.ridge > 0 and (few or inner.slack > _SLACK)
     if smallest:
         missed, free = _of_smallest_weights(problem)
-    elif rows is not None:
-        missed, free = (backend.asarray(a) for a in rows.missed(backend.to_numpy(Y)))
-    else:
+    elif not dual:
         missed, free = _from_P(problem, at, inner)
         missed = xp.where((free <= _ALONE)[:, None], math.nan, missed)
-    e = missed * free[:, None]
+        small = problem.ridge > 0 and Q.shape[0] <= _SMALL
+        dual = small and bool((free < _CLOSE).any())  # synchronize!
+    if dual:
+        rows = DualRows.of(problem)
+
+        def moved(x: Any) -> Any:
+            u = backend.to_numpy(problem.C0.from_weights(backend.asarray(x)))
+            return backend.to_numpy(P.column_error) @ abs(u)
+
+        known = None if P.column_error is None else moved
+        missed, free = map(backend.asarray, rows.missed(backend.to_numpy(Y), known))
+    e = xp.nan_to_num(missed, nan=0.0) * free[:, None]  # of rows alone nothing is left
     squares = loss.weigh(e * e).sum(axis=0)
     # Residuals of 0 whatever the targets, as of independent rows without a ridge, say nothing.
     fitted = smallest and bool((free < _ALONE).all())  # synchronize!
@@ -104,7 +114,7 @@ class DualRows:
     """R of G = R^T R, on the host; with an intercept of G without the direction of w^1/2."""
 
     def __init__(self, A: Any, weights: Any, ridge: float, intercept: bool) -> None:
-        self.ridge, self.root, self.reflector = ridge, np.sqrt(weights), None
+        self.A, self.ridge, self.root, self.reflector = A, ridge, np.sqrt(weights), None
         rows = self.root[:, None] * A
         if intercept:
             # A reflection takes w^1/2 to the first axis; the others are what is orthogonal to it.
@@ -121,23 +131,43 @@ class DualRows:
         self.pivots = pivots - 1
         self.R = np.triu(self.qr[:count])
 
+    @classmethod
+    def of(cls, problem: StoredProblem) -> DualRows:
+        """Those of the stored rows, in the units of W."""
+        to_numpy, weights = problem.backend.to_numpy, problem.loss.weights
+        A = to_numpy(problem.C0.rows(problem.Q.astype("float64", copy=False)))  # synchronize!
+        w = np.ones(A.shape[0]) if weights is None else to_numpy(weights)
+        return cls(A, w, problem.ridge, problem.loss.intercept)
+
     def _orthogonal(self, B: Any) -> Any:
         """Columns without what they have of w^1/2, in one coordinate less."""
         v = self.reflector
         return B if v is None else (B - 2 * np.outer(v, v @ B))[1:]
 
-    def missed(self, Y: Any) -> tuple[Any, Any]:
-        """(y less the output of the model without the row, 1 - leverage)."""
+    def missed(self, Y: Any, moved: Callable[[Any], Any] | None = None) -> tuple[Any, Any]:
+        """(y less the output of the model without the row, 1 - leverage).
+
+        With V = G^-1 a change of the rows by D changes V by -V (D A^T + A D^T) V.  `moved` bounds
+        ||D x|| for columns x: outputs without a row that decides alone, but for the errors of Q,
+        are NaN.
+        """
         count, c = Y.shape
         if self.R.shape[0] == 0:  # an intercept and one row
             return np.full((count, c), math.nan), np.zeros(count)
         # Columns of half are R^-T e_i, seen from the coordinates of R.
         units = self._orthogonal(np.eye(count))[self.pivots]
-        half = solve_triangular(self.R, units, trans="T", check_finite=False)
-        turned = half @ (self.root[:, None] * Y)
-        diagonal = (half * half).sum(axis=0)
+        half, root = solve_triangular(self.R, units, trans="T", check_finite=False), self.root
+        diagonal, turned = (half * half).sum(axis=0), half.T @ (half @ (root[:, None] * Y))
         with np.errstate(invalid="ignore", divide="ignore"):
-            missed = half.T @ turned / (diagonal * self.root)[:, None]
+            missed = turned / (diagonal * root)[:, None]
+            if moved is not None:
+                V, VY = (root[:, None] * B for B in (half.T @ half, turned))
+                v, w = (np.linalg.norm(B, axis=0) for B in (V, VY))
+                Dv, Dw = (moved(self.A.T @ B) for B in (V, VY))
+                off = (np.outer(v, Dw) + np.outer(Dv, w)) / root[:, None]
+                off = (off + 2 * abs(missed) * (v * Dv)[:, None]) / diagonal[:, None]
+                alone = (self.ridge * diagonal < _NEARLY)[:, None]
+                missed[alone & (off > _UNSURE * (abs(Y).max() + abs(Y - missed)))] = math.nan
         return missed, self.ridge * diagonal
 
     def spread(self, others: Any) -> Any:
