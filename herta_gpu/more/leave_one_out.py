@@ -66,7 +66,7 @@ class LeftOut:
 def leave_one_out(
     problem: StoredProblem, at: StoredPoint, P: Preconditioner, others: Array | None
 ) -> LeftOut:
-    """Leave-one-out at the optimum of a stored MSE problem, and the spread of `others`, if given."""
+    """Leave-one-out at the optimum of a stored MSE problem; the spread of `others`, if given."""
     backend, xp, loss, Q = problem.backend, problem.xp, problem.loss, problem.Q
     few, Y, rows, inner = Q.shape[0] < Q.shape[1], problem.Y[:], None, P.inner
     smallest = few and problem.ridge == 0
