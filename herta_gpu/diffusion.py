@@ -32,7 +32,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from herta_gpu.backends.base import Array, Backend, unit_roundoff
+from herta_gpu.backends.base import CHUNK, Array, Backend, unit_roundoff
 from herta_gpu.coordinates import Blocks, Columns, Coordinates
 from herta_gpu.factors import products, weigh_rows
 from herta_gpu.laplacian import (
@@ -49,7 +49,6 @@ from herta_gpu.problem import UnfoldedMap
 _MOST_PRODUCTS = 10**5  # with H, for each column
 _MARGIN = 0.9  # a pass aims a little lower, so that the last one is not missed by rounding
 _TYPICAL = 0.01  # what rounding really does to a pass, of the worst case
-_CHUNK = 1 << 19  # numbers of a block that the residual is computed for at a time
 
 
 Arrays = dict[str, Array]  # or text
@@ -214,9 +213,22 @@ class Rows:
     ) -> None:
         blocks, backend = self.recipe.blocks(part.columns.rank), self.backend
         work = Workspace(H, max(J.stop - J.start for J in blocks), self.dtype)
+        columns, spool = part.columns, list[Any]()
+
+        def fill(B: Array, J: slice) -> Array | None:
+            """B <- X C0[:, J]; an X that streams comes once for all, if the host has room."""
+            if columns.X.streamed and len(blocks) > 1 and backend.ranks == 1 and not spool:
+                chunks = columns.chunks(slice(0, columns.rank))
+                made = backend.spooled(chunks, blocks, (H.n, columns.rank), self.dtype)
+                spool.extend(made or [None] * len(blocks))
+            held = spool[blocks.index(J)] if spool else None
+            if held is None:
+                return columns.fill(B, J)
+            B.set(held)
+            return None
 
         def solve(J: slice) -> Arrays:
-            make = partial(self._block, J, part, H, goal, work)
+            make = partial(self._block, J, part, H, goal, work, fill)
             with marked("block of Q", first=J.start, columns=J.stop - J.start):
                 return cache(f"{name}-columns-{J.start}", make)
 
@@ -231,18 +243,30 @@ class Rows:
             self.tell(at.stop, self.basis.rank)
 
     def _block(
-        self, J: slice, part: Part, H: RegularizedLaplacian, goal: float, work: Workspace
+        self,
+        J: slice,
+        part: Part,
+        H: RegularizedLaplacian,
+        goal: float,
+        work: Workspace,
+        fill: Callable[[Array, slice], Array | None],
     ) -> Arrays:
         """One block of columns, from X C0."""
         if H.hops:
             return self._hops(J, part, H)
         columns, k, (B, iterates) = part.columns, J.stop - J.start, work.blocks(J.stop - J.start)
         xp, sizes, unit = H.backend.xp, columns.sizes[J], unit_roundoff(self.dtype)
-        whole = columns.fill(B, J)
-        source = columns.chunks(J) if whole is None else _chunks(H.backend, whole)
+        whole = fill(B, J)
+        source: Iterator[Any] | None = (
+            columns.chunks(J) if whole is None else _chunks(H.backend, whole)
+        )
         rows = xp.zeros((self.train.shape[0], k))
         others = xp.zeros((self.evaluate.shape[0], k), dtype=self.dtype)
         norms, rounded = sizes, columns.rounding[J]
+        if columns.X.streamed and goal > unit:
+            # Another pass over X would cost more than to count what B's rounding hides.
+            source, tiny = None, float(np.finfo(np.float32).tiny) * H.n**0.5
+            rounded = rounded + unit * sizes + tiny
         worst, last, products = _worst(xp, norms, sizes), math.inf, 0
         # One pass cannot do more than rounding lets it.
         least = max(16 * unit, _TYPICAL * chebyshev_rounding(H, self.dtype, k))
@@ -258,7 +282,7 @@ class Rows:
             rows += Z[self.train]
             others += Z[self.evaluate]
             before, norms = norms, _residual(H, source, Z, B)
-            source, whole = _chunks(H.backend, B), None
+            source, whole = None, None
             # ||Z|| <= ||H Z|| <= ||B|| + ||B - H Z||, and the new B is stored rounded.
             rounded = rounded + H.rounding(k, rows=True) * (before + norms) + unit * norms
             products, last, worst = products + degree, worst, _worst(xp, norms, sizes)
@@ -286,7 +310,7 @@ def _worst(xp: Any, norms: Array, sizes: Array) -> float:
 
 
 def _chunks(backend: Backend, B: Array) -> Iterator[tuple[slice, Array]]:
-    step = max(1, _CHUNK // B.shape[1])
+    step = max(1, CHUNK // B.shape[1])
     for a in range(0, B.shape[0], step):
         rows = slice(a, min(a + step, B.shape[0]))
         yield rows, B[rows].astype("float64")
@@ -294,14 +318,16 @@ def _chunks(backend: Backend, B: Array) -> Iterator[tuple[slice, Array]]:
 
 def _residual(
     H: RegularizedLaplacian,
-    source: Iterator[tuple[slice, Array]],
+    source: Iterator[tuple[slice, Array]] | None,
     Z: Array,
     B: Array | None = None,
 ) -> Array:
-    """The norms of the columns of source - H Z, before they are stored in B."""
+    """The norms of the columns of source (None: B) - H Z, before they are stored in B."""
     squares, Z = H.backend.xp.zeros(Z.shape[1]), H.with_neighbours(Z)
     with marked("residual", columns=Z.shape[1]):
-        for rows, part in source:
+        if source is None:
+            squares = H.backend.residual_over(H.laplacian(str(Z.dtype)), H.lam, Z, B)
+        for rows, part in source or ():
             R = H.residual_rows(part, Z, rows.start)
             if B is not None:
                 B[rows] = R

@@ -30,6 +30,8 @@ class Features:
     X, or a dense one that fits, is uploaded once; a larger one stays on the host and streams
     through the device in parts, for every product again."""
 
+    _sums: tuple[Array, Array, Array] | None = None  # what `norm_bound` needs of all rows
+
     def __init__(self, X: Any, backend: Backend, order: Any = None, budget: int = 0) -> None:
         self.backend, self.shape = backend, X.shape
         self.off: Any = 0.0  # what columns may be off by, in the 2-norm: those given are exact
@@ -44,6 +46,12 @@ class Features:
             self._dense = Blocks(backend.asarray(take_rows(X, order, backend)))
         else:
             self._dense = backend.host_blocks(X, order)
+
+    @property
+    def streamed(self) -> bool:
+        """Whether each pass over X comes from the host to a GPU."""
+        dense = vars(self).get("_dense")
+        return dense is not None and self.backend.xp is not np and not on_device(dense.X)
 
     @property
     def reads(self) -> Reads | None:
@@ -79,8 +87,11 @@ class Features:
         """C^T X^T X C in float64; without C, X^T X, with which the norms of the columns come."""
         backend, r = self.backend, self.shape[1] if C is None else C.shape[1]
         G = backend.xp.zeros((r, r))
+        sums = self._no_sums() if C is None and self.streamed else None
         for _, part in self.row_chunks():
             backend.add_gram(G, part if C is None else backend.matmul(part, C))
+            sums = sums and self._added(sums, part)  # what `norm_bound` would go through X for
+        self._sums = sums or self._sums
         G, at = backend.total(G), backend.xp.arange(r)
         if C is None and "column_norms" not in vars(self):
             self.column_norms = backend.xp.sqrt(G[at, at])  # no pass of their own
@@ -124,15 +135,23 @@ class Features:
                 best = xp.minimum(best, (up / v).max())
                 v = xp.maximum(up / xp.maximum(up.max(), 1e-300), 1e-3)  # an empty column stays > 0
         else:
-            squares, by_row, by_column = xp.zeros(()), xp.zeros(()), xp.zeros(d)
-            for _, part in self.row_chunks():
-                part = abs(part)
-                squares = squares + (part**2).sum()
-                by_row = xp.maximum(by_row, part.sum(axis=1).max())
-                by_column = by_column + part.sum(axis=0)
+            sums = self._sums or self._no_sums()
+            for _, part in () if self._sums else self.row_chunks():
+                sums = self._added(sums, part)
+            squares, by_row, by_column = sums
             best = backend.largest(by_row) * backend.total(by_column).max()
         least = xp.sqrt(xp.minimum(backend.total(squares), best))
         return float(least) * (1 + rounding)  # synchronize!
+
+    def _no_sums(self) -> tuple[Array, Array, Array]:
+        xp = self.backend.xp
+        return xp.zeros(()), xp.zeros(()), xp.zeros(self.shape[1])
+
+    def _added(self, sums: tuple[Array, Array, Array], part: Array) -> tuple[Array, Array, Array]:
+        """||X||_F^2, the largest sum of a row and the sums of columns of |X|, with more rows."""
+        (squares, by_row, by_column), part = sums, abs(part)
+        by_row = self.backend.xp.maximum(by_row, part.sum(axis=1).max())
+        return squares + (part**2).sum(), by_row, by_column + part.sum(axis=0)
 
     @cached_property
     def column_norms(self) -> Array:
@@ -142,9 +161,11 @@ class Features:
             squared = abs(self._transposed)
             squared.data *= squared.data
             return xp.sqrt(self.backend.total(squared @ xp.ones((n, 1))))[:, 0]
-        squares = xp.zeros(d)
+        squares, sums = xp.zeros(d), self._no_sums() if self.streamed else None
         for _, part in self.row_chunks():
             squares = squares + (part**2).sum(axis=0)
+            sums = sums and self._added(sums, part)
+        self._sums = sums or self._sums
         return xp.sqrt(self.backend.total(squares))
 
     def row_norms(self) -> Array:

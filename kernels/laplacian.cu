@@ -103,15 +103,52 @@ __device__ float value(float x) { return x; }
 __device__ double value(double x) { return x; }
 
 // sum <- sum of a_ij s_j X_j over the non-zeros first, first + step, ... before last.
+//
+// Four neighbours a turn, whose numbers were read a turn before: a turn waits for memory once.  In the
+// last turn the last neighbour stands for those that are not there, and is not added.  Sums in float64
+// leave no registers for that: there a turn waits twice, and what is left over comes one by one.
 template <int N, class T, class I, class Source>
 __device__ void gather(const Laplacian<T, I>& L, const Source& from, i64 column, i64 first,
                        i64 last, int step, T (&sum)[N]) {
+    constexpr int kAhead = 4;
+    if constexpr (sizeof(T) == 8) {
 #pragma unroll 4
-    for (i64 e = first; e < last; e += step) {
-        const i64 j = L.indices[e];
-        const T s = from.factor(L.s[j]), a = L.weights ? L.weights[e] * s : s;
-        const Vec<typename Source::Stored, N> x = load<N>(from.row(j, L.k) + column);
-        for (int i = 0; i < N; ++i) sum[i] += a * static_cast<T>(value(x.v[i]));
+        for (i64 e = first; e < last; e += step) {
+            const i64 j = L.indices[e];
+            const T s = L.s[j], a = L.weights ? L.weights[e] * s : s;
+            const Vec<typename Source::Stored, N> x = load<N>(from.row(j, L.k) + column);
+            for (int i = 0; i < N; ++i) sum[i] += a * static_cast<T>(x.v[i]);
+        }
+        return;
+    }
+    if (first >= last) return;
+    int left = static_cast<int>((last - 1 - first) / step);  // neighbours after the first
+    const I* at = L.indices + first;
+    const T* weight = L.weights ? L.weights + first : nullptr;
+    I next[kAhead];
+#pragma unroll
+    for (int u = 0; u < kAhead; ++u) next[u] = at[min(u, left) * step];
+    for (;; left -= kAhead) {
+        Vec<typename Source::Stored, N> x[kAhead];
+        T a[kAhead];
+#pragma unroll
+        for (int u = 0; u < kAhead; ++u) {
+            const i64 j = next[u];
+            x[u] = load<N>(from.row(j, L.k) + column);
+            a[u] = from.factor(L.s[j]);
+            if (weight) a[u] = weight[min(u, left) * step] * a[u];
+        }
+        at += kAhead * step;
+        if (weight) weight += kAhead * step;
+        if (left >= kAhead) {
+#pragma unroll
+            for (int u = 0; u < kAhead; ++u) next[u] = at[min(u, left - kAhead) * step];
+        }
+#pragma unroll
+        for (int u = 0; u < kAhead; ++u)
+            if (u <= left)
+                for (int i = 0; i < N; ++i) sum[i] += a[u] * static_cast<T>(value(x[u].v[i]));
+        if (left < kAhead) return;
     }
 }
 
@@ -446,8 +483,13 @@ template <class T> constexpr int kBlocks = 4;
     KERNELS(double, f64, I, i, 1) \
     KERNELS(double, f64, I, i, 2)
 
+// A module for each type of indices: graphs of 2^31 nodes are few, and compiling takes seconds.
+#if !defined(WIDE) || !WIDE
 WIDTHS(i32, i32)
-WIDTHS(i64, i64)
 HALVE(1)
 HALVE(2)
 HALVE(4)
+#endif
+#if !defined(WIDE) || WIDE
+WIDTHS(i64, i64)
+#endif

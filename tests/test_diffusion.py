@@ -222,7 +222,11 @@ def test_blocks_have_multiples_of_four_columns():
         *[(100, 64, [52, 48]), (128, 64, [64, 64]), (130, 64, [44, 44, 42])],
         *[(100, 50, [50, 50]), (7, 64, [7]), (1, 1, [1])],
     ):
-        blocks = Recipe(**{**recipe, "width": width}).blocks(d)
+        blocks = Recipe(**{**recipe, "width": width, "multiple": 4}).blocks(d)
         assert [J.stop - J.start for J in blocks] == sizes
         assert [j for J in blocks for j in range(d)[J]] == list(range(d))
         assert max(J.stop - J.start for J in blocks) <= width
+    # Sectors of float16, where the width allows them.
+    for width, sizes in ((64, [64, 36]), (32, [32, 32, 32, 4]), (31, [28, 28, 28, 16])):
+        blocks = Recipe(**{**recipe, "width": width, "multiple": 16}).blocks(100)
+        assert [J.stop - J.start for J in blocks] == sizes

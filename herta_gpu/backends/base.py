@@ -12,7 +12,6 @@ counters, so the same seed gives the same numbers on every backend, whatever the
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from copy import copy
@@ -28,6 +27,8 @@ from herta_gpu.plumbing.reading import MappedRows, Part, Reads, check_not_shrunk
 
 Array = Any  # numpy.ndarray or cupy.ndarray, as the backend says
 Exact = tuple[Array, Array, Array | None]  # D^-1/2, diag(L) and the weights in float64
+
+CHUNK = 1 << 19  # numbers of a block that `residual_over` computes a residual for at a time
 
 # Philox streams: one number per use, so that no two uses share random bits.
 STREAM_INCIDENCE = 0  # Pi_1, keyed by the edge's two ends
@@ -251,11 +252,30 @@ def _of_team(name: str) -> Any:
     return property(lambda backend: getattr(backend.team, name))
 
 
-class Backend(ABC):
-    """What a device must be able to do."""
+class Backend:
+    """What a device must be able to do, and what is done alike on all of them."""
 
     name: str
     xp: Any
+    # What each does in a way of its own: `CPUBackend`, with which all are compared, documents it.
+    asarray: Callable[..., Array]
+    to_numpy: Callable[..., Any]
+    memory_available: Callable[[], int]
+    laplacian: Callable[..., Any]
+    solve_triangular: Callable[..., Array]  # C^-1 B (or C^-T B) for a lower triangular C
+    _triangle: Callable[..., Array | None]  # L of P = L L^T, or None, as the library says
+    pivoted_cholesky: Callable[..., tuple[Array, Array]]  # `lapack.pivoted_cholesky`
+    apply_H: Callable[..., Array]
+    residual_rows: Callable[..., Array]
+    column_dots: Callable[..., Array]
+    cg_step: Callable[..., None]
+    cg_active: Callable[..., int]
+    chebyshev_step: Callable[..., None]
+    sketch_incidence: Callable[..., Array]
+    sketch_identity: Callable[..., Array]
+    edge_scores: Callable[..., Array]
+    sample_edges: Callable[..., Array]
+    srht: Callable[..., Array]
     # Columns that a fit multiplies with H, from which a local order of the nodes pays.
     order_columns = float("inf")
     communities: Callable[[Graph, float], Any] | None = None  # how to find it, if not by the host
@@ -303,10 +323,6 @@ class Backend(ABC):
         return L.n
 
     # ---- arrays -------------------------------------------------------------------------
-    @abstractmethod
-    def asarray(self, x: Any, dtype: str | None = None) -> Array:
-        """`x` as a C-contiguous array of this device."""
-
     def empty(self, shape: tuple[int, ...], dtype: str) -> Array:
         """An uninitialised array, its rows where this device reads them fastest."""
         return self.xp.empty(shape, dtype=dtype)
@@ -319,10 +335,6 @@ class Backend(ABC):
         """How many columns a block of k should have, zeros behind them, to be read fastest."""
         return k
 
-    @abstractmethod
-    def to_numpy(self, x: Array) -> Any:
-        """`x` as a NumPy array on the host."""
-
     def csr(self, M: Any) -> Any:
         """The SciPy CSR matrix `M` on this device."""
         return M
@@ -330,6 +342,13 @@ class Backend(ABC):
     def host_blocks(self, X: Any, order: Any = None) -> Blocks:
         """The dense X of the host, which stays there; its parts come as arrays of this device."""
         return Blocks(np.asarray(X), order)
+
+    def spooled(
+        self, parts: Iterable[tuple[slice, Array]], blocks: Sequence[slice], shape: Any, dtype: str
+    ) -> list[Any] | None:
+        """Blocks of columns of a matrix whose rows come in parts, in memory of the host that copies
+        to the device read fastest; None where that is not to be had."""
+        return None
 
     def matmul(self, A: Array, B: Array) -> Array:
         """A B of dense matrices, by the library that factors them, too."""
@@ -343,28 +362,12 @@ class Backend(ABC):
         """The backend for many dense products with the same rows."""
         return self
 
-    @abstractmethod
-    def solve_triangular(self, C: Array, B: Array, trans: bool = False) -> Array:
-        """C^-1 B (or C^-T B) for a lower triangular C."""
-
     def cholesky(self, P: Array) -> Array | None:
         """L of P = L L^T, or None where there is none: NaN and infinity are no factor."""
         L = self._triangle(P)
         # Whatever is not finite in a row of P, or arises there, reaches the diagonal of L.
         finite = L is not None and math.isfinite(float(L.diagonal().sum()))  # synchronize!
         return L if finite else None
-
-    @abstractmethod
-    def _triangle(self, P: Array) -> Array | None:
-        """L as the library gives it; None where it says that there is none."""
-
-    @abstractmethod
-    def pivoted_cholesky(self, P: Array, cut: float) -> tuple[Array, Array]:
-        """(L, J): L L^T = P[J, J] for the columns J that are independent, r of d.
-
-        The next column is always the one with the largest remaining diagonal; what is left when
-        that falls below `cut` depends on the columns before.
-        """
 
     def thin_svd(self, Q: Array) -> tuple[Array, Array]:
         """(U, s) of Q^T = U diag(s) V^T for a Q with fewer rows than columns; s falls."""
@@ -402,44 +405,14 @@ class Backend(ABC):
         """
         return nullcontext()
 
-    def synchronize(self) -> None:  # noqa: B027 - the host has nothing to wait for
+    def synchronize(self) -> None:
         """Wait until the device has done all that it was asked."""
-
-    @abstractmethod
-    def memory_available(self) -> int:
-        """Bytes that can still be allocated on this device, in arrays that come and go."""
 
     def memory_free(self) -> int:
         """The same in arrays that stay."""
         return self.memory_available()
 
-    @abstractmethod
-    def laplacian(self, graph: Graph, dtype: str) -> Laplacian:
-        """The Laplacian of `graph` on this device."""
-
     # ---- H = I + lam L -------------------------------------------------------------------
-    @abstractmethod
-    def apply_H(self, L: Laplacian, lam: float, X: Array, out: Array | None = None) -> Array:
-        """Y = (I + lam L) X = (1 + lam diag(L)) X - lam D^-1/2 A D^-1/2 X for an n x k block."""
-
-    @abstractmethod
-    def residual_rows(
-        self, L: Laplacian, lam: float, Z: Array, B: Array, start: int, out: Array | None = None
-    ) -> Array:
-        """Rows start, start + 1, ... of B - (I + lam L) Z, in float64 whatever Z's precision is.
-
-        B is a chunk of rows, float64, and so is the result, which may be B itself (`out`).  Z is
-        the whole n x k block, `with_neighbours`; its numbers are widened on their way, and no array
-        of n x k or of nnz numbers is made.  With s, l and w the float64 arrays of
-        `Laplacian.exact`, row i is
-
-            B_i - (1 + lam l_i) Z_i + lam s_i sum_j w_ij s_j Z_j,
-
-        and a term of it is rounded at most (`roundings` + 8) times by 2^-53, beside s and l, which
-        are rounded themselves (sqrt(D) and its inverse, A 1 and a quotient).  Neither the number
-        of threads nor the way in which rows are cut into chunks changes a bit of it.
-        """
-
     def residual(
         self, L: Laplacian, lam: float, Z: Array, B: Array, dtype: str, unit: Array
     ) -> tuple[Array, Array]:
@@ -477,6 +450,19 @@ class Backend(ABC):
         """A sparse factor of I + lam L as SciPy's `splu` makes it; None where it would be full."""
         return None
 
+    def residual_over(self, L: Laplacian, lam: float, Z: Array, B: Array) -> Array:
+        """B <- B - (I + lam L) Z; (k,) ||r||^2 of the float64 r before it is rounded to B's type.
+
+        Z is `with_neighbours`.
+        """
+        (n, k), squares = B.shape, self.xp.zeros(B.shape[1])
+        for a in range(0, n, max(1, CHUNK // k)):
+            rows = slice(a, min(a + max(1, CHUNK // k), n))
+            R = B[rows].astype("float64")
+            B[rows] = self.residual_rows(L, lam, Z, R, a, out=R)
+            squares = squares + self.column_dots(R, R)
+        return squares
+
     def roundings(self, neighbours: float, columns: int, rows: bool = False) -> float:
         """How often a term of a sum over so many neighbours is rounded, at most, on its way.
 
@@ -484,13 +470,6 @@ class Backend(ABC):
         if `rows`; as often as there are neighbours, in any order.
         """
         return neighbours
-
-    @abstractmethod
-    def column_dots(self, X: Array, Y: Array) -> Array:
-        """(k,) column dot products of two n x k blocks, accumulated in float64.
-
-        Of the rows that are here: whoever wants those of all processes asks for their `total`.
-        """
 
     def cg_start(
         self, L: Laplacian, lam: float, R: Array, energy: Array, tol: float, floor: float
@@ -515,35 +494,10 @@ class Backend(ABC):
             iterations=self.xp.zeros(R.shape[1], dtype="int64"),
         )
 
-    @abstractmethod
-    def cg_step(self, L: Laplacian, lam: float, state: CGState) -> None:
-        """One CG step for all active columns together; frozen columns do not change."""
-
     def cg_steps(self, L: Laplacian, lam: float, state: CGState, count: int) -> None:
         """`count` steps in a row, without a look at the mask between them."""
         for _ in range(count):
             self.cg_step(L, lam, state)
-
-    @abstractmethod
-    def cg_active(self, state: CGState) -> int:
-        """How many columns are still active.  The only call of CG that waits for the device."""
-
-    @abstractmethod
-    def chebyshev_step(
-        self,
-        L: Laplacian,
-        lam: float,
-        Z: Array,
-        Z_prev: Array,
-        B: Array,
-        c1: float,
-        c2: float,
-        halves: Halves | None = None,
-    ) -> None:
-        """Z_prev <- Z + c1 (Z - Z_prev) + c2 (B - H Z), in place: the next iterate.
-
-        With `halves`, the neighbours' rows of D^-1/2 Z are first rounded to float16 there.
-        """
 
     def chebyshev(
         self,
@@ -610,38 +564,8 @@ class Backend(ABC):
         return False
 
     # ---- Algorithm 2 ---------------------------------------------------------------------
-    @abstractmethod
-    def sketch_incidence(self, L: Laplacian, k: int, seed: int) -> Array:
-        """(Pi_1 B_hat)^T, n x k, with Pi_1 ~ N(0, 1/k); neither factor is stored.
-
-        The numbers of an edge are keyed by its ends as the caller names them (`Laplacian.order`):
-        the order in which a graph is stored does not change them.
-        """
-
-    @abstractmethod
-    def sketch_identity(self, L: Laplacian, k: int, seed: int) -> Array:
-        """Pi_2^T, n x k, with Pi_2 ~ N(0, 1/k), keyed by the caller's node as well."""
-
-    @abstractmethod
-    def edge_scores(self, L: Laplacian, B_S: Array, Pi_S: Array, lam: float) -> Array:
-        """(m,) float64 l_i = ||B_S b_i||^2 + ||Pi_S b_i||^2 / lam, edges as in `Graph.edges`."""
-
-    @abstractmethod
-    def sample_edges(self, scores: Array, s: int, seed: int, replace: bool) -> Array:
-        """(m,) float64 factors c_i with E[c_i] = 1; an edge that was not drawn has 0.
-
-        With replacement, s draws with probability p_i = l_i / sum(l): c_i = (times drawn) /
-        (s p_i).  Otherwise each edge is kept with p_i = min(1, tau l_i), sum(p) = s: c_i = 1/p_i.
-        """
-
     def sampled_graph(self, graph: Graph, factors: Array) -> Graph:
         """The edges of `graph` with a factor above 0, weights times it: the graph of L_tilde."""
         return graph.with_edges(factors > 0, factors)
 
     # ---- SRHT ----------------------------------------------------------------------------
-    @abstractmethod
-    def srht(self, Q: Array, s: int, seed: int) -> Array:
-        """S Hadamard(R Q): signs, Walsh-Hadamard along the rows padded to n', s rows (s x k).
-
-        The rows are drawn without replacement and scaled by sqrt(n'/s); s = n' loses nothing.
-        """

@@ -10,11 +10,12 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from herta_gpu.planning.costs import CARD_SHARE, Sizes
+from herta_gpu.planning.costs import CARD_SHARE, CHUNK_BYTES, Sizes
 from herta_gpu.planning.plan import Decision, Plan
 from herta_gpu.plumbing.checks import memory_budget
 
 _SECTOR = 32  # bytes that a gather moves at least
+_HALF = 5e-4  # what a pass leaves at best whose neighbours are float16
 _CHUNKS = 64 << 20  # bytes of device buffers through which X streams
 # Rows that others need, in shares of all rows and for each doubling of the ranks: what METIS left
 # of ogbn-arxiv on 2 to 8 ranks (0.20, 0.49 and 0.84 n; 2.2 n on 64).
@@ -29,8 +30,9 @@ class Card:
 
     memory: int
     bandwidth: float = 3.35e12  # bytes a second of its memory, as on an H100 ...
-    reached: float = 0.6  # ... of which gathers of whole rows reach this share
+    reached: float = 0.65  # ... of which gathers of whole rows reach this share
     link: float = 25e9  # bytes a second from the host
+    host: float = 180e-6  # seconds of the host for each chunk of X
 
     def X_bytes(self, n: int, d: int, budget: int) -> int:
         """What a dense float32 X takes on the card: all of it if it fits, else buffers."""
@@ -45,7 +47,9 @@ class Card:
     def assumptions(self) -> str:
         return (
             f"assumed, not measured: {self.bandwidth / 1e12:.3g} TB/s of device memory, "
-            f"{self.reached:.0%} of it reached; {self.link / 1e9:.3g} GB/s from the host"
+            f"{self.reached:.0%} of it reached, in sectors of {_SECTOR} bytes; "
+            f"{self.link / 1e9:.3g} GB/s from the host, where X is pinned, and "
+            f"{1e6 * self.host:.0f} us for each chunk of X; of a mapped X the disk decides"
         )
 
 
@@ -68,29 +72,56 @@ class Split(NamedTuple):
 
 
 def list_work(plan: Plan, sizes: Sizes, card: Card, X_itemsize: int) -> list[Moved]:
-    """What a fit with stored rows moves: products with H, and passes over X."""
+    """What a fit with stored rows moves: products with H, residuals, and passes over X."""
     n, d, blocks = sizes.n, sizes.d, plan.recipe.blocks(sizes.d)
-    k, passes = max(J.stop - J.start for J in blocks), 2
-    steps = len(blocks) * (plan.recipe.degree + passes)
-    each = step_bytes(sizes, k)
-    # X^T X or norms of columns; then for each block once for B and once for its first residual.
-    readings = 1 + 2 * len(blocks)
-    X_moved = readings * n * d * X_itemsize
+    k, gathers = max(J.stop - J.start for J in blocks), card.reached * card.bandwidth
+    degree, passes = plan.recipe.degree, 2
+    if sizes.half and plan.recipe.goal is not None:  # float16 takes a pass to 5e-4 at best
+        passes = max(1, math.ceil(math.log(0.9 * plan.recipe.goal) / math.log(_HALF)))
+        degree = passes * sizes.degree(plan.recipe.goal ** (1 / passes))
+    steps, residuals = len(blocks) * degree, len(blocks) * passes
+    each, last = step_bytes(sizes, k), residual_bytes(sizes, k)
+    # X^T X, with which norms come, and X C0; that goes to the host meanwhile, and comes in blocks.
+    readings, spool = 2, n * d * sizes.word * (len(blocks) > 1)
+    X_moved, chunks = readings * n * d * X_itemsize, math.ceil(8 * n * d / CHUNK_BYTES)
     on_card = card.X_bytes(n, d, sum(plan.memory.values())) == 4 * n * d
+    if on_card:
+        readings, X_moved, spool = 1 + len(blocks), (1 + len(blocks)) * n * d * X_itemsize, 0
     rate = card.bandwidth if on_card else card.link
-    spent = steps * each / (card.reached * card.bandwidth)
+    spent = max((X_moved + spool) / rate, readings * chunks * card.host)
     return [
-        Moved("products with H", f"{steps:,} of {k} columns", steps * each, spent),
-        Moved("passes over X", f"{readings}", X_moved, X_moved / rate),
+        Moved("products with H", f"{steps:,} of {k} columns", steps * each, steps * each / gathers),
+        Moved("residuals", f"{residuals:,}", residuals * last, residuals * last / gathers),
+        Moved("passes over X", f"{readings}", X_moved + 2 * spool, spent),
     ]
 
 
 def step_bytes(sizes: Sizes, k: int) -> int:
-    """Bytes of one step of Chebyshev: gathered rows, indices, and the blocks themselves."""
-    # A row of a few columns still takes a whole sector of memory.
-    gathered = 2 * sizes.m * max(_SECTOR, k * (2 if sizes.half else sizes.word))
+    """Bytes of one step of Chebyshev: gathered rows, indices, and the blocks themselves.
+
+    In sectors: products in full precision also gather D^-1/2 of each neighbour.
+    """
+    word = 2 if sizes.half else sizes.word
+    gathered = 2 * sizes.m * (sectors(k * word) + (0 if sizes.half else 1)) * _SECTOR
     indices = 2 * sizes.m * 4 * math.ceil(k / 64)
-    return gathered + indices + sizes.n * k * (4 * sizes.word + 6 * sizes.half)
+    return round(gathered) + indices + sizes.n * k * (4 * sizes.word + 6 * sizes.half)
+
+
+def residual_bytes(sizes: Sizes, k: int) -> int:
+    """The same of a residual: rows of the iterate and D^-1/2 in float64; B is overwritten."""
+    gathered = 2 * sizes.m * (sectors(k * sizes.word) + 1) * _SECTOR
+    indices = 2 * sizes.m * 4 * math.ceil(k / 64)
+    return round(gathered) + indices + sizes.n * k * 3 * sizes.word
+
+
+def sectors(row: int) -> float:
+    """Sectors that a row of so many bytes lies in, on average over all rows of a block.
+
+    >>> [sectors(2 * k) for k in (16, 24, 28, 32)]
+    [1.0, 2.0, 2.5, 2.0]
+    """
+    begins = [i * row % _SECTOR for i in range(_SECTOR)]
+    return sum(-(-(begin + row) // _SECTOR) for begin in begins) / _SECTOR
 
 
 def assumed_cut(ranks: int) -> float:

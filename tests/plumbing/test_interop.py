@@ -8,10 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import scipy.sparse as sp
 
 from herta_gpu import HERTA, Graph, SDDSolver
 from herta_gpu.backends import get_backend
-from herta_gpu.plumbing.interop import as_array, on_device
+from herta_gpu.features import Features
+from herta_gpu.plumbing.interop import as_array, as_matrix, on_device
 from tests.conftest import random_graph
 
 
@@ -74,6 +76,23 @@ def test_what_speaks_only_dlpack_is_understood() -> None:
     assert np.shares_memory(as_array("X", bare, get_backend("cpu")), X)
     model = HERTA(device="cpu").fit(g, bare, y)
     np.testing.assert_array_equal(model.W_, HERTA(device="cpu").fit(g, X, y).W_)
+
+
+def test_an_entry_that_is_listed_twice_is_a_sum() -> None:
+    """Norms of columns, which certificates count in, were those of its parts."""
+    g, X, y, _ = data()
+    row, col = np.nonzero(X)
+    halves = (np.concatenate([0.25 * X[row, col], 0.75 * X[row, col]]), np.tile(col, 2))
+    order = np.argsort(np.tile(row, 2), kind="stable")
+    indptr = 2 * np.searchsorted(row, np.arange(X.shape[0] + 1))
+    twice = sp.csr_array((halves[0][order], halves[1][order], indptr), shape=X.shape)
+    backend, given = get_backend("cpu"), twice.copy()
+    features = Features(as_matrix(twice, backend), backend)
+    np.testing.assert_allclose(features.column_norms, np.linalg.norm(X, axis=0), rtol=1e-14)
+    found = HERTA(device="cpu").fit(g, twice, y).W_
+    np.testing.assert_allclose(found, HERTA(device="cpu").fit(g, sp.csr_array(X), y).W_, rtol=1e-12)
+    assert twice.nnz == given.nnz  # the caller's is as it was
+    assert np.array_equal(twice.data, given.data)
 
 
 # ---- on the device, with a fake one -----------------------------------------------------------

@@ -56,7 +56,11 @@ def cholesky(P: Any) -> Any | None:
 
 
 def pivoted_cholesky(P: Any, cut: float) -> tuple[Any, Any]:
-    """(L, J) as in `Backend.pivoted_cholesky`."""
+    """(L, J): L L^T = P[J, J] for the columns J that are independent, r of d.
+
+    The next column is always the one with the largest remaining diagonal; what is left when that
+    falls below `cut` depends on the columns before.
+    """
     U, pivots, r, _ = lapack.dpstrf(P.T, tol=cut, lower=0)
     L = U.T[:r, :r].copy()
     for J in _squares(r):  # LAPACK leaves the other half as it was

@@ -122,9 +122,11 @@ class CPUBackend(Backend):
         return self if self._compiled is None else self._compiled()
 
     def asarray(self, x: Any, dtype: str | None = None) -> Array:
+        """`x` as a C-contiguous array of this device."""
         return np.ascontiguousarray(x, dtype=dtype)
 
     def to_numpy(self, x: Array) -> Any:
+        """`x` as a NumPy array on the host."""
         return np.asarray(x)
 
     matmul = staticmethod(lapack.matmul)
@@ -136,13 +138,16 @@ class CPUBackend(Backend):
     row_space = staticmethod(lapack.row_space)
 
     def memory_available(self) -> int:
+        """Bytes that can still be allocated on this device, in arrays that come and go."""
         return host_memory()
 
     def laplacian(self, graph: Any, dtype: str) -> Laplacian:
+        """The Laplacian of `graph` on this device."""
         return Laplacian(**fields(graph, dtype), cuts=cut_rows(graph.indptr, _CHUNK_WORK))
 
     # ---- H = I + lam L -------------------------------------------------------------------
     def apply_H(self, L: Laplacian, lam: float, X: Array, out: Array | None = None) -> Array:
+        """Y = (I + lam L) X = (1 + lam diag(L)) X - lam D^-1/2 A D^-1/2 X for an n x k block."""
         Y = np.empty_like(X) if out is None else out
         X = X.copy() if np.may_share_memory(X, Y) else X
 
@@ -155,6 +160,19 @@ class CPUBackend(Backend):
     def residual_rows(
         self, L: Laplacian, lam: float, Z: Array, B: Array, start: int, out: Array | None = None
     ) -> Array:
+        """Rows start, start + 1, ... of B - (I + lam L) Z, in float64 whatever Z's precision is.
+
+        B is a chunk of rows, float64, and so is the result, which may be B itself (`out`).  Z is
+        the whole n x k block, `with_neighbours`; its numbers are widened on their way, and no array
+        of n x k or of nnz numbers is made.  With s, l and w the float64 arrays of
+        `Laplacian.exact`, row i is
+
+            B_i - (1 + lam l_i) Z_i + lam s_i sum_j w_ij s_j Z_j,
+
+        and a term of it is rounded at most (`roundings` + 8) times by 2^-53, beside s and l, which
+        are rounded themselves (sqrt(D) and its inverse, A 1 and a quotient).  Neither the number
+        of threads nor the way in which rows are cut into chunks changes a bit of it.
+        """
         out, stop = np.empty(B.shape) if out is None else out, start + B.shape[0]
         s, diagonal, weights = L.exact
 
@@ -168,12 +186,18 @@ class CPUBackend(Backend):
         return out
 
     def column_dots(self, X: Array, Y: Array) -> Array:
+        """(k,) column dot products of two n x k blocks, accumulated in float64.
+
+        Of the rows that are here: whoever wants those of all processes asks for their `total`.
+        """
+
         def dots(at: slice) -> Array:
             return np.einsum("ij,ij->j", X[at], Y[at], dtype=np.float64)
 
         return np.sum(_each(dots, _flat_chunks(*X.shape)), axis=0)
 
     def cg_step(self, L: Laplacian, lam: float, state: CGState) -> None:
+        """One CG step for all active columns together; frozen columns do not change."""
         Z, R, P = state.Z, state.R, state.P
         HP = self.apply_H(L, lam, P, out=state.HP)
         alpha = state.step_length(self.total(self.column_dots(P, HP)))
@@ -188,6 +212,7 @@ class CPUBackend(Backend):
         _each(lambda at: np.add(b * P[at], R[at], out=P[at]), blocks)
 
     def cg_active(self, state: CGState) -> int:
+        """How many columns are still active.  The only call of CG that waits for the device."""
         return int(np.count_nonzero(state.active))
 
     def chebyshev_step(
@@ -201,6 +226,10 @@ class CPUBackend(Backend):
         c2: float,
         halves: Halves | None = None,
     ) -> None:
+        """Z_prev <- Z + c1 (Z - Z_prev) + c2 (B - H Z), in place: the next iterate.
+
+        With `halves`, the neighbours' rows of D^-1/2 Z are first rounded to float16 there.
+        """
         dtype = Z.dtype.type
 
         def advance(at: slice) -> None:
@@ -226,6 +255,11 @@ class CPUBackend(Backend):
 
     # ---- Algorithm 2 ---------------------------------------------------------------------
     def sketch_incidence(self, L: Laplacian, k: int, seed: int) -> Array:
+        """(Pi_1 B_hat)^T, n x k, with Pi_1 ~ N(0, 1/k); neither factor is stored.
+
+        The numbers of an edge are keyed by its ends as the caller names them (`Laplacian.order`):
+        the order in which a graph is stored does not change them.
+        """
         lo, hi, rows = _incidence(L)
         first, second, sign = lo, hi, np.ones(lo.shape[0])  # the ends, by the ids that were given
         if L.order is not None:
@@ -239,6 +273,7 @@ class CPUBackend(Backend):
         return (out / np.sqrt(k)).astype(L.inv_sqrt_degree.dtype)
 
     def sketch_identity(self, L: Laplacian, k: int, seed: int) -> Array:
+        """Pi_2^T, n x k, with Pi_2 ~ N(0, 1/k), keyed by the caller's node as well."""
         out = np.empty((L.n, k), dtype=L.inv_sqrt_degree.dtype)
 
         def rows(at: slice) -> None:
@@ -252,6 +287,7 @@ class CPUBackend(Backend):
         return out
 
     def edge_scores(self, L: Laplacian, B_S: Array, Pi_S: Array, lam: float) -> Array:
+        """(m,) float64 l_i = ||B_S b_i||^2 + ||Pi_S b_i||^2 / lam, edges as in `Graph.edges`."""
         lo, _, rows = _incidence(L)
         scores = np.empty(lo.shape[0])
 
@@ -264,6 +300,11 @@ class CPUBackend(Backend):
         return scores
 
     def sample_edges(self, scores: Array, s: int, seed: int, replace: bool) -> Array:
+        """(m,) float64 factors c_i with E[c_i] = 1; an edge that was not drawn has 0.
+
+        With replacement, s draws with probability p_i = l_i / sum(l): c_i = (times drawn) /
+        (s p_i).  Otherwise each edge is kept with p_i = min(1, tau l_i), sum(p) = s: c_i = 1/p_i.
+        """
         if not replace:
             return self._kept(keep_probabilities(np, scores, s, self.total), seed)
         m, most = int(self.total(scores.shape[0])), float(scores.max(initial=0.0))
@@ -300,6 +341,10 @@ class CPUBackend(Backend):
 
     # ---- SRHT ----------------------------------------------------------------------------
     def srht(self, Q: Array, s: int, seed: int) -> Array:
+        """S Hadamard(R Q): signs, Walsh-Hadamard along the rows padded to n', s rows (s x k).
+
+        The rows are drawn without replacement and scaled by sqrt(n'/s); s = n' loses nothing.
+        """
         n, k = Q.shape
         padded = 1 << max(0, n - 1).bit_length()
         negative = (philox.words64(0, n, seed, STREAM_SIGNS) & np.uint64(1)).astype(bool)

@@ -16,13 +16,14 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache, cached_property
 from importlib.util import find_spec
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import cupy
@@ -41,12 +42,12 @@ from herta_gpu.backends.cuda.device import (
     blocks,
     by_precision,
     column_shape,
-    kernel_folder,
     named_stream,
     padded,
     pivoted_cholesky,
     roundings,
     segment_length,
+    source,
     suffix,
     tell_if_long,
     vector_width,
@@ -66,16 +67,25 @@ from herta_gpu.backends.cuda.traffic import (
     note_again,
     watch_launch,
 )
-from herta_gpu.backends.cuda.transfer import StreamedBlocks, give_back_pinned, is_large, upload
+from herta_gpu.backends.cuda.transfer import (
+    StreamedBlocks,
+    empty_pinned,
+    give_back_pinned,
+    is_large,
+    upload,
+)
 from herta_gpu.graph import Graph
 from herta_gpu.planning.costs import CARD_SHARE, FRAGMENTS
 from herta_gpu.plumbing.building import by_community
 from herta_gpu.plumbing.interop import on_device
+from herta_gpu.plumbing.machine import host_memory
 
 # Bytes of a step that a device moves (some TB/s) while the host makes its three launches, which is
-# about 30 microseconds: both are figures of data sheets and rules of thumb, not measured here.
-_SHORT_STEP = 32 << 20
+# some 40 microseconds: both are figures of data sheets and rules of thumb, not measured here.
+_SHORT_STEP = 128 << 20
+_SUMMED = ("column_dots", "cg_residual", "cg_descend")  # kernels of cg.cu
 I32, I64, U32, U64 = np.int32, np.int64, np.uint32, np.uint64
+_SPOOLED = 1.25  # times the bytes of X C0 must be free on the host
 Sent = WeakKeyDictionary[Graph, dict[str, Any]]  # what the device has of graphs of the host
 
 
@@ -84,26 +94,45 @@ def _kernel(file: str, name: str) -> Any:
     with tell_if_long(
         f"compiling {file} for this GPU, once: the next run finds it in CuPy's cache"
     ):
-        return _module(file).get_function(name)
+        return _module(file, int(file == "laplacian.cu" and "_i64_" in name)).get_function(name)
 
 
 @cache
-def _module(file: str) -> Any:
-    # Prepended, not included: CuPy's compile cache sees only the text that it is given.
-    folder = kernel_folder()
-    common, text = ((folder / f).read_text(encoding="utf-8") for f in ("common.cuh", file))
-    code = f'#line 1 "common.cuh"\n{common}\n#line 1 "{file}"\n{text}'
-    return cupy.RawModule(code=code, options=("-std=c++17",))
+def _module(file: str, wide: int) -> Any:
+    return cupy.RawModule(code=source(file, wide), options=("-std=c++17",))
 
 
 def _launch(
     file: str, name: str, grid: tuple[int, ...], block: tuple[int, ...], *args: Any
 ) -> None:
     """Run a kernel of one of our files; None is a null pointer, a Python number has 64 bits."""
-    typed = tuple(_typed(x, name) for x in args)
-    kernel = _kernel(file, name)
-    with watch_launch(cupy, file, name, typed) if counting else nullcontext():
-        kernel(grid, block, typed)
+    call = Call(file, name, _kernel(file, name), grid, block, tuple(_typed(x, name) for x in args))
+    if _noted.calls is not None:
+        _noted.calls.append(call)
+    _again(call)
+
+
+class Call(NamedTuple):
+    """A launch with all that it needs: what is launched over and over is put together once."""
+
+    file: str
+    name: str
+    kernel: Any
+    grid: tuple[int, ...]
+    block: tuple[int, ...]
+    args: tuple[Any, ...]
+
+
+class _Noted(threading.local):
+    calls: list[Call] | None = None  # those who note the launches of a step
+
+
+_noted = _Noted()
+
+
+def _again(call: Call) -> None:
+    with watch_launch(cupy, call.file, call.name, call.args) if counting else nullcontext():
+        call.kernel(call.grid, call.block, call.args)
 
 
 def _typed(x: Any, name: str) -> Any:
@@ -134,6 +163,7 @@ class CUDACGState(CGState):
     steps: int | None = None  # steps of the last batch that was not captured
     graph: Any = None  # that many steps as a CUDA graph ...
     moved: Traffic | None = None  # ... and what they move
+    noted: tuple[Any, list[Call]] | None = None  # the launches of a step, and what they are for
 
 
 class CUDABackend(Algorithm2):
@@ -182,6 +212,8 @@ class CUDABackend(Algorithm2):
             x = cupy.from_dlpack(x)  # which waits for what its maker has not done yet
         if isinstance(x, np.ndarray) and is_large(x):
             return upload(cupy, x, dtype)
+        if isinstance(x, cupy.ndarray) and x.size:
+            self._check_place(x.device.id)
         x = cupy.asarray(x, dtype=dtype, order="C")
         # The caller's own memory may begin anywhere, and an access of several columns may not.
         return x if aligned(x) else x.copy()
@@ -200,6 +232,21 @@ class CUDABackend(Algorithm2):
 
     def host_blocks(self, X: Any, order: Any = None) -> StreamedBlocks:
         return StreamedBlocks(cupy, X, order)
+
+    def spooled(
+        self, parts: Iterable[tuple[slice, Array]], blocks: Sequence[slice], shape: Any, dtype: str
+    ) -> list[Any] | None:
+        n, columns = shape
+        if _SPOOLED * n * columns * np.dtype(dtype).itemsize > host_memory():
+            return None
+        held = [empty_pinned(cupy, (n, J.stop - J.start), dtype) for J in blocks]
+        for rows, part in parts:
+            for J, block in zip(blocks, held, strict=True):
+                # Nobody waits: what is freed here is used again on this stream, behind the copy.
+                part_J = cupy.ascontiguousarray(part[:, J].astype(dtype))
+                part_J.get(out=block[rows], blocking=False)
+        self.synchronize()
+        return held
 
     def solve_triangular(self, C: Array, B: Array, trans: bool = False) -> Array:
         from cupyx.scipy.linalg import solve_triangular  # needs cuBLAS, which a probe may lack
@@ -234,15 +281,18 @@ class CUDABackend(Algorithm2):
             cupy.cuda.profiler.stop()
 
     def on_stream(self, stream: int, device: int) -> Any:
+        self._check_place(device)
+        # CUDA's stream protocol: its version, and the address.
+        foreign = SimpleNamespace(__cuda_stream__=lambda: (0, stream))
+        return cupy.cuda.Stream.from_external(foreign)
+
+    def _check_place(self, device: int) -> None:
         here = cupy.cuda.runtime.getDevice()
         if device != here:
             raise RuntimeError(
                 f"The data are on cuda:{device}, but herta_gpu works on cuda:{here}, the current "
                 "device: move them there, or let CUDA_VISIBLE_DEVICES name one device."
             )
-        # CUDA's stream protocol: its version, and the address.
-        foreign = SimpleNamespace(__cuda_stream__=lambda: (0, stream))
-        return cupy.cuda.Stream.from_external(foreign)
 
     @contextmanager
     def working(self) -> Iterator[Any]:
@@ -259,6 +309,8 @@ class CUDABackend(Algorithm2):
             # By default CuPy does not look whether a factorisation went through.
             with self._own, cupyx.errstate(linalg="raise"):
                 yield self._own
+        except cupy.cuda.memory.OutOfMemoryError as error:
+            raise MemoryError(f"The GPU is out of memory: {error}") from error
         finally:
             for stream in callers.values():
                 _follow(stream, self._own)
@@ -402,6 +454,14 @@ class CUDABackend(Algorithm2):
             self._residual(L, lam, Z, B, 0, 1.0 / unit, R, partials, dots)
         return R, dots
 
+    def residual_over(self, L: Laplacian, lam: float, Z: Array, B: Array) -> Array:
+        """In one launch, or two where rows are cut."""
+        dots = cupy.zeros((2, B.shape[1]))
+        if B.size:
+            partials = self._scratch_of(L, B.shape[1])[2]
+            self._residual(L, lam, Z, B, 0, None, B, partials, dots)
+        return dots[0]
+
     def _residual(self, L: Any, lam: float, Z: Array, B: Array, start: int, *to: Any) -> None:
         """The rows from `start` on, as `to` says: unit, R, partial and whole dots.
 
@@ -410,10 +470,10 @@ class CUDABackend(Algorithm2):
         scales, at = (*L.exact, np.float64(lam)), slice(start, start + B.shape[0])
         first, last = L.cut_segments(at)
         if first < last:
-            self._rows("hub_sums", L, scales, at, (Z,), short=False)
+            self._rows("hub_sums", L, scales, at, (Z,), only="long")
         unit, R, *dots = to
         rest = (*by_precision(B), at.start, at.stop, unit, *by_precision(R), *dots)
-        self._rows("residual", L, scales, at, (Z, *rest), long=False)
+        self._rows("residual", L, scales, at, (Z, *rest), only="short", summed=dots[-1] is not None)
 
     def roundings(self, neighbours: float, columns: int, rows: bool = False) -> float:
         return roundings(neighbours, columns)
@@ -422,7 +482,8 @@ class CUDABackend(Algorithm2):
         """apply_H or chebyshev on the block X; `tail` is what follows the common arguments."""
         assert X.dtype == L.inv_sqrt_degree.dtype
         scales = (L.inv_sqrt_degree, L.diagonal, L.weights, X.dtype.type(lam))
-        self._rows(kernel, L, scales, slice(0, L.n), tail, like=X)
+        summed = kernel == "apply_H" and tail[-1] is not None
+        self._rows(kernel, L, scales, slice(0, L.n), tail, like=X, summed=summed)
 
     def _rows(
         self,
@@ -433,24 +494,25 @@ class CUDABackend(Algorithm2):
         tail: Any,
         *,
         like: Any = None,
-        short: bool = True,
-        long: bool = True,
+        only: str = "",
+        summed: bool = False,
     ) -> None:
         """A kernel of laplacian.cu on some rows; `scales` are s, diag(L), the weights and lam.
 
-        It has blocks of threads for the `short` rows, for segments of the `long` ones, or both, of
-        a shape for blocks `like` this one, by default the first of `tail`.
+        It has blocks of threads for short rows and for segments of long ones, or for one kind
+        `only`, of a shape for blocks `like` this one, by default the first of `tail`.
         """
         X = tail[0] if like is None else like
         k, (s, diagonal, weights, lam) = X.shape[1], scales
         width = vector_width(k, X.dtype)
         x, y, tiles = column_shape(k, width, least=8)
         a, b = L.cut_segments(at)
-        taken = min(b - a, MAX_BLOCKS)
+        taken = blocks(b - a, 1, summed) if a < b else 0
         sums, tickets, _ = self._scratch_of(L, k)
         graph = (L.n, k, L.indptr, L.indices, weights, s, diagonal, lam)
         cut = (L.segment_row[a:b], L.segment_rank[a:b], sums, tickets)
-        grid = (blocks(at.stop - at.start, y) * short + taken * long, tiles)
+        rows = blocks(at.stop - at.start, y, summed)
+        grid = (rows * (only != "long") + taken * (only != "short"), tiles)
         name = f"{kernel}_{suffix(X.dtype)}_{suffix(L.indices.dtype)}_v{width}"
         sizes = (I32(L.segment), I32(b - a), I32(taken))
         _launch("laplacian.cu", name, grid, (x, y), *graph, *sizes, *cut, *tail)
@@ -461,7 +523,7 @@ class CUDABackend(Algorithm2):
         width = vector_width(k, X.dtype)
         x, y, tiles = column_shape(k, width)
         name = f"{kernel}_{suffix(X.dtype)}_v{width}"
-        _launch(file, name, (blocks(n, y), tiles), (x, y), n, k, *args)
+        _launch(file, name, (blocks(n, y, kernel in _SUMMED), tiles), (x, y), n, k, *args)
 
     def _scratch_of(self, L: Any, k: int) -> tuple[Array, Array, Array]:
         """(sums of segments, tickets, partial dots) for k columns, made once per width and stream.
@@ -501,6 +563,19 @@ class CUDABackend(Algorithm2):
         s, k = state, state.R.shape[1]
         if not s.R.size:
             return
+        key = (id(L), lam, cupy.cuda.get_current_stream().ptr)  # a stream has scratch of its own
+        if s.noted is not None and s.noted[0] == key:
+            for call in s.noted[1]:
+                _again(call)
+            return
+        _noted.calls = []
+        try:
+            self._launch_step(L, lam, s, k)
+            s.noted = key, _noted.calls
+        finally:
+            _noted.calls = None
+
+    def _launch_step(self, L: Laplacian, lam: float, s: CUDACGState, k: int) -> None:
         partials = self._scratch_of(L, k)[2]
         self._product("apply_H", L, lam, s.P, s.P, s.HP, s.active, partials, s.pHp)
         numbers = (s.pHp, s.rho, s.energy, float(s.tol), s.floor)

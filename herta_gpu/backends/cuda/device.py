@@ -23,6 +23,7 @@ NULL = np.uint64(0)  # a null pointer; not every version of CuPy takes None for 
 
 THREADS = 256  # threads of a block: kThreads of common.cuh
 MAX_BLOCKS = 1024  # of rows along x, and of segments: bounds the partial sums of a reduction
+MOST_BLOCKS = 2**31 - 1  # of a grid along x
 SEGMENT, SHORTEST = 512, 64  # neighbours that a block takes of a long row: at most, and at least
 _ENTRIES = 4096  # non-zeros of a graph for each neighbour of its segments
 _HADAMARD_LEVELS = 9  # butterflies of one pass: kLogRows of hadamard.cu
@@ -69,9 +70,13 @@ def column_shape(k: int, width: int, least: int = 1) -> tuple[int, int, int]:
     return x, THREADS // x, tiles
 
 
-def blocks(rows: int, per_block: int) -> int:
-    """Blocks along x; beyond the limit the kernels take several turns."""
-    return max(1, min(-(-rows // per_block), MAX_BLOCKS))
+def blocks(rows: int, per_block: int, summed: bool = False) -> int:
+    """Blocks along x; beyond the limit the kernels take several turns.
+
+    Where the sums of blocks are added up they must be few.  Else many end better than few: a card
+    holds 500 to 700 at once, and 1,024 of equal work would leave it half empty in the second turn.
+    """
+    return max(1, min(-(-rows // per_block), MAX_BLOCKS if summed else MOST_BLOCKS))
 
 
 def hadamard_passes(log_n: int) -> list[int]:
@@ -164,7 +169,7 @@ class DeviceLaplacian(Laplacian):
 
 
 def pivoted_cholesky(xp: Any, P: Array, cut: float) -> tuple[Array, Array]:
-    """(L, J) as in `Backend.pivoted_cholesky`, column by column with the pivots on the device."""
+    """(L, J) as in `lapack.pivoted_cholesky`, column by column with the pivots on the device."""
     d = P.shape[0]
     number, left = xp.arange(d), xp.diag(P).copy()
     # The columns of L are the rows of U, so that each step reads and writes whole runs of memory.
@@ -218,6 +223,14 @@ def _nvtx() -> Any:
         with suppress(OSError):
             return ctypes.CDLL(name)
     return None
+
+
+def source(file: str, wide: int) -> str:
+    """The text of a module; where there are two for one file, the one with indices of 64 bits."""
+    # Prepended, not included: CuPy's compile cache sees only the text that it is given.
+    folder = kernel_folder()
+    common, text = ((folder / f).read_text(encoding="utf-8") for f in ("common.cuh", file))
+    return f'#define WIDE {wide}\n#line 1 "common.cuh"\n{common}\n#line 1 "{file}"\n{text}'
 
 
 def kernel_folder() -> Path:

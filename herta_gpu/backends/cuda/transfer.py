@@ -2,8 +2,8 @@
 
 An array that shall be on the device (`upload`): CuPy would stage all of it in pinned memory,
 rounded up to a power of two, and keep that for good; 12.9 GB of X would hold 16 GB of the host.
-Here it passes through two pinned buffers of a fixed size; while one is being copied, threads of the
-host fill the other.
+Here it passes through two pinned buffers of a fixed size, which are kept; while one is being
+copied, threads of the host fill the other.
 
 A matrix too large for the device stays in pinned host memory, or in its file, and passes through in
 parts (`StreamedBlocks`; kernels/README.md has a picture of it).
@@ -17,6 +17,7 @@ from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -47,23 +48,36 @@ def is_large(x: Any) -> bool:
     return x.nbytes > CHUNK_BYTES
 
 
+_kept: list[Any] = []  # two buffers of bytes, for the process: to free them waits for the device
+_one_at_a_time = Lock()
+
+
+def _two_kept(xp: Any, shape: tuple[int, ...], dtype: Any) -> list[Any]:
+    size = math.prod(shape) * dtype.itemsize
+    if not _kept or _kept[0].nbytes < size:
+        _kept[:] = [empty_pinned(xp, (max(size, CHUNK_BYTES),), "uint8") for _ in range(2)]
+    return _kept
+
+
 def upload(xp: Any, x: Any, dtype: Any = None) -> Array:
     """`x` in C order on the device, as `dtype`, chunk by chunk on the current stream."""
     dtype = np.dtype(x.dtype if dtype is None else dtype)
     out, stream = xp.empty(x.shape, dtype=dtype), xp.cuda.get_current_stream()
     source, target = (x.reshape(-1), out.reshape(-1)) if x.flags.c_contiguous else (x, out)
     size = max(1, CHUNK_BYTES // (dtype.itemsize * math.prod(source.shape[1:])))
-    size = min(size, source.shape[0])
-    buffers = [empty_pinned(xp, (size, *source.shape[1:]), dtype) for _ in range(2)]
-    copied = [xp.cuda.Event(disable_timing=True) for _ in buffers]
-    for i, start in enumerate(range(0, source.shape[0], size)):
-        part = source[start : start + size]
-        copied[i % 2].synchronize()  # synchronize!  the copy before the last may still read it
-        chunk = buffers[i % 2][: part.shape[0]]
-        fill(chunk, part)
-        target[start : start + size].set(chunk, stream=stream)
-        copied[i % 2].record(stream)
-    stream.synchronize()  # synchronize!  the buffers are given back now
+    shape = (min(size, source.shape[0]), *source.shape[1:])
+    copied = [xp.cuda.Event(disable_timing=True) for _ in range(2)]
+    with _one_at_a_time:
+        flat = [b[: math.prod(shape) * dtype.itemsize] for b in _two_kept(xp, shape, dtype)]
+        buffers = [b.view(dtype).reshape(shape) for b in flat]
+        for i, start in enumerate(range(0, source.shape[0], shape[0])):
+            part = source[start : start + shape[0]]
+            copied[i % 2].synchronize()  # synchronize!  the copy before the last may still read it
+            chunk = buffers[i % 2][: part.shape[0]]
+            fill(chunk, part)
+            target[start : start + shape[0]].set(chunk, stream=stream)
+            copied[i % 2].record(stream)
+        stream.synchronize()  # synchronize!  the buffers are the next call's now
     return out
 
 

@@ -32,8 +32,9 @@ def few_blocks(backend: Any, most: int) -> Iterator[Any]:
     """
     with ExitStack() as stack:
         for name, module in [*sys.modules.items()]:
-            if name.startswith("herta_gpu.backends.cuda") and hasattr(module, "MAX_BLOCKS"):
-                stack.enter_context(mock.patch.object(module, "MAX_BLOCKS", most))
+            for constant in ("MAX_BLOCKS", "MOST_BLOCKS"):
+                if name.startswith("herta_gpu.backends.cuda") and hasattr(module, constant):
+                    stack.enter_context(mock.patch.object(module, constant, most))
         yield type(backend)()
 
 

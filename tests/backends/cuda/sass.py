@@ -16,7 +16,9 @@ import sys
 import tempfile
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
 
 # Bytes a second and multiprocessors of a card of each architecture: A100 80 GB, H100 SXM, B200 and
 # RTX 5090, by their data sheets.
@@ -24,6 +26,17 @@ CARDS = {80: (2.04e12, 108), 90: (3.35e12, 132), 100: (8.0e12, 148), 120: (1.79e
 # Seconds of a load from memory that is busy: an assumption.  Idle memory answers in about half.
 LATENCY = 600e-9
 TURNS = 4  # of a loop, of which the last counts: a load may be used a turn later
+
+
+def lanes_busy(degrees: Any, lanes: int, splits: int = 1, ahead: int = 4) -> float:
+    """The share of the lanes that gather, where a row has so many and a warp waits for its longest.
+
+    In the order of the rows; `splits` of a row's lanes share its neighbours, `ahead` a turn.
+    """
+    turns = -(-np.asarray(degrees) // (splits * ahead))
+    rows = max(1, 32 // lanes)
+    turns = np.append(turns, np.zeros(-turns.shape[0] % rows, int)).reshape(-1, rows)
+    return float(turns.sum() / (rows * turns.max(axis=1)).sum())
 
 
 class Instruction(NamedTuple):

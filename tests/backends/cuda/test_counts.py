@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -20,6 +21,7 @@ import pytest
 
 from herta_gpu import HERTA, Graph, SDDSolver
 from herta_gpu.app.cli import main
+from herta_gpu.backends.cuda import transfer
 from herta_gpu.backends.cuda.graphs import derived
 from herta_gpu.laplacian import RegularizedLaplacian, block_cg
 from herta_gpu.planning.costs import column_bytes
@@ -396,6 +398,55 @@ def test_a_budget_leaves_room_for_pieces(device: Any, backend: Any) -> None:
         pool.set_limit(size=before)
 
 
+def test_a_step_that_is_launched_again_is_not_put_together_again(
+    device: Any, backend: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Shapes, names and arguments are those of the first step; another stream has its own."""
+    module, made = sys.modules["herta_gpu.backends.cuda.backend"], []
+    typed = module._typed
+    monkeypatch.setattr(module, "_typed", lambda x, name: made.append(name) or typed(x, name))
+    L, R = backend.laplacian(checks.graph("hub"), "float32"), checks.block(605, 8, "float32")
+    counts, states = [], []
+    for again in (True, False):
+        state = backend.cg_start(L, 3.0, backend.asarray(R), backend.xp.zeros(8), 0.0, 0.0)
+        for _ in range(3):
+            made.clear()
+            backend.cg_step(L, 3.0, state)
+            counts.append(len(made))
+            state.noted = state.noted if again else None
+        states.append(state)
+    assert counts[1:3] == [0, 0]
+    assert min(counts[3:]) > 30
+    for name in ("Z", "R", "P", "iterations"):
+        assert np.array_equal(*(getattr(state, name).get() for state in states))
+    side = backend.xp.cuda.Stream(non_blocking=True)
+    backend.synchronize()
+    with side:
+        made.clear()
+        backend.cg_step(L, 3.0, states[0])
+        assert len(made) > 30
+
+
+def test_residuals_after_the_first_are_one_launch(device: Any, backend: Any) -> None:
+    """Over B itself, whatever its size: chunks would cost the host more than they cost a card."""
+    g, lam = random_graph(600, 2400), 5.0
+    L, (Z, B) = (
+        backend.laplacian(g, "float32"),
+        (checks.block(600, 8, "float32", s) for s in (0, 1)),
+    )
+    Z_there, B_there = backend.asarray(Z), backend.asarray(B)
+    backend.residual_over(L, lam, Z_there, B_there.copy())  # compiles, makes its scratch memory
+    device.clear()
+    squares = backend.residual_over(L, lam, Z_there, B_there)
+    found = device.ledger()
+    named = {name: n for name, n in found["kernels"].items() if "cupy" not in name}
+    assert sum(named.values()) == 1
+    assert found["waits"] == 0
+    R = B - dense_H(g, lam) @ Z.astype(float)
+    np.testing.assert_allclose(B_there.get(), R, rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(squares.get(), (R * R).sum(axis=0), rtol=1e-12)
+
+
 def test_a_plan_for_a_card_is_that_of_a_fit_on_it(device: Any, backend: Any) -> None:
     """An H100 of 80 GB has 79.1 GB free, and the blocks of papers100M have 32 columns there."""
     sizes = {"n": 111_059_956, "m": 1_615_685_872, "d": 128, "c": 172, "n_train": 1_210_553}
@@ -443,13 +494,17 @@ def test_what_a_graph_needs_beside_its_arrays_is_small(device: Any, backend: Any
 
 def test_a_large_array_is_uploaded_through_small_buffers(device: Any, backend: Any) -> None:
     X = np.ones((200, 50))
+    transfer._kept.clear()
     device.clear()
     before = device.ledger()["pinned"]
-    with mock.patch("herta_gpu.backends.cuda.transfer.CHUNK_BYTES", 1000):
+    with mock.patch.object(transfer, "CHUNK_BYTES", 1000):
         backend.asarray(X)
-    found = device.ledger()
-    assert found["bytes_in"] == X.nbytes
-    assert (found["largest_pinned"], found["most_pinned"] - before) == (1000, 2000)
+        found = device.ledger()
+        assert found["bytes_in"] == X.nbytes
+        assert (found["largest_pinned"], found["most_pinned"] - before) == (1000, 2000)
+        backend.asarray(X.astype("float32"))  # in the same buffers
+        assert device.ledger()["pinned"] - before == 2000
+    transfer._kept.clear()
 
 
 def test_pinned_memory_is_given_back_after_a_graph(device: Any, backend: Any) -> None:
@@ -464,6 +519,7 @@ def test_pinned_memory_is_given_back_after_a_graph(device: Any, backend: Any) ->
 def test_a_system_that_pins_no_more(device: Any, backend: Any) -> None:
     """Copies then make the host wait, and are the same copies."""
     backend.xp.get_default_pinned_memory_pool().free_all_blocks()
+    transfer._kept.clear()
     with device.having(pinned=device.ledger()["pinned"] + 2000):  # some of the buffers
         more_checks.check_upload(backend)
         more_checks.check_streaming(backend)

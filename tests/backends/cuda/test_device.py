@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import replace
 from functools import reduce
 from itertools import zip_longest
@@ -12,16 +13,21 @@ import numpy as np
 import pytest
 
 from herta_gpu import Graph
+from herta_gpu.backends.cuda import device as cuda_device
 from herta_gpu.backends.cuda.device import (
     SEGMENT,
     SHORTEST,
+    blocks,
     column_shape,
     roundings,
     segment_length,
+    source,
     vector_width,
 )
 from tests.backends.cuda import primitive_checks as checks
-from tests.conftest import on_device
+from tests.backends.cuda.kernel_sources import kernel_names
+from tests.conftest import on_device, random_graph
+from tests.cuda_device.compiler import find_kernels
 
 
 def test_a_segment_is_no_longer_than_the_rest_of_the_graph_takes() -> None:
@@ -32,6 +38,48 @@ def test_a_segment_is_no_longer_than_the_rest_of_the_graph_takes() -> None:
     # A quarter of a microsecond a neighbour, against 64 ps for each non-zero of the graph.
     for nnz in (1 << 19, 1 << 20, 1 << 21):
         assert 0.25e-6 * segment_length(nnz) <= 64e-12 * nnz * 1.01
+
+
+def test_only_sums_bound_the_blocks_of_a_grid() -> None:
+    """1,024 blocks on cards that hold 432 to 740 at once would leave up to a third of them idle."""
+    assert blocks(10**8, 32, summed=True) == 1024
+    assert blocks(10**8, 32) == 10**8 // 32
+    assert blocks(0, 32) == blocks(5, 32, summed=True) == 1
+
+
+@on_device
+def test_the_grid_of_a_step_without_sums_has_a_block_for_every_32_rows(
+    device: Any, backend: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grids, module = {}, sys.modules["herta_gpu.backends.cuda.backend"]
+    launch = module._launch
+
+    def watched(file: str, name: str, grid: Any, *rest: Any) -> None:
+        grids[name.partition("_f32")[0]] = grid[0]
+        launch(file, name, grid, *rest)
+
+    monkeypatch.setattr(module, "_launch", watched)
+    monkeypatch.setattr(cuda_device, "MAX_BLOCKS", 4)
+    g, b = random_graph(1000, 3000), type(backend)()
+    L = b.laplacian(g, "float32")
+    X = [b.asarray(checks.block(1000, 32, "float32")) for _ in range(3)]
+    b.chebyshev_step(L, 3.0, *X, 0.1, 0.1)
+    b.chebyshev_step(L, 3.0, *X, 0.1, 0.1, b.halves(L, X[2]))
+    b.cg_step(L, 3.0, b.cg_start(L, 3.0, X[0], b.xp.zeros(32), 0.0, 0.0))
+    rows = -(-1000 // 32)
+    assert {
+        name: grids[name] for name in ("chebyshev", "chebyshev_half", "halve")
+    } == dict.fromkeys(("chebyshev", "chebyshev_half", "halve"), rows)
+    assert (grids["apply_H"], grids["cg_residual"], grids["cg_direction"]) == (4, 4, rows)
+
+
+@on_device
+def test_a_module_for_each_type_of_indices(backend: Any) -> None:
+    """What takes the most time to compile is not compiled for graphs that nobody has."""
+    both = [find_kernels(source("laplacian.cu", wide), ["-std=c++17"]) for wide in (0, 1)]
+    assert not any("i64" in name for name in both[0])
+    assert all("i64" in name for name in both[1])
+    assert {*both[0], *both[1]} == {*kernel_names("laplacian.cu")}
 
 
 @on_device

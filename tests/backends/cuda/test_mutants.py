@@ -42,6 +42,7 @@ ALWAYS = (
     "sum over half the lanes",
     "a scalar of the wrong type",
     "one buffer for two parts",
+    "scratch of another stream",
 )
 
 
@@ -190,10 +191,19 @@ KERNELS = {
     "a chunk of other rows": Mutant(
         "laplacian.cu", "start = to.a + static_cast", "start = static_cast"
     ),
+    "a neighbour that is not there": Mutant(
+        "laplacian.cu", "if (u <= left)\n", "if (u <= left + 1)\n"
+    ),
+    "neighbours of the turn before": Mutant(
+        "laplacian.cu", "at += kAhead * step;", "at += kAhead * step * (left > 2 * kAhead);"
+    ),
+    "a weight of the turn before": Mutant(
+        "laplacian.cu", "if (weight) weight += kAhead * step;", ""
+    ),
     "float64 sums kept in float32": Mutant(
         "laplacian.cu",
-        "sum[i] += a * static_cast<T>(value(x.v[i]))",
-        "sum[i] = static_cast<float>(sum[i] + a * static_cast<T>(value(x.v[i])))",
+        "sum[i] += a * static_cast<T>(x.v[i]);",
+        "sum[i] = static_cast<float>(sum[i] + a * static_cast<T>(x.v[i]));",
     ),
     "float16 cut off instead of rounded": Mutant(
         "laplacian.cu", "a + __uint_as_float(base)", "a * 0.9998f + __uint_as_float(base)"
@@ -296,6 +306,9 @@ HOST = {
     "scratch of the wrong type": (
         "backend", "cupy.empty((2 * MAX_BLOCKS, k))",
         'cupy.empty((2 * MAX_BLOCKS, k), dtype="float32")',
+    ),
+    "scratch of another stream": (
+        "backend", "key = (k, cupy.cuda.get_current_stream().ptr)", "key = (k, 0)"
     ),
     "the caller's array changed": ("backend", "energy = energy.copy()", "energy = energy"),
     "weights forgotten": (

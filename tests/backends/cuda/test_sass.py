@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 
+from herta_gpu.backends.cuda.device import column_shape
+from herta_gpu.planning.forecast import Card
 from tests.backends.cuda import sass
 from tests.backends.cuda.kernel_sources import kernel_text
 from tests.backends.cuda.test_nvrtc import (
@@ -16,6 +19,7 @@ from tests.backends.cuda.test_nvrtc import (
     nvrtc,
     resources,
 )
+from tests.conftest import shared
 
 # Two loads at once, then one whose address is the first of them: two latencies a turn, 24 bytes.
 # The loop around it and the trap behind it are none of its kind.
@@ -91,10 +95,31 @@ def test_the_widest_loads_fill_the_memory(arch: int) -> None:
         assert row["little"][f"sm_{arch}"] >= 100, kernel
 
 
+def test_lanes_that_wait_for_the_longest_row_of_their_warp() -> None:
+    even, one_hub = np.full(64, 12), np.tile([4, 4, 4, 40], 8)
+    assert sass.lanes_busy(even, 8) == 1.0
+    assert sass.lanes_busy(one_hub, 8) == (1 + 1 + 1 + 10) / (4 * 10)
+    assert sass.lanes_busy(np.sort(one_hub), 8) == 1.0  # rows by degree
+    assert sass.lanes_busy(one_hub, 32) == 1.0  # a row has a warp of its own
+    assert sass.lanes_busy(np.array([5, 5, 5, 5]), 8, splits=2) == 1.0
+
+
+def test_a_plan_assumes_no_more_than_lanes_and_latency_allow() -> None:
+    """Rows of ogbn-arxiv, 32 columns of float16 or float32: eight lanes each, four rows a warp."""
+    graph = shared("ogbn-arxiv").graph
+    degrees = np.minimum(np.diff(graph.indptr), 512)  # longer rows are cut
+    busy = sass.lanes_busy(degrees, column_shape(32, 4, least=8)[0])
+    assert 0.38 < busy < 0.48
+    table = json.loads(TABLE.read_text())["kernels"]
+    for kernel in ("chebyshev_half_f32_i32_v4", "chebyshev_f32_i32_v4", "apply_H_f32_i32_v4"):
+        ceiling = table[kernel]["little"]["sm_90"] / 100 * busy
+        assert ceiling >= Card(0).reached, (kernel, ceiling)
+
+
 MUTANTS = {
     "gathers one by one": (
         "laplacian.cu", "chebyshev_f32_i32_v4",
-        "#pragma unroll 4\n    for (i64 e", "#pragma unroll 1\n    for (i64 e",
+        "constexpr int kAhead = 4;", "constexpr int kAhead = 1;",
     ),
     "an array that is no register": (
         "cg.cu", "cg_direction_f32_v4", "z.v[i] += a[i] * p.v[i];",

@@ -19,6 +19,7 @@ import pytest
 import herta_gpu.features
 from herta_gpu import HERTA, SDDSolver
 from herta_gpu.backends.cuda import device as cuda_device
+from herta_gpu.planning.plan import Recipe
 from tests.backends.cuda import primitive_checks as checks
 from tests.conftest import dense_H, least_squares, random_graph
 
@@ -70,6 +71,37 @@ def test_a_budget_below_X_is_kept(device: Any, backend: Any) -> None:
     Z = A @ model.W_
     assert 0.5 * ((Z - Y) ** 2).sum() + 5.0 * (model.W_**2).sum() <= 1.1 * optimum
     assert np.abs(model.transform(g, X) - Z).max() <= 1e-4 * np.abs(Z).max()
+
+
+@pytest.mark.parametrize("room", [True, False])
+@pytest.mark.parametrize("strategy", ["direct", "herta"])
+def test_X_comes_once_for_all_blocks_of_Q(
+    device: Any, backend: Any, monkeypatch: pytest.MonkeyPatch, room: bool, strategy: str
+) -> None:
+    """Of 40 columns in blocks of 12: for X^T X, with norms, and for X C0, which the host keeps."""
+    module = sys.modules["herta_gpu.backends.cuda.backend"]
+    monkeypatch.setattr(module, "host_memory", lambda: 10**12 if room else 0)
+    g, X, y = random_graph(600, 1200), checks.block(600, 40, "float32"), np.arange(600) % 3
+    passes = []
+    real = herta_gpu.features.Features.row_chunks
+
+    def counted(features: Any, columns: Any = None) -> Any:
+        passes.append(columns)
+        return real(features, columns)
+
+    monkeypatch.setattr(herta_gpu.features.Features, "row_chunks", counted)
+    monkeypatch.setattr(
+        Recipe, "blocks", lambda recipe, d: [slice(a, min(a + 12, d)) for a in range(0, d, 12)]
+    )
+    with too_large(40):
+        model = HERTA(device="cuda", strategy=strategy, ridge=0.1, lam=2.0).fit(g, X, y)
+    assert model.status_ == "certified"
+    if strategy == "direct":
+        assert len(passes) == (2 if room else 1 + 4)
+    A, Y = np.linalg.solve(dense_H(g, 2.0), X.astype(float)), np.eye(3)[y]
+    optimum = least_squares(A, Y, ridge=0.1)[1]
+    objective = 0.5 * ((A @ model.W_ - Y) ** 2).sum() + 0.05 * (model.W_**2).sum()
+    assert objective <= optimum * (1 + model.certificate_.value) + 1e-9
 
 
 def columns_of(features: Any, J: slice) -> Any:

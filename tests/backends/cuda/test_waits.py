@@ -55,7 +55,18 @@ def without(file: str, line: int, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def face_the_checks(backend: Any) -> None:
     """What needs one of the waits; whatever the device refuses ends it."""
-    for check in (_uploaded, _graph, _handed_over, _streamed, _left_early, _profiled, _timed):
+    for check in (
+        *(
+            _uploaded,
+            _graph,
+            _side_by_side,
+            _handed_over,
+            _streamed,
+            _left_early,
+            _profiled,
+            _timed,
+        ),
+    ):
         check(backend)
         said = device_of(backend).refusals()
         assert not said, said
@@ -70,7 +81,8 @@ def device_of(backend: Any) -> Any:
 def _uploaded(backend: Any) -> None:
     X, transfer = checks.block(31, 6, "float64"), sys.modules["herta_gpu.backends.cuda.transfer"]
     with mock.patch.object(transfer, "CHUNK_BYTES", 100):
-        assert np.array_equal(backend.to_numpy(backend.asarray(X)), X)
+        both = [backend.asarray(x) for x in (X, 2 * X)]  # in the same buffers
+        assert all(np.array_equal(backend.to_numpy(a), x) for a, x in zip(both, (X, 2 * X)))
 
 
 def _graph(backend: Any) -> None:
@@ -83,6 +95,23 @@ def _graph(backend: Any) -> None:
             X = backend.asarray(checks.block(60, 4, "float32"))
             backend.apply_H(L, 3.0, X)
             backend.edge_scores(L, X, X, 3.0)
+
+
+def _side_by_side(backend: Any) -> None:
+    """Two streams at once, on one graph: each has partial sums and tickets of its own."""
+    L, states = backend.laplacian(checks.graph("hub"), "float32"), []
+    streams = [backend.xp.cuda.Stream(non_blocking=True) for _ in range(2)]
+    for stream in streams:
+        with stream:
+            R, none = backend.asarray(checks.block(L.n, 4, "float32")), backend.xp.zeros(4)
+            states.append(backend.cg_start(L, 3.0, R, none, 0.0, 0.0))
+    for _ in range(2):
+        for stream, state in zip(streams, states, strict=True):
+            with stream:
+                backend.cg_step(L, 3.0, state)
+    for stream in streams:
+        stream.synchronize()
+    assert np.array_equal(backend.to_numpy(states[0].R), backend.to_numpy(states[1].R))
 
 
 def _handed_over(backend: Any) -> None:
