@@ -71,7 +71,8 @@ class PseudoHuber(Penalty):
     """
 
     def weight(self, r: Any) -> Any:
-        return 1.0 / np.hypot(1.0, r / self.delta)
+        x = np.minimum(r / self.delta, 1e150)  # its square is a number, and hypot takes long
+        return 1.0 / np.sqrt(1.0 + x * x)
 
     def slope(self, r: Any) -> Any:
         return -(self.weight(r) ** 3) / (2 * self.delta**2)
