@@ -22,7 +22,8 @@ LAMS, RIDGES = (1.0, 3.0, 10.0, 30.0), (0.1, 0.3, 1.0, 3.0)
 
 def main() -> None:
     warnings.simplefilter("ignore")  # rounds that end before an equilibrium
-    print("| data | edges added | HERTA | similarity | attention | both |\n|---|---|---|---|---|---|")
+    print("| data | edges added | HERTA | similarity | attention | both |")
+    print("|---|---|---|---|---|---|")
     for name, share in product(("cora", "citeseer"), ("00", "10", "20")):
         data = load(f"{name}-mettack-{share}")
         X = sp.csr_array(data.X, dtype=np.float64)
