@@ -116,7 +116,6 @@ dataset : a name, the path of a .npz file, or a folder of tables; see herta --he
 {_DIR}
 --split public|random:0.8 : default public if there is
 --normalize {_one_of(NORMALIZATIONS)} : default row for bags of words, else none
---log-degree : as one more feature
 == [model]
 --lam L|L,L,... : strength of the graph; several make blocks of features, 0 is X itself; {{}}
 --alpha A : APPNP's teleport: lam = 1/alpha - 1

@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> CommandOutput:
     data = datasets.load(args.dataset, *place, Stages(args.verbose))
     if "normalize" not in config["params"]:  # of earlier versions, whose models did not know
         model.set_params(normalize=config["normalize"] or "none")
-    data = with_features(data, config["normalize"], config["log_degree"])
+    data = with_features(data, config["normalize"])
     n, y, classes = data.graph.num_nodes, data.y, model.classes_
     result = {"dataset": data.name, "run": folder, "nodes": n, "file": str(path)}
     rows = [("dataset", f"{data.name}: {n:,} nodes"), ("predictions", str(path))]

@@ -37,7 +37,7 @@ _FILES = (
 _OWN = (*_FILES, "checkpoint")  # all that a run may hold
 T = TypeVar("T")
 _REPLACED = ".replaced"  # where --overwrite keeps the old run until the new one has begun
-_CONFIG: dict[str, Any] = {"dataset": str, "log_degree": bool, "params": dict, "environment": dict}
+_CONFIG: dict[str, Any] = {"dataset": str, "params": dict, "environment": dict}
 _CONFIG |= dict.fromkeys(("split", "normalize", "data_dir"), (str, type(None)))
 
 

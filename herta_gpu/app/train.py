@@ -108,15 +108,14 @@ def load_data(
     if data.X is not None and data.X.shape[1] > 0:
         args.normalize = how = data.normalization(how)  # the features of all nodes decide
         data = share(data)
-    return with_features(data, how, args.log_degree)
+    return with_features(data, how)
 
 
-def with_features(data: Dataset, normalize: str | None, log_degree: bool) -> Dataset:
+def with_features(data: Dataset, normalize: str | None) -> Dataset:
     """A dataset with the features that the model will normalise."""
     if data.X is None or data.X.shape[1] == 0:
         raise ValueError(f"{data.name} has no features: HERTA needs some to train on.")
-    data = replace(data, metadata={**data.metadata, "normalize": normalize})
-    return data.with_log_degree() if log_degree else data
+    return replace(data, metadata={**data.metadata, "normalize": normalize})
 
 
 # ---- a fit, and the folder that it goes into --------------------------------------------------
@@ -221,7 +220,6 @@ def _write_config(folder: Run, job: Job) -> None:
     config = {
         "dataset": datasets.absolute(name, place),
         "split": job.args.split,
-        "log_degree": job.args.log_degree,
         "normalize": data.metadata.get("normalize"),
         "data_dir": None if place is None else os.path.abspath(place),
         "label_names": data.metadata.get("label_names"),

@@ -107,15 +107,6 @@ class Dataset:
             raise ValueError(sentence) from None
         return self.random_split(number, random_state)
 
-    def with_log_degree(self) -> Dataset:
-        """A copy with one more feature, log(degree); ogbn-proteins has few of its own."""
-        column = np.log(self.graph.degree)
-        inverse = self.graph.inverse_order()
-        column = (column if inverse is None else column[inverse])[:, None]
-        if sp.issparse(self.X):
-            return replace(self, X=sp.csr_array(sp.hstack([self.X, column])))
-        return replace(self, X=np.hstack([self.X, column.astype(self.X.dtype)]))
-
     def rows_of(self, part: Graph) -> Dataset:
         """The rows of the nodes that `part`, a graph split by nodes, has here, a range mapped."""
         at = part.nodes

@@ -97,9 +97,8 @@ def test_every_option_reaches_the_model(capsys):
         capsys, "train", "digits", "--loss", "ce", "--optimizer", "lbfgs", "--dtype", "float64",
         "--strategy", "herta", "--sketch", "no", "--sparsify", "2000", "--split", "random:0.5",
         "--normalize", "standard", "--ridge", "1", "--tol", "1e-3", "--memory-budget", "1GB",
-        "--log-degree",
     )  # fmt: skip
-    assert (answer["strategy"], answer["dtype"], answer["features"]) == ("herta", "float64", 66)
+    assert (answer["strategy"], answer["dtype"], answer["features"]) == ("herta", "float64", 65)
     assert answer["normalize"] == "standard"
     assert answer["certificate"]["value"] <= 1e-3
 

@@ -139,14 +139,6 @@ def test_standard_normalisation_is_scikit_learns():
     assert np.allclose(made.toarray(), without_mean.toarray())
 
 
-def test_log_degree_counts_neighbours_and_the_loop():
-    data = small()
-    truth = np.log(data.graph.adjacency().toarray().sum(axis=1))
-    assert np.allclose(data.with_log_degree().X[:, -1], truth)
-    sparse = Dataset("s", data.graph, sp.csr_array(data.X), None, {}).with_log_degree()
-    assert np.allclose(sparse.X.toarray()[:, -1], truth)
-
-
 def test_half_precision_features_train_like_the_same_numbers_in_single(tmp_path):
     data = small()
     half = data.X.astype(np.float16)

@@ -14,7 +14,7 @@ from sklearn.base import clone
 from herta_gpu import HERTA, CorrectAndSmooth, Graph, LabelPropagation, SDDSolver
 from herta_gpu.more.label_features import label_features
 from herta_gpu.more.labels import propagate
-from herta_gpu.plumbing.files import DataError
+from herta_gpu.plumbing.files import DataError, write_npz
 from tests.conftest import dense_H, problem, random_graph, shared
 from tests.more import awkward_graph
 
@@ -112,7 +112,8 @@ def test_a_fitted_one_is_saved_cloned_and_refused_when_damaged(tmp_path):
     assert repr(again) == repr(model) == "LabelPropagation(lam=3.0)"
     assert again.undecided_ == model.undecided_
     assert not hasattr(clone(model), "Z_")
-    np.savez(tmp_path / "bad.npz", Z=np.ones(3), error=np.ones(3), about=np.array("{}"))
+    bad = {"Z": np.ones(3), "error": np.ones(3), "about": np.array("{}")}
+    write_npz(tmp_path / "bad.npz", bad, "labels")
     with pytest.raises(DataError, match="not a whole file of a LabelPropagation"):
         LabelPropagation.load(tmp_path / "bad.npz")
 

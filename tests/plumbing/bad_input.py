@@ -21,6 +21,7 @@ import scipy.sparse as sp
 
 from herta_gpu import HERTA, Graph
 from herta_gpu.app.cli import main
+from herta_gpu.plumbing.files import checksum
 
 N, D = 30, 4
 RNG = np.random.default_rng(0)
@@ -113,16 +114,18 @@ def with_config(run: Path, **change: Any) -> Path:
 
 
 def model_file(folder: Path, drop: tuple[str, ...] = (), about: Any = None, **change: Any) -> Path:
-    """A stored model without sums, some entries changed; `about`: text, or entries of it."""
+    """A stored model, some entries changed and summed anew; `about`: text, or entries of it."""
     path = folder / "model.npz"
     trained().save(path)
     with np.load(path) as stored:
         arrays = dict(stored)
-    del arrays["format"]
+    form = json.loads(str(arrays.pop("format")))
     if isinstance(about, dict):
         about = json.dumps({**json.loads(str(arrays["about"])), **about})
     arrays |= {} if about is None else {"about": about}
-    np.savez(path, **{k: v for k, v in {**arrays, **change}.items() if k not in drop})
+    kept = {k: np.asarray(v) for k, v in {**arrays, **change}.items() if k not in drop}
+    form["sums"] = {k: "" if v.dtype.hasobject else checksum(v) for k, v in kept.items()}
+    np.savez(path, format=np.array(json.dumps(form)), **kept)
     return path
 
 

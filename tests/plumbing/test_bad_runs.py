@@ -96,7 +96,6 @@ CONFIGS: list[tuple[str, Any, str]] = [
     ("no text", b"\xff\xfe\x00", "is damaged"),
     ("dataset", {"dataset": 3}, "its entry dataset is 3"),
     ("split", {"split": []}, "its entry split is []"),
-    ("log_degree", {"log_degree": "yes"}, "its entry log_degree is 'yes'"),
     ("normalize", {"normalize": "max"}, "normalize must be one of"),
     ("params", {"params": None}, "its entry params is None"),
     ("params of others", {"params": {"depth": 3}}, "no parameter 'depth'"),
