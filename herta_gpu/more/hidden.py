@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from herta_gpu.backends.base import Array
+from herta_gpu.backends.base import Array, norm
 from herta_gpu.certificate import merge_certificates
 from herta_gpu.coordinates import Columns
 from herta_gpu.diffusion import Rows
@@ -59,7 +59,7 @@ class Behind(_Made):
         self.layer, self.backend, self.off = layer.on(X.backend), X.backend, 0.0
         U, off = self.layer.reduce(X)
         self.U = Features(U, X.backend)
-        self.U.off, self.shape = off, (X.shape[0], layer.R.shape[1])
+        self.U.off, self.shape = norm(off), (X.shape[0], layer.R.shape[1])
         self.column_norms = self.layer.sizes(count)  # bounds, known before anything is solved for
         self.turned = 0.0
 
@@ -122,7 +122,7 @@ class Before(_Made):
         self.U, off = self.layer.reduce(X)
         (n, d), w, xp = X.shape, layer.R.shape[1], X.backend.xp
         self.shape = (n, d + w)
-        self.off = xp.concatenate([xp.zeros(d) + X.off, self.layer.moved(off, n)])
+        self.off = xp.concatenate([xp.zeros(d) + X.off, self.layer.moved(norm(off), n)])
 
     @property
     def reads(self) -> Any:

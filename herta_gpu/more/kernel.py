@@ -124,7 +124,9 @@ class KernelModel(Estimator):
         Z, off = D.inputs(np.concatenate([graph.stored(a) for a in (t.rows, wanted)]))
         K, E = np.empty((n, n)), 0.0
         for i in range(0, n, _ROWS):
-            K[i : i + _ROWS], error = wide_kernel(Z[i : min(i + _ROWS, n)], Z[:n], i, off)
+            K[i : i + _ROWS], error = wide_kernel(
+                Z[i : min(i + _ROWS, n)], Z[:n], i, (off[i : min(i + _ROWS, n)], off[:n])
+            )
             E = math.hypot(E, error)
         scale = float(np.trace(K)) / n
         K, E, share = K / scale, E / scale, 1.0

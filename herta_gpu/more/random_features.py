@@ -75,13 +75,12 @@ class Layer:
         V, R, b = (backend.asarray(array, "float64") for array in (self.V, self.R, self.b))
         return replace(self, V=V, R=R, b=b)
 
-    def reduce(self, X: Features) -> tuple[Array, float]:
-        """(unit rows U of X V in the order of the graph, what they are off by together)."""
+    def reduce(self, X: Features) -> tuple[Array, Array]:
+        """(unit rows U of X V in the order of the graph, (n, 1) bounds of what each is off by)."""
         xp, U = X.backend.xp, X.times(self.V)
         lengths = lengths_of(U, self.floor)
         wide = X.row_norms() * float(xp.sqrt((self.V * self.V).sum()))  # synchronize!
-        off = (sum(self.V.shape) + 8) * UNIT * float(xp.linalg.norm(wide / lengths))
-        return U / lengths, off
+        return U / lengths, (sum(self.V.shape) + 8) * UNIT * wide / lengths
 
     def hidden(self, U: Array, J: slice = slice(None)) -> Array:
         """psi of some rows, of some outputs; rows see nothing but themselves."""

@@ -36,10 +36,11 @@ from herta_gpu.planning.costs import BLOCK_WIDTH
 _UNIT, _TOL = unit_roundoff(), 1e-12
 
 
-def wide_kernel(A: Any, B: Any, first: int | None = None, off: float = 0.0) -> tuple[Any, float]:
-    """(T of the rows of A and B, a bound of ||computed T - T||_F), rows being off by `off` each.
+def wide_kernel(A: Any, B: Any, first: int | None = None, off: Any = None) -> tuple[Any, float]:
+    """(T of the rows of A and B, a bound of ||computed T - T||_F).
 
-    Where A are the rows `first`, ... of B each of them is exactly like itself.
+    `off`: what each row of A and of B is off by.  Where A are the rows `first`, ... of B each of
+    them is exactly like itself.
 
     Examples
     --------
@@ -49,24 +50,25 @@ def wide_kernel(A: Any, B: Any, first: int | None = None, off: float = 0.0) -> t
     >>> T.round(4).tolist(), error < 1e-12
     ([[3.0, 0.6857], [0.6857, 3.0]], True)
     """
-    sizes = [np.sqrt((M * M).sum(axis=1)) for M in (A, B)]
-    size, T, most = np.outer(*sizes), A @ B.T, float(max(s.max() for s in sizes))
-    unit = (A.shape[1] + 16) * _UNIT
-    g = 2 * most * off + off**2 + unit * most**2  # what T, and the sizes, are off by
-    G, at, error, least = T, g, np.full(T.shape, g), float(size.min())
+    a, b = (np.sqrt((M * M).sum(axis=1)) for M in (A, B))
+    size, T, unit = np.outer(a, b), A @ B.T, (A.shape[1] + 16) * _UNIT
+    g = unit * size  # what T, and the sizes, are off by
+    if off is not None:
+        g += np.outer(off[0], b + off[1]) + np.outer(a, off[1])
+    G, at, error = T, g, g
     itself = (np.arange(len(A)), np.arange(len(A)) + (first or 0))
     for _ in range(2):
-        moved = 2 * (at + g) / least + unit  # of the cosine
+        moved = 2 * (at + g) / size + unit  # of the cosine
         c = np.clip(G / size, -1.0, 1.0)
         room = 1 - (np.abs(c) + moved) ** 2
-        turned = math.pi * math.sqrt(moved / 2)  # of the angle
+        turned = math.pi * np.sqrt(moved / 2)  # of the angle
         turned = np.minimum(turned, moved / np.sqrt(np.maximum(room, 1e-300))) + 8 * _UNIT
         if first is not None:
             c[itself], turned[itself] = 1.0, 0.0
         t = np.arccos(c)
         slope = 1 - t / math.pi
         G = size * (np.sin(t) / math.pi + slope * c)
-        at = g + most**2 * (moved + 16 * unit)
+        at = g + size * (moved + 16 * _UNIT)
         error = at + error + np.abs(T) * (turned / math.pi + 8 * _UNIT)
         T = G + T * slope
     return T, float(np.linalg.norm(error))
@@ -112,48 +114,62 @@ class Diffused:
     lam: Sequence[float]
     fixed: dict[str, Any]  # V, and the lengths below which rows are not made longer
 
-    def diffused(self, B: Any) -> Iterator[tuple[Any, float]]:
-        """(S^k B or H^-1 B, a bound of the norm of what it is off by) for each block."""
-        size, k = float((B * B).sum()) ** 0.5, B.shape[1]
+    def diffused(self, B: Any) -> Iterator[tuple[Any, Any]]:
+        """(S^k B or H^-1 B, (n, 1) bounds of what its rows are off by) for each block."""
+        H, xp = self.H, self.H.backend.xp
+        S, lengths, indptr = H.power(1), xp.sqrt((B * B).sum(axis=1, keepdims=True)), H.graph.indptr
+        terms = H.backend.asarray(indptr[1:] - indptr[:-1], "float64")[:, None] + 16
         for hops in self.hops:
-            S = self.H.power(hops)
-            yield S.hopped(B), S.hop_rounding(k) * size
+            h, off = lengths, xp.zeros_like(lengths)
+            for _ in range(hops):  # rows of S |B| are no longer than S makes their lengths
+                h = S.hopped(h)
+                off = S.hopped(off) + terms * _UNIT * h
+            yield H.power(hops).hopped(B), 1.01 * off
         for lam in self.lam:
-            one = self.H.at(lam)
+            one = H.at(lam)
             Z, info = block_cg(one, B, _TOL)
-            yield Z, float((info.residuals**2).sum()) ** 0.5 + one.rounding(k) * size
+            left = float((info.residuals**2).sum()) ** 0.5
+            left += one.rounding(B.shape[1]) * float(xp.sqrt((lengths * lengths).sum()))
+            yield Z, xp.full(lengths.shape, left)
 
-    def inputs(self, at: Any) -> tuple[Any, float]:
-        """(z of the stored rows `at`, what none of them is off by more than)."""
+    def inputs(self, at: Any) -> tuple[Any, Any]:
+        """(z of the stored rows `at`, what each of them is off by)."""
         V, backend = self.fixed["V"], self.H.backend
         get = backend.to_numpy
         layer = Layer(V, V[:0], V[0, :0], float(self.fixed["floors"][0]), 1.0).on(backend)
         U, given = layer.reduce(self.F)
-        blocks, off = [], 0.0
-        for Q, left in self.diffused(U):
-            rows = get(Q[backend.asarray(at)])
+        blocks, offs = [], np.zeros((len(at), 1))
+        for (Q, left), moved in zip(self.diffused(U), self._moved(given)):
+            rows, left = (get(a[backend.asarray(at)]) for a in (Q, left + moved))
             lengths = np.maximum(np.sqrt((rows * rows).sum(axis=1, keepdims=True)), FLOOR)
-            least = max(FLOOR, float(lengths.min(initial=1.0)) - left - given)
-            off += ((left + given) / least) ** 2
+            offs += (left / np.maximum(lengths - left, FLOOR)) ** 2
             blocks.append(rows / lengths)
+        offs = np.sqrt(offs / len(blocks))[:, 0] + 8 * _UNIT
         Z = np.hstack([*blocks, np.full((len(at), 1), 0.5 * len(blocks) ** 0.5)])
-        return Z / len(blocks) ** 0.5, (off / len(blocks)) ** 0.5
+        return Z / len(blocks) ** 0.5, offs
+
+    def _moved(self, given: Any) -> Iterator[Any]:
+        """What errors of the rows of B become in each block: S and H^-1 are not negative."""
+        for hops in self.hops:
+            yield 1.01 * self.H.power(hops).hopped(given)
+        for _ in self.lam:
+            yield given * 0 + float((given * given).sum()) ** 0.5
 
     def linear(self, at: Any, W: Any = None) -> Any:
         """(rows `at` of the blocks of X, of length 1; their error), or these rows times W."""
         (n, d), count, backend = self.F.shape, len(self.hops) + len(self.lam), self.H.backend
         at, xp, squares = backend.asarray(at), backend.xp, np.zeros((count, len(at), 1))
         B = np.zeros((count, len(at), d if W is None else W.shape[1]))
-        off = np.zeros(count)
+        off = np.zeros((count, len(at), 1))
         for j in range(0, d, BLOCK_WIDTH):
             J = slice(j, min(j + BLOCK_WIDTH, d))
             X = xp.empty((n, J.stop - j))
             for rows, part in self.F.row_chunks(J):
                 X[rows] = part
             for i, (Q, left) in enumerate(self.diffused(X)):
-                Q = backend.to_numpy(Q[at])
+                Q, left = backend.to_numpy(Q[at]), backend.to_numpy(left[at])
                 squares[i] += (Q * Q).sum(axis=1, keepdims=True)
-                off[i] = math.hypot(off[i], left)
+                off[i] = np.hypot(off[i], left)
                 if W is None:
                     B[i, :, J] = Q
                 else:
@@ -162,5 +178,5 @@ class Diffused:
         B /= lengths
         if W is not None:
             return B.sum(axis=0)
-        left = 2 * off / np.maximum(lengths.min(axis=(1, 2)) - off, self.fixed["floors"][1])
+        left = 2 * off / np.maximum(lengths - off, self.fixed["floors"][1])
         return np.concatenate([*B], axis=1), float(np.linalg.norm(left))

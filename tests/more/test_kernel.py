@@ -65,9 +65,10 @@ def test_no_kernel_is_further_off_than_its_bound(off):
         A = rng.standard_normal((1, 7)) + alike * rng.standard_normal((40, 7))
         A = np.hstack([unit(A), np.full((40, 1), 0.5)])
         moved = A + off * unit(rng.standard_normal(A.shape)) * 0.99
-        found, error = wide_kernel(moved, moved, 0, off)
+        offs = np.full(40, off)
+        found, error = wide_kernel(moved, moved, 0, (offs, offs))
         assert np.linalg.norm((found - wide(A, A)).astype(float)) <= error
-        found, error = wide_kernel(moved[:9], moved[9:], None, off)
+        found, error = wide_kernel(moved[:9], moved[9:], None, (offs[:9], offs[9:]))
         assert np.linalg.norm((found - wide(A[:9], A[9:])).astype(float)) <= error
 
 
