@@ -169,6 +169,7 @@ dataset :
 {_DIR}
 [model]
 [computing]
+--normalize {_one_of(NORMALIZATIONS)} : default none
 --device-memory 80GB : plan for a GPU of this size, which need not be here
 --ranks N : and for so many processes under mpirun
 {_PARTITION}

@@ -76,7 +76,7 @@ def _resume(args: argparse.Namespace) -> FitResult:
 def make_model(args: argparse.Namespace, **changes: Any) -> HERTA:
     """The estimator that the options describe, with some parameters changed."""
     params = {name: getattr(args, name) for name in HERTA._defaults() if hasattr(args, name)}
-    params["normalize"] = params["normalize"] or "none"  # the data decide, once they are there
+    params["normalize"] = params.get("normalize") or "none"  # the data decide, once they are there
     return HERTA(**{**params, **changes})
 
 
