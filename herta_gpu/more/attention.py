@@ -11,6 +11,7 @@ one, or that rounds lead to it, is not proven.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -97,10 +98,19 @@ class Attention(Estimator):
 
     @takes_bundles("train")
     def fit(
-        self, graph: Graph, X: Any = None, y: Any = None, train: Any = None, **more: Any
+        self,
+        graph: Graph,
+        X: Any = None,
+        y: Any = None,
+        train: Any = None,
+        *,
+        sample_weight: Any = None,
+        callback: Callable[[dict[str, Any]], None] | None = None,
+        loo: bool = False,
     ) -> Attention:
-        """Train on the nodes `train`; further arguments go to each `HERTA.fit`."""
-        model, penalty = self._checked(graph, more)
+        """Train on the nodes `train`, with the arguments of `HERTA.fit`; `loo` is refused."""
+        model, penalty = self._checked(graph, loo)
+        more = {"sample_weight": sample_weight, "callback": callback}
         self.history_: list[dict[str, Any]] = []
         self.graph_, self.edge_weight_ = graph, np.ones(graph.num_edges)
         Z: Any = None
@@ -177,7 +187,7 @@ class Attention(Estimator):
         F = outputs.X.times(outputs.W)
         return F, Energy(outputs.H, penalty), 0.0 if outputs.b is None else outputs.b
 
-    def _checked(self, graph: Graph, more: dict[str, Any]) -> tuple[HERTA, Penalty]:
+    def _checked(self, graph: Graph, loo: bool) -> tuple[HERTA, Penalty]:
         """The model and the penalty, or a sentence that says what is wrong."""
         check_whole(graph, "Attention")
         model = HERTA() if self.model is None else self.model
@@ -194,13 +204,11 @@ class Attention(Estimator):
         if model._settings().several or wrong:
             name = wrong[0] if wrong else "several lam"
             raise ValueError(f"Attention needs outputs H^-1 X W of one lam: leave out {name}.")
-        if more.get("loo"):
+        if loo:
             raise ValueError(
                 "Leave-one-out is not valid with attention, whose weights have seen the label left "
                 "out: choose on validation nodes, or use weights from `similarity`."
             )
-        if more.get("checkpoint") is not None:
-            raise ValueError("A checkpoint is for one fit, and attention takes several: leave it.")
         return model, penalty
 
     def _fitted(self) -> Attention:

@@ -11,6 +11,7 @@ import scipy.sparse as sp
 from sklearn.base import clone
 
 from herta_gpu import HERTA, Attention, Graph, Huber, Power, PseudoHuber
+from herta_gpu.datasets import load
 from tests.conftest import dense_H, problem, random_graph, shared
 from tests.more.test_energy import Dense
 
@@ -111,6 +112,19 @@ def test_kinds_of_targets(loss):
         assert flat.score(g, X, X[:, 0], train) > 0.5
 
 
+def test_datasets_weights_of_rows_and_a_callback():
+    data = load("digits")
+    weight, seen = np.ones(data.graph.num_nodes), []
+    weight[data.split["train"][:100]] = 0.0
+    model = Attention(HERTA(lam=2.0, ridge=0.5), rounds=1)
+    model.fit(data, sample_weight=weight, callback=seen.append)
+    rest = data.split["train"][100:]
+    same = Attention(HERTA(lam=2.0, ridge=0.5), rounds=1).fit(data.graph, data.X, data.y, rest)
+    np.testing.assert_allclose(model.edge_weight_, same.edge_weight_, rtol=1e-6)
+    assert sum(record["step"] == 0 for record in seen) == 2
+    assert model.score(data) == same.score(data.graph, data.X, data.y, data.split["test"])
+
+
 def test_graphs_without_edges_and_copies_of_the_estimator():
     g, X, y = Graph.from_edges(np.zeros((2, 0), int), 6), np.eye(6), np.arange(6) % 2
     model = clone(Attention(HERTA(ridge=0.1), Power(p=1.5), rounds=2)).fit(g, X, y)
@@ -132,7 +146,6 @@ def test_graphs_without_edges_and_copies_of_the_estimator():
         ({"rounds": -1}, {}, "rounds"),
         ({"tol": 0.0}, {}, "tol"),
         ({}, {"loo": True}, "Leave-one-out is not valid"),
-        ({}, {"checkpoint": object()}, "checkpoint"),
     ],
 )
 def test_what_cannot_be_is_refused_before_any_work(change, more, words):

@@ -99,6 +99,23 @@ def test_reweighted_is_I_plus_B_weights_B(weighted, order):
     np.testing.assert_allclose(again.to_csr().toarray(), L, atol=1e-13)
 
 
+def test_teams_parts_and_files(tmp_path):
+    g, team = random_graph(20, 40), object()
+    weight = np.linspace(0.1, 1, 40)
+    assert g.with_team(team).reweighted(weight).team is team
+
+    class Part(Graph):
+        by_nodes = True
+
+    with pytest.raises(ValueError, match="split by nodes"):
+        Part(g.indptr, g.indices).reweighted(weight)
+    made = g.reweighted(weight)
+    opened = made.save(tmp_path / "g")
+    assert (opened.to_csr() != made.to_csr()).nnz == 0
+    twice = made.reweighted(weight)
+    assert abs(twice.to_csr() - g.reweighted(weight**2).to_csr()).max() < 1e-15
+
+
 def test_weights_of_one_change_nothing():
     g, X, y, train = problem_of(0)
     one = g.reweighted(np.ones(g.num_edges))
