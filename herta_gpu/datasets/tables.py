@@ -13,6 +13,7 @@ import re
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice, product
 from pathlib import Path
 from typing import Any
@@ -88,26 +89,30 @@ def from_tables(
     table, X, y, names = None if features is None else _read(features, True), None, None, None
     parts = {part: _read(file) for part, file in (split or {}).items()}
     ends = links.apply(columns.find_edges, links.names, links.values.shape[1])
-    nodes = _names_of_nodes(links, [ends.source, ends.target], [table, answers])
+    pair = [ends.source, ends.target]
+    nodes = _names_of_nodes(links, pair, [table, answers])
     if nodes:
-        links = links.numbered([ends.source, ends.target], nodes)
+        links = links.numbered(pair, nodes)
         table, answers = (t and t.numbered([t.id_column], nodes) for t in (table, answers))
         parts = {part: t.numbered([t.values.shape[1] - 1], nodes) for part, t in parts.items()}
     if table is not None:
         X = _features(table, answers, links, notes)
     n = None if X is None else X.shape[0]
     if answers is not None:
-        y, names = _labels(answers, n, links, notes)
+        y, names = _labels(answers, n, partial(links.node_ids, pair, None), notes)
         if table is not None and y.shape[0] != n:
             raise DataError(
                 f"{table.path} has {n:,} rows but {answers.path} has {y.shape[0]:,} rows: each "
                 "needs one row per node."
             )
-    graph, used = _edges(links, n if y is None else y.shape[0])
+    n = n if y is None else y.shape[0]
+    weights = None if ends.weight is None else links.numbers([ends.weight])[:, 0]
+    graph = links.apply(Graph.from_edges, links.node_ids(pair, n).T, n, weights)
+    notes = [links.note(f"{graph.num_edges:,} edges", ends.used, ends.unused), *notes]
     found = {part: _ids(ids, graph.num_nodes) for part, ids in parts.items()}
     ids = check_split(f"The split of {links.path}", found, graph.num_nodes)
-    source, note = Path(links.path).name, "\n".join([used, *notes])
-    metadata: dict[str, Any] = {"metric": "accuracy", "source": source, "note": note}
+    source = Path(links.path).name
+    metadata: dict[str, Any] = {"metric": "accuracy", "source": source, "note": "\n".join(notes)}
     metadata |= {} if names is None else {"label_names": names}
     metadata |= {"node_names": np.array(list(nodes))} if nodes else {}
     return Dataset(name or source.partition(".")[0], graph, X, y, ids, metadata)
@@ -288,15 +293,6 @@ def _names_of_nodes(edges: Table, at: list[int], tables: list[Table | None]) -> 
     return {name: place for place, name in enumerate(names)}
 
 
-def _edges(table: Table, n: int | None) -> tuple[Graph, str]:
-    """The graph of an edge list, and the line that says what was read."""
-    at = table.apply(columns.find_edges, table.names, table.values.shape[1])
-    edges = table.node_ids([at.source, at.target], n).T
-    weights = None if at.weight is None else table.numbers([at.weight])[:, 0]
-    graph = table.apply(Graph.from_edges, edges, n, weights)
-    return graph, table.note(f"{graph.num_edges:,} edges", at.used, at.unused)
-
-
 def _features(table: Table, answers: Table | None, links: Table, notes: list[str]) -> Any:
     if sp.issparse(table.values):
         return table.values
@@ -342,7 +338,7 @@ def _in_float32(X: Any) -> Any:
 
 
 def _labels(
-    table: Table, n: int | None, links: Table, notes: list[str]
+    table: Table, n: int | None, ends: Callable[[], Any], notes: list[str]
 ) -> tuple[Any, list[str] | None]:
     """One column of whole numbers or of text is classes, all else targets; names of several."""
     if len(table.values) - 1 == n and table.counts:  # a line before the rows, as pandas writes it
@@ -351,8 +347,7 @@ def _labels(
     if not at.values:
         raise DataError(f"{table.path} has no column of labels beside the ids of nodes.")
     if n is None and at.id is not None:
-        ends = links.apply(columns.find_edges, links.names, links.values.shape[1])
-        ids = links.node_ids([ends.source, ends.target], None)
+        ids = ends()
         if (ids == 0).any():  # nothing is counted from 1
             n = max(int(ids.max()) + 1, len(table.values))
     while len(table.values) > (n or 0) and all(map(is_missing, table.values[-1])):
@@ -432,9 +427,7 @@ def _read(source: Any, sparse: bool = False) -> Table:
         path = Path(source)
         if not path.is_file():
             raise FileNotFoundError(f"There is no file {path}.")
-        if path.suffix == ".npz" and sparse:
-            return Table(str(path), _sparse(path))
-        if path.suffix == ".npy":
+        if path.suffix == ".npy" or (path.suffix == ".npz" and sparse):
             return Table(str(path), _array(path))
         if path.suffix != ".parquet":
             return read_text(path)
@@ -457,22 +450,19 @@ def _read(source: Any, sparse: bool = False) -> Table:
 
 
 def _array(path: Path) -> Any:
-    array = load_npy(path, "a whole .npy file")
-    if array.dtype.kind not in "fiubUS":
+    """The rows of a .npy file, or a SciPy matrix of numbers."""
+    if path.suffix == ".npz":
+        with explained(f"{path} is not a whole SciPy sparse matrix"):
+            array = sp.csr_array(sp.load_npz(path))
+            array.check_format(full_check=True)
+    else:
+        array = load_npy(path, "a whole .npy file")
+    if array.dtype.kind not in ("fiub" if sp.issparse(array) else "fiubUS"):
         raise DataError(f"{path} must hold real numbers, not {array.dtype}.")
     if array.ndim not in (1, 2):
         raise DataError(f"{path} must hold rows and columns, not {array.ndim} dimensions.")
     array = array.astype(str) if array.dtype.kind == "S" else array
     return array[:, None] if array.ndim == 1 else array
-
-
-def _sparse(path: Path) -> Any:
-    with explained(f"{path} is not a whole SciPy sparse matrix"):
-        X = sp.csr_array(sp.load_npz(path))
-        X.check_format(full_check=True)
-    if X.dtype.kind not in "fiub":
-        raise DataError(f"{path} must hold real numbers, not {X.dtype}.")
-    return X
 
 
 # ---- text: CSV and its relatives, as Excel, R, pandas and people write them --------------
