@@ -13,7 +13,6 @@ import scipy.sparse as sp
 from herta_gpu.datasets import ogb, planetoid
 from herta_gpu.datasets.blockmodel import PRESETS, kept_graph, parse, synthetic
 from herta_gpu.datasets.convert import (
-    from_cugraph,
     from_dgl,
     from_networkx,
     from_pyg,
@@ -35,7 +34,6 @@ __all__ = [
     "Dataset",
     "convert_ogb",
     "digits",
-    "from_cugraph",
     "from_dgl",
     "from_networkx",
     "from_pyg",

@@ -1,4 +1,4 @@
-"""From what people already hold in memory: SciPy, networkx, PyG, DGL, cuGraph.
+"""From what people already hold in memory: SciPy, networkx, PyG, DGL.
 
 None of these packages is imported here: an object is recognised by what it offers.
 Directed and repeated edges are merged by the rule of `Graph.from_edges`.
@@ -68,11 +68,6 @@ def from_dgl(graph: Any) -> Dataset:
     made, get = Graph.from_edges(edges, int(graph.num_nodes())), graph.ndata.get
     masks = {part: get(mask) for part, mask in _MASKS.items()}
     return _dataset("dgl", made, get("feat"), get("label"), masks)
-
-
-def from_cugraph(graph: Any) -> Graph:
-    """The graph of a ``cugraph.Graph`` whose vertices are 0..n-1; edge ids are no weights."""
-    return Graph.from_cugraph(graph)
 
 
 def _dataset(name: str, graph: Graph, X: Any, y: Any, masks: dict[str, Any]) -> Dataset:

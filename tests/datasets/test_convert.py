@@ -11,7 +11,6 @@ import pytest
 
 from herta_gpu import Graph
 from herta_gpu.datasets import (
-    from_cugraph,
     from_dgl,
     from_networkx,
     from_pyg,
@@ -122,12 +121,12 @@ def cugraph_of(table, directed: bool = False):
 def test_a_cugraph_graph_is_read_by_the_names_of_its_columns():
     pd = pytest.importorskip("pandas")
     table = pd.DataFrame({"weights": [1.0, 2.5], "dst": [1, 2], "src": [0, 1]})
-    for read in (from_cugraph, Graph.from_cugraph):
-        graph = read(cugraph_of(table))
-        assert graph.adjacency().toarray()[1].tolist() == [1.0, 1.0, 2.5, 0.0]
-        assert read(cugraph_of(table[["dst", "src"]])).weights is None
-        completed = read(cugraph_of(table, directed=True))
-        assert (completed.adjacency() != graph.adjacency()).nnz == 0
+    read = Graph.from_cugraph
+    graph = read(cugraph_of(table))
+    assert graph.adjacency().toarray()[1].tolist() == [1.0, 1.0, 2.5, 0.0]
+    assert read(cugraph_of(table[["dst", "src"]])).weights is None
+    completed = read(cugraph_of(table, directed=True))
+    assert (completed.adjacency() != graph.adjacency()).nnz == 0
 
 
 def loaded_everywhere(folder, edges):

@@ -17,7 +17,6 @@ from herta_gpu import Graph
 from herta_gpu.backends import get_backend
 from herta_gpu.backends.cuda import cugraph as adapter
 from herta_gpu.backends.cuda.graphs import DeviceGraph
-from herta_gpu.datasets import from_cugraph
 from tests.conftest import on_device, random_graph
 
 
@@ -252,17 +251,15 @@ WEIGHTED = [[1, 2, 0, 0], [2, 1, 3, 0], [0, 3, 1, 5], [0, 0, 5, 1]]
 
 
 @pytest.mark.parametrize("directed", [False, True])
-@pytest.mark.parametrize("read", [Graph.from_cugraph, from_cugraph])
-def test_directed_graphs_are_completed(read: Any, directed: bool) -> None:
+def test_directed_graphs_are_completed(directed: bool) -> None:
     """Weights by whatever name, and edges listed in one direction only."""
     for options in ({"edge_attr": "w"}, {"weight": "w"}, {"weight": "w", "edge_id": "id"}):
-        found = read(filled(directed, **options))
+        found = Graph.from_cugraph(filled(directed, **options))
         np.testing.assert_array_equal(found.adjacency().toarray(), WEIGHTED)
 
 
-@pytest.mark.parametrize("read", [Graph.from_cugraph, from_cugraph])
-def test_edge_ids_are_no_weights(read: Any) -> None:
-    found = read(filled(True, edge_id="id"))
+def test_edge_ids_are_no_weights() -> None:
+    found = Graph.from_cugraph(filled(True, edge_id="id"))
     assert found.weights is None
     np.testing.assert_array_equal(found.adjacency().toarray(), np.array(WEIGHTED) > 0)
 
