@@ -17,6 +17,7 @@ import numpy as np
 
 from herta_gpu.backends import backend_for, chosen_backend, get_backend, shared
 from herta_gpu.backends.base import Array, Backend
+from herta_gpu.backends.cpu.lapack import limited
 from herta_gpu.backends.cpu.reference import CPUBackend
 from herta_gpu.certificate import Certificate, Spectrum
 from herta_gpu.features import Features, bytes_held
@@ -95,7 +96,7 @@ def on_its_device(method: Method) -> Method:
     def wrapped(self: HERTA, graph: Graph, X: Any = None, *args: Any, **kwargs: Any) -> Any:
         check_graph(graph)
         backend = self._device(graph, X)
-        with graph.together(), backend.working():
+        with graph.together(), backend.working(), limited(getattr(X, "shape", (0, 0))[-1]):
             try:
                 return method(self, graph, X, *args, **kwargs)
             except MemoryError as error:

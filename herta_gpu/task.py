@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from herta_gpu.backends.base import Array, Backend
+from herta_gpu.backends.cpu.lapack import blas_threads
 from herta_gpu.diffusion import Cache, no_cache
 from herta_gpu.features import Features, bytes_held, has_hidden_columns
 from herta_gpu.graph import Graph
@@ -93,6 +94,10 @@ class Task:
             sizes = count_sizes(self.H, self.X, self.targets, s, run.budget, self.wanted.size)
             plan = make_plan(sizes, s, run.budget, reordered=self.graph is not self.given)
             backend.same(plan, "plan")
+            threads = Decision(
+                "BLAS", f"{blas_threads(sizes.d)} threads", "by features; its threads spin"
+            )
+            plan = replace(plan, decisions=(*plan.decisions, threads))
         if plan.recipe.way != "factor":
             self.H.factor = None
         self.eval_nodes = self.wanted[: plan.beside]  # all of them, or none

@@ -13,6 +13,7 @@ import scipy.stats
 
 from herta_gpu.backends import base
 from herta_gpu.backends.base import Backend, keep_probabilities
+from herta_gpu.backends.cpu import lapack
 from herta_gpu.backends.cpu.reference import CPUBackend, philox, walsh_hadamard
 from tests.conftest import ROOT, dense_H, random_graph
 
@@ -182,3 +183,25 @@ def test_srht_is_the_same_for_every_column_block():
     whole = CPUBackend().srht(Q, 32, 5)
     parts = [CPUBackend().srht(np.ascontiguousarray(Q[:, j : j + 2]), 32, 5) for j in (0, 2, 4)]
     np.testing.assert_allclose(np.hstack(parts), whole, atol=1e-14)
+
+
+def test_few_features_ask_for_few_threads_of_BLAS(monkeypatch):
+    known = lapack._threads_of_blas()
+    if known is None:
+        pytest.skip("SciPy's BLAS is not OpenBLAS")
+    (tell, take), before = known, known[0]()
+    monkeypatch.setattr(lapack, "num_threads", lambda: 4)
+    monkeypatch.delenv("HERTA_NUM_THREADS", raising=False)
+    assert [lapack.blas_threads(d) for d in (1, 1433, 5000, 10**6)] == [1, 1, 2, 4]
+    try:
+        for told, columns, inside in ((2, 100, 1), (2, 10**6, 2), (1, 10**6, 1)):
+            take(told)  # no more than it was told
+            with lapack.limited(columns):
+                assert tell() == inside
+            assert tell() == told
+        monkeypatch.setenv("HERTA_NUM_THREADS", "4")  # rules all
+        with lapack.limited(1):
+            assert tell() == 4
+        assert tell() == 1
+    finally:
+        take(before)
