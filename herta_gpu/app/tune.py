@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import scipy.sparse as sp
 
+from herta_gpu.app import recipe
 from herta_gpu.app.metrics import evaluate, metric_of
 from herta_gpu.app.results import Candidate, CommandOutput, candidate_rows, table
 from herta_gpu.app.runs import check_free
@@ -117,6 +118,8 @@ class Grid:
 
 def run(args: argparse.Namespace) -> CommandOutput:
     """herta tune DATASET"""
+    if args.recipe:
+        return recipe.run(args)
     several: list[Features] = []
     for given in args.several or ():  # --several alone: the usual ones
         several += SEVERAL if given is None else [given]
