@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from scipy.linalg import helmert
@@ -227,11 +228,15 @@ def factor_rows(problem: StoredProblem, weights: Array, gram: Array | None = Non
 def class_blocks(problem: StoredProblem, S: Array, rows: Any = slice(None)) -> Inverse:
     """The whole Hessian of cross entropy, over the c - 1 directions that classes differ in.  With B
     an orthonormal basis (c x (c - 1)) of what is not common to all classes, and p the softmax of a
-    row, block a, b is A^T diag(B_a^T (diag(p) - p p^T) B_b) A + delta_ab ridge G. `rows` are those
-    that count."""
+    row, block a, b is A^T diag(B_a^T (diag(p) - p p^T) B_b) A + delta_ab ridge G.  The constants of
+    an intercept are one more feature, which has no ridge and no gradient.  `rows` count."""
     backend, xp, A, S = problem.backend, problem.xp, problem.hessian_rows[rows], S[rows]
-    r, m = A.shape[1], S.shape[1] - 1
-    B = xp.asarray(helmert(m + 1).T)
+    d, m = A.shape[1], S.shape[1] - 1
+    if problem.loss.intercept:
+        ones = xp.ones((problem.Y.shape[0], 1))
+        ones = problem.loss.scale_rows(xp, ones, slice(None), None)
+        A = xp.concatenate([A, ones[rows]], axis=1)
+    B, r = xp.asarray(helmert(m + 1).T), A.shape[1]
     mean, H = S @ B, xp.zeros((r * m, r * m))
     for a in range(m):
         at = slice(a * r, (a + 1) * r)
@@ -242,9 +247,15 @@ def class_blocks(problem: StoredProblem, S: Array, rows: Any = slice(None)) -> I
             H[columns, at] = H[at, columns].T
         weights = S @ B[:, a] ** 2 - mean[:, a] ** 2
         H[at, at] = weighted_gram(backend, A, xp.maximum(weights, 0.0))
-        add_ridge(xp, H[at, at], problem.ridge * problem.C0.ridge)
+        add_ridge(xp, H[at, at][:d, :d], problem.ridge * problem.C0.ridge)
     solve = inverse_of(factor_of(backend, H, problem.ridge))
-    return lambda g: solve((g @ B).T.reshape(r * m, 1)).reshape(m, r).T @ B.T
+
+    def inverse(g: Array) -> Array:
+        whole = xp.zeros((m, r))
+        whole[:, :d] = (g @ B).T
+        return solve(whole.reshape(r * m, 1)).reshape(m, r)[:, :d].T @ B.T
+
+    return inverse
 
 
 def column_blocks(problem: StoredProblem, S: Array) -> Inverse:
@@ -272,7 +283,8 @@ class Newton:
 
     def direction(self, w: Array, g: Array) -> Array:
         problem, xp, loss = self.problem, self.problem.xp, self.problem.loss
-        S = loss.activation(xp, problem.backend.matmul(problem.Q, w))
+        F = loss.add_intercept(xp, problem.backend.matmul(problem.Q, w), problem.Y)
+        S = loss.activation(xp, F)
         inverse = column_blocks(problem, S) if loss.separable else class_blocks(problem, S)
         step = loss.centre(xp, inverse(g))
         # Rows whose class is beyond doubt have no curvature left.
@@ -357,21 +369,20 @@ def row_space(
     )
 
 
+@dataclass
 class Descent:
     """L-BFGS for cross entropy, from a guess of the Hessian that becomes better when it must."""
 
-    def __init__(
-        self,
-        problem: StoredProblem,
-        goal: float,
-        max_steps: int,
-        memory_limit: int,
-        callback: Callback | None,
-    ) -> None:
-        self.problem, self.goal, self.max_steps, self.callback = problem, goal, max_steps, callback
-        self.xp, self.loss, self.memory_limit = problem.xp, problem.loss, memory_limit
-        memory = max(LBFGS_MEMORY, min(_PAIRS, problem.Q.shape[0] // 4))
-        self.lbfgs, self.history = LBFGS(self.xp, memory), History()
+    problem: StoredProblem
+    goal: float
+    max_steps: int
+    memory_limit: int
+    callback: Callback | None
+
+    def __post_init__(self) -> None:
+        self.xp, self.loss, self.history = self.problem.xp, self.problem.loss, History()
+        pairs = min(_PAIRS, self.problem.Q.shape[0] // 4)
+        self.lbfgs = LBFGS(self.xp, max(LBFGS_MEMORY, pairs))
         self.curvature = -1.0  # of all rows when P was factored
         self.inverse: Inverse | None = None  # of the present guess of the Hessian
         self.exact = False  # it is the Hessian itself, but for rows that add next to nothing

@@ -13,6 +13,7 @@ A `Journal` holds what there is to tell of a fit, and the best weights that it h
 
 from __future__ import annotations
 
+import json
 import math
 import time
 import warnings
@@ -43,13 +44,9 @@ from herta_gpu.factors import DenseGram
 from herta_gpu.laplacian import RegularizedLaplacian
 from herta_gpu.more.leave_one_out import LeftOut, leave_one_out
 from herta_gpu.optimizers import Newton, Optimizer, make_optimizer, minimise
-from herta_gpu.planning.plan import (
-    Chosen,
-    Decision,
-    Plan,
-    Recipe,
-)
+from herta_gpu.planning.plan import Chosen, Decision, Plan, Recipe
 from herta_gpu.planning.settings import NEWTON_SIZE, Kind, Settings, Status, Strategy
+from herta_gpu.plumbing.models import from_plain, to_plain
 from herta_gpu.plumbing.progress import marked_steps
 from herta_gpu.plumbing.targets import OneHot
 from herta_gpu.preconditioner import Preconditioner, build, no_preconditioner, tighten
@@ -399,12 +396,13 @@ class Loop:
     def _newton(self, w: Array) -> Newton | None:
         """Newton's method once cross entropy has had as many steps as a few of its would cost.
         Nearly separable classes make the curvature of each row so different that no multiple of Q^T
-        Q has the shape of the Hessian.  (That of an intercept has one more part.)"""
+        Q has the shape of the Hessian."""
         P, s, loss = self.made.P, self.settings, self.loss
         steps = max(len(self.journal.warm_steps), len(self.steps))
-        if loss.quadratic or loss.intercept or s.optimizer not in ("cg", "lbfgs"):
+        if loss.quadratic or (loss.intercept and loss.separable) or P.rows is None:
             return None
-        if P.rows is None or w.size > NEWTON_SIZE or steps <= 10 + w.size // 10:
+        few = w.size <= NEWTON_SIZE and s.optimizer in ("cg", "lbfgs")
+        if not few or steps <= 10 + w.size // 10:
             return None
         A = (P.rows if P.basis is None else P.basis.rows(P.rows)).astype("float64")
         rows = StoredProblem(self.backend, loss, A, self.problem.Y, s.ridge)
@@ -432,10 +430,9 @@ class Loop:
         return make_optimizer(s.optimizer, rate, self.backend.xp, self.loss.quadratic, interval)
 
     def _certify(self, point: Point) -> Certificate:
-        spectrum, P = self.made.spectrum if self.certified else None, self.made.P
-        why_not = self.objective.explain(P, point.objective)
-        known = (self.settings.ridge, self.objective.X_norm, self.loss.steepest)
-        return certify(point, spectrum, P, *known, why_not)
+        spectrum, P, o = self.made.spectrum if self.certified else None, self.made.P, self.objective
+        known = (self.settings.ridge, o.X_norm, self.loss.steepest)
+        return certify(point, spectrum, P, *known, o.explain(P, point.objective))
 
     def _sharpen(self, point: Point) -> Point:
         """Solve tighter while the solves' errors, not the gradient, dominate the certificate."""
@@ -581,24 +578,19 @@ def train_outputs(
 
 def _pack(part: Journal, W: Array) -> Arrays:
     """A finished part as arrays and words: what a checkpoint stores."""
-    xp, found = part.run.backend.xp, part.certificate
+    xp = part.run.backend.xp
     b = xp.zeros(W.shape[1]) if part.intercept is None else part.intercept
-    proof = [found.value, found.probability, found.gap, found.kept, found.features]
-    arrays = {"steps": np.array(part.steps[part.first :]), "proof": np.array(proof)}
-    words = {"status": str(part.status), "kind": str(found.kind), "note": found.note}
-    return {"W": W, "b": b, **{name: xp.asarray(a) for name, a in arrays.items()}, **words}
+    steps = xp.asarray(np.array(part.steps[part.first :]))
+    words = {"status": str(part.status), "certificate": json.dumps(to_plain(part.certificate))}
+    return {"W": W, "b": b, "steps": steps, **words}
 
 
 def _unpack(part: Journal, stored: Arrays) -> None:
     """The journal of a finished part, from what a checkpoint stores."""
-    rows, proof = (part.run.backend.to_numpy(stored[name]) for name in ("steps", "proof"))
-    value, probability, gap, kept, features = proof.tolist()
-    known = (stored["note"], int(kept), int(features))
-    part.certificate = Certificate(value, stored["kind"], probability, gap, *known)
+    part.certificate = from_plain(Certificate, json.loads(stored["certificate"]), "certificate")
     part.status = Status(stored["status"])
-    part.steps[part.first :] = [
-        Step(*row)._replace(inner_iterations=int(row[5])) for row in rows.tolist()
-    ]
+    rows = part.run.backend.to_numpy(stored["steps"]).tolist()
+    part.steps[part.first :] = [Step(*row)._replace(inner_iterations=int(row[5])) for row in rows]
 
 
 def _join(journal: Journal, parts: Sequence[Journal]) -> None:

@@ -381,6 +381,22 @@ def test_the_whole_hessian_is_the_hessian() -> None:
     assert np.linalg.norm(found - expected) <= 1e-10 * np.linalg.norm(expected)
 
 
+@pytest.mark.parametrize("weighted", [False, True])
+def test_the_whole_hessian_knows_of_an_intercept(weighted: bool) -> None:
+    """Against differences of the gradient, at whose points the constants are the best ones."""
+    A, Y = hard_rows()
+    A, Y = A[:60, :5], Y[:60]
+    weights = np.random.default_rng(8).uniform(0.1, 1.0, 60) if weighted else None
+    loss = LOSSES["ce"].bind(weights, True)
+    problem = StoredProblem.of_rows(CPU, loss, A + 3.0, Y, 0.2)
+    u = 0.05 * np.random.default_rng(6).standard_normal((5, 4))
+    g = loss.centre(np, np.random.default_rng(7).standard_normal((5, 4)))
+    S = loss.probabilities(np, problem.start(u).E, Y)
+    step, h = class_blocks(problem, S)(g), 1e-4
+    found = (problem.start(u + h * step).g - problem.start(u - h * step).g) / (2 * h)
+    np.testing.assert_allclose(found, g, atol=1e-6)
+
+
 def test_a_goal_that_rounding_forbids_is_given_up_soon() -> None:
     A, Y = hard_rows()
     fit = fit_rows(CPU, LOSSES["ce"], A, Y, 1e-5, goal=1e-13)
