@@ -100,12 +100,9 @@ class SDDSolver:
         memory_budget: int | str | None = None,
     ) -> None:
         self._matrix: Any = dominant(graph) if sp.issparse(graph) else None
-        if self._matrix is not None:
-            graph = Graph(*self._matrix.arrays)
-            if lam != 1.0:
-                raise ValueError("lam is for a graph: a matrix is solved with as it is.")
+        graph = graph if self._matrix is None else Graph(*self._matrix.arrays)
         check_graph(graph)
-        check_lam(lam)
+        self._check_lam(lam)
         check_positive("tol", tol)
         if max_iter is not None:
             check_count("max_iter", max_iter)
@@ -124,8 +121,13 @@ class SDDSolver:
 
     @lam.setter
     def lam(self, lam: float) -> None:
-        check_lam(lam)
+        self._check_lam(lam)
         self.H = self.H.at(lam)
+
+    def _check_lam(self, lam: Any) -> None:
+        check_lam(lam)
+        if self._matrix is not None and lam != 1:
+            raise ValueError("lam is for a graph: a matrix is solved with as it is.")
 
     @property
     def kappa(self) -> float:

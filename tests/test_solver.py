@@ -468,6 +468,8 @@ def test_what_a_matrix_is_multiplied_by_is_checked():
     for B, words in ((np.ones(7), "each of the 30 rows"), (np.full(30, np.nan), "NaN")):
         with pytest.raises(ValueError, match=words):
             solver.solve(B)
+    with pytest.raises(ValueError, match="lam is for a graph"):
+        solver.lam = 2.0
     with pytest.raises(ValueError, match="leave dtype out"):
         solver.solve(np.ones(30), dtype="float32")
 

@@ -88,11 +88,7 @@ class Attention(Estimator):
     """
 
     def __init__(
-        self,
-        model: HERTA | None = None,
-        penalty: Penalty | None = None,
-        rounds: int = 4,
-        tol: float = 1e-2,
+        self, model: Any = None, penalty: Any = None, rounds: int = 4, tol: float = 1e-2
     ) -> None:
         self.model, self.penalty, self.rounds, self.tol = model, penalty, rounds, tol
 
@@ -192,11 +188,8 @@ class Attention(Estimator):
         check_whole(graph, "Attention")
         model = HERTA() if self.model is None else self.model
         penalty = PseudoHuber() if self.penalty is None else self.penalty
-        if not isinstance(model, HERTA):
-            raise TypeError(f"model must be a HERTA, not {type(model).__name__}.")
-        if not isinstance(penalty, Penalty):
-            kind = type(penalty).__name__
-            raise TypeError(f"penalty must be a PseudoHuber, Huber or Power, not {kind}.")
+        if not isinstance(model, HERTA) or not isinstance(penalty, Penalty):
+            raise TypeError("model must be a HERTA, and penalty a PseudoHuber, Huber or Power.")
         check_count("rounds", self.rounds, least=0)
         check_positive("tol", self.tol)
         params = model.get_params()
@@ -206,8 +199,7 @@ class Attention(Estimator):
             raise ValueError(f"Attention needs outputs H^-1 X W of one lam: leave out {name}.")
         if loo:
             raise ValueError(
-                "Leave-one-out is not valid with attention, whose weights have seen the label left "
-                "out: choose on validation nodes, or use weights from `similarity`."
+                "Leave-one-out is not valid: the weights have seen the label left out."
             )
         return model, penalty
 
@@ -221,9 +213,7 @@ def _quantile(energy: Energy, squares: Array) -> float:
     """The penalty's quantile of the distances over edges; 1 where there are none."""
     found = energy.backend.to_numpy(np.sqrt(squares / energy.weight))
     delta = float(np.quantile(found, energy.penalty.quantile)) if found.size else 1.0
-    if not delta > 0:
-        share = f"{energy.penalty.quantile:.0%} of all edges or more"
-        raise ValueError(
-            f"The ends of {share} have equal outputs: give a larger quantile or delta."
-        )
-    return delta
+    if delta > 0:
+        return delta
+    share = f"{energy.penalty.quantile:.0%} of all edges or more"
+    raise ValueError(f"The ends of {share} have equal outputs: give a larger quantile or delta.")

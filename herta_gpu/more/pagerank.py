@@ -12,9 +12,8 @@ than sum_l |r_l|, nor by more than d_i max_l |r_l| / d_l.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 import scipy.sparse as sp
@@ -35,43 +34,28 @@ _MOST = 0.99999  # damping: lam is 1e5 by then
 _TRIES = 6  # solves, each to a smaller tolerance, until every number is as exact as asked
 
 
-@dataclass(frozen=True)
-class PageRank:
-    """What `personalized_pagerank` gives.
+class Top(NamedTuple):
+    """The best nodes of a set of seeds and their scores, which fall.
 
-    Attributes
-    ----------
-    scores : array (n, k)
-        A column of probabilities for each set of seeds.
-    error : array (n, k)
-        No number is further than this from the exact one.
-    """
-
-    scores: Any
-    error: Any
-
-    def top(self, count: int) -> list[Top]:
-        """For each set of seeds the `count` nodes with the largest scores, and which are sure."""
-        check_count("count", count, most=len(self.scores))
-        return [_top(*pair, count) for pair in zip(self.scores.T, self.error.T, strict=True)]
-
-
-@dataclass(frozen=True)
-class Top:
-    """The best nodes of one set of seeds.
-
-    Attributes
-    ----------
-    nodes, scores : array
-        By falling score.
-    undecided : array
-        Nodes that may or may not be among the exact best ones, by their bounds: whoever is in
-        `nodes` and not here is proven to be among them, and whoever is in neither is not.
+    Whoever is in `nodes` and not in `undecided` is proven to be among the exact best ones, and
+    whoever is in neither is proven not to be.
     """
 
     nodes: Any
     scores: Any
     undecided: Any
+
+
+class PageRank(NamedTuple):
+    """Probabilities (n, k), a column for each set of seeds, and what no number is off by more."""
+
+    scores: Any
+    error: Any
+
+    def top(self, count: int) -> list[Top]:
+        """The `count` nodes with the largest scores, and who is sure, for each set of seeds."""
+        check_count("count", count, most=len(self.scores))
+        return [_top(*pair, count) for pair in zip(self.scores.T, self.error.T, strict=True)]
 
 
 def _top(score: Any, error: Any, count: int) -> Top:
@@ -186,26 +170,23 @@ def _errors(solver: SDDSolver, B: Any, Z: Any) -> tuple[Any, Any]:
 
 def _distributions(seeds: Any, n: int) -> Any:
     """(n, k) CSR: the weights of each set of seeds, which add up to 1."""
-    if sp.issparse(seeds) or isinstance(seeds, np.ndarray):
-        P = sp.csr_array(seeds, dtype=np.float64) if np.ndim(seeds) == 2 else None
-        if P is None or P.shape[0] != n:
-            raise ValueError(f"An array of seeds must have shape ({n}, k), not {seeds.shape}.")
+    if isinstance(seeds, (list, tuple)):
+        pairs = [(i, j, w) for j, one in enumerate(seeds) for i, w in _weights(one)]
+        nodes, sets, weights = np.array(pairs, dtype=np.float64).reshape(-1, 3).T
+        at = node_rows(nodes.astype(np.int64), n, "seeds"), sets.astype(np.int64)
+        P = sp.csr_array(sp.coo_array((weights, at), shape=(n, len(seeds))))
+    elif np.ndim(seeds) == 2 and seeds.shape[0] == n:
+        P = sp.csr_array(seeds, dtype=np.float64)
     else:
-        sets = list(seeds)
-        ends, weights = [], []
-        for j, one in enumerate(sets):
-            if not isinstance(one, (Mapping, Sequence, set, np.ndarray)) or isinstance(one, str):
-                raise TypeError("seeds must be a list of sets of nodes, like [[0], [3, 5]].")
-            nodes = node_rows(np.array(list(one), dtype=np.int64), n, "seeds")
-            ends.append((nodes, np.full(nodes.shape[0], j)))
-            weights.append(list(one.values()) if isinstance(one, Mapping) else np.ones(len(nodes)))
-        at = np.concatenate([*ends, np.zeros((2, 0), int)], axis=1)
-        data = np.concatenate([*weights, np.zeros(0)]).astype(np.float64)
-        P = sp.csr_array(sp.coo_array((data, at), shape=(n, len(sets))))
+        raise TypeError(f"seeds must be a list of sets, like [[0], [3, 5]], or an ({n}, k) array.")
     sums = np.asarray(P.sum(axis=0))
     if not (np.isfinite(P.data).all() and (P.data >= 0).all() and sums.all() and sums.size):
-        raise ValueError(
-            "Each set of seeds needs a node, and weights that are finite, not negative, and not "
-            "all 0."
-        )
+        raise ValueError("Each set of seeds needs a node, and finite weights >= 0, not all 0.")
     return P @ sp.diags_array(1 / sums)
+
+
+def _weights(one: Any) -> Any:
+    """The nodes of a set and their weights."""
+    if isinstance(one, (str, int, float, np.integer)):
+        raise TypeError("seeds must be a list of sets of nodes, like [[0], [3, 5]].")
+    return one.items() if isinstance(one, Mapping) else ((i, 1.0) for i in one)

@@ -81,30 +81,11 @@ class PseudoHuber(Penalty):
         return 2 * r * (r / (1.0 + np.hypot(1.0, r / self.delta)))
 
 
-class Huber(Penalty):
-    """gamma = min(1, delta / r): a convex energy with kinks.  TWIRLS with p = 1 (see `Power`)."""
-
-    def weight(self, r: Any) -> Any:
-        return self.delta / np.maximum(r, self.delta)
-
-    def slope(self, r: Any) -> Any:
-        far = np.maximum(r, self.delta)
-        return np.where(r > self.delta, -self.delta / (2 * far**3), 0.0)
-
-    def value(self, r: Any) -> Any:
-        return np.minimum(r, self.delta) * (2 * r - np.minimum(r, self.delta))
-
-
 @dataclass(frozen=True)
 class Power(Penalty):
     """gamma = min(1, (delta / r)^(2 - p)): convex for p >= 1, and for any p if lam is small.
 
-    Parameters
-    ----------
-    delta, quantile
-        As in `PseudoHuber`.
-    p : float
-        From 0 (rho grows like a logarithm) to 2 (no attention); 1 is `Huber`.
+    p goes from 0 (rho grows like a logarithm) to 2 (no attention); 1 is `Huber`.
 
     Notes
     -----
@@ -137,3 +118,10 @@ class Power(Penalty):
         near, far = np.minimum(r, self.delta), np.log(np.maximum(r, self.delta) / self.delta)
         grown = 2 * far if self.p == 0 else np.expm1(self.p * far) * (2 / self.p)
         return near**2 + self.delta**2 * grown
+
+
+@dataclass(frozen=True)
+class Huber(Power):
+    """gamma = min(1, delta / r): `Power` with p = 1, a convex energy with kinks."""
+
+    p: float = field(default=1.0, init=False, repr=False)

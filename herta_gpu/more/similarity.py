@@ -1,11 +1,8 @@
 """What the two ends of every edge have in common: weights of edges that no label enters.
 
-An attacker, or noise, adds edges between nodes that are unlike.  Weights from the features alone
-take such edges back, and are part of the data: whatever is fitted on the graph of these weights
-(`Graph.reweighted`) is certified, left out and calibrated as on any other graph.
-
-Features must be such that like nodes are linked, as words of documents are.  Where they are not,
-as on heterophilous graphs, these weights cost accuracy: choose on validation nodes.
+They are part of the data: what is fitted on the graph that they make (`Graph.reweighted`) is
+certified, left out and calibrated as on any other.  They take edges back that an attacker added
+between unlike nodes, and cost accuracy where linked nodes are unlike: choose on validation nodes.
 """
 
 from __future__ import annotations
@@ -58,8 +55,8 @@ def similarity(graph: Graph, X: Any, kind: str = "jaccard") -> Any:
     lo, hi, _ = graph.edges()
     found = np.zeros(lo.shape[0])
     for part in _parts(X, lo, hi):
-        a, b = (_rows(X, ends[part], kind) for ends in (lo, hi))
-        both, one, other = (_dots(*pair) for pair in ((a, b), (a, a), (b, b)))
+        a, b = (_rows(X[ends[part]], kind) for ends in (lo, hi))
+        both, one, other = ((x * y).sum(axis=1) for x, y in ((a, b), (a, a), (b, b)))
         size = one + other - both if kind == "jaccard" else np.sqrt(one * other)
         found[part] = np.divide(both, size, out=np.zeros(both.shape), where=size > 0)
     return found.clip(0.0, 1.0)  # cosines of equal rows are 1 up to rounding
@@ -67,28 +64,17 @@ def similarity(graph: Graph, X: Any, kind: str = "jaccard") -> Any:
 
 def _parts(X: Any, lo: Any, hi: Any) -> list[slice]:
     """Runs of edges whose rows of X are few enough to be gathered together, an edge at least."""
-    width = (
-        np.diff(X.indptr).astype(np.int64) if sp.issparse(X) else np.full(X.shape[0], X.shape[1])
-    )
+    sparse = sp.issparse(X)
+    width = np.diff(X.indptr).astype(np.int64) if sparse else np.full(X.shape[0], X.shape[1])
     run = np.cumsum(width[lo] + width[hi]) // _AT_ONCE
     cuts = [0, *(np.flatnonzero(np.diff(run)) + 1).tolist(), lo.shape[0]]
     return [slice(a, b) for a, b in pairwise(cuts)]
 
 
-def _rows(X: Any, nodes: Any, kind: str) -> Any:
-    """These rows in float64: as zeros and ones, or in units in which no square is lost."""
-    A = X[nodes]
+def _rows(A: Any, kind: str) -> Any:
+    """Rows in float64: as zeros and ones, or in units in which no square is lost."""
     if kind == "jaccard":
         return (A != 0).astype(np.float64)
-    A = A.astype(np.float64)
-    largest = abs(A).max(axis=1)
+    largest = abs(A).max(axis=1).astype(np.float64)
     largest = largest.toarray() if sp.issparse(A) else largest
-    unit = np.exp2(-np.frexp(largest)[1].clip(min=-1023).astype(np.float64))
-    return sp.diags_array(unit) @ A if sp.issparse(A) else A * unit[:, None]
-
-
-def _dots(A: Any, B: Any) -> Any:
-    """The products of each row of A with that of B."""
-    if sp.issparse(A):
-        return np.asarray(A.multiply(B).sum(axis=1)).ravel()
-    return np.einsum("ij,ij->i", A, B)
+    return sp.diags_array(np.ldexp(1.0, -np.frexp(largest)[1].clip(min=-1023))) @ A
