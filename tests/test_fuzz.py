@@ -114,6 +114,7 @@ def test_it_finds_a_proof_from_stored_rows_that_was_made_smaller(params, monkeyp
 
     problem = easy(strategy="direct", optimizer="cg", learning_rate=None, **params)
     monkeypatch.setattr(herta_gpu.planning.costs, "Q_goal", lambda *_: 0.01)
+    monkeypatch.setattr(herta_gpu.planning.costs, "_TRY_FACTOR", float("inf"))  # its Q is exact
     assert checks.run(problem).faults == []  # a goal that is too loose is found out ...
     monkeypatch.setattr(herta_gpu.certificate.Proof, "certificate", smaller)
     monkeypatch.setattr(herta_gpu.certificate.Proof, "enough", lambda *_: True)
@@ -129,6 +130,7 @@ def test_it_finds_rows_of_Q_that_are_not_what_is_said(monkeypatch):
         self.residual_bound = 1e-6 * self.residual_bound
 
     monkeypatch.setattr(herta_gpu.planning.costs, "Q_goal", lambda *_: 0.01)
+    monkeypatch.setattr(herta_gpu.planning.costs, "_TRY_FACTOR", float("inf"))  # its Q is exact
     monkeypatch.setattr(herta_gpu.diffusion.Rows, "tighten", careless)
     problem = easy(strategy="direct", optimizer="cg", learning_rate=None)
     assert any("the gap is" in fault for fault in checks.run(problem).faults)
