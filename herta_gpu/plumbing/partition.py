@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -21,42 +21,32 @@ _SAMPLE = 1 << 16  # nodes of a large graph whose neighbours are looked at
 _HOW = 'give "blocks", "metis", or a .npy file with the rank of each node'
 
 
-class Table(NamedTuple):
-    """A list of owners, perhaps mapped from a file."""
-
-    ranks: Any
-    name: str
-
-
-def checked_partition(partition: Any) -> Any:
-    """ "blocks", "metis", or the `Table` of a list; a sentence if it is none of them."""
+def checked_partition(partition: Any, n: int | None = None) -> Any:
+    """ "blocks", "metis", or the ranks of n nodes, perhaps mapped; a sentence if it is none."""
     if isinstance(partition, str) and partition in ("blocks", "metis"):
         return partition
-    if not isinstance(partition, (str, os.PathLike)):
-        return Table(np.asarray(partition), "partition")
-    path = Path(partition)
-    if not path.is_file():
-        raise ValueError(f"There is no partition file {path}: {_HOW}.")
-    try:
-        return Table(load_npy(path, "a .npy file"), str(path))
-    except DataError as error:
-        raise ValueError(f"{str(error).rstrip('.')}: {_HOW}.") from None
-
-
-def check_table(table: Table, n: int) -> None:
-    """A sentence unless the list has an entry for each of n nodes."""
-    ranks, name = table
-    if ranks.shape != (n,) or ranks.dtype.kind not in "iu":
+    ranks, name = partition, "partition"
+    if isinstance(partition, (str, os.PathLike)):
+        name = str(partition)
+        if not Path(partition).is_file():
+            raise ValueError(f"There is no partition file {name}: {_HOW}.")
+        try:
+            ranks = load_npy(Path(partition), "a .npy file")
+        except DataError as error:
+            raise ValueError(f"{str(error).rstrip('.')}: {_HOW}.") from None
+    ranks = np.asarray(ranks)
+    if n is not None and (ranks.shape != (n,) or ranks.dtype.kind not in "iu"):
         held = f"{ranks.dtype} of shape {ranks.shape}"
         raise ValueError(f"{name} must name the rank of each of the {n:,} nodes, but holds {held}.")
+    return ranks
 
 
-def check_ranks(table: Table, size: int, part: Any) -> None:
-    """A sentence unless this part of the list names ranks that there are."""
+def check_ranks(size: int, part: Any) -> None:
+    """A sentence unless this part of a list names ranks that there are."""
     wrong = part[(part < 0) | (part >= size)]
     if wrong.size:
         raise ValueError(
-            f"{table.name} names rank {wrong[0]}, but there are ranks 0 to {size - 1}: it was made "
+            f"partition names rank {wrong[0]}, but there are ranks 0 to {size - 1}: it was made "
             "for another number of ranks."
         )
 
@@ -91,11 +81,10 @@ def rows_moved(graph: Any, size: int, partition: Any) -> float:
 
     A node's row goes to every other rank that one of its neighbours is on.
     """
-    n, ends, table = graph.num_nodes, starts(graph.num_nodes, size), checked_partition(partition)
-    if isinstance(table, Table):
-        check_table(table, n)
-    ranks = table.ranks if isinstance(table, Table) else None
-    ranks = metis(graph, size) if table == "metis" else ranks
+    n, ends = graph.num_nodes, starts(graph.num_nodes, size)
+    ranks = checked_partition(partition, n)
+    if isinstance(ranks, str):
+        ranks = metis(graph, size) if ranks == "metis" else None
     rows = np.arange(n)
     if n > _SAMPLE:
         rows = np.sort(np.random.default_rng(0).choice(n, _SAMPLE, replace=False))
@@ -106,8 +95,7 @@ def rows_moved(graph: Any, size: int, partition: Any) -> float:
         range_of(ends, ids) if ranks is None else np.asarray(ranks[ids], dtype=np.int64)
         for ids in (rows, graph.indices[at])
     )
-    if isinstance(table, Table):
-        check_ranks(table, size, there)
+    check_ranks(size, there)
     away = there != here[row]
     sent = distinct(np, np.sort(row[away] * size + there[away]))
     return sent.shape[0] / max(1, rows.shape[0])

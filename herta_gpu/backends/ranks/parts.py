@@ -27,7 +27,6 @@ from herta_gpu.plumbing.building import distinct, row_sums
 from herta_gpu.plumbing.checks import check_edges, check_weights
 from herta_gpu.plumbing.partition import (
     check_ranks,
-    check_table,
     checked_partition,
     metis,
     range_of,
@@ -121,7 +120,7 @@ def owners(team: Ranks, n: int, partition: Any, whole: Callable[[], Graph | None
     """The owners that `partition` names; `whole` gives the whole graph, on rank 0 at least."""
     partition, ends = checked_partition(partition), starts(n, team.size)
     first, last = ends[team.rank : team.rank + 2].tolist()
-    kind = partition if partition in ("blocks", "metis") else "a list"
+    kind = partition if isinstance(partition, str) else "a list"
     team.same(kind, "partition", always=True)
     if kind == "blocks":
         return Owners(lambda ids: range_of(ends, ids), np.arange(first, last), slice(first, last))
@@ -133,10 +132,10 @@ def owners(team: Ranks, n: int, partition: Any, whole: Callable[[], Graph | None
                 found = metis(graph, team.size)
             table = team.exchange_rows([found[a:b] for a, b in pairwise(ends)])[0]
     else:
-        check_table(partition, n)
-        team.same(np.ascontiguousarray(partition.ranks), "partition", always=True)
-        table = np.array(partition.ranks[first:last])
-        check_ranks(partition, team.size, table)
+        partition = checked_partition(partition, n)
+        team.same(np.ascontiguousarray(partition), "partition", always=True)
+        table = np.array(partition[first:last])
+        check_ranks(team.size, table)
         table = table.astype(np.int32)
 
     def of(ids: Any) -> Any:
