@@ -27,7 +27,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, count
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -61,7 +61,7 @@ class Cache(Protocol):
     def __call__(self, name: str, make: Callable[[], Arrays], together: bool = False) -> Arrays: ...
 
 
-def silent(done: int, of: int) -> None:
+def silent(done: float, of: int) -> None:
     """Nobody hears how many columns are done."""
 
 
@@ -227,8 +227,17 @@ class Rows:
             B.set(held)
             return None
 
+        own = -(-len(blocks) // (backend.ranks if backend.whole else 1))  # blocks of a process
+        width, solved = part.columns.rank / own, count()
+
         def solve(J: slice) -> Arrays:
-            make = partial(self._block, J, part, H, goal, work, fill)
+            i, alone = next(solved), own == len(blocks)
+            start, size = (J.start, J.stop - J.start) if alone else (i * width, width)
+
+            def tell(share: float) -> None:
+                self.tell(part.first + start + share * size, self.basis.rank)
+
+            make = partial(self._block, J, part, H, goal, work, fill, tell)
             with marked("block of Q", first=J.start, columns=J.stop - J.start):
                 return cache(f"{name}-columns-{J.start}", make)
 
@@ -250,6 +259,7 @@ class Rows:
         goal: float,
         work: Workspace,
         fill: Callable[[Array, slice], Array | None],
+        tell: Callable[[float], None],
     ) -> Arrays:
         """One block of columns, from X C0."""
         if H.hops:
@@ -267,7 +277,7 @@ class Rows:
             # Another pass over X would cost more than to count what B's rounding hides.
             source, tiny = None, float(np.finfo(np.float32).tiny) * H.n**0.5
             rounded = rounded + unit * sizes + tiny
-        worst, last, products = _worst(xp, norms, sizes), math.inf, 0
+        worst, last, products, done = _worst(xp, norms, sizes), math.inf, 0, 0
         # One pass cannot do more than rounding lets it.
         least = max(16 * unit, _TYPICAL * chebyshev_rounding(H, self.dtype, k))
         while worst > goal and worst < 0.5 * last and products < _MOST_PRODUCTS:
@@ -278,7 +288,9 @@ class Rows:
             if H.factor is not None:
                 Z, degree = H.inverse(B), 1
             else:
-                Z = chebyshev(H, B, degree, iterates, work.half)
+                of = done + passes
+                Z = chebyshev(H, B, degree, iterates, work.half, _part_of(tell, done, of))
+            done += 1
             rows += Z[self.train]
             others += Z[self.evaluate]
             before, norms = norms, _residual(H, source, Z, B)
@@ -298,6 +310,10 @@ class Rows:
         left = part.columns.rounding[J] + H.hop_rounding(k) * part.columns.sizes[J]
         made = {"rows": B[self.train], "others": B[self.evaluate].astype(self.dtype)}
         return {**made, "left": left, "products": xp.asarray([H.hops])}
+
+
+def _part_of(tell: Callable[[float], None], done: int, of: int) -> Callable[[float], None]:
+    return lambda share: tell((done + share) / of)
 
 
 def column_norms(backend: Backend, B: Array) -> Array:

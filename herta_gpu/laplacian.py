@@ -8,7 +8,7 @@ sum over rows.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
@@ -360,6 +360,7 @@ def chebyshev(
     degree: int,
     work: tuple[Array, ...] | None = None,
     half: bool = False,
+    tell: Callable[[float], None] = lambda share: None,
 ) -> Array:
     """Z = p(H) B with p the Chebyshev polynomial: a linear map, the same for every column.
 
@@ -367,12 +368,18 @@ def chebyshev(
     2-norm alike, for every b: this is what makes the preconditioner's bound hold for any X.
     `work` are two blocks like B to work in, one of which becomes the result.  `half` allows to
     gather neighbours in half precision (with a third block, of uint16): nothing is proven of the
-    result then but what its residual says.
+    result then but what its residual says.  `tell` hears before each step what share is done.
     """
     first, steps = chebyshev_steps(H, degree)
-    L = H.laplacian(str(B.dtype))
+    L, told = H.laplacian(str(B.dtype)), _told(steps, tell)
     with marked("solve", columns=B.shape[1], degree=degree):
-        return H.backend.chebyshev(L, H.lam, B, first, steps, work, half)
+        return H.backend.chebyshev(L, H.lam, B, first, told, work, half)
+
+
+def _told(steps: list[Any], tell: Callable[[float], None]) -> Iterator[Any]:
+    for i, step in enumerate(steps):
+        tell(i / len(steps))
+        yield step
 
 
 def chebyshev_steps(

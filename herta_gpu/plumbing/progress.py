@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from math import inf, log10
+from shutil import get_terminal_size
 
 try:
     import nvtx
@@ -24,8 +25,9 @@ except ImportError:
 
 SHORTEST = 0.005  # seconds: a stage below it shows as 0.00 and is not worth a line
 EVERY = 10.0  # seconds between two lines of progress in a log file
+OFTEN = 0.1  # ... and on a terminal, where each takes the place of the one before
 
-Tell = Callable[[int, int], None]  # hears how much is done, and of how much
+Tell = Callable[[float, int], None]  # hears how much is done, and of how much
 
 _NO_RANGE = nullcontext()
 
@@ -135,20 +137,28 @@ class Stages:
     def progress(self, name: str, what: str) -> Tell:
         """A function of (done, all) that shows a bar, and the time that the rest will take.
 
-        Whoever calls it begins with 0.  The pace is that of the newest part, since earlier ones
-        may have been read from a checkpoint.
+        Whoever calls it begins with 0; `done` may lie within a part.  The pace is that of the
+        newest twentieth at least, since earlier parts may have been read from a checkpoint.
         """
-        before, since, shown = 0, time.perf_counter(), time.perf_counter()
+        most, before, since, shown = 0.0, 0.0, time.perf_counter(), time.perf_counter()
 
-        def tell(done: int, of: int) -> None:
-            nonlocal before, since, shown
+        def tell(done: float, of: int) -> None:
+            nonlocal most, before, since, shown
             now = time.perf_counter()
-            pace, fresh = (now - since) / max(1, done - before), done > before
-            before, since = done, now
-            if fresh and (sys.stderr.isatty() or (done < of and now - shown >= EVERY)):
+            if done <= most:  # what is less was told by another process, or it begins again
+                if done == 0:
+                    most, before, since = 0.0, 0.0, now
+                return
+            most, pace = done, (now - since) / (done - before)
+            if done - before >= of / 20:
+                before, since = done, now
+            terminal = sys.stderr.isatty()
+            if now - shown >= (OFTEN if terminal else EVERY) or (terminal and done == of):
                 shown = now
                 left = f", about {_duration(pace * (of - done))} left" if done < of else ""
-                self.note(f"{name:<9}  [{_bar(done / of)}]  {done:,} of {of:,} {what}{left}")
+                if left or terminal:
+                    counts = f"{int(done):,} of {of:,} {what}"
+                    self.note(f"{name:<9}  [{_bar(done / of)}]  {counts}{left}")
 
         return tell
 
@@ -158,6 +168,8 @@ class Stages:
             return
         with suppress(OSError):  # a full disk or a closed pipe is no reason to stop a fit
             if sys.stderr.isatty():
+                # A line that is wider than the terminal could not be taken back.
+                text = text if stays else text[: get_terminal_size().columns - 1]
                 print(f"\r\033[K{text}", end="\n" if stays else "", file=sys.stderr, flush=True)
             else:
                 print(text, file=sys.stderr, flush=True)
