@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: setup demo test test-long lint docs bench
+.PHONY: setup demo test test-newest test-long lint docs bench
 
 setup: .venv/ready
 
@@ -23,6 +23,13 @@ demo: $(if $(wildcard .venv/ready),setup,.venv/demo)
 test: setup
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not gpu and not long"
 	$(BIN)/python -m tests.cuda_device eager lazy -n 2 --dist worksteal
+
+# The same with a newer Python, and the newest NumPy and SciPy that it takes.
+NEWEST ?= python3.13
+test-newest:
+	$(NEWEST) -m venv .venv-newest
+	.venv-newest/bin/python -m pip install --quiet --upgrade --editable ".[test,fast,plot,tables]"
+	.venv-newest/bin/python -m pytest -n 2 --dist worksteal -m "not gpu and not long"
 
 # Half an hour and more: what `make test` leaves out, and the device in all of its modes.
 test-long: setup

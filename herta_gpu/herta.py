@@ -379,7 +379,7 @@ class HERTA(Estimator):
         self.classes_, self._flat = targets.classes, targets.flat
         self.history_, self.warm_history_ = journal.history(), journal.history(warm=True)
         gap = unit * journal.certificate.gap
-        warn_unfinished(journal.status, self.tol, self.max_iter, stacklevel=6)
+        warn_unfinished(journal.status, self.tol, self.max_iter)
         self.certificate_, self.status_ = replace(journal.certificate, gap=gap), str(journal.status)
         self.changes_, self.n_features_in_ = run.changes, task.X.shape[1]
         self.stages_, reads = run.stages.since(run.before), task.features.reads

@@ -181,9 +181,9 @@ def test_a_fit_that_ends_early_warns_as_scikit_learn_does(monkeypatch):
     assert told[0].filename == __file__  # it names the line of the caller
     monkeypatch.delitem(sys.modules, "sklearn.exceptions")  # it is not in use
     with pytest.warns(match="rounding forbids more") as told:
-        warn_unfinished("stagnated", 1e-6, 9, stacklevel=2)
+        warn_unfinished("stagnated", 1e-6, 9)
     assert told[0].category is herta_gpu.ConvergenceWarning
-    warn_unfinished("certified", 1e-6, 9, stacklevel=2)
+    warn_unfinished("certified", 1e-6, 9)
     assert len(told) == 1
 
 

@@ -8,6 +8,7 @@ import sys
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -77,15 +78,18 @@ def not_fitted(model: Any) -> Exception:
     return error(f"This {type(model).__name__} is not fitted yet: call fit first.")
 
 
-def warn_unfinished(status: str, tol: float, max_iter: int, stacklevel: int) -> None:
-    """Warn of a fit that ended early."""
+def warn_unfinished(status: str, tol: float, max_iter: int) -> None:
+    """Warn of a fit that ended early, in the line from which this package was called."""
     told = {
         "max_iter": f"after max_iter={max_iter} steps: raise max_iter, or add a ridge",
         "stagnated": 'because rounding forbids more: use dtype="float64", or add a ridge',
     }
     if status in told:
+        package, level, frame = str(Path(__file__).parents[1]), 1, sys._getframe()
+        while frame.f_back is not None and frame.f_code.co_filename.startswith(package):
+            level, frame = level + 1, frame.f_back
         text = f"The fit ended before its optimum was certified to {tol:g}, {told[status]}."
-        warnings.warn(text, _for_sklearn(ConvergenceWarning), stacklevel)
+        warnings.warn(text, _for_sklearn(ConvergenceWarning), level)
 
 
 def _for_sklearn(kind: Any) -> Any:
