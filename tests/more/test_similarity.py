@@ -76,11 +76,12 @@ def test_what_is_wrong_is_said(X, kind, words):
 # ---- Graph.reweighted ----------------------------------------------------------------------
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("order", [None, "rcm"])
-def test_reweighted_is_I_plus_B_weights_B(weighted, order):
+@pytest.mark.parametrize("kept", [0.8, 1.0])
+def test_reweighted_is_I_plus_B_weights_B(weighted, order, kept):
     g = random_graph(30, 90, weighted=weighted)
     g = g if order is None else g.reordered(order)
     rng = np.random.default_rng(1)
-    weight = rng.random(90) * (rng.random(90) < 0.8)
+    weight = rng.random(90) * (rng.random(90) < kept)
     made = g.reweighted(weight)
     assert made.num_edges == np.count_nonzero(weight)
     u, v, w = g.edges()
