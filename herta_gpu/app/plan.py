@@ -26,7 +26,8 @@ _METIS_EDGES = 5_000_000  # up to which METIS takes seconds
 
 def run(args: argparse.Namespace) -> CommandOutput:
     """herta plan DATASET"""
-    model = HERTA(**{k: v for k, v in vars(args).items() if k in HERTA._defaults()})
+    given = {k: v for k, v in vars(args).items() if k in HERTA._defaults()}
+    model = HERTA(**{**given, "normalize": args.normalize or "none"})  # no size depends on it
     name = args.dataset
     check_count("--ranks", args.ranks)
     checked_partition(args.partition)
