@@ -358,7 +358,62 @@ def check_walk(problem: Problem, found: Outcome) -> None:
             found.faults.append("a node that is said to be among the best, or not to be, is not so")
 
 
+def check_columns(problem: Problem, found: Outcome) -> None:
+    """A certificate of all columns: what the model makes of X is computed again, from V, R and b."""
+    model = fit(problem)
+    reference = Reference(
+        [np.eye(problem.n)], made_columns(problem, model), problem.targets(), problem.rows(),
+        problem.params["loss"], problem.params["ridge"], problem.row_weights(),
+        problem.params["fit_intercept"],
+    )  # fmt: skip
+    found.status = model.status_
+    found.faults += form_faults(model)
+    if np.isfinite(model.W_).all():
+        found.claimed = model.certificate_.value
+        found.faults += bound_faults(model, reference, found)
+
+
+def made_columns(problem: Problem, model: HERTA) -> Any:
+    """(n, rows of W) in extended precision."""
+
+    def unit(B: Any, least: float) -> Any:
+        return B / np.maximum(np.sqrt((B * B).sum(axis=1, keepdims=True)), LD(least))
+
+    def bent(U: Any) -> Any:
+        return np.sqrt(LD(2) / problem.params["hidden"]) * np.maximum(U @ f["R"] + f["b"], 0)
+
+    f = {name: np.asarray(value, dtype=LD) for name, value in model.fixed_.items()}
+    X = problem.X.toarray() if hasattr(problem.X, "toarray") else np.asarray(problem.X)
+    X, lam, hops = X.astype(LD), problem.params["lam"], problem.params["hops"] or []
+    lams = lam if isinstance(lam, list) else [lam] * (not hops or lam != 1.0)
+    systems = [System(system(problem.n, problem.edges, problem.weights, one)) for one in lams]
+    S = 2 * np.eye(problem.n) - system(problem.n, problem.edges, problem.weights, 1.0)
+
+    def diffused(B: Any) -> list[Any]:
+        found = [one.solve(B)[0] for one in systems]
+        for k in hops:
+            H = B
+            for _ in range(k):
+                H = S @ H
+            found.append(H)
+        return found
+
+    behind: list[Any] = []
+    if problem.params.get("hidden"):
+        U = unit(X @ f["V"], f["floor"])
+        if problem.params["hidden_at"] == "after":
+            inputs = [unit(Q, 1e-3) for Q in diffused(U)]
+            behind = [bent(np.hstack(inputs) / np.sqrt(LD(len(inputs))))]
+        else:
+            X = np.hstack([X, bent(U)])
+    blocks = diffused(X)
+    if problem.params["row_norm"]:
+        blocks = [unit(Q, f["row_floor"]) for Q in blocks]
+    return np.hstack(blocks + behind)
+
+
 CHECKS = {
+    "made columns": check_columns,
     "leave one out": check_left_out, "conformal": check_sets, "layer": check_layer,
     "pagerank": check_walk,
 }  # fmt: skip

@@ -382,6 +382,23 @@ def be_extreme(p: Draft) -> None:
         weigh_rows(p, p.pick(8, 16, 25))
 
 
+def make_columns(p: Draft) -> None:
+    """Hidden layers, rows of length 1, hops: at least one of them."""
+    hops = p.pick(None, None, [0], [0, 1, 2], [1, 3])
+    lam = p.pick(p.power(-1, 2), [0.0, p.power(-1, 2)], [1.0, 20.0])
+    p.params |= {"lam": 1.0 if hops and p.chance(0.5) else lam, "hops": hops}
+    p.params |= {"sparsify": "auto", "sketch": "auto", "optimizer": p.pick("cg", "lbfgs")}
+    p.params |= {"strategy": p.pick("auto", "direct"), "row_norm": p.chance(0.4)}
+    p.params.pop("precondition", None)
+    if p.chance(0.7) or not (hops or p.params["row_norm"]):
+        at = p.pick("after", "after", "before")
+        p.params |= {"hidden": int(p.rng.integers(1, 60)), "hidden_at": at}
+        p.params["hidden_rank"] = p.pick(None, 1, 3, 8)
+    if p.chance(0.4):
+        weigh_rows(p, p.pick(0.3, 1, 3))
+    p.story.append(str({k: v for k, v in p.params.items() if k[:3] in ("hid", "row", "hop")}))
+
+
 CHANGES: dict[str, Callable[[Draft], dict[str, Any]]] = {  # what is different then
     "nothing": lambda p: {},
     "max_iter": lambda p: {"params": {**p.params, "max_iter": 3 * p.params["max_iter"]}},
@@ -542,6 +559,14 @@ KINDS = {
         },
         nodes=(20, 150), d=power(0, 1.4), how_many=(0, 0, 1, 2),
         rows=pick(0, 0, 0, of_columns(0.5, 0.5), of_columns(3, 3)), last=go_beyond,
+    ),
+    "made columns": Kind(  # hidden layers, rows of length 1, hops
+        0.12, {
+            "loss": pick("mse", "mse", "ce"), "fit_intercept": pick(True, False),
+            "ridge": power(-5, 1), "tol": power(-8, -3),
+        },
+        nodes=(20, 150), d=power(0, 1.4), how_many=(0, 0, 1), noise=(0.1, 1.0),
+        rows=pick(0, 0, of_columns(0.5, 0.5), of_columns(3, 3)), last=make_columns,
     ),
     "resume": Kind(
         0.1, {"strategy": MANY_STRATEGIES, "tol": power(-8, -5)}, nodes=(40, 150),
