@@ -359,7 +359,7 @@ def check_walk(problem: Problem, found: Outcome) -> None:
 
 
 def check_columns(problem: Problem, found: Outcome) -> None:
-    """A certificate of all columns: what the model makes of X is computed again, from V, R and b."""
+    """What the model makes of X is computed again, from V, R and b alone."""
     model = fit(problem)
     reference = Reference(
         [np.eye(problem.n)], made_columns(problem, model), problem.targets(), problem.rows(),
