@@ -17,7 +17,6 @@ import math
 from typing import Any
 
 import numpy as np
-import scipy.sparse as sp
 from scipy.sparse.linalg import LinearOperator
 
 from herta_gpu.backends import backend_of_rows
@@ -48,7 +47,15 @@ from herta_gpu.plumbing.checks import (
     check_rows,
     memory_budget,
 )
-from herta_gpu.plumbing.interop import as_array, in_kind_of, is_sparse, on_device, take_rows
+from herta_gpu.plumbing.interop import (
+    as_array,
+    in_kind_of,
+    is_sparse,
+    of_scipy,
+    on_device,
+    take_rows,
+    to_host,
+)
 from herta_gpu.plumbing.sdd import dominant
 
 
@@ -57,7 +64,7 @@ class SDDSolver:
 
     Parameters
     ----------
-    graph : Graph, or SciPy sparse matrix
+    graph : Graph, or sparse matrix of SciPy or CuPy
         A matrix M that is symmetric and diagonally dominant, strictly so in some row of each part,
         is solved with as it is, M Z = B: norms are those of M then, and `kappa` is that of M after
         a diagonal scaling.
@@ -99,7 +106,7 @@ class SDDSolver:
         dtype: str = "float32",
         memory_budget: int | str | None = None,
     ) -> None:
-        self._matrix: Any = dominant(graph) if sp.issparse(graph) else None
+        self._matrix: Any = dominant(of_scipy(graph)) if is_sparse(graph) else None
         graph = graph if self._matrix is None else Graph(*self._matrix.arrays)
         check_graph(graph)
         self._check_lam(lam)
@@ -151,13 +158,15 @@ class SDDSolver:
             return self._solve(B, guess, dtype)
         if dtype == "float32":
             raise ValueError("Of a matrix the result is float64: leave dtype out.")
+        B = B if is_sparse(B) or on_device(B) or hasattr(B, "ndim") else np.asarray(B)
         start = None if guess is None else self._for_matrix(guess, True)
         Z = self._matrix.gathered(self._solve(self._for_matrix(B), start, "float64"))
         assert self.info_ is not None
         self.info_.h_norm_bound = bound = self._matrix.bound(self.info_.h_norm_bound, self.kappa)
         if self.info_.status == "converged" and bool((bound > self.tol).any()):
             self.info_.status = "stagnated"
-        return in_kind_of(Z[:, 0] if np.ndim(B) == 1 else Z, B)
+        Z = Z[:, 0] if B.ndim == 1 else Z
+        return in_kind_of(self.backend.asarray(Z) if on_device(B) else Z, B)
 
     def aslinearoperator(self) -> LinearOperator:
         """H^-1 (or M^-1) as SciPy knows linear operators, of vectors and of blocks.
@@ -185,7 +194,7 @@ class SDDSolver:
 
     def _for_matrix(self, A: Any, guess: bool = False) -> Any:
         """A right-hand side or a guess as those of the graph."""
-        A = A.toarray() if sp.issparse(A) else np.asarray(A)
+        A = of_scipy(A).toarray() if is_sparse(A) else np.asarray(to_host(A, self.backend))
         if A.ndim not in (1, 2) or A.shape[0] != self._matrix.n or A.dtype.kind not in "fiub":
             raise ValueError(
                 f"B must hold a row of numbers for each of the {self._matrix.n:,} rows of the "

@@ -27,6 +27,7 @@ from herta_gpu.plumbing.checks import (
     check_positive,
     node_rows,
 )
+from herta_gpu.plumbing.interop import of_scipy
 from herta_gpu.solver import SDDSolver
 
 _CHUNK = 1 << 19  # numbers of the residual that exist at a time
@@ -170,6 +171,7 @@ def _errors(solver: SDDSolver, B: Any, Z: Any) -> tuple[Any, Any]:
 
 def _distributions(seeds: Any, n: int) -> Any:
     """(n, k) CSR: the weights of each set of seeds, which add up to 1."""
+    seeds = of_scipy(seeds)
     if isinstance(seeds, (list, tuple)):
         pairs = [(i, j, w) for j, one in enumerate(seeds) for i, w in _weights(one)]
         nodes, sets, weights = np.array(pairs, dtype=np.float64).reshape(-1, 3).T

@@ -16,7 +16,7 @@ import scipy.sparse as sp
 from herta_gpu.backends import get_backend
 from herta_gpu.graph import Graph, check_whole
 from herta_gpu.plumbing.checks import check_choice, check_rows
-from herta_gpu.plumbing.interop import as_matrix, on_device, to_host
+from herta_gpu.plumbing.interop import as_matrix, of_scipy, on_device, to_host
 
 _AT_ONCE = 1 << 21  # numbers of X that are gathered together
 
@@ -48,7 +48,7 @@ def similarity(graph: Graph, X: Any, kind: str = "jaccard") -> Any:
     check_whole(graph, "similarity")
     check_choice("kind", kind, ("jaccard", "cosine"))
     backend = get_backend("cuda" if on_device(X) else "cpu")
-    X = as_matrix(to_host(X, backend), backend)
+    X = as_matrix(of_scipy(to_host(X, backend)), backend)
     check_rows("X", X, graph)
     if X.shape[1] == 0:
         raise ValueError("X has no columns: give at least one feature.")

@@ -128,6 +128,11 @@ def in_kind_of(result: Array, given: Any) -> Any:
     return sys.modules["torch"].from_dlpack(result) if _of_torch(given) else result
 
 
+def of_scipy(x: Any) -> Any:
+    """A sparse matrix of CuPy's as one of SciPy's; anything else as it is."""
+    return x.get() if _of_cupyx(x) else x
+
+
 def _of_cupyx(x: Any) -> bool:
     return type(x).__module__.startswith("cupyx.scipy.sparse")
 

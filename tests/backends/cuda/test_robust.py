@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from herta_gpu import (
     PseudoHuber,
     SDDSolver,
     personalized_pagerank,
+    similarity,
 )
 from tests.conftest import problem, random_graph
 
@@ -49,6 +51,7 @@ def test_rounds_of_attention(backend: Any) -> None:
 
 
 def test_pagerank_and_matrices(backend: Any) -> None:
+    cupyx = pytest.importorskip("cupyx.scipy.sparse") and sys.modules["cupyx"]
     g = random_graph(60, 200, weighted=True)
     seeds = [[0], [3, 5], {7: 2.0}]
     here, there = (personalized_pagerank(g, seeds, device=d) for d in ("cpu", "cuda"))
@@ -58,3 +61,10 @@ def test_pagerank_and_matrices(backend: Any) -> None:
     B = np.random.default_rng(0).standard_normal((60, 2))
     solver = SDDSolver(M, tol=1e-10, device="cuda")
     np.testing.assert_allclose(M @ solver.solve(B), B, atol=1e-8)
+    there_M = cupyx.scipy.sparse.csr_matrix(M)
+    Z = SDDSolver(there_M, tol=1e-10, device="cuda").solve(backend.asarray(B))
+    assert not isinstance(Z, np.ndarray)
+    np.testing.assert_allclose((there_M @ Z).get(), B, atol=1e-8)
+    words = sp.random_array((60, 9), density=0.3, rng=0).tocsr()
+    found = similarity(g, cupyx.scipy.sparse.csr_matrix(words))
+    np.testing.assert_array_equal(found, similarity(g, words))
