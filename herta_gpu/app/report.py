@@ -59,21 +59,10 @@ summary { cursor: pointer; color: #1f5fa8; } footer { margin-top: 3rem; font-siz
 """
 
 
-def report(
-    model: HERTA,
-    data: Dataset,
-    path: str | Path,
-    *,
-    result: FitResult | None = None,
-    candidates: Sequence[Candidate] | None = None,
-    picture: str | Path | None = None,
-    repeat: str = "",
-    overwrite: bool = False,
-) -> FitResult:
+def report(model: HERTA, data: Dataset, path: str | Path, *, overwrite: bool = False) -> FitResult:
     """Write a page about a fitted model into the file `path`, and return what it says.
 
-    The page is one HTML file with nothing to load.  Where matplotlib is installed, it holds a
-    picture of the convergence.
+    The page is one HTML file with nothing to load.  Where matplotlib is installed, it has pictures.
 
     Parameters
     ----------
@@ -83,16 +72,8 @@ def report(
         What it was fitted on; its scores are those on the parts of `data.split`.
     path : path
         The file to write, for example "report.html".
-    result : FitResult, optional
-        That of `FitResult.from_fit` where it is known; by default the model is evaluated here.
-    candidates : list of Candidate, optional
-        What the model was chosen from.
-    picture : path, optional
-        A file that gets the picture of the convergence as well.
-    repeat : str
-        A sentence for the foot of the page: how to repeat the fit.
     overwrite : bool
-        Replace files that exist; by default they are an error.
+        Replace a file that exists; by default that is an error.
 
     Examples
     --------
@@ -109,11 +90,9 @@ def report(
     >>> "HERTA on digits" in open(path).read()
     True
     """
-    for target in (path, picture):
-        if target is not None:
-            check_new_file(target, overwrite)
-    result = result or FitResult.from_fit(model, data)
-    write_report(model, result, path, candidates, picture, repeat)
+    check_new_file(path, overwrite)
+    result = FitResult.from_fit(model, data)
+    write_report(model, result, path)
     return result
 
 
@@ -122,10 +101,10 @@ def write_report(
     result: FitResult,
     path: str | Path,
     candidates: Sequence[Candidate] | None = None,
-    picture: str | Path | None = None,
     repeat: str = "",
 ) -> None:
-    """Write the page, and the picture beside it, over what may be there."""
+    """Write the page over what may be there: with the `candidates` that the model was chosen from,
+    and at its foot how to `repeat` the fit."""
     images: dict[str, bytes | None] = {}
     try:
         images["Convergence"] = _draw_convergence(model)
@@ -133,10 +112,6 @@ def write_report(
         images["What was chosen from"] = _draw_path(candidates or (), result.metric)
     except ImportError as error:
         print(error, file=sys.stderr)
-    drawn = images.get("Convergence")
-    if picture is not None and drawn is not None:
-        with new_file(Path(picture)) as temporary:
-            temporary.write_bytes(drawn)
     with new_file(Path(path)) as temporary:
         temporary.write_text(_page(model, result, images, candidates, repeat), "utf-8")
 

@@ -1,6 +1,6 @@
 """A run is a folder: what was asked for, every step as it happened, the model, and a page.
 
-`config.json`, `metrics.jsonl`, `model.npz`, `result.json`, `convergence.png`, `report.html`.
+`config.json`, `metrics.jsonl`, `model.npz`, `result.json`, `report.html`.
 Files appear whole or not at all; `metrics.jsonl` grows line by line while training runs.
 """
 
@@ -32,7 +32,7 @@ from herta_gpu.plumbing.models import check_entries, check_params, to_plain
 
 _FILES = (
     *("config.json", "metrics.jsonl", "model.npz", "result.json", "report.html"),
-    *("convergence.png", "tune.json", "predictions.npz"),
+    *("convergence.png", "tune.json", "predictions.npz"),  # the first is of earlier versions
 )
 _OWN = (*_FILES, "checkpoint")  # all that a run may hold
 T = TypeVar("T")

@@ -193,8 +193,7 @@ class Job:
         if folder.owned:
             place = folder.folder
             self.model.save(place / "model.npz")
-            pages = (place / "report.html", self.candidates, place / "convergence.png")
-            write_report(self.model, result, *pages, _REPEAT)
+            write_report(self.model, result, place / "report.html", self.candidates, _REPEAT)
             folder.write_json("result.json", result.as_json())  # last: with it a run is finished
             folder.checkpoint.delete()
         return result

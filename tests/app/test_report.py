@@ -10,7 +10,7 @@ import pytest
 
 from herta_gpu import HERTA
 from herta_gpu.app.cli import main
-from herta_gpu.app.report import report
+from herta_gpu.app.report import report, write_report
 from herta_gpu.app.results import Candidate, FitResult
 from herta_gpu.datasets import load
 
@@ -35,11 +35,10 @@ def test_a_report_needs_no_run_folder(fitted, tmp_path):
     assert f"{result.scores['test']:.4f}" in page
 
 
-def test_the_picture_is_inside_and_beside_if_asked_for(fitted, tmp_path):
+def test_the_picture_is_inside(fitted, tmp_path):
     pytest.importorskip("matplotlib")
     model, data = fitted
-    report(model, data, str(tmp_path / "r.html"), picture=tmp_path / "p.png")
-    assert (tmp_path / "p.png").read_bytes()[:4] == b"\x89PNG"
+    report(model, data, str(tmp_path / "r.html"))
     assert 'src="data:image/png;base64,' in (tmp_path / "r.html").read_text()
 
 
@@ -94,7 +93,7 @@ def test_several_lam_have_a_picture_and_no_picture_is_of_one_point(tmp_path):
     data = load("digits")
     model = HERTA(lam=[0, 1, 20], ridge=0.1).fit(data.graph, data.X, data.y, data.split["train"])
     one = [Candidate(1.0, 0.1, "mse", 0.9, 0.9), Candidate(5.0, 0.1, "mse", 0.9, 0.9)]
-    report(model, data, tmp_path / "r.html", candidates=one)
+    write_report(model, FitResult.from_fit(model, data), tmp_path / "r.html", one)
     found = re.findall("<h2>(.*?)</h2><img", (tmp_path / "r.html").read_text())
     assert found == ["Blocks of features"]
 
@@ -125,7 +124,7 @@ def test_the_time_of_each_rank_is_a_bar(fitted, tmp_path):
     ranks = [{"work": 3.0, "waiting": 1.0, "messages": 0.0},
              {"work": 1.0, "waiting": 0.5, "messages": 0.5}]  # fmt: skip
     result = replace(FitResult.from_fit(model, data), ranks=ranks, ranks_split="nodes")
-    report(model, data, tmp_path / "r.html", result=result)
+    write_report(model, result, tmp_path / "r.html")
     page = (tmp_path / "r.html").read_text()
     bars = page.partition("<h2>Time per rank</h2>")[2].partition("</table>")[0]
     shares = [float(share) for share in re.findall(r"width:([0-9.]+)%", bars)]
