@@ -48,7 +48,7 @@ def similarity(graph: Graph, X: Any, kind: str = "jaccard") -> Any:
     check_whole(graph, "similarity")
     check_choice("kind", kind, ("jaccard", "cosine"))
     backend = get_backend("cuda" if on_device(X) else "cpu")
-    X = as_matrix(of_scipy(to_host(X, backend)), backend)
+    X = as_matrix(to_host(of_scipy(X), backend), backend)
     check_rows("X", X, graph)
     if X.shape[1] == 0:
         raise ValueError("X has no columns: give at least one feature.")
