@@ -22,6 +22,11 @@ layers = pytest.importorskip("herta_gpu.torch")
 SMOOTH = [PseudoHuber(0.3), Power(0.3, p=1.3), Power(0.3, p=0.6)]
 
 
+@pytest.fixture(autouse=True)
+def same_numbers():
+    torch.manual_seed(0)
+
+
 def convex_lam(graph, penalty):
     return 3.0 if penalty.concavity == 0 else 0.6 / penalty.concavity / graph.lambda_max_bound
 

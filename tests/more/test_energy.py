@@ -200,6 +200,8 @@ def test_order_and_shape_of_what_is_given():
         ends = np.sort(np.stack(solver.graph.edges()[:2]), axis=0)
         named.append(solver.weights(a)[np.lexsort(ends)])
     np.testing.assert_allclose(*named, rtol=1e-12)
+    plain = AttentionSolver(g, 5.0, Huber(0.2), 1e-9, device="cpu-scipy").solve(f)
+    np.testing.assert_allclose(plain, a, atol=1e-8)
     assert not AttentionSolver(g, 5.0, Huber(0.2)).solve(np.zeros((40, 2))).any()
     with pytest.raises(ValueError, match="41 rows"):
         solvers[0].solve(np.zeros(41))
