@@ -125,6 +125,17 @@ def test_datasets_weights_of_rows_and_a_callback():
     assert model.score(data) == same.score(data.graph, data.X, data.y, data.split["test"])
 
 
+def test_features_in_other_units():
+    g, X, y, train = problem(n=80)
+    scaled = Attention(HERTA(lam=2.0, ridge=0.5, normalize="unit", **EXACT), rounds=2)
+    unit = X / np.linalg.norm(X, axis=1, keepdims=True)
+    plain = Attention(HERTA(lam=2.0, ridge=0.5, **EXACT), rounds=2).fit(g, unit, y, train)
+    np.testing.assert_allclose(
+        scaled.fit(g, X, y, train).edge_weight_, plain.edge_weight_, rtol=1e-6
+    )
+    np.testing.assert_allclose(scaled.transform(g, X), plain.transform(g, unit), atol=1e-6)
+
+
 def test_graphs_without_edges_and_copies_of_the_estimator():
     g, X, y = Graph.from_edges(np.zeros((2, 0), int), 6), np.eye(6), np.arange(6) % 2
     model = clone(Attention(HERTA(ridge=0.1), Power(p=1.5), rounds=2)).fit(g, X, y)
@@ -141,6 +152,9 @@ def test_graphs_without_edges_and_copies_of_the_estimator():
     [
         ({"model": HERTA(lam=[0.0, 1.0])}, {}, "several lam"),
         ({"model": HERTA(label_features=5)}, {}, "label_features"),
+        ({"model": HERTA(hidden=16)}, {}, "leave out hidden"),
+        ({"model": HERTA(hops=[0, 1])}, {}, "leave out hops"),
+        ({"model": HERTA(row_norm=True)}, {}, "leave out row_norm"),
         ({"model": "HERTA"}, {}, "must be a HERTA"),
         ({"penalty": "huber"}, {}, "PseudoHuber, Huber or Power"),
         ({"rounds": -1}, {}, "rounds"),
