@@ -7,12 +7,15 @@ BIN := .venv/bin
 setup: .venv/ready
 
 .venv/ready: pyproject.toml
+	@echo "Installing what the tests need into .venv (2 GB), once: some minutes."
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --editable ".[test,fast,plot]"
 	touch $@
 
 # The demo needs few packages: 0.5 GB of them, not 2.
 .venv/demo: pyproject.toml
+	@echo "herta_gpu trains graph models to their proven optimum, without a learning rate or epochs."
+	@echo "Installing NumPy, SciPy, numba and matplotlib into .venv (0.5 GB), once: some 20 seconds."
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --editable ".[fast,plot]"
 	touch $@

@@ -56,13 +56,15 @@ def marked_steps(steps: range) -> Iterator[int]:
 class Compilation:
     """The seconds that kernels took to compile; the backend that compiles them says when."""
 
-    depth, seconds, _begun = 0, 0.0, 0.0
+    depth, seconds, _begun, _next = 0, 0.0, 0.0, 0.0
     tell: Callable[[str], object] = str  # how the stage in work shows a line
 
     def start(self) -> None:
         if self.depth == 0:
             self._begun = time.perf_counter()
-            self.tell("compiling kernels, once on this machine ...")
+            if self._begun >= self._next:  # of many kernels, one after the other
+                self.tell("compiling kernels, once on this machine ...")
+                self._next = self._begun + EVERY
         self.depth += 1
 
     def end(self) -> None:
