@@ -309,15 +309,16 @@ def _draw_convergence(model: HERTA) -> bytes | None:
 
 
 def _draw_blocks(model: HERTA, result: FitResult) -> bytes | None:
-    """How large the weights of each block of features are: X diffused by each lam, and labels."""
-    if not isinstance(result.lam, list):
-        return None
-    cuts = [result.features * i for i in range(1, len(result.lam) + 1)]
+    """How large the weights of each block of features are: X diffused by each lam, and the rest."""
+    lams = result.lam if isinstance(result.lam, list) else [result.lam]
+    cuts = [result.features * i for i in range(1, len(lams) + 1)]
     norms = [float(np.linalg.norm(block)) for block in np.split(model.W_, cuts)]
-    names = [f"lam {lam:g}" for lam in result.lam] + ["labels"]
-    kept = len(names) - (not result.label_features)
+    rest = ["labels"] * (result.label_features > 0) + ["hidden layer"] * (result.hidden > 0)
+    if len(lams) + len(rest) < 2 or result.features > len(model.W_):
+        return None
+    names = [f"lam {lam:g}" for lam in lams] + [" and ".join(rest)] * bool(rest)
     figure, axis = pyplot().subplots(figsize=(6, 3))
-    axis.bar(names[:kept], norms[:kept], color=COLOURS[0])
+    axis.bar(names, norms[: len(names)], color=COLOURS[0])
     axis.set_ylabel("norm of the weights")
     return _png(figure)
 

@@ -105,6 +105,7 @@ class FitResult:
     partition: str | None = None  # of the nodes
     fit_intercept: bool = False
     label_features: int = 0  # folds
+    hidden: int = 0  # units of a hidden layer
     correct_and_smooth: list[float] | None = None  # both lam
     base_scores: dict[str, float] | None = None  # before these two steps
     output_error: float | None = None  # of the smoothed outputs: a proven bound
@@ -151,7 +152,9 @@ class FitResult:
         folds, peak = model.label_features, peak_memory()
         more |= {"dataset": data.name, "nodes": graph.nodes_of_all, "edges": graph.num_edges}
         more |= {"features": data.X.shape[1], "outputs": model.W_.shape[1]}
-        more |= {name: getattr(model, name) for name in ("ridge", "dtype", "fit_intercept")}
+        more |= {
+            name: getattr(model, name) for name in ("ridge", "dtype", "fit_intercept", "hidden")
+        }
         return cls(
             **more,
             lam=lams[0] if len(lams) == 1 else list(lams),
@@ -221,6 +224,7 @@ class FitResult:
         text = f"lam {lam}, ridge {self.ridge:g}, loss {self.loss_function}"
         text += ", intercept" * self.fit_intercept
         text += f", label features of {self.label_features} folds" * (self.label_features > 0)
+        text += f", hidden layer of {self.hidden:,}" * (self.hidden > 0)
         if self.correct_and_smooth is not None:
             text += f", Correct and Smooth {lams_text(self.correct_and_smooth, ', ')}"
         return text

@@ -96,6 +96,11 @@ def test_several_lam_have_a_picture_and_no_picture_is_of_one_point(tmp_path):
     write_report(model, FitResult.from_fit(model, data), tmp_path / "r.html", one)
     found = re.findall("<h2>(.*?)</h2><img", (tmp_path / "r.html").read_text())
     assert found == ["Blocks of features"]
+    model = HERTA(hidden=8, ridge=0.1).fit(data.graph, data.X, data.y, data.split["train"])
+    result = report(model, data, tmp_path / "hidden.html")
+    page = (tmp_path / "hidden.html").read_text()
+    assert "<h2>Blocks of features</h2><img" in page
+    assert ", hidden layer of 8" in result.model_text
 
 
 def test_a_regression_has_its_report(tmp_path):

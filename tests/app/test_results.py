@@ -26,7 +26,8 @@ def fitted():
 
 
 # Earlier versions did not write them.
-LATER = ("confusion", "wall_seconds",
+LATER = (
+    "hidden", "confusion", "wall_seconds",
     "warm_steps", "normalize", "X_reads", "fit_intercept", "label_features", "correct_and_smooth",
     "base_scores", "output_error", "undecided", "ranks", "ranks_split", "partition", "more_scores",
 )  # fmt: skip
@@ -51,7 +52,7 @@ def test_the_keys_are_those_that_result_json_always_had(fitted):
         "status", "steps", "warm_steps", "loss", "certificate", "metric", "scores", "more_scores",
         "confusion", "wall_seconds", "seconds",
         "peak_memory_bytes", "strategy", "dtype", "device", "normalize", "X_reads",
-        "ranks", "ranks_split", "partition", "fit_intercept", "label_features",
+        "ranks", "ranks_split", "partition", "fit_intercept", "label_features", "hidden",
         "correct_and_smooth", "base_scores", "output_error", "undecided", "note",
     ]  # fmt: skip
     assert set(content["certificate"]) == {
