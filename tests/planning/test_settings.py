@@ -175,7 +175,9 @@ WRONG = [
 
 
 @pytest.mark.parametrize(
-    ("wishes", "kind", "sentence"), WRONG, ids=["-".join(map(str, w[0].items())) for w in WRONG]
+    ("wishes", "kind", "sentence"),
+    WRONG,
+    ids=[f"{i}-{'-'.join(w[0])}" for i, w in enumerate(WRONG)],
 )
 def test_each_wrong_value_has_its_sentence(
     wishes: dict[str, Any], kind: type[Exception], sentence: str
