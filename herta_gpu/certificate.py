@@ -143,18 +143,19 @@ class Certificate:
 
 @dataclass(frozen=True)
 class Terms:
-    """What a bound of the gap is made of; `share` scales what the solves for Q left, D."""
+    """An upper bound of the gap for stored rows Q = A - D, as a function of how well they are
+    solved for: `gap(share)` is the bound if D were `share` of what it is."""
 
     kind: str
-    gradient: float  # at the outputs at hand, errors included that are not due to theirs
+    gradient: float  # norm of the gradient, with all errors but those of the outputs
     E: float = 0.0  # ||E_Q||
-    through: float = 0.0  # how an error of the outputs reaches the gradient
+    through: float = 0.0  # how much of an error of the outputs the gradient sees
     D: float = 0.0  # ||D|| as the gradient sees it
     Du: float = 0.0  # ||D u||
     other: float = 0.0  # further errors of the outputs
     convexity: float = 0.0  # strong convexity at D = 0, as a root
     bend: float = math.inf  # the largest curvature of the loss, where it need not be quadratic
-    slip: float = 0.0  # what E is off by, beside being that of outputs which are off
+    slip: float = 0.0  # rounding of E itself
     extra: Callable[[float], float] | None = None  # more gap, from an error of the outputs
     probability: float = 0.0  # that the bound fails
 

@@ -218,7 +218,7 @@ class Problem:
         gradient = self.loss.centre(xp, back.value) + self.ridge * W
         objective += 0.5 * self.ridge * float(xp.sum(W * W))  # synchronize!
         r1, r2, size = there.residual, back.residual, norm(E)
-        # E is a difference of these; what it rounds is as large as what outputs so far off do.
+        # E is a difference of numbers like these: its rounding is that of outputs so far off.
         forward = self.map.forward_rounding(W, there.value)
         forward += 4 * _UNIT * (norm(F) + norm(Y)) / self.loss.steepest
         imbalance = self.loss.imbalance(xp, E)

@@ -346,11 +346,11 @@ class Loop:
         o = self.objective = journal.objective
         settings, loss, backend = o.settings, o.A.loss, o.A.H.backend
         self.journal, self.made, self.settings, self.loss = journal, made, settings, loss
-        self.backend, self.map, self.certified = backend, stand_in or o.A, stand_in is None
-        self.steps = journal.steps if self.certified else journal.warm_steps
-        # These coordinates amplify what the solves leave over, and no certificate watches it.
-        blind = made.P.fragile or not settings.precondition
-        inner = min(1e-3, math.sqrt(settings.tol) / 10) * (0.1 if blind else 1.0)
+        self.backend, self.map, self.is_true = backend, stand_in or o.A, stand_in is None
+        self.steps = journal.steps if self.is_true else journal.warm_steps
+        # Without a certificate nothing shows what errors of the solves do in such coordinates.
+        unwatched = made.P.fragile or not settings.precondition
+        inner = min(1e-3, math.sqrt(settings.tol) / 10) * (0.1 if unwatched else 1.0)
         self.problem = Problem(self.map, o.Y[:], settings.ridge, made.P.factor, inner, o.X_norm)
         self.first_gradient = math.inf
 
@@ -364,12 +364,12 @@ class Loop:
         if not point.objective <= self.objective.at_zero and w.any():  # no start at all is better
             point = problem.start(problem.xp.zeros_like(w))
         for step in marked_steps(range(limit + 1)):
-            point = self._sharpen(point) if self.certified else point
+            point = self._sharpen(point) if self.is_true else point
             found = self._certify(point)
             known = (point.objective, point.objective_error, norm(point.gradient))
-            journal.tell(known, found if self.certified else None, point.inner_iterations)
+            journal.tell(known, found if self.is_true else None, point.inner_iterations)
             status, found = self._judge(point, found)
-            if self.certified:
+            if self.is_true:
                 journal.keep(point.W, partial(problem.intercept, point), found, status)
             if status is not Status.MAX_ITER or step == limit:
                 break
@@ -430,7 +430,7 @@ class Loop:
         return make_optimizer(s.optimizer, rate, self.backend.xp, self.loss.quadratic, interval)
 
     def _certify(self, point: Point) -> Certificate:
-        spectrum, P, o = self.made.spectrum if self.certified else None, self.made.P, self.objective
+        spectrum, P, o = self.made.spectrum if self.is_true else None, self.made.P, self.objective
         known = (self.settings.ridge, o.X_norm, self.loss.steepest)
         return certify(point, spectrum, P, *known, o.explain(P, point.objective))
 
@@ -481,7 +481,7 @@ class Loop:
             self.first_gradient = size if len(self.steps) == 1 else self.first_gradient
             settled = size <= math.sqrt(tol) / 10 * self.first_gradient
         # A model that only stands in for the true one is solved a little further.
-        return judge(found, tol if self.certified else 0.1 * tol, zero, stuck, settled), found
+        return judge(found, tol if self.is_true else 0.1 * tol, zero, stuck, settled), found
 
     def _is_at_rounding(self) -> bool:
         """Whether more steps cannot help: the gap is at the level of float64, or nothing moves."""
