@@ -55,7 +55,7 @@ from herta_gpu.plumbing.checks import (
     part_ids,
     train_rows,
 )
-from herta_gpu.plumbing.files import Archive, DataError, why, write_npz
+from herta_gpu.plumbing.files import Archive, explained, write_npz
 from herta_gpu.plumbing.interop import take_rows
 from herta_gpu.plumbing.models import check_params, to_plain
 from herta_gpu.plumbing.targets import (
@@ -196,9 +196,10 @@ class NodeOutputs(Estimator, ABC):
     @classmethod
     def load(cls, path: str | Path) -> Self:
         """The fitted object that `save` wrote; a damaged file is a `DataError` that says so."""
-        stored = Archive(Path(path), f"a whole file of a {cls.__name__}")
+        what = f"a whole file of a {cls.__name__}"
+        stored = Archive(Path(path), what)
         stored.check_format("labels")
-        try:
+        with explained(f"{path} is not {what}"):
             about = json.loads(str(stored["about"]))
             check_params(cls, about["params"])
             made = cls(**about["params"])
@@ -213,11 +214,6 @@ class NodeOutputs(Estimator, ABC):
                 raise ValueError(f"Z has {Z.shape[1]} columns for {classes.size} classes")
             for name in cls._KEPT:
                 setattr(made, name, about[name])
-        except DataError:
-            raise
-        except (ValueError, TypeError, KeyError, RecursionError) as wrong:
-            reason = why(wrong)
-            raise DataError(f"{path} is not a whole file of a {cls.__name__} ({reason}).") from None
         return made
 
     @abstractmethod
