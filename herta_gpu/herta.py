@@ -96,7 +96,7 @@ def on_its_device(method: Method) -> Method:
     def wrapped(self: HERTA, graph: Graph, X: Any = None, *args: Any, **kwargs: Any) -> Any:
         check_graph(graph)
         backend = self._device(graph, X)
-        with graph.together(), backend.working(), limited(getattr(X, "shape", (0, 0))[-1]):
+        with graph.together(), backend.working(), limited((getattr(X, "shape", ()) or (0,))[-1]):
             try:
                 return method(self, graph, X, *args, **kwargs)
             except MemoryError as error:
