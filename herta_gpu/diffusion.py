@@ -284,9 +284,13 @@ class Rows:
             # The passes that are left are all alike.
             factor = goal / worst
             passes = max(1, math.ceil(math.log(factor) / math.log(min(least, 0.1)) - 1e-9))
-            degree = chebyshev_degree(H, _MARGIN * factor ** (1 / passes))
+            wanted = _MARGIN * factor ** (1 / passes)
+            degree = chebyshev_degree(H, wanted)
             if H.factor is not None:
                 Z, degree = H.inverse(B), 1
+            elif self.recipe.way == "cg":  # H >= I: the H-norm of H^-1 b is no longer than b
+                Z, info = block_cg(H, B, wanted)
+                degree = int(info.iterations.max())
             else:
                 of = done + passes
                 Z = chebyshev(H, B, degree, iterates, work.half, _part_of(tell, done, of))

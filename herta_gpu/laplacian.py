@@ -24,6 +24,7 @@ from herta_gpu.plumbing.progress import marked
 MARGIN = 0.9  # the recurrence aims a little lower than tol, so that the true residual passes
 _LEAST_TOL = 1e-300  # below, tol itself would overflow what is computed from it
 RANGE = 2.0**60  # float32 holds residuals that are so much larger or smaller than their unit
+_LOOK = 1e-4  # how far one column is solved for to see how fast CG is
 _MAX_CYCLES = 30  # refreshes of the true residual before giving up
 
 
@@ -36,6 +37,7 @@ class RegularizedLaplacian:
             check_whole(graph, "This")
         self.hops = 0  # products with S = I - L, in place of a solve
         self._in: dict[str, Laplacian] = {}
+        self._digit = 0.0
         self.factor: Any = None  # a sparse one, where a plan solves by it
 
     def on(self, graph: Graph) -> RegularizedLaplacian:
@@ -46,7 +48,7 @@ class RegularizedLaplacian:
         """I + lam L of the same graph, which is not stored twice."""
         other = copy(self)  # with the same dictionary of arrays
         other.lam = float(lam)
-        other.factor = None
+        other.factor, other._digit = None, 0.0
         if self.factor is not None and lam > 0:
             other.factored()
         return other
@@ -72,6 +74,15 @@ class RegularizedLaplacian:
         if self.factor is None:
             self.factor = self.backend.factor(self.laplacian("float64"), self.lam)
         return self.factor.nnz if self.factor is not None else 0
+
+    def probe(self) -> float:
+        """Steps that CG takes for each digit of one random column."""
+        if self._digit == 0.0:
+            b = np.random.default_rng(0).standard_normal((self.n, 1)).astype(self.dtype)
+            most = chebyshev_degree(self, _LOOK)
+            _, info = block_cg(self, self.backend.asarray(b), _LOOK, max_iter=most)
+            self._digit = int(info.iterations.max()) / -math.log10(_LOOK)
+        return self._digit
 
     def inverse(self, B: Array) -> Array:
         """H^-1 B by the factor, in float64; nothing is proven of it but what its residual says."""

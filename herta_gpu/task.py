@@ -221,6 +221,7 @@ def count_sizes(
         top=H.lambda_max,
         can_sample=backend.samples,
         slowness=backend.slowness,
+        probe=H.probe if backend.xp is np and backend.whole else None,
         factored=H.factored if backend.xp is np and backend.whole else None,
         effective=lambda: float(backend.total(float(degree_scores(H.graph, H.lam).sum()))),
     )

@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 
-from herta_gpu import HERTA
+from herta_gpu import HERTA, Graph
 from herta_gpu import problem as problem_module
 from herta_gpu.certificate import Certificate, merge_certificates
 from herta_gpu.plumbing.checkpoint import Checkpoint
@@ -350,3 +350,24 @@ def test_certificates_of_independent_problems_add_up():
     nothing = Certificate(math.inf, "none", note="why")
     assert merge_certificates([first, nothing]) == nothing
     assert merge_certificates([first]) == first
+
+
+@pytest.mark.parametrize(("way", "m", "d"), [("factor", 450, 40), ("cg", 9_000, 40)])
+@pytest.mark.parametrize("ridge", [0.0, 0.1])
+def test_other_ways_to_Q_prove_the_optimum_of_dense_algebra(way, m, d, ridge):
+    rng = np.random.default_rng(1)
+    n, lam = 400, 1e3
+    g = Graph.from_edges(rng.integers(0, n, (2, m)), num_nodes=n)
+    X, Y, train = rng.standard_normal((n, d)), rng.standard_normal((n, 3)), np.arange(300)
+    model = HERTA(lam=lam, ridge=ridge, strategy="direct").fit(g, X, Y, train)
+    assert model.plan_.recipe.way == way
+    assert model.status_ == "certified"
+    A = np.linalg.solve(np.eye(n) + lam * g.to_csr().toarray(), X)[train]
+
+    def objective(W):
+        return 0.5 * ((A @ W - Y[train]) ** 2).sum() + 0.5 * ridge * (W**2).sum()
+
+    stacked = np.vstack([A, np.sqrt(ridge) * np.eye(d)])
+    best = objective(np.linalg.lstsq(stacked, np.vstack([Y[train], np.zeros((d, 3))]))[0])
+    gap = objective(model.W_) / best - 1
+    assert -1e-11 <= gap <= model.certificate_.value + 1e-11

@@ -36,6 +36,7 @@ _CHEBYSHEV_STEP = 0.8e-10
 _CG_STEP = 2.0e-10
 _FACTOR_ENTRY = 8e-10  # triangular solves of a sparse factor, per entry and column
 _TRY_FACTOR = 3e-9  # seconds per node squared that Chebyshev must take before a factor is tried
+_PROBE = 100.0, 32  # bound of H's spectrum and columns from which CG is worth a look
 _CG_LAUNCH = 1e-4  # one step, however small the graph ...
 _CHEBYSHEV_LAUNCH = 4e-5  # ... and of one of Chebyshev's on a block of columns
 _NARROW = 12  # a block of one or two columns costs about as much as this many of a wide one ...
@@ -111,6 +112,7 @@ class Sizes:
     can_sample: bool = True  # Algorithm 2 works where this runs
     effective: Callable[[], float] | None = None  # a bound of n_lambda, which takes a look at edges
     factored: Callable[[], int] | None = None  # entries of a sparse factor, made to see; 0: none
+    probe: Callable[[], float] | None = None  # steps of CG for each digit, measured on one column
     slowness: float = 1.0  # of products with H, in the times of the compiled CPU backend
 
     @property
@@ -129,6 +131,13 @@ class Sizes:
     def degree(self, eps: float) -> int:
         """Products with H after which Chebyshev's polynomial is right to `eps`."""
         return least_degree(self.top, eps)
+
+    def cg_steps(self, eps: float) -> int:
+        """Steps of CG to `eps`: fewer than Chebyshev's degree where eigenvalues come in a bunch."""
+        most = self.degree(eps)
+        if self.probe is None or self.top < _PROBE[0] or self.d < _PROBE[1]:
+            return most
+        return min(most, 2 + math.ceil(self.probe() * math.log10(1 / eps)))
 
     def n_lambda(self) -> float:
         """A cheap bound of the effective dimension; of a graph that is not there, of any graph.
@@ -275,7 +284,9 @@ def way_to_Q(sizes: Sizes, eps: float, by_rows: bool = False) -> tuple[str, floa
     columns, launch = (sizes.n_train, 0.0) if by_rows else (sizes.d, _CHEBYSHEV_LAUNCH)
     step = columns * sizes.work * sizes.slowness * (_CG_STEP if by_rows else _CHEBYSHEV_STEP)
     step += math.ceil(columns / BLOCK_WIDTH) * launch
-    found = {"chebyshev": (sizes.degree(eps) + 2 * (not by_rows)) * step}
+    found = {"chebyshev": (sizes.cg_steps(eps) if by_rows else sizes.degree(eps) + 2) * step}
+    if not by_rows and sizes.cg_steps(eps) < sizes.degree(eps):
+        found["cg"] = sizes.cg_steps(eps) * step * _CG_STEP / _CHEBYSHEV_STEP
     # What a factor would cost is known when it is there: worth a try where it cannot cost much.
     if sizes.factored is not None and found["chebyshev"] > _TRY_FACTOR * sizes.n**2:
         entries = sizes.factored() or math.inf
@@ -287,7 +298,7 @@ def way_to_Q(sizes: Sizes, eps: float, by_rows: bool = False) -> tuple[str, floa
 def _evaluation(sizes: Sizes) -> float:
     """Seconds of the true objective and its gradient: two solves over the outputs."""
     solves = (
-        2 * sizes.degree(1e-4) * (sizes.c * sizes.work * sizes.slowness * _CG_STEP + _CG_LAUNCH)
+        2 * sizes.cg_steps(1e-4) * (sizes.c * sizes.work * sizes.slowness * _CG_STEP + _CG_LAUNCH)
     )
     sparse = sizes.nonzeros is not None
     count, each = (sizes.nonzeros, _SPARSE_PASS) if sparse else (sizes.n * sizes.d, _DENSE_PASS)
@@ -317,7 +328,7 @@ def certificate_costs(sizes: Sizes) -> tuple[float, float, float]:
     rest = sizes.n - sizes.n_train
     proven = (rest * sizes.d**2 + 8 * min(rest, sizes.d) ** 2 * sizes.d) * _GEMM_FLOP
     measured = proven + 2 * sizes.d * sizes.work * _CHEBYSHEV_STEP
-    lanczos = 40 * sizes.degree(1e-4) * (sizes.work * _NARROW * _CG_STEP + _CG_LAUNCH)
+    lanczos = 40 * sizes.cg_steps(1e-4) * (sizes.work * _NARROW * _CG_STEP + _CG_LAUNCH)
     return proven, measured, lanczos + 80 * 2 * sizes.n * sizes.d * _GEMM_FLOP
 
 

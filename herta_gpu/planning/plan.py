@@ -47,7 +47,7 @@ class Recipe:
     curvature: float  # where training starts: P = curvature Q^T Q + ridge I
     symmetric: bool  # the optimizer depends on the coordinates: P^-1/2 itself
     seed: int
-    way: str = "chebyshev"  # how measured columns are solved for, or "factor"
+    way: str = "chebyshev"  # how measured columns are solved for, or "factor" or "cg"
     multiple: int = 4  # of columns, which a device reads at once
 
     @property
@@ -57,7 +57,7 @@ class Recipe:
         how = f"{self.degree}" if self.goal is None else f"{self.goal:.6e}"
         how = f"{self.row_tol:.6e}" if self.by_rows else how
         kind = f"{'W' if self.whiten else ''}Q{'64' if self.exact else ''}"
-        kind = "F" + kind if self.way == "factor" else kind
+        kind = {"chebyshev": "", "factor": "F", "cg": "CG"}[self.way] + kind
         return f"{kind}-{how}-{rows}-{self.width}"
 
     def case(self, n_train: int, d: int, ridge: float) -> Case:
@@ -228,6 +228,8 @@ def _recipe(layout: Layout, direct: bool, look: bool) -> Recipe:
     way = "chebyshev"
     if measure or layout.by_rows:
         way = costs.way_to_Q(sizes, goal or row_tolerance(settings, look), layout.by_rows)[0]
+    if way == "cg" and layout.width < layout.Q_width:  # it holds more blocks than Chebyshev
+        way = "chebyshev"
     return Recipe(
         degree=sizes.degree(goal or Q_tolerance(sizes, settings, direct)),
         width=layout.Q_width,
@@ -277,6 +279,9 @@ def _Q_decision(recipe: Recipe) -> Decision:
         columns = "orthonormal columns" if recipe.whiten else "columns of norm 1"
         if recipe.way == "factor":
             return Decision("Q", "a sparse factor of H", f"cheaper than products over {columns}")
+        if recipe.way == "cg":
+            how = f"residuals to {recipe.goal:.1e}, where Chebyshev took {recipe.degree} products"
+            return Decision("Q", how, f"block CG, faster on one column, over {columns}")
         how = f"residuals to {recipe.goal:.1e}, about {recipe.degree} products"
         return Decision("Q", how, f"passes of Chebyshev over {columns}")
     return Decision("Q", f"Chebyshev degree {recipe.degree}", "solves with one polynomial")
