@@ -101,6 +101,8 @@ def test_an_entry_that_is_listed_twice_is_a_sum() -> None:
 class Tensor:
     """An imitation of a CUDA tensor: it has DLPack, and tells its device but no numbers."""
 
+    is_cuda = True
+
     def __init__(self, memory: Any) -> None:  # an array of CuPy
         self.memory = memory
         self.__dlpack__, self.__dlpack_device__ = memory.__dlpack__, memory.__dlpack_device__

@@ -310,7 +310,8 @@ class CUDABackend(Algorithm2):
             with self._own, cupyx.errstate(linalg="raise"):
                 yield self._own
         except cupy.cuda.memory.OutOfMemoryError as error:
-            raise MemoryError(f"The GPU is out of memory: {error}") from error
+            what = f"The GPU is out of memory: {error}  A smaller memory_budget takes less."
+            raise MemoryError(what) from error
         finally:
             for stream in callers.values():
                 _follow(stream, self._own)
@@ -323,7 +324,8 @@ class CUDABackend(Algorithm2):
         here = cupy.cuda.runtime.getDevice()
         stream = cuda.current_stream(here).cuda_stream
         if stream not in self._torchs:  # PyTorch never gives one up
-            self._torchs[stream] = self.on_stream(stream, here)
+            null = cupy.cuda.Stream.null
+            self._torchs[stream] = self.on_stream(stream, here) if stream else null
         return {stream: self._torchs[stream]}
 
     @cached_property

@@ -87,6 +87,27 @@ def give_back_pinned(xp: Any) -> None:
     xp.get_default_pinned_memory_pool().free_all_blocks()
 
 
+_in_place: set[int] = set()  # where arrays begin that are pinned so
+
+
+def _pinned_in_place(xp: Any, X: Any) -> bool:
+    """Whether the memory of an array could be pinned: it is not, say, where it is already."""
+    try:
+        if X.flags.c_contiguous and X.nbytes and X.ctypes.data not in _in_place:
+            xp.cuda.runtime.hostRegister(X.ctypes.data, X.nbytes, 0)
+            _in_place.add(X.ctypes.data)
+            return True
+    except xp.cuda.runtime.CUDARuntimeError:
+        pass
+    return False
+
+
+def _let_go(xp: Any, copies: Any, X: Any) -> None:
+    copies.synchronize()  # synchronize!  they read it until then
+    _in_place.discard(X.ctypes.data)
+    xp.cuda.runtime.hostUnregister(X.ctypes.data)
+
+
 @dataclass
 class Buffer:
     """Room for one part."""
@@ -99,6 +120,8 @@ class Buffer:
 
 class StreamedBlocks(Blocks):
     """X in pinned memory, rows already in `order`; its parts come through two buffers.
+
+    An array whose rows are in order is pinned where it is, if the system does that.
 
     While the caller's stream works on one, a stream that does nothing but copy fills the other.
     Two events per buffer keep them apart: the caller's stream waits until the buffer is `copied`, a
@@ -113,7 +136,8 @@ class StreamedBlocks(Blocks):
 
     def __init__(self, xp: Any, X: Any, order: Any = None) -> None:
         self._in_file = isinstance(X, np.memmap)
-        if not self._in_file:
+        in_place = not self._in_file and order is None and _pinned_in_place(xp, X)
+        if not self._in_file and not in_place:
             pinned = empty_pinned(xp, X.shape, X.dtype)
             fill(pinned, X, order)
             X, order = pinned, None
@@ -122,6 +146,9 @@ class StreamedBlocks(Blocks):
         self._buffers: list[Buffer] = []
         self._ring: list[Any] = []  # flat, pinned, for what is read from a file
         # Pinned memory and buffers must outlive the copies, which the host does not wait for.
+        if in_place:
+            weakref.finalize(self, _let_go, xp, self._copies, X).atexit = False
+            return
         weakref.finalize(self, self._copies.synchronize).atexit = False
 
     def parts(self, wanted: Sequence[Part]) -> Iterator[tuple[slice, Array]]:

@@ -516,6 +516,20 @@ def test_pinned_memory_is_given_back_after_a_graph(device: Any, backend: Any) ->
     assert device.ledger()["pinned"] <= before
 
 
+def test_a_solve_that_has_no_room_says_so(device: Any, backend: Any) -> None:
+    cuda, solver = backend.xp.cuda, SDDSolver(random_graph(600, 3000), lam=3.0, device="cuda")
+    solver.memory_budget = "1GB"
+    solver.solve(checks.block(600, 1, "float32"))  # the graph is there
+    with cuda.using_allocator(cuda.MemoryPool().malloc):
+        free, total = cuda.runtime.memGetInfo()
+        device.set(memory=total - free + 100_000)
+        try:
+            with pytest.raises(MemoryError, match=r"The GPU is out of memory: .* memory_budget"):
+                solver.solve(checks.block(600, 64, "float32"))
+        finally:
+            device.set(memory=total)
+
+
 def test_a_system_that_pins_no_more(device: Any, backend: Any) -> None:
     """Copies then make the host wait, and are the same copies."""
     backend.xp.get_default_pinned_memory_pool().free_all_blocks()

@@ -6,6 +6,7 @@ On the device of tests/cuda_device, whose clocks find what nothing orders.
 from __future__ import annotations
 
 import ctypes
+import gc
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -146,6 +147,27 @@ def test_columns_are_cut_out_of_whole_rows_on_the_device(
     assert (counts["waits"] > 0) == waits
     assert counts["bytes_in"] == 60 * 4 * sent
     np.testing.assert_array_equal(found.get(), X[:, columns])
+
+
+def test_an_array_in_order_is_pinned_where_it_is(device: Any, backend: Any) -> None:
+    """No second copy of it on the host; what cannot be pinned there is copied as before."""
+    X = checks.block(600, 20, "float32")
+    device.clear()
+    before = device.ledger()["pinned"]
+    blocks = backend.host_blocks(X)
+    assert blocks.X is X
+    assert device.ledger()["pinned"] - before == X.nbytes
+    again = backend.host_blocks(X)  # pinned already: a copy
+    assert not np.shares_memory(again.X, X)
+    reordered = backend.host_blocks(X, np.arange(600)[::-1])
+    for held, expected in ((blocks, X), (again, X), (reordered, X[::-1])):
+        wanted = [(slice(a, a + 200), slice(None)) for a in (0, 200, 400)]
+        found = [part.get() for _, part in held.parts(wanted)]
+        np.testing.assert_array_equal(np.concatenate(found), expected)
+    del blocks, again, reordered, held
+    gc.collect()
+    assert device.ledger()["pinned"] <= before
+    backend.host_blocks(X)  # it can be pinned once more
 
 
 def test_streams_have_names(monkeypatch: pytest.MonkeyPatch, backend: Any) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -56,16 +57,8 @@ def without(file: str, line: int, monkeypatch: pytest.MonkeyPatch) -> Any:
 def face_the_checks(backend: Any) -> None:
     """What needs one of the waits; whatever the device refuses ends it."""
     for check in (
-        *(
-            _uploaded,
-            _graph,
-            _side_by_side,
-            _handed_over,
-            _streamed,
-            _left_early,
-            _profiled,
-            _timed,
-        ),
+        *(_uploaded, _graph, _side_by_side, _handed_over, _streamed, _left_early, _spooled),
+        *(_profiled, _timed),
     ):
         check(backend)
         said = device_of(backend).refusals()
@@ -134,13 +127,22 @@ def _left_early(backend: Any) -> None:
     Of whole rows, and of one column, which is gathered into pinned memory of the buffer's own.
     """
     X = checks.block(60, 20, "float64")
-    for columns in (slice(None), slice(6, 7)):
-        blocks = backend.host_blocks(X)
+    for columns, order in product((slice(None), slice(6, 7)), (None, np.arange(60))):
+        blocks = backend.host_blocks(X, order)  # pinned where it is, and copied
         for rows in (10, 30):
             for _, part in blocks.parts([(slice(a, a + rows), columns) for a in (0, 30)]):
                 assert np.array_equal(backend.to_numpy(part), X[:rows, columns])
                 break
         del part, blocks
+
+
+def _spooled(backend: Any) -> None:
+    """Blocks of columns that are on the host when they are handed over."""
+    X = checks.block(60, 8, "float32")
+    there, cuts = backend.asarray(X), [slice(a, a + 20) for a in (0, 20, 40)]
+    blocks, parts = [slice(0, 5), slice(5, 8)], ((rows, there[rows] * 2.0) for rows in cuts)
+    held = backend.spooled(parts, blocks, X.shape, "float32")
+    assert np.array_equal(np.hstack(held), 2 * X)
 
 
 def _profiled(backend: Any) -> None:
