@@ -23,11 +23,11 @@ from herta_gpu.plumbing.files import new_file
 TOL = 1e-6  # relative H-norm error of every output
 
 
-def diffused(H: RegularizedLaplacian, B: Array) -> tuple[Array, Any]:
+def diffused(H: RegularizedLaplacian, B: Array, tol: float = TOL) -> tuple[Array, Any]:
     """H^-1 B (or S^k B), and the norms of what it leaves, on the host."""
     if H.hops or H.lam == 0:
         return H.hopped(B), np.zeros(0)
-    Z, info = block_cg(H, B, TOL)
+    Z, info = block_cg(H, B, tol)
     return Z, info.residuals
 
 
@@ -53,12 +53,13 @@ class Outputs:
         b: Array | None = None,
         extras: Sequence[Any] = (),
         floor: float = 0.0,
+        tol: float = TOL,
     ) -> None:
         """Of several H the outputs add up, each with its own block of rows of W; b is a constant
         per output.  `extras` are features that no H is applied to, with the last rows of W.  With a
         `floor` the rows of each block of features have been divided by their lengths."""
         self.systems, self.H, self.X, self.W, self.width = systems, systems[0], X, W, width
-        self.b, self.extras, self.floor = b, extras, floor
+        self.b, self.extras, self.floor, self.tol = b, extras, floor, tol
 
     @cached_property
     def lengths(self) -> list[tuple[Array, float]]:
@@ -72,7 +73,7 @@ class Outputs:
                 B = self.H.backend.empty((n, J.stop - j), "float64")
                 for rows, part in self.X.row_chunks(J):
                     B[rows] = part
-                Z, left = diffused(H, B)
+                Z, left = diffused(H, B, self.tol)
                 squares += (Z.astype("float64", copy=False) ** 2).sum(axis=1, keepdims=True)
                 off += float((left**2).sum())
             found.append((xp.maximum(xp.sqrt(squares), self.floor), off**0.5))
@@ -91,7 +92,7 @@ class Outputs:
         Z: Any = 0.0
         for i, H in enumerate(self.systems):
             part = self.X.times(xp.ascontiguousarray(self.W[i * d : (i + 1) * d, J]))
-            part, residuals = diffused(H, part)
+            part, residuals = diffused(H, part, self.tol)
             left = float(residuals.max(initial=0.0))
             if self.floor:
                 lengths, off = self.lengths[i]

@@ -102,18 +102,11 @@ class UnfoldedMap:
 
     def outputs(self, W: Array) -> Array:
         """The training rows of the outputs of W, of all blocks, by solves to the last digit."""
-        d, F = self.X.shape[1], 0.0
-        if self.systems and (self.row_floor or self.hidden or any(H.hops for H in self.systems)):
-            if self.hidden is not None:
-                self.hidden.solve(self.systems)
-            known = (self.systems, self.X, W, self.width, None, self.extras, self.row_floor)
-            return self.H.backend.gathered(Outputs(*known).of(self.train, "float64"))
-        for i, H in enumerate(self.systems or [self.H]):
-            part = W[i * d : (i + 1) * d]
-            one = UnfoldedMap(H, self.X, self.train, self.width)
-            Z = self.X.times(part) if H.lam == 0 else one.forward(part, _LEAST_TOL).value
-            F = F + self.rows(Z)
-        return F if self.extra is None else F + self.rows(self.extra.times(W[self.blocks * d :]))
+        if self.hidden is not None and self.systems:
+            self.hidden.solve(self.systems)
+        known = (self.systems or [self.H], self.X, W, self.width, None, self.extras, self.row_floor)
+        found = Outputs(*known, tol=_LEAST_TOL).of(self.train, "float64")
+        return self.H.backend.gathered(found)
 
     def rows(self, Z: Array) -> Array:
         return self.H.backend.gathered(Z[self.train].astype("float64"))
