@@ -19,8 +19,10 @@ from typing import Any, get_origin, get_type_hints
 import numpy as np
 
 from herta_gpu.app.metrics import confusion, evaluate, label_scores, metric_of
+from herta_gpu.backends import SMALL
 from herta_gpu.certificate import Certificate
 from herta_gpu.datasets import Dataset
+from herta_gpu.graph import Graph
 from herta_gpu.herta import HERTA
 from herta_gpu.more.labels import CorrectAndSmooth
 from herta_gpu.planning.settings import LABEL_FOLDS, strengths
@@ -175,7 +177,7 @@ class FitResult:
             X_reads=model.X_reads_,
             ranks=None if team is None else team.seconds(),
             label_features=LABEL_FOLDS if folds is True else folds,
-            note="\n".join(filter(None, (data.metadata.get("note", ""), _slow(model)))),
+            note="\n".join(filter(None, (data.metadata.get("note", ""), _slow(model, graph)))),
         )
 
     @classmethod
@@ -275,9 +277,10 @@ class FitResult:
         return table(rows, header=False)
 
 
-def _slow(model: HERTA) -> str:
+def _slow(model: HERTA, graph: Graph) -> str:
     """What a fit without compiled kernels, which nobody asked for, has to say."""
     plain = find_spec("numba") is None and model.device_.choice == "cpu"
+    plain &= 2 * graph.num_edges + 4 * graph.num_nodes > SMALL  # else SciPy is taken anyway
     told = 'without numba a fit takes several times as long: pip install "herta_gpu[fast]"'
     return told * (plain and model.device != "cpu-scipy")
 

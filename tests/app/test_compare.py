@@ -23,6 +23,9 @@ except RuntimeError:
 without_gpu = pytest.mark.skipif(CUDA, reason="there is a GPU here")
 
 
+LARGE = "synthetic:n=3000,m=20000,d=8,c=3"  # enough for compiled kernels
+
+
 def run(capsys, *argv: str) -> dict:
     assert main([*argv, "--json"]) == 0
     return json.loads(capsys.readouterr().out)
@@ -43,10 +46,10 @@ def test_compare_says_when_there_is_no_gpu(capsys):
 
 def test_scipy_against_the_compiled_kernels(capsys, monkeypatch):
     pytest.importorskip("numba", reason="without numba there is only the SciPy path")
-    argv = ["compare", "digits", "--devices", "cpu-scipy,cpu", "--ridge", "0.1", "--lam", "20"]
+    argv = ["compare", LARGE, "--devices", "cpu-scipy,cpu", "--ridge", "0.1", "--lam", "20"]
     answer = run(capsys, *argv)
     assert list(answer["runs"]) == ["cpu-scipy float32", "cpu float32"]
-    data, W, losses = load("digits"), [], []
+    data, W, losses = load(LARGE), [], []
     for fast in ("0", "1"):
         monkeypatch.setenv("HERTA_FAST", fast)
         model = HERTA(lam=20.0, ridge=0.1)
@@ -59,7 +62,7 @@ def test_scipy_against_the_compiled_kernels(capsys, monkeypatch):
 
 
 def test_the_estimator_takes_cpu_scipy_as_compare_does(capsys, monkeypatch):
-    data, W = load("digits"), []
+    data, W = load(LARGE), []
     for device, fast in (("cpu-scipy", "1"), ("cpu", "0")):
         monkeypatch.setenv("HERTA_FAST", fast)
         model = HERTA(lam=20.0, ridge=0.1, device=device)
