@@ -273,9 +273,9 @@ def _draw_convergence(model: HERTA) -> bytes | None:
     The loss of every step is drawn against a proven lower bound of the optimum, also for steps
     that had no certificate while they ran.
     """
-    plt, history = pyplot(), model.warm_history_ + model.history_
+    history = model.warm_history_ + model.history_
     if len(history) < 2:
-        return None
+        return None  # before matplotlib is imported, which takes longer than such a fit
     losses, gaps, seconds = ([h[k] for h in history] for k in ("loss", "certificate", "seconds"))
     bound = losses[-1] - model.certificate_.gap
     above = [(loss - bound) / bound if bound > 0 else math.inf for loss in losses]
@@ -286,7 +286,7 @@ def _draw_convergence(model: HERTA) -> bytes | None:
     }
     proven = any(len(at) > 1 for at in drawn.values())  # one point is no curve
     shape = (2 if proven else 1, 2)
-    figure, axes = plt.subplots(
+    figure, axes = pyplot().subplots(
         *shape, figsize=(9.5, 3 * shape[0]), sharey="row", sharex="col", squeeze=False
     )
     # Steps on a cheaper model come first; those of the fit are numbered after them.

@@ -31,7 +31,9 @@ def run(args: argparse.Namespace) -> CommandOutput:
         result = _resume(args)
     else:  # what is asked wrongly is refused before the data are loaded
         job, crew = Job.of(args), args.crew
-        job.model._checked(crew if crew.size > 1 else None)
+        job.model._settings()  # a small graph asks for neither CuPy nor numba
+        if crew.size > 1 or job.model.device.startswith("cuda"):
+            job.model._checked(crew if crew.size > 1 else None)
         job.sharing.check(job.smoother is not None)
         if crew.first:
             check_free(args.out, args.overwrite)
