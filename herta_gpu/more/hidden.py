@@ -9,11 +9,11 @@ the other columns leave.  No array of n x w numbers exists.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import cached_property, wraps
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -26,6 +26,7 @@ from herta_gpu.laplacian import RegularizedLaplacian
 from herta_gpu.more.random_features import FLOOR, ROWS, UNIT, Layer, lengths_of
 from herta_gpu.planning.plan import Recipe
 from herta_gpu.planning.settings import Settings
+from herta_gpu.plumbing.bundles import Method
 from herta_gpu.prediction import diffused
 from herta_gpu.problem import UnfoldedMap
 
@@ -185,7 +186,7 @@ class Before(_Made):
 
 
 # ---- several draws ---------------------------------------------------------------------------
-def each_draw(fit: Callable[..., Any]) -> Callable[..., Any]:
+def each_draw(fit: Method) -> Method:
     """A `fit` that, with several draws of the layer, fits each and leaves the mean of their scores.
 
     Scores are linear in W: the mean of several fits is a model with all of their hidden columns.
@@ -209,7 +210,7 @@ def each_draw(fit: Callable[..., Any]) -> Callable[..., Any]:
             made.append(one.fit(graph, X, *args, **kwargs))
         return _take_mean(model, made, settings)
 
-    return wrapped
+    return cast(Method, wrapped)
 
 
 def _take_mean(model: Any, made: Sequence[Any], settings: Settings) -> Any:

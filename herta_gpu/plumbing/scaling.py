@@ -20,7 +20,7 @@ def scaled_rows(X: Any, how: str) -> Any:
     >>> import numpy as np
     >>> from herta_gpu.plumbing.scaling import scaled_rows
     >>> X = np.array([[3.0, -4.0], [0.0, 0.0]])
-    >>> scaled_rows(X, "row").tolist(), scaled_rows(X, "unit").round(2).tolist()
+    >>> scaled_rows(X, "row").round(3).tolist(), scaled_rows(X, "unit").round(2).tolist()
     ([[0.429, -0.571], [0.0, 0.0]], [[0.6, -0.8], [0.0, 0.0]])
     """
     sparse = sp.issparse(X)

@@ -122,7 +122,8 @@ sys.exit(cli.main())
 @needs_ranks
 def test_a_killed_rank_is_named_and_its_run_goes_on(tmp_path):
     program, out = _program(tmp_path, _KILLED), str(tmp_path / "run")
-    options = ("synthetic:n=500,m=2000,d=200,c=3", "--lam", "5", "--split", "random:0.9")
+    options = ("synthetic:n=500,m=2000,d=200,c=3", "--lam", "5", "--split", "random:0.9",
+               "--strategy", "direct")  # fmt: skip
     whole = on_ranks(2, program, "live", "train", *options, "--out", out + "-whole")
     assert whole.returncode == 0, whole.stderr
     dead = on_ranks(2, program, "kill", "train", *options, "--out", out)
@@ -159,7 +160,8 @@ def test_nodes_are_shared_out_by_the_command_line(tmp_path):
     owners = np.random.default_rng(0).integers(0, 2, 500)
     np.save(tmp_path / "owners.npy", owners)
     options = (name, "--lam", "5", "--split", "random:0.9", "--split", "nodes",
-               "--partition", str(tmp_path / "owners.npy"), "--normalize", "standard")  # fmt: skip
+               "--partition", str(tmp_path / "owners.npy"), "--normalize", "standard",
+               "--strategy", "direct")  # fmt: skip
     whole = on_ranks(2, program, "live", "train", *options, "--out", out + "-whole", **cache)
     assert whole.returncode == 0, whole.stderr
     assert "2 ranks share out nodes" in whole.stderr
