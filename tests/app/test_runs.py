@@ -179,7 +179,8 @@ def test_a_name_cannot_write_into_the_page(tmp_path):
 def test_a_run_without_matplotlib_still_has_its_page(tmp_path):
     code = (
         "import sys; sys.modules['matplotlib'] = None; from herta_gpu.app.cli import main;"
-        f"sys.exit(main(['train', 'digits', '--quiet', '--out', {str(tmp_path / 'r')!r}]))"
+        "argv = ['train', 'digits', '--strategy', 'herta', '--loss', 'ce', '--quiet', '--out'];"
+        f"sys.exit(main([*argv, {str(tmp_path / 'r')!r}]))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=90)
     assert done.returncode == 0
