@@ -9,6 +9,7 @@ the other columns leave.  No array of n x w numbers exists.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import replace
@@ -31,15 +32,15 @@ from herta_gpu.prediction import diffused
 from herta_gpu.problem import UnfoldedMap
 
 
-class _Made(Features):
+class _Made(Features, ABC):
     """Columns that a layer makes of n rows on the way: there is no array of all of them."""
 
     layer: Layer
     sparse = False
 
+    @abstractmethod
     def rows_of(self, start: int, stop: int) -> Array:
         """Rows of inputs of the layer."""
-        raise NotImplementedError
 
     def parts(self, J: slice = slice(None)) -> Iterator[tuple[slice, Array]]:
         """(rows, those of the hidden columns J) in turn."""

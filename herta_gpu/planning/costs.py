@@ -199,7 +199,7 @@ def Q_goal(sizes: Sizes, settings: Settings, whiten: bool) -> float:
     rho = min(0.1, math.sqrt(settings.tol) / _MISFIT)
     # The smallest singular value of the training rows of H^-1 X C0, as seen on real graphs.
     smallest = math.sqrt(sizes.n_train / sizes.n) / (0.7 * sizes.top + 0.9)
-    # Of the smallest weights all that is known is what Q says of them.
+    # The smallest of many exact weights have no proof: they are as exact as Q, so it is tight.
     bare = sizes.few_rows and settings.ridge == 0
     smallest *= 1.0 if whiten else 0.1 * _ALIKE if bare else _ALIKE
     # The objective, too, is known from Q alone, and what Q is off by counts there as it is.

@@ -87,7 +87,7 @@ def test_what_a_fit_moves(lam):
     assert passes.moved == 2 * whole * 2 + 2 * whole * 4
     chunks = -(-8 * whole // (16 << 20))
     assert passes.seconds == pytest.approx(max(8 * whole / 25e9, 2 * chunks * 180e-6))
-    # What the issue of the first card asks for, with X in float32.
+    # The goals for papers100M on one such card, by this model, with X in float32.
     work = list_work(plan, sizes, card, X_itemsize=4)
     assert sum(moved.seconds for moved in work) <= {1.0: 20, 20.0: 45}[lam]
 
